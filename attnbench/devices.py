@@ -1,0 +1,45 @@
+"""torch devices as the rest of attnbench sees them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from .capabilities import Device
+from .errors import InputError
+
+__all__ = ["describe", "find"]
+
+
+@lru_cache(maxsize=64)
+def describe(device: torch.device) -> Device:
+    """The facts about a torch device that a refusal may depend on.  Asked once for each device."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return Device("cuda", properties.name, (properties.major, properties.minor))
+    return Device(device.type, device.type.upper())
+
+
+def find(name: str) -> torch.device:
+    """The device called ``auto`` (the first GPU, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``.
+
+    Raises InputError where the name is none or this machine has no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"a device is auto, cpu, cuda or cuda:N, not {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"attnbench measures on cpu and cuda, not on {device.type}")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise InputError(f"{name} was asked for, but torch sees no GPU here; `attnbench doctor` says more")
+        device = torch.device("cuda", device.index or 0)
+        if device.index >= torch.cuda.device_count():
+            raise InputError(f"{name} was asked for, but torch sees only {torch.cuda.device_count()} GPU(s) here")
+    elif device.index not in (None, 0):
+        raise InputError(f"there is one cpu, not {name!r}")
+    return device if device.type == "cuda" else torch.device("cpu")

@@ -1,0 +1,80 @@
+"""Every error that attnbench raises on purpose, each a named class with the exit code the CLI gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+__all__ = [
+    "AttnbenchError",
+    "BudgetError",
+    "InputError",
+    "MalformedFileError",
+    "MisuseError",
+    "NoPlanError",
+    "OutputError",
+    "RefusedError",
+    "UnknownBackendError",
+]
+
+
+class AttnbenchError(Exception):
+    """The base of every error below; the CLI exits with ``exit_code`` (1 failure, 2 misuse)."""
+
+    exit_code = 1
+
+
+class MisuseError(AttnbenchError):
+    """Something was asked for in a way that cannot be right, whatever the machine."""
+
+    exit_code = 2
+
+
+class InputError(MisuseError, ValueError):
+    """Tensors or numbers that describe no attention: wrong rank, shapes, dtype, device, scale, window."""
+
+
+class UnknownBackendError(MisuseError, ValueError):
+    """A name that no backend or kernel carries; the message offers the nearest ones."""
+
+
+class MalformedFileError(MisuseError, ValueError):
+    """A file whose content is not what it should be.
+
+    ``path`` and ``line`` (counted from 1, or None where the format has no lines) say where,
+    ``expected`` says what should have stood there.
+    """
+
+    def __init__(self, path: str | Path, expected: str, line: int | None = None) -> None:
+        self.path, self.line, self.expected = Path(path), line, expected
+        where = f"{path}:{line}" if line is not None else str(path)
+        super().__init__(f"{where}: {expected}")
+
+
+class OutputError(AttnbenchError, OSError):
+    """Results could not be written: no permission, no room, no such place."""
+
+
+class RefusedError(AttnbenchError, RuntimeError):
+    """A plan that was named explicitly cannot serve the spec.
+
+    ``reasons`` are its refusals, one sentence each; ``alternatives`` are the plans that could serve.
+    """
+
+    def __init__(self, asked: str, reasons: Sequence[str], alternatives: Sequence[str]) -> None:
+        self.asked, self.reasons, self.alternatives = asked, tuple(reasons), tuple(alternatives)
+        able = ", ".join(alternatives) if alternatives else "none on this machine"
+        super().__init__(f"{asked} cannot serve this: {'; '.join(reasons)}. Plans that can: {able}.")
+
+
+class BudgetError(AttnbenchError, RuntimeError):
+    """A plan that was named explicitly is measured to exceed the error that was named explicitly."""
+
+
+class NoPlanError(AttnbenchError, RuntimeError):
+    """No plan at all can serve the spec; ``reasons`` holds the refusals of every plan."""
+
+    def __init__(self, message: str, reasons: Mapping[str, Sequence[str]]) -> None:
+        self.reasons = {plan: tuple(sentences) for plan, sentences in reasons.items()}
+        lines = [f"  {plan}: {'; '.join(sentences)}" for plan, sentences in self.reasons.items()]
+        super().__init__("\n".join([message, *lines]))

@@ -1,0 +1,137 @@
+"""How tensors become FP8: formats, recipes, quantised tensors and the way back.
+
+Everything here is plain torch on any device: the definition that fused quantise kernels
+are tested against, not the fast way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .dtypes import TO_TORCH
+from .errors import InputError
+from .spec import GRANULARITIES, Granularity
+
+__all__ = ["BLOCK", "LARGEST", "Quantised", "Recipe", "hadamard", "quantise", "quantise_with"]
+
+Format = Literal["e4m3", "e5m2"]
+LARGEST: dict[str, float] = {"e4m3": 448.0, "e5m2": 57344.0}  # OCP FP8 (OFP8) specification, table 1
+BLOCK = 128  # tokens that share a scale in the block recipe: the tile of most kernels
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How Q, K and V become FP8.
+
+    ``granularity``: which elements share a scale: all of a ``tensor``; a (batch, ``head``);
+    a ``block`` of BLOCK tokens of a head; one ``token`` of a head.
+    ``rotation`` ``hadamard`` multiplies the head dimension of Q and K by one orthogonal
+    matrix, which leaves q·k alone and spreads outliers (FlashAttention-3, section 3.3).
+    ``smoothing`` takes K's mean over its tokens away, which shifts a row of scores by a
+    constant and so leaves the softmax alone (SageAttention, section 4.2).
+    """
+
+    granularity: Granularity = "head"
+    format: Format = "e4m3"
+    rotation: Literal["none", "hadamard"] = "none"
+    smoothing: bool = False
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """An FP8 tensor that stands for ``data * descale``, back-rotated, plus ``mean``.
+
+    ``data`` is (B, H, S, D) in float8; ``descale`` is fp32 and broadcasts to it;
+    ``mean`` (B, H, 1, D) was taken away before quantising, None where nothing was.
+    """
+
+    data: Tensor
+    descale: Tensor
+    granularity: Granularity
+    rotated: bool = False
+    mean: Tensor | None = None
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """What the tensor stands for, (B, H, S, D) in ``dtype``, computed in fp32 (fp64 for fp64)."""
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        value = self.data.to(wide) * self.descale.to(wide)
+        if self.rotated:
+            value = value @ hadamard(value.shape[-1], value.device).to(wide).mT
+        if self.mean is not None:
+            value = value + self.mean.to(wide)
+        return value.to(dtype)
+
+
+def quantise(x: Tensor, recipe: Recipe, *, rotate: bool = False, smooth: bool = False) -> Quantised:
+    """Quantise x (B, H, S, D) with scales from its own largest magnitudes.
+
+    ``rotate`` and ``smooth`` say whether the recipe's rotation and smoothing apply to this
+    operand: both to K, the rotation to Q, neither to V.  All-zero groups get the scale 1.
+    Non-finite input stays non-finite, so that nobody mistakes it for a number.
+    """
+    value = x.to(torch.float32)
+    mean = None
+    if smooth and recipe.smoothing:
+        mean = value.mean(dim=2, keepdim=True)
+        value = value - mean
+    rotated = rotate and recipe.rotation == "hadamard"
+    if rotated:
+        value = value @ hadamard(value.shape[-1], value.device)
+    amax = _group_amax(value, recipe.granularity)
+    descale = torch.where(amax > 0, amax / LARGEST[recipe.format], 1.0)
+    data = quantise_with(value, descale, recipe.format)
+    return Quantised(data, descale, recipe.granularity, rotated, mean)
+
+
+def quantise_with(x: Tensor, descale: Tensor | float, format: Format) -> Tensor:
+    """x / descale rounded to nearest even in ``format`` and saturated at its largest finite value.
+
+    torch's own cast turns what is too large into NaN (e4m3) or infinity (e5m2); kernels saturate.
+    """
+    largest = LARGEST[format]
+    return (x / descale).clamp(-largest, largest).to(TO_TORCH[format])
+
+
+def hadamard(size: int, device: torch.device | str = "cpu") -> Tensor:
+    """The orthogonal rotation of a head dimension: diag(random ±1) · blocks of Hadamard / √(block).
+
+    (size, size) in fp32.  Where ``size`` is no power of two, the largest power of two that
+    divides it is the block, and the blocks stand on the diagonal.
+    """
+    if size < 1:
+        raise InputError(f"a rotation needs a positive size, got {size}")
+    return _hadamard(size).to(device)
+
+
+@lru_cache(maxsize=32)
+def _hadamard(size: int) -> Tensor:
+    block = size & -size
+    matrix = torch.ones(1, 1)
+    while matrix.shape[0] < block:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
+    signs = torch.randint(0, 2, (size, 1), generator=torch.Generator().manual_seed(size)) * 2.0 - 1.0
+    rotation: Tensor = signs * torch.kron(torch.eye(size // block), matrix * block**-0.5)
+    return rotation
+
+
+def _group_amax(x: Tensor, granularity: Granularity) -> Tensor:
+    """Largest magnitude of the group that each element belongs to, broadcastable to x (B, H, S, D)."""
+    magnitude = x.abs()
+    if granularity == "tensor":
+        return magnitude.amax().expand(1, 1, 1, 1)
+    if granularity == "head":
+        return magnitude.amax(dim=(2, 3), keepdim=True)
+    token = magnitude.amax(dim=3, keepdim=True)
+    if granularity == "token":
+        return token
+    if granularity == "block":
+        length = x.shape[2]
+        padded = torch.nn.functional.pad(token, (0, 0, 0, -length % BLOCK))
+        blocks = padded.view(*padded.shape[:2], -1, BLOCK, 1).amax(dim=3, keepdim=True)
+        return blocks.expand(-1, -1, -1, BLOCK, -1).flatten(2, 3)[:, :, :length]
+    raise InputError(f"granularity must be one of {', '.join(GRANULARITIES)}, not {granularity!r}")
