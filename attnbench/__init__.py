@@ -19,10 +19,19 @@ _HOME = {
     "Plan": "plan",
     "attention": "api",
     "explain": "api",
-    "registry": "registry",
     "use_backend": "context",
 }
-__all__ = ["__version__", *_HOME]
+__all__ = [
+    "AttentionSpec",
+    "AttnbenchError",
+    "Choice",
+    "Mask",
+    "Plan",
+    "__version__",
+    "attention",
+    "explain",
+    "use_backend",
+]
 
 if TYPE_CHECKING:
     from .api import attention, explain
@@ -31,7 +40,6 @@ if TYPE_CHECKING:
     from .errors import AttnbenchError
     from .mask import Mask
     from .plan import Plan
-    from .registry import registry
     from .spec import AttentionSpec
 
 
