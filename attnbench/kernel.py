@@ -66,20 +66,20 @@ class Operands:
     v: Tensor | Quantised
     native: Any = None
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Q, K and V as the forward saw them, dequantised, in the dtype that gradients have.
+    def tensors(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Q, K and V as the forward saw them: as they are, or dequantised into ``dtype`` (the gradients' by default).
 
         A backward must work on these, never on the tensors from before the quantisation:
         exp(S - LSE) sums to one over a row only for the S that made the LSE.
         """
-        dtype = gradient_dtype(self.spec)
+        dtype = dtype or gradient_dtype(self.spec)
         q, k, v = (x.dequantised(dtype) if isinstance(x, Quantised) else x for x in (self.q, self.k, self.v))
         return q, k, v
 
 
 class Result(NamedTuple):
     """A forward's answer: ``out`` (B, H, Sq, Dv) in the input's dtype (bf16 for FP8 input),
-    ``lse`` (B, H, Sq) fp32 natural log, minus infinity where no key is seen, None where the
+    ``lse`` (B, H, Sq) natural log in fp32 or wider, minus infinity where no key is seen, None where the
     kernel's row says so; ``state`` is for this backend's own backward alone."""
 
     out: Tensor
