@@ -7,6 +7,7 @@ from pathlib import Path
 
 __all__ = [
     "AttnbenchError",
+    "AttnbenchWarning",
     "BudgetError",
     "InputError",
     "MalformedFileError",
@@ -22,6 +23,10 @@ class AttnbenchError(Exception):
     """The base of every error below; the CLI exits with ``exit_code`` (1 failure, 2 misuse)."""
 
     exit_code = 1
+
+
+class AttnbenchWarning(UserWarning):
+    """Something is not as it should be, and the answer is right all the same."""
 
 
 class MisuseError(AttnbenchError):

@@ -31,12 +31,14 @@ class Registry:
         self._backwards: dict[str, BackwardKernel] = {}
         self._availability: dict[str, Availability] = {}
         self._lock = threading.Lock()
+        self._names: set[str] = set()
         for backend in backends:
             if backend.name in self.backends:
                 raise AttnbenchError(f"two installed packages provide a backend named {backend.name!r}; remove one")
             self.backends[backend.name] = backend
             for kernel in backend.kernels:
                 self._add(backend, kernel)
+                self._names.add(kernel.name)
 
     def _add(self, backend: Backend, kernel: ForwardKernel | BackwardKernel) -> None:
         if backend_of(kernel.name) != backend.name:
@@ -49,12 +51,12 @@ class Registry:
     @property
     def forwards(self) -> dict[str, ForwardKernel]:
         """Every listed forward kernel by name."""
-        return dict(self._forwards)
+        return {name: self._forwards[name] for name in self._listed(self._forwards)}
 
     @property
     def backwards(self) -> dict[str, BackwardKernel]:
         """Every listed backward kernel by name."""
-        return dict(self._backwards)
+        return {name: self._backwards[name] for name in self._listed(self._backwards)}
 
     def availability(self, backend: str) -> Availability:
         """What the backend says of this machine; asked once.  A check that raises is a reason, not a crash."""
@@ -92,6 +94,16 @@ class Registry:
         except KeyError:
             raise self._unknown("backward kernel", name, self._backwards) from None
 
+    def check(self, asked: str) -> None:
+        """Raise UnknownBackendError unless ``asked`` names a backend, a forward kernel or a plan that exists."""
+        if ">" in asked or ":" in asked:
+            plan = Plan.parse(asked)
+            self.forward(plan.forward)
+            if plan.backward is not None:
+                self.backward(plan.backward)
+        else:
+            self.backend(asked)
+
     def _resolve(self, name: str) -> None:
         if name in self._forwards or name in self._backwards:
             return
@@ -114,11 +126,21 @@ class Registry:
         with every other backward in the precision of the gradients.  What cannot go together
         is left in, for ``reasons`` to say why.
         """
+        plans = [plan for name in self._listed(self._forwards) for plan in self.plans_with(name, spec)]
         if not spec.training:
-            return [Plan(name) for name in self._forwards]
-        plans = [Plan(name, partner) for name in self._forwards for partner in self._partners(name, spec)]
+            return plans
         paired = {plan.backward for plan in plans}
-        return plans + [Plan(self._leader(name), name) for name in self._backwards if name not in paired]
+        alone = [name for name in self._listed(self._backwards) if name not in paired]
+        return plans + [Plan(self._leader(name), name) for name in alone]
+
+    def plans_with(self, forward: str, spec: AttentionSpec) -> list[Plan]:
+        """The plans of ``plans`` that start with this forward, which may be one made from its name."""
+        self.forward(forward)
+        return [Plan(forward, partner) for partner in (self._partners(forward, spec) if spec.training else [None])]
+
+    def _listed(self, names: Iterable[str]) -> list[str]:
+        """Of the names, those that a backend lists; what was made on the spot is for those who name it."""
+        return [name for name in names if name in self._names]
 
     def _partners(self, forward: str, spec: AttentionSpec) -> list[str | None]:
         own = forward in self._backwards
@@ -128,7 +150,7 @@ class Registry:
         wanted = ("bf16" if spec.descale else spec.dtype) if narrow else precision_of(forward)
         others = [
             name
-            for name, kernel in self._backwards.items()
+            for name, kernel in self.backwards.items()
             if name != forward and precision_of(name) == wanted and kernel.follows is None
         ]
         return [forward, *others] if own else [*others] or [None]

@@ -1,0 +1,135 @@
+"""``attention`` and ``explain``: one call in front of every kernel, and the reasons behind its choice."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .choice import Choice
+from .devices import describe
+from .execution import Execution
+from .mask import Alignment
+from .question import Question, ask, decide
+from .registry import registry
+from .tensors import quantised
+
+__all__ = ["attention", "explain", "forget_choices"]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    causal_alignment: Alignment = "top-left",
+    scale: float | None = None,
+    softcap: float | None = None,
+    enable_gqa: bool = True,
+    layout: str = "bhsd",
+    dtype: str | torch.dtype | None = None,
+    backend: str = "auto",
+    max_error: float | None = None,
+    return_lse: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale · q kᵀ) v by the fastest plan that is accurate enough.
+
+    ``q`` (B, H, Sq, D), ``k`` (B, Hkv, Skv, D), ``v`` (B, Hkv, Skv, Dv), or with
+    ``layout="bshd"`` the middle axes swapped, without copies; H a multiple of Hkv.  fp64,
+    fp32, bf16, fp16, or float8 with a ``*_descale`` each (true value = stored · descale; one
+    element, (B, H), (B, H, ceil(S / 128)) or (B, H, S), and for q also the shape of k's).
+    Any strides.  Returns out (B, H, Sq, Dv) in ``layout`` and the input's dtype (bf16 for
+    float8), and with ``return_lse`` also the natural log-sum-exp (B, H, Sq) in fp32
+    (fp64 for fp64), through which no gradient flows.
+
+    ``is_causal`` hides keys after the query; ``window=(before, after)`` shows that many keys
+    on either side, None being unlimited.  With Sq ≠ Skv, ``causal_alignment`` says where the
+    queries stand: ``top-left``, the default of every backend, puts query 0 at key 0 (as
+    torch's SDPA does), ``bottom-right`` the last query at the last key (as FlashAttention
+    does).  A query that sees no key gives 0, LSE minus infinity and no gradient.
+    ``scale`` defaults to D ** -0.5; ``softcap`` c makes scores c · tanh(score / c).
+
+    FP8 is opted into: ``dtype="fp8"`` admits plans that compute in FP8 beside the others,
+    and so does a ``max_error`` (relative L2 against exact attention, worst over out, dq,
+    dk, dv and input families); naming the tensors' own dtype keeps them out whatever the
+    context says.  ``backend`` names a backend (``sdpa-flash``), a kernel (``fa3:fp8``) or a
+    plan (``fa3:fp8>fa4:bf16``); ``auto`` leaves it to ``use_backend``, then to
+    ``ATTNBENCH_BACKEND``, then to measurement.
+
+    Raises InputError for what describes no attention, UnknownBackendError, RefusedError
+    with reasons and alternatives when a named plan cannot serve, BudgetError when it is
+    measured to exceed a named ``max_error``, NoPlanError when nothing can serve.
+    """
+    key = ask(
+        q, k, v, is_causal, window, causal_alignment, scale, softcap, enable_gqa, layout, dtype, backend, max_error,
+        return_lse, q_descale, k_descale, v_descale,
+    )  # fmt: skip
+    execution = _execution(key)
+    if layout == "bshd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if q_descale is None or k_descale is None or v_descale is None:
+        out, lse = execution(q, k, v)
+    else:
+        out, lse = execution.quantised(
+            quantised("q", q, q_descale, execution.spec),
+            quantised("k", k, k_descale, execution.spec),
+            quantised("v", v, v_descale, execution.spec),
+        )
+    if layout == "bshd":
+        out = out.transpose(1, 2)
+    if not return_lse:
+        return out
+    assert lse is not None, "kernels without an LSE refuse a spec that wants it"
+    return out, lse if q.dtype == torch.float64 else lse.to(torch.float32)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    causal_alignment: Alignment = "top-left",
+    scale: float | None = None,
+    softcap: float | None = None,
+    enable_gqa: bool = True,
+    layout: str = "bhsd",
+    dtype: str | torch.dtype | None = None,
+    backend: str = "auto",
+    max_error: float | None = None,
+    return_lse: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+) -> Choice:
+    """What ``attention`` would run for the same arguments, with every candidate and why it lost.
+
+    Nothing is computed.  The choice is data (``to_dict``) that prints as a table.  Raises what ``attention`` raises.
+    """
+    key = ask(
+        q, k, v, is_causal, window, causal_alignment, scale, softcap, enable_gqa, layout, dtype, backend, max_error,
+        return_lse, q_descale, k_descale, v_descale,
+    )  # fmt: skip
+    return decide(key)
+
+
+@lru_cache(maxsize=4096)
+def _execution(key: Question) -> Execution:
+    """What runs for a question: one look-up once it was asked."""
+    choice = decide(key)
+    known = registry()
+    backward = None if choice.plan.backward is None else known.backward(choice.plan.backward)
+    return Execution(choice.spec, known.forward(choice.plan.forward), backward)
+
+
+def forget_choices() -> None:
+    """Choose anew at the next call: after the table, the registry or the environment has changed."""
+    _execution.cache_clear()
+    describe.cache_clear()

@@ -1,0 +1,80 @@
+"""Running a plan: prepare, forward, and a backward that sees exactly what the forward saw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .fp8 import Quantised
+from .kernel import BackwardKernel, ForwardKernel, Saved
+from .spec import AttentionSpec
+
+__all__ = ["Execution"]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """The kernels of a plan, ready to be called for one spec."""
+
+    spec: AttentionSpec
+    forward: ForwardKernel
+    backward: BackwardKernel | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(out, lse) of q, k, v (B, H, S, D); out carries gradients where the spec asks for training."""
+        if self.backward is None:
+            return self.forward.run(self.forward.prepare(q, k, v, self.spec))[:2]
+        out, lse = _Attention.apply(q, k, v, self)  # type: ignore[no-untyped-call]
+        return out, lse
+
+    def quantised(self, q: Quantised, k: Quantised, v: Quantised) -> tuple[Tensor, Tensor | None]:
+        """The same for tensors that were quantised beforehand; no gradients flow into those."""
+        return self.forward.run(self.forward.prepare_quantised(q, k, v, self.spec))[:2]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, execution: Execution) -> tuple[Tensor, Tensor | None]:
+        operands = execution.forward.prepare(q, k, v, execution.spec)
+        out, lse, state = execution.forward.run(operands)
+        tensors: list[Tensor] = []
+        ctx.rebuild = _split((operands, out, lse), tensors)
+        # Through save_for_backward, so that torch sees a tensor that is changed before the
+        # backward reads it; the private state belongs to the kernel.
+        ctx.save_for_backward(*tensors)
+        ctx.state, ctx.execution = state, execution
+        if lse is not None:
+            ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        operands, out, lse = ctx.rebuild(ctx.saved_tensors)
+        gradients = ctx.execution.backward.run(Saved(operands, out, lse, ctx.state), grad_out)
+        wanted = zip(gradients, ctx.needs_input_grad, strict=False)
+        return *(gradient if needed else None for gradient, needed in wanted), None
+
+
+def _split(value: Any, tensors: list[Tensor]) -> Callable[[tuple[Tensor, ...]], Any]:
+    """Move the tensors inside ``value`` to the list; the answer puts those that it is given in their places."""
+    if isinstance(value, Tensor):
+        place = len(tensors)
+        tensors.append(value)
+        return lambda saved: saved[place]
+    if is_dataclass(value) and not isinstance(value, type):
+        kind = type(value)
+        parts = {each.name: _split(getattr(value, each.name), tensors) for each in fields(value)}
+        return lambda saved: kind(**{name: part(saved) for name, part in parts.items()})
+    if type(value) in (tuple, list):
+        sequence, items = type(value), [_split(each, tensors) for each in value]
+        return lambda saved: sequence(item(saved) for item in items)
+    if type(value) is dict:
+        entries = {key: _split(each, tensors) for key, each in value.items()}
+        return lambda saved: {key: entry(saved) for key, entry in entries.items()}
+    return lambda saved: value
