@@ -62,7 +62,8 @@ def choose(
     candidates = [judge(plan, insisted=by_kernel and plan in (named or ())) for plan in open_plans]
     field = candidates if named is None else candidates[: len(named)]
     if named is not None:
-        _check_named(backend, asked_by, field, candidates, max_error)
+        missing = known.availability(backend_of(backend)).reason if not field else None
+        _check_named(backend, asked_by, field, candidates, max_error, missing or "it has no kernel for this direction")
         if max_error is None:
             field = [replace(each, verdict="eligible") if each.verdict in _TIMID else each for each in field]
     eligible = [each for each in field if each.verdict == "eligible"]
@@ -180,7 +181,12 @@ def _distance(one: AttentionSpec, other: AttentionSpec) -> float:
 
 
 def _check_named(
-    backend: str, asked_by: str, field: list[Candidate], candidates: list[Candidate], max_error: float | None
+    backend: str,
+    asked_by: str,
+    field: list[Candidate],
+    candidates: list[Candidate],
+    max_error: float | None,
+    nothing: str,
 ) -> None:
     """Raise where what was named cannot be honoured: rule 3 of the design."""
     if any(each.verdict == "eligible" for each in field):
@@ -196,7 +202,7 @@ def _check_named(
     several = len(field) > 1
     reasons = [f"{each.plan}: {reason}" if several else reason for each in field for reason in each.reasons]
     able = sorted({str(each.plan) for each in candidates if each.verdict in ("eligible", *_TIMID)})
-    raise RefusedError(asked, list(dict.fromkeys(reasons)) or ["it has no kernel for this direction"], able)
+    raise RefusedError(asked, list(dict.fromkeys(reasons)) or [nothing], able)
 
 
 def _rank(candidate: Candidate, known: Registry) -> tuple[bool, float, str]:

@@ -106,6 +106,8 @@ class AttentionSpec:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> AttentionSpec:
         """The spec that ``to_dict`` wrote.  Raises InputError on a missing, unknown or impossible entry."""
+        if not isinstance(data, Mapping):
+            raise InputError(f"a spec is an object, not {type(data).__name__}")
         known = {each.name for each in fields(cls)}
         if unknown := sorted(set(data) - known):
             raise InputError(f"a spec has no entry {', '.join(map(repr, unknown))}")

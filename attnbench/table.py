@@ -65,11 +65,19 @@ class Entry:
     @classmethod
     def from_dict(cls, data: Any) -> Entry:
         """The entry that ``to_dict`` wrote.  Raises ValueError, TypeError or KeyError on anything else."""
-        if set(data) != {"plan", "status", "time_ms", "spread_ms", "errors", "reason", "spec"}:
+        if not isinstance(data, dict) or set(data) != {
+            "plan",
+            "status",
+            "time_ms",
+            "spread_ms",
+            "errors",
+            "reason",
+            "spec",
+        }:
             raise ValueError("its fields are not an entry's")
         return cls(
             spec=AttentionSpec.from_dict(data["spec"]),
-            plan=Plan.parse(data["plan"]),
+            plan=Plan.parse(_text(data["plan"])),
             status=_text(data["status"]),
             time_ms=_time(data["time_ms"]),
             spread_ms=_time(data["spread_ms"]),
@@ -111,7 +119,9 @@ class Table:
         except (AttnbenchError, KeyError, TypeError, ValueError) as error:
             raise MalformedFileError(path, f"expected an environment: {error}") from None
         entries = []
-        for number, each in enumerate(data.get("entries", ())):
+        if not isinstance(data.get("entries"), list):
+            raise MalformedFileError(path, "expected a list of entries")
+        for number, each in enumerate(data["entries"]):
             try:
                 entries.append(Entry.from_dict(each))
             except (AttnbenchError, KeyError, TypeError, ValueError) as error:

@@ -1,0 +1,91 @@
+"""Masks and specs: the arithmetic of who sees whom, against counting by hand."""
+
+import json
+
+import pytest
+from dense import visible
+from hypothesis import given
+from hypothesis import strategies as st
+from problems import masks, problems
+
+from attnbench import AttentionSpec, Mask
+from attnbench.errors import InputError
+
+lengths = st.integers(1, 40)
+
+
+@given(masks(), lengths, lengths)
+def test_span_area_and_empty_rows_are_what_counting_says(mask, seqlen_q, seqlen_kv):
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, head_dim=8, mask=mask)
+    sees = visible(spec)
+    for mask_ in (mask, spec.mask):
+        for row in range(seqlen_q):
+            start, stop = mask_.span(row, seqlen_q, seqlen_kv)
+            assert [j for j in range(seqlen_kv) if sees[row, j]] == list(range(start, stop))
+        assert mask_.area(seqlen_q, seqlen_kv) == int(sees.sum())
+        assert mask_.has_empty_rows(seqlen_q, seqlen_kv) == bool((~sees.any(1)).any())
+
+
+@given(masks(), lengths, lengths)
+def test_canonical_masks_see_the_same_and_are_spelt_once(mask, seqlen_q, seqlen_kv):
+    once = mask.canonical(seqlen_q, seqlen_kv)
+    assert once.canonical(seqlen_q, seqlen_kv) == once
+    specs = [
+        AttentionSpec.make(batch=1, heads=1, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, head_dim=8, mask=each)
+        for each in (mask, once)
+    ]
+    assert specs[0] == specs[1]
+    assert hash(specs[0]) == hash(specs[1])
+    if seqlen_q == seqlen_kv:
+        assert once.alignment == "top-left"
+
+
+@given(problems())
+def test_a_spec_survives_json_and_its_name_tells_specs_apart(problem):
+    spec = problem.spec
+    assert AttentionSpec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+    for change in ({"batch": spec.batch + 1}, {"direction": "forward"}, {"scale": 0.77}, {"seqlen_kv": 71}):
+        assert str(spec.replace(**change)) != str(spec)
+
+
+def test_flops_count_what_the_mask_leaves():
+    full = AttentionSpec.make(batch=2, heads=4, seqlen_q=128, head_dim=64)
+    assert full.flops == 4 * 2 * 4 * 128 * 128 * 64
+    causal = full.replace(mask=Mask(None, 0))
+    assert causal.flops == full.flops * (128 * 129 / 2) / 128**2
+    assert causal.replace(direction="training").flops == 3.5 * causal.flops
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"batch": 0}, "batch"),
+        ({"heads": 6, "kv_heads": 4}, "multiple of kv_heads"),
+        ({"seqlen_q": -1}, "seqlen_q"),
+        ({"seqlen_kv": 2**40}, "seqlen_kv"),
+        ({"head_dim": 64.0}, "head_dim"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"scale": float("nan")}, "scale"),
+        ({"scale": float("inf")}, "scale"),
+        ({"softcap": -1.0}, "softcap"),
+        ({"direction": "backward"}, "direction"),
+        ({"dtype": "e4m3"}, "descales"),
+        ({"descale": "head"}, "descales"),
+        ({"dtype": "e4m3", "descale": "row"}, "descale"),
+    ],
+)
+def test_impossible_specs_say_what_is_wrong(change, word):
+    with pytest.raises(InputError, match=word):
+        AttentionSpec.make(**{"batch": 1, "heads": 4, "seqlen_q": 8, "head_dim": 64, **change})
+
+
+@pytest.mark.parametrize("arguments", [(-1, 0), (0, -2), (1.5, 0), (True, 0), (0, 0, "middle")])
+def test_impossible_masks_are_input_errors(arguments):
+    with pytest.raises(InputError):
+        Mask(*arguments)
+
+
+@pytest.mark.parametrize("data", [{}, {"batch": 1}, {"surprise": 1}])
+def test_from_dict_refuses_what_is_no_spec(data):
+    with pytest.raises(InputError):
+        AttentionSpec.from_dict(data)

@@ -1,0 +1,70 @@
+"""Attention written out the long way in FP64: the truth of the tests, which shares no line with the package."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnbench import AttentionSpec
+
+
+def visible(spec: AttentionSpec) -> Tensor:
+    """(Sq, Skv): which query sees which key, straight from the words of Mask's docstring."""
+    offset = spec.seqlen_kv - spec.seqlen_q if spec.mask.alignment == "bottom-right" else 0
+    sees = torch.ones(spec.seqlen_q, spec.seqlen_kv, dtype=torch.bool)
+    for i in range(spec.seqlen_q):
+        for j in range(spec.seqlen_kv):
+            if spec.mask.left is not None and j < i + offset - spec.mask.left:
+                sees[i, j] = False
+            if spec.mask.right is not None and j > i + offset + spec.mask.right:
+                sees[i, j] = False
+    return sees
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """(out, lse) in FP64 of q (B, H, Sq, D), k, v (B, Hkv, Skv, ·); differentiable."""
+    k, v = (x.double().repeat_interleave(spec.group, dim=1) for x in (k, v))
+    scores = q.double() @ k.transpose(-1, -2) * spec.scale
+    if spec.softcap:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    sees = visible(spec).to(q.device)
+    some = sees.any(dim=1)
+    # A row without keys would make NaN in the softmax's gradient; it is answered by hand.
+    scores = scores.masked_fill(~(sees | ~some[:, None]), -torch.inf)
+    out = torch.where(some[:, None], scores.softmax(-1) @ v, 0.0)
+    return out, torch.where(some, scores.logsumexp(-1), -torch.inf)
+
+
+def dense_gradients(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, spec: AttentionSpec) -> tuple[Tensor, ...]:
+    """(dq, dk, dv) in FP64."""
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out, _ = dense_attention(*leaves, spec)
+    return torch.autograd.grad(out, leaves, grad_out.double())
+
+
+def gradient_sizes(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, spec: AttentionSpec) -> tuple[float, ...]:
+    """How large dq, dk, dv would be if nothing cancelled: what rounding errors are proportional to.
+
+    With one visible key P is 1 and dS vanishes exactly, so an error relative to dq alone would be infinite.
+    """
+    q, k, v, do = (x.detach().double() for x in (q, k, v, grad_out))
+    wide_k, wide_v = (x.repeat_interleave(spec.group, dim=1) for x in (k, v))
+    out, lse = dense_attention(q, k, v, spec)
+    scores = q @ wide_k.mT * spec.scale
+    if spec.softcap:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    sees = visible(spec).to(q.device)
+    p = torch.where(sees, torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)), 0.0)
+    ds = p * ((do @ wide_v.mT).abs() + (do * out).abs().sum(-1, keepdim=True)) * spec.scale
+    folded = (spec.batch, spec.kv_heads, spec.group, spec.seqlen_q, -1)
+    dk = torch.einsum("bhgqk,bhgqd->bhkd", ds.view(*folded), q.abs().view(*folded))
+    dv = torch.einsum("bhgqk,bhgqd->bhkd", p.view(*folded), do.abs().view(*folded))
+    return (ds @ wide_k.abs()).norm().item(), dk.norm().item(), dv.norm().item()
+
+
+def relative_l2(found: Tensor, truth: Tensor) -> float:
+    """||found - truth|| / ||truth|| in FP64; infinite where something is not finite."""
+    difference = (found.double() - truth.double()).norm()
+    if not torch.isfinite(difference):
+        return float("inf")
+    return (difference / truth.double().norm().clamp_min(1e-300)).item()

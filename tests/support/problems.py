@@ -1,0 +1,80 @@
+"""Random attention problems: a spec, and tensors of awkward strides that carry it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attnbench import AttentionSpec, Mask
+from attnbench.dtypes import TO_TORCH
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A spec and how its tensors lie in memory."""
+
+    spec: AttentionSpec
+    layout: str
+    strided: bool
+    seed: int
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and the output's gradient, standard normal, in ``layout``."""
+        spec, generator = self.spec, torch.Generator().manual_seed(self.seed)
+        sizes = [
+            (spec.heads, spec.seqlen_q, spec.head_dim),
+            (spec.kv_heads, spec.seqlen_kv, spec.head_dim),
+            (spec.kv_heads, spec.seqlen_kv, spec.head_dim_v),
+            (spec.heads, spec.seqlen_q, spec.head_dim_v),
+        ]
+        return tuple(self._tensor(*size, generator) for size in sizes)
+
+    def _tensor(self, heads: int, length: int, size: int, generator: torch.Generator) -> Tensor:
+        shape = (
+            (self.spec.batch, heads, length, size) if self.layout == "bhsd" else (self.spec.batch, length, heads, size)
+        )
+        dtype = TO_TORCH[self.spec.dtype]
+        if not self.strided:
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        # Every second element of a tensor whose axes are stored in another order.
+        wide = torch.randn(shape[3] * 2, shape[2], shape[0], shape[1], generator=generator, dtype=torch.float64).to(
+            dtype
+        )
+        return wide.permute(2, 3, 1, 0)[..., ::2]
+
+
+def masks() -> st.SearchStrategy[Mask]:
+    """No mask, causal and windows, in both alignments."""
+    side = st.one_of(st.none(), st.integers(0, 40))
+    alignment = st.sampled_from(["top-left", "bottom-right"])
+    return st.one_of(
+        st.just(Mask()),
+        st.builds(lambda where: Mask(None, 0, where), alignment),
+        st.builds(Mask, side, side, alignment),
+    )
+
+
+@st.composite
+def problems(draw: st.DrawFn, dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16", "fp64")) -> Problem:
+    """Small problems that no library's shapes were made for: odd lengths, Sq ≠ Skv, groups, windows, empty rows."""
+    kv_heads = draw(st.integers(1, 3))
+    seqlen_q = draw(st.integers(1, 70))
+    head_dim = draw(st.sampled_from([8, 16, 32, 64, 24, 5]))
+    spec = AttentionSpec.make(
+        batch=draw(st.integers(1, 2)),
+        heads=kv_heads * draw(st.sampled_from([1, 1, 2, 3])),
+        kv_heads=kv_heads,
+        seqlen_q=seqlen_q,
+        seqlen_kv=draw(st.one_of(st.just(seqlen_q), st.integers(1, 70))),
+        head_dim=head_dim,
+        head_dim_v=draw(st.sampled_from([head_dim] * 4 + [16])),
+        dtype=draw(st.sampled_from(dtypes)),
+        mask=draw(masks()),
+        softcap=draw(st.sampled_from([0.0] * 4 + [3.0])),
+        scale=draw(st.sampled_from([None, None, None, 0.3])),
+        direction="training",
+    )
+    return Problem(spec, draw(st.sampled_from(["bhsd", "bshd"])), draw(st.booleans()), draw(st.integers(0, 2**31)))

@@ -1,0 +1,113 @@
+"""Same question, same answer: every kernel that does not refuse a spec agrees with the truth on it."""
+
+import pytest
+import torch
+from dense import dense_attention, dense_gradients, gradient_sizes
+from hypothesis import given, settings
+from problems import Problem, problems
+from torch import Tensor
+
+from attnbench import AttentionSpec, Plan, attention
+from attnbench.devices import describe
+from attnbench.dtypes import TO_TORCH
+from attnbench.registry import registry
+
+CPU = torch.device("cpu")
+EXAMPLES = 220
+LSE_EPS = {
+    "fp64": 0.0,
+    "fp32": 1e-7,
+    "bf16": 1e-7,
+    "fp16": 1e-7,
+}  # attention() returns the LSE in fp32, of fp64 in fp64
+
+
+def error(found: Tensor, truth: Tensor, size: float = 0.0) -> float:
+    """Relative L2, against ``size`` where the truth itself has all but cancelled."""
+    difference = (found.double() - truth).norm().item()
+    return difference / max(truth.norm().item(), 0.1 * size, 1e-30) if difference == difference else float("inf")
+
+
+def usable(spec: AttentionSpec) -> list[Plan]:
+    return [plan for plan in registry().plans(spec) if registry().reasons(plan, spec, describe(CPU))[0] == "ok"]
+
+
+def run(problem: Problem, plan: Plan, **more: object) -> tuple[Tensor, ...]:
+    """out (and lse where the kernel has one), dq, dk, dv in bhsd, through the front door."""
+    spec = problem.spec
+    q, k, v, grad_out = problem.tensors()
+    leaves = [x.detach().requires_grad_(plan.backward is not None) for x in (q, k, v)]
+    out = attention(
+        *leaves,
+        window=(spec.mask.left, spec.mask.right),
+        causal_alignment=spec.mask.alignment,
+        scale=spec.scale,
+        softcap=spec.softcap,
+        layout=problem.layout,
+        backend=str(plan),
+        **more,
+    )
+    return out, leaves, grad_out
+
+
+def bhsd(problem: Problem, x: Tensor) -> Tensor:
+    return x if problem.layout == "bhsd" else x.transpose(1, 2)
+
+
+def declared(plan: Plan, spec: AttentionSpec) -> float:
+    """What a plan promises, and the one rounding to the tensors' own type that no kernel can avoid."""
+    kernels = [registry().forward(plan.forward)] + ([registry().backward(plan.backward)] if plan.backward else [])
+    return max(kernel.declared_error for kernel in kernels) + torch.finfo(TO_TORCH[spec.dtype]).eps / 2
+
+
+def check(problem: Problem, plan: Plan) -> None:
+    spec = problem.spec
+    has_lse = registry().forward(plan.forward).rows["cpu"].lse
+    q, k, v, grad_out = (bhsd(problem, x) for x in problem.tensors())
+    truth, truth_lse = dense_attention(q, k, v, spec)
+    bound = declared(plan, spec)
+    result, leaves, gradient = run(problem, plan, return_lse=has_lse)
+    out, lse = result if has_lse else (result, None)
+    assert bhsd(problem, out).shape == truth.shape
+    assert error(bhsd(problem, out), truth, v.double().norm().item() * 0.1) <= bound, f"{plan}: out"
+    if lse is not None:
+        seen = truth_lse > -torch.inf
+        assert torch.equal(lse == -torch.inf, ~seen), f"{plan}: rows without a key"
+        scores = dense_attention(q.double().abs(), k.double().abs(), v, spec.replace(mask=spec.mask))[1]
+        size = (scores[seen].abs() + 1).norm().item()
+        assert (lse[seen].double() - truth_lse[seen]).norm().item() <= (bound + LSE_EPS[spec.dtype]) * size, (
+            f"{plan}: lse"
+        )
+    if plan.backward is not None:
+        found = torch.autograd.grad(out, leaves, gradient)
+        wanted = dense_gradients(q, k, v, grad_out, spec)
+        sizes = gradient_sizes(q, k, v, grad_out, spec)
+        for name, each, correct, size in zip(("dq", "dk", "dv"), found, wanted, sizes, strict=True):
+            assert error(bhsd(problem, each), correct, size) <= 2 * bound, f"{plan}: {name}"
+
+
+seen: dict[str, int] = {}
+
+
+@settings(max_examples=EXAMPLES)
+@given(problems())
+def test_every_kernel_agrees_with_the_truth_or_refuses(problem: Problem) -> None:
+    plans = usable(problem.spec)
+    assert Plan("reference:fp64", "reference:fp64") in plans
+    forward = usable(problem.spec.replace(direction="forward"))
+    for plan in [*plans, *(plan for plan in forward if plan.forward not in {each.forward for each in plans})]:
+        check(problem, plan)
+        seen[str(plan)] = seen.get(str(plan), 0) + 1
+
+
+def test_every_kernel_that_runs_here_was_put_to_the_test() -> None:
+    """The property above proves nothing about a kernel that refused every spec."""
+    if not seen:
+        pytest.skip("the property test did not run in this process")
+    here = {
+        name for name, kernel in registry().forwards.items()
+        if "cpu" in kernel.rows and registry().availability(name.partition(":")[0]).ok
+    }  # fmt: skip
+    tried = {Plan.parse(plan).forward for plan in seen}
+    assert here == tried
+    assert min(seen.values()) >= 5, seen
