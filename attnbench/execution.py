@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -28,20 +29,29 @@ class Execution:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """(out, lse) of q, k, v (B, H, S, D); out carries gradients where the spec asks for training."""
         if self.backward is None:
-            return self.forward.run(self.forward.prepare(q, k, v, self.spec))[:2]
+            with _as_written(q):
+                return self.forward.run(self.forward.prepare(q, k, v, self.spec))[:2]
         out, lse = _Attention.apply(q, k, v, self)  # type: ignore[no-untyped-call]
         return out, lse
 
     def quantised(self, q: Quantised, k: Quantised, v: Quantised) -> tuple[Tensor, Tensor | None]:
         """The same for tensors that were quantised beforehand; no gradients flow into those."""
-        return self.forward.run(self.forward.prepare_quantised(q, k, v, self.spec))[:2]
+        with _as_written(q.data):
+            return self.forward.run(self.forward.prepare_quantised(q, k, v, self.spec))[:2]
+
+
+def _as_written(x: Tensor) -> AbstractContextManager[object]:
+    """Kernels state their precision themselves; autocast must not turn their fp32 products into bf16 ones."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, execution: Execution) -> tuple[Tensor, Tensor | None]:
-        operands = execution.forward.prepare(q, k, v, execution.spec)
-        out, lse, state = execution.forward.run(operands)
+        with _as_written(q):
+            operands = execution.forward.prepare(q, k, v, execution.spec)
+            out, lse, state = execution.forward.run(operands)
         tensors: list[Tensor] = []
         ctx.rebuild = _split((operands, out, lse), tensors)
         # Through save_for_backward, so that torch sees a tensor that is changed before the
@@ -56,7 +66,8 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         operands, out, lse = ctx.rebuild(ctx.saved_tensors)
-        gradients = ctx.execution.backward.run(Saved(operands, out, lse, ctx.state), grad_out)
+        with _as_written(grad_out):
+            gradients = ctx.execution.backward.run(Saved(operands, out, lse, ctx.state), grad_out)
         wanted = zip(gradients, ctx.needs_input_grad, strict=False)
         return *(gradient if needed else None for gradient, needed in wanted), None
 
@@ -71,9 +82,10 @@ def _split(value: Any, tensors: list[Tensor]) -> Callable[[tuple[Tensor, ...]], 
         kind = type(value)
         parts = {each.name: _split(getattr(value, each.name), tensors) for each in fields(value)}
         return lambda saved: kind(**{name: part(saved) for name, part in parts.items()})
-    if type(value) in (tuple, list):
-        sequence, items = type(value), [_split(each, tensors) for each in value]
-        return lambda saved: sequence(item(saved) for item in items)
+    if isinstance(value, (tuple, list)):
+        make = getattr(value, "_make", type(value))  # a NamedTuple takes its fields one by one
+        items = [_split(each, tensors) for each in value]
+        return lambda saved: make(item(saved) for item in items)
     if type(value) is dict:
         entries = {key: _split(each, tensors) for key, each in value.items()}
         return lambda saved: {key: entry(saved) for key, entry in entries.items()}

@@ -72,7 +72,7 @@ def quantise(x: Tensor, recipe: Recipe, *, rotate: bool = False, smooth: bool = 
 
     ``rotate`` and ``smooth`` say whether the recipe's rotation and smoothing apply to this
     operand: both to K, the rotation to Q, neither to V.  All-zero groups get the scale 1.
-    Non-finite input stays non-finite, so that nobody mistakes it for a number.
+    A group that holds something not finite comes out as NaN as a whole: nobody mistakes it for numbers.
     """
     value = x.to(torch.float32)
     mean = None
@@ -83,7 +83,9 @@ def quantise(x: Tensor, recipe: Recipe, *, rotate: bool = False, smooth: bool = 
     if rotated:
         value = value @ hadamard(value.shape[-1], value.device)
     amax = _group_amax(value, recipe.granularity)
-    descale = torch.where(amax > 0, amax / LARGEST[recipe.format], 1.0)
+    # Below fp32's smallest normal number the quotient could round to 0, and 0 / 0 is no number.
+    smallest = torch.finfo(torch.float32).tiny
+    descale = torch.where(amax == 0, 1.0, (amax / LARGEST[recipe.format]).clamp_min(smallest))
     data = quantise_with(value, descale, recipe.format)
     return Quantised(data, descale, recipe.granularity, rotated, mean)
 

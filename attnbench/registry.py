@@ -147,7 +147,7 @@ class Registry:
         narrow = Plan(forward).fp8
         if own and not (narrow and self._forwards[forward].mixes):
             return [forward]
-        wanted = ("bf16" if spec.descale else spec.dtype) if narrow else precision_of(forward)
+        wanted = spec.dtype if narrow else precision_of(forward)
         others = [
             name
             for name, kernel in self.backwards.items()

@@ -66,6 +66,8 @@ class AttentionSpec:
             raise InputError(f"descale must be one of {', '.join(GRANULARITIES)}, not {self.descale!r}")
         if (self.descale is not None) != (self.dtype in FP8_DTYPES):
             raise InputError("FP8 tensors need descales, and tensors of other types take none")
+        if self.descale is not None and self.training:
+            raise InputError("no gradients flow into FP8 tensors; pass detached ones, or the tensors before quantising")
         object.__setattr__(self, "scale", _finite("scale", self.scale))
         object.__setattr__(self, "softcap", _finite("softcap", self.softcap))
         if self.softcap < 0:

@@ -1,0 +1,79 @@
+"""What torch's SDPA kernels share: declared errors, the layout they read, masks as tensors, CUDA's common limits."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from attnbench.capabilities import Device
+from attnbench.kernel import Availability
+from attnbench.mask import Mask
+from attnbench.spec import AttentionSpec
+
+__all__ = [
+    "DECLARED_ERROR",
+    "MAX_SCORES",
+    "aligned",
+    "availability",
+    "cuda_availability",
+    "cuda_refusals",
+    "dense_mask",
+]
+
+DECLARED_ERROR = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 0.01, "fp16": 0.002}
+MAX_SCORES = 2**31  # elements of a matrix with one entry a (query, key) pair: 4 GiB of bf16, 8 GiB of fp32
+_MAX_GRID = 65535  # CUDA's limit for the grid dimensions that batch and heads are spread over
+
+
+def availability() -> Availability:
+    """torch itself, which is always there."""
+    return Availability(version=torch.__version__, origin="torch")
+
+
+def cuda_availability() -> Availability:
+    """torch, where it was built with CUDA."""
+    if torch.version.cuda is None:
+        return Availability(reason=f"torch {torch.__version__} was built without CUDA", origin="torch")
+    return availability()
+
+
+def cuda_refusals(spec: AttentionSpec, device: Device) -> list[str]:
+    """What no CUDA kernel of torch's SDPA can do; empty on other devices."""
+    if device.type != "cuda":
+        return []
+    if torch.version.cuda is None:
+        return [f"is known on NVIDIA GPUs only, and torch {torch.__version__} was built without CUDA"]
+    if max(spec.batch, spec.heads) > _MAX_GRID:
+        return [f"takes at most {_MAX_GRID} batches and heads"]
+    return []
+
+
+def aligned(x: Tensor, vector: int = 16) -> Tensor:
+    """x (B, H, S, D) as it is where rows can be read ``vector`` bytes at a time, else a copy laid out (B, S, H, D).
+
+    Kernels load vectors without checking: rows must be contiguous, and rows and storage start at a multiple of them.
+    """
+    step = max(1, vector // x.element_size())
+    strides = [stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
+    contiguous = x.stride(-1) == 1 or x.shape[-1] == 1
+    if contiguous and not any(stride % step for stride in strides) and x.data_ptr() % vector == 0:
+        return x
+    return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+@lru_cache(maxsize=4)
+def dense_mask(mask: Mask, seqlen_q: int, seqlen_kv: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """What is added to the scores: (Sq, Skv), 0 where a key is seen and minus infinity where not; None for no mask."""
+    if mask.kind == "none":
+        return None
+    query = torch.arange(seqlen_q, device=device)[:, None] + mask.offset(seqlen_q, seqlen_kv)
+    key = torch.arange(seqlen_kv, device=device)[None, :]
+    hidden = torch.zeros(seqlen_q, seqlen_kv, dtype=torch.bool, device=device)
+    if mask.left is not None:
+        hidden |= key < query - mask.left
+    if mask.right is not None:
+        hidden |= key > query + mask.right
+    return torch.zeros(seqlen_q, seqlen_kv, dtype=dtype, device=device).masked_fill_(hidden, -math.inf)

@@ -1,0 +1,118 @@
+"""cuDNN's attention in 16 bits, as torch calls it, on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from attnbench.capabilities import Capabilities, Device
+from attnbench.kernel import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
+from attnbench.spec import AttentionSpec
+
+from .sdpa import DECLARED_ERROR, aligned, cuda_availability, cuda_refusals
+
+__all__ = ["BACKEND"]
+
+_PRECISIONS = ("bf16", "fp16")
+_ODD_LENGTHS = 91501  # cuDNN 9.15.1, the first that is right on lengths that are no multiple of 128 (pytorch#169849)
+
+
+_cudnn_version: Callable[[], int | None] = torch.backends.cudnn.version
+
+
+def _availability() -> Availability:
+    found = cuda_availability()
+    if found.ok and _cudnn_version() is None:
+        return Availability(reason=f"torch {torch.__version__} finds no cuDNN", origin="torch")
+    return found
+
+
+def _rows(precision: str) -> dict[str, Capabilities]:
+    row = Capabilities(
+        dtypes=(precision,),
+        capability=(8, 0),
+        head_dims=(8, 256, 8),
+        masks=("none", "causal"),
+        alignments=("top-left",),
+        softcap=False,
+        empty_rows=False,
+    )
+    return {"cuda": row}
+
+
+def _refusals(spec: AttentionSpec, device: Device) -> list[str]:
+    reasons = cuda_refusals(spec, device)
+    if device.capability != (9, 0) and max(spec.head_dim, spec.head_dim_v) > 128:
+        reasons.append(f"head dimensions above 128 need compute capability 9.0, {device.name} has another")
+    if spec.seqlen_kv == 1:
+        reasons.append("takes no single key")  # check_cudnn_tensor_shapes in torch's sdp_utils.cpp
+    version = _cudnn_version()
+    if version is not None and version < _ODD_LENGTHS and (spec.seqlen_q % 128 or spec.seqlen_kv % 128):
+        reasons.append(f"cuDNN {version} needs lengths that are multiples of 128")
+    return reasons
+
+
+class CudnnForward(ForwardKernel):
+    """``aten::_scaled_dot_product_cudnn_attention``."""
+
+    preference = 10
+    evidence: ClassVar[Mapping[str, str]] = {"cuda": r"cudnn\w*sdpa(?!\w*bprop)"}
+
+    def __init__(self, precision: str) -> None:
+        self.name = f"sdpa-cudnn:{precision}"
+        self.rows = _rows(precision)
+        self.declared_error = DECLARED_ERROR[precision]
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """Limits of the GPU and of the cuDNN that torch found."""
+        return _refusals(spec, device)
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        """Views where the strides allow it; groups of heads are cuDNN's own."""
+        return Operands(spec, q, k, v, tuple(aligned(x) for x in (q, k, v)))
+
+    def run(self, operands: Operands) -> Result:
+        """The operator; its log-sum-exp has an axis of one more."""
+        spec = operands.spec
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *operands.native, None, True, 0.0, spec.mask.kind == "causal", False, scale=spec.scale
+        )
+        return Result(out, lse.view(spec.batch, spec.heads, spec.seqlen_q))
+
+
+class CudnnBackward(BackwardKernel):
+    """``aten::_scaled_dot_product_cudnn_attention_backward``."""
+
+    evidence: ClassVar[Mapping[str, str]] = {"cuda": r"cudnn\w*sdpa\w*bprop"}
+
+    def __init__(self, precision: str) -> None:
+        self.name = f"sdpa-cudnn:{precision}"
+        self.rows = _rows(precision)
+        self.declared_error = DECLARED_ERROR[precision]
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """Those of the forward."""
+        return _refusals(spec, device)
+
+    def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The operator, on this or another forward's output and log-sum-exp."""
+        spec, lse = saved.spec, saved.lse
+        assert lse is not None
+        q, k, v = (aligned(x) for x in saved.operands.tensors())
+        unused = torch.empty((), dtype=torch.int64, device=q.device)  # the dropout's random state
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            aligned(grad_out), q, k, v, aligned(saved.out), lse.contiguous().unsqueeze(-1), unused, unused, None,
+            None, None, spec.seqlen_q, spec.seqlen_kv, 0.0, spec.mask.kind == "causal", scale=spec.scale,
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+BACKEND = Backend(
+    name="sdpa-cudnn",
+    summary="cuDNN's attention in 16 bits, as torch calls it",
+    availability=_availability,
+    kernels=tuple(kernel(precision) for precision in _PRECISIONS for kernel in (CudnnForward, CudnnBackward)),
+)

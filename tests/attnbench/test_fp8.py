@@ -1,0 +1,236 @@
+"""FP8 quantisation: what rounds, what shares a scale, what comes back."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnbench.dtypes import TO_TORCH
+from attnbench.errors import InputError
+from attnbench.fp8 import BLOCK, LARGEST, Quantised, Recipe, hadamard, quantise, quantise_with
+from attnbench.spec import GRANULARITIES
+
+FORMATS = ("e4m3", "e5m2")
+MANTISSA = {"e4m3": 3, "e5m2": 2}
+SMALLEST = {"e4m3": 2.0**-9, "e5m2": 2.0**-16}  # subnormal, OFP8 table 1
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def groups(shape, granularity):
+    """The group that each token of each head belongs to, (B, H, S)."""
+    b, h, s = shape
+    head = torch.arange(b * h).view(b, h, 1)
+    token = torch.arange(s).view(1, 1, s)
+    return {
+        "tensor": torch.zeros(b, h, s, dtype=torch.long),
+        "head": head.expand(b, h, s),
+        "block": head * 10_000 + token // 128,
+        "token": head * 10_000 + token,
+    }[granularity]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    granularity=st.sampled_from(GRANULARITIES),
+    format=st.sampled_from(FORMATS),
+    shape=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 300), st.integers(1, 24)),
+    exponent=st.integers(-30, 30),
+    spread=st.sampled_from([0.0, 6.0]),
+    seed=st.integers(0, 99),
+)
+def test_round_trip_stays_within_half_an_ulp(granularity, format, shape, exponent, spread, seed):
+    x = normal(*shape, seed=seed) * torch.exp(spread * normal(*shape, seed=seed + 1)) * 10.0**exponent
+    x = x.clamp(-1e37, 1e37)
+    before = x.clone()
+    got = quantise(x, Recipe(granularity, format))
+    assert torch.equal(x, before)
+    assert got.data.dtype == TO_TORCH[format]
+    assert got.data.shape == x.shape
+    assert got.descale.dtype == torch.float32
+    assert (got.granularity, got.rotated, got.mean) == (granularity, False, None)
+    descale = got.descale.double()
+    error = (got.dequantised(torch.float64) - x.double()).abs()
+    half_ulp = torch.maximum(x.double().abs() * 2.0 ** -(MANTISSA[format] + 1), descale * SMALLEST[format] / 2)
+    assert (error <= half_ulp * (1 + 1e-5)).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    granularity=st.sampled_from(GRANULARITIES),
+    shape=st.tuples(st.integers(1, 2), st.integers(1, 3), st.sampled_from([1, 5, 127, 128, 129, 300])),
+    data=st.data(),
+)
+def test_an_element_moves_the_scale_of_its_own_group_alone(granularity, shape, data):
+    x = normal(*shape, 8)
+    b, h, s = (data.draw(st.integers(0, size - 1)) for size in shape)
+    larger = x.clone()
+    larger[b, h, s, 3] = 1000.0
+    recipe = Recipe(granularity)
+    before, after = (quantise(each, recipe).descale.expand(*shape, 1)[..., 0] for each in (x, larger))
+    group = groups(shape, granularity)
+    same = group == group[b, h, s]
+    assert (after[same] == 1000.0 / 448.0).all()
+    assert torch.equal(before[~same], after[~same])
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_descale_has_the_groups_shape_or_broadcasts_from_it(granularity):
+    x = normal(2, 3, 257, 16)
+    descale = quantise(x, Recipe(granularity)).descale
+    assert descale.shape == {"tensor": (1, 1, 1, 1), "head": (2, 3, 1, 1)}.get(granularity, (2, 3, 257, 1))
+    group = groups((2, 3, 257), granularity)
+    spread = descale.expand(2, 3, 257, 1)[..., 0]
+    for number in group.unique():
+        member = group == number
+        torch.testing.assert_close(spread[member], (x[member].abs().max() / 448).expand(int(member.sum())))
+    assert BLOCK == 128
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_cast_saturates_where_torch_would_overflow(format):
+    largest = LARGEST[format]
+    x = torch.tensor([largest * 1.5, -largest * 1.5, 1e30, -1e30, largest, torch.inf, -torch.inf, torch.nan])
+    got = quantise_with(x, 1.0, format).float()
+    assert got[:7].tolist() == [largest, -largest, largest, -largest, largest, largest, -largest]
+    assert got[7].isnan()
+    assert largest == torch.finfo(TO_TORCH[format]).max
+    halved = quantise_with(torch.tensor([largest, 3 * largest, -6.0]), torch.tensor(2.0), format).float()
+    assert halved.tolist() == [largest / 2, largest, -3.0]
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("rotation", ["none", "hadamard"])
+def test_what_is_not_finite_spoils_its_whole_group_and_no_other(granularity, bad, rotation):
+    x = normal(2, 2, 200, 8) * 1e-4
+    x[1, 0, 140, 2] = bad
+    clean = quantise(x.nan_to_num(0, 0, 0), Recipe(granularity, rotation=rotation), rotate=True).dequantised(
+        torch.float32
+    )
+    got = quantise(x, Recipe(granularity, rotation=rotation), rotate=True).dequantised(torch.float32)
+    group = groups((2, 2, 200), granularity)
+    same = group == group[1, 0, 140]
+    assert not got[1, 0, 140, 2].isfinite()
+    # a number that came out of a group whose largest magnitude is unknown would be rounded by a scale out of the air
+    assert not got[same].isfinite().any()
+    assert torch.equal(got[~same], clean[~same])
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_all_zero_groups_come_back_as_zeros_with_scale_one(granularity, format):
+    x = normal(1, 2, 300, 8)
+    x[0, 1, 128:256] = 0
+    got = quantise(x, Recipe(granularity, format))
+    assert (got.dequantised(torch.float32)[0, 1, 128:256] == 0).all()
+    zeros = quantise(torch.zeros(1, 2, 300, 8), Recipe(granularity, format))
+    assert (zeros.descale == 1).all()
+    assert (zeros.dequantised(torch.float32) == 0).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(granularity=st.sampled_from(GRANULARITIES), format=st.sampled_from(FORMATS), exponent=st.integers(-45, -36))
+def test_numbers_too_small_for_a_scale_do_not_become_nan(granularity, format, exponent):
+    x = normal(1, 1, 5, 8) * 10.0**exponent
+    x[0, 0, :, 0] = 0
+    got = quantise(x, Recipe(granularity, format)).dequantised(torch.float64)
+    assert got.isfinite().all()
+    assert ((got - x.double()).abs() <= x.double().abs() * 2.0 ** -(MANTISSA[format] + 1) + 2e-38).all()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 12, 40, 64, 72, 80, 96, 100, 128, 192, 255, 256])
+def test_hadamard_is_orthogonal_and_spreads_an_outlier_over_its_block(size):
+    rotation = hadamard(size)
+    assert rotation.dtype == torch.float32
+    torch.testing.assert_close(rotation @ rotation.mT, torch.eye(size), atol=2e-6, rtol=0)
+    block = next(2**power for power in range(8, -1, -1) if size % 2**power == 0)
+    assert (rotation != 0).sum(1).tolist() == [block] * size
+    torch.testing.assert_close(rotation.abs().amax(1), torch.full((size,), block**-0.5))
+    assert torch.equal(rotation, hadamard(size))
+
+
+def test_hadamard_signs_are_mixed_and_a_size_of_nothing_is_an_error():
+    assert 32 < (hadamard(128)[:, 0] > 0).sum() < 96
+    with pytest.raises(InputError, match="positive"):
+        hadamard(0)
+
+
+@pytest.mark.parametrize("size", [16, 40, 72, 128])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_rotation_leaves_scores_alone(size, granularity):
+    q, k = normal(1, 2, 50, size), normal(1, 2, 70, size, seed=1)
+    q[..., 3] *= 30
+    k[..., 5] *= 30
+    recipe = Recipe(granularity, rotation="hadamard")
+    rotated, plain = quantise(q, recipe, rotate=True), quantise(q, recipe)
+    assert rotated.rotated
+    assert not plain.rotated
+    other = quantise(k, recipe, rotate=True)
+    scores = (rotated.data.double() * rotated.descale) @ (other.data.double() * other.descale).mT
+    dequantised = rotated.dequantised(torch.float64) @ other.dequantised(torch.float64).mT
+    torch.testing.assert_close(scores, dequantised, rtol=1e-5, atol=1e-5 * scores.abs().max().item())
+    truth = q.double() @ k.double().mT
+    lengths = q.double().norm(dim=-1, keepdim=True) @ k.double().norm(dim=-1, keepdim=True).mT
+    assert (scores - truth).norm() < 0.03 * lengths.norm()
+    # the back-rotation is the transpose: without it nothing would be near q
+    assert (rotated.dequantised(torch.float64) - q.double()).norm() < 0.04 * q.norm()
+
+
+@pytest.mark.parametrize("rotation", ["none", "hadamard"])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_smoothing_takes_the_mean_over_tokens_away_and_gives_it_back(granularity, rotation):
+    x = normal(2, 2, 130, 32) + 50 * normal(2, 2, 1, 32, seed=1)
+    smooth = quantise(x, Recipe(granularity, rotation=rotation, smoothing=True), rotate=True, smooth=True)
+    assert smooth.mean is not None
+    torch.testing.assert_close(smooth.mean, x.mean(2, keepdim=True))
+    error = (smooth.dequantised(torch.float64) - x.double()).norm()
+    assert error < 0.04 * (x - x.mean(2, keepdim=True)).norm()
+    assert error < 0.1 * (quantise(x, Recipe(granularity)).dequantised(torch.float64) - x.double()).norm()
+    assert quantise(x, Recipe(granularity), smooth=True).mean is None
+    assert quantise(x, Recipe(granularity, smoothing=True)).mean is None
+
+
+@pytest.mark.parametrize("rotation", ["none", "hadamard"])
+def test_later_tokens_change_no_bit_of_earlier_ones_with_token_scales_alone(rotation):
+    x = normal(1, 2, 300, 16)
+    later = x.clone()
+    later[:, :, 150:] *= 100
+    for granularity in GRANULARITIES:
+        recipe = Recipe(granularity, rotation=rotation)
+        before, after = (quantise(each, recipe, rotate=True).dequantised(torch.float32) for each in (x, later))
+        kept = {"block": 128, "token": 150}.get(granularity, 0)
+        assert torch.equal(before[:, :, :kept], after[:, :, :kept])
+        assert not torch.equal(before[:, :, :150], after[:, :, :150]) or granularity == "token"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_dequantised_comes_in_the_dtype_asked_for(dtype):
+    got = quantise(normal(1, 1, 4, 8).to(dtype), Recipe())
+    assert got.dequantised(dtype).dtype == dtype
+    torch.testing.assert_close(
+        got.dequantised(dtype).double(), got.data.double() * got.descale.double(), rtol=4e-3, atol=0
+    )
+
+
+def test_strides_and_given_scales_are_honoured():
+    x = normal(2, 30, 3, 16).transpose(1, 2)
+    for granularity, format in itertools.product(GRANULARITIES, FORMATS):
+        got, same = (quantise(each, Recipe(granularity, format)) for each in (x, x.contiguous()))
+        assert torch.equal(got.data.float(), same.data.float())
+        assert torch.equal(got.descale, same.descale)
+    given_ = Quantised(
+        torch.full((1, 2, 3, 4), 2.0).to(torch.float8_e5m2), torch.tensor([3.0, 5.0]).view(1, 2, 1, 1), "head"
+    )
+    assert given_.dequantised(torch.float32)[0, :, 0, 0].tolist() == [6.0, 10.0]
+
+
+def test_an_unknown_granularity_is_an_error():
+    with pytest.raises(InputError, match="tensor, head, block, token"):
+        quantise(normal(1, 1, 2, 2), Recipe("row"))

@@ -1,0 +1,223 @@
+"""Compiled FlexAttention: what it computes on the CPU, its blocks, its compilations, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from dense import dense_attention, relative_l2
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import Problem, masks
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.profiler import ProfilerActivity, profile
+
+from attnbench.backends import flex
+from attnbench.capabilities import Device
+from attnbench.kernel import BackwardKernel, ForwardKernel
+from attnbench.mask import Mask
+from attnbench.spec import AttentionSpec
+
+CPU = Device("cpu", "CPU")
+H200 = Device("cuda", "NVIDIA H200", (9, 0))
+B200 = Device("cuda", "NVIDIA B200", (10, 0))
+FORWARDS = {k.name: k for k in flex.BACKEND.kernels if isinstance(k, ForwardKernel)}
+BACKWARDS = {k.name: k for k in flex.BACKEND.kernels if isinstance(k, BackwardKernel)}
+CAUSAL_END = Mask(right=0, alignment="bottom-right")
+
+
+def spec_of(seqlen_q: int, seqlen_kv: int, mask: Mask, **more: object) -> AttentionSpec:
+    sizes = {"batch": 1, "heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": "bf16", **more}
+    return AttentionSpec.make(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, mask=mask, **sizes)
+
+
+def out_of(spec: AttentionSpec, strided: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """What flex makes of normal tensors, and the truth."""
+    q, k, v, _ = Problem(spec, "bhsd", strided, 0).tensors()
+    forward = FORWARDS[f"flex:{spec.dtype}"]
+    assert forward.refusals(spec, CPU) == []
+    result = forward.run(forward.prepare(q, k, v, spec))
+    assert result.lse is None
+    assert result.out.dtype == q.dtype
+    return result.out, dense_attention(q, k, v, spec)[0]
+
+
+# More variants than dynamo keeps by default (8): past that, it must still be the compiled kernel that answers.
+SPECS = [
+    spec_of(64, 64, Mask()),
+    spec_of(130, 257, Mask()),
+    spec_of(257, 130, CAUSAL_END),  # rows without a key
+    spec_of(300, 140, Mask(left=7, right=3)),  # rows without a key
+    spec_of(257, 300, Mask(left=40, alignment="bottom-right"), batch=2),
+    spec_of(130, 257, CAUSAL_END, softcap=2.0, scale=0.9),
+    spec_of(130, 130, Mask(), softcap=0.5, scale=0.9),
+    spec_of(130, 130, Mask(right=0), head_dim_v=24),
+    spec_of(1, 257, CAUSAL_END),
+    spec_of(130, 257, Mask(right=0), dtype="fp16", scale=-0.3),
+]
+
+
+def test_more_programs_than_dynamo_keeps_still_run_compiled_and_agree_with_the_truth() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for spec in SPECS:
+        out, truth = out_of(spec)
+        assert relative_l2(out, truth) <= FORWARDS[f"flex:{spec.dtype}"].declared_error, str(spec)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 8
+    spec = SPECS[-2]
+    q, k, v, _ = Problem(spec, "bhsd", False, 0).tensors()
+    operands = FORWARDS["flex:bf16"].prepare(q, k, v, spec)
+    with profile(activities=[ProfilerActivity.CPU]) as ran:
+        FORWARDS["flex:bf16"].run(operands)
+    names = {event.key for event in ran.key_averages()}
+    assert any(re.search(FORWARDS["flex:bf16"].evidence["cpu"], name) for name in names)
+    assert not any(re.fullmatch(r"aten::(bmm|matmul|_softmax)", name) for name in names)  # the eager one's operators
+
+
+def test_where_no_more_may_be_compiled_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(flex, "_PROGRAMS", 1)
+    out_of(spec_of(64, 64, Mask()))
+    with pytest.raises(Exception, match="fullgraph"):
+        out_of(spec_of(64, 64, Mask(), heads=2))
+
+
+def test_another_window_length_or_cap_is_the_same_program() -> None:
+    torch._dynamo.reset()
+    out_of(spec_of(130, 257, Mask(left=7, right=3), softcap=2.0))
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    out, truth = out_of(spec_of(140, 399, Mask(left=90, right=0), softcap=0.4))
+    assert relative_l2(out, truth) <= 0.01
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+
+
+def test_tensors_of_any_strides() -> None:
+    out, truth = out_of(spec_of(130, 257, Mask()), strided=True)
+    assert relative_l2(out, truth) <= 0.01
+
+
+def test_inputs_that_need_gradients_are_served_where_none_are_asked_for() -> None:
+    spec = spec_of(64, 64, Mask())
+    q, k, v, _ = (x.requires_grad_() for x in Problem(spec, "bhsd", False, 0).tensors())
+    forward = FORWARDS["flex:bf16"]
+    assert not forward.run(forward.prepare(q, k, v, spec)).out.requires_grad
+
+
+@given(masks(), st.integers(1, 600), st.integers(1, 600))
+@settings(max_examples=60)
+def test_blocks_are_those_of_create_block_mask(mask: Mask, sq: int, skv: int) -> None:
+    spec = spec_of(sq, skv, mask)
+    blocks = flex.block_mask(spec.mask, sq, skv, torch.device("cpu"))
+    if blocks is None:
+        assert spec.mask.kind == "none"
+        return
+    query, key = torch.arange(sq)[:, None], torch.arange(skv)[None, :]
+    zero = torch.zeros((), dtype=torch.int64)
+    sees = torch.zeros(sq, skv, dtype=torch.bool)
+    for row in range(sq):
+        start, stop = spec.mask.span(row, sq, skv)
+        sees[row, start:stop] = True
+    assert torch.equal(blocks.mask_mod(zero, zero, query, key), sees)
+    theirs = create_block_mask(lambda b, h, i, j: sees[i, j], None, None, sq, skv, device="cpu")
+    for counts, indices in (("kv_num_blocks", "kv_indices"), ("full_kv_num_blocks", "full_kv_indices")):
+        assert torch.equal(getattr(blocks, counts), getattr(theirs, counts))
+        for row, count in enumerate(getattr(blocks, counts).flatten().tolist()):
+            ours, want = (getattr(each, indices)[0, 0, row, :count].sort().values for each in (blocks, theirs))
+            assert torch.equal(ours, want)
+
+
+def test_blocks_of_a_long_window_take_no_matrix_of_pairs() -> None:
+    length = 2**17  # a matrix of pairs would be 16 GiB
+    blocks = flex.block_mask(Mask(left=1000, right=0), length, length, torch.device("cpu"))
+    assert blocks is not None
+    assert int(blocks.kv_num_blocks.max()) <= 3
+
+
+def test_training_and_the_log_sum_exp_are_refused_on_the_cpu_because_flex_has_neither_there() -> None:
+    spec = spec_of(64, 64, Mask())
+    forward = FORWARDS["flex:bf16"]
+    assert forward.refusals(spec.replace(return_lse=True), CPU) == ["returns no log-sum-exp"]
+    assert forward.refusals(spec.replace(direction="training"), CPU) == ["no gradients can follow"]
+    assert BACKWARDS["flex:bf16"].refusals(spec.replace(direction="training"), CPU) == ["runs on cuda, not on cpu"]
+    q, k, v, _ = Problem(spec, "bhsd", False, 0).tensors()
+    with pytest.raises(Exception, match="CPU"):
+        forward.run(forward.prepare(q, k, v, spec.replace(direction="training")))
+    native = forward.prepare(q, k, v, spec).native
+    with pytest.raises(Exception, match="return_lse"):
+        torch.compile(flex._attend, fullgraph=True)(native, spec.scale, True, torch.bfloat16)
+
+
+def test_fp64_is_not_offered_because_flex_refuses_it() -> None:
+    assert not any(name.endswith("fp64") for name in FORWARDS)
+    spec = spec_of(64, 64, Mask(), dtype="fp64")
+    q, k, v, _ = Problem(spec, "bhsd", False, 0).tensors()
+    forward = FORWARDS["flex:bf16"]
+    assert forward.refusals(spec, CPU) == ["takes bf16 tensors, not fp64"]
+    with pytest.raises(Exception, match=r"torch\.float64"):
+        forward.run(forward.prepare(q, k, v, spec))
+
+
+def test_without_a_compiler_it_says_what_to_install() -> None:
+    flex._compiler_reason.cache_clear()
+    try:
+        with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+            reasons = FORWARDS["flex:bf16"].refusals(spec_of(64, 64, Mask()), CPU)
+    finally:
+        flex._compiler_reason.cache_clear()
+    assert len(reasons) == 1
+    assert "g++" in reasons[0]
+
+
+def test_the_backward_follows_its_own_forward_alone() -> None:
+    for name, backward in BACKWARDS.items():
+        assert backward.cannot_follow(FORWARDS[name], H200) is None
+        assert backward.cannot_follow(FORWARDS["flex:fp8"], H200) is not None
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "sentence"),
+    [
+        (CPU, {}, "runs on cuda, not on cpu"),
+        (Device("cuda", "an A100", (8, 0)), {}, "needs compute capability 8.9"),
+        (B200, {}, "only below compute capability 10.0"),
+        (H200, {"head_dim": 24, "head_dim_v": 24}, "outside 32 to 256"),
+        (H200, {"head_dim": 40, "head_dim_v": 40}, "no multiple of 16"),
+        (H200, {"dtype": "e4m3", "descale": "head"}, "not e4m3"),
+        (H200, {"softcap": 5.0}, "has no softcap"),
+    ],
+)
+def test_limits_of_fp8(device: Device, changes: dict[str, object], sentence: str) -> None:
+    spec = spec_of(64, 64, Mask(), head_dim=64).replace(**changes)
+    assert sentence in " ".join(FORWARDS["flex:fp8"].refusals(spec, device))
+
+
+def test_the_fp8_operands_stand_for_the_attention_that_was_asked_for() -> None:
+    """The arithmetic around the kernel, which needs no GPU: factors and layouts, put through plain products."""
+    spec = spec_of(64, 80, Mask(), head_dim=32, batch=2)
+    q, k, v, _ = Problem(spec, "bhsd", False, 0).tensors()
+    gains = torch.tensor([0.02, 3.0])[None, :, None, None]  # heads of different magnitudes need factors of their own
+    k, v = k * gains, v * gains
+    operands = FORWARDS["flex:fp8"].prepare(q, k, v, spec)
+    native = operands.native
+    assert native.v.stride(-2) == 1  # V with its tokens contiguous
+    assert native.q.stride(-1) == native.k.stride(-1) == 1
+    assert native.score_mod is None
+    shared = native.k.double().repeat_interleave(spec.group, 1)
+    scores = native.q.double() @ shared.mT * spec.scale
+    out = scores.softmax(-1) @ native.v.double().repeat_interleave(spec.group, 1) * native.descale
+    truth = dense_attention(*operands.tensors(), spec)[0]  # of the dequantised tensors, in bf16
+    assert relative_l2(out, truth) < 0.01
+    assert relative_l2(out, dense_attention(q, k, v, spec)[0]) < 0.08
+    most = [x.float().abs().unflatten(1, (spec.kv_heads, -1)).amax(dim=(2, 3, 4)) for x in (native.q, native.k)]
+    assert torch.allclose(*most, rtol=0.1)  # brought together, which keeps both away from the ends of e4m3
+
+
+@pytest.mark.parametrize("hole", ["q", "k", "v"])
+def test_fp8_operands_of_nothing_and_of_nan(hole: str) -> None:
+    spec = spec_of(8, 8, Mask(), head_dim=32)
+    tensors = dict(zip("qkv", Problem(spec, "bhsd", False, 0).tensors(), strict=False))
+    for value in (0.0, float("nan")):
+        given = {**tensors, hole: torch.full_like(tensors[hole], value)}
+        found = dict(zip("qkv", FORWARDS["flex:fp8"].prepare(**given, spec=spec).tensors(), strict=True))
+        assert torch.equal(found[hole].nan_to_num(7.0), torch.full_like(found[hole], 7.0 if value else 0.0))

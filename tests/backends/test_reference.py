@@ -1,0 +1,73 @@
+"""The reference's own promises: FP64 exactness in FP64, and 128k keys within 2 GB."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from dense import dense_attention, dense_gradients, relative_l2
+from hypothesis import given, settings
+from problems import Problem, problems
+
+from attnbench.execution import Execution
+from attnbench.registry import registry
+
+
+@settings(max_examples=60)
+@given(problems(dtypes=("fp64",)))
+def test_in_fp64_nothing_but_rounding_separates_it_from_the_definition(problem: Problem) -> None:
+    spec = problem.spec
+    q, k, v, grad_out = (x if problem.layout == "bhsd" else x.transpose(1, 2) for x in problem.tensors())
+    forward, backward = registry().forward("reference:fp64"), registry().backward("reference:fp64")
+    out, lse = Execution(spec, forward)(q, k, v)
+    truth, truth_lse = dense_attention(q, k, v, spec)
+    assert relative_l2(out, truth) < 1e-12 or truth.norm() == 0
+    seen = truth_lse > -torch.inf
+    assert torch.allclose(lse[seen], truth_lse[seen], atol=1e-12)
+    assert torch.equal(lse == -torch.inf, ~seen)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    found = torch.autograd.grad(Execution(spec, forward, backward)(*leaves)[0], leaves, grad_out)
+    for each, correct in zip(found, dense_gradients(q, k, v, grad_out, spec), strict=True):
+        assert (each - correct).norm() <= 1e-11 * max(1.0, correct.norm().item())
+
+
+def test_slices_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attnbench import Mask
+    from attnbench.backends import reference
+
+    forward, backward = registry().forward("reference:fp64"), registry().backward("reference:fp64")
+    problem = Problem(
+        reference.AttentionSpec.make(
+            batch=2, heads=4, kv_heads=2, seqlen_q=61, seqlen_kv=45, head_dim=16, dtype="fp64",
+            mask=Mask(9, 4, "bottom-right"), direction="training",
+        ), "bhsd", False, 3,
+    )  # fmt: skip
+    q, k, v, grad_out = problem.tensors()
+    answers = []
+    for scores in (2**22, 700, 1):
+        monkeypatch.setitem(reference._SCORES, "cpu", scores)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out, lse = Execution(problem.spec, forward, backward)(*leaves)
+        answers.append([out.detach(), lse, *torch.autograd.grad(out, leaves, grad_out)])
+    for other in answers[1:]:
+        for one, two in zip(answers[0], other, strict=True):
+            assert torch.allclose(one, two, atol=1e-12)
+
+
+LONG = """
+import resource, torch
+from attnbench import attention
+torch.set_num_threads(2)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+q = torch.randn(1, 2, 64, 128, dtype=torch.bfloat16, requires_grad=True)
+k, v = (torch.randn(1, 1, 131072, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+out = attention(q, k, v, is_causal=True, causal_alignment="bottom-right", backend="reference:fp64")
+out.sum().backward()
+assert all(x.grad is not None for x in (q, k, v))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+"""
+
+
+def test_128k_keys_forward_and_backward_stay_within_2_gb() -> None:
+    done = subprocess.run([sys.executable, "-c", LONG], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 2.0, f"peak of the whole process, torch included, in GB: {done.stdout}"

@@ -1,0 +1,333 @@
+"""torch's SDPA kernels: what they compute, on what strides, what they refuse and why, and that nothing else answers."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+from dense import dense_attention, dense_gradients, gradient_sizes
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from problems import Problem, problems
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from attnbench.backends import sdpa, sdpa_cudnn, sdpa_efficient, sdpa_flash, sdpa_math
+from attnbench.backends.sdpa_efficient import Band, causal_band
+from attnbench.backends.sdpa_flash import Window, flash_window
+from attnbench.capabilities import Device
+from attnbench.kernel import BackwardKernel, ForwardKernel, Operands, Saved
+from attnbench.mask import ALIGNMENTS, Mask
+from attnbench.registry import registry
+from attnbench.spec import AttentionSpec
+
+CPU = Device("cpu", "CPU")
+H200 = Device("cuda", "NVIDIA H200", (9, 0))
+FAMILIES = (sdpa_flash.BACKEND, sdpa_cudnn.BACKEND, sdpa_efficient.BACKEND, sdpa_math.BACKEND)
+FORWARDS = {k.name: k for family in FAMILIES for k in family.kernels if isinstance(k, ForwardKernel)}
+BACKWARDS = {k.name: k for family in FAMILIES for k in family.kernels if isinstance(k, BackwardKernel)}
+ON_CPU = sorted(name for name, kernel in FORWARDS.items() if "cpu" in kernel.rows)
+
+
+def error(got: Tensor, want: Tensor, size: float = 0.0) -> float:
+    """Relative L2, or relative to a tenth of ``size`` where the truth has all but cancelled."""
+    difference = (got.double() - want).norm().item()
+    return difference / max(want.norm().item(), 0.1 * size, 1e-30) if math.isfinite(difference) else math.inf
+
+
+def small(dtype: str, **changes: object) -> AttentionSpec:
+    return AttentionSpec.make(batch=1, heads=2, seqlen_q=16, head_dim=8, dtype=dtype, direction="training").replace(
+        **changes
+    )
+
+
+def tensors(spec: AttentionSpec, layout: str = "bhsd") -> tuple[Tensor, ...]:
+    return tuple(x if layout == "bhsd" else x.transpose(1, 2) for x in Problem(spec, layout, False, 0).tensors())
+
+
+@given(problems(), st.sampled_from(["sdpa-flash", "sdpa-math"]), st.booleans())
+@example(
+    Problem(small("bf16", seqlen_q=7, seqlen_kv=3, mask=Mask(right=0, alignment="bottom-right")), "bshd", False, 0),
+    "sdpa-flash", True,
+)  # fmt: skip
+@settings(max_examples=100)
+def test_cpu_kernels_agree_with_dense_fp64(problem: Problem, family: str, foreign: bool) -> None:
+    """Out, log-sum-exp and gradients; ``foreign`` hands the backward what another, exact forward would."""
+    spec = problem.spec
+    name = f"{family}:{spec.dtype}"
+    forward, backward = FORWARDS[name], BACKWARDS[name]
+    assume(not forward.refusals(spec, CPU))
+    assert backward.refusals(spec, CPU) == []
+    assert backward.cannot_follow(forward, CPU) is None
+    q, k, v, grad = (x if problem.layout == "bhsd" else x.transpose(1, 2) for x in problem.tensors())
+    before = [x.clone() for x in (q, k, v, grad)]
+    truth, truth_lse = dense_attention(q, k, v, spec)
+
+    operands = forward.prepare(q, k, v, spec)
+    result = forward.run(operands)
+    assert result.out.dtype == q.dtype
+    assert result.out.shape == truth.shape
+    assert error(result.out, truth, 0.1 * v.double().norm().item()) <= forward.declared_error
+    assert (result.lse is not None) == forward.rows["cpu"].lse
+    if result.lse is not None:
+        seen = truth_lse > -math.inf
+        assert result.lse.dtype == (torch.float64 if spec.dtype == "fp64" else torch.float32)
+        assert torch.equal(result.lse > -math.inf, seen)
+        assert error(result.lse[seen], truth_lse[seen], 10.0) <= forward.declared_error
+
+    saved = Saved(operands, *result)
+    if foreign:
+        result_dtype = torch.float64 if spec.dtype == "fp64" else torch.float32
+        saved = Saved(Operands(spec, q, k, v), truth.to(q.dtype), truth_lse.to(result_dtype))
+    sizes = gradient_sizes(q, k, v, grad, spec)
+    exact = dense_gradients(q, k, v, grad, spec)
+    for found, wanted, size in zip(backward.run(saved, grad), exact, sizes, strict=True):
+        assert found.dtype == q.dtype
+        assert found.shape == wanted.shape
+        assert error(found, wanted, size) <= 2 * backward.declared_error
+    assert all(torch.equal(x, old) for x, old in zip((q, k, v, grad), before, strict=True))
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_nothing_else_answers(name: str) -> None:
+    spec = small(name.partition(":")[2])
+    forward, backward = FORWARDS[name], BACKWARDS[name]
+    q, k, v, grad = tensors(spec)
+    operands = forward.prepare(q, k, v, spec)
+    with profile(activities=[ProfilerActivity.CPU]) as first:
+        result = forward.run(operands)
+    with profile(activities=[ProfilerActivity.CPU]) as second:
+        backward.run(Saved(operands, *result), grad)
+    ran = [{event.key for event in each.key_averages()} for each in (first, second)]
+    assert any(re.search(forward.evidence["cpu"], key) for key in ran[0])
+    assert any(re.search(backward.evidence["cpu"], key) for key in ran[1])
+    others = {each.evidence["cpu"] for each in (*FORWARDS.values(), *BACKWARDS.values()) if "cpu" in each.evidence}
+    others -= {forward.evidence["cpu"]}
+    assert not any(re.search(pattern, key) for pattern in others for key in ran[0])
+
+
+CUDA_NAMES = {  # as the profiler writes them: torch 2.11, cuDNN 9
+    "sdpa-flash forward": "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<128, 128, 64>>",
+    "sdpa-flash forward, split": "void pytorch_flash::flash_fwd_splitkv_kernel<pytorch_flash::Flash_fwd_kernel_traits>",
+    "sdpa-flash backward": "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<pytorch_flash::Flash>",
+    "sdpa-efficient forward": "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<…>)",
+    "sdpa-efficient backward": "fmha_cutlassB_bf16_aligned_128x64_k128_sm80(PyTorchMemEffAttention::Attention…)",
+    "sdpa-cudnn forward": "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_kernel0_0",
+    "sdpa-cudnn forward, older": "cudnn_generated_fort_native_sdpa_sm90_knob_7_64x128x128_4x1x1_kernel0_0",
+    "sdpa-cudnn backward": "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_27_64x64x128_kernel0_0",
+    "sdpa-math forward": "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, float>",
+    "sdpa-math forward, short": "void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, false>",
+    "sdpa-math backward": "void (anonymous namespace)::softmax_warp_backward<float, float, float, 10, false>",
+    "other": "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensor0",
+}
+
+
+@pytest.mark.parametrize("what", CUDA_NAMES)
+def test_the_evidence_on_cuda_tells_the_kernels_apart(what: str) -> None:
+    matching = {
+        f"{kernel.name.partition(':')[0]} {'forward' if isinstance(kernel, ForwardKernel) else 'backward'}"
+        for kernel in (*FORWARDS.values(), *BACKWARDS.values())
+        if "cuda" in kernel.evidence and re.search(kernel.evidence["cuda"], CUDA_NAMES[what])
+    }
+    assert matching == ({what.partition(",")[0]} if what != "other" else set())
+
+
+def test_prepare_copies_nothing_that_the_kernel_can_read() -> None:
+    spec = AttentionSpec.make(batch=2, heads=2, seqlen_q=8, head_dim=16, dtype="bf16")
+    for layout in ("bhsd", "bshd"):
+        for x in tensors(spec, layout):
+            assert sdpa.aligned(x) is x
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda x: x.mT.contiguous().mT,  # rows not contiguous
+        lambda x: torch.nn.functional.pad(x, (0, 1))[..., :-1],  # rows at odd addresses
+        lambda x: torch.nn.functional.pad(x.flatten(), (1, 0))[1:].view_as(x),  # storage at an odd address
+    ],
+)
+def test_prepare_copies_what_the_kernel_cannot_read(broken: object) -> None:
+    assert callable(broken)
+    x = torch.randn(2, 3, 5, 16, dtype=torch.bfloat16)
+    copy = sdpa.aligned(broken(x))
+    assert torch.equal(copy, x)
+    assert sdpa.aligned(copy) is copy
+    assert copy.data_ptr() % 16 == 0
+
+
+def every_mask() -> Iterator[tuple[Mask, int, int]]:
+    """Every mask over few keys, in its canonical spelling, with its lengths."""
+    sides = [None, *range(7)]
+    for sq, skv, left, right, alignment in itertools.product(range(1, 7), range(1, 7), sides, sides, ALIGNMENTS):
+        yield Mask(left, right, alignment).canonical(sq, skv), sq, skv
+
+
+def rows_of(mask: Mask, sq: int, skv: int) -> list[list[int]]:
+    return [list(range(*mask.span(row, sq, skv))) for row in range(sq)]
+
+
+def test_flash_window_is_the_mask_as_flash_attention_2_reads_it() -> None:
+    served = 0
+    for mask, sq, skv in every_mask():
+        window = flash_window(mask, sq, skv)
+        if isinstance(window, str):
+            assert sq > skv
+            continue
+        keys = window.keys
+        left, right = ((-1 if side >= keys else side) for side in window[1:])  # mha_fwd
+        left, right = (keys if left < 0 <= right else left), (keys if right < 0 <= left else right)  # set_params_fprop
+        seen = [
+            [j for j in range(keys)
+             if (left < 0 or j >= i + keys - sq - left) and (right < 0 or j <= i + keys - sq + right)]
+            for i in range(sq)
+        ]  # fmt: skip
+        assert seen == rows_of(mask, sq, skv), (mask, sq, skv)
+        served += 1
+    assert served > 2000
+
+
+def test_causal_band_is_the_mask_as_cutlass_reads_it() -> None:
+    served = 0
+    for mask, sq, skv in every_mask():
+        band = causal_band(mask, sq, skv)
+        if isinstance(band, str):
+            assert mask.kind == "window"
+            continue
+        shift = skv - sq if band.diagonal == 2 else 0
+        width = sq + skv if band.width is None else band.width
+        seen = [
+            [j for j in range(skv) if not band.diagonal or i + shift - width < j <= i + shift] for i in range(sq)
+        ]  # fmt: skip
+        assert seen == rows_of(mask, sq, skv), (mask, sq, skv)
+        served += 1
+    assert served > 1000
+
+
+def test_flash_windows_of_the_usual_masks() -> None:
+    assert flash_window(Mask(), 5, 9) == Window(9, -1, -1)
+    assert flash_window(Mask(right=0, alignment="bottom-right"), 5, 9) == Window(9, -1, 0)
+    assert flash_window(Mask(right=0), 5, 9) == Window(5, -1, 0)
+    assert flash_window(Mask(right=0), 9, 5) == Window(5, -1, 4)
+    assert "beyond all 4" in str(flash_window(Mask(right=0), 9, 4))
+    assert "last key" in str(flash_window(Mask(left=1, right=0), 9, 4))
+
+
+def test_causal_bands_of_the_usual_masks() -> None:
+    assert causal_band(Mask(), 5, 9) == Band(0, None)
+    assert causal_band(Mask(right=0), 5, 9) == Band(1, None)
+    assert causal_band(Mask(left=2, right=0, alignment="bottom-right"), 5, 9) == Band(2, 3)
+    assert "diagonals" in str(causal_band(Mask(left=2, right=1), 5, 9))
+    assert "right" in str(causal_band(Mask(left=2), 9, 9))
+
+
+def test_head_dims_that_differ_are_refused_by_flash_because_it_fails_on_them() -> None:
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=4, head_dim=8, head_dim_v=16, dtype="fp32")
+    forward = FORWARDS["sdpa-flash:fp32"]
+    assert forward.refusals(spec, CPU) == ["head_dim_v (16) must equal head_dim (8)"]
+    q, k, v, _ = tensors(spec)
+    with pytest.raises(RuntimeError, match="same head size"):
+        forward.run(forward.prepare(q, k, v, spec))
+
+
+@pytest.mark.parametrize("name", ["sdpa-flash:fp32", "sdpa-math:fp32"])
+def test_softcap_is_refused_because_it_would_be_left_out(name: str) -> None:
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=4, head_dim=8, dtype="fp32", softcap=0.5)
+    forward = FORWARDS[name]
+    assert forward.refusals(spec, CPU) == ["has no softcap"]
+    q, k, v, _ = tensors(spec)
+    scores = spec.softcap * torch.tanh(q @ k.mT * spec.scale / spec.softcap)
+    assert error(forward.run(forward.prepare(q, k, v, spec)).out, (scores.softmax(-1) @ v).double()) > 0.01
+
+
+def test_other_dtypes_are_refused_because_the_answer_would_be_of_another_precision() -> None:
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=4, head_dim=8, dtype="bf16")
+    forward = FORWARDS["sdpa-flash:fp32"]
+    assert forward.refusals(spec, CPU) == ["takes fp32 tensors, not bf16"]
+    q, k, v, _ = tensors(spec)
+    assert forward.run(forward.prepare(q, k, v, spec)).out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["sdpa-efficient:bf16", "sdpa-cudnn:bf16"])
+def test_kernels_of_the_gpu_are_refused_on_the_cpu_because_torch_has_none_there(name: str) -> None:
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=4, head_dim=8)
+    forward = FORWARDS[name]
+    assert forward.refusals(spec, CPU) == ["runs on cuda, not on cpu"]
+    q, k, v, _ = tensors(spec)
+    with pytest.raises(NotImplementedError, match="CPU"):
+        forward.run(forward.prepare(q, k, v, spec))
+
+
+def test_score_matrices_beyond_memory_are_refused_before_anything_is_allocated() -> None:
+    fits = AttentionSpec.make(batch=2, heads=1, seqlen_q=2**15, head_dim=8, direction="training")
+    for kernel in (FORWARDS["sdpa-math:bf16"], BACKWARDS["sdpa-math:bf16"]):
+        assert kernel.refusals(fits, CPU) == []
+        assert "score matrix" in kernel.refusals(fits.replace(batch=3), CPU)[0]
+    long = AttentionSpec.make(batch=1, heads=1, seqlen_q=2**17, head_dim=8)
+    flash = FORWARDS["sdpa-flash:bf16"]
+    assert flash.refusals(long.replace(mask=Mask(right=0)), CPU) == []
+    assert "mask as a tensor" in flash.refusals(long.replace(mask=Mask(left=9, right=0)), CPU)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "sentence"),
+    [
+        ("sdpa-flash:bf16", {"head_dim": 264, "head_dim_v": 264}, "outside 8 to 256"),
+        ("sdpa-flash:bf16", {"head_dim": 60, "head_dim_v": 60}, "no multiple of 8"),
+        ("sdpa-flash:fp32", {"dtype": "fp32"}, "runs on cpu, not on cuda"),
+        ("sdpa-flash:bf16", {"seqlen_q": 999, "mask": Mask(right=0)}, "beyond all"),
+        ("sdpa-cudnn:bf16", {"mask": Mask(left=5, right=0)}, "no window mask"),
+        ("sdpa-cudnn:bf16", {"seqlen_q": 7, "mask": Mask(right=0, alignment="bottom-right")}, "no bottom-right"),
+        ("sdpa-cudnn:bf16", {"seqlen_kv": 1}, "single key"),
+        ("sdpa-efficient:bf16", {"mask": Mask(left=5, right=3)}, "diagonals"),
+        ("sdpa-efficient:bf16", {"seqlen_q": 999, "mask": Mask(right=0, alignment="bottom-right")}, "no key"),
+    ],
+)
+def test_limits_on_cuda(name: str, changes: dict[str, object], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, seqlen_kv=256, head_dim=64)
+    assert FORWARDS[name].refusals(spec, H200) == [] or "dtype" in changes
+    assert sentence in " ".join(FORWARDS[name].refusals(spec.replace(**changes), H200))
+
+
+def test_windows_aligned_bottom_right_are_refused_by_the_efficient_backward_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    mask = Mask(left=5, right=0, alignment="bottom-right")
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=64, seqlen_kv=256, head_dim=64, mask=mask)
+    assert FORWARDS["sdpa-efficient:bf16"].refusals(spec, H200) == []
+    assert "left side" in BACKWARDS["sdpa-efficient:bf16"].refusals(spec, H200)[0]
+
+
+def test_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    wide = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=224, direction="training")
+    ada = Device("cuda", "an Ada GPU", (8, 9))
+    assert "backward" in BACKWARDS["sdpa-flash:bf16"].refusals(wide, ada)[0]
+    assert BACKWARDS["sdpa-flash:bf16"].refusals(wide, H200) == []
+    assert "above 128" in FORWARDS["sdpa-cudnn:bf16"].refusals(wide, ada)[0]
+    assert "takes at most" in FORWARDS["sdpa-flash:bf16"].refusals(wide.replace(batch=2**16), H200)[0]
+    assert "compute capability" in FORWARDS["sdpa-flash:bf16"].refusals(wide, Device("cuda", "a V100", (7, 0)))[0]
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "without CUDA" in FORWARDS["sdpa-flash:bf16"].refusals(wide, H200)[0]
+
+
+def test_availability_names_the_version_or_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sdpa_flash.BACKEND.availability().version == torch.__version__
+    monkeypatch.setattr(torch.version, "cuda", None)
+    for family in (sdpa_cudnn.BACKEND, sdpa_efficient.BACKEND):
+        assert "without CUDA" in (family.availability().reason or "")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert sdpa_efficient.BACKEND.availability().ok
+
+
+@pytest.mark.parametrize("family", [family.name for family in FAMILIES])
+def test_entry_points_name_the_families(family: str) -> None:
+    module = importlib.import_module(f"attnbench.backends.{family.replace('-', '_')}")
+    assert registry().backends[family] is module.BACKEND

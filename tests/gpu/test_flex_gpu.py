@@ -1,0 +1,156 @@
+"""Compiled FlexAttention on a GPU: 16 bits with its backward, and float8, against dense FP64."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import dense
+import pytest
+import torch
+from sweep import Sweep, Truth, visible
+from torch.profiler import ProfilerActivity, profile
+
+from attnbench import AttentionSpec, Mask
+from attnbench.backends import flex
+from attnbench.devices import describe
+from attnbench.fp8 import Recipe, quantise
+from attnbench.kernel import BackwardKernel, ForwardKernel, Saved
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
+]
+FORWARDS = {k.name: k for k in flex.BACKEND.kernels if isinstance(k, ForwardKernel)}
+BACKWARDS = {k.name: k for k in flex.BACKEND.kernels if isinstance(k, BackwardKernel)}
+END = "bottom-right"
+
+
+def spec_of(seqlen_q: int, seqlen_kv: int, head_dim: int, group: int, mask: Mask, **more: object) -> AttentionSpec:
+    sizes = {"batch": 2, "heads": 8, "kv_heads": 8 // group, "head_dim": head_dim, "direction": "training", **more}
+    return AttentionSpec.make(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, mask=mask, **sizes)
+
+
+# Each one is a compilation of seconds: every head dimension, mask, alignment and group once, not their product.
+SPECS = [
+    spec_of(256, 256, 64, 1, Mask()),
+    spec_of(257, 333, 80, 4, Mask(right=0)),
+    spec_of(333, 257, 96, 8, Mask(right=0, alignment=END)),  # rows without a key
+    spec_of(257, 513, 128, 1, Mask(right=0, alignment=END)),
+    spec_of(300, 300, 192, 4, Mask(left=37, right=11)),
+    spec_of(300, 130, 256, 8, Mask(left=37, right=0)),  # rows without a key
+    spec_of(257, 300, 128, 4, Mask(left=90, alignment=END), softcap=5.0),
+    spec_of(200, 200, 128, 1, Mask(), head_dim_v=64, softcap=5.0, scale=0.2),
+    spec_of(1, 333, 64, 8, Mask(right=0, alignment=END), direction="forward"),
+    spec_of(257, 257, 128, 4, Mask(right=0), dtype="fp16"),
+]
+FP8_SPECS = [
+    spec_of(256, 256, 64, 1, Mask(), direction="forward"),
+    spec_of(257, 333, 80, 4, Mask(right=0), direction="forward"),
+    spec_of(333, 257, 96, 8, Mask(right=0, alignment=END), direction="forward"),  # rows without a key
+    spec_of(300, 513, 128, 1, Mask(left=200, right=11, alignment=END), direction="forward"),
+    spec_of(300, 300, 192, 4, Mask(), direction="forward", dtype="fp16"),
+    spec_of(1000, 1000, 256, 8, Mask(right=0), direction="forward"),
+    spec_of(1, 333, 128, 4, Mask(right=0, alignment=END), direction="forward"),
+]
+
+
+@pytest.fixture(autouse=True)
+def fast_truth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "visible", visible)
+
+
+def test_16_bits_agree_with_dense_fp64(capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = Sweep(torch.device("cuda", 0))
+    for index, spec in enumerate(SPECS):
+        truth, name = Truth.of(spec, index, sweep.device), f"flex:{spec.dtype}"
+        ran = sweep.forward(FORWARDS[name], truth)
+        if ran is not None and spec.training:
+            saved = Saved(ran[0], *ran[1])
+            sweep.backward(BACKWARDS[name], truth, saved)
+            if index == 1:  # the graph stays: a backward may be timed more than once
+                sweep.backward(BACKWARDS[name], truth, saved)
+    with capsys.disabled():
+        print(f"\n{sweep.report()}")
+    assert not any(sweep.faults.values())
+    assert not any(sweep.refused.values())
+
+
+def test_float8_agrees_with_dense_fp64(capsys: pytest.CaptureFixture[str]) -> None:
+    """The log-sum-exp too is held to what eight bits leave of it."""
+    sweep = Sweep(torch.device("cuda", 0))
+    forward = FORWARDS["flex:fp8"]
+    if forward.refusals(FP8_SPECS[0], describe(sweep.device)):
+        pytest.skip("this GPU has no FP8 FlexAttention")
+    for index, spec in enumerate(FP8_SPECS):
+        sweep.forward(forward, Truth.of(spec, index, sweep.device))
+    with capsys.disabled():
+        print(f"\n{sweep.report()}")
+    assert not any(sweep.faults.values())
+    assert not any(sweep.refused.values())
+
+
+@pytest.mark.parametrize("means", ["cap", "descale", "descale in fp32"])
+def test_what_is_refused_in_float8_would_be_wrong(means: str) -> None:
+    """FlexAttention hands a score modification float8 scores; the refusals of softcap and descales rest on this."""
+    device = torch.device("cuda", 0)
+    spec = FP8_SPECS[0].replace(softcap=5.0 if means == "cap" else 0.0)
+    forward = FORWARDS["flex:fp8"]
+    if forward.refusals(FP8_SPECS[0], describe(device)):
+        pytest.skip("this GPU has no FP8 FlexAttention")
+    truth = Truth.of(spec, 1, device)
+    q, k, v = truth.inputs[:3]
+    operands = forward.prepare(q, k, v, spec)
+    if means == "cap":
+        score_mod = flex._capped(torch.full((), spec.softcap, device=device))
+        native = replace(operands.native, score_mod=score_mod)
+    else:
+        q8, k8 = (quantise(x, Recipe("head")) for x in (q, k))
+        factor = (q8.descale * k8.descale)[..., 0, 0].contiguous()
+
+        def score_mod(score, batch, head, query, key):
+            return (score.to(torch.float32) if means.endswith("fp32") else score) * factor[batch, head]
+
+        native = replace(operands.native, q=q8.data.contiguous(), k=k8.data.contiguous(), score_mod=score_mod)
+    out = forward.run(replace(operands, native=native)).out
+    error = dense.relative_l2(out, truth.out)
+    print(f"flex:fp8 with {means} in a score modification: error {error:.3f}")
+    assert error > forward.declared_error
+
+
+def test_float8_serves_a_backward_of_another_backend() -> None:
+    from attnbench.backends.sdpa_flash import BACKEND
+
+    device = torch.device("cuda", 0)
+    spec = spec_of(256, 256, 64, 1, Mask())
+    forward = FORWARDS["flex:fp8"]
+    if forward.refusals(spec, describe(device)):
+        pytest.skip("this GPU has no FP8 FlexAttention")
+    backward = next(k for k in BACKEND.kernels if isinstance(k, BackwardKernel) and k.name.endswith(":bf16"))
+    truth = Truth.of(spec, 0, device)
+    operands = forward.prepare(*truth.inputs[:3], spec)
+    found = backward.run(Saved(operands, *forward.run(operands)), truth.inputs[3])
+    for each, wanted in zip(found, truth.gradients, strict=True):
+        assert dense.relative_l2(each, wanted) <= 0.15
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_the_profiler_shows_the_compiled_kernels(name: str) -> None:
+    device = torch.device("cuda", 0)
+    forward, backward = FORWARDS[name], BACKWARDS.get(name)
+    spec = SPECS[0] if name == "flex:bf16" else SPECS[-1] if name == "flex:fp16" else FP8_SPECS[0]
+    if forward.refusals(spec, describe(device)):
+        pytest.skip("this GPU has no FP8 FlexAttention")
+    q, k, v, grad = Truth.of(spec, 0, device).inputs
+    operands = forward.prepare(q, k, v, spec)
+    saved = Saved(operands, *forward.run(operands))
+    calls = [(forward, lambda: forward.run(operands))]
+    if backward is not None:
+        backward.run(saved, grad)
+        calls.append((backward, lambda: backward.run(saved, grad)))
+    for kernel, call in calls:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+            call()
+            torch.cuda.synchronize()
+        names = {event.key for event in seen.key_averages()}
+        assert any(re.search(kernel.evidence["cuda"], each) for each in names), sorted(names)
