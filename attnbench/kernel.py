@@ -10,7 +10,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,7 +115,7 @@ class _Kernel(ABC):
     name: str
     rows: Mapping[str, Capabilities]
     declared_error: float
-    evidence: ClassVar[Mapping[str, str]] = {}
+    evidence: Mapping[str, str] = MappingProxyType({})
 
     def refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """Why this kernel cannot serve the spec on this device, one sentence each; none means that it can."""

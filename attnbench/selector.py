@@ -52,7 +52,9 @@ def choose(
     """
     known = known or registry()
     facts = describe(device)
-    table = table or user_table(device)
+    note = None
+    if table is None:
+        table, note = user_table(device)
     named = None if backend == "auto" else named_plans(backend, spec, known)
     budget = default_budget(spec, fp8) if max_error is None else max_error
     # Who names an FP8 kernel has asked for it; who names a family that has others has not.
@@ -82,7 +84,7 @@ def choose(
         candidates=tuple(_explained(each, winner, named) for each in [*field, *candidates[len(field) :]]),
         asked=backend,
         asked_by=asked_by,
-        hint=_SWEEP if winner.basis == "rule" and named is None else None,
+        hint=note or (_SWEEP if winner.basis == "rule" and named is None else None),
     )
 
 

@@ -47,26 +47,29 @@ def update_user_table(table: Table) -> Path:
 
 
 @cache
-def user_table(device: torch.device) -> Table | None:
-    """The user's table for this device, None where there is none that may be used.  Read once a process.
+def user_table(device: torch.device) -> tuple[Table | None, str | None]:
+    """(the user's table for this device, what there is to say of it), read once a process.
 
-    A damaged file and one from another environment (hard difference) are misses with a
-    warning; a soft difference is used and said.
+    None where there is no table that may be used.  A damaged file and one from another
+    environment (hard difference) are misses with a warning; a soft difference is used and said.
     """
     here = Environment.detect(device, registry())
     path = user_table_path(here)
     try:
         table = Table.load(path)
     except FileNotFoundError:
-        return None
+        return None, None
     except (OSError, MalformedFileError) as error:
-        warnings.warn(f"the table cannot be used: {error}", AttnbenchWarning, stacklevel=2)
-        return None
+        return None, _warned(f"the table cannot be used: {error}")
     hard, soft = table.environment.differences(here)
-    if hard or soft:
-        verdict = "is not used, run `attnbench sweep` again" if hard else "is used all the same"
-        warnings.warn(f"the table {path} {verdict}: {'; '.join(hard or soft)}", AttnbenchWarning, stacklevel=2)
-    return None if hard else table
+    if hard:
+        return None, _warned(f"the table {path} is not used, run `attnbench sweep` again: {'; '.join(hard)}")
+    return table, f"measured where {'; '.join(soft)}" if soft else None
+
+
+def _warned(message: str) -> str:
+    warnings.warn(message, AttnbenchWarning, stacklevel=2)
+    return message
 
 
 def forget() -> None:

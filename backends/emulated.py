@@ -237,16 +237,15 @@ BACKEND = Backend(
     _available,
     tuple(
         kernel
-        for recipe, accumulator in (
-            (Recipe(), Accumulator()),
-            (Recipe("tensor"), Accumulator()),
-            (Recipe("block"), Accumulator()),
-            (Recipe("token"), Accumulator()),
-            (Recipe("token", rotation="hadamard"), Accumulator()),
-            (Recipe(format="e5m2"), Accumulator()),
-            (Recipe(), Accumulator(13)),
+        for recipe in (
+            Recipe(),
+            Recipe("tensor"),
+            Recipe("block"),
+            Recipe("token"),
+            Recipe("token", rotation="hadamard"),
+            Recipe(format="e5m2"),
         )
-        for kernel in emulate(recipe, accumulator)
+        for kernel in emulate(recipe)
     ),
     _resolve,
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -127,8 +126,24 @@ def _band(low: Tensor, high: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor
 
 
 def _capped(cap: Tensor) -> _ScoreMod:
+    # FlexAttention hands over a score of the tensors' own type; in float8 a product of it
+    # would be cut off at 448, unless it is widened first, which costs nothing: registers hold fp32.
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return cap * torch.tanh(score / cap)
+        return cap * torch.tanh(score.to(torch.float32) / cap)
+
+    return score_mod
+
+
+def _descaled(factor: Tensor) -> _ScoreMod:
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score.to(torch.float32) * factor[batch, head]
+
+    return score_mod
+
+
+def _descaled_and_capped(factor: Tensor, cap: Tensor) -> _ScoreMod:
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return cap * torch.tanh(score.to(torch.float32) * factor[batch, head] / cap)
 
     return score_mod
 
@@ -168,7 +183,7 @@ class FlexForward(ForwardKernel):
     """
 
     preference = 50
-    evidence: ClassVar[Mapping[str, str]] = {"cpu": r"Call CompiledFxGraph", "cuda": r"triton_tem_(?!\w*backward)"}
+    evidence: Mapping[str, str] = {"cpu": r"Call CompiledFxGraph", "cuda": r"triton_tem_(?!\w*backward)"}
 
     def __init__(self, precision: str) -> None:
         self.name = f"flex:{precision}"
@@ -210,7 +225,7 @@ class FlexBackward(BackwardKernel):
     """The compiled backward of the graph that ``flex`` in the same precision recorded."""
 
     needs_lse = False
-    evidence: ClassVar[Mapping[str, str]] = {"cuda": r"triton_tem_\w*backward"}
+    evidence: Mapping[str, str] = {"cuda": r"triton_tem_\w*backward"}
 
     def __init__(self, precision: str) -> None:
         self.name = f"flex:{precision}"
@@ -233,28 +248,26 @@ class FlexBackward(BackwardKernel):
 class FlexFp8Forward(ForwardKernel):
     """``torch.compile(flex_attention)`` on e4m3 tensors.
 
-    FlexAttention hands a score modification scores of the tensors' own type, so in float8
-    nothing can be done to a score without rounding it to 3 bits and cutting it off at 448:
-    descales cannot be applied there, nor a cap.  Q and K are scaled against each other
-    instead, by reciprocal factors that bring a head's largest magnitudes together, so that
-    their products need no scale.  The kernel's output is e4m3 without a scale of its own;
-    it stays in range because each row is an average of V's, and V's descale multiplies it
-    afterwards.
+    From 16 bits, Q and K are scaled against each other, by reciprocal factors that bring a
+    head's largest magnitudes together, so that their scores need no descale.  The descales
+    of tensors that were quantised beforehand are applied in a score modification.  The
+    kernel's output is e4m3 without a scale of its own; it stays in range because each row
+    is an average of V's, and V's descale multiplies it afterwards.
     """
 
     declared_error = 0.08
     preference = None
-    evidence: ClassVar[Mapping[str, str]] = {"cuda": r"triton_tem_(?!\w*backward)"}
+    evidence: Mapping[str, str] = {"cuda": r"triton_tem_(?!\w*backward)"}
 
     def __init__(self) -> None:
         self.name = "flex:fp8"
         self.rows = {
             "cuda": Capabilities(
-                dtypes=("bf16", "fp16"),
+                dtypes=("bf16", "fp16", "e4m3"),
                 capability=(8, 9),
                 capability_below=(10, 0),
                 head_dims=(32, 256, 16),
-                softcap=False,
+                descales=("tensor", "head"),
             )
         }
 
@@ -263,24 +276,44 @@ class FlexFp8Forward(ForwardKernel):
         return _refusals(device)
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
-        """Quantise each head, V laid out with its tokens contiguous, which FP8 products need below Blackwell."""
-        q8, k8 = _balanced(q, k, spec)
-        v8 = quantise(v, _RECIPE)
-        native = _Native(
-            q8.data.contiguous(),
-            k8.data.contiguous(),
-            v8.data.mT.contiguous().mT,
-            block_mask(spec.mask, spec.seqlen_q, spec.seqlen_kv, q.device),
-            None,
-            v8.descale.repeat_interleave(spec.group, dim=1),
-        )
-        return Operands(spec, q8, k8, v8, native)
+        """Quantise each head."""
+        cap = _cap(spec, q.device)
+        score_mod = None if cap is None else _capped(cap)
+        return _laid_out(*_balanced(q, k, spec), quantise(v, _RECIPE), spec, score_mod)
+
+    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
+        """The tensors as they are, and the product of Q's and K's descales for each query head."""
+        factor = _per_query_head(q.descale, spec) * _per_query_head(k.descale, spec)
+        cap = _cap(spec, factor.device)
+        score_mod = _descaled(factor) if cap is None else _descaled_and_capped(factor, cap)
+        return _laid_out(q, k, v, spec, score_mod)
 
     def run(self, operands: Operands) -> Result:
         """The compiled kernel."""
         spec = operands.spec
         with torch.no_grad():
             return Result(*_call(operands.native, spec.scale, gradient_dtype(spec)))
+
+
+def _laid_out(q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec, score_mod: _ScoreMod | None) -> Operands:
+    """Rows contiguous in Q and K, tokens contiguous in V: what FP8 products need below Blackwell."""
+    native = _Native(
+        q.data.contiguous(),
+        k.data.contiguous(),
+        v.data.mT.contiguous().mT,
+        block_mask(spec.mask, spec.seqlen_q, spec.seqlen_kv, q.data.device),
+        score_mod,
+        _per_query_head(v.descale, spec)[..., None, None],
+    )
+    return Operands(spec, q, k, v, native)
+
+
+def _per_query_head(descale: Tensor, spec: AttentionSpec) -> Tensor:
+    """A descale per tensor or head as (B, H), contiguous."""
+    flat = descale.flatten(1)
+    if flat.shape[1] == spec.kv_heads:
+        flat = flat.repeat_interleave(spec.group, dim=1)
+    return flat.expand(spec.batch, spec.heads).contiguous()
 
 
 def _balanced(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[Quantised, Quantised]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -59,7 +58,7 @@ class CudnnForward(ForwardKernel):
     """``aten::_scaled_dot_product_cudnn_attention``."""
 
     preference = 10
-    evidence: ClassVar[Mapping[str, str]] = {"cuda": r"cudnn\w*sdpa(?!\w*bprop)"}
+    evidence: Mapping[str, str] = {"cuda": r"cudnn\w*sdpa(?!\w*bprop)"}
 
     def __init__(self, precision: str) -> None:
         self.name = f"sdpa-cudnn:{precision}"
@@ -86,7 +85,7 @@ class CudnnForward(ForwardKernel):
 class CudnnBackward(BackwardKernel):
     """``aten::_scaled_dot_product_cudnn_attention_backward``."""
 
-    evidence: ClassVar[Mapping[str, str]] = {"cuda": r"cudnn\w*sdpa\w*bprop"}
+    evidence: Mapping[str, str] = {"cuda": r"cudnn\w*sdpa\w*bprop"}
 
     def __init__(self, precision: str) -> None:
         self.name = f"sdpa-cudnn:{precision}"

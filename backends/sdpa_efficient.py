@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -74,7 +74,7 @@ class EfficientForward(ForwardKernel):
     """``aten::_efficient_attention_forward``."""
 
     preference = 30
-    evidence: ClassVar[Mapping[str, str]] = {"cuda": r"fmha_cutlassF"}
+    evidence: Mapping[str, str] = {"cuda": r"fmha_cutlassF"}
 
     def __init__(self, precision: str) -> None:
         self.name = f"sdpa-efficient:{precision}"
@@ -102,7 +102,7 @@ class EfficientForward(ForwardKernel):
 class EfficientBackward(BackwardKernel):
     """``aten::_efficient_attention_backward``."""
 
-    evidence: ClassVar[Mapping[str, str]] = {"cuda": r"fmha_cutlassB"}
+    evidence: Mapping[str, str] = {"cuda": r"fmha_cutlassB"}
 
     def __init__(self, precision: str) -> None:
         self.name = f"sdpa-efficient:{precision}"

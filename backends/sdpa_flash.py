@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -93,7 +93,7 @@ class FlashForward(ForwardKernel):
     """``aten::_flash_attention_forward`` on CUDA, ``aten::_scaled_dot_product_flash_attention_for_cpu`` on the CPU."""
 
     preference = 20
-    evidence: ClassVar[Mapping[str, str]] = {
+    evidence: Mapping[str, str] = {
         "cpu": r"aten::_scaled_dot_product_flash_attention_for_cpu$",
         "cuda": r"pytorch_flash::flash_fwd",
     }
@@ -138,7 +138,7 @@ class FlashForward(ForwardKernel):
 class FlashBackward(BackwardKernel):
     """``aten::_flash_attention_backward`` on CUDA, ``…_flash_attention_for_cpu_backward`` on the CPU."""
 
-    evidence: ClassVar[Mapping[str, str]] = {
+    evidence: Mapping[str, str] = {
         "cpu": r"aten::_scaled_dot_product_flash_attention_for_cpu_backward$",
         "cuda": r"pytorch_flash::flash_bwd",
     }

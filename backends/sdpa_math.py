@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -47,7 +46,7 @@ class MathForward(ForwardKernel):
     """``aten::_scaled_dot_product_attention_math``, which returns no log-sum-exp."""
 
     preference = 40
-    evidence: ClassVar[Mapping[str, str]] = {
+    evidence: Mapping[str, str] = {
         "cpu": r"aten::_scaled_dot_product_attention_math$",
         "cuda": r"(?i)soft_?max\w*forward",
     }
@@ -76,7 +75,7 @@ class MathBackward(BackwardKernel):
     """autograd through the same operator, run again: it reads neither the forward's output nor its log-sum-exp."""
 
     needs_lse = False
-    evidence: ClassVar[Mapping[str, str]] = {
+    evidence: Mapping[str, str] = {
         "cpu": r"aten::_softmax_backward_data$",
         "cuda": r"(?i)soft_?max\w*backward",
     }

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import problems
 
-from attnbench import AttentionSpec, Plan
+from attnbench import AttentionSpec, Plan, explain
 from attnbench.environment import Environment
 from attnbench.errors import AttnbenchWarning, MalformedFileError, OutputError
 from attnbench.registry import registry
@@ -136,14 +136,25 @@ def test_the_user_table_grows_and_forgets_other_environments():
     assert path == user_table_path(here())
     update_user_table(Table.from_entries(here(), [one(time=2.0)]))
     assert {str(each.plan): each.time_ms for each in Table.load(path).entries.values()} == {"a:bf16": 2.0, "b:fp8": 5.0}
-    table = user_table(torch.device("cpu"))
-    assert table is not None
+    table, note = user_table(torch.device("cpu"))
+    assert note is None
     assert len(table.entries) == 2
     other = Environment.from_dict({**here().to_dict(), "torch": "1.0"})
     update_user_table(Table.from_entries(other, [one("c:bf16")]))
     assert {str(each.plan) for each in Table.load(path).entries.values()} == {"c:bf16"}
     with pytest.warns(AttnbenchWarning, match=r"is not used.*torch was 1\.0"):
-        assert user_table(torch.device("cpu")) is None
+        assert user_table(torch.device("cpu"))[0] is None
+
+
+def test_a_soft_difference_is_used_and_said():
+    update_user_table(Table.from_entries(Environment.from_dict({**here().to_dict(), "python": "3.9.1"}), [one()]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        table, note = user_table(torch.device("cpu"))
+    assert len(table.entries) == 1
+    assert "python was 3.9.1" in note
+    q = torch.randn(1, 2, 8, 16)
+    assert "python was 3.9.1" in explain(q, q, q).hint
 
 
 def test_a_damaged_user_table_is_a_miss_with_a_warning():
@@ -151,11 +162,11 @@ def test_a_damaged_user_table_is_a_miss_with_a_warning():
     path.write_text("{")
     forget()
     with pytest.warns(AttnbenchWarning, match="expected JSON"):
-        assert user_table(torch.device("cpu")) is None
+        assert user_table(torch.device("cpu"))[0] is None
     update_user_table(Table.from_entries(here(), [one()]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert user_table(torch.device("cpu")) is not None
+        assert user_table(torch.device("cpu"))[0] is not None
 
 
 def _write(number: int) -> None:

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from attnbench.backends import flex
 from attnbench.capabilities import Device
+from attnbench.fp8 import Recipe, quantise
 from attnbench.kernel import BackwardKernel, ForwardKernel
 from attnbench.mask import Mask
 from attnbench.spec import AttentionSpec
@@ -183,8 +184,8 @@ def test_the_backward_follows_its_own_forward_alone() -> None:
         (B200, {}, "only below compute capability 10.0"),
         (H200, {"head_dim": 24, "head_dim_v": 24}, "outside 32 to 256"),
         (H200, {"head_dim": 40, "head_dim_v": 40}, "no multiple of 16"),
-        (H200, {"dtype": "e4m3", "descale": "head"}, "not e4m3"),
-        (H200, {"softcap": 5.0}, "has no softcap"),
+        (H200, {"dtype": "e5m2", "descale": "head"}, "not e5m2"),
+        (H200, {"dtype": "e4m3", "descale": "block"}, "not per block"),
     ],
 )
 def test_limits_of_fp8(device: Device, changes: dict[str, object], sentence: str) -> None:
@@ -192,25 +193,36 @@ def test_limits_of_fp8(device: Device, changes: dict[str, object], sentence: str
     assert sentence in " ".join(FORWARDS["flex:fp8"].refusals(spec, device))
 
 
-def test_the_fp8_operands_stand_for_the_attention_that_was_asked_for() -> None:
-    """The arithmetic around the kernel, which needs no GPU: factors and layouts, put through plain products."""
-    spec = spec_of(64, 80, Mask(), head_dim=32, batch=2)
+@pytest.mark.parametrize("given", ["bf16", "tensor", "head"])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_the_fp8_operands_stand_for_the_attention_that_was_asked_for(given: str, softcap: float) -> None:
+    """The arithmetic around the kernel, which needs no GPU: factors, cap and layouts, put through plain products."""
+    spec = spec_of(64, 80, Mask(), head_dim=32, batch=2, softcap=softcap)
     q, k, v, _ = Problem(spec, "bhsd", False, 0).tensors()
     gains = torch.tensor([0.02, 3.0])[None, :, None, None]  # heads of different magnitudes need factors of their own
     k, v = k * gains, v * gains
-    operands = FORWARDS["flex:fp8"].prepare(q, k, v, spec)
+    forward = FORWARDS["flex:fp8"]
+    if given == "bf16":
+        operands = forward.prepare(q, k, v, spec)
+    else:
+        operands = forward.prepare_quantised(*(quantise(x, Recipe(given)) for x in (q, k, v)), spec)
     native = operands.native
     assert native.v.stride(-2) == 1  # V with its tokens contiguous
     assert native.q.stride(-1) == native.k.stride(-1) == 1
-    assert native.score_mod is None
     shared = native.k.double().repeat_interleave(spec.group, 1)
     scores = native.q.double() @ shared.mT * spec.scale
+    if native.score_mod is not None:
+        sizes = enumerate(scores.shape)
+        index = [torch.arange(n).view([-1 if axis == i else 1 for i in range(4)]) for axis, n in sizes]
+        scores = native.score_mod(scores, *index).double()
+    assert (native.score_mod is None) == (given == "bf16" and not softcap)
     out = scores.softmax(-1) @ native.v.double().repeat_interleave(spec.group, 1) * native.descale
     truth = dense_attention(*operands.tensors(), spec)[0]  # of the dequantised tensors, in bf16
     assert relative_l2(out, truth) < 0.01
-    assert relative_l2(out, dense_attention(q, k, v, spec)[0]) < 0.08
-    most = [x.float().abs().unflatten(1, (spec.kv_heads, -1)).amax(dim=(2, 3, 4)) for x in (native.q, native.k)]
-    assert torch.allclose(*most, rtol=0.1)  # brought together, which keeps both away from the ends of e4m3
+    if given == "bf16":
+        assert relative_l2(out, dense_attention(q, k, v, spec)[0]) < 0.08
+        most = [x.float().abs().unflatten(1, (spec.kv_heads, -1)).amax(dim=(2, 3, 4)) for x in (native.q, native.k)]
+        assert torch.allclose(*most, rtol=0.1)  # brought together, which keeps both away from the ends of e4m3
 
 
 @pytest.mark.parametrize("hole", ["q", "k", "v"])

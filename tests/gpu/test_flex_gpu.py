@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import dense
 import pytest
@@ -48,7 +47,7 @@ FP8_SPECS = [
     spec_of(256, 256, 64, 1, Mask(), direction="forward"),
     spec_of(257, 333, 80, 4, Mask(right=0), direction="forward"),
     spec_of(333, 257, 96, 8, Mask(right=0, alignment=END), direction="forward"),  # rows without a key
-    spec_of(300, 513, 128, 1, Mask(left=200, right=11, alignment=END), direction="forward"),
+    spec_of(300, 513, 128, 1, Mask(left=200, right=11, alignment=END), direction="forward", softcap=5.0),
     spec_of(300, 300, 192, 4, Mask(), direction="forward", dtype="fp16"),
     spec_of(1000, 1000, 256, 8, Mask(right=0), direction="forward"),
     spec_of(1, 333, 128, 4, Mask(right=0, alignment=END), direction="forward"),
@@ -90,32 +89,20 @@ def test_float8_agrees_with_dense_fp64(capsys: pytest.CaptureFixture[str]) -> No
     assert not any(sweep.refused.values())
 
 
-@pytest.mark.parametrize("means", ["cap", "descale", "descale in fp32"])
-def test_what_is_refused_in_float8_would_be_wrong(means: str) -> None:
-    """FlexAttention hands a score modification float8 scores; the refusals of softcap and descales rest on this."""
+@pytest.mark.parametrize("granularity", ["tensor", "head"])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_tensors_quantised_beforehand(granularity: str, softcap: float) -> None:
     device = torch.device("cuda", 0)
-    spec = FP8_SPECS[0].replace(softcap=5.0 if means == "cap" else 0.0)
+    given = FP8_SPECS[1].replace(dtype="e4m3", descale=granularity, softcap=softcap)
     forward = FORWARDS["flex:fp8"]
-    if forward.refusals(FP8_SPECS[0], describe(device)):
+    if forward.refusals(given, describe(device)):
         pytest.skip("this GPU has no FP8 FlexAttention")
-    truth = Truth.of(spec, 1, device)
-    q, k, v = truth.inputs[:3]
-    operands = forward.prepare(q, k, v, spec)
-    if means == "cap":
-        score_mod = flex._capped(torch.full((), spec.softcap, device=device))
-        native = replace(operands.native, score_mod=score_mod)
-    else:
-        q8, k8 = (quantise(x, Recipe("head")) for x in (q, k))
-        factor = (q8.descale * k8.descale)[..., 0, 0].contiguous()
-
-        def score_mod(score, batch, head, query, key):
-            return (score.to(torch.float32) if means.endswith("fp32") else score) * factor[batch, head]
-
-        native = replace(operands.native, q=q8.data.contiguous(), k=k8.data.contiguous(), score_mod=score_mod)
-    out = forward.run(replace(operands, native=native)).out
-    error = dense.relative_l2(out, truth.out)
-    print(f"flex:fp8 with {means} in a score modification: error {error:.3f}")
-    assert error > forward.declared_error
+    q, k, v, _ = Truth.of(FP8_SPECS[1], 1, device).inputs
+    operands = forward.prepare_quantised(*(quantise(x, Recipe(granularity)) for x in (q, k, v)), given)
+    result = forward.run(operands)
+    truth, _ = dense.dense_attention(*operands.tensors(torch.float64), given)
+    assert result.out.dtype == torch.bfloat16
+    assert dense.relative_l2(result.out, truth) <= forward.declared_error
 
 
 def test_float8_serves_a_backward_of_another_backend() -> None:

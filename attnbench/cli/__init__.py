@@ -1,0 +1,92 @@
+"""The ``attnbench`` command.  Importing it imports no torch: every command loads what it needs when it runs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any
+
+import typer
+
+from .. import __version__
+from ..errors import AttnbenchError, AttnbenchWarning
+from .backends import backends
+from .doctor import doctor
+from .explain import explain
+from .sweep import sweep
+from .table import app as table
+
+__all__ = ["app", "main"]
+
+# Plain help and plain errors: they read the same on a terminal, in a pipe and in a log.
+app = typer.Typer(
+    name="attnbench",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (sweep, backends, explain, doctor):
+    app.command()(command)
+app.add_typer(table, name="table")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"attnbench {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _attnbench(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Measure every FP8 attention on this machine, then run the fastest one that is accurate enough."""
+
+
+def main() -> None:
+    """Run the command line; exit 0 on success, 1 on failure, 2 on misuse, 130 when interrupted.
+
+    An AttnbenchError or AttnbenchWarning is one message on standard error.  Any other
+    exception is a fault of attnbench or of a plug-in and keeps its traceback.
+    """
+    warnings.formatwarning = partial(_formatted, warnings.formatwarning)
+    try:
+        code = _run()
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        # The interpreter flushes standard output once more on its way out, and would complain once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.ENOSPC:
+            print(f"attnbench: {error.strerror}", file=sys.stderr)
+        code = 1
+    sys.exit(code)
+
+
+def _run() -> int | str | None:
+    try:
+        app(prog_name="attnbench")
+    except SystemExit as end:  # how typer ends a command, misuse of its options included
+        return end.code
+    except AttnbenchError as error:
+        print(f"attnbench: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _formatted(
+    others: Callable[..., str], message: Warning | str, category: type[Warning], *place: Any, **line: Any
+) -> str:
+    if issubclass(category, AttnbenchWarning):
+        return f"attnbench: {message}\n"
+    return others(message, category, *place, **line)

@@ -1,0 +1,123 @@
+"""``attnbench backends``: every backend, whether it can be used here, and what its kernels serve."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from .output import DeviceOption, FormatOption, print_json, print_table
+
+if TYPE_CHECKING:
+    from ..capabilities import Capabilities, Device
+    from ..kernel import BackwardKernel, ForwardKernel
+    from ..registry import Registry
+
+__all__ = ["backends", "describe_backend"]
+
+
+def backends(format: FormatOption = "table", device: DeviceOption = "auto") -> None:
+    """List every backend and what it serves here.
+
+    Version, whether it can be used or why not and how to add it, kernels and their limits.
+    """
+    from .. import devices
+    from ..registry import registry
+
+    known = registry()
+    here = devices.describe(devices.find(device))
+    found = [describe_backend(known, name, here) for name in known.backends]
+    if format == "json":
+        print_json({"device": {"type": here.type, "name": here.name}, "backends": found})
+    else:
+        print_table([row for each in found for row in _rows(each)], format)
+
+
+def describe_backend(known: Registry, name: str, here: Device) -> dict[str, Any]:
+    """All that is known about a backend on this device, in plain JSON types."""
+    backend, answer = known.backend(name), known.availability(name)
+    return {
+        "name": name,
+        "summary": backend.summary,
+        "available": answer.ok,
+        "version": answer.version,
+        "origin": answer.origin,
+        "reason": answer.reason,
+        "install": answer.install,
+        "kernels": [_kernel(kernel, here) for kernel in backend.kernels],
+        "resolves_more": backend.resolve is not None,
+    }
+
+
+def _kernel(kernel: ForwardKernel | BackwardKernel, here: Device) -> dict[str, Any]:
+    from ..kernel import ForwardKernel
+    from ..plan import precision_of
+
+    row = kernel.rows.get(here.type)
+    return {
+        "name": kernel.name,
+        "pass": "forward" if isinstance(kernel, ForwardKernel) else "backward",
+        "precision": precision_of(kernel.name),
+        "declared_error": kernel.declared_error,
+        "capabilities": None if row is None else asdict(row),
+        "here": [f"runs on {' and '.join(kernel.rows)} only"] if row is None else _limits(row, here),
+    }
+
+
+def _limits(row: Capabilities, here: Device) -> list[str]:
+    """What the row allows on this device, in a few words each; what it does not limit goes unsaid."""
+    least, most, multiple = row.head_dims
+    bounded = (least, multiple) != (1, 1) or most < 2**31
+    masks = [each for each in ("causal", "window") if each not in row.masks]
+    alignments = [each for each in ("top-left", "bottom-right") if each not in row.alignments]
+    said = {
+        f"not on compute capability {_dotted(here.capability)}": not _fits(row, here),
+        f"takes {'/'.join(row.dtypes)}": True,
+        f"D {least}-{most}" + (f" by {multiple}" if multiple > 1 else ""): bounded,
+        "Dv = D": not row.head_dim_v,
+        f"no {' or '.join(masks)} mask": bool(masks),
+        f"no {' or '.join(alignments)} alignment": bool(alignments),
+        "no GQA": not row.gqa,
+        "no softcap": not row.softcap,
+        "no empty rows": not row.empty_rows,
+        "no training": not row.training,
+        "no LSE": not row.lse,
+        f"descales per {'/'.join(row.descales)}": bool(row.descales),
+    }
+    return [words for words, applies in said.items() if applies]
+
+
+def _fits(row: Capabilities, here: Device) -> bool:
+    below = row.capability_below
+    return row.capability <= here.capability and (below is None or here.capability < below)
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def _rows(found: dict[str, Any]) -> list[dict[str, str]]:
+    """One line of the table for each group of kernels with the same limits."""
+    passes: dict[tuple[str, str], list[str]] = {}
+    for kernel in found["kernels"]:
+        # Which tensors it takes goes without saying where they are what it is called after.
+        limits = [each for each in kernel["here"] if each != f"takes {kernel['precision']}"]
+        here = ", ".join(limits or ["no limits"]) if found["available"] else _missing(found)
+        passes.setdefault((kernel["precision"], here), []).append(kernel["pass"])
+    groups: dict[tuple[str, str], list[str]] = {}
+    for (precision, here), both in passes.items():
+        groups.setdefault((" and ".join(both), here), []).append(precision)
+    if not groups:
+        groups["", _missing(found) if not found["available"] else "no kernels"] = []
+    return [
+        {
+            "backend": found["name"],
+            "version": " from ".join(each for each in (found["version"], found["origin"]) if each),
+            "pass": both,
+            "kernels": f"{' '.join(precisions)}: {here}" if precisions else here,
+        }
+        for (both, here), precisions in groups.items()
+    ]
+
+
+def _missing(found: dict[str, Any]) -> str:
+    return f"cannot be used: {found['reason']}" + (f"; add it with: {found['install']}" if found["install"] else "")

@@ -1,0 +1,195 @@
+"""``attnbench doctor``: what this machine has, what it lacks, which command would add it, and a verdict."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Literal
+
+import typer
+
+from ..errors import AttnbenchError
+from .output import FormatOption, print_json, print_table
+
+__all__ = ["doctor"]
+
+Status = Literal["ok", "missing", "note"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked for: ``missing`` takes something away, ``note`` is only good to know.
+
+    ``install`` is the command that would add what is missing.
+    """
+
+    name: str
+    status: Status
+    detail: str
+    install: str | None = None
+
+
+def doctor(format: FormatOption = "table") -> None:
+    """Say what is installed, what is missing and how to add it.
+
+    The last line is the verdict.  Exits 1 when nothing can run here.
+    """
+    findings, usable = _examine()
+    verdict = _verdict(findings, usable)
+    if format == "json":
+        print_json({"findings": [asdict(each) for each in findings], "usable": usable, "verdict": verdict})
+    else:
+        rows = [
+            {
+                "what": each.name,
+                "status": each.status,
+                "detail": each.detail + (f"; add it with: {each.install}" if each.install else ""),
+            }
+            for each in findings
+        ]
+        print_table(rows, format)
+        print(f"\n{verdict}")
+    if not usable:
+        raise typer.Exit(1)
+
+
+def _examine() -> tuple[list[Finding], list[str]]:
+    """What was found, and the names of the backends that can compute something here."""
+    findings = [
+        Finding("python", "ok", f"{platform.python_version()} ({sys.executable})"),
+        Finding("attnbench", "ok", version("attnbench")),
+    ]
+    try:
+        importlib.import_module("torch")
+    except Exception as error:  # a broken CUDA library makes the import raise whatever the loader likes
+        reason = f"cannot be imported: {type(error).__name__}: {error}"
+        return [*findings, Finding("torch", "missing", reason, "pip install torch")], []
+    findings += _torch_findings() + _gpu_findings() + [_compiler()]
+    try:
+        backends, usable = _backend_findings()
+    except AttnbenchError as error:
+        return [*findings, Finding("backends", "missing", str(error))], []
+    return findings + backends + [_table()], usable
+
+
+def _torch_findings() -> list[Finding]:
+    import torch
+
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built for the CPU"
+    found = [Finding("torch", "ok", f"{torch.__version__}, {built}")]
+    try:
+        found.append(Finding("triton", "ok", version("triton")))
+    except PackageNotFoundError:
+        if torch.version.cuda:
+            found.append(Finding("triton", "missing", "torch.compile has no GPU code without it", "pip install triton"))
+        else:
+            found.append(Finding("triton", "note", "not installed; nothing needs it on a CPU"))
+    return found
+
+
+def _gpu_findings() -> list[Finding]:
+    """The driver, each GPU as torch sees it, and the cuDNN that torch has loaded."""
+    import torch
+
+    from ..devices import find
+    from ..environment import Environment
+    from ..registry import Registry
+
+    driver, names = _driver()
+    if driver is None:
+        return [Finding("NVIDIA driver", "note", "none that answers; the GPU backends need one")]
+    found = [Finding("NVIDIA driver", "ok", driver)]
+    if not torch.cuda.is_available():
+        fault = "torch is built for the CPU" if not torch.version.cuda else f"CUDA {torch.version.cuda} does not start"
+        command = "pip install --force-reinstall torch" if not torch.version.cuda else None
+        return [*found, Finding("GPU", "missing", f"{', '.join(names)} cannot be used: {fault}", command)]
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        detail = f"{facts.name}, compute capability {facts.major}.{facts.minor}, {facts.total_memory / 2**30:.0f} GiB"
+        found.append(Finding(f"cuda:{index}", "ok", detail))
+    cudnn = Environment.detect(find("auto"), Registry(())).cudnn
+    reason = "torch was built without it, or cannot load it"
+    found.append(Finding("cuDNN", "ok", cudnn) if cudnn else Finding("cuDNN", "missing", reason))
+    return found
+
+
+def _driver() -> tuple[str | None, list[str]]:
+    """The driver's version and its GPUs' names, as NVML tells them; None where no driver answers."""
+    nvml = importlib.import_module("pynvml")
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return None, []
+    try:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        return nvml.nvmlSystemGetDriverVersion(), [nvml.nvmlDeviceGetName(handle) for handle in handles]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _compiler() -> Finding:
+    """The C++ compiler that torch.compile calls for CPU code, looked for in torch's order."""
+    for name in (os.environ.get("CXX"), "g++", "clang++"):
+        if name and (path := shutil.which(name)):
+            return Finding("C++ compiler", "ok", path)
+    return Finding("C++ compiler", "missing", "torch.compile needs one on a CPU", "apt-get install g++")
+
+
+def _backend_findings() -> tuple[list[Finding], list[str]]:
+    from ..devices import describe, find
+    from ..registry import registry
+
+    known, here = registry(), describe(find("auto"))
+    found, usable = [], []
+    for name, backend in known.backends.items():
+        answer = known.availability(name)
+        if not answer.ok:
+            found.append(Finding(name, "missing", answer.reason or "", answer.install))
+            continue
+        runs = any(here.type in kernel.rows for kernel in backend.kernels)
+        origin = f" from {answer.origin}" if answer.origin else ""
+        detail = f"{answer.version or 'of unknown version'}{origin}"
+        if runs:
+            usable.append(name)
+            found.append(Finding(name, "ok", detail))
+        else:
+            found.append(Finding(name, "note", f"{detail}; has no kernel for {here.type}"))
+    return found, usable
+
+
+def _table() -> Finding:
+    from ..devices import find
+    from ..environment import Environment
+    from ..errors import MalformedFileError
+    from ..registry import registry
+    from ..table import Table
+    from ..user_table import user_table_path
+
+    here = Environment.detect(find("auto"), registry())
+    path = user_table_path(here)
+    try:
+        table = Table.load(path)
+    except FileNotFoundError:
+        return Finding("table", "missing", f"nothing was measured on {here.device_name} yet", "attnbench sweep")
+    except (OSError, MalformedFileError) as error:
+        return Finding("table", "missing", f"cannot be read: {error}", "attnbench sweep")
+    hard, soft = table.environment.differences(here)
+    if hard:
+        return Finding("table", "missing", f"{path} is of another environment: {'; '.join(hard)}", "attnbench sweep")
+    return Finding("table", "ok", "; ".join([f"{path}, {len(table.entries)} entries", *soft]))
+
+
+def _verdict(findings: list[Finding], usable: list[str]) -> str:
+    """One line: what can run here, and what is left to do."""
+    if usable:
+        counted = f"{len(usable)} backend{'s' if len(usable) > 1 else ''}"
+        state = f"ready: {counted} can run here ({', '.join(usable)})"
+    else:
+        state = "nothing can run here"
+    commands = dict.fromkeys(each.install for each in findings if each.status == "missing" and each.install)
+    return "; ".join([f"verdict: {state}", *([f"to add what is missing: {', '.join(commands)}"] if commands else [])])

@@ -1,0 +1,57 @@
+"""How the commands print: a table for a terminal, Markdown for a pull request, JSON for a program."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import typer
+
+__all__ = ["DeviceOption", "Format", "FormatOption", "print_json", "print_table", "print_text"]
+
+_PIPED_WIDTH = 160  # columns of a table that no terminal bounds
+_LEAST_LAST = 24  # a narrower last column reads worse than a line that the terminal wraps
+
+
+Format = Literal["table", "json", "markdown"]
+FormatOption = Annotated[Format, typer.Option("--format", help="How to print.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
+
+
+def print_json(data: Any) -> None:
+    """One JSON document, indented; what JSON has no number for is an error."""
+    print(json.dumps(data, indent=2, allow_nan=False))
+
+
+def print_table(rows: Sequence[Mapping[str, str]], format: Format) -> None:
+    """Rows with the same keys, as a table for a terminal or as Markdown.
+
+    On a terminal the last column, the one with the sentences, is wrapped to what the others leave.
+    """
+    from tabulate import tabulate  # not needed by `attnbench --help`
+
+    cells = [{name: _shown(text, format) for name, text in row.items()} for row in rows]
+    if format == "markdown":
+        print(tabulate(cells, headers="keys", tablefmt="github", disable_numparse=True))
+        return
+    others = list(rows[0])[:-1]
+    taken = sum(2 + max(len(name), *(len(row[name]) for row in cells)) for name in others)
+    width = shutil.get_terminal_size((_PIPED_WIDTH, 24)).columns if sys.stdout.isatty() else _PIPED_WIDTH
+    widths = [None] * len(others) + [max(_LEAST_LAST, width - taken)]
+    print(tabulate(cells, headers="keys", tablefmt="simple", maxcolwidths=widths, disable_numparse=True))
+
+
+def print_text(text: str) -> None:
+    """Lines as they are, without what would steer a terminal: files and plug-ins write some of them."""
+    print("\n".join(_printable(line) for line in text.split("\n")))
+
+
+def _shown(text: str, format: Format) -> str:
+    return _printable(text).replace("|", "\\|") if format == "markdown" else _printable(text)
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else " " for char in text)

@@ -1,0 +1,154 @@
+"""``attnbench sweep``: measure every plan on every case of a preset or file, report, and keep the table."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from ..errors import MisuseError
+from .output import DeviceOption, Format, FormatOption, print_json, print_table
+
+if TYPE_CHECKING:
+    from ..harness.cases import Case
+    from ..harness.measure import Laboratory
+    from ..harness.store import Store
+    from ..harness.sweep import Task
+
+__all__ = ["sweep"]
+
+
+# The harness has this list, too, but asking it would cost an import of torch.
+SweepDtype = Literal["fp8", "bf16", "fp16", "fp32"]
+
+
+def sweep(
+    dtype: Annotated[
+        SweepDtype, typer.Option(help="fp8: bf16 tensors, FP8 kernels beside 16-bit ones; else tensors of that type.")
+    ] = "fp8",
+    preset: Annotated[str, typer.Option(help="quick, inference, training, long, or FILE.yaml.")] = "quick",
+    backends: Annotated[
+        str | None, typer.Option(help="Only these, with commas: backends, kernels (fa3:fp8) or plans (a:fp8>b:bf16).")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the results [default: a fresh one, named at the end]")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where the sweep in --out stopped.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be measured and what refuses.")] = False,
+    device: DeviceOption = "auto",
+    format: FormatOption = "table",
+    max_error: Annotated[
+        float | None, typer.Option(help="Error beyond which an FP8 plan is inaccurate [default: 0.12, in training 0.2]")
+    ] = None,
+) -> None:
+    """Measure time and error of every plan on this machine, and keep the table that backend="auto" chooses by."""
+    # Threads that spin while they wait for each other make a CPU sweep 25 times as slow as soon
+    # as anything else wants a core.  OpenMP reads this when torch loads it, so it comes first.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from ..context import check_budget
+    from ..devices import find
+    from ..environment import Environment
+    from ..harness.measure import Laboratory
+    from ..harness.store import Store
+    from ..harness.sweep import tasks_of
+    from ..harness.timing import Timer
+    from ..registry import registry
+
+    check_budget(max_error)
+    if max_error is not None and dtype != "fp8":
+        raise MisuseError(f"--max-error is for FP8 plans, and a sweep of {dtype} has none")
+    if resume and out is None:
+        raise MisuseError("--resume needs --out, the folder of the sweep that stopped")
+    where, known = find(device), registry()
+    names = [name.strip() for name in backends.split(",") if name.strip()] if backends is not None else []
+    if backends is not None and not names:
+        raise MisuseError("--backends names nothing")
+    tasks = tasks_of(_cases(preset, dtype, where.type), known, where, dtype, names)
+    if dry_run:
+        _print_tasks(tasks, format)
+        return
+    environment = Environment.detect(where, known)
+    laboratory = Laboratory(where, known, environment, Timer.for_device(where), max_error)
+    with Store(_fresh_folder() if out is None else out, environment, resume=resume) as store:
+        for note in store.notes:
+            print(f"{store.folder}: {note}", file=sys.stderr)
+        _measure(tasks, laboratory, store, format)
+
+
+def _measure(tasks: list[Task], laboratory: Laboratory, store: Store, format: Format) -> None:
+    from rich.console import Console
+
+    from ..harness.condense import condense
+    from ..harness.progress import followed
+    from ..harness.report import report
+    from ..harness.sweep import run_sweep
+    from ..table import Table
+    from ..user_table import update_user_table
+
+    try:
+        rows = list(followed(run_sweep(tasks, laboratory, store), Console(stderr=True)))
+    except KeyboardInterrupt:
+        print(f"stopped; {len(store.rows)} rows are in {store.folder}, go on with --resume --out", file=sys.stderr)
+        raise
+    table = Table.from_entries(laboratory.environment, condense(store.rows))
+    table.save(store.folder / "table.json")
+    if format == "json":
+        print_json([row.to_dict() for row in rows])
+    else:
+        print(report(rows, "markdown" if format == "markdown" else "text"))
+    measured = sum(row.measured for row in rows)
+    print(f"{measured} of {len(rows)} rows measured, all in {store.folder}", file=sys.stderr)
+    if measured:
+        print(f'backend="auto" now chooses by {update_user_table(table)}', file=sys.stderr)
+    else:
+        print("nothing could be measured; the rows say why", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _cases(preset: str, dtype: str, device_type: str) -> list[Case]:
+    from ..harness.casefile import read_cases
+    from ..harness.presets import PRESETS, preset_cases
+
+    if preset in PRESETS:
+        return preset_cases(preset, dtype, device_type)
+    path = Path(preset)
+    if path.suffix not in (".yaml", ".yml"):
+        raise MisuseError(f"--preset is {', '.join(PRESETS)} or a .yaml file, not {preset!r}")
+    return read_cases(path, dtype)
+
+
+def _print_tasks(tasks: list[Task], format: Format) -> None:
+    if format == "json":
+        print_json(
+            [
+                {
+                    "case": task.case.name,
+                    "spec": task.case.spec.to_dict(),
+                    "plan": str(task.plan),
+                    "status": task.status,
+                    "reasons": list(task.reasons),
+                }
+                for task in tasks
+            ]
+        )
+        return
+    rows = [
+        {
+            "case": task.case.name,
+            "plan": str(task.plan),
+            "would be": "measured" if task.status == "ok" else task.status,
+            "because": "; ".join(task.reasons),
+        }
+        for task in tasks
+    ]
+    print_table(rows, format)
+
+
+def _fresh_folder() -> Path:
+    from platformdirs import user_data_path
+
+    return user_data_path("attnbench") / "sweeps" / f"{datetime.now(timezone.utc):%Y-%m-%dT%H-%M-%S.%f}"

@@ -1,0 +1,166 @@
+"""Cases from a YAML file.
+
+A file is a list of entries; an entry is a mapping; a value that is a list stands for each
+of its elements in turn, and the entry for all combinations::
+
+    - batch: 2
+      heads: 16
+      kv_heads: [16, 4]
+      seqlen_q: [1024, 4096]
+      head_dim: 128
+      mask: [none, causal, {left: 512, right: 0, alignment: bottom-right}]
+      direction: [forward, training]
+      families: [normal, outlier]
+
+batch, heads, seqlen_q and head_dim are required.  kv_heads, seqlen_kv, head_dim_v, scale and
+softcap default as in AttentionSpec.make.  ``mask`` is none, causal,
+causal/bottom-right, or a mapping of left, right and alignment.  ``families`` is the one
+list that is not multiplied out.  ``name`` is put before the spec's own name where an entry
+stands for several cases.  The tensors' type is the sweep's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from attnbench.errors import InputError, MalformedFileError
+from attnbench.mask import Mask
+from attnbench.spec import AttentionSpec
+
+from .cases import Case, tensor_dtype
+from .inputs import FAMILIES
+
+__all__ = ["read_cases"]
+
+_LARGEST_FILE = 2**20
+_MOST_CASES = 10_000
+_REQUIRED = ("batch", "heads", "seqlen_q", "head_dim")
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys((*_REQUIRED, "kv_heads", "seqlen_kv", "head_dim_v"), (int,)),
+    **dict.fromkeys(("scale", "softcap"), (int, float)),
+    **dict.fromkeys(("direction", "name", "families"), (str,)),
+    "mask": (str, dict, type(None)),  # YAML reads a bare `none` as text and `null` as None
+}
+_SAID = {int: "a whole number", float: "a number", str: "text", dict: "a mapping"}
+_MASKS = {
+    "none": Mask(),
+    "causal": Mask(right=0),
+    "causal/top-left": Mask(right=0),
+    "causal/bottom-right": Mask(right=0, alignment="bottom-right"),
+}
+
+
+def read_cases(path: Path, dtype: str) -> list[Case]:
+    """The cases of a YAML file for a sweep of ``dtype`` (fp8, bf16, fp16, fp32).
+
+    Raises MalformedFileError with the line and what was expected there.
+    """
+    tensors = tensor_dtype(dtype)
+    try:
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
+        text = content.decode()
+    except OSError as error:
+        raise MalformedFileError(path, f"cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise MalformedFileError(path, "expected text in UTF-8", line) from error
+    if len(content) > _LARGEST_FILE:
+        raise MalformedFileError(path, f"expected at most {_LARGEST_FILE} bytes of cases")
+    return _Reader(path, tensors).cases(text)
+
+
+class _Reader:
+    """Walks the YAML nodes rather than the values: only a node knows its line."""
+
+    def __init__(self, path: Path, tensors: str) -> None:
+        self._path, self._tensors = path, tensors
+
+    def cases(self, text: str) -> list[Case]:
+        try:
+            self._loader = yaml.SafeLoader(text)
+            root = self._loader.get_single_node()
+            return self._collect(root)
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            said = f"expected YAML: {error.problem or error.context}"
+            raise MalformedFileError(self._path, said, mark.line + 1 if mark else None) from error
+        except yaml.reader.ReaderError as error:
+            line = text[: error.position].count("\n") + 1
+            raise MalformedFileError(self._path, f"expected YAML: {error.reason}", line) from error
+        except RecursionError as error:
+            raise MalformedFileError(self._path, "expected a list of cases, not endless nesting") from error
+
+    def _fault(self, node: yaml.Node, expected: str) -> MalformedFileError:
+        return MalformedFileError(self._path, expected, node.start_mark.line + 1)
+
+    def _collect(self, root: yaml.Node | None) -> list[Case]:
+        if root is None:
+            raise MalformedFileError(self._path, "expected a list of cases, the file is empty", 1)
+        if not isinstance(root, yaml.SequenceNode) or not root.value:
+            raise self._fault(root, "expected a list of cases, each entry starting with `- `")
+        found: dict[str, Case] = {}
+        for entry in root.value:
+            for case in self._entry(entry):
+                if case.name in found:
+                    raise self._fault(entry, f"expected each case once, {case.name!r} stands here again")
+                if len(found) == _MOST_CASES:
+                    raise self._fault(entry, f"expected at most {_MOST_CASES} cases in all")
+                found[case.name] = case
+        return list(found.values())
+
+    def _entry(self, entry: yaml.Node) -> Iterator[Case]:
+        if not isinstance(entry, yaml.MappingNode):
+            raise self._fault(entry, "expected a mapping of batch, heads, seqlen_q, head_dim and so on")
+        options: dict[str, list[Any]] = {}
+        for key, value in entry.value:
+            name = key.value
+            if not isinstance(name, str) or name not in _KINDS:
+                said = " (the tensors' type is the sweep's --dtype)" if name == "dtype" else ""
+                raise self._fault(key, f"expected one of {', '.join(_KINDS)}, not {str(name)[:50]!r}{said}")
+            if name in options:
+                raise self._fault(key, f"expected {name} once in an entry")
+            nodes = value.value if isinstance(value, yaml.SequenceNode) else [value]
+            if not nodes:
+                raise self._fault(value, f"expected at least one value for {name}")
+            options[name] = [self._value(name, node) for node in nodes]
+        if missing := [name for name in _REQUIRED if name not in options]:
+            raise self._fault(entry, f"expected {', '.join(missing)} in this entry")
+        families = tuple(options.pop("families", FAMILIES))
+        several = any(len(values) > 1 for values in options.values())
+        for chosen in itertools.product(*options.values()):
+            facts = dict(zip(options, chosen, strict=True))
+            prefix = facts.pop("name", None)
+            try:
+                spec = AttentionSpec.make(**facts, dtype=self._tensors)
+                name = str(spec) if prefix is None else f"{prefix} {spec}" if several else prefix
+                yield Case(name, spec, families)
+            except InputError as error:
+                raise self._fault(entry, f"expected a possible case: {error}") from error
+
+    def _value(self, name: str, node: yaml.Node) -> Any:
+        value: Any = self._loader.construct_object(node, deep=True)
+        kinds = _KINDS[name]
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            said = " or ".join(_SAID[kind] for kind in kinds if kind in _SAID)
+            raise self._fault(node, f"expected {said} for {name}, not {str(value)[:50]!r}")
+        return self._mask(value, node) if name == "mask" else value
+
+    def _mask(self, value: Any, node: yaml.Node) -> Mask:
+        if isinstance(value, dict):
+            if unknown := [key for key in value if key not in ("left", "right", "alignment")]:
+                raise self._fault(node, f"expected left, right and alignment in a mask, not {str(unknown[0])[:50]!r}")
+            try:
+                return Mask(**value)
+            except InputError as error:
+                raise self._fault(node, f"expected a possible mask: {error}") from error
+        if value is None:
+            return Mask()
+        if value not in _MASKS:
+            raise self._fault(node, f"expected {', '.join(_MASKS)} or a mapping for mask, not {value[:50]!r}")
+        return _MASKS[value]

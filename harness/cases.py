@@ -1,0 +1,54 @@
+"""What a sweep measures: named specs, and which plans the type asked for admits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from attnbench.errors import InputError
+from attnbench.plan import Plan
+from attnbench.spec import AttentionSpec
+
+from .inputs import FAMILIES
+
+__all__ = ["SWEEP_DTYPES", "Case", "admits", "tensor_dtype"]
+
+SWEEP_DTYPES = ("fp8", "bf16", "fp16", "fp32")
+LONGEST_NAME = 200
+
+
+@dataclass(frozen=True)
+class Case:
+    """One spec with a name that is its own within a sweep, and the input families that errors are taken on.
+
+    Times are taken on the first family.  Raises InputError on an empty or overlong name, an
+    unknown family, or a spec of FP8 tensors: a sweep starts from what FP8 is made of.
+    """
+
+    name: str
+    spec: AttentionSpec
+    families: tuple[str, ...] = FAMILIES
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.name) <= LONGEST_NAME or not self.name.isprintable():
+            raise InputError(f"a case's name must be 1 to {LONGEST_NAME} printable characters, not {self.name[:50]!r}")
+        if not self.families or len(set(self.families)) < len(self.families):
+            raise InputError("a case needs at least one input family, and none twice")
+        if unknown := [family for family in self.families if family not in FAMILIES]:
+            raise InputError(f"input families are {', '.join(FAMILIES)}, not {unknown[0]!r}")
+        if self.spec.descale is not None:
+            raise InputError(f"a case has tensors of 16 bits or more, not {self.spec.dtype}")
+
+
+def tensor_dtype(sweep_dtype: str) -> str:
+    """What the tensors of a sweep are stored in: bf16 where FP8 kernels are compared with 16-bit ones.
+
+    Raises InputError where there is no such sweep.
+    """
+    if sweep_dtype not in SWEEP_DTYPES:
+        raise InputError(f"a sweep's dtype is one of {', '.join(SWEEP_DTYPES)}, not {sweep_dtype!r}")
+    return "bf16" if sweep_dtype == "fp8" else sweep_dtype
+
+
+def admits(sweep_dtype: str, plan: Plan) -> bool:
+    """Whether the plan belongs in a sweep of that type: FP8 is opted into, the rest always compared."""
+    return sweep_dtype == "fp8" or not plan.fp8

@@ -1,0 +1,210 @@
+"""One record a plan and case: what was measured, or why nothing was.  Data, never code."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    PlainSerializer,
+    ValidationError,
+    model_validator,
+)
+
+from attnbench.environment import Environment
+from attnbench.errors import MalformedFileError
+from attnbench.plan import Plan
+from attnbench.spec import AttentionSpec
+
+from .accuracy import TensorName
+from .cases import LONGEST_NAME as LONGEST_CASE
+from .timing import Cost
+from .trace import LONGEST_NAME as LONGEST_KERNEL
+from .trace import MOST_NAMES
+
+__all__ = ["SCHEMA", "STATUSES", "Measurement", "Side", "Status", "read_measurements"]
+
+SCHEMA = "attnbench.measurement/1"
+Status = Literal["ok", "inaccurate", "refused", "unavailable", "oom", "timeout", "crashed", "error"]
+Side = Literal["forward", "backward"]
+STATUSES: tuple[Status, ...] = get_args(Status)
+LONGEST_REASON = 2000
+_LARGEST_FILE = 2**28
+_LONGEST_LINE = 2**20
+
+
+def _number(value: object) -> object:
+    """JSON has no infinity, so it is written as text."""
+    return math.inf if value == "Infinity" else value
+
+
+def _written(value: float) -> float | str:
+    return value if math.isfinite(value) else "Infinity"
+
+
+def _spec(value: object) -> AttentionSpec:
+    if isinstance(value, AttentionSpec):
+        return value
+    if not isinstance(value, dict) or not isinstance(value.get("mask"), dict):
+        raise ValueError("a spec is an object with a mask that is one")
+    return AttentionSpec.from_dict(value)
+
+
+def _plan(value: object) -> Plan:
+    if isinstance(value, Plan):
+        return value
+    if not isinstance(value, str) or len(value) > LONGEST_CASE:
+        raise ValueError(f"a plan is text of at most {LONGEST_CASE} characters")
+    return Plan.parse(value)
+
+
+def _environment(value: object) -> Environment:
+    return value if isinstance(value, Environment) else Environment.from_dict(value)
+
+
+def _utc(value: datetime) -> datetime:
+    if value.utcoffset():
+        raise ValueError("times are in UTC")
+    return value
+
+
+_Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Samples = Annotated[list[_Milliseconds], Field(min_length=1, max_length=10_000)]
+_Error = Annotated[float, BeforeValidator(_number), Field(ge=0), PlainSerializer(_written, when_used="json")]
+_Bound = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Family = Annotated[str, Field(min_length=1, max_length=100)]
+_Errors = dict[_Family, dict[TensorName, _Error]]
+_Ran = Annotated[list[Annotated[str, Field(max_length=LONGEST_KERNEL)]], Field(max_length=MOST_NAMES)]
+_Note = Annotated[str, Field(min_length=1, max_length=300)]
+
+
+class Measurement(BaseModel):
+    """One plan on one case in one environment.
+
+    ``time_ms`` holds the raw samples of each cost (attnbench.harness.timing names them).
+    ``error`` and ``floor`` map input family and tensor (out, lse, dq, dk, dv) to relative L2
+    against the truth; what was not finite has the error ``"Infinity"``; a kernel that
+    quantises nothing has no floor, its floor is 0.  ``bound`` is the largest error that was
+    accepted for the status ``ok``, ``declared_error`` what the kernels promise on normal
+    inputs.  ``memory_bytes`` is the peak of device memory during one call beyond what lay
+    there before, None on a CPU.  ``ran`` names what the profiler saw in each pass.
+    ``truth``, ``timer`` and ``drawn_on`` are the conditions: what errors were taken on, what
+    a sample of time is, whose random numbers the inputs are.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
+
+    schema_: Annotated[Literal["attnbench.measurement/1"], Field(alias="schema")] = "attnbench.measurement/1"
+    case: Annotated[str, Field(min_length=1, max_length=LONGEST_CASE)]
+    spec: Annotated[
+        InstanceOf[AttentionSpec], BeforeValidator(_spec), PlainSerializer(lambda spec: spec.to_dict(), dict[str, Any])
+    ]
+    plan: Annotated[InstanceOf[Plan], BeforeValidator(_plan), PlainSerializer(str, str)]
+    status: Status
+    reason: Annotated[str, Field(min_length=1, max_length=LONGEST_REASON)] | None = None
+    time_ms: dict[Cost, _Samples] = {}
+    error: _Errors = {}
+    floor: _Errors = {}
+    bound: _Bound | None = None
+    declared_error: _Bound | None = None
+    memory_bytes: Annotated[int, Field(ge=0)] | None = None
+    ran: dict[Side, _Ran] = {}
+    truth: _Note | None = None
+    timer: _Note | None = None
+    drawn_on: Literal["cpu", "cuda"] | None = None
+    started: Annotated[AwareDatetime, AfterValidator(_utc)]
+    environment: Annotated[
+        InstanceOf[Environment],
+        BeforeValidator(_environment),
+        PlainSerializer(lambda environment: environment.to_dict(), dict[str, Any]),
+    ]
+
+    @property
+    def measured(self) -> bool:
+        """Whether it carries times and errors."""
+        return self.status in ("ok", "inaccurate")
+
+    @property
+    def key(self) -> tuple[str, Plan]:
+        """What is measured once in a sweep."""
+        return self.case, self.plan
+
+    @model_validator(mode="after")
+    def _numbers_belong_to_what_ran(self) -> Measurement:
+        if (self.status == "ok") != (self.reason is None):
+            raise ValueError("every status but ok has a reason, and ok has none")
+        numbers = {
+            "time_ms": self.time_ms,
+            "error": self.error,
+            "bound": self.bound,
+            "declared_error": self.declared_error,
+            "truth": self.truth,
+            "timer": self.timer,
+            "drawn_on": self.drawn_on,
+        }
+        if self.measured:
+            if missing := [name for name, value in numbers.items() if not value]:
+                raise ValueError(f"the status {self.status} needs {', '.join(missing)}")
+            if "call" not in self.time_ms:
+                raise ValueError("time_ms needs the cost call")
+            if any("out" not in errors for errors in self.error.values()):
+                raise ValueError("error needs out in every family")
+        else:
+            numbers |= {"floor": self.floor, "memory_bytes": self.memory_bytes}
+            if present := [name for name, value in numbers.items() if value or value == 0]:
+                raise ValueError(f"the status {self.status} must not carry {', '.join(present)}")
+        return self
+
+    def to_line(self) -> str:
+        """One line of JSON, without its end."""
+        return self.model_dump_json(by_alias=True)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same in plain JSON types."""
+        return self.model_dump(mode="json", by_alias=True)
+
+
+def read_measurements(path: Path) -> Iterator[Measurement]:
+    """The records of a JSON Lines file, one at a time.
+
+    Raises MalformedFileError with the line and what was expected there.
+    """
+    try:
+        if path.stat().st_size > _LARGEST_FILE:
+            raise MalformedFileError(path, f"expected at most {_LARGEST_FILE} bytes of measurements")
+        with path.open("rb") as file:
+            number = 0
+            while line := file.readline(_LONGEST_LINE + 1):
+                number += 1
+                yield _parsed(path, number, line)
+    except OSError as error:
+        raise MalformedFileError(path, f"cannot be read: {error.strerror}") from error
+
+
+def _parsed(path: Path, number: int, line: bytes) -> Measurement:
+    if len(line) > _LONGEST_LINE:
+        raise MalformedFileError(path, f"expected at most {_LONGEST_LINE} bytes in a line", number)
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise MalformedFileError(path, "expected a measurement, one JSON object a line", number) from error
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise MalformedFileError(path, f'expected "schema": "{SCHEMA}"', number)
+    try:
+        return Measurement.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the record"
+        said = f"expected a measurement, but {where}: {first['msg']}"
+        raise MalformedFileError(path, said[:500], number) from error

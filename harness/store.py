@@ -1,0 +1,132 @@
+"""A folder of results: one line a measurement, whole or not there at all."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from attnbench.environment import Environment
+from attnbench.errors import MalformedFileError, MisuseError, OutputError
+from attnbench.plan import Plan
+
+from .records import Measurement, read_measurements
+
+__all__ = ["MEASUREMENTS", "Store"]
+
+MEASUREMENTS = "measurements.jsonl"
+_LOCK = ".lock"
+
+
+class Store:
+    """``folder/measurements.jsonl``, written by one sweep at a time, which holds the folder's lock.
+
+    Opening repairs the file first: a last line that a killed process left half-written is cut
+    off, and ``notes`` says so.  ``rows`` are the measurements in the order they were written.
+
+    Raises MisuseError where the folder has results and ``resume`` is not set, where another
+    sweep is writing it, and where its results come from an environment that cannot be
+    compared with this one; MalformedFileError where it holds anything but measurements;
+    OutputError where it cannot be written.  No error touches what is already there.
+    """
+
+    def __init__(self, folder: Path, environment: Environment, *, resume: bool = False) -> None:
+        self.folder = folder
+        self.path = folder / MEASUREMENTS
+        self.notes: list[str] = []
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise OutputError(f"{folder} cannot be written: {error.strerror}") from error
+        try:
+            self._open(environment, resume)
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _open(self, environment: Environment, resume: bool) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise MisuseError(
+                f"another sweep is writing {self.folder}; wait for it or name another folder with --out"
+            ) from None
+        if self.path.exists():
+            if not resume and self.path.stat().st_size:
+                raise MisuseError(
+                    f"{self.folder} already holds results; add to them with --resume or name another folder with --out"
+                )
+            self._repair()
+        self.rows = list(read_measurements(self.path)) if self.path.exists() else []
+        self._check(environment)
+        try:
+            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise OutputError(f"{self.path} cannot be written: {error.strerror}") from error
+
+    def _repair(self) -> None:
+        try:
+            with self.path.open("r+b") as file:
+                torn = _torn(file.read())
+                if torn:
+                    file.seek(-torn, os.SEEK_END)
+                    file.truncate()
+                    os.fsync(file.fileno())
+                    self.notes.append(f"cut off a half-written last line of {torn} bytes; it will be measured again")
+        except OSError as error:
+            raise OutputError(f"{self.path} cannot be written: {error.strerror}") from error
+
+    def _check(self, environment: Environment) -> None:
+        seen: dict[tuple[str, Plan], int] = {}
+        for number, row in enumerate(self.rows, start=1):
+            if row.key in seen:
+                said = f"expected each case and plan once, line {seen[row.key]} has these too"
+                raise MalformedFileError(self.path, said, number)
+            seen[row.key] = number
+        for found in {row.environment.key: row.environment for row in self.rows}.values():
+            hard, soft = found.differences(environment)
+            if hard:
+                raise MisuseError(
+                    f"{self.folder} was measured in another environment ({'; '.join(hard)}); "
+                    "name another folder with --out"
+                )
+            self.notes += soft
+
+    @property
+    def done(self) -> Mapping[tuple[str, Plan], Measurement]:
+        """The rows by case and plan."""
+        return {row.key: row for row in self.rows}
+
+    def append(self, row: Measurement) -> None:
+        """Write one row to the disk, whole; where that fails, nothing of it stays.  Raises OutputError."""
+        line = (row.to_line() + "\n").encode()
+        before = os.fstat(self._file).st_size
+        try:
+            written = os.write(self._file, line)
+            while written < len(line):  # a disk that fills takes a part first and says why on the next try
+                written += os.write(self._file, line[written:])
+            os.fsync(self._file)
+        except OSError as error:
+            os.ftruncate(self._file, before)
+            raise OutputError(
+                f"{self.path} cannot be written: {error.strerror}; the {len(self.rows)} rows before are safe, "
+                "go on with --resume once there is room"
+            ) from error
+        self.rows.append(row)
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._file)
+        os.close(self._lock)  # which releases it
+
+
+def _torn(content: bytes) -> int:
+    """How many bytes stand behind the last line end."""
+    return len(content) - (content.rfind(b"\n") + 1)

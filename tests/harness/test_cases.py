@@ -1,0 +1,188 @@
+"""Presets and case files: what a sweep is about, and what is said of a file that is none."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnbench.errors import InputError, MalformedFileError
+from attnbench.harness.casefile import read_cases
+from attnbench.harness.cases import SWEEP_DTYPES, Case, admits, tensor_dtype
+from attnbench.harness.presets import PRESETS, preset_cases
+from attnbench.mask import Mask
+from attnbench.plan import Plan
+from attnbench.spec import AttentionSpec
+
+SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=8, head_dim=16)
+ENTRY = "- batch: 1\n  heads: 2\n  seqlen_q: 8\n  head_dim: 16\n"
+
+
+@pytest.mark.parametrize(("name", "device"), [*itertools.product(PRESETS, ("cpu", "cuda"))])
+def test_presets_hold_different_specs_of_the_right_type(name, device):
+    cases = preset_cases(name, "fp8", device)
+    assert len({case.spec for case in cases}) == len({case.name for case in cases}) == len(cases) > 0
+    assert {case.spec.dtype for case in cases} == {"bf16"}
+    assert {case.spec.dtype for case in preset_cases(name, "fp32", device)} == {"fp32"}
+
+
+def test_quick_looks_both_ways_and_at_every_kind():
+    for device in ("cpu", "cuda"):
+        specs = [case.spec for case in preset_cases("quick", "fp8", device)]
+        assert {spec.direction for spec in specs} == {"forward", "training"}
+        assert {spec.mask.kind for spec in specs} == {"none", "causal"}
+        assert any(spec.group > 1 for spec in specs)
+        assert {64, 128} <= {spec.head_dim for spec in specs}
+    assert all(case.spec.flops < 3e9 for case in preset_cases("quick", "fp8", "cpu"))
+
+
+@pytest.mark.parametrize(("name", "direction"), [("inference", "forward"), ("training", "training")])
+def test_the_broad_presets_span_what_models_use(name, direction):
+    specs = [case.spec for case in preset_cases(name, "fp8", "cuda")]
+    assert len(specs) >= 60
+    assert {spec.direction for spec in specs} == {direction}
+    assert {64, 80, 96, 128, 192, 256} <= {spec.head_dim for spec in specs}
+    assert {1, 4, 8} <= {spec.group for spec in specs}
+    lengths = {spec.seqlen_q for spec in specs}
+    assert {512, 32768} <= lengths
+    assert any(length % 2 for length in lengths)
+
+
+def test_long_reaches_from_32k_to_128k_keys():
+    lengths = {case.spec.seqlen_kv for case in preset_cases("long", "fp8", "cuda")}
+    assert {32768, 131072} <= lengths
+    assert min(lengths) >= 32768
+
+
+def test_no_such_preset_or_dtype():
+    with pytest.raises(InputError, match="quick, inference, training, long"):
+        preset_cases("fast", "fp8", "cpu")
+    with pytest.raises(InputError, match="fp8, bf16, fp16, fp32"):
+        tensor_dtype("int4")
+
+
+def test_fp8_plans_are_opted_into():
+    narrow, wide = Plan("fa3:fp8", "fa4:bf16"), Plan("fa3:bf16")
+    assert [admits(dtype, narrow) for dtype in SWEEP_DTYPES] == [True, False, False, False]
+    assert all(admits(dtype, wide) for dtype in SWEEP_DTYPES)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Case("", SPEC),
+        lambda: Case("x" * 201, SPEC),
+        lambda: Case("a\x1b[2J", SPEC),
+        lambda: Case("a", SPEC, ()),
+        lambda: Case("a", SPEC, ("normal", "normal")),
+        lambda: Case("a", SPEC, ("zeros",)),
+        lambda: Case("a", AttentionSpec.make(batch=1, heads=1, seqlen_q=8, head_dim=8, dtype="e4m3", descale="head")),
+    ],
+)
+def test_impossible_cases(make):
+    with pytest.raises(InputError):
+        make()
+
+
+def test_lists_are_multiplied_out(tmp_path):
+    file = tmp_path / "cases.yaml"
+    file.write_text(
+        "- batch: 2\n"
+        "  heads: 8\n"
+        "  kv_heads: [8, 2]\n"
+        "  seqlen_q: [128, 257]\n"
+        "  seqlen_kv: 512\n"
+        "  head_dim: 64\n"
+        "  mask: [none, causal, causal/bottom-right, {left: 16, right: 0}]\n"
+        "  direction: [forward, training]\n"
+        "  softcap: 30\n"
+        "  scale: 0.1\n"
+        "- {name: mine, batch: 1, heads: 1, seqlen_q: 16, head_dim: 8, families: [outlier]}\n"
+    )
+    *many, mine = read_cases(file, "fp16")
+    assert len(many) == 2 * 2 * 4 * 2
+    expected = {
+        AttentionSpec.make(
+            batch=2, heads=8, kv_heads=kv, seqlen_q=q, seqlen_kv=512, head_dim=64, mask=mask, direction=direction,
+            softcap=30, scale=0.1, dtype="fp16",
+        )
+        for kv, q, direction in itertools.product((8, 2), (128, 257), ("forward", "training"))
+        for mask in (Mask(), Mask(right=0), Mask(right=0, alignment="bottom-right"), Mask(16, 0))
+    }  # fmt: skip
+    assert {case.spec for case in many} == expected
+    assert mine == Case(
+        "mine", AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=8, dtype="fp16"), ("outlier",)
+    )
+
+
+def test_a_name_is_put_before_each_of_several_cases(tmp_path):
+    file = tmp_path / "cases.yaml"
+    file.write_text(ENTRY + "  name: llama\n  mask: [none, causal]\n")
+    assert [case.name for case in read_cases(file, "fp8")] == [
+        "llama b1 h2 s8 d16 bf16 forward",
+        "llama b1 h2 s8 d16 bf16 causal forward",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "expected"),
+    [
+        ("", 1, "empty"),
+        ("batch: 1\n", 1, "list of cases"),
+        ("[]\n", 1, "list of cases"),
+        ("# a comment\n- 5\n", 2, "mapping"),
+        ("- batch: 1\n  heads: [1\n", 3, "YAML"),
+        ("- batch: 1\n\theads: 2\n", 2, "YAML"),
+        ("- batch: 1\n  heads: 2\n", 1, "seqlen_q, head_dim"),
+        (ENTRY + "  headdim: 3\n", 5, "'headdim'"),
+        (ENTRY + "  dtype: bf16\n", 5, "--dtype"),
+        (ENTRY + "  batch: 2\n", 5, "once"),
+        (ENTRY + "  kv_heads: two\n", 5, "a whole number for kv_heads"),
+        (ENTRY + "  kv_heads:\n  - 1\n  - 1.5\n", 7, "a whole number for kv_heads"),
+        (ENTRY + "  kv_heads: true\n", 5, "a whole number for kv_heads"),
+        (ENTRY + "  kv_heads: []\n", 5, "at least one"),
+        (ENTRY + "\n\n" + ENTRY + "  kv_heads: 7\n", 7, "multiple of kv_heads"),
+        (ENTRY + "  scale: .nan\n", 1, "finite"),
+        (ENTRY + "  direction: sideways\n", 1, "forward or training"),
+        (ENTRY + "  mask: triangle\n", 5, "causal/bottom-right"),
+        (ENTRY + "  mask: {left: -1}\n", 5, "negative"),
+        (ENTRY + "  mask: {width: 1}\n", 5, "'width'"),
+        (ENTRY + "  families: [zeros]\n", 1, "normal, outlier"),
+        (ENTRY + ENTRY, 5, "once"),
+        (ENTRY + "  mask: !!python/name:os.getcwd ''\n", 5, "YAML"),
+        ("- &a\n  batch: *a\n", 1, "recursive"),
+        ("- batch: 1\n  heads: \x00\n", 2, "YAML"),
+        (ENTRY + "  seqlen_kv: [" + ", ".join(map(str, range(1, 10_003))) + "]\n", 1, "at most 10000"),
+    ],
+)
+def test_a_malformed_file_is_said_with_its_line(tmp_path, text, line, expected):
+    file = tmp_path / "cases.yaml"
+    file.write_text(text)
+    with pytest.raises(MalformedFileError, match=expected) as caught:
+        read_cases(file, "fp8")
+    assert caught.value.line == line
+    assert str(caught.value).startswith(f"{file}:{line}: expected ")
+
+
+def test_no_file_no_text_and_endless_nesting(tmp_path):
+    with pytest.raises(MalformedFileError, match="No such file"):
+        read_cases(tmp_path / "none.yaml", "fp8")
+    file = tmp_path / "cases.yaml"
+    file.write_bytes(b"- batch: 1\n  heads: \xff\n")
+    with pytest.raises(MalformedFileError, match="UTF-8") as caught:
+        read_cases(file, "fp8")
+    assert caught.value.line == 2
+    file.write_text("[" * 100_000)
+    with pytest.raises(MalformedFileError):
+        read_cases(file, "fp8")
+    file.write_text("#" * 2**20 + "\n")
+    with pytest.raises(MalformedFileError, match="bytes"):
+        read_cases(file, "fp8")
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_cases_or_a_malformed_file(tmp_path_factory, text):
+    file = tmp_path_factory.mktemp("any") / "cases.yaml"
+    file.write_text("- " + text, encoding="utf-8", errors="replace")
+    with pytest.raises(MalformedFileError):
+        read_cases(file, "fp8")

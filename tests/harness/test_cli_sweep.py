@@ -1,0 +1,108 @@
+"""``attnbench sweep`` end to end on the installed backends."""
+
+import json
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+
+from attnbench.cli.sweep import SweepDtype
+from attnbench.harness.cases import SWEEP_DTYPES
+from attnbench.harness.records import Measurement
+from attnbench.table import Table
+
+TINY = "- {batch: 1, heads: 2, seqlen_q: 128, head_dim: 128, direction: [forward, training]}\n"
+
+
+def attnbench(*arguments, code=0):
+    done = subprocess.run(
+        [sys.executable, "-m", "attnbench", "sweep", "--device", "cpu", *map(str, arguments)],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    file = tmp_path_factory.mktemp("cases") / "tiny.yaml"
+    file.write_text(TINY)
+    return file
+
+
+def test_the_types_are_those_of_the_harness():
+    assert get_args(SweepDtype) == SWEEP_DTYPES
+
+
+def test_json_is_the_records_and_nothing_else_and_the_table_is_kept(tiny, tmp_path):
+    names = "emulated,reference,sdpa-flash,sdpa-cudnn"
+    done = attnbench("--preset", tiny, "--backends", names, "--format", "json", "--out", tmp_path / "out")
+    rows = [Measurement.model_validate_json(json.dumps(each)) for each in json.loads(done.stdout)]
+    assert (tmp_path / "out" / "measurements.jsonl").read_text() == "".join(row.to_line() + "\n" for row in rows)
+    status = {str(row.plan): row.status for row in rows if not row.spec.training}
+    assert status["emulated:fp8"] == status["reference:fp64"] == status["sdpa-flash:bf16"] == "ok"
+    assert status["sdpa-cudnn:bf16"] in ("unavailable", "refused")
+    for row in rows:
+        if str(row.plan) == "emulated:fp8":
+            assert 0.045 < row.error["normal"]["out"] < 0.06  # what every FP8 kernel measures at D = 128
+            assert row.error["outlier"]["out"] > row.error["normal"]["out"]
+    table = Table.load(tmp_path / "out" / "table.json")
+    assert {(entry.spec, entry.plan, entry.status) for entry in table.entries.values()} == {
+        (row.spec, row.plan, row.status) for row in rows
+    }
+    assert str(tmp_path / "out") in done.stderr
+    assert f"[1/{len(rows)}] " in done.stderr
+
+    misuse = attnbench("--preset", tiny, "--out", tmp_path / "out", code=2)
+    assert "--resume" in misuse.stderr
+    again = attnbench("--preset", tiny, "--backends", names, "--format", "json", "--out", tmp_path / "out", "--resume")
+    assert json.loads(again.stdout) == json.loads(done.stdout)
+    assert again.stderr.count("there already") == len(rows)
+
+
+def test_a_table_by_default_and_a_fresh_folder_that_is_named(tiny, own_cache):
+    done = attnbench("--preset", tiny, "--backends", "sdpa-flash,sdpa-cudnn")
+    assert "Fastest within its bound: sdpa-flash:bf16" in done.stdout
+    assert "Not measured" in done.stdout
+    assert str(own_cache) in done.stderr
+    assert len(list(own_cache.rglob("measurements.jsonl"))) == 1
+
+
+def test_a_dry_run_says_what_would_be_and_writes_nothing(tiny, own_cache):
+    done = attnbench("--preset", tiny, "--dry-run", "--format", "json")
+    tasks = {(task["case"], task["plan"]): task for task in json.loads(done.stdout)}
+    assert {task["spec"]["direction"] for task in tasks.values()} == {"forward", "training"}
+    refused = [task for task in tasks.values() if task["status"] != "ok"]
+    assert refused
+    assert all(task["reasons"] for task in refused)
+    assert "measured" in attnbench("--preset", tiny, "--dry-run").stdout
+    assert list(own_cache.rglob("*.jsonl")) == []
+
+
+def test_nothing_measured_is_a_failure_with_its_rows_kept(tiny, tmp_path):
+    done = attnbench("--preset", tiny, "--backends", "sdpa-cudnn", "--format", "json", "--out", tmp_path, code=1)
+    assert {row["status"] for row in json.loads(done.stdout)} <= {"unavailable", "refused"}
+    assert "nothing could be measured" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--preset", "fast"), "quick, inference, training, long"),
+        (("--resume",), "--out"),
+        (("--dtype", "bf16", "--max-error", "0.1"), "--max-error"),
+        (("--max-error", "-1"), "positive"),
+        (("--backends", ","), "names nothing"),
+        (("--backends", "sdpa-flsh"), "sdpa-flash"),
+        (("--dtype", "int8"), "int8"),
+    ],
+)
+def test_misuse(arguments, said):
+    assert said in attnbench(*arguments, code=2).stderr
+
+
+def test_a_malformed_file_is_said_with_its_line(tmp_path):
+    file = tmp_path / "bad.yaml"
+    file.write_text("- batch: 1\n  heds: 2\n")
+    assert f"{file}:2: expected" in attnbench("--preset", file, code=2).stderr

@@ -1,0 +1,166 @@
+"""A record holds numbers only where something ran, and survives the way to a file and back."""
+
+import json
+import math
+from datetime import datetime, timezone
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from attnbench.environment import Environment
+from attnbench.errors import MalformedFileError
+from attnbench.harness.records import SCHEMA, STATUSES, Measurement, read_measurements
+from attnbench.mask import Mask
+from attnbench.plan import Plan
+from attnbench.spec import AttentionSpec
+
+HERE = Environment(
+    device_type="cpu", device_name="a CPU", torch="2.9.0", python="3.12.1", platform="Linux", cpu="a CPU", threads=2,
+    attnbench="0.1.0", backends={"fa3": "1.0"},
+)  # fmt: skip
+SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=8, head_dim=16, mask=Mask(3, 0), scale=0.1, softcap=20)
+WHEN = datetime(2026, 11, 20, tzinfo=timezone.utc)
+FACTS = {"case": "a case", "spec": SPEC, "plan": Plan("fa3:fp8"), "started": WHEN, "environment": HERE}
+NUMBERS = {
+    "status": "ok",
+    "time_ms": {"kernel": [1.0], "call": [2.0, 3.0]},
+    "error": {"normal": {"out": 0.05, "lse": 0.0}},
+    "bound": 0.12,
+    "declared_error": 0.06,
+    "truth": "all of it",
+    "timer": "perf_counter",
+    "drawn_on": "cpu",
+}
+
+names = st.text(min_size=1, max_size=40)
+errors = st.floats(min_value=0) | st.just(math.inf)
+times = st.lists(st.floats(min_value=0, allow_infinity=False), min_size=1, max_size=5)
+measured = st.fixed_dictionaries(
+    {
+        "time_ms": st.fixed_dictionaries({"call": times}, optional={"kernel": times, "backward": times}),
+        "error": st.dictionaries(names, st.fixed_dictionaries({"out": errors}, optional={"lse": errors}), min_size=1),
+        "floor": st.dictionaries(names, st.fixed_dictionaries({"dq": errors})),
+        "bound": st.floats(min_value=1e-9, max_value=9),
+        "declared_error": st.floats(min_value=1e-9, max_value=9),
+        "truth": names,
+        "timer": names,
+        "drawn_on": st.sampled_from(["cpu", "cuda"]),
+        "memory_bytes": st.none() | st.integers(0, 2**40),
+        "ran": st.dictionaries(st.sampled_from(["forward", "backward"]), st.lists(names, max_size=3)),
+        "status": st.just("ok"),
+    }
+)
+passed_over = st.fixed_dictionaries(
+    {"status": st.sampled_from(sorted({*STATUSES} - {"ok", "inaccurate"})), "reason": names}
+)
+
+
+@given(measured | passed_over, names)
+def test_to_a_file_and_back(tmp_path_factory, numbers, case):
+    row = Measurement(**{**FACTS, **numbers, "case": case})
+    line = row.to_line()
+    assert "\n" not in line
+    assert json.loads(line, parse_constant=pytest.fail) == row.to_dict()
+    assert next(iter(row.to_dict())) == "schema"
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    file.write_text(f"{line}\n{line}\n")
+    assert list(read_measurements(file)) == [row, row]
+
+
+def test_an_infinite_error_is_written_as_text_and_read_as_infinite(tmp_path):
+    row = Measurement(
+        **FACTS, **{**NUMBERS, "error": {"normal": {"out": math.inf}}, "status": "inaccurate"}, reason="so"
+    )
+    assert row.to_dict()["error"] == {"normal": {"out": "Infinity"}}
+    file = tmp_path / "rows.jsonl"
+    file.write_text(row.to_line() + "\n")
+    assert next(read_measurements(file)).error["normal"]["out"] == math.inf
+
+
+@pytest.mark.parametrize("status", sorted({*STATUSES} - {"ok", "inaccurate"}))
+@pytest.mark.parametrize("name", ["time_ms", "error", "bound", "truth", "memory_bytes", "floor"])
+def test_no_number_on_what_was_not_measured(status, name):
+    value = {**NUMBERS, "memory_bytes": 0, "floor": {"normal": {"out": 0.0}}}[name]
+    Measurement(**FACTS, status=status, reason="so")
+    with pytest.raises(ValidationError, match=name):
+        Measurement(**FACTS, status=status, reason="so", **{name: value})
+
+
+@pytest.mark.parametrize("name", ["time_ms", "error", "bound", "declared_error", "truth", "timer", "drawn_on"])
+def test_every_number_on_what_was_measured(name):
+    Measurement(**FACTS, **NUMBERS)
+    with pytest.raises(ValidationError, match=name):
+        Measurement(**FACTS, **{key: value for key, value in NUMBERS.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"reason": "none needed"},
+        {"status": "inaccurate"},
+        {"status": "fine"},
+        {"status": "refused", "reason": ""},
+        {"colour": "red"},
+        {"schema": "attnbench.measurement/0"},
+        {"case": ""},
+        {"case": "x" * 201},
+        {"time_ms": {"kernel": [1.0]}},
+        {"time_ms": {"call": []}},
+        {"time_ms": {"call": [-1.0]}},
+        {"time_ms": {"call": [math.nan]}},
+        {"time_ms": {"call": [math.inf]}},
+        {"time_ms": {"call": ["1.0"]}},
+        {"time_ms": {"lunch": [1.0], "call": [1.0]}},
+        {"error": {"normal": {"out": math.nan}}},
+        {"error": {"normal": {"out": -0.1}}},
+        {"error": {"normal": {"out": None}}},
+        {"error": {"normal": {"out": "inf"}}},
+        {"error": {"normal": {"lse": 0.1}}},
+        {"ran": {"forward": ["x" * 161]}},
+        {"ran": {"forward": ["x"] * 13}},
+        {"memory_bytes": -1},
+        {"started": datetime(2026, 11, 20)},
+    ],
+)
+def test_nonsense_is_refused(wrong):
+    with pytest.raises(ValidationError):
+        Measurement(**{**FACTS, **NUMBERS, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda row: row.update(schema="other/1"), SCHEMA),
+        (lambda row: row.pop("schema"), SCHEMA),
+        (lambda row: row.pop("case"), "case"),
+        (lambda row: row.update(plan="fa3"), "plan"),
+        (lambda row: row.update(plan=5), "plan"),
+        (lambda row: row["spec"].update(heads=0), "heads"),
+        (lambda row: row["spec"].update(mask=3), "mask"),
+        (lambda row: row["environment"].update(threads="two"), "threads"),
+        (lambda row: row.update(environment=[]), "environment"),
+        (lambda row: row.update(extra=1), "extra"),
+    ],
+)
+def test_a_malformed_line_is_said_with_its_number(tmp_path, change, expected):
+    good = Measurement(**FACTS, **NUMBERS)
+    bad = good.to_dict()
+    change(bad)
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f"{good.to_line()}\n{json.dumps(bad)}\n{good.to_line()}\n")
+    with pytest.raises(MalformedFileError, match=expected) as caught:
+        list(read_measurements(file))
+    assert str(caught.value).startswith(f"{file}:2: expected ")
+
+
+@pytest.mark.parametrize("line", ["", "{", "null", "[]", "5", "[" * 100_000, '{"schema": NaN}', "x" * (2**20 + 1)])
+def test_a_line_that_is_no_record(tmp_path, line):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f"{line}\n")
+    with pytest.raises(MalformedFileError) as caught:
+        list(read_measurements(file))
+    assert caught.value.line == 1
+    with pytest.raises(MalformedFileError, match="No such file"):
+        list(read_measurements(tmp_path / "none"))

@@ -1,0 +1,41 @@
+"""What ran is named, and held against the evidence."""
+
+import re
+
+import torch
+from planted import FakeForward
+
+from attnbench.harness.trace import LONGEST_NAME, MOST_NAMES, mismatch, shortened, traced
+
+CPU = torch.device("cpu")
+
+
+def test_operators_are_named_and_the_result_is_passed_on(capfd):
+    x = torch.ones(64, 64)
+    result, names = traced(lambda: x @ x, CPU)
+    assert torch.equal(result, torch.full((64, 64), 64.0))
+    assert "aten::mm" in names
+    assert capfd.readouterr() == ("", "")
+
+
+def test_only_what_runs_inside_is_named():
+    torch.ones(3).softmax(0)
+    assert not any("softmax" in name for name in traced(lambda: torch.ones(3) + 1, CPU)[1])
+
+
+def test_a_kernel_is_proved_by_its_evidence():
+    flash = FakeForward("x:bf16", evidence={"cpu": "flash.*cpu", "cuda": "never_here"})
+    assert mismatch(flash, ["aten::empty", "aten::_flash_attention_for_cpu"], "cpu") is None
+    reason = mismatch(flash, ["aten::bmm", "aten::softmax"], "cpu")
+    assert reason is not None
+    assert re.search("x:bf16 did not run.*aten::bmm, aten::softmax", reason)
+    assert "nothing" in (mismatch(flash, [], "cpu") or "")
+
+
+def test_names_are_bounded_and_the_evidence_is_kept():
+    flash = FakeForward("x:bf16", evidence={"cpu": "flash"})
+    names = [f"{number}" + "x" * 1000 for number in range(100)] + ["flash"]
+    kept = shortened(flash, names, "cpu")
+    assert kept[0] == "flash"
+    assert len(kept) == MOST_NAMES
+    assert max(map(len, kept)) == LONGEST_NAME
