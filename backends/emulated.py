@@ -103,8 +103,8 @@ class EmulatedForward(ForwardKernel):
 class EmulatedBackward(BackwardKernel):
     """FP8 backward by one recipe and one accumulator, after any forward.
 
-    Where the forward computed with FP8 tensors of this recipe, or the caller gave FP8
-    tensors, it takes them and the forward's LSE as they are.  After any other forward it
+    Where the forward computed with FP8 tensors of this recipe, it takes them and the
+    forward's LSE as they are.  After any other forward it
     quantises what that one computed with, and computes the LSE of its own scores anew:
     exp(S - LSE) sums to one over a row only for the S that made the LSE.
     """
@@ -134,14 +134,14 @@ class EmulatedBackward(BackwardKernel):
             return gradients(*operands, saved.out, lse, grad_out, spec, self.recipe, self.accumulator)
 
     def _own(self, operands: Operands) -> _Triple | None:
-        """The operands, if they are FP8 as this recipe would have it or as the caller gave it."""
+        """The operands, if they are FP8 as this recipe would have it."""
         q, k, v = operands.q, operands.k, operands.v
         if not (isinstance(q, Quantised) and isinstance(k, Quantised) and isinstance(v, Quantised)):
             return None
-        rotated, given = self.recipe.rotation == "hadamard", operands.spec.descale is not None
+        rotated = self.recipe.rotation == "hadamard"
         ours = (
             all(x.data.dtype == TO_TORCH[self.recipe.format] for x in (q, k, v))
-            and (given or all(x.granularity == self.recipe.granularity for x in (q, k, v)))
+            and all(x.granularity == self.recipe.granularity for x in (q, k, v))
             and (q.rotated, k.rotated, v.rotated) == (rotated, rotated, False)
             and (q.mean is None, k.mean is None, v.mean is None) == (True, not self.recipe.smoothing, True)
         )

@@ -223,43 +223,20 @@ def test_given_descales_are_honoured_whatever_their_granularity(spec, format, gr
             descale = descale[:, :, ::128].repeat_interleave(128, 2)[:, :, :s]
         return Quantised(quantise_with(x, 1.0, format), descale, granularity)
 
-    spec = spec.replace(dtype=format, descale=granularity, scale=0.1)
-    *inputs, grad_out = tensors(spec.replace(dtype="fp32", descale=None), seed)
+    spec = spec.replace(dtype=format, descale=granularity, scale=0.1, direction="forward")
+    *inputs, _ = tensors(spec.replace(dtype="fp32", descale=None, direction="training"), seed)
     q, k, v = map(given_with_descale, inputs)
-    forward, backward = emulate(Recipe(format=format))
-    assert forward.refusals(spec, CPU) == backward.refusals(spec, CPU) == []
+    forward, _ = emulate(Recipe(format=format))
+    assert forward.refusals(spec, CPU) == []
     operands = forward.prepare_quantised(q, k, v, spec)
-    out, lse, state = forward.run(operands)
-    grads = backward.run(Saved(operands, out, lse, state), grad_out)
+    out, lse, _ = forward.run(operands)
     exact = [x.data.double() * x.descale.double() for x in (q, k, v)]
-    truth, true_lse, p, true_grads = dense(*exact, spec, grad_out)
-    assert {x.dtype for x in (out, *grads)} == {torch.bfloat16}
+    truth, true_lse, p, _ = dense(*exact, spec, torch.zeros_like(out))
+    assert out.dtype == torch.bfloat16
     torch.testing.assert_close(lse.double(), true_lse, rtol=1e-4, atol=1e-3)
     mass = p @ exact[2].abs().repeat_interleave(spec.group, 1)
     ulp = HALF_ULP[format]
     assert ((out.double() - truth).abs() <= (1.01 * ulp + 2.0**-8) * mass + 1e-2).all()
-    dv_mass = (p.mT @ grad_out.double().abs()).view(*k.data.shape[:2], spec.group, spec.seqlen_kv, -1).sum(2)
-    assert (grads[2].double() - true_grads[2]).norm() <= (3 * ulp + 2.0**-8) * dv_mass.norm() + 1e-4
-
-
-@pytest.mark.parametrize("granularity", ["tensor", "head", "block", "token"])
-def test_gradients_honour_given_descales(granularity):
-    spec = AttentionSpec.make(batch=2, heads=4, kv_heads=2, seqlen_q=200, head_dim=32, direction="training")
-    spec = spec.replace(dtype="e4m3", descale=granularity)
-    *inputs, grad_out = tensors(spec.replace(dtype="fp32", descale=None))
-    shapes = {"tensor": lambda x: (1, 1, 1, 1), "head": lambda x: (*x.shape[:2], 1, 1)}
-    given_ = []
-    for x in inputs:
-        descale = torch.rand(shapes.get(granularity, lambda x: (*x.shape[:3], 1))(x)) * 1.5 + 0.5
-        if granularity == "block":
-            descale = descale[:, :, ::128].repeat_interleave(128, 2)[:, :, :200]
-        given_.append(Quantised(quantise_with(x, 1.0, "e4m3"), descale, granularity))
-    forward, backward = emulate()
-    operands = forward.prepare_quantised(*given_, spec)
-    out, lse, state = forward.run(operands)
-    grads = backward.run(Saved(operands, out, lse, state), grad_out)
-    truth = dense(*(x.data.double() * x.descale.double() for x in given_), spec, grad_out)[3]
-    assert all(relative(x, y) < 0.12 for x, y in zip(grads, truth, strict=True))
 
 
 def test_what_was_quantised_otherwise_is_refused():

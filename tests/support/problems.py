@@ -78,3 +78,22 @@ def problems(draw: st.DrawFn, dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16",
         direction="training",
     )
     return Problem(spec, draw(st.sampled_from(["bhsd", "bshd"])), draw(st.booleans()), draw(st.integers(0, 2**31)))
+
+
+@st.composite
+def alike(draw: st.DrawFn) -> Problem:
+    """Problems that differ only in what a compiled kernel takes as it comes: lengths, masks and strides.
+
+    Sizes stay apart from one another, because a compiler takes equal sizes for one.
+    """
+    spec = AttentionSpec.make(
+        batch=2,
+        heads=6,
+        kv_heads=3,
+        seqlen_q=draw(st.integers(20, 40)),
+        seqlen_kv=draw(st.one_of(st.integers(9, 15), st.integers(41, 70))),
+        head_dim=16,
+        mask=draw(masks()),
+        dtype=draw(st.sampled_from(["bf16"] * 3 + ["fp16"])),
+    )
+    return Problem(spec, draw(st.sampled_from(["bhsd", "bshd"])), draw(st.booleans()), draw(st.integers(0, 2**31)))
