@@ -1,0 +1,146 @@
+"""The smallest backend that attnbench can measure and choose: attention by its definition, in plain torch.
+
+Copy this file, put your kernel where `_scores` and the two products are, and say in the
+`Capabilities` what it cannot do.  attnbench then measures it beside every other backend,
+and `attention(..., backend="naive")` runs it.
+
+Import nothing here that is slow or may be missing: `attnbench backends` imports this file
+on machines that lack your library too.  That import belongs into `_availability` and `run`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnbench.capabilities import Capabilities, Device
+from attnbench.kernel import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
+from attnbench.spec import AttentionSpec
+
+__all__ = ["BACKEND"]
+
+# A kernel is named after its backend and the precision it computes in.
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+# What relative L2 error, against exact attention on normal inputs, each precision stays within.
+# attnbench measures it, and marks the kernel `inaccurate` where that is not true.
+DECLARED_ERROR = {"fp32": 1e-5, "bf16": 1e-2}
+
+LARGEST_SCORES = 2**30
+
+
+def _row(precision: str) -> Capabilities:
+    """Every limit of the kernel that is a plain fact.  What is not mentioned is not limited."""
+    return Capabilities(
+        dtypes=("fp32",) if precision == "fp32" else ("bf16",),
+        masks=("none", "causal"),  # no sliding window: attnbench refuses those for us, and says so
+        softcap=False,
+        empty_rows=False,  # a softmax over no key is NaN here, and attnbench wants 0
+    )
+
+
+def _refuse_large(spec: AttentionSpec) -> list[str]:
+    """A limit that is no plain fact: one sentence for a person to read, or none."""
+    scores = spec.batch * spec.heads * spec.seqlen_q * spec.seqlen_kv
+    return [f"would hold {scores} scores at once, more than {LARGEST_SCORES}"] if scores > LARGEST_SCORES else []
+
+
+def _scores(q: Tensor, k: Tensor, spec: AttentionSpec) -> Tensor:
+    """Scaled and masked scores in FP32, (B, Hkv, H // Hkv, Sq, Skv); q and k as `_grouped` returns them."""
+    scores = (q @ k.mT).float() * spec.scale
+    if spec.mask.kind == "causal":
+        # The offset is what tells the two causal alignments apart when Sq and Skv differ.
+        query = torch.arange(spec.seqlen_q, device=q.device)[:, None] + spec.mask.offset(spec.seqlen_q, spec.seqlen_kv)
+        key = torch.arange(spec.seqlen_kv, device=q.device)
+        scores = scores.masked_fill(key > query, -torch.inf)
+    return scores
+
+
+def _grouped(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q as (B, Hkv, group, Sq, D), so that k and v (B, Hkv, 1, Skv, D) broadcast over the heads that share them."""
+    return _by_group(q, spec), k.unsqueeze(2), v.unsqueeze(2)
+
+
+def _by_group(x: Tensor, spec: AttentionSpec) -> Tensor:
+    """Query head h belongs to key head h // group."""
+    return x.reshape(spec.batch, spec.kv_heads, spec.group, *x.shape[2:])
+
+
+class NaiveForward(ForwardKernel):
+    """out = softmax(scale · q kᵀ) v, all scores at once."""
+
+    # None: never chosen unless it was measured to be the best, or asked for by name.
+    preference = None
+
+    def __init__(self, precision: str) -> None:
+        self.name = f"naive:{precision}"
+        # The same facts on both kinds of device; a kernel for GPUs alone has only the "cuda" row.
+        self.rows = {"cpu": _row(precision), "cuda": _row(precision)}
+        self.declared_error = DECLARED_ERROR[precision]
+        self.dtype = PRECISIONS[precision]
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        return _refuse_large(spec)
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        # Quantise, transpose or pad here: attnbench times it apart from the kernel.  An FP8
+        # kernel returns `attnbench.fp8.Quantised` operands, so that the backward is given
+        # what the forward saw.  The tensors arrive as (B, H, S, D), with any strides.
+        return Operands(spec, q, k, v)
+
+    def run(self, operands: Operands) -> Result:
+        spec = operands.spec
+        q, k, v = _grouped(spec, *(x.to(self.dtype) for x in operands.tensors()))
+        scores = _scores(q, k, spec)
+        lse = scores.logsumexp(-1)
+        p = torch.exp(scores - lse[..., None]).to(self.dtype)
+        out = (p @ v).flatten(1, 2)
+        # out in the input's dtype, the log-sum-exp in natural logarithm and FP32: (B, H, Sq).
+        return Result(out.to(operands.tensors()[0].dtype), lse.flatten(1, 2))
+
+
+class NaiveBackward(BackwardKernel):
+    """dq, dk, dv after any forward: the probabilities come back from the scores and the forward's LSE."""
+
+    def __init__(self, precision: str) -> None:
+        self.name = f"naive:{precision}"
+        self.rows = {"cpu": _row(precision), "cuda": _row(precision)}
+        self.declared_error = DECLARED_ERROR[precision]
+        self.dtype = PRECISIONS[precision]
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        return _refuse_large(spec)
+
+    def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert saved.lse is not None  # needs_lse is True, so attnbench pairs us only with forwards that return it
+        spec = saved.spec
+        originals = saved.operands.tensors()
+        q, k, v = _grouped(spec, *(x.to(self.dtype) for x in originals))
+        do, out, lse = (_by_group(x, spec) for x in (grad_out, saved.out, saved.lse))
+        do = do.to(self.dtype)
+        p = torch.exp(_scores(q, k, spec) - lse.float()[..., None])
+        dp = (do @ v.mT).float()
+        # rowsum(dO ∘ O) = rowsum(P ∘ dP): what the softmax's derivative takes away (FlashAttention-2, section 2.3.2).
+        delta = (do.float() * out.float()).sum(-1, keepdim=True)
+        ds = (p * (dp - delta) * spec.scale).to(self.dtype)
+        dq = (ds @ k).flatten(1, 2)
+        dk = (ds.mT @ q).sum(2)  # every query head of a group adds to its key head
+        dv = (p.to(self.dtype).mT @ do).sum(2)
+        dq, dk, dv = (grad.to(x.dtype) for grad, x in zip((dq, dk, dv), originals, strict=True))
+        return dq, dk, dv
+
+
+def _availability() -> Availability:
+    """Asked once a process.  A backend with a library of its own imports it here.
+
+    Where the library is missing, return `Availability(reason="...", install="pip install ...")`.
+    """
+    return Availability(version="0.1.0", origin="attnbench-backend-example")
+
+
+BACKEND = Backend(
+    name="naive",
+    summary="attention by its definition, an example of a third party's backend",
+    availability=_availability,
+    kernels=tuple(kernel for precision in PRECISIONS for kernel in (NaiveForward(precision), NaiveBackward(precision))),
+)

@@ -1,0 +1,180 @@
+"""What is installed: the wheel, an editable install, and the commands that the README promises."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from configparser import ConfigParser
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {"attnbench": "attnbench", "backends": "attnbench/backends", "harness": "attnbench/harness"}
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def pip(*arguments: object) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def output(*command: object, cwd: Path, **environment: str) -> str:
+    run = subprocess.run(
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=cwd,
+        env={**os.environ, **environment},
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy to build in, so that nothing is left behind in the real one."""
+    copy = tmp_path_factory.mktemp("checkout")
+    for folder in PACKAGES:
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, copy)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, checkout)
+    (built,) = folder.glob("attnbench-*.whl")
+    return built
+
+
+def test_the_wheel_holds_the_three_packages_and_nothing_else(wheel: Path) -> None:
+    sources = {
+        f"{package}/{path.relative_to(ROOT / folder).as_posix()}"
+        for folder, package in PACKAGES.items()
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert packed == sources | {"attnbench/py.typed"}
+
+
+def test_the_wheel_carries_licence_and_entry_points(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (licence,) = (name for name in names if name.endswith(".dist-info/licenses/LICENSE"))
+        assert archive.read(licence) == (ROOT / "LICENSE").read_bytes()
+        points = ConfigParser()
+        points.read_string(archive.read(licence.replace("licenses/LICENSE", "entry_points.txt")).decode())
+    assert points["console_scripts"]["attnbench"] == "attnbench.cli:main"
+    assert {"reference", "emulated", "sdpa-flash", "flex"} <= set(points["attnbench.backends"])
+    for point in points["attnbench.backends"].values():
+        assert point.partition(":")[0].replace(".", "/") + ".py" in names
+
+
+def test_the_wheel_works(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    code = "import attnbench, attnbench.backends, attnbench.harness; print(attnbench.harness.__file__)"
+    where = output(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    assert Path(where.strip()).is_relative_to(tmp_path / "site")
+    said = output(sys.executable, "-m", "attnbench", "--version", cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    assert said.startswith("attnbench ")
+
+
+def test_an_editable_install_follows_the_checkout(checkout: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv", symlinks=True)
+    pip(
+        "install", "--no-deps", "--no-build-isolation", "--ignore-installed", "--no-warn-script-location",
+        "--prefix", tmp_path / "venv", "--editable", checkout,
+    )  # fmt: skip
+    (checkout / "harness" / "added_later.py").write_text("ANSWER = 42\n")
+    try:
+        code = "import attnbench.backends, attnbench.harness.added_later as new; print(new.ANSWER, new.__file__)"
+        said = output(tmp_path / "venv" / "bin" / "python", "-c", code, cwd=tmp_path)
+    finally:
+        (checkout / "harness" / "added_later.py").unlink()
+    assert said == f"42 {checkout / 'harness' / 'added_later.py'}\n"
+
+
+def _command(last: str) -> str:
+    """The one line of the README's shell blocks that ends so."""
+    blocks = re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL)
+    lines: list[str] = [line for block in blocks for line in block.splitlines() if line.endswith(last)]
+    assert len(lines) == 1
+    return lines[0]
+
+
+STUBS = {
+    "python3": 'mkdir -p .venv/bin && : > .venv/bin/activate && echo "python3 $*" >> calls',
+    "pip": 'echo "pip $*" >> calls',
+    "tox": 'echo "tox $*" >> calls; exit "${TOX_EXIT:-0}"',
+}
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A clone in which the programs that the commands call only note that they were called."""
+    shutil.copytree(ROOT / ".ci", tmp_path / "clone" / ".ci")
+    shutil.copy(ROOT / "README.md", tmp_path / "clone")
+    (tmp_path / "bin").mkdir()
+    for name, body in STUBS.items():
+        stub = tmp_path / "bin" / name
+        stub.write_text(f"#!/bin/sh\n{body}\n")
+        stub.chmod(0o755)
+    return tmp_path / "clone"
+
+
+def _called(clone: Path, *command: str, **environment: str) -> tuple[int, list[str]]:
+    path = f"{clone.parent / 'bin'}:/usr/bin:/bin"
+    (clone / "calls").unlink(missing_ok=True)
+    run = subprocess.run(
+        command, cwd=clone, env={"PATH": path, "CI": "true", **environment}, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return run.returncode, (clone / "calls").read_text().splitlines()
+
+
+def test_ci_runs_the_readme_s_test_command(clone: Path) -> None:
+    documented = _called(clone, "bash", "-c", _command("&& tox"))
+    assert documented == (0, ["python3 -m venv .venv", "pip install -c constraints.txt tox", "tox "])
+    assert _called(clone, "bash", ".ci/run") == documented
+
+
+def test_ci_fails_when_the_tests_do(clone: Path) -> None:
+    assert _called(clone, "bash", ".ci/run", TOX_EXIT="3")[0] == 3
+
+
+def test_the_readme_s_first_command_installs_with_the_tested_versions_and_sweeps() -> None:
+    assert _command("attnbench sweep --dtype fp8").split(" && ") == [
+        "python3 -m venv .venv", ". .venv/bin/activate", "pip install -c constraints.txt .",
+        "attnbench sweep --dtype fp8",
+    ]  # fmt: skip
+
+
+def test_the_readme_s_example_runs(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert "plan" in output(sys.executable, "-c", example, cwd=tmp_path)
+
+
+def test_every_direct_dependency_is_pinned() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {line.partition("==")[0] for line in lines if not line.startswith("#")}
+    needed = [Requirement(each) for each in requires("attnbench") or ()]
+    wanted = {
+        each.name.lower()
+        for each in needed
+        if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in ("test", "dev"))
+    } - {"attnbench"}
+    assert {"torch", "pytest", "tox"} <= wanted
+    assert wanted <= pinned
