@@ -14,6 +14,7 @@ from .mask import Alignment
 from .question import Question, ask, decide
 from .registry import registry
 from .tensors import quantised
+from .user_table import forget
 
 __all__ = ["attention", "explain", "forget_choices"]
 
@@ -130,6 +131,7 @@ def _execution(key: Question) -> Execution:
 
 
 def forget_choices() -> None:
-    """Choose anew at the next call: after the table, the registry or the environment has changed."""
+    """Choose anew at the next call: after a sweep has written the user's table, or a device has changed."""
     _execution.cache_clear()
     describe.cache_clear()
+    forget()

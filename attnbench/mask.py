@@ -10,7 +10,7 @@ from .errors import InputError
 __all__ = ["ALIGNMENTS", "Alignment", "Mask"]
 
 Alignment = Literal["top-left", "bottom-right"]
-ALIGNMENTS: tuple[str, ...] = get_args(Alignment)
+ALIGNMENTS: tuple[Alignment, ...] = get_args(Alignment)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ __all__ = ["DTYPES", "FP8_DTYPES", "GRANULARITIES", "AttentionSpec", "Direction"
 
 Direction = Literal["forward", "training"]
 Granularity = Literal["tensor", "head", "block", "token"]
-GRANULARITIES: tuple[str, ...] = get_args(Granularity)
+GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
 FP8_DTYPES = ("e4m3", "e5m2")
 DTYPES = ("fp64", "fp32", "bf16", "fp16", *FP8_DTYPES)
 _SIZES = ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_kv", "head_dim", "head_dim_v")

@@ -60,9 +60,13 @@ def bhsd(problem: Problem, x: Tensor) -> Tensor:
 
 
 def declared(plan: Plan, spec: AttentionSpec) -> float:
-    """What a plan promises, and the one rounding to the tensors' own type that no kernel can avoid."""
+    """What a plan promises, and the one rounding to the tensors' own type that no kernel can avoid.
+
+    Errors are declared for scores of the usual size; what 8 bits do to a score grows with its scale.
+    """
     kernels = [registry().forward(plan.forward)] + ([registry().backward(plan.backward)] if plan.backward else [])
-    return max(kernel.declared_error for kernel in kernels) + torch.finfo(TO_TORCH[spec.dtype]).eps / 2
+    larger = max(1.0, spec.scale * spec.head_dim**0.5) if plan.fp8 else 1.0
+    return larger * max(kernel.declared_error for kernel in kernels) + torch.finfo(TO_TORCH[spec.dtype]).eps / 2
 
 
 def check(problem: Problem, plan: Plan) -> None:
