@@ -24,6 +24,7 @@ from attnbench.registry import Registry
 from .accuracy import TensorName, Truth
 from .cases import Case
 from .inputs import Inputs, draw
+from .peaks import peak_share
 from .records import LONGEST_REASON, Measurement, Side, Status
 from .timing import Cost, Timer
 from .trace import mismatch, shortened, traced
@@ -124,6 +125,9 @@ class Bench:
                 self._judge(forward, backward, family, found)
         steps = _steps(Execution(self.case.spec, forward, backward), self._inputs[first])
         times = {cost: self.laboratory.timer.samples(step) for cost, step in steps.items()}
+        share = peak_share(plan, self.case.spec, times, self.laboratory.environment.device_name)
+        if share is not None and share > 1:
+            raise AttnbenchError(f"{share:.0%} of the device's peak: the time or the count of operations is wrong")
         memory = _peak_memory(steps["call"], self.laboratory.device)
         bound = self.laboratory.bound(plan, self.case)
         verdict = found.verdict(bound)
@@ -139,6 +143,7 @@ class Bench:
             bound=bound,
             declared_error=max(kernel.declared_error for kernel in (forward, backward) if kernel is not None),
             memory_bytes=memory,
+            peak_share=share,
             ran=found.ran,
             truth=self._truths[first].note,
             timer=self.laboratory.timer.conditions,

@@ -98,7 +98,9 @@ class Measurement(BaseModel):
     quantises nothing has no floor, its floor is 0.  ``bound`` is the largest error that was
     accepted for the status ``ok``, ``declared_error`` what the kernels promise on normal
     inputs.  ``memory_bytes`` is the peak of device memory during one call beyond what lay
-    there before, None on a CPU.  ``ran`` names what the profiler saw in each pass.
+    there before, None on a CPU.  ``peak_share`` is how much of the device's peak the kernels
+    reached (attnbench.harness.peaks), None where the device is unknown.  ``ran`` names what
+    the profiler saw in each pass.
     ``truth``, ``timer`` and ``drawn_on`` are the conditions: what errors were taken on, what
     a sample of time is, whose random numbers the inputs are.
     """
@@ -119,6 +121,7 @@ class Measurement(BaseModel):
     bound: _Bound | None = None
     declared_error: _Bound | None = None
     memory_bytes: Annotated[int, Field(ge=0)] | None = None
+    peak_share: Annotated[float, Field(gt=0, le=1)] | None = None
     ran: dict[Side, _Ran] = {}
     truth: _Note | None = None
     timer: _Note | None = None
@@ -161,7 +164,7 @@ class Measurement(BaseModel):
             if any("out" not in errors for errors in self.error.values()):
                 raise ValueError("error needs out in every family")
         else:
-            numbers |= {"floor": self.floor, "memory_bytes": self.memory_bytes}
+            numbers |= {"floor": self.floor, "memory_bytes": self.memory_bytes, "peak_share": self.peak_share}
             if present := [name for name, value in numbers.items() if value or value == 0]:
                 raise ValueError(f"the status {self.status} must not carry {', '.join(present)}")
         return self

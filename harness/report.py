@@ -26,9 +26,10 @@ _WORST_FIRST: tuple[Status, ...] = ("crashed", "error", "oom", "timeout", "unava
 _EMULATION = "The emulated plans show what FP8 does to the result; their times say nothing of a GPU's FP8 kernels."
 _LEGEND = (
     "Times are medians in ms: kernel is the forward alone, prepared adds quantising and copies to it, backward is the "
-    "backward alone, call is everything the user pays. TFLOPS are the operations of exact attention over the call. "
-    "Errors are relative L2 against FP64, the worst over out and gradients, with the floor in brackets: what exact "
-    "attention on the quantised tensors would give. * marks the fastest plan within its bound, ! one beyond it."
+    "backward alone, call is everything the user pays. TFLOPS are the operations of exact attention over the call; "
+    "peak is the share that the kernels reach of what the device can do in their precision. Errors are relative L2 "
+    "against FP64, the worst over out and gradients, with the floor in brackets: what exact attention on the quantised "
+    "tensors would give. * marks the fastest plan within its bound, ! one beyond it."
 )
 
 
@@ -78,14 +79,17 @@ def _table(measured: Sequence[Measurement], style: Style) -> str:
     best = next((row for row in measured if row.status == "ok"), None)
     families = list(measured[0].error)
     costs: tuple[Cost, ...] = ("kernel", "backward" if measured[0].spec.training else "prepared", "call")
+    shares = any(row.peak_share is not None for row in measured)
     lines = []
     for row in measured:
         mark = "*" if row is best else "!" if row.status == "inaccurate" else ""
         speed = row.spec.flops / _median(row, "call") / 1e9
         numbers = [_number(number) for number in (*(_median(row, cost) for cost in costs), speed)]
+        if shares:
+            numbers.append("" if row.peak_share is None else f"{row.peak_share:.0%}")
         lines.append([_plan(row, mark, style), *numbers, *(_with_floor(row, family) for family in families)])
-    headers = ["plan", *costs, "TFLOPS", *families]
-    align = ["left", *["right"] * (len(costs) + 1), *["left"] * len(families)]
+    headers = ["plan", *costs, "TFLOPS", *(["peak"] if shares else []), *families]
+    align = ["left", *["right"] * (len(headers) - 1 - len(families)), *["left"] * len(families)]
     form = "github" if style == "markdown" else "simple"
     return tabulate(lines, headers, tablefmt=form, disable_numparse=True, colalign=align)
 

@@ -11,6 +11,7 @@ from attnbench.errors import MisuseError, UnknownBackendError
 from attnbench.harness.cases import Case
 from attnbench.harness.condense import condense
 from attnbench.harness.measure import Laboratory
+from attnbench.harness.peaks import PEAK_TFLOPS
 from attnbench.harness.store import Store
 from attnbench.harness.sweep import Finished, Started, run_sweep, tasks_of
 from attnbench.harness.timing import Timer
@@ -104,6 +105,19 @@ def test_faults_of_a_backward(tmp_path, change, status, reason):
     row = rows_of(tmp_path, registry, [TRAINING])["training", "bad:bf16>bad:bf16"]
     assert row.status == status
     assert row.reason is None if reason is None else reason in row.reason
+
+
+def test_a_time_that_cannot_be_is_an_error_and_a_possible_one_a_share(tmp_path, monkeypatch):
+    device = Environment.detect(CPU, healthy()).device_name
+    for folder, peak in {"slow": 1e-9, "fast": 1e3}.items():
+        monkeypatch.setitem(PEAK_TFLOPS, device, {"bf16": peak})
+        row = rows_of(tmp_path / folder, healthy(), [FORWARD])["forward", "wide:bf16"]
+        if folder == "slow":
+            assert row.status == "error"
+            assert "of the device's peak" in row.reason
+        else:
+            assert row.status == "ok"
+            assert 0 < row.peak_share < 1
 
 
 def test_an_error_row_still_says_what_ran(tmp_path):

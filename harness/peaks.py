@@ -1,0 +1,52 @@
+"""What a device could do at best, so that a time can be said as a share of it, and an impossible one be seen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from attnbench.plan import Plan, precision_of
+from attnbench.spec import AttentionSpec
+
+from .timing import Cost
+
+__all__ = ["PEAK_TFLOPS", "peak_share"]
+
+_HOPPER_SXM = {"fp8": 1978.9, "bf16": 989.4, "fp16": 989.4, "fp32": 66.9, "fp64": 66.9}
+_A100 = {"bf16": 312.0, "fp16": 312.0, "fp32": 19.5, "fp64": 19.5}
+
+# Dense operations, in 1e12 a second at the boost clock, of the fastest unit that does the
+# precision (fp32 without TF32; fp64 on tensor cores), by the name that the driver gives.
+# Sources: NVIDIA's H100 (March 2022, table 1), H200 (2024) and A100 (2021) datasheets; the
+# H200 has the H100 SXM's multiprocessors and clock.
+PEAK_TFLOPS: dict[str, dict[str, float]] = {
+    "NVIDIA H200": _HOPPER_SXM,
+    "NVIDIA H100 80GB HBM3": _HOPPER_SXM,
+    "NVIDIA A100-SXM4-40GB": _A100,
+    "NVIDIA A100-SXM4-80GB": _A100,
+    "NVIDIA A100 80GB PCIe": _A100,
+}
+
+
+def peak_share(plan: Plan, spec: AttentionSpec, time_ms: Mapping[Cost, list[float]], device_name: str) -> float | None:
+    """The time that the plan's kernels would take at the device's peak, over the median time that they took.
+
+    Operations are those of ``AttentionSpec.flops``, forward and backward each at the peak
+    of its kernel's precision; preparing is not counted.  Above 1 either the time or the
+    count of operations is wrong.  None where the device or the precision is not in the table.
+    """
+    peaks = PEAK_TFLOPS.get(device_name, {})
+    forward = spec.replace(direction="forward").flops
+    work: dict[Cost, tuple[float, str]] = {"kernel": (forward, plan.forward)}
+    if plan.backward is not None:
+        work["backward"] = (spec.flops - forward, plan.backward)
+    ideal = taken = 0.0
+    for cost, (flops, kernel) in work.items():
+        peak = peaks.get(precision_of(kernel).partition("-")[0])
+        samples = time_ms.get(cost)
+        if peak is None or not samples:
+            return None
+        ideal += flops / peak / 1e9
+        taken += float(np.median(samples))
+    return ideal / taken if taken else None
