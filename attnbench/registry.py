@@ -30,7 +30,7 @@ class Registry:
         self._forwards: dict[str, ForwardKernel] = {}
         self._backwards: dict[str, BackwardKernel] = {}
         self._availability: dict[str, Availability] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a check may ask for another backend
         self._names: set[str] = set()
         for backend in backends:
             if backend.name in self.backends:

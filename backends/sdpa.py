@@ -25,6 +25,7 @@ __all__ = [
 
 DECLARED_ERROR = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 0.01, "fp16": 0.002}
 MAX_SCORES = 2**31  # elements of a matrix with one entry a (query, key) pair: 4 GiB of bf16, 8 GiB of fp32
+_LARGEST_KEPT = 2**24  # elements of a mask that stays for the next call; a larger one is memory that others want
 _MAX_GRID = 65535  # CUDA's limit for the grid dimensions that batch and heads are spread over
 
 
@@ -64,11 +65,16 @@ def aligned(x: Tensor, vector: int = 16) -> Tensor:
     return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
-@lru_cache(maxsize=4)
 def dense_mask(mask: Mask, seqlen_q: int, seqlen_kv: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """What is added to the scores: (Sq, Skv), 0 where a key is seen and minus infinity where not; None for no mask."""
     if mask.kind == "none":
         return None
+    make = _kept_mask if seqlen_q * seqlen_kv <= _LARGEST_KEPT else _kept_mask.__wrapped__
+    return make(mask, seqlen_q, seqlen_kv, dtype, device)
+
+
+@lru_cache(maxsize=4)
+def _kept_mask(mask: Mask, seqlen_q: int, seqlen_kv: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     query = torch.arange(seqlen_q, device=device)[:, None] + mask.offset(seqlen_q, seqlen_kv)
     key = torch.arange(seqlen_kv, device=device)[None, :]
     hidden = torch.zeros(seqlen_q, seqlen_kv, dtype=torch.bool, device=device)
