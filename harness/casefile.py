@@ -33,7 +33,7 @@ from attnbench.mask import Mask
 from attnbench.spec import AttentionSpec
 
 from .cases import Case, tensor_dtype
-from .inputs import FAMILIES
+from .inputs import DEFAULT_FAMILIES
 
 __all__ = ["read_cases"]
 
@@ -131,7 +131,7 @@ class _Reader:
             options[name] = [self._value(name, node) for node in nodes]
         if missing := [name for name in _REQUIRED if name not in options]:
             raise self._fault(entry, f"expected {', '.join(missing)} in this entry")
-        families = tuple(options.pop("families", FAMILIES))
+        families = tuple(options.pop("families", DEFAULT_FAMILIES))
         several = any(len(values) > 1 for values in options.values())
         for chosen in itertools.product(*options.values()):
             facts = dict(zip(options, chosen, strict=True))

@@ -8,7 +8,7 @@ from attnbench.errors import InputError
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 
-from .inputs import FAMILIES
+from .inputs import DEFAULT_FAMILIES, FAMILIES
 
 __all__ = ["SWEEP_DTYPES", "Case", "admits", "tensor_dtype"]
 
@@ -26,7 +26,7 @@ class Case:
 
     name: str
     spec: AttentionSpec
-    families: tuple[str, ...] = FAMILIES
+    families: tuple[str, ...] = DEFAULT_FAMILIES
 
     def __post_init__(self) -> None:
         if not 0 < len(self.name) <= LONGEST_NAME or not self.name.isprintable():

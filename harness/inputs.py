@@ -1,8 +1,13 @@
-"""The tensors that kernels are measured on: named families of random inputs, drawn afresh for every case."""
+"""The tensors that kernels are measured on: named families of random inputs, drawn afresh for every case.
+
+What a family is, why it exists and where that is known from stands at the function that draws it.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,14 +18,23 @@ from attnbench.dtypes import TO_TORCH
 from attnbench.errors import InputError
 from attnbench.spec import AttentionSpec
 
-__all__ = ["FAMILIES", "Inputs", "draw"]
+__all__ = ["DEFAULT_FAMILIES", "FAMILIES", "Inputs", "draw"]
 
-FAMILIES = ("normal", "outlier")
 _OUTLIERS = 0.001  # the share of elements that get a second, ten times larger term: N(0, 100) has deviation 10
 _OUTLIER_DEVIATION = 10.0
+_CHANNELS_PER_OUTLIER = 64
+_CHANNEL_OFFSETS = (10.0, 20.0)
+_VALUE_MEAN = 0.5
+_SINK_ODDS = 3.0  # the sink's weight over that of all other keys together: 3 / (3 + 1) of a row's attention
+# Of the deviation that the mean of seqlen_kv normal values has: small enough for the other keys to make the output.
+_SINK_VALUE = 0.25
+_PEAKY_QUERIES = 3.0
 # torch draws about 100 M normal numbers a second on one CPU core and a hundred times that on
 # a GPU.  Up to here (a tenth of a second) every machine sees the same numbers.
 _SAME_EVERYWHERE = 2**24
+
+_Shapes = dict[str, tuple[int, ...]]
+_Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -41,31 +55,144 @@ class Inputs:
 def draw(spec: AttentionSpec, family: str, device: torch.device) -> Inputs:
     """The inputs of a family, contiguous, in the spec's dtype on ``device``; the same on every call.
 
-    ``normal`` is N(0, 1).  ``outlier`` is N(0, 1) + N(0, 100) · Bernoulli(0.001), which hurts
-    scales that many elements share (FlashAttention-3, section 4.3).  Both hold for all
-    four tensors.  Drawn by torch's CPU generator up to 2**24 elements in all, by the
-    device's own beyond that.  Raises InputError on an unknown family.
+    Drawn by torch's CPU generator up to 2**24 elements in all, by the device's own beyond
+    that.  Raises InputError on an unknown family, and where the spec leaves no room for what
+    the family is made of.
     """
-    if family not in FAMILIES:
+    if family not in _DRAWN:
         raise InputError(f"input families are {', '.join(FAMILIES)}, not {family!r}")
     queries = (spec.batch, spec.heads, spec.seqlen_q)
     keys = (spec.batch, spec.kv_heads, spec.seqlen_kv)
-    shapes = [(*queries, spec.head_dim), (*keys, spec.head_dim), (*keys, spec.head_dim_v)]
+    shapes: _Shapes = {"q": (*queries, spec.head_dim), "k": (*keys, spec.head_dim), "v": (*keys, spec.head_dim_v)}
     if spec.training:
-        shapes.append((*queries, spec.head_dim_v))
-    small = sum(torch.Size(shape).numel() for shape in shapes) <= _SAME_EVERYWHERE
+        shapes["grad_out"] = (*queries, spec.head_dim_v)
+    small = sum(torch.Size(shape).numel() for shape in shapes.values()) <= _SAME_EVERYWHERE
     source = torch.device("cpu") if small else device
     seed = int.from_bytes(hashlib.sha256(f"{family} {spec}".encode()).digest()[:8], "big") >> 1
-    generator = torch.Generator(source).manual_seed(seed)
-    tensors = [_values(shape, family, generator).to(TO_TORCH[spec.dtype]).to(device) for shape in shapes]
-    q, k, v = tensors[:3]
-    return Inputs(q, k, v, tensors[3] if spec.training else None, "cuda" if source.type == "cuda" else "cpu")
+    drawn = _DRAWN[family](spec, shapes, torch.Generator(source).manual_seed(seed))
+    x = {name: values.to(TO_TORCH[spec.dtype]).to(device) for name, values in drawn.items()}
+    return Inputs(x["q"], x["k"], x["v"], x.get("grad_out"), "cuda" if source.type == "cuda" else "cpu")
 
 
-def _values(shape: tuple[int, ...], family: str, generator: torch.Generator) -> Tensor:
-    values = torch.randn(shape, generator=generator, device=generator.device)
-    if family == "outlier":
+def _normal(spec: AttentionSpec, shapes: _Shapes, generator: torch.Generator) -> _Tensors:
+    """All N(0, 1): the easiest input there is, and the one that published errors are quoted on."""
+    return {name: _randn(shape, generator) for name, shape in shapes.items()}
+
+
+def _outlier(spec: AttentionSpec, shapes: _Shapes, generator: torch.Generator) -> _Tensors:
+    """All N(0, 1) + N(0, 100) · Bernoulli(0.001): a few large elements anywhere hurt scales that many others share.
+
+    FlashAttention-3 (arXiv 2407.08608), section 4.3.
+    """
+
+    def values(shape: tuple[int, ...]) -> Tensor:
+        base = _randn(shape, generator)
         chosen = torch.rand(shape, generator=generator, device=generator.device) < _OUTLIERS
-        second = torch.randn(shape, generator=generator, device=generator.device)
-        values += second.mul_(_OUTLIER_DEVIATION).mul_(chosen)
-    return values
+        return base.add_(_randn(shape, generator).mul_(_OUTLIER_DEVIATION).mul_(chosen))
+
+    return {name: values(shape) for name, shape in shapes.items()}
+
+
+def _outlier_channel(spec: AttentionSpec, shapes: _Shapes, generator: torch.Generator) -> _Tensors:
+    """N(0, 1), and on one channel in 64 (one at least) of Q and K an offset of ±10 to ±20 that all tokens share.
+
+    As in transformers, whose keys and queries are large in the same few channels of a head,
+    token after token, while V is not: one rounding error there outweighs all other channels.
+    Large channels vary little from token to token (SmoothQuant, arXiv 2211.10438, section 3); K has them
+    and V has none (KIVI, arXiv 2402.02750, section 3); Q has them too (arXiv 2502.01563).
+    A channel's place is that of its key head, for all query heads that read it and the whole batch;
+    sizes and signs are each head's own.
+    """
+    drawn = _normal(spec, shapes, generator)
+    count = max(1, spec.head_dim // _CHANNELS_PER_OUTLIER)
+    places = _rand((spec.kv_heads, spec.head_dim), generator).argsort(dim=-1)[:, :count]
+    low, high = _CHANNEL_OFFSETS
+    for name, heads in (("q", spec.heads), ("k", spec.kv_heads)):
+        sizes = low + (high - low) * _rand((heads, count), generator)
+        signs = (_rand((heads, count), generator) < 0.5).float() * 2 - 1
+        own = places.repeat_interleave(heads // spec.kv_heads, dim=0)
+        offsets = torch.zeros(heads, spec.head_dim, device=generator.device).scatter_(1, own, sizes * signs)
+        drawn[name] += offsets[:, None]
+    return drawn
+
+
+def _biased_v(spec: AttentionSpec, shapes: _Shapes, generator: torch.Generator) -> _Tensors:
+    """N(0, 1), V with the mean 0.5: sums of P·V that grow with the keys, from which a short accumulator drifts away.
+
+    On an H200 the error of FlashAttention-3's FP8 kernel is 0.32 at 64k keys and 0.46 at
+    128k of such V; promoting the accumulator into fp32 removes it.
+    """
+    drawn = _normal(spec, shapes, generator)
+    drawn["v"] += _VALUE_MEAN
+    return drawn
+
+
+def _sink(spec: AttentionSpec, shapes: _Shapes, generator: torch.Generator) -> _Tensors:
+    """N(0, 1), but most attention goes to the first key, whose value is small: the other keys' small P make the output.
+
+    As in language models (StreamingLLM, arXiv 2309.17453), whose first key lies in the queries'
+    direction and whose first value is close to 0 (arXiv 2410.10781).  FP8 kernels scale
+    P to the row's maximum, the sink, and the rest must not vanish below the smallest number.
+
+    Every query of a key head's group is moved by √D along one direction, and the first key is
+    that direction's multiple whose mean score (before softcap, other scores having mean 0) gives it three
+    times the weight of all other keys together: about 3/4 of the attention of a query that
+    sees all seqlen_kv keys, more where it sees fewer, none where the mask hides the first key.
+    That score is 9 nats for 1024 keys and 14 for 128k at the usual scale.
+    Raises InputError where the scale is too small for any key to reach it.
+    """
+    drawn = _normal(spec, shapes, generator)
+    direction = _randn((spec.kv_heads, 1, spec.head_dim), generator)
+    direction /= torch.linalg.vector_norm(direction, dim=-1, keepdim=True)
+    shift = math.sqrt(spec.head_dim)
+    # Scores of the other keys are normal around 0: D products of N(0, 1), and the shift along the keys.
+    deviation = abs(spec.scale) * math.hypot(shift, shift)
+    score = math.log(_SINK_ODDS) + _log_sum_exp(spec.seqlen_kv, deviation)
+    length = score / (spec.scale * shift) if spec.scale else math.inf
+    if abs(length) > torch.finfo(TO_TORCH[spec.dtype]).max:
+        raise InputError(f"no key of {spec.dtype} can be a sink where the scale is {spec.scale!r}")
+    drawn["q"] += shift * direction.repeat_interleave(spec.group, dim=0)
+    drawn["k"][:, :, :1] = length * direction
+    drawn["v"][:, :, 0] *= _SINK_VALUE / math.sqrt(spec.seqlen_kv)
+    return drawn
+
+
+def _log_sum_exp(count: int, deviation: float) -> float:
+    """What the log of the sum of exp over ``count`` normal numbers of mean 0 tends to.
+
+    Beyond a deviation of √(2 ln count) the largest number alone makes the sum: the random
+    energy model (B. Derrida, Physical Review B 24, 2613, 1981).
+    """
+    critical = math.sqrt(2 * math.log(count))
+    return (critical**2 + deviation**2) / 2 if deviation < critical else critical * deviation
+
+
+def _peaky(spec: AttentionSpec, shapes: _Shapes, generator: torch.Generator) -> _Tensors:
+    """N(0, 1), Q three times as large: rows with few keys, where an error of a score is one of the output.
+
+    At the usual scale the scores have a deviation of 3 nats.  S = QKᵀ is exponentiated, so its
+    error, which grows with S in a floating-point format, is FP8 attention's largest.
+    """
+    drawn = _normal(spec, shapes, generator)
+    drawn["q"] *= _PEAKY_QUERIES
+    return drawn
+
+
+def _randn(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, device=generator.device)
+
+
+def _rand(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.rand(shape, generator=generator, device=generator.device)
+
+
+_DRAWN: dict[str, Callable[[AttentionSpec, _Shapes, torch.Generator], _Tensors]] = {
+    "normal": _normal,
+    "outlier": _outlier,
+    "outlier-channel": _outlier_channel,
+    "biased-v": _biased_v,
+    "sink": _sink,
+    "peaky": _peaky,
+}
+FAMILIES = tuple(_DRAWN)
+DEFAULT_FAMILIES = ("normal", "outlier")  # what a case's errors are taken on unless it asks for others

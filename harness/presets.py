@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from attnbench.errors import InputError
 from attnbench.mask import Mask
 from attnbench.spec import AttentionSpec, Direction
 
 from .cases import Case, tensor_dtype
+from .inputs import DEFAULT_FAMILIES
 
-__all__ = ["PRESETS", "preset_cases"]
+__all__ = ["PRESETS", "Preset", "preset_cases"]
 
 _NO_MASK = Mask()
 _CAUSAL = Mask(right=0)
@@ -28,9 +30,9 @@ def preset_cases(name: str, dtype: str, device_type: str) -> list[Case]:
     if name not in PRESETS:
         raise InputError(f"presets are {', '.join(PRESETS)}, not {name!r}")
     tensors = tensor_dtype(dtype)
-    on_gpu, on_cpu = PRESETS[name]
-    specs = (on_gpu if device_type == "cuda" else on_cpu)()
-    return [Case(str(spec), spec) for spec in (each.replace(dtype=tensors) for each in specs)]
+    preset = PRESETS[name]
+    specs = (preset.on_gpu if device_type == "cuda" else preset.on_cpu)()
+    return [Case(str(spec), spec, preset.families) for spec in (each.replace(dtype=tensors) for each in specs)]
 
 
 def _full(
@@ -155,10 +157,18 @@ def _long_cpu() -> Iterator[AttentionSpec]:
             yield _appended(head_dim, 64, keys, heads=2, kv_heads=1)
 
 
-_Specs = Callable[[], Iterator[AttentionSpec]]
-PRESETS: dict[str, tuple[_Specs, _Specs]] = {
-    "quick": (_quick_gpu, _quick_cpu),
-    "inference": (_inference_gpu, lambda: _broad_cpu("forward")),
-    "training": (lambda: _broad("training"), lambda: _broad_cpu("training")),
-    "long": (_long_gpu, _long_cpu),
+class Preset(NamedTuple):
+    """What a name stands for: the specs on either type of device, and the families that errors are taken on."""
+
+    on_gpu: Callable[[], Iterator[AttentionSpec]]
+    on_cpu: Callable[[], Iterator[AttentionSpec]]
+    families: tuple[str, ...] = DEFAULT_FAMILIES
+
+
+PRESETS = {
+    "quick": Preset(_quick_gpu, _quick_cpu),
+    "inference": Preset(_inference_gpu, lambda: _broad_cpu("forward")),
+    "training": Preset(lambda: _broad("training"), lambda: _broad_cpu("training")),
+    # Only V with a mean shows a short accumulator, whose error is small until the keys are many.
+    "long": Preset(_long_gpu, _long_cpu, (*DEFAULT_FAMILIES, "biased-v")),
 }

@@ -57,9 +57,9 @@ def sentences(rows: Sequence[Measurement]) -> list[str]:
         said.append("No plan stayed within its bound.")
     narrow = [row for row in rows if row.measured and row.plan.fp8]
     if narrow:
-        family = list(narrow[0].error)[-1]
-        best = min(narrow, key=lambda row: worst_errors(row)[family])
-        said.append(f"Most accurate in FP8 on {family} inputs: {best.plan}, {_error(worst_errors(best)[family])}.")
+        best = min(narrow, key=lambda row: max(worst_errors(row).values()))
+        worst, family = max((error, family) for family, error in worst_errors(best).items())
+        said.append(f"Most accurate in FP8: {best.plan}, at worst {_error(worst)} ({family} inputs).")
     if beyond := [row for row in rows if row.status == "inaccurate"]:
         listed = ", ".join(f"{row.plan} ({_error(_worst(row))} > {row.bound:g})" for row in beyond)
         said.append(f"Out of bounds: {listed}.")

@@ -54,6 +54,14 @@ def test_long_reaches_from_32k_to_128k_keys():
     assert min(lengths) >= 32768
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_long_also_looks_at_v_with_a_mean_and_the_rest_at_what_a_case_does(device):
+    for name in PRESETS:
+        families = {case.families for case in preset_cases(name, "fp8", device)}
+        assert families == {("normal", "outlier", "biased-v") if name == "long" else Case("a", SPEC).families}
+    assert Case("a", SPEC).families == ("normal", "outlier")
+
+
 def test_no_such_preset_or_dtype():
     with pytest.raises(InputError, match="quick, inference, training, long"):
         preset_cases("fast", "fp8", "cpu")

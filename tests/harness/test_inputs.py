@@ -3,8 +3,12 @@
 import pytest
 import torch
 
+from attnbench.dtypes import TO_TORCH
 from attnbench.errors import InputError
+from attnbench.harness.accuracy import Truth
 from attnbench.harness.inputs import FAMILIES, draw
+from attnbench.mask import Mask
+from attnbench.registry import registry
 from attnbench.spec import AttentionSpec
 
 CPU = torch.device("cpu")
@@ -48,7 +52,202 @@ def test_outliers_are_one_in_a_thousand_with_ten_times_the_deviation():
     assert x[x.abs() > 6].abs().max() > 20
 
 
-def test_families_differ_and_unknown_ones_are_said():
-    assert not torch.equal(draw(SPEC, "normal", CPU).v, draw(SPEC, "outlier", CPU).v)
-    with pytest.raises(InputError, match="normal, outlier"):
+def probabilities(spec, inputs):
+    """The attention of every query, unmasked, (B, H, Sq, Skv) in FP64."""
+    q, k = inputs.q.double(), inputs.k.double().repeat_interleave(spec.group, dim=1)
+    return (q @ k.transpose(-1, -2) * spec.scale).softmax(-1)
+
+
+def fp8_errors(spec, family, *precisions):
+    """The error of the output by each emulated FP8 kernel."""
+    inputs = draw(spec, family, CPU)
+    truth = Truth.of(spec, inputs, registry())
+    kernels = [registry().forward(f"emulated:{precision}") for precision in precisions]
+    return [
+        truth.errors({"out": kernel.run(kernel.prepare(inputs.q, inputs.k, inputs.v, spec)).out})["out"]
+        for kernel in kernels
+    ]
+
+
+def kurtosis(x):
+    return ((x - x.mean()) ** 4).mean().item() / x.var().item() ** 2
+
+
+UNTOUCHED = {
+    "outlier-channel": ("v", "grad_out"),
+    "biased-v": ("q", "k", "grad_out"),
+    "sink": ("grad_out",),
+    "peaky": ("k", "v", "grad_out"),
+}
+
+
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in UNTOUCHED.items() for name in names])
+def test_what_a_family_is_not_about_is_standard_normal(family, name):
+    x = getattr(draw(SPEC, family, CPU), name)
+    assert x.std().item() == pytest.approx(1, abs=0.01)
+    assert x.mean().item() == pytest.approx(0, abs=0.01)
+    assert kurtosis(x) == pytest.approx(3, abs=0.1)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 192])
+def test_outlier_channels_are_the_same_for_all_tokens_and_for_a_key_head_and_its_queries(head_dim):
+    spec = SPEC.replace(heads=8, head_dim=head_dim)
+    inputs = draw(spec, "outlier-channel", CPU)
+    means = {"q": inputs.q.mean(dim=2), "k": inputs.k.mean(dim=2)}
+    large = {name: mean.abs() > 5 for name, mean in means.items()}
+    for name, x in (("q", inputs.q), ("k", inputs.k)):
+        assert (large[name].sum(-1) == max(1, head_dim // 64)).all()
+        sizes = means[name][large[name]].abs()
+        assert 9.5 < sizes.min() < sizes.max() < 20.5
+        assert means[name][~large[name]].abs().max() < 0.2
+        # No token is spared: what is left without the channel's offset is N(0, 1) everywhere.
+        assert x.std(dim=2).sub(1).abs().max() < 0.15
+    assert torch.equal(large["k"].repeat_interleave(spec.group, dim=1), large["q"])
+    assert torch.equal(large["k"][0], large["k"][1])
+    assert not torch.equal(large["k"][0, 0], large["k"][0, 1])
+
+
+def test_outlier_channels_hurt_a_scale_a_head_and_rotation_or_smoothing_helps():
+    spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=512, head_dim=128, mask=Mask(right=0))
+    head, hadamard, smooth = fp8_errors(spec, "outlier-channel", "fp8", "fp8-hadamard", "fp8-smooth")
+    assert head > 4 * fp8_errors(spec, "normal", "fp8")[0]
+    assert hadamard < head / 2
+    assert smooth < head / 2
+
+
+def test_biased_v_has_a_mean_of_a_half():
+    v = draw(SPEC, "biased-v", CPU).v
+    assert v.mean().item() == pytest.approx(0.5, abs=0.01)
+    assert v.std().item() == pytest.approx(1, abs=0.01)
+
+
+def test_only_biased_v_shows_the_drift_of_a_short_accumulator_and_the_more_keys_the_more():
+    few = AttentionSpec.make(batch=1, heads=2, seqlen_q=32, seqlen_kv=1024, head_dim=64)
+    many = few.replace(seqlen_kv=16384)
+    precisions = ("fp8", "fp8-acc13", "fp8-acc13p512")
+    exact, short, promoted = fp8_errors(many, "biased-v", *precisions)
+    assert short > 10 * exact
+    assert promoted < 2 * exact
+    assert short > 5 * fp8_errors(few, "biased-v", "fp8-acc13")[0]
+    exact, short = fp8_errors(many, "normal", "fp8", "fp8-acc13")
+    assert short == pytest.approx(exact, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        AttentionSpec.make(batch=2, heads=4, kv_heads=2, seqlen_q=256, head_dim=128),
+        AttentionSpec.make(batch=1, heads=4, seqlen_q=64, seqlen_kv=8192, head_dim=64, dtype="fp16"),
+        AttentionSpec.make(batch=1, heads=4, seqlen_q=512, head_dim=256, dtype="fp32"),
+        AttentionSpec.make(batch=1, heads=4, kv_heads=1, seqlen_q=512, head_dim=64, scale=1.0),
+        AttentionSpec.make(batch=1, heads=4, seqlen_q=512, head_dim=64, scale=-0.01),
+    ],
+    ids=str,
+)
+def test_a_sink_holds_most_of_the_attention_and_little_of_the_output(spec):
+    inputs = draw(spec, "sink", CPU)
+    p = probabilities(spec, inputs)
+    assert 0.6 < p[..., 0].mean() < 0.95
+    v = inputs.v.double().repeat_interleave(spec.group, dim=1)
+    others = p[..., 1:] @ v[:, :, 1:]
+    assert others.norm() > 0.75 * (p @ v).norm()
+
+
+def test_a_sink_stands_nine_nats_above_the_scores_of_1024_keys():
+    inputs = draw(SPEC, "sink", CPU)
+    scores = inputs.q @ inputs.k.repeat_interleave(2, dim=1).transpose(-1, -2) * SPEC.scale
+    assert scores[..., 0].mean().item() == pytest.approx(9.03, abs=0.1)  # ln 3 + ln 1024 + 1
+    assert scores[..., 1:].mean().item() == pytest.approx(0, abs=0.1)
+    assert scores[..., 1:].std().item() == pytest.approx(2**0.5, abs=0.1)
+    # Other directions are left alone: nothing but the first key and value differs from the rest by size.
+    assert inputs.k[:, :, 1:].std().item() == pytest.approx(1, abs=0.01)
+    assert inputs.v[:, :, 1:].std().item() == pytest.approx(1, abs=0.01)
+    assert inputs.v[:, :, 0].std().item() == pytest.approx(0.25 / 32, rel=0.2)
+
+
+def test_a_sink_under_a_mask_is_seen_or_is_not():
+    """Earlier queries see fewer other keys and so attend more to the first; beyond a window there is none."""
+    spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=512, head_dim=128, mask=Mask(right=0))
+    for mask in (spec.mask, Mask(left=64, right=0)):
+        inputs = draw(spec.replace(mask=mask), "sink", CPU)
+        scores = inputs.q.double() @ inputs.k.double().transpose(-1, -2) * spec.scale
+        visible = torch.ones(512, 512, dtype=torch.bool).tril()
+        if mask.left is not None:
+            visible = visible.triu(-mask.left)
+        p = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        if mask.left is None:
+            assert p[:, :, 1:64, 0].mean() > p[:, :, -64:, 0].mean() + 0.1
+        else:
+            # What is left is ordinary attention: no key holds a quarter of a typical row.
+            assert p[:, :, 65:].amax(-1).median() < 0.25
+
+
+def test_a_sink_makes_small_probabilities_count_in_fp8():
+    spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=512, head_dim=128, mask=Mask(right=0))
+    assert fp8_errors(spec, "sink", "fp8")[0] > 1.2 * fp8_errors(spec, "normal", "fp8")[0]
+    # At 128k keys most P are below the smallest step of e4m3, 256 standing for the sink's.
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=16, seqlen_kv=131072, head_dim=32)
+    assert fp8_errors(spec, "sink", "fp8")[0] > 1.5 * fp8_errors(spec, "normal", "fp8")[0]
+
+
+@pytest.mark.parametrize(("scale", "dtype"), [(0.0, "fp32"), (1e-6, "fp16"), (-1e-6, "fp16")])
+def test_no_key_is_a_sink_where_the_scale_is_too_small(scale, dtype):
+    with pytest.raises(InputError, match=r"no key of .* can be a sink"):
+        draw(SPEC.replace(scale=scale, dtype=dtype), "sink", CPU)
+
+
+def test_peaky_rows_attend_to_few_keys():
+    inputs = draw(SPEC, "peaky", CPU)
+    assert inputs.q.std().item() == pytest.approx(3, abs=0.03)
+    keys = {}
+    for family in ("normal", "peaky"):
+        p = probabilities(SPEC, draw(SPEC, family, CPU))
+        # The exponential of the entropy: how many equal keys would spread the attention as far.
+        keys[family] = torch.special.entr(p).sum(-1).mean().exp().item()
+    assert keys["normal"] > 500
+    assert keys["peaky"] < 60
+
+
+def test_peaky_rows_make_errors_of_scores_errors_of_the_output():
+    spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=512, head_dim=128, mask=Mask(right=0))
+    assert fp8_errors(spec, "peaky", "fp8")[0] > 1.4 * fp8_errors(spec, "normal", "fp8")[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_fits_every_kind_of_spec(family):
+    for changes in (
+        {"seqlen_q": 1, "seqlen_kv": 1},
+        {"seqlen_q": 3, "seqlen_kv": 77, "head_dim": 1, "head_dim_v": 5},
+        {"kv_heads": 1, "mask": Mask(left=3, right=0), "softcap": 5.0},
+        {"dtype": "fp16", "direction": "forward"},
+        {"dtype": "fp64"},
+        {"dtype": "bf16", "seqlen_kv": 2048},
+    ):
+        spec = SPEC.replace(**changes)
+        inputs = draw(spec, family, CPU)
+        assert inputs.q.shape == (2, 4, spec.seqlen_q, spec.head_dim)
+        assert inputs.v.shape == (2, spec.kv_heads, spec.seqlen_kv, spec.head_dim_v)
+        tensors = [x for x in (inputs.q, inputs.k, inputs.v, inputs.grad_out) if x is not None]
+        assert len(tensors) == (4 if spec.training else 3)
+        assert all(x.isfinite().all() and x.is_contiguous() for x in tensors)
+        assert {x.dtype for x in tensors} == {TO_TORCH[spec.dtype]}
+
+
+@pytest.mark.parametrize(
+    ("family", "last"),
+    [("normal", [1.1624, -1.6149, -2.4094, -0.1153]), ("outlier", [-0.7892, 0.4429, 0.3603, 0.7173])],
+)
+def test_the_numbers_that_committed_results_were_drawn_with_stay(family, last):
+    inputs = draw(SPEC, family, CPU)
+    drawn = [x.flatten()[-1].item() for x in (inputs.q, inputs.k, inputs.v, inputs.grad_out)]
+    assert drawn == pytest.approx(last, abs=1e-4)
+
+
+def test_families_and_specs_have_their_own_numbers_and_unknown_ones_are_said():
+    drawn = [draw(SPEC, family, CPU) for family in FAMILIES]
+    drawn += [draw(SPEC.replace(scale=0.5), family, CPU) for family in FAMILIES]
+    for name in ("q", "k", "v", "grad_out"):
+        firsts = {getattr(inputs, name).flatten()[-1].item() for inputs in drawn}
+        assert len(firsts) == len(drawn) == 12
+    with pytest.raises(InputError, match="normal, outlier, outlier-channel, biased-v, sink, peaky"):
         draw(SPEC, "zeros", CPU)
