@@ -157,7 +157,7 @@ def test_ci_fails_when_the_tests_do(clone: Path) -> None:
 
 def test_the_readme_s_first_command_installs_with_the_tested_versions_and_sweeps() -> None:
     assert _command("attnbench sweep --dtype fp8").split(" && ") == [
-        "python3 -m venv .venv", ". .venv/bin/activate", "pip install -c constraints.txt .",
+        "python3 -m venv .venv", ". .venv/bin/activate", "pip install -c constraints.txt -e .",
         "attnbench sweep --dtype fp8",
     ]  # fmt: skip
 
