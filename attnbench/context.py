@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from .errors import InputError
 from .registry import registry
+from .spec import DTYPES
 
 __all__ = ["VARIABLE", "Wish", "current", "use_backend"]
 
@@ -54,6 +55,8 @@ def use_backend(backend: str = "auto", *, dtype: str | None = None, max_error: f
     """
     if backend != "auto":
         registry().check(backend)
+    if dtype not in (None, "fp8", *DTYPES):
+        raise InputError(f'dtype must be "fp8" (admit FP8 plans) or the name of the tensors\' own, not {dtype!r}')
     check_budget(max_error)
     outer = _context.get()
     wish = Wish(

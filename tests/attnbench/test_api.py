@@ -169,6 +169,23 @@ def test_argument_beats_context_beats_variable(monkeypatch):
         attention(q, k, v)
 
 
+@pytest.mark.parametrize("wish", [{"backend": "nobody"}, {"dtype": "fp4"}, {"max_error": -1.0}])
+def test_a_context_that_cannot_be_is_refused_as_it_opens(wish):
+    with pytest.raises((InputError, UnknownBackendError)), use_backend(**wish):
+        pytest.fail("the block must not run")
+
+
+@pytest.mark.parametrize("backend", ["reference:fp32", "sdpa-math:fp32", "emulated:fp8"])
+def test_autocast_does_not_narrow_a_kernel(backend):
+    q, k, v = (x.requires_grad_() for x in tensors(dtype=torch.float32))
+    answers = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            out = attention(q, k, v, is_causal=True, backend=backend)
+            answers.append([out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))])
+    assert all(torch.equal(one, two) for one, two in zip(*answers, strict=True))
+
+
 def test_a_context_holds_for_its_own_thread():
     q, k, v = tensors()
     plans = []

@@ -164,6 +164,11 @@ def test_availability_is_asked_once():
     assert len(asked) == 1
 
 
+def test_a_check_may_ask_for_another_backend():
+    known = fake_registry(family("a", "bf16"), Backend("b", "asks", lambda: known.availability("a"), ()))
+    assert known.availability("b").version == "1.0"
+
+
 def test_two_backends_of_one_name_and_foreign_kernels_are_errors():
     with pytest.raises(AttnbenchError, match="two installed packages"):
         fake_registry(family("a", "bf16"), family("a", "fp16"))
