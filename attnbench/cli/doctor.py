@@ -13,7 +13,9 @@ from typing import Literal
 
 import typer
 
+from ..environment import own_commit
 from ..errors import AttnbenchError
+from ..nvml import Nvml
 from .output import FormatOption, print_json, print_table
 
 __all__ = ["doctor"]
@@ -60,9 +62,10 @@ def doctor(format: FormatOption = "table") -> None:
 
 def _examine() -> tuple[list[Finding], list[str]]:
     """What was found, and the names of the backends that can compute something here."""
+    commit = own_commit()
     findings = [
         Finding("python", "ok", f"{platform.python_version()} ({sys.executable})"),
-        Finding("attnbench", "ok", version("attnbench")),
+        Finding("attnbench", "ok", version("attnbench") + (f", commit {commit}" if commit else "")),
     ]
     try:
         importlib.import_module("torch")
@@ -100,9 +103,10 @@ def _gpu_findings() -> list[Finding]:
     from ..environment import Environment
     from ..registry import Registry
 
-    driver, names = _driver()
+    with Nvml() as nvml:
+        driver, names = nvml.driver(), nvml.names()
     if driver is None:
-        return [Finding("NVIDIA driver", "note", "none that answers; the GPU backends need one")]
+        return [Finding("NVIDIA driver", "note", f"none that answers ({nvml.reason}); the GPU backends need one")]
     found = [Finding("NVIDIA driver", "ok", driver)]
     if not torch.cuda.is_available():
         fault = "torch is built for the CPU" if not torch.version.cuda else f"CUDA {torch.version.cuda} does not start"
@@ -110,26 +114,15 @@ def _gpu_findings() -> list[Finding]:
         return [*found, Finding("GPU", "missing", f"{', '.join(names)} cannot be used: {fault}", command)]
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
+        here = Environment.detect(torch.device("cuda", index), Registry(()))
         detail = f"{facts.name}, compute capability {facts.major}.{facts.minor}, {facts.total_memory / 2**30:.0f} GiB"
+        detail += f", up to {here.clock_mhz} MHz" if here.clock_mhz else ""
+        detail += f", power cap {here.power_cap_w} W" if here.power_cap_w else ""
         found.append(Finding(f"cuda:{index}", "ok", detail))
     cudnn = Environment.detect(find("auto"), Registry(())).cudnn
     reason = "torch was built without it, or cannot load it"
     found.append(Finding("cuDNN", "ok", cudnn) if cudnn else Finding("cuDNN", "missing", reason))
     return found
-
-
-def _driver() -> tuple[str | None, list[str]]:
-    """The driver's version and its GPUs' names, as NVML tells them; None where no driver answers."""
-    nvml = importlib.import_module("pynvml")
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return None, []
-    try:
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        return nvml.nvmlSystemGetDriverVersion(), [nvml.nvmlDeviceGetName(handle) for handle in handles]
-    finally:
-        nvml.nvmlShutdown()
 
 
 def _compiler() -> Finding:

@@ -1,0 +1,288 @@
+"""The watch over a GPU while it is measured: clocks, power, temperature, and what holds the clock down.
+
+Nothing that was measured under throttling is thrown away: it is a fact about the machine,
+and the record says it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from types import TracebackType
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from attnbench.errors import InputError
+from attnbench.nvml import Gpu, Nvml
+
+__all__ = ["Conditions", "Range", "Reading", "Throttle", "Watch", "readings_within"]
+
+Throttle = Literal[
+    "board limit",
+    "hardware slowdown",
+    "hardware thermal",
+    "power brake",
+    "power cap",
+    "reliability",
+    "sync boost",
+    "thermal",
+    "unknown",
+]
+
+# nvmlClocksEventReasons in nvml.h.  "hardware slowdown" stands beside the reason for it
+# ("hardware thermal", "power brake") where the board tells that one.
+_THROTTLES: dict[int, Throttle] = {
+    0x004: "power cap",
+    0x008: "hardware slowdown",
+    0x010: "sync boost",
+    0x020: "thermal",
+    0x040: "hardware thermal",
+    0x080: "power brake",
+    0x200: "board limit",
+    0x400: "reliability",
+}
+_IDLE = 0x001  # slow because nothing runs: no throttling
+_SETTINGS = 0x002 | 0x100  # applications clocks, display clocks: slow because somebody asked for it
+
+_MOST_READINGS = 30_000  # ten minutes at the usual period, a few MB
+_REACH = 10  # periods: how far from a span the nearest reading may lie and still speak for it
+_SETTLING = 8  # readings in which the clock must hold still
+_PATIENCE = 2.0  # seconds for a reading under way to end; a driver that hangs must not hang the harness
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What one GPU told at ``at`` (``time.perf_counter`` seconds); what it does not tell is None.
+
+    ``throttled`` names everything that holds the clock down but idleness and settings;
+    ``clock_set`` says whether a setting (applications or display clocks) does.
+    """
+
+    at: float
+    clock_mhz: int | None = None
+    memory_mhz: int | None = None
+    power_w: float | None = None
+    temperature_c: int | None = None
+    throttled: tuple[Throttle, ...] | None = None
+    clock_set: bool | None = None
+
+
+_Quantity = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+_Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class Range(BaseModel):
+    """Lowest, median and highest of one quantity over all readings that have it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    lowest: _Quantity
+    median: _Quantity
+    highest: _Quantity
+
+    @model_validator(mode="after")
+    def _is_in_order(self) -> Range:
+        if not self.lowest <= self.median <= self.highest:
+            raise ValueError("a range needs lowest <= median <= highest")
+        return self
+
+
+class Conditions(BaseModel):
+    """How the GPU was while something was measured, for the record; what was never told is None.
+
+    ``memory_mhz`` is the median, ``temperature_c`` the highest.  ``throttled`` maps each
+    reason that held the clock down to the share of readings in which it did (empty where
+    none did), ``clock_set`` is the share in which a setting did.  ``readings`` is how many there were.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    readings: Annotated[int, Field(ge=1, le=_MOST_READINGS)]
+    clock_mhz: Range | None = None
+    memory_mhz: _Quantity | None = None
+    power_w: Range | None = None
+    temperature_c: Annotated[float, Field(ge=-273, le=1000)] | None = None
+    throttled: dict[Throttle, _Share] | None = None
+    clock_set: Annotated[float, Field(ge=0, le=1)] | None = None
+
+    @classmethod
+    def of(cls, readings: Sequence[Reading]) -> Conditions:
+        """The readings, at least one, condensed."""
+        memory = [each.memory_mhz for each in readings if each.memory_mhz is not None]
+        degrees = [each.temperature_c for each in readings if each.temperature_c is not None]
+        held = [each.throttled for each in readings if each.throttled is not None]
+        settings = [each.clock_set for each in readings if each.clock_set is not None]
+        names = sorted({name for names in held for name in names})
+        return cls(
+            readings=len(readings),
+            clock_mhz=_range(each.clock_mhz for each in readings),
+            memory_mhz=median(memory) if memory else None,
+            power_w=_range(each.power_w for each in readings),
+            temperature_c=max(degrees, default=None),
+            throttled={name: sum(name in names for names in held) / len(held) for name in names} if held else None,
+            clock_set=sum(settings) / len(settings) if settings else None,
+        )
+
+    @property
+    def was_throttled(self) -> bool | None:
+        """Whether anything but a setting held the clock down in any reading; None where the GPU does not tell."""
+        return None if self.throttled is None else bool(self.throttled)
+
+
+class Watch:
+    """Reads one GPU every ``every`` seconds in a thread of its own for as long as the context is open.
+
+    ``uuid`` is the GPU's (``torch.cuda.get_device_properties(device).uuid`` as text): by
+    number, NVML and torch may mean different GPUs.  Without one (a CPU), without NVML, and
+    where the GPU tells nothing, everything works all the same, and ``note`` says why there
+    is nothing to see.  What was read stays until the context is opened again, the last
+    30,000 readings of it.
+    """
+
+    def __init__(self, uuid: str | None, every: float = 0.02) -> None:
+        if not every > 0:
+            raise InputError(f"a GPU is read every so many seconds, not every {every}")
+        self.every = every
+        self._uuid = uuid
+        self._readings: deque[Reading] = deque(maxlen=_MOST_READINGS)
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._gpu: Gpu | None = None
+        self._reason: str | None = None
+        self._clock_is_told = False
+
+    @property
+    def note(self) -> str | None:
+        """Why there are no readings, or what they lack and why; None where the GPU tells everything."""
+        if self._reason is not None or self._gpu is None:
+            return self._reason
+        silences = ", ".join(f"{fact} ({reason})" for fact, reason in dict(self._gpu.silences).items())
+        return f"the GPU did not always tell its {silences}"[:300] if silences else None
+
+    def between(self, *spans: tuple[float, float]) -> Conditions | None:
+        """The conditions during the spans, each (start, stop) in ``time.perf_counter`` seconds, taken together.
+
+        A span too short for a reading of its own is spoken for by the nearest one, no
+        farther than ten periods away.  None where nothing was read.  Raises InputError for
+        a span that ends before it starts.
+        """
+        with self._lock:
+            readings = list(self._readings)
+        found = readings_within(readings, spans, _REACH * self.every)
+        return Conditions.of(found) if found else None
+
+    def steady(self, since: float, tolerance: float = 0.01) -> bool:
+        """Whether the SM clock has settled since ``since`` (``time.perf_counter`` seconds, when work began).
+
+        It has when the medians of the older and the newer half of the last eight readings
+        are within ``tolerance`` of each other; a single outlier, which a GPU at its power
+        cap always shows, does not count.  True as well where no clock is told: then there
+        is nothing to wait for.
+        """
+        if not self._clock_is_told:
+            return True
+        with self._lock:
+            readings = list(self._readings)[-_SETTLING:]
+        clocks = [each.clock_mhz for each in readings if each.at >= since and each.clock_mhz is not None]
+        if len(clocks) < _SETTLING:
+            return False
+        older, newer = median(clocks[: _SETTLING // 2]), median(clocks[_SETTLING // 2 :])
+        return abs(newer - older) <= tolerance * newer
+
+    def __enter__(self) -> Watch:
+        self._readings.clear()
+        self._gpu, self._reason = None, None
+        if self._uuid is None:
+            self._reason = "there is no GPU to watch"
+            return self
+        nvml = Nvml()
+        self._gpu = nvml.gpu(self._uuid)
+        if self._gpu is None:
+            self._reason = nvml.reason
+            nvml.close()
+            return self
+        self._read(self._gpu)
+        self._ended = threading.Event()  # a new one: a thread that hung the last time must still find its own set
+        arguments = (nvml, self._gpu, self._ended)
+        self._thread = threading.Thread(target=self._go_on, args=arguments, name="clocks", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(_PATIENCE)
+            self._thread = None
+
+    def _go_on(self, nvml: Nvml, gpu: Gpu, ended: threading.Event) -> None:
+        try:
+            with nvml:
+                while not ended.wait(self.every):
+                    self._read(gpu)
+        finally:
+            self._clock_is_told = False
+
+    def _read(self, gpu: Gpu) -> None:
+        at = time.perf_counter()
+        clock, memory, power, degrees = gpu.clock_mhz(), gpu.memory_mhz(), gpu.power_w(), gpu.temperature_c()
+        reasons = gpu.clock_reasons()
+        self._clock_is_told = clock is not None
+        if clock is memory is power is degrees is reasons is None:
+            return  # not even one answer: gpu.silences knows why
+        throttled = None if reasons is None else _throttles(reasons)
+        clock_set = None if reasons is None else bool(reasons & _SETTINGS)
+        reading = Reading(at, clock, memory, power, degrees, throttled, clock_set)
+        with self._lock:
+            self._readings.append(reading)
+
+
+def readings_within(
+    readings: Sequence[Reading], spans: Iterable[tuple[float, float]], reach: float
+) -> Sequence[Reading]:
+    """The readings (in the order of time) inside any of the spans, each once.
+
+    For a span without one it is the nearest, if it lies within ``reach`` seconds of the
+    span.  Raises InputError for a span that ends before it starts.
+    """
+    chosen: set[int] = set()
+    for start, stop in spans:
+        if not start <= stop:
+            raise InputError(f"a span starts before it stops, not at {start} and {stop}")
+        first = bisect_left(readings, start, key=lambda each: each.at)
+        last = bisect_right(readings, stop, key=lambda each: each.at)
+        chosen.update(range(first, last))
+        if first == last:
+            away = {
+                index: _distance(readings[index], start, stop)
+                for index in (first - 1, first)
+                if 0 <= index < len(readings)
+            }
+            nearest = min(away, key=lambda index: away[index], default=None)
+            if nearest is not None and away[nearest] <= reach:
+                chosen.add(nearest)
+    return [readings[index] for index in sorted(chosen)]
+
+
+def _distance(reading: Reading, start: float, stop: float) -> float:
+    return max(start - reading.at, reading.at - stop)
+
+
+def _throttles(reasons: int) -> tuple[Throttle, ...]:
+    names = {name for bit, name in _THROTTLES.items() if reasons & bit}
+    if reasons & ~(sum(_THROTTLES) | _IDLE | _SETTINGS):
+        names.add("unknown")  # a driver newer than this list
+    return tuple(sorted(names))
+
+
+def _range(values: Iterable[float | None]) -> Range | None:
+    told = [value for value in values if value is not None]
+    return Range(lowest=min(told), median=median(told), highest=max(told)) if told else None

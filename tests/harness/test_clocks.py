@@ -1,0 +1,375 @@
+"""The watch reads the right GPU, condenses what it read, and is never in the way."""
+
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from itertools import chain, repeat
+
+import fake_nvml
+import pytest
+from fake_nvml import LOST, NOT_SUPPORTED, Board
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from attnbench.errors import InputError
+from attnbench.harness.clocks import Conditions, Range, Reading, Watch, readings_within
+
+ONE, TWO = "00000000-aaaa-bbbb-cccc-000000000001", "00000000-aaaa-bbbb-cccc-000000000002"
+QUICK = 0.001  # seconds between readings
+ALWAYS = (0.0, 1e12)  # any perf_counter there is
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.perf_counter() + 30
+    while not is_so():
+        assert time.perf_counter() < deadline, "waited in vain"
+        time.sleep(QUICK)
+
+
+def readings_of(watch: Watch) -> int:
+    found = watch.between(ALWAYS)
+    return found.readings if found else 0
+
+
+@pytest.mark.parametrize("uuid", [ONE, f"GPU-{ONE}"])
+def test_the_gpu_is_found_by_uuid_whatever_its_number(monkeypatch, uuid):
+    fake_nvml.install(monkeypatch, Board(f"GPU-{TWO}", clock=345), Board(f"GPU-{ONE}", clock=1830))
+    with Watch(uuid, QUICK) as watch:
+        wait_until(lambda: readings_of(watch) >= 3)
+        found = watch.between(ALWAYS)
+    assert found is not None
+    assert found.clock_mhz == Range(lowest=1830, median=1830, highest=1830)
+    assert found.power_w == Range(lowest=690.4, median=690.4, highest=690.4)
+    assert (found.memory_mhz, found.temperature_c) == (3201, 61)
+    assert (found.throttled, found.was_throttled, found.clock_set) == ({}, False, 0)
+    assert watch.note is None
+
+
+@pytest.mark.parametrize(
+    ("bits", "names", "clock_set"),
+    [
+        (0x001, [], False),
+        (0x002, [], True),
+        (0x100, [], True),
+        (0x004, ["power cap"], False),
+        (0x008, ["hardware slowdown"], False),
+        (0x010, ["sync boost"], False),
+        (0x020, ["thermal"], False),
+        (0x040, ["hardware thermal"], False),
+        (0x080, ["power brake"], False),
+        (0x200, ["board limit"], False),
+        (0x400, ["reliability"], False),
+        (0x8000, ["unknown"], False),
+        (0x08E, ["hardware slowdown", "power brake", "power cap"], True),
+    ],
+)
+def test_what_holds_the_clock_down_has_a_name(monkeypatch, bits, names, clock_set):
+    fake_nvml.install(monkeypatch, Board(f"GPU-{ONE}", reasons=bits))
+    with Watch(ONE, QUICK) as watch:
+        found = watch.between(ALWAYS)
+    assert found is not None
+    assert found.throttled is not None
+    assert list(found.throttled) == names
+    assert set(found.throttled.values()) <= {1.0}
+    assert found.was_throttled == bool(names)
+    assert found.clock_set == clock_set
+
+
+@pytest.mark.parametrize(
+    ("query", "fact", "said"),
+    [
+        ("clock", "clock_mhz", "clock"),
+        ("memory", "memory_mhz", "memory clock"),
+        ("milliwatts", "power_w", "power"),
+        ("degrees", "temperature_c", "temperature"),
+        ("reasons", "throttled", "clock reasons"),
+    ],
+)
+def test_one_query_that_fails_costs_its_own_value_and_says_so(monkeypatch, query, fact, said):
+    fake_nvml.install(monkeypatch, Board(f"GPU-{ONE}", failing={query: NOT_SUPPORTED}))
+    with Watch(ONE, QUICK) as watch:
+        wait_until(lambda: readings_of(watch) >= 2)
+        found = watch.between(ALWAYS)
+    assert found is not None
+    lacking = {name for name, value in found.model_dump().items() if value is None}
+    assert lacking == ({"throttled", "clock_set"} if fact == "throttled" else {fact})
+    assert found.was_throttled is (None if fact == "throttled" else False)
+    assert f"{said} ({NOT_SUPPORTED})" in (watch.note or "")
+
+
+def test_a_function_that_the_library_no_longer_has_is_a_silence(monkeypatch):
+    fake_nvml.install(monkeypatch, Board(f"GPU-{ONE}"))
+    monkeypatch.delattr("pynvml.nvmlDeviceGetTemperature")
+    with Watch(ONE, QUICK) as watch:
+        found = watch.between(ALWAYS)
+    assert found is not None
+    assert found.temperature_c is None
+    assert found.clock_mhz is not None
+    assert "nvmlDeviceGetTemperature" in (watch.note or "")
+
+
+def test_a_gpu_that_is_lost_in_mid_run_ends_the_readings_and_nothing_else(monkeypatch):
+    board = Board(f"GPU-{ONE}")
+    fake_nvml.install(monkeypatch, board)
+    with Watch(ONE, QUICK) as watch:
+        wait_until(lambda: readings_of(watch) >= 3)
+        board.failing = dict.fromkeys(["clock", "memory", "milliwatts", "degrees", "reasons"], LOST)
+        wait_until(lambda: watch.note is not None and "clock reasons" in watch.note)
+        lost = time.perf_counter()
+        wait_until(lambda: watch.steady(lost))  # there is nothing to wait for any more
+        before = readings_of(watch)
+        time.sleep(20 * QUICK)
+        assert readings_of(watch) == before
+        assert watch.between((lost + 1, lost + 2)) is None
+        assert LOST in (watch.note or "")
+
+
+def test_a_mig_instance_without_clocks_is_a_reason(monkeypatch):
+    silent = dict.fromkeys(["clock", "memory", "milliwatts", "degrees", "reasons"], NOT_SUPPORTED)
+    fake_nvml.install(monkeypatch, Board(f"MIG-{ONE}", failing=silent))
+    with Watch(ONE, QUICK) as watch:
+        assert watch.between(ALWAYS) is None
+        assert watch.steady(0.0)
+        assert f"clock ({NOT_SUPPORTED})" in (watch.note or "")
+
+
+@pytest.mark.parametrize(
+    ("uuid", "prepare", "said"),
+    [
+        (None, lambda patch: fake_nvml.install(patch, Board(f"GPU-{ONE}")), "no GPU to watch"),
+        (ONE, lambda patch: patch.setitem(sys.modules, "pynvml", None), "nvidia-ml-py"),
+        (ONE, lambda patch: fake_nvml.install(patch, start="Driver Not Loaded"), "Driver Not Loaded"),
+        (ONE, lambda patch: fake_nvml.install(patch, Board(f"GPU-{TWO}")), "Not Found"),
+    ],
+)
+def test_without_a_gpu_to_read_everything_works_and_the_note_says_why(monkeypatch, uuid, prepare, said):
+    prepare(monkeypatch)
+    before = threading.active_count()
+    with Watch(uuid, QUICK) as watch:
+        assert watch.between(ALWAYS) is None
+        assert watch.steady(time.perf_counter())
+        assert said in (watch.note or "")
+        assert ONE not in (watch.note or "")
+        assert threading.active_count() == before
+
+
+def test_a_gpu_that_is_not_there_leaves_no_session_open(monkeypatch):
+    fake = fake_nvml.install(monkeypatch, Board(f"GPU-{TWO}"))
+    with Watch(ONE, QUICK):
+        assert fake.sessions == 0
+
+
+def test_the_real_library_is_no_crash_whatever_this_machine_has():
+    with Watch("no-such-gpu", QUICK) as watch:
+        assert watch.between(ALWAYS) is None
+        assert watch.note
+
+
+def test_the_thread_and_the_session_end_with_the_context(monkeypatch):
+    fake = fake_nvml.install(monkeypatch, Board(f"GPU-{ONE}"))
+    watch = Watch(ONE, QUICK)
+    for _ in range(2):
+        with watch:
+            assert fake.sessions == 1
+            wait_until(lambda: readings_of(watch) >= 3)
+        asking = fake.threads - {threading.main_thread()}
+        assert asking
+        assert not any(thread.is_alive() for thread in asking)
+        assert all(thread.daemon for thread in asking)
+        assert fake.sessions == 0
+        assert readings_of(watch) >= 3  # what was read can still be asked for
+
+
+def test_an_error_inside_the_context_comes_out_and_ends_the_thread(monkeypatch):
+    fake = fake_nvml.install(monkeypatch, Board(f"GPU-{ONE}"))
+    with pytest.raises(KeyError), Watch(ONE, QUICK):
+        raise KeyError
+    assert fake.sessions == 0
+
+
+def test_a_driver_that_hangs_does_not_hang_the_harness(monkeypatch):
+    hangs, released = threading.Event(), threading.Event()
+
+    def clock() -> int:
+        if threading.current_thread() is not threading.main_thread():
+            hangs.set()
+            released.wait(10)
+        return 1980
+
+    fake = fake_nvml.install(monkeypatch, Board(f"GPU-{ONE}", clock=clock))
+    monkeypatch.setattr("attnbench.harness.clocks._PATIENCE", 0.01)
+    with Watch(ONE, QUICK):
+        assert hangs.wait(30)
+    (hanging,) = fake.threads - {threading.main_thread()}
+    assert hanging.is_alive()
+    released.set()
+    hanging.join()
+    assert fake.sessions == 0
+
+
+def test_a_period_must_be_one():
+    for every in (0.0, -1.0, float("nan")):
+        with pytest.raises(InputError):
+            Watch(ONE, every)
+
+
+def test_the_clock_is_steady_once_it_holds_still(monkeypatch):
+    climbing = range(300, 1980, 120)
+    clocks = chain(climbing, repeat(1980))
+    fake_nvml.install(monkeypatch, Board(f"GPU-{ONE}", clock=lambda: next(clocks)))
+    begin = time.perf_counter()
+    with Watch(ONE, QUICK) as watch:
+        assert not watch.steady(begin)
+        wait_until(lambda: watch.steady(begin))
+        assert readings_of(watch) >= len(climbing)
+        assert not watch.steady(time.perf_counter() + 1)  # nothing was read since
+
+
+@pytest.mark.parametrize(
+    ("clocks", "tolerance", "is_steady"),
+    [
+        ([1900] * 4 + [1980] * 4, 0.03, False),
+        ([1900] * 4 + [1980] * 4, 0.05, True),
+        ([1980] * 4 + [1900] * 4, 0.03, False),
+        ([1980, 1980, 1200, 1980, 1980, 1980, 1980, 1350], 0.01, True),
+        ([1980] * 7, 0.01, False),
+    ],
+)
+def test_steady_means_medians_within_the_tolerance(monkeypatch, clocks, tolerance, is_steady):
+    left, asked_beyond, stopped = iter(clocks), threading.Event(), threading.Event()
+
+    def clock() -> int:
+        if (value := next(left, None)) is None:
+            asked_beyond.set()
+            stopped.wait()
+        return value or 0
+
+    fake_nvml.install(monkeypatch, Board(f"GPU-{ONE}", clock=clock))
+    with Watch(ONE, QUICK) as watch:
+        assert asked_beyond.wait(30)
+        assert watch.steady(0.0, tolerance) == is_steady
+        stopped.set()
+
+
+def test_memory_is_bounded_and_the_newest_stays(monkeypatch):
+    monkeypatch.setattr("attnbench.harness.clocks._MOST_READINGS", 5)
+    counted = iter(range(1, 10**6))
+    fake_nvml.install(monkeypatch, Board(f"GPU-{ONE}", clock=lambda: next(counted)))
+    with Watch(ONE, QUICK) as watch:
+        wait_until(lambda: next(counted) > 50)
+    found = watch.between(ALWAYS)
+    assert found is not None
+    assert found.readings == 5
+    assert found.clock_mhz is not None
+    assert found.clock_mhz.lowest > 20
+
+
+# What is read at whole seconds, spans anywhere.
+moments = st.floats(-5, 25) | st.integers(-5, 25).map(float)
+spans = st.lists(st.tuples(moments, moments).map(lambda span: (min(span), max(span))), max_size=5)
+
+
+@given(st.integers(0, 20), spans)
+def test_a_span_has_its_own_readings_and_each_counts_once(count, spans):
+    readings = [Reading(at=float(second)) for second in range(count)]
+    found = [reading.at for reading in readings_within(readings, spans, reach=1.5)]
+    expected = set()
+    for start, stop in spans:
+        inside = {second for second in range(count) if start <= second <= stop}
+        away = {second: max(start - second, second - stop) for second in range(count)}
+        nearest = {min(away, key=lambda second: away[second])} if away and min(away.values()) <= 1.5 else set()
+        expected |= inside or nearest
+    assert len(found) == len(expected)
+    assert found == sorted(found)
+    # Two may be equally near; then it matters not which one speaks.
+    assert all(second in found or any(abs(second - other) == 1 for other in found) for second in expected)
+
+
+def test_a_span_between_two_readings_is_spoken_for_by_the_nearer():
+    readings = [Reading(at=1.0), Reading(at=2.0)]
+    assert readings_within(readings, [(1.1, 1.2)], reach=1.0) == [readings[0]]
+    assert readings_within(readings, [(1.7, 1.9)], reach=1.0) == [readings[1]]
+    assert readings_within(readings, [(3.5, 4.0)], reach=1.0) == []
+    assert readings_within(readings, [], reach=1.0) == []
+    assert readings_within([], [(1.0, 2.0)], reach=1.0) == []
+
+
+@pytest.mark.parametrize("span", [(2.0, 1.0), (float("nan"), 1.0), (1.0, float("nan"))])
+def test_a_span_that_is_none_is_an_error(span):
+    with pytest.raises(InputError):
+        readings_within([Reading(at=1.0)], [span], reach=1.0)
+
+
+throttles = st.sets(st.sampled_from(["power cap", "thermal", "sync boost"])).map(lambda names: tuple(sorted(names)))
+a_reading = st.builds(
+    Reading,
+    at=st.floats(0, 1e6),
+    clock_mhz=st.none() | st.integers(0, 3000),
+    memory_mhz=st.none() | st.integers(0, 9000),
+    power_w=st.none() | st.floats(0, 2000),
+    temperature_c=st.none() | st.integers(-40, 120),
+    throttled=st.none() | throttles,
+    clock_set=st.none() | st.booleans(),
+)
+
+
+@given(st.lists(a_reading, min_size=1, max_size=30), st.randoms())
+def test_readings_are_condensed_and_come_back_from_json(readings, random):
+    found = Conditions.of(readings)
+    assert found.readings == len(readings)
+    for condensed, name in ((found.clock_mhz, "clock_mhz"), (found.power_w, "power_w")):
+        told = [getattr(each, name) for each in readings if getattr(each, name) is not None]
+        assert (condensed is None) == (not told)
+        if condensed is not None:
+            assert (condensed.lowest, condensed.highest) == (min(told), max(told))
+            assert condensed.median == statistics.median(told)
+    degrees = [each.temperature_c for each in readings if each.temperature_c is not None]
+    assert found.temperature_c == (max(degrees) if degrees else None)
+    memory = [each.memory_mhz for each in readings if each.memory_mhz is not None]
+    assert found.memory_mhz == (statistics.median(memory) if memory else None)
+    told = [each.throttled for each in readings if each.throttled is not None]
+    if told:
+        assert found.throttled is not None
+        assert found.was_throttled == any(told)
+        assert list(found.throttled) == sorted(found.throttled)
+        for name in ("power cap", "thermal", "sync boost"):
+            share = [name in names for names in told].count(True) / len(told)
+            assert found.throttled.get(name, 0) == share
+    else:
+        assert found.throttled is found.was_throttled is None
+    again = Conditions.model_validate_json(found.model_dump_json())
+    assert again == found
+    random.shuffle(readings)
+    assert Conditions.of(readings) == found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"readings": 0},
+        {"readings": 1.5},
+        {"readings": 10**9},
+        {"clock_mhz": {"lowest": 2.0, "median": 1.0, "highest": 3.0}},
+        {"clock_mhz": {"lowest": 1.0, "median": 3.0, "highest": 2.0}},
+        {"clock_mhz": 1980},
+        {"clock_mhz": {"lowest": "1", "median": 1.0, "highest": 1.0}},
+        {"memory_mhz": -1},
+        {"power_w": {"lowest": 1.0, "median": 1.0, "highest": 1e300}},
+        {"temperature_c": 5000},
+        {"throttled": {"bad luck": 0.5}},
+        {"throttled": {"power cap": 0}},
+        {"throttled": {"power cap": 1.5}},
+        {"throttled": ["power cap"]},
+        {"clock_set": -0.1},
+        {"colour": "red"},
+    ],
+)
+def test_conditions_from_a_file_are_checked(change):
+    good = json.loads(Conditions.of([Reading(1.0, 1980, 3201, 690.4, 61, ("power cap",), False)]).model_dump_json())
+    Conditions.model_validate_json(json.dumps(good))
+    with pytest.raises(ValidationError):
+        Conditions.model_validate_json(json.dumps({**good, **change}))
