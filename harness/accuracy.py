@@ -1,7 +1,10 @@
-"""How wrong an answer is: relative L2 against exact attention in FP64 on the original inputs.
+"""How wrong an answer is: its distance from exact attention in FP64, in numbers that hide nothing.
 
-Beside each error stands its floor: the error of exact attention on the operands that the
-kernel really used, which tells a bad kernel from a hard input.
+One relative L2 over a whole tensor hides one wrong head among many, one wrong row among
+more, and a factor of 1.05 among the noise of FP8: each has a number of its own here.
+Beside each stands the floor: exact attention on the operands that the kernel really used.
+Its own error tells a bad kernel from a hard input, and the kernel's error against *it* is
+the kernel's alone.
 """
 
 from __future__ import annotations
@@ -9,9 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer
 from torch import Tensor
 
 from attnbench.errors import AttnbenchError
@@ -22,7 +26,18 @@ from attnbench.spec import AttentionSpec
 
 from .inputs import Inputs
 
-__all__ = ["LARGEST_TRUTH", "TensorName", "Truth", "relative_l2"]
+__all__ = [
+    "LARGEST_TRUTH",
+    "Detail",
+    "Floor",
+    "Judgement",
+    "NonNegative",
+    "Number",
+    "TensorName",
+    "Truth",
+    "judged",
+    "relative_l2",
+]
 
 TensorName = Literal["out", "lse", "dq", "dk", "dv"]
 _GRADIENTS: tuple[TensorName, ...] = ("dq", "dk", "dv")
@@ -30,6 +45,55 @@ _EXACT = "reference:fp64"
 # Operations that one truth or floor may cost.  An H200 multiplies about 50e12 a second in FP64,
 # half of the time going to the softmax, a CPU core about 10e9: well under a second on either.
 LARGEST_TRUTH = {"cpu": 6e9, "cuda": 4e12}
+# Rows and heads much shorter than the others are sums that nearly cancel (the gradients of a query
+# with two keys, one of which has all of its attention): their own length is no measure of an error.
+_LEAST_SHARE = 0.5
+
+
+def _number(value: object) -> object:
+    """JSON has no infinity, so it is written as text."""
+    if isinstance(value, float) and math.isnan(value):
+        raise ValueError("expected a number, not NaN")
+    return math.inf if value == "Infinity" else value
+
+
+def _written(value: float) -> float | str:
+    return value if math.isfinite(value) else "Infinity"
+
+
+Number = Annotated[float, BeforeValidator(_number), PlainSerializer(_written, when_used="json")]
+NonNegative = Annotated[Number, Field(ge=0)]
+
+
+@dataclass(frozen=True)
+class Detail:
+    """What one relative L2 cannot say of a tensor; rows are along the head dimension, one for each token of a head.
+
+    ``sqnr_db`` is -20·log10 of the relative L2, None where that is 0 or infinite.
+    ``worst_head`` is the largest relative L2 of one (batch, head), ``worst_row`` that of one
+    row.  A head counts as at least half as large as all heads are in root mean square, a
+    row as at least half as long as the rows of its head (of an LSE: as one nat).
+    ``bias`` is signed: the gain ⟨value, truth⟩ / ⟨truth, truth⟩ − 1; of the LSE the mean of
+    value − truth in nats.  ``nonfinite`` counts the values that are not finite where the
+    truth is; each of the other numbers is infinite where they meet one.
+    """
+
+    sqnr_db: Number | None
+    worst_head: NonNegative
+    worst_row: NonNegative
+    bias: Number
+    nonfinite: Annotated[int, Field(ge=0)]
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """``error``, the relative L2 of a tensor, and the rest of what there is to say about it; taken on ``rows`` rows."""
+
+    error: float
+    detail: Detail
+    rows: int
 
 
 def relative_l2(value: Tensor, truth: Tensor) -> float:
@@ -52,19 +116,76 @@ def relative_l2(value: Tensor, truth: Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
+def judged(name: TensorName, value: Tensor, truth: Tensor, unit: float = 0.0) -> Judgement:
+    """All there is to say of a value (groups, heads, S, D), or of an LSE (groups, heads, S), beside its FP64 truth.
+
+    The error of an LSE is one in nats: a relative error of the sum of exponentials, whatever
+    the LSE itself is.  So |truth| counts as at least one nat where an error is divided by
+    it.  Where the truth is 0 throughout, each row counts as ``unit`` long: nothing is no
+    error, and something an infinite one unless a unit is given.
+    """
+    # FP64 by promotion; the one tensor of that size that is made here.
+    difference = torch.sub(value, truth)
+    finite = torch.isfinite(value)
+    if name == "lse":
+        absent = truth == -torch.inf
+        right = absent & (value == -torch.inf)
+        finite |= right
+        difference.masked_fill_(right, 0.0)
+        error, size = difference.abs(), truth.abs().clamp_(min=1.0).masked_fill_(absent, 0.0)
+        least_row = size
+        seen = size.numel() - int(torch.count_nonzero(absent))
+        bias = float(difference.sum()) / max(seen, 1)
+    else:
+        error, size = (torch.linalg.vector_norm(x, dim=-1) for x in (difference, truth))
+        energy = float(size.square().sum())
+        bias = float(difference.mul_(truth).sum()) / energy if energy else 0.0
+        if not energy:
+            size.fill_(unit)
+        least_row = _LEAST_SHARE * _rms(size)
+    error.nan_to_num_(nan=math.inf, posinf=math.inf)
+    rows = _ratio(error, torch.maximum(size, least_row))
+    error, size = (torch.linalg.vector_norm(x, dim=-1).flatten() for x in (error, size))
+    heads = _ratio(error, torch.maximum(size, _LEAST_SHARE * _rms(size)))
+    relative = float(_ratio(*(torch.linalg.vector_norm(x) for x in (error, size))))
+    return Judgement(
+        relative,
+        Detail(
+            sqnr_db=-20 * math.log10(relative) if 0 < relative < math.inf else None,
+            worst_head=float(heads.amax()),
+            worst_row=float(rows.amax()),
+            bias=bias if math.isfinite(relative) else math.inf,
+            nonfinite=finite.numel() - int(torch.count_nonzero(finite)),
+        ),
+        rows.numel(),
+    )
+
+
+def _rms(size: Tensor) -> Tensor:
+    """Root mean square along the last dimension, kept."""
+    return size.square().mean(-1, keepdim=True).sqrt_()
+
+
+def _ratio(error: Tensor, size: Tensor) -> Tensor:
+    """error / size, 0 where there is no error, whatever the size."""
+    return torch.where(error == 0, 0.0, error / size)
+
+
 @dataclass(frozen=True)
 class Truth:
     """Exact out, lse (and dq, dk, dv) of a spec on some inputs, or of some of its heads where all cost too much.
 
     A group is one (batch, key head) with the query heads that read it: the smallest part
     whose outputs and gradients stand alone.  ``groups`` are those computed, as indices into
-    batch × kv_heads; ``values`` holds FP64 tensors (groups, heads a group, S, D).
+    batch × kv_heads; ``values`` holds FP64 tensors (groups, heads a group, S, D).  ``units`` are
+    the lengths that rows of dq and dk count as where these are 0 throughout.
     """
 
     spec: AttentionSpec
     groups: tuple[int, ...]
     values: Mapping[TensorName, Tensor]
     grad_out: Tensor | None
+    units: Mapping[TensorName, float]
     registry: Registry
 
     @classmethod
@@ -78,8 +199,10 @@ class Truth:
         afford = min(count, max(1, int(limit * count / max(spec.flops, 1.0))))
         groups = tuple(index * count // afford for index in range(afford))
         parts = [_part(x, spec, groups) for x in (inputs.q, inputs.k, inputs.v)]
-        grad_out = None if inputs.grad_out is None else _part(inputs.grad_out, spec, groups)
-        return cls(spec, groups, _exact(spec, parts, grad_out, registry), grad_out, registry)
+        # A floor is asked for later, when the inputs' own buffers may hold other numbers.
+        grad_out = None if inputs.grad_out is None else _part(inputs.grad_out, spec, groups).clone()
+        units = {} if grad_out is None else _units(spec, *parts, grad_out)
+        return cls(spec, groups, _exact(spec, parts, grad_out, registry), grad_out, units, registry)
 
     @property
     def note(self) -> str:
@@ -87,25 +210,20 @@ class Truth:
         count = self.spec.batch * self.spec.kv_heads
         return f"exact attention in FP64 on {len(self.groups)} of {count} (batch, key head) groups"
 
-    def errors(self, values: Mapping[TensorName, Tensor]) -> dict[TensorName, float]:
-        """Relative L2 of each named tensor, as the kernel returned it.  Raises AttnbenchError on a wrong shape."""
-        found: dict[TensorName, float] = {}
-        for name, value in values.items():
-            truth = self.values[name]
-            heads = self.spec.kv_heads if name in ("dk", "dv") else self.spec.heads
-            expected = (self.spec.batch, heads, *truth.shape[2:])
-            if value.shape != expected:
-                raise AttnbenchError(f"{name} has the shape {tuple(value.shape)}, not {expected}")
-            found[name] = relative_l2(_part(value, self.spec, self.groups), truth)
-        return found
+    def judge(self, values: Mapping[TensorName, Tensor]) -> dict[TensorName, Judgement]:
+        """What is to be said of each named tensor, as the kernel returned it.
 
-    def floor(self, operands: Operands) -> dict[TensorName, float]:
-        """Errors of exact attention, forward and backward, on the quantised operands; empty where none is quantised.
+        Raises AttnbenchError on a wrong shape.
+        """
+        return _judge(self.spec, self.groups, values, self.values, self.units)
+
+    def exact_on(self, operands: Operands) -> Floor | None:
+        """Exact attention, forward and backward, on the quantised operands; None where none is quantised.
 
         Raises AttnbenchError where operands have another shape than the inputs.
         """
         if not any(isinstance(x, Quantised) for x in (operands.q, operands.k, operands.v)):
-            return {}
+            return None
         spec = self.spec
         keys = (spec.batch, spec.kv_heads, spec.seqlen_kv)
         shapes = (
@@ -118,13 +236,82 @@ class Truth:
             if x.shape != shape:
                 raise AttnbenchError(f"the operand {name} has the shape {tuple(x.shape)}, not {shape}")
         exact = _exact(spec, [_part(x, spec, self.groups) for x in used], self.grad_out, self.registry)
-        return {name: relative_l2(exact[name], truth) for name, truth in self.values.items()}
+        judgements = {
+            name: judged(name, exact[name], truth, self.units.get(name, 0.0)) for name, truth in self.values.items()
+        }
+        return Floor(spec, self.groups, exact, self.units, judgements)
+
+    def errors(self, values: Mapping[TensorName, Tensor]) -> dict[TensorName, float]:
+        """The relative L2 alone of what ``judge`` says."""
+        return {name: each.error for name, each in self.judge(values).items()}
+
+    def floor(self, operands: Operands) -> dict[TensorName, float]:
+        """The relative L2 alone of what ``exact_on`` says, empty where nothing is quantised."""
+        exact = self.exact_on(operands)
+        return {} if exact is None else {name: each.error for name, each in exact.judgements.items()}
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Exact out, lse (and dq, dk, dv) on the operands that a kernel quantised, in the groups of the truth.
+
+    ``judgements`` is what there is to say of these ``values`` beside the truth: the error
+    that quantising alone makes, below which no kernel gets with these operands.
+    """
+
+    spec: AttentionSpec
+    groups: tuple[int, ...]
+    values: Mapping[TensorName, Tensor]
+    units: Mapping[TensorName, float]
+    judgements: Mapping[TensorName, Judgement]
+
+    def judge(self, values: Mapping[TensorName, Tensor]) -> dict[TensorName, Judgement]:
+        """The kernel's own error: against exact attention on the very operands that it used.
+
+        What the inputs lost in quantising does not count; what is left is the rounding of P,
+        the sums and the output.  Raises AttnbenchError on a wrong shape.
+        """
+        return _judge(self.spec, self.groups, values, self.values, self.units)
+
+
+def _judge(
+    spec: AttentionSpec,
+    groups: tuple[int, ...],
+    values: Mapping[TensorName, Tensor],
+    exact: Mapping[TensorName, Tensor],
+    units: Mapping[TensorName, float],
+) -> dict[TensorName, Judgement]:
+    found: dict[TensorName, Judgement] = {}
+    for name, value in values.items():
+        truth = exact[name]
+        expected = (spec.batch, spec.kv_heads if name in ("dk", "dv") else spec.heads, *truth.shape[2:])
+        if value.shape != expected:
+            raise AttnbenchError(f"{name} has the shape {tuple(value.shape)}, not {expected}")
+        found[name] = judged(name, _part(value, spec, groups), truth, units.get(name, 0.0))
+    return found
+
+
+def _units(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> dict[TensorName, float]:
+    """How long rows of dq and dk are where dP and rowsum(dO∘O), which cancel for a query with one key, do not cancel.
+
+    Only the order of size matters: scale · |dO·v| · |k| with all directions random, and the same with |q|.
+    """
+    if not spec.mask.area(spec.seqlen_q, spec.seqlen_kv):
+        return {}
+    q_row, k_row, v_row, do_row = (
+        float(torch.linalg.vector_norm(x, dtype=torch.float64)) / math.sqrt(x.numel() // x.shape[-1])
+        for x in (q, k, v, grad_out)
+    )
+    slope = abs(spec.scale) * do_row * v_row / math.sqrt(spec.head_dim_v)
+    return {"dq": slope * k_row, "dk": slope * q_row}
 
 
 def _part(x: Tensor, spec: AttentionSpec, groups: tuple[int, ...]) -> Tensor:
     """(B, H, ...) to (groups, H / kv_heads, ...), copying only the groups asked for."""
-    index = torch.tensor(groups, device=x.device)
     grouped = x.reshape(spec.batch, spec.kv_heads, -1, *x.shape[2:])
+    if len(groups) == spec.batch * spec.kv_heads:
+        return grouped.flatten(0, 1)
+    index = torch.tensor(groups, device=x.device)
     return grouped[index // spec.kv_heads, index % spec.kv_heads]
 
 

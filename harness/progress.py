@@ -11,36 +11,50 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .condense import worst_errors
 from .records import Measurement
-from .sweep import Finished, Started
+from .sweep import Ended, Event, Finished, Started
 
 __all__ = ["followed"]
 
 
-def followed(events: Iterable[Started | Finished], console: Console) -> Iterator[Measurement]:
+def followed(events: Iterable[Event], console: Console) -> Iterator[Measurement]:
     """The rows of the events, shown on the console as they come."""
     return _with_bar(events, console) if console.is_terminal else _with_lines(events, console)
 
 
-def _with_bar(events: Iterable[Started | Finished], console: Console) -> Iterator[Measurement]:
+def _with_bar(events: Iterable[Event], console: Console) -> Iterator[Measurement]:
     columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("starting", total=None)
         for event in events:
             if isinstance(event, Started):
-                doing = f"{event.task.case.name}: {event.task.plan}"
-                progress.update(bar, total=event.total, description=escape(doing))
-            else:
+                said = f"{event.doing.case.name}: {event.doing.phase}"
+                progress.update(bar, total=event.total, description=escape(said))
+            elif isinstance(event, Finished):
                 progress.update(bar, total=event.total, completed=event.index)
                 yield event.row
+            else:
+                _say(_summary(event), progress.console)
 
 
-def _with_lines(events: Iterable[Started | Finished], console: Console) -> Iterator[Measurement]:
+def _with_lines(events: Iterable[Event], console: Console) -> Iterator[Measurement]:
     for event in events:
         if isinstance(event, Finished):
             said = "there already" if event.resumed else _outcome(event.row)
-            line = f"[{event.index}/{event.total}] {event.row.case}: {event.row.plan}: {said}"
-            console.out("".join(char if char.isprintable() else " " for char in line), highlight=False)
+            _say([f"[{event.index}/{event.total}] {event.row.case}: {event.row.plan}: {said}"], console)
             yield event.row
+        elif isinstance(event, Ended):
+            _say(_summary(event), console)
+
+
+def _say(lines: Iterable[str], console: Console) -> None:
+    for line in lines:
+        console.out("".join(char if char.isprintable() else " " for char in line), highlight=False)
+
+
+def _summary(ended: Ended) -> list[str]:
+    rest = ended.seconds - sum(ended.spent.values())
+    phases = ", ".join(f"{seconds:.1f} s {phase}" for phase, seconds in ended.spent.items())
+    return [*ended.notes, f"{ended.seconds:.1f} s: {phases}, {rest:.1f} s everything else"] if ended.spent else []
 
 
 def _outcome(row: Measurement) -> str:

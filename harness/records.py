@@ -27,17 +27,18 @@ from attnbench.errors import MalformedFileError
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 
-from .accuracy import TensorName
+from .accuracy import Detail, TensorName
 from .cases import LONGEST_NAME as LONGEST_CASE
+from .clocks import Conditions
+from .findings import Side
 from .timing import Cost
 from .trace import LONGEST_NAME as LONGEST_KERNEL
 from .trace import MOST_NAMES
 
-__all__ = ["SCHEMA", "STATUSES", "Measurement", "Side", "Status", "read_measurements"]
+__all__ = ["SCHEMA", "STATUSES", "Measurement", "Status", "read_measurements"]
 
 SCHEMA = "attnbench.measurement/1"
 Status = Literal["ok", "inaccurate", "refused", "unavailable", "oom", "timeout", "crashed", "error"]
-Side = Literal["forward", "backward"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 LONGEST_REASON = 2000
 _LARGEST_FILE = 2**28
@@ -103,6 +104,15 @@ class Measurement(BaseModel):
     the profiler saw in each pass.
     ``truth``, ``timer`` and ``drawn_on`` are the conditions: what errors were taken on, what
     a sample of time is, whose random numbers the inputs are.
+
+    What follows is absent from records of version 0.1.  ``check`` names what made the plan
+    inaccurate or wrong (attnbench.harness.verdict).  ``detail`` says more of each error.
+    ``deterministic``: two runs agreed bit by bit.  ``leak``: how far outputs changed, relative
+    L2, with keys and queries that their mask hides from them; None where it hides none.
+    ``host_ms`` is the host's part of each sample of the call, ``first_ms`` the first run,
+    compiling and tuning included.  ``replayed`` names the costs whose samples are replays of
+    a CUDA graph.  ``retained_bytes`` stay while the result of a forward is held.  ``gpu`` is
+    how the GPU was while the samples were taken.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
@@ -126,6 +136,15 @@ class Measurement(BaseModel):
     truth: _Note | None = None
     timer: _Note | None = None
     drawn_on: Literal["cpu", "cuda"] | None = None
+    check: Annotated[str, Field(min_length=1, max_length=50)] | None = None
+    detail: dict[_Family, dict[TensorName, Detail]] = {}
+    deterministic: bool | None = None
+    leak: _Error | None = None
+    host_ms: _Samples | None = None
+    first_ms: _Milliseconds | None = None
+    replayed: list[Cost] = []
+    retained_bytes: Annotated[int, Field(ge=0)] | None = None
+    gpu: Conditions | None = None
     started: Annotated[AwareDatetime, AfterValidator(_utc)]
     environment: Annotated[
         InstanceOf[Environment],
@@ -164,7 +183,8 @@ class Measurement(BaseModel):
             if any("out" not in errors for errors in self.error.values()):
                 raise ValueError("error needs out in every family")
         else:
-            numbers |= {"floor": self.floor, "memory_bytes": self.memory_bytes, "peak_share": self.peak_share}
+            names = ("floor", "memory_bytes", "peak_share", "detail", "deterministic", "leak", "host_ms", "first_ms")
+            numbers |= {name: getattr(self, name) for name in (*names, "replayed", "retained_bytes", "gpu")}
             if present := [name for name, value in numbers.items() if value or value == 0]:
                 raise ValueError(f"the status {self.status} must not carry {', '.join(present)}")
         return self

@@ -13,7 +13,7 @@ from scipy import stats
 
 from attnbench.errors import InputError
 
-__all__ = ["SIGNIFICANCE", "Comparison", "Verdict", "compare"]
+__all__ = ["SIGNIFICANCE", "Comparison", "Verdict", "compare", "median_interval"]
 
 Verdict = Literal["faster", "slower", "same", "ambiguous"]
 SIGNIFICANCE = 0.01  # of the two-sided rank test; its interval covers 1 − this
@@ -123,3 +123,19 @@ def _autocorrelation_time(samples: _Samples) -> float:
     pairs = covariance.reshape(-1, 2).sum(axis=1) / covariance[0]
     meaningful = np.cumprod(pairs > 0)
     return max(1.0, 2 * float(pairs @ meaningful) - 1)
+
+
+def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
+    """(low, median, high): the interval holds the median of what the samples were drawn from with that confidence.
+
+    ``(0, median, inf)`` where there are too few for any interval: five are, for 95 %.  No
+    distribution is assumed: each sample lies below the median with a chance of one half
+    (Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, 3rd ed., section 3.6).
+    Raises InputError where there is no sample, or one that is no positive finite number.
+    """
+    ordered = np.sort(_checked("samples", samples))
+    middle = float(np.median(ordered))
+    rank = int(stats.binom.ppf((1 - confidence) / 2, ordered.size, 0.5))
+    if rank < 1 or stats.binom.cdf(rank - 1, ordered.size, 0.5) > (1 - confidence) / 2:
+        return 0.0, middle, math.inf
+    return float(ordered[rank - 1]), middle, float(ordered[ordered.size - rank])

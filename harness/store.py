@@ -86,14 +86,14 @@ class Store:
                 said = f"expected each case and plan once, line {seen[row.key]} has these too"
                 raise MalformedFileError(self.path, said, number)
             seen[row.key] = number
-        for found in {row.environment.key: row.environment for row in self.rows}.values():
+        for found in dict.fromkeys(row.environment for row in self.rows):
             hard, soft = found.differences(environment)
             if hard:
                 raise MisuseError(
                     f"{self.folder} was measured in another environment ({'; '.join(hard)}); "
                     "name another folder with --out"
                 )
-            self.notes += soft
+            self.notes += [note for note in soft if note not in self.notes]
 
     @property
     def done(self) -> Mapping[tuple[str, Plan], Measurement]:

@@ -1,10 +1,9 @@
-"""The loop of a sweep: every plan on every case, one row each, written as soon as it is known."""
+"""A sweep: every plan on every case, one row each, written as soon as it is known."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 
@@ -15,45 +14,44 @@ from attnbench.registry import Registry
 from attnbench.spec import AttentionSpec
 
 from .cases import Case, admits
-from .measure import Bench, Laboratory, failed, passed_over
+from .fleet import Fleet, Task
+from .laboratory import Laboratory
+from .line import Doing, Phase
 from .records import Measurement, Status
 from .store import Store
 
-__all__ = ["Finished", "Started", "Task", "run_sweep", "tasks_of"]
-
-
-@dataclass(frozen=True)
-class Task:
-    """A plan to be measured on a case (status ``ok``), or to be passed over (``unavailable``, ``refused``) and why."""
-
-    case: Case
-    plan: Plan
-    status: Status
-    reasons: tuple[str, ...]
-
-    @property
-    def key(self) -> tuple[str, Plan]:
-        """What is measured once in a sweep."""
-        return self.case.name, self.plan
+__all__ = ["Ended", "Event", "Finished", "Started", "Task", "run_sweep", "tasks_of"]
 
 
 @dataclass(frozen=True)
 class Started:
-    """A task is about to run; ``index`` counts from 1 among the ``total`` of the sweep."""
+    """A device has begun something; ``index`` of the ``total`` rows are there."""
 
     index: int
     total: int
-    task: Task
+    doing: Doing
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A row has reached the disk, or was there already (``resumed``)."""
+    """A row, the ``index``-th of ``total``, has reached the disk, or was there already (``resumed``)."""
 
     index: int
     total: int
     row: Measurement
     resumed: bool
+
+
+@dataclass(frozen=True)
+class Ended:
+    """All is measured: seconds that the devices spent in each phase, and in all; what is good to know."""
+
+    spent: Mapping[Phase, float]
+    seconds: float
+    notes: tuple[str, ...]
+
+
+Event = Started | Finished | Ended
 
 
 def tasks_of(
@@ -81,46 +79,32 @@ def tasks_of(
     return tasks
 
 
-def run_sweep(tasks: Sequence[Task], laboratory: Laboratory, store: Store) -> Iterator[Started | Finished]:
-    """Measure the tasks that the store does not hold yet, case by case, writing each row before it is yielded.
+def run_sweep(tasks: Sequence[Task], laboratories: Sequence[Laboratory], store: Store) -> Iterator[Event]:
+    """Measure the tasks that the store does not hold yet, writing each row before it is yielded.
 
-    Raises MisuseError, before anything runs, where a row of the store was measured on another
-    spec or judged by another bound than its task would be; OutputError where a row cannot be written.
+    Each laboratory's device takes the next case that none has taken.  Raises MisuseError,
+    before anything runs, where a row of the store was measured on another spec or judged by
+    another bound than its task would be; OutputError where a row cannot be written.
     """
     done = store.done
     for task in tasks:
         if task.key in done:
-            _check_resumable(task, done[task.key], laboratory)
+            _check_resumable(task, done[task.key], laboratories[0])
     index = 0
-    for case, group in groupby(tasks, key=lambda task: task.case):
-        bench: Bench | Exception | None = None
-        for task in group:
+    for task in tasks:
+        if task.key in done:
             index += 1
-            if task.key in done:
-                yield Finished(index, len(tasks), done[task.key], resumed=True)
-                continue
-            yield Started(index, len(tasks), task)
-            if task.status == "ok" and bench is None:
-                bench = _bench(case, laboratory)
-            row = _row(task, bench, laboratory)
-            store.append(row)
-            yield Finished(index, len(tasks), row, resumed=False)
-
-
-def _row(task: Task, bench: Bench | Exception | None, laboratory: Laboratory) -> Measurement:
-    if task.status != "ok":
-        return passed_over(task.case, task.plan, task.status, list(task.reasons), laboratory)
-    if isinstance(bench, Exception):
-        return failed(task.case, task.plan, bench, laboratory)
-    assert bench is not None, "made for the first task of the case that runs"
-    return bench.measure(task.plan)
-
-
-def _bench(case: Case, laboratory: Laboratory) -> Bench | Exception:
-    try:
-        return Bench(case, laboratory)
-    except Exception as error:  # a case too large for this machine costs its own rows, each with this reason
-        return error.with_traceback(None)  # whose frames would keep the tensors alive
+            yield Finished(index, len(tasks), done[task.key], resumed=True)
+    remaining = [task for task in tasks if task.key not in done]
+    with Fleet(laboratories) as fleet:
+        for event in fleet.measured(remaining):
+            if isinstance(event, Doing):
+                yield Started(index, len(tasks), event)
+            else:
+                store.append(event)
+                index += 1
+                yield Finished(index, len(tasks), event, resumed=False)
+        yield Ended(fleet.spent, fleet.seconds, tuple(fleet.notes))
 
 
 def _check(name: str, registry: Registry) -> None:

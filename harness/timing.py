@@ -5,54 +5,79 @@ Four costs are told apart:
 - ``kernel``: the forward kernel alone, on operands that were prepared before;
 - ``prepared``: preparing (quantising, transposing) and that kernel;
 - ``backward`` (training): the backward kernel alone, on what the forward saved;
-- ``call``: what the user pays, ``attention()`` with everything in it, in training with its backward.
+- ``call``: what the user pays, ``attention()`` with everything in it; in training forward and
+  backward as one step.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
-__all__ = ["COSTS", "Cost", "Timer"]
+__all__ = ["COSTS", "Cost", "Taken", "Timer"]
 
 Cost = Literal["kernel", "prepared", "backward", "call"]
 COSTS: tuple[Cost, ...] = ("kernel", "prepared", "backward", "call")
 _LONGEST_CONDITIONS = 200
 _EVICTING = 2  # times the L2: a write of one L2's size may leave lines of the other way standing
+_MOST_A_VISIT = 50  # the device's queue takes about a thousand launches before the host has to wait
+
+
+class Taken(NamedTuple):
+    """Samples of one visit, in the order they were taken: device and host milliseconds of each call.
+
+    ``late_ms`` is how long the device went on after the last call had ended on its own stream.
+    """
+
+    device_ms: list[float]
+    host_ms: list[float]
+    late_ms: float = 0.0
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether the host could not queue as fast as the device ran, which puts its gaps into the device's times."""
+        middle = len(self.device_ms) // 2
+        return sorted(self.host_ms)[middle] > _HEAD_START * sorted(self.device_ms)[middle]
+
+
+# A host that needs less than this share of the device's time stays ahead of it, once a few calls are queued.
+_HEAD_START = 0.7
 
 
 @dataclass(frozen=True)
 class Timer:
-    """Takes samples of a call until ``seconds`` are spent, at least ``least`` and at most ``most`` of them.
+    """How samples are taken on one device, and when there are enough of them.
 
-    ``patience`` seconds end it with fewer, and a call that takes longer than that is its own
-    warm-up: its first run is the one sample.
+    A visit takes ``visit`` seconds of samples of a call, one at least.  A plan is visited again
+    until the 95 % interval of its median is narrower than ``narrow`` on either side, relative
+    to it, or ``limit`` seconds of samples were spent on it; ``fewest`` visits at least.  A call
+    that takes longer than ``patience`` seconds is its own warm-up.
 
     On a GPU a sample is device time between two events on the current stream, with the L2
-    cache (its size asked of the device) overwritten before each; the host queues ahead, so
-    that launch gaps are hidden unless a call is shorter than its own launch.  On a CPU it is
-    wall time, caches as the call before left them.
+    cache (its size asked of the device) overwritten before each; the host queues ahead.  On a
+    CPU it is wall time, caches as the call before left them.
     """
 
     device: torch.device
-    seconds: float
-    warmup_seconds: float
+    visit: float
+    limit: float
     patience: float
-    least: int = 5
-    most: int = 200
+    fewest: int = 2
+    narrow: float = 0.005
 
     @classmethod
     def for_device(cls, device: torch.device) -> Timer:
-        """The limits that a whole sweep can afford for each cost of each plan."""
+        """The limits that a whole sweep can afford for each plan."""
         if device.type == "cuda":
-            return cls(device, seconds=0.1, warmup_seconds=0.02, patience=1.0)
-        return cls(device, seconds=0.05, warmup_seconds=0.01, patience=0.3)
+            return cls(device, visit=0.01, limit=0.4, patience=0.5, fewest=4)
+        return cls(device, visit=0.01, limit=0.15, patience=0.05)
 
     @property
     def conditions(self) -> str:
@@ -62,60 +87,77 @@ class Timer:
         waiting = os.environ.get("OMP_WAIT_POLICY", "unset")
         return f"perf_counter, caches warm, OMP_WAIT_POLICY {waiting}"[:_LONGEST_CONDITIONS]
 
-    def samples(self, call: Callable[[], object]) -> list[float]:
-        """Milliseconds of each sample, in the order they were taken, after warming up."""
+    def take(self, call: Callable[[], object]) -> Taken:
+        """The samples of one visit, after a warm-up that is not among them."""
         with torch.no_grad():
             return self._on_gpu(call) if self.device.type == "cuda" else self._on_cpu(call)
 
-    def _enough(self, count: int, spent: float) -> bool:
-        if spent >= self.patience or count >= self.most:
-            return True
-        return count >= self.least and spent >= self.seconds
+    def _count(self, each: float) -> int:
+        return max(1, min(_MOST_A_VISIT, int(self.visit / max(each, 1e-9))))
 
-    def _on_cpu(self, call: Callable[[], object]) -> list[float]:
+    def _on_cpu(self, call: Callable[[], object]) -> Taken:
         def sample() -> float:
             start = time.perf_counter()
             call()
-            return time.perf_counter() - start
+            return (time.perf_counter() - start) * 1e3
 
-        warming = [sample()]
-        if warming[0] >= self.patience:
-            return [warming[0] * 1e3]
-        while sum(warming) < self.warmup_seconds:
-            warming.append(sample())
-        taken: list[float] = []
-        while not self._enough(len(taken), sum(taken)):
-            taken.append(sample())
-        return [seconds * 1e3 for seconds in taken]
+        first = sample()
+        taken = [first] if first >= self.patience * 1e3 else [sample() for _ in range(self._count(first / 1e3))]
+        return Taken(taken, taken)
 
-    def _on_gpu(self, call: Callable[[], object]) -> list[float]:
-        """Warm up sample by sample, then queue as many as the limits allow, so that the device never waits."""
-        scratch = torch.empty(_l2_bytes(self.device) * _EVICTING, dtype=torch.uint8, device=self.device)
-
-        def queued() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-            event: Callable[[], torch.cuda.Event] = partial(torch.cuda.Event, enable_timing=True)
-            start, stop = event(), event()
-            scratch.zero_()
-            start.record()
-            call()
-            stop.record()
-            return start, stop
-
-        def elapsed(events: tuple[torch.cuda.Event, torch.cuda.Event]) -> float:
-            events[1].synchronize()
-            return float(events[0].elapsed_time(events[1]))
-
+    def _on_gpu(self, call: Callable[[], object]) -> Taken:
         with torch.cuda.device(self.device):
+            queue = _Queue(self.device)
             begin = time.perf_counter()
-            warming = [elapsed(queued())]
-            if warming[0] >= self.patience * 1e3:
-                return warming
-            while time.perf_counter() - begin < self.warmup_seconds:
-                warming.append(elapsed(queued()))
-            each = (time.perf_counter() - begin) / len(warming)
-            count = max(self.least, int(self.seconds / each))
-            count = max(1, min(count, self.most, int(self.patience / each)))
-            return [elapsed(events) for events in [queued() for _ in range(count)]]
+            queue.put(call)
+            warm = queue.drained()
+            each = time.perf_counter() - begin
+            if each >= self.patience:
+                return warm
+            # Queued together: the second runs as those to come will, without the host's first hesitation.
+            begin = time.perf_counter()
+            for _ in range(2):
+                queue.put(call)
+            queue.drained()
+            for _ in range(self._count((time.perf_counter() - begin) / 2)):
+                queue.put(call)
+            return queue.drained()
+
+
+class _Queue:
+    """Calls queued on the current stream between events, the L2 evicted before each."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._scratch = torch.empty(_l2_bytes(device) * _EVICTING, dtype=torch.uint8, device=device)
+        self._event: Callable[[], torch.cuda.Event] = partial(torch.cuda.Event, enable_timing=True)
+        self._queued: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._host: list[float] = []
+
+    @contextmanager
+    def _between(self) -> Iterator[None]:
+        events = self._event(), self._event()
+        self._scratch.zero_()
+        events[0].record()
+        start = time.perf_counter()
+        yield
+        self._host.append((time.perf_counter() - start) * 1e3)
+        events[1].record()
+        self._queued.append(events)
+
+    def put(self, call: Callable[[], object]) -> None:
+        with self._between():
+            call()
+
+    def drained(self) -> Taken:
+        """What was queued, once it has run."""
+        self._queued[-1][1].synchronize()
+        ended = time.perf_counter()
+        torch.cuda.synchronize(self._device)
+        late = (time.perf_counter() - ended) * 1e3
+        taken = Taken([start.elapsed_time(stop) for start, stop in self._queued], self._host, late)
+        self._queued, self._host = [], []
+        return taken
 
 
 def _l2_bytes(device: torch.device) -> int:

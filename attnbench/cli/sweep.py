@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ..errors import MisuseError
-from .output import DeviceOption, Format, FormatOption, print_json, print_table
+from .output import Format, FormatOption, print_json, print_table
 
 if TYPE_CHECKING:
+    import torch
+
     from ..harness.cases import Case
-    from ..harness.measure import Laboratory
+    from ..harness.laboratory import Laboratory
     from ..harness.store import Store
     from ..harness.sweep import Task
 
@@ -39,20 +41,23 @@ def sweep(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where the sweep in --out stopped.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be measured and what refuses.")] = False,
-    device: DeviceOption = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, or several GPUs: cuda:0,cuda:1.")] = "auto",
     format: FormatOption = "table",
+    timeout: Annotated[
+        float,
+        typer.Option(min=1, help="Seconds that one plan may take, compiling included, before it is a hang."),
+    ] = 300.0,
     max_error: Annotated[
         float | None, typer.Option(help="Error beyond which an FP8 plan is inaccurate [default: 0.12, in training 0.2]")
     ] = None,
 ) -> None:
     """Measure time and error of every plan on this machine, and keep the table that backend="auto" chooses by."""
-    # Threads that spin while they wait for each other make a CPU sweep 25 times as slow as soon
-    # as anything else wants a core.  OpenMP reads this when torch loads it, so it comes first.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    import torch
+
     from ..context import check_budget
-    from ..devices import find
     from ..environment import Environment
-    from ..harness.measure import Laboratory
+    from ..harness.laboratory import Laboratory
+    from ..harness.shards import Shard
     from ..harness.store import Store
     from ..harness.sweep import tasks_of
     from ..harness.timing import Timer
@@ -63,23 +68,36 @@ def sweep(
         raise MisuseError(f"--max-error is for FP8 plans, and a sweep of {dtype} has none")
     if resume and out is None:
         raise MisuseError("--resume needs --out, the folder of the sweep that stopped")
-    where, known = find(device), registry()
+    shard, known = Shard.detect(os.environ), registry()
+    devices = _devices(shard.device(device, torch.cuda.device_count()))
     names = [name.strip() for name in backends.split(",") if name.strip()] if backends is not None else []
     if backends is not None and not names:
         raise MisuseError("--backends names nothing")
-    tasks = tasks_of(_cases(preset, dtype, where.type), known, where, dtype, names)
+    if shard.count > 1 and out is None:
+        raise MisuseError("a sweep that is shared among processes needs --out, where each writes its part")
+    cases = shard.of(_cases(preset, dtype, devices[0].type), lambda case: case.spec.flops)
+    if not cases:
+        print(f"{shard.name}: there are fewer cases than parts, and none is left for this one", file=sys.stderr)
+        return
+    tasks = tasks_of(cases, known, devices[0], dtype, names)
     if dry_run:
         _print_tasks(tasks, format)
         return
-    environment = Environment.detect(where, known)
-    laboratory = Laboratory(where, known, environment, Timer.for_device(where), max_error)
-    with Store(_fresh_folder() if out is None else out, environment, resume=resume) as store:
+    laboratories = [
+        Laboratory(each, Environment.detect(each, known), Timer.for_device(each), max_error=max_error, seconds=timeout)
+        for each in devices
+    ]
+    environment = laboratories[0].environment
+    for other in laboratories[1:]:
+        if unlike := environment.differences(other.environment)[0]:
+            raise MisuseError(f"{device} are unlike, sweep one after the other: {'; '.join(unlike)}")
+    with Store(_fresh_folder() if out is None else shard.folder(out), environment, resume=resume) as store:
         for note in store.notes:
             print(f"{store.folder}: {note}", file=sys.stderr)
-        _measure(tasks, laboratory, store, format)
+        _measure(tasks, laboratories, store, format)
 
 
-def _measure(tasks: list[Task], laboratory: Laboratory, store: Store, format: Format) -> None:
+def _measure(tasks: list[Task], laboratories: list[Laboratory], store: Store, format: Format) -> None:
     from rich.console import Console
 
     from ..harness.condense import condense
@@ -90,11 +108,11 @@ def _measure(tasks: list[Task], laboratory: Laboratory, store: Store, format: Fo
     from ..user_table import update_user_table
 
     try:
-        rows = list(followed(run_sweep(tasks, laboratory, store), Console(stderr=True)))
+        rows = list(followed(run_sweep(tasks, laboratories, store), Console(stderr=True)))
     except KeyboardInterrupt:
         print(f"stopped; {len(store.rows)} rows are in {store.folder}, go on with --resume --out", file=sys.stderr)
         raise
-    table = Table.from_entries(laboratory.environment, condense(store.rows))
+    table = Table.from_entries(laboratories[0].environment, condense(store.rows))
     table.save(store.folder / "table.json")
     if format == "json":
         print_json([row.to_dict() for row in rows])
@@ -107,6 +125,17 @@ def _measure(tasks: list[Task], laboratory: Laboratory, store: Store, format: Fo
     else:
         print("nothing could be measured; the rows say why", file=sys.stderr)
         raise typer.Exit(1)
+
+
+def _devices(names: str) -> list[torch.device]:
+    from ..devices import find
+
+    found = [find(name.strip()) for name in names.split(",")]
+    if len(set(found)) < len(found):
+        raise MisuseError(f"--device names one device twice: {names}")
+    if len({each.type for each in found}) > 1:
+        raise MisuseError(f"the GPUs and the CPU make tables of their own, sweep one after the other: {names}")
+    return found
 
 
 def _cases(preset: str, dtype: str, device_type: str) -> list[Case]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import reduce
-from itertools import pairwise
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -77,7 +77,7 @@ def _condensed(results: Path) -> Table:
     tables = [Table.from_entries(rows[0].environment, condense(rows)) for rows in taken_in.values()]
     if not tables:
         raise MisuseError(f"{records} holds no measurement")
-    for before, after in pairwise(tables):
+    for before, after in combinations(tables, 2):
         if hard := before.environment.differences(after.environment)[0]:
             raise MisuseError(f"{records} holds measurements that must not be mixed: {'; '.join(hard)}")
     return reduce(Table.merged, tables)

@@ -1,18 +1,23 @@
 """Errors are numbers against the truth, and nothing that is not finite slips through."""
 
+import json
 import math
+from dataclasses import astuple
 
 import pytest
 import torch
+from dense import dense_attention, dense_gradients
 from hypothesis import given
 from hypothesis import strategies as st
 from planted import FakeForward, healthy
+from pydantic import TypeAdapter, ValidationError
 
 from attnbench.errors import AttnbenchError
-from attnbench.harness.accuracy import Truth, relative_l2
+from attnbench.harness.accuracy import Detail, Truth, judged, relative_l2
 from attnbench.harness.inputs import draw
 from attnbench.kernel import Saved
 from attnbench.mask import Mask
+from attnbench.registry import registry
 from attnbench.spec import AttentionSpec
 
 CPU = torch.device("cpu")
@@ -135,3 +140,227 @@ def test_a_wrong_shape_is_said():
     values["dv"] = values["dv"].transpose(2, 3)
     with pytest.raises(AttnbenchError, match=r"dv has the shape .*, not \(2, 3, 47, 24\)"):
         Truth.of(SPEC, draw(SPEC, "normal", CPU), REGISTRY).errors(values)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def by_hand(value: torch.Tensor, truth: torch.Tensor) -> dict[str, float]:
+    """The definitions, a head and a row at a time."""
+    heads = [
+        (v.double(), t)
+        for value_, truth_ in zip(value, truth, strict=True)
+        for v, t in zip(value_, truth_, strict=True)
+    ]
+    usual_head = math.sqrt(sum(float(t.norm()) ** 2 for _, t in heads) / len(heads))
+    rows = []
+    for v, t in heads:
+        usual = math.sqrt(sum(float(row.norm()) ** 2 for row in t) / len(t))
+        rows += [float((a - b).norm()) / max(float(b.norm()), usual / 2) for a, b in zip(v, t, strict=True)]
+    error = float((value.double() - truth).norm() / truth.norm())
+    return {
+        "error": error,
+        "sqnr_db": -20 * math.log10(error),
+        "worst_head": max(float((v - t).norm()) / max(float(t.norm()), usual_head / 2) for v, t in heads),
+        "worst_row": max(rows),
+        "bias": float((value.double() * truth).sum() / (truth * truth).sum()) - 1,
+    }
+
+
+@given(
+    st.tuples(*[st.integers(1, 4)] * 2, st.integers(1, 9), st.integers(1, 5)),
+    st.floats(1e-3, 3),
+    st.integers(0, 2**31),
+    st.sampled_from([torch.float64, torch.bfloat16]),
+)
+def test_every_number_is_what_its_definition_says(shape, noise, seed, dtype):
+    truth = normal(*shape, seed=seed) * normal(*shape[:3], 1, seed=seed + 2) ** 3  # heads and rows of all sizes
+    value = (truth + noise * normal(*shape, seed=seed + 1)).to(dtype)
+    found, expected = judged("dq", value, truth), by_hand(value, truth)
+    assert found.error == pytest.approx(expected.pop("error"), rel=1e-9)
+    assert found.rows == shape[0] * shape[1] * shape[2]
+    for name, number in expected.items():
+        assert getattr(found.detail, name) == pytest.approx(number, rel=1e-9, abs=1e-9), name
+
+
+def test_one_wrong_head_or_row_among_many_has_a_number_of_its_own():
+    truth = normal(16, 16, 64, 8)
+    head, row = truth.clone(), truth.clone()
+    head[3, 5] = 0
+    row[3, 5, -1] *= -1
+    wrong = judged("out", head, truth)
+    assert wrong.error == pytest.approx(1 / 16, rel=0.1)
+    assert wrong.detail.worst_head == pytest.approx(1)
+    wrong = judged("out", row, truth)
+    assert wrong.error < 0.03
+    assert wrong.detail.worst_head < 0.5
+    assert wrong.detail.worst_row == pytest.approx(2)
+
+
+def test_a_row_or_head_that_nearly_vanishes_counts_as_half_of_a_usual_one():
+    truth = torch.ones(1, 2, 4, 16, dtype=torch.float64)
+    truth[0, 0, 2] = 1e-9
+    value = truth.clone()
+    value[0, 0, 2] = 0.1
+    usual = math.sqrt(3 / 4)
+    assert judged("dq", value, truth).detail.worst_row == pytest.approx(0.1 / (usual / 2))
+    truth[0, 0] = 1e-9
+    value = truth.clone()
+    value[0, 0] = 0.1
+    usual = math.sqrt(1 / 2)
+    assert judged("dq", value, truth).detail.worst_head == pytest.approx(0.1 / (usual / 2))
+
+
+@given(st.floats(-0.5, 0.5), st.integers(0, 2**31))
+def test_a_gain_is_seen_through_noise_that_is_as_large(gain, seed):
+    truth = normal(2, 4, 128, 32, seed=seed)
+    noisy = truth * (1 + gain) + 0.06 * normal(2, 4, 128, 32, seed=seed + 1)
+    assert judged("dk", noisy, truth).detail.bias == pytest.approx(gain, abs=0.003)
+
+
+def test_an_lse_is_judged_in_nats_and_never_divided_by_less_than_one():
+    truth = torch.tensor([[[4.0, 0.0, -0.5, 8.0]]], dtype=torch.float64)
+    found = judged("lse", truth + torch.tensor([0.2, 0.1, -0.1, 0.0]), truth)
+    assert found.detail.bias == pytest.approx(0.05)
+    assert found.detail.worst_row == pytest.approx(0.1)
+    assert found.error == pytest.approx(math.sqrt(0.06 / (16 + 1 + 1 + 64)))
+    assert found.detail.worst_head == found.error
+    assert found.rows == 4
+
+
+def test_an_lse_of_rows_without_keys_is_right_at_minus_infinity_only():
+    truth = torch.tensor([[[-math.inf, 1.0, 2.0]]], dtype=torch.float64)
+    right = judged("lse", truth.float(), truth)
+    assert (right.error, right.detail) == (0.0, Detail(None, 0.0, 0.0, 0.0, 0))
+    for wrong, nonfinite in ((0.0, 0), (-1e30, 0), (math.inf, 1), (math.nan, 1)):
+        value = truth.clone()
+        value[0, 0, 0] = wrong
+        found = judged("lse", value, truth)
+        assert found.error == found.detail.worst_row == found.detail.bias == math.inf, wrong
+        assert found.detail.nonfinite == nonfinite
+    value = truth.clone()
+    value[0, 0, 1] = -math.inf
+    assert judged("lse", value, truth).detail.nonfinite == 1
+    empty = torch.full((2, 1, 3), -math.inf, dtype=torch.float64)
+    assert judged("lse", empty, empty).detail == Detail(None, 0.0, 0.0, 0.0, 0)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_counted_and_makes_every_number_infinite(wrong):
+    truth = normal(2, 3, 40, 8)
+    value = truth.to(torch.bfloat16)
+    value[1, 2, 7, 3:6] = wrong
+    found = judged("out", value, truth)
+    assert found.error == math.inf
+    assert found.detail == Detail(None, math.inf, math.inf, math.inf, 3)
+
+
+def test_a_truth_of_zeros_makes_no_nan():
+    truth = torch.zeros(1, 2, 3, 4, dtype=torch.float64)
+    assert judged("dq", truth.clone(), truth).detail == Detail(None, 0.0, 0.0, 0.0, 0)
+    something = truth + 1e-20
+    assert judged("dq", something, truth).error == math.inf
+    assert not any(each is not None and math.isnan(each) for each in astuple(judged("dq", something, truth).detail))
+    unit = judged("dq", truth + 0.1, truth, unit=4.0)  # rows of length 0.2
+    assert [unit.error, unit.detail.worst_head, unit.detail.worst_row] == pytest.approx([0.05] * 3)
+    assert unit.detail.bias == 0.0
+
+
+def test_judging_leaves_the_value_alone_and_does_not_mind_its_strides():
+    truth = normal(2, 3, 5, 4)
+    value = (truth * 1.01).permute(2, 0, 3, 1).contiguous().permute(1, 3, 0, 2)
+    before = value.clone()
+    assert not value.is_contiguous()
+    assert judged("out", value, truth) == judged("out", value.contiguous(), truth)
+    assert torch.equal(value, before)
+
+
+def test_one_key_leaves_no_gradient_and_a_kernel_is_not_blamed_for_the_rounding_of_zero():
+    spec = SPEC.replace(seqlen_q=5, seqlen_kv=1, mask=Mask())
+    inputs = draw(spec, "normal", CPU)
+    truth = Truth.of(spec, inputs, registry())
+    assert not truth.values["dq"].any()
+    forward, backward = registry().forward("emulated:fp8"), registry().backward("emulated:fp8")
+    operands = forward.prepare(inputs.q, inputs.k, inputs.v, spec)
+    out, lse, state = forward.run(operands)
+    dq, dk, dv = backward.run(Saved(operands, out, lse, state), inputs.grad_out)
+    values = {"dq": dq, "dk": dk, "dv": dv}
+    assert dq.any()
+    floor = truth.exact_on(operands)
+    assert all(each.error < 0.2 for judge in (truth.judge, floor.judge) for each in judge(values).values())
+    assert truth.judge({"dq": inputs.q})["dq"].error > 0.5
+
+
+def test_detail_is_written_as_json_and_read_back_strictly():
+    adapter = TypeAdapter(Detail)
+    for detail in (Detail(20.5, 0.1, math.inf, -0.25, 3), Detail(None, 0.0, 0.0, math.inf, 0)):
+        text = adapter.dump_json(detail)
+        assert b"Infinity" in text
+        assert b"NaN" not in text
+        assert adapter.validate_json(text) == detail
+    good = json.loads(adapter.dump_json(Detail(20.5, 0.1, 0.2, -0.25, 3)))
+    wrong = (
+        {"extra": 1},
+        {"worst_row": -1.0},
+        {"worst_row": "0.5"},
+        {"nonfinite": -1},
+        {"nonfinite": 1.5},
+        {"bias": None},
+    )
+    for change in wrong:
+        with pytest.raises(ValidationError):
+            adapter.validate_json(json.dumps(good | change))
+    for change in ({"bias": math.nan}, {"worst_head": math.nan}, {"sqnr_db": math.nan}):
+        with pytest.raises(ValidationError):
+            adapter.validate_json(json.dumps(good | change))
+
+
+def test_own_errors_are_those_against_dense_attention_on_the_operands():
+    spec = AttentionSpec.make(
+        batch=2, heads=4, kv_heads=2, seqlen_q=70, head_dim=32, mask=Mask(right=0), direction="training"
+    )
+    inputs = draw(spec, "outlier", CPU)
+    truth = Truth.of(spec, inputs, registry())
+    forward = registry().forward("emulated:fp8-token-hadamard-smooth")
+    operands = forward.prepare(inputs.q, inputs.k, inputs.v, spec)
+    floor = truth.exact_on(operands)
+    used = operands.tensors(torch.float64)
+    out, lse = dense_attention(*used, spec)
+    gradients = dense_gradients(*used, inputs.grad_out, spec)
+    exact = {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+    assert all(each.error < 1e-9 for each in floor.judge(exact).values())
+    for name, judgement in truth.judge(exact).items():
+        assert judgement.error > 1e-3
+        assert judgement.error == pytest.approx(floor.judgements[name].error, rel=1e-6)
+        assert judgement.detail.bias == pytest.approx(floor.judgements[name].detail.bias, abs=1e-9)
+
+
+def test_an_fp8_kernel_differs_from_exact_attention_on_its_operands_by_the_rounding_of_p_alone():
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=128, seqlen_kv=512, head_dim=64)
+    inputs = draw(spec, "outlier", CPU)
+    truth, forward = Truth.of(spec, inputs, registry()), registry().forward("emulated:fp8")
+    operands = forward.prepare(inputs.q, inputs.k, inputs.v, spec)
+    out, lse, _ = forward.run(operands)
+    error, own = (each.judge({"out": out, "lse": lse}) for each in (truth, truth.exact_on(operands)))
+    assert error["lse"].error > 1e-3
+    assert own["lse"].error < 1e-6
+    assert error["out"].error > 2 * own["out"].error
+    assert 0.01 < own["out"].error < 0.03
+
+
+def test_nothing_is_kept_of_input_buffers_that_are_filled_anew():
+    inputs = draw(SPEC, "normal", CPU)
+    truth = Truth.of(SPEC, inputs, REGISTRY)
+    operands = FakeForward("small:fp8").prepare(inputs.q, inputs.k, inputs.v, SPEC)
+    before = truth.exact_on(operands)
+    for x in (inputs.q, inputs.k, inputs.v, inputs.grad_out):
+        x.fill_(7.0)
+    after = truth.exact_on(operands)
+    assert before.judgements == after.judgements
+
+
+def test_where_nothing_is_quantised_there_is_no_floor():
+    inputs = draw(SPEC, "normal", CPU)
+    operands = FakeForward("wide:bf16").prepare(inputs.q, inputs.k, inputs.v, SPEC)
+    assert Truth.of(SPEC, inputs, REGISTRY).exact_on(operands) is None

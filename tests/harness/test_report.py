@@ -4,43 +4,26 @@ import io
 
 import pytest
 import torch
-from planted import FAULTS, REFERENCE, FakeBackward, FakeForward, backend
+from planted import REPORTED, laboratory
 from rich.console import Console
 
-from attnbench.capabilities import Capabilities
-from attnbench.environment import Environment
 from attnbench.harness.cases import Case
-from attnbench.harness.measure import Laboratory
 from attnbench.harness.progress import followed
 from attnbench.harness.report import report, sentences
 from attnbench.harness.store import Store
 from attnbench.harness.sweep import run_sweep, tasks_of
-from attnbench.harness.timing import Timer
-from attnbench.registry import Registry
 from attnbench.spec import AttentionSpec
 
 CPU = torch.device("cpu")
-LONG = "emulated-at-length:fp8-long"
+LONG = REPORTED
 
 
 def sweep(folder, console):
-    narrow = Capabilities(dtypes=("fp32",))
-    registry = Registry(
-        [
-            REFERENCE,
-            backend(FAULTS["scaled"][0]),
-            backend(FakeForward(LONG), FakeBackward(LONG)),
-            *(backend(FakeForward(f"picky{number}:fp8", row=narrow)) for number in range(20)),
-            backend(FakeForward("absent:fp8"), reason="its package | `is` not\x1b[31m installed"),
-            backend(FAULTS["memory"][0].__class__("broken:bf16", FAULTS["raises"][0].change)),
-        ]
-    )
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=64, head_dim=16)
     cases = [Case("first", spec), Case("second", spec.replace(direction="training"))]
-    environment = Environment.detect(CPU, registry)
-    lab = Laboratory(CPU, registry, environment, Timer(CPU, 0.0, 0.0, 1.0))
-    with Store(folder, environment) as store:
-        return list(followed(run_sweep(tasks_of(cases, registry, CPU, "fp8"), lab, store), console))
+    lab = laboratory("planted:reported")
+    with Store(folder, lab.environment) as store:
+        return list(followed(run_sweep(tasks_of(cases, lab.registry, CPU, "fp8"), [lab], store), console))
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +47,10 @@ def test_it_names_the_fastest_within_the_bound_and_those_beyond(shown):
     said = " ".join(sentences(first))
     assert f"Fastest within its bound: {fastest}," in said
     assert f"Most accurate in FP8: {LONG}, at worst" in said
-    assert "Out of bounds: bad:fp8 (1" in said
+    assert "Out of bounds: bad:fp8-scaled (1" in said
     lines = report(shown[0], "text").splitlines()
     assert next(line for line in lines if f"{fastest} *" in line)
-    assert next(line for line in lines if line.startswith("bad:fp8 !"))
+    assert next(line for line in lines if line.startswith("bad:fp8-scaled !"))
 
 
 def test_nothing_within_its_bound_is_said(shown):
@@ -98,7 +81,8 @@ def test_markdown_keeps_its_cells(shown):
 def test_a_log_has_one_plain_line_a_row(shown):
     rows, log = shown
     lines = log.splitlines()
-    assert len(lines) == len(rows)
+    assert len(lines) == len(rows) + 1
+    assert " s preparing, " in lines[-1]
     assert lines[0].startswith(f"[1/{len(rows)}] first: ")
     assert any("ok, " in line and "error normal " in line for line in lines)
     assert "\x1b" not in log

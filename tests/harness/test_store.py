@@ -1,8 +1,8 @@
 """No row is lost, none is half there, and two sweeps never write one folder."""
 
 import os
+import random
 import resource
-import signal
 import subprocess
 import sys
 import time
@@ -11,22 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from planted import healthy
+from planted import laboratory
 
-from attnbench.environment import Environment
 from attnbench.errors import MalformedFileError, MisuseError, OutputError
 from attnbench.harness.cases import Case
-from attnbench.harness.measure import Laboratory, passed_over
+from attnbench.harness.rows import passed_over
 from attnbench.harness.records import read_measurements
 from attnbench.harness.store import MEASUREMENTS, Store
-from attnbench.harness.timing import Timer
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 
 CPU = torch.device("cpu")
-REGISTRY = healthy()
-HERE = Environment.detect(CPU, REGISTRY)
-LAB = Laboratory(CPU, REGISTRY, HERE, Timer.for_device(CPU))
+LAB = laboratory()
+HERE = LAB.environment
 SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=8, head_dim=16)
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -35,22 +32,17 @@ import sys
 sys.path.insert(0, {str(SUPPORT)!r})
 import torch
 from pathlib import Path
-from planted import healthy
-from attnbench.environment import Environment
+from planted import laboratory
 from attnbench.harness.cases import Case
-from attnbench.harness.measure import Laboratory
 from attnbench.harness.store import Store
 from attnbench.harness.sweep import run_sweep, tasks_of
-from attnbench.harness.timing import Timer
 from attnbench.spec import AttentionSpec
 
-device, registry = torch.device("cpu"), healthy(delay=0.01)
-environment = Environment.detect(device, registry)
-laboratory = Laboratory(device, registry, environment, Timer(device, 0.0, 0.0, 1.0, least=2))
+lab = laboratory("planted:slow")
 cases = [Case(f"case {{n}}", AttentionSpec.make(batch=1, heads=1, seqlen_q=8 + n, head_dim=8)) for n in range(12)]
-with Store(Path(sys.argv[1]), environment, resume=True) as store:
-    for event in run_sweep(tasks_of(cases, registry, device, "fp8"), laboratory, store):
-        print("event", flush=True)
+with Store(Path(sys.argv[1]), lab.environment, resume=True) as store:
+    for event in run_sweep(tasks_of(cases, lab.registry, lab.device, "fp8", ["wide", "picky"]), [lab], store):
+        pass
 """
 
 
@@ -150,19 +142,42 @@ def test_a_full_disk_loses_nothing_and_leaves_nothing_half_written(tmp_path, roo
     assert [each.case for each in read_measurements(tmp_path / MEASUREMENTS)] == ["case 0", "case 1"]
 
 
-def test_a_sweep_killed_at_any_moment_goes_on_without_loss_or_repeat(tmp_path):
-    for events in (1, 9, 30):
-        process = subprocess.Popen([sys.executable, "-c", SWEEP, str(tmp_path)], stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        for _ in range(events):
-            assert process.stdout.readline() == b"event\n"
-        time.sleep(0.002 * events)
-        os.kill(process.pid, signal.SIGKILL)
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
-        with (tmp_path / MEASUREMENTS).open("ab") as file:
-            file.write(b'{"schema":"attnbench.mea')  # the worst that a kill inside a write can leave
-    subprocess.run([sys.executable, "-c", SWEEP, str(tmp_path)], check=True, stdout=subprocess.DEVNULL)
-    rows = [(each.case, str(each.plan)) for each in read_measurements(tmp_path / MEASUREMENTS)]
-    expected = [(f"case {number}", str(plan)) for number in range(12) for plan in REGISTRY.plans(SPEC)]
-    assert rows == expected
+def _processes(mark: str) -> list[int]:
+    """Those that inherited the mark, however they were started."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in entry.read_bytes():
+                found.append(int(entry.parent.name))
+        except OSError:  # it ended meanwhile, or is another user's
+            continue
+    return found
+
+
+def test_a_sweep_killed_at_20_random_moments_has_the_rows_of_an_undisturbed_one(tmp_path):
+    def start(folder, mark="undisturbed"):
+        return subprocess.Popen([sys.executable, "-c", SWEEP, str(folder)], env={**os.environ, "ATTNBENCH_MARK": mark})
+
+    begin = time.perf_counter()
+    assert start(tmp_path / "whole").wait() == 0
+    takes = time.perf_counter() - begin
+    expected = [(row.case, str(row.plan), row.status) for row in read_measurements(tmp_path / "whole" / MEASUREMENTS)]
+    assert len(set(expected)) == len(expected) > 20
+
+    moments, folder = random.Random(3), tmp_path / "killed"
+    for kill in range(20):
+        mark = f"{tmp_path}-{kill}"
+        process = start(folder, mark)
+        time.sleep(moments.uniform(0.3, 1.0) * takes)
+        process.kill()
+        process.wait()
+        deadline = time.perf_counter() + 30
+        while _processes(mark):
+            assert time.perf_counter() < deadline, "a worker outlived its sweep"
+            time.sleep(0.02)
+        if kill % 4 == 0 and (folder / MEASUREMENTS).exists():
+            with (folder / MEASUREMENTS).open("ab") as file:
+                file.write(b'{"schema":"attnbench.mea')  # the worst that a kill inside a write can leave
+    assert start(folder).wait() == 0
+    rows = [(row.case, str(row.plan), row.status) for row in read_measurements(folder / MEASUREMENTS)]
+    assert sorted(rows) == sorted(expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,11 +13,15 @@ from torch import Tensor
 
 from attnbench.backends.reference import BACKEND as REFERENCE
 from attnbench.capabilities import Capabilities
+from attnbench.environment import Environment
 from attnbench.fp8 import Recipe, quantise
+from attnbench.harness.laboratory import Laboratory, registry_of
+from attnbench.harness.timing import Timer
 from attnbench.kernel import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
 from attnbench.registry import Registry
 from attnbench.spec import AttentionSpec
 
+CPU = torch.device("cpu")
 ROW = Capabilities(dtypes=("bf16", "fp16", "fp32", "fp64"))
 Change = Callable[[Any], Any]
 
@@ -70,7 +75,7 @@ def backend(*kernels: ForwardKernel | BackwardKernel, reason: str | None = None,
     return Backend(name, "a fake", lambda: found, kernels, resolve)
 
 
-def fail(error: Exception) -> Change:
+def fail(error: BaseException) -> Change:
     def change(_: Any) -> Any:
         raise error
 
@@ -80,12 +85,6 @@ def fail(error: Exception) -> Change:
 def slowly(seconds: float, value: Any) -> Any:
     time.sleep(seconds)
     return value
-
-
-def one_nan(out: Tensor) -> Tensor:
-    out = out.clone()
-    out[0, 0, 0, 0] = torch.nan
-    return out
 
 
 def healthy(delay: float = 0.0) -> Registry:
@@ -103,23 +102,62 @@ def healthy(delay: float = 0.0) -> Registry:
     )
 
 
+# What the kernel of that precision does, the status of its row, and what the reason says.
 FAULTS: dict[str, tuple[ForwardKernel, str, str]] = {
-    "raises": (
-        FakeForward("bad:bf16", fail(RuntimeError("no such tile\nand a long traceback"))),
-        "error",
-        "no such tile",
-    ),
-    "memory": (FakeForward("bad:bf16", fail(torch.OutOfMemoryError("tried to allocate 1 TiB"))), "oom", "1 TiB"),
-    "cpu memory": (
-        FakeForward("bad:bf16", fail(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"))),
-        "oom",
-        "allocate",
-    ),
-    "nan": (FakeForward("bad:bf16", one_nan), "inaccurate", "infinite"),
-    "zeros": (FakeForward("bad:fp8", torch.zeros_like), "inaccurate", "out on"),
-    "scaled": (FakeForward("bad:fp8", lambda out: out * 2), "inaccurate", "out on"),
-    "wrong base": (FakeForward("bad:bf16", change_lse=lambda lse: lse / 0.6931), "inaccurate", "lse on"),
-    "wrong shape": (FakeForward("bad:bf16", lambda out: out[:, :, 1:]), "error", "shape"),
-    "another kernel": (FakeForward("bad:bf16", evidence={"cpu": "flash_attention"}), "error", "did not run"),
-    "nothing": (FakeForward("bad:bf16", lambda out: None), "error", "Attribute"),
+    kernel.name: (kernel, status, said)
+    for kernel, status, said in (
+        (FakeForward("bad:bf16-raises", fail(RuntimeError("no such tile\nand a long traceback"))), "error", "no such tile"),
+        (FakeForward("bad:bf16-memory", fail(torch.OutOfMemoryError("tried to allocate 1 TiB"))), "oom", "1 TiB"),
+        (FakeForward("bad:bf16-quits", fail(SystemExit(0))), "error", "SystemExit"),
+        (FakeForward("bad:bf16-base", change_lse=lambda lse: lse / 0.6931), "inaccurate", "lse on"),
+        (FakeForward("bad:bf16-shape", lambda out: out[:, :, 1:]), "error", "shape"),
+        (FakeForward("bad:fp8-scaled", lambda out: out * 2), "inaccurate", "out on"),
+        (FakeForward("bad:bf16-other", evidence={"cpu": "flash_attention"}), "error", "did not run"),
+        (FakeForward("bad:bf16-nothing", lambda out: None), "error", "Attribute"),
+    )
 }
+# The same for backwards, which follow any forward.
+BACKWARD_FAULTS: dict[str, tuple[BackwardKernel, str, str | None]] = {
+    kernel.name: (kernel, status, said)
+    for kernel, status, said in (
+        (FakeBackward("bad:bf16-scaled", lambda dq: dq * 1.05), "inaccurate", "dq on"),
+        (FakeBackward("bad:bf16-nan", lambda dq: dq * math.nan), "inaccurate", "infinite"),
+        (FakeBackward("bad:bf16-refuses", fail(RuntimeError("no"))), "error", "RuntimeError: no"),
+        (FakeBackward("bad:bf16-right"), "ok", None),
+    )
+}
+
+
+def faulty() -> Registry:
+    """Faulty kernels beside a good one, all in one process."""
+    bad = (*(kernel for kernel, *_ in FAULTS.values()), *(kernel for kernel, *_ in BACKWARD_FAULTS.values()))
+    return Registry([REFERENCE, backend(*bad, FakeForward("bad:bf16-good"))])
+
+
+REPORTED = "emulated-at-length:fp8-long"
+
+
+def reported() -> Registry:
+    """Everything that a report has to fit in."""
+    narrow = Capabilities(dtypes=("fp32",))
+    return Registry(
+        [
+            REFERENCE,
+            backend(FAULTS["bad:fp8-scaled"][0], FAULTS["bad:bf16-raises"][0]),
+            backend(FakeForward(REPORTED), FakeBackward(REPORTED)),
+            *(backend(FakeForward(f"picky{number}:fp8", row=narrow)) for number in range(20)),
+            backend(FakeForward("absent:fp8"), reason="its package | `is` not\x1b[31m installed"),
+        ]
+    )
+
+
+def slow() -> Registry:
+    """``healthy``, each call of which takes a while."""
+    return healthy(delay=0.01)
+
+
+def laboratory(source: str = "planted:healthy", **changes: Any) -> Laboratory:
+    """A CPU that is measured in haste."""
+    timer = Timer(CPU, visit=0.0, limit=0.05, patience=1.0)
+    here = Environment.detect(CPU, registry_of(source))
+    return Laboratory(CPU, here, timer, source=source, **{"seconds": 60.0, **changes})

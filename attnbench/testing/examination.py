@@ -1,0 +1,53 @@
+"""The harness examined: a sweep over kernels with planted faults, and what it failed to notice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from ..environment import Environment
+from ..harness.cases import Case
+from ..harness.laboratory import Laboratory, registry_of
+from ..harness.records import Measurement
+from ..harness.store import Store
+from ..harness.sweep import Finished, Task, run_sweep
+from ..harness.timing import Timer
+from .faults import FAULTS, GPU_FAULTS, HONEST, Fault
+
+__all__ = ["examined", "unnoticed"]
+
+_SOURCE = "attnbench.testing.faults:registry"
+_SECONDS = 20.0  # what a hang costs; the honest kernel needs one of them, on a busy machine
+
+
+def examined(device: torch.device) -> Iterator[tuple[Fault, Measurement]]:
+    """Every fault with the row that a sweep on the device gives it, each spec's honest kernel among them."""
+    faults = [*FAULTS, *(GPU_FAULTS if device.type == "cuda" else ())]
+    faults += [Fault("none", spec, "ok", HONEST) for spec in dict.fromkeys(fault.spec for fault in faults)]
+    cases = {fault.spec: Case(str(fault.spec), fault.spec) for fault in faults}
+    by_key = {(cases[fault.spec].name, fault.plan): fault for fault in faults}
+    tasks = [Task(cases[fault.spec], fault.plan, "ok", ()) for fault in faults]
+    tasks.sort(key=lambda task: task.case.name)
+    environment = Environment.detect(device, registry_of(_SOURCE))
+    laboratory = Laboratory(device, environment, Timer.for_device(device), source=_SOURCE, seconds=_SECONDS)
+    with TemporaryDirectory() as folder, Store(Path(folder), environment) as store:
+        for event in run_sweep(tasks, [laboratory], store):
+            if isinstance(event, Finished):
+                yield by_key[event.row.key], event.row
+
+
+def unnoticed(fault: Fault, row: Measurement) -> str | None:
+    """What the row of a fault should have said and did not; None where the fault was found out by name."""
+    if row.status != fault.status:
+        return f"{fault.name}: the status is {row.status} ({row.reason}), not {fault.status}"
+    if row.check != fault.check:
+        return f"{fault.name}: found by {row.check} ({row.reason}), not by {fault.check}"
+    if fault.said not in (row.reason or ""):
+        return f"{fault.name}: the reason is {row.reason!r}, without {fault.said!r}"
+    flags = {"leak": bool(row.leak), "deterministic": row.deterministic is False}
+    if fault.flag is not None and not flags[fault.flag]:
+        return f"{fault.name}: {fault.flag} is {getattr(row, fault.flag)}"
+    return None

@@ -1,0 +1,189 @@
+"""A worker as the sweep sees it: asked, waited for, buried with a reason, and replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, Any
+
+from attnbench.errors import AttnbenchError
+
+from .records import LONGEST_REASON, Status
+from .worker import Answer, Setting
+
+__all__ = ["LostError", "Worker"]
+
+_STARTING_SECONDS = 300.0  # a cold disk and a busy machine may take minutes to import torch
+_DYING_SECONDS = 10.0  # a large process writes its memory back, a GPU's driver tears down what it held
+_LAST_LINES = 4
+_LONGEST_TAIL = 4096
+_FATAL = "Fatal Python error"
+# Threads that spin while they wait for each other make a CPU kernel 25 times as slow as soon as
+# anything else wants a core.  OpenMP reads this when torch loads it.
+_PATIENT = {"OMP_WAIT_POLICY": "passive"}
+# Not -m: that would put the folder where the sweep was started before everything that is installed.
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from attnbench.harness.worker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+)
+
+
+class LostError(AttnbenchError):
+    """A request that got no value: the row's status, and why.
+
+    ``died`` says that the process is gone, and all that it held with it.
+    """
+
+    def __init__(self, status: Status, reason: str, *, died: bool) -> None:
+        super().__init__(reason[:LONGEST_REASON])
+        self.status, self.reason, self.died = status, reason[:LONGEST_REASON], died
+
+
+@dataclass
+class _Process:
+    popen: subprocess.Popen[bytes]
+    connection: Connection[Any, Any]
+    log: IO[bytes]
+    ready: bool = False
+
+
+@dataclass
+class Worker:
+    """One process, started by the first request, and again by the first after its death.
+
+    ``generation`` counts the processes, so that one can tell what a new one has not been told yet.
+    The system ties a process to the thread that started it: that thread must outlive the worker.
+    """
+
+    setting: Setting
+    generation: int = 0
+    _process: _Process | None = field(default=None, init=False, repr=False)
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is a process, as far as is known."""
+        return self._process is not None
+
+    def kill(self) -> None:
+        """Kill the process from any thread; whoever waits for it finds it dead."""
+        process = self._process
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.popen.pid, signal.SIGKILL)
+
+    def start(self) -> _Process:
+        """Start the process without waiting for it, unless one is running."""
+        if self._process is None:
+            log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
+            fcntl.fcntl(log, fcntl.F_SETFL, fcntl.fcntl(log, fcntl.F_GETFL) | os.O_APPEND)
+            ours, theirs = socket.socketpair()
+            with theirs:
+                end = theirs.fileno()
+                popen = subprocess.Popen(
+                    [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(end), str(os.getpid())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[end],
+                    env=_PATIENT | os.environ,
+                    start_new_session=True,  # an interrupt at the terminal is the sweep's to act on
+                )
+            self._process = _Process(popen, Connection(ours.detach()), log)
+            self.generation += 1
+            self._process.connection.send(self.setting)
+        return self._process
+
+    def ask(self, method: str, *arguments: object, seconds: float) -> Any:
+        """What the worker's method returns.  Raises LostError where it raises, dies, or takes longer than that."""
+        process = self.start()
+        if not process.ready:
+            self._awaited(process, _STARTING_SECONDS)
+            process.ready = True
+        with contextlib.suppress(OSError):  # it died since; reading says how
+            process.connection.send((method, arguments))
+        value = self._awaited(process, seconds)
+        os.ftruncate(process.log.fileno(), 0)  # what it prints belongs to what it is asked
+        return value
+
+    def close(self) -> None:
+        """End the process, whatever it is doing."""
+        if self._process is not None:
+            self._buried(self._process, 0.0)
+
+    def _awaited(self, process: _Process, seconds: float) -> Any:
+        kills = _system_kills()
+        try:
+            if not process.connection.poll(seconds):
+                _, said = self._buried(process, 0.0)
+                raise LostError("timeout", f"no answer within {seconds:g} s{said}", died=True)
+            answer: Answer = process.connection.recv()
+        except (EOFError, ConnectionError):
+            code, said = self._buried(process, _DYING_SECONDS)
+            if code == -signal.SIGKILL and _system_kills() > kills:
+                raise LostError(
+                    "oom", f"the system ran out of memory and killed the process{said}", died=True
+                ) from None
+            raise LostError("crashed", f"the process {_ending(code)}{said}", died=True) from None
+        if answer.status == "done":
+            return answer.value
+        reason = str(answer.value)
+        if answer.fatal:
+            reason += self._buried(process, _DYING_SECONDS)[1]
+        raise LostError(answer.status, reason, died=answer.fatal)
+
+    def _buried(self, process: _Process, grace: float) -> tuple[int | None, str]:
+        """Wait ``grace`` seconds for its end, then kill it and its children: its exit code, and its last words."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.popen.wait(grace)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.popen.pid, signal.SIGKILL)
+        code: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it beyond a signal
+            code = process.popen.wait(_DYING_SECONDS)
+        said = _last_words(process.log)
+        process.connection.close()
+        process.log.close()
+        self._process = None
+        return code, said
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "is hung in the system"
+    if code >= 0:
+        return f"ended with the exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def _last_words(log: IO[bytes]) -> str:
+    """The end of what a process printed, as the end of a sentence."""
+    size = os.fstat(log.fileno()).st_size
+    start = max(0, size - _LONGEST_TAIL)
+    text = os.pread(log.fileno(), _LONGEST_TAIL, start).decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    # Python tells of a fatal signal from the innermost frame outwards, so there the first lines say most.
+    faults = [number for number, line in enumerate(lines) if line.startswith(_FATAL)]
+    last = lines[faults[-1] :][:_LAST_LINES] if faults else lines[-_LAST_LINES:]
+    return f"; its last output: {' | '.join(last)}" if last else ""
+
+
+def _system_kills() -> int:
+    """How many processes the system has killed for want of memory; 0 where it does not tell."""
+    try:
+        facts = Path("/proc/vmstat").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in facts.splitlines() if line.startswith("oom_kill ")), 0)

@@ -1,0 +1,92 @@
+"""The candidates of a case in turns, so that what changes while they are timed changes for all of them alike."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from attnbench.plan import Plan
+
+from .findings import Visit
+from .statistics import median_interval
+from .timing import Cost, Timer
+
+__all__ = ["Samples", "interleaved"]
+
+_WARM_ROUNDS = 4  # a clock that is not steady by then will not be
+_HASTE = 2.0  # times its limit: a single visit that took this long is enough
+
+
+@dataclass
+class Samples:
+    """All visits of a plan: milliseconds by cost, the host's for each call, and when they were taken.
+
+    ``late_ms`` is the least of all visits: a host that is held up is late now and then, work
+    that was left running is so every time.
+    """
+
+    time_ms: dict[Cost, list[float]] = field(default_factory=dict)
+    host_ms: list[float] = field(default_factory=list)
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    replayed: tuple[Cost, ...] = ()
+    late_ms: float = math.inf
+    seconds: float = 0.0
+
+    def add(self, visit: Visit) -> None:
+        """Put a visit's samples behind those there are; those of another kind, replayed or not, take their place."""
+        for cost, taken in visit.time_ms.items():
+            if (cost in visit.replayed) != (cost in self.replayed):
+                self.time_ms.pop(cost, None)
+            self.time_ms.setdefault(cost, []).extend(taken)
+            self.seconds += sum(taken) / 1e3
+        self.host_ms += visit.host_ms
+        self.spans.append(visit.span)
+        self.replayed = visit.replayed
+        self.late_ms = min(self.late_ms, visit.late_ms)
+
+    def enough(self, timer: Timer) -> bool:
+        """Whether another visit would not tell more, or cost more than the plan has."""
+        if len(self.spans) < timer.fewest:
+            return self.seconds > _HASTE * timer.limit
+        return self.seconds > timer.limit or all(self._narrow(cost, timer) for cost in self.time_ms)
+
+    def _narrow(self, cost: Cost, timer: Timer) -> bool:
+        low, middle, high = median_interval(self.time_ms[cost])
+        return high - low <= 2 * timer.narrow * middle
+
+
+def interleaved(
+    plans: Sequence[Plan],
+    visit: Callable[[Plan], Visit | None],
+    timer: Timer,
+    seed: str,
+    steady: Callable[[], bool],
+) -> dict[Plan, Samples]:
+    """Visit the plans forwards and backwards in turn (ABBA) until each has enough samples.
+
+    Before that, rounds whose samples are thrown away warm the device until it is ``steady``.
+    The order is drawn from the seed, so that no plan follows the same one in every case.  A
+    plan whose visit gives None is not visited again and has no samples.
+    """
+    order = list(plans)
+    random.Random(seed).shuffle(order)
+    samples = {plan: Samples() for plan in order}
+    for _ in range(_WARM_ROUNDS):
+        if steady():
+            break
+        samples = {plan: gathered for plan, gathered in samples.items() if visit(plan) is not None}
+    going = list(samples)
+    while going:
+        for turn in (going, going[::-1]):
+            for plan in turn:
+                if plan not in samples or samples[plan].seconds > _HASTE * timer.limit:
+                    continue
+                visited = visit(plan)
+                if visited is None:
+                    del samples[plan]
+                else:
+                    samples[plan].add(visited)
+        going = [plan for plan in going if plan in samples and not samples[plan].enough(timer)]
+    return samples

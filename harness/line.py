@@ -1,0 +1,210 @@
+"""One device's part of a sweep: case by case, every backend in its own process, the candidates in turns."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import partial
+from typing import Literal, TypeVar
+
+import torch
+
+from attnbench.plan import Plan, backend_of
+
+from .cases import Case
+from .clocks import Watch
+from .crew import LostError, Worker
+from .findings import Opened, Prepared, Visit
+from .interleave import Samples, interleaved
+from .laboratory import Laboratory
+from .records import Measurement
+from .rows import measured, passed_over
+from .seat import Seat
+from .worker import Setting
+
+__all__ = ["Doing", "Line", "Phase", "StoppedError"]
+
+_T = TypeVar("_T")
+Phase = Literal["preparing", "timing", "judging"]
+_PREPARING: Phase = "preparing"
+_TIMING: Phase = "timing"
+_JUDGING: Phase = "judging"
+
+
+class StoppedError(Exception):
+    """The sweep was told to end; what is under way is of no use any more."""
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a device is at: a phase of a case."""
+
+    case: Case
+    phase: Phase
+
+
+class Line:
+    """Measures on one device until it is stopped.  Used from one thread, which must live as long as the context.
+
+    ``spent`` counts the seconds of each phase; what a sweep takes beyond them is its own.
+    """
+
+    def __init__(self, laboratory: Laboratory) -> None:
+        self.laboratory = laboratory
+        self.spent: Counter[Phase] = Counter()
+        self.notes: list[str] = []
+        self._seats: dict[str, Seat] = {}
+        self._stopped = threading.Event()
+        self._watch = Watch(laboratory.uuid)
+        self._pool = ThreadPoolExecutor(_abreast(laboratory.device), thread_name_prefix=f"{laboratory.device}")
+
+    def __enter__(self) -> Line:
+        self._watch.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for seat in self._seats.values():
+            seat.worker.close()
+        self._pool.shutdown()
+        self._watch.__exit__(None, None, None)
+        if self._watch.note and self.laboratory.device.type == "cuda":
+            self.notes.append(f"{self.laboratory.device}: {self._watch.note}")
+
+    def stop(self) -> None:
+        """End what is under way, from any thread."""
+        self._stopped.set()
+        for seat in list(self._seats.values()):
+            seat.worker.kill()
+
+    def start(self, backends: Iterable[str]) -> None:
+        """Let the backends' processes import what they need while nothing is timed yet."""
+        for name in sorted(backends):
+            self._seat_of(name).worker.start()
+
+    def measure(self, case: Case, plans: Sequence[Plan]) -> Iterator[Doing | Measurement]:
+        """The rows of a case, each as soon as it is known.  Raises StoppedError.
+
+        A plan for which memory did not suffice beside the other candidates is measured once
+        more without them.
+        """
+        lost = (yield from self._together(case, plans)) if plans else {}
+        for plan, reason in lost.items():
+            if reason.status == "oom" and len(plans) > 1:
+                alone = yield from self._together(case, [plan])
+                if alone:
+                    yield self._failed(case, plan, alone[plan])
+            else:
+                yield self._failed(case, plan, reason)
+
+    def _together(
+        self, case: Case, plans: Sequence[Plan]
+    ) -> Generator[Doing | Measurement, None, dict[Plan, LostError]]:
+        started = datetime.now(timezone.utc)
+        lost: dict[Plan, LostError] = {}
+        yield Doing(case, _PREPARING)
+        prepared = self._prepared(case, plans, lost)
+        yield Doing(case, _TIMING)
+        samples = self._timed(case, list(prepared), lost)
+        yield Doing(case, _JUDGING)
+        for plan, gathered in samples.items():
+            seat = self._seat(plan)
+            try:
+                findings = self._asked(_JUDGING, partial(seat.conclude, plan))
+            except LostError as error:
+                lost[plan] = error
+                continue
+            opened, first = prepared[plan]
+            gpu = self._watch.between(*gathered.spans)
+            yield measured(case, plan, opened, first, gathered, findings, gpu, started, self.laboratory)
+        for seat in {id(seat): seat for seat in map(self._seat, plans)}.values():
+            self._asked(_JUDGING, seat.close)
+        return lost
+
+    def _prepared(
+        self, case: Case, plans: Sequence[Plan], lost: dict[Plan, LostError]
+    ) -> dict[Plan, tuple[Opened, Prepared]]:
+        """First runs, each backend's one after the other, several backends at a time."""
+        by_seat: dict[str, list[Plan]] = {}
+        for plan in plans:
+            self._seat(plan)  # made here, because the pool's threads must not make one twice
+            by_seat.setdefault(backend_of(plan.forward), []).append(plan)
+
+        def prepare(own: Sequence[Plan]) -> dict[Plan, tuple[Opened, Prepared] | LostError]:
+            seat = self._seat(own[0])
+            found: dict[Plan, tuple[Opened, Prepared] | LostError] = {}
+            opened: Opened | LostError
+            try:
+                opened = seat.open(case)
+            except LostError as error:
+                return dict.fromkeys(own, error)
+            for plan in own:
+                if self._stopped.is_set():
+                    break
+                try:
+                    found[plan] = opened, seat.prepare(plan)
+                except LostError as error:
+                    found[plan] = error
+            return found
+
+        start = time.perf_counter()
+        found: dict[Plan, tuple[Opened, Prepared] | LostError] = {}
+        for each in self._pool.map(prepare, by_seat.values()):
+            found |= each
+        self.spent[_PREPARING] += time.perf_counter() - start
+        self._check()
+        lost |= {plan: each for plan, each in found.items() if isinstance(each, LostError)}
+        return {plan: each for plan, each in found.items() if not isinstance(each, LostError)}
+
+    def _timed(self, case: Case, plans: Sequence[Plan], lost: dict[Plan, LostError]) -> dict[Plan, Samples]:
+        def visit(plan: Plan) -> Visit | None:
+            seat = self._seat(plan)
+            self._check()
+            try:
+                visited = seat.sample(plan)
+            except LostError as error:
+                self._check()
+                lost[plan] = error
+                seat.drop(plan)
+                return None
+            self.spent[_TIMING] += visited.span[1] - visited.span[0]
+            return visited
+
+        steady = partial(self._watch.steady, time.perf_counter())
+        return interleaved(plans, visit, self.laboratory.timer, case.name, steady)
+
+    def _asked(self, phase: Phase, request: partial[_T]) -> _T:
+        self._check()
+        start = time.perf_counter()
+        try:
+            return request()
+        finally:
+            self.spent[phase] += time.perf_counter() - start
+            self._check()
+
+    def _check(self) -> None:
+        if self._stopped.is_set():
+            raise StoppedError
+
+    def _failed(self, case: Case, plan: Plan, lost: LostError) -> Measurement:
+        return passed_over(case, plan, lost.status, [lost.reason], self.laboratory)
+
+    def _seat(self, plan: Plan) -> Seat:
+        return self._seat_of(backend_of(plan.forward))
+
+    def _seat_of(self, backend: str) -> Seat:
+        if backend not in self._seats:
+            setting = Setting(self.laboratory.source, self.laboratory.timer, torch.get_num_threads())
+            self._seats[backend] = Seat(Worker(setting), self.laboratory.seconds)
+        return self._seats[backend]
+
+
+def _abreast(device: torch.device) -> int:
+    """How many backends are prepared at a time: compiling is work for a CPU core, and so is a CPU's own kernel."""
+    cores = os.cpu_count() or 1
+    return max(1, min(16, cores // 2)) if device.type == "cuda" else 1

@@ -1,0 +1,238 @@
+"""One plan on the open case: proved, sampled, and judged in the state in which it was sampled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+
+from attnbench.errors import AttnbenchError
+from attnbench.execution import Execution
+from attnbench.kernel import BackwardKernel, ForwardKernel, Operands, Saved
+from attnbench.plan import Plan
+
+from .accuracy import TensorName
+from .findings import Findings, Judgements, Side, Visit
+from .probes import LeakProbe, negate, same_bits, unnegated
+from .replay import replay_of
+from .timing import COSTS, Cost, Timer
+from .trace import mismatch, shortened, traced
+
+if TYPE_CHECKING:
+    from .bench import OpenCase
+
+__all__ = ["Trial"]
+
+_T = TypeVar("_T")
+_Values = dict[TensorName, Tensor]
+_HISTORY = 3  # runs on a family before it is judged, for kernels whose scales follow what they have seen
+_HISTORY_SECONDS = 0.1
+_SETTLING_SECONDS = 0.05  # on a CPU, where nothing tells that another thread is still at work
+
+
+class Trial:
+    """A plan with its kernels, reading the case's buffers, which hold the first family between any two calls."""
+
+    def __init__(self, plan: Plan, case: OpenCase) -> None:
+        self.forward: ForwardKernel = case.registry.forward(plan.forward)
+        self.backward: BackwardKernel | None = None if plan.backward is None else case.registry.backward(plan.backward)
+        self.ran: dict[Side, list[str]] = {}
+        self._case = case
+        self._steps: dict[Cost, Callable[[], object]] = {}
+        self._replayed: dict[Cost, bool] = {}
+        self._untouched = True
+        self._call = _call_of(Execution(case.case.spec, self.forward, self.backward), case)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what was asked of it."""
+        if self._case.device.type == "cuda":
+            torch.cuda.synchronize(self._case.device)
+
+    def run(self, *, prove: bool = False) -> tuple[Operands, _Values]:
+        """One run of both passes on what is in the buffers, each result under its name.
+
+        To prove it, each pass runs under the profiler.  Raises AttnbenchError where another
+        kernel answers than the plan names.
+        """
+        passed = self._proved if prove else _unseen
+        inputs, spec = self._case.buffers, self._case.case.spec
+        with torch.no_grad():
+            operands = self.forward.prepare(inputs.q, inputs.k, inputs.v, spec)
+            out, lse, state = passed("forward", self.forward, partial(self.forward.run, operands))
+            values: _Values = {"out": out}
+            if lse is not None:
+                values["lse"] = lse
+            if self.backward is not None:
+                assert inputs.grad_out is not None, "training inputs come with one"
+                run = partial(self.backward.run, Saved(operands, out, lse, state), inputs.grad_out)
+                values["dq"], values["dk"], values["dv"] = passed("backward", self.backward, run)
+        return operands, values
+
+    def restore(self) -> None:
+        """Give the next plan the inputs that it must find, and remember where this one has changed them."""
+        case = self._case
+        if not case.unchanged(case.case.families[0]):
+            self._untouched = False
+            case.load(case.case.families[0])
+
+    def _proved(self, side: Side, kernel: ForwardKernel | BackwardKernel, run: Callable[[], _T]) -> _T:
+        device = self._case.device
+        result, names = traced(run, device)
+        self.ran[side] = shortened(kernel, names, device.type)
+        if reason := mismatch(kernel, names, device.type):
+            raise AttnbenchError(reason)
+        return result
+
+    def sample(self, timer: Timer) -> Visit:
+        """Samples of every cost; a call too short for the host to stay ahead of is replayed as a CUDA graph."""
+        if not self._steps:
+            self._steps = self._make_steps()
+        times: dict[Cost, list[float]] = {}
+        host: list[float] = []
+        late = 0.0
+        start = time.perf_counter()
+        for cost, step in self._steps.items():
+            taken = timer.take(step)
+            if taken.host_bound and cost != "call" and self._replay(cost):
+                taken = timer.take(self._steps[cost])
+            if cost == "call":
+                host, late = taken.host_ms, taken.late_ms
+                # In a stream of calls the slower of the two makes the others wait.
+                times[cost] = [max(pair) for pair in zip(taken.device_ms, taken.host_ms, strict=True)]
+            else:
+                times[cost] = taken.device_ms
+        stop = time.perf_counter()
+        self.restore()
+        replayed = tuple(cost for cost in COSTS if self._replayed.get(cost))
+        return Visit(times, host, (start, stop), replayed, late)
+
+    def _replay(self, cost: Cost) -> bool:
+        """Put a replay in the place of a step, where it can be recorded; tried once."""
+        device = self._case.device
+        if device.type != "cuda" or cost in self._replayed:
+            return False
+        replay = replay_of(self._steps[cost], device)
+        self._replayed[cost] = replay is not None
+        if replay is not None:
+            self._steps[cost] = replay
+        return replay is not None
+
+    def _make_steps(self) -> dict[Cost, Callable[[], object]]:
+        inputs, spec, forward = self._case.buffers, self._case.case.spec, self.forward
+        with torch.no_grad():
+            operands = forward.prepare(inputs.q, inputs.k, inputs.v, spec)
+            steps: dict[Cost, Callable[[], object]] = {
+                "kernel": partial(forward.run, operands),
+                "prepared": lambda: forward.run(forward.prepare(inputs.q, inputs.k, inputs.v, spec)),
+            }
+            if self.backward is not None:
+                assert inputs.grad_out is not None, "training inputs come with one"
+                out, lse, state = forward.run(operands)
+                saved = Saved(operands, out, lse, state)
+                steps["backward"] = partial(self.backward.run, saved, inputs.grad_out)
+        return steps | {"call": self._call}
+
+    def conclude(self) -> Findings:
+        """Judge the plan as the samples left it.  What it held for them is let go first."""
+        self._steps.clear()
+        memory, retained = self._memory()
+        case, (first, *others) = self._case, self._case.case.families
+        judged: dict[str, Judgements] = {}
+        floor: dict[str, Judgements] = {}
+        own: dict[str, Judgements] = {}
+
+        operands, values = self.run()
+        now = {name: value.clone() for name, value in values.items()}  # before anything waits for the device
+        self.synchronize()
+        if case.device.type == "cpu":
+            time.sleep(_SETTLING_SECONDS)
+        settled = _same(now, values)
+        self.restore()
+        deterministic = _same(now, self.run()[1])
+        leaked = self._leak(now["out"])
+        for family in (first, *others):
+            if family != first:
+                case.load(family)
+                operands, now = self._after_history()
+            truth = case.truths[family]
+            judged[family] = truth.judge(now)
+            if exact := truth.exact_on(operands):
+                floor[family], own[family] = exact.judgements, exact.judge(now)
+            del operands, now
+        negate(*case.tensors)
+        stale = case.truths[family].judge(unnegated(self.run()[1]))
+        case.load(first)
+        return Findings(judged, floor, own, stale, settled, self._untouched, deterministic, leaked, memory, retained)
+
+    def _leak(self, before: Tensor) -> float | None:
+        """How far the rows that may not see it changed with what the mask hides from them."""
+        case = self._case
+        probe = LeakProbe.of(case.case.spec)
+        if probe is None:
+            return None
+        probe.change(case.buffers.q, case.buffers.k, case.buffers.v)
+        leak = probe.leak(before, self.run()[1]["out"])
+        case.load(case.case.families[0])
+        return leak
+
+    def _after_history(self) -> tuple[Operands, _Values]:
+        start = time.perf_counter()
+        for _ in range(_HISTORY):
+            self.run()
+            self.synchronize()
+            if time.perf_counter() - start > _HISTORY_SECONDS:
+                break
+        return self.run()
+
+    def _memory(self) -> tuple[int | None, int | None]:
+        """Bytes beyond what was held before: at the peak of a call, and after its forward, while the result is held."""
+        device, spec = self._case.device, self._case.case.spec
+        if device.type != "cuda":
+            return None, None
+        self.synchronize()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        self._call()
+        self.synchronize()
+        peak = torch.cuda.max_memory_allocated(device) - before
+        before = torch.cuda.memory_allocated(device)
+        with torch.set_grad_enabled(spec.training):
+            held = _forward_of(Execution(spec, self.forward, self.backward), self._case)()
+        self.synchronize()
+        retained = torch.cuda.memory_allocated(device) - before
+        del held
+        return peak, max(0, retained)
+
+
+def _same(before: _Values, after: _Values) -> bool:
+    return before.keys() == after.keys() and all(same_bits(x, after[name]) for name, x in before.items())
+
+
+def _unseen(side: Side, kernel: ForwardKernel | BackwardKernel, run: Callable[[], _T]) -> _T:
+    return run()
+
+
+def _forward_of(execution: Execution, case: OpenCase) -> Callable[[], Tensor]:
+    inputs = (case.buffers.q, case.buffers.k, case.buffers.v)
+    leaves = [x.detach().requires_grad_() for x in inputs] if execution.spec.training else list(inputs)
+    return lambda: execution(*leaves)[0]
+
+
+def _call_of(execution: Execution, case: OpenCase) -> Callable[[], object]:
+    """What a user pays for: the forward, and in training the backward with it."""
+    inputs, grad_out = case.buffers, case.buffers.grad_out
+    if execution.backward is None:
+        return partial(execution, inputs.q, inputs.k, inputs.v)
+    assert grad_out is not None, "training inputs come with one"
+    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+
+    def call() -> object:
+        with torch.enable_grad():
+            # Not .backward(): that would add to .grad, a cost of its own from the second time on.
+            return torch.autograd.grad(execution(*leaves)[0], leaves, grad_out)
+
+    return call

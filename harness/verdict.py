@@ -1,0 +1,247 @@
+"""Whether a kernel's numbers are those of an honest one: small checks by name, applied in order.
+
+Each check sees a fault that the others let pass.  What is too much was measured on honest
+kernels, and stands beside each number: FP8 emulated in every recipe (scales per tensor,
+head, block and token, e4m3 and e5m2, rotated, smoothed, with Hopper's accumulator, with P
+unscaled and with the output itself in FP8), 16-bit kernels and plans that mix them, 1 to
+2048 keys, all input families.
+
+Two principles keep honest kernels from being accused.  Where the kernel quantises, it is
+held against exact attention on the operands that it used, which leaves only its own
+arithmetic to be explained.  And where an honest number may be as large as a fault's, it
+takes several families: a fault of the kernel shows on all of them, while what a difficult
+input does to an honest kernel stays with that input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:  # what torch is needed for is not needed here
+    from .accuracy import Judgement, TensorName
+
+    Judgements = Mapping[TensorName, Judgement]
+
+__all__ = ["CHECKS", "Check", "Evidence", "Verdict", "judge"]
+
+# In the comments: the largest on honest kernels, as a multiple of the same thing.
+# Of the bound: the own error of one head.  1.1 for out, 0.7 for dv, 3.3 for dq and dk, of which
+# a query with two keys leaves little more than a rounding; a head left out is 5 or more.
+_HEAD: Mapping[TensorName, float] = {"out": 2.0, "lse": 2.0, "dv": 2.0, "dq": 4.0, "dk": 4.0}
+# Of the bound: the own error of one row.  2.7 for out (P without a scale beside a sink), 3.1 for dv.
+# Rows of dq and dk are sums that nearly cancel, honestly any multiple wrong, and are not looked at.
+_ROW: Mapping[TensorName, float] = {"out": 4.0, "lse": 4.0, "dv": 4.0}
+# Fewer rows than these have too few roundings for a mean to say more than the error does.
+_ROWS = 64
+# The gain that two families share: 0.016 of out and dv, 0.035 of dq and dk.  A factor of 1.05 is 0.05.
+_GAIN: Mapping[TensorName, float] = {"out": 0.02, "dq": 0.04, "dk": 0.04, "dv": 0.02}
+_GAIN_OF_FLOOR = 0.5  # of the least floor: where that is large, so are the roundings that a gain is the mean of
+# Mean LSE in nats: 0.0003 on most families, but 0.008 with Hopper's accumulator where scores are large, which
+# is where the floor is: up to 3.2 times that.  64 of 16k keys are 0.0039.
+_NATS = 0.003
+_NATS_OF_FLOOR = 5.0
+_NATS_OF_MOST = 0.001
+# The own error of out on its best family: P in e4m3 0.03, with out in e4m3 as well 0.04, P in e5m2 0.053.
+_OWN = 0.06
+_OWN_OF_BOUND = 0.5
+# Of the floor: 0.45 at the least, for two keys, else 0.8; 16 bits get to 0.05 and, in gradients, 0.13.
+_TOO_GOOD = 1 / 3
+# Of what the error is without negating: 1.
+_STALE = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """All that the verdict rests on.
+
+    ``bound`` is the relative L2 that is accepted.  ``judged``, ``floor`` and ``own`` map input
+    families to judgements by tensor: of the kernel against the truth, of exact attention on the quantised
+    operands against the truth, and of the kernel against that attention; the latter two
+    lack families in which nothing was quantised.  ``stale`` judges a run on negated inputs
+    (attnbench.harness.probes).  ``settled`` says that the result was the same once the
+    device was idle, ``untouched`` that the inputs were.
+    """
+
+    bound: float
+    judged: Mapping[str, Judgements]
+    floor: Mapping[str, Judgements] = field(default_factory=dict)
+    own: Mapping[str, Judgements] = field(default_factory=dict)
+    stale: Judgements = field(default_factory=dict)
+    settled: bool = True
+    untouched: bool = True
+
+    def exact(self, tensor: TensorName) -> dict[str, Judgement]:
+        """By family, of the kernel against exact attention on what it computed with."""
+        found = {family: self.own.get(family, judged) for family, judged in self.judged.items()}
+        return {family: each[tensor] for family, each in found.items() if tensor in each}
+
+    def biases(self, tensor: TensorName) -> dict[str, float]:
+        """The same, the bias alone, and none where a tensor has too few rows for any mean."""
+        if any(judgement.rows < _ROWS for each in self.judged.values() for judgement in each.values()):
+            return {}
+        return {family: judgement.detail.bias for family, judgement in self.exact(tensor).items()}
+
+    def floor_of(self, tensor: TensorName) -> float:
+        """The floor of the family that quantising hurts least, 0 where nothing is quantised."""
+        return min((each[tensor].error for each in self.floor.values() if tensor in each), default=0.0)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``ok``, or ``inaccurate`` with one sentence and the name of the check that says it."""
+
+    status: Literal["ok", "inaccurate"]
+    reason: str | None = None
+    check: str | None = None
+
+
+Check = Callable[[Evidence], "str | None"]
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """The verdict of the first check that has something to say."""
+    for name, check in CHECKS.items():
+        if reason := check(evidence):
+            return Verdict("inaccurate", reason, name)
+    return Verdict("ok")
+
+
+def _inputs(evidence: Evidence) -> str | None:
+    return None if evidence.untouched else "the inputs are not what they were before the call"
+
+
+def _settled(evidence: Evidence) -> str | None:
+    return None if evidence.settled else "the result went on changing after the call had returned"
+
+
+def _stale(evidence: Evidence) -> str | None:
+    """Further off with the inputs negated than on any family: something was kept from the run before."""
+    for tensor, stale in evidence.stale.items():
+        judged = [each[tensor] for each in evidence.judged.values() if tensor in each]
+        # One stale head can be told in out, whose heads are no sums that cancel.
+        found, before = (
+            (stale.detail.worst_head, [each.detail.worst_head for each in judged])
+            if tensor == "out"
+            else (stale.error, [each.error for each in judged])
+        )
+        if found > _STALE * max(*before, _HEAD[tensor] * evidence.bound):
+            return (
+                f"{tensor} is off by {_said(found)} where all inputs are negated, by {_said(max(before))} where they "
+                "are not: it keeps something from call to call"
+            )
+    return None
+
+
+def _error(evidence: Evidence) -> str | None:
+    found = [
+        (judgement.error, tensor, family, judgement.detail.nonfinite)
+        for family, each in evidence.judged.items()
+        for tensor, judgement in each.items()
+    ]
+    error, tensor, family, nonfinite = max(found)
+    if error <= evidence.bound:
+        return None
+    why = f" ({nonfinite} values are not finite)" if nonfinite else ""
+    return f"the error of {tensor} on {family} inputs is {_said(error)}{why}, beyond {evidence.bound:g}"
+
+
+def _too_good(evidence: Evidence) -> str | None:
+    """Closer to the truth than the operands that it shows allow, on every family: it computed with others."""
+    for tensor in _GAIN:
+        pairs = [
+            (evidence.judged[family][tensor].error, each[tensor].error)
+            for family, each in evidence.floor.items()
+            if tensor in each and tensor in evidence.judged.get(family, {})
+        ]
+        if pairs and all(error < _TOO_GOOD * floor for error, floor in pairs):
+            error, floor = max(pairs, key=lambda pair: pair[0] / pair[1])
+            return (
+                f"the error of {tensor} is {_said(error)} where its quantised operands alone make {_said(floor)}: "
+                "it did not compute with them"
+            )
+    return None
+
+
+def _head(evidence: Evidence) -> str | None:
+    for tensor, times in _HEAD.items():
+        for family, judgement in evidence.exact(tensor).items():
+            worst, limit = judgement.detail.worst_head, times * evidence.bound
+            if worst > limit:
+                return f"one head of {tensor} on {family} inputs is off by {_said(worst)}, beyond {limit:.3g}"
+    return None
+
+
+def _row(evidence: Evidence) -> str | None:
+    for tensor, times in _ROW.items():
+        for family, judgement in evidence.exact(tensor).items():
+            worst, limit = judgement.detail.worst_row, times * evidence.bound
+            if worst > limit:
+                return f"one row of {tensor} on {family} inputs is off by {_said(worst)}, beyond {limit:.3g}"
+    return None
+
+
+def _bias(evidence: Evidence) -> str | None:
+    """The same sign on every family, and not small on any."""
+    for tensor, least in _GAIN.items():
+        gains = evidence.biases(tensor)
+        if len(gains) < 2 or min(gains.values()) < 0 < max(gains.values()):
+            continue
+        family = min(gains, key=lambda each: abs(gains[each]))
+        limit = max(least, _GAIN_OF_FLOOR * evidence.floor_of(tensor))
+        if abs(gains[family]) > limit:
+            return (
+                f"{tensor} is {1 + gains[family]:.3g} times what it should be, on {family} inputs and no less on any "
+                f"other, beyond {limit:.3g} of a difference"
+            )
+    return None
+
+
+def _lse(evidence: Evidence) -> str | None:
+    """More on one family than its floor explains, and not next to nothing on most of the others."""
+    means = evidence.biases("lse")
+    sizes = sorted(map(abs, means.values()))
+    if not sizes or sizes[(len(sizes) - 1) // 2] <= _NATS_OF_MOST:
+        return None
+    for family, mean in means.items():
+        floor = evidence.floor.get(family, {})
+        limit = max(_NATS, _NATS_OF_FLOOR * floor["lse"].error if "lse" in floor else 0.0)
+        if abs(mean) > limit:
+            return f"the mean of lse on {family} inputs is {mean:+.3g} nats off, beyond {limit:.3g}"
+    return None
+
+
+def _own(evidence: Evidence) -> str | None:
+    """Where nothing is quantised it is the error, which has its own bound."""
+    errors = {family: each["out"].error for family, each in evidence.own.items() if "out" in each}
+    if len(errors) < 2:
+        return None
+    family = min(errors, key=lambda each: errors[each])
+    limit = max(_OWN, _OWN_OF_BOUND * evidence.bound)
+    if errors[family] <= limit:
+        return None
+    return (
+        f"out is off by {_said(errors[family])} from exact attention on its own quantised operands, on {family} inputs "
+        f"and no less on any other, beyond {limit:.3g}"
+    )
+
+
+def _said(number: float) -> str:
+    return f"{number:.3g}" if math.isfinite(number) else "infinite"
+
+
+# Those that say most come first: a NaN is an error before it is a wrong row.
+CHECKS: dict[str, Check] = {
+    "inputs": _inputs,
+    "settled": _settled,
+    "stale": _stale,
+    "error": _error,
+    "too good": _too_good,
+    "head": _head,
+    "row": _row,
+    "bias": _bias,
+    "lse": _lse,
+    "own": _own,
+}

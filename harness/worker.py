@@ -1,0 +1,117 @@
+"""The process in which one backend runs: what it breaks is its own, and is noticed.
+
+It reads requests from a connection and answers each.  Both ends are attnbench's own: nothing
+that comes from a file is unpickled here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from .timing import Timer
+
+__all__ = ["Answer", "Setting", "main"]
+
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a worker is told first: the registry (``module:function``), how to time, torch's threads on the CPU."""
+
+    source: str
+    timer: Timer
+    threads: int
+
+
+class Answer(NamedTuple):
+    """``done`` with the value, or what an exception makes of the row; after ``fatal`` the process is of no more use."""
+
+    status: Literal["done", "oom", "error", "crashed"]
+    value: object
+    fatal: bool = False
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Serve the connection that was inherited as ``descriptor`` until the process ``parent`` closes it, or dies."""
+    _die_with(parent)
+    faulthandler.enable()
+    _serve(Connection(descriptor))
+    # No destructors: after a fault those of a vendor's library may hang, and there is nothing to save.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _die_with(parent: int) -> None:
+    """Have the system kill this process when the sweep dies, however it dies and whatever a kernel is doing then."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before it could be tied to this one
+        os._exit(1)
+
+
+def _serve(connection: Connection[Any, Any]) -> None:
+    setting: Setting = connection.recv()
+    import torch
+
+    from .bench import Bench
+
+    torch.set_num_threads(setting.threads)
+    bench = Bench(setting.source, setting.timer)
+    connection.send(Answer("done", None))
+    while True:
+        try:
+            method, arguments = connection.recv()
+        except EOFError:  # the sweep has ended
+            return
+        answer = _answer(bench, method, arguments)
+        connection.send(answer)
+        if answer.fatal:
+            return
+
+
+def _answer(bench: object, method: str, arguments: tuple[object, ...]) -> Answer:
+    """A kernel may raise anything; it costs this row alone, unless it has spoilt the device for the next one."""
+    try:
+        return Answer("done", getattr(bench, method)(*arguments))
+    except BaseException as error:
+        said, lost = _said(error), _out_of_memory(error)
+    # Only here, where the traceback no longer keeps the tensors of the failure alive.
+    broken = _broken()
+    if broken is not None:
+        return Answer("crashed", said if said == broken else f"{said}; then {broken}", fatal=True)
+    return Answer("oom" if lost else "error", said)
+
+
+def _said(error: BaseException) -> str:
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first}"
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    import torch
+
+    # torch has no class of its own for a CPU allocation that fails.
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
+def _broken() -> str | None:
+    """Why the device takes no more work from this process, as after an illegal memory access; None where it does."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return None
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except Exception as error:  # whatever it is, it is the reason
+        return _said(error)
+    return None

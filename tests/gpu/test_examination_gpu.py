@@ -1,0 +1,31 @@
+"""The same examination on a GPU, where faults have more ways to hide: streams, graphs, a device that is lost."""
+
+import pytest
+import torch
+
+from attnbench.testing.examination import examined, unnoticed
+from attnbench.testing.faults import FAULTS, GPU_FAULTS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.examination,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
+]
+
+
+@pytest.fixture(scope="module")
+def examination():
+    return list(examined(torch.device("cuda", 0)))
+
+
+@pytest.mark.parametrize("name", [fault.name for fault in (*FAULTS, *GPU_FAULTS)])
+def test_a_planted_fault_is_found_by_name(examination, name):
+    ((fault, row),) = [each for each in examination if each[0].name == name]
+    assert unnoticed(fault, row) is None
+
+
+def test_the_honest_kernel_under_every_fault_is_ok(examination):
+    for fault, row in examination:
+        if fault.name == "none":
+            assert unnoticed(fault, row) is None
+            assert row.gpu is None or row.gpu.readings

@@ -1,0 +1,50 @@
+"""The harness finds every planted fault by name, and needs each of its checks to do so."""
+
+import pytest
+import torch
+
+from attnbench.harness import rows, verdict
+from attnbench.testing.examination import examined, unnoticed
+from attnbench.testing.faults import FAULTS
+
+pytestmark = pytest.mark.examination
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def examination():
+    """Each fault's row, the evidence that its verdict rested on, and the same for honest kernels."""
+    evidence = []
+    judge = verdict.judge
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "judge", lambda each: (evidence.append(each), judge(each))[1])
+        found = list(examined(CPU))
+    judged = iter(evidence)
+    return [(fault, row, next(judged) if row.measured else None) for fault, row in found]
+
+
+@pytest.mark.parametrize("name", [fault.name for fault in FAULTS])
+def test_a_planted_fault_is_found_by_name(examination, name):
+    ((fault, row, _),) = [each for each in examination if each[0].name == name]
+    assert unnoticed(fault, row) is None
+
+
+def test_the_honest_kernel_under_every_fault_is_ok(examination):
+    honest = [(fault, row) for fault, row, _ in examination if fault.name == "none"]
+    assert len(honest) == len({fault.spec for fault in FAULTS})
+    for fault, row in honest:
+        assert unnoticed(fault, row) is None
+        assert row.deterministic is True
+        assert not row.leak
+
+
+@pytest.mark.parametrize("check", verdict.CHECKS)
+def test_without_any_one_check_some_fault_goes_unnoticed(examination, monkeypatch, check):
+    monkeypatch.delitem(verdict.CHECKS, check)
+    missed = []
+    for fault, row, evidence in examination:
+        if evidence is not None:
+            again = verdict.judge(evidence)
+            without = {"status": again.status, "check": again.check, "reason": again.reason}
+            missed.append(unnoticed(fault, row.model_copy(update=without)))
+    assert any(missed)
