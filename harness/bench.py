@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import cached_property
+
 import torch
 from torch import Tensor
 

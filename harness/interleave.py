@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 
 from attnbench.plan import Plan
 
@@ -15,8 +16,7 @@ from .timing import Cost, Timer
 
 __all__ = ["Samples", "interleaved"]
 
-_WARM_ROUNDS = 4  # a clock that is not steady by then will not be
-_HASTE = 2.0  # times its limit: a single visit that took this long is enough
+_WARM_SECONDS = 1.0  # a clock that is not steady by then will not be
 
 
 @dataclass
@@ -40,17 +40,17 @@ class Samples:
             if (cost in visit.replayed) != (cost in self.replayed):
                 self.time_ms.pop(cost, None)
             self.time_ms.setdefault(cost, []).extend(taken)
-            self.seconds += sum(taken) / 1e3
         self.host_ms += visit.host_ms
         self.spans.append(visit.span)
+        self.seconds += visit.span[1] - visit.span[0]
         self.replayed = visit.replayed
         self.late_ms = min(self.late_ms, visit.late_ms)
 
     def enough(self, timer: Timer) -> bool:
         """Whether another visit would not tell more, or cost more than the plan has."""
-        if len(self.spans) < timer.fewest:
-            return self.seconds > _HASTE * timer.limit
-        return self.seconds > timer.limit or all(self._narrow(cost, timer) for cost in self.time_ms)
+        if self.seconds > timer.limit:
+            return True
+        return len(self.spans) >= timer.fewest and all(self._narrow(cost, timer) for cost in self.time_ms)
 
     def _narrow(self, cost: Cost, timer: Timer) -> bool:
         low, middle, high = median_interval(self.time_ms[cost])
@@ -66,27 +66,32 @@ def interleaved(
 ) -> dict[Plan, Samples]:
     """Visit the plans forwards and backwards in turn (ABBA) until each has enough samples.
 
-    Before that, rounds whose samples are thrown away warm the device until it is ``steady``.
+    Before that, visits whose samples are thrown away warm the device until it is ``steady``.
     The order is drawn from the seed, so that no plan follows the same one in every case.  A
     plan whose visit gives None is not visited again and has no samples.
     """
     order = list(plans)
     random.Random(seed).shuffle(order)
     samples = {plan: Samples() for plan in order}
-    for _ in range(_WARM_ROUNDS):
-        if steady():
+    spent = 0.0
+    for plan in cycle(order):
+        if steady() or spent > _WARM_SECONDS or not samples:
             break
-        samples = {plan: gathered for plan, gathered in samples.items() if visit(plan) is not None}
+        if plan in samples:
+            warming = visit(plan)
+            if warming is None:
+                del samples[plan]
+            else:
+                spent += warming.span[1] - warming.span[0]
     going = list(samples)
     while going:
         for turn in (going, going[::-1]):
             for plan in turn:
-                if plan not in samples or samples[plan].seconds > _HASTE * timer.limit:
-                    continue
-                visited = visit(plan)
-                if visited is None:
-                    del samples[plan]
-                else:
-                    samples[plan].add(visited)
+                if plan in samples and samples[plan].seconds <= timer.limit:
+                    visited = visit(plan)
+                    if visited is None:
+                        del samples[plan]
+                    else:
+                        samples[plan].add(visited)
         going = [plan for plan in going if plan in samples and not samples[plan].enough(timer)]
     return samples

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -20,7 +20,7 @@ from attnbench.plan import Plan, backend_of
 from .cases import Case
 from .clocks import Watch
 from .crew import LostError, Worker
-from .findings import Opened, Prepared, Visit
+from .findings import Findings, Opened, Prepared, Visit
 from .interleave import Samples, interleaved
 from .laboratory import Laboratory
 from .records import Measurement
@@ -112,52 +112,62 @@ class Line:
         yield Doing(case, _TIMING)
         samples = self._timed(case, list(prepared), lost)
         yield Doing(case, _JUDGING)
-        for plan, gathered in samples.items():
-            seat = self._seat(plan)
-            try:
-                findings = self._asked(_JUDGING, partial(seat.conclude, plan))
-            except LostError as error:
-                lost[plan] = error
+        for plan, findings in self._abreast(_JUDGING, list(samples), self._judge).items():
+            if isinstance(findings, LostError):
+                lost[plan] = findings
                 continue
             opened, first = prepared[plan]
+            gathered = samples[plan]
             gpu = self._watch.between(*gathered.spans)
             yield measured(case, plan, opened, first, gathered, findings, gpu, started, self.laboratory)
-        for seat in {id(seat): seat for seat in map(self._seat, plans)}.values():
-            self._asked(_JUDGING, seat.close)
+        self._abreast(_JUDGING, plans, self._close)
         return lost
 
-    def _prepared(
-        self, case: Case, plans: Sequence[Plan], lost: dict[Plan, LostError]
-    ) -> dict[Plan, tuple[Opened, Prepared]]:
-        """First runs, each backend's one after the other, several backends at a time."""
+    def _abreast(
+        self, phase: Phase, plans: Sequence[Plan], work: Callable[[Seat, Plan], _T]
+    ) -> dict[Plan, _T | LostError]:
+        """Work on the plans, each backend's one after the other, several backends at a time, where nothing is timed."""
         by_seat: dict[str, list[Plan]] = {}
         for plan in plans:
             self._seat(plan)  # made here, because the pool's threads must not make one twice
             by_seat.setdefault(backend_of(plan.forward), []).append(plan)
 
-        def prepare(own: Sequence[Plan]) -> dict[Plan, tuple[Opened, Prepared] | LostError]:
-            seat = self._seat(own[0])
-            found: dict[Plan, tuple[Opened, Prepared] | LostError] = {}
-            opened: Opened | LostError
-            try:
-                opened = seat.open(case)
-            except LostError as error:
-                return dict.fromkeys(own, error)
+        def go_on(own: Sequence[Plan]) -> dict[Plan, _T | LostError]:
+            found: dict[Plan, _T | LostError] = {}
             for plan in own:
                 if self._stopped.is_set():
                     break
                 try:
-                    found[plan] = opened, seat.prepare(plan)
+                    found[plan] = work(self._seat(plan), plan)
                 except LostError as error:
                     found[plan] = error
             return found
 
         start = time.perf_counter()
-        found: dict[Plan, tuple[Opened, Prepared] | LostError] = {}
-        for each in self._pool.map(prepare, by_seat.values()):
+        found: dict[Plan, _T | LostError] = {}
+        for each in self._pool.map(go_on, by_seat.values()):
             found |= each
-        self.spent[_PREPARING] += time.perf_counter() - start
+        self.spent[phase] += time.perf_counter() - start
         self._check()
+        return {plan: found[plan] for plan in plans}
+
+    @staticmethod
+    def _judge(seat: Seat, plan: Plan) -> Findings:
+        return seat.conclude(plan)
+
+    @staticmethod
+    def _close(seat: Seat, plan: Plan) -> None:
+        seat.close()
+
+    def _prepared(
+        self, case: Case, plans: Sequence[Plan], lost: dict[Plan, LostError]
+    ) -> dict[Plan, tuple[Opened, Prepared]]:
+        """First runs."""
+
+        def prepare(seat: Seat, plan: Plan) -> tuple[Opened, Prepared]:
+            return seat.open(case), seat.prepare(plan)
+
+        found = self._abreast(_PREPARING, plans, prepare)
         lost |= {plan: each for plan, each in found.items() if isinstance(each, LostError)}
         return {plan: each for plan, each in found.items() if not isinstance(each, LostError)}
 
@@ -177,15 +187,6 @@ class Line:
 
         steady = partial(self._watch.steady, time.perf_counter())
         return interleaved(plans, visit, self.laboratory.timer, case.name, steady)
-
-    def _asked(self, phase: Phase, request: partial[_T]) -> _T:
-        self._check()
-        start = time.perf_counter()
-        try:
-            return request()
-        finally:
-            self.spent[phase] += time.perf_counter() - start
-            self._check()
 
     def _check(self) -> None:
         if self._stopped.is_set():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
 
 import torch
 from torch import Tensor
+
+from attnbench.kernel import Result
 
 __all__ = ["replay_of"]
 
@@ -19,10 +20,10 @@ def replay_of(call: Callable[[], object], device: torch.device) -> Callable[[], 
     The call has run before: what it allocates or compiles the first time is not recorded.
     """
     graph = torch.cuda.CUDAGraph()
-    direct = [x.clone() for x in _tensors(call())]
+    direct = [x.clone() for x in _answers(call())]
     try:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            recorded = _tensors(call())
+            recorded = _answers(call())
     except Exception:  # a vendor's call may refuse in any way; it is then timed as it is
         torch.cuda.synchronize(device)  # raises where the attempt left the device unusable
         return None
@@ -49,14 +50,7 @@ def _alike(x: Tensor, y: Tensor) -> bool:
     return bool((wide - y.to(torch.float32).nan_to_num()).norm() <= _ALIKE * wide.norm())
 
 
-def _tensors(value: object) -> list[Tensor]:
-    """Every tensor in a result, in a fixed order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [x for each in value for x in _tensors(each)]
-    if isinstance(value, dict):
-        return [x for each in value.values() for x in _tensors(each)]
-    if is_dataclass(value) and not isinstance(value, type):
-        return [x for each in fields(value) for x in _tensors(getattr(value, each.name))]
-    return []
+def _answers(value: object) -> list[Tensor]:
+    """The tensors that a pass answers with.  A forward's private state is not among them: it may hold the inputs."""
+    answers = value[:2] if isinstance(value, Result) else value
+    return [x for x in answers if isinstance(x, Tensor)] if isinstance(answers, tuple) else []

@@ -35,9 +35,10 @@ class Seat:
 
     def open(self, case: Case) -> Opened:
         """Open the case, or say again what came of it: what cannot be opened is not tried for every plan."""
-        self._case, self._opened = case, None
-        self._prepared.clear()
-        self._revivals.clear()
+        if self._case is not case:
+            self._case, self._opened = case, None
+            self._prepared.clear()
+            self._revivals.clear()
         return self._open()
 
     def _open(self) -> Opened:
@@ -81,7 +82,7 @@ class Seat:
 
     def close(self) -> None:
         """Let go of the case."""
-        if self.worker.alive and self._generation == self.worker.generation:
+        if self._case is not None and self.worker.alive and self._generation == self.worker.generation:
             self._told("close")
         self._case = self._opened = None
         self._prepared.clear()

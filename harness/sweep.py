@@ -57,7 +57,7 @@ Event = Started | Finished | Ended
 def tasks_of(
     cases: Sequence[Case], registry: Registry, device: torch.device, dtype: str, names: Sequence[str] = ()
 ) -> list[Task]:
-    """Every plan that a sweep of ``dtype`` admits on every case, or those that the names keep.
+    """Every plan that a sweep of ``dtype`` admits on every case, yardsticks aside, or those that the names keep.
 
     A name is a backend's (``fa3``) or a kernel's (``fa3:fp8``, listed or one that its
     backend makes) and keeps the plans that start with it, or that end with it where none
@@ -116,7 +116,8 @@ def _check(name: str, registry: Registry) -> None:
 def _plans(spec: AttentionSpec, registry: Registry, names: Sequence[str]) -> list[Plan]:
     listed = registry.plans(spec)
     if not names:
-        return listed
+        yardsticks = {name for name, backend in registry.backends.items() if backend.yardstick}
+        return [plan for plan in listed if backend_of(plan.forward) not in yardsticks]
     kept: dict[Plan, None] = {}
     for name in names:
         kept |= dict.fromkeys(_named(name, spec, registry, listed))

@@ -57,8 +57,8 @@ class Timer:
 
     A visit takes ``visit`` seconds of samples of a call, one at least.  A plan is visited again
     until the 95 % interval of its median is narrower than ``narrow`` on either side, relative
-    to it, or ``limit`` seconds of samples were spent on it; ``fewest`` visits at least.  A call
-    that takes longer than ``patience`` seconds is its own warm-up.
+    to it, or its visits took ``limit`` seconds; ``fewest`` of them at least, or one that took
+    that long.  A call that takes longer than ``patience`` seconds is its own warm-up.
 
     On a GPU a sample is device time between two events on the current stream, with the L2
     cache (its size asked of the device) overwritten before each; the host queues ahead.  On a
@@ -76,8 +76,8 @@ class Timer:
     def for_device(cls, device: torch.device) -> Timer:
         """The limits that a whole sweep can afford for each plan."""
         if device.type == "cuda":
-            return cls(device, visit=0.01, limit=0.4, patience=0.5, fewest=4)
-        return cls(device, visit=0.01, limit=0.15, patience=0.05)
+            return cls(device, visit=0.01, limit=0.4, patience=0.015, fewest=4)
+        return cls(device, visit=0.01, limit=0.4, patience=0.05)
 
     @property
     def conditions(self) -> str:

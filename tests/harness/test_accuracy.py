@@ -101,13 +101,14 @@ def test_errors_of_a_part_are_taken_at_the_same_heads():
     inputs = draw(SPEC, "normal", CPU)
     truth = Truth.of(SPEC, inputs, REGISTRY, largest=SPEC.flops / 6)
     values = answers(SPEC)
-    assert truth.groups == (0,)
+    (group,) = truth.groups
+    batch, key_head = divmod(group, SPEC.kv_heads)
     elsewhere = {name: value.clone() for name, value in values.items()}
     for value in elsewhere.values():
-        value[1] = torch.nan  # another batch
+        value[1 - batch] = torch.nan
     assert truth.errors(elsewhere) == truth.errors(values)
-    values["out"][0, 1] = torch.nan  # a query head of the group that was computed
-    values["dk"][0, 0] *= 2
+    values["out"][batch, SPEC.group * key_head + 1] = torch.nan  # a query head of the group that was computed
+    values["dk"][batch, key_head] *= 2
     errors = truth.errors(values)
     assert errors["out"] == math.inf
     assert errors["dk"] == pytest.approx(1, abs=0.01)
@@ -242,6 +243,7 @@ def test_an_lse_of_rows_without_keys_is_right_at_minus_infinity_only():
     value = truth.clone()
     value[0, 0, 1] = -math.inf
     assert judged("lse", value, truth).detail.nonfinite == 1
+    assert judged("lse", truth + 0.1, truth).detail.bias == pytest.approx(0.1)
     empty = torch.full((2, 1, 3), -math.inf, dtype=torch.float64)
     assert judged("lse", empty, empty).detail == Detail(None, 0.0, 0.0, 0.0, 0)
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from planted import BACKWARD_FAULTS, FAULTS, FakeBackward, FakeForward, backend, healthy, laboratory
 
-from attnbench.environment import Environment
 from attnbench.errors import MisuseError, UnknownBackendError
 from attnbench.harness.cases import Case
 from attnbench.harness.condense import condense
@@ -55,18 +54,17 @@ def faulty_rows(tmp_path_factory):
 def test_every_kernel_has_a_row_for_every_case(rows):
     registry = healthy()
     cases = (FORWARD, HUGE, TRAINING)
-    assert set(rows) == {(case.name, str(plan)) for case in cases for plan in registry.plans(case.spec)}
+    contenders = {(case.name, str(plan)) for case in cases for plan in registry.plans(case.spec)}
+    assert set(rows) == {(case, plan) for case, plan in contenders if not plan.startswith("reference")}
     for case, kernels in (("forward", registry.forwards), ("training", [*registry.forwards, *registry.backwards])):
         covered = {kernel for name, plan in rows if name == case for kernel in Plan.parse(plan).kernels}
-        assert covered == {*kernels}
+        assert covered >= {kernel for kernel in kernels if not kernel.startswith("reference")}
     status = {plan: row.status for (case, plan), row in rows.items() if case == "forward"}
     assert status == {
         "wide:bf16": "ok",
         "small:fp8": "ok",
         "picky:fp32": "refused",
         "absent:fp8": "unavailable",
-        "reference:fp64": "ok",
-        "reference:fp32": "ok",
     }
     assert "fp32 tensors, not bf16" in rows["forward", "picky:fp32"].reason
     assert "the package is not installed" in rows["forward", "absent:fp8"].reason
@@ -150,12 +148,14 @@ def test_max_error_is_the_bound_of_fp8_plans_alone(tmp_path):
 def test_a_sweep_of_a_wider_type_leaves_fp8_out():
     case = Case("wide", FORWARD.spec.replace(dtype="fp32"))
     tasks = {str(task.plan): task.status for task in tasks_of([case], healthy(), CPU, "fp32")}
-    assert tasks == dict.fromkeys(["wide:bf16", "picky:fp32", "reference:fp64", "reference:fp32"], "ok")
+    assert tasks == dict.fromkeys(["wide:bf16", "picky:fp32"], "ok")
 
 
 @pytest.mark.parametrize(
     ("names", "forward", "training"),
     [
+        ([], {"wide:bf16", "small:fp8", "picky:fp32", "absent:fp8", "many:bf16"}, None),
+        (["reference:fp32"], {"reference:fp32"}, {"reference:fp32>reference:fp32"}),
         (["wide"], {"wide:bf16"}, {"wide:bf16>wide:bf16"}),
         (["small:fp8"], {"small:fp8"}, {"small:fp8>wide:bf16"}),
         (["small:fp8>reference:fp64"], set(), {"small:fp8>reference:fp64"}),
@@ -174,7 +174,7 @@ def test_names_keep_plans(names, forward, training):
     registry = Registry([*parts, own, many])
     tasks = tasks_of([FORWARD, TRAINING], registry, CPU, "fp8", names)
     assert {str(task.plan) for task in tasks if task.case is FORWARD} == forward
-    assert {str(task.plan) for task in tasks if task.case is TRAINING} == training
+    assert training is None or {str(task.plan) for task in tasks if task.case is TRAINING} == training
     assert "many:bf16-7" not in {str(task.plan) for task in tasks_of([FORWARD], registry, CPU, "fp8")}
 
 
