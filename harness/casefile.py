@@ -1,6 +1,6 @@
-"""Cases from a YAML file.
+"""Cases from a file: YAML, or the calls of captured tensors.
 
-A file is a list of entries; an entry is a mapping; a value that is a list stands for each
+A YAML file is a list of entries; an entry is a mapping; a value that is a list stands for each
 of its elements in turn, and the entry for all combinations::
 
     - batch: 2
@@ -15,7 +15,9 @@ of its elements in turn, and the entry for all combinations::
 batch, heads, seqlen_q and head_dim are required.  kv_heads, seqlen_kv, head_dim_v, scale and
 softcap default as in AttentionSpec.make.  ``mask`` is none, causal,
 causal/bottom-right, or a mapping of left, right and alignment.  ``families`` is the one
-list that is not multiplied out.  ``name`` is put before the spec's own name where an entry
+list that is not multiplied out; ``captured:acts.safetensors`` among them is the first call
+captured there that asked the same as the case, ``captured:acts.safetensors#3`` call 3, the
+path as seen from the YAML file.  ``name`` is put before the spec's own name where an entry
 stands for several cases.  The tensors' type is the sweep's.
 """
 
@@ -32,10 +34,11 @@ from attnbench.errors import InputError, MalformedFileError
 from attnbench.mask import Mask
 from attnbench.spec import AttentionSpec
 
-from .cases import Case, tensor_dtype
+from .captured import PREFIX, captured_family, read_captured
+from .cases import LONGEST_NAME, Case, tensor_dtype
 from .inputs import DEFAULT_FAMILIES
 
-__all__ = ["read_cases"]
+__all__ = ["read_captured_cases", "read_cases"]
 
 _LARGEST_FILE = 2**20
 _MOST_CASES = 10_000
@@ -73,6 +76,23 @@ def read_cases(path: Path, dtype: str) -> list[Case]:
     if len(content) > _LARGEST_FILE:
         raise MalformedFileError(path, f"expected at most {_LARGEST_FILE} bytes of cases")
     return _Reader(path, tensors).cases(text)
+
+
+def read_captured_cases(path: Path, dtype: str) -> list[Case]:
+    """A case for every call of a file of captured tensors, on them alone, for a sweep of ``dtype``.
+
+    Tensors that were captured in another type than the sweep's are converted to it, and the
+    case's name says from which.  Raises MalformedFileError with what was expected.
+    """
+    tensors = tensor_dtype(dtype)
+    file = read_captured(path)
+    cases = []
+    for number, call in enumerate(file.calls):
+        spec = call.spec.replace(dtype=tensors)
+        origin = "" if call.spec.dtype == tensors else f" from {call.spec.dtype}"
+        identity = f" #{number} {spec}{origin}"
+        cases.append(Case(call.name[: LONGEST_NAME - len(identity)] + identity, spec, (file.family(number),)))
+    return cases
 
 
 class _Reader:
@@ -139,9 +159,12 @@ class _Reader:
             try:
                 spec = AttentionSpec.make(**facts, dtype=self._tensors)
                 name = str(spec) if prefix is None else f"{prefix} {spec}" if several else prefix
-                yield Case(name, spec, families)
+                yield Case(name, spec, tuple(self._family(family, spec) for family in families))
             except InputError as error:
                 raise self._fault(entry, f"expected a possible case: {error}") from error
+
+    def _family(self, name: str, spec: AttentionSpec) -> str:
+        return captured_family(name, spec, self._path.parent) if name.startswith(PREFIX) else name
 
     def _value(self, name: str, node: yaml.Node) -> Any:
         value: Any = self._loader.construct_object(node, deep=True)

@@ -8,6 +8,7 @@ from attnbench.errors import InputError
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 
+from .captured import CapturedFamily
 from .inputs import DEFAULT_FAMILIES, FAMILIES
 
 __all__ = ["SWEEP_DTYPES", "Case", "admits", "tensor_dtype"]
@@ -20,8 +21,10 @@ LONGEST_NAME = 200
 class Case:
     """One spec with a name that is its own within a sweep, and the input families that errors are taken on.
 
-    Times are taken on the first family.  Raises InputError on an empty or overlong name, an
-    unknown family, or a spec of FP8 tensors: a sweep starts from what FP8 is made of.
+    Times are taken on the first family.  ``captured:FILE`` is not enough of a family: it must
+    know its file (attnbench.harness.captured.captured_family).  Raises InputError on an empty
+    or overlong name, an unknown family, or a spec of FP8 tensors: a sweep starts from what
+    FP8 is made of.
     """
 
     name: str
@@ -33,8 +36,9 @@ class Case:
             raise InputError(f"a case's name must be 1 to {LONGEST_NAME} printable characters, not {self.name[:50]!r}")
         if not self.families or len(set(self.families)) < len(self.families):
             raise InputError("a case needs at least one input family, and none twice")
-        if unknown := [family for family in self.families if family not in FAMILIES]:
-            raise InputError(f"input families are {', '.join(FAMILIES)}, not {unknown[0]!r}")
+        drawn = [family for family in self.families if not isinstance(family, CapturedFamily)]
+        if unknown := [family for family in drawn if family not in FAMILIES]:
+            raise InputError(f"input families are {', '.join(FAMILIES)} and captured:FILE, not {unknown[0][:50]!r}")
         if self.spec.descale is not None:
             raise InputError(f"a case has tensors of 16 bits or more, not {self.spec.dtype}")
 

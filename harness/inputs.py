@@ -1,6 +1,7 @@
 """The tensors that kernels are measured on: named families of random inputs, drawn afresh for every case.
 
 What a family is, why it exists and where that is known from stands at the function that draws it.
+A captured family is none of these: its tensors are those of a real model (attnbench.harness.captured).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch import Tensor
 from attnbench.dtypes import TO_TORCH
 from attnbench.errors import InputError
 from attnbench.spec import AttentionSpec
+
+from .captured import CapturedFamily
 
 __all__ = ["DEFAULT_FAMILIES", "FAMILIES", "Inputs", "draw"]
 
@@ -41,8 +44,8 @@ _Tensors = dict[str, Tensor]
 class Inputs:
     """q (B, H, Sq, D), k (B, Hkv, Skv, D), v (B, Hkv, Skv, Dv) and, in training, grad_out (B, H, Sq, Dv).
 
-    ``drawn_on`` is the device type whose generator made them: the numbers are a function of
-    the spec, the family and this.
+    ``drawn_on`` is the device type whose generator made them, cpu where they were read from a
+    file: the numbers are a function of the spec, the family and this.
     """
 
     q: Tensor
@@ -56,9 +59,12 @@ def draw(spec: AttentionSpec, family: str, device: torch.device) -> Inputs:
     """The inputs of a family, contiguous, in the spec's dtype on ``device``; the same on every call.
 
     Drawn by torch's CPU generator up to 2**24 elements in all, by the device's own beyond
-    that.  Raises InputError on an unknown family, and where the spec leaves no room for what
-    the family is made of.
+    that; a CapturedFamily's are read from its file and converted to the spec's dtype.  Raises
+    InputError on an unknown family, where the spec leaves no room for what the family is made
+    of, and where captured tensors are not the spec's; MalformedFileError where their file is.
     """
+    if isinstance(family, CapturedFamily):
+        return _inputs(family.tensors(spec), spec, device, "cpu")
     if family not in _DRAWN:
         raise InputError(f"input families are {', '.join(FAMILIES)}, not {family!r}")
     queries = (spec.batch, spec.heads, spec.seqlen_q)
@@ -70,8 +76,12 @@ def draw(spec: AttentionSpec, family: str, device: torch.device) -> Inputs:
     source = torch.device("cpu") if small else device
     seed = int.from_bytes(hashlib.sha256(f"{family} {spec}".encode()).digest()[:8], "big") >> 1
     drawn = _DRAWN[family](spec, shapes, torch.Generator(source).manual_seed(seed))
+    return _inputs(drawn, spec, device, "cuda" if source.type == "cuda" else "cpu")
+
+
+def _inputs(drawn: _Tensors, spec: AttentionSpec, device: torch.device, drawn_on: Literal["cpu", "cuda"]) -> Inputs:
     x = {name: values.to(TO_TORCH[spec.dtype]).to(device) for name, values in drawn.items()}
-    return Inputs(x["q"], x["k"], x["v"], x.get("grad_out"), "cuda" if source.type == "cuda" else "cpu")
+    return Inputs(x["q"], x["k"], x["v"], x.get("grad_out"), drawn_on)
 
 
 def _normal(spec: AttentionSpec, shapes: _Shapes, generator: torch.Generator) -> _Tensors:

@@ -1,0 +1,271 @@
+"""Recording the real Q, K, V (and dO) of a program's attention calls, within a budget of bytes."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from attnbench.dtypes import TO_TORCH
+from attnbench.errors import AttnbenchError, MisuseError, OutputError
+from attnbench.spec import AttentionSpec
+
+from .capture_hooks import Call, UnrecordableError, watched
+from .capture_reservoir import Reservoir
+from .captured import LONGEST_CALL, MOST_CALLS, SUFFIX, CapturedCall, CapturedIndex, tensor_shapes, write_captured
+
+__all__ = ["MAX_BYTES", "MOST", "Recorder", "capture"]
+
+MAX_BYTES = 2**28
+MOST = 64
+_CUT = 4  # a call that is larger than the whole budget is cut down to this part of it, so that others fit beside it
+_MOST_REASONS = 100
+_LONGEST_REASON = 300
+_active = threading.Lock()
+
+
+@dataclass(eq=False)
+class _Recording:
+    """A call that is kept for now.  In training ``tensors`` lacks grad_out until a backward brings it."""
+
+    about: CapturedCall
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What is kept of a call: all of it, or its first batch entries and some key heads with their queries' heads."""
+
+    whole: AttentionSpec
+    spec: AttentionSpec
+    kv_heads: list[int] | None = None
+
+    @torch.no_grad()
+    def copy(self, x: Tensor) -> Tensor:
+        """This part of a tensor (B, H or Hkv, S, D): on the CPU, contiguous, in the type that was computed in.
+
+        Raises UnrecordableError where it holds values that are not finite.
+        """
+        if self.kv_heads is not None:
+            x = x[: self.spec.batch]
+            x = x.view(len(x), self.whole.kv_heads, -1, *x.shape[2:])[:, self.kv_heads].flatten(1, 2)
+        copied = torch.empty(x.shape, dtype=TO_TORCH[self.spec.dtype], device="cpu").copy_(x)
+        if not bool(torch.isfinite(copied).all()):
+            raise UnrecordableError("values that are not finite")
+        return copied
+
+
+class Recorder:
+    """The attention calls seen so far.
+
+    ``seen`` counts all; ``unrecorded`` counts, by reason, those that cannot be recorded, and
+    ``without_gradient`` those whose gradient came and could not.  The rest were kept
+    (``recorded`` of them still are) or gave way to others because of the budget.
+    """
+
+    def __init__(self, max_bytes: int, most: int) -> None:
+        self.seen = 0
+        self.unrecorded: Counter[str] = Counter()
+        self.without_gradient: Counter[str] = Counter()
+        self._kept: Reservoir[_Recording] = Reservoir(max_bytes, most)
+        self._lock = threading.RLock()  # gradients arrive in autograd's own threads
+        self._written = False
+
+    @property
+    def recorded(self) -> int:
+        """How many calls are kept."""
+        return len(self._kept.items)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """The bytes of the tensors that are kept."""
+        return sum(x.nbytes for kept in self._kept.items for x in kept.tensors.values())
+
+    @property
+    def left_out(self) -> list[str]:
+        """A sentence for each reason why something seen is not kept."""
+        said = [f"{count} not recorded: {reason}" for reason, count in self.unrecorded.most_common()]
+        said += [f"{count} without its gradient: {why}" for why, count in self.without_gradient.most_common()]
+        if displaced := self.seen - self.unrecorded.total() - self.recorded:
+            said.insert(0, f"{displaced} gave way to others within the budget")
+        return said
+
+    def record(self, make: Callable[[], Call]) -> None:
+        """Keep a call, or not, as the budget has it.  What is raised is a reason: no program fails for being seen."""
+        with self._lock:
+            self.seen += 1
+            try:
+                self._record(make())
+            except Exception as error:
+                _count(self.unrecorded, error)
+
+    def _record(self, call: Call) -> None:
+        part = self._part(call.spec)
+        name = "".join(char if char.isprintable() else "?" for char in call.module)[-LONGEST_CALL:] or "no module"
+        new = _Recording(
+            CapturedCall(
+                name=name,
+                number=self.seen - 1,
+                spec=part.spec,
+                whole=call.spec if part.kv_heads is not None else None,
+                kv_heads=part.kv_heads,
+            )
+        )
+        gone = self._kept.offer(new, kind=_kind(part.spec), source=name, size=_bytes(part.spec))
+        for old in gone:
+            old.tensors.clear()  # a graph that waits for its backward may hold the recording itself much longer
+        if new in gone:
+            return
+        try:
+            for x, tensor in {"q": call.q, "k": call.k, "v": call.v}.items():
+                new.tensors[x] = part.copy(tensor)
+        except BaseException:
+            self._kept.remove(new)
+            raise
+        if call.out.grad_fn is not None and call.spec.training:
+            # A hook of the node, not of the tensor, which stays as the program knows it.  It
+            # must not hold the call: the graph would then hold itself.
+            call.out.grad_fn.register_prehook(partial(self._gradient, new, part, call.arranged, call.out.output_nr))
+
+    def _gradient(
+        self,
+        recording: _Recording,
+        part: _Part,
+        arranged: Callable[[Tensor], Tensor],
+        place: int,
+        gradients: tuple[Tensor | None, ...],
+    ) -> None:
+        with self._lock:
+            gradient = gradients[place]
+            # Without q the call has given way to another; of several backwards the first counts.
+            if gradient is None or "q" not in recording.tensors or "grad_out" in recording.tensors or self._written:
+                return
+            try:
+                recording.tensors["grad_out"] = part.copy(arranged(gradient.detach()))
+            except Exception as error:
+                _count(self.without_gradient, error)
+
+    def _part(self, spec: AttentionSpec) -> _Part:
+        budget, size = self._kept.max_bytes, _bytes(spec)
+        if size <= budget:
+            return _Part(spec, spec)
+        unit = size // (spec.batch * spec.kv_heads)
+        if unit > budget:
+            raise UnrecordableError("a call of which one key head of one batch entry is larger than the budget")
+        units = max(1, budget // _CUT // unit)
+        batch, kv_heads = max(1, min(spec.batch, units // spec.kv_heads)), min(units, spec.kv_heads)
+        heads = [spec.kv_heads * place // kv_heads for place in range(kv_heads)]
+        return _Part(spec, spec.replace(batch=batch, heads=kv_heads * spec.group, kv_heads=kv_heads), heads)
+
+    def write(self, path: Path) -> None:
+        """Write what is kept.  Raises OSError."""
+        with self._lock:
+            self._written = True  # a graph may outlive the program's end, and bring gradients still
+        kept = self._kept.items
+        for each in kept:
+            if "grad_out" not in each.tensors:  # no backward ran
+                specs = {"spec": each.about.spec, "whole": each.about.whole}
+                forward = {name: spec and spec.replace(direction="forward") for name, spec in specs.items()}
+                each.about = each.about.model_copy(update=forward)
+        index = CapturedIndex(
+            torch=torch.__version__,
+            seen=self.seen,
+            unrecorded=dict(self.unrecorded),
+            calls=[each.about for each in kept],
+        )
+        write_captured(path, index, [each.tensors for each in kept])
+
+
+@contextmanager
+def capture(path: str | Path, *, max_bytes: int = MAX_BYTES, most: int = MOST) -> Iterator[Recorder]:
+    """Record the attention calls that are made while it is open, and write them to ``path`` (.safetensors) at its end.
+
+    Q, K, V and, where a backward runs, dO are kept as they were computed with; at most
+    ``most`` calls, whose tensors take at most ``max_bytes`` here and in the file.  Where more
+    are made, some of every kind of shape, of each module and from all the time stay.
+    attnbench.harness.capture_hooks says which calls are seen; not those of other processes.
+    Results, random numbers and the autograd graph are the program's own, but what it
+    compiles with torch.compile runs eagerly.  The file appears whole or not at all, also when
+    the block raises.
+
+    Raises MisuseError for a path without the suffix, a budget below 1 and a capture within a
+    capture; OutputError where the file cannot be written; AttnbenchError where the block
+    ended well and there was nothing to write.
+    """
+    path = Path(path).absolute()
+    if path.suffix != SUFFIX:
+        raise MisuseError(f"captured tensors go into a {SUFFIX} file, not {path.name!r}")
+    if max_bytes < 1 or not 1 <= most <= MOST_CALLS:
+        raise MisuseError(f"a capture keeps at least 1 byte and 1 to {MOST_CALLS} calls, not {max_bytes} and {most}")
+    if not _active.acquire(blocking=False):
+        raise MisuseError("another capture is open; one at a time sees the program")
+    owner = os.getpid()
+    try:
+        temporary = _reserved(path)
+        recorder = Recorder(max_bytes, most)
+        try:
+            try:
+                with watched(recorder.record):
+                    yield recorder
+            finally:
+                # What the program forked may leave through here, too.
+                if recorder.recorded and os.getpid() == owner:
+                    _write(recorder, temporary, path)
+            if not recorder.recorded:
+                said = "; ".join(recorder.left_out) or "no attention call was seen"
+                raise AttnbenchError(f"nothing was recorded, so {path.name} was not written: {said}")
+        finally:
+            if os.getpid() == owner:
+                temporary.unlink(missing_ok=True)
+    finally:
+        _active.release()
+
+
+def _reserved(path: Path) -> Path:
+    """A file of ours beside ``path``: better no room or permission now than after the program has run."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        temporary.touch()
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written: {error.strerror}") from error
+    return temporary
+
+
+def _write(recorder: Recorder, temporary: Path, path: Path) -> None:
+    try:
+        recorder.write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _bytes(spec: AttentionSpec) -> int:
+    return sum(math.prod(shape) for shape in tensor_shapes(spec).values()) * TO_TORCH[spec.dtype].itemsize
+
+
+def _kind(spec: AttentionSpec) -> str:
+    """What calls have in common that only differ in batch or by a factor below two in length."""
+    lengths = {"seqlen_q": 2 ** spec.seqlen_q.bit_length(), "seqlen_kv": 2 ** spec.seqlen_kv.bit_length()}
+    return f"{spec.heads} {spec.kv_heads} {spec.head_dim} {spec.head_dim_v} {spec.mask.kind} {lengths} {spec.direction}"
+
+
+def _count(reasons: Counter[str], error: Exception) -> None:
+    said = str(error).strip().partition("\n")[0]
+    said = "".join(char if char.isprintable() else "?" for char in said)
+    reason = said if isinstance(error, UnrecordableError) else f"recording failed: {type(error).__name__}: {said}"
+    known = reason in reasons or len(reasons) < _MOST_REASONS
+    reasons[reason[:_LONGEST_REASON] if known else "other reasons"] += 1

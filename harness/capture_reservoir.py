@@ -1,0 +1,79 @@
+"""Which calls are kept when more are made than fit: some of every kind, layer and step, whatever came first."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+__all__ = ["Reservoir"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, eq=False)
+class _Place(Generic[_T]):
+    """An item with what decides how long it stays."""
+
+    item: _T
+    kind: str
+    source: str
+    size: int
+    rank: int
+
+
+class Reservoir(Generic[_T]):
+    """At most ``most`` items of at most ``max_bytes`` together, spread over kinds, over the sources of each, over time.
+
+    Room is made in the kind that holds most items, there in the source that holds most, and
+    there the item goes whose rank is highest.  Ranks are hashes of names and running numbers:
+    of n equal items each is as likely to stay, and the same program keeps the same ones.
+    """
+
+    def __init__(self, max_bytes: int, most: int) -> None:
+        self.max_bytes, self.most = max_bytes, most
+        self._places: list[_Place[_T]] = []
+        self._offered = 0
+
+    @property
+    def items(self) -> list[_T]:
+        """What is kept, in the order in which it was offered."""
+        return [place.item for place in self._places]
+
+    @property
+    def held(self) -> int:
+        """The bytes of what is kept."""
+        return sum(place.size for place in self._places)
+
+    def offer(self, item: _T, *, kind: str, source: str, size: int) -> list[_T]:
+        """Keep the item or not; returned is what does not stay: the others that made room for it, or itself alone."""
+        self._offered += 1
+        new = _Place(item, kind, source, size, _rank(str(self._offered)))
+        places, gone = [*self._places, new], []
+        held = self.held + size
+        while held > self.max_bytes or len(places) > self.most:
+            last = _first_to_go(places)
+            if last is new:  # which then displaces nothing
+                return [item]
+            places.remove(last)
+            gone.append(last.item)
+            held -= last.size
+        self._places = places
+        return gone
+
+    def remove(self, item: _T) -> None:
+        """Forget an item that is kept."""
+        self._places = [place for place in self._places if place.item is not item]
+
+
+def _first_to_go(places: list[_Place[_T]]) -> _Place[_T]:
+    kinds = Counter(place.kind for place in places)
+    kind = max(kinds, key=lambda each: (kinds[each], _rank(each)))
+    sources = Counter(place.source for place in places if place.kind == kind)
+    source = max(sources, key=lambda each: (sources[each], _rank(each)))
+    return max((place for place in places if (place.kind, place.source) == (kind, source)), key=lambda each: each.rank)
+
+
+def _rank(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")

@@ -1,0 +1,313 @@
+"""A file of captured tensors: real Q, K, V (and dO) of attention calls, in safetensors.
+
+The tensors of call i are called ``i.q`` (B, H, Sq, D), ``i.k`` (B, Hkv, Skv, D), ``i.v``
+(B, Hkv, Skv, Dv) and, where the call's direction is training, ``i.grad_out`` (B, H, Sq, Dv).
+The header's metadata holds one entry, ``attnbench.captured``: the index as JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import stat
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    PlainSerializer,
+    ValidationError,
+    model_validator,
+)
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from attnbench.dtypes import TO_TORCH
+from attnbench.errors import InputError, MalformedFileError
+from attnbench.spec import AttentionSpec
+
+__all__ = [
+    "LONGEST_CALL",
+    "MOST_CALLS",
+    "PREFIX",
+    "SUFFIX",
+    "CapturedCall",
+    "CapturedFamily",
+    "CapturedFile",
+    "CapturedIndex",
+    "captured_family",
+    "read_captured",
+    "tensor_shapes",
+    "write_captured",
+]
+
+SUFFIX = ".safetensors"
+SCHEMA = "attnbench.captured/1"
+LONGEST_CALL = 100  # characters of a call's name
+MOST_CALLS = 4096
+PREFIX = "captured:"
+_METADATA = "attnbench.captured"
+_LARGEST_HEADER = 2**24
+_LONGEST_FILE_NAME = 60  # of which a family's name shows no more
+_HASH_CHARACTERS = 8
+_STORED = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+
+
+def _spec(value: object) -> AttentionSpec:
+    if isinstance(value, AttentionSpec):
+        return value
+    if not isinstance(value, dict) or not isinstance(value.get("mask"), dict):
+        raise ValueError("a spec is an object with a mask that is one")
+    return AttentionSpec.from_dict(value)
+
+
+_Spec = Annotated[
+    InstanceOf[AttentionSpec], BeforeValidator(_spec), PlainSerializer(lambda spec: spec.to_dict(), dict[str, Any])
+]
+_Count = Annotated[int, Field(ge=0)]
+
+
+class CapturedCall(BaseModel):
+    """One attention call: the module that made it, which call of the program it was, and what it asked.
+
+    ``whole`` is what it asked where only a part of its batch entries (the first) and key
+    heads (``kv_heads``, with the queries of their groups) is kept; ``spec`` is that part.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    name: Annotated[str, Field(min_length=1, max_length=LONGEST_CALL)]
+    number: _Count
+    spec: _Spec
+    whole: _Spec | None = None
+    kv_heads: Annotated[list[_Count], Field(max_length=2**16)] | None = None
+
+    @model_validator(mode="after")
+    def _possible(self) -> CapturedCall:
+        if not self.name.isprintable():
+            raise ValueError("a call's name is printable")
+        if self.spec.dtype not in _STORED.values():
+            raise ValueError(f"captured tensors are {', '.join(_STORED.values())}")
+        if (self.whole is None) != (self.kv_heads is None):
+            raise ValueError("whole and kv_heads belong together")
+        return self
+
+
+class CapturedIndex(BaseModel):
+    """What a file of captured tensors says of itself: the calls kept, how many were seen, why others were not."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
+
+    schema_: Annotated[Literal["attnbench.captured/1"], Field(alias="schema")] = "attnbench.captured/1"
+    torch: Annotated[str, Field(max_length=100)]
+    seen: _Count
+    unrecorded: Annotated[dict[Annotated[str, Field(max_length=500)], _Count], Field(max_length=1000)]
+    calls: Annotated[list[CapturedCall], Field(min_length=1, max_length=MOST_CALLS)]
+
+
+@dataclass(frozen=True)
+class CapturedFile:
+    """A file of captured tensors whose header was found right; ``digest`` is the SHA-256 of its content."""
+
+    path: Path
+    digest: str
+    calls: tuple[CapturedCall, ...]
+
+    def family(self, call: int) -> CapturedFamily:
+        """The input family that is call number ``call`` of the file."""
+        stem = "".join(char if char.isprintable() else "?" for char in self.path.name)
+        name = f"{PREFIX}{stem[-_LONGEST_FILE_NAME:]}@{self.digest[:_HASH_CHARACTERS]}#{call}"
+        return CapturedFamily(name, self.path, self.digest, call)
+
+    def tensors(self, call: int) -> dict[str, Tensor]:
+        """q, k, v and perhaps grad_out of a call as they were stored, on the CPU.
+
+        Raises MalformedFileError where they cannot be read.
+        """
+        with _opened(self.path) as file:
+            return {name: file.get_tensor(f"{call}.{name}") for name in tensor_shapes(self.calls[call].spec)}
+
+
+class CapturedFamily(str):
+    """An input family's name, ``captured:acts.safetensors@1a2b3c4d#3``, that knows where its tensors lie.
+
+    As text it is what records carry: the file's name, the start of its content's SHA-256 and
+    the call, at most 100 characters and no machine's path.  Pickling keeps path and call.
+    """
+
+    def __new__(cls, name: str, path: Path, digest: str, call: int) -> CapturedFamily:
+        """The family called ``name``."""
+        family = super().__new__(cls, name)
+        family.path, family.digest, family.call = path, digest, call
+        return family
+
+    path: Path
+    digest: str
+    call: int
+
+    def __reduce__(self) -> tuple[type[CapturedFamily], tuple[str, Path, str, int]]:
+        return CapturedFamily, (str(self), self.path, self.digest, self.call)
+
+    def tensors(self, spec: AttentionSpec) -> dict[str, Tensor]:
+        """q, k, v and in training grad_out of the spec, converted to its dtype, on the CPU.
+
+        A training call also serves forward specs.  Raises InputError where the call asked
+        something else, the file is not the one it was, or values are not finite, be it only
+        in the spec's dtype; MalformedFileError where it cannot be read.
+        """
+        file = read_captured(self.path)
+        if file.digest != self.digest:
+            raise InputError(f"{self.path} is no longer the file that {self} was made from")
+        if reason := _mismatch(file.calls[self.call].spec, spec):
+            raise InputError(f"{self} is another question: {reason}")
+        tensors = file.tensors(self.call)
+        if not spec.training:
+            tensors.pop("grad_out", None)
+        return {name: self._finite(name, stored, spec.dtype) for name, stored in tensors.items()}
+
+    def _finite(self, name: str, stored: Tensor, dtype: str) -> Tensor:
+        if not bool(torch.isfinite(stored).all()):
+            raise InputError(f"{name} of {self} holds values that are not finite; nothing can be measured on it")
+        values = stored.to(TO_TORCH[dtype])
+        if not bool(torch.isfinite(values).all()):
+            raise InputError(f"{name} of {self} holds values too large for {dtype}; sweep it in another dtype")
+        return values
+
+
+def captured_family(text: str, spec: AttentionSpec, folder: Path) -> CapturedFamily:
+    """The family ``captured:FILE`` for a spec: the first call of the file that asked the same; FILE#3 is call 3 alone.
+
+    A relative FILE lies in ``folder``.  The same question has the same sizes, mask, scale and
+    softcap; the dtype may differ, values are converted then.  Raises InputError where no
+    call asked it, MalformedFileError where FILE is no file of captured tensors.
+    """
+    name, _, number = text.removeprefix(PREFIX).rpartition("#")
+    if not name or not number.isdecimal() or len(number) > len(str(MOST_CALLS)):
+        name, number = text.removeprefix(PREFIX), ""
+    if not name or "\0" in name:
+        raise InputError(f"captured:FILE names a file, not {name[:50]!r}")
+    file = read_captured(folder / name)
+    if number and int(number) >= len(file.calls):
+        raise InputError(f"{name} holds calls 0 to {len(file.calls) - 1}, not {number}")
+    wanted = [int(number)] if number else range(len(file.calls))
+    reasons = {call: _mismatch(file.calls[call].spec, spec) for call in wanted}
+    for call, reason in reasons.items():
+        if reason is None:
+            return file.family(call)
+    call, reason = min(reasons.items(), key=lambda item: len(item[1] or ""))
+    raise InputError(f"{name} holds no call that asks {spec}; the nearest, #{call}, differs: {reason}")
+
+
+def _mismatch(captured: AttentionSpec, spec: AttentionSpec) -> str | None:
+    """Why tensors captured for one spec are none for the other, or None."""
+    ours, theirs = spec.to_dict(), captured.to_dict()
+    asked = [name for name in ours if name not in ("dtype", "direction", "return_lse", "descale")]
+    if differ := [name for name in asked if ours[name] != theirs[name]]:
+        return ", ".join(f"{name} is {getattr(captured, name)}, not {getattr(spec, name)}" for name in differ)
+    if spec.training and not captured.training:
+        return "training needs the output's gradient, and none was captured (no backward ran)"
+    return None
+
+
+def tensor_shapes(spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
+    """The shapes of q, k, v and in training grad_out."""
+    queries, keys = (spec.batch, spec.heads, spec.seqlen_q), (spec.batch, spec.kv_heads, spec.seqlen_kv)
+    shapes: dict[str, tuple[int, ...]]
+    shapes = {"q": (*queries, spec.head_dim), "k": (*keys, spec.head_dim), "v": (*keys, spec.head_dim_v)}
+    return shapes | {"grad_out": (*queries, spec.head_dim_v)} if spec.training else shapes
+
+
+def write_captured(path: Path, index: CapturedIndex, tensors: list[Mapping[str, Tensor]]) -> None:
+    """Write the calls of an index and their tensors, contiguous and on the CPU.  Raises OSError."""
+    named = {f"{call}.{name}": values for call, each in enumerate(tensors) for name, values in each.items()}
+    try:
+        save_file(named, path, {_METADATA: index.model_dump_json(by_alias=True)})
+    except SafetensorError as error:  # how a full disk arrives
+        raise OSError(None, str(error)) from error
+
+
+def read_captured(path: Path) -> CapturedFile:
+    """A file of captured tensors, its header held against its content; read once for as long as it stays the same.
+
+    Raises MalformedFileError with what was expected.
+    """
+    try:
+        found = path.absolute()
+        facts = found.stat()
+    except OSError as error:
+        raise MalformedFileError(path, f"cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(facts.st_mode):
+        raise MalformedFileError(path, "expected a regular file")
+    return _read(found, facts.st_size, facts.st_mtime_ns)
+
+
+@lru_cache(maxsize=16)
+def _read(path: Path, size: int, changed: int) -> CapturedFile:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as content:
+            (header,) = struct.unpack("<Q", content.read(8).ljust(8, b"\xff"))
+            # Before the library reads them: safetensors itself takes headers of 100 MB.
+            if header > min(_LARGEST_HEADER, size - 8):
+                raise MalformedFileError(path, f"expected safetensors with a header of at most {_LARGEST_HEADER} bytes")
+            content.seek(0)
+            while chunk := content.read(2**20):
+                digest.update(chunk)
+    except OSError as error:
+        raise MalformedFileError(path, f"cannot be read: {error.strerror}") from error
+    with _opened(path) as file:
+        index = _index(path, file.metadata() or {})
+        stored = {}
+        names = file.keys()
+        for name in names:
+            part = file.get_slice(name)
+            stored[name] = (_STORED.get(part.get_dtype(), part.get_dtype()), tuple(part.get_shape()))
+    expected = {
+        f"{number}.{name}": (call.spec.dtype, shape)
+        for number, call in enumerate(index.calls)
+        for name, shape in tensor_shapes(call.spec).items()
+    }
+    for name in sorted(expected.keys() | stored.keys()):
+        if stored.get(name) != expected.get(name):
+            raise MalformedFileError(path, f"expected {_said(expected, name)}, found {_said(stored, name)}")
+    return CapturedFile(path, digest.hexdigest(), tuple(index.calls))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:  # safetensors tells no types
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise MalformedFileError(path, f"expected a safetensors file: {error}"[:500]) from error
+
+
+def _said(tensors: Mapping[str, tuple[str, tuple[int, ...]]], name: str) -> str:
+    return f"{name[:50]!r} of {tensors[name][0]} {tensors[name][1]}" if name in tensors else f"no tensor {name[:50]!r}"
+
+
+def _index(path: Path, metadata: Mapping[str, str]) -> CapturedIndex:
+    text = metadata.get(_METADATA, "")
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MalformedFileError(path, f"expected JSON under {_METADATA!r} in its metadata") from error
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise MalformedFileError(path, f'expected "schema": "{SCHEMA}" under {_METADATA!r} in its metadata')
+    try:
+        return CapturedIndex.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the index"
+        raise MalformedFileError(path, f"expected captured calls, but {where}: {first['msg']}"[:500]) from error

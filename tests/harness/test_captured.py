@@ -1,0 +1,282 @@
+"""A file of captured tensors as inputs: what was written comes back bit by bit, and a file that lies is refused."""
+
+import json
+import pickle
+import shutil
+import struct
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save, save_file
+
+from attnbench.dtypes import TO_TORCH
+from attnbench.errors import InputError, MalformedFileError
+from attnbench.harness.captured import (
+    CapturedCall,
+    CapturedIndex,
+    captured_family,
+    read_captured,
+    tensor_shapes,
+    write_captured,
+)
+from attnbench.harness.casefile import read_captured_cases, read_cases
+from attnbench.harness.cases import Case
+from attnbench.harness.inputs import draw
+from attnbench.mask import Mask
+from attnbench.spec import AttentionSpec
+
+CPU = torch.device("cpu")
+SPEC = AttentionSpec.make(
+    batch=1, heads=4, kv_heads=2, seqlen_q=5, seqlen_kv=7, head_dim=8, head_dim_v=4, mask=Mask(right=0), dtype="fp32",
+    direction="training",
+)  # fmt: skip
+KEY = "attnbench.captured"
+
+
+def values(spec, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator).to(TO_TORCH[spec.dtype])
+        for name, shape in tensor_shapes(spec).items()
+    }
+
+
+def written(path, specs, tensors=None):
+    calls = [CapturedCall(name=f"layers.{number}", number=number, spec=spec) for number, spec in enumerate(specs)]
+    index = CapturedIndex(torch="2", seen=len(calls), unrecorded={}, calls=calls)
+    tensors = tensors or [values(spec, number) for number, spec in enumerate(specs)]
+    write_captured(path, index, tensors)
+    return tensors
+
+
+@pytest.fixture
+def acts(tmp_path):
+    written(tmp_path / "acts.safetensors", [SPEC, SPEC.replace(direction="forward"), SPEC.replace(mask=Mask(2, 0))])
+    return tmp_path / "acts.safetensors"
+
+
+@given(
+    st.lists(
+        st.builds(
+            AttentionSpec.make,
+            batch=st.integers(1, 2),
+            heads=st.sampled_from((2, 4)),
+            kv_heads=st.sampled_from((1, 2)),
+            seqlen_q=st.integers(1, 6),
+            seqlen_kv=st.integers(1, 6),
+            head_dim=st.integers(1, 9),
+            head_dim_v=st.integers(1, 9),
+            dtype=st.sampled_from(("fp64", "fp32", "bf16", "fp16")),
+            mask=st.sampled_from((Mask(), Mask(right=0), Mask(3, 1, "bottom-right"))),
+            direction=st.sampled_from(("forward", "training")),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_what_is_written_is_read_bit_by_bit(tmp_path_factory, specs):
+    path = tmp_path_factory.mktemp("round") / "trip.safetensors"
+    tensors = written(path, specs)
+    file = read_captured(path)
+    assert [call.spec for call in file.calls] == specs
+    for number, (spec, expected) in enumerate(zip(specs, tensors, strict=True)):
+        inputs = draw(spec, file.family(number), CPU)
+        assert inputs.drawn_on == "cpu"
+        for name in ("q", "k", "v", "grad_out"):
+            found = getattr(inputs, name)
+            assert found is None if name not in expected else torch.equal(found, expected[name])
+
+
+def test_a_family_is_bounded_text_that_knows_its_file_and_survives_pickling(acts, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    family = captured_family("captured:acts.safetensors", SPEC, acts.parent.relative_to(tmp_path))
+    assert family == f"captured:acts.safetensors@{read_captured(acts).digest[:8]}#0"
+    case = pickle.loads(pickle.dumps(Case("a", SPEC, ("normal", family))))
+    monkeypatch.chdir("/")
+    assert str(tmp_path) not in repr(case)
+    assert torch.equal(draw(SPEC, case.families[1], CPU).q, values(SPEC)["q"])
+    longest = acts.rename(acts.with_name("é" * 100 + "\x1b.safetensors"))
+    name = str(read_captured(longest).family(4095))
+    assert len(name) <= 100
+    assert name.isprintable()
+
+
+def test_two_files_of_one_name_are_two_families(tmp_path):
+    for folder, seed in (("a", 1), ("b", 2)):
+        (tmp_path / folder).mkdir()
+        written(tmp_path / folder / "acts.safetensors", [SPEC], [values(SPEC, seed)])
+    families = {captured_family("captured:acts.safetensors", SPEC, tmp_path / folder) for folder in "ab"}
+    assert len(families) == 2
+    shutil.copy(tmp_path / "a" / "acts.safetensors", tmp_path / "copy.safetensors")
+    (tmp_path / "copy.safetensors").replace(tmp_path / "b" / "acts.safetensors")
+    assert captured_family("captured:acts.safetensors", SPEC, tmp_path / "b") in families
+    changed = next(family for family in families if family.path.parent.name == "b")
+    with pytest.raises(InputError, match="no longer the file"):
+        draw(SPEC, changed, CPU)
+
+
+def test_the_first_call_that_asks_the_same_serves_and_a_number_names_one(acts):
+    def found(spec, number=""):
+        return captured_family(f"captured:acts.safetensors{number}", spec, acts.parent)
+
+    assert found(SPEC).call == 0
+    forward = SPEC.replace(direction="forward", dtype="bf16")
+    assert found(forward).call == 0  # a training call serves a forward case, and types are converted
+    assert found(forward, "#1").call == 1
+    assert found(SPEC.replace(mask=Mask(2, 0))).call == 2
+    inputs = draw(forward, found(forward), CPU)
+    assert inputs.grad_out is None
+    assert torch.equal(inputs.q, values(SPEC)["q"].bfloat16())
+    with pytest.raises(InputError, match="seqlen_q is 5, not 6"):
+        found(SPEC.replace(seqlen_q=6))
+    with pytest.raises(InputError, match="mask is causal, not none"):
+        found(SPEC.replace(mask=Mask()))
+    with pytest.raises(InputError, match="no backward ran"):
+        found(SPEC, "#1")
+    with pytest.raises(InputError, match="0 to 2"):
+        found(SPEC, "#3")
+    with pytest.raises(InputError, match="names a file"):
+        captured_family("captured:", SPEC, acts.parent)
+    with pytest.raises(InputError, match="another question"):
+        draw(SPEC.replace(seqlen_q=6), found(SPEC), CPU)
+
+
+def test_values_that_are_not_finite_here_or_in_the_sweep_s_dtype_are_refused(tmp_path):
+    for name, value, dtype, said in (
+        ("k", torch.nan, "fp32", "k of captured:x.* not finite"),
+        ("grad_out", torch.inf, "fp32", "grad_out of .* not finite"),
+        ("v", 1e5, "fp16", "v of .* too large for fp16"),
+    ):
+        tensors = values(SPEC)
+        tensors[name][0, 0, 0, 0] = value
+        written(tmp_path / "x.safetensors", [SPEC], [tensors])
+        with pytest.raises(InputError, match=said):
+            draw(SPEC.replace(dtype=dtype), read_captured(tmp_path / "x.safetensors").family(0), CPU)
+
+
+def test_a_file_is_a_case_for_each_call(acts):
+    cases = read_captured_cases(acts, "fp8")
+    assert [case.spec for case in cases] == [call.spec.replace(dtype="bf16") for call in read_captured(acts).calls]
+    assert len({case.name for case in cases}) == 3
+    assert all("from fp32" in case.name for case in cases)
+    assert all(draw(case.spec, case.families[0], CPU).q.dtype == torch.bfloat16 for case in cases)
+    assert not any("from" in case.name for case in read_captured_cases(acts, "fp32"))
+
+
+ENTRY = "- batch: 1\n  heads: 4\n  kv_heads: 2\n  seqlen_q: 5\n  seqlen_kv: 7\n  head_dim: 8\n  head_dim_v: 4\n"
+
+
+def test_a_yaml_file_names_it_beside_other_families(acts):
+    cases = acts.parent / "cases.yaml"
+    rest = "  direction: [training, forward]\n  families: [normal, captured:acts.safetensors]\n"
+    cases.write_text(ENTRY + "  mask: causal\n" + rest)
+    training, forward = read_cases(cases, "fp8")
+    assert training.families == forward.families == ("normal", read_captured(acts).family(0))
+    assert draw(training.spec, training.families[1], CPU).grad_out is not None
+    cases.write_text(ENTRY + "  mask: none\n" + rest)
+    with pytest.raises(MalformedFileError, match="mask is causal, not none") as caught:
+        read_cases(cases, "fp8")
+    assert (caught.value.path, caught.value.line) == (cases, 1)
+    cases.write_text(ENTRY + "  families: [captured:none.safetensors]\n")
+    with pytest.raises(MalformedFileError, match=r"none\.safetensors: cannot be read"):
+        read_cases(cases, "fp8")
+
+
+def test_text_alone_is_no_captured_family():
+    with pytest.raises(InputError, match="captured:FILE"):
+        Case("a", SPEC, ("captured:acts.safetensors@01234567#0",))
+
+
+def content(index, tensors):
+    return save(tensors, {KEY: json.dumps(index)})
+
+
+def changed(acts, change):
+    """The file's content after its index and tensors were changed."""
+    raw = acts.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    index = json.loads(json.loads(raw[8 : 8 + length])["__metadata__"][KEY])
+    tensors = {
+        f"{number}.{name}": x
+        for number in range(3)
+        for name, x in read_captured(acts).tensors(number).items()
+    }  # fmt: skip
+    change(index, tensors)
+    return content(index, tensors)
+
+
+HOSTILE = {
+    "truncated": (lambda raw: raw[:-1], "safetensors"),
+    "longer": (lambda raw: raw + b"\0", "safetensors"),
+    "empty": (lambda raw: b"", "safetensors"),
+    "a header beyond the file": (lambda raw: struct.pack("<Q", 2**40) + raw[8:], "header of at most"),
+    "a huge header": (lambda raw: struct.pack("<Q", 2**25) + b" " * 2**25, "header of at most"),
+    "no JSON": (lambda raw: struct.pack("<Q", 8) + b"\xff" * 8, "safetensors"),
+    "a pickle": (lambda raw: pickle.dumps({"q": 1}), "safetensors"),
+    "another's tensors": (lambda raw: save({"0.q": torch.zeros(1)}), "metadata"),
+    "metadata that is no JSON": (lambda raw: save({"0.q": torch.zeros(1)}, {KEY: "{"}), "metadata"),
+    "deep metadata": (lambda raw: save({"0.q": torch.zeros(1)}, {KEY: "[" * 10**5}), "metadata"),
+    "another schema": (lambda raw: content({"schema": "attnbench.captured/2"}, {}), "captured/1"),
+}
+CHANGES = {
+    "an unknown entry": (lambda index, tensors: index.update(code="x"), "code"),
+    "no calls": (lambda index, tensors: index.update(calls=[]), "calls"),
+    "too many calls": (lambda index, tensors: index.update(calls=index["calls"][:1] * 4097), "calls"),
+    "an endless name": (lambda index, tensors: index["calls"][0].update(name="x" * 101), "name"),
+    "a name that steers a terminal": (lambda index, tensors: index["calls"][0].update(name="\x1b[2J"), "printable"),
+    "an impossible spec": (lambda index, tensors: index["calls"][0]["spec"].update(kv_heads=3), "multiple of kv_heads"),
+    "a spec without a mask": (lambda index, tensors: index["calls"][0]["spec"].update(mask=None), "mask"),
+    "an FP8 spec": (
+        lambda index, tensors: index["calls"][1]["spec"].update(dtype="e4m3", descale="head"),
+        "captured tensors are",
+    ),
+    "another shape": (lambda index, tensors: index["calls"][0]["spec"].update(seqlen_q=6), r"'0\.grad_out' of fp32"),
+    "another dtype": (lambda index, tensors: tensors.update({"2.v": tensors["2.v"].half()}), r"'2\.v' of fp32"),
+    "an unknown dtype": (lambda index, tensors: tensors.update({"2.v": tensors["2.v"].to(torch.int32)}), "I32"),
+    "a missing tensor": (lambda index, tensors: tensors.pop("1.k"), r"found no tensor '1\.k'"),
+    "a tensor too many": (lambda index, tensors: tensors.update(x=torch.zeros(1)), "expected no tensor 'x'"),
+    "a part of nothing": (lambda index, tensors: index["calls"][0].update(kv_heads=[0]), "belong together"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_corrupt_file_is_malformed(acts, kind):
+    change, said = HOSTILE[kind]
+    acts.write_bytes(change(acts.read_bytes()))
+    with pytest.raises(MalformedFileError, match=said) as caught:
+        read_captured(acts)
+    assert str(caught.value).startswith(f"{acts}: expected ")
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_file_that_lies_is_malformed(acts, kind):
+    change, said = CHANGES[kind]
+    acts.write_bytes(changed(acts, change))
+    with pytest.raises(MalformedFileError, match=said) as caught:
+        read_captured(acts)
+    assert str(caught.value).startswith(f"{acts}: expected ")
+
+
+def test_an_unchanged_copy_is_fine(acts):
+    acts.write_bytes(changed(acts, lambda index, tensors: None))
+    assert len(read_captured(acts).calls) == 3
+
+
+def test_no_file_and_no_regular_file(tmp_path):
+    with pytest.raises(MalformedFileError, match="No such file"):
+        read_captured(tmp_path / "none.safetensors")
+    for path in (tmp_path, tmp_path.__class__("/dev/zero")):
+        with pytest.raises(MalformedFileError, match="regular file"):
+            read_captured(path)
+
+
+@given(st.binary(max_size=300), st.integers(0, 200))
+def test_any_bytes_are_malformed_never_a_crash(tmp_path_factory, noise, place):
+    path = tmp_path_factory.mktemp("any") / "noise.safetensors"
+    save_file({"0.q": torch.zeros(2)}, path, {KEY: "{}"})
+    raw = path.read_bytes()
+    path.write_bytes(raw[:place] + noise + raw[place + len(noise) :])
+    with pytest.raises(MalformedFileError):
+        read_captured(path)

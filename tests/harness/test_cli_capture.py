@@ -1,0 +1,160 @@
+"""``attnbench capture`` as a process: the program runs as under python, and its attention lies in the file."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from attnbench.harness.captured import read_captured
+from attnbench.harness.inputs import draw
+
+PROGRAM = """
+import sys
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+torch.manual_seed(int(sys.argv[1]))
+q, k, v = (torch.randn(1, 2, 6, 8, requires_grad=True) for _ in range(3))
+out = sdpa(q, k, v, is_causal=True)
+out.retain_grad()
+out.square().sum().backward()
+torch.save([q.detach(), k.detach(), v.detach(), out.grad], "given.pt")
+print(__name__, sys.argv[1:], sys.path[0], torch.rand(1).item(), q.grad.sum().item())
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    return tmp_path / "program.py"
+
+
+def process(*command, folder):
+    command = [sys.executable, *map(str, command)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+def attnbench(*arguments, folder, code=0):
+    done = process("-m", "attnbench", "capture", *arguments, folder=folder)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def test_a_script_runs_as_under_python_and_its_tensors_are_kept(program, tmp_path):
+    arguments = ("7", "--out", "mine", "-m", "--", "-h")
+    plain = process("program.py", *arguments, folder=tmp_path)
+    done = attnbench("--out", "acts.safetensors", "program.py", *arguments, folder=tmp_path)
+    assert done.stdout == plain.stdout
+    assert "1 of 1 attention calls (0.0 MiB) are in acts.safetensors" in done.stderr
+    file = read_captured(tmp_path / "acts.safetensors")
+    (call,) = file.calls
+    inputs = draw(call.spec, file.family(0), torch.device("cpu"))
+    given = torch.load(tmp_path / "given.pt", weights_only=True)
+    for found, expected in zip((inputs.q, inputs.k, inputs.v, inputs.grad_out), given, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_module_runs_as_under_python_m(program, tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    program.rename(package / "__main__.py")
+    plain = process("-m", "package", "7", "--most", "2", folder=tmp_path)
+    done = attnbench("--out", "acts.safetensors", "-m", "package", "7", "--most", "2", folder=tmp_path)
+    assert done.stdout == plain.stdout
+    assert len(read_captured(tmp_path / "acts.safetensors").calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit('enough')", 1, "enough"),
+        ("sys.exit()", 0, ""),
+        ("raise ZeroDivisionError('a fault')", 1, "ZeroDivisionError: a fault"),
+        ("from attnbench import Mask; Mask(-1)", 1, "InputError"),  # exit code 2 were this ours
+        ("raise KeyboardInterrupt", 130, ""),
+    ],
+)
+def test_however_the_program_ends_its_code_is_kept_and_so_is_what_was_recorded(program, tmp_path, end, code, said):
+    program.write_text(PROGRAM + end + "\n")
+    done = attnbench("--out", "acts.safetensors", "program.py", "7", folder=tmp_path, code=code)
+    assert said in done.stderr
+    assert len(read_captured(tmp_path / "acts.safetensors").calls) == 1
+    assert list(tmp_path.glob(".acts*")) == []
+    if "Traceback" in done.stderr:
+        first = done.stderr.index("File ")
+        assert done.stderr[first:].startswith('File "program.py"')
+
+
+def test_what_is_not_kept_is_told(program, tmp_path):
+    program.write_text(PROGRAM + "for _ in range(9): sdpa(q, k, v); sdpa(q, k, v, dropout_p=0.5)\n")
+    options = ("--out", "acts.safetensors", "--max-bytes", "6KiB", "--most", "3")
+    done = attnbench(*options, "program.py", "7", folder=tmp_path)
+    assert "3 of 19 attention calls" in done.stderr
+    assert "7 gave way to others" in done.stderr
+    assert "9 not recorded: dropout" in done.stderr
+    tensors = [x for number in range(3) for x in read_captured(tmp_path / "acts.safetensors").tensors(number).values()]
+    assert sum(x.nbytes for x in tensors) <= 6 * 1024
+
+
+def test_nothing_to_record_is_a_failure_unless_the_program_failed(program, tmp_path):
+    program.write_text("import sys\nsys.exit(int(sys.argv[1]))\n")
+    done = attnbench("--out", "acts.safetensors", "program.py", "0", folder=tmp_path, code=1)
+    assert "nothing was recorded" in done.stderr
+    done = attnbench("--out", "acts.safetensors", "program.py", "5", folder=tmp_path, code=5)
+    assert "nothing was recorded" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("--out", "acts.pt", "program.py"), 2, ".safetensors"),
+        (("--out", "acts.safetensors", "none.py"), 2, "no script 'none.py'"),
+        (("--out", "acts.safetensors"), 2, "SCRIPT.py"),
+        (("program.py",), 2, "--out"),
+        (("--out", "acts.safetensors", "--bytes", "program.py"), 2, "--bytes"),
+        (("--out", "acts.safetensors", "--max-bytes", "much", "program.py"), 2, "--max-bytes"),
+        (("--out", "acts.safetensors", "--max-bytes", "0", "program.py"), 2, "at least 1 byte"),
+        (("--out", "acts.safetensors", "--most", "0", "program.py"), 2, "calls"),
+        (("--out", "none/acts.safetensors", "program.py"), 1, "cannot be written"),
+    ],
+)
+def test_misuse_runs_nothing(program, tmp_path, arguments, code, said):
+    done = attnbench(*arguments, folder=tmp_path, code=code)
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
+
+
+def test_a_disk_that_is_full_is_said(program, tmp_path):
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+    program.write_text(PROGRAM.replace("torch.save", "(lambda *_: 0)") + limit)
+    done = attnbench("--out", "acts.safetensors", "program.py", "7", folder=tmp_path, code=1)
+    assert "acts.safetensors cannot be written" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
+
+
+def test_help_imports_no_torch():
+    code = "import sys; sys.argv = ['attnbench', 'capture', '--help']\nfrom attnbench.cli import main\n"
+    code += "try: main()\nfinally: print({'torch', 'safetensors'} & set(sys.modules), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "set()" in done.stderr
+    assert "SCRIPT.py" in done.stdout
+
+
+def test_a_sweep_measures_what_a_yaml_file_takes_from_it(program, tmp_path):
+    attnbench("--out", "acts.safetensors", "program.py", "7", folder=tmp_path)
+    entry = {"batch": 1, "heads": 2, "seqlen_q": 6, "head_dim": 8, "mask": "causal", "direction": "training"}
+    (tmp_path / "cases.yaml").write_text(json.dumps([entry | {"families": ["captured:acts.safetensors", "normal"]}]))
+    options = ("--preset", "cases.yaml", "--dtype", "fp32", "--backends", "reference", "--format", "json")
+    done = process("-m", "attnbench", "sweep", *options, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = [row for row in json.loads(done.stdout) if row["status"] == "ok"]
+    family = f"captured:acts.safetensors@{read_captured(tmp_path / 'acts.safetensors').digest[:8]}#0"
+    assert rows
+    assert all(set(row["error"]) == {family, "normal"} for row in rows)
+    assert str(tmp_path) not in done.stdout
