@@ -14,10 +14,11 @@ from attnbench.plan import Plan
 
 from .records import Measurement, read_measurements
 
-__all__ = ["MEASUREMENTS", "Store"]
+__all__ = ["LOCK", "MEASUREMENTS", "TABLE", "Store"]
 
 MEASUREMENTS = "measurements.jsonl"
-_LOCK = ".lock"
+TABLE = "table.json"  # what the measurements come down to, written once all are there
+LOCK = ".lock"
 
 
 class Store:
@@ -38,7 +39,7 @@ class Store:
         self.notes: list[str] = []
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise OutputError(f"{folder} cannot be written: {error.strerror}") from error
         try:

@@ -15,8 +15,10 @@ import typer
 from .. import __version__
 from ..errors import AttnbenchError, AttnbenchWarning
 from .backends import backends
+from .capture import capture
 from .doctor import doctor
 from .explain import explain
+from .merge import merge
 from .sweep import sweep
 from .table import app as table
 
@@ -30,8 +32,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (sweep, backends, explain, doctor):
+for command in (sweep, backends, explain, doctor, merge):
     app.command()(command)
+# Everything behind the program's name is the program's.
+app.command(context_settings={"allow_interspersed_args": False})(capture)
 app.add_typer(table, name="table")
 
 

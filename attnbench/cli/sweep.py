@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["sweep"]
 
 
+# What a case costs whatever its size (compiling, first runs), beside the operations of its attention.
+_FIXED_FLOPS = 5e12
 # The harness has this list, too, but asking it would cost an import of torch.
 SweepDtype = Literal["fp8", "bf16", "fp16", "fp32"]
 
@@ -32,7 +34,9 @@ def sweep(
     dtype: Annotated[
         SweepDtype, typer.Option(help="fp8: bf16 tensors, FP8 kernels beside 16-bit ones; else tensors of that type.")
     ] = "fp8",
-    preset: Annotated[str, typer.Option(help="quick, inference, training, long, or FILE.yaml.")] = "quick",
+    preset: Annotated[
+        str, typer.Option(help="quick, inference, training, long, FILE.yaml, or what was captured: FILE.safetensors.")
+    ] = "quick",
     backends: Annotated[
         str | None, typer.Option(help="Only these, with commas: backends, kernels (fa3:fp8) or plans (a:fp8>b:bf16).")
     ] = None,
@@ -75,11 +79,9 @@ def sweep(
         raise MisuseError("--backends names nothing")
     if shard.count > 1 and out is None:
         raise MisuseError("a sweep that is shared among processes needs --out, where each writes its part")
-    cases = shard.of(_cases(preset, dtype, devices[0].type), lambda case: case.spec.flops)
-    if not cases:
-        print(f"{shard.name}: there are fewer cases than parts, and none is left for this one", file=sys.stderr)
-        return
-    tasks = tasks_of(cases, known, devices[0], dtype, names)
+    cases = shard.of(_cases(preset, dtype, devices[0].type), lambda case: _FIXED_FLOPS + case.spec.flops)
+    # A part that is left without a case is written all the same, so that none is missed when they are merged.
+    tasks = tasks_of(cases, known, devices[0], dtype, names) if cases else []
     if dry_run:
         _print_tasks(tasks, format)
         return
@@ -94,15 +96,19 @@ def sweep(
     with Store(_fresh_folder() if out is None else shard.folder(out), environment, resume=resume) as store:
         for note in store.notes:
             print(f"{store.folder}: {note}", file=sys.stderr)
-        _measure(tasks, laboratories, store, format)
+        measured = _measure(tasks, laboratories, store, format)
+    if not measured and shard.count == 1:  # beside others it may be right, and a failed rank would end all of them
+        raise typer.Exit(1)
 
 
-def _measure(tasks: list[Task], laboratories: list[Laboratory], store: Store, format: Format) -> None:
+def _measure(tasks: list[Task], laboratories: list[Laboratory], store: Store, format: Format) -> bool:
+    """Whether anything could be measured."""
     from rich.console import Console
 
     from ..harness.condense import condense
     from ..harness.progress import followed
     from ..harness.report import report
+    from ..harness.store import TABLE
     from ..harness.sweep import run_sweep
     from ..table import Table
     from ..user_table import update_user_table
@@ -113,7 +119,7 @@ def _measure(tasks: list[Task], laboratories: list[Laboratory], store: Store, fo
         print(f"stopped; {len(store.rows)} rows are in {store.folder}, go on with --resume --out", file=sys.stderr)
         raise
     table = Table.from_entries(laboratories[0].environment, condense(store.rows))
-    table.save(store.folder / "table.json")
+    table.save(store.folder / TABLE)
     if format == "json":
         print_json([row.to_dict() for row in rows])
     else:
@@ -124,7 +130,7 @@ def _measure(tasks: list[Task], laboratories: list[Laboratory], store: Store, fo
         print(f'backend="auto" now chooses by {update_user_table(table)}', file=sys.stderr)
     else:
         print("nothing could be measured; the rows say why", file=sys.stderr)
-        raise typer.Exit(1)
+    return measured > 0
 
 
 def _devices(names: str) -> list[torch.device]:
@@ -139,14 +145,16 @@ def _devices(names: str) -> list[torch.device]:
 
 
 def _cases(preset: str, dtype: str, device_type: str) -> list[Case]:
-    from ..harness.casefile import read_cases
+    from ..harness.casefile import read_captured_cases, read_cases
     from ..harness.presets import PRESETS, preset_cases
 
     if preset in PRESETS:
         return preset_cases(preset, dtype, device_type)
     path = Path(preset)
+    if path.suffix == ".safetensors":
+        return read_captured_cases(path, dtype)
     if path.suffix not in (".yaml", ".yml"):
-        raise MisuseError(f"--preset is {', '.join(PRESETS)} or a .yaml file, not {preset!r}")
+        raise MisuseError(f"--preset is {', '.join(PRESETS)}, a .yaml or a .safetensors file, not {preset!r}")
     return read_cases(path, dtype)
 
 

@@ -1,0 +1,117 @@
+"""``attnbench merge`` as a person meets it: real processes, what they print and what they leave."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import datetime, timezone
+
+import pytest
+
+from attnbench.environment import Environment
+from attnbench.harness.condense import condense
+from attnbench.harness.records import Measurement, read_measurements
+from attnbench.harness.shards import Shard
+from attnbench.harness.store import MEASUREMENTS, Store
+from attnbench.plan import Plan
+from attnbench.spec import AttentionSpec
+from attnbench.table import Table
+
+HERE = Environment(
+    device_type="cuda", device_name="a GPU", torch="2.9.0", python="3.12.1", platform="Linux", cpu="a CPU", threads=2,
+    attnbench="0.1.0",
+)  # fmt: skip
+STEERS = "\x1b[31mLinux"  # what would colour a terminal
+
+
+def attnbench(*arguments, code=0):
+    done = subprocess.run(
+        [sys.executable, "-m", "attnbench", *map(str, arguments)],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def row(number, platform):
+    return Measurement(
+        case=f"case {number}", spec=AttentionSpec.make(batch=1, heads=2, seqlen_q=64 + number, head_dim=16),
+        plan=Plan("fa3:fp8"), status="refused", reason="so it is", started=datetime(2026, 11, 20, tzinfo=timezone.utc),
+        environment=replace(HERE, platform=platform),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A folder as the two ranks of a sweep leave it, the second on another node."""
+    rows = [row(number, "Linux") for number in range(3)], [row(number, STEERS) for number in (3, 2)]
+    for index, each in enumerate(rows):
+        with Store(Shard(index, 2).folder(tmp_path / "run"), HERE) as store:
+            for one in each:
+                store.append(one)
+            Table.from_entries(HERE, condense(each)).save(store.folder / "table.json")
+    return tmp_path / "run"
+
+
+def test_json_says_what_was_joined(run, tmp_path):
+    done = attnbench("merge", tmp_path / "out", run, "--format", "json")
+    rows = list(read_measurements(tmp_path / "out" / MEASUREMENTS))
+    assert [each.case for each in rows] == ["case 0", "case 1", "case 2", "case 3"]
+    said = json.loads(done.stdout)
+    assert said["folder"] == str(tmp_path / "out")
+    assert (said["rows"], said["repeated"], said["gaps"]) == (4, 1, [])
+    assert said["parts"] == [
+        {"part": str(run / "part-0000-of-0002"), "rows": 3, "measured": 0, "gap": None},
+        {"part": str(run / "part-0001-of-0002"), "rows": 2, "measured": 0, "gap": None},
+    ]
+    assert said["notes"] == [f"{run / 'part-0001-of-0002'}: platform was Linux, is {STEERS}"]
+    assert f"0 of 4 rows measured, all in {tmp_path / 'out'}" in done.stderr
+
+
+@pytest.mark.parametrize("format", ["table", "markdown"])
+def test_a_person_reads_parts_and_notes_and_no_file_steers_the_terminal(run, tmp_path, format):
+    said = attnbench("merge", tmp_path / "out", *sorted(run.iterdir()), "--format", format).stdout
+    assert str(run / "part-0001-of-0002") in said
+    assert "with the same content: 1" in said
+    assert "platform was Linux, is  [31mLinux" in said
+    assert "\x1b" not in said
+
+
+def test_nobodys_own_table_changes(run, tmp_path, own_cache):
+    attnbench("merge", tmp_path / "out", run)
+    assert list(own_cache.rglob("*.json")) == []
+
+
+def test_a_missing_part_is_refused_or_named(run, tmp_path):
+    one = run / "part-0001-of-0002"
+    done = attnbench("merge", tmp_path / "out", one, code=2)
+    assert "part-0000-of-0002 is missing" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    done = attnbench("merge", tmp_path / "out", one, "--partial")
+    assert "part-0000-of-0002 is missing" in done.stdout
+    assert f"incomplete; `attnbench sweep --resume --out {tmp_path / 'out'}`" in done.stderr
+
+
+def test_misuse(run, tmp_path):
+    assert "parts" in attnbench("merge", tmp_path / "out", code=2).stderr.lower()
+    assert "not empty" in attnbench("merge", run, run, code=2).stderr
+    assert "No such file" in attnbench("merge", tmp_path / "out", tmp_path / "none", code=2).stderr
+
+
+def test_a_partial_result_is_completed_by_a_sweep(tmp_path):
+    """The part of a rank that was lost is measured again by one process."""
+    shapes = "- {{batch: 1, heads: 1, seqlen_q: {}, head_dim: 64}}\n"
+    (tmp_path / "part.yaml").write_text(shapes.format(64))
+    (tmp_path / "all.yaml").write_text(shapes.format("[64, 96]"))
+    sweep = ("sweep", "--device", "cpu", "--backends", "reference,sdpa-math", "--format", "json")
+    part = tmp_path / "part-0000-of-0002"
+    attnbench(*sweep, "--preset", tmp_path / "part.yaml", "--out", part)
+    attnbench("merge", tmp_path / "out", part, "--partial")
+    done = attnbench(*sweep, "--preset", tmp_path / "all.yaml", "--out", tmp_path / "out", "--resume")
+    rows = list(read_measurements(tmp_path / "out" / MEASUREMENTS))
+    before = list(read_measurements(part / MEASUREMENTS))
+    assert len(rows) == len(json.loads(done.stdout)) == 2 * len(before)
+    assert rows[: len(before)] == before
+    attnbench("merge", tmp_path / "whole", tmp_path / "out")

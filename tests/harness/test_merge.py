@@ -1,0 +1,442 @@
+"""What the parts hold is what the merged folder holds: no row lost, none twice, and nothing wrong passes unnoticed."""
+
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnbench.environment import Environment
+from attnbench.errors import MalformedFileError, MisuseError, OutputError
+from attnbench.harness.condense import condense
+from attnbench.harness.merge import merge
+from attnbench.harness.records import Measurement, read_measurements
+from attnbench.harness.store import MEASUREMENTS, Store
+from attnbench.plan import Plan
+from attnbench.spec import AttentionSpec
+from attnbench.table import Table
+
+HERE = Environment(
+    device_type="cuda", device_name="a GPU", capability="9.0", cuda="13.0", torch="2.9.0", python="3.12.1",
+    platform="Linux", cpu="a CPU", threads=2, attnbench="0.1.0", backends={"fa3": "1.0"},
+)  # fmt: skip
+WHEN = datetime(2026, 11, 20, tzinfo=timezone.utc)
+PLANS = [Plan("fa3:fp8"), Plan("sdpa-flash:bf16"), Plan("cudnn:fp8")]
+NUMBERS = {
+    "status": "ok", "time_ms": {"kernel": [1.0], "call": [2.0, 3.0]}, "error": {"normal": {"out": 0.05, "lse": 0.0}},
+    "bound": 0.12, "declared_error": 0.06, "truth": "all of it", "timer": "events", "drawn_on": "cuda",
+}  # fmt: skip
+HOLDS_THE_LOCK = """
+import sys
+from pathlib import Path
+from attnbench.environment import Environment
+from attnbench.harness.store import Store
+from attnbench.harness.records import read_measurements
+first = next(read_measurements(Path(sys.argv[1], "measurements.jsonl")))
+with Store(Path(sys.argv[1]), first.environment, resume=True):
+    print("writing", flush=True)
+    sys.stdin.read()
+"""
+
+
+def spec(number):
+    return AttentionSpec.make(batch=1, heads=2, seqlen_q=64 + number, head_dim=16)
+
+
+def row(number, plan=PLANS[0], **changes):
+    facts = {"case": f"case {number}", "spec": spec(number), "plan": plan, "started": WHEN, "environment": HERE}
+    numbers = {"status": changes["status"], "reason": "so it is"} if changes.get("status") else NUMBERS
+    return Measurement(**{**facts, **numbers, **changes})
+
+
+def part(folder, rows, finished=True):
+    """A folder as a sweep leaves it that ended, or was stopped between two rows."""
+    with Store(folder, HERE) as store:
+        for each in rows:
+            store.append(each)
+    if finished:
+        Table.from_entries(HERE, condense(rows)).save(folder / "table.json")
+    return folder
+
+
+def parts(tmp_path, *rows):
+    """One numbered part for each list of rows."""
+    return [part(tmp_path / f"part-{index:04d}-of-{len(rows):04d}", each) for index, each in enumerate(rows)]
+
+
+def content(folder):
+    """Every byte below the folder, and when it was written."""
+    return {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in folder.rglob("*") if file.is_file()}
+
+
+def refused(kind, said, out, sources, **options):
+    """It raises, says so, and leaves neither the result nor a trace, nor another byte in the parts."""
+    everything = content(out.parent)
+    folders = set(out.parent.iterdir())
+    with pytest.raises(kind, match=f"(?s){said}"):
+        merge(out, sources, **options)
+    assert content(out.parent) == everything
+    assert set(out.parent.iterdir()) == folders
+
+
+ROWS = [row(number, plan, **changes) for number in range(4) for plan, changes in (
+    (PLANS[0], {}),
+    (PLANS[1], {"status": "inaccurate", **{key: value for key, value in NUMBERS.items() if key != "status"},
+                "error": {"normal": {"out": math.inf}}, "reason": "too far off"}),
+    (PLANS[2], {"status": "refused"}),
+)]  # fmt: skip
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_any_split_merges_to_the_same_rows_in_whatever_order_the_parts_are_named(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("split")
+    count = data.draw(st.integers(1, 4))
+    owners = [data.draw(st.sets(st.integers(0, count - 1), min_size=1)) for _ in ROWS]
+    split = [[each for each, owner in zip(ROWS, owners, strict=True) if index in owner] for index in range(count)]
+    sources = parts(folder / "parts", *split)
+    merged = merge(folder / "out", data.draw(st.permutations(sources)))
+    assert sorted(each.to_line() for each in merged.rows) == sorted(each.to_line() for each in ROWS)
+    assert list(read_measurements(folder / "out" / MEASUREMENTS)) == merged.rows
+    assert merged.repeated == sum(map(len, split)) - len(ROWS)
+    assert merged.gaps == merged.notes == []
+    merge(folder / "again", [folder / "parts"])
+    assert (folder / "again" / MEASUREMENTS).read_bytes() == (folder / "out" / MEASUREMENTS).read_bytes()
+    assert (folder / "again" / "table.json").read_bytes() == (folder / "out" / "table.json").read_bytes()
+
+
+def test_the_result_is_a_sweeps_folder(tmp_path):
+    sources = parts(tmp_path, ROWS[:5], ROWS[5:])
+    merged = merge(tmp_path / "a" / "new" / "folder", sources)
+    assert merged.rows == ROWS
+    assert Table.load(merged.folder / "table.json") == Table.from_entries(HERE, condense(ROWS))
+    with Store(merged.folder, HERE, resume=True) as store:
+        assert store.rows == ROWS
+        assert store.notes == []
+    assert merge(tmp_path / "again", [merged.folder]).rows == ROWS
+    assert oct(merged.folder.stat().st_mode) == oct(sources[0].stat().st_mode)
+
+
+def test_numbered_parts_come_first_and_in_order(tmp_path):
+    sources = parts(tmp_path, *([row(number)] for number in range(12)))
+    other = tmp_path / "aaa.jsonl"
+    other.write_text(row(20).to_line() + "\n")
+    merged = merge(tmp_path / "out", [other, *reversed(sources)])
+    assert [each.case for each in merged.rows] == [f"case {number}" for number in [*range(12), 20]]
+    (tmp_path / "second node").mkdir()
+    sources[0] = sources[0].rename(tmp_path / "second node" / sources[0].name)  # copied together from two nodes
+    merged = merge(tmp_path / "again", sources)
+    assert [each.case for each in merged.rows] == [f"case {number}" for number in range(12)]
+
+
+@pytest.mark.parametrize("name", ["", MEASUREMENTS])
+def test_a_part_counts_once_however_often_it_is_named(tmp_path, name):
+    first, second = parts(tmp_path / "parts", ROWS[:5], ROWS[5:])
+    (tmp_path / "link").symlink_to(first)
+    merged = merge(tmp_path / "out", [first, tmp_path / "link", tmp_path / "parts", second / name])
+    assert merged.rows == ROWS
+    assert merged.repeated == 0
+
+
+def test_a_rank_without_cases_is_no_missing_part(tmp_path):
+    assert merge(tmp_path / "out", parts(tmp_path, ROWS, [], [])).rows == ROWS
+    refused(MisuseError, "no measurement", tmp_path / "none", parts(tmp_path / "empty", [], []))
+
+
+# --- what is missing
+
+
+def test_missing_parts_are_named_and_a_partial_result_is_marked(tmp_path):
+    sources = parts(tmp_path, [row(0)], [row(1)], [row(2)], [row(3)])
+    said = "part-0001-of-0004, part-0003-of-0004 are missing.*--partial"
+    refused(MisuseError, said, tmp_path / "out", [sources[0], sources[2]])
+    merged = merge(tmp_path / "out", [sources[0], sources[2]], partial=True)
+    assert merged.rows == [row(0), row(2)]
+    assert merged.gaps == ["part-0001-of-0004, part-0003-of-0004 are missing"]
+    assert not (tmp_path / "out" / "table.json").exists()
+    refused(MisuseError, "out is unfinished", tmp_path / "again", [tmp_path / "out"])
+    assert len(merge(tmp_path / "again", [tmp_path / "out", sources[1], sources[3]], partial=True).rows) == 4
+
+
+def test_parts_of_two_sweeps_do_not_stand_in_for_each_other(tmp_path):
+    first = parts(tmp_path / "first", [row(0)], [row(1)])
+    second = parts(tmp_path / "second", [row(2)], [row(3)])
+    assert len(merge(tmp_path / "out", first + second).rows) == 4
+    refused(MisuseError, "part-0001-of-0002 is missing", tmp_path / "none", [first[0], *second])
+    third = parts(tmp_path / "third", [row(4)], [row(5)], [row(6)])
+    refused(MisuseError, "part-0002-of-0003 is missing", tmp_path / "none", [*first, *third[:2]])
+
+
+def test_very_many_missing_parts_are_counted(tmp_path):
+    refused(MisuseError, "part-0000-of-999999999, .* and 999999982 more are missing",
+            tmp_path / "out", [part(tmp_path / "part-0007-of-999999999", ROWS)])  # fmt: skip
+
+
+def test_a_part_that_is_none(tmp_path):
+    refused(MisuseError, "no part 2 of 2", tmp_path / "out", [part(tmp_path / "part-0002-of-0002", ROWS)])
+    (tmp_path / "parts" / "part-0000-of-0002").mkdir(parents=True)
+    part(tmp_path / "parts" / "part-0001-of-0002", ROWS)
+    refused(MisuseError, f"part-0000-of-0002 holds no {MEASUREMENTS} yet", tmp_path / "out", [tmp_path / "parts"])
+    assert merge(tmp_path / "out", [tmp_path / "parts"], partial=True).rows == ROWS
+    assert merge(tmp_path / "again", list((tmp_path / "parts").iterdir()), partial=True).rows == ROWS
+
+
+def test_a_sweep_that_was_stopped_is_unfinished(tmp_path):
+    stopped = part(tmp_path / "stopped", ROWS[:5], finished=False)
+    refused(MisuseError, f"{stopped} is unfinished, its sweep wrote no table.json", tmp_path / "out", [stopped])
+    refused(MisuseError, "is unfinished", tmp_path / "out", [stopped / MEASUREMENTS])
+    Table.from_entries(HERE, condense(ROWS[:3])).save(stopped / "table.json")  # it ended once, and went on to more
+    refused(MisuseError, "is unfinished, its table.json is of other rows", tmp_path / "out", [stopped])
+    assert merge(tmp_path / "out", [stopped], partial=True).rows == ROWS[:5]
+
+
+@pytest.mark.parametrize("kept", [1, 40, -1, None])
+def test_a_torn_last_line_is_counted_and_left_alone(tmp_path, kept):
+    folder = part(tmp_path / "torn", ROWS[:2])
+    torn = (
+        ROWS[2].to_line().encode()[:kept]
+    )  # None: a whole row whose line end is missing, which --resume cuts off, too
+    with (folder / MEASUREMENTS).open("ab") as file:
+        file.write(torn)
+    said = f"{folder} ends in a half-written line, of which {len(torn)} bytes.*--resume.*--partial"
+    refused(MisuseError, said, tmp_path / "out", [folder])
+    before = content(folder)
+    merged = merge(tmp_path / "out", [folder], partial=True)
+    assert merged.rows == ROWS[:2]
+    assert str(len(torn)) in merged.gaps[0]
+    assert content(folder) == before
+
+
+def test_nothing_but_a_torn_line(tmp_path):
+    file = tmp_path / "torn.jsonl"
+    file.write_text('{"schema":"attnbench.mea')
+    refused(MisuseError, "half-written line, of which 24 bytes", tmp_path / "out", [file])
+    refused(MisuseError, "no measurement", tmp_path / "out", [file], partial=True)
+
+
+def test_a_part_that_is_being_written_waits(tmp_path):
+    sources = parts(tmp_path, ROWS[:6], ROWS[6:])
+    command = [sys.executable, "-c", HOLDS_THE_LOCK, str(sources[1])]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"writing\n"
+        for options in ({}, {"partial": True}):
+            refused(MisuseError, f"still writing {sources[1]}", tmp_path / "out", sources, **options)
+    assert merge(tmp_path / "out", sources).rows == ROWS
+
+
+def test_nothing_is_written_while_parts_are_read_and_anything_may_be_afterwards(tmp_path, monkeypatch):
+    first, second = parts(tmp_path, ROWS[:6], ROWS[6:])
+    files = []
+
+    def reading(path):
+        with pytest.raises(MisuseError, match="another sweep"):
+            Store(first, HERE, resume=True)
+        files.append(path)
+        if len(files) == 1:
+            merge(tmp_path / "other", [first, second])  # two that only read do not disturb each other
+        return read_measurements(path)
+
+    monkeypatch.setattr("attnbench.harness.merge.read_measurements", reading)
+    merge(tmp_path / "out", [first, second])
+    with Store(first, HERE, resume=True) as store:
+        assert store.rows == ROWS[:6]
+
+
+# --- what contradicts
+
+
+def differing(case, other):
+    """The two rows in two parts are refused, with the case, the plan, both places and what differs."""
+    return [f"{case.case!r}", str(other.plan), "part-0000-of-0002, line 2", "part-0001-of-0002, line 1"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (row(1), row(1, time_ms={"call": [9.0]}), "measured twice, with another time_ms;"),
+        (row(1), row(1, started=WHEN + timedelta(seconds=1)), "measured twice, with another started;"),
+        (row(1), row(1, status="crashed"), "its status is ok, then crashed"),
+        (row(1, status="unavailable"), row(1), "its status is unavailable, then ok"),
+        (row(1, status="unavailable"), row(1, status="refused"), "its status is unavailable, then refused"),
+        (row(1, status="refused"), row(1, status="refused", reason="another"), "it has another reason;"),
+    ],
+)
+def test_two_rows_that_contradict_each_other(tmp_path, first, second, said):
+    sources = parts(tmp_path, [row(0), first], [second, row(2)])
+    with pytest.raises(MisuseError) as caught:
+        merge(tmp_path / "out", sources, partial=True)
+    for each in [*differing(first, second), said]:
+        assert each in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_case_that_is_another_spec_elsewhere(tmp_path):
+    other = row(1, PLANS[1], case="case 0")
+    said = f"'case 0' is {spec(0)} in .*part-0000-of-0002, line 1, but {spec(1)} in .*part-0001-of-0002, line 1"
+    refused(MisuseError, said, tmp_path / "out", parts(tmp_path, [row(0)], [other]))
+
+
+def test_a_refusal_says_the_same_on_every_node_at_any_time(tmp_path):
+    elsewhere = replace(HERE, platform="Linux on another node")
+    again = row(0, status="refused", started=WHEN + timedelta(hours=1), environment=elsewhere)
+    merged = merge(tmp_path / "out", parts(tmp_path, [row(0, status="refused")], [again]))
+    assert merged.rows == [row(0, status="refused")]
+    assert merged.repeated == 1
+
+
+# --- unlike machines
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"device_name": "another GPU"}, "device_name was a GPU, is another GPU"),
+        ({"torch": "2.10.0"}, "torch was 2.9.0, is 2.10.0"),
+        ({"backends": {"fa3": "2.0"}}, "the backend fa3 was 1.0, is 2.0"),
+    ],
+)
+def test_unlike_machines_are_refused(tmp_path, change, said):
+    other = row(1, environment=replace(HERE, **change))
+    refused(MisuseError, f"part-0001-of-0002.*{said}", tmp_path / "out", parts(tmp_path, [row(0)], [other]))
+    refused(MisuseError, said, tmp_path / "out", parts(tmp_path / "one", [row(0), other]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ([{"backends": {"te": "1"}}, {}, {"backends": {"te": "2"}}], "the backend te was 1, is 2"),
+        ([{"power_cap_w": 700}, {}, {"power_cap_w": 600}], "power_cap_w was 700, is 600"),
+        ([{}, {"power_cap_w": 700}, {"power_cap_w": 600}], "power_cap_w was 700, is 600"),
+    ],
+)
+def test_what_one_part_does_not_tell_is_compared_past_it(tmp_path, changes, said):
+    rows = [row(number, environment=replace(HERE, **change)) for number, change in enumerate(changes)]
+    refused(MisuseError, f"part-0002-of-0003.*{said}", tmp_path / "out", parts(tmp_path, *([each] for each in rows)))
+
+
+def test_another_node_of_the_kind_is_noted_and_the_table_knows_every_backend(tmp_path):
+    other = replace(HERE, platform="Linux on another node", backends={"te": "2"})
+    sources = parts(tmp_path, [row(0)], [row(1, environment=other)])
+    merged = merge(tmp_path / "out", sources)
+    assert f"{sources[1]}: platform was Linux, is Linux on another node" in merged.notes
+    assert Table.load(tmp_path / "out" / "table.json").environment.backends == {"fa3": "1.0", "te": "2"}
+
+
+# --- what is no result, or no place
+
+
+def test_sources_that_are_none(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "odd" / MEASUREMENTS).mkdir(parents=True)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "bad.jsonl").write_text(row(0).to_line() + "\n{}\n" + row(1).to_line() + "\n")
+    with (tmp_path / "huge.jsonl").open("wb") as huge:
+        huge.truncate(2**28 + 1)
+    (tmp_path / "long.jsonl").write_text("x" * (2**21 + 1))
+    damaged = part(tmp_path / "damaged", ROWS)
+    (damaged / "table.json").write_text("{")
+    for name, kind, said in [
+        ("none", MalformedFileError, "none: cannot be read: No such file"),
+        ("loop", MalformedFileError, "cannot be read: Too many levels of symbolic links"),
+        ("empty", MisuseError, f"holds neither {MEASUREMENTS} nor folders called like part-0000-of-0002"),
+        ("odd", MalformedFileError, f"odd/{MEASUREMENTS}: expected a file"),
+        ("pipe", MalformedFileError, "pipe: expected a file"),
+        ("bad.jsonl", MalformedFileError, "bad.jsonl:2: expected"),
+        ("huge.jsonl", MalformedFileError, "at most 268435456 bytes"),
+        ("long.jsonl", MalformedFileError, "long.jsonl:1: expected"),
+        ("damaged", MalformedFileError, "table.json:1: expected JSON"),
+    ]:
+        for partial in (False, True):
+            with pytest.raises(kind, match=said):
+                merge(tmp_path / "out", [tmp_path / name], partial=partial)
+            assert not (tmp_path / "out").exists()
+
+
+def test_results_beside_parts_are_ambiguous(tmp_path):
+    parts(tmp_path / "both", ROWS)
+    part(tmp_path / "both", ROWS)
+    refused(MisuseError, "results of its own beside those of part-0000-of-0001", tmp_path / "out", [tmp_path / "both"])
+    assert merge(tmp_path / "out", [tmp_path / "both" / MEASUREMENTS]).rows == ROWS
+
+
+def test_places_that_are_none(tmp_path, monkeypatch):
+    folder = part(tmp_path / "part", ROWS)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    refused(MisuseError, "not empty", folder, [folder])
+    refused(MisuseError, "no folder", folder / MEASUREMENTS, [folder])
+    refused(MisuseError, "no folder", tmp_path / "loop", [folder])
+    with pytest.raises(OutputError, match="cannot be written: Not a directory"):
+        merge(folder / MEASUREMENTS / "out", [folder])
+    monkeypatch.chdir(tmp_path / "empty")
+    refused(MisuseError, "the folder you are in", tmp_path / "empty", [folder])
+    monkeypatch.chdir(tmp_path)
+    assert merge(tmp_path / "empty", [folder]).rows == ROWS
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    assert merge(tmp_path / "link", [folder]).rows == ROWS
+    assert (tmp_path / "elsewhere" / MEASUREMENTS).exists()
+
+
+@pytest.mark.parametrize("room", [0, 3000])
+def test_a_full_disk_leaves_nothing(tmp_path, room):
+    sources = parts(tmp_path, ROWS[:6], ROWS[6:])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        refused(
+            OutputError, f"{tmp_path / 'out'} cannot be written: File too large; nothing", tmp_path / "out", sources
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert merge(tmp_path / "out", sources).rows == ROWS
+
+
+def test_who_comes_first_keeps_the_place(tmp_path, monkeypatch):
+    """Another process fills the folder between the look at it and the end."""
+    folder, out = part(tmp_path / "part", ROWS), tmp_path / "out"
+
+    def meanwhile(rows):
+        part(out, ROWS[:1])
+        return condense(rows)
+
+    monkeypatch.setattr("attnbench.harness.merge.condense", meanwhile)
+    with pytest.raises(OutputError, match="Directory not empty"):
+        merge(out, [folder])
+    assert list(read_measurements(out / MEASUREMENTS)) == ROWS[:1]
+    assert {each.name for each in tmp_path.iterdir()} == {"part", "out"}
+
+
+def test_killed_at_any_moment_it_is_whole_or_not_there(tmp_path):
+    rows = [row(number, plan) for number in range(20) for plan in PLANS]
+    source, seen = part(tmp_path / "part", rows), set()
+    start = time.perf_counter()
+    merge(tmp_path / "undisturbed", [source])
+    duration = time.perf_counter() - start
+    for attempt in range(5):
+        out = tmp_path / f"out {attempt}"
+        code = (
+            "import sys; from pathlib import Path; from attnbench.harness.merge import merge\n"
+            "print('go', flush=True); merge(Path(sys.argv[1]), [Path(sys.argv[2])])"
+        )
+        process = subprocess.Popen([sys.executable, "-c", code, out, source], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(duration * attempt / 3)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        seen.add(out.exists())
+        if out.exists():
+            assert list(read_measurements(out / MEASUREMENTS)) == rows
+            assert len(Table.load(out / "table.json").entries) == len(rows)
+    assert False in seen
+    assert list(read_measurements(source / MEASUREMENTS)) == rows
