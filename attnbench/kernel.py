@@ -195,8 +195,8 @@ class Backend:
 
     ``availability`` is asked once a process.  ``resolve`` makes kernels beyond the listed
     ones from the precision part of a name (``fp8-token-hadamard``), or returns an empty
-    tuple; it is for families with more variants than a list should hold.  A ``yardstick``
-    is what the others are measured with; a sweep measures it only where it is named.
+    tuple; it is for families with more variants than a list should hold.  On the device types
+    of ``yardstick`` the others are held against it, and a sweep measures it only where it is named.
     """
 
     name: str
@@ -204,7 +204,7 @@ class Backend:
     availability: Callable[[], Availability]
     kernels: tuple[ForwardKernel | BackwardKernel, ...]
     resolve: Callable[[str], tuple[ForwardKernel | BackwardKernel, ...]] | None = None
-    yardstick: bool = False
+    yardstick: tuple[str, ...] = ()
 
 
 def gradient_dtype(spec: AttentionSpec) -> torch.dtype:

@@ -180,5 +180,5 @@ BACKEND = Backend(
     kernels=tuple(
         kernel for precision in _WIDE for kernel in (ReferenceForward(precision), ReferenceBackward(precision))
     ),
-    yardstick=True,
+    yardstick=("cpu", "cuda"),
 )

@@ -36,7 +36,10 @@ def replay_of(call: Callable[[], object], device: torch.device) -> Callable[[], 
 
     def replay() -> object:
         graph.replay()
-        return recorded  # which must live as long as the graph that writes them
+        return held
+
+    # All that the graph reads or writes has to live as long as it does: the call's operands, its results.
+    held = call, recorded
 
     return replay
 

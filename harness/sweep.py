@@ -69,7 +69,7 @@ def tasks_of(
         _check(name, registry)
     tasks = []
     for case in cases:
-        plans = [plan for plan in _plans(case.spec, registry, names) if admits(dtype, plan)]
+        plans = [plan for plan in _plans(case.spec, registry, device.type, names) if admits(dtype, plan)]
         for plan in plans:
             status, reasons = registry.reasons(plan, case.spec, facts)
             known: Status = "ok" if status == "ok" else "unavailable" if status == "unavailable" else "refused"
@@ -91,10 +91,11 @@ def run_sweep(tasks: Sequence[Task], laboratories: Sequence[Laboratory], store: 
         if task.key in done:
             _check_resumable(task, done[task.key], laboratories[0])
     index = 0
-    for task in tasks:
-        if task.key in done:
+    asked = {task.key for task in tasks}
+    for row in list(store.rows):
+        if row.key in asked:
             index += 1
-            yield Finished(index, len(tasks), done[task.key], resumed=True)
+            yield Finished(index, len(tasks), row, resumed=True)
     remaining = [task for task in tasks if task.key not in done]
     with Fleet(laboratories) as fleet:
         for event in fleet.measured(remaining):
@@ -113,10 +114,10 @@ def _check(name: str, registry: Registry) -> None:
         registry.check(name)
 
 
-def _plans(spec: AttentionSpec, registry: Registry, names: Sequence[str]) -> list[Plan]:
+def _plans(spec: AttentionSpec, registry: Registry, device_type: str, names: Sequence[str]) -> list[Plan]:
     listed = registry.plans(spec)
     if not names:
-        yardsticks = {name for name, backend in registry.backends.items() if backend.yardstick}
+        yardsticks = {name for name, backend in registry.backends.items() if device_type in backend.yardstick}
         return [plan for plan in listed if backend_of(plan.forward) not in yardsticks]
     kept: dict[Plan, None] = {}
     for name in names:

@@ -15,8 +15,8 @@ from planted import laboratory
 
 from attnbench.errors import MalformedFileError, MisuseError, OutputError
 from attnbench.harness.cases import Case
-from attnbench.harness.rows import passed_over
 from attnbench.harness.records import read_measurements
+from attnbench.harness.rows import passed_over
 from attnbench.harness.store import MEASUREMENTS, Store
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec

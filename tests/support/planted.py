@@ -106,7 +106,11 @@ def healthy(delay: float = 0.0) -> Registry:
 FAULTS: dict[str, tuple[ForwardKernel, str, str]] = {
     kernel.name: (kernel, status, said)
     for kernel, status, said in (
-        (FakeForward("bad:bf16-raises", fail(RuntimeError("no such tile\nand a long traceback"))), "error", "no such tile"),
+        (
+            FakeForward("bad:bf16-raises", fail(RuntimeError("no such tile\nand a long traceback"))),
+            "error",
+            "no such tile",
+        ),
         (FakeForward("bad:bf16-memory", fail(torch.OutOfMemoryError("tried to allocate 1 TiB"))), "oom", "1 TiB"),
         (FakeForward("bad:bf16-quits", fail(SystemExit(0))), "error", "SystemExit"),
         (FakeForward("bad:bf16-base", change_lse=lambda lse: lse / 0.6931), "inaccurate", "lse on"),

@@ -1,0 +1,212 @@
+"""Probes see what one run cannot show, and never accuse a kernel that depends on what it may depend on."""
+
+import math
+
+import pytest
+import torch
+from dense import dense_attention, dense_gradients, visible
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import masks, problems
+
+from attnbench.harness.accuracy import Truth
+from attnbench.harness.inputs import draw
+from attnbench.harness.probes import LeakProbe, negate, same_bits, unnegated
+from attnbench.kernel import Saved
+from attnbench.mask import Mask
+from attnbench.registry import registry
+from attnbench.spec import AttentionSpec
+
+CPU = torch.device("cpu")
+CAUSAL = AttentionSpec.make(batch=1, heads=2, kv_heads=1, seqlen_q=200, head_dim=32, mask=Mask(right=0))
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> AttentionSpec:
+    return AttentionSpec.make(
+        batch=1,
+        heads=2,
+        seqlen_q=draw(st.integers(1, 40)),
+        seqlen_kv=draw(st.integers(1, 40)),
+        head_dim=8,
+        mask=draw(masks()),
+    )
+
+
+@given(specs())
+def test_there_is_a_probe_where_some_row_sees_a_key_and_not_a_later_one(spec):
+    # The masks' keys move to the right with the row, so what a row sees has no gaps.
+    parted = [bool(row.any()) and not bool(row[-1]) for row in visible(spec)]
+    probe = LeakProbe.of(spec)
+    assert (probe is not None) == any(parted)
+    if probe is not None:
+        assert parted[probe.rows - 1]
+
+
+@given(specs())
+def test_all_that_the_rows_may_not_see_is_changed_and_nothing_else(spec):
+    probe = LeakProbe.of(spec)
+    if probe is None:
+        return
+    seen = visible(spec)[: probe.rows].any(0)
+    before = draw(spec, "normal", CPU)
+    after = draw(spec, "normal", CPU)
+    addresses = [x.data_ptr() for x in (after.q, after.k, after.v)]
+    probe.change(after.q, after.k, after.v)
+    assert addresses == [x.data_ptr() for x in (after.q, after.k, after.v)]
+    rows = torch.arange(spec.seqlen_q) < probe.rows
+    first, last = int(seen.nonzero().min()), int(seen.nonzero().max())
+    reached = (torch.arange(spec.seqlen_kv) >= first) & (torch.arange(spec.seqlen_kv) <= last)
+    for old, new, kept in ((before.q, after.q, rows), (before.k, after.k, reached), (before.v, after.v, reached)):
+        assert torch.equal(old[:, :, kept], new[:, :, kept])
+        assert bool((new[:, :, ~kept].abs() >= 8 * old[:, :, ~kept].abs()).all())
+        assert bool(new.isfinite().all())
+    assert torch.equal(
+        dense_attention(before.q, before.k, before.v, spec)[0][:, :, : probe.rows],
+        dense_attention(after.q, after.k, after.v, spec)[0][:, :, : probe.rows],
+    )
+
+
+def test_the_probe_parts_the_keys_and_the_queries_of_a_tile():
+    for length in (256, 1024, 8192, 16384):
+        spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=length, head_dim=64, mask=Mask(right=0))
+        probe = LeakProbe.of(spec)
+        assert length / 4 < probe.rows < length / 2
+        assert all(probe.rows % tile and probe.stop % tile for tile in (16, 32, 64, 128))
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "mask"),
+    [
+        (64, 64, Mask()),
+        (1, 64, Mask(right=0, alignment="bottom-right")),
+        (64, 64, Mask(left=8)),
+        (1, 1, Mask(right=0)),
+        (200, 1, Mask(right=0)),
+        (200, 1, Mask(right=0, alignment="bottom-right")),
+    ],
+)
+def test_where_nothing_later_is_hidden_there_is_nothing_to_probe(queries, keys, mask):
+    assert LeakProbe.of(CAUSAL.replace(seqlen_q=queries, seqlen_kv=keys, mask=mask)) is None
+
+
+@pytest.mark.parametrize("alignment", ["top-left", "bottom-right"])
+@pytest.mark.parametrize("left", [None, 20])
+def test_a_scale_over_the_sequence_leaks_and_one_for_each_token_does_not(left, alignment):
+    spec = CAUSAL.replace(seqlen_kv=230, mask=Mask(left, 0, alignment))
+    probe = LeakProbe.of(spec)
+    for name, leaks in {
+        "emulated:fp8": True,
+        "emulated:fp8-tensor": True,
+        "emulated:fp8-token-smooth": True,
+        "emulated:fp8-token": False,
+        "sdpa-math:bf16": False,
+        "reference:fp32": False,
+    }.items():
+        kernel, inputs = registry().forward(name), draw(spec, "normal", CPU)
+        before, lse, _ = kernel.run(kernel.prepare(inputs.q, inputs.k, inputs.v, spec))
+        probe.change(inputs.q, inputs.k, inputs.v)
+        after, lse_after, _ = kernel.run(kernel.prepare(inputs.q, inputs.k, inputs.v, spec))
+        assert (probe.leak(before, after) > 0) == leaks, name
+        assert lse is None or (probe.leak(lse, lse_after) > 0) == leaks, name
+        assert not torch.equal(before[:, :, probe.rows :], after[:, :, probe.rows :]), name
+
+
+def test_a_leak_is_a_number_and_what_is_not_finite_an_infinite_one():
+    probe = LeakProbe(2, 0, 2)
+    before = torch.ones(1, 1, 4, 8)
+    after = before.clone()
+    after[:, :, 2:] = 5
+    assert probe.leak(before, after) == 0
+    after[:, :, 1] = 2
+    assert probe.leak(before, after) == pytest.approx(math.sqrt(0.5))
+    after[:, :, 0, 3] = math.nan
+    assert probe.leak(before, after) == math.inf
+    assert probe.leak(after, after) == 0
+
+
+def test_hidden_values_stay_finite_in_half_precision():
+    spec = CAUSAL.replace(dtype="fp16")
+    inputs = draw(spec, "outlier", CPU)
+    inputs.k.mul_(1000)
+    LeakProbe.of(spec).change(inputs.q, inputs.k, inputs.v)
+    assert all(bool(x.isfinite().all()) for x in (inputs.q, inputs.k, inputs.v))
+
+
+@given(problems(dtypes=("fp64",)))
+@settings(max_examples=30)
+def test_negating_every_input_negates_every_answer_but_the_lse(problem):
+    spec = problem.spec
+    q, k, v, do = (x if problem.layout == "bhsd" else x.transpose(1, 2) for x in problem.tensors())
+
+    def answers():
+        out, lse = dense_attention(q, k, v, spec)
+        return {
+            "out": out,
+            "lse": lse,
+            **dict(zip(("dq", "dk", "dv"), dense_gradients(q, k, v, do, spec), strict=True)),
+        }
+
+    before = answers()
+    negate(q, k, v, do)
+    now = answers()
+    assert any(now[name].any() and not torch.equal(now[name], value) for name, value in before.items())
+    for name, value in unnegated(now).items():
+        assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize(
+    "name", ["emulated:fp8", "emulated:fp8-token-hadamard-smooth", "emulated:fp8-block-acc13", "emulated:fp8-e5m2"]
+)
+def test_fp8_kernels_answer_negated_inputs_to_the_last_bit(name):
+    spec = CAUSAL.replace(direction="training", seqlen_q=65, seqlen_kv=65, head_dim=16, head_dim_v=16)
+    inputs = draw(spec, "outlier", CPU)
+    forward, backward = registry().forward(name), registry().backward(name)
+
+    def answers():
+        operands = forward.prepare(inputs.q, inputs.k, inputs.v, spec)
+        out, lse, state = forward.run(operands)
+        gradients = backward.run(Saved(operands, out, lse, state), inputs.grad_out)
+        return {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+
+    before = answers()
+    negate(inputs.q, inputs.k, inputs.v, inputs.grad_out)
+    # Adding 0 makes +0 of -0, which is what negating 0 gives.
+    assert all(same_bits(value + 0.0, before[name] + 0.0) for name, value in unnegated(answers()).items())
+
+
+def test_whatever_is_kept_from_the_call_before_has_the_wrong_sign():
+    inputs = draw(CAUSAL, "normal", CPU)
+    truth, kernel = Truth.of(CAUSAL, inputs, registry()), registry().forward("emulated:fp8-token")
+    before = kernel.prepare(inputs.q, inputs.k, inputs.v, CAUSAL)
+    fresh = kernel.run(before).out
+    negate(inputs.q, inputs.k, inputs.v)
+    now = kernel.prepare(inputs.q, inputs.k, inputs.v, CAUSAL)
+
+    def error(q, k, v):
+        operands = type(now)(CAUSAL, q, k, v)
+        return truth.judge(unnegated({"out": kernel.run(operands).out}))["out"].error
+
+    assert error(now.q, now.k, now.v) < 0.1
+    assert truth.judge(unnegated({"out": fresh}))["out"].error == pytest.approx(2, abs=0.1)
+    for kept in (
+        (before.q, now.k, now.v),
+        (now.q, before.k, now.v),
+        (now.q, now.k, before.v),
+        (before.q, before.k, before.v),
+    ):
+        assert error(*kept) > 0.5
+
+
+def test_same_bits_sees_a_sign_of_zero_and_takes_a_nan_for_a_nan():
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        x = torch.tensor([[1.0, math.nan], [0.0, -math.inf]], dtype=dtype)
+        assert same_bits(x, x.clone())
+        assert same_bits(x.t(), x.t().contiguous())
+        for place, value in (((0, 0), math.nan), ((0, 1), 1.0), ((1, 0), -0.0), ((1, 1), math.inf)):
+            other = x.clone()
+            other[place] = value
+            assert not same_bits(x, other)
+    assert same_bits(torch.tensor([math.nan]), -torch.tensor([math.nan]))
+    assert not same_bits(torch.zeros(2), torch.zeros(3))
+    assert not same_bits(torch.zeros(2), torch.zeros(2, dtype=torch.float64))

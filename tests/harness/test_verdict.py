@@ -1,0 +1,356 @@
+"""Each check sees a planted fault that all the others let pass, and none accuses an honest kernel."""
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attnbench.budget import class_bound
+from attnbench.capabilities import Device
+from attnbench.fp8 import Quantised
+from attnbench.harness import verdict
+from attnbench.harness.accuracy import Detail, Judgement, Truth
+from attnbench.harness.inputs import FAMILIES, Inputs, draw
+from attnbench.harness.probes import negate, unnegated
+from attnbench.harness.verdict import CHECKS, Evidence, Verdict, judge
+from attnbench.kernel import Operands, Saved
+from attnbench.mask import Mask
+from attnbench.plan import Plan
+from attnbench.registry import registry
+from attnbench.spec import AttentionSpec
+
+CPU = torch.device("cpu")
+FP8 = Plan("emulated:fp8-token")
+FORWARD = AttentionSpec.make(batch=2, heads=32, seqlen_q=40, head_dim=32, mask=Mask(right=0))
+TRAINING = AttentionSpec.make(batch=1, heads=16, seqlen_q=64, head_dim=32, mask=Mask(right=0), direction="training")
+Values = dict[str, Tensor]
+Change = Callable[[Values], object]
+
+
+def answers(plan: Plan, inputs: Inputs, spec: AttentionSpec) -> tuple[Operands, Values]:
+    forward = registry().forward(plan.forward)
+    operands = forward.prepare(inputs.q, inputs.k, inputs.v, spec)
+    out, lse, state = forward.run(operands)
+    values = {"out": out}
+    if lse is not None:
+        values["lse"] = lse
+    if plan.backward is not None:
+        saved = Saved(operands, out, lse, state)
+        gradients = registry().backward(plan.backward).run(saved, inputs.grad_out)
+        values.update(zip(("dq", "dk", "dv"), gradients, strict=True))
+    return operands, values
+
+
+@cache
+def runs(plan: Plan, spec: AttentionSpec, families: tuple[str, ...]) -> dict[str, tuple[Truth, Operands, Values]]:
+    found = {}
+    for family in families:
+        inputs = draw(spec, family, CPU)
+        found[family] = (Truth.of(spec, inputs, registry()), *answers(plan, inputs, spec))
+    return found
+
+
+def evidence(
+    plan: Plan,
+    spec: AttentionSpec,
+    change: Change = lambda values: None,
+    families: tuple[str, ...] = ("normal", "outlier"),
+    stale: Callable[[Values, Values], Values] | None = None,
+) -> Evidence:
+    """What the harness would find of a plan whose tensors are changed; ``stale`` mixes (before, now) into an answer."""
+    judged, floor, own = {}, {}, {}
+    for family, (truth, operands, values) in runs(plan, spec, families).items():
+        changed = {name: value.clone() for name, value in values.items()}
+        change(changed)
+        judged[family] = truth.judge(changed)
+        if exact := truth.exact_on(operands):
+            floor[family], own[family] = exact.judgements, exact.judge(changed)
+    inputs = draw(spec, families[-1], CPU)
+    negate(*(x for x in (inputs.q, inputs.k, inputs.v, inputs.grad_out) if x is not None))
+    now = answers(plan, inputs, spec)[1]
+    change(now)
+    if stale is not None:
+        now = stale(changed, now)
+    again = truth.judge(unnegated(now))
+    return Evidence(bound=class_bound(plan, spec), judged=judged, floor=floor, own=own, stale=again)
+
+
+def noisy(share: float) -> Change:
+    def change(values: Values) -> None:
+        noise = torch.randn(values["out"].shape, generator=torch.Generator().manual_seed(0))
+        values["out"] += noise * share * values["out"].float().norm(dim=-1, keepdim=True) / math.sqrt(noise.shape[-1])
+
+    return change
+
+
+def one_head(values: Values) -> None:
+    values["out"][1, 5] *= 1.35
+
+
+def last_row(values: Values) -> None:
+    values["out"][0, 3, -1] = 0
+
+
+def gain(name: str, factor: float) -> Change:
+    def change(values: Values) -> None:
+        values[name] *= factor
+
+    return change
+
+
+def shifted_lse(values: Values) -> None:
+    values["lse"] -= 0.02
+
+
+def one_old_head(before: Values, now: Values) -> Values:
+    out = now["out"].clone()
+    out[1, 5] = before["out"][1, 5]
+    return now | {"out": out}
+
+
+def wide() -> Evidence:
+    """A 16-bit kernel that shows FP8 operands."""
+    found = {}
+    for family, (truth, operands, _) in runs(FP8, FORWARD, ("normal", "biased-v")).items():
+        values = answers(Plan("sdpa-math:bf16"), draw(FORWARD, family, CPU), FORWARD)[1]
+        exact = truth.exact_on(operands)
+        found[family] = (truth.judge(values), exact.judgements, exact.judge(values))
+    judged, floor, own = ({family: each[part] for family, each in found.items()} for part in range(3))
+    return Evidence(bound=class_bound(FP8, FORWARD), judged=judged, floor=floor, own=own)
+
+
+def without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdict, "CHECKS", {other: check for other, check in CHECKS.items() if other != name})
+
+
+BF16 = Plan("sdpa-math:bf16")
+MIXED = Plan("emulated:fp8-token", "reference:fp32")
+FAULTS: list[tuple[str, str, Callable[[], Evidence]]] = [
+    ("inputs", "changed inputs", lambda: replace(evidence(FP8, FORWARD), untouched=False)),
+    ("settled", "changed after the return", lambda: replace(evidence(FP8, FORWARD), settled=False)),
+    ("stale", "the output of before", lambda: evidence(FP8, FORWARD, stale=lambda before, now: before)),
+    ("stale", "one head of before", lambda: evidence(FP8, FORWARD, stale=one_old_head)),
+    (
+        "stale",
+        "a gradient of before",
+        lambda: evidence(MIXED, TRAINING, stale=lambda before, now: now | {"dk": before["dk"]}),
+    ),
+    ("error", "1.3 % of noise in 16 bits", lambda: evidence(BF16, FORWARD, noisy(0.013))),
+    ("too good", "16 bits in an FP8 name", wide),
+    ("head", "one head 1.35 times too large", lambda: evidence(FP8, FORWARD, one_head)),
+    ("row", "one row of zeros", lambda: evidence(FP8, FORWARD, last_row)),
+    ("bias", "out 0.97 times", lambda: evidence(FP8, FORWARD, gain("out", 0.97))),
+    ("bias", "a gradient 1.05 times", lambda: evidence(MIXED, TRAINING, gain("dq", 1.05))),
+    ("bias", "the same of an FP8 backward", lambda: evidence(Plan(*["emulated:fp8"] * 2), TRAINING, gain("dk", 1.05))),
+    ("lse", "2 % of every sum of exponentials", lambda: evidence(FP8, FORWARD, shifted_lse)),
+    ("own", "7 % of noise in FP8", lambda: evidence(FP8, FORWARD, noisy(0.07))),
+]
+
+
+@pytest.mark.parametrize(("name", "make"), [pytest.param(name, make, id=what) for name, what, make in FAULTS])
+def test_a_planted_fault_is_seen_by_its_check_and_by_no_other(name, make, monkeypatch):
+    found = make()
+    said = judge(found)
+    assert (said.status, said.check) == ("inaccurate", name)
+    assert said.reason
+    without(name, monkeypatch)
+    assert judge(found) == Verdict("ok")
+
+
+def test_every_check_has_a_planted_fault():
+    assert list(dict.fromkeys(name for name, *_ in FAULTS)) == list(CHECKS)
+
+
+def test_without_a_fault_the_same_evidence_is_ok():
+    for plan, spec in ((FP8, FORWARD), (BF16, FORWARD), (MIXED, TRAINING), (Plan(*["emulated:fp8"] * 2), TRAINING)):
+        assert judge(evidence(plan, spec)) == Verdict("ok")
+
+
+def test_a_dropped_block_of_64_among_16k_keys_is_seen_in_the_lse_alone(monkeypatch):
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=48, seqlen_kv=16384, head_dim=64)
+
+    def shorter(x: Quantised) -> Quantised:
+        return replace(x, data=x.data[:, :, :-64], descale=x.descale[:, :, :-64])
+
+    judged, floor, own = {}, {}, {}
+    for family, (truth, operands, _) in runs(FP8, spec, ("normal", "outlier")).items():
+        kernel = registry().forward(FP8.forward)
+        less = Operands(spec.replace(seqlen_kv=16320), operands.q, shorter(operands.k), shorter(operands.v))
+        values = dict(zip(("out", "lse"), kernel.run(less)[:2], strict=True))
+        exact = truth.exact_on(operands)
+        judged[family], floor[family], own[family] = truth.judge(values), exact.judgements, exact.judge(values)
+    found = Evidence(bound=0.12, judged=judged, floor=floor, own=own)
+    assert all(each["out"].error < 0.12 for each in judged.values())
+    assert judge(found).check == "lse"
+    without("lse", monkeypatch)
+    assert judge(found) == Verdict("ok")
+    assert judge(evidence(FP8, spec)) == Verdict("ok")
+
+
+def test_the_sentence_names_the_tensor_the_family_and_the_numbers():
+    reasons = {what: judge(make()).reason for _, what, make in FAULTS}
+    assert "out on" in reasons["1.3 % of noise in 16 bits"]
+    assert "beyond 0.01" in reasons["1.3 % of noise in 16 bits"]
+    assert "one head of out on normal inputs is off by 0.3" in reasons["one head 1.35 times too large"]
+    assert "one row of out on normal inputs is off by 1, beyond 0.48" in reasons["one row of zeros"]
+    assert "out is 0.97" in reasons["out 0.97 times"]
+    assert "dq is 1.05 times" in reasons["a gradient 1.05 times"]
+    assert "lse on normal inputs is -0.02 nats off" in reasons["2 % of every sum of exponentials"]
+    assert all("\n" not in reason and reason[0].islower() for reason in reasons.values())
+
+
+def judgement(error: float = 0.03, rows: int = 1000, **changes: object) -> Judgement:
+    detail = Detail(sqnr_db=30.0, worst_head=error, worst_row=error, bias=0.0, nonfinite=0)
+    return Judgement(error, replace(detail, **changes), rows)
+
+
+def test_what_is_not_finite_is_an_infinite_error_with_a_count():
+    wrong = judgement(math.inf, worst_head=math.inf, worst_row=math.inf, bias=math.inf, nonfinite=3)
+    said = judge(Evidence(bound=0.12, judged={"normal": {"out": wrong}}, stale={"out": wrong}))
+    assert said.check == "error"
+    assert said.reason == "the error of out on normal inputs is infinite (values that are not finite: 3), beyond 0.12"
+    said = judge(Evidence(bound=0.12, judged={"normal": {"out": judgement()}}, stale={"out": wrong}))
+    assert said.check == "stale"
+
+
+@pytest.mark.parametrize(
+    "second",
+    [judgement(bias=0.001), judgement(bias=-0.05)],
+    ids=["small on another family", "of another sign on another family"],
+)
+def test_a_gain_is_a_fault_only_if_the_families_agree(second):
+    first = judgement(bias=0.05)
+    both = {"normal": {"out": first}, "sink": {"out": first}}
+    assert judge(Evidence(bound=0.12, judged=both)).check == "bias"
+    assert judge(Evidence(bound=0.12, judged=both | {"sink": {"out": second}})).status == "ok"
+    assert judge(Evidence(bound=0.12, judged={"normal": {"out": first}})).status == "ok"
+    floor = {family: {"out": judgement(0.11)} for family in both}
+    assert judge(Evidence(bound=0.12, judged=both, floor=floor)).check == "too good"
+    large = {family: {"out": judgement(0.1, bias=0.05)} for family in both}
+    assert judge(Evidence(bound=0.12, judged=large, floor=floor)).status == "ok"
+    floor["normal"] = {"out": judgement(0.05)}
+    assert judge(Evidence(bound=0.12, judged=large, floor=floor)).check == "bias"
+
+
+def test_means_over_few_rows_say_nothing():
+    few = {family: {"out": judgement(bias=0.05), "lse": judgement(0.0, rows=8, bias=0.01)} for family in "ab"}
+    assert judge(Evidence(bound=0.12, judged=few)).status == "ok"
+    enough = {family: {"out": judgement(bias=0.0), "lse": judgement(0.0, bias=0.01)} for family in "ab"}
+    assert judge(Evidence(bound=0.12, judged=enough)).check == "lse"
+
+
+def test_an_lse_that_one_hard_family_moves_is_no_fault():
+    """As Hopper's accumulator does where all scores of a head are large."""
+
+    def found(floor: float, **means: float) -> Evidence:
+        judged = {family: {"lse": judgement(0.001, bias=mean)} for family, mean in means.items()}
+        return Evidence(
+            bound=0.12,
+            judged=judged,
+            own=judged,
+            floor={family: {"lse": judgement(floor)} for family in means},
+        )
+
+    assert judge(found(0.0005, outlier=-0.005)).check == "lse"
+    assert judge(found(0.0030, outlier=-0.005)).status == "ok"
+    assert judge(found(0.0005, outlier=-0.005, normal=0.00004)).status == "ok"
+    assert judge(found(0.0005, outlier=-0.005, normal=-0.004, sink=-0.001)).check == "lse"
+
+
+def test_p_without_a_scale_is_no_fault_where_a_sink_takes_it_below_the_smallest_number():
+    sink, normal = judgement(0.093), judgement(0.03)
+    floor = {"sink": {"out": judgement(0.06)}, "normal": {"out": judgement(0.05)}}
+    judged = {"sink": {"out": judgement(0.11)}, "normal": {"out": judgement(0.06)}}
+    found = Evidence(bound=0.12, judged=judged, floor=floor, own={"sink": {"out": sink}, "normal": {"out": normal}})
+    assert judge(found).status == "ok"
+    both = replace(found, own={family: {"out": sink} for family in judged})
+    assert judge(both).check == "own"
+    assert judge(replace(both, bound=0.2)).status == "ok"
+    assert judge(replace(found, judged={"sink": judged["sink"]}, own={"sink": {"out": sink}})).status == "ok"
+    # What rounding P takes is accepted however little is accepted in all.
+    little = {family: {"out": judgement(0.05)} for family in judged}
+    assert judge(Evidence(bound=0.06, judged=little, floor=floor, own=little)).status == "ok"
+
+
+def test_too_good_takes_every_family_and_needs_a_floor():
+    floor = {family: {"out": judgement(0.05)} for family in ("normal", "sink")}
+    own = {family: {"out": judgement(0.05)} for family in ("normal", "sink")}
+
+    def found(normal: float, sink: float) -> Evidence:
+        judged = {"normal": {"out": judgement(normal)}, "sink": {"out": judgement(sink)}}
+        return Evidence(bound=0.12, judged=judged, floor=floor, own=own)
+
+    assert judge(found(0.01, 0.01)).check == "too good"
+    assert judge(found(0.01, 0.03)).status == "ok"
+    assert judge(replace(found(0.01, 0.01), floor={}, own={})).status == "ok"
+    exact = {family: {"out": judgement(0.0)} for family in ("normal", "sink")}
+    assert judge(Evidence(bound=0.12, judged=exact, floor=exact, own=exact)).status == "ok"
+
+
+def test_a_kernel_that_is_wrong_anyway_is_not_called_stale():
+    for wrong in (1.0, 40.0):
+        off = judgement(wrong)
+        found = Evidence(bound=0.12, judged={"normal": {"out": off}}, stale={"out": judgement(wrong * 1.3)})
+        assert judge(found).check == "error"
+
+
+def test_no_bound_is_wide_enough_for_a_head_or_row_that_is_left_out():
+    for part in ("worst_head", "worst_row"):
+        judged = {"normal": {"out": judgement(0.1, **{part: 1.0})}}
+        assert judge(Evidence(bound=0.6, judged=judged)).check == part.removeprefix("worst_")
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Plan, AttentionSpec]:
+    training = draw(st.booleans())
+    narrow = ["fp8", "fp8-tensor", "fp8-block", "fp8-token", "fp8-e5m2", "fp8-hadamard", "fp8-token-hadamard-smooth"]
+    kernel = "emulated:" + draw(st.sampled_from(narrow)) if draw(st.integers(0, 3)) else "sdpa-math:bf16"
+    partner = draw(st.sampled_from([kernel, "sdpa-math:bf16", "emulated:fp8"])) if training else None
+    kv_heads = draw(st.integers(1, 2))
+    length = draw(st.integers(1, 150))
+    spec = AttentionSpec.make(
+        batch=draw(st.integers(1, 2)),
+        heads=kv_heads * draw(st.sampled_from([1, 2, 4])),
+        kv_heads=kv_heads,
+        seqlen_q=length,
+        seqlen_kv=draw(st.sampled_from([length, length, 1, 130, 300])),
+        head_dim=draw(st.sampled_from([64, 128])),
+        mask=draw(
+            st.sampled_from([Mask(), Mask(right=0), Mask(right=0, alignment="bottom-right"), Mask(20, 0), Mask(5, 9)])
+        ),
+        softcap=draw(st.sampled_from([0.0, 0.0, 20.0])),
+        direction="training" if training else "forward",
+    )
+    return Plan(kernel, partner), spec
+
+
+def _long(kernel: str) -> tuple[Plan, AttentionSpec]:
+    return Plan(kernel), AttentionSpec.make(batch=1, heads=1, seqlen_q=70, seqlen_kv=2048, head_dim=64)
+
+
+@given(cases())
+@settings(max_examples=80)
+@example(_long("emulated:fp8"))
+@example((Plan("emulated:fp8-acc13"), AttentionSpec.make(batch=1, heads=2, seqlen_q=70, head_dim=64)))
+def test_an_honest_kernel_is_accused_of_nothing_but_its_error(case):
+    plan, spec = case
+    if registry().reasons(plan, spec, Device("cpu", "CPU"))[0] != "ok":
+        return
+    for families in (("normal", "outlier"), FAMILIES):
+        said = judge(evidence(plan, spec, families=families))
+        # What FP8 itself makes too inaccurate on an input is for the error to say.
+        assert said.check in (None, "error"), (said, families)
+    runs.cache_clear()
+
+
+def test_no_torch_is_needed_for_a_verdict():
+    code = f"import sys; sys.modules['torch'] = None; import {verdict.__name__}"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
