@@ -197,6 +197,8 @@ class Backend:
     ones from the precision part of a name (``fp8-token-hadamard``), or returns an empty
     tuple; it is for families with more variants than a list should hold.  On the device types
     of ``yardstick`` the others are held against it, and a sweep measures it only where it is named.
+    ``compiles`` says that its kernels compile anew for every shape and leave that on the disk,
+    so that several processes may do it before anything is timed.
     """
 
     name: str
@@ -205,6 +207,7 @@ class Backend:
     kernels: tuple[ForwardKernel | BackwardKernel, ...]
     resolve: Callable[[str], tuple[ForwardKernel | BackwardKernel, ...]] | None = None
     yardstick: tuple[str, ...] = ()
+    compiles: bool = False
 
 
 def gradient_dtype(spec: AttentionSpec) -> torch.dtype:

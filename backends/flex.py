@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 
 import torch
+import torch._dynamo.config
+import torch._functorch.config  # which torch itself imports only with its first compilation
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
@@ -338,4 +340,5 @@ BACKEND = Backend(
         *(kernel(precision) for precision in _PRECISIONS for kernel in (FlexForward, FlexBackward)),
         FlexFp8Forward(),
     ),
+    compiles=True,
 )

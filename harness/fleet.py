@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -13,6 +13,7 @@ from types import TracebackType
 
 from attnbench.plan import Plan, backend_of
 
+from .ahead import Ahead
 from .cases import Case
 from .laboratory import Laboratory
 from .line import Doing, Line, Phase, StoppedError
@@ -53,12 +54,10 @@ class Fleet:
         self._stopped = threading.Event()
 
     @property
-    def spent(self) -> Counter[Phase]:
+    def spent(self) -> dict[Phase, float]:
         """Seconds in each phase, of all devices together."""
-        total: Counter[Phase] = Counter()
-        for line in self._lines:
-            total.update(line.spent)
-        return total
+        phases = dict.fromkeys(phase for line in self._lines for phase in line.spent)
+        return {phase: sum(line.spent[phase] for line in self._lines) for phase in phases}
 
     @property
     def notes(self) -> list[str]:
@@ -71,8 +70,16 @@ class Fleet:
         happened: SimpleQueue[Doing | Measurement | BaseException | None] = SimpleQueue()
         lines = [Line(laboratory) for laboratory in self._laboratories[: max(1, len(waiting))]]
         self._lines = lines
-        self._threads = [threading.Thread(target=self._work, args=(line, waiting, happened)) for line in lines]
         start = time.perf_counter()
+        work = [(case, [task.plan for task in own if task.runs]) for case, own in waiting]
+        ahead = Ahead(work, self._laboratories[0])
+        if ahead.needed:
+            yield Doing("compiling")
+            first_ms = ahead.run()
+            for line in lines:
+                line.first_ms = first_ms
+                line.spent["compiling"] += time.perf_counter() - start
+        self._threads = [threading.Thread(target=self._work, args=(line, waiting, happened)) for line in lines]
         for thread in self._threads:
             thread.start()
         working = len(lines)

@@ -16,7 +16,7 @@ from .timing import Cost, Timer
 
 __all__ = ["Samples", "interleaved"]
 
-_WARM_SECONDS = 1.0  # a clock that is not steady by then will not be
+_WARM_SECONDS = 0.5  # a clock that is not steady by then will not be
 
 
 @dataclass

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from typing import Literal, TypeVar
@@ -31,7 +31,7 @@ from .worker import Setting
 __all__ = ["Doing", "Line", "Phase", "StoppedError"]
 
 _T = TypeVar("_T")
-Phase = Literal["preparing", "timing", "judging"]
+Phase = Literal["compiling", "preparing", "timing", "judging"]
 _PREPARING: Phase = "preparing"
 _TIMING: Phase = "timing"
 _JUDGING: Phase = "judging"
@@ -43,21 +43,23 @@ class StoppedError(Exception):
 
 @dataclass(frozen=True)
 class Doing:
-    """What a device is at: a phase of a case."""
+    """What a device is at: a phase of a case, or of all of them."""
 
-    case: Case
     phase: Phase
+    case: Case | None = None
 
 
 class Line:
     """Measures on one device until it is stopped.  Used from one thread, which must live as long as the context.
 
     ``spent`` counts the seconds of each phase; what a sweep takes beyond them is its own.
+    ``first_ms`` holds, by case and plan, the first runs that were made ahead, elsewhere.
     """
 
     def __init__(self, laboratory: Laboratory) -> None:
         self.laboratory = laboratory
-        self.spent: Counter[Phase] = Counter()
+        self.first_ms: Mapping[tuple[str, Plan], float] = {}
+        self.spent: dict[Phase, float] = defaultdict(float)
         self.notes: list[str] = []
         self._seats: dict[str, Seat] = {}
         self._stopped = threading.Event()
@@ -107,16 +109,18 @@ class Line:
     ) -> Generator[Doing | Measurement, None, dict[Plan, LostError]]:
         started = datetime.now(timezone.utc)
         lost: dict[Plan, LostError] = {}
-        yield Doing(case, _PREPARING)
+        yield Doing(_PREPARING, case)
         prepared = self._prepared(case, plans, lost)
-        yield Doing(case, _TIMING)
+        yield Doing(_TIMING, case)
         samples = self._timed(case, list(prepared), lost)
-        yield Doing(case, _JUDGING)
+        yield Doing(_JUDGING, case)
         for plan, findings in self._abreast(_JUDGING, list(samples), self._judge).items():
             if isinstance(findings, LostError):
                 lost[plan] = findings
                 continue
             opened, first = prepared[plan]
+            if (case.name, plan) in self.first_ms:
+                first = replace(first, first_ms=self.first_ms[case.name, plan])
             gathered = samples[plan]
             gpu = self._watch.between(*gathered.spans)
             yield measured(case, plan, opened, first, gathered, findings, gpu, started, self.laboratory)

@@ -27,7 +27,8 @@ def _with_bar(events: Iterable[Event], console: Console) -> Iterator[Measurement
         bar = progress.add_task("starting", total=None)
         for event in events:
             if isinstance(event, Started):
-                said = f"{event.doing.case.name}: {event.doing.phase}"
+                case, phase = event.doing.case, event.doing.phase
+                said = phase if case is None else f"{case.name}: {phase}"
                 progress.update(bar, total=event.total, description=escape(said))
             elif isinstance(event, Finished):
                 progress.update(bar, total=event.total, completed=event.index)
@@ -52,9 +53,14 @@ def _say(lines: Iterable[str], console: Console) -> None:
 
 
 def _summary(ended: Ended) -> list[str]:
+    """Where the time went; what is neither measured nor made ready for it is the harness's own."""
+    if not ended.spent:
+        return []
     rest = ended.seconds - sum(ended.spent.values())
     phases = ", ".join(f"{seconds:.1f} s {phase}" for phase, seconds in ended.spent.items())
-    return [*ended.notes, f"{ended.seconds:.1f} s: {phases}, {rest:.1f} s everything else"] if ended.spent else []
+    measuring = ended.spent.get("timing", 0.0) + ended.spent.get("judging", 0.0)
+    share = f", {rest / measuring:.0%} of timing and judging" if measuring else ""
+    return [*ended.notes, f"{ended.seconds:.1f} s: {phases}, {rest:.1f} s everything else{share}"]
 
 
 def _outcome(row: Measurement) -> str:

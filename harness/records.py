@@ -81,7 +81,8 @@ def _utc(value: datetime) -> datetime:
 
 
 _Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_Samples = Annotated[list[_Milliseconds], Field(min_length=1, max_length=10_000)]
+_Sample = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Samples = Annotated[list[_Sample], Field(min_length=1, max_length=10_000)]
 _Error = Annotated[float, BeforeValidator(_number), Field(ge=0), PlainSerializer(_written, when_used="json")]
 _Bound = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Family = Annotated[str, Field(min_length=1, max_length=100)]

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from attnbench.plan import Plan
 
+from .accuracy import TensorName
 from .cases import Case
 from .clocks import Conditions
 from .findings import Findings, Judgements, Opened, Prepared, Side
@@ -117,7 +118,7 @@ def _rounded(samples: Sequence[float]) -> list[float]:
     return [round(sample, _DIGITS) for sample in samples]
 
 
-def _errors(judged: Mapping[str, Judgements]) -> dict[str, dict[str, float]]:
+def _errors(judged: Mapping[str, Judgements]) -> dict[str, dict[TensorName, float]]:
     return {
         family: {name: judgement.error for name, judgement in each.items()} for family, each in judged.items() if each
     }

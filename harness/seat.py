@@ -47,11 +47,11 @@ class Seat:
         if self._opened is None or self._generation != self.worker.generation or not self.worker.alive:
             self._prepared.clear()
             try:
-                self._opened = self.worker.ask("open", self._case, seconds=self.seconds)
+                opened: Opened = self.worker.ask("open", self._case, seconds=self.seconds)
             except LostError as lost:
                 self._opened = lost
                 raise
-            self._generation = self.worker.generation
+            self._opened, self._generation = opened, self.worker.generation
         return self._opened
 
     def prepare(self, plan: Plan) -> Prepared:

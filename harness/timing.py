@@ -76,7 +76,7 @@ class Timer:
     def for_device(cls, device: torch.device) -> Timer:
         """The limits that a whole sweep can afford for each plan."""
         if device.type == "cuda":
-            return cls(device, visit=0.01, limit=0.4, patience=0.015, fewest=4)
+            return cls(device, visit=0.01, limit=0.3, patience=0.015, fewest=4)
         return cls(device, visit=0.01, limit=0.4, patience=0.05)
 
     @property

@@ -160,7 +160,7 @@ class Trial:
                 operands, now = self._after_history()
             truth = case.truths[family]
             judged[family] = truth.judge(now)
-            if exact := truth.exact_on(operands):
+            if exact := case.exact_on(family, self.forward.name, operands):
                 floor[family], own[family] = exact.judgements, exact.judge(now)
             del operands, now
         negate(*case.tensors)

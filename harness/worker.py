@@ -107,7 +107,7 @@ def _broken() -> str | None:
     """Why the device takes no more work from this process, as after an illegal memory access; None where it does."""
     import torch
 
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     try:
         torch.cuda.synchronize()

@@ -49,7 +49,10 @@ def sweep(
     format: FormatOption = "table",
     timeout: Annotated[
         float,
-        typer.Option(min=1, help="Seconds that one plan may take, compiling included, before it is a hang."),
+        typer.Option(
+            min=1,
+            help="Seconds that one step of a plan (compiling, some samples, judging) may take before it is a hang.",
+        ),
     ] = 300.0,
     max_error: Annotated[
         float | None, typer.Option(help="Error beyond which an FP8 plan is inaccurate [default: 0.12, in training 0.2]")

@@ -135,7 +135,8 @@ class Wide(Planted):
     def run(self, operands: Operands) -> Result:
         """Exact attention on the originals."""
         exact = installed().forward(_EXACT)
-        return exact.run(exact.prepare(*operands.native, operands.spec))
+        q, k, v = operands.native
+        return exact.run(exact.prepare(q, k, v, operands.spec))
 
 
 class Masquerading(Planted):
@@ -158,10 +159,10 @@ class Late(Planted):
         result = super().run(operands)
         out = torch.zeros_like(result.out)
         if out.is_cuda:
-            stream = torch.cuda.Stream(out.device)
+            stream = torch.cuda.Stream(out.device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(out.device))
             with torch.cuda.stream(stream):
-                torch.cuda._sleep(20_000_000)
+                torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]
                 out.copy_(result.out)
             result.out.record_stream(stream)
             out.record_stream(stream)

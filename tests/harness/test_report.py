@@ -1,21 +1,31 @@
 """The report answers first, fits a terminal, and hides nothing that failed."""
 
 import io
+import random
+from dataclasses import replace
 
 import pytest
 import torch
 from planted import REPORTED, laboratory
 from rich.console import Console
 
+from attnbench.harness.accuracy import Detail
 from attnbench.harness.cases import Case
+from attnbench.harness.clocks import Conditions, Range
+from attnbench.harness.flags import flags, highest_clock
+from attnbench.harness.inputs import FAMILIES
 from attnbench.harness.progress import followed
-from attnbench.harness.report import report, sentences
+from attnbench.harness.records import Measurement
+from attnbench.harness.report import report
+from attnbench.harness.report_sentences import fastest, sentences
 from attnbench.harness.store import Store
-from attnbench.harness.sweep import run_sweep, tasks_of
+from attnbench.harness.sweep import Ended, run_sweep, tasks_of
+from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 
 CPU = torch.device("cpu")
 LONG = REPORTED
+PLAIN = Detail(sqnr_db=20.0, worst_head=0.1, worst_row=0.1, bias=0.0, nonfinite=0)
 
 
 def sweep(folder, console):
@@ -33,24 +43,195 @@ def shown(tmp_path_factory):
     return rows, log.getvalue()
 
 
+@pytest.fixture
+def made(shown):
+    """A valid row that took ``ms`` a call, give or take ``noise``, changed as told."""
+    base = next(row for row in shown[0] if row.case == "first" and row.status == "ok").to_dict()
+
+    def make(plan="a:bf16", ms=1.0, noise=0.001, count=40, **changes):
+        draw = random.Random(plan)
+        times = [ms * (1 + draw.uniform(-noise, noise)) for _ in range(count)]
+        text = str(Plan.parse(plan))
+        simple = {"time_ms": {"kernel": times, "prepared": times, "call": times}, "host_ms": None, "ran": {}}
+        clean = {"error": {"normal": {"out": 0.05}}, "floor": {}, "detail": {}, "leak": None, "deterministic": True}
+        row = Measurement.model_validate_json(
+            Measurement.model_validate(base | {"plan": text}, strict=False).to_line()
+        ).model_copy(update=simple | clean | changes)
+        return Measurement.model_validate_json(row.to_line())
+
+    return make
+
+
+def on_gpu(row, clock=1980.0, throttled=None):
+    conditions = Conditions(
+        readings=9, clock_mhz=Range(lowest=clock, median=clock, highest=clock), throttled=throttled or {}
+    )
+    return row.model_copy(
+        update={"environment": replace(row.environment, device_type="cuda", device_name="GPU"), "gpu": conditions}
+    )
+
+
 def test_it_fits_a_terminal_of_100_columns(shown):
     text = report(shown[0], "text")
-    tables = [line for line in text.splitlines() if not line.startswith(("- ", "  "))]
-    assert max(map(len, tables)) <= 100
+    assert max(map(len, text.splitlines())) <= 100
     assert "\x1b" not in text
+
+
+def test_six_families_and_the_longest_plans_fit_too(made):
+    families = (*FAMILIES, "captured:" + "x" * 91)
+    floor = {family: {"out": 1.1e-5} for family in families}
+    errors = {family: {"out": 1.2e-4} for family in families} | {families[-1]: {"out": 1.23e-3}}
+    long = f"{'vendor-' * 9}name:fp8-token-hadamard>{'other-' * 9}name:bf16-with-options"
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=64, head_dim=16, direction="training")
+    rows = [
+        on_gpu(
+            made(
+                plan, ms=ms, noise=0.4, case="case " * 40, spec=spec, error=errors, floor=floor, leak=0.1,
+                deterministic=False, replayed=["kernel"], peak_share=1.0, first_ms=99999.0, memory_bytes=2**40,
+            ),
+            throttled={"thermal": 1.0},
+        )
+        for plan, ms in ((long, 123456.0), ("emulated:fp8-token-hadamard>emulated:bf16", 1.23456e-4))
+    ]  # fmt: skip
+    text = report(rows, "text")
+    assert max(map(len, text.splitlines())) <= 100
+    joined = "".join(text.split())
+    assert "x" * 91 in joined
+    assert "0.0012(1.1e-05)112x" in joined
+    page = report(rows, "markdown")
+    assert all(f"| on {family} " in page for family in families)
+
+
+def test_the_worst_family_stands_with_its_floor_and_the_ratio_to_it(made):
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=64, head_dim=16, direction="training")
+    error = {"normal": {"out": 0.05, "dq": 0.06}, "sink": {"out": 0.09, "lse": 0.5, "dq": 0.1}}
+    floor = {"normal": {"out": 0.05, "dq": 0.06}, "sink": {"out": 0.09, "lse": 0.5, "dq": 0.05}}
+    plan = "a:fp8>b:bf16"
+    assert "0.1 (0.05) 2.0x dq on sink" in report([made(plan, spec=spec, error=error, floor=floor)], "text")
+    exact = report([made("a:bf16>b:bf16", spec=spec, error=error)], "text")
+    assert "0.1 dq on sink" in exact
+    assert "x dq" not in exact
+
+
+def test_a_family_that_is_alone_is_named_once(made):
+    family = "captured:acts.safetensors@1a2b3c4d#3"
+    rows = [made(f"a:bf16-{number}", error={family: {"out": 0.05}}) for number in range(3)]
+    text = report(rows, "text")
+    assert f"\nErrors are on {family} inputs." in text
+    assert text.count(family) == 1
 
 
 def test_it_names_the_fastest_within_the_bound_and_those_beyond(shown):
     first = [row for row in shown[0] if row.case == "first"]
-    ok = {str(row.plan): sorted(row.time_ms["call"]) for row in first if row.status == "ok"}
-    fastest = min(ok, key=lambda plan: ok[plan][len(ok[plan]) // 2])
     said = " ".join(sentences(first))
-    assert f"Fastest within its bound: {fastest}," in said
+    assert f"Fastest within its bound: {fastest(first)[0].plan}," in said
     assert f"Most accurate in FP8: {LONG}, at worst" in said
     assert "Out of bounds: bad:fp8-scaled (1" in said
     lines = report(shown[0], "text").splitlines()
-    assert next(line for line in lines if f"{fastest} *" in line)
+    for row in fastest(first):
+        assert next(line for line in lines if f"{row.plan} *" in line)
     assert next(line for line in lines if line.startswith("bad:fp8-scaled !"))
+
+
+def test_what_noise_cannot_part_is_no_winner(made):
+    near = [made("a:bf16", 1.0, noise=0.02), made("b:fp8", 1.008, noise=0.02), made("c:bf16", 1.5, noise=0.02)]
+    assert [str(row.plan) for row in fastest(near)] == ["a:bf16", "b:fp8"]
+    assert "within the noise of b:fp8, 1.01 ms." in sentences(near)[0]
+    text = report(near, "text")
+    assert "a:bf16 *" in text
+    assert "b:fp8 *" in text
+    assert "c:bf16 *" not in text
+
+
+def test_a_clear_winner_is_one_however_few_its_samples(made):
+    for count in (2, 40):
+        clear = [made("a:bf16", 1.0, count=count), made("b:fp8", 1.5, count=count)]
+        assert [str(row.plan) for row in fastest(clear)] == ["a:bf16"]
+        assert "takes 1.50 times as long" in sentences(clear)[0]
+    for count in (2, 200):  # too few to tell, and enough to tell that the difference is nothing to feel
+        assert len(fastest([made("a:bf16", 1.0, count=count), made("b:fp8", 1.005, count=count)])) == 2
+
+
+def test_a_vague_time_says_how_vague(made):
+    vague, few, sure = made("a:bf16", 1.0, noise=0.5), made("b:bf16", 2.0, count=2), made("c:bf16", 3.0)
+    text = report([vague, few, sure], "text")
+    line = {name: next(line for line in text.splitlines() if line.startswith(name)) for name in ("a:", "b:", "c:")}
+    assert "%" in line["a:"]
+    assert "?" in line["b:"]
+    assert "%" not in line["c:"]
+    assert "how far off the median" in text
+    assert "+-" not in report([sure], "text")
+
+
+def test_flags_stand_with_the_plan_and_are_explained_once_used(made):
+    row = on_gpu(made(leak=0.2, deterministic=False, replayed=["kernel"]))
+    found = flags(row, None)
+    assert found == ["leak", "not deterministic", "replayed"]
+    text = report([row], "text")
+    assert "(leak, not deterministic," in text
+    assert "replayed)" in text
+    for flag in found:
+        assert f"\n{flag}: " in text
+    plain = report([on_gpu(made(leak=0.0))], "text")
+    assert not any(f"{flag}: " in plain for flag in found)
+
+
+def test_the_power_cap_is_a_flag_only_where_the_clock_fell(made):
+    capped = {"power cap": 0.8}
+    fast, near, slow = (on_gpu(made(), clock, capped) for clock in (1980.0, 1930.0, 1900.0))
+    highest = highest_clock([fast, near, slow])
+    assert highest == 1980.0
+    assert [flags(row, highest) for row in (fast, near, slow)] == [[], [], ["throttled"]]
+    assert flags(on_gpu(made(), 1900.0), highest) == []  # slow, and nothing held it down
+    assert flags(on_gpu(made(), 1980.0, {"thermal": 0.1}), highest) == ["throttled"]
+
+
+def test_the_host_binds_a_gpu_and_never_a_cpu(made):
+    busy = made(ms=1.0, host_ms=[0.99, 1.0, 1.0])
+    assert flags(on_gpu(busy), None) == ["host-bound"]
+    assert flags(busy, None) == []
+    assert flags(on_gpu(made(ms=1.0, host_ms=[0.1, 1.0, 0.1])), None) == []
+
+
+def test_a_head_or_row_is_named_only_where_the_whole_hides_it(made):
+    assert "One head" not in " ".join(sentences([made(detail={"normal": {"out": PLAIN}}, bound=0.08)]))
+    head, row = replace(PLAIN, worst_head=0.3), replace(PLAIN, worst_row=1.2)
+    said = " ".join(sentences([made(detail={"normal": {"out": head}}, bound=0.12)]))
+    assert "One head of out of a:bf16 is off by 0.3 on normal inputs, all of it by 0.05." in said
+    assert "One row of out" in " ".join(sentences([made(detail={"normal": {"out": row}})]))
+
+
+def test_a_check_that_failed_is_named_with_its_reason(made):
+    odd = made(status="inaccurate", check="bias", reason="out is 1.05 times what it should be")
+    said = " ".join(sentences([odd]))
+    assert "Not what it should be: a:bf16, by the check 'bias': out is 1.05 times" in said
+    assert "Out of bounds" not in said
+
+
+def test_first_runs_and_memory_are_said_where_they_are_large(made):
+    rows = [made("a:bf16", 1.0, first_ms=900.0, memory_bytes=2**26), made("b:bf16", 2.0, memory_bytes=3 * 2**30)]
+    said = " ".join(sentences(rows))
+    assert "first run" not in said
+    assert "Peak memory of a call: 64 MiB (a:bf16) to 3 GiB (b:bf16)." in said
+    slow = " ".join(sentences([*rows, made("c:bf16", 3.0, first_ms=7100.0)]))
+    assert "Slowest first run, compiling included: c:bf16, 7.1 s." in slow
+
+
+def test_a_truth_of_some_heads_is_said(made):
+    whole, part = (f"exact attention in FP64 on {each} (batch, key head) groups" for each in ("16 of 16", "13 of 16"))
+    assert whole not in " ".join(sentences([made(truth=whole)]))
+    assert f"Errors are against {part}." in sentences([made(truth=part)])
+
+
+def test_what_a_file_wrote_steers_nothing(made):
+    family = "captured:\x1b[31m|`x`"
+    row = made("a:fp8", case="a \x1b[2J|case", error={family: {"out": 0.05}}, truth="\x1b[1mless|than all")
+    for style in ("text", "markdown"):
+        assert "\x1b" not in report([row], style)
+    page = report([row], "markdown")
+    tables = [line.replace(r"\|", "") for line in page.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in tables}) == 1
+    assert r"\`x\`" in page
 
 
 def test_nothing_within_its_bound_is_said(shown):
@@ -70,11 +251,25 @@ def test_refusals_of_one_cause_are_one_line_and_failures_come_first(shown):
         assert row.plan.forward in text
 
 
+def test_the_last_output_of_a_failure_is_shown_once_for_its_cause(made):
+    bare = {"time_ms": {}, "error": {}, "bound": None, "declared_error": None, "truth": None, "timer": None,
+            "drawn_on": None, "first_ms": None, "deterministic": None, "status": "crashed"}  # fmt: skip
+    rows = [
+        made(f"a:bf16-{number}", **bare, reason=f"killed by SIGSEGV; its last output: line {number}")
+        for number in range(3)
+    ]
+    text = " ".join(report(rows, "text").split())
+    assert "crashed, 1 case: killed by SIGSEGV: a:bf16-0, a:bf16-1, a:bf16-2; first a:bf16-0 on first: " in text
+    assert text.count("its last output") == 1
+
+
 def test_markdown_keeps_its_cells(shown):
     text = report(shown[0], "markdown")
     assert "### first" in text
-    tables = [line for line in text.splitlines() if line.startswith("|")]
-    assert {line.count("|") for line in tables} == {8}
+    for table in text.split("\n\n"):
+        lines = [line for line in table.splitlines() if line.startswith("|")]
+        assert len({line.count("|") for line in lines}) <= 1
+    assert "| on normal " in text
     assert r"its package \| \`is\` not" in text
 
 
@@ -86,6 +281,14 @@ def test_a_log_has_one_plain_line_a_row(shown):
     assert lines[0].startswith(f"[1/{len(rows)}] first: ")
     assert any("ok, " in line and "error normal " in line for line in lines)
     assert "\x1b" not in log
+
+
+def test_the_end_of_a_log_says_where_the_time_went():
+    log = io.StringIO()
+    spent = {"preparing": 5.0, "timing": 6.0, "judging": 2.0}
+    list(followed([Ended(spent, 15.0, ())], Console(file=log, width=300)))
+    said = "15.0 s: 5.0 s preparing, 6.0 s timing, 2.0 s judging, 2.0 s everything else, 25% of timing and judging\n"
+    assert log.getvalue() == said
 
 
 def test_a_terminal_gets_a_bar_and_no_line_a_row(tmp_path):

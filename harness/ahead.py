@@ -1,0 +1,91 @@
+"""Compiling ahead: what compiles for every shape does so in many processes at once, before anything is timed.
+
+Inductor and Triton keep what they have compiled on the disk, where the workers that measure
+find it.  A sweep of sixty cases would else wait for one compiler after the other.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from attnbench.plan import Plan, backend_of
+
+from .cases import Case
+from .crew import LostError, Worker
+from .laboratory import Laboratory
+from .worker import Setting
+
+__all__ = ["Ahead"]
+
+_FEWEST = 4  # first runs; fewer are through before more processes have started
+_MOST_PROCESSES = 12  # each holds a context of the device, half a GB
+
+
+class Ahead:
+    """The first runs of a sweep's compiling backends on one GPU, several at a time.
+
+    ``first_ms`` is how long each took, by the case's name and plan: its run in the worker that
+    measures finds the compiler's work done.  A run that fails here fails there again, and is a row.
+    """
+
+    def __init__(self, work: Sequence[tuple[Case, Sequence[Plan]]], laboratory: Laboratory) -> None:
+        self.first_ms: dict[tuple[str, Plan], float] = {}
+        self._laboratory = laboratory
+        self._waiting = deque(_first_runs(work, laboratory)) if laboratory.device.type == "cuda" else deque()
+        count = min(_MOST_PROCESSES, (os.cpu_count() or 1) * 3 // 4, len(self._waiting))
+        if count < 2 or len(self._waiting) < _FEWEST:
+            self._waiting.clear()
+            count = 0
+        setting = Setting(laboratory.source, laboratory.timer, 1)
+        self._workers = [Worker(setting) for _ in range(count)]
+        self._stopped = threading.Event()
+
+    @property
+    def needed(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self._workers)
+
+    def run(self) -> Mapping[tuple[str, Plan], float]:
+        """Do it.  An exception in the calling thread, as of an interrupt, ends every process."""
+        threads = [threading.Thread(target=self._work, args=(worker,)) for worker in self._workers]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            self._stopped.set()
+            for worker in self._workers:
+                worker.kill()
+            for thread in threads:
+                thread.join()
+        return self.first_ms
+
+    def _work(self, worker: Worker) -> None:
+        while not self._stopped.is_set():
+            try:
+                case, plan = self._waiting.popleft()
+            except IndexError:
+                break
+            try:
+                first_ms = worker.ask("compile", case, plan, seconds=self._laboratory.seconds)
+            except LostError:
+                continue
+            self.first_ms[case.name, plan] = first_ms
+        worker.close()
+
+
+def _first_runs(work: Sequence[tuple[Case, Sequence[Plan]]], laboratory: Laboratory) -> list[tuple[Case, Plan]]:
+    """A plan for each set of compiling kernels of each case, the one family that is needed left in the case."""
+    compiling = {name for name, backend in laboratory.registry.backends.items() if backend.compiles}
+    runs: dict[tuple[str, tuple[str, ...]], tuple[Case, Plan]] = {}
+    for case, plans in work:
+        for plan in plans:
+            kernels = tuple(kernel for kernel in plan.kernels if backend_of(kernel) in compiling)
+            if kernels:
+                runs.setdefault((case.name, kernels), (replace(case, families=case.families[:1]), plan))
+    return list(runs.values())

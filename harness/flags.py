@@ -1,0 +1,71 @@
+"""What else a reader must know of a measured plan, in a word each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, get_args
+
+import numpy as np
+
+from .clocks import Throttle
+from .records import Measurement
+
+__all__ = ["FLAGS", "MEANINGS", "Flag", "flags", "highest_clock"]
+
+Flag = Literal["throttled", "leak", "not deterministic", "host-bound", "replayed"]
+FLAGS: tuple[Flag, ...] = get_args(Flag)
+MEANINGS: dict[Flag, str] = {
+    "throttled": (
+        "heat or a fault of the board held the GPU's clock down, or a cap held its median more than 3% below the "
+        "highest of the sweep"
+    ),
+    "leak": (
+        "what the mask hides changes outputs, later tokens earlier ones, as a scale taken over the whole sequence does"
+    ),
+    "not deterministic": "two runs on the same inputs differed in some bit",
+    "host-bound": "the host took as long to launch the call as the call lasted: kernels waited for it",
+    "replayed": "kernel, prepared or backward was too short for the host and was timed as a CUDA graph",
+}
+# A full load runs at its power cap on many boards, most of the time and at nearly the full clock: that is no news.
+_ALWAYS: frozenset[Throttle] = frozenset(("thermal", "hardware thermal", "hardware slowdown", "power brake"))
+_FALLEN = 0.03
+# Of the call: a device that waits for its host runs between events that the host records, which take a little, too.
+_HOST_SHARE = 0.9
+
+
+def flags(row: Measurement, highest_mhz: float | None) -> list[Flag]:
+    """The flags of a measured row, ``highest_mhz`` being the highest clock that any row of the sweep saw."""
+    holds: dict[Flag, bool] = {
+        "throttled": _throttled(row, highest_mhz),
+        "leak": bool(row.leak),
+        "not deterministic": row.deterministic is False,
+        "host-bound": _host_bound(row),
+        "replayed": bool(row.replayed),
+    }
+    return [flag for flag in FLAGS if holds[flag]]
+
+
+def highest_clock(rows: Iterable[Measurement]) -> float | None:
+    """The highest SM clock in MHz that any of the rows saw; None where none tells."""
+    clocks = [row.gpu.clock_mhz.highest for row in rows if row.gpu is not None and row.gpu.clock_mhz is not None]
+    return max(clocks, default=None)
+
+
+def _throttled(row: Measurement, highest_mhz: float | None) -> bool:
+    if row.gpu is None or not row.gpu.throttled:
+        return False
+    if not _ALWAYS.isdisjoint(row.gpu.throttled):
+        return True
+    clock = row.gpu.clock_mhz
+    return clock is not None and highest_mhz is not None and clock.median < (1 - _FALLEN) * highest_mhz
+
+
+def _host_bound(row: Measurement) -> bool:
+    """On a CPU the host is the device, and nothing waits."""
+    if row.host_ms is None or row.environment.device_type == "cpu":
+        return False
+    return _median(row.host_ms) >= _HOST_SHARE * _median(row.time_ms["call"])
+
+
+def _median(samples: Sequence[float]) -> float:
+    return float(np.median(samples))

@@ -1,0 +1,155 @@
+"""What the rows of one case say, in sentences: the answer first, then what a reader would not see in the table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
+from typing import TypeAlias
+
+import numpy as np
+
+from .condense import worst_errors
+from .records import Measurement
+from .report_text import error, number, size
+from .statistics import compare
+
+__all__ = ["by_call", "families_of", "fastest", "sentences"]
+
+_FAR_APART = 1.03  # what compare looks for, if not told otherwise
+_MOST_NAMED = 3
+_LONG_RUN_MS = 1000.0
+_REMARKABLE_HEAD = 2.0  # times the error of its whole tensor; honest heads under outliers differ by less
+_NO_ANSWER = 1.0  # the relative L2 of zeros
+_Found: TypeAlias = tuple[float, str, Measurement, str, float]
+_GROUPS = re.compile(r"on ([0-9]+) of ([0-9]+) ")
+
+
+def by_call(rows: Iterable[Measurement]) -> list[Measurement]:
+    """Measured rows in the order of their median call."""
+    return sorted((row for row in rows if row.measured), key=_call)
+
+
+def fastest(rows: Iterable[Measurement]) -> list[Measurement]:
+    """The fastest row within its bound, and those behind it that its samples cannot tell from it."""
+    ok = [row for row in by_call(rows) if row.status == "ok"]
+    return ok[:1] + list(takewhile(lambda row: _alike(ok[0], row), ok[1:]))
+
+
+def families_of(rows: Iterable[Measurement]) -> list[str]:
+    """The input families of the rows, each once."""
+    return list(dict.fromkeys(family for row in rows for family in row.error))
+
+
+def sentences(rows: Sequence[Measurement]) -> list[str]:
+    """Who is fastest within the bound, who most accurate, who out of bounds, and what else is remarkable."""
+    measured = by_call(rows)
+    said = [_fastest(measured)]
+    narrow = [row for row in measured if row.plan.fp8]
+    if narrow:
+        best = min(narrow, key=lambda row: max(worst_errors(row).values()))
+        worst, family = max((value, family) for family, value in worst_errors(best).items())
+        said.append(f"Most accurate in FP8: {best.plan}, at worst {error(worst)} ({family} inputs).")
+    return [*said, *_beyond(measured), *_astray(measured), *_costs(measured), *_truths(measured)]
+
+
+def _alike(first: Measurement, second: Measurement) -> bool:
+    """Whether the second, slower in the median, may be as fast."""
+    one, other = first.time_ms["call"], second.time_ms["call"]
+    found = compare(one, other)
+    if found.verdict == "ambiguous":
+        # A handful of samples is ambiguous whatever they say; sets that lie far apart are no tie all the same.
+        return found.ratio < _FAR_APART or bool(np.percentile(other, 25) <= np.percentile(one, 75))
+    return found.verdict != "slower"
+
+
+def _fastest(measured: Sequence[Measurement]) -> str:
+    tied = fastest(measured)
+    if not tied:
+        return "No plan stayed within its bound."
+    first = tied[0]
+    said = f"Fastest within its bound: {first.plan}, {number(_call(first))} ms a call"
+    if len(tied) > 1:
+        named = [f"{row.plan}, {number(_call(row))} ms" for row in tied[1:_MOST_NAMED]]
+        more = [f"{len(tied) - _MOST_NAMED} more"] if len(tied) > _MOST_NAMED else []
+        said += f", within the noise of {' and '.join(named + more)}"
+    kinds = {row.plan.fp8 for row in tied}
+    rival = next((row for row in measured if row.status == "ok" and row.plan.fp8 not in kinds), None)
+    if rival is None:
+        return f"{said}."
+    kind = "FP8 plan" if rival.plan.fp8 else "plan without FP8"
+    return f"{said}; the fastest {kind}, {rival.plan}, takes {_call(rival) / _call(first):.2f} times as long."
+
+
+def _beyond(measured: Sequence[Measurement]) -> list[str]:
+    beyond = [row for row in measured if row.status == "inaccurate"]
+    wide = [f"{row.plan} ({error(_largest(row))} > {row.bound:g})" for row in beyond if row.check in (None, "error")]
+    said = [f"Out of bounds: {', '.join(wide)}."] if wide else []
+    return said + [
+        f"Not what it should be: {row.plan}, by the check {row.check!r}: {row.reason}."
+        for row in beyond
+        if row.check not in (None, "error")
+    ]
+
+
+def _largest(row: Measurement) -> float:
+    return max(value for errors in row.error.values() for value in errors.values())
+
+
+def _astray(measured: Sequence[Measurement]) -> list[str]:
+    """The worst head and the worst row of the plans within their bounds, where the error of the whole hides them."""
+    heads: list[_Found] = []
+    rows: list[_Found] = []
+    for row in measured:
+        for family, details in row.detail.items() if row.status == "ok" else ():
+            for name, detail in details.items():
+                whole = row.error[family][name]
+                if name != "lse" and detail.worst_head > max(_REMARKABLE_HEAD * whole, row.bound or 0.0):
+                    heads.append((detail.worst_head, f"One head of {name}", row, family, whole))
+                # A row of dq or dk may be a sum that nearly cancels, of which no error tells anything.
+                if name in ("out", "dv") and detail.worst_row > _NO_ANSWER:
+                    rows.append((detail.worst_row, f"One row of {name}", row, family, whole))
+    return [_off(max(found, key=lambda each: each[0])) for found in (heads, rows) if found]
+
+
+def _off(found: _Found) -> str:
+    worst, what, row, family, whole = found
+    beside = " (zeros would be off by 1)" if worst > _NO_ANSWER else ""
+    return f"{what} of {row.plan} is off by {error(worst)} on {family} inputs{beside}, all of it by {error(whole)}."
+
+
+def _costs(measured: Sequence[Measurement]) -> list[str]:
+    """Compiling and memory, which a call that is repeated does not show."""
+    said = []
+    first = max(((row.first_ms, str(row.plan)) for row in measured if row.first_ms is not None), default=(0.0, ""))
+    if first[0] >= _LONG_RUN_MS:
+        said.append(f"Slowest first run, compiling included: {first[1]}, {first[0] / 1000:.1f} s.")
+    if peak := _range(measured, lambda row: row.memory_bytes):
+        held = _range(measured, lambda row: row.retained_bytes if row.spec.training else None)
+        said.append(f"Peak memory of a call: {peak}{f'; held for the backward: {held}' if held else ''}.")
+    return said
+
+
+def _range(measured: Sequence[Measurement], of: Callable[[Measurement], int | None]) -> str:
+    sizes = [(count, str(row.plan)) for row in measured if (count := of(row)) is not None]
+    if not sizes:
+        return ""
+    least, most = min(sizes), max(sizes)
+    if size(least[0]) == size(most[0]):
+        return size(least[0])
+    return f"{size(least[0])} ({least[1]}) to {size(most[0])} ({most[1]})"
+
+
+def _truths(measured: Sequence[Measurement]) -> list[str]:
+    """The family that errors were taken on, where the table has but one; the truth, where it is not of all heads."""
+    families = families_of(measured)
+    partial = [f"Errors are on {families[0]} inputs."] if len(families) == 1 else []
+    for truth in dict.fromkeys(row.truth for row in measured if row.truth is not None):
+        groups = _GROUPS.search(truth)
+        if groups is None or groups[1] != groups[2]:
+            partial.append(f"Errors are against {truth}.")
+    return partial
+
+
+def _call(row: Measurement) -> float:
+    return float(np.median(row.time_ms["call"]))

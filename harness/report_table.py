@@ -1,0 +1,145 @@
+"""The table of one case: a line a plan, its times, its worst error beside the floor, and its flags."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+
+import numpy as np
+from tabulate import MIN_PADDING, tabulate
+
+from .accuracy import TensorName
+from .flags import Flag
+from .records import Measurement
+from .report_sentences import families_of
+from .report_text import WIDTH, Style, error, number, shown, size
+from .statistics import median_interval
+from .timing import COSTS, Cost
+
+__all__ = ["PRECISION", "case_table", "spread"]
+
+PRECISION = "+-"  # the column's name
+_NOTEWORTHY = 0.02  # of the median
+_PLAN_WIDTH = 28  # a longer plan breaks before its backward, so that the numbers fit beside it
+_LEAST_WIDTH = 10  # of the last column: room for any one number
+_GAP, _PADDING = 2, MIN_PADDING  # what tabulate puts between columns, and beside a header
+
+
+def case_table(
+    measured: Sequence[Measurement],
+    marked: Sequence[Measurement],
+    flags: Sequence[Sequence[Flag]],
+    style: Style,
+) -> str:
+    """The measured rows of one case as they come, ``marked`` ones with *, inaccurate ones with !.
+
+    ``flags`` are the rows' own.  As text it is at most 100 columns wide: the error is that of
+    the worst family, flags stand under the plan.  Markdown has a column for every family, and for memory
+    and first runs.
+    """
+    training = any(row.spec.training for row in measured)
+    columns: dict[str, list[str]] = {cost: _times(measured, cost) for cost in _costs(training, style)}
+    columns |= {
+        PRECISION: [spread(row) for row in measured],
+        "TFLOPS": [number(row.spec.flops / _median(row, "call") / 1e9) for row in measured],
+        "peak": ["" if row.peak_share is None else f"{row.peak_share:.0%}" for row in measured],
+    }
+    marks = [" *" if row in marked else " !" if row.status == "inaccurate" else "" for row in measured]
+    if style == "markdown":
+        plans = [f"{shown(str(row.plan), style)}{mark}" for row, mark in zip(measured, marks, strict=True)]
+        columns = {"plan": plans} | columns | _further(measured, flags)
+        return _tabulated(columns, "github", [*columns])
+    plans = [_folded(row, mark, own) for row, mark, own in zip(measured, marks, flags, strict=True)]
+    columns = {"plan": plans} | {name: cells for name, cells in columns.items() if any(cells)}
+    left = WIDTH - sum(_GAP + max(len(name) + _PADDING, _width(cells)) for name, cells in columns.items())
+    several = len(families_of(measured)) > 1
+    worst = [_worst(row, several) for row in measured]
+    columns["error"] = [textwrap.fill(shown(cell, style), max(_LEAST_WIDTH, left)) for cell in worst]
+    return _tabulated(columns, "simple", ["plan", "error"])
+
+
+def spread(row: Measurement) -> str:
+    """How far off the median of the call may be with 95 % confidence, where that is 2 % of it or more."""
+    low, median, high = median_interval(row.time_ms["call"])
+    if not math.isfinite(high):
+        return "?"
+    off = max(high - median, median - low) / median
+    return f"{off:.0%}" if off >= _NOTEWORTHY else ""
+
+
+def _tabulated(columns: dict[str, list[str]], form: str, words: Sequence[str]) -> str:
+    """Without the columns that are empty throughout; numbers to the right, ``words`` to the left."""
+    kept = {name: cells for name, cells in columns.items() if any(cells)}
+    align = ["left" if name in words else "right" for name in kept]
+    return tabulate(kept, headers="keys", tablefmt=form, disable_numparse=True, colalign=align)
+
+
+def _costs(training: bool, style: Style) -> list[Cost]:
+    if style == "markdown":
+        return [cost for cost in COSTS if training or cost != "backward"]
+    return ["kernel", "backward" if training else "prepared", "call"]
+
+
+def _times(measured: Sequence[Measurement], cost: Cost) -> list[str]:
+    return [number(_median(row, cost)) if cost in row.time_ms else "" for row in measured]
+
+
+def _folded(row: Measurement, mark: str, flags: Sequence[Flag]) -> str:
+    """The plan and its mark, on as many lines as it takes, and its flags below."""
+    plan = str(row.plan)
+    parts = plan.replace(">", "\n>").split("\n") if len(plan) > _PLAN_WIDTH else [plan]
+    lines = [line for part in parts for line in textwrap.wrap(part, _PLAN_WIDTH)]
+    # tabulate would strip blanks in front of a plan, so the mark stands behind it.
+    lines[-1] += mark
+    return "\n".join([*lines, *(textwrap.wrap(f"({', '.join(flags)})", _PLAN_WIDTH + 2) if flags else ())])
+
+
+def _width(cells: Sequence[str]) -> int:
+    return max(len(line) for cell in cells for line in cell.split("\n"))
+
+
+def _further(measured: Sequence[Measurement], flags: Sequence[Sequence[Flag]]) -> dict[str, list[str]]:
+    """The columns for which only Markdown has room."""
+    families = families_of(measured)
+    columns = {"worst": [shown(_worst(row, True), "markdown") for row in measured]} if len(families) > 1 else {}
+    for family in families:
+        columns[f"on {shown(family, 'markdown')}"] = [_error(row, family, _off(row, family)) for row in measured]
+    return columns | {
+        "first run": [number(row.first_ms) if row.first_ms is not None else "" for row in measured],
+        "memory": [size(row.memory_bytes) if row.memory_bytes is not None else "" for row in measured],
+        "held": [size(row.retained_bytes) if row.retained_bytes is not None else "" for row in measured],
+        "flags": [", ".join(own) for own in flags],
+    }
+
+
+def _off(row: Measurement, family: str) -> TensorName | None:
+    """The output or gradient that is the farthest off."""
+    errors = {name: value for name, value in row.error.get(family, {}).items() if name != "lse"}
+    return max(errors, key=lambda name: errors[name], default=None)
+
+
+def _worst(row: Measurement, several: bool) -> str:
+    """The largest error, its floor, and where it is: of several families, which."""
+    found = [(row.error[family][name], family, name) for family in row.error if (name := _off(row, family))]
+    _, family, name = max(found, key=lambda each: each[0])
+    parts = [_error(row, family, name)]
+    if row.spec.training:
+        parts.append(f"{name} on" if several else name)
+    return " ".join([*parts, family] if several else parts)
+
+
+def _error(row: Measurement, family: str, name: TensorName | None) -> str:
+    """An error, in brackets the floor of the same tensor, and how many times that floor it is."""
+    if name is None:
+        return ""
+    value, floor = row.error[family][name], row.floor.get(family, {}).get(name)
+    if floor is None:
+        return error(value)
+    times = value / floor if floor else math.inf
+    ratio = f" {number(times) if times >= 10 else f'{times:.1f}'}x" if math.isfinite(times) else ""
+    return f"{error(value)} ({error(floor)}){ratio}"
+
+
+def _median(row: Measurement, cost: Cost) -> float:
+    return float(np.median(row.time_ms[cost]))

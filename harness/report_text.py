@@ -1,0 +1,54 @@
+"""How the report writes: numbers in few digits, prose within the width, nothing that steers a terminal or a page."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from typing import Literal
+
+__all__ = ["WIDTH", "Style", "error", "heading", "number", "prose", "shown", "size"]
+
+Style = Literal["text", "markdown"]
+WIDTH = 100
+
+
+def number(value: float) -> str:
+    """Three digits, and no exponent up to a million."""
+    return f"{value:.0f}" if 1000 <= value < 1e6 else f"{value:.3g}"
+
+
+def error(value: float) -> str:
+    """A relative L2 in two digits."""
+    return f"{value:.2g}" if math.isfinite(value) else "infinite"
+
+
+def size(count: int) -> str:
+    """Bytes as MiB or GiB."""
+    return f"{number(count / 2**20)} MiB" if count < 2**30 else f"{number(count / 2**30)} GiB"
+
+
+def shown(text: str, style: Style) -> str:
+    """The text without what would steer a terminal or break Markdown: files and plug-ins write some of it."""
+    safe = "".join(char if char.isprintable() else " " for char in text)
+    if style == "markdown":
+        for char in "\\`*_<>|[]":
+            safe = safe.replace(char, f"\\{char}")
+    return safe
+
+
+def heading(text: str, style: Style) -> str:
+    """A heading for text that is already safe to show."""
+    if style == "markdown":
+        return f"### {text}"
+    lines = textwrap.wrap(text, WIDTH) or [""]
+    return "\n".join([*lines, "=" * max(map(len, lines))])
+
+
+def prose(lines: Sequence[str], style: Style, bullets: bool = False) -> str:
+    """Sentences that are already safe to show, each on lines of its own."""
+    if style == "markdown":
+        return "\n".join(f"- {line}" if bullets or len(lines) > 1 else line for line in lines)
+    first, later = ("- ", "  ") if bullets else ("", "")
+    wrap = textwrap.TextWrapper(WIDTH, first, later, break_on_hyphens=False)
+    return "\n".join(wrap.fill(line) for line in lines)
