@@ -61,6 +61,7 @@ class Bench:
     def prepare(self, plan: Plan) -> Prepared:
         """Run the plan for the first time, and prove that it is what ran."""
         assert self._open is not None, "a case is opened first"
+        self._open.load_first()
         start = time.perf_counter()
         trial = Trial(plan, self._open)
         trial.run()
@@ -71,14 +72,18 @@ class Bench:
         self._trials[plan] = trial
         return Prepared(first_ms, trial.ran)
 
-    def sample(self, plan: Plan) -> Visit:
-        """Samples of every cost of a prepared plan."""
-        return self._trials[plan].sample(self.timer)
+    def sample(self, plan: Plan, replay: bool = True) -> Visit:
+        """Samples of every cost of a prepared plan; ``replay`` lets short ones be recorded as CUDA graphs."""
+        trial = self._trials[plan]
+        trial.case.load_first()
+        return trial.sample(self.timer, replay)
 
     def conclude(self, plan: Plan) -> Findings:
         """Errors, in the state that the samples left behind, and everything else that is asked of a plan."""
+        trial = self._trials.pop(plan)
+        trial.case.load_first()
         with torch.no_grad():
-            return self._trials.pop(plan).conclude()
+            return trial.conclude()
 
     def drop(self, plan: Plan) -> None:
         """Forget a prepared plan."""
@@ -105,7 +110,7 @@ class OpenCase:
         self.truths: dict[str, Truth] = {}
         first = self.inputs[case.families[0]]
         grad_out = None if first.grad_out is None else first.grad_out.clone()
-        self._floors: dict[str, tuple[str, Operands, Floor | None]] = {}
+        self._floors: dict[str, tuple[str, list[Tensor] | None, Floor | None]] = {}
         self.buffers = Inputs(first.q.clone(), first.k.clone(), first.v.clone(), grad_out, first.drawn_on)
 
     def take_truths(self) -> None:
@@ -117,10 +122,10 @@ class OpenCase:
         """Exact attention on a forward's operands; kept for its next plan, whose backward is another."""
         if family in self._floors:
             before, seen, floor = self._floors[family]
-            if before == forward and _same(seen, operands):
+            if before == forward and seen is not None and _same(seen, operands):
                 return floor
         floor = self.truths[family].exact_on(operands)
-        self._floors[family] = forward, operands, floor
+        self._floors[family] = forward, _kept(operands), floor
         return floor
 
     @property
@@ -133,6 +138,10 @@ class OpenCase:
         for buffer, x in zip(self.tensors, _tensors(self.inputs[family]), strict=True):
             buffer.copy_(x)
 
+    def load_first(self) -> None:
+        """Put back what every request must find, whatever the one before left when it failed."""
+        self.load(self.case.families[0])
+
     def unchanged(self, family: str) -> bool:
         """Whether the buffers still hold the inputs of the family, bit for bit."""
         return all(
@@ -140,15 +149,22 @@ class OpenCase:
         )
 
 
-def _same(one: Operands, other: Operands) -> bool:
-    """Whether both hold the same numbers quantised: a kernel's scales may follow what it has seen."""
-    return all(
-        isinstance(x, Quantised)
-        and isinstance(y, Quantised)
-        and torch.equal(x.data.view(torch.uint8), y.data.view(torch.uint8))
-        and torch.equal(x.descale, y.descale)
-        for x, y in zip((one.q, one.k, one.v), (other.q, other.k, other.v), strict=True)
-    )
+def _quantised(operands: Operands) -> list[Tensor] | None:
+    """The numbers of the operands, None where one of them is not quantised."""
+    parts = [x for x in (operands.q, operands.k, operands.v) if isinstance(x, Quantised)]
+    return [x for part in parts for x in (part.data.view(torch.uint8), part.descale)] if len(parts) == 3 else None
+
+
+def _kept(operands: Operands) -> list[Tensor] | None:
+    """A copy, because a kernel may write its next operands where these are."""
+    numbers = _quantised(operands)
+    return None if numbers is None else [x.clone() for x in numbers]
+
+
+def _same(seen: list[Tensor], operands: Operands) -> bool:
+    """Whether the operands are those again: a kernel's scales may follow what it has seen."""
+    numbers = _quantised(operands)
+    return numbers is not None and all(map(torch.equal, seen, numbers))
 
 
 def _tensors(inputs: Inputs) -> list[Tensor]:

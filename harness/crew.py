@@ -90,7 +90,8 @@ class Worker:
             with theirs:
                 end = theirs.fileno()
                 popen = subprocess.Popen(
-                    [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), str(end), str(os.getpid())],
+                    # Unbuffered, or what it prints last dies with it.
+                    [sys.executable, "-u", "-c", _PROGRAM, json.dumps(sys.path), str(end), str(os.getpid())],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -100,7 +101,8 @@ class Worker:
                 )
             self._process = _Process(popen, Connection(ours.detach()), log)
             self.generation += 1
-            self._process.connection.send(self.setting)
+            with contextlib.suppress(OSError):  # it is dead already; reading says how
+                self._process.connection.send(self.setting)
         return self._process
 
     def ask(self, method: str, *arguments: object, seconds: float) -> Any:
@@ -111,9 +113,11 @@ class Worker:
             process.ready = True
         with contextlib.suppress(OSError):  # it died since; reading says how
             process.connection.send((method, arguments))
-        value = self._awaited(process, seconds)
-        os.ftruncate(process.log.fileno(), 0)  # what it prints belongs to what it is asked
-        return value
+        try:
+            return self._awaited(process, seconds)
+        finally:
+            if self._process is process:
+                os.ftruncate(process.log.fileno(), 0)  # what it prints belongs to what it is asked
 
     def close(self) -> None:
         """End the process, whatever it is doing."""

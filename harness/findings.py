@@ -38,7 +38,8 @@ class Visit:
 
     ``spans`` are the seconds (of the clock that all processes share) in which each cost was
     sampled; ``replayed`` the costs whose samples are replays of a CUDA graph; ``late_ms`` how
-    long the device went on after the last call had ended on its stream.
+    long the device went on after the last call had ended on its stream.  ``worn``: a graph
+    could not be recorded, after which not all of torch works as it should in this process.
     """
 
     time_ms: Mapping[Cost, list[float]]
@@ -46,6 +47,7 @@ class Visit:
     span: tuple[float, float]
     replayed: tuple[Cost, ...]
     late_ms: float
+    worn: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,26 +7,37 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from attnbench.errors import AttnbenchError
 from attnbench.kernel import Result
 
-__all__ = ["replay_of"]
+__all__ = ["RecordingError", "replay_of"]
 
 _ALIKE = 1e-2  # atomics may add in another order; another answer is farther away than this
 
 
+class RecordingError(AttnbenchError):
+    """A call that cannot be recorded: it waits for the device, or uses another stream."""
+
+
 def replay_of(call: Callable[[], object], device: torch.device) -> Callable[[], object] | None:
-    """A function that replays the call, or None where it cannot be recorded or a replay gives another answer.
+    """A function that replays the call, or None where a replay gives another answer.
 
     The call has run before: what it allocates or compiles the first time is not recorded.
+    Raises RecordingError where it cannot be recorded; the process should do no more then,
+    because torch leaves its allocator as if it were still recording (pytorch/pytorch#180395).
     """
     graph = torch.cuda.CUDAGraph()
     direct = [x.clone() for x in _answers(call())]
     try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        # Within a stream's own context, because a recording that fails leaves its stream the current one.
+        stream, recording = (
+            torch.cuda.current_stream(device),
+            torch.cuda.graph(graph, capture_error_mode="thread_local"),
+        )
+        with torch.cuda.stream(stream), recording:
             recorded = _answers(call())
-    except Exception:  # a vendor's call may refuse in any way; it is then timed as it is
-        torch.cuda.synchronize(device)  # raises where the attempt left the device unusable
-        return None
+    except Exception as error:  # a vendor's call may refuse in any way; it is then timed as it is
+        raise RecordingError(f"{type(error).__name__}: {error}") from None
     for x in recorded:
         x.zero_()
     graph.replay()

@@ -32,6 +32,7 @@ class Seat:
     _generation: int = 0
     _prepared: set[Plan] = field(default_factory=set)
     _revivals: dict[Plan, int] = field(default_factory=dict)
+    _unrecordable: set[Plan] = field(default_factory=set)
 
     def open(self, case: Case) -> Opened:
         """Open the case, or say again what came of it: what cannot be opened is not tried for every plan."""
@@ -39,6 +40,7 @@ class Seat:
             self._case, self._opened = case, None
             self._prepared.clear()
             self._revivals.clear()
+            self._unrecordable.clear()
         return self._open()
 
     def _open(self) -> Opened:
@@ -64,13 +66,22 @@ class Seat:
     def sample(self, plan: Plan) -> Visit:
         """Samples of every cost of the plan.  Raises LostError."""
         self._revive(plan)
-        visit: Visit = self.worker.ask("sample", plan, seconds=self.seconds)
+        visit = self._sampled(plan)
+        if visit.worn:
+            self._unrecordable.add(plan)
+            self._revivals.clear()  # it is not dying of its plans
+            self.worker.close()
+        return visit
+
+    def _sampled(self, plan: Plan) -> Visit:
+        how = (False,) if plan in self._unrecordable else ()
+        visit: Visit = self.worker.ask("sample", plan, *how, seconds=self.seconds)
         return visit
 
     def conclude(self, plan: Plan) -> Findings:
         """Judge the plan.  Raises LostError."""
         if self._revive(plan):
-            self.worker.ask("sample", plan, seconds=self.seconds)
+            self._sampled(plan)
         findings: Findings = self.worker.ask("conclude", plan, seconds=self.seconds)
         return findings
 

@@ -18,7 +18,7 @@ from attnbench.plan import Plan
 from .accuracy import TensorName
 from .findings import Findings, Judgements, Side, Visit
 from .probes import LeakProbe, negate, same_bits, unnegated
-from .replay import replay_of
+from .replay import RecordingError, replay_of
 from .timing import COSTS, Cost, Timer
 from .trace import mismatch, shortened, traced
 
@@ -41,16 +41,17 @@ class Trial:
         self.forward: ForwardKernel = case.registry.forward(plan.forward)
         self.backward: BackwardKernel | None = None if plan.backward is None else case.registry.backward(plan.backward)
         self.ran: dict[Side, list[str]] = {}
-        self._case = case
+        self.case = case
         self._steps: dict[Cost, Callable[[], object]] = {}
         self._replayed: dict[Cost, bool] = {}
         self._untouched = True
+        self._worn = False
         self._call = _call_of(Execution(case.case.spec, self.forward, self.backward), case)
 
     def synchronize(self) -> None:
         """Wait until the device has done what was asked of it."""
-        if self._case.device.type == "cuda":
-            torch.cuda.synchronize(self._case.device)
+        if self.case.device.type == "cuda":
+            torch.cuda.synchronize(self.case.device)
 
     def run(self, *, prove: bool = False) -> tuple[Operands, _Values]:
         """One run of both passes on what is in the buffers, each result under its name.
@@ -59,7 +60,7 @@ class Trial:
         kernel answers than the plan names.
         """
         passed = self._proved if prove else _unseen
-        inputs, spec = self._case.buffers, self._case.case.spec
+        inputs, spec = self.case.buffers, self.case.case.spec
         with torch.no_grad():
             operands = self.forward.prepare(inputs.q, inputs.k, inputs.v, spec)
             out, lse, state = passed("forward", self.forward, partial(self.forward.run, operands))
@@ -74,21 +75,21 @@ class Trial:
 
     def restore(self) -> None:
         """Give the next plan the inputs that it must find, and remember where this one has changed them."""
-        case = self._case
+        case = self.case
         if not case.unchanged(case.case.families[0]):
             self._untouched = False
             case.load(case.case.families[0])
 
     def _proved(self, side: Side, kernel: ForwardKernel | BackwardKernel, run: Callable[[], _T]) -> _T:
-        device = self._case.device
+        device = self.case.device
         result, names = traced(run, device)
         self.ran[side] = shortened(kernel, names, device.type)
         if reason := mismatch(kernel, names, device.type):
             raise AttnbenchError(reason)
         return result
 
-    def sample(self, timer: Timer) -> Visit:
-        """Samples of every cost; a call too short for the host to stay ahead of is replayed as a CUDA graph."""
+    def sample(self, timer: Timer, replay: bool) -> Visit:
+        """Samples of every cost; with ``replay``, a call too short for the host to stay ahead of as a CUDA graph."""
         if not self._steps:
             self._steps = self._make_steps()
         times: dict[Cost, list[float]] = {}
@@ -97,7 +98,7 @@ class Trial:
         start = time.perf_counter()
         for cost, step in self._steps.items():
             taken = timer.take(step)
-            if taken.host_bound and cost != "call" and self._replay(cost):
+            if replay and taken.host_bound and cost != "call" and self._replay(cost):
                 taken = timer.take(self._steps[cost])
             if cost == "call":
                 host, late = taken.host_ms, taken.late_ms
@@ -108,21 +109,25 @@ class Trial:
         stop = time.perf_counter()
         self.restore()
         replayed = tuple(cost for cost in COSTS if self._replayed.get(cost))
-        return Visit(times, host, (start, stop), replayed, late)
+        return Visit(times, host, (start, stop), replayed, late, self._worn)
 
     def _replay(self, cost: Cost) -> bool:
         """Put a replay in the place of a step, where it can be recorded; tried once."""
-        device = self._case.device
-        if device.type != "cuda" or cost in self._replayed:
+        device = self.case.device
+        if device.type != "cuda" or cost in self._replayed or self._worn:
             return False
-        replay = replay_of(self._steps[cost], device)
+        try:
+            replay = replay_of(self._steps[cost], device)
+        except RecordingError:
+            self._worn = True
+            return False
         self._replayed[cost] = replay is not None
         if replay is not None:
             self._steps[cost] = replay
         return replay is not None
 
     def _make_steps(self) -> dict[Cost, Callable[[], object]]:
-        inputs, spec, forward = self._case.buffers, self._case.case.spec, self.forward
+        inputs, spec, forward = self.case.buffers, self.case.case.spec, self.forward
         with torch.no_grad():
             operands = forward.prepare(inputs.q, inputs.k, inputs.v, spec)
             steps: dict[Cost, Callable[[], object]] = {
@@ -140,7 +145,7 @@ class Trial:
         """Judge the plan as the samples left it.  What it held for them is let go first."""
         self._steps.clear()
         memory, retained = self._memory()
-        case, (first, *others) = self._case, self._case.case.families
+        case, (first, *others) = self.case, self.case.case.families
         judged: dict[str, Judgements] = {}
         floor: dict[str, Judgements] = {}
         own: dict[str, Judgements] = {}
@@ -170,7 +175,7 @@ class Trial:
 
     def _leak(self, before: Tensor) -> float | None:
         """How far the rows that may not see it changed with what the mask hides from them."""
-        case = self._case
+        case = self.case
         probe = LeakProbe.of(case.case.spec)
         if probe is None:
             return None
@@ -190,7 +195,7 @@ class Trial:
 
     def _memory(self) -> tuple[int | None, int | None]:
         """Bytes beyond what was held before: at the peak of a call, and after its forward, while the result is held."""
-        device, spec = self._case.device, self._case.case.spec
+        device, spec = self.case.device, self.case.case.spec
         if device.type != "cuda":
             return None, None
         self.synchronize()
@@ -201,7 +206,7 @@ class Trial:
         peak = torch.cuda.max_memory_allocated(device) - before
         before = torch.cuda.memory_allocated(device)
         with torch.set_grad_enabled(spec.training):
-            held = _forward_of(Execution(spec, self.forward, self.backward), self._case)()
+            held = _forward_of(Execution(spec, self.forward, self.backward), self.case)()
         self.synchronize()
         retained = torch.cuda.memory_allocated(device) - before
         del held

@@ -44,7 +44,10 @@ def main(descriptor: int, parent: int) -> None:
     """Serve the connection that was inherited as ``descriptor`` until the process ``parent`` closes it, or dies."""
     _die_with(parent)
     faulthandler.enable()
-    _serve(Connection(descriptor))
+    connection: Connection[Any, Any] = Connection(descriptor)
+    # A child that a library forks would hold this end open, and the worker's death go unnoticed.
+    os.register_at_fork(after_in_child=connection.close)
+    _serve(connection)
     # No destructors: after a fault those of a vendor's library may hang, and there is nothing to save.
     sys.stdout.flush()
     os._exit(0)

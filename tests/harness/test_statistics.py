@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from attnbench.errors import InputError
 from attnbench.harness.records import read_measurements
-from attnbench.harness.statistics import SIGNIFICANCE, compare
+from attnbench.harness.statistics import SIGNIFICANCE, compare, median_interval
 
 RECORDED = Path(__file__).parents[2] / "results" / "nvidia-h200" / "quick" / "measurements.jsonl"
 SAMPLES = 200  # the most that a Timer takes
@@ -60,11 +60,11 @@ def test_a_slow_down_of_three_percent_is_found_95_times_in_a_hundred(noises):
     assert found["faster"] + found["same"] <= 10
 
 
-@pytest.mark.parametrize("samples", [20, 50])
-def test_fewer_samples_find_less_and_invent_little(noises, samples):
+@pytest.mark.parametrize(("samples", "found"), [(20, 0.5), (50, 0.7)])
+def test_fewer_samples_find_less_and_invent_little(noises, samples, found):
     equal, slower = verdicts(noises, 1.0, 500, samples), verdicts(noises, 1.03, 500, samples)
     assert equal["faster"] + equal["slower"] <= 0.02 * 500
-    assert slower["slower"] >= 0.7 * 500
+    assert slower["slower"] >= found * 500
 
 
 def test_samples_that_follow_one_another_are_not_taken_for_independent():
@@ -208,3 +208,44 @@ def test_what_is_no_set_of_times_is_refused(bad):
 def test_a_factor_that_is_no_size_is_refused(factor):
     with pytest.raises(InputError, match="factor"):
         compare([1.0], [1.0], factor=factor)
+
+
+@pytest.mark.parametrize("confidence", [0.8, 0.95, 0.99])
+@pytest.mark.parametrize("count", [8, 9, 20, 101])
+@pytest.mark.parametrize("noise", ["lognormal", "exponential", "uniform"])
+def test_a_median_interval_covers_as_often_as_it_says(confidence, count, noise):
+    rng = np.random.default_rng(count)
+    median = {"lognormal": 1.0, "exponential": np.log(2), "uniform": 0.5}[noise]
+    draw = {"lognormal": lambda: rng.lognormal(0.0, 0.7, count), "exponential": lambda: rng.exponential(1.0, count)}
+    drawn = [draw.get(noise, lambda: rng.uniform(0.0, 1.0, count))() for _ in range(1500)]
+    held = [low <= median <= high for low, _, high in (median_interval(each, confidence) for each in drawn)]
+    three_sigma = 3 * (confidence * (1 - confidence) / len(held)) ** 0.5
+    assert np.mean(held) >= confidence - three_sigma
+    # Ranks are whole numbers: an interval one sample narrower on either side would not do.
+    if count == 101:
+        assert np.mean(held) <= confidence + 0.03 + three_sigma
+
+
+@given(st.lists(milliseconds, min_size=1, max_size=60), st.floats(0.5, 0.999))
+def test_a_median_interval_is_made_of_samples_and_holds_their_median(samples, confidence):
+    low, middle, high = median_interval(samples, confidence)
+    assert low <= middle <= high
+    assert middle == np.median(samples)
+    assert (low in samples and high in samples) or (low, high) == (0.0, np.inf)
+    assert median_interval(samples[::-1], confidence) == (low, middle, high)
+    wider = median_interval(samples, 1 - (1 - confidence) / 4)
+    assert wider[0] <= low
+    assert wider[2] >= high
+
+
+@pytest.mark.parametrize(("confidence", "least"), [(0.4, 2), (0.7, 3), (0.9, 5), (0.95, 6), (0.99, 8)])
+def test_too_few_samples_have_no_median_interval(confidence, least):
+    samples = [float(number + 1) for number in range(least)]
+    assert median_interval(samples[:-1], confidence) == (0.0, np.median(samples[:-1]), np.inf)
+    assert median_interval(samples, confidence) == (1.0, np.median(samples), float(least))
+
+
+@pytest.mark.parametrize("samples", [[], [0.0], [-1.0], [1.0, np.nan], [np.inf], [[1.0, 2.0]]])
+def test_no_median_interval_of_what_is_no_time(samples):
+    with pytest.raises(InputError, match="samples"):
+        median_interval(samples)

@@ -1,0 +1,286 @@
+"""What only a GPU shows of times: the queue, the L2, other streams, and calls that are replayed as CUDA graphs."""
+
+import gc
+import statistics
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+from attnbench.harness.replay import replay_of
+from attnbench.harness.timing import Timer
+from attnbench.kernel import Result
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
+]
+DEVICE = torch.device("cuda", 0)
+CYCLES = 2_000_000  # about a millisecond
+SIZE = 512
+
+
+def timer(**limits):
+    return Timer(DEVICE, **{"visit": 0.05, "limit": 1.0, "patience": 10.0, **limits})
+
+
+def normal(*shape, seed=0):
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device=DEVICE)
+
+
+def product(x, y):
+    """A call that allocates what it answers with, as every kernel does; small integers, so that it is exact."""
+    return Result(x @ y, (x + 1.0).sum(-1))
+
+
+def whole(*shape, seed=0):
+    return normal(*shape, seed=seed).mul_(2).round_()
+
+
+@pytest.fixture
+def usable():
+    """Whether the device takes ordinary work afterwards, on the stream and out of the memory that it had before."""
+    torch.cuda.synchronize()
+    stream = torch.cuda.current_stream(DEVICE)
+    yield
+    assert torch.cuda.current_stream(DEVICE) == stream
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert not torch.cuda.is_current_stream_capturing()
+    x = torch.ones(SIZE, SIZE, device=DEVICE)
+    assert bool((x @ x == SIZE).all())
+
+
+@pytest.mark.usefixtures("usable")
+def test_samples_of_a_known_length_agree_with_it():
+    """In turns, because clocks may go up between one and the other."""
+    one, two = (partial(torch.cuda._sleep, count * CYCLES) for count in (1, 2))
+    ratios = []
+    for _ in range(3):
+        first, second = timer().take(one), timer().take(two)
+        assert len(first.device_ms) > len(second.device_ms) > 1
+        assert not first.host_bound  # queued, not waited for
+        ratios.append(statistics.median(second.device_ms) / statistics.median(first.device_ms))
+    assert statistics.median(ratios) == pytest.approx(2, rel=0.1)
+
+
+@pytest.mark.usefixtures("usable")
+def test_a_call_that_is_its_own_warm_up_is_one_sample():
+    calls = []
+
+    def call():
+        calls.append(1)
+        torch.cuda._sleep(20 * CYCLES)
+
+    taken = timer(patience=0.001).take(call)
+    assert len(calls) == len(taken.device_ms) == len(taken.host_ms) == 1
+    assert taken.device_ms[0] > 1
+
+
+@pytest.mark.usefixtures("usable")
+def test_a_call_that_the_device_outruns_is_host_bound():
+    def waits():
+        torch.cuda._sleep(CYCLES // 100)
+        torch.cuda.synchronize()
+
+    assert timer().take(waits).host_bound
+    assert not timer().take(partial(torch.cuda._sleep, 5 * CYCLES)).host_bound
+
+
+@pytest.mark.usefixtures("usable")
+def test_the_l2_is_evicted_before_each_sample():
+    """Four reads of four eighths of the L2 are slower than four of one: all of them are cold, not the first alone.
+
+    Were nothing evicted, all would be warm in both, and both take the same time.
+    """
+    count = torch.cuda.get_device_properties(DEVICE).L2_cache_size // 8 // 4
+    parts = [torch.ones(count, device=DEVICE) for _ in range(4)]
+    out = torch.empty((), device=DEVICE)
+
+    def reads(chosen):
+        for x in chosen:
+            torch.sum(x, dim=0, out=out)
+        return (out,)
+
+    cold, warm = (replay_of(partial(reads, chosen), DEVICE) for chosen in (parts, parts[:1] * 4))
+    assert cold is not None
+    assert warm is not None
+    ratios = []
+    for _ in range(3):
+        first, second = (statistics.median(timer().take(replay).device_ms) for replay in (cold, warm))
+        ratios.append(first / second)
+    assert statistics.median(ratios) > 1.08
+
+
+@pytest.mark.usefixtures("usable")
+def test_work_left_on_another_stream_is_late():
+    side = torch.cuda.Stream(DEVICE)
+    x = torch.zeros(8, device=DEVICE)
+
+    def honest():
+        x.add_(1)
+        torch.cuda._sleep(10 * CYCLES)
+
+    def leaves():
+        side.wait_stream(torch.cuda.current_stream(DEVICE))
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(10 * CYCLES)
+        x.add_(1)
+
+    first = min(timer().take(honest).late_ms for _ in range(3))
+    second = min(timer().take(leaves).late_ms for _ in range(3))
+    length = statistics.median(timer().take(honest).device_ms)
+    assert first < 0.1 * length
+    assert second > 0.5 * length
+
+
+@pytest.mark.usefixtures("usable")
+def test_a_replay_computes_what_the_call_does_from_what_lies_there_now():
+    x, y = whole(SIZE, SIZE), whole(SIZE, SIZE, seed=1)
+    replay = replay_of(partial(product, x, y), DEVICE)
+    assert replay is not None
+    x.copy_(whole(SIZE, SIZE, seed=2))
+    before = x.clone(), y.clone()
+    expected = product(x, y)
+    _, recorded = replay()
+    torch.cuda.synchronize()
+    assert torch.equal(recorded[0], expected.out)
+    assert torch.equal(recorded[1], expected.lse)
+    assert torch.equal(x, before[0])
+    assert torch.equal(y, before[1])
+
+
+@pytest.mark.usefixtures("usable")
+def test_recording_leaves_the_inputs_as_they_are():
+    x, y = whole(SIZE, SIZE), whole(SIZE, SIZE, seed=1)
+    before = x.clone(), y.clone()
+    replay = replay_of(partial(product, x, y), DEVICE)
+    assert replay is not None
+    for _ in range(3):
+        replay()
+    torch.cuda.synchronize()
+    assert torch.equal(x, before[0])
+    assert torch.equal(y, before[1])
+
+
+@pytest.mark.usefixtures("usable")
+def test_a_replay_keeps_what_its_graph_reads():
+    """Nobody else holds the operands; whoever allocates next must not be given their memory."""
+    inputs = whole(SIZE, SIZE), whole(SIZE, SIZE, seed=1)
+    expected = product(*inputs)
+
+    def step():
+        operands = [x.clone() for x in inputs]
+        return partial(product, *operands)
+
+    replay = replay_of(step(), DEVICE)
+    assert replay is not None
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    spoilt = [torch.full((SIZE, SIZE), torch.nan, device=DEVICE) for _ in range(64)]
+    _, recorded = replay()
+    torch.cuda.synchronize()
+    assert torch.equal(recorded[0], expected.out)
+    assert torch.equal(recorded[1], expected.lse)
+    assert all(bool(x.isnan().all()) for x in spoilt)  # nor did it write into memory that is no longer its own
+
+
+@pytest.mark.usefixtures("usable")
+def test_a_replay_gives_its_memory_back():
+    x = whole(4 * SIZE, 4 * SIZE)
+
+    def once():
+        replay = replay_of(partial(product, x, x), DEVICE)
+        assert replay is not None
+        replay()
+        torch.cuda.synchronize()
+
+    once()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(DEVICE)
+    for _ in range(3):
+        once()
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved(DEVICE) <= before + 2**22
+
+
+RECORDING = """
+import sys
+import torch
+from attnbench.harness.replay import RecordingError, replay_of
+from attnbench.kernel import Result
+
+def asks_the_host(x):
+    return Result(x * x.sum().item(), None)
+
+def waits_for_the_device(x):
+    out = x * 2
+    torch.cuda.synchronize()
+    return Result(out, None)
+
+def fails_while_recorded(x):
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("not in a graph")
+    return Result(x * 2, None)
+
+device, call = torch.device("cuda", 0), globals()[sys.argv[1]]
+x = torch.ones(64, 64, device=device)
+stream, expected = torch.cuda.current_stream(device), call(x).out.clone()
+try:
+    replay_of(lambda: call(x), device)
+except RecordingError:
+    assert torch.cuda.current_stream(device) == stream
+    assert torch.equal(call(x).out, expected)
+    assert torch.equal(x, torch.ones_like(x))
+    print("refused")
+"""
+
+
+@pytest.mark.parametrize("call", ["asks_the_host", "waits_for_the_device", "fails_while_recorded"])
+def test_what_cannot_be_recorded_is_said_and_runs_on_unrecorded(call):
+    """In a process of its own, which torch leaves unfit for further recording."""
+    done = subprocess.run([sys.executable, "-c", RECORDING, call], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "refused\n", done.stderr
+
+
+@pytest.mark.usefixtures("usable")
+def test_a_replay_with_another_answer_is_refused():
+    """A kernel that decides on the host what to do: the graph would repeat one decision for ever."""
+    x, count = whole(SIZE, SIZE), []
+
+    def alternates():
+        count.append(1)
+        return Result(x * (1 + len(count) % 2), None)
+
+    assert replay_of(alternates, DEVICE) is None
+
+
+@pytest.mark.usefixtures("usable")
+def test_samples_of_a_replay_are_those_of_the_device():
+    """A call whose host takes longer than its device: the replay leaves the host's part out."""
+    x = normal(64, 64)
+
+    def slow_to_start():
+        y = x
+        for _ in range(100):
+            y = y + 1.0
+        return Result(y, None)
+
+    called = timer().take(slow_to_start)
+    replay = replay_of(slow_to_start, DEVICE)
+    assert replay is not None
+    replayed = timer().take(replay)
+    assert not replayed.host_bound
+    assert statistics.median(replayed.device_ms) <= 1.1 * statistics.median(called.device_ms)
+    assert statistics.median(replayed.host_ms) < statistics.median(called.host_ms)
+
+
+def test_the_record_says_that_the_l2_is_evicted():
+    written = 2 * torch.cuda.get_device_properties(DEVICE).L2_cache_size
+    assert f"{written} bytes written before each sample" in timer().conditions

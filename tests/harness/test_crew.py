@@ -1,0 +1,228 @@
+"""Real processes: whatever a kernel does to its own, the sweep is told why, and nothing stays behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from planted import CPU
+from stations import LONG, NOTED, noted, runs, wait_until
+
+from attnbench.harness.cases import Case
+from attnbench.harness.crew import LostError, Worker
+from attnbench.harness.findings import Opened, Prepared
+from attnbench.harness.timing import Timer
+from attnbench.harness.worker import Setting
+from attnbench.plan import Plan
+from attnbench.spec import AttentionSpec
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at through /proc")
+CASE = Case("tiny", AttentionSpec.make(batch=1, heads=1, seqlen_q=8, head_dim=8), ("normal",))
+SETTING = Setting("stations:harmful", Timer(CPU, visit=0.0, limit=0.0, patience=1.0), 1)
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+@pytest.fixture(scope="module")
+def notes(tmp_path_factory):
+    path = tmp_path_factory.mktemp("noted") / "pids"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(NOTED, str(path))
+        patch.delenv("PYTHONUNBUFFERED", raising=False)
+        yield path
+    for pid in noted(path):  # of a test that failed
+        if runs(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def worker(notes):
+    worker = Worker(SETTING)
+    yield worker
+    worker.close()
+
+
+def plan(name):
+    return Plan.parse(f"act:bf16-{name}")
+
+
+def asked(worker, name, seconds=60.0):
+    """What comes of preparing that kernel on the open case; the case is opened anew where the process is new."""
+    if not worker.alive:
+        assert isinstance(worker.ask("open", CASE, seconds=60.0), Opened)
+    return worker.ask("prepare", plan(name), seconds=seconds)
+
+
+def lost(worker, name, seconds=60.0):
+    with pytest.raises(LostError) as raised:
+        asked(worker, name, seconds)
+    return raised.value
+
+
+def log_size(worker):
+    return os.fstat(worker._process.log.fileno()).st_size
+
+
+def test_a_value_comes_back_and_the_process_stays(worker):
+    first = asked(worker, "fine")
+    assert isinstance(first, Prepared)
+    assert first.first_ms > 0
+    generation = worker.generation
+    asked(worker, "fine")
+    assert (worker.alive, worker.generation) == (True, generation)
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "reason"),
+    [
+        ("raises", "error", "RuntimeError: the first line"),
+        ("silent", "error", "KeyError: "),
+        ("interrupts", "error", "KeyboardInterrupt: "),
+        ("memory", "oom", "MemoryError: no more"),
+        ("allocates", "oom", "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_what_is_raised_is_one_line_and_costs_no_process(worker, name, status, reason):
+    asked(worker, "fine")
+    generation = worker.generation
+    found = lost(worker, name)
+    assert (found.status, found.reason, found.died) == (status, reason, False)
+    asked(worker, "fine")
+    assert worker.generation == generation
+
+
+def test_a_method_or_plan_that_does_not_exist_is_an_error(worker):
+    asked(worker, "fine")
+    for arguments in (("nothing_of_the_kind",), ("sample", plan("raises"))):
+        with pytest.raises(LostError) as raised:
+            worker.ask(*arguments, seconds=60.0)
+        assert (raised.value.status, raised.value.died) == ("error", False)
+
+
+def test_what_is_printed_stays_out_of_the_sweep_and_of_the_log(worker, capfd):
+    asked(worker, "fine")
+    for name in ("writes", "chats", "prints"):
+        asked(worker, name)
+        assert log_size(worker) == 0
+    asked(worker, "floods")  # megabytes
+    assert log_size(worker) == 0
+    assert tuple(capfd.readouterr()) == ("", "")
+
+
+def test_there_is_nothing_to_read_from_the_terminal(worker):
+    asked(worker, "reads")
+
+
+@pytest.mark.parametrize("before", ["says-and-fails", "prints"])
+def test_last_words_are_those_of_the_request_that_died(worker, before):
+    asked(worker, "fine")
+    if before == "prints":
+        asked(worker, before)
+    else:
+        assert lost(worker, before).reason == "ValueError: no"
+    found = lost(worker, "leaves")
+    assert found.reason.endswith("last output: printed before leaving | last words before leaving")
+
+
+def test_an_exit_says_its_code_and_a_new_process_takes_over(worker):
+    asked(worker, "prints")
+    generation = worker.generation
+    found = lost(worker, "leaves")
+    assert (found.status, found.died) == ("crashed", True)
+    assert found.reason.startswith("the process ended with the exit code 7; its last output: ")
+    assert not worker.alive
+    with pytest.raises(LostError, match="case is opened first"):  # it knows nothing of what the other was told
+        worker.ask("prepare", plan("fine"), seconds=60.0)
+    assert worker.generation == generation + 1
+    worker.close()
+
+
+def test_a_segmentation_fault_says_where(worker):
+    found = lost(worker, "segfaults")
+    assert (found.status, found.died) == ("crashed", True)
+    assert "was killed by SIGSEGV" in found.reason
+    assert "Fatal Python error: Segmentation fault" in found.reason
+    assert "string_at" in found.reason
+
+
+def test_binary_garbage_in_the_last_words_is_text_of_one_line(worker):
+    found = lost(worker, "chats-and-dies")
+    assert (found.status, found.died) == ("crashed", True)
+    assert "was killed by SIGKILL" in found.reason
+    assert "junk" in found.reason
+    assert len(found.reason.splitlines()) == 1
+    found.reason.encode()
+
+
+def test_a_hang_ends_in_time_with_all_that_it_started(worker, notes):
+    asked(worker, "fine")
+    before = len(noted(notes))
+    start = time.perf_counter()
+    found = lost(worker, "hangs", seconds=3.0)
+    took = time.perf_counter() - start
+    assert (found.status, found.died) == ("timeout", True)
+    assert "no answer within 3 s" in found.reason
+    assert 3.0 <= took < LONG / 20
+    started = noted(notes)[before:]
+    assert len(started) == 2
+    wait_until(lambda: not any(map(runs, started)), 10.0)
+    worker.close()
+    worker.close()
+
+
+@pytest.mark.parametrize("name", ["killed", "forks"])
+def test_children_of_a_process_that_was_killed_do_not_hide_it_or_outlive_it(worker, notes, name):
+    asked(worker, "fine")
+    before = len(noted(notes))
+    found = lost(worker, name, seconds=20.0)
+    assert (found.status, found.died) == ("crashed", True)
+    assert "was killed by SIGKILL" in found.reason
+    (child,) = noted(notes)[before:]
+    wait_until(lambda: not runs(child), 10.0)
+
+
+def test_one_that_was_killed_while_it_waited_is_found_dead_and_replaced(worker):
+    asked(worker, "fine")
+    generation = worker.generation
+    worker.kill()
+    assert "was killed by SIGKILL" in lost(worker, "fine").reason
+    asked(worker, "fine")
+    assert worker.generation == generation + 1
+
+
+def test_closing_leaves_no_process_and_may_be_done_twice(worker):
+    asked(worker, "fine")
+    pid = worker._process.popen.pid
+    for _ in range(2):
+        worker.close()
+        worker.kill()
+        assert not worker.alive
+        assert not runs(pid)
+
+
+SWEEP = """
+import sys
+from planted import CPU
+from attnbench.harness.crew import Worker
+from test_crew import CASE, SETTING, plan
+worker = Worker(SETTING)
+worker.ask("open", CASE, seconds=60.0)
+worker.ask("prepare", plan("locks"), seconds=1000.0)
+"""
+
+
+def test_a_sweep_that_is_killed_takes_its_workers_along(notes):
+    """Even one in a loop that lets no other thread run."""
+    before = len(noted(notes))
+    path = os.pathsep.join([str(SUPPORT), str(Path(__file__).parent)])
+    sweep = subprocess.Popen([sys.executable, "-c", SWEEP], env={**os.environ, "PYTHONPATH": path})
+    try:
+        wait_until(lambda: len(noted(notes)) > before or sweep.poll() is not None)
+        (pid,) = noted(notes)[before:]
+        assert runs(pid)
+    finally:
+        sweep.kill()
+        sweep.wait()
+    wait_until(lambda: not runs(pid), 10.0)

@@ -1,0 +1,239 @@
+"""The order of visits and their end, with a clock that goes only where it is told to."""
+
+import math
+import statistics
+from collections import Counter
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from planted import CPU
+
+from attnbench.harness.findings import Visit
+from attnbench.harness.interleave import Samples, interleaved
+from attnbench.harness.timing import Timer
+from attnbench.plan import Plan
+
+TIMER = Timer(CPU, visit=0.01, limit=0.4, patience=0.05, fewest=3)
+A_VISIT = 5  # samples; the fewest that have an interval of their median
+
+
+def plans(count):
+    return [Plan.parse(f"x:bf16-{number}") for number in range(count)]
+
+
+class Device:
+    """A call takes its plan's milliseconds times ``noise(sample number)`` times ``drift(seconds since the start)``."""
+
+    def __init__(self, ms, seconds=None, noise=lambda number: 1.0, drift=lambda now: 1.0):
+        self.ms, self.seconds, self.noise, self.drift = ms, seconds or {}, noise, drift
+        self.now, self.lost_at, self.visits = 0.0, {}, []
+
+    def visit(self, plan):
+        self.visits.append(plan)
+        if self.visits.count(plan) == self.lost_at.get(plan):
+            return None
+        start, taken = self.now, []
+        seen = self.visits.count(plan) * A_VISIT
+        for number in range(seen, seen + A_VISIT):
+            taken.append(self.ms[plan] * self.noise(number) * self.drift(self.now))
+            self.now += taken[-1] / 1e3
+        self.now = max(self.now, start + self.seconds.get(plan, 0.0))
+        return Visit({"call": taken}, taken, (start, self.now), (), 0.0)
+
+
+def noisy(number):
+    return 1.0 + 0.3 * (number % 2)
+
+
+def run(device, timer=TIMER, seed="case", steady=lambda: True):
+    return interleaved(list(device.ms), device.visit, timer, seed, steady)
+
+
+counts = st.integers(1, 7)
+seeds = st.text(max_size=20)
+
+
+@given(counts, seeds)
+def test_plans_go_forwards_then_backwards_until_the_last_has_enough(count, seed):
+    device = Device(dict.fromkeys(plans(count), 2.0), noise=noisy)
+    samples = run(device, seed=seed)
+    order = device.visits[:count]
+    assert set(order) == set(device.ms) == set(samples)
+    turn = [*order, *order[::-1]]
+    assert len(device.visits) > 4 * count
+    full = device.visits[: len(device.visits) // len(turn) * len(turn)]
+    assert full == turn * (len(full) // len(turn))
+
+
+@given(seeds)
+def test_the_order_is_drawn_from_the_seed_and_not_from_the_order_given(seed):
+    ms = dict.fromkeys(plans(6), 2.0)
+    first, again = Device(ms), Device(ms)
+    run(first, seed=seed)
+    run(again, seed=seed)
+    assert first.visits == again.visits
+
+
+def test_the_order_differs_between_cases_and_no_plan_always_leads():
+    leaders = Counter()
+    orders = set()
+    for number in range(300):
+        device = Device(dict.fromkeys(plans(3), 2.0))
+        run(device, seed=f"case {number}")
+        leaders[device.visits[0]] += 1
+        orders.add(tuple(device.visits[:3]))
+    assert len(orders) == 6
+    assert min(leaders.values()) > 60
+
+
+@given(st.lists(st.sampled_from([None, 1, 2, 3, 4]), min_size=1, max_size=6), seeds, st.booleans())
+def test_a_lost_plan_is_not_visited_again_and_costs_no_other_its_samples(lost_at, seed, cold):
+    chosen = plans(len(lost_at))
+    device = Device(dict.fromkeys(chosen, 2.0), noise=noisy)
+    device.lost_at = {plan: at for plan, at in zip(chosen, lost_at, strict=True) if at is not None}
+    samples = run(device, seed=seed, steady=lambda: not cold)
+    assert set(samples) == set(chosen) - set(device.lost_at)
+    visits = Counter(device.visits)
+    for plan, at in device.lost_at.items():
+        assert visits[plan] == at
+    for plan in samples:
+        assert samples[plan].enough(TIMER)
+
+
+def test_nothing_to_measure_is_nothing():
+    assert interleaved([], lambda plan: None, TIMER, "", lambda: False) == {}
+
+
+@given(counts, st.integers(1, 9), seeds)
+def test_samples_that_agree_end_after_the_fewest_visits(count, fewest, seed):
+    timer = Timer(CPU, visit=0.01, limit=1e9, patience=0.05, fewest=fewest)
+    device = Device(dict.fromkeys(plans(count), 2.0))
+    samples = run(device, timer, seed)
+    for plan, each in samples.items():
+        # Turns come in pairs, because only a pair cancels drift.
+        assert len(each.spans) == device.visits.count(plan) == fewest + fewest % 2
+
+
+@given(st.floats(0.001, 0.2))
+def test_it_goes_on_while_the_median_is_not_known_to_within_narrow(narrow):
+    timer = Timer(CPU, visit=0.01, limit=1e9, patience=0.05, fewest=2, narrow=narrow)
+    # Noise that becomes calm: at some time the interval is as narrow as asked.
+    device = Device(dict.fromkeys(plans(2), 2.0), noise=lambda number: 1 + 0.5 * (number % 7 < 3 and number < 60))
+    for each in run(device, timer).values():
+        assert each.enough(timer)
+        before = Samples(time_ms={"call": each.time_ms["call"][: -2 * A_VISIT]}, spans=each.spans[:-2])
+        assert len(each.spans) == 2 or not before.enough(timer)
+
+
+@pytest.mark.parametrize(("half", "enough"), [(0.009, True), (0.011, False)])
+def test_narrow_is_half_the_width_of_the_interval_relative_to_the_median(half, enough):
+    timer = Timer(CPU, visit=0.01, limit=1e9, patience=0.05, fewest=1, narrow=0.01)
+    samples = Samples()
+    taken = [4 * (1 + half * sign) for sign in (-1, 1)] * 20 + [4.0]
+    samples.add(Visit({"call": taken}, taken, (0.0, 1.0), (), 0.0))
+    assert samples.enough(timer) == enough
+
+
+def test_every_cost_has_to_be_narrow():
+    samples = Samples()
+    for number in range(6):
+        noise = [1.0 + 0.3 * (each % 2) for each in range(A_VISIT)]
+        samples.add(Visit({"kernel": [1.0] * A_VISIT, "call": noise}, [], (number, number + 0.001), (), 0.0))
+    assert not samples.enough(TIMER)
+    samples.time_ms["call"] = [1.0] * 30
+    assert samples.enough(TIMER)
+
+
+@given(st.lists(st.floats(0.001, 0.3), min_size=1, max_size=5), st.floats(0.01, 1.0), seeds)
+def test_noise_ends_at_the_limit_and_not_long_before(seconds, limit, seed):
+    timer = Timer(CPU, visit=0.01, limit=limit, patience=0.05)
+    chosen = plans(len(seconds))
+    device = Device(dict.fromkeys(chosen, 0.01), dict(zip(chosen, seconds, strict=True)), noisy)
+    for plan, each in run(device, timer, seed).items():
+        last = each.spans[-1][1] - each.spans[-1][0]
+        assert each.seconds == pytest.approx(sum(stop - start for start, stop in each.spans))
+        assert each.seconds > limit
+        assert each.seconds - last <= limit + 1e-9
+        assert len(each.spans) == device.visits.count(plan)
+
+
+@given(counts, seeds)
+def test_a_plan_slower_than_its_limit_is_visited_once_and_the_others_go_on(count, seed):
+    slow, *quick = plans(count + 1)
+    device = Device(dict.fromkeys([slow, *quick], 1.0), {slow: 2 * TIMER.limit}, noisy)
+    samples = run(device, seed=seed)
+    assert len(samples[slow].spans) == device.visits.count(slow) == 1
+    assert all(len(samples[plan].spans) >= TIMER.fewest for plan in quick)
+
+
+def test_samples_taken_while_the_device_warms_are_thrown_away():
+    device = Device(dict.fromkeys(plans(2), 2.0), drift=lambda now: 1.0 if now > 0.1 else 5.0)
+    samples = run(device, steady=lambda: device.now > 0.1)
+    assert device.now > 0.1
+    for plan, each in samples.items():
+        assert set(each.time_ms["call"]) == {2.0}
+        assert device.visits.count(plan) > len(each.spans)
+        assert all(start > 0.1 for start, _ in each.spans)
+
+
+def test_a_device_that_is_never_steady_is_measured_all_the_same():
+    device = Device(dict.fromkeys(plans(3), 2.0))
+    samples = run(device, steady=lambda: False)
+    assert len(samples) == 3
+    assert all(each.time_ms["call"] for each in samples.values())
+    assert 0.1 < min(start for each in samples.values() for start, _ in each.spans) < 10
+
+
+@given(st.floats(0.8, 1.25), st.floats(-0.5, 0.5), seeds)
+def test_drift_changes_ratios_by_less_than_one_after_the_other(ratio, drift, seed):
+    assume(abs(drift) > 0.05)
+    one, other = plans(2)
+    timer = Timer(CPU, visit=0.01, limit=0.2, patience=0.05, narrow=0.0)
+    length = 2 * timer.limit
+
+    def drifting():
+        return Device({one: 2.0, other: 2.0 * ratio}, noise=noisy, drift=lambda now: 1 + drift * min(now / length, 1))
+
+    def error(samples):
+        first, second = (statistics.mean(samples[plan].time_ms["call"]) for plan in (one, other))
+        return abs(second / first / ratio - 1)
+
+    in_turns = run(drifting(), timer, seed)
+    device = drifting()
+    in_a_row = {plan: interleaved([plan], device.visit, timer, seed, lambda: True)[plan] for plan in (one, other)}
+    assert error(in_turns) < error(in_a_row) / 3
+
+
+@st.composite
+def visits(draw):
+    costs = draw(st.sets(st.sampled_from(["kernel", "prepared", "backward"])))
+    replayed = tuple(cost for cost in sorted(costs) if draw(st.booleans()))
+    time_ms = {cost: draw(st.lists(st.floats(0.1, 10), min_size=1, max_size=3)) for cost in (*costs, "call")}
+    start = draw(st.floats(0, 100))
+    return Visit(time_ms, time_ms["call"], (start, start + draw(st.floats(0, 1))), replayed, draw(st.floats(0, 9)))
+
+
+@given(st.lists(visits(), min_size=1, max_size=6))
+def test_visits_add_up_and_replays_are_never_mixed_with_calls(taken):
+    samples = Samples()
+    assert samples.late_ms == math.inf
+    for visit in taken:
+        samples.add(visit)
+    assert samples.host_ms == [each for visit in taken for each in visit.host_ms]
+    assert samples.time_ms["call"] == samples.host_ms
+    assert samples.spans == [visit.span for visit in taken]
+    assert samples.seconds == pytest.approx(sum(stop - start for start, stop in samples.spans))
+    assert samples.late_ms == min(visit.late_ms for visit in taken)
+    assert samples.replayed == taken[-1].replayed
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.booleans())
+def test_samples_of_another_kind_take_the_place_of_those_there_are(before, after, then):
+    samples = Samples()
+    for number in range(before):
+        samples.add(Visit({"kernel": [5.0], "call": [7.0]}, [7.0], (number, number), () if then else ("kernel",), 0.0))
+    for number in range(after):
+        samples.add(Visit({"kernel": [3.0], "call": [7.0]}, [7.0], (number, number), ("kernel",) if then else (), 0.0))
+    assert samples.time_ms == {"kernel": [3.0] * after, "call": [7.0] * (before + after)}
+    assert samples.replayed == (("kernel",) if then else ())

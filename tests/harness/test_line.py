@@ -1,0 +1,213 @@
+"""One device's cases with workers that live in the test: who pays for a death, what is tried again, and how it ends."""
+
+import threading
+from collections import Counter
+
+import pytest
+from planted import laboratory
+from stations import Station, wait_until
+
+from attnbench.harness import line as module
+from attnbench.harness.bench import Bench
+from attnbench.harness.cases import Case
+from attnbench.harness.crew import LostError
+from attnbench.harness.line import Doing, Line, StoppedError
+from attnbench.plan import Plan
+from attnbench.spec import AttentionSpec
+
+CASE, NEXT = (
+    Case(name, AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=8), ("normal",)) for name in ("one", "next")
+)
+WIDE, SMALL, EXACT, WIDER = (
+    Plan.parse(name) for name in ("wide:bf16", "small:fp8", "reference:fp32", "reference:fp64")
+)
+PLANS = [WIDE, SMALL, EXACT, WIDER]
+DIED = LostError("crashed", "the process was killed", died=True)
+FULL = LostError("oom", "OutOfMemoryError: no more", died=False)
+
+
+class Shop:
+    """Makes workers that share a process with the test, and breaks the requests that it is told to."""
+
+    def __init__(self, monkeypatch):
+        self.stations, self.faults = [], []
+        monkeypatch.setattr(module, "Worker", self.made)
+
+    def made(self, setting):
+        benches = {}
+
+        def answer(method, *arguments):
+            for number, (error, times, is_meant) in enumerate(self.faults):
+                if times and is_meant(method, *arguments):
+                    self.faults[number] = (error, times - 1, is_meant)
+                    raise error
+            if station.generation not in benches:
+                benches[station.generation] = Bench(setting.source, setting.timer)
+            return getattr(benches[station.generation], method)(*arguments)
+
+        station = Station(answer)
+        self.stations.append(station)
+        return station
+
+    def breaks(self, error, *wanted, times=1):
+        self.faults.append((error, times, lambda method, *arguments: (method, *arguments)[: len(wanted)] == wanted))
+
+    @property
+    def asked(self):
+        return Counter((method, *arguments[:1]) for station in self.stations for _, method, *arguments in station.asked)
+
+
+@pytest.fixture
+def shop(monkeypatch):
+    return Shop(monkeypatch)
+
+
+def measured(case=CASE, plans=PLANS, line=None):
+    """The rows by plan, and the phases in the order in which they were told."""
+    if line is None:
+        with Line(laboratory()) as line:
+            return measured(case, plans, line)
+    events = list(line.measure(case, plans))
+    rows = [event for event in events if not isinstance(event, Doing)]
+    assert len({row.plan for row in rows}) == len(rows)
+    assert all(row.case == case.name for row in rows)
+    return {row.plan: row for row in rows}, [event.phase for event in events if isinstance(event, Doing)]
+
+
+def statuses(rows):
+    return {plan: row.status for plan, row in rows.items()}
+
+
+def test_each_plan_has_one_row_and_each_phase_is_told_once(shop):
+    rows, phases = measured()
+    assert statuses(rows) == dict.fromkeys(PLANS, "ok")
+    assert phases == ["preparing", "timing", "judging"]
+    assert len(shop.stations) == 3  # one for each backend
+    assert {station.generation for station in shop.stations} == {1}
+    assert all(station.asked[-1][1] == "close" for station in shop.stations)
+    assert not any(station.alive for station in shop.stations)
+    for (method, *what), times in shop.asked.items():
+        assert times == 1 or method in ("sample", "open", "close"), (method, what)
+
+
+def test_no_plan_is_no_row(shop):
+    assert measured(plans=[]) == ({}, [])
+    assert shop.stations == []
+
+
+@pytest.mark.parametrize("method", ["prepare", "sample", "conclude"])
+@pytest.mark.parametrize("status", ["crashed", "timeout", "oom"])
+def test_a_death_costs_one_row_and_the_others_of_its_backend_are_measured(shop, method, status):
+    shop.breaks(LostError(status, "gone", died=True), method, EXACT, times=2)
+    rows, _ = measured()
+    assert statuses(rows) == {**dict.fromkeys(PLANS, "ok"), EXACT: status}
+    assert rows[EXACT].reason == "gone"
+    assert len(rows[WIDER].time_ms["call"]) == len(rows[WIDER].host_ms) > 0
+
+
+def test_a_death_long_after_the_first_visits_costs_no_other_its_samples(shop):
+    visits = []
+
+    def third(method, *arguments):
+        visits.append((method, *arguments) == ("sample", EXACT))
+        return sum(visits) == 3 and visits[-1]
+
+    shop.faults.append((DIED, 1, third))
+    rows, _ = measured()
+    assert statuses(rows) == {**dict.fromkeys(PLANS, "ok"), EXACT: "crashed"}
+
+
+def test_a_case_that_cannot_be_opened_costs_the_rows_of_that_backend_and_case_alone(shop):
+    shop.breaks(DIED, "open", CASE)
+    with Line(laboratory()) as line:
+        rows, _ = measured(line=line)
+        assert Counter(row.status for row in rows.values()) in (
+            Counter(ok=2, crashed=2),
+            Counter(ok=3, crashed=1),
+        )
+        assert rows[EXACT].status == rows[WIDER].status
+        rows, _ = measured(NEXT, line=line)
+    assert statuses(rows) == dict.fromkeys(PLANS, "ok")
+
+
+@pytest.mark.parametrize("method", ["prepare", "sample", "conclude"])
+def test_what_had_no_memory_beside_others_is_tried_alone(shop, method):
+    shop.breaks(FULL, method, WIDE)
+    rows, phases = measured()
+    assert statuses(rows) == dict.fromkeys(PLANS, "ok")
+    assert phases == ["preparing", "timing", "judging"] * 2
+    assert [shop.asked["prepare", plan] for plan in PLANS] == [2, 1, 1, 1]
+
+
+def test_memory_that_does_not_suffice_alone_either_is_the_row(shop):
+    shop.breaks(FULL, "prepare", WIDE, times=9)
+    rows, _ = measured()
+    assert statuses(rows) == {**dict.fromkeys(PLANS, "ok"), WIDE: "oom"}
+    assert shop.asked["prepare", WIDE] == 2
+    assert measured(plans=[WIDE])[0][WIDE].status == "oom"
+    assert shop.asked["prepare", WIDE] == 3
+
+
+@pytest.mark.parametrize("method", ["prepare", "sample", "conclude"])
+def test_what_failed_for_another_reason_is_not_tried_again(shop, method):
+    shop.breaks(LostError("error", "RuntimeError: no", died=False), method, WIDE)
+    rows, phases = measured()
+    assert statuses(rows) == {**dict.fromkeys(PLANS, "ok"), WIDE: "error"}
+    assert len(phases) == 3
+    assert shop.asked["prepare", WIDE] == 1
+    assert shop.asked["drop", WIDE] == (method == "sample")  # so that it holds no memory while others go on
+
+
+def test_seconds_are_counted_by_phase_and_by_nothing_else(shop):
+    with Line(laboratory()) as line:
+        assert not line.spent
+        measured(line=line)
+        first = dict(line.spent)
+        assert set(first) == {"preparing", "timing", "judging"}
+        measured(NEXT, line=line)
+        assert all(line.spent[phase] > first[phase] for phase in first)
+
+
+def test_processes_start_before_anything_is_asked_of_them(shop):
+    with Line(laboratory()) as line:
+        line.start(["wide", "reference", "wide"])
+        assert len(shop.stations) == 2
+        assert all(station.alive and not station.asked for station in shop.stations)
+        measured(line=line, plans=[WIDE, EXACT])
+        assert len(shop.stations) == 2
+        assert {station.generation for station in shop.stations} == {1}
+
+
+@pytest.mark.parametrize("method", ["open", "prepare", "sample", "conclude"])
+def test_stopping_ends_what_is_under_way_and_invents_no_row(shop, method):
+    """As for a real worker: the request that is under way ends because its process was killed."""
+    asked, killed = threading.Event(), threading.Event()
+
+    def hangs(wanted, *arguments):
+        if wanted != method or asked.is_set():
+            return False
+        asked.set()
+        assert killed.wait(60)
+        return True
+
+    shop.faults.append((DIED, 1, hangs))
+    rows, ended = [], []
+
+    def work():
+        try:
+            with line:
+                rows.extend(event for event in line.measure(CASE, PLANS) if not isinstance(event, Doing))
+        except StoppedError as error:
+            ended.append(error)
+
+    line = Line(laboratory())
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert asked.wait(60)
+    line.stop()
+    assert not any(station.alive for station in shop.stations)
+    killed.set()
+    wait_until(lambda: not thread.is_alive())
+    assert len(ended) == 1
+    assert rows == []
+    assert not any(station.alive for station in shop.stations)

@@ -1,0 +1,257 @@
+"""What a worker has to be told, and told again; every worker here is chosen answers without a process."""
+
+import pytest
+from stations import Station
+
+from attnbench.harness.cases import Case
+from attnbench.harness.crew import LostError
+from attnbench.harness.findings import Findings, Opened, Prepared, Visit
+from attnbench.harness.seat import Seat
+from attnbench.plan import Plan
+from attnbench.spec import AttentionSpec
+
+CASE, OTHER = (Case(name, AttentionSpec.make(batch=1, heads=1, seqlen_q=8, head_dim=8)) for name in ("one", "other"))
+A, B, C = (Plan.parse(f"x:bf16-{name}") for name in "abc")
+DIED = LostError("crashed", "the process was killed", died=True)
+RAISED = LostError("error", "RuntimeError: no", died=False)
+WORN = Visit({}, [], (0.0, 1.0), (), 0.0, worn=True)
+ANSWERS = {
+    "open": Opened("the truth", "cpu", "a clock"),
+    "prepare": Prepared(1.0, {}),
+    "sample": Visit({}, [], (0.0, 1.0), (), 0.0),
+    "conclude": Findings({}, {}, {}, {}, True, True, True, None, None, None),
+    "drop": None,
+    "close": None,
+}
+
+
+class Bench:
+    """Answers everything; but raises what it is told to, once for each time that it is told."""
+
+    def __init__(self):
+        self.raising = []
+
+    def __call__(self, method, *arguments):
+        for number, (wanted, error) in enumerate(self.raising):
+            if wanted == (method, *arguments):
+                del self.raising[number]
+                raise error
+        return ANSWERS[method]
+
+    def will(self, error, *wanted, times=1):
+        self.raising += [(wanted, error)] * times
+
+
+@pytest.fixture
+def bench():
+    return Bench()
+
+
+@pytest.fixture
+def station(bench):
+    return Station(bench)
+
+
+@pytest.fixture
+def seat(station):
+    return Seat(station, 60.0)
+
+
+def told(station, since=0):
+    return [asked for _, *asked in station.asked[since:]]
+
+
+def test_a_case_is_opened_once_and_every_answer_handed_on(seat, station):
+    assert seat.open(CASE) is seat.open(CASE) is ANSWERS["open"]
+    assert seat.prepare(A) is ANSWERS["prepare"]
+    assert seat.prepare(B) is ANSWERS["prepare"]
+    assert seat.sample(A) is ANSWERS["sample"]
+    assert seat.conclude(A) is ANSWERS["conclude"]
+    assert told(station) == [["open", CASE], ["prepare", A], ["prepare", B], ["sample", A], ["conclude", A]]
+
+
+def test_another_case_is_opened_anew_and_knows_no_plan(seat, station):
+    seat.open(CASE)
+    seat.prepare(A)
+    seat.open(OTHER)
+    seat.sample(A)
+    assert told(station) == [["open", CASE], ["prepare", A], ["open", OTHER], ["prepare", A], ["sample", A]]
+
+
+def test_after_a_death_the_next_process_is_told_what_it_must_know_and_no_more(seat, station, bench):
+    seat.open(CASE)
+    for plan in (A, B, C):
+        seat.prepare(plan)
+    bench.will(DIED, "sample", A)
+    with pytest.raises(LostError) as raised:
+        seat.sample(A)
+    assert raised.value is DIED
+    seat.drop(A)
+    since = len(station.asked)
+    seat.sample(B)
+    seat.sample(B)
+    seat.sample(C)
+    assert told(station, since) == [
+        ["open", CASE], ["prepare", B], ["sample", B], ["sample", B], ["prepare", C], ["sample", C],
+    ]  # fmt: skip
+    assert {generation for generation, *_ in station.asked[since:]} == {2}
+
+
+def test_a_worker_killed_behind_its_back_is_told_again(seat, station):
+    seat.open(CASE)
+    seat.prepare(A)
+    station.kill()
+    seat.sample(A)
+    station.kill()
+    station.start()  # and it runs again before it is asked
+    seat.sample(A)
+    assert told(station)[2:] == [["open", CASE], ["prepare", A], ["sample", A]] * 2
+    assert [generation for generation, *_ in station.asked] == [1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_a_plan_is_judged_in_the_state_in_which_it_is_timed(seat, station, bench):
+    seat.open(CASE)
+    for plan in (A, B):
+        seat.prepare(plan)
+        seat.sample(plan)
+    bench.will(DIED, "conclude", A)
+    with pytest.raises(LostError):
+        seat.conclude(A)
+    since = len(station.asked)
+    assert seat.conclude(B) is ANSWERS["conclude"]
+    assert told(station, since) == [["open", CASE], ["prepare", B], ["sample", B], ["conclude", B]]
+
+
+def test_an_error_alone_costs_no_process_and_nothing_is_told_again(seat, station, bench):
+    seat.open(CASE)
+    seat.prepare(A)
+    bench.will(RAISED, "prepare", B)
+    with pytest.raises(LostError):
+        seat.prepare(B)
+    seat.drop(B)  # of which the worker knows nothing
+    seat.sample(A)
+    assert told(station) == [["open", CASE], ["prepare", A], ["prepare", B], ["sample", A]]
+    assert station.generation == 1
+
+
+def test_revivals_end_where_others_go_on_killing_the_worker(seat, station):
+    seat.open(CASE)
+    seat.prepare(A)
+    for _ in range(3):
+        station.kill()
+        seat.sample(A)
+    station.kill()
+    with pytest.raises(LostError, match="while other plans ran") as raised:
+        seat.sample(A)
+    assert raised.value.status == "crashed"
+    since = len(station.asked)
+    with pytest.raises(LostError):
+        seat.conclude(A)
+    assert told(station, since) == []
+    seat.prepare(B)  # another plan has its own
+    station.kill()
+    seat.sample(B)
+    seat.open(OTHER)  # and so has another case
+    seat.prepare(A)
+    station.kill()
+    seat.sample(A)
+
+
+@pytest.mark.parametrize("error", [DIED, RAISED])
+def test_a_case_that_cannot_be_opened_is_not_tried_for_every_plan(seat, station, bench, error):
+    bench.will(error, "open", CASE)
+    for plan in (A, B, C):
+        with pytest.raises(LostError) as raised:
+            seat.open(CASE)
+        assert raised.value is error
+        with pytest.raises(LostError):
+            seat.prepare(plan)
+    assert told(station) == [["open", CASE]]
+    seat.open(OTHER)
+    seat.close()
+    assert seat.open(CASE) is ANSWERS["open"]
+
+
+def test_a_case_that_cannot_be_opened_again_after_a_death_is_lost_for_all(seat, station, bench):
+    seat.open(CASE)
+    for plan in (A, B):
+        seat.prepare(plan)
+    station.kill()
+    bench.will(DIED, "open", CASE)
+    for plan in (A, B, A, B):
+        with pytest.raises(LostError) as raised:
+            seat.sample(plan)
+        assert raised.value is DIED
+    assert told(station)[3:] == [["open", CASE]]
+
+
+def test_dropping_tells_a_worker_that_knows_the_plan_and_wakes_none(seat, station):
+    seat.open(CASE)
+    seat.drop(A)
+    seat.prepare(A)
+    seat.prepare(B)
+    seat.drop(A)
+    seat.drop(A)
+    assert told(station) == [["open", CASE], ["prepare", A], ["prepare", B], ["drop", A]]
+    station.kill()
+    seat.drop(B)
+    assert not station.alive
+    assert len(station.asked) == 4
+
+
+def test_closing_tells_a_worker_that_has_the_case_open_and_wakes_none(seat, station):
+    seat.close()
+    assert station.asked == []
+    seat.open(CASE)
+    seat.close()
+    seat.close()
+    assert told(station) == [["open", CASE], ["close"]]
+    seat.open(CASE)
+    station.kill()
+    seat.close()
+    assert not station.alive
+    station.start()  # another process, which has nothing open
+    seat.open(CASE)
+    station.kill()
+    station.start()
+    seat.close()
+    assert [method for method, *_ in told(station)] == ["open", "close", "open", "open"]
+
+
+@pytest.mark.parametrize("error", [DIED, RAISED])
+@pytest.mark.parametrize("method", ["drop", "close"])
+def test_a_worker_that_cannot_forget_is_replaced(seat, station, bench, error, method):
+    seat.open(CASE)
+    seat.prepare(A)
+    arguments = (A,) if method == "drop" else ()
+    bench.will(error, method, *arguments)
+    getattr(seat, method)(*arguments)
+    assert not station.alive
+    seat.open(CASE)
+    seat.prepare(B)
+    assert told(station)[-2:] == [["open", CASE], ["prepare", B]]
+    assert station.generation == 2
+
+
+def test_a_process_worn_by_a_recording_that_failed_is_replaced_and_the_plan_not_recorded_again(seat, station, bench):
+    plans = [Plan.parse(f"x:bf16-{name}") for name in "abcdefg"]  # more than may die of each other
+    seat.open(CASE)
+    for plan in plans:
+        seat.prepare(plan)
+    wearing = set(plans)
+
+    def answer(method, plan=None, replay=True):
+        assert replay or plan not in wearing
+        if method == "sample" and plan in wearing:
+            wearing.discard(plan)
+            return WORN
+        return bench(method, plan)
+
+    station.answer = answer
+    for plan in plans:
+        assert seat.sample(plan).worn
+    generation = station.generation
+    for plan in plans:
+        assert not seat.sample(plan).worn
+        assert ["sample", plan, False] in told(station)
+    assert station.generation == generation + 1

@@ -1,0 +1,282 @@
+"""A case on a bench, in this process: what plans do to its buffers, to each other, and when they are judged."""
+
+import planted
+import pytest
+import torch
+from planted import CPU, FAULTS, FakeBackward, FakeForward, backend, fail, healthy
+
+from attnbench.errors import AttnbenchError
+from attnbench.harness import trial
+from attnbench.harness.bench import Bench, OpenCase
+from attnbench.harness.cases import Case
+from attnbench.harness.inputs import draw
+from attnbench.harness.probes import negate
+from attnbench.harness.timing import Timer
+from attnbench.kernel import ForwardKernel
+from attnbench.mask import Mask
+from attnbench.plan import Plan
+from attnbench.registry import Registry
+from attnbench.spec import AttentionSpec
+
+CAUSAL = Case("causal", AttentionSpec.make(batch=1, heads=2, seqlen_q=64, head_dim=16, mask=Mask(right=0)))
+TRAINING = Case("training", AttentionSpec.make(batch=1, heads=2, seqlen_q=32, head_dim=16, direction="training"))
+TIMER = Timer(CPU, visit=0.0, limit=0.01, patience=1.0)
+HONEST = Plan.parse("wide:bf16")
+HONEST_TRAINING = Plan.parse("wide:bf16>wide:bf16")
+STEPS = ("prepare", "sample", "conclude")
+
+
+class Watching(ForwardKernel):
+    """The exact kernel; every prepare is noted with its addresses and what lies there, and may then act on it."""
+
+    def __init__(self, act=lambda call, q, k, v: None):
+        self.name, self.rows, self.declared_error = "watching:bf16", {"cpu": planted.ROW}, 0.06
+        self.act, self.seen, self.runs = act, [], 0
+
+    def prepare(self, q, k, v, spec):
+        self.seen.append(((q.data_ptr(), k.data_ptr(), v.data_ptr()), [x.detach().clone() for x in (q, k, v)]))
+        self.act(len(self.seen), q, k, v)
+        return planted.EXACT.prepare(q, k, v, spec)
+
+    def run(self, operands):
+        self.runs += 1
+        return planted.EXACT.run(operands)
+
+
+WATCHED = Plan.parse("watching:bf16")
+
+
+def bench_of(monkeypatch, *kernels, case=CAUSAL):
+    """A bench with these kernels beside honest ones, and the case open."""
+    made = Registry([*healthy().backends.values(), *(backend(kernel) for kernel in kernels)])
+    monkeypatch.setattr(planted, "made_here", lambda: made, raising=False)
+    bench = Bench("planted:made_here", TIMER)
+    bench.open(case)
+    return bench
+
+
+def inputs_of(case, family):
+    drawn = draw(case.spec, family, CPU)
+    return [x for x in (drawn.q, drawn.k, drawn.v, drawn.grad_out) if x is not None]
+
+
+def alike(one, other):
+    return all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+def holds(bench, family, case=CAUSAL):
+    return alike(bench._open.tensors, inputs_of(case, family))
+
+
+def through(bench, plan):
+    bench.prepare(plan)
+    visit = bench.sample(plan)
+    return visit, bench.conclude(plan)
+
+
+def worst(findings):
+    return max(each.error for judged in findings.judged.values() for each in judged.values())
+
+
+@pytest.mark.parametrize("case", [CAUSAL, TRAINING], ids=lambda case: case.name)
+def test_families_change_places_and_addresses_stay(case):
+    opened = OpenCase(case, healthy(), CPU)
+    addresses = [x.data_ptr() for x in opened.tensors]
+    assert len(addresses) == (4 if case.spec.training else 3)
+    assert opened.unchanged(case.families[0])
+    for family in (*case.families[::-1], *case.families):
+        opened.load(family)
+        assert alike(opened.tensors, inputs_of(case, family))
+        assert [other for other in case.families if opened.unchanged(other)] == [family]
+        assert [x.data_ptr() for x in opened.tensors] == addresses
+    stored = {x.data_ptr() for inputs in opened.inputs.values() for x in (inputs.q, inputs.k, inputs.v)}
+    assert not stored & set(addresses)
+
+
+@pytest.mark.parametrize("case", [CAUSAL, TRAINING], ids=lambda case: case.name)
+def test_negating_twice_restores_every_bit(case):
+    opened = OpenCase(case, healthy(), CPU)
+    for family in case.families:
+        opened.load(family)
+        negate(*opened.tensors)
+        assert not opened.unchanged(family)
+        negate(*opened.tensors)
+        assert opened.unchanged(family)
+
+
+def test_a_kernel_finds_every_family_at_one_address_and_a_negated_one(monkeypatch):
+    kernel = Watching()
+    bench = bench_of(monkeypatch, kernel)
+    _, findings = through(bench, WATCHED)
+    assert len({addresses for addresses, _ in kernel.seen}) == 1
+    found = [held for _, held in kernel.seen]
+    for family in CAUSAL.families:
+        expected = inputs_of(CAUSAL, family)
+        assert any(alike(held, expected) for held in found)
+    last = [-x for x in inputs_of(CAUSAL, CAUSAL.families[-1])]
+    assert alike(found[-1], last)
+    assert findings.untouched
+    assert findings.settled
+    assert findings.deterministic
+    assert findings.leak == 0
+    assert max(each.error for each in findings.stale.values()) < 0.01
+    assert holds(bench, CAUSAL.families[0])
+
+
+def test_each_family_is_judged_against_its_own_truth(monkeypatch):
+    def blind(call, q, k, v):
+        if torch.equal(v, inputs_of(CAUSAL, CAUSAL.families[1])[2]):
+            v.zero_()
+
+    bench = bench_of(monkeypatch, Watching(blind))
+    _, findings = through(bench, WATCHED)
+    first, second = CAUSAL.families[:2]
+    assert findings.judged[first]["out"].error < 0.01
+    assert findings.judged[second]["out"].error == 1
+
+
+@pytest.mark.parametrize("spoil", [lambda q, k, v: q.mul_(2), lambda q, k, v: k.zero_(), lambda q, k, v: v.add_(1)])
+def test_a_kernel_that_spoils_its_inputs_is_told_and_harms_no_other(monkeypatch, spoil):
+    bench = bench_of(monkeypatch, Watching(lambda call, q, k, v: spoil(q, k, v)))
+    bench.prepare(WATCHED)
+    assert holds(bench, CAUSAL.families[0])
+    bench.prepare(HONEST)
+    for _ in range(2):
+        bench.sample(WATCHED)
+        assert holds(bench, CAUSAL.families[0])
+        bench.sample(HONEST)
+    spoilt = bench.conclude(WATCHED)
+    assert holds(bench, CAUSAL.families[0])
+    honest = bench.conclude(HONEST)
+    assert not spoilt.untouched
+    assert honest.untouched
+    assert worst(honest) < 0.01
+
+
+@pytest.mark.parametrize("after", range(1, 16))
+def test_a_plan_that_fails_anywhere_leaves_the_next_what_it_must_find(monkeypatch, after):
+    """It fails as it is called for the so-manieth time, whatever the buffers hold then, and spoils them first."""
+
+    def fails(call, q, k, v):
+        if call == after:
+            q.zero_()
+            raise RuntimeError("no more")
+
+    monkeypatch.setattr(trial, "_HISTORY_SECONDS", 60.0)
+    bench = bench_of(monkeypatch, Watching(fails))
+    bench.prepare(HONEST)
+    bench.sample(HONEST)
+    with pytest.raises(RuntimeError, match="no more"):
+        through(bench, WATCHED)
+    findings = bench.conclude(HONEST)
+    assert findings.untouched
+    assert findings.deterministic
+    assert worst(findings) < 0.01
+
+
+def test_errors_are_taken_after_the_samples_and_in_their_state(monkeypatch):
+    """A kernel that is right for the first runs and wrong once it has been timed."""
+    kernel = FakeForward("tired:bf16")
+    runs = []
+    kernel.change = lambda out: (runs.append(1), out * (2 if len(runs) > 4 else 1))[1]
+    bench = bench_of(monkeypatch, kernel)
+    plan = Plan.parse("tired:bf16")
+    bench.prepare(plan)
+    assert len(runs) <= 4
+    bench.sample(plan)
+    before = len(runs)
+    assert before > 4
+    findings = bench.conclude(plan)
+    assert len(runs) > before
+    assert min(judged["out"].error for judged in findings.judged.values()) == pytest.approx(1, rel=0.01)
+
+
+def test_a_visit_holds_every_cost_and_its_span(monkeypatch):
+    bench = bench_of(monkeypatch, case=TRAINING)
+    plan = Plan.parse("small:fp8>wide:bf16")
+    bench.prepare(plan)
+    first, second = bench.sample(plan), bench.sample(plan)
+    for visit in (first, second):
+        assert list(visit.time_ms) == ["kernel", "prepared", "backward", "call"]
+        assert len(visit.host_ms) == len(visit.time_ms["call"])
+        assert sum(map(sum, visit.time_ms.values())) / 1e3 <= visit.span[1] - visit.span[0]
+        assert visit.replayed == ()
+        assert visit.late_ms == 0
+    assert first.span[1] <= second.span[0]
+    bench.prepare(HONEST_TRAINING)
+    assert list(bench.sample(HONEST_TRAINING).time_ms) == ["kernel", "prepared", "backward", "call"]
+
+
+def test_the_first_run_is_timed_with_what_it_does_once(monkeypatch):
+    slow = []
+
+    def compiles(call, q, k, v):
+        if not slow:
+            slow.append(planted.slowly(0.1, call))
+
+    bench = bench_of(monkeypatch, Watching(compiles))
+    assert bench.prepare(WATCHED).first_ms >= 100
+    assert bench.prepare(WATCHED).first_ms < 100
+
+
+def test_another_kernel_than_the_plan_names_is_an_error(monkeypatch):
+    bench = bench_of(monkeypatch, FAULTS["bad:bf16-other"][0])
+    with pytest.raises(AttnbenchError, match="did not run"):
+        bench.prepare(Plan.parse("bad:bf16-other"))
+    assert bench.prepare(HONEST).ran["forward"]
+
+
+def test_what_was_not_prepared_or_was_dropped_is_not_measured(monkeypatch):
+    bench = bench_of(monkeypatch)
+    with pytest.raises(KeyError):
+        bench.sample(HONEST)
+    bench.prepare(HONEST)
+    bench.drop(HONEST)
+    bench.drop(HONEST)
+    with pytest.raises(KeyError):
+        bench.conclude(HONEST)
+    bench.prepare(HONEST)
+    bench.close()
+    for method in STEPS:
+        with pytest.raises((KeyError, AssertionError)):
+            getattr(bench, method)(HONEST)
+    bench.open(TRAINING)
+    bench.prepare(HONEST_TRAINING)
+    bench.open(CAUSAL)
+    with pytest.raises(KeyError):
+        bench.sample(HONEST_TRAINING)
+
+
+def test_a_state_that_follows_what_was_seen_is_that_of_the_family(monkeypatch):
+    """Each family is judged after runs on it, as a kernel with delayed scaling needs them."""
+    kernel = Watching()
+    bench = bench_of(monkeypatch, kernel)
+    bench.prepare(WATCHED)
+    bench.sample(WATCHED)
+    since = len(kernel.seen)
+    bench.conclude(WATCHED)
+    for family in CAUSAL.families[1:]:
+        expected = inputs_of(CAUSAL, family)
+        assert sum(alike(held, expected) for _, held in kernel.seen[since:]) >= 2
+
+
+def test_the_registry_is_made_by_the_first_case_and_once(monkeypatch):
+    made = []
+    monkeypatch.setattr(planted, "counted", lambda: (made.append(1), healthy())[1], raising=False)
+    bench = Bench("planted:counted", TIMER)
+    assert not made
+    opened = bench.open(CAUSAL)
+    bench.open(TRAINING)
+    assert len(made) == 1
+    assert opened.drawn_on == "cpu"
+    assert opened.timer == TIMER.conditions
+    assert opened.truth.startswith("exact attention")
+
+
+def test_a_backward_that_fails_is_raised_before_anything_is_timed(monkeypatch):
+    bench = bench_of(monkeypatch, FakeBackward("refusing:bf16", fail(RuntimeError("no gradient"))), case=TRAINING)
+    with pytest.raises(RuntimeError, match="no gradient"):
+        bench.prepare(Plan.parse("wide:bf16>refusing:bf16"))
+    bench.prepare(HONEST_TRAINING)
+    bench.sample(HONEST_TRAINING)
+    assert worst(bench.conclude(HONEST_TRAINING)) < 0.02
