@@ -41,8 +41,12 @@ __all__ = [
 ]
 
 TensorName = Literal["out", "lse", "dq", "dk", "dv"]
+Precision = Literal["fp64", "fp32"]
 _GRADIENTS: tuple[TensorName, ...] = ("dq", "dk", "dv")
-_EXACT = "reference:fp64"
+_EXACT = {"fp64": "reference:fp64", "fp32": "reference:fp32"}
+_WIDE = {"fp64": torch.float64, "fp32": torch.float32}
+# The compute capabilities whose FP64 is half as fast as FP32 or faster; elsewhere it is a 32nd or a 64th.
+_FAST_FP64 = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))
 # Operations that one truth or floor may cost.  In FP64 the reference does about 8e12 a second on an
 # H200 and 10e9 on a CPU core, and every backend's process takes a truth and a floor of each family.
 LARGEST_TRUTH = {"cpu": 6e9, "cuda": 6e11}
@@ -188,10 +192,20 @@ class Truth:
     grad_out: Tensor | None
     units: Mapping[TensorName, float]
     registry: Registry
+    precision: Precision = "fp64"
 
     @classmethod
-    def of(cls, spec: AttentionSpec, inputs: Inputs, registry: Registry, largest: float | None = None) -> Truth:
+    def of(
+        cls,
+        spec: AttentionSpec,
+        inputs: Inputs,
+        registry: Registry,
+        largest: float | None = None,
+        precision: Precision | None = None,
+    ) -> Truth:
         """Compute the truth within ``largest`` operations, LARGEST_TRUTH of the device unless given.
+
+        It is computed in FP64; in FP32, without TF32, on 16-bit tensors where the device is slow in FP64.
 
         Where not all groups fit, those taken are spread evenly over batch and heads, one at
         least; the first is another one in another spec, so that over a sweep every head is looked at.
@@ -205,13 +219,15 @@ class Truth:
         # A floor is asked for later, when the inputs' own buffers may hold other numbers.
         grad_out = None if inputs.grad_out is None else _part(inputs.grad_out, spec, groups).clone()
         units = {} if grad_out is None else _units(spec, parts, grad_out)
-        return cls(spec, groups, _exact(spec, parts, grad_out, registry), grad_out, units, registry)
+        precision = precision or _precision(spec, inputs.q.device)
+        values = _exact(spec, parts, grad_out, registry, precision)
+        return cls(spec, groups, values, grad_out, units, registry, precision)
 
     @property
     def note(self) -> str:
         """What the errors were taken on, for the record."""
         count = self.spec.batch * self.spec.kv_heads
-        return f"exact attention in FP64 on {len(self.groups)} of {count} (batch, key head) groups"
+        return f"exact attention in {self.precision.upper()} on {len(self.groups)} of {count} (batch, key head) groups"
 
     def judge(self, values: Mapping[TensorName, Tensor]) -> dict[TensorName, Judgement]:
         """What is to be said of each named tensor, as the kernel returned it.
@@ -238,7 +254,8 @@ class Truth:
         for name, x, shape in zip("qkv", used, shapes, strict=True):
             if x.shape != shape:
                 raise AttnbenchError(f"the operand {name} has the shape {tuple(x.shape)}, not {shape}")
-        exact = _exact(spec, [_part(x, spec, self.groups) for x in used], self.grad_out, self.registry)
+        parts = [_part(x, spec, self.groups) for x in used]
+        exact = _exact(spec, parts, self.grad_out, self.registry, self.precision)
         judgements = {
             name: judged(name, exact[name], truth, self.units.get(name, 0.0)) for name, truth in self.values.items()
         }
@@ -316,19 +333,27 @@ def _part(x: Tensor, spec: AttentionSpec, groups: tuple[int, ...]) -> Tensor:
     return grouped[index // spec.kv_heads, index % spec.kv_heads]
 
 
+def _precision(spec: AttentionSpec, device: torch.device) -> Precision:
+    if device.type != "cuda" or spec.dtype in ("fp32", "fp64"):
+        return "fp64"
+    return "fp64" if torch.cuda.get_device_capability(device) in _FAST_FP64 else "fp32"
+
+
 def _exact(
-    spec: AttentionSpec, qkv: list[Tensor], grad_out: Tensor | None, registry: Registry
+    spec: AttentionSpec, qkv: list[Tensor], grad_out: Tensor | None, registry: Registry, precision: Precision
 ) -> dict[TensorName, Tensor]:
-    q, k, v = (x.to(torch.float64) for x in qkv)
-    part = spec.replace(batch=q.shape[0], heads=spec.group, kv_heads=1, dtype="fp64")
+    """Out, LSE and gradients in FP64, computed in the precision."""
+    wide, name = _WIDE[precision], _EXACT[precision]
+    q, k, v = (x.to(wide) for x in qkv)
+    part = spec.replace(batch=q.shape[0], heads=spec.group, kv_heads=1, dtype=precision)
     with torch.no_grad():
-        operands = registry.forward(_EXACT).prepare(q, k, v, part)
-        out, lse, state = registry.forward(_EXACT).run(operands)
+        operands = registry.forward(name).prepare(q, k, v, part)
+        out, lse, state = registry.forward(name).run(operands)
         if lse is None:
-            raise AttnbenchError(f"{_EXACT} returned no log-sum-exp")
+            raise AttnbenchError(f"{name} returned no log-sum-exp")
         values: dict[TensorName, Tensor] = {"out": out, "lse": lse}
         if grad_out is not None:
             saved = Saved(operands, out, lse, state)
-            gradients = registry.backward(_EXACT).run(saved, grad_out.to(torch.float64))
+            gradients = registry.backward(name).run(saved, grad_out.to(wide))
             values.update(zip(_GRADIENTS, gradients, strict=True))
-    return values
+    return {name: value.to(torch.float64) for name, value in values.items()}

@@ -79,7 +79,10 @@ def read_cases(path: Path, dtype: str) -> list[Case]:
 
 
 def read_captured_cases(path: Path, dtype: str) -> list[Case]:
-    """A case for every call of a file of captured tensors, on them alone, for a sweep of ``dtype``.
+    """A case for every call of a file of captured tensors, for a sweep of ``dtype``.
+
+    Times are taken on what was captured.  Errors are taken on normal inputs as well: what two
+    families share is the kernel's (attnbench.harness.verdict).
 
     Tensors that were captured in another type than the sweep's are converted to it, and the
     case's name says from which.  Raises MalformedFileError with what was expected.
@@ -91,7 +94,7 @@ def read_captured_cases(path: Path, dtype: str) -> list[Case]:
         spec = call.spec.replace(dtype=tensors)
         origin = "" if call.spec.dtype == tensors else f" from {call.spec.dtype}"
         identity = f" #{number} {spec}{origin}"
-        cases.append(Case(call.name[: LONGEST_NAME - len(identity)] + identity, spec, (file.family(number),)))
+        cases.append(Case(call.name[: LONGEST_NAME - len(identity)] + identity, spec, (file.family(number), "normal")))
     return cases
 
 

@@ -366,3 +366,19 @@ def test_where_nothing_is_quantised_there_is_no_floor():
     inputs = draw(SPEC, "normal", CPU)
     operands = FakeForward("wide:bf16").prepare(inputs.q, inputs.k, inputs.v, SPEC)
     assert Truth.of(SPEC, inputs, REGISTRY).exact_on(operands) is None
+
+
+@pytest.mark.parametrize("direction", ["forward", "training"])
+def test_a_truth_in_fp32_says_so_and_is_one_for_16_bits(direction):
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=200, head_dim=32, mask=Mask(right=0), direction=direction)
+    inputs = draw(spec, "normal", torch.device("cpu"))
+    exact, narrow = (Truth.of(spec, inputs, registry(), precision=precision) for precision in ("fp64", "fp32"))
+    assert "FP32" in narrow.note
+    assert "FP64" in exact.note
+    for name, judgement in exact.judge(narrow_values(narrow, spec)).items():
+        assert 0 < judgement.error < 1e-5, name
+
+
+def narrow_values(truth, spec):
+    """The truth's own values, in the shape in which kernels answer: every group is among them."""
+    return {name: x.reshape(spec.batch, -1, *x.shape[2:]) for name, x in truth.values.items()}
