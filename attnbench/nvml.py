@@ -9,6 +9,8 @@ from typing import Any
 
 __all__ = ["Gpu", "Nvml"]
 
+_NOT_AVAILABLE = 2**32 - 1  # NVML_VALUE_NOT_AVAILABLE as the unsigned number that most facts are
+
 
 class Nvml:
     """A session with NVML; used as a context, which ends it.  Raises nothing.
@@ -142,7 +144,11 @@ class Gpu:
 
     def _told(self, fact: str, ask: Callable[[], Any]) -> int | None:
         try:
-            return int(ask())
+            told = int(ask())
         except (self._library.NVMLError, AttributeError) as error:  # a later nvidia-ml-py may have dropped the function
             self.silences.setdefault(fact, str(error))
             return None
+        if told == _NOT_AVAILABLE:
+            self.silences.setdefault(fact, "NVML calls it not available")
+            return None
+        return told

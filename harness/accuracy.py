@@ -261,15 +261,6 @@ class Truth:
         }
         return Floor(spec, self.groups, exact, self.units, judgements)
 
-    def errors(self, values: Mapping[TensorName, Tensor]) -> dict[TensorName, float]:
-        """The relative L2 alone of what ``judge`` says."""
-        return {name: each.error for name, each in self.judge(values).items()}
-
-    def floor(self, operands: Operands) -> dict[TensorName, float]:
-        """The relative L2 alone of what ``exact_on`` says, empty where nothing is quantised."""
-        exact = self.exact_on(operands)
-        return {} if exact is None else {name: each.error for name, each in exact.judgements.items()}
-
 
 @dataclass(frozen=True)
 class Floor:

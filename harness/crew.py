@@ -84,24 +84,12 @@ class Worker:
                 os.killpg(process.popen.pid, signal.SIGKILL)
 
     def start(self) -> _Process:
-        """Start the process without waiting for it, unless one is running."""
+        """Start the process without waiting for it, unless one is running.  Raises LostError."""
         if self._process is None:
-            log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
-            fcntl.fcntl(log, fcntl.F_SETFL, fcntl.fcntl(log, fcntl.F_GETFL) | os.O_APPEND)
-            ours, theirs = socket.socketpair()
-            with theirs:
-                end = theirs.fileno()
-                popen = subprocess.Popen(
-                    # Unbuffered, or what it prints last dies with it.
-                    [sys.executable, "-u", "-c", _PROGRAM, json.dumps(sys.path), str(end), str(os.getpid())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=[end],
-                    env=_PATIENT | os.environ,
-                    start_new_session=True,  # an interrupt at the terminal is the sweep's to act on
-                )
-            self._process = _Process(popen, Connection(ours.detach()), log)
+            try:
+                self._process = _started()
+            except OSError as error:  # no process, descriptor or space is left
+                raise LostError("error", f"no process could be started: {error}", died=False) from error
             self.generation += 1
             with contextlib.suppress(OSError):  # it is dead already; reading says how
                 self._process.connection.send(self.setting)
@@ -133,7 +121,7 @@ class Worker:
                 _, said = self._buried(process, 0.0)
                 raise LostError("timeout", f"no answer within {seconds:g} s{said}", died=True)
             answer: Answer = process.connection.recv()
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):  # OSError where it died in the middle of an answer
             code, said = self._buried(process, _DYING_SECONDS)
             if code == -signal.SIGKILL and _system_kills() > kills:
                 raise LostError(
@@ -161,6 +149,28 @@ class Worker:
         process.log.close()
         self._process = None
         return code, said
+
+
+def _started() -> _Process:
+    """Raises OSError, and leaves nothing open then."""
+    with contextlib.ExitStack() as opened:
+        log = opened.enter_context(tempfile.TemporaryFile())
+        fcntl.fcntl(log, fcntl.F_SETFL, fcntl.fcntl(log, fcntl.F_GETFL) | os.O_APPEND)
+        ours, theirs = map(opened.enter_context, socket.socketpair())
+        end = theirs.fileno()
+        popen = subprocess.Popen(
+            # Unbuffered, or what it prints last dies with it.
+            [sys.executable, "-u", "-c", _PROGRAM, json.dumps(sys.path), str(end), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=[end],
+            env=_PATIENT | os.environ,
+            start_new_session=True,  # an interrupt at the terminal is the sweep's to act on
+        )
+        opened.pop_all()
+        theirs.close()
+    return _Process(popen, Connection(ours.detach()), log)
 
 
 def _ending(code: int | None) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -65,7 +67,9 @@ class Line:
         self._seats: dict[str, Seat] = {}
         self._stopped = threading.Event()
         self._watch = Watch(laboratory.uuid)
-        self._pool = ThreadPoolExecutor(_abreast(laboratory.device), thread_name_prefix=f"{laboratory.device}")
+        self._pool = ThreadPoolExecutor(
+            _backends_at_a_time(laboratory.device), thread_name_prefix=f"{laboratory.device}"
+        )
 
     def __enter__(self) -> Line:
         self._watch.__enter__()
@@ -88,7 +92,8 @@ class Line:
     def start(self, backends: Iterable[str]) -> None:
         """Let the backends' processes import what they need while nothing is timed yet."""
         for name in sorted(backends):
-            self._seat_of(name).worker.start()
+            with suppress(LostError):  # it is started by the first request else, whose row then says why it was not
+                self._seat_of(name).worker.start()
 
     def measure(self, case: Case, plans: Sequence[Plan]) -> Iterator[Doing | Measurement]:
         """The rows of a case, each as soon as it is known.  Raises StoppedError.
@@ -125,11 +130,13 @@ class Line:
             gathered = samples[plan]
             gpu = self._watch.between(*gathered.spans)
             try:
-                yield measured(case, plan, opened, first, gathered, findings, gpu, started, self.laboratory)
+                row = measured(case, plan, opened, first, gathered, findings, gpu, started, self.laboratory)
             except ValidationError as error:  # a number that no record holds costs its own row
                 said = error.errors(include_url=False, include_input=False)[0]
                 where = ".".join(map(str, said["loc"]))
                 lost[plan] = LostError("error", f"no record holds its {where}: {said['msg']}", died=False)
+            else:
+                yield row
         self._abreast(_JUDGING, plans, self._close)
         return lost
 
@@ -186,7 +193,7 @@ class Line:
             seat = self._seat(plan)
             self._check()
             try:
-                visited = seat.sample(plan)
+                visited = _credible(seat.sample(plan))
             except LostError as error:
                 self._check()
                 lost[plan] = error
@@ -215,7 +222,15 @@ class Line:
         return self._seats[backend]
 
 
-def _abreast(device: torch.device) -> int:
-    """How many backends are prepared at a time: compiling is work for a CPU core, and so is a CPU's own kernel."""
+def _credible(visit: Visit) -> Visit:
+    """Raise LostError where a sample is no time at all, from which nothing may be concluded."""
+    for cost, taken in visit.time_ms.items():
+        if odd := [sample for sample in taken if not (math.isfinite(sample) and sample > 0)]:
+            raise LostError("error", f"a sample of the cost {cost} took {odd[0]:g} ms", died=False)
+    return visit
+
+
+def _backends_at_a_time(device: torch.device) -> int:
+    """While nothing is timed: compiling is work for a CPU core, and so is a CPU's own kernel."""
     cores = os.cpu_count() or 1
     return max(1, min(16, cores // 2)) if device.type == "cuda" else 1

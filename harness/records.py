@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -27,7 +26,7 @@ from attnbench.errors import MalformedFileError
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 
-from .accuracy import Detail, TensorName
+from .accuracy import Detail, NonNegative, TensorName
 from .cases import LONGEST_NAME as LONGEST_CASE
 from .clocks import Conditions
 from .findings import Side
@@ -43,15 +42,6 @@ STATUSES: tuple[Status, ...] = get_args(Status)
 LONGEST_REASON = 2000
 _LARGEST_FILE = 2**28
 _LONGEST_LINE = 2**20
-
-
-def _number(value: object) -> object:
-    """JSON has no infinity, so it is written as text."""
-    return math.inf if value == "Infinity" else value
-
-
-def _written(value: float) -> float | str:
-    return value if math.isfinite(value) else "Infinity"
 
 
 def _spec(value: object) -> AttentionSpec:
@@ -83,10 +73,9 @@ def _utc(value: datetime) -> datetime:
 _Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Sample = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Samples = Annotated[list[_Sample], Field(min_length=1, max_length=10_000)]
-_Error = Annotated[float, BeforeValidator(_number), Field(ge=0), PlainSerializer(_written, when_used="json")]
 _Bound = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Family = Annotated[str, Field(min_length=1, max_length=100)]
-_Errors = dict[_Family, dict[TensorName, _Error]]
+_Errors = dict[_Family, dict[TensorName, NonNegative]]
 _Ran = Annotated[list[Annotated[str, Field(max_length=LONGEST_KERNEL)]], Field(max_length=MOST_NAMES)]
 _Note = Annotated[str, Field(min_length=1, max_length=300)]
 
@@ -140,7 +129,7 @@ class Measurement(BaseModel):
     check: Annotated[str, Field(min_length=1, max_length=50)] | None = None
     detail: dict[_Family, dict[TensorName, Detail]] = {}
     deterministic: bool | None = None
-    leak: _Error | None = None
+    leak: NonNegative | None = None
     host_ms: _Samples | None = None
     first_ms: _Milliseconds | None = None
     replayed: list[Cost] = []

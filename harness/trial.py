@@ -114,7 +114,7 @@ class Trial:
         late = 0.0
         start = time.perf_counter()
         for cost, step in self._steps.items():
-            # The others start from what was saved: a graph of autograd's refuses what was written since.
+            # What the others start from is never written: a graph of autograd's would refuse it.
             renew = self._renew if cost in ("prepared", "call") else _nothing
             taken = timer.take(step, renew)
             if replay and taken.host_bound and cost != "call" and self._replay(cost):
@@ -148,7 +148,8 @@ class Trial:
     def _make_steps(self) -> dict[Cost, Callable[[], object]]:
         inputs, spec, forward = self.case.buffers, self.case.case.spec, self.forward
         with torch.no_grad():
-            operands = forward.prepare(inputs.q, inputs.k, inputs.v, spec)
+            # Copies: the buffers are written between visits, and prepare may have handed on what it was given.
+            operands = forward.prepare(inputs.q.clone(), inputs.k.clone(), inputs.v.clone(), spec)
             steps: dict[Cost, Callable[[], object]] = {
                 "kernel": partial(forward.run, operands),
                 "prepared": lambda: forward.run(forward.prepare(inputs.q, inputs.k, inputs.v, spec)),

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # what torch is needed for is not needed here
-    from .accuracy import Judgement, TensorName
+    from .accuracy import Detail, Judgement, TensorName
 
     Judgements = Mapping[TensorName, Judgement]
 
@@ -169,20 +169,22 @@ def _too_good(evidence: Evidence) -> str | None:
 
 
 def _head(evidence: Evidence) -> str | None:
-    for tensor, times in _HEAD.items():
-        for family, judgement in evidence.exact(tensor).items():
-            worst, limit = judgement.detail.worst_head, _limit(times, evidence)
-            if worst > limit:
-                return f"one head of {tensor} on {family} inputs is off by {_said(worst)}, beyond {limit:.3g}"
-    return None
+    return _one(evidence, "head", _HEAD, lambda detail: detail.worst_head)
 
 
 def _row(evidence: Evidence) -> str | None:
-    for tensor, times in _ROW.items():
+    return _one(evidence, "row", _ROW, lambda detail: detail.worst_row)
+
+
+def _one(
+    evidence: Evidence, part: str, most: Mapping[TensorName, float], worst_of: Callable[[Detail], float]
+) -> str | None:
+    for tensor, times in most.items():
+        limit = _limit(times, evidence)
         for family, judgement in evidence.exact(tensor).items():
-            worst, limit = judgement.detail.worst_row, _limit(times, evidence)
+            worst = worst_of(judgement.detail)
             if worst > limit:
-                return f"one row of {tensor} on {family} inputs is off by {_said(worst)}, beyond {limit:.3g}"
+                return f"one {part} of {tensor} on {family} inputs is off by {_said(worst)}, beyond {limit:.3g}"
     return None
 
 

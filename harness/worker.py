@@ -94,7 +94,6 @@ class _State:
     threads: int
     grad: bool
     deterministic: tuple[bool, bool]
-    precision: str
 
     @classmethod
     def now(cls) -> _State:
@@ -105,7 +104,6 @@ class _State:
             torch.get_num_threads(),
             torch.is_grad_enabled(),
             (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-            torch.get_float32_matmul_precision(),
         )
 
     def restore(self) -> None:
@@ -117,7 +115,6 @@ class _State:
         torch.set_num_threads(self.threads)
         torch.set_grad_enabled(self.grad)
         torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
-        torch.set_float32_matmul_precision(self.precision)
 
 
 def _answer(bench: object, method: str, arguments: tuple[object, ...]) -> Answer:

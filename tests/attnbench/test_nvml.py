@@ -66,3 +66,12 @@ def test_a_query_that_is_refused_is_a_reason(monkeypatch, query):
         assert (nvml.driver() is None) == (query == "nvmlSystemGetDriverVersion")
         assert (nvml.names() == []) == (query == "nvmlDeviceGetName")
     assert "Insufficient Permissions" in (nvml.reason or "")
+
+
+def test_a_fact_that_nvml_has_no_value_for_is_a_silence_and_no_number(monkeypatch):
+    fake_nvml.install(monkeypatch, Board(f"GPU-{ONE}", milliwatts=2**32 - 1, cap=2**32 - 1))
+    with Nvml() as nvml:
+        gpu = nvml.gpu(ONE)
+        assert gpu is not None
+        assert (gpu.power_w(), gpu.power_cap_w(), gpu.clock_mhz()) == (None, None, 1980)
+        assert gpu.silences == dict.fromkeys(("power", "power cap"), "NVML calls it not available")

@@ -112,3 +112,16 @@ def test_nothing_copies_what_the_operator_can_read(name: str) -> None:
         operands = FORWARDS[name].prepare(q, k, v, spec)
         assert torch.cuda.memory_allocated(device) == before, operands.native
         del operands  # or the next round would count its inputs
+
+
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+@pytest.mark.parametrize("mask", [Mask(), Mask(right=0)], ids=["no mask", "causal"])
+def test_flash_needs_the_scale_above_zero_that_it_asks_for(mask: Mask, scale: float) -> None:
+    """257 keys are no multiple of its tile: those that fill it up are hidden, with or without a mask."""
+    device = torch.device("cuda", 0)
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=257, head_dim=64, mask=mask, scale=scale)
+    forward = FORWARDS["sdpa-flash:bf16"]
+    assert forward.refusals(spec, describe(device)) != []
+    truth = Truth.of(spec, 0, device)
+    out = forward.run(forward.prepare(*truth.inputs[:3], spec)).out
+    assert not dense.relative_l2(out, dense.dense_attention(*truth.inputs[:3], spec)[0]) < 0.1

@@ -45,6 +45,10 @@ def answers(spec: AttentionSpec) -> dict[str, torch.Tensor]:
     return {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
 
 
+def errors_of(truth: Truth, values: dict[str, torch.Tensor]) -> dict[str, float]:
+    return {name: each.error for name, each in truth.judge(values).items()}
+
+
 @given(st.floats(-3, 3), st.integers(0, 2**32))
 def test_scaling_the_answer_is_an_error_of_the_scale_minus_one(scale, seed):
     truth = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -80,7 +84,7 @@ def test_something_against_nothing_is_infinite_and_nothing_against_nothing_is_ri
 
 
 def test_a_right_answer_has_the_error_of_its_rounding():
-    errors = Truth.of(SPEC, draw(SPEC, "normal", CPU), REGISTRY).errors(answers(SPEC))
+    errors = errors_of(Truth.of(SPEC, draw(SPEC, "normal", CPU), REGISTRY), answers(SPEC))
     assert set(errors) == {"out", "lse", "dq", "dk", "dv"}
     assert errors.pop("lse") < 1e-12
     assert all(1e-4 < error < 3e-3 for error in errors.values())
@@ -106,15 +110,15 @@ def test_errors_of_a_part_are_taken_at_the_same_heads():
     elsewhere = {name: value.clone() for name, value in values.items()}
     for value in elsewhere.values():
         value[1 - batch] = 7.0
-    assert truth.errors(elsewhere) == truth.errors(values)
+    assert errors_of(truth, elsewhere) == errors_of(truth, values)
     for name, value in elsewhere.items():
         if name != "lse":
             value[1 - batch, 0, 0, 0] = torch.nan  # which needs no truth to be seen
             assert truth.judge({name: value})[name].detail.nonfinite == 1
-            assert truth.errors({name: value})[name] == math.inf
+            assert errors_of(truth, {name: value})[name] == math.inf
     values["out"][batch, SPEC.group * key_head + 1] = torch.nan  # a query head of the group that was computed
     values["dk"][batch, key_head] *= 2
-    errors = truth.errors(values)
+    errors = errors_of(truth, values)
     assert errors["out"] == math.inf
     assert errors["dk"] == pytest.approx(1, abs=0.01)
     assert errors["dv"] < 3e-3
@@ -128,24 +132,25 @@ def test_no_head_of_the_whole_is_overlooked():
             for head in range(value.shape[1]):
                 wrong = value.clone()
                 wrong[b, head, -1] = torch.nan
-                assert truth.errors({name: wrong}) == {name: math.inf}
+                assert errors_of(truth, {name: wrong}) == {name: math.inf}
 
 
 def test_the_floor_is_the_error_of_the_operands_alone():
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=128, direction="training")
     inputs = draw(spec, "normal", CPU)
     truth = Truth.of(spec, inputs, REGISTRY)
-    floor = truth.floor(FakeForward("small:fp8").prepare(inputs.q, inputs.k, inputs.v, spec))
+    exact = truth.exact_on(FakeForward("small:fp8").prepare(inputs.q, inputs.k, inputs.v, spec))
+    floor = {name: judgement.error for name, judgement in exact.judgements.items()}
     assert 0.03 < floor["out"] < 0.06
     assert all(0.02 < floor[name] < 0.1 for name in ("dq", "dk", "dv"))
-    assert truth.floor(FakeForward("wide:bf16").prepare(inputs.q, inputs.k, inputs.v, spec)) == {}
+    assert truth.exact_on(FakeForward("wide:bf16").prepare(inputs.q, inputs.k, inputs.v, spec)) is None
 
 
 def test_a_wrong_shape_is_said():
     values = answers(SPEC)
     values["dv"] = values["dv"].transpose(2, 3)
     with pytest.raises(AttnbenchError, match=r"dv has the shape .*, not \(2, 3, 47, 24\)"):
-        Truth.of(SPEC, draw(SPEC, "normal", CPU), REGISTRY).errors(values)
+        Truth.of(SPEC, draw(SPEC, "normal", CPU), REGISTRY).judge(values)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Real processes: whatever a kernel does to its own, the sweep is told why, and nothing stays behind."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -137,6 +138,28 @@ def test_an_exit_says_its_code_and_a_new_process_takes_over(worker):
         worker.ask("prepare", plan("fine"), seconds=60.0)
     assert worker.generation == generation + 1
     worker.close()
+
+
+def test_a_death_in_the_middle_of_an_answer_is_a_death(worker):
+    found = lost(worker, "dies-answering")
+    assert (found.status, found.died) == ("crashed", True)
+    assert found.reason == "the process ended with the exit code 9"
+    asked(worker, "fine")
+
+
+@pytest.mark.parametrize("failing", ["subprocess.Popen", "socket.socketpair", "tempfile.TemporaryFile"])
+def test_a_process_that_cannot_be_started_is_the_reason_and_leaves_nothing_open(monkeypatch, failing):
+    def full(*arguments, **options):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    worker = Worker(SETTING)
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(failing, full)
+    with pytest.raises(LostError, match=r"no process could be started: .*Too many open files") as raised:
+        worker.ask("open", CASE, seconds=60.0)
+    assert (raised.value.status, raised.value.died) == ("error", False)
+    assert (worker.alive, worker.generation) == (False, 0)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_segmentation_fault_says_where(worker):

@@ -64,7 +64,7 @@ def fp8_errors(spec, family, *precisions):
     truth = Truth.of(spec, inputs, registry())
     kernels = [registry().forward(f"emulated:{precision}") for precision in precisions]
     return [
-        truth.errors({"out": kernel.run(kernel.prepare(inputs.q, inputs.k, inputs.v, spec)).out})["out"]
+        truth.judge({"out": kernel.run(kernel.prepare(inputs.q, inputs.k, inputs.v, spec)).out})["out"].error
         for kernel in kernels
     ]
 

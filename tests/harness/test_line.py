@@ -158,6 +158,39 @@ def test_what_failed_for_another_reason_is_not_tried_again(shop, method):
     assert shop.asked["drop", WIDE] == (method == "sample")  # so that it holds no memory while others go on
 
 
+@pytest.mark.parametrize("sample", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_sample_that_is_no_time_costs_its_own_row(shop, monkeypatch, sample):
+    """An event that was never recorded reads as 0."""
+    taken = Bench.sample
+
+    def broken(self, plan, *how):
+        visit = taken(self, plan, *how)
+        if plan == WIDE:
+            visit.time_ms["kernel"][-1] = sample
+        return visit
+
+    monkeypatch.setattr(Bench, "sample", broken)
+    rows, _ = measured()
+    assert statuses(rows) == {**dict.fromkeys(PLANS, "ok"), WIDE: "error"}
+    assert rows[WIDE].reason == f"a sample of the cost kernel took {sample:g} ms"
+
+
+def test_a_process_that_does_not_start_ahead_is_started_by_the_first_request(shop, monkeypatch):
+    refusals = [LostError("error", "too many open files", died=False)]
+
+    def start(self):
+        if refusals:
+            raise refusals.pop()
+        started(self)
+
+    started = Station.start
+    monkeypatch.setattr(Station, "start", start)
+    with Line(laboratory()) as line:
+        line.start(["wide"])
+        assert not refusals
+        assert statuses(measured(line=line)[0]) == dict.fromkeys(PLANS, "ok")
+
+
 def test_seconds_are_counted_by_phase_and_by_nothing_else(shop):
     with Line(laboratory()) as line:
         assert not line.spent

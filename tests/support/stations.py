@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -124,6 +126,15 @@ def _leaves(value: Any) -> Any:
     os._exit(7)
 
 
+def _dies_answering(value: Any) -> Any:
+    """The length of an answer, half of it, and no more."""
+    for descriptor in range(3, 64):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                os.write(descriptor, (1000).to_bytes(4, "big") + bytes(500))
+    os._exit(9)
+
+
 def _segfaults(value: Any) -> Any:
     ctypes.string_at(0)
     return value
@@ -186,6 +197,7 @@ ACTS: dict[str, Callable[[Any], Any]] = {
     "reads": _reads_stdin,
     "leaves": _leaves,
     "segfaults": _segfaults,
+    "dies-answering": _dies_answering,
     "chats-and-dies": _chats_and_dies,
     "hangs": _hangs,
     "killed": _is_killed_with_child,

@@ -1,0 +1,47 @@
+"""What a CUDA graph that cannot be recorded costs: its own plan the replay, its backend a process, and nobody a row."""
+
+import pytest
+import torch
+
+from attnbench.environment import Environment
+from attnbench.harness.cases import Case
+from attnbench.harness.crew import Worker
+from attnbench.harness.laboratory import Laboratory, registry_of
+from attnbench.harness.line import Doing, Line
+from attnbench.harness.timing import Timer
+from attnbench.plan import Plan
+from attnbench.spec import AttentionSpec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
+]
+SOURCE = "recordable:recordable"
+SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=64, head_dim=64)
+PLANS = [Plan.parse(f"graph:bf16-{name}") for name in ("one", "waits", "two")]
+
+
+def test_a_call_that_cannot_be_recorded_is_timed_as_it_is_and_so_are_its_neighbours(monkeypatch):
+    device = torch.device("cuda", 0)
+    workers, made = [], Worker.start
+
+    def start(self):
+        if not any(each is self for each in workers):
+            workers.append(self)
+        return made(self)
+
+    monkeypatch.setattr(Worker, "start", start)
+    here = Environment.detect(device, registry_of(SOURCE))
+    with Line(Laboratory(device, here, Timer.for_device(device), source=SOURCE)) as line:
+        rows = {
+            event.plan: event
+            for event in line.measure(Case("short", SPEC, ("normal", "outlier")), PLANS)
+            if not isinstance(event, Doing)
+        }
+        (worker,) = workers
+        assert worker.generation == 2
+    assert {row.status for row in rows.values()} == {"ok"}, [row.reason for row in rows.values()]
+    one, waits, two = (rows[plan] for plan in PLANS)
+    assert waits.replayed == []
+    assert one.replayed == two.replayed == ["kernel", "prepared"]
+    assert all(len(row.time_ms[cost]) >= 4 for row in rows.values() for cost in ("kernel", "call"))

@@ -1,0 +1,115 @@
+"""What is compiled ahead, with processes that live in the test: each set of kernels once, and failures passed over."""
+
+import os
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from planted import FakeBackward, FakeForward, backend, laboratory
+from stations import Station, wait_until
+
+from attnbench.harness import ahead as module
+from attnbench.harness.ahead import Ahead
+from attnbench.harness.cases import Case
+from attnbench.harness.crew import LostError
+from attnbench.plan import Plan
+from attnbench.registry import Registry
+from attnbench.spec import AttentionSpec
+
+SPEC = AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=8, direction="training")
+CASES = [Case(f"case{number}", SPEC, ("normal", "outlier")) for number in range(3)]
+COMPILED, MIXED, OTHER = (Plan.parse(f"{name}>wide:bf16") for name in ("flexible:bf16", "flexible:fp8", "wide:bf16"))
+ANOTHER = Plan.parse("flexible:bf16>flexible:bf16")
+
+
+def compiling() -> Registry:
+    flexible = backend(FakeForward("flexible:bf16"), FakeForward("flexible:fp8"), FakeBackward("flexible:bf16"))
+    wide = backend(FakeForward("wide:bf16"), FakeBackward("wide:bf16"))
+    return Registry([replace(flexible, compiles=True), wide])
+
+
+@pytest.fixture
+def ahead(monkeypatch):
+    """Ahead of work on a GPU that is not there, and the stations that are asked."""
+    stations = []
+
+    def made(work, answer=lambda method, case, plan: 1.0, device="cuda", cores=8):
+        def station(setting):
+            assert setting.threads == 1  # each has a core
+            stations.append(Station(answer))
+            return stations[-1]
+
+        monkeypatch.setattr(module, "Worker", station)
+        monkeypatch.setattr(os, "cpu_count", lambda: cores)
+        here = replace(laboratory(), device=torch.device(device))
+        monkeypatch.setattr(type(here), "registry", compiling())
+        return Ahead(work, here), stations
+
+    return made
+
+
+def test_each_set_of_compiling_kernels_of_a_case_is_compiled_once(ahead):
+    work = [(case, [COMPILED, MIXED, OTHER, ANOTHER, Plan.parse("flexible:bf16>absent:bf16")]) for case in CASES]
+    first, stations = ahead(work, lambda method, case, plan: float(case.name[-1]))
+    assert first.needed
+    first_ms = first.run()
+    assert first_ms == {(c.name, plan): float(c.name[-1]) for c in CASES for plan in (COMPILED, MIXED, ANOTHER)}
+    asked = [arguments for station in stations for _, *arguments in station.asked]
+    assert len(asked) == len(first_ms)
+    assert all(method == "compile" and case.families == ("normal",) for method, case, _ in asked)
+    assert not any(station.alive for station in stations)
+
+
+@pytest.mark.parametrize(
+    ("count", "device", "cores"), [(3, "cpu", 8), (1, "cuda", 8), (3, "cuda", 2)], ids=["cpu", "little", "few cores"]
+)
+def test_it_is_not_done_where_it_would_not_pay(ahead, count, device, cores):
+    first, stations = ahead([(case, [COMPILED, MIXED]) for case in CASES[:count]], device=device, cores=cores)
+    assert not first.needed
+    assert first.run() == {}
+    assert stations == []
+
+
+def test_as_many_processes_as_work_and_cores_allow(ahead):
+    work = [(case, [COMPILED, MIXED]) for case in CASES]
+    assert [len(ahead(work, cores=cores)[1]) for cores in (8,)] == [6]
+    assert len(ahead(work, cores=4)[1]) == 6 + 3
+
+
+def test_what_fails_here_is_passed_over_and_the_rest_is_compiled(ahead):
+    def answer(method, case, plan):
+        if plan == MIXED:
+            raise LostError("crashed", "gone", died=True)
+        return 2.0
+
+    first, stations = ahead([(case, [COMPILED, MIXED]) for case in CASES], answer)
+    assert first.run() == {(case.name, COMPILED): 2.0 for case in CASES}
+    assert not any(station.alive for station in stations)
+
+
+def test_an_interrupt_ends_every_process(ahead, monkeypatch):
+    under_way, killed = threading.Semaphore(0), threading.Event()
+
+    def answer(method, case, plan):
+        under_way.release()
+        assert killed.wait(60)
+        raise LostError("crashed", "killed", died=True)
+
+    first, stations = ahead([(case, [COMPILED, MIXED]) for case in CASES], answer)
+    monkeypatch.setattr(Station, "kill", lambda self: killed.set())
+    join, main = threading.Thread.join, threading.current_thread()
+
+    def interrupted(self, timeout=None):
+        if not killed.is_set() and threading.current_thread() is main:
+            for _ in stations:
+                assert under_way.acquire(timeout=60)
+            raise KeyboardInterrupt
+        join(self, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        first.run()
+    asked = sum(len(station.asked) for station in stations)
+    wait_until(lambda: not any(station.alive for station in stations))
+    assert asked == sum(len(station.asked) for station in stations) == 6
