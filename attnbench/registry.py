@@ -174,7 +174,7 @@ class Registry:
                 missing.append(f"{backend}: {reason}")
         if missing:
             return "unavailable", missing
-        reasons = forward.refusals(spec, device)
+        reasons = list(forward.refusals(spec, device))
         if spec.training and backward is None:
             reasons.append("the plan has no backward")
         elif backward is not None:

@@ -64,7 +64,11 @@ def _rows(precision: str) -> dict[str, Capabilities]:
 def _refusals(spec: AttentionSpec, device: Device) -> list[str]:
     if device.type == "cuda":
         window = flash_window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
-        return cuda_refusals(spec, device) + ([window] if isinstance(window, str) else [])
+        # softmax.h of FlashAttention-2 multiplies minus infinity, its hidden keys, by the scale.
+        scale = (
+            [] if spec.scale > 0 else [f"hides keys before it scales, which needs a scale above 0, not {spec.scale}"]
+        )
+        return cuda_refusals(spec, device) + scale + ([window] if isinstance(window, str) else [])
     pairs = spec.seqlen_q * spec.seqlen_kv
     if not _cpu_causal(spec) and spec.mask.kind != "none" and pairs > MAX_SCORES:
         return [f"needs this mask as a tensor, of {MAX_SCORES} elements at most; this one has {pairs}"]
@@ -72,7 +76,8 @@ def _refusals(spec: AttentionSpec, device: Device) -> list[str]:
 
 
 def _cpu_causal(spec: AttentionSpec) -> bool:
-    return spec.mask.kind == "causal" and spec.mask.alignment == "top-left"
+    """Whether the operator's own causal mask serves; it hides keys before the scale, which must not turn the sign."""
+    return spec.mask.kind == "causal" and spec.mask.alignment == "top-left" and spec.scale > 0
 
 
 def _cpu_mask(spec: AttentionSpec, q: Tensor) -> Tensor | None:

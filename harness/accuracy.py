@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -307,7 +307,13 @@ def _judge(
         expected = (spec.batch, spec.kv_heads if name in ("dk", "dv") else spec.heads, *truth.shape[2:])
         if value.shape != expected:
             raise AttnbenchError(f"{name} has the shape {tuple(value.shape)}, not {expected}")
-        found[name] = judged(name, _part(value, spec, groups), truth, units.get(name, 0.0))
+        judgement = judged(name, _part(value, spec, groups), truth, units.get(name, 0.0))
+        # The truth may be of few heads; that all are finite costs no truth. (The LSE of a row without keys is not.)
+        lost = value.numel() - int(torch.count_nonzero(torch.isfinite(value))) if name != "lse" else 0
+        if lost > judgement.detail.nonfinite:
+            detail = replace(judgement.detail, sqnr_db=None, worst_head=math.inf, bias=math.inf, nonfinite=lost)
+            judgement = replace(judgement, error=math.inf, detail=detail)
+        found[name] = judgement
     return found
 
 

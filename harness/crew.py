@@ -45,8 +45,10 @@ class LostError(AttnbenchError):
     """
 
     def __init__(self, status: Status, reason: str, *, died: bool) -> None:
-        super().__init__(reason[:LONGEST_REASON])
-        self.status, self.reason, self.died = status, reason[:LONGEST_REASON], died
+        # What has no UTF-8 (a file name's lone surrogate) no record can hold.
+        reason = reason[:LONGEST_REASON].encode(errors="replace").decode()
+        super().__init__(reason)
+        self.status, self.reason, self.died = status, reason, died
 
 
 @dataclass

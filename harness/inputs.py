@@ -97,7 +97,7 @@ def _outlier(spec: AttentionSpec, shapes: _Shapes, generator: torch.Generator) -
 
     def values(shape: tuple[int, ...]) -> Tensor:
         base = _randn(shape, generator)
-        chosen = torch.rand(shape, generator=generator, device=generator.device) < _OUTLIERS
+        chosen = _rand(shape, generator) < _OUTLIERS
         return base.add_(_randn(shape, generator).mul_(_OUTLIER_DEVIATION).mul_(chosen))
 
     return {name: values(shape) for name, shape in shapes.items()}
@@ -121,7 +121,8 @@ def _outlier_channel(spec: AttentionSpec, shapes: _Shapes, generator: torch.Gene
         sizes = low + (high - low) * _rand((heads, count), generator)
         signs = (_rand((heads, count), generator) < 0.5).float() * 2 - 1
         own = places.repeat_interleave(heads // spec.kv_heads, dim=0)
-        offsets = torch.zeros(heads, spec.head_dim, device=generator.device).scatter_(1, own, sizes * signs)
+        offsets = torch.zeros(heads, spec.head_dim, device=generator.device, dtype=torch.float32)
+        offsets.scatter_(1, own, sizes * signs)
         drawn[name] += offsets[:, None]
     return drawn
 
@@ -189,11 +190,11 @@ def _peaky(spec: AttentionSpec, shapes: _Shapes, generator: torch.Generator) -> 
 
 
 def _randn(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    return torch.randn(shape, generator=generator, device=generator.device)
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
 
 
 def _rand(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    return torch.rand(shape, generator=generator, device=generator.device)
+    return torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float32)
 
 
 _DRAWN: dict[str, Callable[[AttentionSpec, _Shapes, torch.Generator], _Tensors]] = {

@@ -16,6 +16,7 @@ from .timing import Cost, Timer
 
 __all__ = ["Samples", "interleaved"]
 
+_MOST_SAMPLES = 9_000  # of one cost; a record holds 10,000
 _WARM_SECONDS = 0.5  # a clock that is not steady by then will not be
 
 
@@ -48,7 +49,7 @@ class Samples:
 
     def enough(self, timer: Timer) -> bool:
         """Whether another visit would not tell more, or cost more than the plan has."""
-        if self.seconds > timer.limit:
+        if self.seconds > timer.limit or max(map(len, self.time_ms.values()), default=0) > _MOST_SAMPLES:
             return True
         return len(self.spans) >= timer.fewest and all(self._narrow(cost, timer) for cost in self.time_ms)
 

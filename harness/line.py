@@ -14,6 +14,7 @@ from functools import partial
 from typing import Literal, TypeVar
 
 import torch
+from pydantic import ValidationError
 
 from attnbench.plan import Plan, backend_of
 
@@ -123,7 +124,12 @@ class Line:
                 first = replace(first, first_ms=self.first_ms[case.name, plan])
             gathered = samples[plan]
             gpu = self._watch.between(*gathered.spans)
-            yield measured(case, plan, opened, first, gathered, findings, gpu, started, self.laboratory)
+            try:
+                yield measured(case, plan, opened, first, gathered, findings, gpu, started, self.laboratory)
+            except ValidationError as error:  # a number that no record holds costs its own row
+                said = error.errors(include_url=False, include_input=False)[0]
+                where = ".".join(map(str, said["loc"]))
+                lost[plan] = LostError("error", f"no record holds its {where}: {said['msg']}", died=False)
         self._abreast(_JUDGING, plans, self._close)
         return lost
 

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import stat
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -210,6 +210,7 @@ def _united(parts: Sequence[Part]) -> list[Measurement]:
     """The rows of all parts, those that say the same once.  Raises MisuseError where two contradict each other."""
     first: dict[tuple[str, Plan], tuple[Measurement, str]] = {}
     cases: dict[str, tuple[Measurement, str]] = {}
+    families: dict[str, tuple[Set[str], str]] = {}
     for part in parts:
         for line, row in enumerate(part.rows, start=1):
             where = f"{part.path}, line {line}"
@@ -219,6 +220,13 @@ def _united(parts: Sequence[Part]) -> list[Measurement]:
                     f"the case {row.case!r} is {named.spec} in {elsewhere}, but {row.spec} in {where}; "
                     "these are parts of different sweeps"
                 )
+            if row.measured:
+                judged, there = families.setdefault(row.case, (row.error.keys(), where))
+                if row.error.keys() != judged:
+                    raise MisuseError(
+                        f"the errors of the case {row.case!r} are on {', '.join(judged)} in {there}, but on "
+                        f"{', '.join(row.error)} in {where}; these are parts of different sweeps"
+                    )
             before, elsewhere = first.setdefault(row.key, (row, where))
             if said := _contradiction(before, row):
                 raise MisuseError(

@@ -16,11 +16,11 @@ from .interleave import Samples
 from .laboratory import Laboratory
 from .peaks import peak_share
 from .records import LONGEST_REASON, Measurement, Status
+from .timing import LATE_MS
 from .verdict import Evidence, judge
 
 __all__ = ["measured", "passed_over"]
 
-_LATE_MS = 0.5  # waiting for an idle device takes a fiftieth of that
 _DIGITS = 6  # of a millisecond: a nanosecond, far below what any clock here resolves
 
 
@@ -109,7 +109,7 @@ def _evidence(bound: float, samples: Samples, findings: Findings) -> Evidence:
         floor=findings.floor,
         own=findings.own,
         stale=findings.stale,
-        settled=findings.settled and samples.late_ms < _LATE_MS,
+        settled=findings.settled and samples.late_ms < LATE_MS,
         untouched=findings.untouched,
     )
 

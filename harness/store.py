@@ -55,6 +55,9 @@ class Store:
             raise MisuseError(
                 f"another sweep is writing {self.folder}; wait for it or name another folder with --out"
             ) from None
+        except OSError as error:  # a file system without locks, as Lustre mounted without flock
+            said = f"{self.folder} cannot be locked: {error.strerror}; name a folder on another disk"
+            raise OutputError(said) from error
         if self.path.exists():
             if not resume and self.path.stat().st_size:
                 raise MisuseError(

@@ -140,6 +140,11 @@ def _named(name: str, spec: AttentionSpec, registry: Registry, listed: list[Plan
 def _check_resumable(task: Task, row: Measurement, laboratory: Laboratory) -> None:
     if row.spec != task.case.spec:
         raise MisuseError(f"the results to resume hold a case {row.case!r} of another spec; use another folder (--out)")
+    if row.measured and row.error.keys() != set(task.case.families):
+        raise MisuseError(
+            f"the results to resume took the errors of {row.case!r} on {', '.join(row.error)}, "
+            f"not {', '.join(task.case.families)}; use another folder (--out)"
+        )
     bound = laboratory.bound(task.plan, task.case)
     if row.bound is not None and row.bound != bound:
         raise MisuseError(

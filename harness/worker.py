@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
+    import torch
+
     from .timing import Timer
 
 __all__ = ["Answer", "Setting", "main"]
@@ -44,6 +46,7 @@ def main(descriptor: int, parent: int) -> None:
     """Serve the connection that was inherited as ``descriptor`` until the process ``parent`` closes it, or dies."""
     _die_with(parent)
     faulthandler.enable()
+    os.set_inheritable(descriptor, False)  # nor may a program that a library starts
     connection: Connection[Any, Any] = Connection(descriptor)
     # A child that a library forks would hold this end open, and the worker's death go unnoticed.
     os.register_at_fork(after_in_child=connection.close)
@@ -70,15 +73,51 @@ def _serve(connection: Connection[Any, Any]) -> None:
     torch.set_num_threads(setting.threads)
     bench = Bench(setting.source, setting.timer)
     connection.send(Answer("done", None))
+    state = _State.now()
     while True:
         try:
             method, arguments = connection.recv()
         except EOFError:  # the sweep has ended
             return
         answer = _answer(bench, method, arguments)
+        state.restore()  # a backend sets it for its next plan, and for the inputs and truths, too
         connection.send(answer)
         if answer.fatal:
             return
+
+
+@dataclass(frozen=True)
+class _State:
+    """What one plan may leave set in torch for all that runs after it in this process."""
+
+    dtype: torch.dtype
+    threads: int
+    grad: bool
+    deterministic: tuple[bool, bool]
+    precision: str
+
+    @classmethod
+    def now(cls) -> _State:
+        import torch
+
+        return cls(
+            torch.get_default_dtype(),
+            torch.get_num_threads(),
+            torch.is_grad_enabled(),
+            (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+            torch.get_float32_matmul_precision(),
+        )
+
+    def restore(self) -> None:
+        import torch
+
+        if self == _State.now():
+            return
+        torch.set_default_dtype(self.dtype)
+        torch.set_num_threads(self.threads)
+        torch.set_grad_enabled(self.grad)
+        torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
+        torch.set_float32_matmul_precision(self.precision)
 
 
 def _answer(bench: object, method: str, arguments: tuple[object, ...]) -> Answer:

@@ -105,8 +105,13 @@ def test_errors_of_a_part_are_taken_at_the_same_heads():
     batch, key_head = divmod(group, SPEC.kv_heads)
     elsewhere = {name: value.clone() for name, value in values.items()}
     for value in elsewhere.values():
-        value[1 - batch] = torch.nan
+        value[1 - batch] = 7.0
     assert truth.errors(elsewhere) == truth.errors(values)
+    for name, value in elsewhere.items():
+        if name != "lse":
+            value[1 - batch, 0, 0, 0] = torch.nan  # which needs no truth to be seen
+            assert truth.judge({name: value})[name].detail.nonfinite == 1
+            assert truth.errors({name: value})[name] == math.inf
     values["out"][batch, SPEC.group * key_head + 1] = torch.nan  # a query head of the group that was computed
     values["dk"][batch, key_head] *= 2
     errors = truth.errors(values)

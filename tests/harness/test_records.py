@@ -36,7 +36,7 @@ NUMBERS = {
 
 names = st.text(min_size=1, max_size=40)
 errors = st.floats(min_value=0) | st.just(math.inf)
-times = st.lists(st.floats(min_value=0, allow_infinity=False), min_size=1, max_size=5)
+times = st.lists(st.floats(min_value=0, exclude_min=True, allow_infinity=False), min_size=1, max_size=5)
 measured = st.fixed_dictionaries(
     {
         "time_ms": st.fixed_dictionaries({"call": times}, optional={"kernel": times, "backward": times}),

@@ -3,7 +3,7 @@
 import planted
 import pytest
 import torch
-from planted import CPU, FAULTS, FakeBackward, FakeForward, backend, fail, healthy
+from planted import CPU, FAULTS, REFERENCE, FakeBackward, FakeForward, backend, fail, healthy
 
 from attnbench.errors import AttnbenchError
 from attnbench.harness import trial
@@ -280,3 +280,56 @@ def test_a_backward_that_fails_is_raised_before_anything_is_timed(monkeypatch):
     bench.prepare(HONEST_TRAINING)
     bench.sample(HONEST_TRAINING)
     assert worst(bench.conclude(HONEST_TRAINING)) < 0.02
+
+
+class Remembered(FakeForward):
+    """Quantises an input once for each version of it, as autograd counts them."""
+
+    def prepare(self, q, k, v, spec):
+        seen = self.__dict__.setdefault("seen", {})
+        self.prepared = getattr(self, "prepared", 0)
+        key = (q.data_ptr(), q._version)
+        if key not in seen:
+            self.prepared += 1
+            seen[key] = super().prepare(q, k, v, spec)
+        return seen[key]
+
+
+def test_every_sample_of_a_call_prepares_its_inputs_as_a_user_s_would():
+    kernel = Remembered("remembered:bf16")
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=16)
+    opened = OpenCase(Case("one", spec), Registry([REFERENCE, backend(kernel)]), CPU)
+    one = trial.Trial(Plan(kernel.name), opened)
+    one.run()
+    before = kernel.prepared
+    visit = one.sample(Timer(CPU, visit=0.0, limit=1.0, patience=1.0), replay=False)
+    assert kernel.prepared - before >= sum(len(visit.time_ms[cost]) for cost in ("prepared", "call"))
+
+
+class Reusing(FakeForward):
+    """Answers in one buffer, again and again."""
+
+    def run(self, operands):
+        result = super().run(operands)
+        self.buffer = getattr(self, "buffer", torch.empty_like(result.out))
+        return result._replace(out=self.buffer.copy_(result.out))
+
+
+@pytest.mark.parametrize(("kind", "settled"), [(Reusing, False), (FakeForward, True)])
+def test_a_result_that_the_next_call_overwrites_is_not_settled(kind, settled):
+    kernel = kind("reusing:bf16")
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=16)
+    opened = OpenCase(Case("one", spec), Registry([REFERENCE, backend(kernel)]), CPU)
+    opened.take_truths()
+    one = trial.Trial(Plan(kernel.name), opened)
+    with torch.no_grad():
+        assert one.conclude().settled is settled
+
+
+@pytest.mark.parametrize("change", [lambda out: out.float(), lambda out: out.half()])
+def test_an_answer_in_another_type_than_the_contract_s_is_no_answer(change):
+    kernel = FakeForward("wider:bf16", change)
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=16)
+    opened = OpenCase(Case("one", spec), Registry([REFERENCE, backend(kernel)]), CPU)
+    with pytest.raises(AttnbenchError, match="out is torch"):
+        trial.Trial(Plan(kernel.name), opened).run()

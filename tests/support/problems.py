@@ -74,7 +74,7 @@ def problems(draw: st.DrawFn, dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16",
         dtype=draw(st.sampled_from(dtypes)),
         mask=draw(masks()),
         softcap=draw(st.sampled_from([0.0] * 4 + [3.0])),
-        scale=draw(st.sampled_from([None, None, None, 0.3])),
+        scale=draw(st.sampled_from([None, None, None, 0.3, -0.2])),
         direction="training",
     )
     return Problem(spec, draw(st.sampled_from(["bhsd", "bshd"])), draw(st.booleans()), draw(st.integers(0, 2**31)))
