@@ -1,0 +1,234 @@
+"""``check_backend``: whether the kernels of a backend keep the contract, with a report for whoever has to mend them.
+
+Checks go from the plain to the special.  What one of them has found wrong the later ones
+keep out of their specs, so that a fault is named once, and by the check that is about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+import torch
+
+from .. import devices
+from ..errors import AttnbenchError
+from ..kernel import Backend
+from ..plan import Plan, backend_of
+from ..registry import Registry
+from ..registry import registry as installed
+from ..spec import FP8_DTYPES, AttentionSpec
+from .conformance_checks import CHECKS, Check
+from .conformance_subject import Subject, shrunk
+
+__all__ = ["Finding", "Report", "check_backend"]
+
+_FEW = 2  # specs of each check where every new shape is compiled
+_BECAUSE = "not asked, because of: "
+_RAISED = "raised "
+_EXACT = "reference:fp32"  # the forward for a backward that has none of its own
+
+Outcome = Literal["passed", "failed", "skipped"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found about a plan: ``said`` with numbers, ``spec`` the smallest failing one."""
+
+    plan: str
+    check: str
+    outcome: Outcome
+    said: str
+    spec: AttentionSpec | None = None
+    look: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The findings about a backend; as text, what to print."""
+
+    backend: str
+    device: str
+    version: str
+    seed: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def failures(self) -> tuple[Finding, ...]:
+        """What has to be mended."""
+        return tuple(each for each in self.findings if each.outcome == "failed")
+
+    @property
+    def ok(self) -> bool:
+        """Whether something was checked and nothing failed."""
+        return not self.failures and any(each.outcome == "passed" for each in self.findings)
+
+    def __str__(self) -> str:
+        lines = [f"{self.backend} ({self.version}) on {self.device}, seed {self.seed}"]
+        for plan in dict.fromkeys(each.plan for each in self.findings):
+            lines += ["", plan]
+            for each in (each for each in self.findings if each.plan == plan):
+                outcome = each.outcome.upper() if each.outcome == "failed" else each.outcome
+                lines.append(f"  {outcome:8} {each.check:15} {each.said}")
+                if each.spec is not None:
+                    lines.append(f"  {'':8} {'smallest spec':15} {each.spec}")
+                if each.look:
+                    lines.append(f"  {'':8} {'look at':15} {each.look}")
+        counts = {kind: sum(each.outcome == kind for each in self.findings) for kind in ("passed", "failed", "skipped")}
+        return "\n".join([*lines, "", ", ".join(f"{count} {kind}" for kind, count in counts.items())])
+
+
+def check_backend(
+    name: str, device: str = "auto", *, seed: int = 0, known: Registry | None = None, quiet: bool = False
+) -> Report:
+    """Hold every kernel of a backend to the contract on a device, print the report and return it.
+
+    ``name`` is a backend, one of its kernels or a plan; ``device`` auto, cpu, cuda or cuda:N.
+    Specs are small, drawn from ``seed`` within what the kernels' rows declare; a kernel is
+    right where it stays within twice its ``declared_error``, which few numbers stray from.
+    ``known`` is the registry, that of everything installed unless given.
+
+    >>> assert check_backend("naive", "cpu").ok
+
+    Raises UnknownBackendError for a name that nothing carries, AttnbenchError where the
+    backend cannot be used on this machine, InputError for a device that is not there.
+    """
+    known = known or installed()
+    known.check(name)
+    backend = known.backend(backend_of(name))
+    found = known.availability(backend.name)
+    if not found.ok:
+        how = f"; add it with: {found.install}" if found.install else ""
+        raise AttnbenchError(f"{backend.name} cannot be used here: {found.reason}{how}")
+    place = devices.find(device)
+    subjects = [Subject(plan, place, known, seed) for plan in _plans(name, backend, known)]
+    findings = tuple(_findings(subjects, backend))
+    version = " from ".join(each for each in (found.version, found.origin) if each)
+    report = Report(name, devices.describe(place).name, version, seed, findings)
+    if not quiet:
+        print(report)
+    return report
+
+
+def _plans(name: str, backend: Backend, known: Registry) -> list[Plan]:
+    """Each forward alone, then each backward after a forward: its own, one that it names, or an exact one."""
+    if ">" in name:
+        plan = Plan.parse(name)
+        return [Plan(plan.forward), plan]
+    forwards = [each for each in known.forwards if backend_of(each) == backend.name]
+    backwards = [each for each in known.backwards if backend_of(each) == backend.name]
+    if ":" in name:
+        known.forward(name)
+        forwards = [name]
+        backwards = [name] if name in known.backwards else []
+    pairs = []
+    for each in backwards:
+        follows = known.backward(each).follows
+        pairs.append(Plan(each if each in forwards else follows[0] if follows else _EXACT, each))
+    return [Plan(each) for each in forwards] + pairs
+
+
+def _findings(subjects: Sequence[Subject], backend: Backend) -> Iterator[Finding]:
+    """Plan by plan; recording graphs comes last, because a failed one leaves the process unfit for more."""
+    failed: dict[Plan, set[str]] = {}
+    late = [check for check in CHECKS if check.name == "CUDA graph"]
+    for checks in ([check for check in CHECKS if check not in late], late):
+        for subject in subjects:
+            plan = subject.plan
+            if refused := _no_row(subject):
+                if checks is not late:
+                    yield Finding(str(plan), "refusals", "skipped", refused)
+                continue
+            known = failed.setdefault(plan, set())
+            alone = failed.get(Plan(plan.forward), set()) if plan.backward else set()
+            if plan.backward and checks is not late:
+                before = next((each for each in subjects if each.plan == Plan(plan.forward)), None)
+                subject.broken |= before.broken if before else set()
+            for check in checks:
+                finding = _examined(subject, check, known, alone, _FEW if backend.compiles else check.count)
+                if finding is None:
+                    continue
+                if finding.outcome == "failed" or finding.said.startswith(_BECAUSE):
+                    known.add(check.name)
+                    subject.broken |= {*check.features, *(("lse",) if check.name == "LSE" else ())}
+                yield finding
+
+
+def _no_row(subject: Subject) -> str | None:
+    """What a kernel without a row for the device says."""
+    kernels = [subject.forward] if subject.backward is None else [subject.forward, subject.backward]
+    here = subject.facts.type
+    return next((f"{each.name} runs on {' and '.join(each.rows)}" for each in kernels if here not in each.rows), None)
+
+
+def _examined(subject: Subject, check: Check, known: set[str], alone: set[str], count: int) -> Finding | None:
+    """One check of one plan; None where it is not about such plans."""
+    plan, training = str(subject.plan), subject.backward is not None
+    if check.only is not None and (check.only == "training") != training:
+        return None
+
+    def skipped(why: str) -> Finding:
+        return Finding(plan, check.name, "skipped", why)
+
+    if check.on not in (None, subject.device.type):
+        return skipped(f"needs {check.on}")
+    failed = known | alone
+    if blocked := [name for name in dict.fromkeys((*check.after, check.name)) if name in failed]:
+        return skipped(_BECAUSE + ", ".join(blocked))
+    specs = _drawn(subject, check, count)
+    if not specs:
+        return skipped(_nothing(subject, check))
+    for spec in specs:
+        said = _said(check, subject, spec)
+        if said is None:
+            continue
+        if said.startswith(_RAISED) and "runs" in failed:
+            return skipped(_BECAUSE + "runs")
+
+        def fails(smaller: AttentionSpec) -> bool:
+            able = check.name == "refusals" or not subject.refusals(smaller)
+            return able and _said(check, subject, smaller) is not None
+
+        small = shrunk(spec, fails)
+        return Finding(plan, check.name, "failed", _said(check, subject, small) or said, small, check.look)
+    notes = "; ".join(subject.notes.get(check.name, []))
+    return Finding(plan, check.name, "passed", f"{len(specs)} specs" + (f"; {notes}" if notes else ""))
+
+
+def _drawn(subject: Subject, check: Check, count: int) -> list[AttentionSpec]:
+    if check.name == "refusals":
+        random = Random(f"{subject.seed} {subject.plan}")
+        return [subject.whatever(random) for _ in range(count)]
+    if check.name == "descales":
+        row = subject.row
+        dtypes = tuple(each for each in row.dtypes if each in FP8_DTYPES) if row is not None and row.descales else ()
+        return subject.specs(check.name, count, dtypes=dtypes) if dtypes else []
+    if check.mixed:
+        return subject.mixed(check.name, count)
+    return subject.specs(check.name, count, *check.features)
+
+
+def _nothing(subject: Subject, check: Check) -> str:
+    """Why there is no spec for a check."""
+    if broken := sorted(subject.broken.intersection(check.features)):
+        return _BECAUSE + ", ".join(broken)
+    if check.name == "descales":
+        return "the row names no descales"
+    random = Random(0)
+    spec = subject.any_spec(random, *check.features)
+    reasons = subject.refusals(spec)
+    return f"refused: {reasons[0]}" if reasons else "no such spec is served"
+
+
+def _said(check: Check, subject: Subject, spec: AttentionSpec) -> str | None:
+    """What is wrong, an exception of the kernel included."""
+    try:
+        return check.wrong(subject, spec)
+    except Exception as error:  # a kernel may raise anything; that it does is the finding
+        first = (str(error).strip().splitlines() or [""])[0]
+        return f"{_RAISED}{type(error).__name__}: {first}"
+    finally:
+        if subject.device.type == "cuda" and check.name != "CUDA graph":
+            torch.cuda.synchronize(subject.device)

@@ -1,0 +1,256 @@
+"""The promises of the contract, each with the check that it is kept, from the plain to the special."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from ..spec import AttentionSpec
+from .conformance_conduct import (
+    captured,
+    differentiated,
+    kept_apart,
+    on_another_stream,
+    refused,
+    released,
+    renewed,
+    repeated,
+    runs,
+    threaded,
+    untouched,
+)
+from .conformance_numbers import (
+    aligned,
+    complete,
+    correct,
+    descaled,
+    grouped,
+    logarithmic,
+    returned,
+    strided,
+    windowed,
+)
+from .conformance_subject import Subject
+
+__all__ = ["CHECKS", "Check"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One promise of the contract.
+
+    ``wrong`` says what is wrong on a spec; ``look`` where a kernel's author should look.
+    Specs have ``features`` beyond the plain one, or ``mixed`` ones at random.  ``after``
+    names checks without which this one would only fail once more; ``only`` limits it to
+    plans of one direction, ``on`` to a device type.
+    """
+
+    name: str
+    wrong: Callable[[Subject, AttentionSpec], str | None]
+    look: str
+    features: tuple[str, ...] = ()
+    mixed: bool = False
+    after: tuple[str, ...] = ()
+    only: Literal["forward", "training"] | None = None
+    on: str | None = None
+    count: int = 4
+
+
+_PLAIN = ("out", "gradients")
+_SAME = (*_PLAIN, "repeated calls", "new values")
+CHECKS: tuple[Check, ...] = (
+    Check(
+        name="refusals",
+        wrong=refused,
+        look="refusals and further_refusals must depend on spec and device alone, one sentence for each reason",
+        count=40,
+    ),
+    Check(
+        name="runs",
+        wrong=runs,
+        look="the row or further_refusals must refuse this spec, or prepare and run must serve it",
+        mixed=True,
+        count=12,
+    ),
+    Check(
+        name="returned",
+        wrong=returned,
+        look="dtype and layout of what run returns: out and gradients (B, H, S, D) in the input's dtype, lse in fp32",
+    ),
+    Check(
+        name="inputs",
+        wrong=untouched,
+        look="in-place operations on q, k, v, their views, or on what was saved",
+        after=("returned",),
+    ),
+    Check(
+        name="out",
+        wrong=correct,
+        look="the two products and the softmax, or a declared_error that is too small",
+        only="forward",
+        after=("returned", "inputs"),
+        count=6,
+    ),
+    Check(
+        name="gradients",
+        wrong=correct,
+        look="which Q, K, V, out and LSE the backward computes with (operands.tensors()), or its declared_error",
+        only="training",
+        after=("returned", "inputs", "out", "LSE"),
+        count=6,
+    ),
+    Check(
+        name="LSE",
+        wrong=logarithmic,
+        look="natural logarithm of the scaled scores, with the maximum added back, not the base-2 one of the kernel",
+        only="forward",
+        after=("returned", "out"),
+    ),
+    Check(
+        name="repeated calls",
+        wrong=repeated,
+        look="state that one call leaves to the next: workspaces, semaphores, amax histories",
+        after=_PLAIN,
+        count=2,
+    ),
+    Check(
+        name="new values",
+        wrong=renewed,
+        look="caches keyed by data_ptr or shape: quantised operands, descales, outputs",
+        after=(*_PLAIN, "repeated calls"),
+        count=2,
+    ),
+    Check(
+        name="results kept",
+        wrong=kept_apart,
+        look="output buffers that are used again: allocate them in every call",
+        after=_SAME,
+        count=2,
+    ),
+    Check(
+        name="lengths",
+        wrong=complete,
+        look="Sq and Skv taken for one another, and the tail of the last tile",
+        features=("lengths",),
+        after=_PLAIN,
+    ),
+    Check(
+        name="causal",
+        wrong=complete,
+        look="the causal mask, the diagonal included",
+        features=("causal",),
+        after=_PLAIN,
+    ),
+    Check(
+        name="alignment",
+        wrong=aligned,
+        look="the offset of query 0 among the keys: spec.mask.offset(Sq, Skv)",
+        features=("alignment",),
+        after=(*_PLAIN, "lengths", "causal"),
+        count=6,
+    ),
+    Check(
+        name="window",
+        wrong=windowed,
+        look="both sides of the window count keys beside the query's own: j from i - left to i + right, inclusive",
+        features=("window",),
+        after=_PLAIN,
+        count=6,
+    ),
+    Check(
+        name="empty rows",
+        wrong=complete,
+        look="rows that see no key: out 0, lse -inf, gradients 0",
+        features=("empty",),
+        after=(*_PLAIN, "lengths", "causal", "alignment"),
+    ),
+    Check(
+        name="grouping",
+        wrong=grouped,
+        look="query head h reads key head h // (H // Hkv); dk and dv add up over the group",
+        features=("grouping",),
+        after=_PLAIN,
+    ),
+    Check(
+        name="softcap",
+        wrong=complete,
+        look="softcap * tanh(scaled score / softcap), before the mask, and its slope in the backward",
+        features=("softcap",),
+        after=_PLAIN,
+    ),
+    Check(
+        name="scale",
+        wrong=complete,
+        look="spec.scale as given, where it is 0 or negative too: a row's maximum is that of the scaled scores",
+        features=("scale",),
+        after=_PLAIN,
+    ),
+    Check(
+        name="head_dim_v",
+        wrong=complete,
+        look="where v's head dimension is not q's: out and dv have v's",
+        features=("head_dim_v",),
+        after=_PLAIN,
+    ),
+    Check(
+        name="descales",
+        wrong=descaled,
+        look="prepare_quantised: all three descales, in the library's shape, for the right heads",
+        only="forward",
+        after=("out", "LSE", "repeated calls"),
+    ),
+    Check(
+        name="strides",
+        wrong=strided,
+        look="strides, storage offsets and alignment of q, k, v and grad_out: copy in prepare what cannot be read",
+        after=(*_PLAIN, "repeated calls"),
+        count=3,
+    ),
+    Check(
+        name="autograd",
+        wrong=differentiated,
+        look="a backward that changes or frees what was saved, or returns gradients in another order",
+        only="training",
+        after=(*_PLAIN, "repeated calls"),
+        count=2,
+    ),
+    Check(
+        name="threads",
+        wrong=threaded,
+        look="workspaces and attributes that two calls share",
+        after=(*_SAME, "results kept"),
+        count=2,
+    ),
+    Check(
+        name="memory",
+        wrong=released,
+        look="caches and attributes that hold on to operands or results",
+        after=("new values", "results kept"),
+        count=2,
+    ),
+    Check(
+        name="stream",
+        wrong=on_another_stream,
+        look="every launch and copy on torch.cuda.current_stream(), with no stream of its own left running",
+        after=_SAME,
+        on="cuda",
+        count=2,
+    ),
+    Check(
+        name="combinations",
+        wrong=complete,
+        look="features that are right alone and wrong together",
+        mixed=True,
+        after=_PLAIN,
+        count=12,
+    ),
+    Check(
+        name="CUDA graph",
+        wrong=captured,
+        look="values read on the host, or memory of the first call, that a replay does not see anew",
+        after=(*_SAME, "stream"),
+        on="cuda",
+        count=1,
+    ),
+)

@@ -1,0 +1,70 @@
+"""Calling FlashAttention-3's operators by the names of their arguments, whatever order a build has them in.
+
+``fwd`` and ``bwd`` are torch operators with about 35 positional arguments.  Every build (Dao-AILab's, SGLang's,
+vLLM's) has put some in and left some out over time; a value in the wrong place is a wrong answer, not an error.
+So the places are read from the operator's own schema, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["BACKWARD", "FORWARD", "VARLEN", "OperatorError", "bound"]
+
+FORWARD = (
+    "q", "k", "v", "q_descale", "k_descale", "v_descale", "softmax_scale",
+    "is_causal", "window_size_left", "window_size_right", "softcap",
+)  # fmt: skip
+VARLEN = (*FORWARD, "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+BACKWARD = (
+    "dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", "softmax_scale",
+    "is_causal", "window_size_left", "window_size_right", "softcap",
+)  # fmt: skip
+# What the other arguments have to be, so that nothing but plain attention is computed.
+_CONSTANTS: dict[str, Any] = {
+    "attention_chunk": 0,
+    "is_rotary_interleaved": True,  # without rotary tensors it says nothing
+    "num_splits": 1,  # the figures of this project are measured so; 0 would let the library split the keys
+    "sm_margin": 0,
+    "deterministic": False,
+    "cp_world_size": 1,
+    "cp_rank": 0,
+}
+
+
+class OperatorError(RuntimeError):
+    """A build whose operator has other arguments than the ones known here."""
+
+
+def bound(operator: Any, names: tuple[str, ...]) -> Callable[..., Any]:
+    """A function of the arguments called ``names``, in that order, that calls ``operator`` with the rest filled in.
+
+    ``operator`` is an overload such as ``torch.ops.sgl_kernel.fwd.default``.  Optional arguments that are not
+    known here get None, those with a default get it.  Raises OperatorError where a name is missing, or where an
+    unknown argument has to be given: guessing it would compute something else.
+    """
+    arguments = list(operator._schema.arguments)
+    positions = {argument.name: place for place, argument in enumerate(arguments)}
+    if missing := [name for name in names if name not in positions]:
+        raise OperatorError(f"{operator} has no argument {', '.join(missing)}")
+    template = [None if argument.name in names else _filler(operator, argument) for argument in arguments]
+    places = [positions[name] for name in names]
+
+    def call(*values: Any) -> Any:
+        given = template.copy()
+        for place, value in zip(places, values, strict=True):
+            given[place] = value
+        return operator(*given)
+
+    return call
+
+
+def _filler(operator: Any, argument: Any) -> Any:
+    if argument.name in _CONSTANTS:
+        return _CONSTANTS[argument.name]
+    if argument.has_default_value():
+        return argument.default_value
+    if str(argument.type).startswith("Optional"):
+        return None
+    raise OperatorError(f"{operator} wants {argument.name} ({argument.type}), which is not known here")
