@@ -31,12 +31,11 @@ LENGTHS = [(256, 256), (257, 257), (130, 333), (333, 130), (1, 200), (77, 1)]
 MASKS = [Mask(), Mask(right=0), Mask(right=0, alignment=END), Mask(left=37, right=11), Mask(left=150, alignment=END)]
 
 
-def specs() -> list[AttentionSpec]:
-    rows = itertools.product(HEADS, LENGTHS, MASKS)
+def specs(d: int, dv: int, group: int) -> list[AttentionSpec]:
     made = [
         AttentionSpec.make(batch=2, heads=8, kv_heads=8 // group, seqlen_q=sq, seqlen_kv=skv, head_dim=d, head_dim_v=dv,
-                           mask=mask, direction="training", softcap=3.0 if i % 30 == 7 else 0.0)
-        for i, ((d, dv, group), (sq, skv), mask) in enumerate(rows)
+                           mask=mask, direction="training", softcap=3.0 if i == 7 else 0.0)
+        for i, ((sq, skv), mask) in enumerate(itertools.product(LENGTHS, MASKS))
     ]  # fmt: skip
     return list(dict.fromkeys(made))
 
@@ -46,18 +45,19 @@ def fast_truth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "visible", visible)
 
 
-def test_it_refuses_or_agrees_with_dense_fp64(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_it_refuses_or_agrees_with_dense_fp64(heads: tuple[int, int, int], capsys: pytest.CaptureFixture[str]) -> None:
     sweep = Sweep(torch.device("cuda", 0))
-    for index, spec in enumerate(specs()):
+    for index, spec in enumerate(specs(*heads)):
         truth = Truth.of(spec, index, sweep.device)
         ran = sweep.forward(FORWARDS["fa4:bf16"], truth)
         if ran is not None:
             saved = Saved(ran[0], *ran[1]) if index % 3 else sweep.exact(truth)
             sweep.backward(BACKWARDS["fa4:bf16"], truth, saved)
     with capsys.disabled():
-        print(f"\n{sweep.report()}")
+        print(f"\n{heads}\n{sweep.report()}")
     assert not any(sweep.faults.values())
-    assert all(sweep.served[f"fa4:bf16 {way}"] > 20 for way in ("fwd", "bwd"))
+    assert all(sweep.served[f"fa4:bf16 {way}"] > 10 for way in ("fwd", "bwd"))
 
 
 def test_the_profiler_shows_this_kernel() -> None:
