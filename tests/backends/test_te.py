@@ -1,0 +1,372 @@
+"""TransformerEngine behind the contract, against a stand-in of its two calls: layouts, scales, history, refusals."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import math
+import threading
+
+import pytest
+import torch
+from dense import dense_attention, dense_gradients, gradient_sizes, relative_l2
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from problems import Problem, problems
+from standins_graph import tensors_of
+from standins_te import Current, Delayed, DType, FusedAttnBackend, Storage, fused_attn_bwd, fused_attn_fwd
+from sweep import distance
+
+from attnbench.backends import te, te_history, te_library
+from attnbench.capabilities import Device
+from attnbench.execution import Execution
+from attnbench.fp8 import Recipe, quantise
+from attnbench.kernel import BackwardKernel, ForwardKernel, Saved
+from attnbench.mask import Mask
+from attnbench.spec import AttentionSpec
+
+H200 = Device("cuda", "NVIDIA H200", (9, 0))
+B200 = Device("cuda", "NVIDIA B200", (10, 0))
+FORWARDS = {k.name: k for k in te.BACKEND.kernels if isinstance(k, ForwardKernel)}
+BACKWARDS = {k.name: k for k in te.BACKEND.kernels if isinstance(k, BackwardKernel)}
+FP8, FP8_BACKWARD = FORWARDS["te:fp8"], BACKWARDS["te:fp8"]
+SPEC = AttentionSpec.make(batch=2, heads=4, kv_heads=2, seqlen_q=96, head_dim=64)
+CAUSAL = Mask(right=0)
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    standin = te_library.Library(fused_attn_fwd, fused_attn_bwd, FusedAttnBackend, DType, Storage, Delayed, Current)
+    monkeypatch.setattr(te_library, "library", lambda: standin)
+    monkeypatch.setattr(te, "_gradients", te_history.Histories(roles=2))
+
+
+@given(problems(("bf16", "fp16")))
+def test_sixteen_bits_refuse_or_agree_with_the_truth_in_both_passes(problem: Problem) -> None:
+    spec = problem.spec
+    q, k, v, grad = tensors_of(problem)
+    forward, backward = FORWARDS[f"te:{spec.dtype}"], BACKWARDS[f"te:{spec.dtype}"]
+    assume(forward.refusals(spec, H200) == [])
+    out, lse = dense_attention(q, k, v, spec)
+    operands = forward.prepare(q, k, v, spec)
+    result = forward.run(operands)
+    assert result.out.dtype == q.dtype
+    assert distance(result.out, out, 0.1 * v.double().norm().item()) <= forward.declared_error
+    torch.testing.assert_close(result.lse.double(), lse, atol=1e-4, rtol=1e-4)
+    assume(backward.refusals(spec, H200) == [])
+    found = backward.run(Saved(operands, *result), grad)
+    truth = dense_gradients(q, k, v, grad, spec)
+    for each, wanted, size in zip(found, truth, gradient_sizes(q, k, v, grad, spec), strict=True):
+        assert each.shape == wanted.shape
+        assert distance(each, wanted, size) <= 2 * backward.declared_error
+
+
+SIZES = [
+    {"head_dim": 128, "seqlen_q": 160},
+    {"head_dim": 128, "seqlen_q": 160, "mask": CAUSAL},
+    {"head_dim": 128, "seqlen_q": 160, "dtype": "fp16", "kv_heads": 1},
+    {"head_dim": 128, "seqlen_q": 77, "seqlen_kv": 150, "mask": CAUSAL},
+    {"head_dim": 128, "seqlen_q": 150, "seqlen_kv": 77, "mask": CAUSAL},
+    {"head_dim": 64, "seqlen_q": 160, "mask": CAUSAL},
+    {"head_dim": 96, "head_dim_v": 64, "seqlen_q": 160, "scale": 0.2},
+]
+
+
+def training(**sizes: object) -> AttentionSpec:
+    return AttentionSpec.make(**{"batch": 2, "heads": 4, "kv_heads": 2, "direction": "training", **sizes})
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("spread", [1.0, 1e-3])
+def test_fp8_stays_within_its_declared_error_from_the_first_step_on(sizes: dict[str, object], spread: float) -> None:
+    spec = training(**sizes)
+    q, k, v, grad = tensors_of(Problem(spec, "bshd", True, 3))
+    v, grad = v * spread, grad * (0.1 / spread)
+    assert FP8.refusals(spec, H200) == FP8_BACKWARD.refusals(spec, H200) == []
+    out, _ = dense_attention(q, k, v, spec)
+    truth = dense_gradients(q, k, v, grad, spec)
+    for _ in range(4):
+        operands = FP8.prepare(q, k, v, spec)
+        result = FP8.run(operands)
+        assert result.out.dtype == q.dtype
+        assert relative_l2(result.out, out) <= FP8.declared_error
+        torch.testing.assert_close(result.lse.double(), dense_attention(*operands.tensors(torch.float64), spec)[1],
+                                   atol=1e-3, rtol=1e-3)  # fmt: skip
+        found = FP8_BACKWARD.run(Saved(operands, *result), grad)
+        for each, wanted in zip(found, truth, strict=True):
+            assert each.shape == wanted.shape
+            assert each.dtype == q.dtype
+            assert relative_l2(each, wanted) <= FP8_BACKWARD.declared_error
+
+
+def test_what_came_before_does_not_decide_the_answer() -> None:
+    """Delayed scaling as modules have it saturates here: one history serves every caller of a spec."""
+    spec = training(head_dim=128, seqlen_q=96, mask=CAUSAL)
+    q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 5))
+    alike = v[:, :, :1].expand_as(v), grad[:, :, :1].expand_as(grad)
+    for factor, (values, onto) in itertools.product((1e-3, 1.0, 300.0, 1e-2), ((v, grad), alike)):
+        inputs = (q, k, values * factor, onto * factor)
+        operands = FP8.prepare(*inputs[:3], spec)
+        result = FP8.run(operands)
+        assert relative_l2(result.out, dense_attention(*inputs[:3], spec)[0]) <= FP8.declared_error
+        found = FP8_BACKWARD.run(Saved(operands, *result), inputs[3])
+        sizes = gradient_sizes(*inputs, spec)
+        for each, wanted, size in zip(found, dense_gradients(*inputs, spec), sizes, strict=True):
+            assert distance(each, wanted, size) <= FP8_BACKWARD.declared_error
+
+
+def test_scales_follow_what_earlier_steps_reached() -> None:
+    history, bounds = te_history.History(2, torch.device("cpu")), torch.tensor([1e3, 1e6])
+    assert history.cold
+    assert history.scales(bounds, 5.0).tolist() == pytest.approx([5e-3, 5e-6])
+    for amax in (torch.tensor([1.0, 1e5]), torch.tensor([0.5, 2.0])):
+        history.note(amax, bounds)
+        history.note(amax, bounds)
+        assert not history.cold
+        # The largest of all steps, with a margin, and never beyond the bound; in proportion to this step's bound.
+        assert history.scales(2 * bounds, 5.0).tolist() == pytest.approx([5 / (2 * te_history._MARGIN), 2.5e-6])
+    assert history._steps == 2
+    for _ in range(te_history._LENGTH):
+        history.note(torch.tensor([0.25, 2.0]), bounds)
+        found = history.scales(bounds, 5.0)
+    assert found.tolist() == pytest.approx([20 / te_history._MARGIN, 2.5 / te_history._MARGIN])
+
+
+def test_the_first_backward_of_a_spec_runs_twice_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    standin = te_library.library()
+    counted = standin._replace(backward=lambda *a, **k: (calls.append(1), fused_attn_bwd(*a, **k))[1])
+    monkeypatch.setattr(te_library, "library", lambda: counted)
+    for spec, wanted in ((training(head_dim=128, seqlen_q=32), [2, 1, 1]), (training(head_dim=128, seqlen_q=33), [2])):
+        q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
+        for count in wanted:
+            calls.clear()
+            operands = FP8.prepare(q, k, v, spec)
+            FP8_BACKWARD.run(Saved(operands, *FP8.run(operands)), grad)
+            assert len(calls) == count
+
+
+@given(st.integers(0, 2**31), st.sampled_from([1, 2, 4]), st.sampled_from([Mask(), CAUSAL]),
+       st.sampled_from([0.01, 1.0, 30.0]), st.sampled_from([-0.4, 2.0]))  # fmt: skip
+def test_no_gradient_exceeds_its_bound(seed: int, group: int, mask: Mask, spread: float, scale: float) -> None:
+    spec = AttentionSpec.make(batch=1, heads=4, kv_heads=4 // group, seqlen_q=40, seqlen_kv=56, head_dim=16, mask=mask,
+                              dtype="fp32", scale=scale)  # fmt: skip
+    q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, seed))
+    q = q * spread
+    v[0, 0, 0] *= 100
+    ds_bound, gradient_bound = te._bounds(spec, *(x.abs().max().reshape(1) for x in (q, k, v, grad))).tolist()
+    wide_k, wide_v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    out, lse = dense_attention(q, k, v, spec)
+    scores = q.double() @ wide_k.mT * scale
+    if mask is CAUSAL:
+        scores = scores.masked_fill(torch.ones(40, 56).triu(1).bool(), -math.inf)
+    ds = torch.exp(scores - lse.unsqueeze(-1)) * (grad.double() @ wide_v.mT - (grad * out).sum(-1, keepdim=True))
+    assert max(1.0, abs(scale)) * ds.abs().max().item() <= ds_bound
+    assert max(x.abs().max().item() for x in dense_gradients(q, k, v, grad, spec)) <= gradient_bound
+
+
+def test_zeros_are_answered_with_zeros_and_leave_the_history_alone() -> None:
+    spec = training(head_dim=128, seqlen_q=64)
+    zeros = [torch.zeros_like(x) for x in tensors_of(Problem(spec, "bhsd", False, 0))]
+    for _ in range(2):
+        operands = FP8.prepare(*zeros[:3], spec)
+        result = FP8.run(operands)
+        for each in (result.out, *FP8_BACKWARD.run(Saved(operands, *result), zeros[3])):
+            assert torch.equal(each, torch.zeros_like(each))
+    q, k, v, _ = tensors_of(Problem(spec, "bhsd", False, 0))
+    assert relative_l2(FP8.run(FP8.prepare(q, k, v, spec)).out, dense_attention(q, k, v, spec)[0]) <= FP8.declared_error
+
+
+def test_what_is_not_finite_does_not_spoil_the_next_call() -> None:
+    spec = training(head_dim=128, seqlen_q=64)
+    q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
+    history = te_history.History(2, torch.device("cpu"))
+    bounds = torch.tensor([2.0, 4.0])
+    found = []
+    for amax in ([2.0**-10, 2.0**-9], [math.nan, math.inf]):
+        history.note(torch.tensor(amax), bounds)
+        found.append(history.scales(bounds, 8.0).tolist())
+    assert found[0] == found[1] == [32.0, 16.0]
+    poisoned = v.clone()
+    poisoned[0, 0, 0, 0] = math.nan
+    for values in (v, poisoned, v):
+        operands = FP8.prepare(q, k, values, spec)
+        found = FP8_BACKWARD.run(Saved(operands, *FP8.run(operands)), grad)
+    for each, wanted in zip(found, dense_gradients(q, k, v, grad, spec), strict=True):
+        assert relative_l2(each, wanted) <= FP8_BACKWARD.declared_error
+
+
+def test_while_a_graph_is_recorded_nothing_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = training(head_dim=128, seqlen_q=64)
+    q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
+    recording = False
+
+    def step() -> None:
+        operands = FP8.prepare(q, k, v, spec)
+        FP8_BACKWARD.run(Saved(operands, *FP8.run(operands)), grad)
+
+    monkeypatch.setattr(te_library, "capturing", lambda: recording)
+    monkeypatch.setattr(te_library, "_generator", lambda device: torch.Generator())
+    recording = True
+    step()
+    assert not te._gradients._kept
+    assert not te._gradients._recorded
+    recording = False
+    step()
+    step()
+    history = te._gradients._kept[(spec, torch.device("cpu"), 0)]
+    pending, steps, bounds = history._pending, history._steps, torch.ones(2)
+    recording = True
+    frozen = te._gradients.of(spec, torch.device("cpu"))
+    assert frozen.scales(bounds, 1.0).tolist() != bounds.tolist(), "the recorded step uses what was seen before"
+    step()
+    assert (history._pending, history._steps) == (pending, steps)
+    assert te._gradients._recorded == [history]
+
+
+def test_a_first_call_in_inference_mode_leaves_a_history_that_others_can_write() -> None:
+    spec = training(head_dim=128, seqlen_q=64)
+    q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
+    for mode in (True, False, True, False):
+        with torch.inference_mode(mode):
+            operands = FP8.prepare(q, k, v, spec)
+            FP8_BACKWARD.run(Saved(operands, *FP8.run(operands)), grad)
+    history = te._gradients._kept[(spec, torch.device("cpu"), 0)]
+    assert history._steps == 4  # of five: the last one's is folded in when the next one asks
+
+
+def test_two_threads_share_a_history() -> None:
+    spec = training(head_dim=128, seqlen_q=64, mask=CAUSAL)
+    q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
+    truth = dense_gradients(q, k, v, grad, spec)
+    errors: list[float] = []
+
+    def work(sign: float) -> None:
+        for _ in range(5):
+            operands = FP8.prepare(q, k, v * sign, spec)
+            found = FP8_BACKWARD.run(Saved(operands, *FP8.run(operands)), grad * sign)
+            errors.extend(relative_l2(x, y) for x, y in zip(found, (*truth[:2], truth[2] * sign), strict=True))
+
+    threads = [threading.Thread(target=work, args=(sign,)) for sign in (1.0, -1.0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 30
+    assert max(errors) <= FP8_BACKWARD.declared_error
+
+
+def test_histories_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(te_history, "_KEPT", 3)
+    for length in range(8, 14):
+        spec = SPEC.replace(seqlen_q=length)
+        te._gradients.of(spec, torch.device("cpu"))
+    assert [key[0].seqlen_q for key in te._gradients._kept] == [11, 12, 13]
+
+
+def test_nothing_that_is_given_changes_and_autograd_carries_it() -> None:
+    for name in ("te:bf16", "te:fp8"):
+        spec = training(head_dim=128, seqlen_q=64)
+        leaves = [x.detach().requires_grad_() for x in tensors_of(Problem(spec, "bshd", True, 0))[:3]]
+        before = [x.detach().clone() for x in leaves]
+        grad = torch.ones((), dtype=torch.bfloat16).expand(leaves[0].shape)
+        out, lse = Execution(spec, FORWARDS[name], BACKWARDS[name])(*leaves)
+        assert out.requires_grad
+        assert not lse.requires_grad
+        found = torch.autograd.grad(out, leaves, grad)
+        sizes = gradient_sizes(*before, grad, spec)
+        for each, wanted, size in zip(found, dense_gradients(*before, grad, spec), sizes, strict=True):
+            assert distance(each, wanted, size) <= 2 * BACKWARDS[name].declared_error
+        assert all(map(torch.equal, leaves, before))
+
+
+def test_tensors_quantised_beforehand_keep_their_descales() -> None:
+    q, k, v, _ = tensors_of(Problem(SPEC, "bhsd", False, 0))
+    quantised = [quantise(x * factor, Recipe("tensor")) for x, factor in ((q, 0.3), (k, 7.0), (v, 50.0))]
+    spec = SPEC.replace(dtype="e4m3", descale="tensor")
+    assert FP8.refusals(spec, H200) == []
+    result = FP8.run(FP8.prepare_quantised(*quantised, spec))
+    assert result.out.dtype == torch.bfloat16
+    truth, _ = dense_attention(*(x.dequantised(torch.float64) for x in quantised), spec)
+    assert relative_l2(result.out, truth) <= FP8.declared_error
+    assert "per head" in "; ".join(FP8.refusals(spec.replace(descale="head"), H200))
+
+
+@pytest.mark.parametrize("head_dim", [64, 192, 256])
+def test_an_fp8_forward_may_be_followed_by_the_sixteen_bit_backward(head_dim: int) -> None:
+    spec = training(head_dim=head_dim, seqlen_q=96)
+    q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
+    backward = BACKWARDS["te:bf16"]
+    assert FP8.refusals(spec, H200) == backward.refusals(spec, H200) == []
+    assert backward.cannot_follow(FP8, H200) is None
+    operands = FP8.prepare(q, k, v, spec)
+    result = FP8.run(operands)
+    seen = operands.tensors()
+    for each, wanted in zip(backward.run(Saved(operands, *result), grad), dense_gradients(*seen, grad, spec),
+                            strict=True):  # fmt: skip
+        assert relative_l2(each, wanted) <= FP8.declared_error  # O was rounded to e4m3, and D comes from it
+    assert "follows only te:fp8" in (FP8_BACKWARD.cannot_follow(FORWARDS["te:bf16"], H200) or "")
+
+
+REFUSED = [
+    ("bf16", {}, B200, "9.x only"),
+    ("bf16", {"softcap": 2.0}, H200, "softcap"),
+    ("bf16", {"head_dim": 264, "head_dim_v": 264}, H200, "outside 8 to 256"),
+    ("bf16", {"seqlen_q": 97, "mask": Mask(left=90, right=20)}, H200, "as many keys as queries"),
+    ("bf16", {"seqlen_q": 97, "mask": Mask(right=5, alignment="bottom-right")}, H200, "as many keys as queries"),
+    ("bf16", {"seqlen_q": 97, "mask": Mask(right=0, alignment="bottom-right")}, H200, "see no key"),
+    ("fp8", {}, B200, "9.x only"),
+    ("fp8", {"mask": Mask(left=5, right=0)}, H200, "no window mask"),
+    ("fp8", {"seqlen_q": 9, "mask": Mask(right=0, alignment="bottom-right")}, H200, "no bottom-right alignment"),
+    ("fp8", {"head_dim": 72, "head_dim_v": 72}, H200, "no multiple of 16"),
+]
+
+
+@pytest.mark.parametrize(("precision", "changes", "device", "reason"), REFUSED)
+def test_refusals(precision: str, changes: dict[str, object], device: Device, reason: str) -> None:
+    spec = SPEC.replace(**changes)
+    for kernels in (FORWARDS, BACKWARDS):
+        assert reason in "; ".join(kernels[f"te:{precision}"].refusals(spec, device))
+
+
+def test_refusals_of_a_backward_alone() -> None:
+    for changes, reason in (
+        ({"seqlen_q": 1, "seqlen_kv": 1}, "one query"),
+        ({"head_dim": 256, "head_dim_v": 128}, "head dimensions 256 and 128"),
+    ):
+        spec = SPEC.replace(**changes)
+        assert FORWARDS["te:bf16"].refusals(spec, H200) == []
+        assert reason in "; ".join(BACKWARDS["te:bf16"].refusals(spec, H200))
+    assert BACKWARDS["te:bf16"].refusals(SPEC.replace(head_dim=192, head_dim_v=128), H200) == []
+    wide = SPEC.replace(head_dim=192, head_dim_v=192)
+    assert FP8.refusals(wide, H200) == []
+    assert "outside 16 to 128" in "; ".join(FP8_BACKWARD.refusals(wide, H200))
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"transformer-engine": "2.20.2", "transformer-engine-torch": "2.20.2"}
+
+    def installed(name: str) -> str:
+        if name not in found:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found[name]
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(te, "_cudnn_version", lambda: 91900)
+    monkeypatch.setattr(te, "version", installed)
+    assert te._availability().ok
+    for changed, reason in (
+        ({"transformer-engine-torch": "2.19.0"}, "do not belong together"),
+        ({"transformer-engine": "2.9.0"}, "2.20 or newer"),
+    ):
+        kept = dict(found)
+        found.update(changed)
+        assert reason in (te._availability().reason or "")
+        found.update(kept)
+    monkeypatch.setattr(te, "_cudnn_version", lambda: 91400)
+    assert "91501" in (te._availability().reason or "")
+    del found["transformer-engine-torch"]
+    assert "transformer-engine-torch is not installed" in (te._availability().reason or "")
+    assert "transformer-engine" in (te._availability().install or "")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "without CUDA" in (te._availability().reason or "")
