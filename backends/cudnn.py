@@ -69,20 +69,16 @@ def _band(spec: AttentionSpec) -> Band:
     return Band(None if left is None else left + 1, right, spec.mask.alignment == "bottom-right")
 
 
-def _elsewhere(device: Device) -> list[str]:
-    if device.capability[0] != _HOPPER[0]:
-        return [f"is known here on compute capability 9.x only, {device.name} has another"]
-    return []
-
-
 def _refusals(spec: AttentionSpec, device: Device) -> list[str]:
-    """Checks of sdpa_support_surface.h."""
-    reasons = _elsewhere(device)
-    if spec.seqlen_q > spec.seqlen_kv:
-        if spec.mask.left is not None:
-            reasons.append("a window needs at least as many keys as queries")
-        elif spec.mask.kind != "none" and spec.mask.alignment == "bottom-right":
-            reasons.append("the bottom-right alignment needs at least as many keys as queries")
+    """What no node computes on this GPU."""
+    reasons = []
+    if device.capability[0] != _HOPPER[0]:
+        reasons.append(f"is known here on compute capability 9.x only, {device.name} has another")
+    if spec.scale <= 0:
+        # Keys that fill up a tile are hidden before the scale is applied, so this holds without a mask, too.
+        reasons.append(f"hides keys before it scales, which needs a scale above 0, not {spec.scale}")
+    if spec.seqlen_q > spec.seqlen_kv and spec.mask.left is not None:  # sdpa_support_surface.h
+        reasons.append("a window needs at least as many keys as queries")
     return reasons
 
 
@@ -174,7 +170,7 @@ class CudnnForward(ForwardKernel):
         self.declared_error = DECLARED_ERROR[precision]
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Other generations of GPU, and masks that want more keys than there are."""
+        """Other generations of GPU, scales that are not positive, windows that want more keys than there are."""
         return _refusals(spec, device)
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
@@ -233,8 +229,9 @@ class CudnnFp8Forward(ForwardKernel):
     evidence: Mapping[str, str] = {"cuda": _FORWARD_EVIDENCE}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Other generations of GPU."""
-        return _elsewhere(device)
+        """Those of 16 bits, and a single query."""
+        single = ["has no FP8 kernel for a single query"] if spec.seqlen_q == 1 else []
+        return _refusals(spec, device) + single
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
         """e4m3 with one scale a tensor, and the graph."""
@@ -274,9 +271,9 @@ class CudnnFp8Backward(BackwardKernel):
     evidence: Mapping[str, str] = {"cuda": _BACKWARD_EVIDENCE}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Other generations of GPU, and so many tokens that scales from bounds leave nothing."""
+        """Those of 16 bits, and so many tokens that scales from bounds leave nothing."""
         reason = too_long(spec)
-        return _elsewhere(device) + ([reason] if reason else [])
+        return _refusals(spec, device) + ([reason] if reason else [])
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Every scale is computed on the device, none is read back."""

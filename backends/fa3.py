@@ -33,7 +33,7 @@ PROFILED = {
     "bf16": r"FlashAttnFwdSm90(?!.*float_e4m3_t).*bfloat16_t",
     "fp16": r"FlashAttnFwdSm90(?!.*float_e4m3_t).*half_t",
 }
-_FP8_ERROR = 0.07  # 0.052 to 0.054 was measured on normal inputs, D 64 to 256; few keys and small D need more
+_FP8_ERROR = 0.08  # 0.052 to 0.054 was measured on normal inputs, D 64 to 256; few keys and small D need more
 _OMITTED = {
     "BACKWARD": "the build from {origin} has no backward",
     "FP8": "the build from {origin} has no FP8",

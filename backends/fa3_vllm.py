@@ -31,7 +31,7 @@ from .sdpa import DECLARED_ERROR
 __all__ = ["BACKEND", "VllmForward"]
 
 _INSTALL = "pip install vllm"
-_FP8_ERROR = 0.07  # that of fa3 on normal inputs, where the accumulator is not what limits
+_FP8_ERROR = 0.08  # that of fa3 on normal inputs, where the accumulator is not what limits
 
 
 class _Packed(NamedTuple):

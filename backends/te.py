@@ -101,15 +101,20 @@ def _fp8_row(*, backward: bool = False) -> dict[str, Capabilities]:
     return {"cuda": row}
 
 
-def _elsewhere(device: Device) -> list[str]:
+def _common_refusals(spec: AttentionSpec, device: Device) -> list[str]:
+    """What cuDNN, which computes it, does not compute on this GPU."""
+    reasons = []
     if device.capability[0] != _HOPPER[0]:
-        return [f"is known here on compute capability 9.x only, {device.name} has another"]
-    return []
+        reasons.append(f"is known here on compute capability 9.x only, {device.name} has another")
+    if spec.scale <= 0:
+        # Keys that fill up a tile are hidden before the scale is applied, so this holds without a mask, too.
+        reasons.append(f"hides keys before it scales, which needs a scale above 0, not {spec.scale}")
+    return reasons
 
 
 def _refusals(spec: AttentionSpec, device: Device) -> list[str]:
     """Rules of nvte_get_fused_attn_backend for cuDNN 9.7 and newer that the row cannot say."""
-    reasons = _elsewhere(device)
+    reasons = _common_refusals(spec, device)
     if spec.seqlen_q > spec.seqlen_kv:
         if spec.mask.kind == "window":
             reasons.append("a window needs at least as many keys as queries")
@@ -203,8 +208,9 @@ class TeFp8Forward(ForwardKernel):
     evidence: Mapping[str, str] = {"cuda": _FORWARD_EVIDENCE}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Other generations of GPU."""
-        return _elsewhere(device)
+        """Other generations of GPU, scales that are not positive, and a single query."""
+        single = ["has no FP8 kernel for a single query"] if spec.seqlen_q == 1 else []
+        return _common_refusals(spec, device) + single
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
         """e4m3 by TransformerEngine's cast, each tensor on its own largest magnitude."""
@@ -246,8 +252,8 @@ class TeFp8Backward(BackwardKernel):
     evidence: Mapping[str, str] = {"cuda": _BACKWARD_EVIDENCE}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Other generations of GPU."""
-        return _elsewhere(device)
+        """Other generations of GPU, and scales that are not positive."""
+        return _common_refusals(spec, device)
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The first call of a spec runs the kernel twice: what it rounds itself has no history before."""

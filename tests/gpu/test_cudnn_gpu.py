@@ -28,14 +28,14 @@ END = "bottom-right"
 HEADS = [(64, 64, 1), (80, 80, 1), (96, 96, 4), (128, 128, 1), (128, 128, 8), (192, 128, 1), (256, 256, 2)]
 LENGTHS = [(256, 256), (257, 257), (130, 333), (333, 130), (1, 200), (77, 1)]
 MASKS = [Mask(), Mask(right=0), Mask(right=0, alignment=END), Mask(left=37, right=11), Mask(left=150, alignment=END),
-         Mask(left=0, right=0)]  # fmt: skip
+         Mask(left=0, right=0), Mask(right=260, alignment=END)]  # fmt: skip
 
 
 def specs() -> list[AttentionSpec]:
     rows = itertools.product(HEADS, LENGTHS, MASKS)
     made = [
         AttentionSpec.make(batch=2, heads=8, kv_heads=8 // group, seqlen_q=sq, seqlen_kv=skv, head_dim=d, head_dim_v=dv,
-                           mask=mask, direction="training", scale=(d**-0.5, 0.21, -0.1)[i % 3])
+                           mask=mask, direction="training", scale=d**-0.5 * (1.0, 0.7, 1.3)[i % 3])
         for i, ((d, dv, group), (sq, skv), mask) in enumerate(rows)
     ]  # fmt: skip
     return list(dict.fromkeys(made))
@@ -97,7 +97,9 @@ CANNOT = [
     ("fp8", {"seqlen_q": 128, "mask": Mask(right=0, alignment=END)}),
     ("fp8", {"head_dim": 72, "head_dim_v": 72}),
     ("bf16", {"seqlen_q": 300, "mask": Mask(left=280, right=11)}),
-    ("bf16", {"seqlen_q": 300, "mask": Mask(right=60, alignment=END)}),
+    ("bf16", {"seqlen_q": 300, "seqlen_kv": 257, "scale": -0.1}),
+    ("fp8", {"mask": Mask(right=0), "scale": -0.1}),
+    ("fp8", {"seqlen_q": 1}),
     ("bf16", {"head_dim": 264, "head_dim_v": 264}),
 ]
 

@@ -54,7 +54,7 @@ def specs(dtype: str) -> list[AttentionSpec]:
     made = [
         AttentionSpec.make(
             batch=2, heads=8, kv_heads=8 // GROUPS[i % 3], seqlen_q=sq, seqlen_kv=skv, head_dim=d, head_dim_v=dv,
-            dtype=dtype, mask=mask, direction="training", scale=d**-0.5 if i % 5 else 0.21,
+            dtype=dtype, mask=mask, direction="training", scale=d**-0.5 * (1.0 if i % 5 else 0.6),
             softcap=0.0 if i % 7 else 5.0,
         )
         for i, ((sq, skv), mask, (d, dv)) in enumerate(rows)
@@ -193,9 +193,10 @@ def test_the_profiler_shows_that_kernel(name: str) -> None:
         FORWARDS[name].run(operands)
         torch.cuda.synchronize()
     ran = [event.key for event in seen.key_averages()]
+    ours = [key for key in ran if "FlashAttn" in key]
     for other in ("fp8", "bf16", "fp16"):
         matches = any(re.search(fa3.PROFILED[other], key) for key in ran)
-        assert matches == name.endswith(f":{other}"), ran
+        assert matches == name.endswith(f":{other}"), (other, ours)
 
 
 def test_more_than_2_to_the_31_elements() -> None:

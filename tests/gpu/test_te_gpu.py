@@ -37,7 +37,7 @@ def specs() -> list[AttentionSpec]:
     rows = itertools.product(HEADS, LENGTHS, MASKS)
     made = [
         AttentionSpec.make(batch=2, heads=8, kv_heads=8 // group, seqlen_q=sq, seqlen_kv=skv, head_dim=d, head_dim_v=dv,
-                           mask=mask, direction="training", scale=(d**-0.5, 0.21, -0.1)[i % 3])
+                           mask=mask, direction="training", scale=d**-0.5 * (1.0, 0.7, 1.3)[i % 3])
         for i, ((d, dv, group), (sq, skv), mask) in enumerate(rows)
     ]  # fmt: skip
     return list(dict.fromkeys(made))
@@ -169,6 +169,9 @@ CANNOT = [
     ("bf16", {"seqlen_q": 300, "mask": Mask(left=280, right=11)}),
     ("bf16", {"seqlen_q": 300, "mask": Mask(right=60, alignment=END)}),
     ("bf16", {"head_dim": 264, "head_dim_v": 264}),
+    ("bf16", {"seqlen_q": 300, "seqlen_kv": 257, "scale": -0.1}),
+    ("fp8", {"mask": CAUSAL, "scale": -0.1}),
+    ("fp8", {"seqlen_q": 1}),
 ]
 
 

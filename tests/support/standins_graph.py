@@ -238,7 +238,7 @@ class PyGraph:
         (_, _, sq, d), (_, _, skv, dv) = dims["q"], dims["v"]
         alignment, left, right = self.bounds
         fp8 = "fp8" in self.node
-        if alignment == "BOTTOM_RIGHT" and right is not None and (fp8 or sq > skv):
+        if alignment == "BOTTOM_RIGHT" and right is not None and fp8:
             raise GraphNotSupportedError("Bottom right causal mask")
         if left is not None and (left <= 0 or sq > skv or fp8):
             raise GraphNotSupportedError("Sliding window attention")
