@@ -1,0 +1,125 @@
+"""``torch-fp8``: torch's own quantised attention, FP8 forward on Hopper.
+
+From torch 2.11 on there is ``aten::_flash_attention_forward.quantized``, which
+``torch.nn.attention.experimental._scaled_dot_product_attention_quantized`` is made of.  torch declares it and brings
+no kernel: FlashAttention-3's ``flash_attn_interface`` has to be installed beside it, and
+``torch.nn.attention._fa3`` hands q, k, v and the descales over.  What is measured here against ``fa3`` is
+therefore what torch puts around that kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnbench.capabilities import Capabilities, Device
+from attnbench.fp8 import Quantised
+from attnbench.kernel import Availability, Backend, ForwardKernel, Operands, Result, gradient_dtype
+from attnbench.spec import AttentionSpec
+
+from .fa3 import HOPPER, PROFILED
+from .fa3_operands import Native, native, quantise_by_key_head, refuse_spec, window
+from .fa3_origins import ORIGINS, installed
+
+__all__ = ["BACKEND", "TorchFp8Forward"]
+
+_INSTALL_TORCH = "pip install 'torch>=2.11'"
+_INSTALL = "pip install --no-build-isolation 'git+https://github.com/Dao-AILab/flash-attention.git#subdirectory=hopper'"
+_MODULE = "torch.nn.attention._fa3"
+_ENTRY, _LOAD = "_fa3_flash_attention_forward_impl", "_fa3_import_module"
+_OMITTED = {"FP8": "was built without FP8", "LOCAL": "was built without windows"}
+_ERROR = 0.07  # that of fa3: the same kernel on the same operands
+
+
+def _availability() -> Availability:
+    if torch.version.cuda is None:
+        return Availability(reason=f"torch {torch.__version__} was built without CUDA", origin="torch")
+    if not _declared():
+        reason = f"torch {torch.__version__} has no quantised attention"
+        return Availability(reason=reason, origin="torch", install=_INSTALL_TORCH)
+    version = installed("flash_attn_interface", "flash_attn_3")
+    if version is None:
+        reason = "torch declares it, and its kernel comes with flash_attn_interface, which is not installed"
+        return Availability(reason=reason, origin="torch", install=_INSTALL)
+    return Availability(version=torch.__version__, origin=f"flash_attn_3 {version}")
+
+
+def _declared() -> bool:
+    """Whether this torch has the operator, and the functions of ``torch.nn.attention._fa3`` that are called here."""
+    try:
+        module = import_module(_MODULE)
+    except ImportError:
+        return False
+    operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
+    return hasattr(operator, "quantized") and hasattr(module, _ENTRY) and hasattr(module, _LOAD)
+
+
+@cache
+def _forward() -> Callable[..., Any]:
+    """What torch registers as ``aten::_flash_attention_forward.quantized``, loaded once.
+
+    Called without registering: ``activate_flash_attention_impl("FA3")`` would exchange the kernel behind every
+    ``scaled_dot_product_attention`` of the process, ``sdpa-flash`` included, for all threads.  Raises ImportError,
+    OSError or RuntimeError where ``flash_attn_interface`` does not fit this torch.
+    """
+    module = import_module(_MODULE)
+    getattr(module, _LOAD)("flash_attn_interface")
+    entry: Callable[..., Any] = getattr(module, _ENTRY)
+    return entry
+
+
+def _omitted(spec: AttentionSpec, given: frozenset[str]) -> list[str]:
+    """The parts that the spec needs and that the installed ``flash_attn_interface`` was made without."""
+    found = window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+    local = not isinstance(found, str) and not found.causal and (found.left >= 0 or found.right >= 0)
+    needed = {"FP8", "LOCAL"} if local else {"FP8"}
+    return [f"flash_attn_interface {_OMITTED[part]}" for part in sorted(needed & given)]
+
+
+class TorchFp8Forward(ForwardKernel):
+    """``aten::_flash_attention_forward.quantized``."""
+
+    name = "torch-fp8:fp8"
+    preference = 15
+    declared_error = _ERROR
+    rows: Mapping[str, Capabilities] = {
+        "cuda": Capabilities(dtypes=("bf16", "fp16", "e4m3"), descales=("tensor", "head"), softcap=False, **HOPPER)
+    }
+    evidence: Mapping[str, str] = {"cuda": PROFILED["fp8"]}
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """Windows that cannot be moved bottom-right, and what the installed build was made without."""
+        official = next(origin for origin in ORIGINS if origin.name == "official")
+        return refuse_spec(spec) + _omitted(spec, official.omissions())
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        """e4m3 with a scale for each (batch, key head), laid out (B, S, H, D), descales (B, Hkv) in fp32."""
+        quantised = quantise_by_key_head(q, k, v, spec)
+        return Operands(spec, *quantised, native(*quantised, spec))
+
+    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
+        """The tensors as they are; as ``fa3`` with grouped heads.  Raises InputError where one is not plain e4m3."""
+        return Operands(spec, q, k, v, native(q, k, v, spec, own_scales=False))
+
+    def run(self, operands: Operands) -> Result:
+        """The kernel; out comes as bf16 and is rounded to fp16 where that came in, the log-sum-exp is natural."""
+        given: Native = operands.native
+        spec, span = operands.spec, given.window
+        out, lse, *_ = _forward()(
+            given.q, given.k, given.v, None, None, spec.seqlen_q, span.keys, 0.0, span.causal, False,
+            *given.descales, scale=spec.scale, window_size_left=span.left, window_size_right=span.right,
+        )  # fmt: skip
+        return Result(out[..., : spec.head_dim_v].transpose(1, 2).to(gradient_dtype(spec)), lse)
+
+
+BACKEND = Backend(
+    name="torch-fp8",
+    summary="torch's own quantised attention (FlashAttention-3 behind it), FP8 forward",
+    availability=_availability,
+    kernels=(TorchFp8Forward(),),
+)

@@ -1,0 +1,174 @@
+"""``torch-fp8``: torch's own code down to ``flash_attn_3::fwd``, which a dense FP64 operator of its schema answers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+import pytest
+import standins_fa as standins
+import torch
+from dense import dense_attention, relative_l2
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from problems import Problem, problems
+from torch import Tensor
+
+from attnbench.backends import fa3_origins, torch_fp8
+from attnbench.capabilities import Device
+from attnbench.errors import InputError
+from attnbench.fp8 import Quantised, Recipe, quantise
+from attnbench.kernel import BackwardKernel
+from attnbench.mask import Mask
+from attnbench.spec import AttentionSpec
+
+_fa3 = pytest.importorskip("torch.nn.attention._fa3", reason="this torch has no quantised attention")
+H200 = Device("cuda", "NVIDIA H200", (9, 0))
+KERNEL = torch_fp8.TorchFp8Forward()
+NAMES = [part.split()[1].partition("=")[0] for part in standins.FWD["flash_attn_3"].replace(" = ", "=").split(", ")]
+LAST: dict[str, object] = {}
+
+
+def _fwd(*values: object) -> list[Tensor]:
+    """What torch calls by position; it lets the library choose the number of splits, and names the lengths."""
+    LAST.clear()
+    LAST.update(zip(NAMES, values, strict=True))
+    assert LAST["num_splits"] == 0
+    assert (LAST["max_seqlen_q"], LAST["max_seqlen_k"]) == (LAST["q"].shape[1], LAST["k"].shape[1])
+    assert LAST["softcap"] == 0
+    assert LAST["q"].dtype == torch.float8_e4m3fn
+    return standins.fa3_forward(**{**LAST, "num_splits": 1})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def torch_on_a_cpu() -> Iterator[None]:
+    """torch's own functions, with the operator replaced and their check that tensors are on a GPU left out."""
+    standins.define()
+    torch_fp8._forward.cache_clear()
+    with pytest.MonkeyPatch.context() as patch, standins.modules(flash_attn_interface={}):
+        torch_fp8._forward()
+        patch.setattr(_fa3, "_FA3_CUDA_FWD", _fwd)
+        patch.setattr(_fa3, "_fa3_common_support_error", lambda *_: None)
+        yield
+    torch_fp8._forward.cache_clear()
+
+
+@given(problems(("bf16", "fp16")))
+@settings(max_examples=60, deadline=None)
+def test_it_computes_exact_attention_on_what_it_quantised(problem: Problem) -> None:
+    spec = problem.spec.replace(direction="forward")
+    assume(not KERNEL.refusals(spec, H200))
+    q, k, v, _ = (x if problem.layout == "bhsd" else x.transpose(1, 2) for x in problem.tensors())
+    before = [x.clone() for x in (q, k, v)]
+    operands = KERNEL.prepare(q, k, v, spec)
+    result = KERNEL.run(operands)
+    out, lse = dense_attention(*operands.tensors(torch.float64), spec)
+    seen = lse > -math.inf
+    assert (result.out.dtype, result.out.shape) == (q.dtype, out.shape)
+    assert relative_l2(result.out, out) <= 0.004 or out.norm() == 0
+    assert (result.lse.dtype, result.lse.shape) == (torch.float32, lse.shape)
+    assert torch.equal(result.lse > -math.inf, seen)
+    torch.testing.assert_close(result.lse[seen].double(), lse[seen], rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(x, old) for x, old in zip((q, k, v), before, strict=True))
+
+
+@given(st.sampled_from(["tensor", "head"]), st.sampled_from([1, 2]), st.integers(0, 2**31))
+@settings(max_examples=20, deadline=None)
+def test_descales_of_any_size_are_used(granularity: str, kv_heads: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    spec = AttentionSpec.make(
+        batch=2, heads=4, kv_heads=kv_heads, seqlen_q=17, seqlen_kv=30, head_dim=64, dtype="e4m3", descale=granularity
+    )
+    inputs = []
+    for heads, length in ((4, 17), (kv_heads, 30), (kv_heads, 30)):
+        x = quantise(torch.randn(2, heads, length, 64, generator=generator), Recipe(granularity))
+        shape = (1, 1, 1, 1) if granularity == "tensor" else (2, heads, 1, 1)
+        inputs.append(Quantised(x.data, torch.rand(shape, generator=generator) * 0.02 + 1e-4, granularity))
+    assert KERNEL.refusals(spec, H200) == []
+    result = KERNEL.run(KERNEL.prepare_quantised(*inputs, spec))
+    out, lse = dense_attention(*(x.dequantised(torch.float64) for x in inputs), spec)
+    assert result.out.dtype == torch.bfloat16
+    assert relative_l2(result.out, out) < 0.004
+    assert relative_l2(result.lse, lse) < 1e-5
+
+
+def test_nothing_is_activated_in_torch() -> None:
+    """The operator behind scaled_dot_product_attention stays torch's own, whoever runs meanwhile."""
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=9, head_dim=64)
+    q, k, v = (torch.randn(1, 2, 9, 64, dtype=torch.bfloat16) for _ in range(3))
+    operators = ("aten::_flash_attention_forward", "aten::_flash_attention_forward.quantized")
+    before = [torch._C._dispatch_dump(name) for name in operators]
+    KERNEL.run(KERNEL.prepare(q, k, v, spec))
+    assert LAST  # torch's function ran
+    assert torch.nn.attention.current_flash_attention_impl() is None
+    assert [torch._C._dispatch_dump(name) for name in operators] == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"softcap": 5.0}, "no softcap"),
+        ({"head_dim": 264, "head_dim_v": 264}, "outside 1 to 256"),
+        ({"seqlen_q": 999, "mask": Mask(left=5, right=0)}, "last key"),
+        ({"scale": -1.0}, "positive scale"),
+        ({"dtype": "fp32"}, "takes bf16, fp16, e4m3 tensors"),
+        ({"dtype": "e4m3", "descale": "block"}, "not per block"),
+    ],
+)
+def test_refusals(changes: dict[str, object], sentence: str) -> None:
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64)
+    assert KERNEL.refusals(spec, H200) == []
+    assert sentence in " ".join(KERNEL.refusals(spec.replace(**changes), H200))
+    for device in (Device("cuda", "an A100", (8, 0)), Device("cuda", "a B200", (10, 0)), Device("cpu", "CPU")):
+        assert KERNEL.refusals(spec, device)
+    assert not any(isinstance(kernel, BackwardKernel) for kernel in torch_fp8.BACKEND.kernels)
+
+
+def test_what_the_build_was_made_without_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64, mask=Mask(right=0))
+    window = spec.replace(mask=Mask(left=3, right=0))
+    flags = {"FLASHATTENTION_DISABLE_LOCAL": True, "FLASHATTENTION_DISABLE_FP8": False}
+    with standins.modules(flash_attn_config={"CONFIG": {"build_flags": flags}}):
+        assert KERNEL.refusals(spec, H200) == []
+        assert KERNEL.refusals(window, H200) == ["flash_attn_interface was built without windows"]
+        flags["FLASHATTENTION_DISABLE_FP8"] = True
+        assert KERNEL.refusals(spec, H200) == ["flash_attn_interface was built without FP8"]
+    assert fa3_origins.ORIGINS[0].name == "official"
+
+
+def test_tensors_that_are_not_plain_are_an_error() -> None:
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=8, head_dim=16, dtype="e5m2", descale="head")
+    x = quantise(torch.randn(1, 1, 8, 16), Recipe("head", "e5m2"))
+    with pytest.raises(InputError, match="e4m3"):
+        KERNEL.prepare_quantised(x, x, x, spec)
+
+
+def test_availability_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with standins.modules(flash_attn_interface={}):
+        found = torch_fp8.BACKEND.availability()
+        assert (found.ok, found.version, found.origin) == (True, torch.__version__, "flash_attn_3 unknown")
+        monkeypatch.setattr(torch_fp8, "_ENTRY", "_a_name_of_another_version")
+        found = torch_fp8.BACKEND.availability()
+        assert "has no quantised attention" in (found.reason or "")
+        assert "torch" in (found.install or "")
+        monkeypatch.setattr(torch_fp8, "_MODULE", "torch.nn.attention._none")
+        assert "has no quantised attention" in (torch_fp8.BACKEND.availability().reason or "")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "without CUDA" in (torch_fp8.BACKEND.availability().reason or "")
+
+
+def test_availability_names_the_missing_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch_fp8, "installed", lambda *_: None)
+    found = torch_fp8.BACKEND.availability()
+    assert "flash_attn_interface, which is not installed" in (found.reason or "")
+    assert "flash-attention" in (found.install or "")
+
+
+def test_the_evidence_is_the_fp8_kernel() -> None:
+    name = "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<{}>>>"
+    pattern = KERNEL.evidence["cuda"]
+    assert re.search(pattern, name.format("cutlass::float_e4m3_t, cutlass::bfloat16_t"))
+    assert not re.search(pattern, name.format("cutlass::bfloat16_t"))
