@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch._dynamo.config
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from attnbench.capabilities import Capabilities, Device
+from attnbench.devices import describe
 from attnbench.fp8 import Quantised, Recipe, quantise, quantise_with
 from attnbench.kernel import (
     Backend,
@@ -24,9 +26,14 @@ from attnbench.kernel import (
     gradient_dtype,
 )
 from attnbench.mask import Mask
+from attnbench.plan import precision_of
 from attnbench.spec import AttentionSpec
 
+from .flex_tiles import kernel_options
 from .sdpa import DECLARED_ERROR, aligned, availability
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import FlexKernelOptions
 
 __all__ = ["BACKEND", "BLOCK", "block_mask"]
 
@@ -34,18 +41,23 @@ BLOCK = 128  # queries and keys of a block of the mask, FlexAttention's own defa
 _PROGRAMS = 2**16  # compiled variants to keep in a process; dynamo's default of 8 is a guess at models, not at this
 _PRECISIONS = ("bf16", "fp16")
 _RECIPE = Recipe("head", "e4m3")
+_NO_FP8_GRADIENTS = "torch has no gradients of FlexAttention in float8; a 16-bit backward can follow flex:fp8"
 _ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class _Native:
-    """What the compiled function is called with; ``descale`` (B, H, 1, 1) multiplies an FP8 output."""
+    """What the compiled function is called with.
+
+    ``descale`` (B, H, 1, 1) multiplies an FP8 output; ``options`` are the kernel's, its tile among them.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     blocks: BlockMask | None
     score_mod: _ScoreMod | None
+    options: FlexKernelOptions
     descale: Tensor | None = None
 
 
@@ -58,6 +70,7 @@ def _attend(native: _Native, scale: float, lse: bool, dtype: torch.dtype) -> tup
         block_mask=native.blocks,
         scale=scale,
         enable_gqa=native.q.shape[1] != native.k.shape[1],
+        kernel_options=native.options.copy(),
         return_aux=AuxRequest(lse=lse),
     )
     if native.descale is not None:
@@ -154,6 +167,10 @@ def _cap(spec: AttentionSpec, device: torch.device) -> Tensor | None:
     return torch.full((), spec.softcap, dtype=torch.float32, device=device) if spec.softcap else None
 
 
+def _options(spec: AttentionSpec, device: torch.device, precision: str) -> FlexKernelOptions:
+    return cast("FlexKernelOptions", kernel_options(spec, describe(device).capability, precision))
+
+
 @cache
 def _compiler_reason(device_type: str) -> str | None:
     """What inductor lacks to compile for this kind of device, or None."""
@@ -200,13 +217,14 @@ class FlexForward(ForwardKernel):
         return _refusals(device)
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
-        """The tensors as they are where rows are contiguous, the blocks of the mask, and the cap."""
+        """The tensors as they are where rows are contiguous, the blocks of the mask, the cap and the tile."""
         cap = _cap(spec, q.device)
         blocks = block_mask(spec.mask, spec.seqlen_q, spec.seqlen_kv, q.device)
         rows = partial(aligned, vector=q.element_size())
         # Detached, because flex refuses leaves on the CPU even where no gradients are recorded.
         q_, k_, v_ = (rows(x.detach()) for x in (q, k, v))
-        native = _Native(q_, k_, v_, blocks, None if cap is None else _capped(cap))
+        options = _options(spec, q.device, precision_of(self.name))
+        native = _Native(q_, k_, v_, blocks, None if cap is None else _capped(cap), options)
         return Operands(spec, q, k, v, native)
 
     def run(self, operands: Operands) -> Result:
@@ -297,6 +315,28 @@ class FlexFp8Forward(ForwardKernel):
             return Result(*_call(operands.native, spec.scale, gradient_dtype(spec)))
 
 
+class FlexFp8Backward(BackwardKernel):
+    """Listed for its reason: FlexAttention's gradients do not exist in float8, and no other precision stands in.
+
+    Its lowering multiplies out by grad_out in their own type, which no float8 product has (pytorch#154750).
+    """
+
+    name = "flex:fp8"
+    declared_error = 0.08
+    follows = ("flex:fp8",)
+
+    def __init__(self, rows: Mapping[str, Capabilities]) -> None:
+        self.rows = rows
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """Always refused."""
+        return [_NO_FP8_GRADIENTS]
+
+    def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Cannot be reached."""
+        raise NotImplementedError(_NO_FP8_GRADIENTS)
+
+
 def _laid_out(q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec, score_mod: _ScoreMod | None) -> Operands:
     """Rows contiguous in Q and K, tokens contiguous in V: what FP8 products need below Blackwell."""
     native = _Native(
@@ -305,6 +345,7 @@ def _laid_out(q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec, sco
         v.data.mT.contiguous().mT,
         block_mask(spec.mask, spec.seqlen_q, spec.seqlen_kv, q.data.device),
         score_mod,
+        _options(spec, q.data.device, "fp8"),
         _per_query_head(v.descale, spec)[..., None, None],
     )
     return Operands(spec, q, k, v, native)
@@ -332,13 +373,15 @@ def _balanced(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[Quantised, Qua
     )
 
 
+_FP8 = FlexFp8Forward()
 BACKEND = Backend(
     name="flex",
     summary="torch's FlexAttention, compiled by inductor",
     availability=availability,
     kernels=(
         *(kernel(precision) for precision in _PRECISIONS for kernel in (FlexForward, FlexBackward)),
-        FlexFp8Forward(),
+        _FP8,
+        FlexFp8Backward(_FP8.rows),
     ),
     compiles=True,
 )

@@ -16,6 +16,7 @@ from .. import __version__
 from ..errors import AttnbenchError, AttnbenchWarning
 from .backends import backends
 from .capture import capture
+from .check import check
 from .doctor import doctor
 from .explain import explain
 from .merge import merge
@@ -32,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (sweep, backends, explain, doctor, merge):
+for command in (sweep, backends, explain, check, doctor, merge):
     app.command()(command)
 # Everything behind the program's name is the program's.
 app.command(context_settings={"allow_interspersed_args": False})(capture)

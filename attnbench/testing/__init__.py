@@ -1,5 +1,6 @@
 """For authors of kernels, and for attnbench itself: what proves that a fault would be noticed."""
 
-from .conformance import Report, check_backend
+from .conformance import check_backend
+from .conformance_report import Finding, Report
 
-__all__ = ["Report", "check_backend"]
+__all__ = ["Finding", "Report", "check_backend"]

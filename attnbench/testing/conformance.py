@@ -7,13 +7,12 @@ keep out of their specs, so that a fault is named once, and by the check that is
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from random import Random
-from typing import Literal
 
 import torch
 
 from .. import devices
+from ..environment import Environment
 from ..errors import AttnbenchError
 from ..kernel import Backend
 from ..plan import Plan, backend_of
@@ -21,63 +20,15 @@ from ..registry import Registry
 from ..registry import registry as installed
 from ..spec import FP8_DTYPES, AttentionSpec
 from .conformance_checks import CHECKS, Check
+from .conformance_report import Finding, Report
 from .conformance_subject import Subject, shrunk
 
-__all__ = ["Finding", "Report", "check_backend"]
+__all__ = ["check_backend"]
 
-_FEW = 2  # specs of each check where every new shape is compiled
+_FEW = 2  # specs of each check that runs, where every new shape is compiled
 _BECAUSE = "not asked, because of: "
 _RAISED = "raised "
 _EXACT = "reference:fp32"  # the forward for a backward that has none of its own
-
-Outcome = Literal["passed", "failed", "skipped"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What a check found about a plan: ``said`` with numbers, ``spec`` the smallest failing one."""
-
-    plan: str
-    check: str
-    outcome: Outcome
-    said: str
-    spec: AttentionSpec | None = None
-    look: str = ""
-
-
-@dataclass(frozen=True)
-class Report:
-    """The findings about a backend; as text, what to print."""
-
-    backend: str
-    device: str
-    version: str
-    seed: int
-    findings: tuple[Finding, ...]
-
-    @property
-    def failures(self) -> tuple[Finding, ...]:
-        """What has to be mended."""
-        return tuple(each for each in self.findings if each.outcome == "failed")
-
-    @property
-    def ok(self) -> bool:
-        """Whether something was checked and nothing failed."""
-        return not self.failures and any(each.outcome == "passed" for each in self.findings)
-
-    def __str__(self) -> str:
-        lines = [f"{self.backend} ({self.version}) on {self.device}, seed {self.seed}"]
-        for plan in dict.fromkeys(each.plan for each in self.findings):
-            lines += ["", plan]
-            for each in (each for each in self.findings if each.plan == plan):
-                outcome = each.outcome.upper() if each.outcome == "failed" else each.outcome
-                lines.append(f"  {outcome:8} {each.check:15} {each.said}")
-                if each.spec is not None:
-                    lines.append(f"  {'':8} {'smallest spec':15} {each.spec}")
-                if each.look:
-                    lines.append(f"  {'':8} {'look at':15} {each.look}")
-        counts = {kind: sum(each.outcome == kind for each in self.findings) for kind in ("passed", "failed", "skipped")}
-        return "\n".join([*lines, "", ", ".join(f"{count} {kind}" for kind, count in counts.items())])
 
 
 def check_backend(
@@ -88,6 +39,7 @@ def check_backend(
     ``name`` is a backend, one of its kernels or a plan; ``device`` auto, cpu, cuda or cuda:N.
     Specs are small, drawn from ``seed`` within what the kernels' rows declare; a kernel is
     right where it stays within twice its ``declared_error``, which few numbers stray from.
+    The report says where it was made; ``to_markdown`` gives it as a document to keep.
     ``known`` is the registry, that of everything installed unless given.
 
     >>> assert check_backend("naive", "cpu").ok
@@ -98,18 +50,25 @@ def check_backend(
     known = known or installed()
     known.check(name)
     backend = known.backend(backend_of(name))
-    found = known.availability(backend.name)
-    if not found.ok:
-        how = f"; add it with: {found.install}" if found.install else ""
-        raise AttnbenchError(f"{backend.name} cannot be used here: {found.reason}{how}")
+    asked = dict.fromkeys(backend_of(each) for each in (Plan.parse(name).kernels if ":" in name else (name,)))
+    versions = [_version(each, known) for each in asked]
     place = devices.find(device)
     subjects = [Subject(plan, place, known, seed) for plan in _plans(name, backend, known)]
     findings = tuple(_findings(subjects, backend))
-    version = " from ".join(each for each in (found.version, found.origin) if each)
-    report = Report(name, devices.describe(place).name, version, seed, findings)
+    here = Environment.detect(place, known)
+    report = Report(name, here.device_name, ", ".join(versions), seed, here, findings)
     if not quiet:
         print(report)
     return report
+
+
+def _version(backend: str, known: Registry) -> str:
+    """Version and origin of a backend.  Raises AttnbenchError where it cannot be used."""
+    found = known.availability(backend)
+    if not found.ok:
+        how = f"; add it with: {found.install}" if found.install else ""
+        raise AttnbenchError(f"{backend} cannot be used here: {found.reason}{how}")
+    return " from ".join((found.version or "of unknown version", *filter(None, [found.origin])))
 
 
 def _plans(name: str, backend: Backend, known: Registry) -> list[Plan]:
@@ -147,7 +106,8 @@ def _findings(subjects: Sequence[Subject], backend: Backend) -> Iterator[Finding
                 before = next((each for each in subjects if each.plan == Plan(plan.forward)), None)
                 subject.broken |= before.broken if before else set()
             for check in checks:
-                finding = _examined(subject, check, known, alone, _FEW if backend.compiles else check.count)
+                few = backend.compiles and check.name != "refusals"
+                finding = _examined(subject, check, known, alone, _FEW if few else check.count)
                 if finding is None:
                     continue
                 if finding.outcome == "failed" or finding.said.startswith(_BECAUSE):

@@ -17,6 +17,7 @@ from .conformance_conduct import (
     renewed,
     repeated,
     runs,
+    surrounded,
     threaded,
     untouched,
 )
@@ -85,6 +86,12 @@ CHECKS: tuple[Check, ...] = (
         after=("returned",),
     ),
     Check(
+        name="torch's state",
+        wrong=surrounded,
+        look="settings, seeds and streams that a call changes: put back what was there, or do not touch it",
+        count=2,
+    ),
+    Check(
         name="out",
         wrong=correct,
         look="the two products and the softmax, or a declared_error that is too small",
@@ -110,7 +117,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         name="repeated calls",
         wrong=repeated,
-        look="state that one call leaves to the next: workspaces, semaphores, amax histories",
+        look="what a call leaves to the next: workspaces, semaphores, amax histories, operands that run changes",
         after=_PLAIN,
         count=2,
     ),

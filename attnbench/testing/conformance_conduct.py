@@ -34,6 +34,7 @@ __all__ = [
     "renewed",
     "repeated",
     "runs",
+    "surrounded",
     "threaded",
     "untouched",
 ]
@@ -59,7 +60,7 @@ def refused(subject: Subject, spec: AttentionSpec) -> str | None:
                 return f"{kernel.name} refuses with more than one sentence: {sentence!r}"
     reasons = subject.refusals(spec)
     try:
-        choose(spec, subject.device, backend=str(subject.plan), known=subject.registry)
+        choose(spec, subject.device, backend=str(subject.plan), table=subject.no_table, known=subject.registry)
     except RefusedError as error:
         return None if reasons else f"attention(backend=...) refuses it, because {error}, where the kernel does not"
     return "attention(backend=...) would run what the kernel refuses" if reasons else None
@@ -91,6 +92,35 @@ def untouched(subject: Subject, spec: AttentionSpec) -> str | None:
         subject.backward.run(Saved(operands, result.out, result.lse, result.state), inputs.grad_out)
     changed = [name for name, x in given.items() if not same_bits(x, before[name])]
     return f"{', '.join(changed)} changed during the call" if changed else None
+
+
+def surrounded(subject: Subject, spec: AttentionSpec) -> str | None:
+    """Torch's own state, random numbers included, is as it was before the call."""
+    inputs = inputs_of(spec, subject.device)
+    before = _torch_state(subject.device)
+    subject.answers(spec, inputs)
+    after = _torch_state(subject.device)
+    changed = [name for name, was in before.items() if after[name] != was]
+    return f"the call leaves another {' and '.join(changed)} behind" if changed else None
+
+
+def _torch_state(device: torch.device) -> dict[str, object]:
+    state: dict[str, object] = {
+        "random state": torch.get_rng_state().numpy().tobytes(),
+        "grad mode": torch.is_grad_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "precision of fp32 products": torch.get_float32_matmul_precision(),
+        "number of threads": torch.get_num_threads(),
+        "choice of deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+    }
+    if device.type == "cuda":
+        state |= {
+            "random state of the GPU": torch.cuda.get_rng_state(device).numpy().tobytes(),
+            "current device": torch.cuda.current_device(),
+            "current stream": torch.cuda.current_stream(device).cuda_stream,
+        }
+    return state
 
 
 def renewed(subject: Subject, spec: AttentionSpec) -> str | None:
@@ -125,6 +155,10 @@ def repeated(subject: Subject, spec: AttentionSpec) -> str | None:
         if said := subject.wrong(spec, again, truth):
             return f"call {number} on the same inputs: {said}"
         bits = bits and all(same_bits(x, again[name]) for name, x in first.items())
+    operands = subject.forward.prepare(inputs.q, inputs.k, inputs.v, spec)
+    for turn in ("first", "second"):
+        if said := subject.wrong(spec, subject.answers_of(operands, inputs.grad_out), truth):
+            return f"the {turn} run on the same operands: {said}"
     subject.note("repeated calls", "the same bits every time" if bits else "not the same bits every time")
     return None
 

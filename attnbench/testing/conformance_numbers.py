@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..fp8 import BLOCK, Quantised, quantise_with
 from ..harness.accuracy import TensorName
+from ..harness.probes import same_bits
 from ..kernel import gradient_dtype
 from ..mask import Alignment, Mask
 from ..spec import AttentionSpec
@@ -173,6 +174,14 @@ def descaled(subject: Subject, spec: AttentionSpec) -> str | None:
         said = _descaled(subject, spec, given)
     if said is not None:
         return said
+    before = [(x.data.clone(), x.descale.clone()) for x in given]
+    subject.forward.run(subject.forward.prepare_quantised(*given, spec))
+    for name, x, (data, descale) in zip("qkv", given, before, strict=True):
+        if not (same_bits(x.data, data) and same_bits(x.descale, descale)):
+            return f"{name} or its descale changed during the call"
+    views = [replace(x, data=x.data.transpose(1, 2).contiguous().transpose(1, 2)) for x in given]
+    if said := _descaled(subject, spec, (views[0], views[1], views[2])):
+        return f"with FP8 views of (B, S, H, D) memory {said}"
     for index, name in enumerate("qkv"):
         doubled = [replace(x, descale=2 * x.descale) if index == each else x for each, x in enumerate(given)]
         if said := _descaled(subject, spec, (doubled[0], doubled[1], doubled[2])):

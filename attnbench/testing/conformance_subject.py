@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..capabilities import Capabilities, Device
 from ..devices import describe
+from ..environment import Environment
 from ..errors import InputError
 from ..fp8 import Quantised
 from ..harness.accuracy import TensorName, Truth, judged
@@ -23,6 +24,7 @@ from ..mask import Mask
 from ..plan import Plan
 from ..registry import Registry
 from ..spec import DTYPES, FP8_DTYPES, AttentionSpec
+from ..table import Table
 
 __all__ = ["FEATURES", "Subject", "Values", "exact_of", "inputs_of", "shrunk", "truth_of", "wide_inputs"]
 
@@ -122,6 +124,11 @@ class Subject:
     def facts(self) -> Device:
         """The device as refusals know it."""
         return describe(self.device)
+
+    @cached_property
+    def no_table(self) -> Table:
+        """A table that knows nothing, so that no finding depends on what this machine's user has measured."""
+        return Table.from_entries(Environment.detect(self.device, self.registry), [])
 
     @property
     def row(self) -> Capabilities | None:

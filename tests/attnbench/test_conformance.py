@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnbench import AttentionSpec, Mask
+from attnbench import AttentionSpec, Mask, selector
 from attnbench.backends.reference import BACKEND as REFERENCE
 from attnbench.capabilities import Capabilities, Device
 from attnbench.errors import AttnbenchError, UnknownBackendError
 from attnbench.fp8 import Quantised
 from attnbench.kernel import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
 from attnbench.registry import Registry
-from attnbench.testing import Report, check_backend
+from attnbench.testing import Report, check_backend, conformance
 from attnbench.testing.conformance_checks import CHECKS
 from attnbench.testing.faults import BACKEND as PLANTED
 
@@ -28,6 +28,15 @@ ROW = Capabilities(dtypes=("bf16", "fp32", "e4m3"), head_dims=(8, 64, 8), descal
 ROWS = {"cpu": ROW}
 EXACT = next(kernel for kernel in REFERENCE.kernels if isinstance(kernel, ForwardKernel))
 EXACT_BACKWARD = next(kernel for kernel in REFERENCE.kernels if isinstance(kernel, BackwardKernel))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors this small gain nothing from threads, which on a busy machine wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 class Forward(ForwardKernel):
@@ -156,6 +165,43 @@ class Restless(Forward):
         return self.seen >= 3
 
 
+class Consuming(Forward):
+    """Clears its operands once it has read them."""
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        return super().prepare(q, k, v.clone(), spec)
+
+    def run(self, operands: Operands) -> Result:
+        result = super().run(operands)
+        operands.tensors()[2].zero_()
+        return result
+
+
+class Drawing(Forward):
+    """Takes a number from the caller's generator."""
+
+    def run(self, operands: Operands) -> Result:
+        torch.rand(1)
+        return super().run(operands)
+
+
+class Absorbing(Forward):
+    """Multiplies V by its descale where the descale lies."""
+
+    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
+        operands = super().prepare_quantised(q, k, replace(v, descale=v.descale.clone()), spec)
+        v.descale.mul_(1.001)
+        return operands
+
+
+class DenseFp8(Forward):
+    """Reads FP8 memory as if it were contiguous."""
+
+    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
+        read = [replace(x, data=x.data.as_strided(x.data.shape, torch.empty(x.data.shape).stride())) for x in (q, k, v)]
+        return super().prepare_quantised(*read, spec)
+
+
 class Shared(Forward):
     """Hands its operands from prepare to run through an attribute."""
 
@@ -244,6 +290,7 @@ FORWARDS: dict[str, tuple[Callable[[], ForwardKernel], str, str]] = {
     "half-precision LSE": (lambda: Changed(lambda _, r: r._replace(lse=r.lse.half())), "returned", "float16"),
     "no LSE": (lambda: Changed(lambda _, r: r._replace(lse=None)), "returned", "lse is None"),
     "in place": (Impatient, "inputs", "k changed"),
+    "drawing": (Drawing, "torch's state", "random state"),
     "zeros": (lambda: Changed(lambda _, r: r._replace(out=r.out * 0)), "out", "out is off by 1"),
     "one row": (
         lambda: Changed(lambda _, r: r._replace(out=r.out.index_fill(2, torch.tensor([0]), 0))),
@@ -253,6 +300,7 @@ FORWARDS: dict[str, tuple[Callable[[], ForwardKernel], str, str]] = {
     "base 2": (lambda: Changed(lambda _, r: r._replace(lse=r.lse / 0.6931472)), "LSE", "base 2"),
     "empty rows": (lambda: Changed(absent_as_zero), "empty rows", "lse"),
     "restless": (Restless, "repeated calls", "call"),
+    "consuming": (Consuming, "repeated calls", "second run on the same operands"),
     "remembering": (Remembering, "new values", "negated"),
     "buffered": (Buffered, "results kept", "out of the first call"),
     "lengths": (lambda: Changed(only(lambda s: s.seqlen_q != s.seqlen_kv)), "lengths", "out"),
@@ -264,6 +312,8 @@ FORWARDS: dict[str, tuple[Callable[[], ForwardKernel], str, str]] = {
     "scale": (lambda: Mistaken(lambda s: s.replace(scale=s.head_dim**-0.5)), "scale", "is off by"),
     "head_dim_v": (lambda: Changed(only(lambda s: s.head_dim != s.head_dim_v)), "head_dim_v", "out"),
     "descales": (Undescaled, "descales", "k_descale = 1"),
+    "descales in place": (Absorbing, "descales", "v or its descale changed"),
+    "FP8 strides": (DenseFp8, "descales", "with FP8 views"),
     "strides": (Dense, "strides", "with every second column"),
     "threads": (Shared, "threads", "two threads"),
     "memory": (Hoarding, "memory", "alive"),
@@ -383,3 +433,47 @@ def test_a_backend_that_refuses_everything_has_shown_nothing() -> None:
     report = check(kernel)
     assert not report.failures
     assert not report.ok
+
+
+def test_a_report_to_keep_says_where_it_was_made_and_what_to_mend() -> None:
+    report = examined("window")
+    text = report.to_markdown()
+    assert text.startswith("# Conformance of `mine`\n")
+    assert f"**{report.summary}**" in text
+    assert f"| torch | {report.environment.torch} |" in text
+    (failure,) = report.failures
+    assert f"smallest spec: `{failure.spec}`" in text
+    assert "| window | **failed** |" in text
+    assert failure.look in text
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert all(len(re.findall(r"(?<!\\)\|", line)) in (3, 4) for line in tables)
+
+
+def test_what_a_library_says_cannot_break_a_report() -> None:
+    class Shouting(Forward):
+        def run(self, operands: Operands) -> Result:
+            raise RuntimeError("|a|<b>\x1b[31m" + "x" * 1000)
+
+    report = check(Shouting())
+    assert {each.check for each in report.failures} == {"runs"}
+    for text in (str(report), report.to_markdown()):
+        assert "\x1b" not in text
+        assert max(map(len, text.splitlines())) < 700
+    assert "\\|a\\|&lt;b>" in report.to_markdown()
+
+
+def test_a_plan_s_every_backend_must_be_there() -> None:
+    backward = Backward()
+    backward.name = "gone:fp64"
+    gone = Backend("gone", "", lambda: Availability(reason="no such wheel"), (backward,))
+    with pytest.raises(AttnbenchError, match="gone cannot be used here"):
+        check_backend("reference:fp32>gone:fp64", "cpu", known=Registry([REFERENCE, gone]))
+
+
+def test_what_this_machine_s_user_has_measured_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(device: torch.device) -> None:
+        raise AssertionError("the user's own table was asked for")
+
+    monkeypatch.setattr(selector, "user_table", read)
+    monkeypatch.setattr(conformance, "CHECKS", tuple(each for each in CHECKS if each.name == "refusals"))
+    assert check(Forward()).ok

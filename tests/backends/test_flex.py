@@ -16,8 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 from attnbench.backends import flex
 from attnbench.capabilities import Device
 from attnbench.fp8 import Recipe, quantise
-from attnbench.kernel import BackwardKernel, ForwardKernel
+from attnbench.kernel import BackwardKernel, ForwardKernel, Saved
 from attnbench.mask import Mask
+from attnbench.registry import registry
 from attnbench.spec import AttentionSpec
 
 CPU = Device("cpu", "CPU")
@@ -173,7 +174,21 @@ def test_without_a_compiler_it_says_what_to_install() -> None:
 def test_the_backward_follows_its_own_forward_alone() -> None:
     for name, backward in BACKWARDS.items():
         assert backward.cannot_follow(FORWARDS[name], H200) is None
-        assert backward.cannot_follow(FORWARDS["flex:fp8"], H200) is not None
+        other = "flex:bf16" if name == "flex:fp8" else "flex:fp8"
+        assert backward.cannot_follow(FORWARDS[other], H200) is not None
+
+
+def test_an_fp8_backward_is_refused_for_a_reason_and_16_bits_can_follow() -> None:
+    spec = spec_of(64, 64, Mask(), head_dim=64, direction="training")
+    backward = BACKWARDS["flex:fp8"]
+    assert backward.refusals(spec, H200) == [
+        "torch has no gradients of FlexAttention in float8; a 16-bit backward can follow flex:fp8"
+    ]
+    forward = FORWARDS["flex:fp8"]
+    with pytest.raises(NotImplementedError, match="no gradients"):
+        backward.run(Saved(forward.prepare(*Problem(spec, "bhsd", False, 0).tensors()[:3], spec), None, None), None)
+    plans = {str(plan) for plan in registry().plans_with("flex:fp8", spec)}
+    assert {"flex:fp8>flex:fp8", "flex:fp8>sdpa-flash:bf16"} <= plans
 
 
 @pytest.mark.parametrize(

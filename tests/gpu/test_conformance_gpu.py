@@ -1,5 +1,12 @@
 """The conformance suite on a GPU: installed backends pass, and what only a GPU shows is found by name."""
 
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -42,14 +49,38 @@ class OwnStream(ForwardKernel):
         return result
 
 
+class Frozen(ForwardKernel):
+    """Records a graph of the tensors of the call before, which a replay then reads for ever."""
+
+    name = "frozen:fp32"
+    declared_error = 0.004
+    rows = {"cuda": Capabilities(dtypes=("bf16",))}  # noqa: RUF012
+    before: Operands | None = None
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        return registry().forward("reference:fp32").prepare(q, k, v, spec)
+
+    def run(self, operands: Operands) -> Result:
+        if not torch.cuda.is_current_stream_capturing():
+            self.before = Operands(operands.spec, *(x.clone() for x in operands.tensors()))
+        elif self.before is not None:
+            operands = self.before
+        return registry().forward("reference:fp32").run(operands)
+
+
 @pytest.mark.parametrize("name", [name for name in registry().backends if name != "emulated"])
-def test_an_installed_backend_conforms(name: str) -> None:
+def test_an_installed_backend_conforms(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a process of its own: a graph that cannot be recorded, or a crash, leaves one unfit for the next backend."""
     if reason := registry().availability(name).reason:
         pytest.skip(reason)
-    report = check_backend(name, "cuda")
-    if not any(each.outcome != "skipped" for each in report.findings):
+    command = [sys.executable, "-m", "attnbench", "check", name, "--device", "cuda", "-o", str(tmp_path / "report.md")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    with capsys.disabled():
+        print(f"\n{run.stdout}{run.stderr}")
+    if re.search(r"^0 passed, 0 failed", run.stdout, re.MULTILINE):
         pytest.skip("it has no kernel for this GPU")
-    assert report.ok, str(report)
+    assert run.returncode == 0
+    assert torch.cuda.get_device_name(0) in (tmp_path / "report.md").read_text(encoding="utf-8")
 
 
 def test_work_on_a_stream_of_its_own_is_found() -> None:
@@ -58,3 +89,7 @@ def test_work_on_a_stream_of_its_own_is_found() -> None:
 
 def test_a_result_that_comes_late_is_found() -> None:
     assert not check(Late("fp8-late")).ok
+
+
+def test_a_graph_that_does_not_see_new_values_is_found() -> None:
+    assert {each.check for each in check(Frozen()).failures} == {"CUDA graph"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import dense
 import pytest
@@ -121,10 +122,45 @@ def test_float8_serves_a_backward_of_another_backend() -> None:
         assert dense.relative_l2(each, wanted) <= 0.15
 
 
+def test_the_refused_float8_backward_fails() -> None:
+    device = torch.device("cuda", 0)
+    spec = spec_of(256, 256, 64, 1, Mask())
+    forward, backward = FORWARDS["flex:fp8"], BACKWARDS["flex:fp8"]
+    if forward.refusals(spec, describe(device)):
+        pytest.skip("this GPU has no FP8 FlexAttention")
+    assert "no gradients" in backward.refusals(spec, describe(device))[0]
+    q, k, v, grad = Truth.of(spec, 0, device).inputs
+    native = forward.prepare(q, k, v, spec).native
+    leaves = [x.detach().requires_grad_() for x in (native.q, native.k, native.v)]
+    lifted = replace(native, q=leaves[0], k=leaves[1], v=leaves[2])
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        with torch.enable_grad():
+            out, _ = flex._call(lifted, spec.scale, torch.bfloat16)
+        return torch.autograd.grad(out, leaves, grad)
+
+    with pytest.raises(Exception, match=r"(?i)float8|fp8|not implemented|dtype"):
+        gradients()
+
+
+@pytest.mark.parametrize(("name", "head_dim"), [("flex:bf16", 8), ("flex:fp8", 16), ("flex:fp8", 40)])
+def test_refused_head_dimensions_fail(name: str, head_dim: int) -> None:
+    device = torch.device("cuda", 0)
+    forward = FORWARDS[name]
+    spec = spec_of(256, 256, head_dim, 1, Mask(), direction="forward")
+    assert any("head_dim" in reason for reason in forward.refusals(spec, describe(device)))
+    truth = Truth.of(spec, 0, device)
+    try:
+        out = forward.run(forward.prepare(*truth.inputs[:3], spec)).out
+    except Exception:  # whatever the compiler says, it did not run
+        return
+    assert dense.relative_l2(out, truth.out) > 2 * forward.declared_error, "it runs and is right: no refusal is needed"
+
+
 @pytest.mark.parametrize("name", FORWARDS)
 def test_the_profiler_shows_the_compiled_kernels(name: str) -> None:
     device = torch.device("cuda", 0)
-    forward, backward = FORWARDS[name], BACKWARDS.get(name)
+    forward, backward = FORWARDS[name], None if name == "flex:fp8" else BACKWARDS[name]
     spec = SPECS[0] if name == "flex:bf16" else SPECS[-1] if name == "flex:fp16" else FP8_SPECS[0]
     if forward.refusals(spec, describe(device)):
         pytest.skip("this GPU has no FP8 FlexAttention")

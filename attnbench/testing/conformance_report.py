@@ -1,0 +1,127 @@
+"""What the conformance suite found, for a terminal and for a file to keep under ``results/``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from ..environment import Environment
+from ..spec import AttentionSpec
+
+__all__ = ["Finding", "Outcome", "Report"]
+
+Outcome = Literal["passed", "failed", "skipped"]
+
+_LONGEST = 400  # characters of one sentence: libraries put whole traces into their messages
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found about a plan: ``said`` with numbers, ``spec`` the smallest failing one."""
+
+    plan: str
+    check: str
+    outcome: Outcome
+    said: str
+    spec: AttentionSpec | None = None
+    look: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The findings about a backend; as text what to print, ``to_markdown`` what to commit.
+
+    ``backend`` is what was asked for: a backend, a kernel or a plan.  ``version`` is the
+    backend's with its origin, ``environment`` what it ran in.
+    """
+
+    backend: str
+    device: str
+    version: str
+    seed: int
+    environment: Environment
+    findings: tuple[Finding, ...]
+
+    @property
+    def failures(self) -> tuple[Finding, ...]:
+        """What has to be mended."""
+        return tuple(each for each in self.findings if each.outcome == "failed")
+
+    @property
+    def ok(self) -> bool:
+        """Whether something was checked and nothing failed."""
+        return not self.failures and any(each.outcome == "passed" for each in self.findings)
+
+    @property
+    def summary(self) -> str:
+        """How many checks passed, failed and were skipped."""
+        kinds: tuple[Outcome, ...] = ("passed", "failed", "skipped")
+        return ", ".join(f"{sum(each.outcome == kind for each in self.findings)} {kind}" for kind in kinds)
+
+    def __str__(self) -> str:
+        lines = [f"{self.backend} ({self.version}) on {self.device}, seed {self.seed}"]
+        lines.append(", ".join(f"{name} {value}" for name, value in self._conditions()))
+        for plan, findings in self._by_plan():
+            lines += ["", plan]
+            for each in findings:
+                outcome = each.outcome.upper() if each.outcome == "failed" else each.outcome
+                lines.append(f"  {outcome:8} {each.check:15} {_one_line(each.said)}")
+                if each.spec is not None:
+                    lines.append(f"  {'':8} {'smallest spec':15} {each.spec}")
+                if each.look:
+                    lines.append(f"  {'':8} {'look at':15} {each.look}")
+        return "\n".join([*lines, "", self.summary])
+
+    def to_markdown(self) -> str:
+        """The same as a Markdown document that says where it was made."""
+        lines = [
+            f"# Conformance of `{self.backend}`",
+            "",
+            f"`check_backend({self.backend!r}, seed={self.seed})`: **{self.summary}**.",
+            "",
+            "| | |",
+            "|---|---|",
+            f"| backend | {_cell(self.version)} |",
+            f"| device | {_cell(self.device)} |",
+        ]
+        lines += [f"| {name} | {_cell(value)} |" for name, value in self._conditions()]
+        for plan, findings in self._by_plan():
+            lines += ["", f"## `{plan}`", "", "| check | outcome | found |", "|---|---|---|"]
+            for each in findings:
+                said = [_cell(each.said)]
+                said += [f"smallest spec: `{each.spec}`"] if each.spec is not None else []
+                said += [f"look at: {_cell(each.look)}"] if each.look else []
+                outcome = f"**{each.outcome}**" if each.outcome == "failed" else each.outcome
+                lines.append(f"| {each.check} | {outcome} | {'<br>'.join(said)} |")
+        return "\n".join(lines) + "\n"
+
+    def _by_plan(self) -> Iterator[tuple[str, list[Finding]]]:
+        for plan in dict.fromkeys(each.plan for each in self.findings):
+            yield plan, [each for each in self.findings if each.plan == plan]
+
+    def _conditions(self) -> Iterator[tuple[str, str]]:
+        here = self.environment
+        facts = {
+            "driver": here.driver,
+            "CUDA": here.cuda,
+            "cuDNN": here.cudnn,
+            "torch": here.torch,
+            "triton": here.triton,
+            "python": here.python,
+            "attnbench": here.attnbench,
+            "commit": here.commit,
+        }
+        yield from ((name, value) for name, value in facts.items() if value is not None)
+
+
+def _one_line(text: str) -> str:
+    """A sentence without the line breaks and control characters that libraries put into their messages."""
+    plain = "".join(char if char.isprintable() else " " for char in " ".join(text.split()))
+    return plain if len(plain) <= _LONGEST else plain[: _LONGEST - 1] + "…"
+
+
+def _cell(text: str) -> str:
+    """A cell of a Markdown table, in which nothing of the text is taken for markup."""
+    escaped = _one_line(text).replace("&", "&amp;").replace("<", "&lt;").replace("\\", "\\\\")
+    return "".join(f"\\{char}" if char in "|*_`[" else char for char in escaped)

@@ -1,0 +1,59 @@
+"""The tiles that FlexAttention's kernels run with, where one was measured to beat torch's default.
+
+Measured beforehand and committed: nothing is timed when a kernel is chosen or run.  ``tests/gpu/tune_flex.py``
+measures the candidates in turns on a GPU and prints the entries of ``TILES``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from attnbench.spec import AttentionSpec
+
+__all__ = ["SHORTEST", "TILES", "Direction", "Options", "TileKey", "kernel_options"]
+
+Options = Mapping[str, int | bool]
+Direction = Literal["forward", "backward"]
+
+SHORTEST = 128  # queries; torch gives fewer to a kernel for decoding, whose tiles mean something else
+
+
+class TileKey(NamedTuple):
+    """What a tile was measured for.
+
+    ``capability`` is CUDA's, of which one architecture has one; ``precision`` is bf16 (for fp16 too, whose
+    instructions are the same) or fp8.  ``head_dim`` is a power of two, to which the kernel fills up the larger of
+    Q's and V's.  ``mask`` is none or causal: a window runs the causal mask's program with other bounds.
+    """
+
+    capability: tuple[int, int]
+    precision: str
+    head_dim: int
+    mask: Literal["none", "causal"]
+    direction: Direction
+
+
+# Options by their names in torch's FlexKernelOptions.  A key that is not here runs with torch's default.
+TILES: dict[TileKey, Options] = {}
+
+
+def kernel_options(
+    spec: AttentionSpec, capability: tuple[int, int], precision: str, tiles: Mapping[TileKey, Options] = TILES
+) -> dict[str, int | bool]:
+    """The ``kernel_options`` of ``flex_attention`` for a spec, empty where nothing was measured.
+
+    Options of the forward are prefixed ``fwd_``, those of the backward ``bwd_``, as FlexKernelOptions has it; a
+    spec for training has both.
+    """
+    if spec.seqlen_q < SHORTEST:
+        return {}
+    size = 1 << (max(spec.head_dim, spec.head_dim_v) - 1).bit_length()
+    found: dict[str, int | bool] = {}
+    directions: tuple[Direction, ...] = ("forward", "backward") if spec.training else ("forward",)
+    for direction in directions:
+        mask: Literal["none", "causal"] = "none" if spec.mask.kind == "none" else "causal"
+        key = TileKey(capability, "fp8" if precision == "fp8" else "bf16", size, mask, direction)
+        prefix = "fwd_" if direction == "forward" else "bwd_"
+        found |= {prefix + name: value for name, value in tiles.get(key, {}).items()}
+    return found
