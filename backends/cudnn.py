@@ -77,8 +77,11 @@ def _refusals(spec: AttentionSpec, device: Device) -> list[str]:
     if spec.scale <= 0:
         # Keys that fill up a tile are hidden before the scale is applied, so this holds without a mask, too.
         reasons.append(f"hides keys before it scales, which needs a scale above 0, not {spec.scale}")
-    if spec.seqlen_q > spec.seqlen_kv and spec.mask.left is not None:  # sdpa_support_surface.h
-        reasons.append("a window needs at least as many keys as queries")
+    if spec.seqlen_q > spec.seqlen_kv:  # sdpa_support_surface.h
+        if spec.mask.left is not None:
+            reasons.append("a window needs at least as many keys as queries")
+        elif spec.mask.kind != "none" and spec.mask.alignment == "bottom-right":
+            reasons.append("the bottom-right alignment needs at least as many keys as queries")
     return reasons
 
 
@@ -99,7 +102,6 @@ def _fp8_row(*, backward: bool = False) -> dict[str, Capabilities]:
         dtypes=_PRECISIONS if backward else (*_PRECISIONS, "e4m3"),
         capability=_HOPPER,
         head_dims=(16, _BACKWARD_SIZE if backward else 256, 16),
-        masks=("none", "causal"),
         alignments=("top-left",),
         softcap=False,
         empty_rows=False,
@@ -153,12 +155,6 @@ def _constant(value: float, device: torch.device) -> Tensor:
     return torch.full((1, 1, 1, 1), value, dtype=torch.float32, device=device)
 
 
-def _rescaled(data: Tensor, descale: Tensor, dtype: torch.dtype) -> Tensor:
-    """data · descale in ``dtype``, which holds every FP8 number but those of e5m2 beyond fp16's normal ones."""
-    wide = data.to(torch.float32 if dtype == torch.float16 else dtype)
-    return torch.mul(wide, descale, out=wide).to(dtype)
-
-
 class CudnnForward(ForwardKernel):
     """The node ``sdpa`` on 16-bit tensors."""
 
@@ -170,7 +166,7 @@ class CudnnForward(ForwardKernel):
         self.declared_error = DECLARED_ERROR[precision]
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Other generations of GPU, scales that are not positive, windows that want more keys than there are."""
+        """Other generations of GPU, scales that are not positive, masks that want more keys than there are."""
         return _refusals(spec, device)
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
@@ -250,9 +246,11 @@ class CudnnFp8Forward(ForwardKernel):
 
     def run(self, operands: Operands) -> Result:
         """The graph, and its output times V's descale in the dtype that was asked for."""
+        from .widening import widened  # Triton comes with torch for CUDA, where alone this runs
+
         graph, inputs = operands.native
         found = graph.run(inputs)
-        out = _rescaled(found["o"], inputs["descale_v"], gradient_dtype(operands.spec))
+        out = widened(found["o"], inputs["descale_v"], gradient_dtype(operands.spec))
         state = _State(found["o"]) if operands.spec.training else None
         return Result(out, found["stats"].squeeze(-1), state)
 
@@ -277,6 +275,8 @@ class CudnnFp8Backward(BackwardKernel):
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Every scale is computed on the device, none is read back."""
+        from .widening import widened
+
         spec, lse, operands = saved.spec, saved.lse, saved.operands
         q, k, v = operands.q, operands.k, operands.v
         assert isinstance(q, Quantised)
@@ -299,7 +299,7 @@ class CudnnFp8Backward(BackwardKernel):
         outputs = (*_gradient_outputs(spec, size, size, torch.float8_e5m2), _ONE, _ONE, _ONE, _ONE)
         found = _graph("sdpa_fp8_backward", inputs, outputs, spec).run(inputs)
         dtype = gradient_dtype(spec)
-        dq, dk, dv = (_rescaled(found[name], descales[name], dtype) for name in ("dQ", "dK", "dV"))
+        dq, dk, dv = (widened(found[name], descales[name], dtype) for name in ("dQ", "dK", "dV"))
         return dq[..., : spec.head_dim], dk[..., : spec.head_dim], dv[..., : spec.head_dim_v]
 
 

@@ -27,11 +27,10 @@ from .sdpa import DECLARED_ERROR
 __all__ = ["BACKEND", "HOPPER", "PROFILED", "Fa3Backward", "Fa3Forward", "fp8_row"]
 
 HOPPER: Mapping[str, Any] = {"capability": (9, 0), "capability_below": (10, 0), "head_dims": (1, 256, 1)}
-# The device kernels as the profiler writes them; FP8 is told by the type of the operands, bf16 is the output's too.
+# The device kernels as the profiler writes them.  The first type is the operands'; bf16 is other things' type, too.
+_TYPES = {"fp8": "float_e4m3_t", "bf16": "bfloat16_t", "fp16": "half_t"}
 PROFILED = {
-    "fp8": r"FlashAttnFwdSm90.*float_e4m3_t",
-    "bf16": r"FlashAttnFwdSm90(?!.*float_e4m3_t).*bfloat16_t",
-    "fp16": r"FlashAttnFwdSm90(?!.*float_e4m3_t).*half_t",
+    precision: rf"FlashAttnFwdSm90(?:(?!{'|'.join(_TYPES.values())}).)*{name}" for precision, name in _TYPES.items()
 }
 _FP8_ERROR = 0.08  # 0.052 to 0.054 was measured on normal inputs, D 64 to 256; few keys and small D need more
 _OMITTED = {

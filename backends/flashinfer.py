@@ -92,7 +92,7 @@ class FlashInferForward(ForwardKernel):
 
     name = "flashinfer:fp8"
     preference = 32
-    declared_error = 0.07  # that of fa3: the same products, sums and roundings
+    declared_error = 0.08  # that of fa3: the same products, sums and roundings
     rows: Mapping[str, Capabilities] = {
         "cuda": Capabilities(
             dtypes=("bf16", "fp16", "e4m3"),

@@ -160,11 +160,8 @@ class TeBackward(BackwardKernel):
         self.declared_error = DECLARED_ERROR[precision]
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Those of the forward, unequal head dimensions from 128 on, and a single query on a single key."""
+        """Those of the forward, and a single query on a single key."""
         reasons = _refusals(spec, device)
-        sizes = spec.head_dim, spec.head_dim_v
-        if min(sizes) >= _BACKWARD_SIZE and sizes[0] != sizes[1] and sizes != (192, 128):
-            reasons.append(f"has no backward for the head dimensions {sizes[0]} and {sizes[1]}")
         if spec.seqlen_q == spec.seqlen_kv == 1:
             reasons.append("has no backward for one query on one key")
         return reasons

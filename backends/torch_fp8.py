@@ -33,7 +33,7 @@ _INSTALL = "pip install --no-build-isolation 'git+https://github.com/Dao-AILab/f
 _MODULE = "torch.nn.attention._fa3"
 _ENTRY, _LOAD = "_fa3_flash_attention_forward_impl", "_fa3_import_module"
 _OMITTED = {"FP8": "was built without FP8", "LOCAL": "was built without windows"}
-_ERROR = 0.07  # that of fa3: the same kernel on the same operands
+_ERROR = 0.08  # that of fa3: the same kernel on the same operands
 
 
 def _availability() -> Availability:

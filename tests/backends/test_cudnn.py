@@ -244,7 +244,8 @@ REFUSED = [
     ("fp8", {"scale": 0.0}, H200, "a scale above 0"),
     ("bf16", {"seqlen_q": 97, "mask": Mask(right=0, alignment="bottom-right")}, H200, "see no key"),
     ("fp8", {}, B200, "9.x only"),
-    ("fp8", {"mask": Mask(left=5, right=0)}, H200, "no window mask"),
+    ("fp8", {"seqlen_q": 97, "mask": Mask(left=90, right=20)}, H200, "as many keys as queries"),
+    ("bf16", {"seqlen_q": 97, "mask": Mask(right=5, alignment="bottom-right")}, H200, "as many keys as queries"),
     ("fp8", {"seqlen_q": 9, "mask": Mask(right=0, alignment="bottom-right")}, H200, "no bottom-right alignment"),
     ("fp8", {"head_dim": 72, "head_dim_v": 72}, H200, "no multiple of 16"),
 ]

@@ -330,14 +330,9 @@ def test_refusals(precision: str, changes: dict[str, object], device: Device, re
 
 
 def test_refusals_of_a_backward_alone() -> None:
-    for changes, reason in (
-        ({"seqlen_q": 1, "seqlen_kv": 1}, "one query"),
-        ({"head_dim": 256, "head_dim_v": 128}, "head dimensions 256 and 128"),
-    ):
-        spec = SPEC.replace(**changes)
-        assert FORWARDS["te:bf16"].refusals(spec, H200) == []
-        assert reason in "; ".join(BACKWARDS["te:bf16"].refusals(spec, H200))
-    assert BACKWARDS["te:bf16"].refusals(SPEC.replace(head_dim=192, head_dim_v=128), H200) == []
+    single = SPEC.replace(seqlen_q=1, seqlen_kv=1)
+    assert FORWARDS["te:bf16"].refusals(single, H200) == []
+    assert "one query" in "; ".join(BACKWARDS["te:bf16"].refusals(single, H200))
     wide = SPEC.replace(head_dim=192, head_dim_v=192)
     assert FP8.refusals(wide, H200) == []
     assert "outside 16 to 128" in "; ".join(FP8_BACKWARD.refusals(wide, H200))

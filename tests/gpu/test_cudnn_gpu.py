@@ -25,7 +25,16 @@ pytestmark = [
 FORWARDS = {k.name: k for k in cudnn.BACKEND.kernels if isinstance(k, ForwardKernel)}
 BACKWARDS = {k.name: k for k in cudnn.BACKEND.kernels if isinstance(k, BackwardKernel)}
 END = "bottom-right"
-HEADS = [(64, 64, 1), (80, 80, 1), (96, 96, 4), (128, 128, 1), (128, 128, 8), (192, 128, 1), (256, 256, 2)]
+HEADS = [
+    (64, 64, 1),
+    (80, 80, 1),
+    (96, 96, 4),
+    (128, 128, 1),
+    (128, 128, 8),
+    (192, 128, 1),
+    (256, 256, 2),
+    (256, 128, 1),
+]
 LENGTHS = [(256, 256), (257, 257), (130, 333), (333, 130), (1, 200), (77, 1)]
 MASKS = [Mask(), Mask(right=0), Mask(right=0, alignment=END), Mask(left=37, right=11), Mask(left=150, alignment=END),
          Mask(left=0, right=0), Mask(right=260, alignment=END)]  # fmt: skip
@@ -93,11 +102,11 @@ def test_the_maxima_that_cudnn_reports_are_below_what_the_scales_assume(capsys: 
 
 
 CANNOT = [
-    ("fp8", {"mask": Mask(left=37, right=0)}),
     ("fp8", {"seqlen_q": 128, "mask": Mask(right=0, alignment=END)}),
     ("fp8", {"head_dim": 72, "head_dim_v": 72}),
     ("bf16", {"seqlen_q": 300, "mask": Mask(left=280, right=11)}),
-    ("bf16", {"seqlen_q": 300, "seqlen_kv": 257, "scale": -0.1}),
+    ("bf16", {"seqlen_q": 333, "seqlen_kv": 130, "mask": Mask(right=260, alignment=END)}),
+    ("bf16", {"seqlen_q": 1, "seqlen_kv": 200, "scale": -0.1}),
     ("fp8", {"mask": Mask(right=0), "scale": -0.1}),
     ("fp8", {"seqlen_q": 1}),
     ("bf16", {"head_dim": 264, "head_dim_v": 264}),

