@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import lru_cache
 
 import torch
@@ -9,7 +10,25 @@ import torch
 from .capabilities import Device
 from .errors import InputError
 
-__all__ = ["describe", "find"]
+__all__ = ["bind", "describe", "find"]
+
+_of_thread = threading.local()
+
+
+def bind(device: torch.device) -> None:
+    """Make a GPU's context this thread's, as a first call of the CUDA runtime does.
+
+    Libraries that encode TMA descriptors with the driver (FlashAttention-3 and -4, cuDNN) fail
+    in a thread that has made none: the descriptor is invalid, and the kernel that reads it
+    loses the GPU for the whole process.
+    """
+    if device.type != "cuda":
+        return
+    bound: set[torch.device] = _of_thread.__dict__.setdefault("bound", set())
+    if device not in bound:
+        # A call that may also be made while a CUDA graph is recorded.
+        torch.cuda.Event().record(torch.cuda.current_stream(device))  # type: ignore[no-untyped-call]
+        bound.add(device)
 
 
 @lru_cache(maxsize=64)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .devices import bind
 from .fp8 import Quantised
 from .kernel import BackwardKernel, ForwardKernel, Saved
 from .spec import AttentionSpec
@@ -28,6 +29,7 @@ class Execution:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """(out, lse) of q, k, v (B, H, S, D); out carries gradients where the spec asks for training."""
+        bind(q.device)
         if self.backward is None:
             with _as_written(q):
                 return self.forward.run(self.forward.prepare(q, k, v, self.spec))[:2]
@@ -36,6 +38,7 @@ class Execution:
 
     def quantised(self, q: Quantised, k: Quantised, v: Quantised) -> tuple[Tensor, Tensor | None]:
         """The same for tensors that were quantised beforehand; no gradients flow into those."""
+        bind(q.data.device)
         with _as_written(q.data):
             return self.forward.run(self.forward.prepare_quantised(q, k, v, self.spec))[:2]
 
@@ -65,6 +68,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        bind(grad_out.device)  # autograd's own thread
         operands, out, lse = ctx.rebuild(ctx.saved_tensors)
         with _as_written(grad_out):
             gradients = ctx.execution.backward.run(Saved(operands, out, lse, ctx.state), grad_out)

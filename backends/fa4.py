@@ -29,7 +29,9 @@ _DISTRIBUTIONS = ("flash-attn-4", "nvidia-cutlass-dsl")
 _INSTALL = "pip install --pre flash-attn-4"
 _RECIPE = Recipe("head", "e4m3")
 _HOPPER = (9, 0)
-_BACKWARD_STEP = 32  # of the head dimensions: with 4.0.0b36 on an H200, 64, 96, 128, 192 and 256 were right
+# Of the head dimensions, seen with 4.0.0b36 on an H200: the forward does not compile at 40 with 24, the backward is
+# right at 64, 96, 128, 192 and 256, and its dQ wrong at 80.
+_FORWARD_STEP, _BACKWARD_STEP = 16, 32
 _INT32 = 2**31 - 1  # the kernels address elements within a tensor in 32 bits
 _EVIDENCE_FORWARD = r"FlashAttentionForward"
 _EVIDENCE_BACKWARD = r"FlashAttentionBackwardSm"
@@ -134,12 +136,13 @@ class Fa4Forward(ForwardKernel):
         return _refusals(spec, device)
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
-        """Views (B, S, H, D) where the strides allow it."""
-        return Operands(spec, q, k, v, _native(q, k, v, spec))
+        """Views (B, S, H, D) where strides and head dimensions allow it."""
+        return Operands(spec, q, k, v, _native(*(_whole(x, _FORWARD_STEP) for x in (q, k, v)), spec))
 
     def run(self, operands: Operands) -> Result:
         """The first call of a shape class (dtype, head dimensions, group, kind of mask, softcap) compiles."""
-        return _forward(operands.spec, *operands.native)
+        out, lse, _ = _forward(operands.spec, *operands.native)
+        return Result(out[..., : operands.spec.head_dim_v], lse)
 
 
 class Fa4Fp8Forward(ForwardKernel):
@@ -200,8 +203,8 @@ class Fa4Backward(BackwardKernel):
         """On the Q, K, V that the forward computed with; rows without a key are known by their log-sum-exp."""
         spec, lse = saved.spec, saved.lse
         assert lse is not None
-        q, k, v, window = _native(*(_whole(x) for x in saved.operands.tensors()), spec)
-        out, grad_out = _bshd(_whole(saved.out)), _bshd(_whole(grad_out))
+        q, k, v, window = _native(*(_whole(x, _BACKWARD_STEP) for x in saved.operands.tensors()), spec)
+        out, grad_out = (_bshd(_whole(x, _BACKWARD_STEP)) for x in (saved.out, grad_out))
         dq, dk, dv, *_ = _library().backward(
             q, k, v, out, grad_out, lse.to(torch.float32).contiguous(),
             softmax_scale=spec.scale, causal=window.causal, softcap=spec.softcap,
@@ -215,9 +218,9 @@ class Fa4Backward(BackwardKernel):
         return dq, dk, dv
 
 
-def _whole(x: Tensor) -> Tensor:
-    """x (..., D) padded with zeros to the head dimensions for which the backward is right: dQ at 80 is wrong."""
-    return padded(x.detach(), rounded_up(x.shape[-1], _BACKWARD_STEP))
+def _whole(x: Tensor, step: int) -> Tensor:
+    """x (..., D) padded with zeros to a multiple of ``step``."""
+    return padded(x.detach(), rounded_up(x.shape[-1], step))
 
 
 def _bshd(x: Tensor) -> Tensor:

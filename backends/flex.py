@@ -286,7 +286,7 @@ class FlexFp8Forward(ForwardKernel):
                 dtypes=("bf16", "fp16", "e4m3"),
                 capability=(8, 9),
                 capability_below=(10, 0),
-                head_dims=(32, 256, 16),
+                head_dims=(32, 256, 1),
                 descales=("tensor", "head"),
             )
         }

@@ -46,6 +46,9 @@ def _refusals(spec: AttentionSpec, device: Device) -> list[str]:
     reasons = cuda_refusals(spec, device)
     if device.capability != (9, 0) and max(spec.head_dim, spec.head_dim_v) > 128:
         reasons.append(f"head dimensions above 128 need compute capability 9.0, {device.name} has another")
+    if spec.scale <= 0:
+        # Keys that fill up a tile are hidden before the scale is applied, so this holds without a mask, too.
+        reasons.append(f"hides keys before it scales, which needs a scale above 0, not {spec.scale}")
     if spec.seqlen_kv == 1:
         reasons.append("takes no single key")  # check_cudnn_tensor_shapes in torch's sdp_utils.cpp
     version = _cudnn_version()

@@ -25,9 +25,11 @@ from .conformance_subject import Subject, shrunk
 
 __all__ = ["check_backend"]
 
-_FEW = 2  # specs of each check that runs, where every new shape is compiled
+_FEW = 1  # specs of each check that runs, where every new shape is compiled
+_SHARED = "shared"  # the name by which checks of conduct then draw the same one
 _BECAUSE = "not asked, because of: "
 _RAISED = "raised "
+_LOST = "the GPU takes no more work from this process: "
 _EXACT = "reference:fp32"  # the forward for a backward that has none of its own
 
 
@@ -92,6 +94,7 @@ def _plans(name: str, backend: Backend, known: Registry) -> list[Plan]:
 def _findings(subjects: Sequence[Subject], backend: Backend) -> Iterator[Finding]:
     """Plan by plan; recording graphs comes last, because a failed one leaves the process unfit for more."""
     failed: dict[Plan, set[str]] = {}
+    lost = ""
     late = [check for check in CHECKS if check.name == "CUDA graph"]
     for checks in ([check for check in CHECKS if check not in late], late):
         for subject in subjects:
@@ -106,10 +109,15 @@ def _findings(subjects: Sequence[Subject], backend: Backend) -> Iterator[Finding
                 before = next((each for each in subjects if each.plan == Plan(plan.forward)), None)
                 subject.broken |= before.broken if before else set()
             for check in checks:
+                if lost:
+                    yield Finding(str(plan), check.name, "skipped", f"not asked, because {_LOST}{lost}")
+                    continue
                 few = backend.compiles and check.name != "refusals"
                 finding = _examined(subject, check, known, alone, _FEW if few else check.count)
                 if finding is None:
                     continue
+                if finding.said.startswith(_LOST):
+                    lost = f"{plan}, {check.name}"
                 if finding.outcome == "failed" or finding.said.startswith(_BECAUSE):
                     known.add(check.name)
                     subject.broken |= {*check.features, *(("lse",) if check.name == "LSE" else ())}
@@ -144,6 +152,8 @@ def _examined(subject: Subject, check: Check, known: set[str], alone: set[str], 
         said = _said(check, subject, spec)
         if said is None:
             continue
+        if said.startswith(_LOST):
+            return Finding(plan, check.name, "failed", said, spec, check.look)
         if said.startswith(_RAISED) and "runs" in failed:
             return skipped(_BECAUSE + "runs")
 
@@ -160,14 +170,17 @@ def _examined(subject: Subject, check: Check, known: set[str], alone: set[str], 
 def _drawn(subject: Subject, check: Check, count: int) -> list[AttentionSpec]:
     if check.name == "refusals":
         random = Random(f"{subject.seed} {subject.plan}")
-        return [subject.whatever(random) for _ in range(count)]
+        specs = [subject.whatever(random) for _ in range(count)]
+        # A spec of the forward alone never asks for the backward.
+        return [spec for spec in specs if spec.training or subject.backward is None]
     if check.name == "descales":
         row = subject.row
         dtypes = tuple(each for each in row.dtypes if each in FP8_DTYPES) if row is not None and row.descales else ()
         return subject.specs(check.name, count, dtypes=dtypes) if dtypes else []
     if check.mixed:
         return subject.mixed(check.name, count)
-    return subject.specs(check.name, count, *check.features)
+    name = _SHARED if count == _FEW and not check.features else check.name
+    return subject.specs(name, count, *check.features)
 
 
 def _nothing(subject: Subject, check: Check) -> str:
@@ -184,11 +197,18 @@ def _nothing(subject: Subject, check: Check) -> str:
 
 def _said(check: Check, subject: Subject, spec: AttentionSpec) -> str | None:
     """What is wrong, an exception of the kernel included."""
+    said = None
     try:
-        return check.wrong(subject, spec)
+        said = check.wrong(subject, spec)
     except Exception as error:  # a kernel may raise anything; that it does is the finding
-        first = (str(error).strip().splitlines() or [""])[0]
-        return f"{_RAISED}{type(error).__name__}: {first}"
-    finally:
-        if subject.device.type == "cuda" and check.name != "CUDA graph":
+        said = f"{_RAISED}{_first_line(error)}"
+    if subject.device.type == "cuda" and check.name != "CUDA graph":
+        try:
             torch.cuda.synchronize(subject.device)
+        except Exception as error:  # as after an illegal memory access; whatever it is, nothing runs any more
+            said = f"{_LOST}{_first_line(error)}"
+    return said
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..devices import bind
 from ..errors import RefusedError
 from ..execution import Execution
 from ..fp8 import Quantised
@@ -174,6 +175,7 @@ def threaded(subject: Subject, spec: AttentionSpec) -> str | None:
 
     def work(mine: Inputs, back: Callable[[dict[TensorName, Tensor]], dict[TensorName, Tensor]]) -> None:
         try:
+            bind(subject.device)  # as attention() does
             for _ in range(_ROUNDS):
                 barrier.wait(timeout=60)
                 wrong = subject.wrong(spec, back(subject.answers(spec, mine)), truth)

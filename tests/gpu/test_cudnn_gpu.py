@@ -106,7 +106,7 @@ CANNOT = [
     ("fp8", {"head_dim": 72, "head_dim_v": 72}),
     ("bf16", {"seqlen_q": 300, "mask": Mask(left=280, right=11)}),
     ("bf16", {"seqlen_q": 333, "seqlen_kv": 130, "mask": Mask(right=260, alignment=END)}),
-    ("bf16", {"seqlen_q": 1, "seqlen_kv": 200, "scale": -0.1}),
+    ("bf16", {"mask": Mask(right=0), "scale": -0.1}),
     ("fp8", {"mask": Mask(right=0), "scale": -0.1}),
     ("fp8", {"seqlen_q": 1}),
     ("bf16", {"head_dim": 264, "head_dim_v": 264}),
@@ -116,7 +116,7 @@ CANNOT = [
 @pytest.mark.parametrize(("precision", "changes"), CANNOT)
 def test_what_is_refused_really_fails_or_is_wrong(precision: str, changes: dict[str, object]) -> None:
     device = torch.device("cuda", 0)
-    spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=256, head_dim=128).replace(**changes)
+    spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=256, head_dim=64, direction="training").replace(**changes)
     forward = FORWARDS[f"cudnn:{precision}"]
     assert forward.refusals(spec, describe(device))
     truth = Truth.of(spec, 0, device)
