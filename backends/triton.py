@@ -1,0 +1,170 @@
+"""``triton``: FP8 attention of our own, quantisation, forward and backward, in Triton.
+
+A forward's name says its recipe: ``fp8`` scales per (batch, head) with Q and K rotated, ``fp8-head`` the same without
+the rotation, and ``fp8-`` followed by ``tensor``, ``block`` or ``token`` and, if rotated, ``hadamard``.  The rotation
+spreads outliers over the head dimension before they are rounded; scales of a token leave each output independent of
+the tokens behind it, bit for bit, under a causal mask.
+
+Importing this imports no Triton; the modules with its kernels are imported where one runs.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attnbench.capabilities import Capabilities, Device
+from attnbench.errors import InputError, UnknownBackendError
+from attnbench.fp8 import Quantised, Recipe
+from attnbench.kernel import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result
+from attnbench.spec import GRANULARITIES, AttentionSpec
+
+from . import triton_backward
+from .fa3_origins import installed
+from .triton_interpreter import alone, interpreted
+from .triton_tiles import HEAD_DIMS, Tile, tile_of
+
+if TYPE_CHECKING:
+    from .triton_forward import Operand
+
+__all__ = ["BACKEND", "TritonForward"]
+
+_INSTALL = "pip install 'triton>=3.4'"
+_LEAST = (3, 4)  # the first with descriptors made on the host
+_LARGEST_GRID = 2**31 - 1
+# Relative L2 on normal inputs; 0.051 to 0.054 was computed for 2048 keys, D 64 to 256, and few keys need more.
+_ERROR = 0.07
+_RECIPES = {
+    "fp8": Recipe("head", rotation="hadamard"),
+    "fp8-head": Recipe("head"),
+    **{f"fp8-{each}": Recipe(each) for each in GRANULARITIES if each != "head"},
+    **{f"fp8-{each}-hadamard": Recipe(each, rotation="hadamard") for each in GRANULARITIES if each != "head"},
+}
+_LISTED = ("fp8", "fp8-head", "fp8-token", "fp8-token-hadamard")
+_MIXING = ("fp8", "fp8-token")  # with other backends' backwards: the most accurate, and the one without leaks
+
+
+class TritonForward(ForwardKernel):
+    """Q, K and V quantised by one recipe, and one kernel for all of them.
+
+    FP8 tensors that come with descales are taken as they are, whatever their granularity.  ``tile`` replaces the
+    committed one.
+    """
+
+    preference = 9
+    declared_error = _ERROR
+
+    def __init__(self, precision: str, tile: Tile | None = None) -> None:
+        self.name = f"triton:{precision}"
+        self.recipe = _RECIPES[precision]
+        self.tile = tile
+        self.mixes = precision in _MIXING
+        row = {
+            "dtypes": ("bf16", "fp16", "fp32", "e4m3"),
+            "head_dims": (1, HEAD_DIMS[-1], 1),
+            "descales": GRANULARITIES,
+        }
+        self.rows = {
+            "cuda": Capabilities(capability=(9, 0), capability_below=(10, 0), **row),  # type: ignore[arg-type]
+            "cpu": Capabilities(**row),  # type: ignore[arg-type]
+        }
+        self.evidence = {"cuda": r"^triton_fp8_attention_forward", "cpu": rf"^{self.name}$"}
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """A CPU without the interpreter, a GPU with it, and more programs than a grid has."""
+        reasons = []
+        if device.type == "cpu" and not interpreted():
+            reasons.append("runs on a CPU under Triton's interpreter alone (TRITON_INTERPRET=1)")
+        if device.type == "cuda" and interpreted():
+            reasons.append("runs on no GPU while TRITON_INTERPRET is set, for Triton then computes on the CPU")
+        tile = self.tile or tile_of(spec, device.capability, per_key=self._per_key(spec))
+        programs = spec.batch * spec.heads * -(-spec.seqlen_q // tile.block_m)
+        if programs > _LARGEST_GRID:
+            reasons.append(f"starts at most {_LARGEST_GRID} programs, and this takes {programs}")
+        return reasons
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        """Q and K in rows and V transposed, in one launch, or two for scales of a head or a tensor."""
+        from .triton_forward import Operand
+        from .triton_quantise import Request, quantised_together
+
+        wanted = [Request(q, rotate=True), Request(k, rotate=True), Request(v, rows=False, transposed=True)]
+        with alone(q.device):
+            made = quantised_together([each._replace(x=each.x.detach()) for each in wanted], self.recipe)
+        turned = self.recipe.rotation == "hadamard"
+        q_, k_ = (x.operand(self.recipe, rotated=turned) for x in made[:2])
+        v_, values = made[2].operand(self.recipe), made[2].transposed
+        assert values is not None, "it was asked for"
+        return self._operands(spec, q_, k_, v_, Operand(values, v_.descale))
+
+    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
+        """The tensors as they are, and V transposed.
+
+        Raises InputError where one is smoothed or not e4m3, where V is rotated, or one of Q and K alone.
+        """
+        from .triton_forward import Operand, transposed
+
+        for name, x in {"q": q, "k": k, "v": v}.items():
+            if x.data.dtype != torch.float8_e4m3fn:
+                raise InputError(f"{self.name} computes in e4m3, {name} is {x.data.dtype}")
+            if x.mean is not None:
+                raise InputError(f"{self.name} knows no smoothing, and {name} had its mean taken away")
+        if q.rotated != k.rotated or v.rotated:
+            raise InputError(f"{self.name} takes Q and K rotated together, and V as it is")
+        return self._operands(spec, q, k, v, Operand(transposed(v.data), v.descale))
+
+    def run(self, operands: Operands) -> Result:
+        """The kernel on the current stream."""
+        from .triton_forward import attend
+
+        device = operands.native.v.device
+        label = torch.profiler.record_function(self.name) if device.type == "cpu" else nullcontext()
+        with label, alone(device):
+            return attend(operands.native)
+
+    def _operands(self, spec: AttentionSpec, q: Quantised, k: Quantised, v: Quantised, values: Operand) -> Operands:
+        from .triton_forward import Operand, interleaved, laid_out
+
+        tile = self.tile or tile_of(spec, _capability(q.data.device), per_key=self._per_key(spec))
+        if tile.interleaved:
+            values = values._replace(data=interleaved(values.data))
+        native = laid_out(spec, tile, Operand(q.data, q.descale), Operand(k.data, k.descale), values)
+        return Operands(spec, q, k, v, native)
+
+    def _per_key(self, spec: AttentionSpec) -> bool:
+        return (spec.descale or self.recipe.granularity) in ("block", "token")
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def _availability() -> Availability:
+    version = installed("triton", "triton", "pytorch-triton")
+    if version is None:
+        return Availability(reason="triton is not installed", install=_INSTALL)
+    parts = version.split(".")[:2]
+    if len(parts) == 2 and all(part.isdigit() for part in parts) and tuple(map(int, parts)) < _LEAST:
+        reason = f"triton {version} has no descriptors made on the host; 3.4 has them"
+        return Availability(reason=reason, origin="triton", install=_INSTALL)
+    return Availability(version=version, origin="triton")
+
+
+def _resolve(precision: str) -> tuple[ForwardKernel | BackwardKernel, ...]:
+    """The forward of a recipe that is not listed.  Raises UnknownBackendError."""
+    if precision not in _RECIPES:
+        raise UnknownBackendError(f"no kernel is named 'triton:{precision}'; there are {', '.join(_RECIPES)}")
+    return (TritonForward(precision),)
+
+
+BACKEND = Backend(
+    name="triton",
+    summary="FP8 attention of our own in Triton",
+    availability=_availability,
+    kernels=(*(TritonForward(precision) for precision in _LISTED), *triton_backward.KERNELS),
+    resolve=_resolve,
+    compiles=True,
+)

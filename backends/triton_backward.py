@@ -1,0 +1,111 @@
+"""The FP8 backward of the ``triton`` backend: after our own FP8 forward, and any other that leaves plain e4m3.
+
+``triton:fp8`` computes S = QKᵀ and dP = dO·Vᵀ in FP8 and sums over tokens in bf16; ``triton:fp8-all`` sums over tokens
+in FP8 as well.  Both quantise dO per token, work from the very e4m3 numbers that the forward saw, and are
+deterministic: dQ has a kernel of its own, and nothing is added atomically.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from attnbench.capabilities import Capabilities, Device
+from attnbench.errors import InputError
+from attnbench.fp8 import Quantised
+from attnbench.kernel import BackwardKernel, ForwardKernel, Saved
+from attnbench.spec import AttentionSpec
+
+from .triton_backward_tiles import Tiles, tiles_of
+
+__all__ = ["KERNELS", "TritonBackward"]
+
+# Forwards that leave e4m3 tensors with scales, neither smoothed nor in another format; every one of ours does.
+_FOLLOWED = (
+    "triton:fp8",
+    "fa3:fp8",
+    "fa3-vllm:fp8",
+    "torch-fp8:fp8",
+    "cudnn:fp8",
+    "te:fp8",
+    "flashinfer:fp8",
+    "flex:fp8",
+    *(f"emulated:fp8{options}" for options in ("", "-tensor", "-block", "-token", "-token-hadamard")),
+)
+_DTYPES = ("bf16", "fp16", "fp32")
+_INTERPRETED = ("1", "true", "on", "yes", "y")  # as triton.knobs reads the variable
+_MOST_HEADS = 65535  # of all batches: the second axis of a CUDA grid
+_LARGEST_HEAD = 128  # dK and dV of a block of 128 keys fill the registers of 8 warps
+
+
+class TritonBackward(BackwardKernel):
+    """Two kernels over FP8 operands, after a pass that quantises dO and copies what tensor cores cannot transpose."""
+
+    follows = _FOLLOWED
+
+    def __init__(self, name: str, *, narrow: bool, declared_error: float, tiles: Tiles | None = None) -> None:
+        """``narrow``: the sums over tokens are FP8 too.  ``tiles`` replaces the committed ones."""
+        self.name, self.narrow, self.tiles, self.declared_error = name, narrow, tiles, declared_error
+        self.rows = {
+            "cuda": Capabilities(dtypes=_DTYPES, capability=(9, 0), head_dims=(1, _LARGEST_HEAD, 1)),
+            "cpu": Capabilities(dtypes=_DTYPES, head_dims=(1, _LARGEST_HEAD, 1)),
+        }
+        self.evidence = {"cuda": r"\b_?(key|query)_gradients"}
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """A CPU without Triton's interpreter, and more heads than a grid holds."""
+        reasons = []
+        if device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0").lower() not in _INTERPRETED:
+            reasons.append("runs on a CPU under Triton's interpreter alone (TRITON_INTERPRET=1)")
+        if spec.batch * spec.heads > _MOST_HEADS:
+            reasons.append(f"takes at most {_MOST_HEADS} heads in all batches, not {spec.batch * spec.heads}")
+        return reasons
+
+    def cannot_follow(self, forward: ForwardKernel, device: Device) -> str | None:
+        """None for every FP8 forward of ours and for those of others that leave plain e4m3 tensors."""
+        if forward.name.startswith("triton:fp8"):  # all of which return the log-sum-exp
+            return None
+        return super().cannot_follow(forward, device)
+
+    def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK, dV, contiguous.  Raises InputError where the operands are not plain e4m3."""
+        q, k, v = _plain(saved, self.name)
+        if saved.lse is None:
+            raise InputError(f"{self.name} needs the forward's log-sum-exp")
+        from .triton_backward_launch import launch
+
+        with torch.cuda.device(q.data.device) if q.data.is_cuda else nullcontext():
+            return launch(saved.spec, q, k, v, saved.out, saved.lse, grad_out.detach(), self._tiles, self.narrow)
+
+    def _tiles(self, spec: AttentionSpec, head_dim: int, device: torch.device) -> Tiles:
+        if self.tiles is not None:
+            return self.tiles
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        return tiles_of(spec, head_dim, capability, self.narrow)
+
+
+def _plain(saved: Saved, name: str) -> tuple[Quantised, Quantised, Quantised]:
+    """The operands, checked: e4m3, nothing subtracted, Q and K rotated together or not at all."""
+    operands = saved.operands
+    q, k, v = operands.q, operands.k, operands.v
+    if not (isinstance(q, Quantised) and isinstance(k, Quantised) and isinstance(v, Quantised)):
+        raise InputError(f"{name} follows FP8 forwards, and this one computed in 16 bits or more")
+    for label, x in {"q": q, "k": k, "v": v}.items():
+        if x.data.dtype != torch.float8_e4m3fn:
+            raise InputError(f"{name} computes in e4m3, {label} is {x.data.dtype}")
+        if x.mean is not None:
+            raise InputError(f"{name} knows no smoothing, and {label} had its mean taken away")
+        if x.descale.ndim != 4 or x.descale.shape[2] not in (1, x.data.shape[2]) or x.descale.shape[3] != 1:
+            raise InputError(f"{name} takes descales (B, H, S, 1) or 1 for any axis, {label}'s are {x.descale.shape}")
+    if q.rotated != k.rotated or v.rotated:
+        raise InputError(f"{name} takes Q and K rotated together, and V as it is")
+    return q, k, v
+
+
+KERNELS = (
+    TritonBackward("triton:fp8", narrow=False, declared_error=0.07),
+    TritonBackward("triton:fp8-all", narrow=True, declared_error=0.08),
+)

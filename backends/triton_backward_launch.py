@@ -1,0 +1,170 @@
+"""The FP8 backward's passes in order: copies, dO with delta, dK and dV, dQ.  Imports Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from attnbench.fp8 import Quantised, hadamard
+from attnbench.kernel import gradient_dtype
+from attnbench.spec import AttentionSpec
+
+from .triton_backward_keys import key_gradients
+from .triton_backward_layout import BLOCK, LOG2E, PEAK, Gradient, Laid, lay_out, lay_out_gradient
+from .triton_backward_queries import query_gradients
+from .triton_backward_tiles import Tile, Tiles
+
+__all__ = ["Prepared", "launch", "prepared", "run_keys", "run_queries"]
+
+
+class Prepared:
+    """Everything that the two kernels read, and what they share."""
+
+    def __init__(
+        self, spec: AttentionSpec, q: Laid, k: Laid, v: Laid, gradient: Gradient, scales: list[Tensor], rotated: bool
+    ) -> None:
+        """``scales``: Q's, K's and V's descales, (B, heads, 1 or S).  ``rotated``: Q and K were."""
+        self.spec, self.q, self.k, self.v, self.gradient = spec, q, k, v, gradient
+        self.q_varies, self.k_scale, self.v_scale = scales[0].shape[2] > 1, *scales[1:]
+        mask, offset = spec.mask, spec.mask.offset(spec.seqlen_q, spec.seqlen_kv)
+        self.before = 0 if mask.left is None else mask.left - offset
+        self.after = 0 if mask.right is None else mask.right + offset
+        self.turn: Tensor | None = None
+        self.scale = spec.scale
+        if rotated:
+            self.turn, factor = _turn(spec.head_dim, self.head_dim, q.data.device)
+            self.scale *= factor
+
+    @property
+    def exponent(self) -> float:
+        """What turns an unscaled score into the exponent of 2: of exp(s), or of exp(2x) in the softcap's tanh(x)."""
+        return LOG2E * (2.0 * self.spec.scale / self.spec.softcap if self.spec.softcap else self.spec.scale)
+
+    @property
+    def head_dim(self) -> int:
+        """Q's and K's, padded."""
+        return self.q.data.shape[2]
+
+    @property
+    def head_dim_v(self) -> int:
+        """V's and dO's, padded."""
+        return self.v.data.shape[2]
+
+    def options(self, tile: Tile) -> dict[str, int | bool | float]:
+        """What both kernels are compiled for."""
+        spec = self.spec
+        return {
+            "block_m": tile.block_m,
+            "block_n": tile.block_n,
+            "head_dim": self.head_dim,
+            "has_left": spec.mask.left is not None,
+            "has_right": spec.mask.right is not None,
+            "q_varies": self.q_varies,
+            "k_varies": self.k_scale.shape[2] > 1,
+            "v_varies": self.v_scale.shape[2] > 1,
+            "capped": spec.softcap > 0,
+            "rotated": self.turn is not None,
+            "peak": PEAK,
+            "shared": BLOCK,
+            "stages": tile.stages,
+            "num_warps": tile.warps,
+        }
+
+
+def prepared(
+    spec: AttentionSpec,
+    q: Quantised,
+    k: Quantised,
+    v: Quantised,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    narrow: bool,
+) -> Prepared:
+    """The passes over memory that stand before the products; arguments as in ``Saved``."""
+    gradient = lay_out_gradient(spec, grad_out, out, lse, q, v, narrow=narrow)
+    scales = [x.descale.to(torch.float32).expand(*x.data.shape[:2], -1, 1)[..., 0] for x in (q, k, v)]
+    laid_q, laid_k = (lay_out(x.data, wide=not narrow, transposed=narrow) for x in (q, k))
+    return Prepared(spec, laid_q, laid_k, lay_out(v.data), gradient, scales, q.rotated)
+
+
+def run_keys(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv)."""
+    spec, do, rows = given.spec, given.gradient.laid, given.gradient.rows
+    m, n, d, dv = tile.block_m, tile.block_n, given.head_dim, given.head_dim_v
+    shape = (spec.batch, spec.kv_heads, spec.seqlen_kv)
+    device = rows.device
+    dk_out = torch.empty(*shape, spec.head_dim, dtype=dtype, device=device)
+    dv_out = torch.empty(*shape, spec.head_dim_v, dtype=dtype, device=device)
+    key_gradients[(triton.cdiv(spec.seqlen_kv, n), spec.batch * spec.kv_heads)](
+        _tiled(given.q.data, m, d), _tiled(do.data, m, dv), _tiled(given.k.data, n, d), _tiled(given.v.data, n, dv),
+        _further(given.q, m, d, narrow), _further(do, m, dv, narrow), rows, rows.stride(0), given.gradient.descale,
+        given.k_scale, *given.k_scale.stride(), given.v_scale, *given.v_scale.stride(), given.turn, dk_out, dv_out,
+        spec.kv_heads, spec.seqlen_q, spec.seqlen_kv, rows.shape[2], given.k.data.shape[1],
+        spec.head_dim, spec.head_dim_v, given.scale, given.exponent, given.before, given.after, spec.softcap * LOG2E,
+        group=spec.group, head_dim_v=dv, narrow=narrow, **given.options(tile),
+    )  # fmt: skip
+    return dk_out, dv_out
+
+
+def run_queries(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -> Tensor:
+    """dQ (B, H, Sq, D)."""
+    spec, do, rows = given.spec, given.gradient.laid, given.gradient.rows
+    m, n, d, dv = tile.block_m, tile.block_n, given.head_dim, given.head_dim_v
+    dq_out = torch.empty(spec.batch, spec.heads, spec.seqlen_q, spec.head_dim, dtype=dtype, device=rows.device)
+    query_gradients[(triton.cdiv(spec.seqlen_q, m), spec.batch * spec.heads)](
+        _tiled(given.q.data, m, d), _tiled(do.data, m, dv), _tiled(given.k.data, n, d), _tiled(given.v.data, n, dv),
+        _further(given.k, n, d, narrow), rows, rows.stride(0), given.gradient.descale,
+        given.k_scale, *given.k_scale.stride(), given.v_scale, *given.v_scale.stride(), given.turn, dq_out,
+        spec.heads, spec.group, spec.seqlen_q, spec.seqlen_kv, rows.shape[2], given.k.data.shape[1],
+        spec.head_dim, given.scale, given.exponent, given.before, given.after, spec.softcap * LOG2E,
+        ragged=spec.seqlen_kv % n != 0, narrow=narrow, **given.options(tile),
+    )  # fmt: skip
+    return dq_out
+
+
+@lru_cache(maxsize=16)
+def _turn(size: int, padded_size: int, device: torch.device) -> tuple[Tensor, float]:
+    """The transpose of the rotation as signs and zeros in bf16, (padded_size, padded_size), and the factor left out."""
+    back = hadamard(size).mT
+    factor = float(back.abs().max())
+    signs = F.pad(back / factor, (0, padded_size - size) * 2).round()
+    return signs.to(device, torch.bfloat16).contiguous(), factor
+
+
+def launch(
+    spec: AttentionSpec,
+    q: Quantised,
+    k: Quantised,
+    v: Quantised,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    choose: Callable[[AttentionSpec, int, torch.device], Tiles],
+    narrow: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK, dV in the gradients' dtype; ``choose`` has the tiles for a spec, padded head dimension and device."""
+    given = prepared(spec, q, k, v, out, lse, grad_out, narrow)
+    dtype = gradient_dtype(spec)
+    tiles = choose(spec, max(given.head_dim, given.head_dim_v), grad_out.device)
+    dk, dv = run_keys(given, tiles.keys, narrow, dtype)
+    return run_queries(given, tiles.queries, narrow, dtype), dk, dv
+
+
+def _tiled(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """x (H, R, C) as a TMA descriptor of (H·R, C) that loads ``rows`` × ``columns``."""
+    flat = x.view(-1, x.shape[2])
+    return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [rows, columns])
+
+
+def _further(x: Laid, tokens: int, size: int, narrow: bool) -> TensorDescriptor:
+    """The copy that a sum over tokens reads: transposed for FP8, widened for bf16."""
+    copy = x.transposed if narrow else x.wide
+    assert copy is not None
+    return _tiled(copy, size, tokens) if narrow else _tiled(copy, tokens, size)

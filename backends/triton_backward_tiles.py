@@ -1,0 +1,63 @@
+"""The tiles that the FP8 backward's kernels run with, for each GPU, precision, head dimension and kind of mask.
+
+Committed beforehand: nothing is timed when a kernel is chosen or run.  ``tests/gpu/tune_triton_backward.py`` measures
+the candidates in turns on a GPU and prints the entries of ``TILES``.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from attnbench.spec import AttentionSpec
+
+__all__ = ["DEFAULTS", "TILES", "Tile", "TileKey", "Tiles", "tiles_of"]
+
+
+class Tile(NamedTuple):
+    """``block_m`` queries × ``block_n`` keys at a time, by ``warps`` warps, with ``stages`` blocks in flight.
+
+    Blocks are powers of two from 32 to 128, the length that the operands are padded to.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+class Tiles(NamedTuple):
+    """Those of the kernel over blocks of keys (dK, dV) and of the one over blocks of queries (dQ)."""
+
+    keys: Tile
+    queries: Tile
+
+
+class TileKey(NamedTuple):
+    """What tiles were measured for.
+
+    ``capability`` is CUDA's; ``narrow`` says that the sums over tokens are FP8 as well; ``head_dim`` is the larger
+    of Q's and V's, padded; ``mask`` is none or causal (a window runs the causal mask's program).
+    """
+
+    capability: tuple[int, int]
+    narrow: bool
+    head_dim: int
+    mask: Literal["none", "causal"]
+
+
+# Compiled for Hopper without spilled registers, one program a multiprocessor.  128 keys (or queries) stay while 64
+# queries (or keys) pass: with 64 and 64, what is read again from the L2 would take longer than the products.
+DEFAULTS: dict[tuple[bool, int], Tiles] = {
+    (False, 64): Tiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
+    (False, 128): Tiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
+    (True, 64): Tiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
+    (True, 128): Tiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
+}
+TILES: dict[TileKey, Tiles] = {}
+
+
+def tiles_of(spec: AttentionSpec, head_dim: int, capability: tuple[int, int], narrow: bool) -> Tiles:
+    """The tiles of a spec whose padded head dimension is ``head_dim``: measured ones, or what fits Hopper."""
+    mask: Literal["none", "causal"] = "none" if spec.mask.kind == "none" else "causal"
+    found = TILES.get(TileKey(capability, narrow, head_dim, mask))
+    return found or DEFAULTS[narrow, max(64, head_dim)]

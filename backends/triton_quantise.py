@@ -1,0 +1,270 @@
+"""From 16 or 32 bits to FP8 operands, their scales and transposed copies, as fast as the memory allows.
+
+The numbers are those of ``attnbench.fp8.quantise`` on a CPU, bit for bit, with three exceptions.  A rotation's sums
+are added in another order, so that last bits differ.  In a group that holds something not finite, all of which stands
+for NaN, other elements of ``data`` may be NaN.  A mean is torch's, whose order of summation depends on the input's
+type.  (On a GPU torch divides by the number 448 through its rounded reciprocal: there the definition's own scales are
+a last bit off now and then.)
+
+Scales of a token or a block of tokens take one pass over memory; those of a head or a tensor two, the second of which
+begins where the first ended and finds that part in the L2 cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnbench.dtypes import TO_TORCH
+from attnbench.errors import InputError
+from attnbench.fp8 import BLOCK, LARGEST, Quantised, Recipe, hadamard
+from attnbench.spec import Granularity
+
+from .padding import rounded_up
+from .triton_quantise_kernels import PADDING, Job, Size, cast, largest_magnitudes
+
+__all__ = ["BLOCK_TILES", "TILES", "Quantisation", "Request", "Tiles", "quantised", "quantised_together", "tiles_for"]
+
+
+class Tiles(NamedTuple):
+    """Tokens and warps of a program: for rows alone, where a transposed copy is written, and in the first pass."""
+
+    rows: int
+    rows_flipped: int
+    warps: int
+    first_rows: int = 128
+    first_warps: int = 8
+
+
+# By the head dimension up to which they serve: about 32 elements a thread leave registers for four programs on an SM.
+TILES = {64: Tiles(128, 128, 8), 128: Tiles(64, 64, 8), 256: Tiles(32, 64, 8, 64, 8)}
+BLOCK_TILES = {64: Tiles(BLOCK, BLOCK, 8), 128: Tiles(BLOCK, BLOCK, 16), 256: Tiles(BLOCK, BLOCK, 16)}
+_MOST_PARTIAL = 1024  # magnitudes that a program of the second pass has to look through
+_INPUTS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Quantisation(NamedTuple):
+    """What a tensor (B, H, S, D) became.
+
+    ``data`` (B, H, S, D) in FP8: rows of D bytes that begin at multiples of 16 bytes, or, where no rows were asked
+    for, a view of ``transposed``.  ``descale`` fp32: (1, 1, 1, 1) for a tensor, (B, H, 1, 1) for a head,
+    (B, H, ⌈S / 128⌉, 1) for blocks, (B, H, S, 1) for tokens.  ``transposed`` (B, H, D, S rounded up to 128) holds the
+    same numbers and zeros behind them, None where it was not asked for.  ``mean`` (B, H, 1, D) fp32 was taken away.
+    """
+
+    data: Tensor
+    descale: Tensor
+    transposed: Tensor | None
+    mean: Tensor | None = None
+
+    def operand(self, recipe: Recipe, *, rotated: bool = False) -> Quantised:
+        """The same in the words of ``attnbench.fp8``, where a block's scale stands at each of its tokens."""
+        descale = self.descale
+        if recipe.granularity == "block":
+            descale = descale.repeat_interleave(BLOCK, dim=2)[:, :, : self.data.shape[2]]
+        return Quantised(self.data, descale, recipe.granularity, rotated, self.mean)
+
+
+class Request(NamedTuple):
+    """A tensor x (B, H, S, D) of bf16, fp16 or fp32, strided in any way, and what is wanted of it.
+
+    ``rows`` and ``transposed``: which copies are written, at least one.  ``group`` consecutive heads share the scale
+    of a head (the query heads of a key head); scales of tokens and blocks are each head's own.  ``rotate`` and
+    ``smooth``: whether the recipe's rotation and smoothing apply, as in ``attnbench.fp8.quantise``.
+    """
+
+    x: Tensor
+    rows: bool = True
+    transposed: bool = False
+    group: int = 1
+    rotate: bool = False
+    smooth: bool = False
+
+
+def quantised(
+    x: Tensor,
+    recipe: Recipe,
+    *,
+    transposed: bool = False,
+    group: int = 1,
+    rows: bool = True,
+    rotate: bool = False,
+    smooth: bool = False,
+) -> Quantisation:
+    """One tensor by the recipe; the keywords are ``Request``'s.  Raises as ``quantised_together`` does."""
+    return quantised_together([Request(x, rows, transposed, group, rotate, smooth)], recipe)[0]
+
+
+def tiles_for(granularity: Granularity, dim: int) -> Tiles:
+    """The committed tiles for tensors whose largest head dimension is ``dim``."""
+    table = BLOCK_TILES if granularity == "block" else TILES
+    return next((tiles for most, tiles in table.items() if dim <= most), table[256])
+
+
+def quantised_together(requests: Sequence[Request], recipe: Recipe, tiles: Tiles | None = None) -> list[Quantisation]:
+    """Several tensors by one recipe in the launches of one: one launch, or two for scales of a head or a tensor.
+
+    ``tiles``: other than the committed ones; blocks have tiles of their own length whatever is said there.
+
+    Inputs that can have no answer raise InputError: a rank, dtype, device or group that does not fit, an empty
+    tensor, a request for no copy at all.  On a CPU it runs under Triton's interpreter alone.
+    """
+    device = requests[0].x.device
+    if any(request.x.device != device for request in requests):
+        raise InputError(f"tensors quantised together lie on one device, not {[str(r.x.device) for r in requests]}")
+    layout = _layout(tuple(map(_outline, requests)), recipe.granularity, tiles)
+    results, jobs = [], []
+    for request, memory in zip(requests, layout.memories, strict=True):
+        result, job = _allocated(request, memory, recipe)
+        results.append(result)
+        jobs.append(job)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        if layout.first.programs:
+            largest_magnitudes[(layout.first.programs,)](
+                tuple(jobs),
+                layout.first.sizes,
+                layout.dims,
+                layout.tiles.first_rows,
+                num_warps=layout.tiles.first_warps,
+            )
+        cast[(layout.second.programs,)](
+            tuple(jobs),
+            layout.second.sizes,
+            layout.dims,
+            recipe.granularity,
+            LARGEST[recipe.format],
+            layout.tiles.rows,
+            layout.tiles.rows_flipped,
+            num_warps=layout.tiles.warps,
+        )
+    return results
+
+
+class _Outline(NamedTuple):
+    """What the layout of a request depends on."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    rows: bool
+    transposed: bool
+    group: int
+
+
+class _Memory(NamedTuple):
+    """Shapes of what is written for a request, None where nothing is."""
+
+    data: tuple[int, ...] | None
+    transposed: tuple[int, ...] | None
+    descale: tuple[int, ...]
+    partial: tuple[int, ...] | None
+
+
+class _Launch(NamedTuple):
+    """What a kernel is told of each tensor, coded, and how many programs it has."""
+
+    sizes: tuple[Size, ...]
+    programs: int
+
+
+class _Layout(NamedTuple):
+    """All that calls with the same shapes share."""
+
+    memories: tuple[_Memory, ...]
+    dims: tuple[int, ...]
+    first: _Launch  # without programs where the scales need no first pass
+    second: _Launch
+    tiles: Tiles
+
+
+def _outline(request: Request) -> _Outline:
+    x = request.x
+    return _Outline(x.shape, x.stride(), x.dtype, request.rows, request.transposed, request.group)
+
+
+@lru_cache(maxsize=1024)
+def _layout(outlines: tuple[_Outline, ...], granularity: Granularity, asked: Tiles | None) -> _Layout:
+    for outline in outlines:
+        _check(outline)
+    tiles = asked or tiles_for(granularity, max(outline.shape[3] for outline in outlines))
+    if granularity == "block":
+        tiles = tiles._replace(rows=BLOCK, rows_flipped=BLOCK)
+    memories: list[_Memory] = []
+    first: list[Size] = []
+    second: list[Size] = []
+    for outline in outlines:
+        batch, heads, length, dim = outline.shape
+        padding = rounded_up(length, PADDING)
+        written = -(-padding // tiles.rows_flipped) if outline.transposed else -(-length // tiles.rows)
+        share = {"tensor": batch * heads, "head": outline.group}.get(granularity, 1)
+        read = -(-length // tiles.first_rows)
+        chunks = -(-read // -(-read * share // _MOST_PARTIAL))
+        scales = {"tensor": (1, 1, 1, 1), "head": (batch, heads, 1, 1), "token": (batch, heads, length, 1)}
+        memories.append(
+            _Memory(
+                (batch, heads, length, rounded_up(dim, 16)) if outline.rows else None,
+                (batch, heads, dim, padding) if outline.transposed else None,
+                scales.get(granularity, (batch, heads, -(-length // BLOCK), 1)),
+                (batch, heads, chunks) if granularity in ("tensor", "head") else None,
+            )
+        )
+        # Programs that run together should read what lies together: heads side by side, or one after another.
+        beside = outline.stride[1] < outline.stride[2]
+        for passes, parts, count in ((first, chunks, read), (second, written, written)):
+            turns = (1, heads, parts) if beside else (0, parts, heads)
+            passes.append(Size(0, batch * heads * parts, heads, length, count, chunks, *turns, share))
+    two = granularity in ("tensor", "head")
+    dims = tuple(outline.shape[3] for outline in outlines)
+    return _Layout(tuple(memories), dims, _numbered(first if two else []), _numbered(second), tiles)
+
+
+def _check(outline: _Outline) -> None:
+    if len(outline.shape) != 4 or 0 in outline.shape:
+        raise InputError(f"what is quantised is (B, H, S, D) and not empty, got {tuple(outline.shape)}")
+    if outline.dtype not in _INPUTS:
+        raise InputError(f"what is quantised is bf16, fp16 or fp32, got {outline.dtype}")
+    if outline.group < 1 or outline.shape[1] % outline.group:
+        raise InputError(f"{outline.shape[1]} heads are no whole number of groups of {outline.group}")
+    if not (outline.rows or outline.transposed):
+        raise InputError("a request is for rows, a transposed copy or both")
+
+
+def _numbered(sizes: Sequence[Size]) -> _Launch:
+    """One launch for all: the programs of each tensor follow those of the one before it."""
+    ends = list(accumulate((size.programs for size in sizes), initial=0))
+    numbered = (size._replace(first=end).coded() for size, end in zip(sizes, ends, strict=False))
+    return _Launch(tuple(numbered), ends[-1])
+
+
+def _allocated(request: Request, memory: _Memory, recipe: Recipe) -> tuple[Quantisation, Job]:
+    x, narrow = request.x, TO_TORCH[recipe.format]
+    length, dim = x.shape[2:]
+    data = None if memory.data is None else x.new_empty(memory.data, dtype=narrow)
+    transposed = None if memory.transposed is None else x.new_empty(memory.transposed, dtype=narrow)
+    partial = None if memory.partial is None else x.new_empty(memory.partial, dtype=torch.int32)
+    descale = x.new_empty(memory.descale, dtype=torch.float32)
+    mean = moved = signs = factor = None
+    if request.smooth and recipe.smoothing:
+        mean = moved = x.detach().mean(dim=2, keepdim=True, dtype=torch.float32)
+    if request.rotate and recipe.rotation == "hadamard":
+        signs, factor = _signs(dim, x.dtype, x.device), (dim & -dim) ** -0.5
+        moved = None if mean is None else mean @ hadamard(dim, x.device)
+    job = Job(x, data, transposed, descale, partial, moved, signs, factor, *x.stride())
+    if data is None:
+        assert transposed is not None
+        data = transposed[..., :length].mT
+    elif dim % 16:
+        data = data[..., :dim]
+    return Quantisation(data, descale, transposed, mean), job
+
+
+@lru_cache(maxsize=32)
+def _signs(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The rotation without its factor: -1, 0 and 1, exact in every dtype."""
+    return hadamard(dim).sign().to(device, dtype)

@@ -1,0 +1,321 @@
+"""The kernels behind ``triton_quantise``: one for the largest magnitudes, one for scales, cast and transposition.
+
+Each launch serves any number of tensors (``jobs``), so that Q, K and V share one grid and one tail.  A program has a
+tile of tokens of one head in its registers.  Where a transposed copy is wanted, it holds every fourth token in one
+sub-tile: four of those give, without leaving the thread, 32-bit words of four tokens' bytes, and words cross the
+shared memory on their way to rows of tokens where single bytes would take four times the instructions.
+"""
+
+# To a type checker kernels are functions without types in a language that is not Python.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+__all__ = ["PADDING", "Job", "Size", "cast", "largest_magnitudes"]
+
+PADDING = 128  # tokens of a transposed copy come in multiples of this: the longest tile of keys that a forward takes
+
+_PADDING = tl.constexpr(PADDING)
+_TINY = tl.constexpr(2.0**-126)  # fp32's smallest normal number: a scale below it could be 0
+_INFINITY = tl.constexpr(0x7F800000)
+_LANES = tl.constexpr(256)  # partial magnitudes read at once
+_CHUNK = tl.constexpr(64)  # of the head dimension, in one product of the rotation
+# The interpreter's products of bf16 multiply bit patterns, and its cast to FP8 loses carries.
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+class Job(NamedTuple):
+    """One tensor's memory: what is read (x, mean, signs), what is written, x's strides; None where there is none."""
+
+    x: Any
+    data: Any  # (B, H, S, D rounded up to 16)
+    flipped: Any  # (B, H, D, S rounded up to PADDING)
+    descale: Any
+    partial: Any  # (B, H, chunks) int32: bits of magnitudes
+    mean: Any  # (B, H, D) fp32, in the rotated frame where there is a rotation
+    signs: Any  # (D, D): -1, 0, 1
+    factor: Any  # that makes ``signs`` orthogonal
+    stride_b: Any
+    stride_h: Any
+    stride_s: Any
+    stride_d: Any
+
+
+class Size(NamedTuple):
+    """One tensor's numbers.
+
+    Kernels take them ``coded``: Triton compiles anew for integers that are 1 or multiples of 16, which these never
+    are, so that one compilation serves all lengths.
+    """
+
+    first: Any  # the number of its first program
+    programs: Any
+    heads: Any
+    seqlen: Any
+    tiles: Any  # of a head
+    chunks: Any  # of a head, each with one partial magnitude
+    beside: Any  # 1 where programs that follow each other have the heads of one place, 0 where the places of one head
+    inner: Any  # programs until the other of the two changes: ``heads`` or parts (tiles, chunks) of a head
+    outer: Any  # how often it changes in one batch entry
+    share: Any  # consecutive heads, over all batches, that have one scale
+
+    def coded(self) -> Size:
+        """Each number n as 2 n + 3."""
+        return Size(*(2 * number + 3 for number in self))
+
+
+@triton.jit
+def _decoded(code):
+    return Size(
+        (code.first - 3) >> 1,
+        (code.programs - 3) >> 1,
+        (code.heads - 3) >> 1,
+        (code.seqlen - 3) >> 1,
+        (code.tiles - 3) >> 1,
+        (code.chunks - 3) >> 1,
+        (code.beside - 3) >> 1,
+        (code.inner - 3) >> 1,
+        (code.outer - 3) >> 1,
+        (code.share - 3) >> 1,
+    )
+
+
+@triton.jit
+def _magnitude(value):
+    """Bits of |value|: integers that order as the magnitudes do, infinity above all numbers, NaN above it."""
+    return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _quotient(value, divisor, inverse):
+    """value / divisor as IEEE 754 rounds it, given the reciprocal to within two last bits.
+
+    The remainder of a product with the reciprocal is exact, and corrects it (Markstein, IBM J. Res. Dev. 34, 1990):
+    three instructions where a division takes ten.  Of 2·10^8 random quotients 18 were a last bit of fp32 off, none
+    with the divisors 448 and 57344; FP8 sees that only next to the middle between two of its numbers.
+    The interpreter's multiply-add rounds twice, its division once.
+    """
+    if _INTERPRETED:
+        return value / divisor
+    quotient = value * inverse
+    # With the signs this way round -0 stays -0.  Triton's unary minus is 0 - x, an instruction that loses it as well.
+    excess = tl.fma(quotient, divisor, value * -1.0)
+    return tl.fma(excess, inverse * -1.0, quotient)
+
+
+@triton.jit
+def _descale(bits, largest: tl.constexpr):
+    amax = bits.to(tl.float32, bitcast=True)
+    descale = tl.maximum(_quotient(amax, largest, 1.0 / largest), _TINY)
+    descale = tl.where(bits >= _INFINITY, amax, descale)  # an infinity or NaN as it is
+    return tl.where(bits == 0, 1.0, descale)
+
+
+@triton.jit
+def _rounded(x, mantissa: tl.constexpr, least: tl.constexpr):
+    """x rounded to nearest even with so many mantissa bits, to multiples of ``least`` where that is coarser."""
+    bits = x.to(tl.int32, bitcast=True)
+    drop: tl.constexpr = 23 - mantissa
+    up = (1 << (drop - 1)) - 1 + ((bits >> drop) & 1)
+    normal = ((bits + up) & (-1 << drop)).to(tl.float32, bitcast=True)
+    anchor: tl.constexpr = 1.5 * 2.0**23 * least  # whose last bit is worth ``least``
+    whole = tl.where(tl.abs(x) < least * 2.0**mantissa, (x + anchor) - anchor, normal).to(tl.int32, bitcast=True)
+    return (whole | (bits & -0x80000000)).to(tl.float32, bitcast=True)  # a negative zero stays one
+
+
+@triton.jit
+def _narrow(value, descale, dtype: tl.constexpr):
+    """value / descale in ``dtype``.  |value| ≤ descale · largest, so there is nothing to saturate."""
+    quotient = _quotient(value, descale, 1.0 / descale)
+    if _INTERPRETED:
+        e4m3: tl.constexpr = dtype == tl.float8e4nv
+        quotient = _rounded(quotient, 3 if e4m3 else 2, 2.0**-9 if e4m3 else 2.0**-16)
+    return quotient.to(dtype)
+
+
+@triton.jit
+def _rotated(x, row, inside, job, dim: tl.constexpr, width: tl.constexpr):
+    """x @ signs for rows of x, in fp32.  Products with ±1 are exact, so 16 bits go to the tensor cores as they are."""
+    chunk: tl.constexpr = min(_CHUNK, width)
+    total = tl.zeros([row.shape[0], width], tl.float32)
+    out = tl.arange(0, width)
+    for start in tl.static_range(0, width, chunk):
+        k = start + tl.arange(0, chunk)
+        place = row[:, None] * job.stride_s + k[None, :] * job.stride_d
+        a = tl.load(x + place, inside[:, None] & (k < dim)[None, :], 0.0)
+        b = tl.load(job.signs + k[:, None] * dim + out[None, :], (k < dim)[:, None] & (out < dim)[None, :], 0.0)
+        if _INTERPRETED:
+            total = tl.dot(a.to(tl.float32), b.to(tl.float32), total)
+        else:
+            total = tl.dot(a, b, total, input_precision="tf32x3")
+    return total * job.factor
+
+
+@triton.jit
+def _whereabouts(number, size):
+    """Batch entry, head and part of the head that a program has."""
+    # A division of integers takes 20 instructions, of unsigned ones 15: there are two.
+    slow = number.to(tl.uint32) // size.inner.to(tl.uint32)
+    fast = (number - slow.to(tl.int32) * size.inner).to(tl.int32)
+    batch = (slow // size.outer.to(tl.uint32)).to(tl.int32)
+    slow = slow.to(tl.int32) - batch * size.outer
+    return batch, tl.where(size.beside == 1, fast, slow), tl.where(size.beside == 1, slow, fast)
+
+
+@triton.jit
+def _values(job, size, batch, head, start, row, dim: tl.constexpr, width: tl.constexpr, policy: tl.constexpr):
+    """Rows ``start + row`` of a head in fp32, rotated and less the mean; zero outside."""
+    # 64 bits for what may lie far away; within a tile 32 do.
+    x = job.x + batch.to(tl.int64) * job.stride_b + head.to(tl.int64) * job.stride_h
+    x += start.to(tl.int64) * job.stride_s
+    inside = start + row < size.seqlen
+    d = tl.arange(0, width)
+    mask = inside[:, None]
+    if dim != width:
+        mask = mask & (d < dim)[None, :]
+    if job.signs is None:
+        place = row[:, None] * job.stride_s + d[None, :] * job.stride_d
+        value = tl.load(x + place, mask, 0.0, eviction_policy=policy).to(tl.float32)
+    else:
+        value = _rotated(x, row, inside, job, dim, width)
+    if job.mean is not None:
+        mean = tl.load(job.mean + (batch * size.heads + head) * dim + d, d < dim, 0.0)
+        value = tl.where(mask, value - mean[None, :], 0.0)
+    return value
+
+
+@triton.jit
+def _shared_magnitude(job, size, head):
+    """The largest of the partial magnitudes that the first pass left for this head and those that share with it."""
+    base = job.partial + (head // size.share * size.share).to(tl.int64) * size.chunks
+    lane = tl.arange(0, _LANES)
+    bits = tl.zeros([_LANES], tl.int32)
+    start = 0
+    while start < size.share * size.chunks:  # the interpreter's ranges take no argument for a bound
+        bits = tl.maximum(bits, tl.load(base + start + lane, start + lane < size.share * size.chunks, 0))
+        start += _LANES
+    return tl.max(bits, 0)
+
+
+@triton.jit
+def _cast_tile(
+    job,
+    size,
+    number,
+    dim: tl.constexpr,
+    granularity: tl.constexpr,
+    largest: tl.constexpr,
+    rows: tl.constexpr,
+    step: tl.constexpr,
+):
+    """Scales, cast and copies of ``rows`` tokens of a head, in sub-tiles of every ``step``-th token."""
+    batch, h, tile = _whereabouts(number, size)
+    head, start = batch * size.heads + h, tile * rows
+    width: tl.constexpr = max(16, triton.next_power_of_2(dim))
+    pitch: tl.constexpr = (dim + 15) // 16 * 16
+    dtype: tl.constexpr = (job.data if job.flipped is None else job.flipped).dtype.element_ty
+    part: tl.constexpr = rows // step
+    token, d = tl.arange(0, part) * step, tl.arange(0, width)
+
+    values = ()
+    for j in tl.static_range(step):
+        values += (_values(job, size, batch, h, start, token + j, dim, width, "evict_first"),)
+
+    if granularity == "head" or granularity == "tensor":
+        descale = _descale(_shared_magnitude(job, size, head), largest)
+        group = head // size.share if granularity == "tensor" else head
+        tl.store(job.descale + group, descale, (tile == 0) & ((granularity == "head") | (head == 0)))
+    if granularity == "block":
+        bits = tl.zeros([], tl.int32)
+        for j in tl.static_range(step):
+            bits = tl.maximum(bits, tl.max(_magnitude(values[j])))
+        descale = _descale(bits, largest)
+        blocks = (size.seqlen + rows - 1) // rows
+        tl.store(job.descale + head.to(tl.int64) * blocks + tile, descale, tile < blocks)
+
+    first = head.to(tl.int64) * size.seqlen + start
+    word = tl.zeros([part, width], tl.int32)
+    for j in tl.static_range(step):
+        inside = start + token + j < size.seqlen
+        if granularity == "token":
+            each = _descale(tl.max(_magnitude(values[j]), 1), largest)
+            tl.store(job.descale + first + (token + j), each, inside)
+            narrow = _narrow(values[j], tl.broadcast_to(each[:, None], [part, width]), dtype)
+        else:
+            narrow = _narrow(values[j], descale, dtype)
+        if job.data is not None:
+            mask = inside[:, None]
+            if dim != width:
+                mask = mask & (d < dim)[None, :]
+            tl.store(job.data + first * pitch + ((token + j)[:, None] * pitch + d[None, :]), narrow, mask)
+        if job.flipped is not None:
+            word = word | (narrow.to(tl.uint8, bitcast=True).to(tl.int32) << (8 * j))
+
+    if job.flipped is not None:
+        words = (size.seqlen + _PADDING - 1) // _PADDING * (_PADDING // 4)  # of a row of the transposed copy
+        column = start // 4 + tl.arange(0, part)
+        base = job.flipped.to(tl.pointer_type(tl.int32)) + head.to(tl.int64) * dim * words
+        mask = (column < words)[None, :]
+        if dim != width:
+            mask = mask & (d < dim)[:, None]
+        tl.store(base + d[:, None] * words + column[None, :], tl.trans(word), mask)
+
+
+@triton.jit
+def cast(
+    jobs,
+    sizes,
+    dims: tl.constexpr,
+    granularity: tl.constexpr,
+    largest: tl.constexpr,
+    rows: tl.constexpr,
+    rows_flipped: tl.constexpr,
+):
+    """e4m3 or e5m2 data, transposed copies and scales of every job, ``rows`` tokens a program.
+
+    Scales per head or tensor come from ``largest_magnitudes``, whose last tiles are this launch's first: the L2 still
+    has them.
+    """
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    for i in tl.static_range(len(dims)):
+        job, size = jobs[i], _decoded(sizes[i])
+        number = program - size.first
+        if (number >= 0) & (number < size.programs):
+            if job.flipped is None:
+                _cast_tile(job, size, number, dims[i], granularity, largest, rows, 1)
+            else:
+                _cast_tile(job, size, number, dims[i], granularity, largest, rows_flipped, 4)
+
+
+@triton.jit
+def _chunk_magnitude(job, size, number, dim: tl.constexpr, rows: tl.constexpr):
+    width: tl.constexpr = max(16, triton.next_power_of_2(dim))
+    batch, h, chunk = _whereabouts(number, size)
+    each = (size.tiles + size.chunks - 1) // size.chunks
+    tile = chunk * each
+    end = tl.minimum(tile + each, size.tiles)
+    peak = tl.zeros([], tl.int32)
+    while tile < end:
+        value = _values(job, size, batch, h, tile * rows, tl.arange(0, rows), dim, width, "")
+        peak = tl.maximum(peak, tl.max(_magnitude(value)))
+        tile += 1
+    tl.store(job.partial + (batch * size.heads + h) * size.chunks + chunk, peak)
+
+
+@triton.jit
+def largest_magnitudes(jobs, sizes, dims: tl.constexpr, rows: tl.constexpr):
+    """For every job the bits of the largest magnitude in each chunk of each head: a program has one chunk.
+
+    The tiles of a head are shared out evenly among its chunks.
+    """
+    program = tl.program_id(0)
+    for i in tl.static_range(len(dims)):
+        job, size = jobs[i], _decoded(sizes[i])
+        number = program - size.first
+        if (number >= 0) & (number < size.programs):
+            _chunk_magnitude(job, size, number, dims[i], rows)

@@ -1,0 +1,250 @@
+"""Fused quantisation under Triton's interpreter, against ``attnbench.fp8`` bit for bit and against FP64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnbench.backends import triton_quantise
+from attnbench.backends.triton_quantise import Request, Tiles, quantised, quantised_together
+from attnbench.dtypes import TO_TORCH
+from attnbench.errors import InputError
+from attnbench.fp8 import BLOCK, LARGEST, Recipe, hadamard, quantise
+from attnbench.spec import GRANULARITIES
+
+SHARED = ("head", "tensor")
+HALF_ULP = {"e4m3": (2.0**-4, 2.0**-10), "e5m2": (2.0**-3, 2.0**-17)}  # of normal numbers, of subnormal ones
+TILES = [Tiles(16, 64, 4, 16), Tiles(64, 64, 4, 64), Tiles(32, 128, 8, 128)]
+
+dtypes = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
+shapes = st.tuples(
+    st.integers(1, 2), st.integers(1, 3), st.sampled_from([1, 2, 63, 128, 129, 200]), st.sampled_from([8, 16, 20, 64])
+)
+
+
+def laid_out(shape, layout, dtype, seed=0, exponent=0):
+    """Normal numbers (B, H, S, D) of very different magnitudes, in the named order of axes in memory."""
+    generator = torch.Generator().manual_seed(seed)
+    b, h, s, d = shape
+    x = torch.randn(shape, generator=generator) * torch.exp(2 * torch.randn(b, h, s, 1, generator=generator))
+    x = (x * 2.0**exponent).clamp(-6e4, 6e4).to(dtype)  # fp16's numbers end at 65504
+    if layout == "gaps":
+        wide = x.new_full((b, h, 2 * s, d + 3), 7.0)
+        wide[:, :, ::2, 1 : d + 1] = x
+        return wide[:, :, ::2, 1 : d + 1]
+    axes = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "bhds": (0, 1, 3, 2), "sbhd": (2, 0, 1, 3)}[layout]
+    back = [axes.index(axis) for axis in range(4)]
+    return x.permute(axes).contiguous().permute(back)
+
+
+layouts = st.sampled_from(["bhsd", "bshd", "bhds", "sbhd", "gaps"])
+
+
+def bits(x):
+    return x.view(torch.uint8)
+
+
+def expected(x, recipe, group=1):
+    """``attnbench.fp8``'s answer, with the scale of a head shared by ``group`` of them."""
+    b, h, s, d = x.shape
+    if recipe.granularity != "head":
+        return quantise(x, recipe)
+    whole = quantise(x.reshape(b, h // group, group * s, d), recipe)
+    descale = whole.descale.repeat_interleave(group, dim=1)
+    return type(whole)(whole.data.reshape(x.shape), descale, "head")
+
+
+def complete(result, length):
+    """The transposed copy holds what the rows hold, and zeros behind."""
+    assert result.transposed.is_contiguous()
+    assert result.transposed.shape[3] == math.ceil(length / 128) * 128
+    assert torch.equal(bits(result.transposed[..., :length].mT.contiguous()), bits(result.data.contiguous()))
+    assert not bits(result.transposed[..., length:].contiguous()).any()
+
+
+@settings(max_examples=40)
+@given(
+    shape=shapes,
+    group=st.integers(1, 3),
+    layout=layouts,
+    dtype=dtypes,
+    granularity=st.sampled_from(GRANULARITIES),
+    format=st.sampled_from(["e4m3", "e5m2"]),
+    copies=st.sampled_from([(True, False), (True, True), (False, True)]),
+    tiles=st.sampled_from(TILES),
+    exponent=st.sampled_from([0, 0, -10, 5]),
+    seed=st.integers(0, 99),
+)
+def test_it_is_the_definition_bit_for_bit(
+    shape, group, layout, dtype, granularity, format, copies, tiles, exponent, seed
+):
+    b, h, s, d = shape
+    x = laid_out((b, h * group, s, d), layout, dtype, seed, exponent)
+    before, recipe, (rows, transposed) = x.clone(), Recipe(granularity, format), copies
+    (found,) = quantised_together([Request(x, rows, transposed, group)], recipe, tiles)
+    wanted = expected(x, recipe, group)
+    assert torch.equal(x, before)
+    assert (found.data.dtype, found.data.shape) == (TO_TORCH[format], x.shape)
+    assert torch.equal(bits(found.data.contiguous()), bits(wanted.data))
+    counts = {"tensor": (1, 1, 1), "head": (b, h * group, 1), "token": (b, h * group, s)}
+    assert found.descale.shape == (*counts.get(granularity, (b, h * group, math.ceil(s / BLOCK))), 1)
+    operand = found.operand(recipe)
+    assert torch.equal(operand.descale.expand(b, h * group, s, 1), wanted.descale.expand(b, h * group, s, 1))
+    assert torch.equal(operand.dequantised(torch.float32), wanted.dequantised(torch.float32))
+    if rows:
+        assert found.data.stride()[3] == 1
+        assert found.data.stride()[2] == math.ceil(d / 16) * 16
+        assert found.data.data_ptr() % 16 == 0
+    if transposed:
+        complete(found, s)
+    else:
+        assert found.transposed is None
+
+
+@settings(max_examples=30)
+@given(
+    shape=shapes,
+    layout=layouts,
+    dtype=dtypes,
+    granularity=st.sampled_from(GRANULARITIES),
+    format=st.sampled_from(["e4m3", "e5m2"]),
+    rotation=st.sampled_from(["none", "hadamard"]),
+    smoothing=st.booleans(),
+    transposed=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_rotated_and_smoothed_it_is_half_an_ulp_from_the_truth(
+    shape, layout, dtype, granularity, format, rotation, smoothing, transposed, seed
+):
+    x = laid_out(shape, layout, dtype, seed) + 3
+    recipe = Recipe(granularity, format, rotation, smoothing)
+    found = quantised(x, recipe, transposed=transposed, rotate=True, smooth=True)
+    truth = x.double()
+    if smoothing:
+        assert (found.mean.double() - truth.mean(2, keepdim=True)).abs().max() < 1e-5 * truth.abs().max()
+        truth = truth - found.mean.double()
+    if rotation == "hadamard":
+        truth = truth @ hadamard(x.shape[3]).double()
+    operand = found.operand(recipe, rotated=rotation == "hadamard")
+    descale = operand.descale.double()
+    noise = 1e-5 * truth.abs().amax((2, 3), keepdim=True) + 1e-6 * x.abs().max()  # of sums in fp32
+    relative, absolute = HALF_ULP[format]
+    error = (found.data.double() * descale - truth).abs()
+    assert torch.all(error <= torch.maximum(relative * truth.abs(), absolute * descale) + noise)
+    reach = descale * LARGEST[format]  # the scales are no larger than they have to be
+    assert torch.all((truth.abs() <= reach + noise).flatten())
+    assert torch.all(reach.amin() <= truth.abs().max() + noise)
+    back = (operand.dequantised(torch.float64) - x.double()).norm(dim=3)
+    assert torch.all(back <= (error.norm(dim=3) + 1e-5 * (x.double().norm(dim=3) + truth.norm(dim=3))))
+    if transposed:
+        complete(found, shape[2])
+
+
+@pytest.mark.parametrize("rotation", ["none", "hadamard"])
+def test_what_the_recipe_has_applies_only_where_it_is_asked_for(rotation):
+    x = laid_out((1, 2, 40, 32), "bhsd", torch.float32)
+    recipe = Recipe("token", rotation=rotation, smoothing=True)
+    found = quantised(x, recipe)
+    assert found.mean is None
+    assert torch.equal(bits(found.data), bits(quantise(x, recipe).data))
+    assert quantised(x, Recipe("token"), rotate=True, smooth=True).mean is None
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("layout", ["bshd", "gaps"])
+def test_together_is_the_same_as_one_by_one(granularity, layout):
+    recipe = Recipe(granularity, rotation="hadamard")
+    q = laid_out((2, 2, 70, 32), layout, torch.bfloat16, 1)
+    k = laid_out((2, 1, 133, 32), "bshd", torch.bfloat16, 2)
+    v = laid_out((2, 1, 133, 48), "bhsd", torch.float32, 3)
+    requests = [Request(q, group=2, rotate=True), Request(k, transposed=True, rotate=True), Request(v, False, True)]
+    for request, found in zip(requests, quantised_together(requests, recipe), strict=True):
+        x, *keywords = request
+        alone = quantised(x, recipe, **dict(zip(Request._fields[1:], keywords, strict=True)))
+        assert torch.equal(bits(found.data.contiguous()), bits(alone.data.contiguous()))
+        assert torch.equal(found.descale, alone.descale)
+        assert (found.transposed is None) == (alone.transposed is None)
+        if found.transposed is not None:
+            assert torch.equal(bits(found.transposed), bits(alone.transposed))
+
+
+@settings(max_examples=10)
+@given(length=st.integers(2, 200), rotation=st.sampled_from(["none", "hadamard"]), data=st.data())
+def test_no_token_depends_on_a_later_one(length, rotation, data):
+    cut = data.draw(st.integers(1, length - 1))
+    x = laid_out((1, 2, length, 16), "bhsd", torch.bfloat16)
+    other = x.clone()
+    other[:, :, cut:] *= -300
+    recipe = Recipe("token", rotation=rotation)
+    ours, theirs = (quantised(each, recipe, transposed=True, rotate=True) for each in (x, other))
+    assert torch.equal(bits(ours.data[:, :, :cut]), bits(theirs.data[:, :, :cut]))
+    assert torch.equal(bits(ours.transposed[..., :cut]), bits(theirs.transposed[..., :cut]))
+    assert torch.equal(ours.descale[:, :, :cut], theirs.descale[:, :, :cut])
+    assert not torch.equal(ours.descale[:, :, cut:], theirs.descale[:, :, cut:])
+
+
+@pytest.mark.parametrize("granularity", SHARED)
+@pytest.mark.parametrize(("heads", "length", "most"), [(24, 40, 1024), (2, 300, 4), (3, 130, 1)])
+def test_many_partial_magnitudes_are_one(monkeypatch, granularity, heads, length, most):
+    """More of them than are read at once, and programs that have several tiles each."""
+    monkeypatch.setattr(triton_quantise, "_MOST_PARTIAL", most)
+    triton_quantise._layout.cache_clear()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(4, heads, length, 16, generator=generator)
+    x[3, heads - 1, length - 1, 5] = -50.0
+    recipe = Recipe(granularity)
+    (found,) = quantised_together([Request(x)], recipe, Tiles(64, 64, 4, 16))
+    wanted = quantise(x, recipe)
+    assert torch.equal(found.descale, wanted.descale)
+    assert torch.equal(bits(found.data), bits(wanted.data))
+    triton_quantise._layout.cache_clear()
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_zeros_and_the_smallest_numbers(granularity):
+    x = torch.zeros(1, 3, 130, 16)
+    x[0, 1] = 2.0**-140
+    x[0, 2, ::2] = -(2.0**-120)
+    recipe = Recipe(granularity)
+    found, wanted = quantised(x, recipe), quantise(x, recipe)
+    assert torch.equal(found.operand(recipe).descale, wanted.descale)
+    assert torch.equal(found.operand(recipe).dequantised(torch.float64), wanted.dequantised(torch.float64))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter's arithmetic with infinities
+@pytest.mark.parametrize("granularity", ["head", "block", "token"])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_spoils_its_group_and_no_other(granularity, value):
+    x = laid_out((1, 2, 140, 16), "bhsd", torch.float32)
+    recipe = Recipe(granularity)
+    x[0, 1, 135, 3] = value
+    found, wanted = quantised(x, recipe).operand(recipe), quantise(x, recipe)
+    torch.testing.assert_close(found.descale, wanted.descale, rtol=0, atol=0, equal_nan=True)
+    sound = wanted.descale.isfinite().expand(x.shape)
+    assert not sound.all()
+    assert torch.equal(bits(found.data)[sound], bits(wanted.data)[sound])
+
+
+def test_gradients_do_not_flow_into_it():
+    x = laid_out((1, 1, 9, 16), "bhsd", torch.float32).requires_grad_()
+    found = quantised(x, Recipe("token", rotation="hadamard", smoothing=True), rotate=True, smooth=True)
+    assert not any(each.requires_grad for each in (found.data, found.descale, found.mean))
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        (Request(torch.zeros(2, 3, 4)), "B, H, S, D"),
+        (Request(torch.zeros(1, 1, 0, 8)), "not empty"),
+        (Request(torch.zeros(1, 1, 4, 8, dtype=torch.float64)), "float64"),
+        (Request(torch.zeros(1, 3, 4, 8), group=2), "groups of 2"),
+        (Request(torch.zeros(1, 3, 4, 8), group=0), "groups of 0"),
+        (Request(torch.zeros(1, 3, 4, 8), rows=False), "rows, a transposed copy or both"),
+        (Request(torch.zeros(1, 3, 4, 8, device="meta")), "one device"),
+    ],
+)
+def test_what_has_no_answer_is_an_error(request_, said):
+    with pytest.raises(InputError, match=said):
+        quantised_together([Request(torch.zeros(1, 1, 4, 8)), request_], Recipe("head"))

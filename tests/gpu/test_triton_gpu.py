@@ -1,0 +1,310 @@
+"""The forward of ``triton`` on a Hopper GPU: dense FP64, many keys, leaks, lifted refusals, times beside its peers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+
+import dense
+import pytest
+import torch
+from sweep import Sweep, Truth, visible
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from attnbench import AttentionSpec, Mask
+from attnbench.backends import triton as backend
+from attnbench.backends.triton_interpreter import interpreted
+from attnbench.backends.triton_tiles import Tile
+from attnbench.capabilities import Device
+from attnbench.devices import bind, describe
+from attnbench.fp8 import Quantised
+from attnbench.kernel import ForwardKernel, Operands, Result
+from attnbench.registry import registry
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
+    pytest.mark.skipif(interpreted(), reason="TRITON_INTERPRET is set"),
+]
+DEVICE = torch.device("cuda", 0)
+NAMES = ("fp8", "fp8-head", "fp8-token", "fp8-token-hadamard", "fp8-block", "fp8-tensor")
+HEAD_DIMS = [(64, 64), (128, 128), (256, 256), (80, 80), (192, 128), (64, 128), (40, 40), (5, 7)]
+LENGTHS = [(256, 256), (257, 257), (130, 333), (333, 130), (1, 200), (77, 1), (128, 1024)]
+MASKS = [
+    Mask(),
+    Mask(right=0),
+    Mask(right=0, alignment="bottom-right"),
+    Mask(left=37, right=0),
+    Mask(left=150, right=11, alignment="bottom-right"),
+    Mask(left=37),
+    Mask(right=140),
+]
+# All that a tile can say, at sizes that every head dimension fits.
+TILES = [
+    Tile(64, 64, 4, 2),
+    Tile(128, 64, 8, 3, parts=2),
+    Tile(64, 128, 4, 2, promotion=64, registers=168),
+    Tile(64, 128, 4, 2, parts=2, interleaved=True),
+    Tile(64, 64, 4, 3, parts=4),
+    Tile(64, 64, 4, 2, promotion=32, interleaved=True),
+    Tile(64, 64, 4, 1, tma=False),
+]
+
+
+@pytest.fixture(autouse=True)
+def fast_truth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "visible", visible)
+
+
+class _Floor(ForwardKernel):
+    """The kernel under a tighter error: what is left beside Q, K and V is P in e4m3 and the accumulator."""
+
+    declared_error = 0.045
+
+    def __init__(self, kernel: ForwardKernel) -> None:
+        self.name, self.rows, self.kernel = kernel.name, kernel.rows, kernel
+
+    def further_refusals(self, spec, device) -> list[str]:
+        return self.kernel.further_refusals(spec, device)
+
+    def prepare(self, q, k, v, spec) -> Operands:
+        return self.kernel.prepare(q, k, v, spec)
+
+    def run(self, operands: Operands) -> Result:
+        return self.kernel.run(operands)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_it_agrees_with_dense_fp64(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Against the truth, and against exact attention on what it quantised, where less is allowed."""
+    sweep, floor = Sweep(DEVICE), Sweep(DEVICE)
+    made = [
+        AttentionSpec.make(
+            batch=2, heads=8, kv_heads=(8, 2, 1)[i % 3], seqlen_q=sq, seqlen_kv=skv, head_dim=d, head_dim_v=dv,
+            dtype=dtype, mask=mask, scale=d**-0.5 * (1.0, 1.0, 0.6, -1.0)[i % 4], softcap=0.0 if i % 7 else 5.0,
+        )
+        for i, ((sq, skv), mask, (d, dv)) in enumerate(itertools.product(LENGTHS, MASKS, HEAD_DIMS))
+    ]  # fmt: skip
+    for index, spec in enumerate(list(dict.fromkeys(made))[:: 1 if dtype == "bf16" else 6]):
+        if spec.seqlen_q * spec.head_dim_v < 64 or spec.seqlen_kv == 1:
+            continue  # a mean over too few to bound
+        truth = Truth.of(spec, index, DEVICE)
+        kernel = backend.TritonForward(NAMES[index % len(NAMES)])
+        ran = sweep.forward(kernel, truth)
+        if ran is not None:
+            out, lse = dense.dense_attention(*ran[0].tensors(torch.float64), spec)
+            floor.forward(_Floor(kernel), replace(truth, out=out, lse=lse))
+    with capsys.disabled():
+        print(f"\n{dtype}\n{sweep.report()}\nagainst exact attention on the quantised\n{floor.report()}")
+    assert not any(sweep.faults.values())
+    assert not any(floor.faults.values())
+    assert sum(sweep.served.values()) > 20
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("name", ["fp8", "fp8-token"])
+def test_every_kind_of_tile(name: str, tile: Tile) -> None:
+    for head_dim, mask in itertools.product((64, 128, 256), (Mask(), Mask(right=0), Mask(left=90, right=20))):
+        spec = AttentionSpec.make(batch=1, heads=4, kv_heads=2, seqlen_q=300, head_dim=head_dim, mask=mask)
+        kernel = backend.TritonForward(name, tile)
+        q, k, v, _ = Truth.of(spec, 1, DEVICE).inputs
+        operands = kernel.prepare(q, k, v, spec)
+        result = kernel.run(operands)
+        out, lse = dense.dense_attention(*operands.tensors(torch.float64), spec)
+        assert dense.relative_l2(result.out, out) < 0.045
+        assert dense.relative_l2(result.lse, lse) < 1e-4
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head", "block", "token"])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_descales_of_random_size_are_used(granularity: str, kv_heads: int) -> None:
+    spec = AttentionSpec.make(batch=3, heads=8, kv_heads=kv_heads, seqlen_q=200, seqlen_kv=300, head_dim=128,
+                              dtype="e4m3", descale=granularity)  # fmt: skip
+    inputs = []
+    for heads, length in ((8, 200), (kv_heads, 300), (kv_heads, 300)):
+        data = (torch.randn(3, length, heads, 128, device=DEVICE) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+        shape = (1, 1, 1, 1) if granularity == "tensor" else (3, heads, 1 if granularity == "head" else length, 1)
+        descale = torch.rand(shape, device=DEVICE) * 0.02 + 0.001
+        if granularity == "block":
+            descale = descale[:, :, ::128].repeat_interleave(128, dim=2)[:, :, :length]
+        inputs.append(Quantised(data.transpose(1, 2), descale, granularity))
+    kernel = backend.TritonForward("fp8")
+    result = kernel.run(kernel.prepare_quantised(*inputs, spec))
+    out, lse = dense.dense_attention(*(x.dequantised(torch.float64) for x in inputs), spec)
+    assert dense.relative_l2(result.out, out) < 0.045
+    assert dense.relative_l2(result.lse, lse) < 1e-4
+
+
+def _drawn(family: str, *shape: int) -> Tensor:
+    x = torch.randn(*shape, device=DEVICE)
+    if family == "outlier":
+        x += 10 * torch.randn(*shape, device=DEVICE) * (torch.rand(*shape, device=DEVICE) < 0.001)
+    return x.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(("name", "most"), [("fp8", (0.052, 0.055)), ("fp8-token", (0.056, 0.07))])
+def test_the_error_on_normal_and_outlier_inputs(
+    name: str, most: tuple[float, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=4096, head_dim=128)
+    kernel = backend.TritonForward(name)
+    errors = []
+    for family in ("normal", "outlier"):
+        q, k, v = (_drawn(family, 1, 4, 4096, 128) for _ in range(3))
+        out = kernel.run(kernel.prepare(q, k, v, spec)).out
+        errors.append(dense.relative_l2(out, _exact(q, k, v, spec.scale)))
+    with capsys.disabled():
+        print(f"\n{kernel.name}: normal {errors[0]:.4f}, outlier {errors[1]:.4f}")
+    assert errors[0] <= most[0]
+    assert errors[1] <= most[1]
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor, scale: float, rows: int = 512) -> Tensor:
+    """Unmasked attention in FP64, a few queries at a time."""
+    k, v = k.double(), v.double()
+    parts = [((x.double() @ k.mT) * scale).softmax(-1) @ v for x in q.split(rows, 2)]
+    return torch.cat(parts, 2)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-token"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_error_does_not_grow_with_the_keys(name: str, head_dim: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """V of mean 0.5, where an accumulator of 13 bits loses 46 % at 128k keys."""
+    torch.manual_seed(0)
+    kernel, errors = backend.TritonForward(name), {}
+    for length in (2048, 2**17):
+        spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, seqlen_kv=length, head_dim=head_dim)
+        q, k, v = (torch.randn(1, 2, n, head_dim, device=DEVICE).to(torch.bfloat16) for n in (256, length, length))
+        v = v + 0.5
+        out = kernel.run(kernel.prepare(q, k, v, spec)).out
+        errors[length] = dense.relative_l2(out, _exact(q, k, v, spec.scale, 64))
+    with capsys.disabled():
+        print(f"\n{kernel.name} D={head_dim}: {errors}")
+    assert max(errors.values()) <= 0.06
+
+
+@pytest.mark.parametrize(("name", "safe"), [("fp8-token", True), ("fp8-token-hadamard", True), ("fp8-head", False)])
+def test_no_output_depends_on_later_tokens(name: str, safe: bool) -> None:
+    spec = AttentionSpec.make(batch=1, heads=4, kv_heads=2, seqlen_q=1000, head_dim=128, mask=Mask(right=0))
+    kernel = backend.TritonForward(name)
+    inputs = Truth.of(spec, 0, DEVICE).inputs[:3]
+    first = kernel.run(kernel.prepare(*inputs, spec))
+    for at in (1, 63, 64, 500):
+        changed = [torch.cat([x[:, :, :at], 1000 * x[:, :, at:].flip(2)], 2) for x in inputs]
+        second = kernel.run(kernel.prepare(*changed, spec))
+        assert torch.equal(first.out[:, :, :at], second.out[:, :, :at]) == safe
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_the_profiler_shows_the_kernel_and_no_copy(layout: str) -> None:
+    spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=512, head_dim=128, mask=Mask(right=0))
+    kernel = backend.TritonForward("fp8")
+    shape = (2, 8, 512, 128) if layout == "bhsd" else (2, 512, 8, 128)
+    q, k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    if layout == "bshd":
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    kernel.run(kernel.prepare(q, k, v, spec))
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        operands = kernel.prepare(q, k, v, spec)
+        torch.cuda.synchronize()
+    prepared = [event.key for event in seen.key_averages() if event.device_time > 0]
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        kernel.run(operands)
+        torch.cuda.synchronize()
+    ran = [event.key for event in seen.key_averages() if event.device_time > 0]
+    assert len(prepared) == 2, prepared
+    assert len(ran) == 1, ran
+    assert re.search(kernel.evidence["cuda"], ran[0])
+
+
+def test_more_than_2_to_the_31_elements() -> None:
+    length = 2**20 + 2**14
+    spec = AttentionSpec.make(batch=1, heads=16, kv_heads=1, seqlen_q=length, seqlen_kv=256, head_dim=128)
+    assert length * 16 * 128 > 2**31
+    q = torch.randn(1, 16, length, 128, device=DEVICE, dtype=torch.bfloat16)
+    k, v = (torch.randn(1, 1, 256, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    kernel = backend.TritonForward("fp8-token")
+    out = kernel.run(kernel.prepare(q, k, v, spec)).out
+    for rows in (slice(0, 300), slice(length - 300, length)):
+        truth, _ = dense.dense_attention(q[:, :, rows], k, v, spec.replace(seqlen_q=300))
+        assert dense.relative_l2(out[:, :, rows], truth) < kernel.declared_error
+
+
+def test_head_dimensions_above_256_are_refused_because_no_tile_fits() -> None:
+    from triton import CompilationError
+    from triton.runtime.errors import OutOfResources
+
+    from attnbench.backends import triton_tiles
+
+    kernel = backend.TritonForward("fp8-head", Tile(64, 64, 4, 2))
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=128, head_dim=512)
+    assert "outside 1 to 256" in kernel.refusals(spec, describe(DEVICE))[0]
+    q, k, v, _ = Truth.of(spec, 0, DEVICE).inputs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_tiles, "HEAD_DIMS", (64, 128, 256, 512))
+        try:
+            out = kernel.run(kernel.prepare(q, k, v, spec)).out
+        except (OutOfResources, CompilationError, RuntimeError):
+            return
+    pytest.fail(f"512 runs, with an error of {dense.relative_l2(out, dense.dense_attention(q, k, v, spec)[0]):.3g}")
+
+
+def test_other_capabilities_are_refused_and_this_one_is_not() -> None:
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=128, head_dim=64)
+    kernel = backend.TritonForward("fp8")
+    assert kernel.refusals(spec, describe(DEVICE)) == []
+    assert kernel.refusals(spec, Device("cuda", "an A100", (8, 0)))
+
+
+_PEERS = ("fa3:fp8", "cudnn:fp8")
+_LEAST = {64: 0.95, 128: 0.95, 256: 0.90}  # of FlashAttention-3's speed
+
+
+@pytest.mark.parametrize("length", [1024, 4096, 16384])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("mask", [Mask(), Mask(right=0)], ids=["none", "causal"])
+def test_speed_beside_its_peers(head_dim: int, length: int, mask: Mask, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kernels alone, on operands made beforehand, in turns; the peers that are installed."""
+    bind(DEVICE)
+    heads = 2048 // head_dim
+    spec = AttentionSpec.make(batch=16384 // length, heads=heads, seqlen_q=length, head_dim=head_dim, mask=mask)
+    q, k, v = (torch.randn(spec.batch, heads, length, head_dim, device=DEVICE).to(torch.bfloat16) for _ in range(3))
+    kernels: dict[str, ForwardKernel] = {f"triton:{each}": backend.TritonForward(each) for each in ("fp8", "fp8-token")}
+    for name in _PEERS:
+        if registry().availability(name.partition(":")[0]).ok:
+            kernel = registry().forward(name)
+            if not kernel.refusals(spec, describe(DEVICE)):
+                kernels[name] = kernel
+    calls = {}
+    for name, kernel in kernels.items():
+        operands = kernel.prepare(q, k, v, spec)
+        calls[name] = lambda kernel=kernel, operands=operands: kernel.run(operands)
+    times = _interleaved(calls)
+    with capsys.disabled():
+        said = ", ".join(f"{name} {spec.flops / ms * 1e-9:.0f}" for name, ms in times.items())
+        print(f"\nTFLOPS D={head_dim} {length} {mask}: {said}")
+    if "fa3:fp8" in times:
+        assert times["triton:fp8"] <= times["fa3:fp8"] / _LEAST[head_dim]
+
+
+def _interleaved(calls: dict[str, Callable[[], object]], rounds: int = 15) -> dict[str, float]:
+    """Median milliseconds of each, forth and back, by CUDA events with the host ahead."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 3):
+        for name in (*calls, *reversed(calls)):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(1_000_000)
+            start.record()
+            calls[name]()
+            stop.record()
+            stop.synchronize()
+            if turn >= 3:
+                times[name].append(start.elapsed_time(stop))
+    assert all(math.isfinite(ms) for taken in times.values() for ms in taken)
+    return {name: statistics.median(taken) for name, taken in times.items()}
