@@ -185,6 +185,7 @@ class CudnnForward(ForwardKernel):
 class CudnnBackward(BackwardKernel):
     """The node ``sdpa_backward``, after any forward that returns out and its log-sum-exp."""
 
+    preference = 8
     evidence: Mapping[str, str] = {"cuda": _BACKWARD_EVIDENCE}
 
     def __init__(self, precision: str) -> None:

@@ -188,6 +188,7 @@ class Fa4Fp8Forward(ForwardKernel):
 class Fa4Backward(BackwardKernel):
     """``flash_attn.cute.interface._flash_attn_bwd``, after any forward that returns out and its log-sum-exp."""
 
+    preference = 5
     evidence: Mapping[str, str] = {"cuda": _EVIDENCE_BACKWARD}
 
     def __init__(self, precision: str) -> None:

@@ -152,6 +152,7 @@ class TeForward(ForwardKernel):
 class TeBackward(BackwardKernel):
     """``fused_attn_bwd`` in 16 bits, after any forward that returns out and its log-sum-exp."""
 
+    preference = 12
     evidence: Mapping[str, str] = {"cuda": _BACKWARD_EVIDENCE}
 
     def __init__(self, precision: str) -> None:
