@@ -226,9 +226,13 @@ class CudnnFp8Forward(ForwardKernel):
     evidence: Mapping[str, str] = {"cuda": _FORWARD_EVIDENCE}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Those of 16 bits, and a single query."""
-        single = ["has no FP8 kernel for a single query"] if spec.seqlen_q == 1 else []
-        return _refusals(spec, device) + single
+        """Those of 16 bits, a single query, and a V that is wider than Q."""
+        reasons = _refusals(spec, device)
+        if spec.seqlen_q == 1:
+            reasons.append("has no FP8 kernel for a single query")
+        if spec.head_dim_v > spec.head_dim:
+            reasons.append("reads memory that is not its own where head_dim_v is larger than head_dim")
+        return reasons
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
         """e4m3 with one scale a tensor, and the graph."""
