@@ -27,7 +27,7 @@ from attnbench.kernel import (
 from attnbench.spec import AttentionSpec
 
 from .cudnn_graphs import Band, Graph, Layout, Question, graph_of, laid_out
-from .cudnn_scales import descale_of, gradient_bounds, too_long
+from .cudnn_scales import descale_of, gradient_bounds, too_few, too_long
 from .sdpa import DECLARED_ERROR, aligned, cuda_availability
 
 __all__ = ["BACKEND"]
@@ -274,9 +274,9 @@ class CudnnFp8Backward(BackwardKernel):
     evidence: Mapping[str, str] = {"cuda": _BACKWARD_EVIDENCE}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Those of 16 bits, and so many tokens that scales from bounds leave nothing."""
+        """Those of 16 bits, so many tokens that scales from bounds leave nothing, and so few that O's rounding does."""
         reason = too_long(spec)
-        return _refusals(spec, device) + ([reason] if reason else [])
+        return _refusals(spec, device) + ([reason] if reason else []) + too_few(spec)
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Every scale is computed on the device, none is read back."""

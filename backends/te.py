@@ -24,6 +24,7 @@ from attnbench.kernel import (
 from attnbench.spec import AttentionSpec
 
 from . import te_library
+from .cudnn_scales import too_few
 from .sdpa import DECLARED_ERROR, cuda_availability
 from .te_history import Histories
 from .te_library import Narrow, bshd, delayed, seqlens_of, widened
@@ -254,8 +255,8 @@ class TeFp8Backward(BackwardKernel):
     evidence: Mapping[str, str] = {"cuda": _BACKWARD_EVIDENCE}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Other generations of GPU, and scales that are not positive."""
-        return _common_refusals(spec, device)
+        """Other generations of GPU, scales that are not positive, and so few keys that O's rounding leaves nothing."""
+        return _common_refusals(spec, device) + too_few(spec)
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The first call of a spec runs the kernel twice: what it rounds itself has no history before."""
