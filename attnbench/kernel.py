@@ -108,6 +108,8 @@ class _Kernel(ABC):
 
     ``name`` is ``backend:precision``; ``rows`` maps a device type (``cpu``, ``cuda``) to its row.
     ``declared_error`` is the relative L2 error against exact attention that normal inputs stay within.
+    ``preference`` orders kernels where nothing was measured, smallest first; None comes last, and
+    such a forward is never chosen unmeasured.
     ``evidence`` maps a device type to a regular expression that the name of a profiled
     operator or device kernel must match: proof that this kernel answered, and no other.
     """
@@ -116,6 +118,7 @@ class _Kernel(ABC):
     rows: Mapping[str, Capabilities]
     declared_error: float
     evidence: Mapping[str, str] = MappingProxyType({})
+    preference: int | None = None
 
     def refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """Why this kernel cannot serve the spec on this device, one sentence each; none means that it can."""
@@ -135,12 +138,9 @@ class _Kernel(ABC):
 class ForwardKernel(_Kernel):
     """out = softmax(scale · q kᵀ, capped and masked) v, in one precision.
 
-    ``preference`` orders kernels where nothing was measured, smallest first; None means
-    that the kernel is never chosen unmeasured.  ``mixes`` says whether plans that pair an
-    FP8 forward with the backwards of other backends are listed.
+    ``mixes`` says whether plans that pair an FP8 forward with the backwards of other backends are listed.
     """
 
-    preference: int | None = None
     mixes: bool = True
 
     @abstractmethod

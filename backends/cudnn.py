@@ -27,7 +27,7 @@ from attnbench.kernel import (
 from attnbench.spec import AttentionSpec
 
 from .cudnn_graphs import Band, Graph, Layout, Question, graph_of, laid_out
-from .cudnn_scales import descale_of, gradient_bounds, too_long
+from .cudnn_scales import descale_of, gradient_bounds, too_few, too_long
 from .sdpa import DECLARED_ERROR, aligned, cuda_availability
 
 __all__ = ["BACKEND"]
@@ -185,6 +185,7 @@ class CudnnForward(ForwardKernel):
 class CudnnBackward(BackwardKernel):
     """The node ``sdpa_backward``, after any forward that returns out and its log-sum-exp."""
 
+    preference = 8
     evidence: Mapping[str, str] = {"cuda": _BACKWARD_EVIDENCE}
 
     def __init__(self, precision: str) -> None:
@@ -225,9 +226,13 @@ class CudnnFp8Forward(ForwardKernel):
     evidence: Mapping[str, str] = {"cuda": _FORWARD_EVIDENCE}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Those of 16 bits, and a single query."""
-        single = ["has no FP8 kernel for a single query"] if spec.seqlen_q == 1 else []
-        return _refusals(spec, device) + single
+        """Those of 16 bits, a single query, and a V that is wider than Q."""
+        reasons = _refusals(spec, device)
+        if spec.seqlen_q == 1:
+            reasons.append("has no FP8 kernel for a single query")
+        if spec.head_dim_v > spec.head_dim:
+            reasons.append("reads memory that is not its own where head_dim_v is larger than head_dim")
+        return reasons
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
         """e4m3 with one scale a tensor, and the graph."""
@@ -269,9 +274,9 @@ class CudnnFp8Backward(BackwardKernel):
     evidence: Mapping[str, str] = {"cuda": _BACKWARD_EVIDENCE}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Those of 16 bits, and so many tokens that scales from bounds leave nothing."""
+        """Those of 16 bits, so many tokens that scales from bounds leave nothing, and so few that O's rounding does."""
         reason = too_long(spec)
-        return _refusals(spec, device) + ([reason] if reason else [])
+        return _refusals(spec, device) + ([reason] if reason else []) + too_few(spec)
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Every scale is computed on the device, none is read back."""

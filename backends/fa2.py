@@ -112,6 +112,7 @@ class Fa2Forward(ForwardKernel):
 class Fa2Backward(BackwardKernel):
     """``flash_attn::_flash_attn_backward``, on this or another forward's output and log-sum-exp."""
 
+    preference = 16
     evidence: Mapping[str, str] = {"cuda": r"(?<!pytorch_)flash::flash_bwd"}
 
     def __init__(self, precision: str) -> None:

@@ -107,6 +107,7 @@ class Fa3Forward(ForwardKernel):
 class Fa3Backward(BackwardKernel):
     """The operator ``bwd``, on this or another forward's output and log-sum-exp."""
 
+    preference = 14
     evidence: Mapping[str, str] = {"cuda": r"FlashAttnBwdSm90"}
 
     def __init__(self, precision: str) -> None:

@@ -32,6 +32,8 @@ _HOPPER = (9, 0)
 # Of the head dimensions, seen with 4.0.0b36 on an H200: the forward does not compile at 40 with 24, the backward is
 # right at 64, 96, 128, 192 and 256, and its dQ wrong at 80.
 _FORWARD_STEP, _BACKWARD_STEP = 16, 32
+# Those of Q and V that may differ; D = 16 with Dv = 128 read memory that was not its own.
+_UNEQUAL = (192, 128)
 _INT32 = 2**31 - 1  # the kernels address elements within a tensor in 32 bits
 _EVIDENCE_FORWARD = r"FlashAttentionForward"
 _EVIDENCE_BACKWARD = r"FlashAttentionBackwardSm"
@@ -137,12 +139,11 @@ class Fa4Forward(ForwardKernel):
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
         """Views (B, S, H, D) where strides and head dimensions allow it."""
-        return Operands(spec, q, k, v, _native(*(_whole(x, _FORWARD_STEP) for x in (q, k, v)), spec))
+        return Operands(spec, q, k, v, _native(q, k, v, spec, _FORWARD_STEP))
 
     def run(self, operands: Operands) -> Result:
         """The first call of a shape class (dtype, head dimensions, group, kind of mask, softcap) compiles."""
-        out, lse, _ = _forward(operands.spec, *operands.native)
-        return Result(out[..., : operands.spec.head_dim_v], lse)
+        return _forward(operands.spec, *operands.native)
 
 
 class Fa4Fp8Forward(ForwardKernel):
@@ -175,7 +176,7 @@ class Fa4Fp8Forward(ForwardKernel):
         descales = tuple(x.descale.reshape(spec.batch, spec.kv_heads) for x in (packed, quantised_k, quantised_v))
         data = packed.data.reshape(q.shape)
         quantised_q = Quantised(data, packed.descale.repeat_interleave(spec.group, dim=1), packed.granularity)
-        native = _native(data, quantised_k.data, quantised_v.data, spec)
+        native = _native(data, quantised_k.data, quantised_v.data, spec, _FORWARD_STEP)
         return Operands(spec, quantised_q, quantised_k, quantised_v, (*native, *descales))
 
     def run(self, operands: Operands) -> Result:
@@ -188,6 +189,7 @@ class Fa4Fp8Forward(ForwardKernel):
 class Fa4Backward(BackwardKernel):
     """``flash_attn.cute.interface._flash_attn_bwd``, after any forward that returns out and its log-sum-exp."""
 
+    preference = 5
     evidence: Mapping[str, str] = {"cuda": _EVIDENCE_BACKWARD}
 
     def __init__(self, precision: str) -> None:
@@ -203,8 +205,9 @@ class Fa4Backward(BackwardKernel):
         """On the Q, K, V that the forward computed with; rows without a key are known by their log-sum-exp."""
         spec, lse = saved.spec, saved.lse
         assert lse is not None
-        q, k, v, window = _native(*(_whole(x, _BACKWARD_STEP) for x in saved.operands.tensors()), spec)
-        out, grad_out = (_bshd(_whole(x, _BACKWARD_STEP)) for x in (saved.out, grad_out))
+        q, k, v = saved.operands.tensors()
+        q, k, v, window = _native(q, k, v, spec, _BACKWARD_STEP)
+        out, grad_out = (_bshd(padded(x.detach(), v.shape[-1])) for x in (saved.out, grad_out))
         dq, dk, dv, *_ = _library().backward(
             q, k, v, out, grad_out, lse.to(torch.float32).contiguous(),
             softmax_scale=spec.scale, causal=window.causal, softcap=spec.softcap,
@@ -218,9 +221,10 @@ class Fa4Backward(BackwardKernel):
         return dq, dk, dv
 
 
-def _whole(x: Tensor, step: int) -> Tensor:
-    """x (..., D) padded with zeros to a multiple of ``step``."""
-    return padded(x.detach(), rounded_up(x.shape[-1], step))
+def _dimensions(spec: AttentionSpec, step: int) -> tuple[int, int]:
+    """The head dimensions that q, k and v are padded to: multiples of ``step``, and equal but for the known pair."""
+    d, dv = rounded_up(spec.head_dim, step), rounded_up(spec.head_dim_v, step)
+    return (d, dv) if (d, dv) == _UNEQUAL else (max(d, dv), max(d, dv))
 
 
 def _bshd(x: Tensor) -> Tensor:
@@ -228,11 +232,14 @@ def _bshd(x: Tensor) -> Tensor:
     return aligned(x.detach().contiguous() if 0 in x.stride() else x.detach()).transpose(1, 2)
 
 
-def _native(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor, Window]:
+def _native(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, step: int) -> tuple[Tensor, Tensor, Tensor, Window]:
+    """(B, S, H, D) and the window: views where strides and head dimensions allow it."""
     window = window_of(spec.mask, spec.seqlen_q, spec.seqlen_kv)
     if isinstance(window, str):
         raise ValueError(window)
-    return _bshd(q), _bshd(k)[:, : window.keys], _bshd(v)[:, : window.keys], window
+    d, dv = _dimensions(spec, step)
+    q, k, v = (_bshd(padded(x.detach(), size)) for x, size in ((q, d), (k, d), (v, dv)))
+    return q, k[:, : window.keys], v[:, : window.keys], window
 
 
 def _forward(
@@ -250,7 +257,7 @@ def _forward(
         window_size_left=window.left, window_size_right=window.right, return_lse=True,
         q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
-    return Result(out.transpose(1, 2), lse)
+    return Result(out[..., : spec.head_dim_v].transpose(1, 2), lse)
 
 
 BACKEND = Backend(

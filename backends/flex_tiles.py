@@ -98,13 +98,15 @@ TILES: dict[TileKey, Options] = {
 def kernel_options(
     spec: AttentionSpec, capability: tuple[int, int], precision: str, tiles: Mapping[TileKey, Options] = TILES
 ) -> dict[str, int | bool]:
-    """The ``kernel_options`` of ``flex_attention`` for a spec, empty where nothing was measured.
+    """The ``kernel_options`` of ``flex_attention`` for a spec, empty where torch's default serves and nothing beats it.
 
     Options of the forward are prefixed ``fwd_``, those of the backward ``bwd_``, as FlexKernelOptions has it; a
     spec for training has both.
     """
     if spec.seqlen_q < SHORTEST:
-        return {}
+        # The kernel for decoding puts the queries of a whole group into one tile, which must fit a block of the mask.
+        unfit = spec.mask.kind != "none" and spec.group * spec.seqlen_q > SHORTEST
+        return {"FORCE_USE_FLEX_ATTENTION": True} if unfit else {}
     size = 1 << (max(spec.head_dim, spec.head_dim_v) - 1).bit_length()
     found: dict[str, int | bool] = {}
     directions: tuple[Direction, ...] = ("forward", "backward") if spec.training else ("forward",)

@@ -88,6 +88,7 @@ class CudnnForward(ForwardKernel):
 class CudnnBackward(BackwardKernel):
     """``aten::_scaled_dot_product_cudnn_attention_backward``."""
 
+    preference = 10
     evidence: Mapping[str, str] = {"cuda": r"cudnn\w*sdpa\w*bprop"}
 
     def __init__(self, precision: str) -> None:

@@ -102,6 +102,7 @@ class EfficientForward(ForwardKernel):
 class EfficientBackward(BackwardKernel):
     """``aten::_efficient_attention_backward``."""
 
+    preference = 30
     evidence: Mapping[str, str] = {"cuda": r"fmha_cutlassB"}
 
     def __init__(self, precision: str) -> None:

@@ -143,6 +143,7 @@ class FlashForward(ForwardKernel):
 class FlashBackward(BackwardKernel):
     """``aten::_flash_attention_backward`` on CUDA, ``…_flash_attention_for_cpu_backward`` on the CPU."""
 
+    preference = 20
     evidence: Mapping[str, str] = {
         "cpu": r"aten::_scaled_dot_product_flash_attention_for_cpu_backward$",
         "cuda": r"pytorch_flash::flash_bwd",

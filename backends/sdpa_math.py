@@ -74,6 +74,7 @@ class MathForward(ForwardKernel):
 class MathBackward(BackwardKernel):
     """autograd through the same operator, run again: it reads neither the forward's output nor its log-sum-exp."""
 
+    preference = 40
     needs_lse = False
     evidence: Mapping[str, str] = {
         "cpu": r"aten::_softmax_backward_data$",

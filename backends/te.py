@@ -24,6 +24,7 @@ from attnbench.kernel import (
 from attnbench.spec import AttentionSpec
 
 from . import te_library
+from .cudnn_scales import too_few
 from .sdpa import DECLARED_ERROR, cuda_availability
 from .te_history import Histories
 from .te_library import Narrow, bshd, delayed, seqlens_of, widened
@@ -152,6 +153,7 @@ class TeForward(ForwardKernel):
 class TeBackward(BackwardKernel):
     """``fused_attn_bwd`` in 16 bits, after any forward that returns out and its log-sum-exp."""
 
+    preference = 12
     evidence: Mapping[str, str] = {"cuda": _BACKWARD_EVIDENCE}
 
     def __init__(self, precision: str) -> None:
@@ -205,9 +207,13 @@ class TeFp8Forward(ForwardKernel):
     evidence: Mapping[str, str] = {"cuda": _FORWARD_EVIDENCE}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Other generations of GPU, scales that are not positive, and a single query."""
-        single = ["has no FP8 kernel for a single query"] if spec.seqlen_q == 1 else []
-        return _common_refusals(spec, device) + single
+        """Other generations of GPU, scales that are not positive, a single query, and a V that is wider than Q."""
+        reasons = _common_refusals(spec, device)
+        if spec.seqlen_q == 1:
+            reasons.append("has no FP8 kernel for a single query")
+        if spec.head_dim_v > spec.head_dim:
+            reasons.append("reads memory that is not its own where head_dim_v is larger than head_dim")
+        return reasons
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
         """e4m3 by TransformerEngine's cast, each tensor on its own largest magnitude."""
@@ -249,8 +255,8 @@ class TeFp8Backward(BackwardKernel):
     evidence: Mapping[str, str] = {"cuda": _BACKWARD_EVIDENCE}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Other generations of GPU, and scales that are not positive."""
-        return _common_refusals(spec, device)
+        """Other generations of GPU, scales that are not positive, and so few keys that O's rounding leaves nothing."""
+        return _common_refusals(spec, device) + too_few(spec)
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The first call of a spec runs the kernel twice: what it rounds itself has no history before."""

@@ -17,6 +17,8 @@ from .timing import Cost, Timer
 __all__ = ["Samples", "interleaved"]
 
 _MOST_SAMPLES = 9_000  # of one cost; a record holds 10,000
+_TELLING = 3  # visits whose median one of them cannot move far
+_BEATEN = 1.25  # times the fastest: a plan that is slower for certain is not measured more closely
 _WARM_SECONDS = 0.5  # a clock that is not steady by then will not be
 
 
@@ -49,9 +51,13 @@ class Samples:
 
     def enough(self, timer: Timer) -> bool:
         """Whether another visit would not tell more, or cost more than the plan has."""
-        if self.seconds > timer.limit or max(map(len, self.time_ms.values()), default=0) > _MOST_SAMPLES:
+        if self.over(timer) or max(map(len, self.time_ms.values()), default=0) > _MOST_SAMPLES:
             return True
         return len(self.spans) >= timer.fewest and all(self._narrow(cost, timer) for cost in self.time_ms)
+
+    def over(self, timer: Timer) -> bool:
+        """Whether the plan has had its time: twice as much where one visit that was held up would decide."""
+        return self.seconds > timer.limit * (1 if len(self.spans) >= _TELLING else 2)
 
     def _narrow(self, cost: Cost, timer: Timer) -> bool:
         low, middle, high = median_interval(self.time_ms[cost])
@@ -65,7 +71,7 @@ def interleaved(
     seed: str,
     steady: Callable[[], bool],
 ) -> dict[Plan, Samples]:
-    """Visit the plans forwards and backwards in turn (ABBA) until each has enough samples.
+    """Visit the plans forwards and backwards in turn (ABBA) until each has enough samples, or is clearly beaten.
 
     Before that, visits whose samples are thrown away warm the device until it is ``steady``.
     The order is drawn from the seed, so that no plan follows the same one in every case.  A
@@ -88,11 +94,21 @@ def interleaved(
     while going:
         for turn in (going, going[::-1]):
             for plan in turn:
-                if plan in samples and samples[plan].seconds <= timer.limit:
+                if plan in samples and not samples[plan].over(timer):
                     visited = visit(plan)
                     if visited is None:
                         del samples[plan]
                     else:
                         samples[plan].add(visited)
-        going = [plan for plan in going if plan in samples and not samples[plan].enough(timer)]
+        fastest = min((median_interval(each.time_ms["call"])[2] for each in samples.values()), default=0.0)
+        going = [
+            plan
+            for plan in going
+            if plan in samples and not samples[plan].enough(timer) and not _beaten(samples[plan], fastest, timer)
+        ]
     return samples
+
+
+def _beaten(samples: Samples, fastest: float, timer: Timer) -> bool:
+    low, _, _ = median_interval(samples.time_ms["call"])
+    return len(samples.spans) >= max(timer.fewest, _TELLING) and low > _BEATEN * fastest

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from attnbench.capabilities import Device
 from attnbench.devices import describe
 from attnbench.errors import MisuseError, UnknownBackendError
 from attnbench.plan import Plan, backend_of
@@ -21,6 +23,8 @@ from .records import Measurement, Status
 from .store import Store
 
 __all__ = ["Ended", "Event", "Finished", "Started", "Task", "run_sweep", "tasks_of"]
+
+_PAIRS = 2  # a sweep of every forward with every backward would take hours
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,10 @@ def tasks_of(
 ) -> list[Task]:
     """Every plan that a sweep of ``dtype`` admits on every case, yardsticks aside, or those that the names keep.
 
-    A name is a backend's (``fa3``) or a kernel's (``fa3:fp8``, listed or one that its
-    backend makes) and keeps the plans that start with it, or that end with it where none
+    A forward that other backends' backwards can follow is swept with the two of these that come
+    first, of those that can serve; a plan that is named is always kept.  A name is a backend's
+    (``fa3``) or a kernel's (``fa3:fp8``, listed or one that its backend makes) and keeps the
+    plans that start with it, or that end with it where none
     starts so; or it is a plan (``fa3:fp8>fa4:bf16``).  Raises UnknownBackendError for names
     that nothing carries, MisuseError where nothing is left to measure.
     """
@@ -69,7 +75,7 @@ def tasks_of(
         _check(name, registry)
     tasks = []
     for case in cases:
-        plans = [plan for plan in _plans(case.spec, registry, device.type, names) if admits(dtype, plan)]
+        plans = [plan for plan in _plans(case.spec, registry, facts, names) if admits(dtype, plan)]
         for plan in plans:
             status, reasons = registry.reasons(plan, case.spec, facts)
             known: Status = "ok" if status == "ok" else "unavailable" if status == "unavailable" else "refused"
@@ -114,15 +120,39 @@ def _check(name: str, registry: Registry) -> None:
         registry.check(name)
 
 
-def _plans(spec: AttentionSpec, registry: Registry, device_type: str, names: Sequence[str]) -> list[Plan]:
+def _plans(spec: AttentionSpec, registry: Registry, facts: Device, names: Sequence[str]) -> list[Plan]:
     listed = registry.plans(spec)
     if not names:
-        yardsticks = {name for name, backend in registry.backends.items() if device_type in backend.yardstick}
-        return [plan for plan in listed if backend_of(plan.forward) not in yardsticks]
+        yardsticks = {name for name, backend in registry.backends.items() if facts.type in backend.yardstick}
+        return _few_pairs(
+            [plan for plan in listed if backend_of(plan.forward) not in yardsticks], registry, facts, spec
+        )
     kept: dict[Plan, None] = {}
     for name in names:
         kept |= dict.fromkeys(_named(name, spec, registry, listed))
     return list(kept)
+
+
+def _few_pairs(plans: Sequence[Plan], registry: Registry, facts: Device, spec: AttentionSpec) -> list[Plan]:
+    """The plans, but of each forward's with other backends' backwards the first few; each backward stays in one."""
+
+    def place(plan: Plan) -> tuple[bool, float]:
+        assert plan.backward is not None, "only pairs are ordered"
+        preference = registry.backward(plan.backward).preference
+        return registry.reasons(plan, spec, facts)[0] != "ok", math.inf if preference is None else preference
+
+    pairs: dict[str, list[Plan]] = {}
+    for plan in plans:
+        if plan.backward is not None and backend_of(plan.backward) != backend_of(plan.forward):
+            pairs.setdefault(plan.forward, []).append(plan)
+    surplus = {plan for each in pairs.values() for plan in sorted(each, key=place)[_PAIRS:]}
+    seen = {plan.backward for plan in plans if plan not in surplus}
+    kept = []
+    for plan in plans:
+        if plan not in surplus or plan.backward not in seen:
+            kept.append(plan)
+            seen.add(plan.backward)
+    return kept
 
 
 def _named(name: str, spec: AttentionSpec, registry: Registry, listed: list[Plan]) -> list[Plan]:

@@ -75,6 +75,21 @@ def test_what_was_not_measured_runs_with_torch_s_default(
     assert kernel_options(spec, capability, precision, MEASURED) == {}
 
 
+@pytest.mark.parametrize(
+    ("queries", "group", "mask", "unfit"),
+    [(64, 2, Mask(right=0), False), (65, 2, Mask(right=0), True), (127, 1, Mask(right=0), False),
+     (127, 8, Mask(), False), (17, 8, Mask(left=5), True)],
+)  # fmt: skip
+def test_a_group_that_no_block_of_the_mask_holds_is_not_given_to_the_kernel_for_decoding(
+    queries: int, group: int, mask: Mask, unfit: bool
+) -> None:
+    """Whose tile is the power of two from queries times group on, and must divide the mask's block of 128."""
+    spec = AttentionSpec.make(
+        batch=1, heads=8, kv_heads=8 // group, seqlen_q=queries, seqlen_kv=512, head_dim=64, mask=mask
+    )
+    assert kernel_options(spec, HOPPER, "bf16") == ({"FORCE_USE_FLEX_ATTENTION": True} if unfit else {})
+
+
 def faults(tiles: Mapping[TileKey, Mapping[str, object]]) -> list[TileKey]:
     """Entries that torch would refuse, or silently not use."""
     wrong = []

@@ -365,3 +365,10 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "transformer-engine" in (te._availability().install or "")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "without CUDA" in (te._availability().reason or "")
+
+
+def test_few_keys_are_no_case_for_an_fp8_backward() -> None:
+    few, enough = (SPEC.replace(head_dim=128, head_dim_v=128, seqlen_kv=keys) for keys in (31, 32))
+    assert FP8.refusals(few, H200) == FP8.refusals(enough, H200) == []
+    assert "fewer than 32 keys" in "; ".join(FP8_BACKWARD.refusals(few, H200))
+    assert FP8_BACKWARD.refusals(enough, H200) == []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 
 import dense
@@ -190,7 +192,7 @@ def test_what_is_refused_really_fails_or_is_wrong(precision: str, changes: dict[
     spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=256, head_dim=64, direction="training").replace(**changes)
     forward = FORWARDS[f"te:{precision}"]
     assert forward.refusals(spec, describe(device))
-    truth = Truth.of(spec, 0, device)
+    truth = Truth.of(spec, 1, device)  # as (B, S, H, D), in which most of the refusals hold
     out, failure = None, ""
     try:
         out = forward.run(forward.prepare(*truth.inputs[:3], spec)).out
@@ -215,6 +217,28 @@ def test_a_backward_that_is_refused_really_fails(
     saved = Saved(operands, *FORWARDS[name].run(operands))
     with pytest.raises(RuntimeError):
         BACKWARDS[name].run(saved, truth.inputs[3])
+
+
+WIDER_V = """
+import torch
+from attnbench import AttentionSpec
+from attnbench.registry import registry
+spec = AttentionSpec.make(batch=2, heads=1, seqlen_q=118, head_dim=16, head_dim_v=192)
+q, k, v = (torch.randn(2, 1, 118, size, device="cuda", dtype=torch.bfloat16) for size in (16, 16, 192))
+kernel = registry().forward("KERNEL:fp8")
+for _ in range(20):
+    out = kernel.run(kernel.prepare(q, k, v, spec)).out
+torch.cuda.synchronize()
+exact = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
+print(float((out.double() - exact).norm() / exact.norm()))
+"""
+
+
+def test_a_v_wider_than_q_is_refused_because_the_gpu_is_lost_or_the_answer_wrong() -> None:
+    """In a process of its own, which an illegal memory access ends."""
+    program = WIDER_V.replace("KERNEL", "te")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0 or not float(done.stdout) < 0.16, done.stdout
 
 
 def milliseconds(calls: list[Callable[[], object]], rounds: int = 30) -> list[float]:

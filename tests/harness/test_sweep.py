@@ -51,6 +51,33 @@ def faulty_rows(tmp_path_factory):
     return swept(tmp_path_factory.mktemp("faulty"), lab, [FORWARD, TRAINING], names)[0]
 
 
+def test_a_forward_is_swept_with_the_first_two_of_the_others_backwards_that_can_serve():
+    """Which may be named, and each of which stands somewhere, or its author would look for it in vain."""
+
+    class Partner(FakeBackward):
+        def __init__(self, name, preference, refuses=False):
+            super().__init__(name)
+            self.preference = preference
+            self.further_refusals = lambda spec, device: ["is not in the mood"] if refuses else []
+
+    partners = [Partner("d:bf16", None), Partner("c:bf16", 3), Partner("b:bf16", 2, refuses=True), Partner("a:bf16", 1)]
+    partners.append(Partner("e:bf16", 4))
+    backends = [backend(FakeForward(each.name), each) for each in partners]
+    known = Registry([backend(FakeForward("narrow:fp8")), *backends])
+
+    def plans(names=()):
+        tasks = tasks_of([TRAINING], known, CPU, "fp8", names)
+        return {str(task.plan) for task in tasks if task.plan.forward == "narrow:fp8"}
+
+    assert plans() == {"narrow:fp8>a:bf16", "narrow:fp8>c:bf16"}
+    assert plans(["narrow"]) == {f"narrow:fp8>{name}:bf16" for name in "abcde"}
+    assert plans(["d"]) == set()
+    assert plans(["narrow:fp8>d:bf16"]) == {"narrow:fp8>d:bf16"}
+    lonely = Registry([*known.backends.values(), backend(Partner("f:bf16", 9))])
+    tasks = tasks_of([TRAINING], lonely, CPU, "fp8")
+    assert any(task.plan.backward == "f:bf16" for task in tasks)
+
+
 def test_every_kernel_has_a_row_for_every_case(rows):
     registry = healthy()
     cases = (FORWARD, HUGE, TRAINING)
