@@ -79,7 +79,8 @@ def test_the_wheel_carries_licence_and_entry_points(wheel: Path) -> None:
     assert points["console_scripts"]["attnbench"] == "attnbench.cli:main"
     assert {"reference", "emulated", "sdpa-flash", "flex"} <= set(points["attnbench.backends"])
     for point in points["attnbench.backends"].values():
-        assert point.partition(":")[0].replace(".", "/") + ".py" in names
+        module = point.partition(":")[0].replace(".", "/")
+        assert {f"{module}.py", f"{module}/__init__.py"} & set(names)
 
 
 def test_the_wheel_works(wheel: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import dense
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends.emulated import BACKEND as EMULATED
-from attnbench.backends.triton_backward import KERNELS, TritonBackward
-from attnbench.backends.triton_backward_tiles import DEFAULTS, TILES, Tile, TileKey, Tiles, tiles_of
+from attnbench.backends.triton import TritonForward
+from attnbench.backends.triton.backward import KERNELS, TritonBackward
+from attnbench.backends.triton.backward_tiles import DEFAULTS, TILES, Tile, TileKey, Tiles, tiles_of
 from attnbench.capabilities import Capabilities, Device
 from attnbench.errors import InputError
 from attnbench.fp8 import Quantised, Recipe, quantise
@@ -194,6 +196,42 @@ def test_it_takes_over_from_another_forward(kernel: TritonBackward) -> None:
     assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_two_threads_get_what_one_gets(kernel: TritonBackward) -> None:
+    """The interpreter, which serves one thread at a time, is no reason to serve one caller."""
+    spec, (q, k, v, grad_out) = make(70, 90)
+    given_ = saved(spec, q, k, v, (Recipe("head"),) * 3)
+    alone = kernel.run(given_, grad_out)
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(lambda _: kernel.run(given_, grad_out), range(6)):
+            assert all(torch.equal(x, y) for x, y in zip(found, alone, strict=True))
+
+
+def test_after_our_own_forward_few_keys_leave_dq_as_exact_as_many() -> None:
+    """Relative to gradients whose parts do not cancel, which over two keys they may do by chance."""
+    forward = TritonForward("fp8")
+    for seqlen_kv in (1, 2, 3, 5, 8):
+        errors = []
+        for seed in range(6):
+            spec, tensors = make(1, seqlen_kv, heads=1, head_dim=64)
+            generator = torch.Generator().manual_seed(seed)
+            q, k, v, grad_out = (torch.randn(x.shape, generator=generator).to(torch.bfloat16) for x in tensors)
+            operands = forward.prepare(q, k, v, spec)
+            dq, _, _ = WIDE.run(Saved(operands, *forward.run(operands)[:2]), grad_out)
+            wanted, _, _ = dense.dense_gradients(q, k, v, grad_out, spec)
+            size = 0.1 * dense.gradient_sizes(q, k, v, grad_out, spec)[0]
+            errors.append((dq.double() - wanted).norm().item() / max(wanted.norm().item(), size))
+        assert max(errors) <= 2 * WIDE.declared_error, (seqlen_kv, errors)
+
+
+def test_v_is_ready_for_the_backward_where_gradients_are_asked_for() -> None:
+    spec, (q, k, v, _) = make(20, 128)
+    for direction, ready in (("training", True), ("forward", False)):
+        operands = TritonForward("fp8").prepare(q, k, v, spec.replace(direction=direction))
+        assert isinstance(operands.v, Quantised)
+        assert operands.v.data.is_contiguous() is ready
+
+
 class _Forward(ForwardKernel):
     def __init__(self, name: str, lse: bool = True) -> None:
         self.name, self.declared_error = name, 0.1
@@ -241,13 +279,15 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "65535 heads" in WIDE.refusals(many, CPU)[0]
     old = Device("cuda", "an older GPU", (8, 9))
     assert "compute capability 9.0" in WIDE.refusals(spec, old)[0]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "TRITON_INTERPRET" in WIDE.refusals(spec, Device("cuda", "H200", (9, 0)))[0]
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert "interpreter" in WIDE.refusals(spec, CPU)[0]
     assert WIDE.refusals(spec, Device("cuda", "H200", (9, 0))) == []
 
 
 def test_copies_hold_the_same_numbers_and_what_lies_right_is_not_copied() -> None:
-    from attnbench.backends.triton_backward_layout import lay_out
+    from attnbench.backends.triton.backward_layout import lay_out
 
     x = quantise(torch.randn(2, 3, 150, 24), Recipe("token")).data
     laid = lay_out(x.transpose(1, 2).contiguous().transpose(1, 2), wide=True, transposed=True)

@@ -17,7 +17,7 @@ from problems import Problem, problems
 
 from attnbench.backends import triton as backend
 from attnbench.backends.reference import BACKEND as REFERENCE
-from attnbench.backends.triton_interpreter import interpreted
+from attnbench.backends.triton.interpreter import interpreted
 from attnbench.capabilities import Device
 from attnbench.errors import InputError, UnknownBackendError
 from attnbench.fp8 import Quantised, Recipe, quantise
@@ -31,8 +31,9 @@ pytest.importorskip("triton")
 if not interpreted():
     pytest.skip("kernels are compiled here, which the tests in tests/gpu run", allow_module_level=True)
 
-from attnbench.backends import triton_forward, triton_tiles
-from attnbench.backends.triton_tiles import Tile, TileKey
+from attnbench.backends.triton import forward as triton_forward
+from attnbench.backends.triton import tiles as triton_tiles
+from attnbench.backends.triton.tiles import Tile, TileKey
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0))
 CPU = Device("cpu", "CPU")

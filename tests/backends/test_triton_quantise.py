@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnbench.backends import triton_quantise
-from attnbench.backends.triton_quantise import Request, Tiles, quantised, quantised_together
+from attnbench.backends.triton import quantise as triton_quantise
+from attnbench.backends.triton.quantise import Request, Tiles, quantised, quantised_together
 from attnbench.dtypes import TO_TORCH
 from attnbench.errors import InputError
 from attnbench.fp8 import BLOCK, LARGEST, Recipe, hadamard, quantise

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from attnbench import AttentionSpec, Mask
-from attnbench.backends.triton_backward import KERNELS, TritonBackward
-from attnbench.backends.triton_backward_tiles import Tile, Tiles
+from attnbench.backends.triton.backward import KERNELS, TritonBackward
+from attnbench.backends.triton.backward_tiles import Tile, Tiles
 from attnbench.devices import describe
 from attnbench.fp8 import Recipe, quantise
 from attnbench.kernel import Operands, Saved, gradient_dtype
@@ -161,7 +161,7 @@ def peers(spec: AttentionSpec) -> dict[str, Callable[[], object]]:
 @pytest.mark.parametrize("mask", [Mask(), Mask(right=0)], ids=str)
 def test_what_each_piece_costs(head_dim: int, seqlen: int, mask: Mask, capsys: pytest.CaptureFixture[str]) -> None:
     """Prints; holds that the whole is its pieces, so that no copy or synchronisation hides in our layer."""
-    from attnbench.backends import triton_backward_launch as library
+    from attnbench.backends.triton import backward_launch as library
 
     spec = AttentionSpec.make(batch=16384 // seqlen, heads=2048 // head_dim, seqlen_q=seqlen, head_dim=head_dim,
                               mask=mask, direction="training")  # fmt: skip

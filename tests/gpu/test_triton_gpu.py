@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends import triton as backend
-from attnbench.backends.triton_interpreter import interpreted
-from attnbench.backends.triton_tiles import Tile
+from attnbench.backends.triton.interpreter import interpreted
+from attnbench.backends.triton.tiles import Tile
 from attnbench.capabilities import Device
 from attnbench.devices import bind, describe
 from attnbench.fp8 import Quantised
@@ -240,7 +240,7 @@ def test_head_dimensions_above_256_are_refused_because_no_tile_fits() -> None:
     from triton import CompilationError
     from triton.runtime.errors import OutOfResources
 
-    from attnbench.backends import triton_tiles
+    from attnbench.backends.triton import tiles as triton_tiles
 
     kernel = backend.TritonForward("fp8-head", Tile(64, 64, 4, 2))
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=128, head_dim=512)

@@ -16,7 +16,7 @@ from attnbench.harness.timing import Timer
 from attnbench.spec import GRANULARITIES
 
 if TYPE_CHECKING:
-    from attnbench.backends.triton_quantise import Request
+    from attnbench.backends.triton.quantise import Request
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,7 +46,7 @@ def bits(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_the_definition_bit_for_bit(granularity, dtype, layout):
     """The definition runs on the CPU: on a GPU torch divides by a number through its rounded reciprocal."""
-    from attnbench.backends.triton_quantise import quantised
+    from attnbench.backends.triton.quantise import quantised
 
     shapes = [(2, 4, 1, 64), (1, 4, 129, 80), (2, 2, 1000, 128), (1, 2, 300, 256), (1, 1, 4097, 96), (1, 3, 257, 20)]
     for index, shape in enumerate(shapes):
@@ -66,7 +66,7 @@ def test_it_is_the_definition_bit_for_bit(granularity, dtype, layout):
 
 
 def test_random_quotients_round_as_a_division_does():
-    from attnbench.backends.triton_quantise import quantised
+    from attnbench.backends.triton.quantise import quantised
 
     for seed in range(4):
         x = made((1, 64, 4096, 128), torch.float32, seed=seed)
@@ -77,7 +77,7 @@ def test_random_quotients_round_as_a_division_does():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("dim", [16, 64, 80, 128, 192, 256])
 def test_rotated_and_smoothed_it_is_half_an_ulp_from_the_truth(granularity, dtype, dim):
-    from attnbench.backends.triton_quantise import quantised
+    from attnbench.backends.triton.quantise import quantised
 
     for smoothing in (False, True):
         x = made((2, 2, 333, dim), dtype) + 2
@@ -96,7 +96,7 @@ def test_rotated_and_smoothed_it_is_half_an_ulp_from_the_truth(granularity, dtyp
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_what_is_not_finite_spoils_its_group_and_no_other(granularity, value):
-    from attnbench.backends.triton_quantise import quantised
+    from attnbench.backends.triton.quantise import quantised
 
     recipe = Recipe(granularity)
     x = made((1, 2, 300, 64), torch.bfloat16)
@@ -108,7 +108,7 @@ def test_what_is_not_finite_spoils_its_group_and_no_other(granularity, value):
 
 
 def test_groups_of_query_heads_share_a_scale():
-    from attnbench.backends.triton_quantise import quantised
+    from attnbench.backends.triton.quantise import quantised
 
     x = made((2, 8, 500, 128), torch.bfloat16, "bshd")
     found = quantised(x, Recipe("head"), group=4)
@@ -119,7 +119,7 @@ def test_groups_of_query_heads_share_a_scale():
 
 def test_more_elements_than_32_bits_count():
     """(1, 128, 131072, 128) as a model lays it out: offsets beyond 2^31 on the way in and out."""
-    from attnbench.backends.triton_quantise import quantised
+    from attnbench.backends.triton.quantise import quantised
 
     x = torch.zeros(1, 131072 + 300, 128, 128, dtype=torch.bfloat16, device=DEVICE).transpose(1, 2)
     last = made((1, 1, 400, 128), torch.bfloat16)
@@ -133,7 +133,7 @@ def test_more_elements_than_32_bits_count():
 
 
 def test_a_graph_replays_it():
-    from attnbench.backends.triton_quantise import Request, quantised_together
+    from attnbench.backends.triton.quantise import Request, quantised_together
 
     x = made((1, 4, 1000, 128), torch.bfloat16)
     other = made(x.shape, torch.bfloat16, seed=1)
@@ -151,7 +151,7 @@ def test_a_graph_replays_it():
 
 def cases(dim: int = 128) -> dict[str, list[Request]]:
     """Q, K and V of 33.5 M bf16 elements each, as they lie in memory; V transposed beside its rows or instead."""
-    from attnbench.backends.triton_quantise import Request
+    from attnbench.backends.triton.quantise import Request
 
     made_cases = {}
     for batch, length, layout in ((1, 16384, "bhsd"), (1, 16384, "bshd"), (16, 1024, "bhsd")):
@@ -173,7 +173,7 @@ def floor(requests: Sequence[Request], granularity: str) -> float:
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_it_takes_the_time_that_the_memory_takes(granularity, capsys):
-    from attnbench.backends.triton_quantise import quantised_together
+    from attnbench.backends.triton.quantise import quantised_together
 
     timer, recipe = Timer.for_device(DEVICE), Recipe(granularity)
     h200 = "H200" in torch.cuda.get_device_name(DEVICE)

@@ -1,4 +1,4 @@
-"""Measures tiles for the fused quantisation on this machine's GPU: for ``TILES`` of ``backends/triton_quantise.py``.
+"""Measures tiles for the fused quantisation on this machine's GPU: for ``TILES`` of ``backends/triton/quantise.py``.
 
     python tests/gpu/tune_quantise.py [--seconds 120]
 
@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from test_triton_quantise_gpu import DEVICE, cases, floor
 
-from attnbench.backends.triton_quantise import Request, Tiles, quantised_together, tiles_for
+from attnbench.backends.triton.quantise import Request, Tiles, quantised_together, tiles_for
 from attnbench.fp8 import Recipe
 from attnbench.harness.timing import Timer
 from attnbench.spec import Granularity

@@ -1,4 +1,4 @@
-"""Measures tiles for ``triton``'s forward on this machine's GPU and prints the entries of ``backends/triton_tiles.py``.
+"""Measures tiles for ``triton``'s forward on this machine's GPU and prints the entries of ``backends/triton/tiles.py``.
 
     python tests/gpu/tune_triton.py [--seconds 200] [--processes 14] [--interleaved]
 
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends.triton import TritonForward
-from attnbench.backends.triton_tiles import DEFAULTS, HEAD_DIMS, Tile, TileKey
+from attnbench.backends.triton.tiles import DEFAULTS, HEAD_DIMS, Tile, TileKey
 from attnbench.harness.timing import Timer
 from attnbench.kernel import Operands
 
@@ -114,7 +114,7 @@ def exact_of(head_dim: int, mask: str) -> Tensor:
 
 
 def call_of(key: TileKey, length: int, tile: Tile) -> Any:
-    from attnbench.backends.triton_forward import attend, retiled
+    from attnbench.backends.triton.forward import attend, retiled
 
     native = retiled(operands_of(key, length).native, tile)
     return lambda: attend(native)

@@ -1,4 +1,4 @@
-"""Measures tiles for the FP8 backward on this machine's GPU and prints the entries of ``triton_backward_tiles.TILES``.
+"""Measures tiles for the FP8 backward on this machine's GPU and prints the entries of ``backward_tiles.TILES``.
 
     python tests/gpu/tune_triton_backward.py [--seconds 280] [--processes 14] [--precision fp8,fp8-all]
 
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from attnbench import AttentionSpec, Mask
-from attnbench.backends.triton_backward_tiles import DEFAULTS, Tile, TileKey, Tiles
+from attnbench.backends.triton.backward_tiles import DEFAULTS, Tile, TileKey, Tiles
 from attnbench.fp8 import Recipe, quantise
 from attnbench.harness.timing import Timer
 
@@ -79,9 +79,9 @@ class Bench:
     """The inputs of a cell at a length, and both kernels on them."""
 
     def __init__(self, key: TileKey, length: int) -> None:
-        from attnbench.backends import triton_backward_launch
+        from attnbench.backends.triton import backward_launch
 
-        self.library, self.key = triton_backward_launch, key
+        self.library, self.key = backward_launch, key
         spec = spec_of(key, length)
         shape = (spec.batch, spec.heads, spec.seqlen_q, spec.head_dim)
         generator = torch.Generator("cuda").manual_seed(0)
@@ -90,7 +90,7 @@ class Bench:
         lse = torch.full(shape[:3], math.log(length) + 0.5, device="cuda")
         recipe = Recipe("head", rotation="hadamard")
         operands = [quantise(x, recipe, rotate=each < 2) for each, x in enumerate((q, k, v))]
-        self.given = triton_backward_launch.prepared(spec, *operands, out * 0.02, lse, grad, key.narrow)
+        self.given = backward_launch.prepared(spec, *operands, out * 0.02, lse, grad, key.narrow)
 
     def call(self, kind: str, tile: Tile) -> Callable[[], Tensor | tuple[Tensor, ...]]:
         """One kernel with one tile."""

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["alone", "interpreted"]
+from attnbench.capabilities import Device
+
+__all__ = ["alone", "interpreted", "misplaced"]
 
 _TURN = threading.RLock()
 
@@ -17,6 +19,15 @@ _TURN = threading.RLock()
 def interpreted() -> bool:
     """Whether Triton interprets its kernels on the CPU, which it decides where they are defined."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+def misplaced(device: Device) -> list[str]:
+    """Why no kernel runs there: a CPU without the interpreter, or a GPU with it, as at most one reason."""
+    if device.type == "cpu" and not interpreted():
+        return ["runs on a CPU under Triton's interpreter alone (TRITON_INTERPRET=1)"]
+    if device.type == "cuda" and interpreted():
+        return ["runs on no GPU while TRITON_INTERPRET is set, for Triton then computes on the CPU"]
+    return []
 
 
 def alone(device: torch.device) -> AbstractContextManager[Any]:

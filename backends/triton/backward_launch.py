@@ -15,10 +15,10 @@ from attnbench.fp8 import Quantised, hadamard
 from attnbench.kernel import gradient_dtype
 from attnbench.spec import AttentionSpec
 
-from .triton_backward_keys import key_gradients
-from .triton_backward_layout import BLOCK, LOG2E, PEAK, Gradient, Laid, lay_out, lay_out_gradient
-from .triton_backward_queries import query_gradients
-from .triton_backward_tiles import Tile, Tiles
+from .backward_keys import key_gradients
+from .backward_layout import BLOCK, LOG2E, PEAK, Gradient, Laid, lay_out, lay_out_gradient
+from .backward_queries import query_gradients
+from .backward_tiles import Tile, Tiles
 
 __all__ = ["Prepared", "launch", "prepared", "run_keys", "run_queries"]
 

@@ -26,8 +26,8 @@ from attnbench.errors import InputError
 from attnbench.fp8 import BLOCK, LARGEST, Quantised, Recipe, hadamard
 from attnbench.spec import Granularity
 
-from .padding import rounded_up
-from .triton_quantise_kernels import PADDING, Job, Size, cast, largest_magnitudes
+from ..padding import rounded_up
+from .quantise_kernels import PADDING, Job, Size, cast, largest_magnitudes
 
 __all__ = ["BLOCK_TILES", "TILES", "Quantisation", "Request", "Tiles", "quantised", "quantised_together", "tiles_for"]
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_backward_arithmetic import bound, probabilities, product, steps, to_bf16, to_e4m3, turned, visible
+from .arithmetic import bound, probabilities, product, steps, to_bf16, to_e4m3, turned, visible
 
 __all__ = ["key_gradients"]
 

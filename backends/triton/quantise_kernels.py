@@ -1,13 +1,10 @@
-"""The kernels behind ``triton_quantise``: one for the largest magnitudes, one for scales, cast and transposition.
+"""The kernels behind ``quantise``: one for the largest magnitudes, one for scales, cast and transposition.
 
 Each launch serves any number of tensors (``jobs``), so that Q, K and V share one grid and one tail.  A program has a
 tile of tokens of one head in its registers.  Where a transposed copy is wanted, it holds every fourth token in one
 sub-tile: four of those give, without leaving the thread, 32-bit words of four tokens' bytes, and words cross the
 shared memory on their way to rows of tokens where single bytes would take four times the instructions.
 """
-
-# To a type checker kernels are functions without types in a language that is not Python.
-# mypy: ignore-errors
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Tile(NamedTuple):
     ``max_num_imprecise_acc``: it adds what N keys have come to.  P·V is computed for V's head dimension in
     ``parts``, one after the other, which divides the registers of what is added.  ``registers`` bounds those of a
     thread, None leaves them to the compiler.  ``tma`` loads by descriptors, else by pointers.  ``interleaved`` wants
-    the keys of V's transposed copy in the order of ``triton_forward.interleaved``.
+    the keys of V's transposed copy in the order of ``forward.interleaved``.
     """
 
     block_m: int

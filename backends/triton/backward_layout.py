@@ -20,8 +20,8 @@ from torch import Tensor
 from attnbench.fp8 import Quantised
 from attnbench.spec import AttentionSpec
 
-from .padding import rounded_up
-from .triton_backward_arithmetic import to_bf16, to_e4m3
+from ..padding import rounded_up
+from .arithmetic import to_bf16, to_e4m3
 
 __all__ = ["BLOCK", "LOG2E", "PADDING", "PEAK", "Gradient", "Laid", "lay_out", "lay_out_gradient"]
 

@@ -1,11 +1,11 @@
-"""The kernel of the FP8 backward that makes dQ, by blocks of queries; ``triton_backward_keys`` says how both work."""
+"""The kernel of the FP8 backward that makes dQ, by blocks of queries; ``backward_keys`` says how both work."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .triton_backward_arithmetic import bound, probabilities, product, steps, to_bf16, to_e4m3, turned, visible
+from .arithmetic import bound, probabilities, product, steps, to_bf16, to_e4m3, turned, visible
 
 __all__ = ["query_gradients"]
 

@@ -1,4 +1,4 @@
-"""What the backward's two kernels share; casts, products and loop bounds hold under Triton's interpreter as well.
+"""What the kernels of attention share; casts, products and loop bounds hold under Triton's interpreter as well.
 
 Compiled code is the plain instruction.  The interpreter (3.6.0) truncates where it casts to bf16, loses carries
 where it casts to FP8, multiplies the bit patterns of bf16 matrices, and takes no computed bounds of a range where numpy

@@ -22,13 +22,13 @@ from attnbench.fp8 import Quantised, Recipe
 from attnbench.kernel import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result
 from attnbench.spec import GRANULARITIES, AttentionSpec
 
-from . import triton_backward
-from .fa3_origins import installed
-from .triton_interpreter import alone, interpreted
-from .triton_tiles import HEAD_DIMS, Tile, tile_of
+from ..fa3_origins import installed
+from . import backward
+from .interpreter import alone, misplaced
+from .tiles import HEAD_DIMS, Tile, tile_of
 
 if TYPE_CHECKING:
-    from .triton_forward import Operand
+    from .forward import Operand
 
 __all__ = ["BACKEND", "TritonForward"]
 
@@ -75,11 +75,7 @@ class TritonForward(ForwardKernel):
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """A CPU without the interpreter, a GPU with it, and more programs than a grid has."""
-        reasons = []
-        if device.type == "cpu" and not interpreted():
-            reasons.append("runs on a CPU under Triton's interpreter alone (TRITON_INTERPRET=1)")
-        if device.type == "cuda" and interpreted():
-            reasons.append("runs on no GPU while TRITON_INTERPRET is set, for Triton then computes on the CPU")
+        reasons = misplaced(device)
         tile = self.tile or tile_of(spec, device.capability, per_key=self._per_key(spec))
         programs = spec.batch * spec.heads * -(-spec.seqlen_q // tile.block_m)
         if programs > _LARGEST_GRID:
@@ -87,11 +83,14 @@ class TritonForward(ForwardKernel):
         return reasons
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
-        """Q and K in rows and V transposed, in one launch, or two for scales of a head or a tensor."""
-        from .triton_forward import Operand
-        from .triton_quantise import Request, quantised_together
+        """Q and K in rows and V transposed, in one launch, or two for scales of a head or a tensor.
 
-        wanted = [Request(q, rotate=True), Request(k, rotate=True), Request(v, rows=False, transposed=True)]
+        For training V comes in rows as well, which the backward reads.
+        """
+        from .forward import Operand
+        from .quantise import Request, quantised_together
+
+        wanted = [Request(q, rotate=True), Request(k, rotate=True), Request(v, rows=spec.training, transposed=True)]
         with alone(q.device):
             made = quantised_together([each._replace(x=each.x.detach()) for each in wanted], self.recipe)
         turned = self.recipe.rotation == "hadamard"
@@ -105,7 +104,7 @@ class TritonForward(ForwardKernel):
 
         Raises InputError where one is smoothed or not e4m3, where V is rotated, or one of Q and K alone.
         """
-        from .triton_forward import Operand, transposed
+        from .forward import Operand, transposed
 
         for name, x in {"q": q, "k": k, "v": v}.items():
             if x.data.dtype != torch.float8_e4m3fn:
@@ -118,7 +117,7 @@ class TritonForward(ForwardKernel):
 
     def run(self, operands: Operands) -> Result:
         """The kernel on the current stream."""
-        from .triton_forward import attend
+        from .forward import attend
 
         device = operands.native.v.device
         label = torch.profiler.record_function(self.name) if device.type == "cpu" else nullcontext()
@@ -126,7 +125,7 @@ class TritonForward(ForwardKernel):
             return attend(operands.native)
 
     def _operands(self, spec: AttentionSpec, q: Quantised, k: Quantised, v: Quantised, values: Operand) -> Operands:
-        from .triton_forward import Operand, interleaved, laid_out
+        from .forward import Operand, interleaved, laid_out
 
         tile = self.tile or tile_of(spec, _capability(q.data.device), per_key=self._per_key(spec))
         if tile.interleaved:
@@ -164,7 +163,7 @@ BACKEND = Backend(
     name="triton",
     summary="FP8 attention of our own in Triton",
     availability=_availability,
-    kernels=(*(TritonForward(precision) for precision in _LISTED), *triton_backward.KERNELS),
+    kernels=(*(TritonForward(precision) for precision in _LISTED), *backward.KERNELS),
     resolve=_resolve,
     compiles=True,
 )

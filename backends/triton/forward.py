@@ -17,9 +17,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attnbench.kernel import Result, gradient_dtype
 from attnbench.spec import AttentionSpec
 
-from .padding import padded, rounded_up
-from .triton_forward_kernel import triton_fp8_attention_forward
-from .triton_tiles import Tile, padded_size
+from ..padding import padded, rounded_up
+from .forward_kernel import triton_fp8_attention_forward
+from .tiles import Tile, padded_size
 
 __all__ = ["Native", "Operand", "attend", "interleaved", "laid_out", "retiled", "transposed"]
 

@@ -7,7 +7,6 @@ deterministic: dQ has a kernel of its own, and nothing is added atomically.
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
 
 import torch
@@ -19,7 +18,8 @@ from attnbench.fp8 import Quantised
 from attnbench.kernel import BackwardKernel, ForwardKernel, Saved
 from attnbench.spec import AttentionSpec
 
-from .triton_backward_tiles import Tiles, tiles_of
+from .backward_tiles import Tiles, tiles_of
+from .interpreter import alone, misplaced
 
 __all__ = ["KERNELS", "TritonBackward"]
 
@@ -36,7 +36,6 @@ _FOLLOWED = (
     *(f"emulated:fp8{options}" for options in ("", "-tensor", "-block", "-token", "-token-hadamard")),
 )
 _DTYPES = ("bf16", "fp16", "fp32")
-_INTERPRETED = ("1", "true", "on", "yes", "y")  # as triton.knobs reads the variable
 _MOST_HEADS = 65535  # of all batches: the second axis of a CUDA grid
 _LARGEST_HEAD = 128  # dK and dV of a block of 128 keys fill the registers of 8 warps
 
@@ -56,10 +55,8 @@ class TritonBackward(BackwardKernel):
         self.evidence = {"cuda": r"\b_?(key|query)_gradients"}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """A CPU without Triton's interpreter, and more heads than a grid holds."""
-        reasons = []
-        if device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0").lower() not in _INTERPRETED:
-            reasons.append("runs on a CPU under Triton's interpreter alone (TRITON_INTERPRET=1)")
+        """A CPU without Triton's interpreter, a GPU with it, and more heads than a grid holds."""
+        reasons = misplaced(device)
         if spec.batch * spec.heads > _MOST_HEADS:
             reasons.append(f"takes at most {_MOST_HEADS} heads in all batches, not {spec.batch * spec.heads}")
         return reasons
@@ -75,9 +72,10 @@ class TritonBackward(BackwardKernel):
         q, k, v = _plain(saved, self.name)
         if saved.lse is None:
             raise InputError(f"{self.name} needs the forward's log-sum-exp")
-        from .triton_backward_launch import launch
+        from .backward_launch import launch
 
-        with torch.cuda.device(q.data.device) if q.data.is_cuda else nullcontext():
+        device = q.data.device
+        with alone(device), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             return launch(saved.spec, q, k, v, saved.out, saved.lse, grad_out.detach(), self._tiles, self.narrow)
 
     def _tiles(self, spec: AttentionSpec, head_dim: int, device: torch.device) -> Tiles:

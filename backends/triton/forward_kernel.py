@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_backward_arithmetic import bound, to_bf16, to_e4m3
+from .arithmetic import bound, to_bf16, to_e4m3
 
 __all__ = ["triton_fp8_attention_forward"]
 
