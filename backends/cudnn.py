@@ -27,7 +27,8 @@ from attnbench.kernel import (
 from attnbench.spec import AttentionSpec
 
 from .cudnn_graphs import Band, Graph, Layout, Question, graph_of, laid_out
-from .cudnn_scales import descale_of, gradient_bounds, too_few, too_long
+from .cudnn_limits import fp8_refusals, refusals, too_few
+from .cudnn_scales import descale_of, gradient_bounds, too_long
 from .sdpa import DECLARED_ERROR, aligned, cuda_availability
 
 __all__ = ["BACKEND"]
@@ -71,12 +72,7 @@ def _band(spec: AttentionSpec) -> Band:
 
 def _refusals(spec: AttentionSpec, device: Device) -> list[str]:
     """What no node computes on this GPU."""
-    reasons = []
-    if device.capability[0] != _HOPPER[0]:
-        reasons.append(f"is known here on compute capability 9.x only, {device.name} has another")
-    if spec.scale <= 0:
-        # Keys that fill up a tile are hidden before the scale is applied, so this holds without a mask, too.
-        reasons.append(f"hides keys before it scales, which needs a scale above 0, not {spec.scale}")
+    reasons = refusals(spec, device)
     if spec.seqlen_q > spec.seqlen_kv:  # sdpa_support_surface.h
         if spec.mask.left is not None:
             reasons.append("a window needs at least as many keys as queries")
@@ -227,12 +223,7 @@ class CudnnFp8Forward(ForwardKernel):
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """Those of 16 bits, a single query, and a V that is wider than Q."""
-        reasons = _refusals(spec, device)
-        if spec.seqlen_q == 1:
-            reasons.append("has no FP8 kernel for a single query")
-        if spec.head_dim_v > spec.head_dim:
-            reasons.append("reads memory that is not its own where head_dim_v is larger than head_dim")
-        return reasons
+        return _refusals(spec, device) + fp8_refusals(spec)
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
         """e4m3 with one scale a tensor, and the graph."""

@@ -16,10 +16,9 @@ from torch import Tensor
 from attnbench.fp8 import LARGEST, Quantised
 from attnbench.spec import AttentionSpec
 
-__all__ = ["Bounds", "descale_of", "gradient_bounds", "too_few", "too_long"]
+__all__ = ["Bounds", "descale_of", "gradient_bounds", "too_long"]
 
 _MARGIN = 2.0  # rounding moves P, O and dO by at most an eighth; a whole binade costs nothing
-_FEWEST_KEYS = 32
 _LONGEST = 2**52  # of Sq · group · Skv²: normal inputs' dK then stays a binade above e5m2's smallest normal number
 
 
@@ -64,17 +63,6 @@ def too_long(spec: AttentionSpec) -> str | None:
     if size > _LONGEST:
         return "gradients over so many tokens fall below e5m2 when their scale is not known from a history"
     return None
-
-
-def too_few(spec: AttentionSpec) -> list[str]:
-    """Why O in e4m3 leaves no digits of dQ, as a list of at most one reason.
-
-    dS is P (dP − dO·O), in which dO·V and dO·O all but cancel over few keys: with two to five
-    keys dQ was 0.3 to 0.6 off on an H200, with 77 and more 0.11 to 0.14.
-    """
-    if spec.seqlen_kv < _FEWEST_KEYS:
-        return [f"rounds O to e4m3, which leaves nothing of dQ over fewer than {_FEWEST_KEYS} keys"]
-    return []
 
 
 def _row_norm(x: Tensor) -> Tensor:

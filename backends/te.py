@@ -24,7 +24,7 @@ from attnbench.kernel import (
 from attnbench.spec import AttentionSpec
 
 from . import te_library
-from .cudnn_scales import too_few
+from .cudnn_limits import fp8_refusals, refusals, too_few
 from .sdpa import DECLARED_ERROR, cuda_availability
 from .te_history import Histories
 from .te_library import Narrow, bshd, delayed, seqlens_of, widened
@@ -102,20 +102,9 @@ def _fp8_row(*, backward: bool = False) -> dict[str, Capabilities]:
     return {"cuda": row}
 
 
-def _common_refusals(spec: AttentionSpec, device: Device) -> list[str]:
-    """What cuDNN, which computes it, does not compute on this GPU."""
-    reasons = []
-    if device.capability[0] != _HOPPER[0]:
-        reasons.append(f"is known here on compute capability 9.x only, {device.name} has another")
-    if spec.scale <= 0:
-        # Keys that fill up a tile are hidden before the scale is applied, so this holds without a mask, too.
-        reasons.append(f"hides keys before it scales, which needs a scale above 0, not {spec.scale}")
-    return reasons
-
-
 def _refusals(spec: AttentionSpec, device: Device) -> list[str]:
     """Rules of nvte_get_fused_attn_backend for cuDNN 9.7 and newer that the row cannot say."""
-    reasons = _common_refusals(spec, device)
+    reasons = refusals(spec, device)
     if spec.seqlen_q > spec.seqlen_kv:
         if spec.mask.kind == "window":
             reasons.append("a window needs at least as many keys as queries")
@@ -208,12 +197,7 @@ class TeFp8Forward(ForwardKernel):
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """Other generations of GPU, scales that are not positive, a single query, and a V that is wider than Q."""
-        reasons = _common_refusals(spec, device)
-        if spec.seqlen_q == 1:
-            reasons.append("has no FP8 kernel for a single query")
-        if spec.head_dim_v > spec.head_dim:
-            reasons.append("reads memory that is not its own where head_dim_v is larger than head_dim")
-        return reasons
+        return refusals(spec, device) + fp8_refusals(spec)
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
         """e4m3 by TransformerEngine's cast, each tensor on its own largest magnitude."""
@@ -256,7 +240,7 @@ class TeFp8Backward(BackwardKernel):
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """Other generations of GPU, scales that are not positive, and so few keys that O's rounding leaves nothing."""
-        return _common_refusals(spec, device) + too_few(spec)
+        return refusals(spec, device) + too_few(spec)
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The first call of a spec runs the kernel twice: what it rounds itself has no history before."""

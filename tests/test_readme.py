@@ -4,36 +4,58 @@ import re
 import statistics
 from pathlib import Path
 
+import pytest
+
 from attnbench.harness.records import Measurement, read_measurements
 
 ROOT = Path(__file__).parents[1]
-HEAD = re.compile(r"\| (b\d.*?) \| kernel \| call \| error \|")
+README = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+HEAD = re.compile(r"\| (b\d.*?) \| (kernel|backward) \| (call) \| error \|")
 ROW = re.compile(r"\| `(.+?)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) / ([\d.]+) \|")
+KEYS = re.compile(r"\| .*V with a mean.* \| (\d+)k keys \| (\d+)k keys \| (\d+)k keys \|")
+DRIFT = re.compile(r"\| (`.+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|")
 
 
-def shown() -> list[tuple[str, str, list[str]]]:
-    """(case, plan, [kernel, call, error on normal, error on outlier]) as the README writes them."""
-    case, rows = "", []
-    for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines():
-        if head := HEAD.fullmatch(line):
-            case = head[1]
-        elif row := ROW.fullmatch(line):
-            rows.append((case, row[1], list(row.groups()[1:])))
-    return rows
+@pytest.fixture(scope="module")
+def rows() -> dict[tuple[str, str], Measurement]:
+    """By case and plan; what a case's entry was called stands before the spec."""
+    measured = read_measurements(ROOT / "results/nvidia-h200/facts/measurements.jsonl")
+    return {(str(row.spec), str(row.plan)): row for row in measured}
 
 
 def worst(row: Measurement, family: str) -> float:
     return max(error for name, error in row.error[family].items() if name != "lse")
 
 
-def test_figures_come_from_committed_results() -> None:
-    measured = read_measurements(ROOT / "results/nvidia-h200/quick/measurements.jsonl")
-    rows = {(row.case, str(row.plan)): row for row in measured}
-    assert len(shown()) >= 6
-    for case, plan, figures in shown():
-        row = rows[case, plan]
-        truths = [statistics.median(row.time_ms[cost]) for cost in ("kernel", "call")]
-        truths += [worst(row, family) for family in ("normal", "outlier")]
-        for figure, truth in zip(figures, truths, strict=True):
-            digits = len(figure.partition(".")[2])
-            assert float(figure) == round(truth, digits), (case, plan, figure, truth)
+def agrees(figure: str, truth: float) -> bool:
+    return float(figure) == round(truth, len(figure.partition(".")[2]))
+
+
+def test_times_and_errors_come_from_committed_results(rows: dict[tuple[str, str], Measurement]) -> None:
+    case, costs, seen = "", [], 0
+    for line in README:
+        if head := HEAD.fullmatch(line):
+            case, costs = head[1], [head[2], head[3]]
+        elif shown := ROW.fullmatch(line):
+            row, figures = rows[case, shown[1]], shown.groups()[1:]
+            truths = [statistics.median(row.time_ms[cost]) for cost in costs]
+            truths += [worst(row, family) for family in ("normal", "outlier")]
+            for figure, truth in zip(figures, truths, strict=True):
+                assert agrees(figure, truth), (case, shown[1], figure, truth)
+            seen += 1
+    assert seen >= 9
+
+
+def test_drift_over_keys_comes_from_committed_results(rows: dict[tuple[str, str], Measurement]) -> None:
+    keys, seen = [], 0
+    for line in README:
+        if head := KEYS.fullmatch(line):
+            keys = [int(each) * 1024 for each in head.groups()]
+        elif keys and (shown := DRIFT.fullmatch(line)) and not ROW.fullmatch(line):
+            for plan in re.findall("`(.+?)`", shown[1]):
+                for count, figure in zip(keys, shown.groups()[1:], strict=True):
+                    case = f"b1 h8 q128-k{count} d128 bf16 causal/bottom-right forward"
+                    truth = rows[case, plan].error["biased-v"]["out"]
+                    assert agrees(figure, truth), (case, plan, figure, truth)
+                    seen += 1
+    assert seen >= 9

@@ -6,11 +6,11 @@ import itertools
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 
 import dense
 import pytest
 import torch
+from gpu_times import in_turns
 from sweep import Sweep, Truth, visible
 from torch.profiler import ProfilerActivity, profile
 
@@ -154,21 +154,6 @@ def test_a_v_wider_than_q_is_refused_because_the_gpu_is_lost_or_the_answer_wrong
     assert done.returncode != 0 or not float(done.stdout) < 0.16, done.stdout
 
 
-def milliseconds(calls: list[Callable[[], object]], rounds: int = 30) -> list[float]:
-    """Median device time of each, in turns."""
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds + 3):
-        for call, kept in zip(calls, times, strict=True):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(1_000_000)  # the host is ahead, so that launches cost no device time
-            start.record()
-            call()
-            stop.record()
-            torch.cuda.synchronize()
-            kept.append(start.elapsed_time(stop))
-    return [sorted(kept[3:])[len(kept[3:]) // 2] for kept in times]
-
-
 @pytest.mark.parametrize("name", ["cudnn:bf16", "cudnn:fp8"])
 @pytest.mark.parametrize("seqlen", [4096, 16384])
 def test_our_layer_costs_nothing(name: str, seqlen: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +169,7 @@ def test_our_layer_costs_nothing(name: str, seqlen: int, capsys: pytest.CaptureF
     library, handle = graph._graph, cudnn_graphs._handle(q.device)
     buffers = {graph._uids[port]: x for port, x in {**inputs, **graph.run(inputs)}.items()}
     workspace = torch.empty(max(graph._workspace, 1), dtype=torch.uint8, device="cuda")
-    ours, with_graph, direct, prepare, gradients = milliseconds([
+    ours, with_graph, direct, prepare, gradients = in_turns([
         lambda: forward.run(operands),
         lambda: graph.run(inputs),
         lambda: library.execute(buffers, workspace, handle=handle),

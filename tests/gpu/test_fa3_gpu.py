@@ -8,12 +8,12 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Callable
 from dataclasses import replace
 
 import dense
 import pytest
 import torch
+from gpu_times import in_turns
 from sweep import Sweep, Truth, visible
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -161,25 +161,10 @@ def test_our_layer_costs_nothing(precision: str, length: int, capsys: pytest.Cap
             None,
         )  # fmt: skip
 
-    ours, theirs = _interleaved(lambda: kernel.run(operands), direct)
+    ours, theirs = in_turns([lambda: kernel.run(operands), direct])
     with capsys.disabled():
         print(f"\nfa3:{precision} {length}: ours {ours:.4f} ms, direct {theirs:.4f} ms, {ours / theirs - 1:+.2%}")
     assert ours <= 1.03 * theirs
-
-
-def _interleaved(*calls: Callable[[], object], rounds: int = 40) -> list[float]:
-    """Median milliseconds of each, by CUDA events."""
-    times: list[list[float]] = [[] for _ in calls]
-    for turn in range(rounds + 5):
-        for call, taken in zip(calls, times, strict=True):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            stop.record()
-            stop.synchronize()
-            if turn >= 5:
-                taken.append(start.elapsed_time(stop))
-    return [sorted(taken)[len(taken) // 2] for taken in times]
 
 
 @pytest.mark.parametrize("name", FORWARDS)

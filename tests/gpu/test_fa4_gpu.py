@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
 
 import dense
 import pytest
 import torch
+from gpu_times import in_turns
 from sweep import Sweep, Truth, visible
 from torch.profiler import ProfilerActivity, profile
 
@@ -105,21 +105,6 @@ def test_the_backward_needs_the_padding_of_its_head_dimension(monkeypatch: pytes
     assert dense.relative_l2(backward.run(saved, truth.inputs[3])[0], truth.gradients[0]) > 0.5
 
 
-def milliseconds(calls: list[Callable[[], object]], rounds: int = 30) -> list[float]:
-    """Median device time of each, in turns."""
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds + 3):
-        for call, kept in zip(calls, times, strict=True):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(1_000_000)  # the host is ahead, so that launches cost no device time
-            start.record()
-            call()
-            stop.record()
-            torch.cuda.synchronize()
-            kept.append(start.elapsed_time(stop))
-    return [sorted(kept[3:])[len(kept[3:]) // 2] for kept in times]
-
-
 @pytest.mark.parametrize("seqlen", [4096, 16384])
 def test_our_layer_costs_nothing(seqlen: int, capsys: pytest.CaptureFixture[str]) -> None:
     spec = AttentionSpec.make(batch=16384 // seqlen, heads=16, seqlen_q=seqlen, head_dim=128, direction="training",
@@ -132,7 +117,7 @@ def test_our_layer_costs_nothing(seqlen: int, capsys: pytest.CaptureFixture[str]
     result = forward.run(operands)
     saved, library = Saved(operands, *result), fa4._library()
     out, lse = library.forward(*rows[:3], softmax_scale=spec.scale, causal=True, return_lse=True)[:2]
-    ours, direct, our_backward, direct_backward = milliseconds([
+    ours, direct, our_backward, direct_backward = in_turns([
         lambda: forward.run(operands),
         lambda: library.forward(*rows[:3], softmax_scale=spec.scale, causal=True, return_lse=True),
         lambda: backward.run(saved, grad),

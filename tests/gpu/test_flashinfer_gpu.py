@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
 from dataclasses import replace
 
 import dense
 import pytest
 import torch
+from gpu_times import in_turns
 from sweep import Sweep, Truth, visible
 from torch.profiler import ProfilerActivity, profile
 
@@ -100,31 +100,15 @@ def test_our_layer_costs_little(length: int, capsys: pytest.CaptureFixture[str])
     q, k, v = (torch.randn(spec.batch, 16, length, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
     operands = KERNEL.prepare(q, k, v, spec)
     made = operands.native
-    ours, theirs = _interleaved(
+    ours, theirs = in_turns([
         lambda: KERNEL.run(operands),
         lambda: flashinfer._prefill()(made.q, made.k, made.v, *made.scales, o_dtype=torch.bfloat16, causal=True,
                                       sm_scale=spec.scale, backend="fa3", return_lse=True),
-    )  # fmt: skip
+    ])  # fmt: skip
     with capsys.disabled():
         tflops = spec.flops / theirs / 1e9
         print(f"\n{length}: ours {ours:.4f} ms, direct {theirs:.4f} ms ({tflops:.0f} TFLOPS), {ours / theirs - 1:+.2%}")
     assert ours <= 1.03 * theirs
-
-
-def _interleaved(*calls: Callable[[], object], rounds: int = 40) -> list[float]:
-    """Median milliseconds of each, by CUDA events."""
-    times: list[list[float]] = [[] for _ in calls]
-    for turn in range(rounds + 5):
-        for call, taken in zip(calls, times, strict=True):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(1_000_000)  # the host is ahead, so that launches cost no device time
-            start.record()
-            call()
-            stop.record()
-            stop.synchronize()
-            if turn >= 5:
-                taken.append(start.elapsed_time(stop))
-    return [sorted(taken)[len(taken) // 2] for taken in times]
 
 
 def test_the_profiler_shows_the_fp8_kernel_on_the_current_stream() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 
 import dense
 import pytest
 import torch
+from gpu_times import in_turns
 from sweep import Sweep, Truth, visible
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -103,33 +103,19 @@ def test_our_layer_costs_nothing(length: int, capsys: pytest.CaptureFixture[str]
     spec = AttentionSpec.make(batch=16384 // length, heads=16, seqlen_q=length, head_dim=128, mask=Mask(right=0))
     q, k, v = _inputs(spec)
     operands = KERNEL.prepare(q, k, v, spec)
-    run, prepare, ours, theirs = _interleaved(
-        lambda: KERNEL.run(operands),
-        lambda: KERNEL.prepare(q, k, v, spec),
-        lambda: KERNEL.run(KERNEL.prepare(q, k, v, spec)),
-        lambda: _whole(q, k, v, spec),
+    run, prepare, ours, theirs = in_turns(
+        [
+            lambda: KERNEL.run(operands),
+            lambda: KERNEL.prepare(q, k, v, spec),
+            lambda: KERNEL.run(KERNEL.prepare(q, k, v, spec)),
+            lambda: _whole(q, k, v, spec),
+        ]
     )
     with capsys.disabled():
         print(f"\n{KERNEL.name} {length}: run {run:.3f} ({spec.flops / run / 1e9:.0f} TFLOPS), prepare {prepare:.3f}, "
               f"both {ours:.3f}, the library's call {theirs:.3f} ms")  # fmt: skip
     assert run < theirs
     assert OLD or ours <= 1.25 * theirs  # ours also makes the log-sum-exp; 1.0.6 is given a copy of K here
-
-
-def _interleaved(*calls: Callable[[], object], rounds: int = 30) -> list[float]:
-    """Median milliseconds of each, by CUDA events."""
-    times: list[list[float]] = [[] for _ in calls]
-    for turn in range(rounds + 5):
-        for call, taken in zip(calls, times, strict=True):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(1_000_000)  # the host is ahead, so that launches cost no device time
-            start.record()
-            call()
-            stop.record()
-            stop.synchronize()
-            if turn >= 5:
-                taken.append(start.elapsed_time(stop))
-    return [sorted(taken)[len(taken) // 2] for taken in times]
 
 
 def test_the_profiler_shows_the_kernel() -> None:

@@ -6,11 +6,11 @@ import itertools
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 
 import dense
 import pytest
 import torch
+from gpu_times import in_turns
 from sweep import Sweep, Truth, visible
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -241,21 +241,6 @@ def test_a_v_wider_than_q_is_refused_because_the_gpu_is_lost_or_the_answer_wrong
     assert done.returncode != 0 or not float(done.stdout) < 0.16, done.stdout
 
 
-def milliseconds(calls: list[Callable[[], object]], rounds: int = 30) -> list[float]:
-    """Median device time of each, in turns."""
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds + 3):
-        for call, kept in zip(calls, times, strict=True):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(2_000_000)  # the host is ahead, so that launches cost no device time
-            start.record()
-            call()
-            stop.record()
-            torch.cuda.synchronize()
-            kept.append(start.elapsed_time(stop))
-    return [sorted(kept[3:])[len(kept[3:]) // 2] for kept in times]
-
-
 @pytest.mark.parametrize("name", ["te:bf16", "te:fp8"])
 @pytest.mark.parametrize("seqlen", [4096, 16384])
 def test_our_layer_costs_nothing(name: str, seqlen: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -283,7 +268,7 @@ def test_our_layer_costs_nothing(name: str, seqlen: int, capsys: pytest.CaptureF
         )  # fmt: skip
         return out.dequantize(dtype=q.dtype) if fp8 else out
 
-    ours, library_alone, prepare, gradients = milliseconds([
+    ours, library_alone, prepare, gradients = in_turns([
         lambda: forward.run(operands),
         direct,
         lambda: forward.prepare(q, k, v, spec),
@@ -320,7 +305,7 @@ def test_beside_transformer_engines_own_module(
     def ours() -> tuple[Tensor, ...]:
         return step(spec, *(x.transpose(1, 2) for x in rows))
 
-    times = milliseconds([theirs, ours], rounds=10)
+    times = in_turns([theirs, ours], rounds=10)
     mine = [x.transpose(1, 2) for x in ours()]
     apart = [dense.relative_l2(x, y.reshape(x.shape)) for x, y in zip(mine, theirs(), strict=True)]
     with capsys.disabled():

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import dense
 import pytest
 import standins_fa
 import torch
+from gpu_times import in_turns
 from sweep import Sweep, Truth, visible
 from torch import Tensor
 from torch.nn import attention
@@ -156,34 +157,18 @@ def test_our_layer_costs_nothing(length: int, capsys: pytest.CaptureFixture[str]
     given = operands.native
     attention.activate_flash_attention_impl("FA3")
     try:
-        ours, theirs = _interleaved(
+        ours, theirs = in_turns([
             lambda: KERNEL.run(operands),
             lambda: torch.ops.aten._flash_attention_forward.quantized(
                 given.q, given.k, given.v, None, None, length, length, 0.0, True, False, *given.descales,
                 scale=spec.scale,
             ),
-        )  # fmt: skip
+        ])  # fmt: skip
     finally:
         attention.restore_flash_attention_impl()
     with capsys.disabled():
         print(f"\n{length}: ours {ours:.4f} ms, direct {theirs:.4f} ms, {ours / theirs - 1:+.2%}")
     assert ours <= 1.03 * theirs
-
-
-def _interleaved(*calls: Callable[[], object], rounds: int = 40) -> list[float]:
-    """Median milliseconds of each, by CUDA events."""
-    times: list[list[float]] = [[] for _ in calls]
-    for turn in range(rounds + 5):
-        for call, taken in zip(calls, times, strict=True):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(1_000_000)  # the host is ahead, so that launches cost no device time
-            start.record()
-            call()
-            stop.record()
-            stop.synchronize()
-            if turn >= 5:
-                taken.append(start.elapsed_time(stop))
-    return [sorted(taken)[len(taken) // 2] for taken in times]
 
 
 def test_the_profiler_shows_the_fp8_kernel() -> None:
