@@ -18,9 +18,9 @@ _of_thread = threading.local()
 def bind(device: torch.device) -> None:
     """Make a GPU's context this thread's, as a first call of the CUDA runtime does.
 
-    Libraries that encode TMA descriptors with the driver (FlashAttention-3 and -4, cuDNN) fail
-    in a thread that has made none: the descriptor is invalid, and the kernel that reads it
-    loses the GPU for the whole process.
+    A library that encodes TMA descriptors with the driver, as FlashAttention-3 does, fails in a
+    thread that has made none: the descriptor is invalid, and the kernel that reads it loses the
+    GPU for the whole process.
     """
     if device.type != "cuda":
         return

@@ -38,7 +38,11 @@ def sweep(
         str, typer.Option(help="quick, inference, training, long, FILE.yaml, or what was captured: FILE.safetensors.")
     ] = "quick",
     backends: Annotated[
-        str | None, typer.Option(help="Only these, with commas: backends, kernels (fa3:fp8) or plans (a:fp8>b:bf16).")
+        str | None,
+        typer.Option(
+            help="Only these, with commas: backends, kernels (fa3:fp8) or plans (a:fp8>b:bf16), with every partner. "
+            "Without it a forward is paired with two other backends' backwards at most."
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the results [default: a fresh one, named at the end]")

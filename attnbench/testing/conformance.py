@@ -157,14 +157,25 @@ def _examined(subject: Subject, check: Check, known: set[str], alone: set[str], 
         if said.startswith(_RAISED) and "runs" in failed:
             return skipped(_BECAUSE + "runs")
 
-        def fails(smaller: AttentionSpec) -> bool:
-            able = check.name == "refusals" or not subject.refusals(smaller)
-            return able and _said(check, subject, smaller) is not None
-
-        small = shrunk(spec, fails)
-        return Finding(plan, check.name, "failed", _said(check, subject, small) or said, small, check.look)
+        small, said = _smallest(check, subject, spec, said)
+        return Finding(plan, check.name, "failed", said, small, check.look)
     notes = "; ".join(subject.notes.get(check.name, []))
     return Finding(plan, check.name, "passed", f"{len(specs)} specs" + (f"; {notes}" if notes else ""))
+
+
+def _smallest(check: Check, subject: Subject, spec: AttentionSpec, said: str) -> tuple[AttentionSpec, str]:
+    """A small spec that still fails, and what is wrong on it."""
+
+    def fails(smaller: AttentionSpec) -> bool:
+        nonlocal said
+        # Once a spec has lost the GPU nothing more can be asked: it is the one to tell of.
+        if said.startswith(_LOST) or (check.name != "refusals" and subject.refusals(smaller)):
+            return False
+        found = _said(check, subject, smaller)
+        said = found or said
+        return found is not None
+
+    return shrunk(spec, fails), said
 
 
 def _drawn(subject: Subject, check: Check, count: int) -> list[AttentionSpec]:
@@ -202,12 +213,18 @@ def _said(check: Check, subject: Subject, spec: AttentionSpec) -> str | None:
         said = check.wrong(subject, spec)
     except Exception as error:  # a kernel may raise anything; that it does is the finding
         said = f"{_RAISED}{_first_line(error)}"
-    if subject.device.type == "cuda" and check.name != "CUDA graph":
+    gone = None if check.name == "CUDA graph" else _gone(subject.device)
+    return said if gone is None else _LOST + gone
+
+
+def _gone(device: torch.device) -> str | None:
+    """Why a GPU takes no more work from this process, as after an illegal memory access; None where it does."""
+    if device.type == "cuda":
         try:
-            torch.cuda.synchronize(subject.device)
-        except Exception as error:  # as after an illegal memory access; whatever it is, nothing runs any more
-            said = f"{_LOST}{_first_line(error)}"
-    return said
+            torch.cuda.synchronize(device)
+        except Exception as error:  # whatever it is, nothing runs any more
+            return _first_line(error)
+    return None
 
 
 def _first_line(error: Exception) -> str:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from unconforming import BACKWARDS, FORWARDS, ROW, Backward, Changed, Forward, no_grouped_windows
 
-from attnbench import selector
+from attnbench import AttentionSpec, selector
 from attnbench.backends.reference import BACKEND as REFERENCE
+from attnbench.capabilities import Capabilities
 from attnbench.errors import AttnbenchError, UnknownBackendError
 from attnbench.kernel import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result
 from attnbench.registry import Registry
@@ -79,6 +81,41 @@ def test_the_harness_s_own_faults_are_found(kernel: str) -> None:
     report = check_backend(kernel, "cpu", known=known, quiet=True)
     names = {each.check for each in report.failures}
     assert names == {"inputs" if kernel.endswith("spoils") else "out"}, str(report)
+
+
+def test_a_backward_that_serves_less_than_its_forward_keeps_the_contract() -> None:
+    """What the forward serves alone, as FP8 tensors are, never asks for the backward."""
+
+    class Narrow(Backward):
+        rows: Mapping[str, Capabilities] = {"cpu": replace(ROW, head_dims=(8, 16, 8))}
+
+    report = check(Forward(), Narrow())
+    assert not [each for each in report.failures if each.check == "refusals"], str(report)
+
+
+@pytest.mark.parametrize("after", [1, 26, 100])
+def test_a_kernel_that_loses_the_gpu_is_told_with_its_spec_and_nothing_else_is_asked(
+    after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it happens while a spec that fails is made smaller: the 26th run, after 22 that are not judged."""
+    ran: list[AttentionSpec] = []
+
+    class Losing(Forward):
+        def run(self, operands: Operands) -> Result:
+            assert len(ran) < after, "asked although the GPU is lost"
+            ran.append(operands.spec)
+            result = super().run(operands)
+            return Result(result.out * 2, result.lse) if after == 26 else result
+
+    reason = "AcceleratorError: CUDA error: an illegal memory access was encountered"
+    monkeypatch.setattr(conformance, "_gone", lambda device: reason if len(ran) >= after else None)
+    report = check(Losing())
+    (failure,) = report.failures
+    assert failure.said.endswith(reason)
+    assert failure.spec == ran[-1]
+    later = report.findings[report.findings.index(failure) + 1 :]
+    assert later
+    assert all(each.outcome == "skipped" and failure.check in each.said for each in later)
 
 
 def test_the_spec_that_fails_is_a_small_one() -> None:

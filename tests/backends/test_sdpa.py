@@ -284,6 +284,8 @@ def test_score_matrices_beyond_memory_are_refused_before_anything_is_allocated()
         ("sdpa-cudnn:bf16", {"mask": Mask(left=5, right=0)}, "no window mask"),
         ("sdpa-cudnn:bf16", {"seqlen_q": 7, "mask": Mask(right=0, alignment="bottom-right")}, "no bottom-right"),
         ("sdpa-cudnn:bf16", {"seqlen_kv": 1}, "single key"),
+        ("sdpa-cudnn:bf16", {"scale": -0.1}, "a scale above 0"),
+        ("sdpa-flash:bf16", {"scale": 0.0}, "a scale above 0"),
         ("sdpa-efficient:bf16", {"mask": Mask(left=5, right=3)}, "diagonals"),
         ("sdpa-efficient:bf16", {"seqlen_q": 999, "mask": Mask(right=0, alignment="bottom-right")}, "no key"),
     ],

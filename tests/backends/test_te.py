@@ -372,3 +372,12 @@ def test_few_keys_are_no_case_for_an_fp8_backward() -> None:
     assert FP8.refusals(few, H200) == FP8.refusals(enough, H200) == []
     assert "fewer than 32 keys" in "; ".join(FP8_BACKWARD.refusals(few, H200))
     assert FP8_BACKWARD.refusals(enough, H200) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"), [({"seqlen_q": 1}, "single query"), ({"head_dim_v": 80}, "not its own")]
+)
+def test_what_the_fp8_forward_alone_lacks(changes: dict[str, object], reason: str) -> None:
+    assert FP8.refusals(SPEC, H200) == []
+    assert reason in "; ".join(FP8.refusals(SPEC.replace(**changes), H200))
+    assert FORWARDS[f"{FP8.name.partition(':')[0]}:bf16"].refusals(SPEC.replace(**changes), H200) == []
