@@ -85,7 +85,7 @@ def quantise(x: Tensor, recipe: Recipe, *, rotate: bool = False, smooth: bool = 
     amax = _group_amax(value, recipe.granularity)
     # Below fp32's smallest normal number the quotient could round to 0, and 0 / 0 is no number.
     smallest = torch.finfo(torch.float32).tiny
-    descale = torch.where(amax == 0, 1.0, (amax / LARGEST[recipe.format]).clamp_min(smallest))
+    descale = torch.where(amax == 0, 1.0, _over(amax, LARGEST[recipe.format]).clamp_min(smallest))
     data = quantise_with(value, descale, recipe.format)
     return Quantised(data, descale, recipe.granularity, rotated, mean)
 
@@ -96,7 +96,20 @@ def quantise_with(x: Tensor, descale: Tensor | float, format: Format) -> Tensor:
     torch's own cast turns what is too large into NaN (e4m3) or infinity (e5m2); kernels saturate.
     """
     largest = LARGEST[format]
-    return (x / descale).clamp(-largest, largest).to(TO_TORCH[format])
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))  # a quotient of 16 bits would be rounded twice
+    return _over(wide, descale).clamp(-largest, largest).to(TO_TORCH[format])
+
+
+def _over(x: Tensor, divisor: Tensor | float) -> Tensor:
+    """x / divisor as IEEE 754 rounds it, on every device alike.
+
+    On CUDA torch divides by a number of Python, or by a tensor of one element on the CPU, through the number's
+    rounded reciprocal, a last bit off now and then; by a tensor on the device it divides.  Filling one is a kernel:
+    unlike a copy from the host it waits for nothing and may be captured in a graph.
+    """
+    if not isinstance(divisor, Tensor):
+        divisor = torch.full((), divisor, dtype=x.dtype, device=x.device)
+    return x / divisor
 
 
 def hadamard(size: int, device: torch.device | str = "cpu") -> Tensor:
@@ -113,11 +126,16 @@ def hadamard(size: int, device: torch.device | str = "cpu") -> Tensor:
 @lru_cache(maxsize=32)
 def _hadamard(size: int) -> Tensor:
     block = size & -size
-    matrix = torch.ones(1, 1)
-    while matrix.shape[0] < block:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
-    signs = torch.randint(0, 2, (size, 1), generator=torch.Generator().manual_seed(size)) * 2.0 - 1.0
-    rotation: Tensor = signs * torch.kron(torch.eye(size // block), matrix * block**-0.5)
+    generator = torch.Generator("cpu").manual_seed(size)
+    # It is kept for later callers: neither the first one's inference mode nor its defaults may stay with it.
+    with torch.inference_mode(False):
+        matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
+        while matrix.shape[0] < block:
+            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
+        drawn = torch.randint(0, 2, (size, 1), generator=generator, device="cpu")
+        blocks = torch.eye(size // block, dtype=torch.float32, device="cpu")
+        signs = drawn.to(torch.float32) * 2.0 - 1.0
+        rotation: Tensor = signs * torch.kron(blocks, matrix * block**-0.5)
     return rotation
 
 

@@ -121,10 +121,11 @@ class Registry:
     def plans(self, spec: AttentionSpec) -> list[Plan]:
         """Every plan worth considering, so that each listed kernel of the direction stands in at least one.
 
-        Forward: each kernel alone.  Training: a forward with its own backend's backward of
-        its precision; one in 8 bits that mixes, and one without a backward of its own, also
-        with every other backward in the precision of the gradients.  What cannot go together
-        is left in, for ``reasons`` to say why.
+        Forward: each kernel alone.  Training: a forward with the backwards of its own backend,
+        the one of its precision and those that name it as what they follow; one in 8 bits that
+        mixes, and one for which its backend has no backward, then with every other backward in
+        the precision of the gradients.  What cannot go together is left in, for ``reasons`` to
+        say why.
         """
         plans = [plan for name in self._listed(self._forwards) for plan in self.plans_with(name, spec)]
         if not spec.training:
@@ -143,17 +144,21 @@ class Registry:
         return [name for name in names if name in self._names]
 
     def _partners(self, forward: str, spec: AttentionSpec) -> list[str | None]:
-        own = forward in self._backwards
         narrow = Plan(forward).fp8
-        if own and not (narrow and self._forwards[forward].mixes):
-            return [forward]
         wanted = spec.dtype if narrow else precision_of(forward)
-        others = [
-            name
-            for name, kernel in self.backwards.items()
-            if name != forward and precision_of(name) == wanted and kernel.follows is None
-        ]
-        return [forward, *others] if own else [*others] or [None]
+        own: list[str | None] = [forward] if forward in self._backwards else []  # made on the spot, it is not listed
+        others: list[str | None] = []
+        for name, kernel in self.backwards.items():
+            if name == forward:
+                continue
+            kin = backend_of(name) == backend_of(forward)
+            if kin and kernel.follows is not None and forward in kernel.follows:
+                own.append(name)
+            elif kernel.follows is None and precision_of(name) == wanted:
+                (own if kin else others).append(name)
+        if own and not (narrow and self._forwards[forward].mixes):
+            return own
+        return [*own, *others] or [None]
 
     def _leader(self, backward: str) -> str:
         """A forward for a backward that no forward asked for: one that it names, or any."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from attnbench.capabilities import Capabilities, Device
 from attnbench.errors import InputError
 from attnbench.fp8 import Quantised
-from attnbench.kernel import BackwardKernel, ForwardKernel, Saved
+from attnbench.kernel import BackwardKernel, Saved
 from attnbench.spec import AttentionSpec
 
 from .backward_tiles import Tiles, tiles_of
@@ -26,6 +26,8 @@ __all__ = ["KERNELS", "TritonBackward"]
 # Forwards that leave e4m3 tensors with scales, neither smoothed nor in another format; every one of ours does.
 _FOLLOWED = (
     "triton:fp8",
+    "triton:fp8-head",
+    *(f"triton:fp8-{each}{turned}" for each in ("tensor", "block", "token") for turned in ("", "-hadamard")),
     "fa3:fp8",
     "fa3-vllm:fp8",
     "torch-fp8:fp8",
@@ -60,12 +62,6 @@ class TritonBackward(BackwardKernel):
         if spec.batch * spec.heads > _MOST_HEADS:
             reasons.append(f"takes at most {_MOST_HEADS} heads in all batches, not {spec.batch * spec.heads}")
         return reasons
-
-    def cannot_follow(self, forward: ForwardKernel, device: Device) -> str | None:
-        """None for every FP8 forward of ours and for those of others that leave plain e4m3 tensors."""
-        if forward.name.startswith("triton:fp8"):  # all of which return the log-sum-exp
-            return None
-        return super().cannot_follow(forward, device)
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK, dV, contiguous.  Raises InputError where the operands are not plain e4m3."""

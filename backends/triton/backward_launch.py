@@ -134,8 +134,8 @@ def _turn(size: int, padded_size: int, device: torch.device) -> tuple[Tensor, fl
     """The transpose of the rotation as signs and zeros in bf16, (padded_size, padded_size), and the factor left out."""
     back = hadamard(size).mT
     factor = float(back.abs().max())
-    signs = F.pad(back / factor, (0, padded_size - size) * 2).round()
-    return signs.to(device, torch.bfloat16).contiguous(), factor
+    signs = F.pad(back / factor, (0, padded_size - size) * 2).round().to(torch.bfloat16).contiguous()
+    return signs.to(device), factor  # the copy is over when it returns; a kernel after it would be one stream's alone
 
 
 def launch(

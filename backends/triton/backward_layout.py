@@ -175,8 +175,8 @@ def _lay_out_gradient(
         delta = delta / tl.load(v_descale + batch * v_batch + head // group * v_head)
     own_lse = tl.load(lse + batch * lse_batch + head * lse_head + token * lse_token, mask=inside, other=0.0)
     larger = tl.log2(descale) if write_wide else log2_peak
-    # exp2(s - infinity) is 0, for queries that see no key and for those behind the last one.
-    seeing = inside & (own_lse > -float("inf"))
+    # exp2(s - infinity) is 0, for queries that see no key and for those behind the last one; NaN stays NaN.
+    seeing = inside & (own_lse != -float("inf"))
     base = tl.where(seeing, own_lse.to(tl.float32) * log2e - larger, float("inf"))
     q_own = tl.load(q_descale + batch * q_batch + head * q_head + token * q_token, mask=inside, other=0.0)
     row = rows + each * padded_length + token

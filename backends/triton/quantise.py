@@ -1,10 +1,9 @@
 """From 16 or 32 bits to FP8 operands, their scales and transposed copies, as fast as the memory allows.
 
-The numbers are those of ``attnbench.fp8.quantise`` on a CPU, bit for bit, with three exceptions.  A rotation's sums
+The numbers are those of ``attnbench.fp8.quantise``, bit for bit, with three exceptions.  A rotation's sums
 are added in another order, so that last bits differ.  In a group that holds something not finite, all of which stands
 for NaN, other elements of ``data`` may be NaN.  A mean is torch's, whose order of summation depends on the input's
-type.  (On a GPU torch divides by the number 448 through its rounded reciprocal: there the definition's own scales are
-a last bit off now and then.)
+type.
 
 Scales of a token or a block of tokens take one pass over memory; those of a head or a tensor two, the second of which
 begins where the first ended and finds that part in the L2 cache.
@@ -158,12 +157,13 @@ class _Outline(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """Shapes of what is written for a request, None where nothing is."""
+    """Shapes of what is written for a request, None where nothing is, and whether what a tile reads lies far apart."""
 
     data: tuple[int, ...] | None
     transposed: tuple[int, ...] | None
     descale: tuple[int, ...]
     partial: tuple[int, ...] | None
+    far: int | None  # 1 or None, of which Triton makes constants
 
 
 class _Launch(NamedTuple):
@@ -205,6 +205,8 @@ def _layout(outlines: tuple[_Outline, ...], granularity: Granularity, asked: Til
         share = {"tensor": batch * heads, "head": outline.group}.get(granularity, 1)
         read = -(-length // tiles.first_rows)
         chunks = -(-read // -(-read * share // _MOST_PARTIAL))
+        longest = min(length, max(tiles.rows, tiles.rows_flipped, tiles.first_rows))
+        reach = (longest - 1) * outline.stride[2] + (dim - 1) * outline.stride[3]
         scales = {"tensor": (1, 1, 1, 1), "head": (batch, heads, 1, 1), "token": (batch, heads, length, 1)}
         memories.append(
             _Memory(
@@ -212,6 +214,7 @@ def _layout(outlines: tuple[_Outline, ...], granularity: Granularity, asked: Til
                 (batch, heads, dim, padding) if outline.transposed else None,
                 scales.get(granularity, (batch, heads, -(-length // BLOCK), 1)),
                 (batch, heads, chunks) if granularity in ("tensor", "head") else None,
+                1 if reach >= 2**31 else None,
             )
         )
         # Programs that run together should read what lies together: heads side by side, or one after another.
@@ -254,8 +257,8 @@ def _allocated(request: Request, memory: _Memory, recipe: Recipe) -> tuple[Quant
         mean = moved = x.detach().mean(dim=2, keepdim=True, dtype=torch.float32)
     if request.rotate and recipe.rotation == "hadamard":
         signs, factor = _signs(dim, x.dtype, x.device), (dim & -dim) ** -0.5
-        moved = None if mean is None else mean @ hadamard(dim, x.device)
-    job = Job(x, data, transposed, descale, partial, moved, signs, factor, *x.stride())
+        moved = None if mean is None else mean @ _rotation(dim, x.device)
+    job = Job(x, data, transposed, descale, partial, moved, signs, factor, memory.far, *x.stride())
     if data is None:
         assert transposed is not None
         data = transposed[..., :length].mT
@@ -266,5 +269,15 @@ def _allocated(request: Request, memory: _Memory, recipe: Recipe) -> tuple[Quant
 
 @lru_cache(maxsize=32)
 def _signs(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The rotation without its factor: -1, 0 and 1, exact in every dtype."""
-    return hadamard(dim).sign().to(device, dtype)
+    """The rotation without its factor: -1, 0 and 1, exact in every dtype.
+
+    Kept, for a copy from the host may not be captured in a graph, and cast before the copy, which is over when it
+    returns: a cast on the device would be one stream's work, and others would not wait for it.
+    """
+    return hadamard(dim).sign().to(dtype).to(device)
+
+
+@lru_cache(maxsize=32)
+def _rotation(dim: int, device: torch.device) -> Tensor:
+    """The rotation on the device, kept as ``_signs`` are."""
+    return hadamard(dim, device)

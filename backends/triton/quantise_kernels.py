@@ -37,6 +37,7 @@ class Job(NamedTuple):
     mean: Any  # (B, H, D) fp32, in the rotated frame where there is a rotation
     signs: Any  # (D, D): -1, 0, 1
     factor: Any  # that makes ``signs`` orthogonal
+    far: Any  # None where the elements of a tile lie within 2^31 of each other
     stride_b: Any
     stride_h: Any
     stride_s: Any
@@ -136,6 +137,14 @@ def _narrow(value, descale, dtype: tl.constexpr):
 
 
 @triton.jit
+def _places(job, row, d):
+    """Where the elements (row, d) of a tile lie, from its first: in 32 bits, which take half the registers, or 64."""
+    if job.far is not None:
+        row, d = row.to(tl.int64), d.to(tl.int64)
+    return row[:, None] * job.stride_s + d[None, :] * job.stride_d
+
+
+@triton.jit
 def _rotated(x, row, inside, job, dim: tl.constexpr, width: tl.constexpr):
     """x @ signs for rows of x, in fp32.  Products with ±1 are exact, so 16 bits go to the tensor cores as they are."""
     chunk: tl.constexpr = min(_CHUNK, width)
@@ -143,7 +152,7 @@ def _rotated(x, row, inside, job, dim: tl.constexpr, width: tl.constexpr):
     out = tl.arange(0, width)
     for start in tl.static_range(0, width, chunk):
         k = start + tl.arange(0, chunk)
-        place = row[:, None] * job.stride_s + k[None, :] * job.stride_d
+        place = _places(job, row, k)
         a = tl.load(x + place, inside[:, None] & (k < dim)[None, :], 0.0)
         b = tl.load(job.signs + k[:, None] * dim + out[None, :], (k < dim)[:, None] & (out < dim)[None, :], 0.0)
         if _INTERPRETED:
@@ -167,7 +176,7 @@ def _whereabouts(number, size):
 @triton.jit
 def _values(job, size, batch, head, start, row, dim: tl.constexpr, width: tl.constexpr, policy: tl.constexpr):
     """Rows ``start + row`` of a head in fp32, rotated and less the mean; zero outside."""
-    # 64 bits for what may lie far away; within a tile 32 do.
+    # 64 bits for what may lie far away; within a tile 32 mostly do.
     x = job.x + batch.to(tl.int64) * job.stride_b + head.to(tl.int64) * job.stride_h
     x += start.to(tl.int64) * job.stride_s
     inside = start + row < size.seqlen
@@ -176,12 +185,11 @@ def _values(job, size, batch, head, start, row, dim: tl.constexpr, width: tl.con
     if dim != width:
         mask = mask & (d < dim)[None, :]
     if job.signs is None:
-        place = row[:, None] * job.stride_s + d[None, :] * job.stride_d
-        value = tl.load(x + place, mask, 0.0, eviction_policy=policy).to(tl.float32)
+        value = tl.load(x + _places(job, row, d), mask, 0.0, eviction_policy=policy).to(tl.float32)
     else:
         value = _rotated(x, row, inside, job, dim, width)
     if job.mean is not None:
-        mean = tl.load(job.mean + (batch * size.heads + head) * dim + d, d < dim, 0.0)
+        mean = tl.load(job.mean + (batch * size.heads + head).to(tl.int64) * dim + d, d < dim, 0.0)
         value = tl.where(mask, value - mean[None, :], 0.0)
     return value
 

@@ -234,3 +234,54 @@ def test_strides_and_given_scales_are_honoured():
 def test_an_unknown_granularity_is_an_error():
     with pytest.raises(InputError, match="tensor, head, block, token"):
         quantise(normal(1, 1, 2, 2), Recipe("row"))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_it_divides_by_tensors_on_the_tensors_device(granularity, format):
+    """By a number, or by a tensor of one element on the CPU, CUDA multiplies with a rounded reciprocal.
+
+    Nor may anything be copied from the host, which a graph's capture forbids: a number becomes a tensor by filling.
+    """
+    asked = []
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            asked.append((func.overloadpacket.__name__, args))
+            return func(*args, **(kwargs or {}))
+
+    x = normal(1, 2, 140, 8)
+    x[0, 1] = 0
+    with Spy():
+        got = quantise(x, Recipe(granularity, format))
+        quantise_with(x, 3.0, format)
+    divisors = [args[1] for name, args in asked if name in ("div", "div_", "true_divide")]
+    assert len(divisors) == 3
+    assert all(isinstance(each, torch.Tensor) and each.device == x.device for each in divisors)
+    assert not {"lift_fresh", "_local_scalar_dense"} & {name for name, _ in asked}
+    amax = x.double().abs().amax() / LARGEST[format]
+    assert got.descale[:, :1].max() == amax.to(torch.float32)
+
+
+def test_a_number_for_a_scale_divides_16_bits_without_rounding_in_between():
+    x = torch.arange(1, 4000, dtype=torch.float32).to(torch.bfloat16) * 0.01
+    for divisor in (3.0, 0.7, torch.tensor(3.0)):
+        wanted = (x.float() / divisor).to(torch.float8_e4m3fn)
+        assert torch.equal(quantise_with(x, divisor, "e4m3").view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_the_rotation_is_nobodys_mode_or_default():
+    """It is kept for all: the first caller's inference mode and default dtype are none of the second's business."""
+    with torch.inference_mode():
+        hadamard(88)
+    x = normal(1, 1, 4, 88).requires_grad_()
+    (x @ hadamard(88)).sum().backward()
+    assert torch.equal(x.grad, hadamard(88).sum(1).expand_as(x))
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert hadamard(104).dtype == torch.float32
+        assert quantise(normal(1, 1, 4, 104).float(), Recipe(rotation="hadamard"), rotate=True).descale.dtype == (
+            torch.float32
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -33,6 +33,33 @@ def test_plans_pair_16_bit_kernels_at_home_and_fp8_forwards_with_everyone():
     }  # fmt: skip
 
 
+def test_a_forward_goes_with_all_backwards_of_its_backend_that_follow_it_before_those_of_others():
+    mixing, alone = FakeForward("own:fp8"), FakeForward("own:fp8-head")
+    alone.mixes = False
+    both = ("own:fp8", "own:fp8-head")
+    own = fake_backend(
+        "own", mixing, alone, FakeForward("own:fp8-odd"),
+        FakeBackward("own:fp8", follows=both), FakeBackward("own:fp8-all", follows=both), FakeBackward("own:bf16"),
+    )  # fmt: skip
+    stranger = FakeBackward("b:fp8-own", follows=("own:fp8",))  # pairs with nobody else's forward unasked
+    known = fake_registry(family("a", "bf16"), fake_backend("b", FakeForward("b:bf16"), stranger), own)
+    training = spec(direction="training")
+    partners = {
+        forward: [plan.backward for plan in known.plans(training) if plan.forward == forward]
+        for forward in ("own:fp8", "own:fp8-head", "own:fp8-odd", "a:bf16")
+    }
+    kin = ["own:fp8", "own:fp8-all", "own:bf16"]
+    assert partners == {
+        "own:fp8": [*kin, "a:bf16", "b:fp8-own"],
+        "own:fp8-head": kin,
+        "own:fp8-odd": ["own:bf16", "a:bf16"],
+        "a:bf16": ["a:bf16"],
+    }
+    assert len(known.plans(training)) == len(set(known.plans(training)))
+    assert known.reasons(Plan.parse("own:fp8>own:fp8-all"), training, CPU) == ("ok", [])
+    assert known.plans_with("own:fp8", spec()) == [Plan("own:fp8")]
+
+
 def test_every_listed_kernel_stands_in_a_plan():
     lonely = fake_backend("lonely", FakeForward("lonely:bf16"), FakeBackward("lonely:fp16", follows=("lonely:bf16",)))
     known = fake_registry(family("a", "fp32"), lonely)

@@ -15,13 +15,15 @@ from torch import Tensor
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends.emulated import BACKEND as EMULATED
-from attnbench.backends.triton import TritonForward
+from attnbench.backends.sdpa_flash import BACKEND as SDPA
+from attnbench.backends.triton import _RECIPES, BACKEND, TritonForward
 from attnbench.backends.triton.backward import KERNELS, TritonBackward
 from attnbench.backends.triton.backward_tiles import DEFAULTS, TILES, Tile, TileKey, Tiles, tiles_of
 from attnbench.capabilities import Capabilities, Device
 from attnbench.errors import InputError
 from attnbench.fp8 import Quantised, Recipe, quantise
 from attnbench.kernel import ForwardKernel, Operands, Saved, gradient_dtype
+from attnbench.registry import Registry
 
 pytest.importorskip("triton")
 WIDE, NARROW = KERNELS
@@ -245,11 +247,35 @@ class _Forward(ForwardKernel):
 
 
 def test_it_follows_every_fp8_forward_of_ours_and_no_16_bit_one() -> None:
-    for name in ("triton:fp8", "triton:fp8-token-hadamard", "fa3:fp8"):
+    ours = [f"triton:{precision}" for precision in _RECIPES]
+    for name in (*ours, "fa3:fp8"):
         assert WIDE.cannot_follow(_Forward(name), CPU) is None
     for name in ("fa3:bf16", "emulated:fp8-e5m2", "sage:int8"):
         assert "follows only" in str(WIDE.cannot_follow(_Forward(name), CPU))
     assert "log-sum-exp" in str(WIDE.cannot_follow(_Forward("fa3:fp8", lse=False), CPU))
+
+
+def test_each_forward_of_ours_is_planned_with_both_backwards_first() -> None:
+    spec, _ = make(20, 30)
+    known = Registry([SDPA, BACKEND])
+    both = ["triton:fp8", "triton:fp8-all"]
+    for forward in BACKEND.kernels:
+        if isinstance(forward, ForwardKernel):
+            partners = [plan.backward for plan in known.plans_with(forward.name, spec)]
+            assert partners[:2] == both
+            assert (len(partners) > 2) is forward.mixes
+    made = known.plans_with("triton:fp8-block", spec)
+    assert [plan.backward for plan in made][:2] == both
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter's arithmetic with what is no number
+def test_what_is_no_number_is_not_taken_for_a_query_without_keys() -> None:
+    spec, (q, k, v, grad_out) = make(40, 50)
+    given_ = saved(spec, q, k, v, (Recipe("head"),) * 3)
+    given_.lse[0, 1, 3] = torch.nan
+    dq, _, _ = WIDE.run(given_, grad_out)
+    assert dq[0, 1, 3].isnan().all()
+    assert dq[0, 0].isfinite().all()
 
 
 def test_what_is_no_plain_e4m3_is_an_error_with_a_reason() -> None:

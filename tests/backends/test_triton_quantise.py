@@ -227,6 +227,62 @@ def test_what_is_not_finite_spoils_its_group_and_no_other(granularity, value):
     assert torch.equal(bits(found.data)[sound], bits(wanted.data)[sound])
 
 
+@pytest.mark.parametrize("axis", [2, 3])
+@pytest.mark.parametrize(("granularity", "rotation"), [("token", "none"), ("head", "hadamard")])
+def test_rows_and_columns_farther_apart_than_32_bits_count(tmp_path, axis, granularity, rotation):
+    """A file with holes stands for a tensor of more than 2^31 elements, most of which nobody touches."""
+    strides = [1, 1, 1, 1]
+    strides[axis] = 2**29 + 8
+    strides[5 - axis] = 2
+    size = sum(stride * (count - 1) for stride, count in zip(strides, (1, 1, 6, 6), strict=True)) + 1
+    memory = torch.from_file(str(tmp_path / "far"), shared=True, size=size, dtype=torch.float16)
+    x = memory.as_strided((1, 1, 6, 6), strides)
+    x.copy_(laid_out((1, 1, 6, 6), "bhsd", torch.float16))
+    near, recipe = x.contiguous(), Recipe(granularity, rotation=rotation)
+    ours, wanted = (quantised(each, recipe, transposed=True, rotate=True) for each in (x, near))
+    assert torch.equal(bits(ours.data.contiguous()), bits(wanted.data.contiguous()))
+    assert torch.equal(bits(ours.transposed), bits(wanted.transposed))
+    assert torch.equal(ours.descale, wanted.descale)
+
+
+@pytest.mark.parametrize("axes", [(0,), (1,), (2,), (3,), (0, 1, 2, 3)])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_what_is_broadcast_is_read_where_it_lies(axes, granularity):
+    shape = (2, 3, 130, 20)
+    x = laid_out([1 if axis in axes else size for axis, size in enumerate(shape)], "bhsd", torch.bfloat16)
+    recipe = Recipe(granularity)
+    found = quantised(x.expand(shape), recipe, transposed=True)
+    wanted = quantise(x.expand(shape), recipe)
+    assert torch.equal(bits(found.data.contiguous()), bits(wanted.data.contiguous()))
+    assert torch.equal(found.operand(recipe).descale.expand(2, 3, 130, 1), wanted.descale.expand(2, 3, 130, 1))
+    complete(found, 130)
+
+
+@pytest.mark.parametrize("magnitude", [1e30, 3e38, 2.0**-149])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_the_ends_of_fp32(granularity, magnitude):
+    x = torch.randn(1, 2, 130, 16, generator=torch.Generator().manual_seed(0)).clamp(-1, 1) * magnitude
+    x[0, 0, :5] = 0
+    x[0, 1] = 0
+    recipe = Recipe(granularity)
+    found, wanted = quantised(x, recipe).operand(recipe), quantise(x, recipe)
+    assert torch.equal(found.descale.expand(1, 2, 130, 1), wanted.descale.expand(1, 2, 130, 1))
+    assert torch.equal(bits(found.data.contiguous()), bits(wanted.data))
+    assert found.dequantised(torch.float64).isfinite().all()
+
+
+def test_the_second_call_copies_nothing_from_the_host(monkeypatch):
+    """Which the capture of a graph forbids; and what the first call keeps, in whatever mode, serves all others."""
+    recipe = Recipe("head", rotation="hadamard", smoothing=True)
+    x = laid_out((1, 1, 9, 52), "bhsd", torch.float32)
+    with torch.inference_mode():
+        first = quantised(x, recipe, rotate=True, smooth=True)
+    monkeypatch.setattr(triton_quantise, "hadamard", lambda *_: pytest.fail("the rotation was asked for again"))
+    again = quantised(x.requires_grad_(), recipe, rotate=True, smooth=True)
+    assert torch.equal(bits(first.data.contiguous()), bits(again.data.contiguous()))
+    assert torch.equal(first.mean, again.mean)
+
+
 def test_gradients_do_not_flow_into_it():
     x = laid_out((1, 1, 9, 16), "bhsd", torch.float32).requires_grad_()
     found = quantised(x, Recipe("token", rotation="hadamard", smoothing=True), rotate=True, smooth=True)
