@@ -18,8 +18,9 @@ from attnbench.kernel import Result, gradient_dtype
 from attnbench.spec import AttentionSpec
 
 from ..padding import padded, rounded_up
+from . import forward_hopper_launch as hopper
 from .forward_kernel import triton_fp8_attention_forward
-from .tiles import Tile, padded_size
+from .tiles import DEFAULTS, Tile, padded_size
 
 __all__ = ["Native", "Operand", "attend", "interleaved", "laid_out", "retiled", "transposed"]
 
@@ -91,13 +92,15 @@ def laid_out(spec: AttentionSpec, tile: Tile, q: Operand, k: Operand, v: Operand
         descales = inverses.contiguous().clamp_min(_LEAST)
         inverses = descales.reciprocal()
         by_value = _factors(descales.log2().unsqueeze(-1), spec.batch, spec.kv_heads)
+    factors = by_query, by_key, by_value
+    tile = _served(spec, tile, factors)
     pointers = _pointers(spec, tile, *matrices, values)
-    return Native(spec, tile, *matrices, values, (by_query, by_key, by_value), inverses, pointers)
+    return Native(spec, tile, *matrices, values, factors, inverses, pointers)
 
 
 def retiled(native: Native, tile: Tile) -> Native:
     """The same with another tile; V's keys change their order where that tile wants another."""
-    values = native.v
+    values, tile = native.v, _served(native.spec, tile, native.factors)
     if tile.interleaved != native.tile.interleaved:
         values = interleaved(values, back=native.tile.interleaved)
     pointers = _pointers(native.spec, tile, native.q, native.k, values)
@@ -127,6 +130,10 @@ def attend(native: Native) -> Result:
     device = native.v.device
     out = torch.empty(spec.batch, spec.heads, spec.seqlen_q, spec.head_dim_v, dtype=gradient_dtype(spec), device=device)
     lse = torch.empty(spec.batch, spec.heads, spec.seqlen_q, dtype=torch.float32, device=device)
+    if tile.overlap is not None:
+        with torch.cuda.device(device):
+            hopper.launch(native, out, lse, _section(spec))
+        return Result(out, lse)
     q, k, v = native.q, native.k, native.v
     by_query, by_key, by_value = native.factors
     mask, offset = spec.mask, spec.mask.offset(spec.seqlen_q, spec.seqlen_kv)
@@ -151,6 +158,15 @@ def attend(native: Native) -> Result:
             num_warps=tile.warps, num_stages=tile.stages, **limits,
         )  # fmt: skip
     return Result(out, lse)
+
+
+def _served(spec: AttentionSpec, tile: Tile, factors: tuple[Factors, ...]) -> Tile:
+    """The tile, or another for keys in the same order where it is the Hopper kernel's and that does not serve."""
+    per_token = any(each.per_token for each in factors)
+    if tile.overlap is None or hopper.serves(spec, factors[0].data.device, per_token=per_token):
+        return tile
+    size = padded_size(max(spec.head_dim, spec.head_dim_v))
+    return DEFAULTS[size]._replace(interleaved=tile.interleaved)
 
 
 def _section(spec: AttentionSpec) -> int:
@@ -197,6 +213,8 @@ def _steps(x: Tensor, *expected: int) -> bool:
 
 
 def _pointers(spec: AttentionSpec, tile: Tile, q: Matrix, k: Matrix, v: Tensor) -> tuple[Any, Any, Any]:
+    if tile.overlap is not None:
+        return hopper.descriptors(tile, spec, q.data, k.data, v)
     if not tile.tma:
         return q.data, k.data, v
     size, size_v = padded_size(spec.head_dim), padded_size(spec.head_dim_v)

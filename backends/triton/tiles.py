@@ -25,6 +25,12 @@ class Tile(NamedTuple):
     ``parts``, one after the other, which divides the registers of what is added.  ``registers`` bounds those of a
     thread, None leaves them to the compiler.  ``tma`` loads by descriptors, else by pointers.  ``interleaved`` wants
     the keys of V's transposed copy in the order of ``forward.interleaved``.
+
+    With ``overlap`` it is the Hopper kernel that computes, where it serves (``forward_hopper_launch.serves``): it
+    takes two or three warpgroups, with 64 queries each, TMA and interleaved keys; ``warps`` and ``promotion`` say
+    nothing to it.  What is under way with Q·Kᵀ of the next block is P·V ("products"), the exponentials ("softmax") or
+    nothing ("none"); ``turns`` lets one warpgroup multiply while another takes exponentials, of which ``polynomial``
+    in eight come from multiply-adds.
     """
 
     block_m: int
@@ -36,6 +42,9 @@ class Tile(NamedTuple):
     registers: int | None = None
     tma: bool = True
     interleaved: bool = False
+    overlap: Literal["none", "products", "softmax"] | None = None
+    turns: bool = False
+    polynomial: int = 0
 
 
 class TileKey(NamedTuple):

@@ -1,0 +1,370 @@
+"""The forward kernel of ``triton`` for Hopper: warps of their own load, others compute (Gluon).
+
+What it computes is said in ``forward_kernel``; this is how.  One warp brings Q, and K and V block by block, into
+rings of shared memory; two or three warpgroups with 64 queries each compute on the same keys, so that K and V come
+from L2 once for all of them (two programs of 64 queries would ask L2 for all it has at 900 TFLOPS).  A program goes on
+from tile to tile, and the next one's operands come while the last one's output is written.
+
+A warpgroup has P·V of a block and Q·Kᵀ of the next under way together (FlashAttention-3, arXiv 2407.08608, section
+3.2).  P·V starts at zero, and is added in FP32: one multiply-add an element, which rescaling would cost as well.
+Where two warpgroups take ``turns``, one multiplies while the other takes exponentials (section 3.1 there).
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from .forward_hopper_softmax import HEADROOM, MINUS_INFINITY, ROWS, masked, spread, totals, weights
+
+__all__ = ["triton_fp8_attention_forward_hopper"]
+
+_LOG2_E = gl.constexpr(1.4426950408889634)
+_LN_2 = gl.constexpr(0.6931471805599453)
+_PROPAGATED = gl.constexpr(tl.PropagateNan.ALL)
+
+
+@gluon.jit
+def _tile(place, seqlen_q, programs, section, block_m: gl.constexpr, right: gl.constexpr):
+    """(batch · heads + head, first query) of the tile at ``place``: even rounds of programs go up, odd ones down."""
+    first, programs_at_once = gl.program_id(0), gl.num_programs(0)
+    blocks = gl.cdiv(seqlen_q, block_m)
+    before = place - first
+    whole = before + programs_at_once <= blocks * programs
+    back = whole & ((before // programs_at_once) % 2 == 1)
+    place = gl.where(back, before + programs_at_once - 1 - first, place)
+    before = place // (section * blocks) * section
+    width = gl.minimum(section, programs - before)
+    place -= before * blocks
+    block = place // width
+    if right:  # the last queries see the most keys, and start first
+        block = blocks - 1 - block
+    return before + place % width, block * block_m
+
+
+@gluon.jit
+def _span(
+    top, seqlen_q, seqlen_kv, low, high,
+    block_m: gl.constexpr, block_n: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
+):  # fmt: skip
+    """(first, whole, parted, blocks): where a tile's keys start, where all queries see all keys, how many blocks.
+
+    There is one block at least, in which no query need see a key.
+    """
+    bottom = gl.minimum(top + block_m, seqlen_q) - 1
+    first, whole = 0, 0
+    last, parted = seqlen_kv, seqlen_kv // block_n * block_n
+    if right:
+        last = gl.minimum(last, gl.maximum(bottom + high + 1, 0))
+        parted = gl.minimum(parted, gl.maximum(top + high + 1, 0) // block_n * block_n)
+    if left:
+        first = gl.minimum(gl.maximum(top + low, 0), last) // block_n * block_n
+        whole = gl.minimum(gl.cdiv(gl.maximum(bottom + low, 0), block_n) * block_n, gl.cdiv(last, block_n) * block_n)
+        parted = gl.maximum(parted, whole)
+    return first, whole, parted, gl.maximum(gl.cdiv(last - first, block_n), 1)
+
+
+@gluon.jit
+def _after(slot, phase, stages: gl.constexpr):
+    """The next slot of a ring, and the phase of its barriers."""
+    last = slot == stages - 1
+    return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def _load(
+    brought, consumers: gl.constexpr, block_n: gl.constexpr, stages: gl.constexpr,
+    left: gl.constexpr, right: gl.constexpr,
+):  # fmt: skip
+    """Brings the operands of every tile of this program."""
+    (
+        q, k, v, tiles, keys, values, filled, emptied, steps,
+        seqlen_q, seqlen_kv, programs, section, low, high, heads, group, head_dim_v,
+    ) = brought  # fmt: skip
+    q_by_batch, q_by_head, q_aside, k_by_batch, k_by_head, k_aside = steps
+    q_filled, k_filled, v_filled = filled
+    q_emptied, k_emptied, v_emptied = emptied
+    block_m: gl.constexpr = consumers * ROWS
+    slot, phase, q_phase = 0, 1, 1
+    for place in range(gl.program_id(0), programs * gl.cdiv(seqlen_q, block_m), gl.num_programs(0)):
+        head_index, top = _tile(place, seqlen_q, programs, section, block_m, right)
+        span = _span(top, seqlen_q, seqlen_kv, low, high, block_m, block_n, left, right)
+        first, blocks = span[0], span[3]
+        batch, head = head_index // heads, head_index % heads
+        kv_head = head // group
+        q_row = batch * q_by_batch + head * q_by_head + top
+        for i in gl.static_range(consumers):
+            mbarrier.wait(q_emptied.index(i), q_phase)
+            mbarrier.expect(q_filled.index(i), q.block_type.nbytes)
+            tma.async_copy_global_to_shared(q, [q_row + i * ROWS, head * q_aside], q_filled.index(i), tiles.index(i))
+        q_phase ^= 1
+        k_row, k_column = batch * k_by_batch + kv_head * k_by_head + first, kv_head * k_aside
+        v_row = (batch * (heads // group) + kv_head) * head_dim_v
+        for step in range(blocks):
+            mbarrier.wait(k_emptied.index(slot), phase)
+            mbarrier.expect(k_filled.index(slot), k.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                k, [k_row + step * block_n, k_column], k_filled.index(slot), keys.index(slot)
+            )
+            mbarrier.wait(v_emptied.index(slot), phase)
+            mbarrier.expect(v_filled.index(slot), v.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                v, [v_row, first + step * block_n], v_filled.index(slot), values.index(slot)
+            )
+            slot, phase = _after(slot, phase, stages)
+
+
+@gluon.jit
+def _scores(tile, keys, full, slot, phase, block_n: gl.constexpr, layout: gl.constexpr):
+    """Starts Q·Kᵀ of the block in ``slot``."""
+    mbarrier.wait(full.index(slot), phase)
+    zeros = gl.zeros([ROWS, block_n], gl.float32, layout)
+    return warpgroup_mma(tile, keys.index(slot).permute([1, 0]), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _products(p, value, part: gl.constexpr, index: gl.constexpr, layout: gl.constexpr):
+    """Starts P·V for a part of V's columns."""
+    zeros = gl.zeros([ROWS, part], gl.float32, layout)
+    columns = value.slice(index * part, part, 0).permute([1, 0])
+    return warpgroup_mma(p, columns, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _added(summed, product, decay):
+    """What was summed so far, decayed, and a block's product."""
+    return summed * spread(decay, summed) + product
+
+
+@gluon.jit
+def _summed(sums, p, decay, value, part: gl.constexpr, parts: gl.constexpr, layout: gl.constexpr):
+    """The sums with P·V of a block, two parts of V's columns under way at a time."""
+    added = ()
+    product = _products(p, value, part, 0, layout)
+    for i in gl.static_range(1, parts):
+        following = _products(p, value, part, i, layout)
+        product = warpgroup_mma_wait(1, [product])
+        added = added + (_added(sums[i - 1], product, decay),)  # noqa: RUF005
+        product = following
+    product = warpgroup_mma_wait(0, [product])
+    return added + (_added(sums[parts - 1], product, decay),)  # noqa: RUF005
+
+
+@gluon.jit
+def _attend(
+    which: gl.constexpr, given, consumers: gl.constexpr, block_n: gl.constexpr, stages: gl.constexpr,
+    left: gl.constexpr, right: gl.constexpr, part: gl.constexpr, parts: gl.constexpr, turns: gl.constexpr,
+    overlap: gl.constexpr, polynomial: gl.constexpr, full_width: gl.constexpr,
+):  # fmt: skip
+    """64 queries of every tile of this program."""
+    (
+        out, lse, q_factors, k_factors, v_factors, scale,
+        tiles, keys, values, filled, emptied, turn, factor_steps,
+        seqlen_q, seqlen_kv, programs, section, low, high, heads, group, head_dim_v,
+    ) = given  # fmt: skip
+    q_batch, q_head, k_batch, k_head, v_batch, v_head = factor_steps
+    q_filled, k_filled, v_filled = filled
+    q_emptied, k_emptied, v_emptied = emptied
+    block_m: gl.constexpr = consumers * ROWS
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n, 32])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, part, 32])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 4)
+    gl.static_assert(overlap != "softmax" or not turns, "who multiplies beneath its own exponentials takes no turns")
+    row = which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    tile = tiles.index(which)
+    slot, phase, q_phase, turn_phase = 0, 0, 0, 1 if which == 0 else 0
+    for place in range(gl.program_id(0), programs * gl.cdiv(seqlen_q, block_m), gl.num_programs(0)):
+        head_index, top = _tile(place, seqlen_q, programs, section, block_m, right)
+        first, whole, parted, blocks = _span(top, seqlen_q, seqlen_kv, low, high, block_m, block_n, left, right)
+        batch, head = (head_index // heads).to(gl.int64), head_index % heads
+        kv_head = head // group
+        factor = gl.load(q_factors + batch * q_batch + head * q_head) * scale
+        factor = factor * gl.load(k_factors + batch * k_batch + kv_head * k_head) * _LOG2_E
+        # above 0, because minus infinity times 0 is no number
+        factor = gl.maximum(factor, 1e-37, propagate_nan=_PROPAGATED)
+        factor_v = gl.load(v_factors + batch * v_batch + kv_head * v_head)
+        query = top + row
+        since = query + low
+        upto = gl.minimum(query + high if right else query + seqlen_kv, seqlen_kv - 1)
+
+        sums = ()
+        for _part in gl.static_range(parts):
+            sums = sums + (gl.zeros([ROWS, part], gl.float32, o_layout),)  # noqa: RUF005
+        total = totals(gl.zeros([ROWS, block_n], gl.float32, s_layout))
+        peak = gl.full([ROWS], MINUS_INFINITY, gl.float32, gl.SliceLayout(1, s_layout))
+
+        mbarrier.wait(q_filled.index(which), q_phase)
+        turn_phase = _await_turn(turn, turn_phase, which, turns)
+        scores = _scores(tile, keys, k_filled, slot, phase, block_n, s_layout)
+        _pass_turn(turn, which, consumers, turns)
+        scores = warpgroup_mma_wait(0, [scores])
+        mbarrier.arrive(k_emptied.index(slot), count=1)
+        for step in range(blocks - 1):
+            start = first + step * block_n
+            next_slot, next_phase = _after(slot, phase, stages)
+            if overlap == "softmax":
+                coming = _scores(tile, keys, k_filled, next_slot, next_phase, block_n, s_layout)
+            if (start < whole) | (start >= parted):
+                scores = masked(scores, start, since, upto, left)
+            p, decay, peak, total = weights(scores, factor, peak, total, polynomial, p_layout)
+            turn_phase = _await_turn(turn, turn_phase, which, turns)
+            mbarrier.wait(v_filled.index(slot), phase)
+            value = values.index(slot)
+            if overlap == "none":
+                sums = _summed(sums, p, decay, value, part, parts, o_layout)
+                coming = _scores(tile, keys, k_filled, next_slot, next_phase, block_n, s_layout)
+                _pass_turn(turn, which, consumers, turns)
+            else:
+                gl.static_assert(parts == 1)
+                product = _products(p, value, part, 0, o_layout)
+                if overlap == "softmax":
+                    coming = warpgroup_mma_wait(1, [coming])
+                    product = warpgroup_mma_wait(0, [product])
+                else:
+                    coming = _scores(tile, keys, k_filled, next_slot, next_phase, block_n, s_layout)
+                    _pass_turn(turn, which, consumers, turns)
+                    product = warpgroup_mma_wait(1, [product])
+                sums = (_added(sums[0], product, decay),)
+            mbarrier.arrive(v_emptied.index(slot), count=1)
+            scores = coming if overlap == "softmax" else warpgroup_mma_wait(0, [coming])
+            mbarrier.arrive(k_emptied.index(next_slot), count=1)
+            slot, phase = next_slot, next_phase
+        mbarrier.arrive(q_emptied.index(which), count=1)
+        q_phase ^= 1
+        start = first + (blocks - 1) * block_n
+        if (start < whole) | (start >= parted):
+            scores = masked(scores, start, since, upto, left)
+        p, decay, peak, total = weights(scores, factor, peak, total, polynomial, p_layout)
+        turn_phase = _await_turn(turn, turn_phase, which, turns)
+        mbarrier.wait(v_filled.index(slot), phase)
+        sums = _summed(sums, p, decay, values.index(slot), part, parts, o_layout)
+        _pass_turn(turn, which, consumers, turns)
+        mbarrier.arrive(v_emptied.index(slot), count=1)
+        slot, phase = _after(slot, phase, stages)
+
+        total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, s_layout))
+        empty = total < 1.0  # a row's greatest P is 2^8, and a polynomial's least is above 0
+        share = factor_v / gl.where(empty, 1.0, total)
+        logarithm = (peak - HEADROOM + gl.log2(gl.where(empty, 1.0, total))) * _LN_2
+        at = head_index.to(gl.int64) * seqlen_q
+        gl.store(lse + at + query, gl.where(empty, MINUS_INFINITY, logarithm), mask=query < seqlen_q)
+        for i in gl.static_range(parts):
+            o = (sums[i] * spread(share, sums[i])).to(out.dtype.element_ty)
+            _store(out, o, at, top + which * ROWS, i * part, seqlen_q, head_dim_v, full_width)
+
+
+@gluon.jit
+def _await_turn(turn, phase, which: gl.constexpr, turns: gl.constexpr):
+    if turns:
+        mbarrier.wait(turn.index(which), phase)
+    return phase ^ 1
+
+
+@gluon.jit
+def _pass_turn(turn, which: gl.constexpr, consumers: gl.constexpr, turns: gl.constexpr):
+    if turns:
+        mbarrier.arrive(turn.index((which + 1) % consumers), count=1)
+
+
+@gluon.jit
+def _store(out, o, at, top, column, seqlen_q, head_dim_v, full_width: gl.constexpr):
+    """o as the rows of a head from ``top`` on and the columns from ``column`` on."""
+    across: gl.constexpr = min(o.shape[1] // 8, 16)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
+    o = gl.convert_layout(o, layout)
+    row = top + gl.arange(0, o.shape[0], gl.SliceLayout(1, layout))
+    column += gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))
+    inside = (row < seqlen_q)[:, None]
+    if not full_width:
+        inside = inside & (column < head_dim_v)[None, :]
+    gl.store(out + at * head_dim_v + row[:, None] * head_dim_v + column[None, :], o, mask=inside)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "q_by_batch", "q_by_head", "q_aside", "k_by_batch", "k_by_head", "k_aside",
+        "q_factor_batch", "q_factor_head", "k_factor_batch", "k_factor_head", "v_factor_batch", "v_factor_head",
+        "seqlen_q", "seqlen_kv", "heads", "group", "programs", "section", "low", "high",
+    ]
+)  # fmt: skip
+def triton_fp8_attention_forward_hopper(
+    q, k, v, out, lse, q_factors, k_factors, v_factors, scale,
+    q_by_batch, q_by_head, q_aside, k_by_batch, k_by_head, k_aside,
+    q_factor_batch, q_factor_head, k_factor_batch, k_factor_head, v_factor_batch, v_factor_head,
+    seqlen_q, seqlen_kv, head_dim_v, heads, group, programs, section, low, high,
+    consumers: gl.constexpr, stages: gl.constexpr, parts: gl.constexpr, turns: gl.constexpr, overlap: gl.constexpr,
+    polynomial: gl.constexpr, left: gl.constexpr, right: gl.constexpr, full_width: gl.constexpr,
+    registers: gl.constexpr,
+):  # fmt: skip
+    """Tiles of ``consumers`` · 64 queries of a head, as many programs as run at once.
+
+    The arguments are those of ``triton_fp8_attention_forward``, with V's keys interleaved; ``registers`` are a
+    computing thread's.
+    """
+    block_n: gl.constexpr = k.block_type.shape[0]
+    block_d: gl.constexpr = k.block_type.shape[1]
+    block_dv: gl.constexpr = v.block_type.shape[0]
+    tiles = gl.allocate_shared_memory(q.dtype, [consumers, ROWS, block_d], q.layout)
+    keys = gl.allocate_shared_memory(k.dtype, [stages, block_n, block_d], k.layout)
+    values = gl.allocate_shared_memory(v.dtype, [stages, block_dv, block_n], v.layout)
+    q_filled = gl.allocate_shared_memory(gl.int64, [consumers, 1], mbarrier.MBarrierLayout())
+    q_emptied = gl.allocate_shared_memory(gl.int64, [consumers, 1], mbarrier.MBarrierLayout())
+    k_filled = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    k_emptied = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    v_filled = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    v_emptied = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [consumers, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(consumers):
+        mbarrier.init(q_filled.index(i), count=1)
+        mbarrier.init(q_emptied.index(i), count=1)
+        mbarrier.init(turn.index(i), count=1)
+    for i in gl.static_range(stages):
+        mbarrier.init(k_filled.index(i), count=1)
+        mbarrier.init(k_emptied.index(i), count=consumers)
+        mbarrier.init(v_filled.index(i), count=1)
+        mbarrier.init(v_emptied.index(i), count=consumers)
+
+    filled, emptied = (q_filled, k_filled, v_filled), (q_emptied, k_emptied, v_emptied)
+    steps = (q_by_batch, q_by_head, q_aside, k_by_batch, k_by_head, k_aside)
+    factor_steps = (q_factor_batch, q_factor_head, k_factor_batch, k_factor_head, v_factor_batch, v_factor_head)
+    part: gl.constexpr = block_dv // parts
+    given = (
+        out, lse, q_factors, k_factors, v_factors, scale,
+        tiles, keys, values, filled, emptied, turn, factor_steps,
+        seqlen_q, seqlen_kv, programs, section, low, high, heads, group, head_dim_v,
+    )  # fmt: skip
+    brought = (
+        q, k, v, tiles, keys, values, filled, emptied, steps,
+        seqlen_q, seqlen_kv, programs, section, low, high, heads, group, head_dim_v,
+    )  # fmt: skip
+    # Written out, because a tuple that has a name keeps no constants.
+    # fmt: off
+    if consumers == 2:
+        gl.warp_specialize(
+            [
+                (_attend, (0, given, consumers, block_n, stages, left, right, part, parts, turns, overlap, polynomial,
+                           full_width)),
+                (_attend, (1, given, consumers, block_n, stages, left, right, part, parts, turns, overlap, polynomial,
+                           full_width)),
+                (_load, (brought, consumers, block_n, stages, left, right)),
+            ],
+            [4, 1],
+            [registers, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_attend, (0, given, consumers, block_n, stages, left, right, part, parts, turns, overlap, polynomial,
+                           full_width)),
+                (_attend, (1, given, consumers, block_n, stages, left, right, part, parts, turns, overlap, polynomial,
+                           full_width)),
+                (_attend, (2, given, consumers, block_n, stages, left, right, part, parts, turns, overlap, polynomial,
+                           full_width)),
+                (_load, (brought, consumers, block_n, stages, left, right)),
+            ],
+            [4, 4, 1],
+            [registers, registers, 24],
+        )
+    # fmt: on

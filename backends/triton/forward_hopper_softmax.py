@@ -1,0 +1,140 @@
+"""The softmax of the Hopper kernel: what a thread of a warpgroup does with its scores, in registers alone.
+
+A warpgroup's four warps have 16 rows each.  Of a row four threads have every eighth pair of keys (PTX ISA, the
+fragment of D of wgmma.m64nNk32), which is why scores are taken apart as (rows, keys / 8, 4, 2) here: an axis of four is
+the threads', and any other a thread's own.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+__all__ = ["HEADROOM", "MINUS_INFINITY", "ROWS", "masked", "spread", "totals", "weights"]
+
+ROWS = gl.constexpr(64)  # queries of a warpgroup: the height of its matrix instruction
+HEADROOM = gl.constexpr(8.0)  # log2 of P's largest value, as in forward_kernel
+MINUS_INFINITY = gl.constexpr(float("-inf"))
+
+
+@gluon.jit
+def masked(scores, start, since, upto, left: gl.constexpr):
+    """Minus infinity where a query does not see a key.
+
+    Of a row's keys a thread has 8 i + 2 t and 8 i + 2 t + 1, t being its place among four: with t taken from the
+    bounds, every key is compared as a constant.
+    """
+    split = scores.reshape(ROWS, scores.shape[1] // 8, 4, 2)
+    layout: gl.constexpr = split.type.layout
+    eighth = gl.arange(0, split.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    place = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
+    which = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    key = eighth[None, :, None, None] * 8 + which[None, None, None, :]
+    offset = start + place[None, None, :, None] * 2
+    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
+    seen = key <= gl.convert_layout(upto, rows)[:, None, None, None] - offset
+    if left:
+        seen = seen & (key >= gl.convert_layout(since, rows)[:, None, None, None] - offset)
+    return gl.convert_layout(gl.where(seen, split, MINUS_INFINITY).reshape(scores.shape), scores.type.layout)
+
+
+@gluon.jit
+def _in_chains(x):
+    """(rows, keys) as (rows, 4, keys / 32, 4, 2): four threads share a row, and each reduces axis 2 in eight chains."""
+    return x.reshape(x.shape[0], 4, x.shape[1] // 32, 4, 2)
+
+
+@gluon.jit
+def totals(x):
+    """The sums of what each thread has of a row: (rows, keys) to (rows, 4)."""
+    return gl.sum(gl.sum(gl.sum(_in_chains(x), 2), 3), 1)
+
+
+@gluon.jit
+def _greatest(x):
+    """Each row's largest, one thread's first, then four threads'."""
+    largest = gl.max(gl.max(gl.max(gl.max(_in_chains(x), 2), 3), 1), 1)
+    return gl.convert_layout(largest, gl.SliceLayout(1, x.type.layout))
+
+
+@gluon.jit
+def spread(x, like):
+    """A number a row as a column beside ``like``; the threads that have the row have the number."""
+    return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout))[:, None]
+
+
+@gluon.constexpr_function
+def _powers_of_eight(polynomial):
+    """PTX of 2^x for eight numbers, ``polynomial`` of them by multiply-adds (FlashAttention-4's way).
+
+    2^x is 2^n · 2^f with n the nearest integer, which adding 1.5 · 2^23 leaves in the lowest bits.  The cubic for 2^f,
+    f from -1/2 to 1/2, is off by 8e-5 of it, as little as one can be.
+    """
+    lines = ["{", ".reg .f32 x, t, n, f, p;", ".reg .b32 e, r;"]
+    for i in range(8):
+        to, x = f"${i}", f"${8 + i}"
+        if i < 8 - polynomial:
+            lines.append(f"ex2.approx.ftz.f32 {to}, {x};")
+        else:
+            lines += [
+                f"max.f32 x, {x}, 0fC2FC0000;",  # -126
+                "add.rn.f32 t, x, 0f4B400000;",
+                "sub.rn.f32 n, t, 0f4B400000;",
+                "sub.rn.f32 f, x, n;",
+                "mov.f32 p, 0f3D61FBA5;",
+                "fma.rn.f32 p, p, f, 0f3E786F0E;",
+                "fma.rn.f32 p, p, f, 0f3F31798D;",
+                "fma.rn.f32 p, p, f, 0f3F7FFB49;",
+                "mov.b32 r, p;",
+                "mov.b32 e, t;",
+                "shl.b32 e, e, 23;",
+                "add.s32 r, r, e;",
+                f"mov.b32 {to}, r;",
+            ]
+    return "\n".join([*lines, "}"])
+
+
+@gluon.jit
+def _powers(x, polynomial: gl.constexpr):
+    """2^x, for ``polynomial`` of every eight numbers without the unit for exponentials, which has the most to do."""
+    if polynomial == 0:
+        p = gl.exp2(x)
+    else:
+        p = gl.inline_asm_elementwise(
+            _powers_of_eight(polynomial), "=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f", [x],
+            dtype=gl.float32, is_pure=True, pack=8,
+        )  # fmt: skip
+    return p
+
+
+@gluon.jit
+def _to_e4m3(x):
+    """x in e4m3, to nearest, four numbers at a time; Triton's conversion puts each byte in its place by hand."""
+    return gl.inline_asm_elementwise(
+        """
+        {
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+        }
+        """,
+        "=r,f,f,f,f",
+        [x],
+        dtype=gl.float8e4nv,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def weights(scores, factor, peak, total, polynomial: gl.constexpr, layout: gl.constexpr):
+    """P as the product's left operand, how far what was summed before decays, the new peak and total."""
+    peak_here = gl.maximum(peak, _greatest(scores) * factor)
+    shift = gl.where(peak_here == MINUS_INFINITY, 0.0, peak_here - HEADROOM)
+    p = _powers(scores * factor - shift[:, None], polynomial)
+    decay = gl.exp2(peak - HEADROOM - shift)
+    total = total * spread(decay, total) + totals(p)
+    keys: gl.constexpr = p.shape[1]
+    p = p.reshape(ROWS, keys // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(ROWS, keys)
+    return _to_e4m3(gl.convert_layout(p, layout, assert_trivial=True)), decay, peak_here, total

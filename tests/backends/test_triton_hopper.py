@@ -1,0 +1,174 @@
+"""The Hopper kernel of ``triton`` without a GPU: what it serves, who gets which registers, and that it compiles well.
+
+What it computes is tested in tests/gpu: Gluon has no interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from dense import dense_attention, relative_l2
+
+from attnbench.mask import Mask
+from attnbench.spec import AttentionSpec
+
+pytest.importorskip("triton", minversion="3.6")
+
+import triton
+
+from attnbench.backends.triton import forward as triton_forward
+from attnbench.backends.triton import forward_hopper_launch as hopper
+from attnbench.backends.triton.forward import Operand, interleaved, laid_out, transposed
+from attnbench.backends.triton.interpreter import interpreted
+from attnbench.backends.triton.tiles import Tile
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=70, head_dim=64, mask=Mask(right=0))
+TILE = Tile(128, 128, 4, 3, interleaved=True, overlap="products")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+SHARED_MEMORY = 227 * 1024  # bytes that a program may have on Hopper
+
+# Compiles kernels for sm_90, as json on stdin says, and prints what came of each.
+COMPILE = """
+import json, subprocess, sys, tempfile
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
+from attnbench.backends.triton.forward_hopper import triton_fp8_attention_forward_hopper as kernel
+
+def descriptor(rows, columns):
+    layout = NVMMASharedLayout(swizzle_byte_width=min(columns, 128), element_bitwidth=8, rank=2)
+    return f"tensordesc<fp8e4nv[{rows}, {columns}],{layout!r}>"
+
+tools, found = sys.argv[1], []
+for head_dim, block_n, maxnreg, constants in json.load(sys.stdin):
+    types = dict(q=descriptor(64, head_dim), k=descriptor(block_n, head_dim), v=descriptor(head_dim, block_n),
+                 out="*bf16", lse="*fp32", q_factors="*fp32", k_factors="*fp32", v_factors="*fp32", scale="fp32")
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("out", "lse", "head_dim_v")}
+    source = GluonASTSource(kernel, signature, {(names.index(name),): x for name, x in constants.items()}, aligned)
+    options = dict(num_warps=4, maxnreg=maxnreg)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        with open(f"{folder}/k.ptx", "w") as file:
+            file.write(made.asm["ptx"])
+        command = [f"{tools}/ptxas", "-v", "--gpu-name=sm_90a", f"{folder}/k.ptx", "-o", f"{folder}/k.cubin"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        command = [f"{tools}/cuobjdump", "-sass", f"{folder}/k.cubin"]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found.append(dict(said=said, code=code, shared=made.metadata.shared, ptx=made.asm["ptx"]))
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("consumers", [2, 3])
+def test_every_register_is_dealt_once(consumers: int) -> None:
+    even, most = hopper.registers(consumers)
+    assert even % 8 == most % 8 == 0
+    assert even < most <= 255
+    assert 128 * even * (consumers + 1) <= 64 * 1024
+    assert most * consumers + 24 <= even * (consumers + 1)
+
+
+@pytest.mark.parametrize("consumers", [2, 3])
+def test_no_eight_registers_are_left_for_every_warpgroup(consumers: int) -> None:
+    even, most = hopper.registers(consumers)
+    assert most == 240 or (most + 8) * consumers + 24 > even * (consumers + 1)
+
+
+def test_what_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "_hopper", lambda device: True)
+    assert hopper.serves(SPEC, GPU, per_token=False)
+    assert not hopper.serves(SPEC, GPU, per_token=True)
+    assert not hopper.serves(replace(SPEC, softcap=5.0), GPU, per_token=False)
+    assert not hopper.serves(replace(SPEC, scale=-0.1), GPU, per_token=False)
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "serves"),
+    [((9, 0), "3.6.0", True), ((9, 0), "3.10.1", True), ((9, 0), "3.5.1", False), ((8, 9), "3.6.0", False),
+     ((10, 0), "3.6.0", False), ((9, 0), "main", False)],
+)  # fmt: skip
+def test_it_is_for_hopper_and_a_triton_that_it_was_written_for(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], version: str, serves: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(triton, "__version__", version)
+    assert hopper.serves(SPEC, GPU, per_token=False) is serves
+    assert not hopper.serves(SPEC, CPU, per_token=False)
+
+
+@pytest.mark.skipif(not interpreted(), reason="kernels are compiled here, which the tests in tests/gpu run")
+def test_where_it_does_not_serve_the_other_kernel_does() -> None:
+    generator = torch.Generator().manual_seed(0)
+    data = [torch.randn(1, 2, 70, 64, generator=generator).to(torch.float8_e4m3fn) for _ in range(3)]
+    one = torch.ones(1, 1, 1, 1)
+    q, k, v = (Operand(x, one) for x in data)
+    native = laid_out(SPEC, TILE, q, k, Operand(interleaved(transposed(v.data)), one))
+    assert native.tile.overlap is None
+    assert native.tile.interleaved
+    exact, _ = dense_attention(*(x.double() for x in data), SPEC)
+    assert relative_l2(triton_forward.attend(native).out, exact) < 0.05
+
+
+def _compiled(folder: Path, *kernels: tuple[int, int, int, dict[str, object]]) -> list[dict[str, str]]:
+    if not all((TOOLS / name).exists() for name in ("ptxas", "cuobjdump")):
+        pytest.skip("this Triton brings no ptxas")
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(TOOLS)], input=json.dumps(kernels), env=environment | {
+            "TRITON_CACHE_DIR": str(folder)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def _kernel(head_dim: int, block_n: int, consumers: int, **more: object) -> tuple[int, int, int, dict[str, object]]:
+    even, most = hopper.registers(consumers)
+    constants = {
+        "consumers": consumers, "stages": 2, "parts": 1, "turns": False, "overlap": "products", "polynomial": 0,
+        "left": False, "right": False, "full_width": True, "registers": most,
+    }  # fmt: skip
+    return head_dim, block_n, even, constants | more
+
+
+def test_the_matrix_products_stay_asynchronous_and_nothing_spills(tmp_path: Path) -> None:
+    kernels = (
+        _kernel(128, 128, 2),
+        _kernel(128, 128, 2, left=True, right=True, turns=True),
+        _kernel(128, 128, 2, overlap="softmax"),
+        _kernel(64, 128, 2, right=True, full_width=False),
+    )
+    for found, (head_dim, block_n, _, constants) in zip(_compiled(tmp_path, *kernels), kernels, strict=True):
+        assert "C75" not in found["said"], found["said"]  # wgmma that ptxas waits for one by one
+        assert " 0 bytes spill stores, 0 bytes spill loads" in found["said"]
+        assert int(found["shared"]) <= SHARED_MEMORY
+        # Q·Kᵀ of the first block and of the next, P·V of a block and of the last, 32 numbers of the sum at a time.
+        products = 2 * constants["consumers"] * (head_dim + block_n) // 32  # type: ignore[operator]
+        assert len(re.findall(r"QGMMA", found["code"])) == products
+        assert not re.search(r"PRMT", found["code"]), "bytes of P change their places"
+
+
+def test_three_warpgroups_and_wide_heads_compile(tmp_path: Path) -> None:
+    kernels = (
+        _kernel(64, 128, 3, right=True, overlap="none"),
+        _kernel(256, 128, 2, right=True, overlap="none", turns=True, parts=4),
+    )
+    for found in _compiled(tmp_path, *kernels):
+        assert "C75" not in found["said"], found["said"]
+        assert int(found["shared"]) <= SHARED_MEMORY
+
+
+def test_who_multiplies_beneath_its_own_exponentials_takes_no_turns(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="takes no turns"):
+        _compiled(tmp_path, _kernel(128, 128, 2, overlap="softmax", turns=True))
