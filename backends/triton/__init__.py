@@ -85,26 +85,29 @@ class TritonForward(ForwardKernel):
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
         """Q and K in rows and V transposed, in one launch, or two for scales of a head or a tensor.
 
-        For training V comes in rows as well, which the backward reads.
+        For training V comes in rows as well, which the backward reads.  Its keys are transposed in the order that the
+        tile wants.
         """
         from .forward import Operand
         from .quantise import Request, quantised_together
 
-        wanted = [Request(q, rotate=True), Request(k, rotate=True), Request(v, rows=spec.training, transposed=True)]
+        tile = self._tile(spec, q.device)
+        v_wanted = Request(v, rows=spec.training, transposed=True, interleaved=tile.interleaved)
+        wanted = [Request(q, rotate=True), Request(k, rotate=True), v_wanted]
         with alone(q.device):
             made = quantised_together([each._replace(x=each.x.detach()) for each in wanted], self.recipe)
         turned = self.recipe.rotation == "hadamard"
         q_, k_ = (x.operand(self.recipe, rotated=turned) for x in made[:2])
         v_, values = made[2].operand(self.recipe), made[2].transposed
         assert values is not None, "it was asked for"
-        return self._operands(spec, q_, k_, v_, Operand(values, v_.descale))
+        return _operands(spec, tile, q_, k_, v_, Operand(values, v_.descale))
 
     def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
         """The tensors as they are, and V transposed.
 
         Raises InputError where one is smoothed or not e4m3, where V is rotated, or one of Q and K alone.
         """
-        from .forward import Operand, transposed
+        from .forward import Operand, interleaved, transposed
 
         for name, x in {"q": q, "k": k, "v": v}.items():
             if x.data.dtype != torch.float8_e4m3fn:
@@ -113,7 +116,10 @@ class TritonForward(ForwardKernel):
                 raise InputError(f"{self.name} knows no smoothing, and {name} had its mean taken away")
         if q.rotated != k.rotated or v.rotated:
             raise InputError(f"{self.name} takes Q and K rotated together, and V as it is")
-        return self._operands(spec, q, k, v, Operand(transposed(v.data), v.descale))
+        tile, values = self._tile(spec, q.data.device), transposed(v.data)
+        if tile.interleaved:
+            values = interleaved(values)
+        return _operands(spec, tile, q, k, v, Operand(values, v.descale))
 
     def run(self, operands: Operands) -> Result:
         """The kernel on the current stream."""
@@ -124,17 +130,18 @@ class TritonForward(ForwardKernel):
         with label, alone(device):
             return attend(operands.native)
 
-    def _operands(self, spec: AttentionSpec, q: Quantised, k: Quantised, v: Quantised, values: Operand) -> Operands:
-        from .forward import Operand, interleaved, laid_out
-
-        tile = self.tile or tile_of(spec, _capability(q.data.device), per_key=self._per_key(spec))
-        if tile.interleaved:
-            values = values._replace(data=interleaved(values.data))
-        native = laid_out(spec, tile, Operand(q.data, q.descale), Operand(k.data, k.descale), values)
-        return Operands(spec, q, k, v, native)
+    def _tile(self, spec: AttentionSpec, device: torch.device) -> Tile:
+        return self.tile or tile_of(spec, _capability(device), per_key=self._per_key(spec))
 
     def _per_key(self, spec: AttentionSpec) -> bool:
         return (spec.descale or self.recipe.granularity) in ("block", "token")
+
+
+def _operands(spec: AttentionSpec, tile: Tile, q: Quantised, k: Quantised, v: Quantised, values: Operand) -> Operands:
+    from .forward import Operand, laid_out
+
+    native = laid_out(spec, tile, Operand(q.data, q.descale), Operand(k.data, k.descale), values)
+    return Operands(spec, q, k, v, native)
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -26,9 +26,10 @@ from attnbench.fp8 import BLOCK, LARGEST, Quantised, Recipe, hadamard
 from attnbench.spec import Granularity
 
 from ..padding import rounded_up
+from .forward import interleaved
 from .quantise_kernels import PADDING, Job, Size, cast, largest_magnitudes
 
-__all__ = ["BLOCK_TILES", "TILES", "Quantisation", "Request", "Tiles", "quantised", "quantised_together", "tiles_for"]
+__all__ = ["TILES", "Quantisation", "Request", "Tiles", "quantised", "quantised_together", "tiles_for"]
 
 
 class Tiles(NamedTuple):
@@ -41,9 +42,16 @@ class Tiles(NamedTuple):
     first_warps: int = 8
 
 
-# By the head dimension up to which they serve: about 32 elements a thread leave registers for four programs on an SM.
-TILES = {64: Tiles(128, 128, 8), 128: Tiles(64, 64, 8), 256: Tiles(32, 64, 8, 64, 8)}
-BLOCK_TILES = {64: Tiles(BLOCK, BLOCK, 8), 128: Tiles(BLOCK, BLOCK, 16), 256: Tiles(BLOCK, BLOCK, 16)}
+# By the head dimension up to which they serve.  Those for 64 and 128 were the fastest on an H200 of those in
+# tests/gpu/tune_quantise.py, within 1 %: a first pass over 256 tokens wins less, and with a rotation takes twice the
+# registers.  Those for 256 were not measured: a thread has about as many elements as at 128.
+_SHARED = {64: Tiles(64, 64, 4, 64, 4), 128: Tiles(64, 64, 8, 128, 8), 256: Tiles(32, 64, 8, 64, 8)}
+TILES: dict[Granularity, dict[int, Tiles]] = {
+    "tensor": _SHARED,
+    "head": _SHARED,
+    "block": {64: Tiles(BLOCK, BLOCK, 4), 128: Tiles(BLOCK, BLOCK, 4), 256: Tiles(BLOCK, BLOCK, 8)},
+    "token": {64: Tiles(128, 64, 4), 128: Tiles(64, 64, 4), 256: Tiles(32, 32, 4)},
+}
 _MOST_PARTIAL = 1024  # magnitudes that a program of the second pass has to look through
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -51,23 +59,60 @@ _INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 class Quantisation(NamedTuple):
     """What a tensor (B, H, S, D) became.
 
-    ``data`` (B, H, S, D) in FP8: rows of D bytes that begin at multiples of 16 bytes, or, where no rows were asked
-    for, a view of ``transposed``.  ``descale`` fp32: (1, 1, 1, 1) for a tensor, (B, H, 1, 1) for a head,
-    (B, H, ⌈S / 128⌉, 1) for blocks, (B, H, S, 1) for tokens.  ``transposed`` (B, H, D, S rounded up to 128) holds the
-    same numbers and zeros behind them, None where it was not asked for.  ``mean`` (B, H, 1, D) fp32 was taken away.
+    ``rows`` (B, H, S, D) in FP8: D bytes that begin at multiples of 16 bytes.  ``transposed`` (B, H, D, S rounded up
+    to 128) holds the same numbers and zeros behind them, with ``interleaved`` each 16 tokens in the order of
+    ``forward.interleaved``.  Either is None where it was not asked for.  ``descale`` fp32: (1, 1, 1, 1) for a tensor,
+    (B, H, 1, 1) for a head, (B, H, ⌈S / 128⌉, 1) for blocks, (B, H, S, 1) for tokens.  ``mean`` (B, H, 1, D) fp32
+    was taken away.
     """
 
-    data: Tensor
+    rows: Tensor | None
     descale: Tensor
     transposed: Tensor | None
-    mean: Tensor | None = None
+    mean: Tensor | None
+    length: int
+    interleaved: bool
+
+    @property
+    def data(self) -> Tensor:
+        """(B, H, S, D): the rows, else a view of the transposed copy, or a new one where its tokens are interleaved."""
+        if self.rows is not None:
+            return self.rows
+        assert self.transposed is not None, "at least one of the two is there"
+        ordered = self.transposed
+        if self.interleaved:
+            ordered = interleaved(ordered, back=True)
+        return ordered[..., : self.length].mT
 
     def operand(self, recipe: Recipe, *, rotated: bool = False) -> Quantised:
-        """The same in the words of ``attnbench.fp8``, where a block's scale stands at each of its tokens."""
+        """The same in the words of ``attnbench.fp8``, where a block's scale stands at each of its tokens.
+
+        Where ``data`` is a new copy, it is made when it is first read.
+        """
         descale = self.descale
         if recipe.granularity == "block":
-            descale = descale.repeat_interleave(BLOCK, dim=2)[:, :, : self.data.shape[2]]
+            descale = descale.repeat_interleave(BLOCK, dim=2)[:, :, : self.length]
+        if self.rows is None and self.interleaved:
+            return _Deferred.of(self, descale, recipe.granularity, rotated)
         return Quantised(self.data, descale, recipe.granularity, rotated, self.mean)
+
+
+class _Deferred(Quantised):
+    """An operand whose ``data`` is made for those who read it, which a forward with a copy of its own does not."""
+
+    @classmethod
+    def of(cls, source: Quantisation, descale: Tensor, granularity: Granularity, rotated: bool) -> Quantised:
+        """What stands for ``source``."""
+        made = cls.__new__(cls)
+        fields = {"descale": descale, "granularity": granularity, "rotated": rotated, "mean": source.mean}
+        vars(made).update(fields, source=source)  # the class is frozen
+        return made
+
+    @cached_property
+    def data(self) -> Tensor:  # a field of the base, whose initialiser sets it as it would any other
+        """The tokens in order."""
+        source: Quantisation = vars(self)["source"]
+        return source.data
 
 
 class Request(NamedTuple):
@@ -75,7 +120,8 @@ class Request(NamedTuple):
 
     ``rows`` and ``transposed``: which copies are written, at least one.  ``group`` consecutive heads share the scale
     of a head (the query heads of a key head); scales of tokens and blocks are each head's own.  ``rotate`` and
-    ``smooth``: whether the recipe's rotation and smoothing apply, as in ``attnbench.fp8.quantise``.
+    ``smooth``: whether the recipe's rotation and smoothing apply, as in ``attnbench.fp8.quantise``.  ``interleaved``:
+    whether the tokens of the transposed copy have the order of ``forward.interleaved``.
     """
 
     x: Tensor
@@ -84,6 +130,7 @@ class Request(NamedTuple):
     group: int = 1
     rotate: bool = False
     smooth: bool = False
+    interleaved: bool = False
 
 
 def quantised(
@@ -95,14 +142,15 @@ def quantised(
     rows: bool = True,
     rotate: bool = False,
     smooth: bool = False,
+    interleaved: bool = False,
 ) -> Quantisation:
     """One tensor by the recipe; the keywords are ``Request``'s.  Raises as ``quantised_together`` does."""
-    return quantised_together([Request(x, rows, transposed, group, rotate, smooth)], recipe)[0]
+    return quantised_together([Request(x, rows, transposed, group, rotate, smooth, interleaved)], recipe)[0]
 
 
 def tiles_for(granularity: Granularity, dim: int) -> Tiles:
     """The committed tiles for tensors whose largest head dimension is ``dim``."""
-    table = BLOCK_TILES if granularity == "block" else TILES
+    table = TILES[granularity]
     return next((tiles for most, tiles in table.items() if dim <= most), table[256])
 
 
@@ -140,6 +188,7 @@ def quantised_together(requests: Sequence[Request], recipe: Recipe, tiles: Tiles
             LARGEST[recipe.format],
             layout.tiles.rows,
             layout.tiles.rows_flipped,
+            layout.interleaved,
             num_warps=layout.tiles.warps,
         )
     return results
@@ -154,6 +203,7 @@ class _Outline(NamedTuple):
     rows: bool
     transposed: bool
     group: int
+    interleaved: bool
 
 
 class _Memory(NamedTuple):
@@ -178,6 +228,7 @@ class _Layout(NamedTuple):
 
     memories: tuple[_Memory, ...]
     dims: tuple[int, ...]
+    interleaved: tuple[bool, ...]
     first: _Launch  # without programs where the scales need no first pass
     second: _Launch
     tiles: Tiles
@@ -185,7 +236,8 @@ class _Layout(NamedTuple):
 
 def _outline(request: Request) -> _Outline:
     x = request.x
-    return _Outline(x.shape, x.stride(), x.dtype, request.rows, request.transposed, request.group)
+    order = request.transposed and request.interleaved
+    return _Outline(x.shape, x.stride(), x.dtype, request.rows, request.transposed, request.group, order)
 
 
 @lru_cache(maxsize=1024)
@@ -224,7 +276,8 @@ def _layout(outlines: tuple[_Outline, ...], granularity: Granularity, asked: Til
             passes.append(Size(0, batch * heads * parts, heads, length, count, chunks, *turns, share))
     two = granularity in ("tensor", "head")
     dims = tuple(outline.shape[3] for outline in outlines)
-    return _Layout(tuple(memories), dims, _numbered(first if two else []), _numbered(second), tiles)
+    orders = tuple(outline.interleaved for outline in outlines)
+    return _Layout(tuple(memories), dims, orders, _numbered(first if two else []), _numbered(second), tiles)
 
 
 def _check(outline: _Outline) -> None:
@@ -259,12 +312,9 @@ def _allocated(request: Request, memory: _Memory, recipe: Recipe) -> tuple[Quant
         signs, factor = _signs(dim, x.dtype, x.device), (dim & -dim) ** -0.5
         moved = None if mean is None else mean @ _rotation(dim, x.device)
     job = Job(x, data, transposed, descale, partial, moved, signs, factor, memory.far, *x.stride())
-    if data is None:
-        assert transposed is not None
-        data = transposed[..., :length].mT
-    elif dim % 16:
-        data = data[..., :dim]
-    return Quantisation(data, descale, transposed, mean), job
+    rows = data if data is None or dim % 16 == 0 else data[..., :dim]
+    order = request.transposed and request.interleaved
+    return Quantisation(rows, descale, transposed, mean, length, order), job
 
 
 @lru_cache(maxsize=32)

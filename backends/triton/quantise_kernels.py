@@ -2,8 +2,9 @@
 
 Each launch serves any number of tensors (``jobs``), so that Q, K and V share one grid and one tail.  A program has a
 tile of tokens of one head in its registers.  Where a transposed copy is wanted, it holds every fourth token in one
-sub-tile: four of those give, without leaving the thread, 32-bit words of four tokens' bytes, and words cross the
-shared memory on their way to rows of tokens where single bytes would take four times the instructions.
+sub-tile, or the tokens that an interleaved copy has four places apart: four of those give, without leaving the
+thread, 32-bit words of four tokens' bytes, and words cross the shared memory on their way to rows of tokens where
+single bytes would take four times the instructions.
 """
 
 from __future__ import annotations
@@ -24,6 +25,33 @@ _LANES = tl.constexpr(256)  # partial magnitudes read at once
 _CHUNK = tl.constexpr(64)  # of the head dimension, in one product of the rotation
 # The interpreter's products of bf16 multiply bit patterns, and its cast to FP8 loses carries.
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+def _assembly(pair: str) -> str:
+    """PTX from 16 numbers, four of each of four tokens, to $0 .. $3, the tokens' bytes, and $4 .. $7, those turned.
+
+    A number's place in a word is its token's in the turned words, and its own in the tokens'.  ``cvt`` puts its second
+    source into the lower byte; a digit of ``prmt`` is a byte of the first source or, from 4, of the second.
+    """
+    lines = []
+    for token in range(4):
+        a, b, c, d = (f"${8 + 4 * token + i}" for i in range(4))
+        lines += [
+            f"cvt.rn.satfinite.{pair}.f32 low, {b}, {a};",
+            f"cvt.rn.satfinite.{pair}.f32 high, {d}, {c};",
+            f"mov.b32 r{token}, {{low, high}};",
+        ]
+    for half, order in (("l", "0x5140"), ("h", "0x7362")):
+        lines += [f"prmt.b32 {half}{i}, r{2 * i}, r{2 * i + 1}, {order};" for i in range(2)]
+    for i, (half, order) in enumerate((("l", "0x5410"), ("l", "0x7632"), ("h", "0x5410"), ("h", "0x7632"))):
+        lines.append(f"prmt.b32 ${4 + i}, {half}0, {half}1, {order};")
+    lines += [f"mov.b32 ${token}, r{token};" for token in range(4)]
+    return "{ .reg .b16 low, high; .reg .b32 r<4>, l<2>, h<2>; " + " ".join(lines) + " }"
+
+
+_E4M3 = tl.constexpr(_assembly("e4m3x2"))
+_E5M2 = tl.constexpr(_assembly("e5m2x2"))
+_CONSTRAINTS = tl.constexpr(",".join(["=r"] * 8 + ["f"] * 16))
 
 
 class Job(NamedTuple):
@@ -127,13 +155,39 @@ def _rounded(x, mantissa: tl.constexpr, least: tl.constexpr):
 
 
 @triton.jit
-def _narrow(value, descale, dtype: tl.constexpr):
-    """value / descale in ``dtype``.  |value| ≤ descale · largest, so there is nothing to saturate."""
-    quotient = _quotient(value, descale, 1.0 / descale)
+def _narrow(values, dtype: tl.constexpr):
+    """The bytes of each tensor in ``dtype``, whose largest number nothing exceeds: there is nothing to saturate."""
+    narrow = ()
+    for i in tl.static_range(len(values)):
+        value = values[i]
+        if _INTERPRETED:
+            e4m3: tl.constexpr = dtype == tl.float8e4nv
+            value = _rounded(value, 3 if e4m3 else 2, 2.0**-9 if e4m3 else 2.0**-16)
+        narrow += (value.to(dtype).to(tl.uint8, bitcast=True),)
+    return narrow
+
+
+@triton.jit
+def _turned(values, dtype: tl.constexpr):
+    """The bytes of four tokens' values in ``dtype``, and words of them: the first token's byte is the lowest.
+
+    Compiled, both come from one piece of PTX, where a token's four bytes are packed first and all else is made of
+    the packed word.  Converted by Triton, the bytes of a pair would be read twice: to be packed for the store, and
+    one by one for the words.  ptxas 12.8.93 (for sm_90) moves such a conversion into the packing (F2FP with a merge)
+    and leaves the other readers of the pair a register that nothing has written.
+    """
     if _INTERPRETED:
-        e4m3: tl.constexpr = dtype == tl.float8e4nv
-        quotient = _rounded(quotient, 3 if e4m3 else 2, 2.0**-9 if e4m3 else 2.0**-16)
-    return quotient.to(dtype)
+        a, b, c, d = _narrow(values, dtype)
+        low = a.to(tl.int32) | (b.to(tl.int32) << 8)
+        return a, b, c, d, low | (c.to(tl.int32) << 16) | (d.to(tl.int32) << 24)
+    return tl.inline_asm_elementwise(
+        _E4M3 if dtype == tl.float8e4nv else _E5M2,
+        _CONSTRAINTS,
+        [values[0], values[1], values[2], values[3]],
+        (tl.uint8, tl.uint8, tl.uint8, tl.uint8, tl.int32),
+        is_pure=True,
+        pack=4,
+    )
 
 
 @triton.jit
@@ -217,19 +271,27 @@ def _cast_tile(
     largest: tl.constexpr,
     rows: tl.constexpr,
     step: tl.constexpr,
+    interleaved: tl.constexpr,
 ):
-    """Scales, cast and copies of ``rows`` tokens of a head, in sub-tiles of every ``step``-th token."""
+    """Scales, cast and copies of ``rows`` tokens of a head, in ``step`` sub-tiles, 4 with a transposed copy, else 1.
+
+    A word of the copy holds a token of each sub-tile.  Interleaved, the words of 16 tokens begin with the tokens
+    0 2 4 6, and after the one they begin with they hold the next one, the eighth and the ninth.
+    """
     batch, h, tile = _whereabouts(number, size)
     head, start = batch * size.heads + h, tile * rows
     width: tl.constexpr = max(16, triton.next_power_of_2(dim))
     pitch: tl.constexpr = (dim + 15) // 16 * 16
     dtype: tl.constexpr = (job.data if job.flipped is None else job.flipped).dtype.element_ty
     part: tl.constexpr = rows // step
-    token, d = tl.arange(0, part) * step, tl.arange(0, width)
+    d, place = tl.arange(0, width), tl.arange(0, part)
+    first_token = (place // 4) * 16 + (place % 4) * 2 if interleaved else place * step
 
-    values = ()
+    tokens, values = (), ()
     for j in tl.static_range(step):
-        values += (_values(job, size, batch, h, start, token + j, dim, width, "evict_first"),)
+        token = first_token + (j % 2 + j // 2 * 8 if interleaved else j)
+        tokens += (token,)
+        values += (_values(job, size, batch, h, start, token, dim, width, "evict_first"),)
 
     if granularity == "head" or granularity == "tensor":
         descale = _descale(_shared_magnitude(job, size, head), largest)
@@ -244,31 +306,32 @@ def _cast_tile(
         tl.store(job.descale + head.to(tl.int64) * blocks + tile, descale, tile < blocks)
 
     first = head.to(tl.int64) * size.seqlen + start
-    word = tl.zeros([part, width], tl.int32)
+    quotients = ()
     for j in tl.static_range(step):
-        inside = start + token + j < size.seqlen
         if granularity == "token":
             each = _descale(tl.max(_magnitude(values[j]), 1), largest)
-            tl.store(job.descale + first + (token + j), each, inside)
-            narrow = _narrow(values[j], tl.broadcast_to(each[:, None], [part, width]), dtype)
+            tl.store(job.descale + first + tokens[j], each, start + tokens[j] < size.seqlen)
+            each = tl.broadcast_to(each[:, None], [part, width])
+            quotients += (_quotient(values[j], each, 1.0 / each),)
         else:
-            narrow = _narrow(values[j], descale, dtype)
-        if job.data is not None:
-            mask = inside[:, None]
+            quotients += (_quotient(values[j], descale, 1.0 / descale),)
+
+    narrow = _narrow(quotients, dtype) if job.flipped is None else _turned(quotients, dtype)
+    if job.data is not None:
+        data = job.data.to(tl.pointer_type(tl.uint8)) + first * pitch
+        for j in tl.static_range(step):
+            mask = (start + tokens[j] < size.seqlen)[:, None]
             if dim != width:
                 mask = mask & (d < dim)[None, :]
-            tl.store(job.data + first * pitch + ((token + j)[:, None] * pitch + d[None, :]), narrow, mask)
-        if job.flipped is not None:
-            word = word | (narrow.to(tl.uint8, bitcast=True).to(tl.int32) << (8 * j))
-
+            tl.store(data + (tokens[j][:, None] * pitch + d[None, :]), narrow[j], mask)
     if job.flipped is not None:
         words = (size.seqlen + _PADDING - 1) // _PADDING * (_PADDING // 4)  # of a row of the transposed copy
-        column = start // 4 + tl.arange(0, part)
+        column = start // 4 + place
         base = job.flipped.to(tl.pointer_type(tl.int32)) + head.to(tl.int64) * dim * words
         mask = (column < words)[None, :]
         if dim != width:
             mask = mask & (d < dim)[:, None]
-        tl.store(base + d[:, None] * words + column[None, :], tl.trans(word), mask)
+        tl.store(base + d[:, None] * words + column[None, :], tl.trans(narrow[4]), mask)
 
 
 @triton.jit
@@ -280,6 +343,7 @@ def cast(
     largest: tl.constexpr,
     rows: tl.constexpr,
     rows_flipped: tl.constexpr,
+    interleaved: tl.constexpr,
 ):
     """e4m3 or e5m2 data, transposed copies and scales of every job, ``rows`` tokens a program.
 
@@ -292,9 +356,9 @@ def cast(
         number = program - size.first
         if (number >= 0) & (number < size.programs):
             if job.flipped is None:
-                _cast_tile(job, size, number, dims[i], granularity, largest, rows, 1)
+                _cast_tile(job, size, number, dims[i], granularity, largest, rows, 1, False)
             else:
-                _cast_tile(job, size, number, dims[i], granularity, largest, rows_flipped, 4)
+                _cast_tile(job, size, number, dims[i], granularity, largest, rows_flipped, 4, interleaved[i])
 
 
 @triton.jit

@@ -1,6 +1,8 @@
 """Fused quantisation under Triton's interpreter, against ``attnbench.fp8`` bit for bit and against FP64."""
 
 import math
+import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnbench.backends.triton import quantise as triton_quantise
+from attnbench.backends.triton import quantise_kernels
 from attnbench.backends.triton.quantise import Request, Tiles, quantised, quantised_together
 from attnbench.dtypes import TO_TORCH
 from attnbench.errors import InputError
@@ -16,6 +19,7 @@ from attnbench.spec import GRANULARITIES
 
 SHARED = ("head", "tensor")
 HALF_ULP = {"e4m3": (2.0**-4, 2.0**-10), "e5m2": (2.0**-3, 2.0**-17)}  # of normal numbers, of subnormal ones
+ORDER = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]  # of 16 tokens in an interleaved copy
 TILES = [Tiles(16, 64, 4, 16), Tiles(64, 64, 4, 64), Tiles(32, 128, 8, 128)]
 
 dtypes = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
@@ -60,8 +64,12 @@ def complete(result, length):
     """The transposed copy holds what the rows hold, and zeros behind."""
     assert result.transposed.is_contiguous()
     assert result.transposed.shape[3] == math.ceil(length / 128) * 128
-    assert torch.equal(bits(result.transposed[..., :length].mT.contiguous()), bits(result.data.contiguous()))
-    assert not bits(result.transposed[..., length:].contiguous()).any()
+    ordered = found = bits(result.transposed)
+    if result.interleaved:
+        ordered = torch.empty_like(found)
+        ordered.unflatten(3, (-1, 16))[..., ORDER] = found.unflatten(3, (-1, 16))
+    assert torch.equal(ordered[..., :length].mT, bits(result.data.contiguous()))
+    assert not ordered[..., length:].any()
 
 
 @settings(max_examples=40)
@@ -73,17 +81,19 @@ def complete(result, length):
     granularity=st.sampled_from(GRANULARITIES),
     format=st.sampled_from(["e4m3", "e5m2"]),
     copies=st.sampled_from([(True, False), (True, True), (False, True)]),
+    interleaved=st.booleans(),
     tiles=st.sampled_from(TILES),
     exponent=st.sampled_from([0, 0, -10, 5]),
     seed=st.integers(0, 99),
 )
 def test_it_is_the_definition_bit_for_bit(
-    shape, group, layout, dtype, granularity, format, copies, tiles, exponent, seed
+    shape, group, layout, dtype, granularity, format, copies, interleaved, tiles, exponent, seed
 ):
     b, h, s, d = shape
     x = laid_out((b, h * group, s, d), layout, dtype, seed, exponent)
     before, recipe, (rows, transposed) = x.clone(), Recipe(granularity, format), copies
-    (found,) = quantised_together([Request(x, rows, transposed, group)], recipe, tiles)
+    request = Request(x, rows, transposed, group, interleaved=interleaved)
+    (found,) = quantised_together([request], recipe, tiles)
     wanted = expected(x, recipe, group)
     assert torch.equal(x, before)
     assert (found.data.dtype, found.data.shape) == (TO_TORCH[format], x.shape)
@@ -98,6 +108,7 @@ def test_it_is_the_definition_bit_for_bit(
         assert found.data.stride()[2] == math.ceil(d / 16) * 16
         assert found.data.data_ptr() % 16 == 0
     if transposed:
+        assert found.interleaved == interleaved
         complete(found, s)
     else:
         assert found.transposed is None
@@ -159,7 +170,8 @@ def test_together_is_the_same_as_one_by_one(granularity, layout):
     q = laid_out((2, 2, 70, 32), layout, torch.bfloat16, 1)
     k = laid_out((2, 1, 133, 32), "bshd", torch.bfloat16, 2)
     v = laid_out((2, 1, 133, 48), "bhsd", torch.float32, 3)
-    requests = [Request(q, group=2, rotate=True), Request(k, transposed=True, rotate=True), Request(v, False, True)]
+    requests = [Request(q, group=2, rotate=True), Request(k, transposed=True, rotate=True)]
+    requests += [Request(v, False, True), Request(v, True, True, interleaved=True)]
     for request, found in zip(requests, quantised_together(requests, recipe), strict=True):
         x, *keywords = request
         alone = quantised(x, recipe, **dict(zip(Request._fields[1:], keywords, strict=True)))
@@ -168,6 +180,43 @@ def test_together_is_the_same_as_one_by_one(granularity, layout):
         assert (found.transposed is None) == (alone.transposed is None)
         if found.transposed is not None:
             assert torch.equal(bits(found.transposed), bits(alone.transposed))
+
+
+def test_an_operand_without_rows_puts_its_tokens_in_order_when_they_are_read():
+    recipe = Recipe("block")
+    x = laid_out((1, 2, 150, 16), "bhsd", torch.bfloat16)
+    operand = quantised(x, recipe, rows=False, transposed=True, interleaved=True).operand(recipe)
+    wanted = quantise(x, recipe)
+    assert "data" not in vars(operand), "nobody has read it"
+    other = replace(operand, descale=2 * operand.descale)
+    assert torch.equal(bits(operand.data.contiguous()), bits(wanted.data))
+    assert operand.data is operand.data
+    assert torch.equal(operand.dequantised(torch.float32), wanted.dequantised(torch.float32))
+    assert torch.equal(other.dequantised(torch.float32), 2 * wanted.dequantised(torch.float32))
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+def test_the_assembly_turns_four_tokens(format):
+    """The interpreter has no PTX: here each instruction of it is one of Python, as the PTX ISA describes it."""
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)) * 100  # tokens, and places of the head dimension
+    wanted = x.to(TO_TORCH[format]).view(torch.uint8).tolist()
+    text = {"e4m3": quantise_kernels._E4M3, "e5m2": quantise_kernels._E5M2}[format].value
+    values = {f"${8 + i}": number for i, number in enumerate(x.flatten().tolist())}
+    for line in text.strip("{} ").split(";"):
+        name, into, *rest = re.findall(r"[$.\w]+", line) or [".reg", ""]
+        if name.startswith("cvt"):
+            assert name == f"cvt.rn.satfinite.{format}x2.f32"
+            pair = torch.tensor([values[rest[1]], values[rest[0]]]).to(TO_TORCH[format]).view(torch.uint8)
+            values[into] = pair.tolist()
+        elif name == "mov.b32":
+            values[into] = [byte for each in rest for byte in values[each]]
+        elif name == "prmt.b32":
+            both, digits = values[rest[0]] + values[rest[1]], int(rest[2], 16)
+            values[into] = [both[digits >> 4 * i & 15] for i in range(4)]
+        else:
+            assert name == ".reg"
+    assert [values[f"${i}"] for i in range(4)] == wanted
+    assert [values[f"${4 + i}"] for i in range(4)] == [list(column) for column in zip(*wanted, strict=True)]
 
 
 @settings(max_examples=10)

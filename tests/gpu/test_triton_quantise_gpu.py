@@ -37,6 +37,12 @@ def made(shape: Sequence[int], dtype: torch.dtype, layout: str = "bhsd", seed: i
     return x.permute(axes).contiguous().permute([axes.index(axis) for axis in range(4)])
 
 
+def ordered(x: Tensor) -> Tensor:
+    """Each 16 tokens of an interleaved copy as they were."""
+    places = torch.tensor([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15], device=x.device)
+    return x.unflatten(3, (-1, 16))[..., places.argsort()].flatten(3)
+
+
 def bits(x: Tensor) -> Tensor:
     return x.contiguous().view(torch.uint8).cpu()
 
@@ -45,7 +51,7 @@ def bits(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_the_definition_bit_for_bit(granularity, dtype, layout):
-    """The definition runs on the CPU: on a GPU torch divides by a number through its rounded reciprocal."""
+    """Every copy with every other; shapes and formats take the two orders of the transposed copy in turns."""
     from attnbench.backends.triton.quantise import quantised
 
     shapes = [(2, 4, 1, 64), (1, 4, 129, 80), (2, 2, 1000, 128), (1, 2, 300, 256), (1, 1, 4097, 96), (1, 3, 257, 20)]
@@ -56,13 +62,28 @@ def test_it_is_the_definition_bit_for_bit(granularity, dtype, layout):
         for format in ("e4m3", "e5m2"):
             recipe = Recipe(granularity, format)
             wanted = quantise(x.cpu(), recipe)
+            order = (format == "e4m3") == bool(index % 2)
             for rows, transposed in ((True, False), (True, True), (False, True)):
-                found = quantised(x, recipe, rows=rows, transposed=transposed)
+                found = quantised(x, recipe, rows=rows, transposed=transposed, interleaved=order)
                 assert torch.equal(found.operand(recipe).descale.cpu(), wanted.descale), (shape, format)
                 assert torch.equal(bits(found.data), bits(wanted.data)), (shape, format, rows, transposed)
                 if found.transposed is not None:
-                    assert torch.equal(bits(found.transposed[..., : shape[2]].mT), bits(wanted.data))
-                    assert not bits(found.transposed[..., shape[2] :]).any()
+                    turned = found.transposed.view(torch.uint8)
+                    turned = ordered(turned) if order else turned
+                    assert torch.equal(turned[..., : shape[2]].mT.cpu(), bits(wanted.data)), (shape, format, rows)
+                    assert not turned[..., shape[2] :].any()
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_definition_is_the_same_on_a_gpu_and_a_cpu(granularity, format, dtype):
+    recipe = Recipe(granularity, format)
+    for seed, shape in enumerate([(2, 4, 1000, 128), (1, 3, 257, 20)]):
+        x = made(shape, dtype, seed=seed)
+        here, there = quantise(x, recipe), quantise(x.cpu(), recipe)
+        assert torch.equal(here.descale.cpu(), there.descale)
+        assert torch.equal(bits(here.data), bits(there.data))
 
 
 def test_random_quotients_round_as_a_division_does():
@@ -132,21 +153,27 @@ def test_more_elements_than_32_bits_count():
         assert not bits(found.data[:, -1, :-400]).any()
 
 
-def test_a_graph_replays_it():
+@pytest.mark.parametrize("moved", [False, True], ids=["plain", "rotated and smoothed"])
+@pytest.mark.parametrize("granularity", ["head", "token"])
+def test_a_graph_replays_it(granularity, moved):
     from attnbench.backends.triton.quantise import Request, quantised_together
 
     x = made((1, 4, 1000, 128), torch.bfloat16)
     other = made(x.shape, torch.bfloat16, seed=1)
-    recipe, requests = Recipe("head"), [Request(x), Request(x, transposed=True)]
-    quantised_together(requests, recipe)  # compiles
+    recipe = Recipe(granularity, rotation="hadamard" if moved else "none", smoothing=moved)
+    requests = [Request(x, rotate=True, smooth=True), Request(x, transposed=True, rotate=True, interleaved=True)]
+    quantised_together(requests, recipe)  # compiles, and copies the rotation to the device
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = quantised_together(requests, recipe)
     x.copy_(other)
     graph.replay()
-    wanted = quantise(other.cpu(), recipe)
     for each in results:
-        assert torch.equal(bits(each.data), bits(wanted.data))
+        back = each.operand(recipe, rotated=moved).dequantised(torch.float32)
+        assert (back - other.float()).norm() < 0.05 * other.float().norm()
+        if not moved:
+            assert torch.equal(bits(each.data), bits(quantise(other.cpu(), recipe).data))
+    assert torch.equal(ordered(results[1].transposed.view(torch.uint8))[..., :1000].mT.cpu(), bits(results[1].data))
 
 
 def cases(dim: int = 128) -> dict[str, list[Request]]:
@@ -156,9 +183,13 @@ def cases(dim: int = 128) -> dict[str, list[Request]]:
     made_cases = {}
     for batch, length, layout in ((1, 16384, "bhsd"), (1, 16384, "bshd"), (16, 1024, "bhsd")):
         q, k, v = (made((batch, 2048 // dim, length, dim), torch.bfloat16, layout, seed) for seed in range(3))
-        for rows in (True, False):
-            name = f"{layout} {batch} × {length}, D={dim}, V {'both' if rows else 'transposed alone'}"
-            made_cases[name] = [Request(q), Request(k), Request(v, rows, True)]
+        for said, rows, interleaved in (
+            ("both", True, False),
+            ("transposed alone", False, False),
+            ("interleaved alone", False, True),
+        ):
+            name = f"{layout} {batch} × {length}, D={dim}, V {said}"
+            made_cases[name] = [Request(q), Request(k), Request(v, rows, True, interleaved=interleaved)]
     return made_cases
 
 

@@ -24,7 +24,8 @@ from attnbench.harness.timing import Timer
 from attnbench.spec import Granularity
 
 HEAD_DIMS = (128, 64, 256)
-_PAIRS = ((32, 64), (64, 64), (64, 128), (128, 64), (128, 128))  # tokens of a program: rows, and with a transposed copy
+_PAIRS = ((32, 32), (32, 64), (64, 64), (128, 64), (128, 128))  # tokens of a program: rows, and with a transposed copy
+_FIRST = ((64, 4), (128, 8), (256, 8))  # and warps, in the pass over magnitudes
 
 
 def candidates(granularity: Granularity, dim: int) -> list[Tiles]:
@@ -33,18 +34,20 @@ def candidates(granularity: Granularity, dim: int) -> list[Tiles]:
     if granularity == "block":
         found = [committed._replace(warps=warps) for warps in (4, 8, 16)]
     elif granularity == "token":
-        found = [Tiles(*pair, warps) for pair, warps in itertools.product(_PAIRS, (4, 8, 16))]
+        found = [Tiles(*pair, warps) for pair, warps in itertools.product(_PAIRS, (4, 8))]
     else:
-        passes = itertools.product(((64, 64, 8), (64, 64, 4), (128, 128, 8)), ((64, 4), (64, 8), (128, 8), (256, 8)))
+        second_passes = ((32, 32, 4), (64, 64, 4), (64, 64, 8), (128, 64, 4), (128, 128, 8))
+        passes = itertools.product(second_passes, _FIRST)
         found = [Tiles(*second, *first) for second, first in passes]
     return list(dict.fromkeys([committed, *found]))
 
 
-def measured(requests: list[Request], granularity: Granularity, seconds: float) -> dict[Tiles, float]:
+def measured(requests: list[Request], recipe: Recipe, seconds: float) -> dict[Tiles, float]:
     """Median milliseconds of each candidate that runs, the fastest first; prints what fails."""
-    timer, recipe = Timer.for_device(DEVICE), Recipe(granularity)
+    timer = Timer.for_device(DEVICE)
+    requests = [request._replace(rotate=place < 2) for place, request in enumerate(requests)]  # Q and K, as V is not
     taken: dict[Tiles, list[float]] = {}
-    for tiles in candidates(granularity, requests[0].x.shape[3]):
+    for tiles in candidates(recipe.granularity, requests[0].x.shape[3]):
         try:
             timer.take(partial(quantised_together, requests, recipe, tiles))
             taken[tiles] = []
@@ -67,21 +70,22 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("torch sees no CUDA GPU")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cold L2; columns as the cases are named")
-    granularities: tuple[Granularity, ...] = ("token", "head", "block")
+    recipes = (Recipe("token"), Recipe("head"), Recipe("head", rotation="hadamard"), Recipe("block"))
     for dim in HEAD_DIMS:
         # V transposed alone is another compilation of each candidate, and no other question
         inputs = {name: requests for name, requests in cases(dim).items() if all(each.rows for each in requests)}
-        each = asked.seconds / (len(HEAD_DIMS) * len(granularities) * len(inputs))
+        each = asked.seconds / (len(HEAD_DIMS) * len(recipes) * len(inputs))
         print("\n" + "\n".join(inputs))
-        for granularity in granularities:
-            columns = [measured(requests, granularity, each) for requests in inputs.values()]
+        for recipe in recipes:
+            granularity = recipe.granularity
+            columns = [measured(requests, recipe, each) for requests in inputs.values()]
             floors = [floor(requests, granularity) for requests in inputs.values()]
             common = [tiles for tiles in columns[0] if all(tiles in column for column in columns)]
             means = {
                 tiles: math.prod(c[tiles] / f for c, f in zip(columns, floors, strict=True)) ** (1 / len(columns))
                 for tiles in common
             }
-            print(f"\n{granularity}, D={dim}")
+            print(f"\n{granularity}{', rotated' * (recipe.rotation != 'none')}, D={dim}")
             for tiles in sorted(means, key=means.__getitem__):
                 times = " ".join(f"{column[tiles]:.4f}" for column in columns)
                 mark = "<- committed" if tiles == tiles_for(granularity, dim) else ""
