@@ -27,7 +27,7 @@ from attnbench.kernel import (
 from attnbench.spec import AttentionSpec
 
 from .cudnn_graphs import Band, Graph, Layout, Question, graph_of, laid_out
-from .cudnn_limits import fp8_refusals, refusals, too_few
+from .cudnn_limits import fp8_backward_refusals, fp8_refusals, refusals
 from .cudnn_scales import descale_of, gradient_bounds, too_long
 from .sdpa import DECLARED_ERROR, aligned, cuda_availability
 
@@ -81,11 +81,11 @@ def _refusals(spec: AttentionSpec, device: Device) -> list[str]:
     return reasons
 
 
-def _row(precision: str) -> dict[str, Capabilities]:
+def _row(precision: str, *, backward: bool = False) -> dict[str, Capabilities]:
     row = Capabilities(
         dtypes=(precision,),
         capability=_HOPPER,
-        head_dims=(8, 256, 8),
+        head_dims=(8, 256 if backward else 1024, 8),  # 264 to 1024 were right on an H200; the backward has none of them
         softcap=False,
         empty_rows=False,
         max_elements=_INT32,
@@ -186,7 +186,7 @@ class CudnnBackward(BackwardKernel):
 
     def __init__(self, precision: str) -> None:
         self.name = f"cudnn:{precision}"
-        self.rows = _row(precision)
+        self.rows = _row(precision, backward=True)
         self.declared_error = DECLARED_ERROR[precision]
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
@@ -265,9 +265,9 @@ class CudnnFp8Backward(BackwardKernel):
     evidence: Mapping[str, str] = {"cuda": _BACKWARD_EVIDENCE}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Those of 16 bits, so many tokens that scales from bounds leave nothing, and so few that O's rounding does."""
+        """Those of 16 bits, queries that make no whole groups, so many tokens that bounds leave nothing."""
         reason = too_long(spec)
-        return _refusals(spec, device) + ([reason] if reason else []) + too_few(spec)
+        return _refusals(spec, device) + ([reason] if reason else []) + fp8_backward_refusals(spec)
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Every scale is computed on the device, none is read back."""
