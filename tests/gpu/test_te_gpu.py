@@ -39,7 +39,7 @@ HEADS = [
     (256, 256, 2),
     (256, 128, 1),
 ]
-LENGTHS = [(256, 256), (257, 257), (130, 333), (333, 130), (1, 200), (77, 1)]
+LENGTHS = [(256, 256), (257, 257), (144, 333), (333, 130), (336, 130), (1, 200), (77, 1)]
 MASKS = [Mask(), CAUSAL, Mask(right=0, alignment=END), Mask(left=37, right=11), Mask(left=150, alignment=END),
          Mask(left=0, right=0)]  # fmt: skip
 
