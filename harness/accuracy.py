@@ -49,7 +49,7 @@ _WIDE = {"fp64": torch.float64, "fp32": torch.float32}
 _FAST_FP64 = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))
 # Operations that one truth or floor may cost.  In FP64 the reference does about 8e12 a second on an
 # H200 and 10e9 on a CPU core, and every backend's process takes a truth and a floor of each family.
-LARGEST_TRUTH = {"cpu": 6e9, "cuda": 2e11}
+LARGEST_TRUTH = {"cpu": 6e9, "cuda": 1e11}
 # Rows and heads much shorter than the others are sums that nearly cancel (the gradients of a query
 # with two keys, one of which has all of its attention): their own length is no measure of an error.
 _LEAST_SHARE = 0.5
