@@ -111,7 +111,7 @@ CANNOT = [
     ("bf16", {"mask": Mask(right=0), "scale": -0.1}),
     ("fp8", {"mask": Mask(right=0), "scale": -0.1}),
     ("fp8", {"seqlen_q": 1}),
-    ("bf16", {"head_dim": 1032, "head_dim_v": 1032}),
+    ("fp8", {"head_dim": 272, "head_dim_v": 272}),
 ]
 
 

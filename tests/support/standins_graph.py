@@ -244,7 +244,7 @@ class PyGraph:
             raise GraphNotSupportedError("Bottom right causal mask")
         if left is not None and (left <= 0 or sq > skv):
             raise GraphNotSupportedError("Sliding window attention")
-        most = 1024 if self.node == "sdpa" else 256
+        most = 2**31 if self.node == "sdpa" else 256
         if max(d, dv) > most or d % (16 if fp8 else 8) or dv % (16 if fp8 else 8):
             raise GraphNotSupportedError("hidden_dim")
         if self.node == "sdpa_fp8" and sq == 1:

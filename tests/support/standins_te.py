@@ -127,7 +127,7 @@ def _supported(fp8: bool, training: bool, sq: int, skv: int, d: int, dv: int, ma
         assert window == ((-1, -1) if mask == "no_mask" else (-1, 0)), "it would be ignored"
     else:
         good = (
-            max(d, dv) <= (256 if training else 1024)
+            max(d, dv) <= (256 if training else 2**31)
             and not (d % 8 or dv % 8)
             and not (mask == "causal_bottom_right" and sq > skv)
         )
