@@ -24,7 +24,7 @@ from attnbench.kernel import (
 from attnbench.spec import AttentionSpec
 
 from . import te_library
-from .cudnn_limits import fp8_refusals, refusals, too_few
+from .cudnn_limits import fp8_backward_refusals, fp8_refusals, refusals
 from .sdpa import DECLARED_ERROR, cuda_availability
 from .te_history import Histories
 from .te_library import Narrow, bshd, delayed, seqlens_of, widened
@@ -38,6 +38,7 @@ _LEAST = (2, 20)  # the first whose two calls take the arguments that te_library
 _LEAST_CUDNN = 91501  # cuDNN 9.15.1, the first that is right on lengths that are no multiple of 128 (pytorch#169849)
 _HOPPER = (9, 0)
 _INT32 = 2**31 - 1
+_UNLIMITED = 2**31  # the 16-bit forward was right on an H200 at every head dimension tried, up to 1032
 _BACKWARD_SIZE = 128  # fused_attn.cpp, nvte_get_fused_attn_backend: FP8 training on sm90 has this head dimension alone
 _PEAK = 256.0  # P is at most 1; a power of two, so that scaling by it is exact
 _FORWARD_EVIDENCE = r"cudnn\w*sdpa(?!\w*bprop)"
@@ -75,11 +76,11 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) if part.isdecimal() else 0 for part in text.split("+")[0].split(".")[:2])
 
 
-def _row(precision: str) -> dict[str, Capabilities]:
+def _row(precision: str, *, backward: bool = False) -> dict[str, Capabilities]:
     row = Capabilities(
         dtypes=(precision,),
         capability=_HOPPER,
-        head_dims=(8, 256, 8),
+        head_dims=(8, 256 if backward else _UNLIMITED, 8),
         softcap=False,
         empty_rows=False,
         max_elements=_INT32,
@@ -147,7 +148,7 @@ class TeBackward(BackwardKernel):
 
     def __init__(self, precision: str) -> None:
         self.name = f"te:{precision}"
-        self.rows = _row(precision)
+        self.rows = _row(precision, backward=True)
         self.declared_error = DECLARED_ERROR[precision]
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
@@ -239,8 +240,8 @@ class TeFp8Backward(BackwardKernel):
     evidence: Mapping[str, str] = {"cuda": _BACKWARD_EVIDENCE}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Other generations of GPU, scales that are not positive, and so few keys that O's rounding leaves nothing."""
-        return refusals(spec, device) + too_few(spec)
+        """Other generations of GPU, scales that are not positive, and a last group of queries that is not whole."""
+        return refusals(spec, device) + fp8_backward_refusals(spec)
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The first call of a spec runs the kernel twice: what it rounds itself has no history before."""

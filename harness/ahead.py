@@ -80,12 +80,17 @@ class Ahead:
 
 
 def _first_runs(work: Sequence[tuple[Case, Sequence[Plan]]], laboratory: Laboratory) -> list[tuple[Case, Plan]]:
-    """A plan for each set of compiling kernels of each case, the one family that is needed left in the case."""
+    """For each case the plans that have all compiling kernels between them, the one family that is needed left in it.
+
+    A plan whose kernels all compile elsewhere is left out: pairs of two such kernels are as many as their product.
+    """
     compiling = {name for name, backend in laboratory.registry.backends.items() if backend.compiles}
-    runs: dict[tuple[str, tuple[str, ...]], tuple[Case, Plan]] = {}
+    runs = []
     for case, plans in work:
+        covered: set[tuple[int, str]] = set()  # the pass, and the kernel
         for plan in plans:
-            kernels = tuple(kernel for kernel in plan.kernels if backend_of(kernel) in compiling)
-            if kernels:
-                runs.setdefault((case.name, kernels), (replace(case, families=case.families[:1]), plan))
-    return list(runs.values())
+            kernels = {each for each in enumerate(plan.kernels) if backend_of(each[1]) in compiling}
+            if kernels - covered:
+                covered |= kernels
+                runs.append((replace(case, families=case.families[:1]), plan))
+    return runs

@@ -11,7 +11,7 @@ from itertools import groupby
 from queue import SimpleQueue
 from types import TracebackType
 
-from attnbench.plan import Plan, backend_of
+from attnbench.plan import Plan
 
 from .ahead import Ahead
 from .cases import Case
@@ -101,9 +101,7 @@ class Fleet:
     ) -> None:
         try:
             with line:
-                line.start(
-                    sorted({backend_of(task.plan.forward) for _, tasks in waiting for task in tasks if task.runs})
-                )
+                line.start([task.plan for _, tasks in waiting for task in tasks if task.runs])
                 while waiting and not self._stopped.is_set():
                     try:
                         case, tasks = waiting.popleft()

@@ -18,6 +18,7 @@ __all__ = ["Samples", "interleaved"]
 
 _MOST_SAMPLES = 9_000  # of one cost; a record holds 10,000
 _TELLING = 3  # visits whose median one of them cannot move far
+_SEVERAL = 5  # samples of a call whose median one that was held up does not move
 _BEATEN = 1.25  # times the fastest: a plan that is slower for certain is not measured more closely
 _WARM_SECONDS = 0.5  # a clock that is not steady by then will not be
 
@@ -110,5 +111,12 @@ def interleaved(
 
 
 def _beaten(samples: Samples, fastest: float, timer: Timer) -> bool:
-    low, _, _ = median_interval(samples.time_ms["call"])
-    return len(samples.spans) >= max(timer.fewest, _TELLING) and low > _BEATEN * fastest
+    """Whether the plan is clearly slower.
+
+    A host that is held up makes a sample longer and none shorter: that the shortest of several is too long says so
+    after two visits, the interval of the median after more.
+    """
+    calls = samples.time_ms["call"]
+    if len(calls) >= _SEVERAL and min(calls) > _BEATEN * fastest:
+        return True
+    return len(samples.spans) >= max(timer.fewest, _TELLING) and median_interval(calls)[0] > _BEATEN * fastest

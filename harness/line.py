@@ -89,11 +89,11 @@ class Line:
         for seat in list(self._seats.values()):
             seat.worker.kill()
 
-    def start(self, backends: Iterable[str]) -> None:
-        """Let the backends' processes import what they need while nothing is timed yet."""
-        for name in sorted(backends):
+    def start(self, plans: Iterable[Plan]) -> None:
+        """Let the plans' processes import what they need while nothing is timed yet."""
+        for seat in {self._place(plan): self._seat(plan) for plan in plans}.values():
             with suppress(LostError):  # it is started by the first request else, whose row then says why it was not
-                self._seat_of(name).worker.start()
+                seat.worker.start()
 
     def measure(self, case: Case, plans: Sequence[Plan]) -> Iterator[Doing | Measurement]:
         """The rows of a case, each as soon as it is known.  Raises StoppedError.
@@ -143,11 +143,11 @@ class Line:
     def _abreast(
         self, phase: Phase, plans: Sequence[Plan], work: Callable[[Seat, Plan], _T]
     ) -> dict[Plan, _T | LostError]:
-        """Work on the plans, each backend's one after the other, several backends at a time, where nothing is timed."""
+        """Work on the plans, each process's one after the other, several at a time, where nothing is timed."""
         by_seat: dict[str, list[Plan]] = {}
         for plan in plans:
             self._seat(plan)  # made here, because the pool's threads must not make one twice
-            by_seat.setdefault(backend_of(plan.forward), []).append(plan)
+            by_seat.setdefault(self._place(plan), []).append(plan)
 
         def go_on(own: Sequence[Plan]) -> dict[Plan, _T | LostError]:
             found: dict[Plan, _T | LostError] = {}
@@ -213,13 +213,16 @@ class Line:
         return passed_over(case, plan, lost.status, [lost.reason], self.laboratory)
 
     def _seat(self, plan: Plan) -> Seat:
-        return self._seat_of(backend_of(plan.forward))
-
-    def _seat_of(self, backend: str) -> Seat:
-        if backend not in self._seats:
+        place = self._place(plan)
+        if place not in self._seats:
             setting = Setting(self.laboratory.source, self.laboratory.timer, torch.get_num_threads())
-            self._seats[backend] = Seat(Worker(setting), self.laboratory.seconds)
-        return self._seats[backend]
+            self._seats[place] = Seat(Worker(setting), self.laboratory.seconds)
+        return self._seats[place]
+
+    def _place(self, plan: Plan) -> str:
+        """Whose process it is: the backend's, or where compilers make it wait the forward kernel's own."""
+        backend = backend_of(plan.forward)
+        return plan.forward if self.laboratory.registry.backends[backend].compiles else backend
 
 
 def _credible(visit: Visit) -> Visit:
@@ -233,4 +236,4 @@ def _credible(visit: Visit) -> Visit:
 def _backends_at_a_time(device: torch.device) -> int:
     """While nothing is timed: compiling is work for a CPU core, and so is a CPU's own kernel."""
     cores = os.cpu_count() or 1
-    return max(1, min(16, cores // 2)) if device.type == "cuda" else 1
+    return max(1, min(16, cores * 3 // 4)) if device.type == "cuda" else 1

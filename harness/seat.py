@@ -23,6 +23,9 @@ class Seat:
     A worker that dies costs the plan that it was asked about.  The others of its backend are
     prepared anew in the next process, and sampled once before they are judged, because they
     are to be judged in the state in which they are timed.
+
+    A plan of which no graph could be recorded once is not tried again in later cases either:
+    each failure costs a process, with all that it had compiled.
     """
 
     worker: Worker
@@ -40,7 +43,6 @@ class Seat:
             self._case, self._opened = case, None
             self._prepared.clear()
             self._revivals.clear()
-            self._unrecordable.clear()
         return self._open()
 
     def _open(self) -> Opened:

@@ -12,14 +12,15 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
 HEAD = re.compile(r"\| (b\d.*?) \| (kernel|backward) \| (call) \| error \|")
 ROW = re.compile(r"\| `(.+?)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) / ([\d.]+) \|")
-KEYS = re.compile(r"\| .*V with a mean.* \| (\d+)k keys \| (\d+)k keys \| (\d+)k keys \|")
+KEYS = re.compile(r"\| b1 h8 q(\d+) d128, V with a mean.* \| (\d+)k keys \| (\d+)k keys \| (\d+)k keys \|")
 DRIFT = re.compile(r"\| (`.+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|")
 
 
 @pytest.fixture(scope="module")
 def rows() -> dict[tuple[str, str], Measurement]:
     """By case and plan; what a case's entry was called stands before the spec."""
-    measured = read_measurements(ROOT / "results/nvidia-h200/facts/measurements.jsonl")
+    folders = [ROOT / "results/nvidia-h200" / name for name in ("facts", "keys")]
+    measured = [row for folder in folders for row in read_measurements(folder / "measurements.jsonl")]
     return {(str(row.spec), str(row.plan)): row for row in measured}
 
 
@@ -47,15 +48,17 @@ def test_times_and_errors_come_from_committed_results(rows: dict[tuple[str, str]
 
 
 def test_drift_over_keys_comes_from_committed_results(rows: dict[tuple[str, str], Measurement]) -> None:
-    keys, seen = [], 0
+    queries, keys, seen = 0, [], 0
     for line in README:
         if head := KEYS.fullmatch(line):
-            keys = [int(each) * 1024 for each in head.groups()]
+            queries, *keys = int(head[1]), *(int(each) * 1024 for each in head.groups()[1:])
         elif keys and (shown := DRIFT.fullmatch(line)) and not ROW.fullmatch(line):
             for plan in re.findall("`(.+?)`", shown[1]):
                 for count, figure in zip(keys, shown.groups()[1:], strict=True):
-                    case = f"b1 h8 q128-k{count} d128 bf16 causal/bottom-right forward"
+                    lengths = f"q{queries}-k{count}" if queries != count else f"s{count}"
+                    mask = "causal/bottom-right" if queries != count else "causal"
+                    case = f"b1 h8 {lengths} d128 bf16 {mask} forward"
                     truth = rows[case, plan].error["biased-v"]["out"]
                     assert agrees(figure, truth), (case, plan, figure, truth)
                     seen += 1
-    assert seen >= 9
+    assert seen >= 21

@@ -65,8 +65,8 @@ SIZES = [
     {"head_dim": 128, "seqlen_q": 160},
     {"head_dim": 128, "seqlen_q": 160, "mask": CAUSAL},
     {"head_dim": 128, "seqlen_q": 160, "dtype": "fp16", "kv_heads": 1},
-    {"head_dim": 128, "seqlen_q": 77, "seqlen_kv": 150, "mask": CAUSAL},
-    {"head_dim": 128, "seqlen_q": 150, "seqlen_kv": 77, "mask": CAUSAL},
+    {"head_dim": 128, "seqlen_q": 80, "seqlen_kv": 150, "mask": CAUSAL},
+    {"head_dim": 128, "seqlen_q": 144, "seqlen_kv": 77, "mask": CAUSAL},
     {"head_dim": 64, "seqlen_q": 160, "mask": CAUSAL},
     {"head_dim": 96, "head_dim_v": 64, "seqlen_q": 160, "scale": 0.2},
 ]
@@ -311,7 +311,7 @@ def test_an_fp8_forward_may_be_followed_by_the_sixteen_bit_backward(head_dim: in
 REFUSED = [
     ("bf16", {}, B200, "9.x only"),
     ("bf16", {"softcap": 2.0}, H200, "softcap"),
-    ("bf16", {"head_dim": 264, "head_dim_v": 264}, H200, "outside 8 to 256"),
+    ("fp8", {"head_dim": 272, "head_dim_v": 272}, H200, "head_dim 272 is outside 16 to"),
     ("bf16", {"seqlen_q": 97, "mask": Mask(left=90, right=20)}, H200, "as many keys as queries"),
     ("bf16", {"seqlen_q": 97, "mask": Mask(right=5, alignment="bottom-right")}, H200, "as many keys as queries"),
     ("bf16", {"seqlen_q": 97, "mask": Mask(right=0, alignment="bottom-right")}, H200, "see no key"),
@@ -367,11 +367,18 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "without CUDA" in (te._availability().reason or "")
 
 
-def test_few_keys_are_no_case_for_an_fp8_backward() -> None:
-    few, enough = (SPEC.replace(head_dim=128, head_dim_v=128, seqlen_kv=keys) for keys in (31, 32))
-    assert FP8.refusals(few, H200) == FP8.refusals(enough, H200) == []
-    assert "fewer than 32 keys" in "; ".join(FP8_BACKWARD.refusals(few, H200))
-    assert FP8_BACKWARD.refusals(enough, H200) == []
+def test_a_last_group_of_queries_that_is_not_whole_is_no_case_for_an_fp8_backward() -> None:
+    odd, whole = (SPEC.replace(head_dim=128, head_dim_v=128, seqlen_q=queries) for queries in (328, 320))
+    assert FP8.refusals(odd, H200) == FP8.refusals(whole, H200) == []
+    assert "no multiple of 16" in "; ".join(FP8_BACKWARD.refusals(odd, H200))
+    assert FP8_BACKWARD.refusals(whole, H200) == []
+
+
+def test_16_bits_go_beyond_256_in_the_forward_alone() -> None:
+    name = f"{FP8.name.partition(':')[0]}:bf16"
+    wide = SPEC.replace(head_dim=264, head_dim_v=2048, direction="training")
+    assert FORWARDS[name].refusals(wide, H200) == []
+    assert "outside 8 to 256" in "; ".join(BACKWARDS[name].refusals(wide, H200))
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ HEADS = [
     (256, 256, 2),
     (256, 128, 1),
 ]
-LENGTHS = [(256, 256), (257, 257), (130, 333), (333, 130), (1, 200), (77, 1)]
+LENGTHS = [(256, 256), (257, 257), (144, 333), (333, 130), (336, 130), (1, 200), (77, 1)]
 MASKS = [Mask(), Mask(right=0), Mask(right=0, alignment=END), Mask(left=37, right=11), Mask(left=150, alignment=END),
          Mask(left=0, right=0), Mask(right=260, alignment=END)]  # fmt: skip
 
@@ -111,7 +111,7 @@ CANNOT = [
     ("bf16", {"mask": Mask(right=0), "scale": -0.1}),
     ("fp8", {"mask": Mask(right=0), "scale": -0.1}),
     ("fp8", {"seqlen_q": 1}),
-    ("bf16", {"head_dim": 264, "head_dim_v": 264}),
+    ("fp8", {"head_dim": 272, "head_dim_v": 272}),
 ]
 
 
@@ -130,6 +130,19 @@ def test_what_is_refused_really_fails_or_is_wrong(precision: str, changes: dict[
     assert "upport" in failure or (
         out is not None and dense.relative_l2(out, truth.out) > 2 * forward.declared_error
     ), failure
+
+
+@pytest.mark.parametrize("size", [192, 256])
+def test_the_fp8_backward_has_no_other_head_dimension_than_128(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smaller ones are padded to it; what is larger would have to be a kernel of its own."""
+    spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=256, head_dim=size, direction="training")
+    assert BACKWARDS["cudnn:fp8"].refusals(spec, describe(torch.device("cuda", 0)))
+    monkeypatch.setattr(cudnn, "_BACKWARD_SIZE", size)
+    truth = Truth.of(spec, 0, torch.device("cuda", 0))
+    operands = FORWARDS["cudnn:fp8"].prepare(*truth.inputs[:3], spec)
+    saved = Saved(operands, *FORWARDS["cudnn:fp8"].run(operands))
+    with pytest.raises(Exception, match="hidden_dim"):
+        BACKWARDS["cudnn:fp8"].run(saved, truth.inputs[3])
 
 
 WIDER_V = """

@@ -76,9 +76,10 @@ def test_the_profiler_shows_this_kernel() -> None:
         assert any(re.search(kernel.evidence["cuda"], name) for name in names), sorted(names)
 
 
-def test_fp8_really_fails_here() -> None:
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_fp8_really_fails_here(head_dim: int) -> None:
     device = torch.device("cuda", 0)
-    spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=256, head_dim=128)
+    spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=256, head_dim=head_dim)
     assert FORWARDS["fa4:fp8"].refusals(spec, describe(device))
     operands = FORWARDS["fa4:fp8"].prepare(*Truth.of(spec, 0, device).inputs[:3], spec)
     with pytest.raises(AssertionError, match="SM100"):

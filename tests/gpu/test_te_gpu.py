@@ -39,7 +39,7 @@ HEADS = [
     (256, 256, 2),
     (256, 128, 1),
 ]
-LENGTHS = [(256, 256), (257, 257), (130, 333), (333, 130), (1, 200), (77, 1)]
+LENGTHS = [(256, 256), (257, 257), (144, 333), (333, 130), (336, 130), (1, 200), (77, 1)]
 MASKS = [Mask(), CAUSAL, Mask(right=0, alignment=END), Mask(left=37, right=11), Mask(left=150, alignment=END),
          Mask(left=0, right=0)]  # fmt: skip
 
@@ -179,7 +179,7 @@ CANNOT = [
     ("fp8", {"head_dim": 72, "head_dim_v": 72}),
     ("bf16", {"seqlen_q": 300, "mask": Mask(left=280, right=11)}),
     ("bf16", {"seqlen_q": 333, "seqlen_kv": 130, "mask": Mask(right=260, alignment=END)}),
-    ("bf16", {"head_dim": 264, "head_dim_v": 264}),
+    ("fp8", {"head_dim": 272, "head_dim_v": 272}),
     ("bf16", {"mask": CAUSAL, "scale": -0.1}),
     ("fp8", {"mask": CAUSAL, "scale": -0.1}),
     ("fp8", {"seqlen_q": 1}),

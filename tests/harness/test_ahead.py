@@ -50,7 +50,9 @@ def ahead(monkeypatch):
 
 
 def test_each_set_of_compiling_kernels_of_a_case_is_compiled_once(ahead):
-    work = [(case, [COMPILED, MIXED, OTHER, ANOTHER, Plan.parse("flexible:bf16>absent:bf16")]) for case in CASES]
+    covered = [Plan.parse(f"{name}>flexible:bf16") for name in ("flexible:fp8", "wide:bf16")]
+    plans = [COMPILED, MIXED, OTHER, ANOTHER, Plan.parse("flexible:bf16>absent:bf16"), *covered]
+    work = [(case, plans) for case in CASES]
     first, stations = ahead(work, lambda method, case, plan: float(case.name[-1]))
     assert first.needed
     first_ms = first.run()

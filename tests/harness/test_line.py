@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from planted import laboratory
@@ -11,8 +12,10 @@ from attnbench.harness import line as module
 from attnbench.harness.bench import Bench
 from attnbench.harness.cases import Case
 from attnbench.harness.crew import LostError
+from attnbench.harness.laboratory import Laboratory
 from attnbench.harness.line import Doing, Line, StoppedError
 from attnbench.plan import Plan
+from attnbench.registry import Registry
 from attnbench.spec import AttentionSpec
 
 CASE, NEXT = (
@@ -186,7 +189,7 @@ def test_a_process_that_does_not_start_ahead_is_started_by_the_first_request(sho
     started = Station.start
     monkeypatch.setattr(Station, "start", start)
     with Line(laboratory()) as line:
-        line.start(["wide"])
+        line.start([WIDE])
         assert not refusals
         assert statuses(measured(line=line)[0]) == dict.fromkeys(PLANS, "ok")
 
@@ -203,12 +206,23 @@ def test_seconds_are_counted_by_phase_and_by_nothing_else(shop):
 
 def test_processes_start_before_anything_is_asked_of_them(shop):
     with Line(laboratory()) as line:
-        line.start(["wide", "reference", "wide"])
+        line.start([WIDE, EXACT, WIDE])
         assert len(shop.stations) == 2
         assert all(station.alive and not station.asked for station in shop.stations)
         measured(line=line, plans=[WIDE, EXACT])
         assert len(shop.stations) == 2
         assert {station.generation for station in shop.stations} == {1}
+
+
+@pytest.mark.parametrize(("compiles", "processes"), [(False, 2), (True, 3)])
+def test_kernels_that_compile_have_processes_of_their_own(shop, monkeypatch, compiles, processes):
+    backends = [replace(each, compiles=compiles) for each in laboratory().registry.backends.values()]
+    monkeypatch.setattr(Laboratory, "registry", Registry(backends))
+    with Line(laboratory()) as line:
+        line.start([WIDE, EXACT, WIDER])
+        assert len(shop.stations) == processes
+        assert statuses(measured(line=line, plans=[WIDE, EXACT, WIDER])[0]) == dict.fromkeys([WIDE, EXACT, WIDER], "ok")
+        assert len(shop.stations) == processes
 
 
 @pytest.mark.parametrize("method", ["open", "prepare", "sample", "conclude"])

@@ -1,5 +1,7 @@
 """What a worker has to be told, and told again; every worker here is chosen answers without a process."""
 
+from dataclasses import replace
+
 import pytest
 from stations import Station
 
@@ -254,4 +256,10 @@ def test_a_process_worn_by_a_recording_that_failed_is_replaced_and_the_plan_not_
     for plan in plans:
         assert not seat.sample(plan).worn
         assert ["sample", plan, False] in told(station)
+    assert station.generation == generation + 1
+    seat.open(replace(CASE, name="the next"))
+    for plan in plans:
+        seat.prepare(plan)
+        seat.sample(plan)
+        assert told(station)[-1] == ["sample", plan, False]
     assert station.generation == generation + 1

@@ -244,13 +244,15 @@ class PyGraph:
             raise GraphNotSupportedError("Bottom right causal mask")
         if left is not None and (left <= 0 or sq > skv):
             raise GraphNotSupportedError("Sliding window attention")
-        if max(d, dv) > 256 or d % (16 if fp8 else 8) or dv % (16 if fp8 else 8):
+        most = 2**31 if self.node == "sdpa" else 256
+        if max(d, dv) > most or d % (16 if fp8 else 8) or dv % (16 if fp8 else 8):
             raise GraphNotSupportedError("hidden_dim")
         if self.node == "sdpa_fp8" and sq == 1:
             raise GraphNotSupportedError("no plan for one query")
         assert dv <= d or self.node != "sdpa_fp8", "cuDNN reads memory that is not its own"
         if self.node == "sdpa_fp8_backward" and (d, dv) != (128, 128):
             raise GraphNotSupportedError("hidden_dim shoud be equal to 128")
+        assert self.node != "sdpa_fp8_backward" or sq % 16 == 0, "cuDNN gets the last rows of dQ wrong"
         gradients = types.keys() & {"dQ", "dK", "dV", "o"}
         assert all((types[name] in HALF_TYPES) != fp8 for name in gradients), types
 

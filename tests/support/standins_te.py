@@ -126,7 +126,11 @@ def _supported(fp8: bool, training: bool, sq: int, skv: int, d: int, dv: int, ma
         good &= not training or (d, dv) == (128, 128)
         assert window == ((-1, -1) if mask == "no_mask" else (-1, 0)), "it would be ignored"
     else:
-        good = max(d, dv) <= 256 and not (d % 8 or dv % 8) and not (mask == "causal_bottom_right" and sq > skv)
+        good = (
+            max(d, dv) <= (256 if training else 2**31)
+            and not (d % 8 or dv % 8)
+            and not (mask == "causal_bottom_right" and sq > skv)
+        )
         good &= sq <= skv or window in ((-1, -1), (-1, 0))
         good &= not (training and min(d, dv) >= 128 and d != dv and (d, dv) != (192, 128))
     if not good:
