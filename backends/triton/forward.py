@@ -130,7 +130,7 @@ def attend(native: Native) -> Result:
     device = native.v.device
     out = torch.empty(spec.batch, spec.heads, spec.seqlen_q, spec.head_dim_v, dtype=gradient_dtype(spec), device=device)
     lse = torch.empty(spec.batch, spec.heads, spec.seqlen_q, dtype=torch.float32, device=device)
-    if tile.overlap is not None:
+    if tile.hopper:
         with torch.cuda.device(device):
             hopper.launch(native, out, lse, _section(spec))
         return Result(out, lse)
@@ -163,7 +163,7 @@ def attend(native: Native) -> Result:
 def _served(spec: AttentionSpec, tile: Tile, factors: tuple[Factors, ...]) -> Tile:
     """The tile, or another for keys in the same order where it is the Hopper kernel's and that does not serve."""
     per_token = any(each.per_token for each in factors)
-    if tile.overlap is None or hopper.serves(spec, factors[0].data.device, per_token=per_token):
+    if not tile.hopper or hopper.serves(spec, factors[0].data.device, per_token=per_token):
         return tile
     size = padded_size(max(spec.head_dim, spec.head_dim_v))
     return DEFAULTS[size]._replace(interleaved=tile.interleaved)
@@ -213,7 +213,7 @@ def _steps(x: Tensor, *expected: int) -> bool:
 
 
 def _pointers(spec: AttentionSpec, tile: Tile, q: Matrix, k: Matrix, v: Tensor) -> tuple[Any, Any, Any]:
-    if tile.overlap is not None:
+    if tile.hopper:
         return hopper.descriptors(tile, spec, q.data, k.data, v)
     if not tile.tma:
         return q.data, k.data, v

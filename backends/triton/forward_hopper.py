@@ -1,13 +1,14 @@
 """The forward kernel of ``triton`` for Hopper: warps of their own load, others compute (Gluon).
 
 What it computes is said in ``forward_kernel``; this is how.  One warp brings Q, and K and V block by block, into
-rings of shared memory; two or three warpgroups with 64 queries each compute on the same keys, so that K and V come
-from L2 once for all of them (two programs of 64 queries would ask L2 for all it has at 900 TFLOPS).  A program goes on
-from tile to tile, and the next one's operands come while the last one's output is written.
+rings of shared memory; two warpgroups with 64 queries each compute on the same keys, so that K and V come from L2
+once for both (two programs of 64 queries would ask L2 for all it has at 900 TFLOPS).  A program goes on from tile to
+tile, and the next one's operands come while the last one's output is written.
 
-A warpgroup has P·V of a block and Q·Kᵀ of the next under way together (FlashAttention-3, arXiv 2407.08608, section
-3.2).  P·V starts at zero, and is added in FP32: one multiply-add an element, which rescaling would cost as well.
-Where two warpgroups take ``turns``, one multiplies while the other takes exponentials (section 3.1 there).
+P·V starts at zero, and is added in FP32: one multiply-add an element, which rescaling would cost as well.  Where the
+warpgroups take ``turns``, one multiplies while the other takes exponentials (FlashAttention-3, arXiv 2407.08608,
+section 3.1).  What its section 3.2 adds, Q·Kᵀ of the next block beneath a warpgroup's own exponentials, was slower
+here on an H200: 128 keys are all that registers hold twice, and 256 at once need half as many of everything else.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from .forward_hopper_softmax import HEADROOM, MINUS_INFINITY, ROWS, masked, spread, totals, weights
 
-__all__ = ["triton_fp8_attention_forward_hopper"]
+__all__ = ["CONSUMERS", "triton_fp8_attention_forward_hopper"]
 
+CONSUMERS = gl.constexpr(2)  # warpgroups that compute
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
 _PROPAGATED = gl.constexpr(tl.PropagateNan.ALL)
@@ -74,10 +76,7 @@ def _after(slot, phase, stages: gl.constexpr):
 
 
 @gluon.jit
-def _load(
-    brought, consumers: gl.constexpr, block_n: gl.constexpr, stages: gl.constexpr,
-    left: gl.constexpr, right: gl.constexpr,
-):  # fmt: skip
+def _load(brought, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr):
     """Brings the operands of every tile of this program."""
     (
         q, k, v, tiles, keys, values, filled, emptied, steps,
@@ -86,7 +85,7 @@ def _load(
     q_by_batch, q_by_head, q_aside, k_by_batch, k_by_head, k_aside = steps
     q_filled, k_filled, v_filled = filled
     q_emptied, k_emptied, v_emptied = emptied
-    block_m: gl.constexpr = consumers * ROWS
+    block_m: gl.constexpr = CONSUMERS * ROWS
     slot, phase, q_phase = 0, 1, 1
     for place in range(gl.program_id(0), programs * gl.cdiv(seqlen_q, block_m), gl.num_programs(0)):
         head_index, top = _tile(place, seqlen_q, programs, section, block_m, right)
@@ -95,7 +94,7 @@ def _load(
         batch, head = head_index // heads, head_index % heads
         kv_head = head // group
         q_row = batch * q_by_batch + head * q_by_head + top
-        for i in gl.static_range(consumers):
+        for i in gl.static_range(CONSUMERS):
             mbarrier.wait(q_emptied.index(i), q_phase)
             mbarrier.expect(q_filled.index(i), q.block_type.nbytes)
             tma.async_copy_global_to_shared(q, [q_row + i * ROWS, head * q_aside], q_filled.index(i), tiles.index(i))
@@ -154,9 +153,8 @@ def _summed(sums, p, decay, value, part: gl.constexpr, parts: gl.constexpr, layo
 
 @gluon.jit
 def _attend(
-    which: gl.constexpr, given, consumers: gl.constexpr, block_n: gl.constexpr, stages: gl.constexpr,
-    left: gl.constexpr, right: gl.constexpr, part: gl.constexpr, parts: gl.constexpr, turns: gl.constexpr,
-    overlap: gl.constexpr, polynomial: gl.constexpr, full_width: gl.constexpr,
+    which: gl.constexpr, given, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
+    part: gl.constexpr, parts: gl.constexpr, turns: gl.constexpr, full_width: gl.constexpr,
 ):  # fmt: skip
     """64 queries of every tile of this program."""
     (
@@ -167,11 +165,10 @@ def _attend(
     q_batch, q_head, k_batch, k_head, v_batch, v_head = factor_steps
     q_filled, k_filled, v_filled = filled
     q_emptied, k_emptied, v_emptied = emptied
-    block_m: gl.constexpr = consumers * ROWS
+    block_m: gl.constexpr = CONSUMERS * ROWS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n, 32])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, part, 32])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 4)
-    gl.static_assert(overlap != "softmax" or not turns, "who multiplies beneath its own exponentials takes no turns")
     row = which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     tile = tiles.index(which)
     slot, phase, q_phase, turn_phase = 0, 0, 0, 1 if which == 0 else 0
@@ -198,37 +195,22 @@ def _attend(
         mbarrier.wait(q_filled.index(which), q_phase)
         turn_phase = _await_turn(turn, turn_phase, which, turns)
         scores = _scores(tile, keys, k_filled, slot, phase, block_n, s_layout)
-        _pass_turn(turn, which, consumers, turns)
+        _pass_turn(turn, which, turns)
         scores = warpgroup_mma_wait(0, [scores])
         mbarrier.arrive(k_emptied.index(slot), count=1)
         for step in range(blocks - 1):
             start = first + step * block_n
             next_slot, next_phase = _after(slot, phase, stages)
-            if overlap == "softmax":
-                coming = _scores(tile, keys, k_filled, next_slot, next_phase, block_n, s_layout)
             if (start < whole) | (start >= parted):
                 scores = masked(scores, start, since, upto, left)
-            p, decay, peak, total = weights(scores, factor, peak, total, polynomial, p_layout)
+            p, decay, peak, total = weights(scores, factor, peak, total, p_layout)
             turn_phase = _await_turn(turn, turn_phase, which, turns)
             mbarrier.wait(v_filled.index(slot), phase)
-            value = values.index(slot)
-            if overlap == "none":
-                sums = _summed(sums, p, decay, value, part, parts, o_layout)
-                coming = _scores(tile, keys, k_filled, next_slot, next_phase, block_n, s_layout)
-                _pass_turn(turn, which, consumers, turns)
-            else:
-                gl.static_assert(parts == 1)
-                product = _products(p, value, part, 0, o_layout)
-                if overlap == "softmax":
-                    coming = warpgroup_mma_wait(1, [coming])
-                    product = warpgroup_mma_wait(0, [product])
-                else:
-                    coming = _scores(tile, keys, k_filled, next_slot, next_phase, block_n, s_layout)
-                    _pass_turn(turn, which, consumers, turns)
-                    product = warpgroup_mma_wait(1, [product])
-                sums = (_added(sums[0], product, decay),)
+            sums = _summed(sums, p, decay, values.index(slot), part, parts, o_layout)
+            coming = _scores(tile, keys, k_filled, next_slot, next_phase, block_n, s_layout)
+            _pass_turn(turn, which, turns)
             mbarrier.arrive(v_emptied.index(slot), count=1)
-            scores = coming if overlap == "softmax" else warpgroup_mma_wait(0, [coming])
+            scores = warpgroup_mma_wait(0, [coming])
             mbarrier.arrive(k_emptied.index(next_slot), count=1)
             slot, phase = next_slot, next_phase
         mbarrier.arrive(q_emptied.index(which), count=1)
@@ -236,16 +218,16 @@ def _attend(
         start = first + (blocks - 1) * block_n
         if (start < whole) | (start >= parted):
             scores = masked(scores, start, since, upto, left)
-        p, decay, peak, total = weights(scores, factor, peak, total, polynomial, p_layout)
+        p, decay, peak, total = weights(scores, factor, peak, total, p_layout)
         turn_phase = _await_turn(turn, turn_phase, which, turns)
         mbarrier.wait(v_filled.index(slot), phase)
         sums = _summed(sums, p, decay, values.index(slot), part, parts, o_layout)
-        _pass_turn(turn, which, consumers, turns)
+        _pass_turn(turn, which, turns)
         mbarrier.arrive(v_emptied.index(slot), count=1)
         slot, phase = _after(slot, phase, stages)
 
         total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, s_layout))
-        empty = total < 1.0  # a row's greatest P is 2^8, and a polynomial's least is above 0
+        empty = total < 1.0  # a row's greatest P is 2^8
         share = factor_v / gl.where(empty, 1.0, total)
         logarithm = (peak - HEADROOM + gl.log2(gl.where(empty, 1.0, total))) * _LN_2
         at = head_index.to(gl.int64) * seqlen_q
@@ -263,9 +245,9 @@ def _await_turn(turn, phase, which: gl.constexpr, turns: gl.constexpr):
 
 
 @gluon.jit
-def _pass_turn(turn, which: gl.constexpr, consumers: gl.constexpr, turns: gl.constexpr):
+def _pass_turn(turn, which: gl.constexpr, turns: gl.constexpr):
     if turns:
-        mbarrier.arrive(turn.index((which + 1) % consumers), count=1)
+        mbarrier.arrive(turn.index((which + 1) % CONSUMERS), count=1)
 
 
 @gluon.jit
@@ -294,11 +276,10 @@ def triton_fp8_attention_forward_hopper(
     q_by_batch, q_by_head, q_aside, k_by_batch, k_by_head, k_aside,
     q_factor_batch, q_factor_head, k_factor_batch, k_factor_head, v_factor_batch, v_factor_head,
     seqlen_q, seqlen_kv, head_dim_v, heads, group, programs, section, low, high,
-    consumers: gl.constexpr, stages: gl.constexpr, parts: gl.constexpr, turns: gl.constexpr, overlap: gl.constexpr,
-    polynomial: gl.constexpr, left: gl.constexpr, right: gl.constexpr, full_width: gl.constexpr,
-    registers: gl.constexpr,
+    stages: gl.constexpr, parts: gl.constexpr, turns: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
+    full_width: gl.constexpr, registers: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of ``consumers`` · 64 queries of a head, as many programs as run at once.
+    """Tiles of 128 queries of a head; each program takes every so many-th, as there are programs.
 
     The arguments are those of ``triton_fp8_attention_forward``, with V's keys interleaved; ``registers`` are a
     computing thread's.
@@ -306,25 +287,25 @@ def triton_fp8_attention_forward_hopper(
     block_n: gl.constexpr = k.block_type.shape[0]
     block_d: gl.constexpr = k.block_type.shape[1]
     block_dv: gl.constexpr = v.block_type.shape[0]
-    tiles = gl.allocate_shared_memory(q.dtype, [consumers, ROWS, block_d], q.layout)
+    tiles = gl.allocate_shared_memory(q.dtype, [CONSUMERS, ROWS, block_d], q.layout)
     keys = gl.allocate_shared_memory(k.dtype, [stages, block_n, block_d], k.layout)
     values = gl.allocate_shared_memory(v.dtype, [stages, block_dv, block_n], v.layout)
-    q_filled = gl.allocate_shared_memory(gl.int64, [consumers, 1], mbarrier.MBarrierLayout())
-    q_emptied = gl.allocate_shared_memory(gl.int64, [consumers, 1], mbarrier.MBarrierLayout())
+    q_filled = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_emptied = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_filled = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     k_emptied = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     v_filled = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     v_emptied = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [consumers, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(consumers):
+    turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(CONSUMERS):
         mbarrier.init(q_filled.index(i), count=1)
         mbarrier.init(q_emptied.index(i), count=1)
         mbarrier.init(turn.index(i), count=1)
     for i in gl.static_range(stages):
         mbarrier.init(k_filled.index(i), count=1)
-        mbarrier.init(k_emptied.index(i), count=consumers)
+        mbarrier.init(k_emptied.index(i), count=CONSUMERS)
         mbarrier.init(v_filled.index(i), count=1)
-        mbarrier.init(v_emptied.index(i), count=consumers)
+        mbarrier.init(v_emptied.index(i), count=CONSUMERS)
 
     filled, emptied = (q_filled, k_filled, v_filled), (q_emptied, k_emptied, v_emptied)
     steps = (q_by_batch, q_by_head, q_aside, k_by_batch, k_by_head, k_aside)
@@ -340,31 +321,12 @@ def triton_fp8_attention_forward_hopper(
         seqlen_q, seqlen_kv, programs, section, low, high, heads, group, head_dim_v,
     )  # fmt: skip
     # Written out, because a tuple that has a name keeps no constants.
-    # fmt: off
-    if consumers == 2:
-        gl.warp_specialize(
-            [
-                (_attend, (0, given, consumers, block_n, stages, left, right, part, parts, turns, overlap, polynomial,
-                           full_width)),
-                (_attend, (1, given, consumers, block_n, stages, left, right, part, parts, turns, overlap, polynomial,
-                           full_width)),
-                (_load, (brought, consumers, block_n, stages, left, right)),
-            ],
-            [4, 1],
-            [registers, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_attend, (0, given, consumers, block_n, stages, left, right, part, parts, turns, overlap, polynomial,
-                           full_width)),
-                (_attend, (1, given, consumers, block_n, stages, left, right, part, parts, turns, overlap, polynomial,
-                           full_width)),
-                (_attend, (2, given, consumers, block_n, stages, left, right, part, parts, turns, overlap, polynomial,
-                           full_width)),
-                (_load, (brought, consumers, block_n, stages, left, right)),
-            ],
-            [4, 4, 1],
-            [registers, registers, 24],
-        )
-    # fmt: on
+    gl.warp_specialize(
+        [
+            (_attend, (0, given, block_n, stages, left, right, part, parts, turns, full_width)),
+            (_attend, (1, given, block_n, stages, left, right, part, parts, turns, full_width)),
+            (_load, (brought, block_n, stages, left, right)),
+        ],
+        [4, 1],
+        [registers, 24],
+    )

@@ -19,9 +19,11 @@ from .tiles import Tile, padded_size
 if TYPE_CHECKING:
     from .forward import Native
 
-__all__ = ["descriptors", "launch", "registers", "serves"]
+__all__ = ["BLOCK_M", "descriptors", "launch", "registers", "serves"]
 
 _ROWS = 64  # queries of a warpgroup
+_CONSUMERS = 2  # warpgroups that compute
+BLOCK_M = _CONSUMERS * _ROWS
 _LEAST = (3, 6)  # of Triton: Gluon's interface changes from release to release
 _SWIZZLE = 128  # bytes: the widest pattern in which shared memory is read without conflicts
 _LOADER = 24  # registers of a thread that loads, as few as there can be
@@ -54,31 +56,31 @@ def launch(native: Native, out: Tensor, lse: Tensor, section: int) -> None:
     spec, tile, q, k = native.spec, native.tile, native.q, native.k
     by_query, by_key, by_value = native.factors
     mask, offset = spec.mask, spec.mask.offset(spec.seqlen_q, spec.seqlen_kv)
-    consumers = tile.block_m // _ROWS
     programs = spec.batch * spec.heads
-    tiles = programs * -(-spec.seqlen_q // tile.block_m)
-    even, most = registers(consumers)
-    triton_fp8_attention_forward_hopper[(min(tiles, _multiprocessors(out.device)),)](
+    tiles = programs * -(-spec.seqlen_q // BLOCK_M)
+    alone = tile.alone_from is not None and spec.seqlen_kv >= tile.alone_from
+    even, most = registers()
+    triton_fp8_attention_forward_hopper[(tiles if alone else min(tiles, _multiprocessors(out.device)),)](
         *native.pointers, out, lse, by_query.data, by_key.data, by_value.data, spec.scale,
         q.by_batch, q.by_head, q.aside, k.by_batch, k.by_head, k.aside,
         by_query.by_batch, by_query.by_head, by_key.by_batch, by_key.by_head, by_value.by_batch, by_value.by_head,
         spec.seqlen_q, spec.seqlen_kv, spec.head_dim_v, spec.heads, spec.group, programs, section,
         0 if mask.left is None else offset - mask.left, 0 if mask.right is None else offset + mask.right,
-        consumers=consumers, stages=tile.stages, parts=tile.parts, turns=tile.turns, overlap=tile.overlap,
-        polynomial=tile.polynomial, left=mask.left is not None, right=mask.right is not None,
+        stages=tile.stages, parts=tile.parts, turns=tile.turns,
+        left=mask.left is not None, right=mask.right is not None,
         full_width=spec.head_dim_v == padded_size(spec.head_dim_v), registers=tile.registers or most,
         num_warps=4, maxnreg=even,
     )  # fmt: skip
 
 
-def registers(consumers: int) -> tuple[int, int]:
+def registers() -> tuple[int, int]:
     """A thread's registers when the kernel starts, and a computing one's afterwards, in eights.
 
     The loading warp counts as four: registers are dealt to warpgroups.
     """
-    warpgroups = consumers + 1
+    warpgroups = _CONSUMERS + 1
     even = _REGISTERS // (128 * warpgroups) // 8 * 8
-    return even, min(240, (even * warpgroups - _LOADER) // consumers // 8 * 8)
+    return even, min(240, (even * warpgroups - _LOADER) // _CONSUMERS // 8 * 8)
 
 
 def _descriptor(x: Tensor, block: list[int]) -> Any:

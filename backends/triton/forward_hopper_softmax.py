@@ -63,50 +63,6 @@ def spread(x, like):
     return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout))[:, None]
 
 
-@gluon.constexpr_function
-def _powers_of_eight(polynomial):
-    """PTX of 2^x for eight numbers, ``polynomial`` of them by multiply-adds (FlashAttention-4's way).
-
-    2^x is 2^n · 2^f with n the nearest integer, which adding 1.5 · 2^23 leaves in the lowest bits.  The cubic for 2^f,
-    f from -1/2 to 1/2, is off by 8e-5 of it, as little as one can be.
-    """
-    lines = ["{", ".reg .f32 x, t, n, f, p;", ".reg .b32 e, r;"]
-    for i in range(8):
-        to, x = f"${i}", f"${8 + i}"
-        if i < 8 - polynomial:
-            lines.append(f"ex2.approx.ftz.f32 {to}, {x};")
-        else:
-            lines += [
-                f"max.f32 x, {x}, 0fC2FC0000;",  # -126
-                "add.rn.f32 t, x, 0f4B400000;",
-                "sub.rn.f32 n, t, 0f4B400000;",
-                "sub.rn.f32 f, x, n;",
-                "mov.f32 p, 0f3D61FBA5;",
-                "fma.rn.f32 p, p, f, 0f3E786F0E;",
-                "fma.rn.f32 p, p, f, 0f3F31798D;",
-                "fma.rn.f32 p, p, f, 0f3F7FFB49;",
-                "mov.b32 r, p;",
-                "mov.b32 e, t;",
-                "shl.b32 e, e, 23;",
-                "add.s32 r, r, e;",
-                f"mov.b32 {to}, r;",
-            ]
-    return "\n".join([*lines, "}"])
-
-
-@gluon.jit
-def _powers(x, polynomial: gl.constexpr):
-    """2^x, for ``polynomial`` of every eight numbers without the unit for exponentials, which has the most to do."""
-    if polynomial == 0:
-        p = gl.exp2(x)
-    else:
-        p = gl.inline_asm_elementwise(
-            _powers_of_eight(polynomial), "=f,=f,=f,=f,=f,=f,=f,=f,f,f,f,f,f,f,f,f", [x],
-            dtype=gl.float32, is_pure=True, pack=8,
-        )  # fmt: skip
-    return p
-
-
 @gluon.jit
 def _to_e4m3(x):
     """x in e4m3, to nearest, four numbers at a time; Triton's conversion puts each byte in its place by hand."""
@@ -128,11 +84,11 @@ def _to_e4m3(x):
 
 
 @gluon.jit
-def weights(scores, factor, peak, total, polynomial: gl.constexpr, layout: gl.constexpr):
+def weights(scores, factor, peak, total, layout: gl.constexpr):
     """P as the product's left operand, how far what was summed before decays, the new peak and total."""
     peak_here = gl.maximum(peak, _greatest(scores) * factor)
     shift = gl.where(peak_here == MINUS_INFINITY, 0.0, peak_here - HEADROOM)
-    p = _powers(scores * factor - shift[:, None], polynomial)
+    p = gl.exp2(scores * factor - shift[:, None])
     decay = gl.exp2(peak - HEADROOM - shift)
     total = total * spread(decay, total) + totals(p)
     keys: gl.constexpr = p.shape[1]

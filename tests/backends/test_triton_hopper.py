@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -28,11 +29,12 @@ from attnbench.backends.triton import forward as triton_forward
 from attnbench.backends.triton import forward_hopper_launch as hopper
 from attnbench.backends.triton.forward import Operand, interleaved, laid_out, transposed
 from attnbench.backends.triton.interpreter import interpreted
-from attnbench.backends.triton.tiles import Tile
+from attnbench.backends.triton.tiles import TILES, Tile, TileKey
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=70, head_dim=64, mask=Mask(right=0))
-TILE = Tile(128, 128, 4, 3, interleaved=True, overlap="products")
+TILE = Tile(128, 128, 4, 3, interleaved=True, hopper=True)
+MASKS: tuple[Literal["none", "causal"], ...] = ("none", "causal")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have on Hopper
 
@@ -71,19 +73,19 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("consumers", [2, 3])
-def test_every_register_is_dealt_once(consumers: int) -> None:
-    even, most = hopper.registers(consumers)
+def test_every_register_is_dealt_once_and_no_eight_are_left_for_every_warpgroup() -> None:
+    even, most = hopper.registers()
     assert even % 8 == most % 8 == 0
     assert even < most <= 255
-    assert 128 * even * (consumers + 1) <= 64 * 1024
-    assert most * consumers + 24 <= even * (consumers + 1)
+    assert 128 * even * 3 <= 64 * 1024
+    assert most * 2 + 24 <= even * 3
+    assert most == 240 or (most + 8) * 2 + 24 > even * 3
 
 
-@pytest.mark.parametrize("consumers", [2, 3])
-def test_no_eight_registers_are_left_for_every_warpgroup(consumers: int) -> None:
-    even, most = hopper.registers(consumers)
-    assert most == 240 or (most + 8) * consumers + 24 > even * (consumers + 1)
+def test_every_hopper_tile_is_one_that_the_kernel_takes() -> None:
+    tiles = [tile for tile in TILES.values() if tile.hopper]
+    assert tiles
+    assert all(tile.block_m == hopper.BLOCK_M and tile.interleaved and tile.tma for tile in tiles)
 
 
 def test_what_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +117,7 @@ def test_where_it_does_not_serve_the_other_kernel_does() -> None:
     one = torch.ones(1, 1, 1, 1)
     q, k, v = (Operand(x, one) for x in data)
     native = laid_out(SPEC, TILE, q, k, Operand(interleaved(transposed(v.data)), one))
-    assert native.tile.overlap is None
+    assert not native.tile.hopper
     assert native.tile.interleaved
     exact, _ = dense_attention(*(x.double() for x in data), SPEC)
     assert relative_l2(triton_forward.attend(native).out, exact) < 0.05
@@ -133,42 +135,35 @@ def _compiled(folder: Path, *kernels: tuple[int, int, int, dict[str, object]]) -
     return json.loads(done.stdout)
 
 
-def _kernel(head_dim: int, block_n: int, consumers: int, **more: object) -> tuple[int, int, int, dict[str, object]]:
-    even, most = hopper.registers(consumers)
+def _kernel(head_dim: int, tile: Tile, **more: object) -> tuple[int, int, int, dict[str, object]]:
+    even, most = hopper.registers()
     constants = {
-        "consumers": consumers, "stages": 2, "parts": 1, "turns": False, "overlap": "products", "polynomial": 0,
+        "stages": tile.stages, "parts": tile.parts, "turns": tile.turns,
         "left": False, "right": False, "full_width": True, "registers": most,
     }  # fmt: skip
-    return head_dim, block_n, even, constants | more
+    return head_dim, tile.block_n, even, constants | more
 
 
 def test_the_matrix_products_stay_asynchronous_and_nothing_spills(tmp_path: Path) -> None:
+    wide = TILES[TileKey((9, 0), 128, "none", False)]
     kernels = (
-        _kernel(128, 128, 2),
-        _kernel(128, 128, 2, left=True, right=True, turns=True),
-        _kernel(128, 128, 2, overlap="softmax"),
-        _kernel(64, 128, 2, right=True, full_width=False),
+        _kernel(128, wide),
+        _kernel(128, wide, left=True, right=True),
+        _kernel(64, TILE, right=True, full_width=False),
     )
-    for found, (head_dim, block_n, _, constants) in zip(_compiled(tmp_path, *kernels), kernels, strict=True):
+    for found, (head_dim, block_n, _, _) in zip(_compiled(tmp_path, *kernels), kernels, strict=True):
         assert "C75" not in found["said"], found["said"]  # wgmma that ptxas waits for one by one
         assert " 0 bytes spill stores, 0 bytes spill loads" in found["said"]
         assert int(found["shared"]) <= SHARED_MEMORY
-        # Q·Kᵀ of the first block and of the next, P·V of a block and of the last, 32 numbers of the sum at a time.
-        products = 2 * constants["consumers"] * (head_dim + block_n) // 32  # type: ignore[operator]
+        # Q·Kᵀ of the first block and of the next, P·V of a block and of the last, 32 numbers of the sum at a time:
+        # 32 of the head dimension in Q·Kᵀ, 32 keys in P·V.
+        products = 2 * 2 * (head_dim + block_n) // 32
         assert len(re.findall(r"QGMMA", found["code"])) == products
-        assert not re.search(r"PRMT", found["code"]), "bytes of P change their places"
+        assert len(re.findall(r"PRMT", found["code"])) <= 8, "bytes of P change their places"
 
 
-def test_three_warpgroups_and_wide_heads_compile(tmp_path: Path) -> None:
-    kernels = (
-        _kernel(64, 128, 3, right=True, overlap="none"),
-        _kernel(256, 128, 2, right=True, overlap="none", turns=True, parts=4),
-    )
+def test_wide_heads_compile(tmp_path: Path) -> None:
+    kernels = [_kernel(256, TILES[TileKey((9, 0), 256, mask, False)], right=mask == "causal") for mask in MASKS]
     for found in _compiled(tmp_path, *kernels):
         assert "C75" not in found["said"], found["said"]
         assert int(found["shared"]) <= SHARED_MEMORY
-
-
-def test_who_multiplies_beneath_its_own_exponentials_takes_no_turns(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="takes no turns"):
-        _compiled(tmp_path, _kernel(128, 128, 2, overlap="softmax", turns=True))

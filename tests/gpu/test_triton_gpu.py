@@ -53,6 +53,8 @@ TILES = [
     Tile(64, 64, 4, 3, parts=4),
     Tile(64, 64, 4, 2, promotion=32, interleaved=True),
     Tile(64, 64, 4, 1, tma=False),
+    Tile(128, 128, 4, 2, parts=8, interleaved=True, hopper=True, turns=True),
+    Tile(128, 64, 4, 3, parts=4, interleaved=True, hopper=True, alone_from=0),
 ]
 
 

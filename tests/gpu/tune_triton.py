@@ -1,15 +1,12 @@
 """Measures tiles for ``triton``'s forward on this machine's GPU and prints the entries of ``backends/triton/tiles.py``.
 
-    python tests/gpu/tune_triton.py [--seconds 200] [--processes 14] [--interleaved]
+    python tests/gpu/tune_triton.py [--seconds 200] [--processes 14]
 
 Here and not in the package: it is for whoever commits the table, on a machine that nobody else computes on, and
 what it prints is reviewed.  Many processes compile the candidates into Triton's cache on the disk and run each once:
 one that fails, hangs or is not SDPA's answer within the declared error is none.  Then this process alone
 times those that are left, the candidates of a cell in turns (ABBA), so that clocks and heat are the same for all: all
 at the middle length, the fastest at every length.
-
-Tiles with interleaved keys are timed too; they make an entry with ``--interleaved`` alone, because reordering V
-takes time outside of the kernel.
 """
 
 from __future__ import annotations
@@ -65,7 +62,16 @@ def candidates(head_dim: int) -> list[Tile]:
                  if head_dim // parts >= 32]  # fmt: skip
         made += [Tile(64, 64, 4, stages, parts=2, registers=bound) for bound in bounds for stages in (2, 3)]
     fitting = [tile for tile in dict.fromkeys(made) if _shared(tile, head_dim) <= _SHARED]
-    return fitting + [tile._replace(interleaved=True) for tile in fitting if tile.tma]
+    plain = fitting + [tile._replace(interleaved=True) for tile in fitting if tile.tma]
+    hopper = [
+        Tile(128, block_n, 4, stages, parts=parts, interleaved=True, hopper=True, turns=turns, alone_from=alone)
+        for block_n, stages in ((256, 2), (128, 2), (128, 3), (64, 4))
+        for parts in (1, 2, 4, 8)
+        for turns in (False, True)
+        for alone in (None, 0)
+        if head_dim // parts >= 32 and head_dim // parts <= 128
+    ]
+    return plain + [tile for tile in hopper if _shared(tile, head_dim) <= _SHARED]
 
 
 def _shared(tile: Tile, head_dim: int) -> int:
@@ -167,11 +173,10 @@ def timed(key: TileKey, length: int, tiles: Sequence[Tile], rounds: int, ends: f
     return {tile: statistics.median(taken) for tile, taken in times.items()}
 
 
-def chosen(by_length: Mapping[int, Mapping[Tile, float]], *, interleaved: bool) -> Tile | None:
+def chosen(by_length: Mapping[int, Mapping[Tile, float]]) -> Tile | None:
     """The tile that is fastest over all lengths, by the geometric mean; None where some length was not measured."""
     common = set.intersection(*(set(times) for times in by_length.values()))
-    allowed = [tile for tile in common if interleaved or not tile.interleaved]
-    return min(allowed, key=lambda tile: math.prod(times[tile] for times in by_length.values()), default=None)
+    return min(common, key=lambda tile: math.prod(times[tile] for times in by_length.values()), default=None)
 
 
 def entry(key: TileKey, tile: Tile) -> str:
@@ -189,7 +194,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=200.0, help="how long it may take")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 2))
-    parser.add_argument("--interleaved", action="store_true", help="let tiles with interleaved keys make entries")
     asked = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("torch sees no CUDA GPU")
@@ -203,11 +207,10 @@ def main() -> None:
         sound = [tile for tile in candidates(key.head_dim) if wrong[key, tile] is None]
         by_length = {MIDDLE: timed(key, MIDDLE, sound, 1, ends)}
         ranked = sorted(by_length[MIDDLE], key=by_length[MIDDLE].__getitem__)
-        plain = [tile for tile in ranked if not tile.interleaved]
-        finalists = list(dict.fromkeys([*ranked[:FINALISTS], *plain[:FINALISTS]]))
+        finalists = ranked[:FINALISTS]
         for length in LENGTHS:
             by_length[length] = by_length.get(length, {}) | timed(key, length, finalists, 2, ends)
-        best = chosen(by_length, interleaved=asked.interleaved)
+        best = chosen(by_length)
         print(f"\nD={key.head_dim}, mask {key.mask}, {'a scale for each key' if key.per_key else 'scales of heads'}")
         for tile in [*ranked, *(tile for tile in candidates(key.head_dim) if tile not in ranked)]:
             rates = [
