@@ -196,7 +196,8 @@ class Backend:
     ``availability`` is asked once a process.  ``resolve`` makes kernels beyond the listed
     ones from the precision part of a name (``fp8-token-hadamard``), or returns an empty
     tuple; it is for families with more variants than a list should hold.  On the device types
-    of ``yardstick`` the others are held against it, and a sweep measures it only where it is named.
+    of ``yardstick`` it is what others are held against, or an interpreter runs it for the reader:
+    a sweep measures it only where it is named.
     ``compiles`` says that its kernels compile anew for every shape and leave that on the disk,
     so that several processes may do it before anything is timed.
     """

@@ -172,5 +172,6 @@ BACKEND = Backend(
     availability=_availability,
     kernels=(*(TritonForward(precision) for precision in _LISTED), *backward.KERNELS),
     resolve=_resolve,
+    yardstick=("cpu",),
     compiles=True,
 )
