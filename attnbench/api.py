@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from . import operators
 from .choice import Choice
 from .devices import describe
 from .execution import Execution
 from .mask import Alignment
-from .question import Question, ask, decide
-from .registry import registry
+from .memory import Memory, execution_of
+from .question import Question, ask, check_askable, decide
 from .tensors import quantised
 from .user_table import forget
 
 __all__ = ["attention", "explain", "forget_choices"]
+
+_executions: Memory[Execution] = Memory()
 
 
 def attention(
@@ -67,11 +71,22 @@ def attention(
     with reasons and alternatives when a named plan cannot serve, BudgetError when it is
     measured to exceed a named ``max_error``, NoPlanError when nothing can serve.
     """
-    key = ask(
-        q, k, v, is_causal, window, causal_alignment, scale, softcap, enable_gqa, layout, dtype, backend, max_error,
-        return_lse, q_descale, k_descale, v_descale,
-    )  # fmt: skip
-    execution = _execution(key)
+    if is_compiling():
+        return operators.attention(
+            q, k, v, is_causal, window, causal_alignment, scale, softcap, enable_gqa, layout, dtype, backend, max_error,
+            return_lse, q_descale, k_descale, v_descale,
+        )  # fmt: skip
+    try:
+        key = ask(
+            q, k, v, is_causal, window, causal_alignment, scale, softcap, enable_gqa, layout, dtype, backend, max_error,
+            return_lse, q_descale, k_descale, v_descale,
+        )  # fmt: skip
+        execution = _executions.get(key)
+    except (AttributeError, TypeError):  # no tensors, or what cannot be hashed
+        check_askable(q, k, v, window)
+        raise
+    if execution is None:
+        execution = _first(key)
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if q_descale is None or k_descale is None or v_descale is None:
@@ -114,24 +129,26 @@ def explain(
 
     Nothing is computed.  The choice is data (``to_dict``) that prints as a table.  Raises what ``attention`` raises.
     """
+    check_askable(q, k, v, window)
     key = ask(
         q, k, v, is_causal, window, causal_alignment, scale, softcap, enable_gqa, layout, dtype, backend, max_error,
         return_lse, q_descale, k_descale, v_descale,
     )  # fmt: skip
-    return decide(key)
+    return decide(Question(*key))
 
 
-@lru_cache(maxsize=4096)
-def _execution(key: Question) -> Execution:
-    """What runs for a question: one look-up once it was asked."""
-    choice = decide(key)
-    known = registry()
-    backward = None if choice.plan.backward is None else known.backward(choice.plan.backward)
-    return Execution(choice.spec, known.forward(choice.plan.forward), backward)
+def _first(key: tuple[Any, ...]) -> Execution:
+    """What runs for a question that is asked for the first time."""
+    era = _executions.era
+    return _executions.remember(key, execution_of(Question(*key)), era)
 
 
 def forget_choices() -> None:
-    """Choose anew at the next call: after a sweep has written the user's table, or a device has changed."""
-    _execution.cache_clear()
+    """Choose anew at the next call: after a sweep has written the user's table, or a device has changed.
+
+    Compiled functions are compiled anew; a backward pass still follows the plan of its own forward.
+    """
     describe.cache_clear()
     forget()
+    _executions.forget()
+    operators.forget_choices()

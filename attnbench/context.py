@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
-from .errors import InputError
+from .errors import AttnbenchError, InputError
 from .registry import registry
 from .spec import DTYPES
 
-__all__ = ["VARIABLE", "Wish", "current", "use_backend"]
+__all__ = [
+    "VARIABLE",
+    "Wish",
+    "asked_in_context",
+    "asked_in_environment",
+    "asked_while_tracing",
+    "check_traced",
+    "current",
+    "use_backend",
+    "wished",
+]
 
 VARIABLE = "ATTNBENCH_BACKEND"
 
@@ -26,18 +38,55 @@ class Wish(NamedTuple):
     asked_by: str = "default"
 
 
-_NO_WISH = Wish()
-_context: ContextVar[Wish] = ContextVar("attnbench_wish", default=_NO_WISH)
+_context: ContextVar[Wish | None] = ContextVar("attnbench_wish", default=None)
+# What lies behind os.environ.  Its ``get`` takes most of a microsecond where nothing is set, and what torch.compile
+# has made of it does not notice a change; a look-up in the dictionary is thirty times as fast, and guarded.
+_environment: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
+_variable: Any = os.environ.encodekey(VARIABLE)
+
+
+class _OfThread(threading.local):
+    """The context once more, where torch.compile sees it: it guards attributes of an object, and no ContextVar."""
+
+    def __init__(self) -> None:
+        self.wish: Wish | None = None
+
+
+_of_thread = _OfThread()
+
+
+# The wish of the innermost context, and the environment variable as it is stored: parts of a hashable key.
+asked_in_context: Callable[[], Wish | None] = _context.get
+asked_in_environment: Callable[[], Any] = partial(_environment.get, _variable)
+
+
+def asked_while_tracing() -> tuple[Wish | None, Any]:
+    """Both for code that torch.compile traces: it compiles anew where either has changed."""
+    return _of_thread.wish, _environment.get(_variable)
+
+
+def check_traced() -> None:
+    """Raise AttnbenchError where compiled code could not see the context: tasks that share a thread, each its own."""
+    if _context.get() != _of_thread.wish:
+        raise AttnbenchError(
+            "compiled code sees the context of its thread, and this task has another one; "
+            "name backend, dtype and max_error in the call of attention"
+        )
+
+
+def wished(wish: Wish | None, variable: Any) -> Wish:
+    """What the two mean: the context's wish, and behind it the variable."""
+    wish = wish or Wish()
+    if wish.backend == "auto" and variable:
+        named = os.environ.decodevalue(variable)
+        if named != "auto":
+            return wish._replace(backend=named, asked_by=VARIABLE)
+    return wish
 
 
 def current() -> Wish:
     """The wish of the innermost context, with the environment variable behind it."""
-    wish = _context.get()
-    if wish.backend == "auto":
-        named = os.environ.get(VARIABLE)
-        if named and named != "auto":
-            return wish._replace(backend=named, asked_by=VARIABLE)
-    return wish
+    return wished(asked_in_context(), asked_in_environment())
 
 
 @contextmanager
@@ -58,18 +107,20 @@ def use_backend(backend: str = "auto", *, dtype: str | None = None, max_error: f
     if dtype not in (None, "fp8", *DTYPES):
         raise InputError(f'dtype must be "fp8" (admit FP8 plans) or the name of the tensors\' own, not {dtype!r}')
     check_budget(max_error)
-    outer = _context.get()
+    outer = _context.get() or Wish()
     wish = Wish(
         backend if backend != "auto" else outer.backend,
         dtype if dtype is not None else outer.dtype,
         max_error if max_error is not None else outer.max_error,
         "context" if backend != "auto" else outer.asked_by,
     )
-    token = _context.set(wish)
+    token, before = _context.set(wish), _of_thread.wish
+    _of_thread.wish = wish
     try:
         yield
     finally:
         _context.reset(token)
+        _of_thread.wish = before
 
 
 def check_budget(max_error: object) -> None:

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from .devices import bind
 from .fp8 import Quantised
-from .kernel import BackwardKernel, ForwardKernel, Saved
+from .kernel import BackwardKernel, ForwardKernel, Operands, Result, Saved
 from .spec import AttentionSpec
 
 __all__ = ["Execution"]
@@ -21,7 +21,11 @@ __all__ = ["Execution"]
 
 @dataclass(frozen=True)
 class Execution:
-    """The kernels of a plan, ready to be called for one spec."""
+    """The kernels of a plan, ready to be called for one spec.
+
+    Every forward pass goes through ``answer`` and every backward pass through ``gradients``, whether it was called
+    eagerly, recorded for gradients or compiled; tensors quantised beforehand go through ``quantised``.
+    """
 
     spec: AttentionSpec
     forward: ForwardKernel
@@ -29,12 +33,35 @@ class Execution:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """(out, lse) of q, k, v (B, H, S, D); out carries gradients where the spec asks for training."""
-        bind(q.device)
         if self.backward is None:
-            with _as_written(q):
-                return self.forward.run(self.forward.prepare(q, k, v, self.spec))[:2]
+            return self.answer(q, k, v)[1][:2]
         out, lse = _Attention.apply(q, k, v, self)  # type: ignore[no-untyped-call]
         return out, lse
+
+    def answer(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Operands, Result]:
+        """What the forward kernel computed with, and what it answered; nothing is recorded."""
+        if q.is_cuda:
+            bind(q.device)
+        forward = self.forward
+        if torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
+            with _as_written(q):
+                operands = forward.prepare(q, k, v, self.spec)
+                return operands, forward.run(operands)
+        operands = forward.prepare(q, k, v, self.spec)
+        return operands, forward.run(operands)
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor) -> Operands:
+        """What the forward kernel computes with: the same each time, as long as q, k, v are."""
+        bind(q.device)
+        with _as_written(q):
+            return self.forward.prepare(q, k, v, self.spec)
+
+    def gradients(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) of what a forward has saved, by the plan's backward kernel."""
+        assert self.backward is not None, "only a spec of a training direction is asked for gradients"
+        bind(grad_out.device)  # autograd's own thread
+        with _as_written(grad_out):
+            return self.backward.run(saved, grad_out)
 
     def quantised(self, q: Quantised, k: Quantised, v: Quantised) -> tuple[Tensor, Tensor | None]:
         """The same for tensors that were quantised beforehand; no gradients flow into those."""
@@ -52,9 +79,7 @@ def _as_written(x: Tensor) -> AbstractContextManager[object]:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, execution: Execution) -> tuple[Tensor, Tensor | None]:
-        with _as_written(q):
-            operands = execution.forward.prepare(q, k, v, execution.spec)
-            out, lse, state = execution.forward.run(operands)
+        operands, (out, lse, state) = execution.answer(q, k, v)
         tensors: list[Tensor] = []
         ctx.rebuild = _split((operands, out, lse), tensors)
         # Through save_for_backward, so that torch sees a tensor that is changed before the
@@ -68,10 +93,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        bind(grad_out.device)  # autograd's own thread
         operands, out, lse = ctx.rebuild(ctx.saved_tensors)
-        with _as_written(grad_out):
-            gradients = ctx.execution.backward.run(Saved(operands, out, lse, ctx.state), grad_out)
+        gradients = ctx.execution.gradients(Saved(operands, out, lse, ctx.state), grad_out)
         wanted = zip(gradients, ctx.needs_input_grad, strict=False)
         return *(gradient if needed else None for gradient, needed in wanted), None
 

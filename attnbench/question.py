@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .choice import Choice
-from .context import Wish, check_budget, current
+from .context import Wish, asked_in_context, asked_in_environment, check_budget, wished
 from .dtypes import FROM_TORCH
 from .errors import InputError
 from .mask import Alignment
@@ -16,15 +16,24 @@ from .selector import choose
 from .spec import FP8_DTYPES, Granularity
 from .tensors import Shape, granularity, mask_of, spec_of
 
-__all__ = ["Question", "ask", "decide"]
+__all__ = ["Question", "ask", "check_askable", "decide", "settled"]
 
 
 class Question(NamedTuple):
-    """Everything that a choice depends on: the key under which it is remembered."""
+    """Everything that a choice depends on, flat: the key under which it is remembered.
 
-    shapes: tuple[Shape, Shape, Shape]
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
-    devices: tuple[torch.device, torch.device, torch.device]
+    ``wish`` is what the context asks for, ``variable`` what the environment does, as it is stored there.
+    """
+
+    q: Shape
+    k: Shape
+    v: Shape
+    q_dtype: torch.dtype
+    k_dtype: torch.dtype
+    v_dtype: torch.dtype
+    q_device: torch.device
+    k_device: torch.device
+    v_device: torch.device
     training: bool
     is_causal: bool
     window: tuple[int | None, int | None] | None
@@ -38,7 +47,8 @@ class Question(NamedTuple):
     dtype: str | torch.dtype | None
     backend: str
     max_error: float | None
-    wish: Wish
+    wish: Wish | None
+    variable: Any
 
 
 def ask(
@@ -59,22 +69,26 @@ def ask(
     q_descale: Tensor | None,
     k_descale: Tensor | None,
     v_descale: Tensor | None,
-) -> Question:
-    """The question that these arguments ask.  Raises InputError for what could not even be remembered."""
-    for name, x in zip("qkv", (q, k, v), strict=True):
-        if not isinstance(x, Tensor):
-            raise InputError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
-    if not (window is None or isinstance(window, tuple)):
-        raise InputError(f"window must be a pair (keys before, keys after), None for unlimited, got {window!r}")
+) -> tuple[Any, ...]:
+    """The fields of the ``Question`` that these arguments ask, as a plain tuple, which is made in half the time.
+
+    Little is checked: a question that was answered before needs no check, and ``decide`` checks the others.
+    Raises InputError for descales that do not fit, AttributeError for what is no tensor.
+    """
     shared = None
-    if FROM_TORCH.get(k.dtype) in FP8_DTYPES or any(x is not None for x in (q_descale, k_descale, v_descale)):
+    if not (q_descale is None and k_descale is None and v_descale is None):
         shared = _shared(q, k, q_descale, k_descale, v_descale, layout)
-    training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return Question(
-        (q.shape, k.shape, v.shape),
-        (q.dtype, k.dtype, v.dtype),
-        (q.device, k.device, v.device),
-        training,
+    return (
+        q.shape,
+        k.shape,
+        v.shape,
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.device,
+        k.device,
+        v.device,
+        (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled(),
         is_causal,
         window,
         alignment,
@@ -87,8 +101,18 @@ def ask(
         dtype,
         backend,
         max_error,
-        current(),
+        asked_in_context(),
+        asked_in_environment(),
     )
+
+
+def check_askable(q: object, k: object, v: object, window: object) -> None:
+    """Raise InputError for what has no key: no tensors, or a window that cannot be hashed."""
+    for name, x in zip("qkv", (q, k, v), strict=True):
+        if not isinstance(x, Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
+    if not (window is None or isinstance(window, tuple)):
+        raise InputError(f"window must be a pair (keys before, keys after), None for unlimited, got {window!r}")
 
 
 def _shared(
@@ -98,9 +122,7 @@ def _shared(
         raise InputError(f"descales go with float8 tensors, and k is {k.dtype}")
     for name, descale in {"q": q_descale, "k": k_descale, "v": v_descale}.items():
         if not isinstance(descale, Tensor):
-            raise InputError(
-                f"float8 tensors stand for stored · descale: pass {name}_descale, 1.0 if nothing was scaled"
-            )
+            raise InputError(_unscaled(name))
     if k.ndim != 4:
         raise InputError(f"k must have 4 dimensions, got shape {tuple(k.shape)}")
     assert k_descale is not None, "checked above"
@@ -108,12 +130,34 @@ def _shared(
     return granularity(k_descale, (batch, heads, length, size))
 
 
+def _unscaled(name: str) -> str:
+    return f"float8 tensors stand for stored · descale: pass {name}_descale, 1.0 if nothing was scaled"
+
+
+def settled(key: Question) -> Wish:
+    """What is asked for beyond the tensors: by argument, else by the context, else by the environment.
+
+    Its dtype is ``fp8`` where FP8 plans are opened, else the tensors' own.  Raises InputError for what cannot be.
+    """
+    backend, dtype, max_error, asked_by = wished(key.wish, key.variable)
+    if key.backend != "auto":
+        backend, asked_by = key.backend, "argument"
+    if not isinstance(backend, str):
+        raise InputError(f"backend must be the name of a backend, kernel or plan, or auto, not {backend!r}")
+    max_error = max_error if key.max_error is None else key.max_error
+    check_budget(max_error)
+    fp8 = _opens_fp8(dtype if key.dtype is None else key.dtype, key.q_dtype, max_error)
+    return Wish(backend, "fp8" if fp8 else FROM_TORCH.get(key.q_dtype), max_error, asked_by)
+
+
 def decide(key: Question) -> Choice:
     """The choice that answers the question.  Raises InputError and what ``choose`` raises."""
+    if key.shared is None and FROM_TORCH.get(key.k_dtype) in FP8_DTYPES:
+        raise InputError(_unscaled("q"))
     spec = spec_of(
-        key.shapes,
-        key.dtypes,
-        key.devices,
+        (key.q, key.k, key.v),
+        (key.q_dtype, key.k_dtype, key.v_dtype),
+        (key.q_device, key.k_device, key.v_device),
         mask=mask_of(key.is_causal, key.window, key.alignment),
         scale=key.scale,
         softcap=key.softcap,
@@ -123,20 +167,14 @@ def decide(key: Question) -> Choice:
         return_lse=key.return_lse,
         descale=key.shared,
     )
-    wish = key.wish
-    backend, asked_by = (wish.backend, wish.asked_by) if key.backend == "auto" else (key.backend, "argument")
-    if not isinstance(backend, str):
-        raise InputError(f"backend must be the name of a backend, kernel or plan, or auto, not {backend!r}")
-    max_error = wish.max_error if key.max_error is None else key.max_error
-    check_budget(max_error)
-    dtype = wish.dtype if key.dtype is None else key.dtype
+    wish = settled(key)
     return choose(
         spec,
-        key.devices[0],
-        backend=backend,
-        asked_by=asked_by,
-        fp8=_opens_fp8(dtype, key.dtypes[0], max_error),
-        max_error=max_error,
+        key.q_device,
+        backend=wish.backend,
+        asked_by=wish.asked_by,
+        fp8=wish.dtype == "fp8",
+        max_error=wish.max_error,
     )
 
 
@@ -145,6 +183,7 @@ def _opens_fp8(dtype: str | torch.dtype | None, own: torch.dtype, max_error: flo
         return max_error is not None
     if dtype == "fp8":
         return True
-    if dtype in (own, FROM_TORCH[own]):
+    name = FROM_TORCH.get(own, str(own))
+    if dtype in (own, name):
         return False
-    raise InputError(f'dtype must be "fp8" (admit FP8 plans) or the tensors\' own {FROM_TORCH[own]}, not {dtype!r}')
+    raise InputError(f'dtype must be "fp8" (admit FP8 plans) or the tensors\' own {name}, not {dtype!r}')

@@ -1,7 +1,6 @@
 """attention(), explain() and use_backend as a user meets them."""
 
 import threading
-import warnings
 
 import pytest
 import torch
@@ -293,17 +292,3 @@ def test_a_choice_is_data_that_prints_well():
         assert each.verdict == "chosen" or each.reasons, each
     for text in (str(choice), choice.to_markdown()):
         assert all(str(each.plan) in text for each in choice.candidates)
-
-
-def test_a_choice_is_remembered_but_not_its_errors():
-    q, k, v = tensors()
-    attention(q, k, v)
-    before = attnbench.api._execution.cache_info()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        attention(q, k, v)
-    after = attnbench.api._execution.cache_info()
-    assert (after.hits, after.misses) == (before.hits + 1, before.misses)
-    for _ in range(2):
-        with pytest.raises(UnknownBackendError):
-            attention(q, k, v, backend="nobody")

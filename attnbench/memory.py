@@ -1,0 +1,51 @@
+"""What was chosen before: a question that was asked already costs one look-up."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, TypeVar
+
+from .execution import Execution
+from .question import Question, decide
+from .registry import registry
+
+__all__ = ["Memory", "execution_of"]
+
+_LARGEST = 4096  # questions, of about a KiB each: more than a program asks that does not ask ever new ones
+_Value = TypeVar("_Value")
+
+
+class Memory(dict[tuple[Any, ...], _Value]):
+    """A dictionary that keeps the last ``size`` keys and may be emptied while others write to it."""
+
+    def __init__(self, size: int = _LARGEST) -> None:
+        super().__init__()
+        self.era = 0
+        self._size = size
+        self._lock = threading.Lock()
+
+    def remember(self, key: tuple[Any, ...], value: _Value, era: int) -> _Value:
+        """The value that is kept under the key, which is the first one's of several threads.
+
+        What was made in an earlier ``era``, before ``forget``, is not kept.
+        """
+        with self._lock:
+            if era != self.era:
+                return value
+            if key not in self and len(self) >= self._size:
+                del self[next(iter(self))]
+            return self.setdefault(key, value)
+
+    def forget(self) -> None:
+        """Empty it."""
+        with self._lock:
+            self.era += 1
+            self.clear()
+
+
+def execution_of(question: Question) -> Execution:
+    """What runs for a question.  Raises what ``decide`` raises."""
+    choice = decide(question)
+    known = registry()
+    backward = None if choice.plan.backward is None else known.backward(choice.plan.backward)
+    return Execution(choice.spec, known.forward(choice.plan.forward), backward)

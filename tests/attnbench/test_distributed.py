@@ -1,0 +1,38 @@
+"""attention in models that two processes train together, over gloo on the CPU."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """Where the ranks have left their gradients."""
+    folder = tmp_path_factory.mktemp("ranks")
+    processes = [
+        subprocess.Popen([sys.executable, ranks.__file__, str(rank), str(folder)], stderr=subprocess.PIPE, text=True)
+        for rank in range(ranks.RANKS)
+    ]
+    try:
+        said = [process.communicate(timeout=240)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * ranks.RANKS, "\n".join(said)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ranks.KINDS)
+def test_two_ranks_find_the_gradients_of_one(kind, trained):
+    found = torch.load(trained / f"{kind}.pt")
+    alone = [ranks.gradients(ranks.model(), x) for x in ranks.batches()]
+    assert found.keys() == alone[0].keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, torch.stack([each[name] for each in alone]).mean(0), rtol=1e-5, atol=1e-7)
+        assert gradient.abs().max() > 0

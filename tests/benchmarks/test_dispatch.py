@@ -1,0 +1,82 @@
+"""What ``attention`` costs beyond the kernel that it has chosen, and beside one bare operator of torch.
+
+Without gradients, on tensors so small that little but calling remains.  The ratios go into the report as extra
+information; times are for whoever runs `pytest tests/benchmarks` to look at, and nothing is asserted about them,
+except that the answers are the kernel's own.
+"""
+
+import statistics
+import timeit
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from attnbench import attention, explain
+from attnbench.registry import registry
+
+PLANS = ("auto", "sdpa-math", "sdpa-flash")
+_ROUNDS, _CALLS = 50, 40  # each round times all of them, so that none has a quieter machine than another
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for one another are none of the dispatch's cost."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tensors() -> list[torch.Tensor]:
+    """q, k, v (1, 2, 16, 32) in bf16."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 2, 16, 32, generator=generator).to(torch.bfloat16) for _ in range(3)]
+
+
+def microseconds(functions: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
+    """Time of one call, round by round, in turns."""
+    for function in functions.values():
+        function()
+    rounds = [
+        {name: timeit.timeit(run, number=_CALLS) / _CALLS for name, run in functions.items()} for _ in range(_ROUNDS)
+    ]
+    return {name: [1e6 * each[name] for each in rounds] for name in functions}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.benchmark(group="dispatch")
+def test_dispatch(benchmark: BenchmarkFixture, plan: str) -> None:
+    q, k, v = tensors()
+    choice = explain(q, k, v, is_causal=True, backend=plan)
+    kernel = registry().forward(choice.plan.forward)
+
+    def chosen() -> torch.Tensor:
+        return kernel.run(kernel.prepare(q, k, v, choice.spec)).out
+
+    def ours() -> torch.Tensor:
+        out = attention(q, k, v, is_causal=True, backend=plan)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    with torch.no_grad():
+        assert torch.equal(benchmark(ours), chosen())
+        times = microseconds({"attention": ours, "kernel": chosen, "operator": lambda: torch.add(q, k)})
+    overhead = statistics.median(a - b for a, b in zip(times["attention"], times["kernel"], strict=True))
+    median = {name: statistics.median(each) for name, each in times.items()}
+    benchmark.extra_info |= {
+        "overhead in microseconds": round(overhead, 2),
+        "attention over kernel": round(median["attention"] / median["kernel"], 3),
+        "overhead over torch.add": round(overhead / median["operator"], 3),
+    }
+    assert all(value == value for value in benchmark.extra_info.values())
+
+
+@pytest.mark.benchmark(group="dispatch")
+def test_dispatch_compiled(benchmark: BenchmarkFixture) -> None:
+    """The same behind torch.compile's guards and the operator."""
+    q, k, v = tensors()
+    function = torch.compile(lambda *x: attention(*x, is_causal=True), fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(benchmark(function, q, k, v), attention(q, k, v, is_causal=True))

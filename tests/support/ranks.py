@@ -1,0 +1,74 @@
+"""What one rank of a distributed test does; imported by the processes that torch starts."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from attnbench import attention
+
+RANKS = 2
+KINDS = ("ddp", "ddp compiled", "fsdp2", "fsdp2 compiled")
+PLAN = "emulated:fp8>sdpa-flash:fp32"
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int = 32, heads: int = 2) -> None:
+        super().__init__()
+        self.qkv, self.out, self.heads = nn.Linear(width, 3 * width), nn.Linear(width, width), heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (self.heads, -1)) for each in self.qkv(x).chunk(3, dim=-1))
+        return x + self.out(attention(q, k, v, is_causal=True, layout="bshd", backend=PLAN).flatten(2))
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Layer(), Layer())
+
+
+def batches() -> Tensor:
+    """(rank, B, S, width): what each rank is given."""
+    return torch.randn(RANKS, 2, 8, 32, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(net: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    net(x).square().mean().backward()
+    return {name.removeprefix("module."): each.grad for name, each in net.named_parameters()}
+
+
+def _wrapped(kind: str) -> nn.Module:
+    net = model()
+    if kind.startswith("fsdp2"):
+        mesh = init_device_mesh("cpu", (RANKS,))
+        for layer in net:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+    else:
+        net = DistributedDataParallel(net)
+    if kind.endswith("compiled"):
+        net.compile(backend="aot_eager")
+    return net
+
+
+def main(rank: int, folder: Path) -> None:
+    """Writes for each kind the gradients that rank 0 sees, whole."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
+    for kind in KINDS:
+        torch._dynamo.reset()
+        found = gradients(_wrapped(kind), batches()[rank])
+        whole = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in found.items()}
+        if rank == 0:
+            torch.save(whole, folder / f"{kind}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
