@@ -33,9 +33,11 @@ def error(found: Tensor, truth: Tensor, size: float = 0.0) -> float:
     return relative if difference == difference else float("inf")
 
 
+INTERPRETED = "triton"  # its own tests hold it to the truth, on fewer problems
+
+
 def usable(spec: AttentionSpec) -> list[Plan]:
-    """Without Triton's, which an interpreter runs here: their own tests hold them to the truth on fewer problems."""
-    plans = [plan for plan in registry().plans(spec) if not any(backend_of(each) == "triton" for each in plan.kernels)]
+    plans = [plan for plan in registry().plans(spec) if INTERPRETED not in map(backend_of, plan.kernels)]
     return [plan for plan in plans if registry().reasons(plan, spec, describe(CPU))[0] == "ok"]
 
 
@@ -112,9 +114,9 @@ def check_all(problem: Problem, compiled: bool) -> None:
 
 
 def runnable() -> set[str]:
-    """The forward kernels that this machine can run at all."""
+    """The forward kernels that this machine can run at all, without an interpreter."""
     known = registry()
-    here = [name for name, kernel in known.forwards.items() if "cpu" in kernel.rows]
+    here = [name for name, kernel in known.forwards.items() if "cpu" in kernel.rows and backend_of(name) != INTERPRETED]
     return {name for name in here if known.availability(backend_of(name)).ok}
 
 
