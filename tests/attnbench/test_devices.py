@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnbench import attention, devices, execution
+from attnbench import AttentionSpec, devices, execution
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -31,13 +31,20 @@ def test_a_context_is_made_once_for_each_thread_and_device(monkeypatch: pytest.M
     assert len({ident for ident, _ in made}) == 2
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_attention_binds_the_thread_before_each_pass(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    bound: list[torch.device] = []
-    monkeypatch.setattr(execution, "bind", bound.append)
-    leaves = [torch.randn(1, 2, 8, 16, requires_grad=training) for _ in range(3)]
-    out = attention(*leaves, backend="reference:fp32")
-    assert bound == [torch.device("cpu")]
-    if training:
-        out.sum().backward()
-        assert bound == [torch.device("cpu")] * 2
+def test_a_plan_binds_the_thread_before_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward's is autograd's own."""
+    happened: list[object] = []
+
+    def noted(what: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            prepare=lambda *given: happened.append(f"{what} prepares"),
+            run=lambda *given: happened.append(f"{what} runs"),
+        )
+
+    monkeypatch.setattr(execution, "bind", happened.append)
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=8, head_dim=16, direction="training")
+    plan = execution.Execution(spec, noted("forward"), noted("backward"))  # type: ignore[arg-type]
+    on_gpu = SimpleNamespace(is_cuda=True, device=FIRST)
+    plan.answer(on_gpu, on_gpu, on_gpu)  # type: ignore[arg-type]
+    plan.gradients(SimpleNamespace(), on_gpu)  # type: ignore[arg-type]
+    assert happened == [FIRST, "forward prepares", "forward runs", FIRST, "backward runs"]
