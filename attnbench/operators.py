@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -154,13 +154,11 @@ def _program(q: Tensor, k: Tensor, v: Tensor, descales: tuple[Tensor | None, ...
     return program
 
 
+@cache
 def _usual_exclusions() -> torch._C.DispatchKeySet:
     """What the dispatcher leaves out for who has asked for nothing special: a new thread's state."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(torch._C._dispatch_tls_local_exclude_set).result()
-
-
-_USUAL = _usual_exclusions()
 
 
 def _as_called(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,7 +169,7 @@ def _as_called(run: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(run)
     def usual(*args: Any) -> Any:
-        with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), _USUAL):
+        with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), _usual_exclusions()):
             return run(*args)
 
     return usual

@@ -19,7 +19,7 @@ from .tiles import Tile, padded_size
 if TYPE_CHECKING:
     from .forward import Native
 
-__all__ = ["BLOCK_M", "descriptors", "launch", "registers", "serves"]
+__all__ = ["BLOCK_M", "descriptors", "launch", "programs_of", "registers", "serves"]
 
 _ROWS = 64  # queries of a warpgroup
 _CONSUMERS = 2  # warpgroups that compute
@@ -56,21 +56,25 @@ def launch(native: Native, out: Tensor, lse: Tensor, section: int) -> None:
     spec, tile, q, k = native.spec, native.tile, native.q, native.k
     by_query, by_key, by_value = native.factors
     mask, offset = spec.mask, spec.mask.offset(spec.seqlen_q, spec.seqlen_kv)
-    programs = spec.batch * spec.heads
-    tiles = programs * -(-spec.seqlen_q // BLOCK_M)
-    alone = tile.alone_from is not None and spec.seqlen_kv >= tile.alone_from
     even, most = registers()
-    triton_fp8_attention_forward_hopper[(tiles if alone else min(tiles, _multiprocessors(out.device)),)](
+    triton_fp8_attention_forward_hopper[(programs_of(tile, spec, _multiprocessors(out.device)),)](
         *native.pointers, out, lse, by_query.data, by_key.data, by_value.data, spec.scale,
         q.by_batch, q.by_head, q.aside, k.by_batch, k.by_head, k.aside,
         by_query.by_batch, by_query.by_head, by_key.by_batch, by_key.by_head, by_value.by_batch, by_value.by_head,
-        spec.seqlen_q, spec.seqlen_kv, spec.head_dim_v, spec.heads, spec.group, programs, section,
+        spec.seqlen_q, spec.seqlen_kv, spec.head_dim_v, spec.heads, spec.group, spec.batch * spec.heads, section,
         0 if mask.left is None else offset - mask.left, 0 if mask.right is None else offset + mask.right,
         stages=tile.stages, parts=tile.parts, turns=tile.turns,
         left=mask.left is not None, right=mask.right is not None,
         full_width=spec.head_dim_v == padded_size(spec.head_dim_v), registers=tile.registers or most,
         num_warps=4, maxnreg=even,
     )  # fmt: skip
+
+
+def programs_of(tile: Tile, spec: AttentionSpec, multiprocessors: int) -> int:
+    """One for each tile of queries where those are to be alone, else as many as run at once."""
+    tiles = spec.batch * spec.heads * -(-spec.seqlen_q // BLOCK_M)
+    alone = tile.alone_from is not None and spec.seqlen_kv >= tile.alone_from
+    return tiles if alone else min(tiles, multiprocessors)
 
 
 def registers() -> tuple[int, int]:

@@ -287,26 +287,3 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "91501" in (cudnn._availability().reason or "")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "without CUDA" in (cudnn._availability().reason or "")
-
-
-def test_a_last_group_of_queries_that_is_not_whole_is_no_case_for_an_fp8_backward() -> None:
-    odd, whole = (SPEC.replace(head_dim=128, head_dim_v=128, seqlen_q=queries) for queries in (328, 320))
-    assert FP8.refusals(odd, H200) == FP8.refusals(whole, H200) == []
-    assert "no multiple of 16" in "; ".join(FP8_BACKWARD.refusals(odd, H200))
-    assert FP8_BACKWARD.refusals(whole, H200) == []
-
-
-def test_16_bits_go_beyond_256_in_the_forward_alone() -> None:
-    name = f"{FP8.name.partition(':')[0]}:bf16"
-    wide = SPEC.replace(head_dim=264, head_dim_v=2048, direction="training")
-    assert FORWARDS[name].refusals(wide, H200) == []
-    assert "outside 8 to 256" in "; ".join(BACKWARDS[name].refusals(wide, H200))
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"), [({"seqlen_q": 1}, "single query"), ({"head_dim_v": 80}, "not its own")]
-)
-def test_what_the_fp8_forward_alone_lacks(changes: dict[str, object], reason: str) -> None:
-    assert FP8.refusals(SPEC, H200) == []
-    assert reason in "; ".join(FP8.refusals(SPEC.replace(**changes), H200))
-    assert FORWARDS[f"{FP8.name.partition(':')[0]}:bf16"].refusals(SPEC.replace(**changes), H200) == []

@@ -82,6 +82,14 @@ def test_every_register_is_dealt_once_and_no_eight_are_left_for_every_warpgroup(
     assert most == 240 or (most + 8) * 2 + 24 > even * 3
 
 
+def test_a_program_has_one_tile_from_as_many_keys_on_as_the_tile_says() -> None:
+    """Three tiles of 128 queries for each of 2 x 2 heads."""
+    spec = AttentionSpec.make(batch=2, heads=2, seqlen_q=257, seqlen_kv=1000, head_dim=64)
+    found = [hopper.programs_of(TILE._replace(alone_from=keys), spec, 5) for keys in (None, 1001, 1000, 0)]
+    assert found == [5, 5, 12, 12]
+    assert hopper.programs_of(TILE, spec, 132) == 12
+
+
 def test_every_hopper_tile_is_one_that_the_kernel_takes() -> None:
     tiles = [tile for tile in TILES.values() if tile.hopper]
     assert tiles
