@@ -6,7 +6,8 @@ Importing this imports Triton; ``triton`` (the module of the backend) does so on
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from attnbench.spec import AttentionSpec
 from ..padding import padded, rounded_up
 from . import forward_hopper_launch as hopper
 from .forward_kernel import triton_fp8_attention_forward
+from .launching import Launch
 from .tiles import DEFAULTS, Tile, padded_size
 
 __all__ = ["Native", "Operand", "attend", "interleaved", "laid_out", "retiled", "transposed"]
@@ -50,7 +52,7 @@ class Matrix(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Descales (B, H, S or 1), contiguous along S, with the strides of batch and head."""
+    """Descales (B, H, S or 1, 1), contiguous along S, with the strides of batch and head."""
 
     data: Tensor
     by_batch: int
@@ -63,7 +65,7 @@ class Native:
     """All that the kernel is called with, but its outputs.
 
     ``factors`` are Q's, K's and V's; where tokens have their own, V's are log2 of the descales, and ``inverses`` one
-    over them.
+    over them.  ``launch`` knows the rest.
     """
 
     spec: AttentionSpec
@@ -74,6 +76,7 @@ class Native:
     factors: tuple[Factors, Factors, Factors]
     inverses: Tensor
     pointers: tuple[Any, Any, Any]
+    launch: Launch
 
 
 def laid_out(spec: AttentionSpec, tile: Tile, q: Operand, k: Operand, v: Operand) -> Native:
@@ -91,11 +94,9 @@ def laid_out(spec: AttentionSpec, tile: Tile, q: Operand, k: Operand, v: Operand
     if by_value.per_token:
         descales = inverses.contiguous().clamp_min(_LEAST)
         inverses = descales.reciprocal()
-        by_value = _factors(descales.log2().unsqueeze(-1), spec.batch, spec.kv_heads)
+        by_value = _factors(descales.log2(), spec.batch, spec.kv_heads)
     factors = by_query, by_key, by_value
-    tile = _served(spec, tile, factors)
-    pointers = _pointers(spec, tile, *matrices, values)
-    return Native(spec, tile, *matrices, values, factors, inverses, pointers)
+    return _native(spec, _served(spec, tile, factors), matrices, values, factors, inverses)
 
 
 def retiled(native: Native, tile: Tile) -> Native:
@@ -103,8 +104,7 @@ def retiled(native: Native, tile: Tile) -> Native:
     values, tile = native.v, _served(native.spec, tile, native.factors)
     if tile.interleaved != native.tile.interleaved:
         values = interleaved(values, back=native.tile.interleaved)
-    pointers = _pointers(native.spec, tile, native.q, native.k, values)
-    return replace(native, tile=tile, v=values, pointers=pointers)
+    return _native(native.spec, tile, (native.q, native.k), values, native.factors, native.inverses)
 
 
 def transposed(x: Tensor) -> Tensor:
@@ -130,34 +130,58 @@ def attend(native: Native) -> Result:
     device = native.v.device
     out = torch.empty(spec.batch, spec.heads, spec.seqlen_q, spec.head_dim_v, dtype=gradient_dtype(spec), device=device)
     lse = torch.empty(spec.batch, spec.heads, spec.seqlen_q, dtype=torch.float32, device=device)
+    q, k, (by_query, by_key, by_value) = native.q, native.k, native.factors
+    given = (*native.pointers, out, lse, by_query.data, by_key.data, by_value.data)
+    addresses = q.data.data_ptr() | k.data.data_ptr() | native.v.data_ptr() | out.data_ptr() | lse.data_ptr()
+    addresses |= by_query.data.data_ptr() | by_key.data.data_ptr() | by_value.data.data_ptr()
+    if not tile.hopper:
+        given, addresses = (*given, native.inverses), addresses | native.inverses.data_ptr()
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        native.launch(given, addresses)
+    return Result(out, lse)
+
+
+def _native(
+    spec: AttentionSpec,
+    tile: Tile,
+    matrices: tuple[Matrix, Matrix],
+    values: Tensor,
+    factors: tuple[Factors, Factors, Factors],
+    inverses: Tensor,
+) -> Native:
+    steps = tuple((each.by_batch, each.by_head, each.per_token) for each in factors)
     if tile.hopper:
-        with torch.cuda.device(device):
-            hopper.launch(native, out, lse, _section(spec))
-        return Result(out, lse)
-    q, k, v = native.q, native.k, native.v
-    by_query, by_key, by_value = native.factors
+        pointers = hopper.descriptors(tile, spec, *(each.data for each in matrices), values)
+        places = tuple((each.by_batch, each.by_head, each.aside) for each in matrices)
+        launch = hopper.launch(spec, tile, places, steps, _section(spec), values.device)
+    else:
+        pointers = _pointers(spec, tile, *matrices, values)
+        shapes = tuple((*each[1:], each.data.stride(0), *each.data.shape) for each in matrices)
+        launch = _launch(spec, tile, (*shapes, values.shape), steps)
+    return Native(spec, tile, *matrices, values, factors, inverses, pointers, launch)
+
+
+@lru_cache(maxsize=1024)
+def _launch(spec: AttentionSpec, tile: Tile, shapes: tuple[Any, ...], steps: tuple[Any, ...]) -> Launch:
+    """The kernel on matrices of these places and shapes, and factors of these steps."""
     mask, offset = spec.mask, spec.mask.offset(spec.seqlen_q, spec.seqlen_kv)
     programs = spec.batch * spec.heads
     size, size_v = padded_size(spec.head_dim), padded_size(spec.head_dim_v)
-    limits = {} if tile.registers is None else {"maxnreg": tile.registers}
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        triton_fp8_attention_forward[(programs * -(-spec.seqlen_q // tile.block_m),)](
-            *native.pointers, out, lse, by_query.data, by_key.data, by_value.data, native.inverses,
-            spec.scale, spec.softcap or 1.0,
-            q.by_batch, q.by_head, q.aside, q.data.stride(0), *q.data.shape,
-            k.by_batch, k.by_head, k.aside, k.data.stride(0), *k.data.shape, *v.shape,
-            by_query.by_batch, by_query.by_head, by_key.by_batch, by_key.by_head, by_value.by_batch, by_value.by_head,
-            spec.seqlen_q, spec.seqlen_kv, spec.head_dim_v, spec.heads, spec.group, programs, _section(spec),
-            0 if mask.left is None else offset - mask.left, 0 if mask.right is None else offset + mask.right,
-            block_m=tile.block_m, block_n=tile.block_n, block_d=size, block_dv=size_v,
-            stages=tile.stages, tma=tile.tma, left=mask.left is not None, right=mask.right is not None,
-            tail=spec.seqlen_kv % tile.block_n != 0, full_width=spec.head_dim_v == size_v, softcapped=spec.softcap > 0,
-            negative=spec.scale < 0, q_per_token=by_query.per_token, k_per_key=by_key.per_token,
-            v_per_key=by_value.per_token, promotion=tile.promotion, parts=tile.parts,
-            interleaved=tile.interleaved,
-            num_warps=tile.warps, num_stages=tile.stages, **limits,
-        )  # fmt: skip
-    return Result(out, lse)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    if tile.registers is not None:
+        options["maxnreg"] = tile.registers
+    constants = (
+        spec.scale, spec.softcap or 1.0, *shapes[0], *shapes[1], *shapes[2],
+        *(step for each in steps for step in each[:2]),
+        spec.seqlen_q, spec.seqlen_kv, spec.head_dim_v, spec.heads, spec.group, programs, _section(spec),
+        0 if mask.left is None else offset - mask.left, 0 if mask.right is None else offset + mask.right,
+        tile.block_m, tile.block_n, size, size_v, tile.stages, tile.tma,
+        mask.left is not None, mask.right is not None, spec.seqlen_kv % tile.block_n != 0,
+        spec.head_dim_v == size_v, spec.softcap > 0, spec.scale < 0, *(each[2] for each in steps),
+        tile.promotion, tile.parts, tile.interleaved,
+    )  # fmt: skip
+    grid = programs * -(-spec.seqlen_q // tile.block_m), 1, 1
+    return Launch(triton_fp8_attention_forward, grid, constants, options)
 
 
 def _served(spec: AttentionSpec, tile: Tile, factors: tuple[Factors, ...]) -> Tile:
@@ -182,7 +206,9 @@ def _section(spec: AttentionSpec) -> int:
 
 
 def _factors(descale: Tensor, batch: int, heads: int) -> Factors:
-    data = descale.to(torch.float32).expand(batch, heads, -1, 1).squeeze(-1)
+    data = descale.to(torch.float32)
+    if data.shape[:2] != (batch, heads):
+        data = data.expand(batch, heads, -1, 1)
     if data.shape[2] > 1 and data.stride(2) != 1:
         data = data.contiguous()
     return Factors(data, data.stride(0), data.stride(1), data.shape[2] > 1)
@@ -213,8 +239,6 @@ def _steps(x: Tensor, *expected: int) -> bool:
 
 
 def _pointers(spec: AttentionSpec, tile: Tile, q: Matrix, k: Matrix, v: Tensor) -> tuple[Any, Any, Any]:
-    if tile.hopper:
-        return hopper.descriptors(tile, spec, q.data, k.data, v)
     if not tile.tma:
         return q.data, k.data, v
     size, size_v = padded_size(spec.head_dim), padded_size(spec.head_dim_v)

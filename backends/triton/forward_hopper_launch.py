@@ -5,8 +5,8 @@ Importing this imports no Gluon: ``serves`` is asked first.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -14,10 +14,8 @@ from torch import Tensor
 
 from attnbench.spec import AttentionSpec
 
+from .launching import Launch
 from .tiles import Tile, padded_size
-
-if TYPE_CHECKING:
-    from .forward import Native
 
 __all__ = ["BLOCK_M", "descriptors", "launch", "programs_of", "registers", "serves"]
 
@@ -49,25 +47,24 @@ def descriptors(tile: Tile, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor
     )
 
 
-def launch(native: Native, out: Tensor, lse: Tensor, section: int) -> None:
-    """Starts the kernel on the current stream of the current device, which is that of ``out``."""
+@lru_cache(maxsize=1024)
+def launch(
+    spec: AttentionSpec, tile: Tile, places: tuple[Any, ...], steps: tuple[Any, ...], section: int, device: torch.device
+) -> Launch:
+    """The kernel on matrices at these ``places`` (by batch entry, by head, aside) and factors at these ``steps``."""
     from .forward_hopper import triton_fp8_attention_forward_hopper
 
-    spec, tile, q, k = native.spec, native.tile, native.q, native.k
-    by_query, by_key, by_value = native.factors
     mask, offset = spec.mask, spec.mask.offset(spec.seqlen_q, spec.seqlen_kv)
     even, most = registers()
-    triton_fp8_attention_forward_hopper[(programs_of(tile, spec, _multiprocessors(out.device)),)](
-        *native.pointers, out, lse, by_query.data, by_key.data, by_value.data, spec.scale,
-        q.by_batch, q.by_head, q.aside, k.by_batch, k.by_head, k.aside,
-        by_query.by_batch, by_query.by_head, by_key.by_batch, by_key.by_head, by_value.by_batch, by_value.by_head,
+    constants = (
+        spec.scale, *places[0], *places[1], *(step for each in steps for step in each[:2]),
         spec.seqlen_q, spec.seqlen_kv, spec.head_dim_v, spec.heads, spec.group, spec.batch * spec.heads, section,
         0 if mask.left is None else offset - mask.left, 0 if mask.right is None else offset + mask.right,
-        stages=tile.stages, parts=tile.parts, turns=tile.turns,
-        left=mask.left is not None, right=mask.right is not None,
-        full_width=spec.head_dim_v == padded_size(spec.head_dim_v), registers=tile.registers or most,
-        num_warps=4, maxnreg=even,
+        tile.stages, tile.parts, tile.turns, mask.left is not None, mask.right is not None,
+        spec.head_dim_v == padded_size(spec.head_dim_v), tile.registers or most,
     )  # fmt: skip
+    grid = programs_of(tile, spec, _multiprocessors(device)), 1, 1
+    return Launch(triton_fp8_attention_forward_hopper, grid, constants, {"num_warps": 4, "maxnreg": even})
 
 
 def programs_of(tile: Tile, spec: AttentionSpec, multiprocessors: int) -> int:

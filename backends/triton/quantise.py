@@ -27,6 +27,7 @@ from attnbench.spec import Granularity
 
 from ..padding import rounded_up
 from .forward import interleaved
+from .launching import Launch
 from .quantise_kernels import PADDING, Job, Size, cast, largest_magnitudes
 
 __all__ = ["TILES", "Quantisation", "Request", "Tiles", "quantised", "quantised_together", "tiles_for"]
@@ -165,33 +166,26 @@ def quantised_together(requests: Sequence[Request], recipe: Recipe, tiles: Tiles
     device = requests[0].x.device
     if any(request.x.device != device for request in requests):
         raise InputError(f"tensors quantised together lie on one device, not {[str(r.x.device) for r in requests]}")
-    layout = _layout(tuple(map(_outline, requests)), recipe.granularity, tiles)
-    results, jobs = [], []
+    layout = _layout(tuple(map(_outline, requests)), recipe, tiles)
+    results, jobs, addresses = [], [], 0
     for request, memory in zip(requests, layout.memories, strict=True):
         result, job = _allocated(request, memory, recipe)
         results.append(result)
         jobs.append(job)
+        addresses |= _addresses(job)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        if layout.first.programs:
-            largest_magnitudes[(layout.first.programs,)](
-                tuple(jobs),
-                layout.first.sizes,
-                layout.dims,
-                layout.tiles.first_rows,
-                num_warps=layout.tiles.first_warps,
-            )
-        cast[(layout.second.programs,)](
-            tuple(jobs),
-            layout.second.sizes,
-            layout.dims,
-            recipe.granularity,
-            LARGEST[recipe.format],
-            layout.tiles.rows,
-            layout.tiles.rows_flipped,
-            layout.interleaved,
-            num_warps=layout.tiles.warps,
-        )
+        for launch in layout.launches:
+            launch((tuple(jobs),), addresses)
     return results
+
+
+def _addresses(job: Job) -> int:
+    """Those of a job's memory, or-ed."""
+    memory = job.x.data_ptr() | job.descale.data_ptr()
+    for each in (job.data, job.flipped, job.partial, job.mean, job.signs):
+        if each is not None:
+            memory |= each.data_ptr()
+    return memory
 
 
 class _Outline(NamedTuple):
@@ -203,6 +197,8 @@ class _Outline(NamedTuple):
     rows: bool
     transposed: bool
     group: int
+    rotate: bool
+    smooth: bool
     interleaved: bool
 
 
@@ -216,34 +212,25 @@ class _Memory(NamedTuple):
     far: int | None  # 1 or None, of which Triton makes constants
 
 
-class _Launch(NamedTuple):
-    """What a kernel is told of each tensor, coded, and how many programs it has."""
-
-    sizes: tuple[Size, ...]
-    programs: int
-
-
 class _Layout(NamedTuple):
     """All that calls with the same shapes share."""
 
     memories: tuple[_Memory, ...]
-    dims: tuple[int, ...]
-    interleaved: tuple[bool, ...]
-    first: _Launch  # without programs where the scales need no first pass
-    second: _Launch
-    tiles: Tiles
+    launches: tuple[Launch, ...]
 
 
 def _outline(request: Request) -> _Outline:
     x = request.x
     order = request.transposed and request.interleaved
-    return _Outline(x.shape, x.stride(), x.dtype, request.rows, request.transposed, request.group, order)
+    asked = request.rows, request.transposed, request.group, request.rotate, request.smooth
+    return _Outline(x.shape, x.stride(), x.dtype, *asked, order)
 
 
 @lru_cache(maxsize=1024)
-def _layout(outlines: tuple[_Outline, ...], granularity: Granularity, asked: Tiles | None) -> _Layout:
+def _layout(outlines: tuple[_Outline, ...], recipe: Recipe, asked: Tiles | None) -> _Layout:
     for outline in outlines:
         _check(outline)
+    granularity = recipe.granularity
     tiles = asked or tiles_for(granularity, max(outline.shape[3] for outline in outlines))
     if granularity == "block":
         tiles = tiles._replace(rows=BLOCK, rows_flipped=BLOCK)
@@ -274,10 +261,16 @@ def _layout(outlines: tuple[_Outline, ...], granularity: Granularity, asked: Til
         for passes, parts, count in ((first, chunks, read), (second, written, written)):
             turns = (1, heads, parts) if beside else (0, parts, heads)
             passes.append(Size(0, batch * heads * parts, heads, length, count, chunks, *turns, share))
-    two = granularity in ("tensor", "head")
     dims = tuple(outline.shape[3] for outline in outlines)
     orders = tuple(outline.interleaved for outline in outlines)
-    return _Layout(tuple(memories), dims, orders, _numbered(first if two else []), _numbered(second), tiles)
+    sizes, grid = _numbered(second)
+    told = granularity, LARGEST[recipe.format], tiles.rows, tiles.rows_flipped, orders
+    launches = (Launch(cast, grid, (sizes, dims, *told), {"num_warps": tiles.warps}),)
+    if granularity in ("tensor", "head"):
+        sizes, grid = _numbered(first)
+        magnitudes = Launch(largest_magnitudes, grid, (sizes, dims, tiles.first_rows), {"num_warps": tiles.first_warps})
+        launches = (magnitudes, *launches)
+    return _Layout(tuple(memories), launches)
 
 
 def _check(outline: _Outline) -> None:
@@ -291,11 +284,11 @@ def _check(outline: _Outline) -> None:
         raise InputError("a request is for rows, a transposed copy or both")
 
 
-def _numbered(sizes: Sequence[Size]) -> _Launch:
-    """One launch for all: the programs of each tensor follow those of the one before it."""
+def _numbered(sizes: Sequence[Size]) -> tuple[tuple[Size, ...], tuple[int, int, int]]:
+    """One launch for all, its sizes and grid: the programs of each tensor follow those of the one before it."""
     ends = list(accumulate((size.programs for size in sizes), initial=0))
     numbered = (size._replace(first=end).coded() for size, end in zip(sizes, ends, strict=False))
-    return _Launch(tuple(numbered), ends[-1])
+    return tuple(numbered), (ends[-1], 1, 1)
 
 
 def _allocated(request: Request, memory: _Memory, recipe: Recipe) -> tuple[Quantisation, Job]:
