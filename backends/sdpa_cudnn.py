@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -16,6 +17,7 @@ from .sdpa import DECLARED_ERROR, aligned, cuda_availability, cuda_refusals
 __all__ = ["BACKEND"]
 
 _PRECISIONS = ("bf16", "fp16")
+_VECTOR = 16  # bytes that rows and storage start at multiples of
 _ODD_LENGTHS = 91501  # cuDNN 9.15.1, the first that is right on lengths that are no multiple of 128 (pytorch#169849)
 
 
@@ -105,12 +107,25 @@ class CudnnBackward(BackwardKernel):
         spec, lse = saved.spec, saved.lse
         assert lse is not None
         q, k, v = (aligned(x) for x in saved.operands.tensors())
+        out, grad_out = (_laid_out_as(q, x) for x in (saved.out, grad_out))
         unused = torch.empty((), dtype=torch.int64, device=q.device)  # the dropout's random state
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            aligned(grad_out), q, k, v, aligned(saved.out), lse.contiguous().unsqueeze(-1), unused, unused, None,
+            grad_out, q, k, v, out, lse.contiguous().unsqueeze(-1), unused, unused, None,
             None, None, spec.seqlen_q, spec.seqlen_kv, 0.0, spec.mask.kind == "causal", scale=spec.scale,
         )  # fmt: skip
         return dq, dk, dv
+
+
+def _laid_out_as(q: Tensor, x: Tensor) -> Tensor:
+    """x (B, H, S, D) densely with its axes in memory as q's are: what torch's own forward returns; else a copy.
+
+    torch 2.11 keeps the graphs of backward passes by the strides of q, k and v alone.  Another layout of the output or
+    of its gradient would run a graph that was made for the first, and give gradients of something else, silently.
+    """
+    # An axis that q repeats, of stride 0, is no innermost one.
+    order = sorted(range(q.ndim), key=lambda axis: q.stride(axis) or math.inf, reverse=True)
+    dense = torch.empty_permuted(x.shape, order, dtype=x.dtype, device=x.device)
+    return x if x.stride() == dense.stride() and x.data_ptr() % _VECTOR == 0 else dense.copy_(x)
 
 
 BACKEND = Backend(

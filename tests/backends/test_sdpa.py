@@ -333,3 +333,23 @@ def test_availability_names_the_version_or_what_is_missing(monkeypatch: pytest.M
 def test_entry_points_name_the_families(family: str) -> None:
     module = importlib.import_module(f"attnbench.backends.{family.replace('-', '_')}")
     assert registry().backends[family] is module.BACKEND
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_cudnn_s_backward_gets_layouts_that_q_s_strides_tell(data: st.DataObject) -> None:
+    """A function of q's strides, whatever the caller's layout was, with rows that can be read as vectors."""
+    sizes = [*(data.draw(st.integers(1, 3)) for _ in range(3)), 16]
+    q_axes = [*data.draw(st.permutations([0, 1, 2])), 3]
+    q = torch.empty_permuted(sizes, q_axes, dtype=torch.bfloat16)
+    if data.draw(st.booleans()):
+        q = q[:, :1].expand(sizes)
+    wanted = None
+    for _ in range(3):
+        axes = data.draw(st.permutations([0, 1, 2, 3]))
+        x = torch.empty_permuted([*sizes[:3], 8], axes, dtype=torch.bfloat16).normal_()
+        laid = sdpa_cudnn._laid_out_as(q, x)
+        assert torch.equal(laid, x)
+        assert laid.stride(3) == 1
+        assert wanted in (None, laid.stride())
+        wanted = laid.stride()

@@ -125,3 +125,24 @@ def test_flash_needs_the_scale_above_zero_that_it_asks_for(mask: Mask, scale: fl
     truth = Truth.of(spec, 0, device)
     out = forward.run(forward.prepare(*truth.inputs[:3], spec)).out
     assert not dense.relative_l2(out, dense.dense_attention(*truth.inputs[:3], spec)[0]) < 0.1
+
+
+@pytest.mark.parametrize("layouts", itertools.permutations(["bhsd", "bshd"]), ids="-".join)
+def test_cudnn_s_gradients_hold_in_every_layout_of_the_output_and_its_gradient(layouts: tuple[str, str]) -> None:
+    """torch keeps a graph for the strides of q, k and v; a second layout of the others must not run the first's."""
+    spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=640, head_dim=128, mask=Mask(right=0), direction="training")
+    generator = torch.Generator("cuda").manual_seed(3)
+
+    def normal() -> torch.Tensor:
+        return torch.randn(2, 8, 640, 128, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+    q, k, v, grad_out = (normal() for _ in range(4))
+    wanted = dense.dense_gradients(q, k, v, grad_out, spec)
+    forward, backward = FORWARDS["sdpa-cudnn:bf16"], BACKWARDS["sdpa-cudnn:bf16"]
+    operands = forward.prepare(q, k, v, spec)
+    out, lse, state = forward.run(operands)
+    for layout in layouts:
+        laid = [x if layout == "bhsd" else x.transpose(1, 2).contiguous().transpose(1, 2) for x in (out, grad_out)]
+        found = backward.run(Saved(operands, laid[0], lse, state), laid[1])
+        for mine, true in zip(found, wanted, strict=True):
+            assert dense.relative_l2(mine, true) < 0.01
