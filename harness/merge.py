@@ -23,7 +23,7 @@ from attnbench.table import Table
 from .condense import condense
 from .records import Measurement, read_measurements
 from .shards import Shard
-from .store import LOCK, MEASUREMENTS, TABLE, Store
+from .store import LOCK, MEASUREMENTS, TABLE, Store, recorded
 
 __all__ = ["Merged", "Part", "merge"]
 
@@ -142,14 +142,14 @@ def _read(place: Path, locks: ExitStack) -> Part:
     """The rows of a folder or file, which is not changed; a folder's lock is kept until the others are read, too."""
     with _reading(place):
         folder = stat.S_ISDIR(place.stat().st_mode)
-        path = place / MEASUREMENTS if folder else place
+        path = recorded(place)
         if folder:
             _lock(place, locks)
-            if MEASUREMENTS not in os.listdir(place):
+            if path.name not in os.listdir(place):
                 return Part(place, [], f"{place} holds no {MEASUREMENTS} yet")
         if not stat.S_ISREG(path.stat().st_mode):
             raise MalformedFileError(path, "expected a file of measurements")
-        torn = _torn(path)
+        torn = 0 if path.suffix == ".gz" else _torn(path)
         rows = list(read_measurements(path) if not torn else islice(read_measurements(path), _whole_lines(path)))
     if torn:
         return Part(place, rows, f"{place} ends in a half-written line, of which {torn} bytes are ignored")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -189,18 +191,21 @@ class Measurement(BaseModel):
 
 
 def read_measurements(path: Path) -> Iterator[Measurement]:
-    """The records of a JSON Lines file, one at a time.
+    """The records of a JSON Lines file, one at a time; a name that ends in ``.gz`` says that it is compressed.
 
     Raises MalformedFileError with the line and what was expected there.
     """
     try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise MalformedFileError(path, f"expected at most {_LARGEST_FILE} bytes of measurements")
-        with path.open("rb") as file:
-            number = 0
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            number, left = 0, _LARGEST_FILE
             while line := file.readline(_LONGEST_LINE + 1):
                 number += 1
+                left -= len(line)
+                if left < 0:  # counted as they come, for a compressed file's size tells nothing
+                    raise MalformedFileError(path, f"expected at most {_LARGEST_FILE} bytes of measurements")
                 yield _parsed(path, number, line)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise MalformedFileError(path, f"expected measurements compressed by gzip: {error}") from error
     except OSError as error:
         raise MalformedFileError(path, f"cannot be read: {error.strerror}") from error
 

@@ -14,16 +14,25 @@ from attnbench.plan import Plan
 
 from .records import Measurement, read_measurements
 
-__all__ = ["LOCK", "MEASUREMENTS", "TABLE", "Store"]
+__all__ = ["LOCK", "MEASUREMENTS", "TABLE", "Store", "recorded"]
 
 MEASUREMENTS = "measurements.jsonl"
 TABLE = "table.json"  # what the measurements come down to, written once all are there
 LOCK = ".lock"
 
 
+def recorded(place: Path) -> Path:
+    """The file of measurements that a path means: itself, or of a folder the one in it, compressed or not."""
+    if not place.is_dir():
+        return place
+    plain, packed = place / MEASUREMENTS, place / f"{MEASUREMENTS}.gz"
+    return packed if packed.exists() and not plain.exists() else plain
+
+
 class Store:
     """``folder/measurements.jsonl``, written by one sweep at a time, which holds the folder's lock.
 
+    ``recorded`` finds it where somebody has compressed it since, to be kept; nothing is added to such a file.
     Opening repairs the file first: a last line that a killed process left half-written is cut
     off, and ``notes`` says so.  ``rows`` are the measurements in the order they were written.
 
@@ -58,6 +67,8 @@ class Store:
         except OSError as error:  # a file system without locks, as Lustre mounted without flock
             said = f"{self.folder} cannot be locked: {error.strerror}; name a folder on another disk"
             raise OutputError(said) from error
+        if recorded(self.folder) != self.path:
+            raise MisuseError(f"{self.folder} holds compressed results, to be kept; name another folder with --out")
         if self.path.exists():
             if not resume and self.path.stat().st_size:
                 raise MisuseError(

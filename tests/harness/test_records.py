@@ -1,5 +1,6 @@
 """A record holds numbers only where something ran, and survives the way to a file and back."""
 
+import gzip
 import json
 import math
 from datetime import datetime, timezone
@@ -11,7 +12,9 @@ from pydantic import ValidationError
 
 from attnbench.environment import Environment
 from attnbench.errors import MalformedFileError
+from attnbench.harness import records
 from attnbench.harness.records import SCHEMA, STATUSES, Measurement, read_measurements
+from attnbench.harness.store import recorded
 from attnbench.mask import Mask
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
@@ -164,3 +167,31 @@ def test_a_line_that_is_no_record(tmp_path, line):
     assert caught.value.line == 1
     with pytest.raises(MalformedFileError, match="No such file"):
         list(read_measurements(tmp_path / "none"))
+
+
+def test_a_compressed_file_is_read_as_a_plain_one(tmp_path):
+    row = Measurement(**FACTS, **NUMBERS)
+    (tmp_path / "measurements.jsonl.gz").write_bytes(gzip.compress(f"{row.to_line()}\n{row.to_line()}\n".encode()))
+    assert list(read_measurements(recorded(tmp_path))) == [row, row]
+    (tmp_path / "measurements.jsonl").write_text(f"{row.to_line()}\n")
+    assert list(read_measurements(recorded(tmp_path))) == [row]
+
+
+def test_a_damaged_compressed_file_is_malformed(tmp_path):
+    whole = gzip.compress(f"{Measurement(**FACTS, **NUMBERS).to_line()}\n".encode())
+    file = tmp_path / "rows.jsonl.gz"
+    for content in (whole[:-9], whole[: len(whole) // 2], b"no gzip", whole[:12] + b"\xff\xff\xff" + whole[15:]):
+        file.write_bytes(content)
+        with pytest.raises(MalformedFileError):
+            list(read_measurements(file))
+
+
+def test_more_than_a_file_may_hold_is_refused_whether_compressed_or_not(tmp_path, monkeypatch):
+    line = f"{Measurement(**FACTS, **NUMBERS).to_line()}\n".encode()
+    monkeypatch.setattr(records, "_LARGEST_FILE", 5 * len(line))
+    for name, pack in (("rows.jsonl", bytes), ("rows.jsonl.gz", gzip.compress)):
+        (tmp_path / name).write_bytes(pack(line * 5))
+        assert len(list(read_measurements(tmp_path / name))) == 5
+        (tmp_path / name).write_bytes(pack(line * 6))
+        with pytest.raises(MalformedFileError, match="at most"):
+            list(read_measurements(tmp_path / name))

@@ -1,5 +1,6 @@
 """No row is lost, none is half there, and two sweeps never write one folder."""
 
+import gzip
 import os
 import random
 import resource
@@ -67,6 +68,18 @@ def test_results_are_not_written_over(tmp_path):
     with pytest.raises(MisuseError, match="--resume"):
         Store(tmp_path, HERE)
     assert (tmp_path / MEASUREMENTS).read_bytes() == before
+
+
+def test_compressed_results_are_kept_and_nothing_is_added(tmp_path):
+    with Store(tmp_path, HERE) as store:
+        store.append(row(1))
+    packed = tmp_path / f"{MEASUREMENTS}.gz"
+    packed.write_bytes(gzip.compress((tmp_path / MEASUREMENTS).read_bytes()))
+    (tmp_path / MEASUREMENTS).unlink()
+    for resume in (True, False):
+        with pytest.raises(MisuseError, match="compressed"):
+            Store(tmp_path, HERE, resume=resume)
+    assert list(tmp_path.glob("*.jsonl")) == []
 
 
 def test_a_folder_without_results_is_as_good_as_a_new_one(tmp_path):
