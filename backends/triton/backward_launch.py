@@ -15,10 +15,12 @@ from attnbench.fp8 import Quantised, hadamard
 from attnbench.kernel import gradient_dtype
 from attnbench.spec import AttentionSpec
 
+from . import backward_hopper_launch as hopper
 from .backward_keys import key_gradients
 from .backward_layout import BLOCK, LOG2E, PEAK, Gradient, Laid, lay_out, lay_out_gradient
 from .backward_queries import query_gradients
 from .backward_tiles import Tile, Tiles
+from .launching import Launches, addresses
 
 __all__ = ["Prepared", "launch", "prepared", "run_keys", "run_queries"]
 
@@ -56,25 +58,15 @@ class Prepared:
         """V's and dO's, padded."""
         return self.v.data.shape[2]
 
-    def options(self, tile: Tile) -> dict[str, int | bool | float]:
-        """What both kernels are compiled for."""
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """What kind of program it takes: left and right edges, whose scales vary, a soft cap, a rotation."""
         spec = self.spec
-        return {
-            "block_m": tile.block_m,
-            "block_n": tile.block_n,
-            "head_dim": self.head_dim,
-            "has_left": spec.mask.left is not None,
-            "has_right": spec.mask.right is not None,
-            "q_varies": self.q_varies,
-            "k_varies": self.k_scale.shape[2] > 1,
-            "v_varies": self.v_scale.shape[2] > 1,
-            "capped": spec.softcap > 0,
-            "rotated": self.turn is not None,
-            "peak": PEAK,
-            "shared": BLOCK,
-            "stages": tile.stages,
-            "num_warps": tile.warps,
-        }
+        varies = self.q_varies, self.k_scale.shape[2] > 1, self.v_scale.shape[2] > 1
+        return spec.mask.left is not None, spec.mask.right is not None, *varies, spec.softcap > 0, self.turn is not None
+
+
+_KEYS, _QUERIES = Launches(key_gradients), Launches(query_gradients)
 
 
 def prepared(
@@ -102,14 +94,22 @@ def run_keys(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -> t
     device = rows.device
     dk_out = torch.empty(*shape, spec.head_dim, dtype=dtype, device=device)
     dv_out = torch.empty(*shape, spec.head_dim_v, dtype=dtype, device=device)
-    key_gradients[(triton.cdiv(spec.seqlen_kv, n), spec.batch * spec.kv_heads)](
+    if tile.hopper is not None and hopper.serves(given, narrow):
+        hopper.run_keys(given, tile.hopper, dk_out, dv_out)
+        return dk_out, dv_out
+    memory = rows, given.gradient.descale, given.k_scale, given.v_scale, given.turn, dk_out, dv_out
+    tiled = (
         _tiled(given.q.data, m, d), _tiled(do.data, m, dv), _tiled(given.k.data, n, d), _tiled(given.v.data, n, dv),
-        _further(given.q, m, d, narrow), _further(do, m, dv, narrow), rows, rows.stride(0), given.gradient.descale,
-        given.k_scale, *given.k_scale.stride(), given.v_scale, *given.v_scale.stride(), given.turn, dk_out, dv_out,
+        _further(given.q, m, d, narrow), _further(do, m, dv, narrow),
+    )  # fmt: skip
+    constants = (
+        rows.stride(0), *given.k_scale.stride(), *given.v_scale.stride(),
         spec.kv_heads, spec.seqlen_q, spec.seqlen_kv, rows.shape[2], given.k.data.shape[1],
         spec.head_dim, spec.head_dim_v, given.scale, given.exponent, given.before, given.after, spec.softcap * LOG2E,
-        group=spec.group, head_dim_v=dv, narrow=narrow, **given.options(tile),
+        spec.group, m, n, d, dv, *given.kinds, narrow, PEAK, BLOCK, tile.stages,
     )  # fmt: skip
+    grid = triton.cdiv(spec.seqlen_kv, n), spec.batch * spec.kv_heads, 1
+    _KEYS(grid, constants, (dtype,), num_warps=tile.warps)((*tiled, *memory), addresses(memory))
     return dk_out, dv_out
 
 
@@ -118,14 +118,22 @@ def run_queries(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -
     spec, do, rows = given.spec, given.gradient.laid, given.gradient.rows
     m, n, d, dv = tile.block_m, tile.block_n, given.head_dim, given.head_dim_v
     dq_out = torch.empty(spec.batch, spec.heads, spec.seqlen_q, spec.head_dim, dtype=dtype, device=rows.device)
-    query_gradients[(triton.cdiv(spec.seqlen_q, m), spec.batch * spec.heads)](
+    if tile.hopper is not None and hopper.serves(given, narrow):
+        hopper.run_queries(given, tile.hopper, dq_out)
+        return dq_out
+    memory = rows, given.gradient.descale, given.k_scale, given.v_scale, given.turn, dq_out
+    tiled = (
         _tiled(given.q.data, m, d), _tiled(do.data, m, dv), _tiled(given.k.data, n, d), _tiled(given.v.data, n, dv),
-        _further(given.k, n, d, narrow), rows, rows.stride(0), given.gradient.descale,
-        given.k_scale, *given.k_scale.stride(), given.v_scale, *given.v_scale.stride(), given.turn, dq_out,
+        _further(given.k, n, d, narrow),
+    )  # fmt: skip
+    constants = (
+        rows.stride(0), *given.k_scale.stride(), *given.v_scale.stride(),
         spec.heads, spec.group, spec.seqlen_q, spec.seqlen_kv, rows.shape[2], given.k.data.shape[1],
         spec.head_dim, given.scale, given.exponent, given.before, given.after, spec.softcap * LOG2E,
-        ragged=spec.seqlen_kv % n != 0, narrow=narrow, **given.options(tile),
+        m, n, d, spec.seqlen_kv % n != 0, *given.kinds, narrow, PEAK, BLOCK, tile.stages,
     )  # fmt: skip
+    grid = triton.cdiv(spec.seqlen_q, m), spec.batch * spec.heads, 1
+    _QUERIES(grid, constants, (dtype,), num_warps=tile.warps)((*tiled, *memory), addresses(memory))
     return dq_out
 
 

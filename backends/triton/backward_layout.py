@@ -22,6 +22,7 @@ from attnbench.spec import AttentionSpec
 
 from ..padding import rounded_up
 from .arithmetic import to_bf16, to_e4m3
+from .launching import Launches, addresses
 
 __all__ = ["BLOCK", "LOG2E", "PADDING", "PEAK", "Gradient", "Laid", "lay_out", "lay_out_gradient"]
 
@@ -69,6 +70,9 @@ def _padded(size: int) -> int:
 @triton.jit
 def _lay_out(
     x,
+    data,
+    wide,
+    transposed,
     batch_stride,
     head_stride,
     token_stride,
@@ -76,9 +80,6 @@ def _lay_out(
     heads,
     length,
     size,
-    data,
-    wide,
-    transposed,
     padded_length,
     padded_size: tl.constexpr,
     tokens: tl.constexpr,
@@ -105,35 +106,35 @@ def _lay_out(
 @triton.jit
 def _lay_out_gradient(
     grad,
+    out,
+    lse,
+    q_descale,
+    v_descale,
+    data,
+    wide,
+    transposed,
+    descales,
+    rows,
     grad_batch,
     grad_head,
     grad_token,
     grad_size,
-    out,
     out_batch,
     out_head,
     out_token,
     out_size,
-    lse,
     lse_batch,
     lse_head,
     lse_token,
-    q_descale,
     q_batch,
     q_head,
     q_token,
-    v_descale,
     v_batch,
     v_head,
     heads,
     group,
     length,
     size,
-    data,
-    wide,
-    transposed,
-    descales,
-    rows,
     plane,
     padded_length,
     log2e: tl.constexpr,
@@ -185,6 +186,10 @@ def _lay_out_gradient(
     tl.store(row + 2 * plane, q_own)
 
 
+_COPIES = Launches(_lay_out)
+_GRADIENTS = Launches(_lay_out_gradient)
+
+
 def lay_out(x: Tensor, *, wide: bool = False, transposed: bool = False) -> Laid:
     """e4m3 x (B, H, S, D) of any strides as the backward's kernels read it; no copy of what already lies so."""
     batch, heads, length, size = x.shape
@@ -195,11 +200,9 @@ def lay_out(x: Tensor, *, wide: bool = False, transposed: bool = False) -> Laid:
     widened = torch.empty(shape, dtype=torch.bfloat16, device=x.device) if wide else None
     turned = torch.empty(shape[0], whole, long, dtype=x.dtype, device=x.device) if transposed else None
     if not ready or wide or transposed:
-        _lay_out[(long // _TOKENS, shape[0])](
-            x, *x.stride(), heads, length, size, data, data if widened is None else widened,
-            data if turned is None else turned, long, padded_size=whole, tokens=_TOKENS,
-            write_data=not ready, write_wide=wide, write_transposed=transposed,
-        )  # fmt: skip
+        constants = *x.stride(), heads, length, size, long, whole, _TOKENS, not ready, wide, transposed
+        memory = x, data, data if widened is None else widened, data if turned is None else turned
+        _COPIES((long // _TOKENS, shape[0], 1), constants, ())(memory, addresses(memory))
     return Laid(data, widened, turned)
 
 
@@ -221,11 +224,16 @@ def lay_out_gradient(
     rows = torch.empty(_ROWS, batch * heads, long, dtype=torch.float32, device=device)
     q_descale = q.descale.expand(batch, heads, length, 1)
     v_descale = v.descale.expand(batch, spec.kv_heads, v.descale.shape[2], 1)
-    _lay_out_gradient[(long // BLOCK, shape[0])](
-        grad_out, *grad_out.stride(), out, *out.stride(), lse, *lse.stride(), q_descale, *q_descale.stride()[:3],
-        v_descale, *v_descale.stride()[:2], heads, spec.group, length, size,
-        data, data if wide is None else wide, data if turned is None else turned, descale, rows, rows.stride(0), long,
-        log2e=LOG2E, log2_peak=math.log2(PEAK), padded_size=whole, tokens=BLOCK, v_varies=v.descale.shape[2] > 1,
-        write_wide=not narrow, write_transposed=narrow, num_warps=8,
+    constants = (
+        *grad_out.stride(), *out.stride(), *lse.stride(), *q_descale.stride()[:3], *v_descale.stride()[:2],
+        heads, spec.group, length, size, rows.stride(0), long,
+        LOG2E, math.log2(PEAK), whole, BLOCK, v.descale.shape[2] > 1, not narrow, narrow,
     )  # fmt: skip
+    memory = (
+        grad_out, out, lse, q_descale, v_descale,
+        data, data if wide is None else wide, data if turned is None else turned, descale, rows,
+    )  # fmt: skip
+    dtypes = grad_out.dtype, out.dtype, lse.dtype, q_descale.dtype, v_descale.dtype
+    launch = _GRADIENTS((long // BLOCK, shape[0], 1), constants, dtypes, num_warps=8)
+    launch(memory, addresses(memory))
     return Gradient(Laid(data, wide, turned), descale, rows)

@@ -10,19 +10,32 @@ from typing import Literal, NamedTuple
 
 from attnbench.spec import AttentionSpec
 
-__all__ = ["DEFAULTS", "TILES", "Tile", "TileKey", "Tiles", "tiles_of"]
+__all__ = ["DEFAULTS", "TILES", "Ring", "Tile", "TileKey", "Tiles", "tiles_of"]
+
+
+class Ring(NamedTuple):
+    """What passes by in a Hopper kernel: blocks of ``block`` tokens, ``stages`` of them in shared memory at a time.
+
+    Together they hold 128 tokens at least, for a rotation's matrix comes to lie there.  The kernel over blocks of
+    queries needs three stages, the one over blocks of keys two.
+    """
+
+    block: int
+    stages: int
 
 
 class Tile(NamedTuple):
     """``block_m`` queries × ``block_n`` keys at a time, by ``warps`` warps, with ``stages`` blocks in flight.
 
-    Blocks are powers of two from 32 to 128, the length that the operands are padded to.
+    Blocks are powers of two from 32 to 128, the length that the operands are padded to.  With ``hopper`` it is the
+    Hopper kernel that computes, where it serves (``backward_hopper_launch.serves``), and this tile elsewhere.
     """
 
     block_m: int
     block_n: int
     warps: int
     stages: int
+    hopper: Ring | None = None
 
 
 class Tiles(NamedTuple):
@@ -56,9 +69,9 @@ DEFAULTS: dict[tuple[bool, int], Tiles] = {
 # On an H200 (Triton 3.6, cold L2, 16,384 tokens of width 2048), milliseconds of dK with dV and of dQ at 4k and 16k.
 TILES: dict[TileKey, Tiles] = {
     # 1.43 and 0.86, 5.68 and 3.42
-    TileKey((9, 0), False, 128, "none"): Tiles(Tile(64, 64, 4, 2), Tile(64, 64, 4, 3)),
+    TileKey((9, 0), False, 128, "none"): Tiles(Tile(64, 64, 4, 2, Ring(64, 3)), Tile(64, 64, 4, 3, Ring(64, 4))),
     # 0.82 and 0.51, 2.93 and 1.83
-    TileKey((9, 0), False, 128, "causal"): Tiles(Tile(64, 64, 4, 2), Tile(64, 64, 4, 3)),
+    TileKey((9, 0), False, 128, "causal"): Tiles(Tile(64, 64, 4, 2, Ring(64, 3)), Tile(64, 64, 4, 3, Ring(64, 4))),
     # 1.61 and 0.99, 6.08 and 3.84
     TileKey((9, 0), True, 128, "none"): Tiles(Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)),
     # 0.91 and 0.58, 3.19 and 2.09

@@ -21,7 +21,7 @@ from attnbench.spec import AttentionSpec
 from ..padding import padded, rounded_up
 from . import forward_hopper_launch as hopper
 from .forward_kernel import triton_fp8_attention_forward
-from .launching import Launch
+from .launching import Launch, addresses
 from .tiles import DEFAULTS, Tile, padded_size
 
 __all__ = ["Native", "Operand", "attend", "interleaved", "laid_out", "retiled", "transposed"]
@@ -131,13 +131,11 @@ def attend(native: Native) -> Result:
     out = torch.empty(spec.batch, spec.heads, spec.seqlen_q, spec.head_dim_v, dtype=gradient_dtype(spec), device=device)
     lse = torch.empty(spec.batch, spec.heads, spec.seqlen_q, dtype=torch.float32, device=device)
     q, k, (by_query, by_key, by_value) = native.q, native.k, native.factors
-    given = (*native.pointers, out, lse, by_query.data, by_key.data, by_value.data)
-    addresses = q.data.data_ptr() | k.data.data_ptr() | native.v.data_ptr() | out.data_ptr() | lse.data_ptr()
-    addresses |= by_query.data.data_ptr() | by_key.data.data_ptr() | by_value.data.data_ptr()
-    if not tile.hopper:
-        given, addresses = (*given, native.inverses), addresses | native.inverses.data_ptr()
+    further = () if tile.hopper else (native.inverses,)
+    given = out, lse, by_query.data, by_key.data, by_value.data, *further
+    begins = addresses((q.data, k.data, native.v, *given))
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        native.launch(given, addresses)
+        native.launch((*native.pointers, *given), begins)
     return Result(out, lse)
 
 
@@ -151,7 +149,7 @@ def _native(
 ) -> Native:
     steps = tuple((each.by_batch, each.by_head, each.per_token) for each in factors)
     if tile.hopper:
-        pointers = hopper.descriptors(tile, spec, *(each.data for each in matrices), values)
+        pointers = hopper.descriptors(tile, spec, matrices[0].data, matrices[1].data, values)
         places = tuple((each.by_batch, each.by_head, each.aside) for each in matrices)
         launch = hopper.launch(spec, tile, places, steps, _section(spec), values.device)
     else:

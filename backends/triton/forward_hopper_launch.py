@@ -17,7 +17,7 @@ from attnbench.spec import AttentionSpec
 from .launching import Launch
 from .tiles import Tile, padded_size
 
-__all__ = ["BLOCK_M", "descriptors", "launch", "programs_of", "registers", "serves"]
+__all__ = ["BLOCK_M", "descriptor", "descriptors", "launch", "programs_of", "registers", "serves"]
 
 _ROWS = 64  # queries of a warpgroup
 _CONSUMERS = 2  # warpgroups that compute
@@ -41,9 +41,9 @@ def descriptors(tile: Tile, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor
     """Of Q, by a warpgroup's rows, and of K and V, by blocks of keys."""
     size, size_v = padded_size(spec.head_dim), padded_size(spec.head_dim_v)
     return (
-        _descriptor(q, [_ROWS, size]),
-        _descriptor(k, [tile.block_n, size]),
-        _descriptor(v, [size_v, tile.block_n]),
+        descriptor(q, [_ROWS, size]),
+        descriptor(k, [tile.block_n, size]),
+        descriptor(v, [size_v, tile.block_n]),
     )
 
 
@@ -84,12 +84,20 @@ def registers() -> tuple[int, int]:
     return even, min(240, (even * warpgroups - _LOADER) // _CONSUMERS // 8 * 8)
 
 
-def _descriptor(x: Tensor, block: list[int]) -> Any:
-    from triton.experimental.gluon.language import NVMMASharedLayout
+def descriptor(x: Tensor, block: list[int]) -> Any:
+    """Of x, a vector or a matrix, by blocks of this shape."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = NVMMASharedLayout(swizzle_byte_width=min(block[1], _SWIZZLE), element_bitwidth=8, rank=2)
-    return TensorDescriptor.from_tensor(x, block, layout)
+    size = x.element_size()
+    return TensorDescriptor.from_tensor(x, block, _layout(block[-1] * size if len(block) > 1 else 0, size, len(block)))
+
+
+@cache
+def _layout(width: int, size: int, rank: int) -> Any:
+    """Of a block in shared memory whose rows are ``width`` bytes, elements ``size`` of them."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return NVMMASharedLayout(swizzle_byte_width=min(width, _SWIZZLE), element_bitwidth=8 * size, rank=rank)
 
 
 def _hopper(device: torch.device) -> bool:

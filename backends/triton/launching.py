@@ -7,15 +7,18 @@ answer is known.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import triton
+from torch import Tensor
 
 from .interpreter import interpreted
 
-__all__ = ["Launch"]
+__all__ = ["Launch", "Launches", "addresses"]
 
+_INTERPRETED = interpreted()  # decided where kernels are defined
+_MOST = 4096  # launches kept of one kernel: more come of shapes that no call repeats
 _ALIGNED = 16  # bytes: Triton compiles apart for memory that begins at multiples of it
 
 
@@ -49,6 +52,39 @@ class Launch:
             compiled[self.grid](*arguments)
 
 
+class Launches:
+    """The launches of one kernel, by all that they depend on."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._made: dict[tuple[Any, ...], Launch] = {}
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        constants: tuple[Any, ...],
+        dtypes: tuple[Any, ...],
+        **options: Any,
+    ) -> Launch:
+        """The one for these constants; ``dtypes`` are those of its memory that may differ from call to call."""
+        key = grid, constants, dtypes, tuple(options.items())
+        launch = self._made.get(key)
+        if launch is None:
+            if len(self._made) >= _MOST:
+                self._made.clear()
+            launch = self._made[key] = Launch(self._kernel, grid, constants, options)
+        return launch
+
+
+def addresses(memory: Iterable[Tensor | None]) -> int:
+    """Where the tensors begin, or-ed."""
+    found = 0
+    for each in memory:
+        if each is not None:
+            found |= each.data_ptr()
+    return found
+
+
 def _current_device() -> int:
     """The number of the current GPU; under the interpreter there is none to ask."""
-    return 0 if interpreted() else triton.runtime.driver.active.get_current_device()
+    return 0 if _INTERPRETED else triton.runtime.driver.active.get_current_device()

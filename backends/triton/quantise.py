@@ -27,7 +27,7 @@ from attnbench.spec import Granularity
 
 from ..padding import rounded_up
 from .forward import interleaved
-from .launching import Launch
+from .launching import Launch, addresses
 from .quantise_kernels import PADDING, Job, Size, cast, largest_magnitudes
 
 __all__ = ["TILES", "Quantisation", "Request", "Tiles", "quantised", "quantised_together", "tiles_for"]
@@ -54,6 +54,7 @@ TILES: dict[Granularity, dict[int, Tiles]] = {
     "token": {64: Tiles(128, 64, 4), 128: Tiles(64, 64, 4), 256: Tiles(32, 32, 4)},
 }
 _MOST_PARTIAL = 1024  # magnitudes that a program of the second pass has to look through
+_MEMORY = 7  # of a job's fields
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -167,25 +168,16 @@ def quantised_together(requests: Sequence[Request], recipe: Recipe, tiles: Tiles
     if any(request.x.device != device for request in requests):
         raise InputError(f"tensors quantised together lie on one device, not {[str(r.x.device) for r in requests]}")
     layout = _layout(tuple(map(_outline, requests)), recipe, tiles)
-    results, jobs, addresses = [], [], 0
+    results, jobs = [], []
     for request, memory in zip(requests, layout.memories, strict=True):
         result, job = _allocated(request, memory, recipe)
         results.append(result)
         jobs.append(job)
-        addresses |= _addresses(job)
+    begins = addresses(each for job in jobs for each in job[:_MEMORY])
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         for launch in layout.launches:
-            launch((tuple(jobs),), addresses)
+            launch((tuple(jobs),), begins)
     return results
-
-
-def _addresses(job: Job) -> int:
-    """Those of a job's memory, or-ed."""
-    memory = job.x.data_ptr() | job.descale.data_ptr()
-    for each in (job.data, job.flipped, job.partial, job.mean, job.signs):
-        if each is not None:
-            memory |= each.data_ptr()
-    return memory
 
 
 class _Outline(NamedTuple):
@@ -265,7 +257,7 @@ def _layout(outlines: tuple[_Outline, ...], recipe: Recipe, asked: Tiles | None)
     orders = tuple(outline.interleaved for outline in outlines)
     sizes, grid = _numbered(second)
     told = granularity, LARGEST[recipe.format], tiles.rows, tiles.rows_flipped, orders
-    launches = (Launch(cast, grid, (sizes, dims, *told), {"num_warps": tiles.warps}),)
+    launches: tuple[Launch, ...] = (Launch(cast, grid, (sizes, dims, *told), {"num_warps": tiles.warps}),)
     if granularity in ("tensor", "head"):
         sizes, grid = _numbered(first)
         magnitudes = Launch(largest_magnitudes, grid, (sizes, dims, tiles.first_rows), {"num_warps": tiles.first_warps})

@@ -1,11 +1,12 @@
 """Launches that go around Triton's look at every argument: when they may, and that they start the same."""
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from attnbench.backends.triton import launching
-from attnbench.backends.triton.launching import Launch
+from attnbench.backends.triton.launching import Launch, Launches, addresses
 
 
 class Kernel:
@@ -72,3 +73,31 @@ def test_another_gpu_has_a_program_of_its_own(kernel):
         device[0] = 0
     assert [call[1] for call in kernel.asked] == [("here",), ("there",)]
     assert [call[1] for call in kernel.started] == [("there again",)]
+
+
+def test_launches_that_differ_in_anything_but_memory_are_different_ones(kernel):
+    launches = Launches(kernel)
+    first = launches(GRID, (7,), (torch.float32,), num_warps=4)
+    assert launches(GRID, (7,), (torch.float32,), num_warps=4) is first
+    others = [
+        launches((4, 1, 1), (7,), (torch.float32,), num_warps=4),
+        launches(GRID, (8,), (torch.float32,), num_warps=4),
+        launches(GRID, (7,), (torch.bfloat16,), num_warps=4),
+        launches(GRID, (7,), (torch.float32,), num_warps=8),
+    ]
+    assert len({id(each) for each in (first, *others)}) == 5
+
+
+def test_no_more_launches_are_kept_than_a_program_repeats(kernel, monkeypatch):
+    monkeypatch.setattr(launching, "_MOST", 3)
+    launches = Launches(kernel)
+    for number in range(10):
+        launches(GRID, (number,), ())
+        assert len(launches._made) <= 3
+
+
+def test_one_tensor_that_begins_between_vectors_is_seen_among_all():
+    x = torch.zeros(64, dtype=torch.uint8)
+    aligned = x[-x.data_ptr() % 16 :]
+    assert addresses((aligned, None, aligned[16:])) % 16 == 0
+    assert addresses((aligned, None, aligned[8:], aligned)) % 16

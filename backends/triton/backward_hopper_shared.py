@@ -1,0 +1,76 @@
+"""What the two Hopper kernels of the FP8 backward share: their rings, masks, operands and what they write.
+
+A warpgroup's product has its rows 16 to a warp; of a row four threads have every eighth pair of columns (PTX ISA, the
+fragment of D of wgmma.m64nNk16), and that is also how a product takes a first operand of 16 bits from registers.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+__all__ = ["CONSUMERS", "ROWS", "advanced", "operand", "store", "transposed_product", "turned", "visible_part"]
+
+CONSUMERS = gl.constexpr(2)  # warpgroups that compute
+ROWS = gl.constexpr(64)  # of a warpgroup: the height of its matrix instruction
+
+
+@gluon.jit
+def advanced(slot, phase, stages: gl.constexpr):
+    """The next slot of a ring, and the phase of its barriers."""
+    last = slot == stages - 1
+    return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def transposed_product(a, b, columns: gl.constexpr, layout: gl.constexpr):
+    """Starts a · bᵀ, both in shared memory with the axis that is summed over contiguous."""
+    zeros = gl.zeros([ROWS, columns], gl.float32, layout)
+    return warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def operand(x, layout: gl.constexpr):
+    """x in bf16 as a product's first operand: every thread has what it needs already."""
+    return gl.convert_layout(x.to(gl.bfloat16), layout, assert_trivial=True)
+
+
+@gluon.jit
+def visible_part(p, start, since, upto, low: gl.constexpr, high: gl.constexpr):
+    """p, and 0 where a row does not see a column: it sees those from ``since`` (``low``) to ``upto`` (``high``).
+
+    ``start`` is p's first column.  Of a row's columns a thread has 8 i + 2 t and 8 i + 2 t + 1, t being its place among
+    four: with t taken from the bounds, every column is compared as a constant.
+    """
+    split = p.reshape(p.shape[0], p.shape[1] // 8, 4, 2)
+    layout: gl.constexpr = split.type.layout
+    eighth = gl.arange(0, split.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    place = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout))))
+    which = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    column = eighth[None, :, None, None] * 8 + which[None, None, None, :]
+    offset = start + place[None, None, :, None] * 2
+    rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
+    if high:
+        split = gl.where(column <= gl.convert_layout(upto, rows)[:, None, None, None] - offset, split, 0.0)
+    if low:
+        split = gl.where(column >= gl.convert_layout(since, rows)[:, None, None, None] - offset, split, 0.0)
+    return gl.convert_layout(split.reshape(p.shape), p.type.layout)
+
+
+@gluon.jit
+def turned(x, turn, columns: gl.constexpr, layout: gl.constexpr):
+    """x · turn, in fp32 from bf16: a rotation's signs are exact there, its factor is left out."""
+    x = operand(x, gl.DotOperandLayout(0, layout, 2))
+    zeros = gl.zeros([ROWS, columns], gl.float32, layout)
+    made = warpgroup_mma(x, turn, zeros, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, [made])
+
+
+@gluon.jit
+def store(out, x, at, top, length, size, layout: gl.constexpr):
+    """x as the rows from ``top`` on of the head that begins at row ``at`` of ``out``, ``size`` columns wide."""
+    row = top + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
+    column = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
+    inside = (row < length)[:, None] & (column < size)[None, :]
+    gl.store(out + (at + row)[:, None] * size + column[None, :], x.to(out.dtype.element_ty), mask=inside)
