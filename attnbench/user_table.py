@@ -1,12 +1,10 @@
-"""The table measured on this user's own device: where it lies, how it grows, when it may be used."""
+"""The tables that choices on a device rest on: the user's own, measured there, and the one that attnbench ships."""
 
 from __future__ import annotations
 
-import fcntl
-import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -14,76 +12,111 @@ import torch
 from platformdirs import user_cache_path
 
 from .environment import Environment
-from .errors import AttnbenchWarning, MalformedFileError, OutputError
+from .errors import AttnbenchWarning, InputError, MalformedFileError
+from .plan import Plan
 from .registry import registry
-from .table import Table
+from .spec import AttentionSpec
+from .table import Entry, Table
+from .table_binding import Binding
+from .table_files import locked
+from .table_shipped import file_name, shipped_table_path
 
-__all__ = ["forget", "update_user_table", "user_table", "user_table_path"]
+__all__ = ["Known", "forget", "known_tables", "update_user_table", "user_table_path"]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known by measurement on a device.
+
+    ``tables``: the user's first, then the shipped one, each without the entries that may not
+    be used here.  A spec stands in one of them alone, the user's where it was measured
+    there, because times of two machines must not meet in one choice.  ``note``: what there
+    is to say of them, or None.  ``dropped`` maps a backend to why its entries are not used.
+    """
+
+    tables: tuple[Table, ...] = ()
+    note: str | None = None
+    dropped: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, table: Table) -> Known:
+        """A table that somebody vouches for, used as it is."""
+        return cls((table,))
+
+    def at(self, spec: AttentionSpec) -> dict[Plan, Entry]:
+        """The entries measured at this very spec, by plan; none where it was not measured."""
+        return next((found for table in self.tables if (found := table.at(spec))), {})
 
 
 def user_table_path(environment: Environment) -> Path:
     """Where the table measured on this user's device lies: one file for each device model, in the cache folder."""
-    slug = re.sub(r"[^a-z0-9]+", "-", environment.device_name.lower()).strip("-")[:80]
-    return user_cache_path("attnbench") / "tables" / f"{slug or 'device'}.json"
+    return user_cache_path("attnbench") / "tables" / file_name(environment)
 
 
 def update_user_table(table: Table) -> Path:
     """Merge the table into the user's own and return its path; several processes may do so at once.
 
-    Entries of another environment (hard difference) or an unreadable file are replaced, never mixed.
-    Raises OutputError where the folder cannot be written.
+    Of what the file holds, that stays which may be used where the new entries were measured
+    (``Binding``); the rest, and a file that cannot be read, is replaced.  Raises OutputError
+    where the folder cannot be written.
     """
     path = user_table_path(table.environment)
-    with _locked(path):
+    new = table.condensed()
+    with locked(path):
         try:
             before = Table.load(path)
-        except (OSError, MalformedFileError):
-            before = None
-        if before is not None and not before.environment.differences(table.environment)[0]:
-            table = before.merged(table)
-        table.save(path)
+            new = Binding.between(before, table.environment).usable(before).merged(new)
+        except (OSError, MalformedFileError, InputError):
+            pass  # none yet, or damaged
+        new.save(path)
     forget()
     return path
 
 
 @cache
-def user_table(device: torch.device) -> tuple[Table | None, str | None]:
-    """(the user's table for this device, what there is to say of it), read once a process.
+def known_tables(device: torch.device) -> Known:
+    """What is known by measurement on this device, read once a process.
 
-    None where there is no table that may be used.  A damaged file and one from another
-    environment (hard difference) are misses with a warning; a soft difference is used and said.
+    A file that is damaged and a user's table of which nothing may be used are misses with a
+    warning; what else may not be used, and soft differences, are said in the note.
     """
     here = Environment.detect(device, registry())
-    path = user_table_path(here)
-    try:
-        table = Table.load(path)
-    except FileNotFoundError:
-        return None, None
-    except (OSError, MalformedFileError) as error:
-        return None, _warned(f"the table cannot be used: {error}")
-    hard, soft = table.environment.differences(here)
-    if hard:
-        return None, _warned(f"the table {path} is not used, run `attnbench sweep` again: {'; '.join(hard)}")
-    return table, f"measured where {'; '.join(soft)}" if soft else None
-
-
-def _warned(message: str) -> str:
-    warnings.warn(message, AttnbenchWarning, stacklevel=2)
-    return message
+    tables: list[Table] = []
+    notes: list[str] = []
+    dropped: dict[str, str] = {}
+    own, shipped = user_table_path(here), shipped_table_path(here)
+    for whose, path in (("your table", own), ("the table that attnbench ships", shipped)):
+        table = None if path is None else _loaded(whose, path)
+        if table is None:
+            continue
+        binding = Binding.between(table, here)
+        usable = binding.usable(table)
+        unused = [*binding.refused, *dict.fromkeys(binding.dropped.values())]
+        if usable.entries:
+            others = {spec for each in tables for spec in each.specs}
+            tables.append(
+                Table(usable.environment, {key: entry for key, entry in usable.entries.items() if key[0] not in others})
+            )
+            notes += [f"{whose} was measured where {'; '.join(binding.soft)}"] if binding.soft else []
+            notes += [f"{whose} is used in part: {'; '.join(unused)}"] if unused else []
+        elif unused:
+            notes.append(f"{whose} ({path}) is not used, run `attnbench sweep` for one of here: {'; '.join(unused)}")
+            if path == own:
+                warnings.warn(notes[-1], AttnbenchWarning, stacklevel=2)
+        dropped = {**binding.dropped, **dropped}
+    return Known(tuple(tables), "; ".join(notes) or None, dropped)
 
 
 def forget() -> None:
-    """Read the table again when it is next needed."""
-    user_table.cache_clear()
+    """Read the tables again when they are next needed."""
+    known_tables.cache_clear()
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _loaded(whose: str, path: Path) -> Table | None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(path.with_suffix(".lock"), "w")  # noqa: SIM115  closed below, outside the try
-    except OSError as error:
-        raise OutputError(f"cannot write the table {path}: {error.strerror}") from None
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        return Table.load(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, MalformedFileError) as error:
+        warnings.warn(f"{whose} cannot be used: {error}", AttnbenchWarning, stacklevel=3)
+        return None

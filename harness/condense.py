@@ -1,19 +1,23 @@
-"""Measurements condensed for choosing: one entry a row."""
+"""Measurements condensed for choosing: one entry a row, and one table of several sweeps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
+from itertools import combinations
 
 import numpy as np
 
+from attnbench.environment import Environment
+from attnbench.errors import MisuseError
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
-from attnbench.table import Entry
+from attnbench.table import Entry, Table
 
 from .records import Measurement
 
-__all__ = ["condense", "worst_errors"]
+__all__ = ["condense", "joined", "worst_errors"]
 
 
 def condense(rows: Iterable[Measurement]) -> list[Entry]:
@@ -27,9 +31,50 @@ def condense(rows: Iterable[Measurement]) -> list[Entry]:
     return list(entries.values())
 
 
+def joined(sweeps: Mapping[str, Sequence[Measurement]]) -> Table:
+    """One table of all that was measured in some sweeps, which are named by where they were read.
+
+    Of a plan that several sweeps measured at one spec, the newest row counts; its errors are
+    joined by those on input families that only older ones had (``Entry.renewed``).  The
+    environment is that of the newest row of all, with every backend that any of them knew.
+
+    Raises MisuseError where there is nothing, and where two environments cannot be compared
+    (``Environment.differences``); another commit of attnbench is no reason.
+    """
+    places: dict[Environment, str] = {}
+    for place, rows in sweeps.items():
+        for row in rows:
+            places.setdefault(row.environment, place)
+    for (before, here), (after, there) in combinations(places.items(), 2):
+        if hard := before.differences(after)[0]:
+            where = here if here == there else f"{here} and {there}"
+            raise MisuseError(f"{where}: measurements that must not be mixed: {'; '.join(hard)}")
+    if not places:
+        raise MisuseError(f"{' and '.join(sweeps) or 'nothing'} holds no measurement")
+    entries: dict[tuple[AttentionSpec, Plan], Entry] = {}
+    for _, entry in sorted((each for rows in sweeps.values() for each in _dated(rows)), key=lambda each: each[0]):
+        older = entries.get((entry.spec, entry.plan))
+        entries[entry.spec, entry.plan] = entry if older is None else older.renewed(entry)
+    newest = max((row for rows in sweeps.values() for row in rows), key=lambda row: row.started).environment
+    environment = replace(
+        newest,
+        backends={name: version for each in (*places, newest) for name, version in each.backends.items()},
+        origins={name: origin for each in (*places, newest) for name, origin in each.origins.items()},
+    )
+    return Table(environment, entries)
+
+
+def _dated(rows: Sequence[Measurement]) -> list[tuple[datetime, Entry]]:
+    """The entries of a sweep, each with when its last row was begun."""
+    begun: dict[tuple[AttentionSpec, Plan], datetime] = {}
+    for row in rows:
+        begun[row.spec, row.plan] = max(row.started, begun.get((row.spec, row.plan), row.started))
+    return [(begun[entry.spec, entry.plan], entry) for entry in condense(rows)]
+
+
 def _worse(one: Entry, other: Entry) -> Entry:
     """What holds for two cases with one question, as captured calls of two layers: the worse, the larger errors."""
-    worse = max(one, other, key=lambda each: (each.status != "ok", each.time_ms or 0.0))
+    worse = max(one, other, key=lambda each: (each.status != "ok", not each.usable, each.time_ms or 0.0))
     if worse.time_ms is None:
         return worse
     families = {**one.errors, **other.errors}
@@ -57,4 +102,5 @@ def _entry(row: Measurement) -> Entry:
         spread_ms=spread_ms,
         errors=worst_errors(row),
         reason=row.reason,
+        check=row.check,
     )

@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import sys
+import warnings
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Literal
@@ -157,24 +158,17 @@ def _backend_findings() -> tuple[list[Finding], list[str]]:
 
 def _table() -> Finding:
     from ..devices import find
-    from ..environment import Environment
-    from ..errors import MalformedFileError
-    from ..registry import registry
-    from ..table import Table
-    from ..user_table import user_table_path
+    from ..user_table import known_tables
 
-    here = Environment.detect(find("auto"), registry())
-    path = user_table_path(here)
-    try:
-        table = Table.load(path)
-    except FileNotFoundError:
-        return Finding("table", "missing", f"nothing was measured on {here.device_name} yet", "attnbench sweep")
-    except (OSError, MalformedFileError) as error:
-        return Finding("table", "missing", f"cannot be read: {error}", "attnbench sweep")
-    hard, soft = table.environment.differences(here)
-    if hard:
-        return Finding("table", "missing", f"{path} is of another environment: {'; '.join(hard)}", "attnbench sweep")
-    return Finding("table", "ok", "; ".join([f"{path}, {len(table.entries)} entries", *soft]))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        known = known_tables(find("auto"))
+    notes = [str(each.message) for each in said] or ([known.note] if known.note else [])
+    if not known.tables:
+        detail = "; ".join(notes) or "nothing was measured on this device yet"
+        return Finding("table", "missing", detail, "attnbench sweep")
+    counted = [f"{len(table.entries)} entries measured on {table.environment.device_name}" for table in known.tables]
+    return Finding("table", "ok", "; ".join([*counted, *notes]))
 
 
 def _verdict(findings: list[Finding], usable: list[str]) -> str:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from functools import reduce
-from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from ..errors import AttnbenchError, MisuseError
+from ..errors import AttnbenchError
 from .output import DeviceOption, print_text
-
-if TYPE_CHECKING:
-    from ..table import Table
+from .table_check import check
 
 __all__ = ["app"]
 
@@ -22,62 +18,53 @@ app = typer.Typer(help="Build and show the table that auto chooses by.", no_args
 
 @app.command()
 def build(
-    results: Annotated[Path, typer.Argument(exists=True, help="A sweep's folder, or its measurements.jsonl.")],
+    results: Annotated[
+        list[Path],
+        typer.Argument(exists=True, help="Sweeps' folders, or their measurements.jsonl; the newest row counts."),
+    ],
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write this file instead of the table that auto reads.")
     ] = None,
 ) -> None:
-    """Condense a sweep's measurements into a table.
+    """Condense the measurements of one or more sweeps into a table.
 
     By default it is merged into your own table, the one that backend="auto" reads.
     """
+    from ..harness.condense import joined
+    from ..harness.records import read_measurements
+    from ..harness.store import recorded
     from ..user_table import update_user_table
 
-    table = _condensed(results)
+    records = [recorded(each) for each in results]
+    table = joined({str(each): list(read_measurements(each)) for each in records}).condensed()
     if output is None:
         output = update_user_table(table)
     else:
         table.save(output)
-    print(f"{output}: {len(table.entries)} entries from {results}")
+    print_text(f"{output}: {len(table.entries)} entries from {', '.join(map(str, results))}")
 
 
 @app.command()
 def show(
     file: Annotated[
-        Path | None, typer.Argument(exists=True, dir_okay=False, help="A table; your own if left out.")
+        Path | None,
+        typer.Argument(exists=True, dir_okay=False, help="A table; those that auto reads here if left out."),
     ] = None,
     device: DeviceOption = "auto",
 ) -> None:
     """Show every measured plan by shape, fastest first."""
     from ..devices import find
-    from ..environment import Environment
-    from ..registry import registry
     from ..table import Table
-    from ..user_table import user_table_path
+    from ..user_table import known_tables
 
-    if file is None:
-        file = user_table_path(Environment.detect(find(device), registry()))
-        if not file.exists():
-            raise AttnbenchError(f"there is no table for this device yet ({file}); `attnbench sweep` makes one")
-    print_text(Table.load(file).to_text())
+    if file is not None:
+        print_text(Table.load(file).to_text())
+        return
+    known = known_tables(find(device))
+    if not known.tables:
+        reason = known.note or "nothing was measured on this device yet"
+        raise AttnbenchError(f"there is no table to choose by here: {reason}; `attnbench sweep` makes one")
+    print_text("\n\n".join([table.to_text() for table in known.tables] + ([known.note] if known.note else [])))
 
 
-def _condensed(results: Path) -> Table:
-    """One table of all that was measured.  Raises MisuseError where the records do not belong into one."""
-    from ..environment import Environment
-    from ..harness.condense import condense
-    from ..harness.records import Measurement, read_measurements
-    from ..harness.store import MEASUREMENTS
-    from ..table import Table
-
-    records = results / MEASUREMENTS if results.is_dir() else results
-    taken_in: dict[Environment, list[Measurement]] = {}
-    for row in read_measurements(records):
-        taken_in.setdefault(row.environment, []).append(row)
-    tables = [Table.from_entries(rows[0].environment, condense(rows)) for rows in taken_in.values()]
-    if not tables:
-        raise MisuseError(f"{records} holds no measurement")
-    for before, after in combinations(tables, 2):
-        if hard := before.environment.differences(after.environment)[0]:
-            raise MisuseError(f"{records} holds measurements that must not be mixed: {'; '.join(hard)}")
-    return reduce(Table.merged, tables)
+app.command()(check)

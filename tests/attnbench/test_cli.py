@@ -424,3 +424,20 @@ main()
     assert "Traceback (most recent call last)" in run.stderr
     assert "ZeroDivisionError: a fault of ours" in run.stderr
     assert "│" not in run.stderr  # Python's own, not a drawing of it
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, "nothing was measured"), ("{", "cannot be used"), ("whole", "entries measured on")]
+)
+def test_doctor_says_what_tables_there_are(
+    attnbench: Attnbench, results: Path, own_cache: Path, content: str | None, said: str
+) -> None:
+    if content is not None:
+        attnbench("table", "build", str(results))
+        (table,) = own_cache.rglob("*.json")
+        if content != "whole":
+            table.write_text(content)
+    report = json.loads(attnbench("doctor", "--format", "json").stdout)
+    (found,) = [row for row in report["findings"] if row["name"] == "table"]
+    assert said in found["detail"]
+    assert found["status"] == ("ok" if content == "whole" else "missing")

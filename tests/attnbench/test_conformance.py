@@ -191,6 +191,6 @@ def test_what_this_machine_s_user_has_measured_changes_nothing(monkeypatch: pyte
     def read(device: torch.device) -> None:
         raise AssertionError("the user's own table was asked for")
 
-    monkeypatch.setattr(selector, "user_table", read)
+    monkeypatch.setattr(selector, "known_tables", read)
     monkeypatch.setattr(conformance, "CHECKS", tuple(each for each in CHECKS if each.name == "refusals"))
     assert check(Forward()).ok

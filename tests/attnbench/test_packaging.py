@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from configparser import ConfigParser
@@ -66,7 +67,31 @@ def test_the_wheel_holds_the_three_packages_and_nothing_else(wheel: Path) -> Non
     }
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert packed == sources | {"attnbench/py.typed"}
+    tables = {f"attnbench/tables/{path.name}" for path in (ROOT / "attnbench" / "tables").iterdir()}
+    assert "attnbench/tables/nvidia-h200.json" in tables
+    assert packed == sources | tables | {"attnbench/py.typed"}
+
+
+def test_the_source_archive_holds_the_tables_too(checkout: Path, tmp_path: Path) -> None:
+    code = "import sys; from setuptools.build_meta import build_sdist; print(build_sdist(sys.argv[1]))"
+    archive = tmp_path / output(sys.executable, "-c", code, tmp_path, cwd=checkout).splitlines()[-1]
+    with tarfile.open(archive) as content:
+        names = {name.partition("/")[2] for name in content.getnames()}
+    assert {"attnbench/tables/nvidia-h200.json", "attnbench/py.typed", "harness/condense.py"} <= names
+
+
+def test_the_wheel_finds_its_tables(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    code = (
+        "from dataclasses import replace; from attnbench.table import Table;"
+        "from attnbench.table_shipped import shipped_table_path as find; import sys;"
+        "here = Table.load(sys.argv[1]).environment; path = find(here);"
+        "print(path, len(Table.load(path).entries) > 0, find(replace(here, device_name='NVIDIA H100')))"
+    )
+    table = ROOT / "attnbench" / "tables" / "nvidia-h200.json"
+    said = output(sys.executable, "-c", code, table, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    assert said.split() == [str(tmp_path / "site" / "attnbench" / "tables" / table.name), "True", "None"]
 
 
 def test_the_wheel_carries_licence_and_entry_points(wheel: Path) -> None:
