@@ -8,8 +8,9 @@ from typing import Any, Literal
 from .plan import Plan
 from .spec import AttentionSpec
 
-__all__ = ["Candidate", "Choice", "Verdict"]
+__all__ = ["Basis", "Candidate", "Choice", "Margin", "Trade", "Verdict"]
 
+Basis = Literal["measured", "predicted", "nearest", "rule"]
 Verdict = Literal["chosen", "eligible", "inaccurate", "unmeasured", "not asked for", "refused", "unavailable"]
 _ORDER: tuple[Verdict, ...] = (
     "chosen",
@@ -29,8 +30,14 @@ class Candidate:
     ``reasons`` say why it was not chosen, one sentence each.  ``time_ms`` (median of the
     whole call) and ``error`` (worst relative L2 over tensors and input families, and the
     ``family`` it was seen in) are None where nothing was measured; ``basis`` says what they
-    rest on: ``measured`` at this very spec, ``nearest`` (at the spec named in ``measured_at``),
-    or ``rule`` (the kernels' declared preference and error).
+    rest on: ``measured`` at this very spec, ``predicted`` by the cost model (the error is then
+    the largest at the neighbours that speak for the plan, at the spec ``measured_at``),
+    ``nearest`` (predicted too, and chosen because it won at the nearest measured spec), or
+    ``rule`` (the kernels' declared preference and error).
+
+    ``spread_ms`` is the interquartile range of a measured time, ``time_error`` the standard
+    error of the logarithm of a predicted one: 0.05 is about 5 %.  ``needs`` is the smallest
+    budget that admits the plan, FP8 opted into; None where no budget would.
     """
 
     plan: Plan
@@ -39,8 +46,11 @@ class Candidate:
     time_ms: float | None = None
     error: float | None = None
     family: str | None = None
-    basis: Literal["measured", "nearest", "rule"] = "rule"
+    basis: Basis = "rule"
     measured_at: AttentionSpec | None = None
+    spread_ms: float | None = None
+    time_error: float | None = None
+    needs: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -49,11 +59,58 @@ class Candidate:
             "verdict": self.verdict,
             "reasons": list(self.reasons),
             "time_ms": self.time_ms,
-            "error": self.error,
+            "spread_ms": self.spread_ms,
+            "time_error": self.time_error,
+            "error": _finite(self.error),
             "family": self.family,
             "basis": self.basis,
             "measured_at": None if self.measured_at is None else self.measured_at.to_dict(),
+            "needs": _finite(self.needs),
         }
+
+
+@dataclass(frozen=True)
+class Margin:
+    """How far the runner-up lies behind: ``gap`` is its time over the chosen plan's, minus one.
+
+    ``noise`` is what the gap must exceed to mean anything: the measurement noise of both, or
+    the error of their predictions.  A plan that won a tie may have a gap below zero.
+    """
+
+    runner_up: Plan
+    gap: float
+    noise: float
+
+    @property
+    def inside_noise(self) -> bool:
+        """Whether the two cannot be told apart by time."""
+        return self.gap <= self.noise
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "runner_up": str(self.runner_up),
+            "gap": self.gap,
+            "noise": self.noise,
+            "inside_noise": self.inside_noise,
+        }
+
+
+@dataclass(frozen=True)
+class Trade:
+    """What another budget would choose: ``plan`` under ``max_error``.
+
+    ``change`` is its time over the chosen plan's, minus one: below zero where a looser
+    budget saves time, above where a tighter one costs it.
+    """
+
+    max_error: float
+    plan: Plan
+    change: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {"max_error": self.max_error, "plan": str(self.plan), "change": self.change}
 
 
 @dataclass(frozen=True)
@@ -62,19 +119,23 @@ class Choice:
 
     ``asked`` is the backend that was asked for and ``asked_by`` who asked (``argument``,
     ``context``, ``ATTNBENCH_BACKEND`` or ``default``); ``budget`` is the largest error
-    that was accepted; ``basis`` is what the decision rests on: ``measured``, ``nearest``,
-    ``rule`` or ``explicit``.  ``hint`` is what the user could do for a better choice.
+    that was accepted; ``basis`` is what the decision rests on: ``measured``, ``predicted``,
+    ``nearest``, ``rule`` or ``explicit``.  ``margin`` is the lead over the runner-up, None
+    where fewer than two plans have a time; ``trades`` say what other budgets would choose,
+    the tightest first.  ``hint`` is what the user could do for a better choice.
     """
 
     spec: AttentionSpec
     device: str
     plan: Plan
     budget: float
-    basis: Literal["measured", "nearest", "rule", "explicit"]
+    basis: Literal["measured", "predicted", "nearest", "rule", "explicit"]
     candidates: tuple[Candidate, ...]
     asked: str = "auto"
     asked_by: str = "default"
     hint: str | None = None
+    margin: Margin | None = None
+    trades: tuple[Trade, ...] = ()
 
     @property
     def chosen(self) -> Candidate:
@@ -102,38 +163,27 @@ class Choice:
             "asked": self.asked,
             "asked_by": self.asked_by,
             "hint": self.hint,
+            "margin": None if self.margin is None else self.margin.to_dict(),
+            "trades": [each.to_dict() for each in self.trades],
             "candidates": [each.to_dict() for each in self.ranked],
         }
 
     def to_text(self) -> str:
         """The choice and a table of its candidates, for a terminal."""
-        return self._render("simple")
+        from .choice_text import choice_text  # attention() imports this module, and prints nothing
+
+        return choice_text(self, "simple")
 
     def to_markdown(self) -> str:
         """The same for a pull request."""
-        return self._render("github")
+        from .choice_text import choice_text
+
+        return choice_text(self, "github")
 
     def __str__(self) -> str:
         return self.to_text()
 
-    def _render(self, style: str) -> str:
-        # attention() imports this module, and needs no tables for that.
-        from tabulate import tabulate
 
-        said = f"asked for by {self.asked_by}" if self.basis == "explicit" else f"by {self.basis}"
-        head = [f"{self.spec} on {self.device}", f"plan {self.plan} ({said}), error budget {self.budget:g}"]
-        rows = [
-            [
-                str(each.plan),
-                each.verdict,
-                "" if each.time_ms is None else f"{each.time_ms:.3f}",
-                "" if each.error is None else f"{each.error:.2g} ({each.family})",
-                each.basis if each.time_ms is not None else "",
-                "; ".join(each.reasons),
-            ]
-            for each in self.ranked
-        ]
-        columns = ["plan", "verdict", "call ms", "error", "basis", "why not"]
-        widths = [None, None, None, None, None, 70 if style == "simple" else None]
-        table = tabulate(rows, columns, tablefmt=style, maxcolwidths=widths, disable_numparse=True)
-        return "\n".join([*head, "", table, *(["", f"hint: {self.hint}"] if self.hint else [])])
+def _finite(error: float | None) -> float | str | None:
+    """What JSON has no number for is a word, as it is in a table."""
+    return "inf" if error == float("inf") else error

@@ -1,6 +1,8 @@
 """The selector: fastest within the budget, nothing quietly, and reasons for everyone who lost."""
 
 import math
+import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,7 +44,7 @@ MEASURED = table(
 
 
 def pick(asked: AttentionSpec | None = None, **more):
-    return choose(asked or spec(), CPU, known=KNOWN, **{"table": MEASURED, **more})
+    return choose(asked or spec(), CPU, **{"known": KNOWN, "table": MEASURED, **more})
 
 
 def verdicts(choice) -> dict[str, str]:
@@ -91,18 +93,92 @@ def test_a_non_finite_error_is_never_within_a_budget():
     assert str(pick(table=wild, max_error=1e9).plan) == "slow:bf16"
 
 
-def test_the_nearest_spec_of_the_same_class_answers_for_an_unmeasured_one():
-    near, far = spec(), spec(seqlen_q=16384)
-    both = table(
-        entry("slow:bf16", 1.0, near), entry("fast:bf16", 2.0, near),
-        entry("slow:bf16", 9.0, far), entry("fast:bf16", 5.0, far),
-    )  # fmt: skip
-    assert str(pick(spec(seqlen_q=1500), table=both).plan) == "slow:bf16"
-    choice = pick(spec(seqlen_q=12000), table=both)
-    assert (str(choice.plan), choice.basis) == ("fast:bf16", "nearest")
-    assert choice.chosen.measured_at == far
+def grid(**times: dict[int, float]) -> Table:
+    """Plans by name (``slow`` is slow:bf16, ``fp8`` fast:fp8), times by length."""
+    names = {"slow": "slow:bf16", "fast": "fast:bf16", "fp8": "fast:fp8"}
+    errors = {"fp8": {"normal": 0.05, "outlier": 0.09}}
+    return table(
+        *(
+            entry(names[name], time, spec(seqlen_q=length), **errors.get(name, {}))
+            for name, each in times.items()
+            for length, time in each.items()
+        )
+    )
+
+
+def test_a_shape_between_measured_ones_is_predicted():
+    both = grid(slow={1024: 1.0, 16384: 90.0}, fast={1024: 2.0, 16384: 50.0})
+    for length, plan in ((1100, "slow:bf16"), (14000, "fast:bf16")):
+        choice = pick(spec(seqlen_q=length), table=both)
+        assert (str(choice.plan), choice.basis) == (plan, "predicted")
+        assert choice.chosen.time_error > 0
     for other in ({"head_dim": 128}, {"mask": Mask(None, 0)}, {"dtype": "fp16"}, {"scale": 0.5}, {"softcap": 3.0}):
         assert pick(spec(seqlen_q=12000, **other), table=both).basis == "rule"
+
+
+def test_predictions_within_their_error_leave_it_to_the_nearest_measured_shape():
+    both = grid(slow={1024: 1.0, 16384: 240.0}, fast={1024: 1.02, 16384: 200.0})
+    for length, plan in ((1500, "slow:bf16"), (12000, "fast:bf16")):
+        choice = pick(spec(seqlen_q=length), table=both)
+        assert str(choice.plan) == plan
+    between = [pick(spec(seqlen_q=length), table=both) for length in range(1050, 4000, 50)]
+    assert {each.basis for each in between} == {"nearest", "predicted"}
+    for each in between:
+        if each.basis == "nearest":  # the other was predicted to be faster, but not by enough
+            assert str(each.plan) == "slow:bf16"
+            assert -each.margin.noise <= math.log1p(each.margin.gap) < 0
+            assert "within the error of the prediction" in next(
+                one.reasons[0] for one in each.candidates if one.plan == each.margin.runner_up
+            )
+        elif str(each.plan) == "fast:bf16":
+            slow = next(one for one in each.candidates if str(one.plan) == "slow:bf16")
+            near = abs(math.log2(each.spec.seqlen_q / 1024)) <= 1
+            assert not near or math.log(slow.time_ms / each.chosen.time_ms) > each.margin.noise
+
+
+def test_a_plan_that_was_measured_elsewhere_competes_where_others_were_measured():
+    """A prediction that leads by more than its error beats what was measured, one that leads by less does not."""
+    for time, plan in ((0.5, "fast:bf16"), (0.99, "slow:bf16")):
+        some = grid(slow={512: 0.25, 1024: 1.0, 2048: 4.0}, fast={512: time / 4, 2048: time * 4})
+        assert str(pick(table=some).plan) == plan
+
+
+def test_a_tie_goes_to_the_more_accurate_then_to_the_first_in_the_declared_order():
+    def tied(slow: float, fast: float, fp8: float) -> str:
+        return str(pick(table=grid(slow={1024: slow}, fast={1024: fast}, fp8={1024: fp8}), fp8=True).plan)
+
+    assert tied(1.005, 1.02, 1.0) == "slow:bf16"  # both are within noise of what they tie with
+    assert tied(1.02, 1.005, 1.0) == "fast:bf16"  # slow is not
+    assert tied(1.009, 1.0, 2.0) == "slow:bf16"  # declared before fast
+    assert tied(1.02, 1.02, 1.0) == "fast:fp8"
+    assert tied(1.0, 1.009, 1.009) == "slow:bf16"
+
+
+def test_the_more_accurate_of_two_that_tie_wins_whatever_the_declared_order_says():
+    known = fake_registry(
+        fake_backend("coarse", FakeForward("coarse:fp8", preference=1)),
+        fake_backend("fine", FakeForward("fine:bf16", preference=2)),
+    )
+    for error, plan in ((0.05, "fine:bf16"), (0.0024, "coarse:fp8")):  # a quarter more is as accurate
+        rows = table(entry("coarse:fp8", 1.0, normal=error), entry("fine:bf16", 1.005))
+        assert str(pick(table=rows, known=known, fp8=True).plan) == plan
+
+
+def test_noise_is_half_the_spread_of_both_between_its_bounds():
+    def winner(ratio: float, spread: float) -> str:
+        rows = [Entry(spec(), Plan(name), "ok", time, time * spread, {"normal": 0.002})
+                for name, time in (("slow:bf16", ratio), ("fast:bf16", 1.0))]  # fmt: skip
+        return str(pick(table=table(*rows)).plan)
+
+    assert [winner(1.009, 0.0), winner(1.011, 0.0)] == ["slow:bf16", "fast:bf16"]
+    assert [winner(1.019, 0.028), winner(1.021, 0.028)] == ["slow:bf16", "fast:bf16"]
+    assert [winner(1.029, 1.4), winner(1.031, 1.4)] == ["slow:bf16", "fast:bf16"]
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_repeated_sweeps_that_differ_by_noise_choose_alike(flipped):
+    pair = (1.0, 1.008) if flipped else (1.008, 1.0)
+    assert str(pick(table=grid(slow={1024: pair[0]}, fast={1024: pair[1]})).plan) == "slow:bf16"
 
 
 def test_fp8_is_not_trusted_with_more_keys_than_it_was_measured_with():
@@ -110,6 +186,40 @@ def test_fp8_is_not_trusted_with_more_keys_than_it_was_measured_with():
     longer = pick(spec(seqlen_kv=1100), fp8=True)
     assert str(longer.plan) == "fast:bf16"
     assert verdicts(longer)["fast:fp8"] == "unmeasured"
+
+
+def test_an_error_is_never_interpolated_into():
+    """Within the budget here, beyond it there: what lies between, and what lies below, is not vouched for."""
+
+    def at(length, error):
+        return entry("fast:fp8", length / 1e4, spec(seqlen_q=length), normal=0.05, outlier=error)
+
+    rest = [entry("slow:bf16", length / 1e3, spec(seqlen_q=length)) for length in (512, 2048, 8192)]
+    rising = table(*rest, at(512, 0.06), at(2048, 0.075), at(8192, 0.2))
+    falling = table(*rest, at(512, 0.2), at(2048, 0.075), at(8192, 0.06))
+    for length, written, allowed in (
+        (512, rising, True), (2048, rising, True), (8192, rising, False), (1024, rising, True), (4096, rising, False),
+        (512, falling, False), (1024, falling, False), (2048, falling, True), (4096, falling, False),
+    ):  # fmt: skip
+        choice = pick(spec(seqlen_q=length), table=written, fp8=True, max_error=0.1)
+        assert choice.plan.fp8 == allowed, length
+    # 0.075 at a neighbour leaves too little room at a shape that was not measured.
+    assert pick(spec(seqlen_q=2048), table=rising, fp8=True, max_error=0.085).plan.fp8
+    assert not pick(spec(seqlen_q=1024), table=rising, fp8=True, max_error=0.085).plan.fp8
+
+
+@pytest.mark.parametrize("status", ["crashed", "timeout", "oom", "error"])
+def test_what_failed_on_a_shape_that_is_nowhere_larger_is_not_chosen_by_prediction(status):
+    times = grid(slow={512: 1.0, 4096: 70.0}, fast={512: 0.5, 4096: 35.0})
+
+    def with_failure(length):
+        failed = Entry(spec(seqlen_q=length), Plan("fast:bf16"), status, reason="it broke")
+        return Table(times.environment, {**times.entries, (failed.spec, failed.plan): failed})
+
+    assert str(pick(spec(seqlen_q=2500), table=times).plan) == "fast:bf16"
+    for length in (1024, 2400):
+        assert verdicts(pick(spec(seqlen_q=2500), table=with_failure(length)))["fast:bf16"] == "unmeasured"
+    assert str(pick(spec(seqlen_q=2500), table=with_failure(65536)).plan) == "fast:bf16"
 
 
 def test_returning_the_lse_asks_the_same_entries():
@@ -138,28 +248,97 @@ def test_a_name_goes_before_measurement_and_errors_are_errors():
         pick(max_error=1e-9)
 
 
+LENGTHS = (256, 1024, 4096)
 plans = st.sampled_from(["slow:bf16", "fast:bf16", "fast:fp8"])
-errors = st.dictionaries(st.sampled_from(["normal", "outlier"]), st.floats(1e-4, 1.0), min_size=1)
+errors = st.dictionaries(st.sampled_from(["normal", "outlier"]), st.floats(1e-3, 1.0), min_size=1)
 measured = st.builds(
-    lambda plan, time, at, found: Entry(spec(seqlen_q=at), Plan.parse(plan), "ok", time, 0.0, found),
-    plans, st.floats(0.01, 100), st.sampled_from([256, 1024, 4096]), errors,
+    lambda plan, time, spread, at, found: Entry(spec(seqlen_q=at), Plan.parse(plan), "ok", time, spread * time, found),
+    plans, st.floats(0.01, 100) | st.sampled_from([1.0, 1.01, 1.02]), st.floats(0, 2), st.sampled_from(LENGTHS), errors,
 )  # fmt: skip
+entries = st.lists(measured, max_size=12)
+lengths = st.sampled_from([256, 700, 1024, 5000])
+budgets = st.floats(1e-3, 1.0)
 
 
-@given(st.lists(measured, max_size=12), st.sampled_from([256, 700, 1024, 5000]), st.floats(1e-3, 1.0), st.booleans())
-def test_whatever_the_table_says_the_choice_keeps_its_promises(entries, length, budget, fp8):
-    written = table(*entries)
+def tried(*rows: Entry, length: int, **more):
+    """The choice, None where nothing may run."""
     try:
-        choice = pick(spec(seqlen_q=length), table=written, max_error=budget, fp8=fp8)
+        return pick(spec(seqlen_q=length), table=table(*rows), **more)
     except NoPlanError:
+        return None
+
+
+@given(entries, lengths, budgets, st.booleans())
+def test_no_choice_is_over_budget_or_in_fp8_unasked(rows, length, budget, fp8):
+    choice = tried(*rows, length=length, max_error=budget, fp8=fp8)
+    if choice is None:
         return
-    assert fp8 or not choice.plan.fp8
-    here = written.at(spec(seqlen_q=length))
-    if choice.plan in here:
-        assert here[choice.plan].worst[0] <= budget
-        rivals = [each for plan, each in here.items() if each.worst[0] <= budget and (fp8 or not plan.fp8)]
-        assert here[choice.plan].time_ms == min(each.time_ms for each in rivals)
-    if choice.plan.fp8:
-        assert choice.chosen.error <= budget
-        assert choice.chosen.measured_at.seqlen_kv >= length
     assert sum(each.verdict == "chosen" for each in choice.candidates) == 1
+    assert fp8 or not choice.plan.fp8
+    own = {at.seqlen_kv: found for (at, plan), found in table(*rows).entries.items() if plan == choice.plan}
+    if length in own:
+        assert all(error <= budget for error in own[length].errors.values())
+    elif own:
+        up = min((keys for keys in own if keys >= length), default=None)
+        assert up is not None or not choice.plan.fp8
+        spoken_for = [found for keys, found in own.items() if keys <= (up or length)] or own.values()
+        assert all(error <= budget for found in spoken_for for error in found.errors.values())
+
+
+@given(entries, st.sampled_from(LENGTHS), budgets, st.booleans())
+def test_no_choice_at_a_measured_spec_is_slower_than_another_beyond_noise(rows, length, budget, fp8):
+    """The default plan, the first in the declared order, is one of those others."""
+    choice = tried(*rows, length=length, max_error=budget, fp8=fp8)
+    here = table(*rows).at(spec(seqlen_q=length))
+    rivals = [each for plan, each in here.items() if each.worst[0] <= budget and (fp8 or not plan.fp8)]
+    if rivals:
+        fastest = min(each.time_ms for each in rivals)
+        assert choice.chosen.time_ms <= 1.03 * fastest
+        if choice.plan in here and choice.plan.fp8:
+            assert not any(
+                each.time_ms <= fastest and each.worst[0] * 1.25 < here[choice.plan].worst[0] for each in rivals
+            )
+
+
+@given(entries, lengths, budgets, st.booleans(), st.randoms(use_true_random=False))
+def test_the_order_of_entries_does_not_matter(rows, length, budget, fp8, chance: random.Random):
+    last = list(table(*rows).entries.values())
+    once = tried(*last, length=length, max_error=budget, fp8=fp8)
+    chance.shuffle(last)
+    assert tried(*last, length=length, max_error=budget, fp8=fp8) == once
+
+
+@given(entries, lengths, budgets, budgets, st.booleans())
+def test_a_tighter_budget_holds_the_choice_to_it(rows, length, one, other, fp8):
+    loose, tight = (tried(*rows, length=length, max_error=each, fp8=fp8) for each in sorted((one, other), reverse=True))
+    if tight is None:
+        return
+    assert loose is not None
+    assert tight.chosen.error is None or tight.chosen.error <= min(one, other)
+    if tight.basis == loose.basis == "measured":
+        assert loose.chosen.time_ms <= 1.03 * tight.chosen.time_ms
+
+
+@given(entries, lengths, budgets, st.booleans(), st.sampled_from([-5, -1, 1, 13]))
+def test_the_unit_of_time_does_not_matter(rows, length, budget, fp8, power):
+    other = [replace(each, time_ms=each.time_ms * 2.0**power, spread_ms=each.spread_ms * 2.0**power) for each in rows]
+    once, again = (tried(*each, length=length, max_error=budget, fp8=fp8) for each in (rows, other))
+    assert (once and (once.plan, once.basis)) == (again and (again.plan, again.basis))
+
+
+@given(entries, lengths, budgets, st.booleans(), st.sampled_from(["slower", "inaccurate", "broken"]))
+def test_a_plan_that_cannot_win_changes_nothing(rows, length, budget, fp8, why):
+    before = tried(*rows, length=length, max_error=budget, fp8=fp8)
+    slowest = max((each.time_ms for each in rows), default=1.0)
+    newcomer = [
+        Entry(spec(seqlen_q=at), Plan("study:bf16"), "crashed", reason="it broke")
+        if why == "broken"
+        else entry("study:bf16", *((slowest * 50, spec(seqlen_q=at)) if why == "slower" else (1e-3, spec(seqlen_q=at))),
+                   normal=0.0001 if why == "slower" else 2.0)
+        for at in LENGTHS
+    ]  # fmt: skip
+    after = tried(*rows, *newcomer, length=length, max_error=budget, fp8=fp8)
+    if before is None or before.basis == "rule":
+        assert after is None or before is not None or after.plan == Plan("study:bf16")
+    else:
+        assert (after.plan, after.basis) == (before.plan, before.basis)
