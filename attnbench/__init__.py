@@ -19,6 +19,7 @@ _HOME = {
     "Plan": "plan",
     "attention": "api",
     "explain": "api",
+    "guard": "guarding",
     "use_backend": "context",
 }
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "__version__",
     "attention",
     "explain",
+    "guard",
     "use_backend",
 ]
 
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from .choice import Choice
     from .context import use_backend
     from .errors import AttnbenchError
+    from .guarding import guard
     from .mask import Mask
     from .plan import Plan
     from .spec import AttentionSpec

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .guard_breach import Breach
 
 __all__ = [
     "AttnbenchError",
     "AttnbenchWarning",
+    "BreachError",
+    "BreachWarning",
     "BudgetError",
     "InputError",
     "MalformedFileError",
@@ -27,6 +33,18 @@ class AttnbenchError(Exception):
 
 class AttnbenchWarning(UserWarning):
     """Something is not as it should be, and the answer is right all the same."""
+
+
+class BreachWarning(AttnbenchWarning):
+    """A guard has found that a plan's answers are further from exact attention than allowed."""
+
+
+class BreachError(AttnbenchError, RuntimeError):
+    """The same as an error, for ``guard(on_breach="raise")``; ``breach`` is the record."""
+
+    def __init__(self, breach: Breach) -> None:
+        self.breach = breach
+        super().__init__(str(breach))
 
 
 class MisuseError(AttnbenchError):

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from . import guard_hook
 from .devices import bind
 from .fp8 import Quantised
 from .kernel import BackwardKernel, ForwardKernel, Operands, Result, Saved
+from .plan import Plan
 from .spec import AttentionSpec
 
 __all__ = ["Execution"]
@@ -25,11 +27,18 @@ class Execution:
 
     Every forward pass goes through ``answer`` and every backward pass through ``gradients``, whether it was called
     eagerly, recorded for gradients or compiled; tensors quantised beforehand go through ``quantised``.
+    ``budget`` is the error that the plan was chosen under, None where nobody chose.  An open guard is told of each.
     """
 
     spec: AttentionSpec
     forward: ForwardKernel
     backward: BackwardKernel | None = None
+    budget: float | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The names of the kernels."""
+        return Plan(self.forward.name, None if self.backward is None else self.backward.name)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
         """(out, lse) of q, k, v (B, H, S, D); out carries gradients where the spec asks for training."""
@@ -46,28 +55,45 @@ class Execution:
         if torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
             with _as_written(q):
                 operands = forward.prepare(q, k, v, self.spec)
-                return operands, forward.run(operands)
-        operands = forward.prepare(q, k, v, self.spec)
-        return operands, forward.run(operands)
+                result = forward.run(operands)
+        else:
+            operands = forward.prepare(q, k, v, self.spec)
+            result = forward.run(operands)
+        watcher = guard_hook.watcher
+        if watcher is not None:
+            watcher.answered(self, operands, q, k, v, result.out)
+        return operands, result
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor) -> Operands:
         """What the forward kernel computes with: the same each time, as long as q, k, v are."""
         bind(q.device)
         with _as_written(q):
-            return self.forward.prepare(q, k, v, self.spec)
+            operands = self.forward.prepare(q, k, v, self.spec)
+        watcher = guard_hook.watcher
+        if watcher is not None:
+            watcher.prepared(operands, q, k, v)
+        return operands
 
     def gradients(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of what a forward has saved, by the plan's backward kernel."""
         assert self.backward is not None, "only a spec of a training direction is asked for gradients"
         bind(grad_out.device)  # autograd's own thread
         with _as_written(grad_out):
-            return self.backward.run(saved, grad_out)
+            gradients = self.backward.run(saved, grad_out)
+        watcher = guard_hook.watcher
+        if watcher is not None:
+            watcher.derived(self, saved.operands, grad_out, gradients)
+        return gradients
 
     def quantised(self, q: Quantised, k: Quantised, v: Quantised) -> tuple[Tensor, Tensor | None]:
         """The same for tensors that were quantised beforehand; no gradients flow into those."""
         bind(q.data.device)
         with _as_written(q.data):
-            return self.forward.run(self.forward.prepare_quantised(q, k, v, self.spec))[:2]
+            result = self.forward.run(self.forward.prepare_quantised(q, k, v, self.spec))
+        watcher = guard_hook.watcher
+        if watcher is not None:
+            watcher.answered(self, None, q, k, v, result.out)
+        return result[:2]
 
 
 def _as_written(x: Tensor) -> AbstractContextManager[object]:
@@ -86,6 +112,8 @@ class _Attention(torch.autograd.Function):
         # backward reads it; the private state belongs to the kernel.
         ctx.save_for_backward(*tensors)
         ctx.state, ctx.execution = state, execution
+        watcher = guard_hook.watcher
+        ctx.sample = None if watcher is None else watcher.sample(execution, q, k, v)
         if lse is not None:
             ctx.mark_non_differentiable(lse)
         return out, lse
@@ -95,6 +123,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         operands, out, lse = ctx.rebuild(ctx.saved_tensors)
         gradients = ctx.execution.gradients(Saved(operands, out, lse, ctx.state), grad_out)
+        if ctx.sample is not None:
+            ctx.sample.derived(grad_out, gradients)
         wanted = zip(gradients, ctx.needs_input_grad, strict=False)
         return *(gradient if needed else None for gradient, needed in wanted), None
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from typing import Any, TypeVar
 
+from .budget import class_bound
 from .execution import Execution
-from .question import Question, decide
+from .question import Question, decide, settled
 from .registry import registry
 
 __all__ = ["Memory", "execution_of"]
@@ -48,4 +49,7 @@ def execution_of(question: Question) -> Execution:
     choice = decide(question)
     known = registry()
     backward = None if choice.plan.backward is None else known.backward(choice.plan.backward)
-    return Execution(choice.spec, known.forward(choice.plan.forward), backward)
+    budget = choice.budget
+    if choice.basis == "explicit" and settled(question).max_error is None:
+        budget = max(budget, class_bound(choice.plan, choice.spec))  # who names FP8 and no error has accepted FP8's
+    return Execution(choice.spec, known.forward(choice.plan.forward), backward, budget)

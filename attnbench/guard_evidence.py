@@ -1,0 +1,74 @@
+"""When errors on few rows say that a plan is beyond its bound, and when they are noise.
+
+A check takes a few rows of several random heads.  With ``x`` the squared error of one head's rows over the bound's
+square, in shares of the mean size of the check's rows, a plan whose error is at the bound has E[x] = 1, whatever the
+distribution of the rows.  So ``1 + bet · (x / allowance - 1)`` has a mean of at most one for every plan within the
+bound, and the product over heads and checks, restarted whenever it falls below one, is an e-detector (Shin, Ramdas and
+Rinaldo, "E-detectors", arXiv 2203.03532): it reaches ``a`` after ``a`` checks or more on average, and sooner only where
+the plan is beyond.  The mean over several bets is one too: small ones find rare heads that are very wrong, large ones
+many that are a little.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Detector", "Finding"]
+
+_BETS = (0.05, 0.2, 0.5, 0.9)
+_ALARM = 1e6  # checks between two false alarms, at the least: with every=1000 a thousand million calls
+# Of the squared error, 12 % of the error: calls differ, and one a little beyond a bound that its plan keeps on average
+# is no news.
+_ALLOWANCE = 1.25
+_GROSS = 100.0  # of the squared error: one head ten times beyond the bound needs no second look
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An alarm: the error on the rows since the trouble began, and the evidence (1 is none)."""
+
+    error: float
+    evidence: float
+
+
+class Detector:
+    """What the checks of one tensor of one plan and spec have shown so far, beside a bound on its relative L2."""
+
+    def __init__(self, bound: float) -> None:
+        self.bound = bound
+        self._start()
+
+    def _start(self) -> None:
+        self._logs = [0.0] * len(_BETS)
+        self._error = self._size = 0.0
+
+    def add(self, errors: Sequence[float], sizes: Sequence[float]) -> Finding | None:
+        """One check: squared errors and squared sizes of the rows of each head; a finding where it tips the scales.
+
+        Afterwards the evidence starts anew.
+        """
+        size, error = math.fsum(sizes), math.fsum(errors)
+        if not math.isfinite(error):
+            self._start()
+            return Finding(math.inf, math.inf)
+        if size == 0.0:  # nothing to be right about
+            return Finding(math.inf, math.inf) if error else None
+        if max(self._logs) <= 0.0:
+            self._error = self._size = 0.0
+        self._error, self._size = self._error + error, self._size + size
+        shares = [len(errors) * each / (size * self.bound**2) for each in errors]
+        for place, bet in enumerate(_BETS):
+            gain = math.fsum(math.log1p(bet * (share / _ALLOWANCE - 1.0)) for share in shares)
+            self._logs[place] = max(0.0, self._logs[place]) + gain
+        largest = max(self._logs)
+        mean = largest + math.log(math.fsum(math.exp(each - largest) for each in self._logs) / len(_BETS))
+        gross = max(shares) >= _GROSS
+        if mean < math.log(_ALARM) and not gross:
+            return None
+        found = Finding(
+            math.sqrt(self._error / self._size), math.inf if gross else math.exp(min(mean, 700.0))
+        )  # beyond 700 a double is infinite
+        self._start()
+        return found
