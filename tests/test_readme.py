@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 
 from attnbench.harness.records import Measurement, read_measurements
+from attnbench.registry import registry
+from attnbench.regret import Asked, held_out, summarised
+from attnbench.regret_fixed import against_fixed
+from attnbench.table import Table
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
@@ -14,6 +18,11 @@ HEAD = re.compile(r"\| (b\d.*?) \| (kernel|backward) \| (call) \| error \|")
 ROW = re.compile(r"\| `(.+?)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) / ([\d.]+) \|")
 KEYS = re.compile(r"\| b1 h8 q(\d+) d128, V with a mean.* \| (\d+)k keys \| (\d+)k keys \| (\d+)k keys \|")
 DRIFT = re.compile(r"\| (`.+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|")
+ALWAYS = re.compile(r"\| (?:`(\S+)`|(torch's default)) ((?:\| (?:[\d.]+, [\d.]+)? ){4})\|")
+REGRET = re.compile(
+    r"costs ([\d.]+) % over the best .* \(([\d.]+) % at worst; training ([\d.]+) % and ([\d.]+) %\)"
+    r".* (\d+) of (\d+) choices"
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +71,30 @@ def test_drift_over_keys_comes_from_committed_results(rows: dict[tuple[str, str]
                     assert agrees(figure, truth), (case, plan, figure, truth)
                     seen += 1
     assert seen >= 21
+
+
+def test_what_choosing_saves_comes_from_the_table_that_ships() -> None:
+    table = Table.load(ROOT / "attnbench/tables/nvidia-h200.json")
+    columns = [(fp8, direction) for fp8 in (False, True) for direction in ("forward", "training")]
+    truths = {
+        (row.backend, fp8, row.direction): f"{1 + row.slow_down:.2f}, {1 + row.worst:.2f}"
+        for fp8 in (False, True)
+        for row in against_fixed(table, registry(), Asked(fp8))
+    }
+    shown = [found for line in README if (found := ALWAYS.fullmatch(line))]
+    for each in shown:
+        cells = [cell.strip() for cell in each[3].split("|")[1:]]
+        assert cells == [truths.get((each[1] or each[2], *column), "") for column in columns]
+    assert len(shown) >= 8
+
+
+def test_the_regret_is_that_of_the_table_that_ships() -> None:
+    made = list(held_out(Table.load(ROOT / "attnbench/tables/nvidia-h200.json"), registry(), seed=0))
+    scores = [score for score in made if score.steady]
+    forward, training = summarised(scores)
+    truths = [100 * share for each in (forward, training) for share in (each.geometric_mean, each.worst)]
+    shown = REGRET.search(" ".join(README))
+    assert shown
+    for figure, truth in zip(shown.groups(), [*truths, len(scores), len(made)], strict=True):
+        assert agrees(figure, truth), (figure, truth)
+    assert not any(score.violated for score in made)
