@@ -195,14 +195,17 @@ def read_measurements(path: Path) -> Iterator[Measurement]:
 
     Raises MalformedFileError with the line and what was expected there.
     """
+    too_large = MalformedFileError(path, f"expected at most {_LARGEST_FILE} bytes of measurements")
     try:
+        if path.stat().st_size > _LARGEST_FILE:
+            raise too_large
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             number, left = 0, _LARGEST_FILE
             while line := file.readline(_LONGEST_LINE + 1):
                 number += 1
                 left -= len(line)
-                if left < 0:  # counted as they come, for a compressed file's size tells nothing
-                    raise MalformedFileError(path, f"expected at most {_LARGEST_FILE} bytes of measurements")
+                if left < 0:  # a compressed file's own size tells too little
+                    raise too_large
                 yield _parsed(path, number, line)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise MalformedFileError(path, f"expected measurements compressed by gzip: {error}") from error
