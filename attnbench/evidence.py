@@ -39,8 +39,11 @@ class Evidence:
         self._spec = spec.replace(return_lse=False)  # returning the LSE changes neither time nor error
         self._here = known.at(self._spec)
         alike = class_of(self._spec)
-        indices = (_index(_Same(table)) for table in known.tables)
-        index = next((each for each in indices if alike in each.classes), None)
+        # Where the spec was measured, that table speaks of its neighbours too: times of two machines must not meet.
+        # Elsewhere the one that knows most of the class: a single shape of the user's own must not hide a whole sweep.
+        tables = [table for table in known.tables if table.at(self._spec)][:1] or known.tables
+        holding = [each for table in tables if alike in (each := _index(_Same(table))).classes]
+        index = max(holding, key=lambda each: each.specs(alike), default=None)
         self._class = {} if index is None else index.classes[alike]
         self.model = None if index is None else index.model
 
@@ -146,6 +149,10 @@ class _Index:
             if entry.kept:
                 self.classes.setdefault(class_of(entry.spec), {}).setdefault(entry.plan, []).append(entry)
         self.model = CostModel(table.entries.values())
+
+    def specs(self, alike: SpecClass) -> int:
+        """How many specs of a class there are."""
+        return len({entry.spec for entries in self.classes[alike].values() for entry in entries})
 
 
 class _Same:

@@ -57,9 +57,11 @@ def test_what_another_budget_would_buy():
 
 
 def test_opening_fp8_at_the_same_budget_is_a_trade_too():
-    choice = pick(FOUR[0], entry("fast:fp8", 0.5, 0.009))
+    choice = pick(FOUR[0], entry("fast:fp8", 0.5, 0.009, 0.0, "outlier"))
     assert "max_error=0.01 would allow fast:fp8 and save 60%" in str(choice)
-    assert str(pick(FOUR[0], entry("fast:fp8", 0.5, 0.009), fp8=True, max_error=0.01).plan) == "fast:fp8"
+    assert (
+        str(pick(FOUR[0], entry("fast:fp8", 0.5, 0.009, 0.0, "outlier"), fp8=True, max_error=0.01).plan) == "fast:fp8"
+    )
 
 
 def test_what_saves_nothing_beyond_noise_is_no_trade():
@@ -156,7 +158,7 @@ def test_a_trade_is_what_that_budget_chooses(measured, budget, fp8):
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_no_budget_buys_a_plan_that_a_guard_has_found_wanting(fp8):
-    rows = (FOUR[0], entry("fast:fp8", 0.5, 0.009))
+    rows = (FOUR[0], entry("fast:fp8", 0.5, 0.009, 0.0, "outlier"))
     demote(Plan("fast:fp8"), SPEC, "it was off by 0.3")
     try:
         choice = pick(*rows, fp8=fp8)

@@ -37,7 +37,7 @@ def spec(length: int, **more) -> AttentionSpec:
 
 
 def entry(at: AttentionSpec, plan: str, time: float, error: float, spread: float = 0.002) -> Entry:
-    return Entry(at, Plan.parse(plan), "ok", time, spread * time, {"normal": error})
+    return Entry(at, Plan.parse(plan), "ok", time, spread * time, {"outlier": error})
 
 
 MASKS = (Mask(), Mask(right=0))

@@ -10,10 +10,11 @@ from fakes import FakeBackward, FakeForward, an_environment, fake_backend, fake_
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnbench import AttentionSpec, Mask, Plan
+from attnbench import AttentionSpec, Mask, Plan, selector
 from attnbench.errors import BudgetError, NoPlanError, RefusedError
 from attnbench.selector import choose
 from attnbench.table import Entry, Table
+from attnbench.user_table import Known
 
 CPU = torch.device("cpu")
 KNOWN = fake_registry(
@@ -160,8 +161,40 @@ def test_the_more_accurate_of_two_that_tie_wins_whatever_the_declared_order_says
         fake_backend("fine", FakeForward("fine:bf16", preference=2)),
     )
     for error, plan in ((0.05, "fine:bf16"), (0.0024, "coarse:fp8")):  # a quarter more is as accurate
-        rows = table(entry("coarse:fp8", 1.0, normal=error), entry("fine:bf16", 1.005))
+        rows = table(entry("coarse:fp8", 1.0, outlier=error), entry("fine:bf16", 1.005))
         assert str(pick(table=rows, known=known, fp8=True).plan) == plan
+
+
+def test_an_fp8_plan_is_not_taken_on_the_word_of_easy_inputs():
+    seen = {"normal": 0.05}
+    for families, plan in (
+        (seen, "slow:bf16"), ({**seen, "biased-v": 0.01}, "slow:bf16"),
+        ({**seen, "outlier": 0.09}, "fast:fp8"), ({"captured:a@1#0": 0.06}, "fast:fp8"),
+    ):  # fmt: skip
+        rows = table(entry("slow:bf16", 3.0), Entry(spec(), Plan("fast:fp8"), "ok", 1.0, 0.0, families))
+        for asked in (spec(), spec(batch=3)):
+            choice = pick(asked, table=rows, fp8=True)
+            assert str(choice.plan) == plan
+    assert "inputs with outliers" in str(pick(table=table(entry("slow:bf16", 3.0), entry("fast:fp8", 1.0)), fp8=True))
+
+
+def test_one_shape_of_the_user_s_own_hides_no_sweep_of_its_neighbours(monkeypatch):
+    """In the user's one spec slow wins; at all that ship, near the one that is asked, fast does."""
+    user = table(entry("slow:bf16", 1.0), entry("fast:bf16", 2.0))
+    lengths = [spec(seqlen_q=length) for length in (2048, 4096, 8192)]
+    shipped = table(
+        *(entry(f"{name}:bf16", time, at) for at in lengths for name, time in (("slow", 9.0), ("fast", 3.0)))
+    )
+    monkeypatch.setattr(selector, "known_tables", lambda device: Known((user, shipped)))
+    assert str(pick(table=None).plan) == "slow:bf16"
+    assert str(pick(spec(batch=2, seqlen_q=4096), table=None).plan) == "fast:bf16"
+
+
+def test_times_of_two_machines_do_not_meet_in_one_choice(monkeypatch):
+    user = table(entry("slow:bf16", 1.0))
+    shipped = table(*(entry("fast:bf16", 0.01, spec(seqlen_q=length)) for length in (512, 2048)))
+    monkeypatch.setattr(selector, "known_tables", lambda device: Known((user, shipped)))
+    assert str(pick(table=None).plan) == "slow:bf16"
 
 
 def test_noise_is_half_the_spread_of_both_between_its_bounds():
@@ -290,7 +323,8 @@ def test_no_choice_at_a_measured_spec_is_slower_than_another_beyond_noise(rows, 
     """The default plan, the first in the declared order, is one of those others."""
     choice = tried(*rows, length=length, max_error=budget, fp8=fp8)
     here = table(*rows).at(spec(seqlen_q=length))
-    rivals = [each for plan, each in here.items() if each.worst[0] <= budget and (fp8 or not plan.fp8)]
+    able = [each for each in here.values() if each.usable]
+    rivals = [each for each in able if each.worst[0] <= budget and (fp8 or not each.plan.fp8)]
     if rivals:
         fastest = min(each.time_ms for each in rivals)
         assert choice.chosen.time_ms <= 1.03 * fastest

@@ -134,7 +134,8 @@ def test_merging_takes_the_newer_entry_and_keeps_what_only_the_older_saw():
         ({"time_ms": None, "status": "oom", "reason": "no room"}, "oom when it was measured: no room"),
         ({"errors": {}}, "when it was measured"),
         ({"status": "inaccurate", "check": "stale", "reason": "old"}, "the check 'stale' .* old"),
-        ({"plan": "a:fp8", "errors": {"normal": 0.0}}, "less than 8 bits allow"),
+        ({"plan": "a:fp8", "errors": {"outlier": 0.0}}, "less than 8 bits allow"),
+        ({"plan": "a:fp8", "errors": {"normal": 0.05}}, "never measured on inputs with outliers"),
         ({"plan": "a:fp8-token>b:bf16", "errors": {"normal": 9e-5, "outlier": 1e-9}}, "less than 8 bits"),
     ],
 )
@@ -146,7 +147,8 @@ def test_what_cannot_be_chosen_by_says_why(more, said):
 
 def test_what_can_be_chosen_by():
     for entry in (
-        one(), one(errors={"normal": 0.0}), one("a:fp8"), one("a:fp8", errors={"normal": 0.0, "outlier": 2.8e-3}),
+        one(), one(errors={"normal": 0.0}), one("a:fp8", errors={"normal": 0.0, "outlier": 2.8e-3}),
+        one("a:fp8", errors={"captured:acts.safetensors@1a2b3c4d#3": 0.05}),
         one(status="inaccurate", check="error", reason="0.2 is beyond 0.1"), one(errors={"normal": math.inf}),
     ):  # fmt: skip
         assert entry.usable
