@@ -18,7 +18,9 @@ _HOME = {
     "Mask": "mask",
     "Plan": "plan",
     "attention": "api",
+    "autotune": "harness.autotune",
     "explain": "api",
+    "freeze": "freezing",
     "guard": "guarding",
     "use_backend": "context",
 }
@@ -30,7 +32,9 @@ __all__ = [
     "Plan",
     "__version__",
     "attention",
+    "autotune",
     "explain",
+    "freeze",
     "guard",
     "use_backend",
 ]
@@ -40,7 +44,9 @@ if TYPE_CHECKING:
     from .choice import Choice
     from .context import use_backend
     from .errors import AttnbenchError
+    from .freezing import freeze
     from .guarding import guard
+    from .harness.autotune import autotune
     from .mask import Mask
     from .plan import Plan
     from .spec import AttentionSpec

@@ -10,7 +10,7 @@ from .spec import AttentionSpec
 
 __all__ = ["Basis", "Candidate", "Choice", "Margin", "Trade", "Verdict"]
 
-Basis = Literal["measured", "predicted", "nearest", "rule"]
+Basis = Literal["measured", "predicted", "nearest", "rule", "frozen"]
 Verdict = Literal["chosen", "eligible", "inaccurate", "unmeasured", "not asked for", "refused", "unavailable"]
 _ORDER: tuple[Verdict, ...] = (
     "chosen",
@@ -32,8 +32,9 @@ class Candidate:
     ``family`` it was seen in) are None where nothing was measured; ``basis`` says what they
     rest on: ``measured`` at this very spec, ``predicted`` by the cost model (the error is then
     the largest at the neighbours that speak for the plan, at the spec ``measured_at``),
-    ``nearest`` (predicted too, and chosen because it won at the nearest measured spec), or
-    ``rule`` (the kernels' declared preference and error).
+    ``nearest`` (predicted too, and chosen because it won at the nearest measured spec),
+    ``rule`` (the kernels' declared preference and error), or ``frozen`` (a file named the
+    plan, and nothing else was asked).
 
     ``spread_ms`` is the interquartile range of a measured time, ``time_error`` the standard
     error of the logarithm of a predicted one: 0.05 is about 5 %.  ``needs`` is the smallest
@@ -120,22 +121,24 @@ class Choice:
     ``asked`` is the backend that was asked for and ``asked_by`` who asked (``argument``,
     ``context``, ``ATTNBENCH_BACKEND`` or ``default``); ``budget`` is the largest error
     that was accepted; ``basis`` is what the decision rests on: ``measured``, ``predicted``,
-    ``nearest``, ``rule`` or ``explicit``.  ``margin`` is the lead over the runner-up, None
-    where fewer than two plans have a time; ``trades`` say what other budgets would choose,
-    the tightest first.  ``hint`` is what the user could do for a better choice.
+    ``nearest``, ``rule``, ``explicit``, or ``frozen`` in the file ``frozen_in``.  ``margin``
+    is the lead over the runner-up, None where fewer than two plans have a time; ``trades``
+    say what other budgets would choose, the tightest first.  ``hint`` is what the user could
+    do for a better choice.
     """
 
     spec: AttentionSpec
     device: str
     plan: Plan
     budget: float
-    basis: Literal["measured", "predicted", "nearest", "rule", "explicit"]
+    basis: Literal["measured", "predicted", "nearest", "rule", "explicit", "frozen"]
     candidates: tuple[Candidate, ...]
     asked: str = "auto"
     asked_by: str = "default"
     hint: str | None = None
     margin: Margin | None = None
     trades: tuple[Trade, ...] = ()
+    frozen_in: str | None = None
 
     @property
     def chosen(self) -> Candidate:
@@ -160,6 +163,7 @@ class Choice:
             "plan": str(self.plan),
             "budget": self.budget,
             "basis": self.basis,
+            "frozen_in": self.frozen_in,
             "asked": self.asked,
             "asked_by": self.asked_by,
             "hint": self.hint,

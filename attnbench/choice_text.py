@@ -45,6 +45,8 @@ def _basis(choice: Choice) -> str:
         return "prediction from measured neighbours"
     if choice.basis == "nearest" and choice.chosen.measured_at is not None:
         return "the nearest measured shape, the predictions being too near one another"
+    if choice.basis == "frozen":
+        return f"the choices frozen in {choice.frozen_in}"
     return {"measured": "measurement", "nearest": "the nearest measured shape"}.get(choice.basis, choice.basis)
 
 

@@ -15,6 +15,7 @@ __all__ = [
     "BreachError",
     "BreachWarning",
     "BudgetError",
+    "FrozenError",
     "InputError",
     "MalformedFileError",
     "MisuseError",
@@ -92,6 +93,10 @@ class RefusedError(AttnbenchError, RuntimeError):
 
 class BudgetError(AttnbenchError, RuntimeError):
     """A plan that was named explicitly is measured to exceed the error that was named explicitly."""
+
+
+class FrozenError(AttnbenchError, RuntimeError):
+    """Frozen choices do not tell what is asked: no such file, a question that it lacks, another model of GPU."""
 
 
 class NoPlanError(AttnbenchError, RuntimeError):

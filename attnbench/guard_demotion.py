@@ -1,9 +1,16 @@
-"""Plans that a guard has found wanting: for the spec where it did, they count as inaccurate in this process."""
+"""Plans that a guard has found wanting: for the spec where it did, they count as inaccurate in this process.
+
+While choices are frozen nothing is demoted: they were frozen so that ranks agree, and the rank that found the plan
+wanting would be the only one to leave it.
+"""
 
 from __future__ import annotations
 
 import threading
+import warnings
 
+from . import freeze_hook
+from .errors import AttnbenchWarning
 from .plan import Plan
 from .spec import AttentionSpec
 
@@ -14,7 +21,19 @@ _lock = threading.Lock()
 
 
 def demote(plan: Plan, spec: AttentionSpec, reason: str) -> bool:
-    """Count the plan as inaccurate at the spec, for this reason; whether that is new."""
+    """Count the plan as inaccurate at the spec, for this reason; whether that is new.
+
+    While choices are frozen the plan stays, with a warning.
+    """
+    frozen = freeze_hook.frozen
+    if frozen is not None:
+        warnings.warn(
+            f"{plan} stays the plan of {spec}, because choices are frozen in {frozen.path} and other ranks would keep "
+            f"it; record anew without it. It would have been {reason}",
+            AttnbenchWarning,
+            stacklevel=2,
+        )
+        return False
     with _lock:
         return _reasons.setdefault(_key(plan, spec), reason) is reason
 

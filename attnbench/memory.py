@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any, TypeVar
 
+from . import choice_hook
 from .budget import class_bound
 from .execution import Execution
 from .question import Question, decide, settled
 from .registry import registry
 
-__all__ = ["Memory", "execution_of"]
+__all__ = ["Memory", "ask_again", "execution_of"]
 
 _LARGEST = 4096  # questions, of about a KiB each: more than a program asks that does not ask ever new ones
 _Value = TypeVar("_Value")
@@ -24,6 +26,7 @@ class Memory(dict[tuple[Any, ...], _Value]):
         self.era = 0
         self._size = size
         self._lock = threading.Lock()
+        _all.append(weakref.ref(self, _all.remove))
 
     def remember(self, key: tuple[Any, ...], value: _Value, era: int) -> _Value:
         """The value that is kept under the key, which is the first one's of several threads.
@@ -44,12 +47,28 @@ class Memory(dict[tuple[Any, ...], _Value]):
             self.clear()
 
 
+_all: list[weakref.ref[Memory[Any]]] = []
+
+
+def ask_again() -> None:
+    """Answer every question anew at its next call.
+
+    What the answers rest on is not read again, so they are the same, and what was compiled stays as it is.
+    """
+    for reference in list(_all):
+        memory = reference()
+        if memory is not None:
+            memory.forget()
+
+
 def execution_of(question: Question) -> Execution:
     """What runs for a question.  Raises what ``decide`` raises."""
     choice = decide(question)
     known = registry()
     backward = None if choice.plan.backward is None else known.backward(choice.plan.backward)
     budget = choice.budget
-    if choice.basis == "explicit" and settled(question).max_error is None:
+    if choice.asked != "auto" and settled(question).max_error is None:
         budget = max(budget, class_bound(choice.plan, choice.spec))  # who names FP8 and no error has accepted FP8's
-    return Execution(choice.spec, known.forward(choice.plan.forward), backward, budget)
+    execution = Execution(choice.spec, known.forward(choice.plan.forward), backward, budget)
+    listener = choice_hook.listener
+    return execution if listener is None else listener.chosen(question, choice, execution)

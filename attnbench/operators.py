@@ -147,10 +147,11 @@ def _program(q: Tensor, k: Tensor, v: Tensor, descales: tuple[Tensor | None, ...
     # Gradients and context are what they were in the program, not what they are where it runs.
     wish = Wish(asked.backend, asked.dtype, asked.max_error, asked.asked_by)
     question = Question(*key)._replace(training=asked.training, wish=wish, variable=None)
-    program = _programs.get((question, asked.era))
+    # An exported program asks again once choices are forgotten: nothing was compiled for those.
+    key_in_era = question, _era if asked.era == _EXPORTED else asked.era
+    program = _programs.get(key_in_era)
     if program is None:
-        program = _Program(execution_of(question))
-        program = _programs.remember((question, asked.era), program, _programs.era)
+        program = _programs.remember(key_in_era, _Program(execution_of(question)), _programs.era)
     return program
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from . import freeze_hook
 from .budget import default_budget
 from .choice import Candidate, Choice
 from .devices import describe
@@ -41,6 +42,7 @@ def choose(
     ``backend`` is ``auto``, a backend, a forward kernel or a whole plan; ``fp8`` opens the
     FP8 plans; ``max_error`` is the budget (relative L2), None for the default of the
     tensors' precision; ``table`` is used instead of the user's own and the shipped one.
+    Where choices are frozen, and neither a table nor a registry is named, the file answers.
 
     Of the plans that can serve and stay within the budget (``evidence``), the one with the
     shortest call wins, forward and backward together, preparing and launching included
@@ -52,6 +54,9 @@ def choose(
     Raises UnknownBackendError, RefusedError (a named plan cannot serve), BudgetError (a
     named plan exceeds a named budget), NoPlanError (nothing can serve).
     """
+    frozen = freeze_hook.frozen
+    if frozen is not None and table is None and known is None:
+        return frozen.choice(spec, device, backend, asked_by, fp8, max_error)
     known = known or registry()
     facts = describe(device)
     tables = known_tables(device) if table is None else Known.of(table)

@@ -8,6 +8,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 
 from .errors import MalformedFileError, OutputError
@@ -88,7 +89,7 @@ def locked(path: Path) -> Iterator[None]:
     try:
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for scratch in path.parent.glob(f"{_scratch(path)}*"):
+            for scratch in path.parent.glob(f"{escape(_scratch(path))}*"):
                 scratch.unlink()
         yield
     finally:
@@ -104,4 +105,4 @@ def _chunks(handle: int) -> Iterator[bytes]:
 
 
 def _scratch(path: Path) -> str:
-    return f".{path.name}."
+    return f".{path.name}.attnbench-"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -43,6 +45,9 @@ def explain(
         typer.Option("--max-error", help="Largest relative L2 error to accept; opens FP8 if it admits it."),
     ] = None,
     backend: Annotated[str, typer.Option("--backend", help="auto, a backend, a kernel or a plan.")] = "auto",
+    frozen: Annotated[
+        Path | None, typer.Option("--frozen", help="By this file of frozen choices, not by the tables.")
+    ] = None,
     device: DeviceOption = "auto",
     format: Annotated[Literal["text", "json", "markdown"], typer.Option("--format", help="How to print.")] = "text",
 ) -> None:
@@ -52,6 +57,7 @@ def explain(
     """
     from .. import devices
     from ..context import check_budget, current
+    from ..freezing import freeze
     from ..selector import choose
     from ..spec import AttentionSpec
     from ..tensors import mask_of
@@ -73,14 +79,15 @@ def explain(
     )
     wish = current()
     asked, asked_by = (wish.backend, wish.asked_by) if backend == "auto" else (backend, "argument")
-    choice = choose(
-        spec,
-        devices.find(device),
-        backend=asked,
-        asked_by=asked_by,
-        fp8=dtype == "fp8" or max_error is not None,
-        max_error=max_error,
-    )
+    with nullcontext() if frozen is None else freeze(frozen, missing="raise"):
+        choice = choose(
+            spec,
+            devices.find(device),
+            backend=asked,
+            asked_by=asked_by,
+            fp8=dtype == "fp8" or max_error is not None,
+            max_error=max_error,
+        )
     if format == "json":
         print_json(choice.to_dict())
     else:

@@ -20,6 +20,7 @@ from attnbench.errors import AttnbenchWarning, OutputError
 from attnbench.registry import registry
 from attnbench.selector import choose
 from attnbench.table import Entry, Table
+from attnbench.table_files import locked
 from attnbench.user_table import Known, forget, known_tables, update_user_table, user_table_path
 
 CPU = torch.device("cpu")
@@ -327,3 +328,14 @@ def test_a_cpu_looks_for_no_shipped_table(monkeypatch, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert known_tables(CPU) == Known()
+
+
+def test_a_writer_clears_away_its_own_leavings_and_nobody_else_s(tmp_path):
+    path = tmp_path / "run[1].json"
+    left = tmp_path / ".run[1].json.attnbench-k3j2"
+    others = [tmp_path / ".run[1].json.swp", tmp_path / ".run1.json.attnbench-x"]
+    for each in (left, *others):
+        each.write_text("x")
+    with locked(path):
+        assert not left.exists()
+        assert all(each.exists() for each in others)

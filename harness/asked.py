@@ -1,0 +1,98 @@
+"""What a program asks of attention while somebody listens: each spec once, and how often it is called."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import torch
+
+from attnbench.choice import Choice
+from attnbench.dtypes import TO_TORCH
+from attnbench.execution import Execution
+from attnbench.kernel import Operands, Result
+from attnbench.question import Question, settled
+from attnbench.spec import AttentionSpec
+
+from .captured import tensor_shapes
+
+__all__ = ["Asked", "AskedSpecs", "Terms", "input_bytes"]
+
+_MOST = 4096  # specs: a program that asks for ever new ones has no end of them
+_FLOPS_PER_BYTE = 200.0  # about what a GPU computes while it reads a byte: few queries on many keys cost their reading
+Terms = tuple[bool, float | None]  # whether FP8 was opted into, and the budget where one was named
+
+
+@dataclass(eq=False)
+class Asked:
+    """One spec on one device.
+
+    ``calls`` counts the forward passes that left the choice to attnbench, ``choices`` what was
+    chosen for each of the terms they were asked under.  Without any, ``named`` tells who
+    asked for what by its name.
+    """
+
+    spec: AttentionSpec
+    device: torch.device
+    calls: int = 0
+    choices: dict[Terms, Choice] = field(default_factory=dict)
+    named: str = ""
+
+    @property
+    def fp8(self) -> bool:
+        """Whether FP8 was opted into by any call."""
+        return any(fp8 for fp8, _ in self.choices)
+
+    @property
+    def weight(self) -> float:
+        """How much of the program's time it may take, in operations; what was never called counts as called once."""
+        return max(1, self.calls) * (self.spec.flops + _FLOPS_PER_BYTE * input_bytes(self.spec))
+
+
+@dataclass(frozen=True)
+class _Counted(Execution):
+    """An execution that counts its forward passes."""
+
+    asked: Asked = field(kw_only=True, compare=False, repr=False)
+
+    def answer(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Operands, Result]:
+        self.asked.calls += 1  # several threads may lose a count; it is for an order
+        return super().answer(q, k, v)
+
+
+class AskedSpecs:
+    """A listener (``attnbench.choice_hook``) that keeps the specs, and none of the tensors."""
+
+    def __init__(self) -> None:
+        self._asked: dict[tuple[torch.device, AttentionSpec], Asked] = {}
+        self._lock = threading.Lock()
+
+    def chosen(self, question: Question, choice: Choice, execution: Execution) -> Execution:
+        """The question was answered by the choice; what is returned counts its calls."""
+        wish = settled(question)
+        with self._lock:
+            if len(self._asked) >= _MOST:
+                return execution
+            asked = self.of(choice.spec, question.q_device)
+            if wish.backend != "auto":
+                asked.named = f"{wish.backend} was asked for by {wish.asked_by}"
+                return execution
+            asked.choices.setdefault((wish.dtype == "fp8", wish.max_error), choice)
+        return _Counted(execution.spec, execution.forward, execution.backward, execution.budget, asked=asked)
+
+    def of(self, spec: AttentionSpec, device: torch.device) -> Asked:
+        """What is known of the spec there; returning the log-sum-exp changes neither time nor error."""
+        spec = spec.replace(return_lse=False)
+        return self._asked.setdefault((device, spec), Asked(spec, device))
+
+    @property
+    def heaviest_first(self) -> list[Asked]:
+        """All of them, those first that may take most of the program's time."""
+        with self._lock:
+            return sorted(self._asked.values(), key=lambda asked: asked.weight, reverse=True)
+
+
+def input_bytes(spec: AttentionSpec) -> int:
+    """The bytes of q, k, v and, in training, of the output's gradient."""
+    elements = sum(torch.Size(shape).numel() for shape in tensor_shapes(spec).values())
+    return elements * TO_TORCH[spec.dtype].itemsize

@@ -1,0 +1,347 @@
+"""``autotune``: measure the specs that a program of the user's asks of attention, and add them to the user's table.
+
+Nothing is measured inside a call of the program: while the context is open its specs are
+noted, when it closes (or at ``measure``) they are measured as a sweep does, in processes of
+their own, on the input families of every sweep, never on the program's tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import torch
+from rich.console import Console
+
+from attnbench import choice_hook
+from attnbench.api import forget_choices
+from attnbench.choice import Choice
+from attnbench.devices import find
+from attnbench.environment import Environment
+from attnbench.errors import InputError, MisuseError, NoPlanError, OutputError
+from attnbench.memory import ask_again
+from attnbench.registry import Registry, registry
+from attnbench.selector import choose
+from attnbench.spec import AttentionSpec
+from attnbench.table import Table
+from attnbench.user_table import known_tables, update_user_table, user_table_path
+
+from .asked import Asked, AskedSpecs, Terms
+from .bounded import Work, measured_within
+from .condense import condense
+from .laboratory import INSTALLED, Laboratory
+from .progress import followed
+from .records import Measurement
+from .sweep import Event, Finished
+from .timing import Timer
+from .tuning import alone, own_table, plans_to_measure, shortage
+
+__all__ = ["Autotune", "Tuned", "autotune"]
+
+# Of one request to a worker: a plan that hangs must not take all the time there is, and one
+# that compiles must have the time to.
+_LEAST_PATIENCE, _MOST_PATIENCE = 30.0, 300.0
+_open = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A spec that was measured: what was chosen for it ``before``, and what is chosen now.
+
+    ``calls`` is how often the program called it while autotune was open.  ``lost`` says of
+    the plans that could not be measured why.  ``after`` is None where no plan was measured
+    to be accurate enough.
+    """
+
+    spec: AttentionSpec
+    device: str
+    calls: int
+    before: Choice
+    after: Choice | None
+    lost: dict[str, str]
+
+    def __str__(self) -> str:
+        found = f"{self.spec} on {self.device}: {self._timed(self.before)}"
+        if self.after is None:
+            found += " → nothing is accurate enough"
+        else:
+            found += ", as before" if self.after.plan == self.before.plan else f" → {self._timed(self.after)}"
+        return "\n".join([found, *(f"  {plan}: {reason}" for plan, reason in self.lost.items())])
+
+    def _timed(self, choice: Choice) -> str:
+        """The plan and its time, which is the new one where it was measured now."""
+        known = {each.plan: each for each in (self.after or choice).candidates}
+        candidate = known.get(choice.plan, choice.chosen)
+        return str(choice.plan) if candidate.time_ms is None else f"{choice.plan} {candidate.time_ms:.3g} ms"
+
+
+class Autotune:
+    """What ``autotune`` returns: a context manager, and ``measure``.
+
+    ``measured`` is what was measured so far, ``skipped`` why other specs were not, and
+    ``tables`` are the files that were written, one for each model of device.
+    """
+
+    def __init__(
+        self, seconds: float, dtype: Literal["fp8"] | None, backends: Sequence[str] | str | None, again: bool
+    ) -> None:
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
+            raise InputError(f"seconds must be a number of seconds, 0 or more, got {seconds!r}")
+        if dtype not in (None, "fp8"):
+            raise InputError(f'dtype must be "fp8" (measure FP8 plans, too) or None, not {dtype!r}')
+        self._backends = (backends,) if isinstance(backends, str) else tuple(backends or ())
+        for name in self._backends:
+            registry().check(name)
+        self._check_writable()
+        self.seconds, self._fp8, self._again = float(seconds), dtype == "fp8", again
+        self.measured: list[Tuned] = []
+        self.skipped: dict[AttentionSpec, str] = {}
+        self.tables: list[Path] = []
+        self._asked = AskedSpecs()
+        self._spent = 0.0
+        self._done: set[tuple[Path, AttentionSpec, bool]] = set()
+        self._outdated = False
+
+    def __enter__(self) -> Autotune:
+        if not _open.acquire(blocking=False):
+            raise MisuseError("another autotune is open; one at a time sees the program")
+        choice_hook.listener = self._asked
+        ask_again()  # so that specs which the program has called before are seen, too
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        choice_hook.listener = None
+        _open.release()
+        ask_again()  # or calls would be counted for ever
+        if error is None:
+            self.measure()
+
+    def measure(self, specs: Iterable[AttentionSpec] = (), device: str = "auto") -> Autotune:
+        """Measure what the program has asked so far, and these specs on ``device`` (auto, cpu, cuda, cuda:N).
+
+        What takes most of the program's time comes first; all measuring of this object
+        together takes at most ``seconds``.  Each spec is in the table as soon as all its plans
+        are measured, an interrupt takes none of them back, and the next call chooses by them.
+        While a CUDA graph is being captured, or code compiled, nothing is measured: what was
+        asked so far is kept for the next time.
+
+        Raises InputError for no such device, OutputError where the table cannot be written.
+        """
+        start = time.monotonic()
+        deadline = start + self.seconds - self._spent
+        for spec in specs:
+            self._ask(spec, find(device))
+        waiting = self._heard()
+        obstacle = _obstacle()
+        if obstacle is not None:
+            self.skipped |= dict.fromkeys((asked.spec for asked in waiting), obstacle)
+            return self
+        try:
+            for laboratory, own in self._by_table(waiting):
+                self._measure_on(laboratory, own, deadline)
+        finally:
+            self._spent += time.monotonic() - start
+            if self._outdated:
+                self._outdated = False
+                forget_choices()
+        return self
+
+    def __str__(self) -> str:
+        where = ", ".join(map(str, self.tables))
+        head = f"{len(self.measured)} measured in {self._spent:.1f} s" + (f", kept in {where}" if where else "")
+        return "\n".join([head, *map(str, self.measured), *(f"{spec}: {why}" for spec, why in self.skipped.items())])
+
+    def _check_writable(self) -> None:
+        """Raise OutputError: better now than once everything is measured."""
+        folder = user_table_path(Environment.detect(torch.device("cpu"), Registry(()))).parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise OutputError(f"no table can be written in {folder}: {error.strerror}") from None
+
+    def _ask(self, spec: AttentionSpec, device: torch.device) -> None:
+        asked = self._asked.of(spec, device)
+        try:
+            asked.choices.setdefault((self._fp8, None), _chosen(asked, (self._fp8, None)))
+        except NoPlanError as error:
+            self.skipped[asked.spec] = str(error).partition("\n")[0]
+
+    def _heard(self) -> list[Asked]:
+        """What may be measured, the heaviest first; of the rest it is said why not."""
+        found = []
+        for asked in self._asked.heaviest_first:
+            if asked.choices:
+                found.append(asked)
+            elif asked.named:
+                self.skipped[asked.spec] = f"there is nothing to choose: {asked.named}"
+        return found
+
+    def _by_table(self, waiting: Iterable[Asked]) -> Iterator[tuple[Laboratory, list[Asked]]]:
+        """What goes into one table is measured on one of its devices, each spec once."""
+        places: dict[Path, tuple[torch.device, Environment, dict[AttentionSpec, Asked]]] = {}
+        environments: dict[torch.device, Environment] = {}
+        for asked in waiting:
+            device = asked.device
+            if device.type not in ("cpu", "cuda"):
+                self.skipped[asked.spec] = f"attnbench measures on cpu and cuda, not on {device.type}"
+                continue
+            environment = environments.get(device) or Environment.detect(device, registry())
+            environments[device] = environment
+            place = places.setdefault(user_table_path(environment), (device, environment, {}))
+            place[2].setdefault(asked.spec, asked)
+        for device, environment, own in places.values():
+            yield self._laboratory(device, environment), list(own.values())
+
+    def _laboratory(self, device: torch.device, environment: Environment) -> Laboratory:
+        patience = min(_MOST_PATIENCE, max(_LEAST_PATIENCE, (self.seconds - self._spent) / 2))
+        return Laboratory(device, environment, Timer.for_device(device), source=INSTALLED, seconds=patience)
+
+    def _measure_on(self, laboratory: Laboratory, waiting: Sequence[Asked], deadline: float) -> None:
+        with alone(user_table_path(laboratory.environment), deadline) as ours:
+            work = self._work(laboratory, waiting)
+            if not ours:
+                late = "another process was measuring for this table all the time"
+            elif self.seconds == 0:
+                late = "no time was given"
+            else:
+                late = f"no time was left of {self.seconds:g} s"
+            self.skipped |= dict.fromkeys((asked.spec for asked, _ in work), late)
+            if ours and work and time.monotonic() < deadline:
+                self._measure(laboratory, work, deadline)
+
+    def _measure(self, laboratory: Laboratory, work: Sequence[tuple[Asked, Work]], deadline: float) -> None:
+        left = {case.name: (asked, len(plans)) for asked, (case, plans) in work}
+        rows: dict[str, list[Measurement]] = {name: [] for name in left}
+        try:
+            with closing(measured_within(laboratory, [each for _, each in work], deadline)) as events:
+                for row in _shown(events):
+                    rows[row.case].append(row)
+                    if len(rows[row.case]) == left[row.case][1]:
+                        asked, _ = left.pop(row.case)
+                        self._keep(laboratory, asked, rows[row.case])
+        except BaseException:
+            self.skipped |= {asked.spec: "measuring was interrupted" for asked, _ in left.values()}
+            raise
+        if left:
+            under_way, _ = next(iter(left.values()))
+            self.skipped[under_way.spec] = f"it was not measured whole when {self.seconds:g} s were over"
+
+    def _work(self, laboratory: Laboratory, waiting: Iterable[Asked]) -> list[tuple[Asked, Work]]:
+        """What is to be measured, in order; of the rest it is said why not."""
+        path = user_table_path(laboratory.environment)
+        own = own_table(laboratory.environment)
+        work = []
+        for asked in waiting:
+            fp8 = self._fp8 or asked.fp8
+            if (path, asked.spec, fp8) in self._done:
+                continue
+            incumbents = [choice.plan for choice in asked.choices.values()]
+            found = plans_to_measure(asked.spec, laboratory, fp8, self._backends, incumbents)
+            if isinstance(found, str):
+                self.skipped[asked.spec] = found
+                continue
+            known = own.at(asked.spec)
+            if not self._again and known.keys() >= set(found[1]):
+                self.skipped[asked.spec] = "your table has it already; again=True measures it anew"
+                # By another process, since this one has read the table.
+                self._outdated |= not known_tables(laboratory.device).at(asked.spec).keys() >= known.keys()
+                continue
+            if len(found[1]) < 2:
+                among = "of what was named nothing but" if self._backends else "nothing but"
+                self.skipped[asked.spec] = f"there is nothing to choose: {among} {found[1][0]} can serve it"
+                continue
+            lacking = shortage(asked.spec, found[1], laboratory)
+            if lacking is not None:
+                self.skipped[asked.spec] = lacking
+                continue
+            work.append((asked, found))
+        return work
+
+    def _keep(self, laboratory: Laboratory, asked: Asked, rows: Sequence[Measurement]) -> None:
+        """A spec is measured: into the table with it."""
+        lost = {str(row.plan): f"{row.status}: {row.reason}" for row in rows if not row.measured}
+        if len(lost) == len(rows):
+            self.skipped[asked.spec] = "; ".join(f"{plan}: {reason}" for plan, reason in lost.items())
+            return
+        path = update_user_table(Table.from_entries(laboratory.environment, condense(rows)))
+        self._outdated = True
+        if path not in self.tables:
+            self.tables.append(path)
+        self._done.add((path, asked.spec, self._fp8 or asked.fp8))
+        self.skipped.pop(asked.spec, None)
+        for terms, before in list(asked.choices.items()):
+            after: Choice | None
+            try:
+                after = _chosen(asked, terms)
+            except NoPlanError:
+                after = None
+            self.measured.append(Tuned(asked.spec, str(asked.device), asked.calls, before, after, lost))
+
+
+def autotune(
+    seconds: float = 60.0,
+    *,
+    dtype: Literal["fp8"] | None = None,
+    backends: Sequence[str] | str | None = None,
+    again: bool = False,
+) -> Autotune:
+    """Measure the specs that a program calls, within so many seconds, so that ``attention`` chooses by measurement.
+
+    Within the block the program runs as ever; when it ends, each spec that was asked, forward
+    and training, is measured with every plan that can serve it, unless the user's table has
+    it already (``again=True``: even then).  Calls that name a backend leave nothing to choose
+    and are not measured.
+
+    ``dtype="fp8"`` measures FP8 plans, too, as calls that open FP8 do for their own specs;
+    running them takes an opt-in all the same.  ``backends`` restricts what is measured, as in
+    a sweep, to these and what is chosen now.
+
+    Measuring needs memory of its own beside the program's.  Of processes whose devices share
+    a table (the ranks on one machine) one measures at a time, and the others find what it has
+    measured in the table; ``attnbench.freeze`` makes ranks agree for certain.
+
+    Raises InputError and UnknownBackendError for arguments that cannot be, MisuseError for an
+    autotune within an autotune, OutputError where the user's table cannot be written.
+
+    >>> with attnbench.autotune(seconds=60) as tuned:
+    ...     model(x)
+    >>> print(tuned)
+    >>> attnbench.autotune(seconds=10).measure([AttentionSpec.make(batch=1, heads=8, seqlen_q=4096, head_dim=128)])
+    """
+    return Autotune(seconds, dtype, backends, again)
+
+
+def _chosen(asked: Asked, terms: Terms) -> Choice:
+    """What the tables come to, whether choices are frozen or not.  Raises NoPlanError."""
+    fp8, max_error = terms
+    return choose(asked.spec, asked.device, asked_by="default", fp8=fp8, max_error=max_error, known=registry())
+
+
+def _obstacle() -> str | None:
+    """Why nothing may be measured in this moment."""
+    # Without a GPU torch has no function to ask.
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        return "a CUDA graph is being captured; measure() after it measures what was asked"
+    if torch.compiler.is_compiling():
+        return "code is being compiled; measure() outside of it measures what was asked"
+    return None
+
+
+def _shown(events: Iterator[Event]) -> Iterator[Measurement]:
+    """The rows of the events, with a line of progress on a terminal."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        return followed(events, console)
+    return (event.row for event in events if isinstance(event, Finished))
