@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from attnbench.capabilities import Capabilities, Device
+from attnbench.devices import describe
 from attnbench.errors import InputError, UnknownBackendError
 from attnbench.fp8 import Quantised, Recipe
 from attnbench.kernel import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result
@@ -131,7 +132,7 @@ class TritonForward(ForwardKernel):
             return attend(operands.native)
 
     def _tile(self, spec: AttentionSpec, device: torch.device) -> Tile:
-        return self.tile or tile_of(spec, _capability(device), per_key=self._per_key(spec))
+        return self.tile or tile_of(spec, describe(device).capability, per_key=self._per_key(spec))
 
     def _per_key(self, spec: AttentionSpec) -> bool:
         return (spec.descale or self.recipe.granularity) in ("block", "token")
@@ -142,10 +143,6 @@ def _operands(spec: AttentionSpec, tile: Tile, q: Quantised, k: Quantised, v: Qu
 
     native = laid_out(spec, tile, Operand(q.data, q.descale), Operand(k.data, k.descale), values)
     return Operands(spec, q, k, v, native)
-
-
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 def _availability() -> Availability:

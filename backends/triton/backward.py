@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attnbench.capabilities import Capabilities, Device
+from attnbench.devices import describe
 from attnbench.errors import InputError
 from attnbench.fp8 import Quantised
 from attnbench.kernel import BackwardKernel, Saved
@@ -77,8 +78,7 @@ class TritonBackward(BackwardKernel):
     def _tiles(self, spec: AttentionSpec, head_dim: int, device: torch.device) -> Tiles:
         if self.tiles is not None:
             return self.tiles
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-        return tiles_of(spec, head_dim, capability, self.narrow)
+        return tiles_of(spec, head_dim, describe(device).capability, self.narrow)
 
 
 def _plain(saved: Saved, name: str) -> tuple[Quantised, Quantised, Quantised]:

@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from attnbench.devices import describe
 from attnbench.spec import AttentionSpec
 
 from .launching import Launch
@@ -102,8 +103,11 @@ def _layout(width: int, size: int, rank: int) -> Any:
 
 def _hopper(device: torch.device) -> bool:
     """Whether Gluon's kernels for Hopper run there."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
+    return device.type == "cuda" and describe(device).capability == (9, 0) and _recent()
+
+
+@cache
+def _recent() -> bool:
     release = triton.__version__.split(".")[:2]
     return all(part.isdigit() for part in release) and tuple(map(int, release)) >= _LEAST
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from dense import dense_attention, relative_l2
 
+from attnbench.capabilities import Device
 from attnbench.mask import Mask
 from attnbench.spec import AttentionSpec
 
@@ -112,8 +113,9 @@ def test_what_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_for_hopper_and_a_triton_that_it_was_written_for(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], version: str, serves: bool
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(hopper, "describe", lambda device: Device(device.type, "a GPU", capability))
     monkeypatch.setattr(triton, "__version__", version)
+    monkeypatch.setattr(hopper, "_recent", hopper._recent.__wrapped__)
     assert hopper.serves(SPEC, GPU, per_token=False) is serves
     assert not hopper.serves(SPEC, CPU, per_token=False)
 
