@@ -127,7 +127,7 @@ def test_flash_needs_the_scale_above_zero_that_it_asks_for(mask: Mask, scale: fl
     assert not dense.relative_l2(out, dense.dense_attention(*truth.inputs[:3], spec)[0]) < 0.1
 
 
-@pytest.mark.parametrize("layouts", itertools.permutations(["bhsd", "bshd"]), ids="-".join)
+@pytest.mark.parametrize("layouts", list(itertools.permutations(["bhsd", "bshd"])), ids="-".join)
 def test_cudnn_s_gradients_hold_in_every_layout_of_the_output_and_its_gradient(layouts: tuple[str, str]) -> None:
     """torch keeps a graph for the strides of q, k and v; a second layout of the others must not run the first's."""
     spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=640, head_dim=128, mask=Mask(right=0), direction="training")

@@ -17,7 +17,6 @@ from attnbench.spec import AttentionSpec
 from attnbench.table import Entry, Table
 from attnbench.user_table import update_user_table
 
-ranks.PLAN = "auto"  # which its layers read
 FAVOURITES = ("sdpa-flash", "sdpa-math")
 LENGTHS = (5, 6, 7, 9, 10, 11)
 
@@ -49,6 +48,7 @@ def ranks_mask() -> dict[str, bool]:
 def main(rank: int, folder: Path, missing: str, favourite: str, *kinds: str) -> None:
     """Writes which plan ran for each spec, and what the tables would have chosen."""
     torch.set_num_threads(1)
+    ranks.PLAN = "auto"  # which its layers read
     prefer(favourite)
     store = dist.FileStore(str(folder / f"store-{missing}"), ranks.RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks.RANKS)
