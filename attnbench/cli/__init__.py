@@ -22,6 +22,7 @@ from .explain import explain
 from .merge import merge
 from .sweep import sweep
 from .table import app as table
+from .train import train
 
 __all__ = ["app", "main"]
 
@@ -33,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (sweep, backends, explain, check, doctor, merge):
+for command in (sweep, train, backends, explain, check, doctor, merge):
     app.command()(command)
 # Everything behind the program's name is the program's.
 app.command(context_settings={"allow_interspersed_args": False})(capture)

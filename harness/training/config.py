@@ -1,0 +1,217 @@
+"""What one training run is: a model, its precision, its data and its seed, frozen, comparable and JSON-able."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, get_args, get_type_hints
+
+from attnbench.errors import InputError
+from attnbench.registry import registry
+
+__all__ = [
+    "LARGEST_SEED",
+    "OWN",
+    "SDPA",
+    "Block",
+    "Linears",
+    "Optimiser",
+    "Parallel",
+    "Policy",
+    "TrainConfig",
+]
+
+Linears = Literal["bf16", "te-fp8", "float8-tensorwise", "float8-rowwise"]
+Policy = Literal["bf16", "autocast", "fp32-and-bf16", "fsdp-mixed", "fp32"]
+Optimiser = Literal["adamw", "adamw-fp8", "sgd"]
+Parallel = Literal["none", "ddp", "fsdp2"]
+Block = Literal["plain", "te"]
+
+SDPA, OWN = "sdpa", "own"  # the two attentions that are not attnbench's to choose
+LARGEST_SEED = 2**63 - 1
+_LARGEST = 2**31 - 1
+_SIZES = {"gpt": ("tiny", "small", "medium", "1b", "3b", "8b"), "vit-huge": ("huge", "tiny")}
+_IMAGE_TOKENS = {"huge": 197, "tiny": 17}
+# AdamW's rates by size, after the table of the GPT-3 paper (arXiv 2005.14165, table 2.1); tiny is for 30 steps.
+_RATES = {"tiny": 3e-3, "small": 6e-4, "medium": 3e-4, "1b": 2e-4, "3b": 1.6e-4, "8b": 1.2e-4}
+_HF = "hf:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One run.  ``make`` fills in what depends on the model; here everything is named.
+
+    ``model``          ``gpt``, ``vit-huge``, or ``hf:`` and a transformers config (folder, file or name)
+    ``size``           gpt: tiny, small, medium, 1b, 3b, 8b; vit-huge: huge, tiny; hf: ``config``
+    ``vocab``          rows of gpt's embedding and head; 0 for the size's own
+    ``seqlen``         tokens a sample; of vit-huge what its images make (197, tiny 17)
+    ``batch``          samples a step and rank
+    ``attention``      ``sdpa`` (torch's own choice), ``auto``, or a backend, kernel or plan as in
+                       ``attention(backend=...)``; ``own`` with ``block="te"`` alone
+    ``max_error``, ``fp8``  open FP8 plans to ``auto``
+    ``linears``        ``bf16`` is torch's Linear in the policy's type
+    ``block``          ``te`` puts TransformerEngine's TransformerLayer, with its own attention, into vit-huge
+    ``lr``, ``warmup`` (steps), ``weight_decay``, ``grad_clip`` (norm; 0 for none)
+    ``data``           ``stdlib``, a text file or folder; ``images`` of vit-huge
+
+    Raises InputError on what is no run, UnknownBackendError on an attention that nothing carries.
+    """
+
+    model: str
+    size: str
+    seqlen: int
+    batch: int
+    steps: int
+    lr: float
+    warmup: int
+    optimiser: Optimiser
+    data: str
+    seed: int = 0
+    vocab: int = 0
+    attention: str = SDPA
+    max_error: float | None = None
+    fp8: bool = False
+    linears: Linears = "bf16"
+    block: Block = "plain"
+    policy: Policy = "autocast"
+    weight_decay: float = 0.1
+    grad_clip: float = 1.0
+    checkpointing: bool = False
+    compile: bool = False
+    parallel: Parallel = "none"
+
+    @classmethod
+    def make(
+        cls,
+        model: str = "gpt",
+        *,
+        size: str | None = None,
+        seqlen: int | None = None,
+        batch: int = 8,
+        steps: int = 30,
+        lr: float | None = None,
+        warmup: int | None = None,
+        optimiser: Optimiser | None = None,
+        weight_decay: float | None = None,
+        grad_clip: float | None = None,
+        data: str | None = None,
+        **others: Any,
+    ) -> TrainConfig:
+        """A config with the model's usual size, length, data and optimiser: of vit-huge what its article has.
+
+        That is SGD at a constant rate, without decay and clipping.
+        """
+        images = model == "vit-huge"
+        size = size or {"gpt": "tiny", "vit-huge": "huge"}.get(model, "config")
+        if seqlen is None:
+            seqlen = _IMAGE_TOKENS.get(size, 197) if images else 128 if size == "tiny" else 2048
+        optimiser = optimiser or ("sgd" if images else "adamw")
+        plain = optimiser == "sgd"
+        if lr is None:
+            lr = 1e-3 if plain else _RATES.get(size, 3e-4)
+        if warmup is None:
+            warmup = min(100, steps // 10) if isinstance(steps, int) and not plain else 0
+        return cls(
+            model=model,
+            size=size,
+            seqlen=seqlen,
+            batch=batch,
+            steps=steps,
+            lr=lr,
+            warmup=warmup,
+            optimiser=optimiser,
+            weight_decay=(0.0 if plain else 0.1) if weight_decay is None else weight_decay,
+            grad_clip=(0.0 if plain else 1.0) if grad_clip is None else grad_clip,
+            data=data or ("images" if images else "stdlib"),
+            **others,
+        )
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        for name in ("linears", "policy", "optimiser", "parallel", "block"):
+            _one_of(name, getattr(self, name), get_args(get_type_hints(type(self))[name]))
+        for name in ("fp8", "checkpointing", "compile"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        self._check_model()
+        if self.block == "te" and self.model != "vit-huge":
+            raise InputError("TransformerEngine's block is vit-huge's alone; linears=te-fp8 serves the other models")
+        if (self.attention == OWN) != (self.block == "te"):
+            raise InputError("attention=own goes with block=te, whose attention cannot be chosen, and with it alone")
+        if self.block == "te" and self.linears not in ("bf16", "te-fp8"):
+            raise InputError(f"TransformerEngine's block computes in bf16 or te-fp8, not {self.linears}")
+        if self.attention not in (SDPA, OWN, "auto"):
+            registry().check(self.attention)
+        if self.attention in (SDPA, OWN) and (self.fp8 or self.max_error is not None):
+            raise InputError(
+                f"fp8 and max_error are for attnbench's choice, and attention={self.attention} leaves it none"
+            )
+        if self.policy == "fsdp-mixed" and self.parallel != "fsdp2":
+            raise InputError("policy=fsdp-mixed is a setting of FSDP: it needs parallel=fsdp2")
+
+    def _check_numbers(self) -> None:
+        for name, least in (("seqlen", 1), ("batch", 1), ("steps", 1), ("warmup", 0), ("vocab", 0)):
+            _whole(name, getattr(self, name), least, _LARGEST)
+        _whole("seed", self.seed, 0, LARGEST_SEED)
+        for name in ("lr", "weight_decay", "grad_clip"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise InputError(f"{name} must be a finite number of at least 0, got {value!r}")
+        budget = self.max_error
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, (int, float)) or not budget > 0):
+            raise InputError(f"max_error must be a positive relative error such as 0.08, got {budget!r}")
+
+    def _check_model(self) -> None:
+        if self.model.startswith(_HF):
+            if len(self.model) == len(_HF):
+                raise InputError("hf: wants a folder, a config.json or a model's name behind it")
+            _one_of("size of a transformers config", self.size, ("config",))
+        else:
+            _one_of("model", self.model, (*_SIZES, "hf:CONFIG"))
+            _one_of(f"size of {self.model}", self.size, _SIZES[self.model])
+        if self.model == "vit-huge":
+            if self.seqlen != _IMAGE_TOKENS[self.size]:
+                raise InputError(
+                    f"images of vit-huge {self.size} make {_IMAGE_TOKENS[self.size]} tokens, not {self.seqlen}"
+                )
+            _one_of("data of vit-huge", self.data, ("images",))
+        elif self.data == "images":
+            raise InputError(f"{self.model} learns text: data must be stdlib, a text file or a folder")
+        if self.vocab and self.model != "gpt":
+            raise InputError(f"the vocabulary of {self.model} is its own; vocab is gpt's")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> TrainConfig:
+        """The config that ``to_dict`` wrote.  Raises InputError on a missing, unknown or impossible entry."""
+        if not isinstance(data, Mapping):
+            raise InputError(f"a training config is an object, not {type(data).__name__}")
+        if unknown := sorted(set(data) - {each.name for each in fields(cls)}):
+            raise InputError(f"a training config has no entry {', '.join(map(repr, unknown))}")
+        try:
+            return cls(**data)
+        except (TypeError, AttributeError) as error:
+            raise InputError(f"not a training config: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, in plain JSON types."""
+        return asdict(self)
+
+    def replace(self, **changes: Any) -> TrainConfig:
+        """The same run with some fields changed."""
+        return replace(self, **changes)
+
+    @property
+    def learns_text(self) -> bool:
+        """Whether samples are tokens, not images."""
+        return self.model != "vit-huge"
+
+
+def _whole(name: str, value: object, least: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise InputError(f"{name} must be a whole number from {least} to {most}, got {value!r}")
+
+
+def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise InputError(f"{name} is one of {', '.join(known)}, not {value!r}")

@@ -1,0 +1,107 @@
+"""What text models learn, in bytes: the installed Python's own library, or the user's files.
+
+Sample n of a run is a function of the seed and n alone.  Rank r of a world of w reads at step
+s the samples ``(s · w + r) · batch`` and on, so a resumed run goes on where it stopped, and a
+world of another size with the same samples a step sees the same ones.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnbench.errors import InputError
+
+from .seeds import derived
+from .text import BYTE_TOKENS, File, Text, files_under
+
+__all__ = ["BYTE_TOKENS", "STDLIB", "Corpus", "load", "samples_of"]
+
+STDLIB = "stdlib"
+_SHARE = 20  # one part in so many is held back
+# What distributions leave out, and packages that are not the library's.
+_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+class Corpus:
+    """Windows of ``seqlen`` + 1 tokens of a text, one part of it held back for validation.
+
+    Files whose name's hash says so are held back, about a twentieth of them; where that
+    leaves either side shorter than a window, the last twentieth of the text (at least a
+    window) is.  Raises InputError where the text is too short for both.
+    """
+
+    def __init__(self, files: list[File], seqlen: int) -> None:
+        window = seqlen + 1
+        held = [each for each in files if _held_back(each.name)]
+        train, validation = Text([each for each in files if not _held_back(each.name)]), Text(held)
+        if min(len(train), len(validation)) < window:
+            whole = Text(files)
+            cut = len(whole) - max(len(whole) // _SHARE, window)
+            if cut < window:
+                raise InputError(
+                    f"the text has {sum(each.size for each in files)} bytes, too few for a sample of {window} tokens "
+                    "to learn and one to validate"
+                )
+            train, validation = whole.part(0, cut), whole.part(cut, len(whole))
+        self.train, self.validation, self._window = train, validation, window
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits that differ where names, sizes or the split of the files do."""
+        return blake2b(f"{self.train.digest}{self.validation.digest}".encode(), digest_size=8).hexdigest()
+
+    def sample(self, seed: int, number: int) -> Tensor:
+        """Sample ``number`` (S + 1 tokens, int64) of the run with this seed."""
+        return self._drawn(self.train, derived(seed, "train", number))
+
+    def held_back(self, number: int) -> Tensor:
+        """Validation sample ``number``, the same for every seed."""
+        return self._drawn(self.validation, derived("validation", number))
+
+    def _drawn(self, text: Text, draw: int) -> Tensor:
+        tokens: Tensor = torch.from_numpy(np.ascontiguousarray(text.read(draw % self._starts(text), self._window)))
+        return tokens
+
+    def _starts(self, text: Text) -> int:
+        return len(text) - self._window + 1
+
+
+def load(data: str, seqlen: int) -> Corpus:
+    """The corpus that a config's ``data`` names: ``stdlib``, a text file or a folder.
+
+    Raises InputError where it is missing, empty, unreadable, no text or too short.
+    """
+    return Corpus(_library() if data == STDLIB else files_under(Path(data).expanduser()), seqlen)
+
+
+def samples_of(step: int, batch: int, rank: int, world: int) -> range:
+    """The numbers of the samples that a rank reads at a step, the first step being 0."""
+    if not 0 <= rank < world or step < 0:
+        raise InputError(f"there is no rank {rank} of {world} at step {step}")
+    first = (step * world + rank) * batch
+    return range(first, first + batch)
+
+
+def _held_back(name: str) -> bool:
+    return derived("held back", name) % _SHARE == 0
+
+
+def _library() -> list[File]:
+    """The Python sources of the running interpreter's library, sorted, its tests left out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [each for each in folders if each not in _LEFT_OUT]
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    named = sorted((path.relative_to(root).as_posix(), path) for path in paths)
+    files = [File(name, path, path.stat().st_size) for name, path in named]
+    if not files:  # a Python in a zip file
+        raise InputError(f"there are no library sources in {root}; name a text file or folder as data")
+    return [each for each in files if each.size]

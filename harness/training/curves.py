@@ -1,0 +1,68 @@
+"""What a loss curve says once its noise is taken out: its end, its spikes, and how far two lie apart."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from attnbench.errors import InputError
+
+__all__ = ["Curve", "ending", "gap_curve", "smoothed", "spikes"]
+
+Curve: TypeAlias = npt.NDArray[np.float64]
+_SPIKE = 8.0  # deviations above the steps before; of normal noise one step in 1e15 lies there
+_BEFORE = 20  # steps that a spike is held against
+_MAD = 1.4826  # the deviation of normal numbers whose median distance from their median is 1
+_LEAST = 1e-3  # of the loss: nothing smaller is a spike, however quiet the steps before
+
+
+def smoothed(losses: Sequence[float], window: int) -> Curve:
+    """The mean of each step and the ``window`` − 1 before it, of those there are.
+
+    Raises InputError for a window below 1.
+    """
+    if window < 1:
+        raise InputError(f"a window has at least one step, not {window}")
+    values = np.asarray(losses, dtype=np.float64)
+    sums = np.concatenate(([0.0], np.cumsum(values)))
+    ends = np.arange(1, values.size + 1)
+    starts = np.maximum(0, ends - window)
+    averaged: Curve = (sums[ends] - sums[starts]) / (ends - starts)
+    return averaged
+
+
+def ending(losses: Sequence[float], share: float) -> float:
+    """The mean loss of the last ``share`` of the steps, of one at least.  Raises InputError where there is no step."""
+    if not losses:
+        raise InputError("a curve has at least one step")
+    return float(np.mean(losses[-max(1, round(len(losses) * share)) :]))
+
+
+def gap_curve(candidate: Sequence[float], baseline: Sequence[float], window: int) -> Curve:
+    """The smoothed loss of the candidate over that of the baseline, minus one, for the steps that both have."""
+    steps = min(len(candidate), len(baseline))
+    gap: Curve = smoothed(candidate[:steps], window) / smoothed(baseline[:steps], window) - 1
+    return gap
+
+
+def spikes(losses: Sequence[float]) -> list[int]:
+    """The steps whose loss leaps above the 20 steps before by 8 of their deviations, or is not finite.
+
+    The deviation is that of the steps before about their own median, by the median distance,
+    which earlier spikes do not widen.
+    """
+    values = np.asarray(losses, dtype=np.float64)
+    leaps = ~np.isfinite(values)
+    if values.size > _BEFORE:
+        before = np.lib.stride_tricks.sliding_window_view(np.where(leaps, np.nan, values), _BEFORE)[:-1]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of windows without a single finite step
+            middle = np.nanmedian(before, axis=1)
+            away = np.nanmedian(np.abs(before - middle[:, None]), axis=1)
+        deviation = np.maximum(_MAD * away, _LEAST * np.abs(middle))
+        leaps[_BEFORE:] |= values[_BEFORE:] > middle + _SPIKE * deviation
+    return [int(step) for step in np.flatnonzero(leaps)]

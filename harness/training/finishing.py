@@ -1,0 +1,45 @@
+"""Activation checkpointing and torch.compile, block by block and in place: no parameter changes its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from .linears import transformer_engine
+
+__all__ = ["checkpoint_blocks", "compile_blocks"]
+
+
+def checkpoint_blocks(blocks: Sequence[nn.Module], te: bool) -> None:
+    """Keep only each block's inputs for the backward, which computes the rest again.
+
+    With ``te`` by TransformerEngine's own function: its scales follow what a forward has seen,
+    and must not see it twice.
+    """
+    how: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    if te:
+        how = partial(transformer_engine().checkpoint, use_reentrant=False)
+    for block in blocks:
+        block.forward = _recomputing(how, block.forward)
+
+
+def _recomputing(how: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    # Functions of this file: torch.compile skips one of torch's own, and the whole block with it, without a word, and
+    # TransformerEngine writes attributes to what it checkpoints, which a bound method has no room for.
+    def run(*args: Any, **named: Any) -> Any:
+        return forward(*args, **named)
+
+    def recomputed(*args: Any, **named: Any) -> Any:
+        return how(run, *args, **named)
+
+    return recomputed
+
+
+def compile_blocks(blocks: Sequence[nn.Module], backend: str = "inductor") -> None:
+    """Compile each block, after ``checkpoint_blocks``, which it sees into; blocks that look alike share the work."""
+    for block in blocks:
+        block.compile(backend=backend)

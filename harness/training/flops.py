@@ -1,0 +1,44 @@
+"""The stated model of a training step's work, of which MFU is the share that the device gets done.
+
+A matrix of n elements costs 2·n floating-point operations a token forward and twice that
+backward (its input's gradient and its own).  Attention costs 2·(D + Dv) a visible pair of
+query and key and head forward, twice that backward; a causal mask shows half the pairs.
+Counted is what the mathematics needs: nothing that checkpointing, a fused attention's backward or a long
+batch's loss computes again, and no norms, activations, softmax or optimiser.  This is the
+accounting of PaLM's appendix B (arXiv 2204.02311), with the mask taken into account.
+"""
+
+from __future__ import annotations
+
+from attnbench.mask import Mask
+
+from .gpt import GptSize
+from .vit_sizes import VitSize
+
+__all__ = ["attention_flops", "gpt_flops", "matrix_flops", "vit_flops"]
+
+
+def matrix_flops(elements: float, tokens: float) -> float:
+    """Forward and backward of matrices with so many elements in all, applied to each of the tokens."""
+    return 6.0 * elements * tokens
+
+
+def attention_flops(batch: int, heads: int, seqlen: int, head_dim: int, head_dim_v: int, mask: Mask) -> float:
+    """Forward and backward of one layer's attention over square samples."""
+    return 3.0 * 2.0 * batch * heads * mask.area(seqlen, seqlen) * (head_dim + head_dim_v)
+
+
+def gpt_flops(size: GptSize, batch: int, seqlen: int) -> float:
+    """One step of ``batch`` samples: blocks, head (tied or not) and causal attention; looking tokens up is free."""
+    elements = size.layers * size.block_weights + size.width * size.vocab
+    attention = attention_flops(batch, size.heads, seqlen, size.head_dim, size.head_dim, Mask(right=0))
+    return matrix_flops(elements, batch * seqlen) + size.layers * attention
+
+
+def vit_flops(size: VitSize, batch: int) -> float:
+    """One step of ``batch`` images: patches (whose images need no gradient), blocks, head, attention without a mask."""
+    patches = 4.0 * size.patch_weights * size.patches * batch
+    blocks = matrix_flops(size.depth * size.block_weights, batch * size.tokens)
+    head = matrix_flops(size.width * size.classes, batch)
+    attention = attention_flops(batch, size.heads, size.tokens, size.head_dim, size.head_dim, Mask())
+    return patches + blocks + head + size.depth * attention

@@ -1,0 +1,65 @@
+"""What a machine's hour buys: price-performance as the article on FP8 workloads states it, machines side by side.
+
+The article (C. Rand, Accelerating PyTorch Training Workloads with FP8) divides what is trained in an hour by the
+hour's price, and says one machine or precision as so many per cent better or worse than another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from attnbench.errors import InputError
+
+__all__ = ["Offer", "PricePerformance", "side_by_side"]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """``units_per_step`` tokens or images in ``step_ms`` milliseconds, on a machine of ``price_per_hour``.
+
+    Raises InputError on what is not positive and finite.
+    """
+
+    label: str
+    step_ms: float
+    units_per_step: int
+    price_per_hour: float
+
+    def __post_init__(self) -> None:
+        for name in ("step_ms", "units_per_step", "price_per_hour"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise InputError(f"{name} of {self.label} must be positive and finite, not {value}")
+
+    @property
+    def units_per_second(self) -> float:
+        """Throughput."""
+        return self.units_per_step / self.step_ms * 1e3
+
+    @property
+    def units_per_price(self) -> float:
+        """Tokens or images for one unit of the currency."""
+        return self.units_per_second * 3600 / self.price_per_hour
+
+
+@dataclass(frozen=True)
+class PricePerformance:
+    """An offer, and by how much it is faster and better value than the first: 0.32 is 32 % better, −0.3 30 % worse."""
+
+    offer: Offer
+    faster: float
+    better: float
+
+
+def side_by_side(offers: Sequence[Offer]) -> list[PricePerformance]:
+    """The offers in their order, each against the first."""
+    return [
+        PricePerformance(
+            each,
+            each.units_per_second / offers[0].units_per_second - 1,
+            each.units_per_price / offers[0].units_per_price - 1,
+        )
+        for each in offers
+    ]

@@ -1,0 +1,174 @@
+"""What training runs have to say: a verdict on each candidate, a table of all arms, and what an hour's price buys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from tabulate import tabulate
+
+from ..report_text import Style, heading, number, prose, shown, size
+from ..statistics import compare, median_interval
+from .arms import Arm, arms_of, compared, scaling_efficiency
+from .learning import RULES, Learning
+from .price import Offer, side_by_side
+from .rows import TrainingRun
+
+__all__ = ["offers_of", "report"]
+
+_MOST_COMPARED = 1000
+_LEGEND = (
+    "Step times are medians after the warm-up, with the 95% interval of the median. Attention is its measured share of "
+    "what the device did in a step, forward and backward. MFU is over the device's bf16 peak. The loss is the mean of "
+    "the last fifth of the steps and of the seeds; the gap is relative to the baseline's, seed by seed."
+)
+
+
+def report(runs: Sequence[TrainingRun], style: Style) -> str:
+    """The runs of one folder or several, for a terminal or as Markdown."""
+    arms = arms_of(runs)
+    if not arms:
+        return "No runs."
+    found = compared(arms)
+    verdicts = [_verdict(arm, baseline, learning, style) for arm, baseline, learning in found]
+    parts = [heading(shown(_title(arms), style), style)]
+    parts.append(prose(verdicts, style, bullets=len(verdicts) > 1) if verdicts else "")
+    parts.append(_table(arms, {arm.label: learning for arm, _, learning in found}, style))
+    parts.append(_remarks(arms, style))
+    parts.append(_prices(arms, style))
+    parts.append(prose([_LEGEND], style))
+    if verdicts:
+        rules = [f"{verdict}: {rule}." for verdict, rule in RULES]
+        parts.append(prose(["The verdict is the first of these that holds.", *rules], style))
+    return "\n\n".join(part for part in parts if part)
+
+
+def offers_of(arms: Sequence[Arm]) -> list[Offer]:
+    """The arms that have a price and a step time."""
+    return [
+        Offer(arm.label, arm.median_ms, arm.first.units_per_step, arm.first.price_per_hour)
+        for arm in arms
+        if arm.median_ms is not None and arm.first.price_per_hour is not None
+    ]
+
+
+def _title(arms: Sequence[Arm]) -> str:
+    said = dict.fromkeys(
+        f"{run.settings.get('model')} {run.settings.get('size')}, {run.settings.get('seqlen')} tokens a sample, batch "
+        f"{run.settings.get('batch')}, {run.settings.get('steps')} steps on {run.environment.device_name}"
+        for run in (arm.first for arm in arms)
+    )
+    return "; ".join(list(said)[:3]) + ("; ..." if len(said) > 3 else "")
+
+
+def _verdict(arm: Arm, baseline: Arm, learning: Learning, style: Style) -> str:
+    said = f"{shown(arm.label, style)} against {shown(baseline.label, style)}: "
+    said += f"**{learning.verdict}**" if style == "markdown" else learning.verdict.upper()
+    said += f", {shown(learning.reason, style)} ({learning.pairs} {'seed' if learning.pairs == 1 else 'seeds'})."
+    said += _speed(arm, baseline)
+    if learning.gradient_ratio is not None and not math.isclose(learning.gradient_ratio, 1, abs_tol=0.1):
+        said += f" Its gradient norm is {learning.gradient_ratio:.2f} times the baseline's in the median step."
+    if learning.spikes[0] > learning.spikes[1]:
+        said += f" Its loss spiked {learning.spikes[0]} times, the baseline's {learning.spikes[1]} times."
+    return said
+
+
+def _speed(arm: Arm, baseline: Arm) -> str:
+    """Faster or slower, where the step times say so for certain."""
+    ours, theirs = (_thinned(each.samples_ms) for each in (arm, baseline))
+    if not (ours and theirs):
+        return ""
+    found = compare(theirs, ours)
+    if found.verdict == "ambiguous":
+        return " The step times are too few or too uneven to say which is faster."
+    if found.verdict == "same":
+        return " Its steps take as long as the baseline's."
+    return f" Its steps take {found.ratio:.2f} times as long as the baseline's: it trains {found.verdict}."
+
+
+def _thinned(samples: Sequence[float]) -> list[float]:
+    """At most a thousand, evenly spread: comparing takes the product of both numbers."""
+    every = max(1, math.ceil(len(samples) / _MOST_COMPARED))
+    return list(samples[::every])
+
+
+def _table(arms: Sequence[Arm], learnings: Mapping[str, Learning], style: Style) -> str:
+    units = arms[0].first.units if len({arm.first.units for arm in arms}) == 1 else "units"
+    rows = []
+    for arm in arms:
+        learning = None if arm.baseline else learnings.get(arm.label)
+        scaling = scaling_efficiency(arm, arms)
+        rows.append(
+            {
+                "attention": shown(arm.label, style),
+                "seeds": str(len(arm.runs)),
+                f"{units}/s": _or_dash(arm.units_per_second, number),
+                "step ms": _step(arm),
+                "share": _or_dash(arm.attention_share, "{:.1%}".format),
+                "MFU": _or_dash(arm.mfu, "{:.1%}".format),
+                "memory": _or_dash(arm.memory_bytes, size),
+                "scaling": _or_dash(scaling, "{:.1%}".format),
+                "loss": _or_dash(arm.end, "{:.4f}".format),
+                "gap": "baseline" if arm.baseline else _or_dash(learning and learning.gap, "{:+.3%}".format),
+            }
+        )
+    told = [name for name in rows[0] if any(row[name] != "–" for row in rows)]
+    cells = [{name: row[name] for name in told} for row in rows]
+    form = "github" if style == "markdown" else "simple"
+    return tabulate(cells, headers="keys", tablefmt=form, disable_numparse=True)
+
+
+def _step(arm: Arm) -> str:
+    if not arm.samples_ms:
+        return "–"
+    low, middle, high = median_interval(arm.samples_ms)
+    return f"{number(middle)} ?" if math.isinf(high) else f"{number(middle)} ({number(low)}–{number(high)})"
+
+
+def _remarks(arms: Sequence[Arm], style: Style) -> str:
+    said = []
+    for arm in arms:
+        label = shown(arm.label, style)
+        for run in arm.runs:
+            if run.status != "ok":
+                said.append(f"{label}, seed {run.seed}: {run.status}, {shown(run.reason or '', style)}.")
+            if run.resumed_at:
+                said.append(f"{label}, seed {run.seed}: resumed at step {', '.join(map(str, run.resumed_at))}.")
+        if share := arm.attention:
+            times = f"{number(share.forward_ms)} ms forward and {number(share.backward_ms)} ms backward"
+            said.append(
+                f"{label}: attention takes {times} of {number(share.busy_ms)} ms that the device works in a step."
+            )
+        if signs := [sign for run in arm.runs for sign in run.signs]:
+            worst_q, worst_k = (max(getattr(sign, name) for sign in signs) for name in ("kurtosis_q", "kurtosis_k"))
+            lost = ", ".join(
+                f"{max(sign.ds_underflow[form] for sign in signs):.1%} in {form}" for form in signs[0].ds_underflow
+            )
+            kurtosis = f"kurtosis at most {worst_q:.3g} of Q and {worst_k:.3g} of K (3 is normal)"
+            said.append(f"{label}: {kurtosis}{f'; of dS at most {lost} would underflow' if lost else ''}.")
+    return prose(said, style, bullets=True) if said else ""
+
+
+def _prices(arms: Sequence[Arm], style: Style) -> str:
+    offers = offers_of(arms)
+    if not offers:
+        return ""
+    rows = [
+        {
+            "price-performance": shown(each.offer.label, style),
+            "step s": f"{each.offer.step_ms / 1e3:.3g}",
+            "a step": str(each.offer.units_per_step),
+            "per s": number(each.offer.units_per_second),
+            "price/h": f"{each.offer.price_per_hour:.2f}",
+            "per price unit": number(each.offer.units_per_price),
+            "speed": f"{each.faster:+.0%}",
+            "value": f"{each.better:+.0%}",
+        }
+        for each in side_by_side(offers)
+    ]
+    form = "github" if style == "markdown" else "simple"
+    return tabulate(rows, headers="keys", tablefmt=form, disable_numparse=True)
+
+
+def _or_dash(value: object, form: object) -> str:
+    return "–" if value is None or not callable(form) else str(form(value))

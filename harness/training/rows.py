@@ -1,0 +1,271 @@
+"""One record a training run: what was asked for, and every step as it was.  Data, never code."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    PlainSerializer,
+    ValidationError,
+    model_validator,
+)
+
+from attnbench.environment import Environment
+from attnbench.errors import MalformedFileError, OutputError
+
+from ..clocks import Conditions
+
+__all__ = ["LONGEST_REASON", "ROWS", "SCHEMA", "Share", "Sign", "TrainingRun", "read_runs", "write_runs"]
+
+SCHEMA = "attnbench.training/1"
+ROWS = "training.jsonl"
+LONGEST_REASON = 2000
+_LARGEST_FILE = 2**28
+_LONGEST_LINE = 2**25
+_MOST_STEPS = 200_000
+_MOST_SETTINGS = 64
+_WORDS = {math.inf: "Infinity", -math.inf: "-Infinity"}
+_NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+
+
+def _environment(value: object) -> Environment:
+    return value if isinstance(value, Environment) else Environment.from_dict(value)
+
+
+def _utc(value: datetime) -> datetime:
+    if value.utcoffset():
+        raise ValueError("times are in UTC")
+    return value
+
+
+def _number(value: object) -> object:
+    """JSON has neither infinity nor NaN, so a run that diverged writes them as text."""
+    return _NUMBERS.get(value, value) if isinstance(value, str) else value
+
+
+def _written(value: float) -> float | str:
+    return value if math.isfinite(value) else _WORDS.get(value, "NaN")
+
+
+_Any = Annotated[float, BeforeValidator(_number), PlainSerializer(_written, when_used="json")]
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Fraction = Annotated[float, Field(ge=0, le=1)]
+_Count = Annotated[int, Field(ge=0, le=2**62)]
+_Text = Annotated[str, Field(max_length=500)]
+_Setting = Annotated[str, Field(max_length=500)] | bool | Annotated[int, Field(ge=-(2**62), le=2**62)] | float | None
+_Series = Annotated[list[_Any], Field(max_length=_MOST_STEPS)]
+_strict = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
+
+
+class Share(BaseModel):
+    """How much of a step attention took, measured over ``steps`` steps that the profiler watched.
+
+    ``forward_ms`` and ``backward_ms`` are attention's milliseconds a step, what it recomputes
+    for checkpointing counted as forward; ``busy_ms`` is all that the device did in a step, and
+    ``share`` attention's part of it.  On a GPU these are times of kernels and copies, on a CPU
+    times of operators.  ``kernels`` names those that took attention's time, the longest first.
+    """
+
+    model_config = _strict
+
+    steps: Annotated[int, Field(ge=1, le=1000)]
+    forward_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    backward_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    busy_ms: _Positive
+    share: _Fraction
+    kernels: Annotated[list[Annotated[str, Field(max_length=200)]], Field(max_length=12)] = []
+
+
+class Sign(BaseModel):
+    """What attention's own tensors told before the step ``step``, the worst over the modules.
+
+    ``kurtosis_q`` and ``kurtosis_k`` are E[x⁴] / E[x²]² over a head (3 for normal numbers,
+    more with outliers); ``ds_underflow`` maps e4m3 and e5m2 to the share of the entries of
+    dS, not zero, that would be flushed to zero by one scale for the tensor, estimated on some
+    rows.  ``gradient_norm`` is the norm of dQ, dK and dV of all modules together.
+    """
+
+    model_config = _strict
+
+    step: _Count
+    kurtosis_q: _Any
+    kurtosis_k: _Any
+    ds_underflow: dict[Literal["e4m3", "e5m2"], _Fraction]
+    gradient_norm: _Any
+
+
+class TrainingRun(BaseModel):
+    """One run of one configuration with one seed.
+
+    ``settings`` are all fields of the configuration by name.  ``status``: ``ok`` where every
+    step was taken, ``diverged`` where it ended because losses or gradients were not finite,
+    ``unfinished`` while it runs and for ever where it was killed, ``oom``, ``error``;
+    ``reason`` says more of the last three and of ``diverged``.  ``loss`` (mean over all ranks,
+    in nats) and ``grad_norm`` (of all parameters, before clipping) have an entry for each step
+    taken, ``step_ms`` the milliseconds of each, raw; steps before ``timed_from`` warm up, and
+    those in ``untimed`` were watched by a profiler, interrupted or write a checkpoint.
+    ``world`` ranks took ``units_per_step`` ``units`` (tokens or images) in a step, and
+    ``flops_per_step`` operations by ``flops_model``, all ranks together; ``peak_tflops`` is
+    what one device could do in bf16, None where nobody tells.  ``memory_bytes`` is the peak of
+    device memory of the first rank, None on a CPU.  ``price_per_hour`` is that of the whole
+    machine.  ``resumed_at`` lists the steps at which it went on from a checkpoint.
+    """
+
+    model_config = _strict
+
+    schema_: Annotated[Literal["attnbench.training/1"], Field(alias="schema")] = "attnbench.training/1"
+    settings: Annotated[dict[Annotated[str, Field(max_length=50)], _Setting], Field(max_length=_MOST_SETTINGS)]
+    role: Literal["candidate", "baseline"]
+    status: Literal["ok", "diverged", "unfinished", "oom", "error"]
+    reason: Annotated[str, Field(min_length=1, max_length=LONGEST_REASON)] | None = None
+    loss: _Series
+    grad_norm: _Series
+    step_ms: Annotated[list[_Positive], Field(max_length=_MOST_STEPS)]
+    timed_from: _Count
+    untimed: Annotated[list[_Count], Field(max_length=_MOST_STEPS)] = []
+    world: Annotated[int, Field(ge=1, le=2**20)] = 1
+    units: Literal["tokens", "images"]
+    units_per_step: Annotated[int, Field(ge=1, le=2**40)]
+    flops_per_step: _Positive
+    flops_model: _Text
+    peak_tflops: _Positive | None = None
+    memory_bytes: _Count | None = None
+    attention: Share | None = None
+    signs: Annotated[list[Sign], Field(max_length=1000)] = []
+    price_per_hour: _Positive | None = None
+    resumed_at: Annotated[list[_Count], Field(max_length=10_000)] = []
+    gpu: Conditions | None = None
+    started: Annotated[AwareDatetime, AfterValidator(_utc)]
+    environment: Annotated[
+        InstanceOf[Environment],
+        BeforeValidator(_environment),
+        PlainSerializer(lambda environment: environment.to_dict(), dict[str, Any]),
+    ]
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> TrainingRun:
+        if not len(self.loss) == len(self.grad_norm) == len(self.step_ms):
+            raise ValueError("loss, grad_norm and step_ms have an entry for each step")
+        if (self.status == "ok") != (self.reason is None):
+            raise ValueError("every status but ok has a reason, and ok has none")
+        for name in ("attention", "seed", "steps"):
+            if name not in self.settings:
+                raise ValueError(f"settings need {name}")
+        if type(self.settings["seed"]) is not int or type(self.settings["steps"]) is not int:
+            raise ValueError("seed and steps are whole numbers")
+        return self
+
+    @property
+    def seed(self) -> int:
+        """The seed of its weights and data."""
+        return int(self.settings["seed"] or 0)
+
+    @property
+    def key(self) -> str:
+        """The settings and the number of ranks: what makes two rows the same run."""
+        return json.dumps([self.role, self.world, self.settings], sort_keys=True)
+
+    @property
+    def samples_ms(self) -> list[float]:
+        """The step times that count: after the warm-up, undisturbed."""
+        left_out = set(self.untimed)
+        return [taken for step, taken in enumerate(self.step_ms) if step >= self.timed_from and step not in left_out]
+
+    @property
+    def median_ms(self) -> float | None:
+        """The median of ``samples_ms``; None where there are none."""
+        return float(np.median(self.samples_ms)) if self.samples_ms else None
+
+    @property
+    def units_per_second(self) -> float | None:
+        """Tokens or images of all ranks in a second, at the median step."""
+        return None if self.median_ms is None else self.units_per_step / self.median_ms * 1e3
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOP utilisation: ``flops_per_step`` in the median step, over the bf16 peak of all devices.
+
+        The peak is that of bf16 whatever the run computed in, so that runs can be compared:
+        with FP8 it may exceed 1.  None where the device's peak is not known.
+        """
+        if self.median_ms is None or self.peak_tflops is None:
+            return None
+        return self.flops_per_step / (self.median_ms / 1e3) / (self.peak_tflops * 1e12 * self.world)
+
+    def to_line(self) -> str:
+        """One line of JSON, without its end."""
+        return self.model_dump_json(by_alias=True)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same in plain JSON types."""
+        return self.model_dump(mode="json", by_alias=True)
+
+
+def read_runs(path: Path) -> Iterator[TrainingRun]:
+    """The runs of a JSON Lines file, or of the folder that holds ``training.jsonl``.
+
+    Raises MalformedFileError with the line and what was expected there.
+    """
+    file_path = path / ROWS if path.is_dir() else path
+    try:
+        if file_path.stat().st_size > _LARGEST_FILE:
+            raise MalformedFileError(file_path, f"expected at most {_LARGEST_FILE} bytes of training runs")
+        with file_path.open("rb") as file:
+            number = 0
+            while line := file.readline(_LONGEST_LINE + 1):
+                number += 1
+                yield _parsed(file_path, number, line)
+    except OSError as error:
+        raise MalformedFileError(file_path, f"cannot be read: {error.strerror}") from error
+
+
+def write_runs(path: Path, runs: Iterable[TrainingRun]) -> None:
+    """Replace the file by these runs, whole: a reader sees the old one or the new one.  One process writes it.
+
+    Raises OutputError; the old file is untouched then.
+    """
+    content = "".join(run.to_line() + "\n" for run in runs).encode()
+    partial = path.with_name(f".{path.name}.partial")  # one name: what a killed run leaves, the next one overwrites
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise OutputError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _parsed(path: Path, number: int, line: bytes) -> TrainingRun:
+    if len(line) > _LONGEST_LINE:
+        raise MalformedFileError(path, f"expected at most {_LONGEST_LINE} bytes in a line", number)
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise MalformedFileError(path, "expected a training run, one JSON object a line", number) from error
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise MalformedFileError(path, f'expected "schema": "{SCHEMA}"', number)
+    try:
+        return TrainingRun.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the record"
+        raise MalformedFileError(path, f"expected a training run, but {where}: {first['msg']}"[:500], number) from error

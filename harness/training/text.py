@@ -1,0 +1,122 @@
+"""A text of many files as one row of byte tokens, read where it is asked for: its size costs no memory."""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Sequence
+from hashlib import blake2b
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from attnbench.errors import InputError
+
+__all__ = ["BOUNDARY", "BYTE_TOKENS", "File", "Text", "files_under"]
+
+BOUNDARY = 256  # stands behind each file
+BYTE_TOKENS = 257
+_PROBED = 8192
+
+
+class File(NamedTuple):
+    """A file of the text: its name below the folder with slashes, where it is, and its bytes."""
+
+    name: str
+    path: Path
+    size: int
+
+
+class Text:
+    """Tokens ``start`` to ``stop`` (None: the end) of the files in a row: bytes 0 to 255, a boundary after each."""
+
+    def __init__(self, files: Sequence[File], start: int = 0, stop: int | None = None) -> None:
+        self.files = tuple(files)
+        self._ends = list(accumulate(each.size + 1 for each in self.files))
+        whole = self._ends[-1] if self._ends else 0
+        self._start, self._stop = min(start, whole), whole if stop is None else min(stop, whole)
+
+    def __len__(self) -> int:
+        return max(0, self._stop - self._start)
+
+    def part(self, start: int, stop: int) -> Text:
+        """The tokens from ``start`` to ``stop`` of this text as a text."""
+        return Text(self.files, self._start + start, self._start + stop)
+
+    def read(self, start: int, length: int) -> NDArray[np.int64]:
+        """``length`` tokens from ``start`` on.  Raises InputError where a file is no longer what it was."""
+        assert 0 <= start <= len(self) - length, "a window lies inside its text"
+        tokens = np.empty(length, np.int64)
+        at, filled = self._start + start, 0
+        while filled < length:
+            number = bisect_right(self._ends, at)
+            file = self.files[number]
+            offset = at - (self._ends[number] - file.size - 1)
+            count = min(length - filled, file.size - offset)
+            if count:
+                tokens[filled : filled + count] = _bytes_of(file, offset, count)
+            if filled + count < length:
+                tokens[filled + count] = BOUNDARY
+                count += 1
+            at, filled = at + count, filled + count
+        return tokens
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits of the files' names and sizes and of the part taken."""
+        listed = [f"{each.name}\0{each.size}" for each in self.files]
+        return blake2b("\n".join([*listed, f"{self._start}:{self._stop}"]).encode(), digest_size=8).hexdigest()
+
+
+def _bytes_of(file: File, offset: int, count: int) -> NDArray[np.uint8]:
+    try:
+        with open(file.path, "rb") as stream:
+            stream.seek(offset)
+            data = stream.read(count)
+    except OSError as error:
+        raise InputError(f"{file.path} cannot be read: {error.strerror}") from None
+    if len(data) != count:
+        raise InputError(f"{file.path} has become shorter than the {file.size} bytes it had when training began")
+    return np.frombuffer(data, np.uint8)
+
+
+def files_under(root: Path) -> list[File]:
+    """The text files of a folder in the order of their names, hidden ones and empty ones left out; or the one file.
+
+    Links to folders are not followed.  Raises InputError where there is nothing, nothing
+    readable, or a file that is no text (a zero byte in its first 8 KiB).
+    """
+    if root.is_dir():
+        found = []
+        for folder, folders, names in os.walk(root, onerror=_unreadable):
+            folders[:] = [each for each in folders if not each.startswith(".")]  # where os.walk looks what comes next
+            paths = [Path(folder, name) for name in names if not name.startswith(".")]
+            found += [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
+    elif root.is_file():
+        found = [(root.name, root)]
+    else:
+        raise InputError(f"there is no text file or folder {root}")
+    files = [File(name, path, _size_of_text(path)) for name, path in sorted(found)]
+    files = [each for each in files if each.size]
+    if not files:
+        raise InputError(f"{root} holds no text: {'its files are empty' if found else 'no file in it'}")
+    return files
+
+
+def _unreadable(error: OSError) -> None:
+    raise InputError(f"{error.filename} cannot be read: {error.strerror}")
+
+
+def _size_of_text(path: Path) -> int:
+    try:
+        with open(path, "rb") as stream:
+            start = stream.read(_PROBED)
+            size = os.fstat(stream.fileno()).st_size
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    if b"\0" in start:
+        raise InputError(f"{path} is no text: there is a zero byte in it; name a folder of text files alone")
+    return size

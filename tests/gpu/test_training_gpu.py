@@ -1,0 +1,53 @@
+"""What ``attnbench train`` measures on a GPU: attention's kernels, events for clocks, memory, and a resumed run."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnbench.harness.training.config import TrainConfig
+from attnbench.harness.training.parallel import Ranks
+from attnbench.harness.training.session import Session, planned
+from attnbench.harness.training.trainable import build
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+def _rows(folder: Path, steps: int = 24, **settings):
+    config = TrainConfig.make(size="tiny", seqlen=1024, batch=4, steps=steps, **settings)
+    ranks = Ranks(torch.device("cuda", 0))
+    with Session(folder, ranks, checkpoint_every=5) as session:
+        return session.run(planned(config, None, 1), build, lambda row: None)
+
+
+@pytest.mark.parametrize("settings", [{}, {"checkpointing": True}, {"compile": True}, {"attention": "sdpa-flash"}])
+def test_attention_is_found_among_the_kernels(tmp_path: Path, settings: dict) -> None:
+    (row,) = _rows(tmp_path, **settings)
+    assert row.status == "ok"
+    assert row.attention is not None
+    assert 0.01 < row.attention.share < 0.9
+    assert 1 < row.attention.backward_ms / row.attention.forward_ms < 6
+    assert any("flash" in name or "fmha" in name or "cudnn" in name for name in row.attention.kernels)
+    assert row.attention.busy_ms < 2 * row.median_ms
+    assert row.memory_bytes > 2**20
+    assert all(taken > 0 for taken in row.step_ms)
+    assert [sign.step for sign in row.signs] == [0, 12, 23]
+
+
+def test_longer_sequences_spend_more_of_a_step_in_attention(tmp_path: Path) -> None:
+    shares = []
+    for seqlen in (512, 4096):
+        config = TrainConfig.make(size="tiny", seqlen=seqlen, batch=8192 // seqlen, steps=24, attention="sdpa-flash")
+        with Session(tmp_path / str(seqlen), Ranks(torch.device("cuda", 0))) as session:
+            (row,) = session.run(planned(config, None, 1), build, lambda row: None)
+        shares.append(row.attention.share)
+    assert shares[1] > 1.5 * shares[0]
+
+
+def test_a_diverging_run_on_a_gpu_ends_although_its_losses_are_read_late(tmp_path: Path) -> None:
+    (row,) = _rows(tmp_path, steps=60, lr=1e30, grad_clip=0.0, warmup=0)
+    assert row.status == "diverged"
+    assert 5 <= len(row.loss) < 40

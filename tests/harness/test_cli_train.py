@@ -1,0 +1,93 @@
+"""``attnbench train`` as a newcomer runs it, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from attnbench.cli import app
+from attnbench.errors import InputError, MalformedFileError, MisuseError
+from attnbench.harness.training.plots import PAGE, PICTURE
+from attnbench.harness.training.rows import read_runs
+
+TINY = ["--seqlen", "16", "--batch", "2"]
+
+
+def _run(*arguments: str):
+    result = CliRunner().invoke(app, ["train", *arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("train") / "out"
+    line = "--model gpt --size tiny --attention emulated:fp8 --compare bf16 --steps 12 --price-per-hour 2"
+    return _run(*line.split(), *TINY, "--out", str(folder)), folder
+
+
+def test_the_first_look_gives_a_verdict_a_table_rows_and_plots(trained) -> None:
+    result, folder = trained
+    assert result.exit_code == 0
+    assert "emulated:fp8 against auto: INCONCLUSIVE" in result.stdout
+    for column in ("tokens/s", "step ms", "share", "loss", "gap", "per price unit"):
+        assert column in result.stdout
+    assert "tokens/s" in result.stderr  # progress
+    rows = list(read_runs(folder))
+    assert [(row.role, row.seed) for row in rows] == [
+        (role, seed) for seed in range(3) for role in ("baseline", "candidate")
+    ]
+    assert {row.status for row in rows} == {"ok"}
+    for baseline, candidate in zip(rows[::2], rows[1::2], strict=True):
+        assert candidate.loss[0] == pytest.approx(baseline.loss[0], rel=0.01)  # the same weights and data
+        assert candidate.loss != baseline.loss
+        assert candidate.attention.share > 0
+        assert candidate.settings["attention"] == "emulated:fp8"
+        assert baseline.settings["fp8"] is False
+    assert (folder / PICTURE).exists()
+    assert (folder / PAGE).exists()
+    assert not list(folder.glob("checkpoints/*"))
+
+
+def test_another_arm_is_added_and_the_baseline_is_not_run_again(trained) -> None:
+    _, folder = trained
+    before = {row.key: row.started for row in read_runs(folder)}
+    line = "--attention sdpa-math --compare bf16 --steps 12 --seeds 1 --resume --format json"
+    result = _run(*line.split(), *TINY, "--out", str(folder))
+    rows = json.loads(result.stdout)
+    assert len(rows) == 7
+    assert {key: row.started for row in read_runs(folder) if (key := row.key) in before} == before
+
+
+def test_folders_are_shown_side_by_side_with_their_prices(trained) -> None:
+    _, folder = trained
+    result = _run("--show", f"{folder}=4.5", "--format", "markdown")
+    assert "4.50" in result.stdout
+    assert "| emulated:fp8" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        (["--resume"], MisuseError, "--out"),
+        (["--price-per-hour", "-1"], MisuseError, "price"),
+        (["--compare-linears", "te-fp8"], MisuseError, "--compare"),
+        (["--attention", "auto", "--compare", "bf16"], MisuseError, "the candidate itself"),
+        (["--attention", "no-such"], InputError, "no-such"),
+        (["--size", "huge"], InputError, "huge"),
+        (["--parallel", "ddp"], MisuseError, "--out"),
+        (["--show", "nowhere=x"], MisuseError, "FOLDER=PRICE"),
+        (["--show", "nowhere"], MalformedFileError, "nowhere"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_trained(arguments, error, said: str) -> None:
+    with pytest.raises(ValueError if error is InputError else error, match=said):
+        _run(*arguments)
+
+
+def test_a_folder_that_holds_runs_is_not_written_over(trained, tmp_path: Path) -> None:
+    _, folder = trained
+    with pytest.raises(MisuseError, match="--resume"):
+        _run("--out", str(folder))

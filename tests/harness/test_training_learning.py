@@ -1,0 +1,157 @@
+"""Verdicts on learning: right on planted faults and on rounding, and seldom wrong in simulation."""
+
+import math
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_training import builder, gradient_times, not_a_number_after, rounded, run_of, session_of, small
+
+from attnbench.errors import InputError
+from attnbench.harness.training.curves import ending, gap_curve, smoothed, spikes
+from attnbench.harness.training.learning import RULES, TOLERANCE, Pair, judged, pairs_of
+from attnbench.harness.training.session import planned
+
+
+@cache
+def _trained(planted, folder: Path, steps: int = 120):
+    candidate = small(attention="sdpa-math", steps=steps)
+    with session_of(folder) as session:
+        return session.run(
+            planned(candidate, candidate.replace(attention="sdpa"), 3), builder(planted), lambda row: None
+        )
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.5])
+def test_an_attention_with_a_wrong_gradient_is_found(tmp_path: Path, factor: float) -> None:
+    learning = judged(pairs_of(_trained(gradient_times(factor), tmp_path, 12)))
+    assert learning.verdict == "degraded", learning
+    assert math.isclose(learning.first_gradient_ratio, factor, rel_tol=0.1)
+
+
+def test_an_attention_that_does_not_learn_is_found_by_its_loss_alone(tmp_path: Path) -> None:
+    rows = [row.model_copy(update={"signs": []}) for row in _trained(gradient_times(0.0), tmp_path)]
+    learning = judged(pairs_of(rows))
+    assert learning.verdict == "degraded", learning
+    assert learning.gap > 0.05
+
+
+def test_runs_that_differ_by_rounding_are_equivalent(tmp_path: Path) -> None:
+    rows = _trained(rounded, tmp_path)
+    learning = judged(pairs_of(rows))
+    assert learning.verdict == "equivalent", learning
+    assert rows[0].loss != rows[1].loss  # they do differ
+    assert rows[0].loss[0] == pytest.approx(rows[1].loss[0], rel=1e-6)  # and have begun alike
+
+
+def test_an_attention_that_becomes_nan_leaves_its_rows_and_is_diverged(tmp_path: Path) -> None:
+    rows = _trained(not_a_number_after(100), tmp_path)
+    learning = judged(pairs_of(rows))
+    assert learning.verdict == "diverged", learning
+    ended = [row for row in rows if row.role == "candidate"]
+    assert {row.status for row in ended} == {"diverged"}
+    assert all(5 <= len(row.loss) < 120 and not math.isfinite(row.loss[-1]) for row in ended)
+    assert all(math.isfinite(loss) for loss in ended[0].loss[:-5])
+
+
+def _simulated(generator, gap: float, seeds: int, steps: int = 200, noise: float = 0.03, chaos: float = 0.001):
+    """Pairs with the noise of batches in common, and what rounding grows into of the candidate's own."""
+    course = 2 + 2 * np.exp(-np.arange(steps) / 40)
+    runs = []
+    for seed in range(seeds):
+        shared = course * (1 + 0.01 * generator.standard_normal()) * (1 + noise * generator.standard_normal(steps))
+        apart = 1 + chaos * generator.standard_normal() + chaos * generator.standard_normal(steps)
+        runs += [run_of(shared, "baseline", seed), run_of(shared * apart * (1 + gap), "candidate", seed)]
+    return judged(pairs_of(runs)).verdict
+
+
+@pytest.mark.parametrize(
+    ("gap", "chaos", "wrong", "rate"),
+    [
+        (0.0, 0.001, {"degraded", "diverged"}, 0.02),
+        (0.0, 0.008, {"degraded", "diverged"}, 0.08),
+        (2.5 * TOLERANCE, 0.001, {"equivalent", "diverged"}, 0.02),
+        (2.5 * TOLERANCE, 0.008, {"equivalent", "diverged"}, 0.04),
+    ],
+)
+def test_wrong_verdicts_are_rare(gap: float, chaos: float, wrong: set, rate: float) -> None:
+    generator = np.random.default_rng(5)
+    found = [_simulated(generator, gap, 3, chaos=chaos) for _ in range(300)]
+    assert sum(verdict in wrong for verdict in found) <= rate * len(found)
+
+
+@pytest.mark.parametrize(("gap", "right"), [(0.0, "equivalent"), (4 * TOLERANCE, "degraded")])
+def test_right_verdicts_are_frequent(gap: float, right: str) -> None:
+    generator = np.random.default_rng(1)
+    found = [_simulated(generator, gap, 4) for _ in range(60)]
+    assert found.count(right) >= 0.8 * len(found)
+
+
+@given(st.integers(0, 10**6), st.integers(100, 130), st.floats(0, 2))
+def test_a_run_that_falls_is_equivalent_to_itself(seed: int, steps: int, spread: float) -> None:
+    falling = np.sort(1 + spread * np.random.default_rng(seed).random(steps))[::-1]
+    runs = [run_of(falling, role, seed) for seed in range(3) for role in ("candidate", "baseline")]
+    assert judged(pairs_of(runs)).verdict == "equivalent"
+
+
+@given(st.integers(0, 2), st.integers(100, 200))
+def test_too_few_seeds_are_inconclusive(seeds: int, steps: int) -> None:
+    curve = np.linspace(3, 2, steps)
+    runs = [run_of(curve, role, seed) for seed in range(seeds) for role in ("candidate", "baseline")]
+    assert judged(pairs_of(runs)).verdict == "inconclusive"
+
+
+@given(st.integers(1, 99))
+def test_too_few_steps_are_inconclusive(steps: int) -> None:
+    curve = np.linspace(3, 2, steps)
+    runs = [run_of(curve, role, seed) for seed in range(3) for role in ("candidate", "baseline")]
+    assert judged(pairs_of(runs)).verdict == "inconclusive"
+
+
+def test_a_loss_that_climbs_is_diverged_and_one_that_only_scatters_is_not() -> None:
+    generator = np.random.default_rng(2)
+    falling, climbing = np.linspace(4, 2, 200), np.concatenate((np.linspace(4, 2, 100), np.linspace(2, 3.5, 100)))
+    scatter = 2 * (1 + 0.5 * generator.standard_normal(200).clip(-1, 1))
+    pairs = lambda curve: pairs_of([run_of(curve), run_of(falling, "baseline")])  # noqa: E731
+    assert judged(pairs(climbing)).verdict == "diverged"
+    assert judged(pairs(scatter)).verdict != "diverged"
+    assert judged([Pair(run_of(falling), run_of(climbing, "baseline"))]).verdict == "inconclusive"
+
+
+def test_outside_the_seeds_band_nothing_is_equivalent() -> None:
+    curve = np.linspace(4, 2, 200)
+    runs = [run_of(curve, "baseline", seed) for seed in range(3)]  # all alike: the band is a point
+    runs += [run_of(curve * 1.001, "candidate", seed) for seed in range(3)]
+    learning = judged(pairs_of(runs))
+    assert learning.verdict == "inconclusive"
+    assert "outside" in learning.reason
+
+
+def test_every_verdict_has_its_rule() -> None:
+    assert [verdict for verdict, _ in RULES] == ["diverged", "degraded", "inconclusive", "equivalent"]
+
+
+def test_two_runs_of_one_seed_are_no_pair() -> None:
+    with pytest.raises(InputError, match="seed 0"):
+        pairs_of([run_of([1.0]), run_of([1.0])])
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=50), st.integers(1, 60))
+def test_smoothing_is_the_mean_of_the_window(losses: list[float], window: int) -> None:
+    for step, value in enumerate(smoothed(losses, window)):
+        assert value == pytest.approx(np.mean(losses[max(0, step - window + 1) : step + 1]))
+    assert ending(losses, 1.0) == pytest.approx(np.mean(losses))
+    assert gap_curve([1.1 * loss for loss in losses], losses, window) == pytest.approx(0.1)
+
+
+@given(st.integers(20, 60), st.integers(0, 1000))
+def test_a_spike_is_found_and_noise_is_none(place: int, seed: int) -> None:
+    losses = 3 + 0.05 * np.random.default_rng(seed).standard_normal(80)
+    assert spikes(losses) == []
+    losses[place] = 6.0
+    assert spikes(losses) == [place]
+    losses[place] = math.nan
+    assert spikes(losses) == [place]

@@ -1,0 +1,187 @@
+"""What is measured inside a step: attention's share, the warning signs, and that neither changes what is learnt."""
+
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from small_training import build_small, exact, rounded, small
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from attnbench.harness.training.attending import AttentionCore
+from attnbench.harness.training.attention_share import share_of_attention
+from attnbench.harness.training.loop import Conduct, train, warm_up_steps
+from attnbench.harness.training.parallel import Ranks
+from attnbench.harness.training.step_clock import StepClock
+from attnbench.harness.training.warning_signs import kurtosis, score_gradients, signs_of, underflow
+
+CPU = torch.device("cpu")
+
+
+class _Slow(torch.autograd.Function):
+    """Sleeps so many seconds in its forward and in its backward."""
+
+    @staticmethod
+    def forward(ctx, x, forward, backward):
+        ctx.backward_s = backward
+        time.sleep(forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(ctx.backward_s)
+        return grad, None, None
+
+
+def _slow_attention(forward: float, backward: float) -> AttentionCore:
+    return AttentionCore(lambda q, k, v, is_causal: exact(_Slow.apply(q, forward, backward), k, v, is_causal))
+
+
+def _step(core: nn.Module, beside: float, checkpointed: bool = False, last: bool = False):
+    q, k, v = torch.randn(3, 1, 1, 8, 4, requires_grad=True).unbind()
+
+    def layer(q, k, v):
+        return core(q, k, v, True) if last else core(q, k, v, True).sin()
+
+    def step() -> None:
+        out = checkpoint(layer, q, k, v, use_reentrant=False) if checkpointed else layer(q, k, v)
+        _Slow.apply(out, beside, 0.0).sum().backward()
+
+    return step
+
+
+def test_the_share_is_the_time_that_attention_takes() -> None:
+    core = _slow_attention(0.02, 0.06)
+    share = share_of_attention([_step(core, 0.08)] * 2, [core], CPU, compiled=False)
+    assert share.steps == 2
+    assert 0.35 < share.share < 0.65
+    assert 1.5 < share.backward_ms / share.forward_ms < 6
+    assert not core._forward_hooks
+    assert not core._backward_hooks
+
+
+def test_a_recomputed_forward_counts_as_forward_and_only_once() -> None:
+    core = _slow_attention(0.03, 0.0)
+    plain = share_of_attention([_step(core, 0.0)], [core], CPU, compiled=False)
+    again = share_of_attention([_step(core, 0.0, checkpointed=True)], [core], CPU, compiled=False)
+    assert 1.5 < again.forward_ms / plain.forward_ms < 3
+    assert again.backward_ms < plain.forward_ms / 2
+
+
+def test_a_recomputation_that_ends_inside_attention_closes_its_range() -> None:
+    core = _slow_attention(0.04, 0.08)
+    share = share_of_attention([_step(core, 0.0, checkpointed=True, last=True)], [core], CPU, compiled=False)
+    assert share.forward_ms >= 80  # both, and the sleeps alone take that long
+    assert 80 <= share.backward_ms < share.busy_ms - share.forward_ms
+
+
+def test_without_attention_there_is_no_share() -> None:
+    assert share_of_attention([lambda: None], [], CPU, compiled=False) is None
+
+
+def test_torchs_own_operators_are_found_in_a_compiled_model() -> None:
+    core = AttentionCore(exact)
+    share = share_of_attention([_step(core, 0.0)], [], CPU, compiled=True)
+    assert 0 < share.share < 1
+    assert share.forward_ms > 0
+    assert share.backward_ms > 0
+
+
+@given(st.integers(0, 100))
+def test_kurtosis_is_three_for_normal_numbers_and_grows_with_outliers(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(2, 3, 64, 32, generator=generator)
+    assert torch.allclose(kurtosis(x), torch.full((2, 3), 3.0), atol=0.7)
+    assert torch.allclose(kurtosis(1e-20 * x), kurtosis(x), rtol=1e-3)
+    x[1, 2, 5, 7] = 100.0
+    assert kurtosis(x)[1, 2] > 100
+    assert kurtosis(x)[0].max() < 4
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_the_gradient_of_the_scores_is_autograds(is_causal: bool) -> None:
+    q, k, v, grad = torch.randn(4, 16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind()
+    scores = (q @ k.T * 0.3).requires_grad_()
+    hidden = torch.triu(torch.ones(16, 16), 1).bool() if is_causal else torch.zeros(16, 16).bool()
+    (scores.masked_fill(hidden, -math.inf).softmax(-1) @ v).backward(grad)
+    rows = torch.tensor([0, 3, 15])
+    found = score_gradients(q[rows], k, v, grad[rows], rows, is_causal, 0.3)
+    assert torch.allclose(found.double(), scores.grad[rows], atol=1e-5)
+
+
+@given(st.integers(0, 100), st.sampled_from(["e4m3", "e5m2"]))
+def test_underflow_is_what_lies_below_half_the_smallest_number(seed: int, format: str) -> None:
+    x = torch.randn(500, generator=torch.Generator().manual_seed(seed)).exp() ** 4
+    largest, smallest = {"e4m3": (448, 2.0**-9), "e5m2": (57344, 2.0**-16)}[format]
+    expected = (x.double() / x.max() * largest <= smallest / 2).double().mean()
+    assert underflow(x, format) == pytest.approx(float(expected), abs=0.005)
+    assert underflow(torch.cat((x, torch.zeros(500))), format) == pytest.approx(float(expected), abs=0.005)
+    assert underflow(torch.zeros(3), format) == 0
+
+
+def test_the_signs_name_the_worst_module_and_the_whole_gradient() -> None:
+    cores = [AttentionCore(exact), AttentionCore(exact)]
+    inputs = [torch.randn(3, 2, 4, 8, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    inputs[1][0, 0, 0, 0, 0] = 50.0
+    leaves = [each.requires_grad_() for each in inputs]
+
+    def work() -> None:
+        sum(core(*x.unbind(), True).square().sum() for core, x in zip(cores, leaves, strict=True)).backward()
+
+    sign = signs_of(7, cores, work)
+    assert sign.step == 7
+    assert sign.kurtosis_q > 20 > sign.kurtosis_k
+    assert set(sign.ds_underflow) == {"e4m3", "e5m2"}
+    assert sign.gradient_norm == pytest.approx(math.sqrt(sum(float(x.grad.square().sum()) for x in leaves)), rel=1e-5)
+    assert signs_of(0, [], work) is None
+
+
+def test_watching_changes_nothing_of_what_is_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def losses() -> list[float]:
+        kept: list = []
+        train(build_small(small(), CPU, dropout=True), Ranks(CPU), Conduct(tmp_path, 0), kept.append)
+        return kept[-1].loss
+
+    watched = losses()
+    monkeypatch.setattr("attnbench.harness.training.loop.signs_of", lambda *_: None)
+    monkeypatch.setattr("attnbench.harness.training.loop._MOST_WATCHED", 0)
+    assert losses() == watched
+
+
+def test_watched_steps_and_the_warm_up_are_not_timed(tmp_path: Path) -> None:
+    kept: list = []
+    train(build_small(small(steps=24), CPU), Ranks(CPU), Conduct(tmp_path, 0), kept.append)
+    history = kept[-1]
+    assert history.steps == len(history.step_ms) == 24
+    assert warm_up_steps(24) == 6
+    assert sorted(set(history.untimed)) == [0, 6, 7, 8, 12, 23]
+    assert history.attention.steps == 3
+    assert 0 < history.attention.share < 1
+
+
+def test_the_clock_times_the_step_and_not_what_lies_between() -> None:
+    clock = StepClock(CPU)
+    for step, seconds in enumerate((0.05, 0.01)):
+        clock.start()
+        time.sleep(seconds)
+        clock.stop(step, torch.tensor([1.0 + step, 2.0]))
+        time.sleep(0.05)
+    first, second = clock.ended()
+    assert first.ms >= 50
+    assert 10 <= second.ms < first.ms
+    assert [(each.step, each.loss, each.grad_norm) for each in (first, second)] == [(0, 1.0, 2.0), (1, 2.0, 2.0)]
+    assert clock.ended(all=True) == []
+
+
+def test_rounding_in_attention_is_seen_in_the_curve(tmp_path: Path) -> None:
+    curves = []
+    for attend in (exact, rounded):
+        kept: list = []
+        train(build_small(small(), CPU, attend), Ranks(CPU), Conduct(tmp_path, 0), kept.append)
+        curves.append(kept[-1].loss)
+    assert curves[0] != curves[1]
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4)

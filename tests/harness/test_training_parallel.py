@@ -1,0 +1,90 @@
+"""Two real ranks learn what one learns from a batch of both."""
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import training_ranks
+from small_training import build_small, small
+
+from attnbench.errors import MisuseError
+from attnbench.harness.training.history import History
+from attnbench.harness.training.loop import Conduct, train
+from attnbench.harness.training.parallel import Ranks, joined, spread
+
+STEPS = 8
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _ranks(folder: Path, world: int, **settings) -> dict:
+    """Every rank as torchrun starts it; what the first one found."""
+    folder.mkdir(exist_ok=True)
+    said = json.dumps({"steps": STEPS, "lr": 0.003} | settings)
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(world)}
+    command = [sys.executable, training_ranks.__file__, str(folder), said, "0"]
+    started = [
+        subprocess.Popen(command, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.DEVNULL)
+        for rank in range(world)
+    ]
+    try:
+        assert [each.wait(120) for each in started] == [0] * world
+    finally:
+        for each in started:
+            each.kill()
+    return json.loads((folder / "found.json").read_text())
+
+
+def _alone(folder: Path) -> History:
+    kept: list[History] = []
+    trainable = build_small(small(steps=STEPS, batch=8, lr=0.003), torch.device("cpu"))
+    train(trainable, Ranks(torch.device("cpu")), Conduct(folder / "alone", 0), kept.append)
+    return kept[-1]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_ranks_learn_as_one_with_the_doubled_batch_and_resume(tmp_path: Path, kind: str) -> None:
+    alone = _alone(tmp_path)
+    found = _ranks(tmp_path / kind, 2, parallel=kind, batch=4)
+    assert len(found["loss"]) == STEPS
+    for name in ("loss", "grad_norm"):
+        for ours, theirs in zip(found[name], getattr(alone, name), strict=True):
+            assert math.isclose(ours, theirs, rel_tol=2e-5), name
+    if kind == "fsdp2":  # of which each rank has its shards in a file of its own
+        again = _ranks(tmp_path / kind, 2, parallel=kind, batch=4)
+        assert again["resumed_at"] == [6]
+        assert again["loss"] == found["loss"]
+        assert again["grad_norm"] == found["grad_norm"]
+
+
+def test_ranks_and_configuration_must_agree() -> None:
+    cpu = torch.device("cpu")
+    with pytest.raises(MisuseError, match="torchrun"):
+        spread(build_small(small(parallel="ddp"), cpu), Ranks(cpu))
+    with pytest.raises(MisuseError, match="--parallel"):
+        spread(build_small(small(), cpu), Ranks(cpu, 0, 2))
+
+
+@pytest.mark.parametrize(
+    ("device", "environ", "said"),
+    [("cpu", {"WORLD_SIZE": "two"}, "numbers"), ("cuda:0", {}, "its own GPU")],
+)
+def test_what_torchrun_did_not_set_is_refused(device: str, environ: dict, said: str) -> None:
+    started = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} | environ
+    with pytest.raises(MisuseError, match=said), joined(device, started):
+        pass
+
+
+def test_without_torchrun_there_is_one_rank() -> None:
+    with joined("cpu", {"RANK": "3"}) as ranks:
+        assert (ranks.rank, ranks.world, ranks.first, ranks.agreed(5)) == (0, 1, True, 5)

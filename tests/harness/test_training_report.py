@@ -1,0 +1,148 @@
+"""What is said of runs: arms and their baselines, prices in the article's form, pictures that need nothing else."""
+
+import builtins
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_training import HERE, run_of
+
+from attnbench.environment import Environment
+from attnbench.errors import InputError
+from attnbench.harness.training.arms import arms_of, compared, scaling_efficiency
+from attnbench.harness.training.plots import MISSING, PAGE, PICTURE, write_plots
+from attnbench.harness.training.price import Offer, side_by_side
+from attnbench.harness.training.report import offers_of, report
+from attnbench.harness.training.rows import Share
+
+CURVE = [3.0 - 0.005 * step for step in range(120)]
+
+
+def arm_runs(role: str, named: str, seeds: int = 3, loss: float = 1.0, **more):
+    settings = {"model": "gpt", "size": "tiny", "seqlen": 8, "batch": 2, "steps": 120, "attention": named}
+    settings |= more.pop("settings", {})
+    return [
+        run_of([loss * each for each in CURVE], role, settings=settings | {"seed": seed}, **more)
+        for seed in range(seeds)
+    ]
+
+
+def test_the_articles_own_numbers_give_the_articles_own_conclusion() -> None:
+    # 0.41 s a step at $32.77 an hour against 0.199 s at $98.32, batch 64 on 8 GPUs in both.
+    a100, h100 = side_by_side([Offer("p4d", 410.0, 512, 32.77), Offer("p5", 199.0, 512, 98.32)])
+    assert a100.better == 0
+    assert h100.faster > 1  # "more than twice as fast"
+    assert h100.better == pytest.approx(-0.31, abs=0.01)  # "~30% worse"
+    assert h100.offer.units_per_price == pytest.approx(512 / 0.199 * 3600 / 98.32)
+
+
+@given(st.floats(1, 1e4), st.integers(1, 10**6), st.floats(0.1, 1e3), st.floats(1.01, 10))
+def test_half_the_price_or_half_the_time_is_twice_the_value(ms: float, units: int, price: float, times: float) -> None:
+    first, cheaper, faster = side_by_side(
+        [Offer("a", ms, units, price), Offer("b", ms, units, price / times), Offer("c", ms / times, units, price)]
+    )
+    assert cheaper.better == pytest.approx(times - 1)
+    assert faster.better == pytest.approx(times - 1)
+    assert (first.faster, cheaper.faster) == (0, 0)
+
+
+@pytest.mark.parametrize("wrong", [{"step_ms": 0.0}, {"price_per_hour": float("nan")}, {"units_per_step": -1}])
+def test_what_costs_nothing_is_no_offer(wrong: dict) -> None:
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        Offer(**{"label": "a", "step_ms": 1.0, "units_per_step": 1, "price_per_hour": 1.0} | wrong)
+
+
+def test_a_candidate_is_held_against_the_baseline_that_is_most_like_it() -> None:
+    runs = [
+        *arm_runs("baseline", "auto", settings={"linears": "bf16"}),
+        *arm_runs("baseline", "auto", settings={"linears": "te-fp8"}),
+        *arm_runs("candidate", "te:fp8", settings={"linears": "te-fp8"}),
+        *arm_runs("candidate", "te:fp8", settings={"linears": "bf16", "lr": 0.5}),
+    ]
+    arms = arms_of(runs)
+    assert len({arm.label for arm in arms}) == 4
+    ((candidate, baseline, learning),) = compared(arms)
+    assert candidate.first.settings["linears"] == baseline.first.settings["linears"] == "te-fp8"
+    assert learning.verdict == "equivalent"
+
+
+def test_efficiency_is_the_throughput_of_each_rank_over_that_of_one_alone() -> None:
+    alone = arm_runs("candidate", "auto", settings={"parallel": "none"}, units_per_step=10)
+    four = arm_runs(
+        "candidate", "auto", settings={"parallel": "fsdp2"}, world=4, units_per_step=40, step_ms=[1.25] * 120
+    )
+    arms = arms_of([*alone, *four])
+    assert scaling_efficiency(arms[1], arms) == pytest.approx(0.8)
+    assert scaling_efficiency(arms[0], arms) is None
+    assert scaling_efficiency(arms[1], arms[1:]) is None
+    assert "80.0%" in report([*alone, *four], "text")
+
+
+def test_the_report_says_verdict_share_price_and_what_went_wrong() -> None:
+    share = Share(steps=3, forward_ms=1.0, backward_ms=2.0, busy_ms=6.0, share=0.5)
+    runs = [
+        *arm_runs("baseline", "auto", price_per_hour=2.0),
+        *arm_runs("candidate", "te:fp8", loss=1.1, attention=share, price_per_hour=2.0, step_ms=[0.5] * 120),
+    ]
+    runs.append(
+        run_of(CURVE[:50], "candidate", settings=runs[-1].settings | {"seed": 3}, status="oom", reason="no room")
+    )
+    text = report(runs, "text")
+    assert "te:fp8 against auto: DEGRADED, the gap is +10.000%" in text
+    assert "0.50 times as long as the baseline's: it trains faster" in text
+    assert "50.0%" in text
+    assert "1 ms forward and 2 ms backward of 6 ms" in text
+    assert "seed 3: oom, no room" in text
+    assert re.search(r"te:fp8 .*\+100% +\+100%", text)
+    assert [offer.label for offer in offers_of(arms_of(runs))] == ["auto", "te:fp8"]
+    assert "**degraded**" in report(runs, "markdown")
+    assert report([], "text") == "No runs."
+
+
+def test_machines_stand_side_by_side_under_their_names() -> None:
+    other = Environment.from_dict(HERE.to_dict() | {"device_name": "another CPU"})
+    runs = [
+        *arm_runs("baseline", "auto", price_per_hour=2.0),
+        *arm_runs("baseline", "auto", price_per_hour=1.0, environment=other),
+    ]
+    text = report(runs, "text")
+    assert re.search(r"auto on another CPU .*\+0% +\+100%", text)
+
+
+def test_nothing_in_a_row_steers_a_terminal_a_table_or_a_page(tmp_path: Path) -> None:
+    evil = "x\x1b[31m|<script>$^{"
+    runs = arm_runs("candidate", evil, status="error", reason=evil)
+    assert "\x1b" not in report(runs, "text")
+    assert "<script>" not in report(runs, "markdown")
+    assert write_plots(runs, tmp_path) == []
+    assert "<script>" not in (tmp_path / PAGE).read_text(encoding="utf-8")
+
+
+def test_picture_and_page_are_drawn_and_need_nothing_from_elsewhere(tmp_path: Path) -> None:
+    runs = [*arm_runs("baseline", "auto"), *arm_runs("candidate", "te:fp8", loss=1.01)]
+    diverged = [1.0, float("nan"), float("inf")]
+    runs.append(
+        run_of(diverged, "candidate", settings=runs[-1].settings | {"seed": 7}, status="diverged", reason="NaN")
+    )
+    assert write_plots(runs, tmp_path) == []
+    assert (tmp_path / PICTURE).read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / PAGE).read_text(encoding="utf-8")
+    assert page.count("<svg") == page.count("</svg>") == 1
+    assert "te:fp8 against auto" in page
+    assert not re.search(r"(src|href)=.https?:|@import|<link|<script", page)
+
+
+def test_without_matplotlib_the_page_has_the_tables_and_a_sentence_says_so(tmp_path: Path, monkeypatch) -> None:
+    imported = builtins.__import__
+
+    def without(name, *rest):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return imported(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert write_plots(arm_runs("candidate", "auto"), tmp_path) == [MISSING]
+    assert not (tmp_path / PICTURE).exists()
+    assert "auto" in (tmp_path / PAGE).read_text(encoding="utf-8")

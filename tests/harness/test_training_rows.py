@@ -1,0 +1,161 @@
+"""Rows of training runs: what was written is read, and nothing else."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_training import build_small, builder, exact, run_of, session_of, small
+
+from attnbench.errors import MalformedFileError, MisuseError, OutputError
+from attnbench.harness.training.rows import ROWS, Share, TrainingRun, read_runs, write_runs
+from attnbench.harness.training.session import planned
+
+ANY = st.floats(allow_nan=True, allow_infinity=True)
+
+
+@given(st.lists(ANY, max_size=20), st.booleans())
+def test_what_is_written_is_read_to_the_last_bit(tmp_path_factory, losses: list[float], ended: bool) -> None:
+    path = tmp_path_factory.mktemp("rows") / ROWS
+    row = run_of(losses, status="ok" if ended else "diverged", reason=None if ended else "it was NaN")
+    write_runs(path, [row, row])
+    found = list(read_runs(path.parent))
+    assert len(found) == 2
+    assert list(map(repr, found[0].loss)) == list(map(repr, losses))
+    assert found[0].to_line() == row.to_line()
+
+
+def _without(name: str):
+    return lambda row: {key: value for key, value in row.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda row: row | {"schema": "attnbench.training/2"}, "schema"),
+        (_without("loss"), "loss"),
+        (lambda row: row | {"more": 1}, "more"),
+        (lambda row: row | {"loss": [1.0]}, "an entry for each step"),
+        (lambda row: row | {"loss": ["Inf"] * 2}, "loss"),
+        (lambda row: row | {"step_ms": [1.0, "NaN"]}, "step_ms"),
+        (lambda row: row | {"step_ms": [1.0, -1.0]}, "step_ms"),
+        (lambda row: row | {"status": "oom"}, "reason"),
+        (lambda row: row | {"settings": {"seed": 0, "steps": 2}}, "attention"),
+        (lambda row: row | {"settings": row["settings"] | {"seed": "0"}}, "whole numbers"),
+        (lambda row: row | {"settings": row["settings"] | {"x": [1]}}, "settings"),
+        (lambda row: row | {"price_per_hour": 0}, "price_per_hour"),
+        (lambda row: row | {"started": "2026-01-01T00:00:00+02:00"}, "UTC"),
+        (lambda row: row | {"environment": {}}, "environment"),
+        (lambda row: [row], "schema"),
+    ],
+)
+def test_hostile_rows_are_refused_with_their_line(tmp_path: Path, change, said: str) -> None:
+    row = run_of([1.0, 2.0])
+    (tmp_path / ROWS).write_text(f"{row.to_line()}\n{json.dumps(change(row.to_dict()))}\n")
+    with pytest.raises(MalformedFileError, match=said) as caught:
+        list(read_runs(tmp_path))
+    assert caught.value.line == 2
+
+
+@pytest.mark.parametrize("content", [b"\x80\x04pickle", b"{", b"[" * 100_000, b"null\n", b"\xff\xfe", b"{}"])
+def test_what_is_no_row_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / ROWS).write_bytes(content)
+    with pytest.raises(MalformedFileError):
+        list(read_runs(tmp_path / ROWS))
+
+
+def test_a_missing_file_is_an_error_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(MalformedFileError, match=ROWS):
+        list(read_runs(tmp_path / ROWS))
+
+
+@pytest.mark.parametrize("step", ["os.fsync", "os.replace"])
+def test_a_disk_that_is_full_leaves_the_rows_that_were_there(tmp_path: Path, monkeypatch, step: str) -> None:
+    path = tmp_path / ROWS
+    write_runs(path, [run_of([1.0])])
+    before = path.read_bytes()
+
+    def no_room(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(step, no_room)
+    with pytest.raises(OutputError, match="No space"):
+        write_runs(path, [run_of([2.0])])
+    assert [each.name for each in tmp_path.iterdir()] == [ROWS]
+    assert path.read_bytes() == before
+
+
+def test_throughput_and_utilisation_come_from_undisturbed_steps() -> None:
+    row = run_of(
+        [1.0] * 6, step_ms=[900.0, 10.0, 10.0, 700.0, 20.0, 10.0], timed_from=1, untimed=[3], world=2,
+        units_per_step=100, flops_per_step=1e12, peak_tflops=100.0,
+    )  # fmt: skip
+    assert row.samples_ms == [10.0, 10.0, 20.0, 10.0]
+    assert row.units_per_second == pytest.approx(10_000)
+    assert row.mfu == pytest.approx(1e12 / 0.01 / 100e12 / 2)
+    assert run_of([1.0], timed_from=1).units_per_second is None
+
+
+def test_a_share_is_a_share() -> None:
+    with pytest.raises(ValueError, match="share"):
+        Share(steps=1, forward_ms=1.0, backward_ms=1.0, busy_ms=1.0, share=1.5)
+
+
+def test_a_session_keeps_what_is_done_and_adds_what_is_not(tmp_path: Path) -> None:
+    built = []
+
+    def build(config, device):
+        built.append(config.seed)
+        return build_small(config, device)
+
+    config = small(steps=4)
+    with session_of(tmp_path) as session:
+        session.run(planned(config, None, 1), build, lambda row: None)
+    with pytest.raises(MisuseError, match="--resume"), session_of(tmp_path):
+        pass
+    with session_of(tmp_path, resume=True, price_per_hour=3.0) as session:
+        rows = session.run(planned(config, None, 2), build, lambda row: None)
+        with pytest.raises(MisuseError, match="another command"), session_of(tmp_path, resume=True):
+            pass
+    assert built == [0, 1]
+    found = list(read_runs(tmp_path))
+    assert [(row.seed, row.status, row.price_per_hour) for row in found] == [(0, "ok", 3.0), (1, "ok", 3.0)]
+    assert [row.loss for row in rows] == [row.loss for row in found]
+    assert [sign.step for sign in found[0].signs] == [0, 2, 3]
+
+
+def test_a_run_that_fails_leaves_the_row_of_what_it_did(tmp_path: Path) -> None:
+    left = [9]
+
+    def failing(q, k, v, is_causal):
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("the kernel broke")
+        return exact(q, k, v, is_causal)
+
+    config = small(steps=8, attention="sdpa-math")
+    with session_of(tmp_path) as session, pytest.raises(RuntimeError, match="broke"):
+        session.run(planned(config, None, 1), builder(failing), lambda row: None)
+    (row,) = read_runs(tmp_path)
+    assert row.status == "error"
+    assert "the kernel broke" in row.reason
+    assert 0 < len(row.loss) < 8
+
+
+def test_a_folder_from_another_environment_is_left_alone(tmp_path: Path) -> None:
+    write_runs(tmp_path / ROWS, [run_of([1.0])])
+    with pytest.raises(MisuseError, match="another environment"), session_of(tmp_path, resume=True):
+        pass
+
+
+def test_a_baseline_that_is_the_candidate_is_refused() -> None:
+    with pytest.raises(MisuseError, match="the candidate itself"):
+        planned(small(), small(), 3)
+
+
+def test_a_row_says_it_is_unfinished_while_it_runs(tmp_path: Path) -> None:
+    seen: list[TrainingRun] = []
+    with session_of(tmp_path) as session:
+        session.run(planned(small(steps=3), None, 1), build_small, lambda row: seen.extend(read_runs(tmp_path)))
+    assert {row.status for row in seen} == {"unfinished"}

@@ -1,0 +1,82 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnbench.errors import InputError, UnknownBackendError
+from attnbench.harness.training.config import TrainConfig
+
+CONFIGS = st.builds(
+    TrainConfig.make,
+    st.sampled_from(["gpt", "vit-huge", "hf:folder"]),
+    steps=st.integers(1, 10**6),
+    batch=st.integers(1, 4096),
+    seed=st.integers(0, 2**63 - 1),
+    attention=st.sampled_from(["sdpa", "auto", "reference", "emulated:fp8", "reference:fp32>reference:fp32"]),
+    policy=st.sampled_from(["bf16", "autocast", "fp32-and-bf16", "fp32"]),
+    linears=st.sampled_from(["bf16", "te-fp8", "float8-tensorwise", "float8-rowwise"]),
+    checkpointing=st.booleans(),
+    compile=st.booleans(),
+    lr=st.none() | st.floats(0, 1),
+)
+
+
+@given(CONFIGS)
+def test_a_config_survives_json(config: TrainConfig) -> None:
+    assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_vit_huge_is_trained_as_its_article_does() -> None:
+    config = TrainConfig.make("vit-huge")
+    assert (config.optimiser, config.lr, config.weight_decay, config.grad_clip, config.warmup) == ("sgd", 1e-3, 0, 0, 0)
+    assert (config.size, config.seqlen, config.data, config.policy) == ("huge", 197, "images", "autocast")
+    gpt = TrainConfig.make(steps=500, lr=0.0)
+    assert (gpt.optimiser, gpt.lr, gpt.weight_decay, gpt.grad_clip, gpt.warmup) == ("adamw", 0.0, 0.1, 1.0, 50)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"model": "bert"}, "model is one of gpt, vit-huge"),
+        ({"model": "hf:"}, "behind it"),
+        ({"size": "70b"}, "size of gpt is one of"),
+        ({"model": "vit-huge", "seqlen": 512}, "197 tokens, not 512"),
+        ({"model": "vit-huge", "data": "stdlib"}, "data of vit-huge is one of images"),
+        ({"data": "images"}, "learns text"),
+        ({"model": "vit-huge", "vocab": 512}, "vocabulary"),
+        ({"seqlen": 0}, "seqlen must be a whole number"),
+        ({"batch": True}, "batch must be a whole number"),
+        ({"steps": "30"}, "steps must be a whole number"),
+        ({"seed": -1}, "seed must be a whole number"),
+        ({"seed": 2**63}, "seed must be a whole number"),
+        ({"lr": float("nan")}, "lr must be a finite number"),
+        ({"max_error": -0.1, "attention": "auto"}, "max_error must be a positive"),
+        ({"max_error": "much", "attention": "auto"}, "max_error must be a positive"),
+        ({"linears": "fp4"}, "linears is one of"),
+        ({"policy": "fp16"}, "policy is one of"),
+        ({"optimiser": "lion"}, "optimiser is one of"),
+        ({"compile": 1}, "compile must be True or False"),
+        ({"block": "te", "attention": "own"}, "vit-huge's alone"),
+        ({"model": "vit-huge", "block": "te"}, "goes with block=te"),
+        ({"attention": "own"}, "goes with block=te"),
+        ({"model": "vit-huge", "block": "te", "attention": "own", "linears": "float8-rowwise"}, "bf16 or te-fp8"),
+        ({"fp8": True}, "leaves it none"),
+        ({"max_error": 0.1}, "leaves it none"),
+        ({"policy": "fsdp-mixed"}, "parallel=fsdp2"),
+    ],
+)
+def test_what_is_no_run_is_said(wrong: dict[str, object], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        TrainConfig.make(**wrong)  # type: ignore[arg-type]
+
+
+def test_an_attention_that_nothing_carries_is_said() -> None:
+    with pytest.raises(UnknownBackendError, match="flash-attention-9"):
+        TrainConfig.make(attention="flash-attention-9")
+
+
+@pytest.mark.parametrize("data", [[], {"model": "gpt"}, {**TrainConfig.make().to_dict(), "colour": "red"}])
+def test_what_no_config_wrote_is_said(data: object) -> None:
+    with pytest.raises(InputError):
+        TrainConfig.from_dict(data)  # type: ignore[arg-type]

@@ -1,0 +1,77 @@
+"""Checkpointing and compilation change what is kept and how it is run, and no gradient."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from attnbench.harness.training.config import TrainConfig
+from attnbench.harness.training.finishing import checkpoint_blocks, compile_blocks
+from attnbench.harness.training.trainable import Trainable, build
+
+CONFIG = TrainConfig.make(seqlen=48, batch=2, policy="fp32")
+
+
+def gradients(trainable: Trainable) -> dict[str, Tensor]:
+    trainable.loss(trainable.batch(0)).backward()
+    return {name: each.grad for name, each in trainable.module.named_parameters() if each.grad is not None}
+
+
+def kept(trainable: Trainable) -> int:
+    """Bytes that autograd keeps for the backward."""
+    sizes = {}
+
+    def note(x: Tensor) -> Tensor:
+        sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        trainable.loss(trainable.batch(0))
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "reference", "emulated:fp8"])
+def test_checkpointing_gives_the_same_gradients_and_keeps_less(attention: str) -> None:
+    plain = build(CONFIG.replace(attention=attention), "cpu")
+    checkpointed = build(CONFIG.replace(attention=attention, checkpointing=True), "cpu")
+    before, after = gradients(plain), gradients(checkpointed)
+    assert before.keys() == after.keys()
+    for name, gradient in before.items():
+        torch.testing.assert_close(after[name], gradient, rtol=1e-5, atol=1e-7)
+    assert kept(checkpointed) < 0.6 * kept(plain)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("attention", ["sdpa", "reference"])
+def test_blocks_are_compiled_whole_and_once(attention: str, checkpointing: bool) -> None:
+    plain, compiled = (build(CONFIG.replace(attention=attention), "cpu") for _ in range(2))
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    if checkpointing:
+        checkpoint_blocks(compiled.blocks, te=False)
+    compile_blocks(compiled.blocks, backend=counter)  # type: ignore[arg-type]
+    before, after = gradients(plain), gradients(compiled)
+    assert counter.frame_count == 1  # two blocks alike, no graph break
+    for name, gradient in before.items():
+        torch.testing.assert_close(after[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_config_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    home = "attnbench.harness.training.trainable."
+    monkeypatch.setattr(home + "checkpoint_blocks", lambda *_, **__: done.append("checkpointing"))
+    monkeypatch.setattr(home + "compile_blocks", lambda *_, **__: done.append("compile"))
+    settings: list[tuple[dict[str, Any], list[str]]] = [
+        ({}, []),
+        ({"compile": True}, ["compile"]),
+        ({"compile": True, "checkpointing": True}, ["checkpointing", "compile"]),
+    ]
+    for changes, expected in settings:
+        done.clear()
+        build(CONFIG.replace(**changes), "cpu")
+        assert done == expected
+        done.clear()
+        build(CONFIG.replace(**changes), "cpu", finished=False)
+        assert done == []

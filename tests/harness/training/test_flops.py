@@ -1,0 +1,64 @@
+"""The stated model of a step's work against what torch counts of every matrix product that it runs."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from attnbench.harness.training.config import TrainConfig
+from attnbench.harness.training.flops import gpt_flops
+from attnbench.harness.training.gpt import SIZES
+from attnbench.harness.training.trainable import build
+
+
+def no_products(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    """Something that every input has a part in, and no matrix product."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    return q + k + v
+
+
+def products(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    """Attention over the whole square, in two products."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def counted(config: TrainConfig, attend: object) -> tuple[float, float]:
+    trainable = build(config, "cpu", attend=attend)  # type: ignore[arg-type]
+    batch = trainable.batch(0)
+    with FlopCounterMode(display=False) as counter:
+        trainable.loss(batch).backward()
+    return counter.get_total_flops(), trainable.flops_per_step
+
+
+@pytest.mark.parametrize("seqlen", [32, 80])
+def test_a_step_of_gpt_costs_what_is_stated(seqlen: int) -> None:
+    config = TrainConfig.make(seqlen=seqlen, batch=3)
+    linear, stated = counted(config, no_products)
+    whole, _ = counted(config, products)
+    visible = (seqlen + 1) / (2 * seqlen)  # a causal mask shows half the square and its diagonal
+    assert stated == linear + visible * (whole - linear)
+
+
+def test_what_is_computed_again_is_not_counted() -> None:
+    config = TrainConfig.make(seqlen=32, batch=3)
+    linear, stated = counted(config, no_products)
+    more, same = counted(config.replace(checkpointing=True), no_products)
+    assert more > linear
+    assert same == stated
+
+
+def test_a_step_of_vit_costs_what_is_stated() -> None:
+    pytest.importorskip("timm")
+    config = TrainConfig.make("vit-huge", size="tiny", batch=3)
+    whole, stated = counted(config, products)
+    assert stated == whole
+
+
+def test_the_attention_of_long_samples_dominates() -> None:
+    size = SIZES["medium"]
+    linear = 6.0 * (size.parameters - size.width * size.vocab)
+    assert gpt_flops(size, 1, 1024) < 1.4 * 1024 * linear
+    assert gpt_flops(size, 1, 2**17) > 4 * 2**17 * linear
+    assert gpt_flops(size, 4, 1024) == 4 * gpt_flops(size, 1, 1024)
+    assert torch.tensor(gpt_flops(SIZES["8b"], 1, 8192)) > 6 * 8192 * 7.5e9

@@ -1,0 +1,151 @@
+"""Models of transformers by config: what they compute is theirs, what cannot be served is refused in a sentence."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnbench.errors import InputError
+from attnbench.harness.training.config import TrainConfig
+from attnbench.harness.training.trainable import build
+
+transformers = pytest.importorskip("transformers")
+SMALL: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 96,
+}
+WINDOWED = {"sliding_window": 16}
+SOFTCAPPED = {**WINDOWED, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 4}
+GPT2 = {"vocab_size": 300, "n_positions": 96, "n_embd": 64, "n_layer": 2, "n_head": 4}
+BLOOM = {"vocab_size": 300, "hidden_size": 64, "n_layer": 2, "n_head": 4}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def config(folder: Path, kind: str, settings: dict[str, Any], **others: Any) -> TrainConfig:
+    getattr(transformers, kind)(**settings).save_pretrained(folder)
+    return TrainConfig.make(f"hf:{folder}", seqlen=40, batch=2, policy="fp32", **{"attention": "reference", **others})
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("LlamaConfig", SMALL),
+        ("MistralConfig", {**SMALL, **WINDOWED}),
+        ("Gemma2Config", {**SMALL, **SOFTCAPPED}),
+        ("Gemma3TextConfig", {**SMALL, **WINDOWED}),
+        ("GPT2Config", GPT2),
+        ("MixtralConfig", {**SMALL, **EXPERTS}),
+    ],
+)
+def test_the_loss_is_that_of_transformers_own_attention(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    trainable = build(config(tmp_path, kind, settings), "cpu")
+    assert len(trainable.blocks) == len(trainable.attention_modules) == 2
+    model = trainable.module.model
+    with torch.no_grad():  # random weights attend to all keys alike, whatever their scores
+        for name, each in model.named_parameters():
+            if name.endswith(("q_proj.weight", "k_proj.weight", "c_attn.weight")):
+                each *= 8
+    eager = transformers.AutoModelForCausalLM.from_config(deepcopy(model.config), attn_implementation="eager")
+    eager.load_state_dict(model.state_dict())
+    tokens, targets = trainable.batch(0)
+    logits = eager(input_ids=tokens, use_cache=False).logits.float()
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss = trainable.loss((tokens, targets))
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-6)
+    loss.backward()
+    wanted.backward()
+    theirs = dict(eager.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "said"),
+    [
+        ("GptOssConfig", {**SMALL, **EXPERTS, **WINDOWED}, "GptOssAttention wants s_aux"),
+        (
+            "BloomConfig",
+            {"vocab_size": 300, "hidden_size": 64, "n_layer": 2, "n_head": 4},
+            "computes its attention itself",
+        ),
+        (
+            "Llama4TextConfig",
+            {**SMALL, "attention_chunk_size": 16, "num_local_experts": 2, "intermediate_size_mlp": 96},
+            "asks for the mask causal, and its mask tensor would have hidden other keys",
+        ),
+        ("T5Config", {"vocab_size": 300, "d_model": 64}, "makes no causal language model"),
+        ("LlamaConfig", {**SMALL, "vocab_size": 200}, "a vocabulary of 200, and bytes need 257"),
+        ("LlamaConfig", {**SMALL, "max_position_embeddings": 32}, "positions for 32 tokens, not 40"),
+    ],
+)
+def test_what_cannot_be_served_is_said(tmp_path: Path, kind: str, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        build(config(tmp_path, kind, settings), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [(SOFTCAPPED, "a softcap"), ({**SOFTCAPPED, "attn_logit_softcapping": None}, "a sliding window")],
+)
+def test_torchs_sdpa_is_not_asked_for_what_it_has_not(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=f"asks for {said}, which torch's SDPA has not"):
+        build(config(tmp_path, "Gemma2Config", {**SMALL, **settings}, attention="sdpa"), "cpu")
+
+
+def test_a_config_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(InputError, match="transformers finds no config there"):
+        build(TrainConfig.make(f"hf:{tmp_path}"), "cpu")
+
+
+def test_weights_are_the_seeds_and_dropout_is_off(tmp_path: Path) -> None:
+    base = config(tmp_path, "GPT2Config", GPT2)
+    one, other, reseeded = (
+        build(base.replace(**changes), "cpu") for changes in ({}, {"attention": "sdpa", "compile": True}, {"seed": 1})
+    )
+    mine, its, new = (dict(each.module.named_parameters()) for each in (one, other, reseeded))
+    assert mine.keys() == its.keys()
+    assert all(torch.equal(mine[name], its[name]) for name in mine)
+    assert not torch.equal(mine["model.transformer.wte.weight"], new["model.transformer.wte.weight"])
+    assert all(each.training for each in one.module.modules())
+    assert torch.equal(one.loss(one.batch(0)), one.loss(one.batch(0)))
+
+
+def test_autocast_and_bf16_reach_the_attention(tmp_path: Path) -> None:
+    seen: set[torch.dtype] = set()
+
+    def noting(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, *, scale: float) -> Tensor:
+        seen.update(x.dtype for x in (q, k, v))
+        assert is_causal
+        assert scale == 0.25
+        return q
+
+    base = config(tmp_path, "LlamaConfig", SMALL)
+    for policy in ("autocast", "bf16"):
+        seen.clear()
+        trainable = build(base.replace(policy=policy), "cpu", attend=noting)
+        trainable.loss(trainable.batch(0)).backward()
+        assert seen == {torch.bfloat16}
+
+
+def test_work_is_counted_for_the_experts_that_a_token_sees(tmp_path: Path) -> None:
+    def flops(kind: str, settings: dict[str, Any]) -> float:
+        return build(config(tmp_path / kind, kind, settings), "cpu").flops_per_step
+
+    tokens = 2 * 40
+    attention = 2 * 3 * 2 * 2 * 4 * (40 * 41 / 2) * 32
+    matrices = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96) + 64 * 300
+    rotation = 2 * 3 * 16 * 40  # transformers multiplies positions with frequencies as matrices; once a batch counted
+    dense = flops("LlamaConfig", SMALL)
+    assert dense == pytest.approx(6 * tokens * matrices + attention, abs=10 * rotation)
+    routed = flops("MixtralConfig", {**SMALL, **EXPERTS})
+    assert routed - dense == pytest.approx(6 * tokens * 2 * (3 * 64 * 96 + 64 * 4))

@@ -1,0 +1,183 @@
+"""Linears in other types: the same weights under the same names, everything in a block or a refusal."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from attnbench.errors import InputError
+from attnbench.harness.training.config import TrainConfig
+from attnbench.harness.training.finishing import checkpoint_blocks
+from attnbench.harness.training.images import random_images
+from attnbench.harness.training.linears import convert_linears, refusal
+from attnbench.harness.training.trainable import build
+from attnbench.harness.training.vit import make_vit
+from attnbench.harness.training.vit_sizes import VIT_SIZES
+from attnbench.harness.training.vit_te import te_block
+
+CONFIG = TrainConfig.make(seqlen=32, batch=2)
+
+
+class TeLinear(nn.Linear):
+    """TransformerEngine's Linear as far as this project calls it: weights drawn anew, ``weight`` and ``bias``."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, params_dtype: torch.dtype, device: Any) -> None:
+        super().__init__(inputs, outputs, bias=bias, dtype=params_dtype, device=device)
+
+
+class TeLayer(nn.Module):
+    """Its TransformerLayer, which notes what it was made with and counts its calls."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.settings, self.calls = settings, 0
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * self.weight
+
+
+@pytest.fixture
+def te(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    record = SimpleNamespace(inside=False, recomputed=0)
+
+    @contextmanager
+    def autocast(*, enabled: bool) -> Iterator[None]:
+        record.inside = enabled
+        yield
+        record.inside = False
+
+    def checkpoint(function: Any, *args: Any, use_reentrant: bool) -> Any:
+        assert not use_reentrant
+        function.fsdp_wrapped = False  # as TransformerEngine does
+        record.recomputed += 1
+        return function(*args)
+
+    module: Any = ModuleType("transformer_engine.pytorch")
+    module.TransformerLayer = TeLayer
+    module.Linear, module.autocast, module.checkpoint = TeLinear, autocast, checkpoint
+    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
+    monkeypatch.setattr("attnbench.harness.training.trainable.refusal", lambda *_: None)
+    return record
+
+
+def test_transformer_engine_takes_over_weights_and_names(te: SimpleNamespace) -> None:
+    plain, fp8 = build(CONFIG, "cpu"), build(CONFIG.replace(linears="te-fp8"), "cpu")
+    before, after = dict(plain.module.named_parameters()), dict(fp8.module.named_parameters())
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    kinds = {name: type(each) for name, each in fp8.module.named_modules() if isinstance(each, nn.Linear)}
+    assert len(kinds) == 2 * 7 + 1
+    assert {name for name, kind in kinds.items() if kind is not TeLinear} == {"head"}
+    seen: list[bool] = []
+    fp8.blocks[1].register_forward_hook(lambda *_: seen.append(te.inside))
+    torch.testing.assert_close(fp8.loss(fp8.batch(0)), plain.loss(plain.batch(0)))
+    assert seen == [True]
+    assert not te.inside
+
+
+def test_its_own_function_checkpoints_its_blocks(te: SimpleNamespace) -> None:
+    trainable = build(CONFIG.replace(linears="te-fp8", checkpointing=True), "cpu")
+    trainable.loss(trainable.batch(0))
+    assert te.recomputed == 2
+    checkpoint_blocks(build(CONFIG, "cpu").blocks, te=False)
+    assert te.recomputed == 2
+
+
+def test_biases_come_along(te: SimpleNamespace) -> None:
+    block = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32, bias=False))
+    x = torch.randn(16, 32)
+    before = block(x)
+    convert_linears([block], "te-fp8", 16)
+    assert [type(each) for each in block] == [TeLinear, nn.GELU, TeLinear]
+    assert torch.equal(block(x), before)
+
+
+@pytest.mark.parametrize(
+    ("block", "tokens", "said"),
+    [
+        (nn.Sequential(nn.Linear(32, 24)), 64, "32 × 24"),
+        (nn.Sequential(nn.Linear(32, 32)), 40, "batch · seqlen is 40"),
+        (nn.Sequential(nn.Linear(32, 32), nn.Conv2d(3, 3, 1)), 64, r"multiply by 1\.weight, no torch Linear's"),
+    ],
+)
+def test_nothing_stays_in_bf16_without_a_word(block: nn.Module, tokens: int, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        convert_linears([block], "float8-rowwise", tokens)
+
+
+@pytest.mark.parametrize("kind", ["te-fp8", "float8-tensorwise", "float8-rowwise"])
+def test_a_device_without_fp8_is_refused(kind: Any) -> None:
+    with pytest.raises(InputError, match=f"linears={kind} need a GPU of compute capability"):
+        build(CONFIG.replace(linears=kind), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "command"),
+    [
+        ("te-fp8", "transformer_engine.pytorch", r"pip install .*transformer-engine\[pytorch\]"),
+        ("float8-tensorwise", "torchao.float8", "pip install 'torchao"),
+    ],
+)
+def test_a_missing_package_comes_with_its_command(
+    monkeypatch: pytest.MonkeyPatch, kind: Any, module: str, command: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setitem(sys.modules, module, None)
+    said = refusal(kind, torch.device("cuda:0"))
+    assert said is not None
+    assert module in said
+    with pytest.raises(AssertionError, match=command):
+        raise AssertionError(said)
+
+
+@pytest.mark.parametrize("recipe", ["float8-tensorwise", "float8-rowwise"])
+def test_torchao_takes_over_weights_and_names(recipe: Any) -> None:
+    pytest.importorskip("torchao")
+    plain, fp8 = (build(CONFIG.replace(policy="bf16"), "cpu") for _ in range(2))
+    convert_linears(fp8.blocks, recipe, 64, emulate=True)
+    before, after = dict(plain.module.named_parameters()), dict(fp8.module.named_parameters())
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    kinds = {name: type(each).__name__ for name, each in fp8.module.named_modules() if isinstance(each, nn.Linear)}
+    assert {name for name, kind in kinds.items() if kind != "Float8Linear"} == {"head"}
+    batch = plain.batch(0)
+    one, other = plain.loss(batch), fp8.loss(batch)
+    assert one != other
+    assert other.item() == pytest.approx(one.item(), rel=0.01)
+    one.backward()
+    other.backward()
+    mine, its = (each.module.blocks[0].feed.up.weight.grad.float() for each in (plain, fp8))
+    assert 1e-3 < (mine - its).norm() / mine.norm() < 0.2
+
+
+def test_the_articles_block_is_refused_without_a_gpu() -> None:
+    pytest.importorskip("timm")
+    with pytest.raises(InputError, match="block=te is TransformerEngine's, which needs a GPU"):
+        build(TrainConfig.make("vit-huge", size="tiny", block="te", attention="own"), "cpu")
+
+
+def test_the_articles_block_attends_without_a_mask_over_the_axes_of_timm(te: SimpleNamespace) -> None:
+    pytest.importorskip("timm")
+    vit = make_vit(VIT_SIZES["tiny"], torch.device("cpu"), 0, None, block_fn=te_block(torch.device("cuda")))
+    images, labels = random_images(0, range(2), 32, 16, torch.device("cpu"))
+    vit(images, labels).backward()
+    for block in vit.blocks:
+        assert isinstance(block, TeLayer)
+        assert block.calls == 1
+        assert block.settings == {
+            "hidden_size": 128,
+            "ffn_hidden_size": 512,
+            "num_attention_heads": 2,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "self_attn_mask_type": "no_mask",
+            "attn_input_format": "bshd",
+        }

@@ -1,0 +1,206 @@
+"""The models on a CPU: sizes, weights, gradients, and that they learn whatever computes their attention."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnbench.errors import InputError, RefusedError
+from attnbench.harness.training.attending import Attend
+from attnbench.harness.training.config import TrainConfig
+from attnbench.harness.training.gpt import SIZES, Gpt
+from attnbench.harness.training.loss import head_loss, token_loss
+from attnbench.harness.training.optimisers import learning_rate, make_optimiser, set_rate
+from attnbench.harness.training.trainable import Trainable, build
+
+SHORT: dict[str, Any] = {"seqlen": 48, "batch": 2}
+
+
+def gradients(trainable: Trainable) -> dict[str, Tensor]:
+    trainable.module.zero_grad()
+    trainable.loss(trainable.batch(0)).backward()
+    return {name: each.grad.clone() for name, each in trainable.module.named_parameters() if each.grad is not None}
+
+
+def off(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The largest relative L2 between two sets of gradients."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).norm() / one[name].norm()) for name in one)
+
+
+def learnt(config: TrainConfig, **others: Any) -> list[float]:
+    trainable = build(config, "cpu", **others)
+    optimiser = make_optimiser(config, trainable.module)
+    losses = []
+    for step in range(config.steps):
+        set_rate(optimiser, learning_rate(config, step))
+        loss = trainable.loss(trainable.batch(step))
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+# 1b, 3b and 8b: what the model cards of Llama 3.2 and Llama 3 count.
+@pytest.mark.parametrize(
+    ("size", "parameters"),
+    [
+        ("tiny", 492_160),
+        ("small", 125_848_320),
+        ("medium", 356_566_016),
+        ("1b", 1_235_814_400),
+        ("3b", 3_212_749_824),
+        ("8b", 8_030_261_248),
+    ],
+)
+def test_sizes_have_the_parameters_they_state(size: str, parameters: int) -> None:
+    with torch.device("meta"):
+        model = Gpt(SIZES[size], nn.Identity)  # type: ignore[arg-type]
+    assert sum(each.numel() for each in model.parameters()) == SIZES[size].parameters == parameters
+
+
+def test_a_vocabulary_of_ones_own_changes_embedding_and_head() -> None:
+    assert build(TrainConfig.make(vocab=1024), "cpu").parameters == 492_160 + 2 * 128 * (1024 - 384)
+    with pytest.raises(InputError, match="a vocabulary of 257, not 256"):
+        build(TrainConfig.make(vocab=256), "cpu")
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "reference", "emulated:fp8"])
+def test_a_tiny_gpt_learns(attention: str) -> None:
+    losses = learnt(TrainConfig.make(attention=attention, steps=30))
+    assert 5.8 < losses[0] < 6.2  # the logarithm of 384 rows, nothing being known
+    assert sum(losses[-5:]) / 5 < 0.6 * losses[0]
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp32-and-bf16", "fp32"])
+def test_it_learns_under_every_policy(policy: Any) -> None:
+    config = TrainConfig.make(policy=policy, steps=16)
+    losses = learnt(config)
+    autocast = learnt(config.replace(policy="autocast"))
+    assert losses[-1] < 0.65 * losses[0]
+    assert losses[-1] == pytest.approx(autocast[-1], rel=0.03)
+
+
+def test_sdpa_and_reference_give_one_gradient() -> None:
+    config = TrainConfig.make(policy="fp32", **SHORT)
+    sdpa, reference, fp8 = (
+        gradients(build(config.replace(attention=each), "cpu")) for each in ("sdpa", "reference", "emulated:fp8")
+    )
+    assert off(sdpa, reference) < 1e-4
+    assert 1e-3 < off(sdpa, fp8) < 0.3  # the FP8 of the third was no mistake
+
+
+def test_attention_is_causal_and_grouped_and_rotated() -> None:
+    """Against the same block written out; and no logit knows a later token."""
+    seen = []
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        seen.append((q.shape, k.shape, is_causal))
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
+        return (q @ k.mT * q.shape[3] ** -0.5).masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+    config = TrainConfig.make(policy="fp32", **SHORT)
+    own, sdpa = build(config, "cpu", attend=plain), build(config, "cpu")
+    batch = own.batch(0)
+    torch.testing.assert_close(own.loss(batch), sdpa.loss(batch), rtol=1e-5, atol=1e-6)
+    assert seen[0] == ((2, 2, 48, 64), (2, 1, 48, 64), True)
+
+    tokens, targets = batch
+    targets = targets.clone()
+    model = sdpa.module
+    x = model.embedding(tokens).detach().requires_grad_()
+    model.embedding = nn.Identity()
+    model(x, targets.fill_(-100).index_fill_(1, torch.tensor([20]), 7)).backward()
+    assert x.grad is not None
+    assert x.grad[:, 21:].abs().max() == 0
+    assert (x.grad[:, :21].abs().amax(-1) > 0).all()
+
+
+def test_torchs_sdpa_and_ours_group_heads_alike() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 6, 9, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
+    sdpa, reference = (Attend(TrainConfig.make(attention=each)) for each in ("sdpa", "reference"))
+    for is_causal in (False, True):
+        torch.testing.assert_close(sdpa(q, k, v, is_causal), reference(q, k, v, is_causal))
+    torch.testing.assert_close(sdpa(q, k, v, True, scale=0.7), reference(q, k, v, True, scale=0.7))
+
+
+def test_positions_are_relative() -> None:
+    """A rotation by positions leaves q·k a function of their difference."""
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def noting(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        found.append((q, k))
+        return torch.zeros_like(q)
+
+    trainable = build(TrainConfig.make(policy="fp32", **SHORT), "cpu", attend=noting)
+    trainable.module(torch.full((1, 48), 7), torch.full((1, 48), 7))
+    q, k = found[0]
+    scores = (q @ k.mT)[0, 0].detach()
+    for distance in (0, 1, 5, 30):
+        diagonal = scores.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-5)
+    assert float(scores[0, 0]) != pytest.approx(float(scores[30, 0]), rel=1e-3)
+
+
+def test_one_seed_gives_one_model_whatever_computes_it() -> None:
+    base = TrainConfig.make(**SHORT)
+    others = [
+        base.replace(attention="reference"),
+        base.replace(attention="auto", fp8=True, max_error=0.1),
+        base.replace(checkpointing=True, compile=True, seqlen=32, batch=4, steps=7),
+        base.replace(policy="fp32", optimiser="sgd"),
+    ]
+    weights = {name: each.clone() for name, each in build(base, "cpu").module.named_parameters()}
+    for config in others:
+        torch.randn(5)  # what was drawn before does not matter
+        found = dict(build(config, "cpu").module.named_parameters())
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[name], weights[name]) for name in weights)
+    rounded = dict(build(base.replace(policy="bf16"), "cpu").module.named_parameters())
+    assert all(torch.equal(rounded[name], weights[name].bfloat16()) for name in weights)
+    reseeded = dict(build(base.replace(seed=1), "cpu").module.named_parameters())
+    assert not any(torch.equal(reseeded[name], weights[name]) for name in weights if weights[name].ndim > 1)
+    drawn = [each.flatten()[:64] for each in weights.values() if each.ndim > 1]
+    assert not any(torch.equal(one, other) for one, other in pairwise(drawn))
+
+
+def test_a_pair_of_configs_learns_the_same_batches() -> None:
+    base = TrainConfig.make(**SHORT)
+    one, other = build(base, "cpu"), build(base.replace(attention="emulated:fp8", policy="bf16", lr=1.0), "cpu")
+    for step in (0, 5):
+        for mine, its in zip(one.batch(step), other.batch(step), strict=True):
+            assert torch.equal(mine, its)
+    tokens, targets = one.batch(0)
+    assert tokens.shape == targets.shape == (2, 48)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    halves = build(base.replace(batch=1), "cpu")
+    joined = torch.cat([halves.batch(3, rank, 2)[0] for rank in range(2)])
+    assert torch.equal(joined, one.batch(3)[0])
+    assert torch.equal(one.validation(0)[0], build(base.replace(seed=9), "cpu").validation(0)[0])
+
+
+@pytest.mark.parametrize("largest", [1, 700, 10**9])
+def test_the_loss_in_parts_is_the_loss(largest: int) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 9, 16, dtype=torch.float64, requires_grad=True)
+    head = torch.randn(300, 16, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(300, (2, 9))
+    wanted = F.cross_entropy((hidden @ head.T).flatten(0, 1).float(), targets.flatten())
+    expected = torch.autograd.grad(wanted, (hidden, head))
+    for loss in (head_loss(hidden, head, targets, largest), token_loss(hidden @ head.T, targets, largest)):
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(loss, wanted)
+        found = torch.autograd.grad(loss, (hidden, head))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_an_attention_that_cannot_serve_is_refused_with_its_reasons() -> None:
+    trainable = build(TrainConfig.make(attention="fa3:fp8", policy="bf16", **SHORT), "cpu")
+    with pytest.raises(RefusedError, match=r"fa3:fp8 .* cannot serve this: .* Plans that can: reference"):
+        trainable.loss(trainable.batch(0))
