@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -19,12 +16,10 @@ from pydantic import (
     Field,
     InstanceOf,
     PlainSerializer,
-    ValidationError,
     model_validator,
 )
 
 from attnbench.environment import Environment
-from attnbench.errors import MalformedFileError
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 
@@ -32,6 +27,7 @@ from .accuracy import Detail, NonNegative, TensorName
 from .cases import LONGEST_NAME as LONGEST_CASE
 from .clocks import Conditions
 from .findings import Side
+from .lines import Form, read_lines
 from .timing import Cost
 from .trace import LONGEST_NAME as LONGEST_KERNEL
 from .trace import MOST_NAMES
@@ -42,8 +38,7 @@ SCHEMA = "attnbench.measurement/1"
 Status = Literal["ok", "inaccurate", "refused", "unavailable", "oom", "timeout", "crashed", "error"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 LONGEST_REASON = 2000
-_LARGEST_FILE = 2**28
-_LONGEST_LINE = 2**20
+_FORM = Form(SCHEMA, "a measurement", "measurements", longest_line=2**20, largest_file=2**28)
 
 
 def _spec(value: object) -> AttentionSpec:
@@ -191,41 +186,8 @@ class Measurement(BaseModel):
 
 
 def read_measurements(path: Path) -> Iterator[Measurement]:
-    """The records of a JSON Lines file, one at a time; a name that ends in ``.gz`` says that it is compressed.
+    """The records of a JSON Lines file, compressed (``.gz``) or not, one at a time.
 
     Raises MalformedFileError with the line and what was expected there.
     """
-    too_large = MalformedFileError(path, f"expected at most {_LARGEST_FILE} bytes of measurements")
-    try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise too_large
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            number, left = 0, _LARGEST_FILE
-            while line := file.readline(_LONGEST_LINE + 1):
-                number += 1
-                left -= len(line)
-                if left < 0:  # a compressed file's own size tells too little
-                    raise too_large
-                yield _parsed(path, number, line)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise MalformedFileError(path, f"expected measurements compressed by gzip: {error}") from error
-    except OSError as error:
-        raise MalformedFileError(path, f"cannot be read: {error.strerror}") from error
-
-
-def _parsed(path: Path, number: int, line: bytes) -> Measurement:
-    if len(line) > _LONGEST_LINE:
-        raise MalformedFileError(path, f"expected at most {_LONGEST_LINE} bytes in a line", number)
-    try:
-        content = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise MalformedFileError(path, "expected a measurement, one JSON object a line", number) from error
-    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        raise MalformedFileError(path, f'expected "schema": "{SCHEMA}"', number)
-    try:
-        return Measurement.model_validate_json(line)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the record"
-        said = f"expected a measurement, but {where}: {first['msg']}"
-        raise MalformedFileError(path, said[:500], number) from error
+    return read_lines(path, Measurement, _FORM)

@@ -21,22 +21,21 @@ from pydantic import (
     Field,
     InstanceOf,
     PlainSerializer,
-    ValidationError,
     model_validator,
 )
 
 from attnbench.environment import Environment
-from attnbench.errors import MalformedFileError, OutputError
+from attnbench.errors import OutputError
 
 from ..clocks import Conditions
+from ..lines import Form, read_lines
 
 __all__ = ["LONGEST_REASON", "ROWS", "SCHEMA", "Share", "Sign", "TrainingRun", "read_runs", "write_runs"]
 
 SCHEMA = "attnbench.training/1"
 ROWS = "training.jsonl"
 LONGEST_REASON = 2000
-_LARGEST_FILE = 2**28
-_LONGEST_LINE = 2**25
+_FORM = Form(SCHEMA, "a training run", "training runs", longest_line=2**25, largest_file=2**28)
 _MOST_STEPS = 200_000
 _MOST_SETTINGS = 64
 _WORDS = {math.inf: "Infinity", -math.inf: "-Infinity"}
@@ -221,17 +220,7 @@ def read_runs(path: Path) -> Iterator[TrainingRun]:
 
     Raises MalformedFileError with the line and what was expected there.
     """
-    file_path = path / ROWS if path.is_dir() else path
-    try:
-        if file_path.stat().st_size > _LARGEST_FILE:
-            raise MalformedFileError(file_path, f"expected at most {_LARGEST_FILE} bytes of training runs")
-        with file_path.open("rb") as file:
-            number = 0
-            while line := file.readline(_LONGEST_LINE + 1):
-                number += 1
-                yield _parsed(file_path, number, line)
-    except OSError as error:
-        raise MalformedFileError(file_path, f"cannot be read: {error.strerror}") from error
+    return read_lines(path / ROWS if path.is_dir() else path, TrainingRun, _FORM)
 
 
 def write_runs(path: Path, runs: Iterable[TrainingRun]) -> None:
@@ -252,20 +241,3 @@ def write_runs(path: Path, runs: Iterable[TrainingRun]) -> None:
         with suppress(OSError):
             partial.unlink()
         raise OutputError(f"{path} cannot be written: {error.strerror}") from error
-
-
-def _parsed(path: Path, number: int, line: bytes) -> TrainingRun:
-    if len(line) > _LONGEST_LINE:
-        raise MalformedFileError(path, f"expected at most {_LONGEST_LINE} bytes in a line", number)
-    try:
-        content = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise MalformedFileError(path, "expected a training run, one JSON object a line", number) from error
-    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        raise MalformedFileError(path, f'expected "schema": "{SCHEMA}"', number)
-    try:
-        return TrainingRun.model_validate_json(line)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the record"
-        raise MalformedFileError(path, f"expected a training run, but {where}: {first['msg']}"[:500], number) from error

@@ -188,7 +188,7 @@ def test_a_damaged_compressed_file_is_malformed(tmp_path):
 
 def test_more_than_a_file_may_hold_is_refused_whether_compressed_or_not(tmp_path, monkeypatch):
     line = f"{Measurement(**FACTS, **NUMBERS).to_line()}\n".encode()
-    monkeypatch.setattr(records, "_LARGEST_FILE", 5 * len(line))
+    monkeypatch.setattr(records, "_FORM", records._FORM._replace(largest_file=5 * len(line)))
     for name, pack in (("rows.jsonl", bytes), ("rows.jsonl.gz", gzip.compress)):
         (tmp_path / name).write_bytes(pack(line * 5))
         assert len(list(read_measurements(tmp_path / name))) == 5

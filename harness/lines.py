@@ -1,0 +1,68 @@
+"""Files of JSON Lines through a schema: one record at a time, bounded, and every fault said with its line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from attnbench.errors import MalformedFileError
+
+__all__ = ["Form", "read_lines"]
+
+_Record = TypeVar("_Record", bound=BaseModel)
+
+
+class Form(NamedTuple):
+    """What a file must be: its schema, what a record is called and what many are, and how many bytes it may have."""
+
+    schema: str
+    one: str  # "a measurement"
+    many: str  # "measurements"
+    longest_line: int
+    largest_file: int
+
+
+def read_lines(path: Path, record: type[_Record], form: Form) -> Iterator[_Record]:
+    """The records of a file, one at a time; a name that ends in ``.gz`` says that it is compressed.
+
+    Raises MalformedFileError with the line and what was expected there.
+    """
+    too_large = MalformedFileError(path, f"expected at most {form.largest_file} bytes of {form.many}")
+    try:
+        if path.stat().st_size > form.largest_file:
+            raise too_large
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            number, left = 0, form.largest_file
+            while line := file.readline(form.longest_line + 1):
+                number += 1
+                left -= len(line)
+                if left < 0:  # a compressed file's own size tells too little
+                    raise too_large
+                yield _parsed(path, number, line, record, form)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise MalformedFileError(path, f"expected {form.many} compressed by gzip: {error}") from error
+    except OSError as error:
+        raise MalformedFileError(path, f"cannot be read: {error.strerror}") from error
+
+
+def _parsed(path: Path, number: int, line: bytes, record: type[_Record], form: Form) -> _Record:
+    if len(line) > form.longest_line:
+        raise MalformedFileError(path, f"expected at most {form.longest_line} bytes in a line", number)
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise MalformedFileError(path, f"expected {form.one}, one JSON object a line", number) from error
+    if not isinstance(content, dict) or content.get("schema") != form.schema:
+        raise MalformedFileError(path, f'expected "schema": "{form.schema}"', number)
+    try:
+        return record.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the record"
+        raise MalformedFileError(path, f"expected {form.one}, but {where}: {first['msg']}"[:500], number) from error
