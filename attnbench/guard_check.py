@@ -25,13 +25,9 @@ from .spec import FP8_DTYPES, AttentionSpec
 __all__ = ["Group", "Part", "Pick", "Sums", "aside", "gradient_sums", "out_sums", "part", "pick_groups", "pick_rows"]
 
 _HEADS, _ROWS = 8, 4  # of a check of out: a wrong head among 16 is met in two checks of five
-_GROUPS, _LINES = 4, 8  # of a check of gradients: the groups, and the queries and keys of each
-# Scores alive at once, about three such tensors of FP64 at a time.
-_SCORES = {"cpu": 2**21, "cuda": 2**23}
-# The compute capabilities whose FP64 is half as fast as FP32 or faster; elsewhere it is a 32nd or a 64th.  There
-# tensors of 16 and 8 bits, whose products FP32 (and TF32, if the program allows it) holds exactly, are checked in
-# FP32: P alone is rounded, in TF32 by 3e-4.
-_FAST_FP64 = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))
+_GROUPS, _LINES = 2, 8  # of a check of gradients: the groups, and the queries and keys of each
+# Scores alive at once, about three such tensors at a time: on a GPU what is small is paid for in launches.
+_SCORES = {"cpu": 2**21, "cuda": 2**24}
 # A row of dq or dk is a sum that may cancel to nothing (a query that has one key): it counts as half as long as it
 # would be if nothing cancelled, at the least.
 _LEAST_SHARE = 0.5
@@ -288,9 +284,13 @@ def _compared(found: Tensor, exact: Tensor, uncancelled: Tensor | None) -> Tenso
 
 
 def _wide(spec: AttentionSpec, device: torch.device) -> torch.dtype:
+    """What a check computes in.
+
+    On a GPU, tensors of 16 and 8 bits are checked in FP32, which moves half of FP64's bytes: their products it (and
+    TF32, if the program allows it) holds exactly, and P alone is rounded, in TF32 by 3e-4.
+    """
     narrow = spec.dtype in ("bf16", "fp16", *FP8_DTYPES)
-    slow = device.type == "cuda" and narrow and torch.cuda.get_device_capability(device) not in _FAST_FP64
-    return torch.float32 if slow else torch.float64
+    return torch.float32 if device.type == "cuda" and narrow else torch.float64
 
 
 def _on(device: torch.device, *places: Sequence[int]) -> Tensor:
