@@ -49,7 +49,7 @@ def to_bf16(x):
 
 @triton.jit
 def product(a, b, acc):
-    """acc + a · b of bf16 matrices, in fp32."""
+    """acc + a · b, in fp32; of bf16 matrices too."""
     if _INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc)

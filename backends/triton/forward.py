@@ -33,7 +33,8 @@ _L2 = 32 * 2**20  # bytes of K and V that programs which run together may share;
 
 
 class Operand(NamedTuple):
-    """An e4m3 tensor (B, H, S, D), or V's transposed copy (B, Hkv, Dv, keys), and its fp32 descale.
+    """A tensor (B, H, S, D) of e4m3, Q and K perhaps of 16 bits, or V's transposed copy (B, Hkv, Dv, keys), and its
+    fp32 descale.
 
     The descale broadcasts to (B, H, S, 1), S being 1 where tokens share it.
     """
@@ -155,13 +156,15 @@ def _native(
     else:
         pointers = _pointers(spec, tile, *matrices, values)
         shapes = tuple((*each[1:], each.data.stride(0), *each.data.shape) for each in matrices)
-        launch = _launch(spec, tile, (*shapes, values.shape), steps)
+        launch = _launch(spec, tile, (*shapes, values.shape), steps, matrices[0].data.dtype)
     return Native(spec, tile, *matrices, values, factors, inverses, pointers, launch)
 
 
 @lru_cache(maxsize=1024)
-def _launch(spec: AttentionSpec, tile: Tile, shapes: tuple[Any, ...], steps: tuple[Any, ...]) -> Launch:
-    """The kernel on matrices of these places and shapes, and factors of these steps."""
+def _launch(
+    spec: AttentionSpec, tile: Tile, shapes: tuple[Any, ...], steps: tuple[Any, ...], dtype: torch.dtype
+) -> Launch:
+    """The kernel on matrices of these places and shapes, Q and K of this type, and factors of these steps."""
     mask, offset = spec.mask, spec.mask.offset(spec.seqlen_q, spec.seqlen_kv)
     programs = spec.batch * spec.heads
     size, size_v = padded_size(spec.head_dim), padded_size(spec.head_dim_v)

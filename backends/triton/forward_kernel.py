@@ -1,4 +1,4 @@
-"""The forward kernel of ``triton``: softmax(scale · Q Kᵀ) V on e4m3 operands, in Triton.
+"""The forward kernel of ``triton``: softmax(scale · Q Kᵀ) V on e4m3 operands, Q and K perhaps of 16 bits, in Triton.
 
 FlashAttention-2's loop (Dao, arXiv 2307.08691, algorithm 1) with what eight bits need: P is scaled by 2⁸ before it
 is rounded to e4m3, whose largest number is 448; every product P·V starts from zero and is added in FP32, because
@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .arithmetic import bound, to_bf16, to_e4m3
+from .arithmetic import bound, product, to_bf16, to_e4m3
 
 __all__ = ["triton_fp8_attention_forward"]
 
@@ -71,7 +71,7 @@ def _blocks(
     """
     for start in tl.range(bound(first), bound(last), block_n, num_stages=stages):
         keys = _tile(k, k_row + start, k_column, k_stride, k_rows, k_columns, block_n, block_d, tma)
-        scores = tl.dot(q, keys.T)
+        scores = product(q, keys.T, tl.zeros([q.shape[0], block_n], tl.float32))
         key = start + tl.arange(0, block_n)
         if k_per_key:
             factor = _factors(k_factors, key, seqlen_kv, masked)
@@ -154,7 +154,7 @@ def triton_fp8_attention_forward(
 ):  # fmt: skip
     """``block_m`` queries of a head.
 
-    ``q`` and ``k`` are matrices of e4m3 (TMA descriptors, or pointers without TMA) in which head h of batch b starts
+    ``q`` and ``k`` are matrices of e4m3 or 16 bits (TMA descriptors, or pointers without TMA) in which head h of batch b starts
     at row ``b * by_batch + h * by_head`` and column ``h * aside``; ``v`` is (B · Hkv · Dv, keys), ``out`` (B, H, Sq,
     Dv) and ``lse`` (B, H, Sq) are contiguous.  Query i sees key j when i + low <= j <= i + high.  ``programs`` is
     batch · heads; ``section`` of them take turns, so that what they read stays in L2.

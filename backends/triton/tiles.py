@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from attnbench.spec import AttentionSpec
 
-__all__ = ["DEFAULTS", "HEAD_DIMS", "TILES", "Tile", "TileKey", "padded_size", "tile_of"]
+__all__ = ["DEFAULTS", "HEAD_DIMS", "TILES", "WIDE_SCORES", "Tile", "TileKey", "padded_size", "tile_of"]
 
 HEAD_DIMS = (64, 128, 256)  # that a block of keys has in shared memory, zeros behind what the tensors have
 
@@ -67,6 +67,12 @@ DEFAULTS: Mapping[int, Tile] = {
     64: Tile(64, 128, 4, 3),
     128: Tile(64, 128, 4, 2),
     256: Tile(128, 128, 8, 3, parts=4),
+}
+# Where Q and K have 16 bits, which take twice the shared memory; not yet tuned.
+WIDE_SCORES: Mapping[int, Tile] = {
+    64: Tile(64, 128, 4, 3, interleaved=True),
+    128: Tile(64, 128, 4, 2, interleaved=True),
+    256: Tile(64, 64, 4, 2, parts=4, interleaved=True),
 }
 # On an H200 (Triton 3.6, cold L2, 16,384 tokens of width 2048), TFLOPS at 16k / 4k / 1k tokens, beside FlashAttention-3
 # in the same run; with a scale for each key beside nothing.

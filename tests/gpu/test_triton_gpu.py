@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from attnbench import AttentionSpec, Mask
 from attnbench.backends import triton as backend
 from attnbench.backends.triton.interpreter import interpreted
-from attnbench.backends.triton.tiles import Tile
+from attnbench.backends.triton.tiles import WIDE_SCORES, Tile
 from attnbench.capabilities import Device
 from attnbench.devices import bind, describe
 from attnbench.fp8 import Quantised
@@ -122,6 +122,23 @@ def test_every_kind_of_tile(name: str, tile: Tile) -> None:
         out, lse = dense.dense_attention(*operands.tensors(torch.float64), spec)
         assert dense.relative_l2(result.out, out) < 0.045
         assert dense.relative_l2(result.lse, lse) < 1e-4
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("mask", [Mask(), Mask(right=0)], ids=str)
+def test_scores_of_16_bits(head_dim: int, mask: Mask, capsys: pytest.CaptureFixture[str]) -> None:
+    """After the same tile has run on e4m3: what was compiled for one type must not run on the other."""
+    spec = AttentionSpec.make(batch=1, heads=4, kv_heads=2, seqlen_q=2048, head_dim=head_dim, mask=mask)
+    q, k, v, _ = Truth.of(spec, 1, DEVICE).inputs
+    kernels = [backend.TritonForward("fp8-head", WIDE_SCORES[head_dim]), backend.TritonWideScores()]
+    results = [kernel.run(kernel.prepare(q, k, v, spec)) for kernel in kernels]
+    out, lse = dense.dense_attention(q.double(), k.double(), v.double(), spec)
+    errors = [dense.relative_l2(result.out, out) for result in results]
+    with capsys.disabled():
+        print(f"\nD={head_dim} {mask}: e4m3 {errors[0]:.4f}, 16 bits {errors[1]:.4f}")
+    assert errors[1] <= 0.04
+    assert errors[1] < errors[0] <= 0.06
+    assert dense.relative_l2(results[1].lse, lse) < 1e-5
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "head", "block", "token"])
