@@ -141,9 +141,9 @@ class TritonForward(ForwardKernel):
 
 
 class TritonWideScores(TritonForward):
-    """Q and K as they are, in 16 bits, and V by FlashAttention-3's recipe: twice the cost of the scores, no error in them.
+    """Q and K as they are, in 16 bits, and V by FlashAttention-3's recipe.
 
-    The backwards of other backends follow it; ours reads Q and K in e4m3.
+    Scores cost twice as much and are exact.  The backwards of other backends follow it; ours reads Q and K in e4m3.
     """
 
     preference = 10
