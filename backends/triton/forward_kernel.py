@@ -154,7 +154,7 @@ def triton_fp8_attention_forward(
 ):  # fmt: skip
     """``block_m`` queries of a head.
 
-    ``q`` and ``k`` are matrices of e4m3 or 16 bits (TMA descriptors, or pointers without TMA) in which head h of batch b
+    ``q`` and ``k`` are matrices of e4m3 or 16 bits (TMA descriptors, or pointers without TMA) where head h of batch b
     starts at row ``b * by_batch + h * by_head`` and column ``h * aside``; ``v`` is (B · Hkv · Dv, keys), ``out`` (B, H,
     Sq, Dv) and ``lse`` (B, H, Sq) are contiguous.  Query i sees key j when i + low <= j <= i + high.  ``programs`` is
     batch · heads; ``section`` of them take turns, so that what they read stays in L2.
