@@ -20,6 +20,7 @@ from .check import check
 from .doctor import doctor
 from .explain import explain
 from .merge import merge
+from .report import report
 from .sweep import sweep
 from .table import app as table
 from .train import train
@@ -34,7 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (sweep, train, backends, explain, check, doctor, merge):
+for command in (sweep, train, backends, explain, check, doctor, merge, report):
     app.command()(command)
 # Everything behind the program's name is the program's.
 app.command(context_settings={"allow_interspersed_args": False})(capture)

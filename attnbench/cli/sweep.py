@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from datetime import datetime, timezone
@@ -37,6 +38,9 @@ def sweep(
     preset: Annotated[
         str, typer.Option(help="quick, inference, training, long, FILE.yaml, or what was captured: FILE.safetensors.")
     ] = "quick",
+    case: Annotated[
+        list[str] | None, typer.Option("--case", help="Only this case of the preset, by its name; may be repeated.")
+    ] = None,
     backends: Annotated[
         str | None,
         typer.Option(
@@ -86,7 +90,8 @@ def sweep(
         raise MisuseError("--backends names nothing")
     if shard.count > 1 and out is None:
         raise MisuseError("a sweep that is shared among processes needs --out, where each writes its part")
-    cases = shard.of(_cases(preset, dtype, devices[0].type), lambda case: _FIXED_FLOPS + case.spec.flops)
+    wanted = _kept(_cases(preset, dtype, devices[0].type), case or [], preset)
+    cases = shard.of(wanted, lambda each: _FIXED_FLOPS + each.spec.flops)
     # A part that is left without a case is written all the same, so that none is missed when they are merged.
     tasks = tasks_of(cases, known, devices[0], dtype, names) if cases else []
     if dry_run:
@@ -163,6 +168,17 @@ def _cases(preset: str, dtype: str, device_type: str) -> list[Case]:
     if path.suffix not in (".yaml", ".yml"):
         raise MisuseError(f"--preset is {', '.join(PRESETS)}, a .yaml or a .safetensors file, not {preset!r}")
     return read_cases(path, dtype)
+
+
+def _kept(cases: list[Case], names: list[str], preset: str) -> list[Case]:
+    """The cases of these names, all where there is none.  Raises MisuseError with the nearest names."""
+    known = {case.name: case for case in cases}
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "--dry-run lists them"
+            raise MisuseError(f"{preset} has no case {name!r}; {hint}")
+    return [known[name] for name in dict.fromkeys(names)] if names else cases
 
 
 def _print_tasks(tasks: list[Task], format: Format) -> None:

@@ -1,0 +1,128 @@
+"""How a row is measured again: one command for a shell, made of numbers and names that were checked, never of text.
+
+What a file says in words (the name of a case, a family of captured tensors) does not enter a
+command: somebody is going to paste it.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import yaml
+
+from attnbench.budget import class_bound
+from attnbench.environment import Environment
+from attnbench.errors import AttnbenchError
+from attnbench.mask import Mask
+from attnbench.plan import Plan
+from attnbench.spec import AttentionSpec
+
+from ..cases import SWEEP_DTYPES
+from ..inputs import DEFAULT_FAMILIES, FAMILIES
+from ..presets import PRESETS, preset_cases
+from ..records import Measurement
+from ..training.arms import Arm
+from ..training.config import OWN, TrainConfig
+
+__all__ = ["PLAN", "sweep_command", "train_command"]
+
+PLAN = "PLAN"  # stands for a row's plan in the command of its case
+_FILE = "case.yaml"
+_ORDINARY = re.compile(r"[\w./:=@%+,>~ -]+", re.ASCII)
+_SAID = ("model", "size", "steps", "seed", "attention")  # in places of their own
+
+
+def sweep_command(rows: Sequence[Measurement]) -> tuple[str, str | None]:
+    """(the command that measures a case again, ``PLAN`` standing for a plan; what it cannot do, or None).
+
+    ``rows`` are those of one spec.  Where no command can, as for a model's own tensors, the first is empty.
+    """
+    row = next((row for row in rows if row.measured), rows[0])
+    spec, dtype = row.spec, "fp8" if row.spec.dtype == "bf16" else row.spec.dtype
+    if dtype not in SWEEP_DTYPES or spec.return_lse or spec.descale is not None:
+        return "", "No sweep asks this question."
+    families = tuple(row.error) or DEFAULT_FAMILIES
+    if not set(families) <= set(FAMILIES):
+        return "", "Its errors were taken on captured tensors: sweep their file, --preset FILE.safetensors."
+    options = [f"--dtype {dtype}"] if dtype != "fp8" else []
+    if row.environment.device_type == "cpu":
+        options.append("--device cpu")
+    options += _bound(rows, spec)
+    preset = _preset(spec, dtype, row.environment, families)
+    if preset is not None:
+        chosen = f"attnbench sweep --preset {preset} --case {shlex.quote(str(spec))}"
+    else:
+        chosen = f"printf '%s\\n' {shlex.quote(_entry(spec, families))} > {_FILE} && attnbench sweep --preset {_FILE}"
+    return " ".join([chosen, *options, f"--backends '{PLAN}'"]), None
+
+
+def _bound(rows: Sequence[Measurement], spec: AttentionSpec) -> list[str]:
+    """The budget that FP8 plans were held to, where it is another than theirs by default."""
+    bounds = {row.bound for row in rows if row.plan.fp8 and row.bound is not None}
+    usual = class_bound(Plan("any:fp8"), spec)
+    return [f"--max-error {bound!r}" for bound in sorted(bounds - {usual})][:1]
+
+
+def _preset(spec: AttentionSpec, dtype: str, environment: Environment, families: Sequence[str]) -> str | None:
+    for name, preset in PRESETS.items():
+        if set(families) == set(preset.families) and spec in _specs(name, dtype, environment.device_type):
+            return name
+    return None
+
+
+@lru_cache(maxsize=64)
+def _specs(preset: str, dtype: str, device_type: str) -> frozenset[AttentionSpec]:
+    return frozenset(case.spec for case in preset_cases(preset, dtype, "cpu" if device_type == "cpu" else "cuda"))
+
+
+def _entry(spec: AttentionSpec, families: Sequence[str]) -> str:
+    """The case as the one entry of a YAML file, on one line."""
+    entry: dict[str, Any] = {"batch": spec.batch, "heads": spec.heads, "seqlen_q": spec.seqlen_q}
+    entry["head_dim"] = spec.head_dim
+    usual = AttentionSpec.make(**entry, dtype=spec.dtype)
+    for name in ("kv_heads", "seqlen_kv", "head_dim_v", "scale", "softcap", "direction"):
+        if getattr(spec, name) != getattr(usual, name):
+            entry[name] = getattr(spec, name)
+    if spec.mask == Mask(right=0):
+        entry["mask"] = "causal"
+    elif spec.mask != Mask():
+        entry["mask"] = {"left": spec.mask.left, "right": spec.mask.right, "alignment": spec.mask.alignment}
+    if set(families) != set(DEFAULT_FAMILIES):
+        entry["families"] = list(families)
+    return "- " + yaml.safe_dump(entry, default_flow_style=True, sort_keys=False, width=2**20).strip()
+
+
+def train_command(arm: Arm, baseline: Arm | None) -> str:
+    """The command that runs an arm again, beside its baseline where it has one; empty where its settings are none.
+
+    Values are attached to their options and quoted, and none may hold what a terminal would act on.
+    """
+    try:
+        config = TrainConfig.from_dict(arm.first.settings)
+        usual = TrainConfig.make(config.model, size=config.size, steps=config.steps).to_dict()
+    except AttnbenchError:
+        return ""
+    said = [f"--model={config.model}", f"--size={config.size}", f"--steps={config.steps}"]
+    for name, value in config.to_dict().items():
+        if name in _SAID or value == usual[name] or value is None:
+            continue
+        said.append(f"--{name.replace('_', '-')}" if value is True else f"--{name.replace('_', '-')}={value}")
+    if config.attention != OWN:
+        said.append(f"--attention={config.attention}")
+    if baseline is not None:
+        rival = baseline.first.settings
+        said.append(f"--compare={rival['attention']}")
+        if rival.get("linears") != config.linears:
+            said.append(f"--compare-linears={rival.get('linears')}")
+    said += [f"--seeds={len(arm.runs)}", f"--seed={config.seed}"]
+    if arm.first.environment.device_type == "cpu":
+        said.append("--device=cpu")
+    if not all(_ORDINARY.fullmatch(word) for word in said):
+        return ""
+    command = " ".join(["attnbench train", *(shlex.quote(word) for word in said)])
+    world = arm.first.world
+    return command if world == 1 else f"torchrun --nproc-per-node {world} -m {command} --out training"

@@ -1,0 +1,123 @@
+"""The findings in sentences, for a reader of two minutes: what wins, does FP8 pay, what is a trap, what is saved."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from attnbench.plan import Plan, backend_of
+from attnbench.registry import Registry
+from attnbench.regret_fixed import TORCH_DEFAULT, Fixed, against_fixed
+from attnbench.spec import Direction
+
+from ..report_text import error
+from .machines import DEFAULT, DIRECTIONS, WIDE, Case, Machine, worst_error
+from .shapes import short
+
+__all__ = ["fixed_of", "headlines"]
+
+_NAMED = 3
+_EMULATION = "They show what FP8 does to the result; their times say nothing of a GPU's FP8 kernels."
+
+
+def fixed_of(machine: Machine, known: Registry) -> list[Fixed]:
+    """What always taking one backend costs, FP8 plans admitted."""
+    return against_fixed(machine.table, known, DEFAULT)
+
+
+def headlines(machine: Machine, fixed: Sequence[Fixed]) -> list[tuple[str, str]]:
+    """(what it is about, a sentence) pairs, in the order of their weight."""
+    said = []
+    for direction in DIRECTIONS:
+        cases = [case for case in machine.of(direction) if case.answer.plan is not None]
+        if cases:
+            said.append((f"Who wins, {direction}", _winners(cases)))
+    paid = [text for direction in DIRECTIONS if (text := _pays(machine, direction))]
+    if paid:
+        said.append(("Does FP8 pay", " ".join(paid)))
+    if trap := _traps(machine):
+        said.append(("Fast but wrong", trap))
+    saved = [text for direction in DIRECTIONS if (text := _saved(fixed, direction))]
+    if saved:
+        said.append(("What choosing saves", " ".join(saved)))
+    if any(backend_of(row.plan.forward) == "emulated" for case in machine.cases for row in case.measured):
+        said.append(("Emulated plans", _EMULATION))
+    return said
+
+
+def _winners(cases: Sequence[Case]) -> str:
+    won = Counter(short(case.answer.plan) for case in cases if case.answer.plan).most_common()
+    wide = Counter(short(plan) for case in cases if (plan := case.answers[WIDE].plan)).most_common()
+    tight = sum(case.answer.margin is not None and case.answer.margin.inside_noise for case in cases)
+    bounds = sorted({DEFAULT.budget(case.spec) for case in cases})
+    said = f"Within an error of {' or '.join(f'{bound:g}' for bound in bounds)}, {_counted(won, len(cases))}."
+    if wide and wide[0][0] != won[0][0]:
+        said += f" Without FP8, {_counted(wide, len(cases))}."
+    if tight:
+        said += f" At {tight} the runner-up lies within the noise."
+    return said
+
+
+def _counted(won: Sequence[tuple[str, int]], total: int) -> str:
+    first, others = won[0], won[1:_NAMED]
+    said = f"{first[0]} wins at {first[1]} of {total} {'shape' if total == 1 else 'shapes'}"
+    if others:
+        said += f", {', '.join(f'{plan} at {count}' for plan, count in others)}"
+    left = sum(count for _, count in won[_NAMED:])
+    return f"{said}, others at {left}" if left else said
+
+
+def _pays(machine: Machine, direction: Direction) -> str:
+    """How often the plan that is chosen computes in FP8, and by how much it is ahead of the fastest without."""
+    cases = [case for case in machine.of(direction) if case.wide_ms is not None and case.answer.plan is not None]
+    tried = [case for case in cases if any(row.plan.fp8 for row in case.measured)]
+    if not tried:
+        return ""
+    gains = [case.speed(case.answer.plan) or 0.0 for case in tried if case.answer.plan and case.answer.plan.fp8]
+    where = "In the forward" if direction == "forward" else "In training (forward and backward)"
+    if not gains:
+        return f"{where} no FP8 plan is chosen at any of the shapes, {len(tried)} in all."
+    return (
+        f"{where} an FP8 plan is chosen at {len(gains)} of {len(tried)} shapes, {np.median(gains):.2f} times as fast "
+        f"as the fastest plan without FP8 in the median, {max(gains):.2f} times at most."
+    )
+
+
+def _traps(machine: Machine) -> str:
+    """Plans that would win by time alone, and must not: how often, and how wrong."""
+    ahead: dict[Plan, list[tuple[float, float]]] = {}
+    for case in machine.cases:
+        chosen = case.answer.plan
+        for row in case.measured:
+            if chosen is None or case.times[row.plan] >= case.times[chosen]:
+                break
+            candidate = case.answer.candidates.get(row.plan)
+            if candidate is None or candidate.verdict != "eligible":
+                ahead.setdefault(row.plan, []).append((worst_error(row)[0], case.times[chosen] / case.times[row.plan]))
+    if not ahead:
+        return "Nowhere is a plan that is not accurate enough faster than the one that is chosen."
+    worst = sorted(ahead, key=lambda plan: (-len(ahead[plan]), str(plan)))
+    named = [
+        f"{short(plan)} (at {len(ahead[plan])}, error up to {error(max(each[0] for each in ahead[plan]))}, "
+        f"up to {max(each[1] for each in ahead[plan]):.2f} times as fast)"
+        for plan in worst[:_NAMED]
+    ]
+    more = f", and {len(worst) - _NAMED} more" if len(worst) > _NAMED else ""
+    return f"Faster than what is chosen, and not accurate enough or not right: {', '.join(named)}{more}."
+
+
+def _saved(fixed: Sequence[Fixed], direction: Direction) -> str:
+    rows = [row for row in fixed if row.direction == direction]
+    usual = next((row for row in rows if row.backend == TORCH_DEFAULT), None)
+    best = next((row for row in rows if row.serves == row.specs and row.backend != TORCH_DEFAULT), None)
+    parts = list(_parts(usual, best))
+    return f"{direction.capitalize()}: {'; '.join(parts)}." if parts else ""
+
+
+def _parts(usual: Fixed | None, best: Fixed | None) -> Iterator[str]:
+    if usual is not None:
+        yield f"taking torch's default everywhere costs {usual.slow_down:.0%} in the mean, {usual.worst:.0%} at worst"
+    if best is not None:
+        yield f"the best single backend, {best.backend}, {best.slow_down:.0%} and {best.worst:.0%}"

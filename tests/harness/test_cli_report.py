@@ -1,0 +1,165 @@
+"""``attnbench report`` end to end: the page, single figures, and a row measured again by the command that it names."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
+from html import unescape
+from pathlib import Path
+
+import pytest
+from reported import Structure, a_sweep
+from small_training import run_of
+
+from attnbench.cli import main
+from attnbench.harness.records import read_measurements
+
+TINY = "- {batch: 1, heads: 2, kv_heads: 1, seqlen_q: 96, head_dim: 32, mask: causal}\n"
+
+
+def process(*arguments):
+    """The command in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "attnbench", *map(str, arguments)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture
+def attnbench(monkeypatch, capsys, tmp_path):
+    """The command in this one, which has loaded torch already: (standard output, standard error)."""
+
+    def call(*arguments, code=0, cwd=tmp_path):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", ["attnbench", *map(str, arguments)])
+            patch.setattr(warnings, "formatwarning", warnings.formatwarning)  # which the command replaces
+            patch.chdir(cwd)
+            with pytest.raises(SystemExit) as ended:
+                main()
+        said = capsys.readouterr()
+        assert ended.value.code == code, said.err
+        return said
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("results")
+    (folder / "measurements.jsonl").write_text("".join(row.to_line() + "\n" for row in a_sweep()))
+    runs = [run_of([3, 2, 1], role) for role in ("candidate", "baseline")]
+    (folder / "training.jsonl").write_text("".join(run.to_line() + "\n" for run in runs))
+    return folder
+
+
+def test_the_page_is_written_where_it_is_asked_for_and_again_over_itself(attnbench, results, tmp_path):
+    done = process("report", results, "-o", tmp_path / "page.html")
+    assert f"{tmp_path / 'page.html'}: " in done.stderr
+    assert done.stdout == ""
+    (tmp_path / "page.html").write_text("of yesterday")
+    attnbench("report", results, "-o", tmp_path / "page.html")
+    found = Structure((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert sum(tag == "details" and "data-case" in names for tag, names in found.tags) == 3
+    attnbench("report", results)
+    assert (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("figure", "format", "more"),
+    [
+        ("winners", "png", ()),
+        ("speed-error", "svg", ("--direction", "training")),
+        ("loss", "svg", ()),
+    ],
+)
+def test_a_single_figure_is_written_as_a_picture(attnbench, results, tmp_path, figure, format, more):
+    file = tmp_path / f"{figure}.{format}"
+    attnbench("report", results, "--figure", figure, "--format", format, "-o", file, *more)
+    start = {"png": b"\x89PNG", "svg": b"<?xml"}[format]
+    assert file.read_bytes().startswith(start)
+    if format == "svg":
+        assert b"fa4:bf16" in file.read_bytes() or b"baseline" in file.read_bytes()
+
+
+def test_markdown_is_printed_and_marks_the_fp8_plans(attnbench, results):
+    winners = attnbench("report", results, "--format", "markdown").out
+    assert "### Forward" in winners
+    assert "**fa3:fp8** 2.00×" in winners
+    plans = attnbench("report", results, "--format", "markdown", "--figure", "speed-error").out
+    assert "te:fp8" in plans
+    assert "candidate" in attnbench("report", results, "--format", "markdown", "--figure", "loss").out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("-o", "measurements.jsonl"), "ends in .html or .htm"),
+        (("--format", "png", "-o", "a.html"), "ends in .png"),
+        (("--figure", "loss"), "the page has every figure"),
+        (("--format", "svg", "--figure", "speed-error"), "--direction forward or training"),
+    ],
+)
+def test_misuse_is_said_and_writes_nothing(attnbench, results, arguments, said):
+    before = sorted(results.iterdir()), (results / "measurements.jsonl").read_bytes()
+    assert said in attnbench("report", results, *arguments, code=2, cwd=results).err
+    assert (sorted(results.iterdir()), (results / "measurements.jsonl").read_bytes()) == before
+
+
+def test_a_file_that_is_no_result_is_refused_with_its_line(attnbench, results, tmp_path):
+    (tmp_path / "measurements.jsonl").write_text('{"schema": "attnbench.measurement/1"}\n')
+    assert "measurements.jsonl:1" in attnbench("report", tmp_path, code=2).err
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("swept")
+    (folder / "tiny.yaml").write_text(TINY)
+    names = "emulated:fp8,sdpa-flash:bf16,sdpa-math:bf16"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        process(
+            "sweep", "--device", "cpu", "--preset", folder / "tiny.yaml", "--backends", names, "--out", folder / "a"
+        )
+    return folder
+
+
+def test_the_command_of_a_row_measures_that_row_again(attnbench, swept, tmp_path):
+    attnbench("report", swept / "a", "-o", tmp_path / "page.html")
+    shown = (tmp_path / "page.html").read_text(encoding="utf-8")
+    ((plan, command),) = re.findall(r'<code data-plan="(.*?)">(.*?)</code>', shown)
+    wanted = unescape(command).replace(f"--backends '{unescape(plan)}'", "--backends 'emulated:fp8'")
+    assert wanted != unescape(command)  # what the page's own script does for any row
+    scripts = Path(sys.executable).parent
+    environment = os.environ | {
+        "PATH": f"{scripts}:{os.environ['PATH']}", "XDG_DATA_HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path),
+    }  # fmt: skip
+    done = subprocess.run(
+        f"{wanted} --format json",
+        shell=True,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    (again,) = json.loads(done.stdout)
+    (before,) = [
+        row for row in read_measurements(swept / "a" / "measurements.jsonl") if str(row.plan) == "emulated:fp8"
+    ]
+    assert (again["plan"], again["spec"], again["status"]) == (str(before.plan), before.spec.to_dict(), before.status)
+    assert again["error"].keys() == before.error.keys()
+    assert again["error"]["normal"]["out"] == pytest.approx(before.error["normal"]["out"], rel=1e-3)
+
+
+def test_a_case_of_a_preset_is_swept_alone_by_its_name(attnbench):
+    name = "b1 h4 s512 d128 bf16 forward"
+    plans = ("--preset", "quick", "--device", "cpu", "--backends", "sdpa-math:bf16", "--dry-run", "--format", "json")
+    found = json.loads(attnbench("sweep", *plans, "--case", name).out)
+    assert [(each["case"], each["plan"]) for each in found] == [(name, "sdpa-math:bf16")]
+    wrong = attnbench("sweep", *plans, "--case", "b1 h4 s512 d128 bf16 backward", code=2).err
+    assert f"did you mean '{name}'" in wrong

@@ -1,0 +1,331 @@
+"""The page says what the rows say, for every machine and budget, and nothing that a file holds becomes part of it."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from reported import CAUSAL, SQUARE, Structure, a_sweep, elsewhere, later, row, told
+from small_training import run_of
+
+from attnbench.errors import MisuseError
+from attnbench.harness.page import commands, results
+from attnbench.harness.page.colours import THEMES, contrast, hues_of
+from attnbench.harness.page.figures import bytes_of, loss_figure, speed_error_figure, winners_figure
+from attnbench.harness.page.headlines import fixed_of, headlines
+from attnbench.harness.page.machines import DEFAULT, WIDE, machines_of
+from attnbench.harness.page.render import page
+from attnbench.harness.page.results import Results, read_results
+from attnbench.harness.page.shapes import grids_of
+from attnbench.harness.page.standings import points_of, standings
+from attnbench.harness.training.arms import arms_of, compared
+from attnbench.harness.training.config import TrainConfig
+from attnbench.plan import Plan
+from attnbench.registry import registry
+from attnbench.regret import Asked
+
+H200 = Path(__file__).parents[2] / "results" / "nvidia-h200"
+
+
+def machine(rows):
+    (made,) = machines_of({"a": rows}, registry())
+    return made
+
+
+def case(made, spec):
+    return next(each for each in made.cases if each.spec == spec)
+
+
+def write(folder, rows, name="measurements.jsonl"):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text("".join(each.to_line() + "\n" for each in rows))
+    return folder
+
+
+# What is chosen, and what is said of it.
+
+
+def test_the_fastest_plan_within_each_budget_is_chosen_and_never_a_wrong_one():
+    square = case(machine(a_sweep()), SQUARE)
+    assert square.answer.plan == Plan.parse("fa3:fp8")  # flex:fp8 is faster, and out of bounds
+    assert square.answers[WIDE].plan == square.answers[Asked(True, 0.05)].plan == Plan.parse("fa3:bf16")
+    assert square.speed(Plan.parse("fa3:fp8")) == pytest.approx(2, rel=0.01)
+    assert case(machine(a_sweep()), CAUSAL).answer.plan == Plan.parse("fa3:bf16")
+
+
+def test_of_several_sweeps_the_newest_row_of_a_plan_counts():
+    old, new = row("fa3:bf16", 1.0), later(row("fa3:bf16", 3.0))
+    for order in ({"a": [old], "b": [new]}, {"b": [new], "a": [old]}):
+        (made,) = machines_of(order, registry())
+        assert made.cases[0].times[old.plan] == pytest.approx(3.0, rel=0.01)
+        assert sum(made.cases[0].sources.values()) == 1
+
+
+def test_machines_that_cannot_be_compared_are_told_apart_and_a_new_commit_is_none():
+    here = row("fa3:bf16", 1.0)
+    there = elsewhere(here, device_name="Another GPU")
+    twin = elsewhere(here, torch="2.12.0")
+    same = elsewhere(later(here), commit="abcdef0")
+    found = machines_of({"a": [here], "b": [there], "c": [twin], "d": [same]}, registry())
+    assert [(each.name, list(each.sweeps)) for each in found] == [
+        ("A GPU", ["a", "d"]), ("Another GPU", ["b"]), ("A GPU (2)", ["c"]),
+    ]  # fmt: skip
+    assert len({each.number for one in found for each in one.cases}) == 3
+
+
+def test_the_findings_name_the_winner_the_gain_and_the_trap():
+    made = machine(a_sweep())
+    said = dict(headlines(made, fixed_of(made, registry())))
+    assert "fa3:bf16 wins at 1 of 2 shapes, fa3:fp8 at 1" in said["Who wins, forward"]
+    assert "an FP8 plan is chosen at 1 of 2 shapes, 2.00 times as fast" in said["Does FP8 pay"]
+    assert "In training (forward and backward) no FP8 plan is chosen" in said["Does FP8 pay"]
+    assert re.search(r"flex:fp8 \(at 1, error up to 0\.3, up to 1\.2\d times", said["Fast but wrong"])
+    assert re.search(r"te:fp8 \(at 1, error up to 0\.5, up to 1\.5", said["Fast but wrong"])
+
+
+def test_standings_add_up():
+    found = {str(each.plan): each for each in standings(machine(a_sweep()).of("forward"))}
+    assert (found["fa3:fp8"].wins, found["fa3:bf16"].wins, found["flex:fp8"].wins) == (1, 1, 0)
+    assert found["flex:fp8"].inaccurate == 1
+    costs = found["fa3:fp8"].costs
+    assert (costs.kernel, costs.prepare, costs.rest) == pytest.approx((0.5, 0.3, 0.2), abs=0.01)
+    learnt = standings(machine(a_sweep()).of("training"))[0].costs
+    assert learnt.kernel + learnt.prepare + learnt.backward + learnt.rest == pytest.approx(1)
+
+
+def test_a_figure_has_a_dot_for_each_plan_and_case_named_by_its_case():
+    made = Structure(page(Results({"a": a_sweep()}), registry()))
+    dots = [facts["data-case"] for tag, facts in made.elements if tag in ("use", "path") and "data-case" in facts]
+    numbers = {str(each.number): len(each.measured) for each in machine(a_sweep()).cases}
+    assert {number: dots.count(number) for number in numbers} == numbers
+
+
+def test_every_case_is_on_the_page_with_all_its_candidates_and_their_reasons():
+    made = page(Results({"a": a_sweep()}), registry())
+    text = " ".join(Structure(made).texts)
+    for each in a_sweep():
+        assert str(each.plan) in text
+        if not each.measured:
+            assert each.reason.partition("; ")[0] in text
+    assert "its error of 0.3 on outlier inputs exceeds the budget of 0.12" in text
+    assert "its last line" in text  # what a process that crashed has printed is not cut off
+    assert "takes 2.00 times as long as fa3:fp8" in text
+
+
+def test_the_committed_quick_sweep_is_a_page_that_asks_for_nothing():
+    made = page(read_results([H200 / "quick"]), registry())
+    found = Structure(made)
+    assert sum(tag == "details" for tag, _ in found.tags) == 12
+    assert not re.search(r"https?:", made.partition("<body>")[0])
+    for tag, facts in found.elements:
+        assert tag not in ("img", "iframe", "object", "embed", "base", "form action")
+        assert facts.get("src") is None
+        assert (facts.get("href") or "#").startswith(("#", "data:,"))
+        assert "style" not in facts, "the policy forbids it"
+        assert not [name for name in facts if name.startswith("on")]
+    references = {facts["href"][1:] for _, facts in found.elements if (facts.get("href") or "").startswith("#")}
+    ids = [facts["id"] for _, facts in found.elements if facts.get("id")]
+    assert references <= set(ids)
+    assert len(ids) == len(set(ids))
+
+
+# What comes from a file.
+
+_PIECES = (
+    "<", ">", '"', "'", "&", "</script>", "<script>alert(1)</script>", "<!--", "-->", "<img src=x onerror=alert(1)>",
+    "</style>", "]]>", "</svg>", "</title>", "</td>", "\u2028", "\u202e", "\x00", "\x1b[31m", "\n", "{{7*7}}",
+    "{% raw %}", "javascript:alert(1)", "' onmouseover='x", "$x^2$", "\\", "`", "&lt;", "é", "注意",
+)  # fmt: skip
+HOSTILE = st.lists(st.sampled_from(_PIECES), min_size=1, max_size=4).map("".join)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return Structure(page(told("x"), registry()))
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@example("".join(_PIECES[:12]))
+@example("".join(_PIECES[12:]))
+@given(HOSTILE)
+def test_no_text_of_a_file_becomes_an_element_or_an_attribute(plain, text):
+    made = Structure(page(told(text), registry()))
+    assert without_figures(made.tags) == without_figures(plain.tags)
+    # How many lines and ticks a figure has depends on the room that its words take.
+    assert set(made.tags) == set(plain.tags)
+    assert made.comments == []
+
+
+def without_figures(tags):
+    """The tags outside of the figures."""
+    kept, inside = [], False
+    for tag, names in tags:
+        inside = inside or tag == "svg"
+        if not inside:
+            kept.append((tag, names))
+        inside = inside and tag != "/svg"
+    return kept
+
+
+def test_what_steers_a_terminal_or_turns_text_round_does_not_reach_the_page():
+    made = page(told("a\u202eb\x1b[31mc\x00d\u2028e"), registry())
+    assert not re.search("[\u202e\x1b\x00\u2028]", made)
+    assert "a b [31mc d e" in made
+
+
+def test_the_policy_allows_exactly_the_page_s_own_script_and_styles():
+    made = page(told("x"), registry())
+    found = Structure(made)
+    policy = next(facts["content"] for tag, facts in found.elements if facts.get("http-equiv"))
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    for name in ("script", "style"):
+        import base64
+        import hashlib
+
+        (body,) = re.findall(f"<{name}>(.*?)</{name}>", made, re.DOTALL)
+        assert f"sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}" in policy
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the mean of such losses has no spread
+def test_numbers_as_large_and_as_small_as_a_file_may_hold_are_drawn():
+    rows = [row("fa3:bf16", 1e300), row("fa3:fp8", 1e-300, 1e-290), row("flex:fp8", 1.0, 1e300)]
+    runs = [run_of([1e308, 1e308, float("nan"), float("inf")], role) for role in ("candidate", "baseline")]
+    assert page(Results({"a": rows}, runs), registry()).endswith("</html>")
+
+
+def test_what_is_more_than_a_page_can_show_is_refused_before_it_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "_MOST_ROWS", 3)
+    with pytest.raises(MisuseError, match="at most 3 measurements"):
+        read_results([write(tmp_path / "a", a_sweep())])
+    rows = [row("fa3:bf16", 1.0, spec=SQUARE.replace(batch=size)) for size in range(1, 1002)]
+    with pytest.raises(MisuseError, match="at most 1000 shapes"):
+        page(Results({"a": rows}), registry())
+    many = [elsewhere(row("fa3:bf16", 1.0), torch=f"2.{number}") for number in range(101)]
+    with pytest.raises(MisuseError, match="environments"):
+        machines_of({"a": many}, registry())
+
+
+def test_folders_files_and_folders_of_folders_are_read_and_named_without_their_path(tmp_path):
+    write(tmp_path / "all" / "one", a_sweep())
+    write(tmp_path / "all" / "two", a_sweep()[:2])
+    write(tmp_path / "all" / "two", [run_of([3, 2, 1])], "training.jsonl")
+    write(tmp_path / "other", [run_of([3, 2, 1], seed=1)], "runs.jsonl")
+    found = read_results([tmp_path / "all", tmp_path / "all" / "one", tmp_path / "other" / "runs.jsonl"])
+    assert {name: len(rows) for name, rows in found.sweeps.items()} == {"one": 10, "two": 2}
+    assert [run.seed for run in found.runs] == [0, 1]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(MisuseError, match="holds no results"):
+        read_results([tmp_path / "empty"])
+
+
+# Commands.
+
+
+def test_a_case_of_a_preset_is_named_and_any_other_is_written_out():
+    quick = read_results([H200 / "quick"]).sweeps["quick"]
+    command, note = commands.sweep_command([quick[0]])
+    assert command == f"attnbench sweep --preset quick --case '{quick[0].spec}' --backends 'PLAN'"
+    assert note is None
+    command, _ = commands.sweep_command([row("fa3:fp8", 1.0, spec=CAUSAL, bound=0.3)])
+    assert command == (
+        "printf '%s\\n' '- {batch: 1, heads: 8, seqlen_q: 2048, head_dim: 64, kv_heads: 2, mask: causal}' > case.yaml "
+        "&& attnbench sweep --preset case.yaml --max-error 0.3 --backends 'PLAN'"
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.builds(
+        lambda heads, group, **sizes: SQUARE.replace(heads=heads * group, kv_heads=heads, **sizes),
+        heads=st.integers(1, 4), group=st.integers(1, 4), batch=st.integers(1, 4), seqlen_q=st.integers(1, 99),
+        seqlen_kv=st.integers(1, 99), head_dim=st.integers(1, 99), head_dim_v=st.integers(1, 99),
+        scale=st.floats(0.001, 10), softcap=st.sampled_from([0.0, 30.5]),
+        dtype=st.sampled_from(["bf16", "fp16", "fp32"]),
+        direction=st.sampled_from(["forward", "training"]),
+        mask=st.builds(type(SQUARE.mask), st.none() | st.integers(0, 99), st.none() | st.integers(0, 99),
+                       st.sampled_from(["top-left", "bottom-right"])),
+    )
+)  # fmt: skip
+def test_the_yaml_of_a_command_is_the_very_case(tmp_path_factory, spec):
+    import shlex
+
+    from attnbench.harness.casefile import read_cases
+
+    command, _ = commands.sweep_command([row("fa3:bf16", 1.0, spec=spec)])
+    words = shlex.split(command)
+    file = tmp_path_factory.mktemp("case") / "case.yaml"
+    file.write_text(words[2] + "\n")
+    dtype = words[words.index("--dtype") + 1] if "--dtype" in words else "fp8"
+    assert [each.spec for each in read_cases(file, dtype)] == [spec]
+
+
+def test_a_command_holds_nothing_that_a_file_says_in_words():
+    hostile = "x'; touch pwned; '"
+    made = row("fa3:fp8", 1.0, case=hostile, spec=CAUSAL)
+    assert "pwned" not in commands.sweep_command([made])[0]
+    odd = made.model_copy(update={"error": {f"captured:{hostile}": {"out": 0.1}}})
+    assert commands.sweep_command([odd])[0] == ""
+    for name, value in (("data", "/tmp/$(touch pwned)"), ("data", "a\nb"), ("model", "hf:'; touch pwned '")):
+        config = TrainConfig.make("gpt", steps=3).to_dict()
+        (arm,) = arms_of([run_of([3, 2, 1], settings=config | {name: value, "attention": "sdpa"})])
+        assert commands.train_command(arm, None) == ""
+
+
+def test_a_training_command_is_that_of_its_settings():
+    candidate = TrainConfig.make("gpt", steps=3, batch=4, attention="emulated:fp8", checkpointing=True)
+    baseline = candidate.replace(attention="auto")
+    arms = arms_of([
+        run_of([3, 2, 1], role, settings=config.to_dict())
+        for role, config in (("candidate", candidate), ("baseline", baseline))
+    ])  # fmt: skip
+    ((arm, rival, _),) = compared(arms)
+    assert commands.train_command(arm, rival) == (
+        "attnbench train --model=gpt --size=tiny --steps=3 --batch=4 --checkpointing --attention=emulated:fp8 "
+        "--compare=auto --seeds=1 --seed=0 --device=cpu"
+    )
+
+
+# Figures and colours.
+
+
+def test_figures_are_the_same_bytes_every_time_and_text_is_never_mathematics():
+    made = machine(a_sweep())
+    hues = hues_of(made.winners())
+    for draw in (
+        lambda: winners_figure(grids_of(made), hues),
+        lambda: speed_error_figure(points_of(made.of("forward")), hues),
+        lambda: loss_figure(arms_of([run_of([3, 2, 1]), run_of([3, 2, 1], "baseline")])),
+    ):
+        assert bytes_of(draw(), "svg") == bytes_of(draw(), "svg")
+    named = {"attention": "$\\frac{1}{2}$", "seed": 0, "steps": 3}
+    assert b">$\\frac{1}{2}$<" in bytes_of(loss_figure(arms_of([run_of([3, 2, 1], settings=named)])), "svg")
+
+
+@pytest.mark.parametrize("theme", list(THEMES))
+def test_text_and_marks_have_the_contrast_that_wcag_asks(theme):
+    colours = THEMES[theme]
+    for name in ("ink", "soft", "link", "good", "bad"):
+        for ground in ("ground", "panel"):
+            assert contrast(colours[name], colours[ground]) >= 4.5, (name, ground)
+    for number in range(9):
+        assert contrast(colours["ink"], colours[f"t{number}"]) >= 7, number
+        assert contrast(colours[f"h{number}"], colours["ground"]) >= 4.5, number  # they are names, too
+    assert contrast("#ffffff", "#000000") == pytest.approx(21)
+    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)  # WebAIM's example
+
+
+def test_the_light_colours_can_be_told_apart_by_their_values():
+    assert len(set(THEMES["light"].values())) == len(THEMES["light"])
+    assert THEMES["light"].keys() == THEMES["dark"].keys()
+
+
+def test_the_style_sheet_shows_the_default_question_without_a_script():
+    from attnbench.regret import QUESTIONS
+
+    style = (Path(results.__file__).parent / "page.css").read_text()
+    assert f":root:not([data-budget]) .q{QUESTIONS.index(DEFAULT)}," in style
+    assert f":root:not([data-budget]) .budget-{QUESTIONS.index(DEFAULT)}," in style
+    for number in range(len(QUESTIONS)):
+        assert f':root[data-budget="{number}"] .q{number}' in style
