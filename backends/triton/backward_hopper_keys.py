@@ -21,6 +21,7 @@ from .backward_hopper_shared import (
     ROWS,
     advanced,
     operand,
+    span_of_queries,
     store,
     transposed_product,
     turned,
@@ -28,30 +29,6 @@ from .backward_hopper_shared import (
 )
 
 __all__ = ["key_gradients_hopper"]
-
-
-@gluon.jit
-def _span(
-    first_key, seqlen_q, seqlen_kv, before, after, block_m: gl.constexpr, left: gl.constexpr, right: gl.constexpr
-):
-    """(first, whole, parted, blocks): where the queries start, where they all see all keys, how many blocks.
-
-    There is one block at least, in which no query need see a key.
-    """
-    last_key = gl.minimum(first_key + CONSUMERS * ROWS, seqlen_kv) - 1
-    first, end = 0, gl.cdiv(seqlen_q, block_m) * block_m
-    if right:
-        first = gl.minimum(gl.maximum(first_key - after, 0) // block_m * block_m, end - block_m)
-    whole = first
-    if right:
-        whole = gl.cdiv(gl.maximum(last_key - after, 0), block_m) * block_m
-    if left:
-        seeing = gl.minimum(gl.maximum(last_key + before + 1, 0), seqlen_q)
-        end = gl.maximum(gl.cdiv(seeing, block_m) * block_m, first + block_m)
-    parted = end
-    if left:
-        parted = gl.maximum(first_key + before + 1, 0) // block_m * block_m
-    return first, whole, parted, (end - first) // block_m
 
 
 @gluon.jit
@@ -72,7 +49,7 @@ def _load(
     for i in gl.static_range(CONSUMERS):
         tma.async_copy_global_to_shared(k, [key_row + i * ROWS, 0], held, keys.index(i))
         tma.async_copy_global_to_shared(v, [key_row + i * ROWS, 0], held, values.index(i))
-    span = _span(first_key, seqlen_q, seqlen_kv, before, after, block_m, left, right)
+    span = span_of_queries(first_key, seqlen_q, seqlen_kv, before, after, block_m, left, right)
     first, blocks = span[0], span[3]
     slot, phase = 0, 1
     for member in range(group):
@@ -118,7 +95,7 @@ def _sum_up(
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, head_dim, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, head_dim_v, 16])
     first_key, kv_head = gl.program_id(0) * (CONSUMERS * ROWS), gl.program_id(1)
-    first, whole, parted, blocks = _span(first_key, seqlen_q, seqlen_kv, before, after, block_m, left, right)
+    first, whole, parted, blocks = span_of_queries(first_key, seqlen_q, seqlen_kv, before, after, block_m, left, right)
     batch, own = (kv_head // kv_heads).to(gl.int64), kv_head % kv_heads
     key = first_key + which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     since, upto = key - after, key + before
@@ -177,8 +154,8 @@ def _sum_up(
     unscaled = scale * q_own * gl.load(v_descale + batch * v_batch + own * v_head)
     at = kv_head.to(gl.int64) * seqlen_kv
     top = first_key + which * ROWS
-    store(dk_out, dk * unscaled, at, top, seqlen_kv, size, dk_layout)
-    store(dv_out, dv, at, top, seqlen_kv, size_v, dv_layout)
+    store(dk_out, dk * unscaled, at, top, seqlen_kv, 0, size, dk_layout)
+    store(dv_out, dv, at, top, seqlen_kv, 0, size_v, dv_layout)
 
 
 @gluon.jit(

@@ -16,37 +16,15 @@ from .backward_hopper_shared import (
     ROWS,
     advanced,
     operand,
+    span_of_keys,
     store,
+    top_query,
     transposed_product,
     turned,
     visible_part,
 )
 
 __all__ = ["query_gradients_hopper"]
-
-
-@gluon.jit
-def _top():
-    """The program's first query.  With a causal mask the last ones have the most to do: they go first."""
-    return (gl.num_programs(0) - 1 - gl.program_id(0)) * (CONSUMERS * ROWS)
-
-
-@gluon.jit
-def _span(top, seqlen_q, seqlen_kv, before, after, block_n: gl.constexpr, left: gl.constexpr, right: gl.constexpr):
-    """(first, whole, parted, blocks): where the keys start, where all queries see all of them, how many blocks.
-
-    There is one block at least, in which no query need see a key.
-    """
-    bottom = gl.minimum(top + CONSUMERS * ROWS, seqlen_q) - 1
-    first, whole = 0, 0
-    last, parted = seqlen_kv, seqlen_kv // block_n * block_n
-    if right:
-        last = gl.minimum(last, gl.maximum(bottom + after + 1, 0))
-        parted = gl.minimum(parted, gl.maximum(top + after + 1, 0) // block_n * block_n)
-    if left:
-        first = gl.minimum(gl.maximum(top - before, 0), seqlen_kv - 1) // block_n * block_n
-        whole = gl.cdiv(gl.maximum(bottom - before, 0), block_n) * block_n
-    return first, whole, parted, gl.maximum(gl.cdiv(last - first, block_n), 1)
 
 
 @gluon.jit
@@ -60,13 +38,13 @@ def _load(
         held, narrow, wide, emptied, turn_filled,
         group, seqlen_q, seqlen_kv, padded_q, padded_kv, before, after,
     ) = brought  # fmt: skip
-    top, head = _top(), gl.program_id(1)
+    top, head = top_query(), gl.program_id(1)
     row = head * padded_q + top
     mbarrier.expect(held, CONSUMERS * (q.block_type.nbytes + do.block_type.nbytes))
     for i in gl.static_range(CONSUMERS):
         tma.async_copy_global_to_shared(q, [row + i * ROWS, 0], held, queries.index(i))
         tma.async_copy_global_to_shared(do, [row + i * ROWS, 0], held, grads.index(i))
-    span = _span(top, seqlen_q, seqlen_kv, before, after, block_n, left, right)
+    span = span_of_keys(top, seqlen_q, seqlen_kv, before, after, block_n, left, right)
     row = head // group * padded_kv + span[0]
     slot, phase = 0, 1
     for _step in range(span[3]):
@@ -103,8 +81,8 @@ def _sum_up(
     head_dim: gl.constexpr = queries.shape[2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n, 32])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, head_dim, 16])
-    top, head = _top(), gl.program_id(1)
-    first, whole, parted, blocks = _span(top, seqlen_q, seqlen_kv, before, after, block_n, left, right)
+    top, head = top_query(), gl.program_id(1)
+    first, whole, parted, blocks = span_of_keys(top, seqlen_q, seqlen_kv, before, after, block_n, left, right)
     batch, own = (head // heads).to(gl.int64), head % heads // group
     query = top + which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     since = query - before
@@ -152,7 +130,7 @@ def _sum_up(
         mbarrier.wait(turn_filled, 0)
         dq = turned(dq, turning, head_dim, dq_layout)
     dq = dq * (scale * k_own * gl.load(v_descale + batch * v_batch + own * v_head))
-    store(dq_out, dq, head.to(gl.int64) * seqlen_q, top + which * ROWS, seqlen_q, size, dq_layout)
+    store(dq_out, dq, head.to(gl.int64) * seqlen_q, top + which * ROWS, seqlen_q, 0, size, dq_layout)
 
 
 @gluon.jit(

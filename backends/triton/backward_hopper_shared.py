@@ -1,4 +1,4 @@
-"""What the two Hopper kernels of the FP8 backward share: their rings, masks, operands and what they write.
+"""What the Hopper kernels of the FP8 backward share: their rings, blocks, masks, operands and what they write.
 
 A warpgroup's product has its rows 16 to a warp; of a row four threads have every eighth pair of columns (PTX ISA, the
 fragment of D of wgmma.m64nNk16), and that is also how a product takes a first operand of 16 bits from registers.
@@ -10,7 +10,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-__all__ = ["CONSUMERS", "ROWS", "advanced", "operand", "store", "transposed_product", "turned", "visible_part"]
+__all__ = [
+    "CONSUMERS",
+    "ROWS",
+    "advanced",
+    "operand",
+    "span_of_keys",
+    "span_of_queries",
+    "store",
+    "top_query",
+    "transposed_product",
+    "turned",
+    "visible_part",
+]
 
 CONSUMERS = gl.constexpr(2)  # warpgroups that compute
 ROWS = gl.constexpr(64)  # of a warpgroup: the height of its matrix instruction
@@ -21,6 +33,56 @@ def advanced(slot, phase, stages: gl.constexpr):
     """The next slot of a ring, and the phase of its barriers."""
     last = slot == stages - 1
     return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def span_of_queries(
+    first_key, seqlen_q, seqlen_kv, before, after, block_m: gl.constexpr, left: gl.constexpr, right: gl.constexpr
+):
+    """(first, whole, parted, blocks): where a program's queries start, where they all see all keys, how many blocks.
+
+    There is one block at least, in which no query need see a key.
+    """
+    last_key = gl.minimum(first_key + CONSUMERS * ROWS, seqlen_kv) - 1
+    first, end = 0, gl.cdiv(seqlen_q, block_m) * block_m
+    if right:
+        first = gl.minimum(gl.maximum(first_key - after, 0) // block_m * block_m, end - block_m)
+    whole = first
+    if right:
+        whole = gl.cdiv(gl.maximum(last_key - after, 0), block_m) * block_m
+    if left:
+        seeing = gl.minimum(gl.maximum(last_key + before + 1, 0), seqlen_q)
+        end = gl.maximum(gl.cdiv(seeing, block_m) * block_m, first + block_m)
+    parted = end
+    if left:
+        parted = gl.maximum(first_key + before + 1, 0) // block_m * block_m
+    return first, whole, parted, (end - first) // block_m
+
+
+@gluon.jit
+def top_query():
+    """The program's first query.  With a causal mask the last ones have the most to do: they go first."""
+    return (gl.num_programs(0) - 1 - gl.program_id(0)) * (CONSUMERS * ROWS)
+
+
+@gluon.jit
+def span_of_keys(
+    top, seqlen_q, seqlen_kv, before, after, block_n: gl.constexpr, left: gl.constexpr, right: gl.constexpr
+):
+    """(first, whole, parted, blocks): where the keys start, where all queries see all of them, how many blocks.
+
+    There is one block at least, in which no query need see a key.
+    """
+    bottom = gl.minimum(top + CONSUMERS * ROWS, seqlen_q) - 1
+    first, whole = 0, 0
+    last, parted = seqlen_kv, seqlen_kv // block_n * block_n
+    if right:
+        last = gl.minimum(last, gl.maximum(bottom + after + 1, 0))
+        parted = gl.minimum(parted, gl.maximum(top + after + 1, 0) // block_n * block_n)
+    if left:
+        first = gl.minimum(gl.maximum(top - before, 0), seqlen_kv - 1) // block_n * block_n
+        whole = gl.cdiv(gl.maximum(bottom - before, 0), block_n) * block_n
+    return first, whole, parted, gl.maximum(gl.cdiv(last - first, block_n), 1)
 
 
 @gluon.jit
@@ -68,9 +130,12 @@ def turned(x, turn, columns: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def store(out, x, at, top, length, size, layout: gl.constexpr):
-    """x as the rows from ``top`` on of the head that begins at row ``at`` of ``out``, ``size`` columns wide."""
+def store(out, x, at, top, length, first, size, layout: gl.constexpr):
+    """x as rows from ``top`` on of the head that begins at row ``at`` of ``out``, and as columns from ``first`` on.
+
+    A head has ``length`` rows of ``size`` columns.
+    """
     row = top + gl.arange(0, x.shape[0], gl.SliceLayout(1, layout))
-    column = gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
+    column = first + gl.arange(0, x.shape[1], gl.SliceLayout(0, layout))
     inside = (row < length)[:, None] & (column < size)[None, :]
     gl.store(out + (at + row)[:, None] * size + column[None, :], x.to(out.dtype.element_ty), mask=inside)

@@ -17,7 +17,7 @@ from attnbench.spec import AttentionSpec
 
 from . import backward_hopper_launch as hopper
 from .backward_keys import key_gradients
-from .backward_layout import BLOCK, LOG2E, PEAK, Gradient, Laid, lay_out, lay_out_gradient
+from .backward_layout import BLOCK, LOG2E, PEAK, Gradient, Laid, lay_out, lay_out_gradient, padded
 from .backward_queries import query_gradients
 from .backward_tiles import Tile, Tiles
 from .launching import Launches, addresses
@@ -29,10 +29,14 @@ class Prepared:
     """Everything that the two kernels read, and what they share."""
 
     def __init__(
-        self, spec: AttentionSpec, q: Laid, k: Laid, v: Laid, gradient: Gradient, scales: list[Tensor], rotated: bool
-    ) -> None:
-        """``scales``: Q's, K's and V's descales, (B, heads, 1 or S).  ``rotated``: Q and K were."""
-        self.spec, self.q, self.k, self.v, self.gradient = spec, q, k, v, gradient
+        self, spec: AttentionSpec, q: Laid, k: Laid, v: Laid, gradient: Gradient, scales: list[Tensor], rotated: bool,
+        served: bool,
+    ) -> None:  # fmt: skip
+        """``scales``: Q's, K's and V's descales, (B, heads, 1 or S).  ``rotated``: Q and K were.
+
+        ``served``: by the Hopper kernels, where a tile asks for them.
+        """
+        self.spec, self.q, self.k, self.v, self.gradient, self.served = spec, q, k, v, gradient, served
         self.q_varies, self.k_scale, self.v_scale = scales[0].shape[2] > 1, *scales[1:]
         mask, offset = spec.mask, spec.mask.offset(spec.seqlen_q, spec.seqlen_kv)
         self.before = 0 if mask.left is None else mask.left - offset
@@ -78,12 +82,21 @@ def prepared(
     lse: Tensor,
     grad_out: Tensor,
     narrow: bool,
+    tiles: Tiles,
 ) -> Prepared:
-    """The passes over memory that stand before the products; arguments as in ``Saved``."""
-    gradient = lay_out_gradient(spec, grad_out, out, lse, q, v, narrow=narrow)
+    """The passes over memory that stand before the products; arguments as in ``Saved``.
+
+    ``narrow`` kernels for Hopper read their transposed copies in another order: ``tiles`` say which kernels will run.
+    """
     scales = [x.descale.to(torch.float32).expand(*x.data.shape[:2], -1, 1)[..., 0] for x in (q, k, v)]
-    laid_q, laid_k = (lay_out(x.data, wide=not narrow, transposed=narrow) for x in (q, k))
-    return Prepared(spec, laid_q, laid_k, lay_out(v.data), gradient, scales, q.rotated)
+    served = hopper.serves(spec, scales)
+    by_key, by_query = (narrow and served and tile.hopper is not None for tile in tiles)
+    gradient = lay_out_gradient(spec, grad_out, out, lse, q, v, narrow=narrow, interleaved=by_key)
+    laid_q, laid_k = (
+        lay_out(x.data, wide=not narrow, transposed=narrow, interleaved=order)
+        for x, order in ((q, by_key), (k, by_query))
+    )
+    return Prepared(spec, laid_q, laid_k, lay_out(v.data), gradient, scales, q.rotated, served)
 
 
 def run_keys(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -94,8 +107,8 @@ def run_keys(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -> t
     device = rows.device
     dk_out = torch.empty(*shape, spec.head_dim, dtype=dtype, device=device)
     dv_out = torch.empty(*shape, spec.head_dim_v, dtype=dtype, device=device)
-    if tile.hopper is not None and hopper.serves(given, narrow):
-        hopper.run_keys(given, tile.hopper, dk_out, dv_out)
+    if tile.hopper is not None and given.served:
+        hopper.run_keys(given, tile.hopper, narrow, dk_out, dv_out)
         return dk_out, dv_out
     memory = rows, given.gradient.descale, given.k_scale, given.v_scale, given.turn, dk_out, dv_out
     tiled = (
@@ -118,8 +131,8 @@ def run_queries(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -
     spec, do, rows = given.spec, given.gradient.laid, given.gradient.rows
     m, n, d, dv = tile.block_m, tile.block_n, given.head_dim, given.head_dim_v
     dq_out = torch.empty(spec.batch, spec.heads, spec.seqlen_q, spec.head_dim, dtype=dtype, device=rows.device)
-    if tile.hopper is not None and hopper.serves(given, narrow):
-        hopper.run_queries(given, tile.hopper, dq_out)
+    if tile.hopper is not None and given.served:
+        hopper.run_queries(given, tile.hopper, narrow, dq_out)
         return dq_out
     memory = rows, given.gradient.descale, given.k_scale, given.v_scale, given.turn, dq_out
     tiled = (
@@ -158,9 +171,9 @@ def launch(
     narrow: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK, dV in the gradients' dtype; ``choose`` has the tiles for a spec, padded head dimension and device."""
-    given = prepared(spec, q, k, v, out, lse, grad_out, narrow)
+    tiles = choose(spec, padded(max(spec.head_dim, spec.head_dim_v)), grad_out.device)
+    given = prepared(spec, q, k, v, out, lse, grad_out, narrow, tiles)
     dtype = gradient_dtype(spec)
-    tiles = choose(spec, max(given.head_dim, given.head_dim_v), grad_out.device)
     dk, dv = run_keys(given, tiles.keys, narrow, dtype)
     return run_queries(given, tiles.queries, narrow, dtype), dk, dv
 
@@ -175,4 +188,5 @@ def _further(x: Laid, tokens: int, size: int, narrow: bool) -> TensorDescriptor:
     """The copy that a sum over tokens reads: transposed for FP8, widened for bf16."""
     copy = x.transposed if narrow else x.wide
     assert copy is not None
+    assert not x.interleaved
     return _tiled(copy, size, tokens) if narrow else _tiled(copy, tokens, size)

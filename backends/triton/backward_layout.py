@@ -4,7 +4,8 @@ The kernels of the backward read whole tiles through TMA, without bounds: every 
 padded head dimension) in one piece, or its transpose, and zero behind the last token and the last dimension.
 An FP8 tensor core takes both operands with the axis that it sums over contiguous (PTX ISA, wgmma: only 16-bit
 types may be transposed), so a sum over tokens in FP8 reads a transposed copy, and one in bf16 a widened copy.
-Widening is exact: e4m3 has 3 mantissa bits, bf16 has 7.
+Widening is exact: e4m3 has 3 mantissa bits, bf16 has 7.  For the Hopper kernels a transposed copy's tokens are
+interleaved, as registers hold the other operand (``backward_hopper_narrow``).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..padding import rounded_up
 from .arithmetic import to_bf16, to_e4m3
 from .launching import Launches, addresses
 
-__all__ = ["BLOCK", "LOG2E", "PADDING", "PEAK", "Gradient", "Laid", "lay_out", "lay_out_gradient"]
+__all__ = ["BLOCK", "LOG2E", "PADDING", "PEAK", "Gradient", "Laid", "lay_out", "lay_out_gradient", "padded"]
 
 PADDING = 128  # tokens; the largest tile
 LOG2E = 1.4426950408889634
@@ -38,12 +39,14 @@ _SMALLEST = 32  # what an FP8 tensor core sums over at once
 class Laid(NamedTuple):
     """An e4m3 operand of H heads: ``data`` (H, S, D) e4m3; ``wide`` the same numbers in bf16; ``transposed`` (H, D, S).
 
-    S and D are padded; what was not asked for is None.
+    S and D are padded; what was not asked for is None.  ``interleaved``: of each 16 tokens of ``transposed`` the order
+    is 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15.
     """
 
     data: Tensor
     wide: Tensor | None
     transposed: Tensor | None
+    interleaved: bool
 
 
 class Gradient(NamedTuple):
@@ -62,9 +65,17 @@ class Gradient(NamedTuple):
     rows: Tensor
 
 
-def _padded(size: int) -> int:
+def padded(size: int) -> int:
     """The head dimension that a tile has: a power of two that an FP8 tensor core can sum over."""
     return max(_SMALLEST, 1 << (size - 1).bit_length())
+
+
+@triton.jit
+def _token(place, interleaved: tl.constexpr):
+    """The token that stands at a place of a transposed copy, from where whole rows are read."""
+    if interleaved:
+        return (place & -16) + ((place >> 2) & 3) * 2 + ((place >> 1) & 1) * 8 + (place & 1)
+    return place
 
 
 @triton.jit
@@ -86,9 +97,11 @@ def _lay_out(
     write_data: tl.constexpr,
     write_wide: tl.constexpr,
     write_transposed: tl.constexpr,
+    interleaved: tl.constexpr,
 ):
     head = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * tokens + tl.arange(0, tokens)
+    row = tl.program_id(0) * tokens + tl.arange(0, tokens)
+    token = _token(row, interleaved)
     column = tl.arange(0, padded_size)
     place = x + head // heads * batch_stride + head % heads * head_stride
     place += token.to(tl.int64)[:, None] * token_stride + column[None, :] * size_stride
@@ -99,7 +112,7 @@ def _lay_out(
     if write_wide:
         tl.store(wide + flat, tile.to(tl.bfloat16))
     if write_transposed:
-        across = (head * padded_size + column.to(tl.int64)[:, None]) * padded_length + token[None, :]
+        across = (head * padded_size + column.to(tl.int64)[:, None]) * padded_length + row[None, :]
         tl.store(transposed + across, tl.trans(tile))
 
 
@@ -144,10 +157,12 @@ def _lay_out_gradient(
     v_varies: tl.constexpr,
     write_wide: tl.constexpr,
     write_transposed: tl.constexpr,
+    interleaved: tl.constexpr,
 ):
     each = tl.program_id(1).to(tl.int64)
     batch, head = each // heads, each % heads
-    token = (tl.program_id(0) * tokens + tl.arange(0, tokens)).to(tl.int64)
+    place_across = tl.program_id(0) * tokens + tl.arange(0, tokens)
+    token = _token(place_across, interleaved).to(tl.int64)
     column = tl.arange(0, padded_size)
     inside = token < length
     both = inside[:, None] & (column < size)[None, :]
@@ -164,7 +179,7 @@ def _lay_out_gradient(
     if write_wide:
         tl.store(wide + flat, to_bf16(scaled))
     if write_transposed:
-        across = (each * padded_size + column.to(tl.int64)[:, None]) * padded_length + token[None, :]
+        across = (each * padded_size + column.to(tl.int64)[:, None]) * padded_length + place_across[None, :]
         tl.store(transposed + across, tl.trans(narrow))
     tl.store(descales + each * (padded_length // tokens) + tl.program_id(0), descale)
 
@@ -190,32 +205,33 @@ _COPIES = Launches(_lay_out)
 _GRADIENTS = Launches(_lay_out_gradient)
 
 
-def lay_out(x: Tensor, *, wide: bool = False, transposed: bool = False) -> Laid:
+def lay_out(x: Tensor, *, wide: bool = False, transposed: bool = False, interleaved: bool = False) -> Laid:
     """e4m3 x (B, H, S, D) of any strides as the backward's kernels read it; no copy of what already lies so."""
     batch, heads, length, size = x.shape
-    whole, long = _padded(size), rounded_up(length, PADDING)
+    whole, long = padded(size), rounded_up(length, PADDING)
     shape = (batch * heads, long, whole)
     ready = shape == (batch * heads, length, size) and x.is_contiguous() and x.data_ptr() % 16 == 0
     data = x.view(shape) if ready else torch.empty(shape, dtype=x.dtype, device=x.device)
     widened = torch.empty(shape, dtype=torch.bfloat16, device=x.device) if wide else None
     turned = torch.empty(shape[0], whole, long, dtype=x.dtype, device=x.device) if transposed else None
     if not ready or wide or transposed:
-        constants = *x.stride(), heads, length, size, long, whole, _TOKENS, not ready, wide, transposed
+        constants = *x.stride(), heads, length, size, long, whole, _TOKENS, not ready, wide, transposed, interleaved
         memory = x, data, data if widened is None else widened, data if turned is None else turned
         _COPIES((long // _TOKENS, shape[0], 1), constants, ())(memory, addresses(memory))
-    return Laid(data, widened, turned)
+    return Laid(data, widened, turned, interleaved)
 
 
 def lay_out_gradient(
-    spec: AttentionSpec, grad_out: Tensor, out: Tensor, lse: Tensor, q: Quantised, v: Quantised, *, narrow: bool
-) -> Gradient:
+    spec: AttentionSpec, grad_out: Tensor, out: Tensor, lse: Tensor, q: Quantised, v: Quantised, *, narrow: bool,
+    interleaved: bool = False,
+) -> Gradient:  # fmt: skip
     """dO (B, H, Sq, Dv) of any strides in e4m3, and delta = rowsum(dO∘O), in one pass.
 
     ``out`` (B, H, Sq, Dv) is what the forward returned, ``lse`` (B, H, Sq) its log-sum-exp.  ``narrow`` says which
-    copy of dO the kernels will read: the transposed one, else the wide one.
+    copy of dO the kernels will read: the transposed one, ``interleaved`` or not, else the wide one.
     """
     batch, heads, length, size = grad_out.shape
-    whole, long = _padded(size), rounded_up(length, PADDING)
+    whole, long = padded(size), rounded_up(length, PADDING)
     shape, device = (batch * heads, long, whole), grad_out.device
     data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
     wide = None if narrow else torch.empty(shape, dtype=torch.bfloat16, device=device)
@@ -227,7 +243,7 @@ def lay_out_gradient(
     constants = (
         *grad_out.stride(), *out.stride(), *lse.stride(), *q_descale.stride()[:3], *v_descale.stride()[:2],
         heads, spec.group, length, size, rows.stride(0), long,
-        LOG2E, math.log2(PEAK), whole, BLOCK, v.descale.shape[2] > 1, not narrow, narrow,
+        LOG2E, math.log2(PEAK), whole, BLOCK, v.descale.shape[2] > 1, not narrow, narrow, interleaved,
     )  # fmt: skip
     memory = (
         grad_out, out, lse, q_descale, v_descale,
@@ -236,4 +252,4 @@ def lay_out_gradient(
     dtypes = grad_out.dtype, out.dtype, lse.dtype, q_descale.dtype, v_descale.dtype
     launch = _GRADIENTS((long // BLOCK, shape[0], 1), constants, dtypes, num_warps=8)
     launch(memory, addresses(memory))
-    return Gradient(Laid(data, wide, turned), descale, rows)
+    return Gradient(Laid(data, wide, turned, interleaved), descale, rows)

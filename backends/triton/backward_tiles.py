@@ -16,8 +16,8 @@ __all__ = ["DEFAULTS", "TILES", "Ring", "Tile", "TileKey", "Tiles", "tiles_of"]
 class Ring(NamedTuple):
     """What passes by in a Hopper kernel: blocks of ``block`` tokens, ``stages`` of them in shared memory at a time.
 
-    Together they hold 128 tokens at least, for a rotation's matrix comes to lie there.  The kernel over blocks of
-    queries needs three stages, the one over blocks of keys two.
+    Together they hold 128 tokens at least, and 256 where the sums are e4m3, for a rotation's matrix comes to lie there.
+    The kernel over blocks of queries needs three stages, the one over blocks of keys two.
     """
 
     block: int

@@ -171,11 +171,11 @@ def test_what_each_piece_costs(head_dim: int, seqlen: int, mask: Mask, capsys: p
     for kernel in KERNELS:
         narrow = kernel.narrow
         tiles = kernel._tiles(spec, head_dim, DEVICE)
-        given = library.prepared(spec, *operands, saved.out, saved.lse, grad, narrow)
+        given = library.prepared(spec, *operands, saved.out, saved.lse, grad, narrow, tiles)
         calls |= {
             kernel.name: lambda kernel=kernel: kernel.run(saved, grad),
-            f"  {kernel.name} copies": lambda narrow=narrow: library.prepared(
-                spec, *operands, saved.out, saved.lse, grad, narrow
+            f"  {kernel.name} copies": lambda narrow=narrow, tiles=tiles: library.prepared(
+                spec, *operands, saved.out, saved.lse, grad, narrow, tiles
             ),
             f"  {kernel.name} dK, dV": lambda given=given, tiles=tiles, narrow=narrow: library.run_keys(
                 given, tiles.keys, narrow, torch.bfloat16

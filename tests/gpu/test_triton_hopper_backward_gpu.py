@@ -33,26 +33,30 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what is emul
 def wrong(jobs: list[Job], found: dict[Job, Any]) -> list[str]:
     """A line for each job that is not right."""
     said = {job: found.get(job, "not reached in time") for job in jobs}
-    return [
-        f"{job.kind}, {job.case}, {job.ring}: {x.reason if isinstance(x, Lost) else x}" for job, x in said.items() if x
-    ]
+    return [f"{name_of(job)}: {x.reason if isinstance(x, Lost) else x}" for job, x in said.items() if x]
+
+
+def name_of(job: Job) -> str:
+    """Of a job, for people."""
+    return f"{job.kind}, {'e4m3 sums, ' if job.narrow else ''}{job.case}, {job.ring}"
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="torch sees no Hopper GPU")
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("narrow", [False, True], ids=["bf16 sums", "e4m3 sums"])
 def test_a_kernel_agrees_with_plain_triton_and_fp64_and_repeats_itself(
-    kind: Kind, capsys: pytest.CaptureFixture[str]
+    kind: Kind, narrow: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All cases in one process, as long as none hangs."""
-    jobs = jobs_of(kind)
+    jobs = jobs_of(kind, narrow)
     programs = compiled(launch, jobs, max(1, (os.cpu_count() or 1) - 2))
     found: dict[Job, Any] = {job: program.problem for job, program in programs.items() if program.problem}
 
     def heard(said: Any) -> None:
         with capsys.disabled():
             if isinstance(said, Begun):
-                print(f"\n{kind}, {said.item.case}, {said.item.ring}: ", end="", flush=True)
+                print(f"\n{name_of(said.item)}: ", end="", flush=True)
             elif isinstance(said, Done):
                 print(said.found.reason if isinstance(said.found, Lost) else said.found or "right", end="", flush=True)
 
@@ -69,18 +73,20 @@ def test_every_ring_and_every_kind_of_case_is_tried() -> None:
     assert {spec.head_dim for spec in specs} >= {64, 96, 128}
     assert {spec.mask.alignment for spec in specs if spec.seqlen_q != spec.seqlen_kv} == {"top-left", "bottom-right"}
     assert {spec.mask.kind for spec in specs} >= {"none", "causal"}
-    for kind in KINDS:
-        tried = {(job.ring, max(CASES[job.case].spec.head_dim, 64) // 128) for job in jobs_of(kind)}
-        for (each, size), rings in hopper_backward.RINGS.items():
-            assert each != kind or {(ring, size // 128) for ring in rings} <= tried
+    for (kind, size, narrow), rings in hopper_backward.RINGS.items():
+        tried = {(job.ring, max(CASES[job.case].spec.head_dim, 64) // 128) for job in jobs_of(kind, narrow)}
+        assert {(ring, size // 128) for ring in rings} <= tried
 
 
 @without_gpu
 def test_the_checks_run_emulated_and_name_what_hangs() -> None:
     """The emulator finds that two stages do not hold the three blocks of keys that are in use at a time."""
-    right = [Job("keys", "one block", Ring(64, 3)), Job("queries", "odd", Ring(64, 4))]
+    right = [
+        Job("keys", "one block", Ring(64, 3)), Job("queries", "odd", Ring(64, 4)),
+        Job("keys", "few tokens", Ring(64, 4), True), Job("queries", "one block", Ring(64, 4), True),
+    ]  # fmt: skip
     hung = Job("queries", "odd", Ring(64, 2))
-    found = one_by_one(check_all, [right[0], hung, right[1]], patience=PATIENCE)
+    found = one_by_one(check_all, [right[0], hung, *right[1:]], patience=PATIENCE)
     (line,) = wrong([*right, hung], found)
     assert line.startswith("queries, odd, Ring(block=64, stages=2): DeadlockError")
 
@@ -195,13 +201,15 @@ def test_the_tuner_commits_the_fastest_over_both_lengths_and_the_best_plain_tile
 
 
 def test_the_tuner_tries_rings_where_the_hopper_kernels_serve_and_gives_up_those_that_hang(tuner: Any) -> None:
-    for head_dim, kind in ((64, "keys"), (128, "queries")):
-        jobs = tuner.candidates(TileKey((9, 0), False, head_dim, "none"), kind)
-        assert {job.tile.hopper for job in jobs} == {None, *hopper_backward.RINGS[kind, head_dim]}
+    for head_dim, kind, narrow in (
+        (64, "keys", False),
+        (64, "queries", True),
+        (128, "keys", True),
+        (128, "queries", False),
+    ):
+        jobs = tuner.candidates(TileKey((9, 0), narrow, head_dim, "none"), kind)
+        assert {job.tile.hopper for job in jobs} == {None, *hopper_backward.RINGS[kind, head_dim, narrow]}
         assert jobs[0].tile.hopper is None
-        assert {job.tile for job in tuner.candidates(TileKey((9, 0), True, head_dim, "none"), kind)} == {
-            job.tile for job in jobs if job.tile.hopper is None
-        }
     plain, *rings = (job for job in jobs if job == jobs[0] or job.tile.hopper)
     assert tuner.hopeless(rings[:1], rings[0]._replace(key=TileKey((9, 0), False, 128, "causal")))
     assert not tuner.hopeless(rings[:1], rings[1])

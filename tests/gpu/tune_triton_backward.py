@@ -38,7 +38,7 @@ from hopper_backward import RINGS, SAME, Kind, run
 from watched import Begun, Done, Lost, one_by_one
 
 from attnbench import AttentionSpec, Mask
-from attnbench.backends.triton.backward_tiles import DEFAULTS, Tile, TileKey
+from attnbench.backends.triton.backward_tiles import DEFAULTS, Tile, TileKey, Tiles
 from attnbench.fp8 import Recipe, quantise
 from attnbench.harness.timing import Timer
 
@@ -82,7 +82,7 @@ Times = dict[int, float]  # milliseconds by length
 def candidates(key: TileKey, kind: Kind) -> list[Job]:
     """The default, the rings and the tiles to hold against it."""
     default: Tile = getattr(DEFAULTS[key.narrow, key.head_dim], kind)
-    rings = () if key.narrow else RINGS[kind, key.head_dim]  # the Hopper kernels sum in bf16 alone
+    rings = RINGS[kind, key.head_dim, key.narrow]
     tiles = [default, *(default._replace(hopper=ring) for ring in rings), *(KEYS if kind == "keys" else QUERIES)]
     return [Job(key, kind, tile) for tile in dict.fromkeys(tiles)]
 
@@ -110,11 +110,18 @@ class Bench:
         lse = torch.full(shape[:3], math.log(length) + 0.5, device=device)
         recipe = Recipe("head", rotation="hadamard")
         operands = [quantise(x, recipe, rotate=each < 2) for each, x in enumerate((q, k, v))]
-        self.given = backward_launch.prepared(spec, *operands, out * 0.02, lse, grad, key.narrow)
+        plain = DEFAULTS[key.narrow, key.head_dim]
+        ringed = Tiles(*(tile._replace(hopper=RINGS[kind, key.head_dim, key.narrow][0])
+                         for kind, tile in zip(KINDS, plain, strict=True)))  # fmt: skip
+        self.given = [
+            backward_launch.prepared(spec, *operands, out * 0.02, lse, grad, key.narrow, tiles)
+            for tiles in (plain, ringed)
+        ]
 
     def call(self, job: Job) -> Callable[[], tuple[Tensor, ...]]:
         """One kernel with one tile."""
-        return partial(run, self.given, job.kind, job.tile, torch.bfloat16, self.key.narrow)
+        given = self.given[job.tile.hopper is not None]
+        return partial(run, given, job.kind, job.tile, torch.bfloat16, self.key.narrow)
 
 
 def launch(job: Job) -> None:

@@ -53,6 +53,9 @@ class Block:
     def reshape(self, *shape: Any) -> Block:
         return Block(self.data.reshape(*shape))
 
+    def permute(self, *order: int) -> Block:
+        return Block(self.data.permute(*order))
+
     def __getitem__(self, place: Any) -> Block:
         return Block(self.data[place])
 
@@ -126,6 +129,10 @@ class _Shared:
     def index(self, place: Any) -> _Shared:
         assert 0 <= int(place) < self.shape[0]
         return _Shared(self.data[int(place)])
+
+    def slice(self, start: int, length: int, dim: int) -> _Shared:
+        assert 0 <= start <= start + length <= self.shape[dim]
+        return _Shared(self.data.narrow(dim, start, length))
 
     def permute(self, order: Sequence[int]) -> _Shared:
         return _Shared(self.data.permute(*order))
@@ -314,6 +321,18 @@ def _two(operation: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], 
     return lambda x, y: Block(operation(_data(x), _data(y)))
 
 
+# What our kernels say in PTX, by an instruction in it.
+_ASSEMBLY: dict[str, Callable[[Tensor], Tensor]] = {
+    "cvt.rn.satfinite.e4m3x2.f32": lambda x: x.clamp(-448.0, 448.0).to(torch.float8_e4m3fn),
+    "rcp.approx.ftz.f32": torch.reciprocal,
+}
+
+
+def _assembled(text: str, constraints: str, args: Sequence[Block], **said: Any) -> Block:
+    (operation,) = (each for name, each in _ASSEMBLY.items() if name in text)
+    return Block(operation(args[0].data))
+
+
 def _language() -> ModuleType:
     gl = ModuleType("language")
     nothing = lambda *args: None  # noqa: E731
@@ -324,6 +343,8 @@ def _language() -> ModuleType:
         zeros=lambda shape, dtype, layout: Block(torch.zeros(*shape, dtype=dtype)),
         where=lambda sees, x, y: Block(torch.where(_data(sees), _data(x), _data(y))),
         minimum=_two(torch.minimum), maximum=_two(torch.maximum), exp2=lambda x: Block(torch.exp2(x.data)),
+        abs=lambda x: Block(x.data.abs()), max=lambda x, axis: Block(x.data.amax(axis)),
+        inline_asm_elementwise=_assembled, float8e4nv=torch.float8_e4m3fn,
         cdiv=_two(lambda x, y: torch.div(x + y - 1, y, rounding_mode="trunc")), load=_load, store=_store,
         convert_layout=lambda x, layout, assert_trivial=False: x, allocate_shared_memory=_allocate,
         warp_specialize=_specialize, SliceLayout=nothing, NVMMADistributedLayout=nothing, DotOperandLayout=nothing,

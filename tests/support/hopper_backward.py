@@ -20,8 +20,8 @@ from torch import Tensor
 from watched import Begun, Done
 
 from attnbench import AttentionSpec, Mask
-from attnbench.backends.triton.backward import KERNELS
-from attnbench.backends.triton.backward_tiles import Ring, Tile
+from attnbench.backends.triton.backward import KERNELS as BACKWARDS
+from attnbench.backends.triton.backward_tiles import Ring, Tile, Tiles
 from attnbench.dtypes import TO_TORCH
 from attnbench.fp8 import Recipe, quantise
 from attnbench.kernel import Operands, gradient_dtype
@@ -29,20 +29,47 @@ from attnbench.kernel import Operands, gradient_dtype
 if TYPE_CHECKING:
     from attnbench.backends.triton.backward_launch import Prepared
 
-__all__ = ["CASES", "RINGS", "SAME", "Case", "Checks", "Job", "Kind", "check_all", "jobs_of", "launch", "run"]
+__all__ = [
+    "CASES",
+    "KERNELS",
+    "RINGS",
+    "SAME",
+    "Case",
+    "Checks",
+    "Job",
+    "Kind",
+    "check_all",
+    "jobs_of",
+    "launch",
+    "run",
+]
 
 Kind = Literal["keys", "queries"]
-# By kernel and padded head dimension: what is tried, the one first that every case runs with.
-RINGS: dict[tuple[Kind, int], tuple[Ring, ...]] = {
-    ("keys", 128): (Ring(64, 3), Ring(64, 2), Ring(64, 4)),
-    ("queries", 128): (Ring(64, 4), Ring(64, 3), Ring(64, 6)),
-    ("keys", 64): (Ring(64, 4), Ring(64, 2), Ring(64, 3), Ring(64, 6)),
-    ("queries", 64): (Ring(64, 4), Ring(64, 3), Ring(64, 6)),
+# By kernel, padded head dimension and whether the sums are e4m3 (`narrow`): what is tried, the one first that every
+# case runs with.
+RINGS: dict[tuple[Kind, int, bool], tuple[Ring, ...]] = {
+    ("keys", 128, False): (Ring(64, 3), Ring(64, 2), Ring(64, 4)),
+    ("queries", 128, False): (Ring(64, 4), Ring(64, 3), Ring(64, 6)),
+    ("keys", 64, False): (Ring(64, 4), Ring(64, 2), Ring(64, 3), Ring(64, 6)),
+    ("queries", 64, False): (Ring(64, 4), Ring(64, 3), Ring(64, 6)),
+    ("keys", 128, True): (Ring(64, 4), Ring(64, 5)),
+    ("queries", 128, True): (Ring(64, 4), Ring(64, 6)),
+    ("keys", 64, True): (Ring(64, 4), Ring(64, 6)),
+    ("queries", 64, True): (Ring(64, 4), Ring(64, 6)),
 }
 SAME = 0.02  # relative L2 between two ways to sum the same e4m3 products
+# Blocks as long as those of the rings: in e4m3 a row of dS is rounded in units of its largest number in a block.
 PLAIN = Tile(64, 64, 4, 2)
-KERNEL = next(kernel for kernel in KERNELS if not kernel.narrow)
+ALLOWED = {kernel.narrow: kernel.declared_error for kernel in BACKWARDS}
 RUNS = 4  # with the same bits
+# The modules that hold Gluon's functions.
+KERNELS = [
+    f"attnbench.backends.triton.{name}"
+    for name in (
+        "backward_hopper_keys", "backward_hopper_queries", "backward_hopper_shared", "backward_hopper_narrow",
+        "backward_hopper_narrow_keys", "backward_hopper_narrow_queries", "forward_hopper_softmax",
+    )
+]  # fmt: skip
 _END = "bottom-right"
 _CAUSAL, _CAUSAL_END = Mask(right=0), Mask(right=0, alignment=_END)
 
@@ -61,6 +88,7 @@ class Job(NamedTuple):
     kind: Kind
     case: str
     ring: Ring
+    narrow: bool = False
 
 
 def _spec(seqlen_q: int, seqlen_kv: int, mask: Mask = Mask(), **more: Any) -> AttentionSpec:  # noqa: B008
@@ -100,25 +128,26 @@ CASES = {
 }
 
 
-def jobs_of(kind: Kind) -> list[Job]:
-    """All that a kernel is tried on."""
+def jobs_of(kind: Kind, narrow: bool) -> list[Job]:
+    """All that a kernel is tried on, with e4m3 in the sums (``narrow``) or bf16."""
     jobs = []
     for name, case in CASES.items():
-        rings = RINGS[kind, 64 if max(case.spec.head_dim, case.spec.head_dim_v) <= 64 else 128]
-        jobs += [Job(kind, name, ring) for ring in (rings if case.all_rings else rings[:1])]
+        rings = RINGS[kind, 64 if max(case.spec.head_dim, case.spec.head_dim_v) <= 64 else 128, narrow]
+        jobs += [Job(kind, name, ring, narrow) for ring in (rings if case.all_rings else rings[:1])]
     return jobs
 
 
 class Problem(NamedTuple):
-    """A case on a device: the operands, what both kernels read, and the gradient of the output."""
+    """A case on a device: the operands, what the two kernels read, and the gradient of the output."""
 
     spec: AttentionSpec
     operands: Operands
-    given: Prepared
+    plain: Prepared
+    hopper: Prepared
     grad_out: Tensor
 
 
-def _problem(case: Case, device: str) -> Problem:
+def _problem(case: Case, device: str, narrow: bool) -> Problem:
     """With the output and log-sum-exp that an exact forward leaves, except on ``meta``, which has no numbers."""
     from attnbench.backends.triton import backward_launch
 
@@ -138,14 +167,16 @@ def _problem(case: Case, device: str) -> Problem:
     else:
         out, lse = dense.dense_attention(*operands.tensors(torch.float64), spec)
     saved = out.to(gradient_dtype(spec)), lse.float()
-    return Problem(spec, operands, backward_launch.prepared(spec, *quantised, *saved, grad_out, False), grad_out)
+    tiles = (Tiles(tile, tile) for tile in (PLAIN, PLAIN._replace(hopper=Ring(64, 4))))
+    given = (backward_launch.prepared(spec, *quantised, *saved, grad_out, narrow, each) for each in tiles)
+    return Problem(spec, operands, *given, grad_out)
 
 
 def run(given: Prepared, kind: Kind, tile: Tile, dtype: torch.dtype, narrow: bool = False) -> tuple[Tensor, ...]:
     """(dk, dv) or (dq,) by one kernel.  Raises RuntimeError where a Hopper kernel is wanted that does not serve."""
-    from attnbench.backends.triton import backward_hopper_launch, backward_launch
+    from attnbench.backends.triton import backward_launch
 
-    if tile.hopper is not None and not backward_hopper_launch.serves(given, narrow):
+    if tile.hopper is not None and not given.served:
         raise RuntimeError("the Hopper kernels do not serve this")
     if kind == "keys":
         return backward_launch.run_keys(given, tile, narrow, dtype)
@@ -154,9 +185,9 @@ def run(given: Prepared, kind: Kind, tile: Tile, dtype: torch.dtype, narrow: boo
 
 def launch(job: Job) -> None:
     """Both kernels of a job on tensors without memory, for ``compiled_for_hopper``."""
-    problem = _problem(CASES[job.case], "meta")
-    for ring in (None, job.ring):
-        run(problem.given, job.kind, PLAIN._replace(hopper=ring), gradient_dtype(problem.spec))
+    problem = _problem(CASES[job.case], "meta", job.narrow)
+    for given, ring in ((problem.plain, None), (problem.hopper, job.ring)):
+        run(given, job.kind, PLAIN._replace(hopper=ring), gradient_dtype(problem.spec), job.narrow)
 
 
 def check_all(jobs: list[Job], say: Callable[[Any], None]) -> None:
@@ -180,13 +211,13 @@ class Checks:
 
     def wrong(self, job: Job) -> str | None:
         """What a person would want to know of it, in a line."""
-        problem, plain, truth, sizes = self.known(job.case, job.kind)
+        problem, plain, truth, sizes = self.known(job.case, job.kind, job.narrow)
         tile, dtype = PLAIN._replace(hopper=job.ring), gradient_dtype(problem.spec)
-        first, *more = (run(problem.given, job.kind, tile, dtype) for _ in range(RUNS))
+        first, *more = (run(problem.hopper, job.kind, tile, dtype, job.narrow) for _ in range(RUNS))
         said = []
         for i, name in enumerate(("dk", "dv") if job.kind == "keys" else ("dq",)):
             off = distance(first[i], plain[i].double(), sizes[i]), distance(first[i], truth[i], sizes[i])
-            for each, allowed, other in zip(off, (SAME, KERNEL.declared_error), ("plain Triton", "FP64"), strict=True):
+            for each, allowed, other in zip(off, (SAME, ALLOWED[job.narrow]), ("plain Triton", "FP64"), strict=True):
                 if not each <= allowed:
                     said.append(f"{name} is off by {each:.3g} from {other}, {allowed} allowed")
             if not all(torch.equal(first[i], other[i]) for other in more):
@@ -194,12 +225,12 @@ class Checks:
         return "; ".join(said) or None
 
     def _known(
-        self, name: str, kind: Kind
+        self, name: str, kind: Kind, narrow: bool
     ) -> tuple[Problem, tuple[Tensor, ...], tuple[Tensor, ...], tuple[float, ...]]:
-        problem = _problem(CASES[name], self.device)
+        problem = _problem(CASES[name], self.device, narrow)
         exact = (*problem.operands.tensors(torch.float64), problem.grad_out, problem.spec)
         part = slice(1, 3) if kind == "keys" else slice(0, 1)
-        plain = run(problem.given, kind, PLAIN, gradient_dtype(problem.spec))
+        plain = run(problem.plain, kind, PLAIN, gradient_dtype(problem.spec), narrow)
         return problem, plain, dense.dense_gradients(*exact)[part], dense.gradient_sizes(*exact)[part]
 
 
@@ -208,11 +239,9 @@ def _on_cpu() -> Iterator[None]:
     """Gluon's kernels run in the emulator, whatever is asynchronous late, and Triton's interpreter runs the others."""
     from attnbench.backends.triton import backward_hopper_launch, forward_hopper_launch
 
-    modules = [f"attnbench.backends.triton.backward_hopper_{part}" for part in ("keys", "queries", "shared")]
-
     def emulating(start: Callable[..., None]) -> Callable[..., None]:
         def started(*args: Any) -> None:
-            with emulated(lambda: True, *modules):
+            with emulated(lambda: True, *KERNELS):
                 start(*args)
 
         return started
