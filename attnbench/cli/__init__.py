@@ -17,6 +17,7 @@ from ..errors import AttnbenchError, AttnbenchWarning
 from .backends import backends
 from .capture import capture
 from .check import check
+from .compare import compare
 from .doctor import doctor
 from .explain import explain
 from .merge import merge
@@ -35,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (sweep, train, backends, explain, check, doctor, merge, report):
+for command in (sweep, train, backends, explain, check, compare, doctor, merge, report):
     app.command()(command)
 # Everything behind the program's name is the program's.
 app.command(context_settings={"allow_interspersed_args": False})(capture)

@@ -1,4 +1,4 @@
-"""What one call of ``attention`` costs, kernel by kernel, and what choosing adds to it.
+"""What one call of attention costs, kernel by kernel, on the GPU if there is one, and what choosing adds to it.
 
 Small enough for a CPU in the tests, where a benchmark only has to run; times are for
 whoever runs `pytest tests/benchmarks` to look at, and nothing is asserted about them.
@@ -8,46 +8,32 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from attnbench import attention, explain
+from attnbench import AttentionSpec, Mask, explain
+from attnbench.harness.pytest_fixture import AttentionBenchmark
 from attnbench.registry import registry
 
-PLANS = ("reference:fp32", "sdpa-math:bf16", "sdpa-flash:bf16", "emulated:fp8")
-
-
-def tensors(*, requires_grad: bool = False) -> list[torch.Tensor]:
-    """q, k, v (1, 2, 128, 64) in bf16."""
-    generator = torch.Generator().manual_seed(0)
-    return [
-        torch.randn(1, 2, 128, 64, generator=generator).to(torch.bfloat16).requires_grad_(requires_grad)
-        for _ in range(3)
-    ]
+ANYWHERE = ("reference:fp32", "sdpa-math:bf16", "sdpa-flash:bf16", "emulated:fp8")
+PLANS, SHAPE = ANYWHERE, {"batch": 1, "heads": 2, "seqlen_q": 128, "head_dim": 64}
+if torch.cuda.is_available():
+    PLANS = (*ANYWHERE, "sdpa-cudnn:bf16", "fa3:fp8", "fa4:fp8", "flashinfer:fp8", "te:fp8", "triton:fp8")
+    SHAPE = {"batch": 2, "heads": 16, "seqlen_q": 4096, "head_dim": 128}
+PAIRS = tuple(f"{plan}>{plan}" for plan in PLANS if plan in registry().backwards)
+SPEC = AttentionSpec.make(**SHAPE, mask=Mask(right=0))
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.benchmark(group="forward")
-def test_forward(benchmark: BenchmarkFixture, plan: str) -> None:
-    q, k, v = tensors()
-    out = benchmark(attention, q, k, v, is_causal=True, backend=plan)
-    assert out.shape == q.shape
-    assert out.isfinite().all()
+def test_forward(attention_benchmark: AttentionBenchmark, plan: str) -> None:
+    attention_benchmark(plan, SPEC, optional=plan not in ANYWHERE)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.benchmark(group="training")
-def test_forward_and_backward(benchmark: BenchmarkFixture, plan: str) -> None:
-    q, k, v = tensors(requires_grad=True)
-
-    def step() -> tuple[torch.Tensor, ...]:
-        out = attention(q, k, v, is_causal=True, backend=f"{plan}>{plan}")
-        assert isinstance(out, torch.Tensor)
-        return torch.autograd.grad(out.sum(), (q, k, v))
-
-    assert all(grad.isfinite().all() for grad in benchmark(step))
+@pytest.mark.parametrize("plan", PAIRS)
+def test_forward_and_backward(attention_benchmark: AttentionBenchmark, plan: str) -> None:
+    attention_benchmark(plan, SPEC.replace(direction="training"), optional=plan.partition(">")[0] not in ANYWHERE)
 
 
 @pytest.mark.benchmark(group="choice")
 def test_choosing_anew(benchmark: BenchmarkFixture) -> None:
     """Judging every plan for a shape, which a call does once and then remembers."""
-    q, k, v = tensors()
+    q, k, v = (torch.zeros(1, 2, 128, 64, dtype=torch.bfloat16) for _ in range(3))
     choice = benchmark(explain, q, k, v, is_causal=True, dtype="fp8")
     assert len(choice.candidates) == len(registry().plans(choice.spec))

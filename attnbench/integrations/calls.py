@@ -1,0 +1,140 @@
+"""Attention on behalf of another library: what it is asked for, and what has become of each of its calls."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from attnbench.api import attention
+from attnbench.context import use_backend
+from attnbench.errors import AttnbenchWarning, InputError, NoPlanError, RefusedError
+from attnbench.mask import Mask
+
+__all__ = ["Calls", "chosen"]
+
+_REFUSALS = (InputError, RefusedError, NoPlanError)
+_serials: Iterator[int] = itertools.count()
+_open: WeakValueDictionary[int, Calls] = WeakValueDictionary()
+
+
+class Calls:
+    """What has become of a library's attention calls.
+
+    ``served`` counts those that attnbench answered, ``handed_on`` those that ``fallback`` did, by reason.  Code that
+    torch has compiled counts nothing when it runs: there ``handed_on`` counts once for each time that it is compiled.
+    """
+
+    def __init__(
+        self, whose: str, fallback: str, otherwise: str, backend: str, dtype: str | None, max_error: float | None
+    ) -> None:
+        """Raises InputError where ``otherwise`` is neither raise nor the fallback, and what use_backend does."""
+        chosen("otherwise", otherwise, "raise", fallback)
+        with use_backend(backend, dtype=dtype, max_error=max_error):
+            self._asked = (backend, dtype, max_error)
+        self.served = 0
+        self.handed_on: Counter[str] = Counter()
+        self.hands_on = otherwise == fallback
+        self._whose, self._fallback = whose, fallback
+        self._warned: set[str] = set()
+        self._lock = threading.Lock()
+        self._serial = next(_serials)
+        _open[self._serial] = self
+
+    def __str__(self) -> str:
+        lines = [f"{self.served} calls served by attnbench, {self.handed_on.total()} handed on to {self._fallback}"]
+        return "\n".join([*lines, *(f"  {count} {reason}" for reason, count in self.handed_on.most_common())])
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        *,
+        scale: float | None,
+        softcap: float | None = None,
+        enable_gqa: bool = True,
+        layout: str = "bhsd",
+    ) -> Tensor | None:
+        """What ``attnbench.attention`` answers; None where it refuses and the call is to be handed on.
+
+        Within torch's autocast q, k and v are cast first, as torch does for its own attention.
+        """
+        device = q.device.type
+        if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+        backend, asked, max_error = self._asked
+        try:
+            out = attention(
+                q, k, v, window=(mask.left, mask.right), causal_alignment=mask.alignment, scale=scale,
+                softcap=softcap, enable_gqa=enable_gqa, layout=layout, backend=backend, dtype=asked,
+                max_error=max_error,
+            )  # fmt: skip
+        except _REFUSALS as error:
+            if not self.hands_on:
+                raise
+            self.refuse(f"attention raises {type(error).__name__}", str(error))
+            return None
+        if not is_compiling():
+            with self._lock:
+                self.served += 1
+        assert isinstance(out, Tensor)
+        return out
+
+    def refuse(self, reason: str, detail: str = "") -> None:
+        """Raise InputError with the reason; where calls are handed on, count this one instead, and warn once."""
+        self.warn(reason, detail)
+        if is_compiling():
+            _count_traced(self._serial, reason)
+        else:
+            self._count(reason)
+
+    def warn(self, reason: str, detail: str = "") -> None:
+        """Raise InputError with the reason; where calls are handed on, warn of it once instead."""
+        if not self.hands_on:
+            raise InputError(
+                f"{self._whose}: {reason}, which attnbench cannot serve; "
+                f'otherwise="{self._fallback}" hands such calls on'
+            )
+        if is_compiling():
+            _warn_traced(self._serial, reason)
+        else:
+            self._warn(reason, detail)
+
+    def _count(self, reason: str) -> None:
+        with self._lock:
+            self.handed_on[reason] += 1
+
+    def _warn(self, reason: str, detail: str = "") -> None:
+        with self._lock:
+            new = reason not in self._warned
+            self._warned.add(reason)
+        if new:
+            said = f"{reason}: {detail}" if detail else reason
+            said = f"{self._whose}: {said}; such calls are handed on to {self._fallback}"
+            warnings.warn(said, AttnbenchWarning, stacklevel=2)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _count_traced(serial: int, reason: str) -> None:
+    _open[serial]._count(reason)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _warn_traced(serial: int, reason: str) -> None:
+    _open[serial]._warn(reason)
+
+
+def chosen(name: str, value: object, *names: str) -> None:
+    """Raise InputError unless ``value`` is one of the names."""
+    if value not in names:
+        raise InputError(f"{name} must be {' or '.join(map(repr, names))}, not {value!r}")

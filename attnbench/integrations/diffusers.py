@@ -1,0 +1,106 @@
+"""Models of diffusers around our attention: ``model.set_attention_backend("attnbench")``, once ``register`` was called.
+
+diffusers keeps its backends in a registry whose keys are the members of an enumeration, and knows no other way in: a
+member is added.  Its layers then call us as they call torch's SDPA, and are answered the same.
+"""
+
+from __future__ import annotations
+
+from enum import EnumMeta
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnbench.errors import InputError
+
+from .calls import Calls
+from .mask_tensors import MaskTensors, hidden
+
+__all__ = ["register"]
+
+_INSTALL = "pip install 'diffusers>=0.35'"
+_added: set[str] = set()
+
+
+def register(
+    name: str = "attnbench",
+    *,
+    backend: str = "auto",
+    dtype: str | None = None,
+    max_error: float | None = None,
+    otherwise: str = "raise",
+) -> Calls:
+    """Let diffusers know ``model.set_attention_backend(name)`` and ``with attention_backend(name)``.
+
+    ``backend``, ``dtype`` and ``max_error`` are those of ``attnbench.attention``, and leave to ``use_backend`` what
+    they do not name.  A name that is registered anew asks for the new ones; several names may ask for different ones.
+
+    What layers ask means what it means to diffusers' ``native`` backend.  Mask tensors, (B, Skv) of padding or
+    (B or 1, H or 1, Sq or 1, Skv), are looked at, and served where they hide nothing, causally or by a window.  Others,
+    masks inside compiled code, dropout, and what ``attention`` refuses raise InputError or attention's own error; with
+    ``otherwise="native"`` torch's SDPA computes those calls, with a warning for the first of each reason and a count of
+    all.  Context parallelism and ``return_lse`` are refused in any case.
+
+    Returns the counts.  Raises InputError where diffusers is missing or keeps its backends otherwise, where ``name`` is
+    one of its own, and for what cannot be asked for.
+    """
+    calls = Calls(f"diffusers with the backend {name!r}", "native", otherwise, backend, dtype, max_error)
+    try:
+        from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+    except ImportError as error:
+        raise InputError(f"diffusers 0.35 or later is needed ({error}): {_INSTALL}") from None
+    tensors = MaskTensors()
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        return_lse: bool = False,
+        _parallel_config: Any = None,
+    ) -> Tensor:
+        """q (B, Sq, H, D), k and v (B, Skv, Hkv, D) to (B, Sq, H, Dv)."""
+        if _parallel_config is not None or return_lse:
+            raise InputError(f"diffusers with the backend {name!r}: context parallelism and return_lse are not served")
+        padding = attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1])
+        mask = hidden(calls, tensors, attn_mask, dropout_p, is_causal, query.shape[1], key.shape[1], padding)
+        if mask is not None:
+            out = calls.attend(query, key, value, mask, scale=scale, enable_gqa=enable_gqa, layout="bshd")
+            if out is not None:
+                return out
+        if padding and attn_mask is not None:
+            attn_mask = attn_mask[:, None, None, :]
+        return F.scaled_dot_product_attention(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=attn_mask,
+            dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+        ).transpose(1, 2)  # fmt: skip
+
+    member = _member(AttentionBackendName, name)
+    _AttentionBackendRegistry.register(member)(attend)
+    return calls
+
+
+def _member(names: Any, name: str) -> Any:
+    """The member of the enumeration with this value, made once.  Raises InputError where it is diffusers' own."""
+    if name != name.lower():
+        raise InputError(f"diffusers writes the names of its backends in lower case, not {name!r}")
+    if not isinstance(names, EnumMeta) or not issubclass(names, str):
+        raise InputError("this release of diffusers keeps its attention backends in another way")
+    kind: Any = names
+    if name in _added:
+        return kind(name)
+    if any(each.value == name for each in kind):
+        raise InputError(f"{name!r} is a backend of diffusers; register under another name")
+    member = str.__new__(kind, name)
+    member._name_, member._value_ = name.upper(), name
+    member.__objclass__, member._sort_order_ = kind, len(kind._member_names_)
+    kind._member_names_.append(member._name_)
+    kind._member_map_[member._name_] = kind._value2member_map_[name] = member
+    type.__setattr__(kind, member._name_, member)  # the enumeration's own forbids it
+    _added.add(name)
+    return member

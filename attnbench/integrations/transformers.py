@@ -1,0 +1,145 @@
+"""Any model of transformers around our attention: ``attn_implementation="attnbench"`` once ``register`` was called.
+
+transformers looks attention functions up by name, and beside each a function that makes its masks.  Both are
+registered; nothing of transformers is patched.  A layer computes what it computes with ``"sdpa"``: a mask that was made
+tells what is hidden, and where there is none ``is_causal`` does, aligned top-left.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnbench.errors import InputError
+from attnbench.mask import Mask
+
+from .calls import Calls, chosen
+from .mask_tensors import MaskTensors
+from .transformers_mask import Asked, UnservableError, told
+
+__all__ = ["register"]
+
+_INSTALL = "pip install 'transformers>=4.53'"
+_LAYER_MASK = "a mask tensor that is none, causal or a window not"
+
+# What changes the function that a layer computes, and SDPA does not know either: attention sinks, keys of a paged
+# cache, sparse choices of keys, the lengths of packed sequences, weights that nobody computes.
+_UNKNOWN = (
+    "s_aux", "sinks", "cache", "indexer", "indices", "block_indices", "cu_seq_lens_q", "cu_seq_lens_k", "head_mask",
+)  # fmt: skip
+
+
+def register(
+    name: str = "attnbench",
+    *,
+    backend: str = "auto",
+    dtype: str | None = None,
+    max_error: float | None = None,
+    padding: str = "raise",
+    otherwise: str = "raise",
+) -> Calls:
+    """Let transformers know ``attn_implementation=name``: for models to come, and ``model.set_attn_implementation``.
+
+    ``backend``, ``dtype`` and ``max_error`` are those of ``attnbench.attention``, and leave to ``use_backend`` what
+    they do not name.  A name that is registered anew asks for the new ones, in models that exist, too; several names
+    may ask for different ones.
+
+    Served are full and causal masks and sliding windows (eager, or with a growing cache), softcaps, grouped heads,
+    scales, and 2-D padding masks that pad nothing.  ``padding="right"`` also serves causal batches that are padded at
+    the right alone: no token sees padding, so tokens are computed as ever; what stands at the padding itself differs
+    from SDPA's, and nobody should read it (labels of -100 do not).
+
+    What cannot be served raises InputError: other padding, packed sequences, blocks and chunks, static caches, mask
+    tensors of one's own unless they are a mask above, dropout, biases of positions.  With ``otherwise="sdpa"``
+    transformers' own SDPA function computes those calls, with a warning for the first of each reason and a count of
+    all.  Sinks, paged caches, sparse keys and ``output_attentions`` are refused in any case: SDPA does not know them.
+
+    Returns the counts.  Raises InputError where transformers is missing, and for what cannot be asked for.
+    """
+    chosen("padding", padding, "raise", "right")
+    calls = Calls(f'transformers with attn_implementation="{name}"', "sdpa", otherwise, backend, dtype, max_error)
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        from transformers.masking_utils import sdpa_mask
+    except ImportError as error:
+        raise InputError(f"transformers 4.53 or later is needed ({error}): {_INSTALL}") from None
+    theirs: Any = sdpa_attention_forward
+    tensors = MaskTensors()
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        position_bias: Tensor | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """q (B, H, Sq, D), k and v (B, Hkv, Skv, D) to (B, Sq, H, Dv)."""
+        for each in _UNKNOWN:
+            if others.get(each) is not None:
+                raise InputError(f"{type(module).__name__} wants {each}, which attnbench does not know")
+        if others.get("output_attentions"):
+            raise InputError("output_attentions=True wants probabilities, which no kernel here keeps")
+        seqlen_q, seqlen_kv = query.shape[2], key.shape[2]
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        reason = "dropout" if dropout else "a bias of positions" if position_bias is not None else None
+        mask = attention_mask
+        if mask is None:
+            if sliding_window is not None and seqlen_kv > sliding_window:
+                layer = type(module).__name__
+                raise InputError(f"{layer} has a sliding window of {sliding_window} keys, and no mask was made for it")
+            mask = Mask(right=0) if causal and seqlen_q > 1 else Mask()
+        elif isinstance(mask, Tensor) and reason is None:
+            mask = None if calls.hands_on else tensors.read(attention_mask, seqlen_q, seqlen_kv)
+            reason = _LAYER_MASK if mask is None else None
+        elif not isinstance(mask, (Mask, Tensor)):
+            raise InputError(f"{type(module).__name__} has a mask of the class {type(mask).__name__}")
+        if reason is None:
+            out = calls.attend(query, key, value, mask, scale=scaling, softcap=softcap or None)
+            if out is not None:
+                return out.transpose(1, 2).contiguous(), None
+        else:
+            calls.refuse(reason)
+        if isinstance(attention_mask, Mask):
+            attention_mask = _dense(attention_mask, seqlen_q, seqlen_kv, query.device)
+        options = {} if position_bias is None else {"position_bias": position_bias}
+        answer: tuple[Tensor, None] = theirs(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
+            softcap=softcap, **options,
+        )  # fmt: skip
+        return answer
+
+    def mask(*positions: Any, **named: Any) -> Mask | Tensor | None:
+        """What layers are told: a mask, None, or the tensor that SDPA is given where those calls are handed on."""
+        try:
+            return told(Asked.of(*positions, **named), padding == "right", calls.hands_on)
+        except UnservableError as reason:
+            calls.warn(str(reason))
+        plain = {**named, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        tensor: Tensor | None = sdpa_mask(*positions, **plain)
+        return tensor
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, mask)
+    return calls
+
+
+def _dense(mask: Mask, seqlen_q: int, seqlen_kv: int, device: torch.device) -> Tensor:
+    """The mask as SDPA is told: (1, 1, Sq, Skv), true where a key is seen."""
+    query = torch.arange(seqlen_q, device=device)[:, None] + mask.offset(seqlen_q, seqlen_kv)
+    key = torch.arange(seqlen_kv, device=device)
+    seen = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool, device=device)
+    if mask.left is not None:
+        seen &= key >= query - mask.left
+    if mask.right is not None:
+        seen &= key <= query + mask.right
+    return seen[None, None]

@@ -1,0 +1,185 @@
+"""What transformers would hide with a mask tensor, told as a mask: no tensor is made, and none is read in a layer.
+
+transformers asks the function that is registered beside an attention function for its mask, once for each forward and
+kind of layer, and hands the answer to every layer.  It says whether the mask function is plain (``allow_is_*_skip``:
+its own SDPA makes no tensor then), how far layers see (``local_size``), where queries and keys stand, and which tokens
+are padding.  From that the mask is known.  What is looked at is looked at here and not in the layers: whether any token
+is padding, whether ``local_size`` is a window's or a chunk's, and what is laid over a mask that is not plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from attnbench.mask import Mask
+
+__all__ = ["Asked", "UnservableError", "told"]
+
+_Visible = Callable[..., Tensor]  # (batch, head, query, key) indices that broadcast, to whether the key is seen
+
+
+class UnservableError(Exception):
+    """The mask is none that attention can be told; the message is the reason."""
+
+
+class Asked(NamedTuple):
+    """What transformers asks a mask function."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_kv: int
+    first_query: int | Tensor
+    first_key: int
+    visible: _Visible
+    padding: Tensor | None  # (B, at most first_key + Skv), true where a token is none
+    local_size: int | None
+    causal: bool
+    plain: bool  # nothing is laid over the causal or bidirectional mask
+    indexed: bool  # the mask function takes tensors of indices
+    device: Any
+
+    @classmethod
+    def of(
+        cls,
+        batch_size: int,
+        kv_length: int,
+        kv_offset: int = 0,
+        q_length: int | None = None,
+        q_offset: int | Tensor = 0,
+        cache_position: Tensor | None = None,
+        mask_function: Any = None,
+        attention_mask: Tensor | None = None,
+        local_size: int | None = None,
+        allow_is_causal_skip: bool = True,
+        allow_is_bidirectional_skip: bool = False,
+        use_vmap: bool = False,
+        device: Any = "cpu",
+        **_: Any,
+    ) -> Asked:
+        """From the keyword arguments that transformers passes, of release 5 or of 4, which counts queries otherwise."""
+        if cache_position is not None:
+            q_length = cache_position.shape[0]
+            q_offset = 0 if q_length == kv_length else cache_position[0]
+            if not is_compiling() and isinstance(q_offset, Tensor):
+                q_offset = int(q_offset)
+        assert q_length is not None, "transformers names one of the two"
+        return cls(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size,
+            causal=allow_is_causal_skip or not allow_is_bidirectional_skip,
+            plain=allow_is_causal_skip or allow_is_bidirectional_skip, indexed=not use_vmap, device=device,
+        )  # fmt: skip
+
+
+def told(asked: Asked, right_padding: bool, hands_on: bool) -> Mask | None:
+    """The mask; None where SDPA would be given none either, so that layers that look for None find it.
+
+    With ``right_padding``, causal batches that are padded at the right alone are told as causal: no token sees padding.
+    Code that is being compiled cannot look at values: there an assertion in the graph does, or, where calls are handed
+    on, those are that perhaps cannot be served.  Raises UnservableError.
+    """
+    mask = _pattern(asked)
+    if asked.padding is not None:
+        if hands_on and is_compiling():
+            raise UnservableError("a padding mask in compiled code")
+        _check_padding(asked, right_padding)
+    if not asked.plain:
+        _check_overlays(asked, mask, hands_on)
+    elif mask.kind == "window" and not _is_window(asked, mask):
+        raise UnservableError("attention in chunks")
+    if mask.kind == "none" or (mask.kind == "causal" and asked.seqlen_q in (1, asked.seqlen_kv)):
+        return None
+    return mask
+
+
+def _pattern(asked: Asked) -> Mask:
+    local = asked.local_size if asked.local_size is not None and asked.seqlen_kv >= asked.local_size else None
+    if not asked.causal and local is None:
+        return Mask()
+    if isinstance(asked.first_query, Tensor):
+        raise UnservableError("a static cache, whose keys reach beyond the queries")
+    past = asked.first_query - asked.first_key
+    if past + asked.seqlen_q != asked.seqlen_kv:
+        raise UnservableError("keys that reach beyond the queries, as those of a static cache do")
+    if asked.causal:
+        return Mask(None if local is None else local - 1, 0, "bottom-right")
+    return Mask(local, local, "bottom-right")
+
+
+def _check_padding(asked: Asked, right_padding: bool) -> None:
+    """transformers' SDPA looks at the same tensor, as often."""
+    assert asked.padding is not None, "asked by told alone"
+    if asked.padding.ndim != 2 or asked.padding.shape[1] < asked.first_key + asked.seqlen_kv:
+        raise UnservableError("a padding mask that is shorter than the keys, as with a static cache")
+    real = asked.padding[:, asked.first_key : asked.first_key + asked.seqlen_kv].to(torch.bool)
+    servable = right_padding and asked.causal and asked.seqlen_q == asked.seqlen_kv
+    fine = (real[:, 1:] <= real[:, :-1]).all() if servable else real.all()
+    if is_compiling():
+        _assert(fine, "the batch has padding that attnbench cannot serve")
+    elif not fine:
+        raise UnservableError("padding" if not right_padding else "padding that is not at the right of a causal batch")
+
+
+def _check_overlays(asked: Asked, mask: Mask, hands_on: bool) -> None:
+    """Something is, or may be, laid over the mask; where it hides and shows nothing, the mask is what it would be.
+
+    The whole of it is looked at, as SDPA's tensor would be made.
+    """
+    if asked.indexed and is_compiling() and not hands_on:
+        _assert(_agrees(asked, mask), "transformers' mask is not plain: packed sequences, blocks or overlays")
+    elif not asked.indexed or is_compiling() or not _agrees(asked, mask):
+        raise UnservableError("sequences packed into one, blocks or overlays that transformers puts over the mask")
+
+
+def _agrees(asked: Asked, mask: Mask) -> Tensor:
+    """Whether the mask function shows what ``mask`` does to every query, padding aside."""
+    shown = _shown(asked.visible, asked.batch, _range(asked.seqlen_q, asked), _range(asked.seqlen_kv, asked))
+    query = _range(asked.seqlen_q, asked)[:, None] + mask.offset(asked.seqlen_q, asked.seqlen_kv)
+    key = _range(asked.seqlen_kv, asked)
+    wanted = torch.ones_like(key >= query)
+    if mask.left is not None:
+        wanted = wanted & (key >= query - mask.left)
+    if mask.right is not None:
+        wanted = wanted & (key <= query + mask.right)
+    return (shown == wanted).all()
+
+
+def _range(count: int, asked: Asked) -> Tensor:
+    return torch.arange(count, device=asked.device)
+
+
+def _is_window(asked: Asked, mask: Mask) -> bool:
+    """Whether the mask function sees as far as the window's edges and no further, at a query far from the start."""
+    assert asked.local_size is not None, "else the mask is no window"
+    size = asked.local_size
+    query = 3 * size  # where a chunk of this size begins
+    edges = [query - size - 1, query - size, query - size + 1, query - 1, query, query + 1, query + size - 1]
+    keys = torch.tensor([*edges, query + size, query + size + 1], device="cpu")
+    try:
+        shown = _shown(asked.visible, 1, torch.tensor([query], device="cpu"), keys).flatten()
+    except (RuntimeError, IndexError):  # it looks at tensors of the model's device or of the batch's length
+        return False
+    assert mask.left is not None, "a window has one here"
+    wanted = (keys >= query - mask.left) & (keys <= query + (mask.right or 0))
+    if is_compiling():
+        _assert((shown == wanted).all(), "the layers attend in chunks")
+        return True
+    return torch.equal(shown, wanted)
+
+
+def _shown(visible: _Visible, batch: int, queries: Tensor, keys: Tensor) -> Tensor:
+    """(B, 1, queries, keys): which keys the mask function shows."""
+    device = queries.device
+    batches, heads = torch.arange(batch, device=device), torch.zeros(1, dtype=torch.long, device=device)
+    shown = visible(
+        batches[:, None, None, None], heads[None, :, None, None], queries[None, None, :, None], keys[None, None, None]
+    )
+    return shown.expand(batch, 1, len(queries), len(keys))
+
+
+def _assert(fine: Tensor, otherwise: str) -> None:
+    torch._assert_async(fine, otherwise)

@@ -1,0 +1,185 @@
+"""What the fixture ``attention_benchmark`` does: measure a plan as a sweep does, report it to pytest-benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import pytest
+import torch
+
+from attnbench.context import check_budget
+from attnbench.devices import describe, find
+from attnbench.environment import Environment
+from attnbench.errors import AttnbenchWarning, InputError, MisuseError
+from attnbench.plan import Plan
+from attnbench.registry import registry
+from attnbench.spec import AttentionSpec
+
+from .cases import Case
+from .inputs import DEFAULT_FAMILIES
+from .laboratory import Laboratory
+from .line import Line
+from .pytest_samples import Benchmark, Replay, hand_over
+from .records import Measurement, Status
+from .rows import passed_over
+from .timing import COSTS, Cost, Timer
+
+__all__ = ["AttentionBenchmark", "Stations", "unlike"]
+
+# Of a row, beside its samples: what was measured, how, and how wrong it is.
+_TOLD = (
+    "plan",
+    "spec",
+    "status",
+    "reason",
+    "check",
+    "error",
+    "floor",
+    "bound",
+    "truth",
+    "drawn_on",
+    "replayed",
+    "memory_bytes",
+    "peak_share",
+    "ran",
+    "gpu",
+)
+
+
+class Stations:
+    """The devices that a pytest session has measured on, each with its backends' processes until the session ends.
+
+    ``most_seconds`` is how long a plan's samples may take at the most; a device's own limit
+    (attnbench.harness.timing.Timer) holds where it is shorter.
+    """
+
+    def __init__(self, most_seconds: float) -> None:
+        self._most_seconds = most_seconds
+        self._lines: dict[torch.device, Line] = {}
+        self._open = ExitStack()
+
+    @property
+    def environments(self) -> dict[str, Environment]:
+        """By the name of the device."""
+        return {str(device): line.laboratory.environment for device, line in self._lines.items()}
+
+    def measure(self, case: Case, plan: Plan, device: torch.device, max_error: float | None, once: bool) -> Measurement:
+        """The row of one plan; ``once``: with as few samples as a row can have."""
+        line = self._line(device, once)
+        line.laboratory = replace(line.laboratory, max_error=max_error)
+        status, reasons = line.laboratory.registry.reasons(plan, case.spec, describe(device))
+        if status != "ok":
+            known: Status = "refused" if status == "refused" else "unavailable"
+            return passed_over(case, plan, known, reasons, line.laboratory)
+        _quiet()
+        (row,) = [event for event in line.measure(case, [plan]) if isinstance(event, Measurement)]
+        return row
+
+    def _line(self, device: torch.device, once: bool) -> Line:
+        if device not in self._lines:
+            timer = Timer.for_device(device)
+            timer = replace(timer, limit=min(timer.limit, self._most_seconds))
+            if once:
+                timer = replace(timer, visit=0.0, limit=0.0, fewest=1)
+            laboratory = Laboratory(device, Environment.detect(device, registry()), timer)
+            self._lines[device] = self._open.enter_context(Line(laboratory))
+        return self._lines[device]
+
+    def __enter__(self) -> Stations:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+
+class AttentionBenchmark:
+    """The fixture: called once in a test, with a plan and a spec."""
+
+    def __init__(self, benchmark: Benchmark, clock: Replay | None, stations: Stations) -> None:
+        if clock is None:
+            raise MisuseError("attention_benchmark is asked for as an argument, of the test or of a fixture of it")
+        self._benchmark, self._clock, self._stations = benchmark, clock, stations
+
+    def __call__(
+        self,
+        plan: Plan | str,
+        spec: AttentionSpec,
+        *,
+        cost: Cost = "call",
+        families: Sequence[str] = DEFAULT_FAMILIES,
+        device: str = "auto",
+        max_error: float | None = None,
+        optional: bool = False,
+    ) -> Measurement:
+        """Measure the plan on the spec in a process of its own, judge its answers, and report its samples.
+
+        ``plan`` is written ``fa3:fp8``, or ``fa3:fp8>fa4:bf16`` where the spec trains.  The samples of ``cost``
+        (kernel, prepared, backward, call) become the benchmark's, in seconds; the errors on each of
+        ``families``, which are drawn for the spec, and the conditions its ``extra_info``.
+        ``device`` is auto (the first GPU, else the CPU), cpu, cuda or cuda:N.  ``max_error`` is
+        the largest error with which an FP8 plan is ``ok``, its class's own unless given.
+
+        The row is what a sweep would have written.  A plan with another status than ``ok`` fails
+        the test with the reason, an inaccurate one after its times were reported; with
+        ``optional`` a plan that is not available or refuses the spec skips it instead.
+        Where benchmarks are disabled (``--benchmark-disable``, xdist) the plan is judged all
+        the same, but timed as little as can be, and nothing is reported.
+
+        Raises InputError or UnknownBackendError where what is asked for does not exist,
+        MisuseError where it makes no sense together.
+        """
+        plan = plan if isinstance(plan, Plan) else Plan.parse(plan)
+        case = Case(str(spec), spec, tuple(families))
+        place = find(device)
+        check_budget(max_error)
+        if max_error is not None and not plan.fp8:
+            raise MisuseError(f"max_error is for FP8 plans, and {plan} is none")
+        if cost not in COSTS or (cost == "backward" and not spec.training):
+            raise MisuseError(f"a cost of {spec} is one of {', '.join(_costs(spec))}, not {cost!r}")
+        row = self._stations.measure(case, plan, place, max_error, self._benchmark.disabled)
+        said = f"{plan} on {spec}, {place}: {row.status}, {row.reason}"
+        if row.measured:
+            self._report(row, cost, place)
+        elif optional and row.status in ("refused", "unavailable"):
+            pytest.skip(said)
+        if row.status != "ok":
+            pytest.fail(said, pytrace=False)
+        return row
+
+    def _report(self, row: Measurement, cost: Cost, device: torch.device) -> None:
+        benchmark, data = self._benchmark, row.to_dict()
+        if benchmark.group is None:  # what stands in one table can be compared
+            benchmark.group = f"{row.spec}, {cost} on {device}"
+        told = {name: data[name] for name in _TOLD if data[name] is not None}
+        benchmark.extra_info.update({"cost": cost, "device": str(device), **told})
+        assert row.timer is not None, "a row with times says how they were taken"
+        hand_over(benchmark, self._clock, [sample / 1e3 for sample in row.time_ms[cost]], row.timer)
+
+
+def unlike(saved: Any) -> Iterator[AttnbenchWarning]:
+    """What makes times that were saved with these environments (by device, as written) incomparable with new ones."""
+    for name, data in saved.items() if isinstance(saved, dict) else [("an unknown device", saved)]:
+        try:
+            before = Environment.from_dict(data)
+            hard, _ = before.differences(Environment.detect(find(name), registry()))
+        except InputError as error:
+            hard = [str(error)]
+        if hard:
+            yield AttnbenchWarning(f"times saved on {name} cannot be compared with new ones: {'; '.join(hard)}")
+
+
+def _costs(spec: AttentionSpec) -> list[Cost]:
+    return [cost for cost in COSTS if spec.training or cost != "backward"]
+
+
+def _quiet() -> None:
+    """What this process has queued on a GPU would be timed with the plan, and what it keeps there be missing."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()

@@ -1,0 +1,92 @@
+"""The pytest plug-in: the fixture ``attention_benchmark``, for pytest-benchmark (docs/ci.md).
+
+Every pytest session on a machine where attnbench is installed loads this module, whatever it tests.  So it imports
+nothing but pytest, and does nothing before a test asks for the fixture: then the harness and torch are imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from .pytest_fixture import AttentionBenchmark, Stations
+    from .pytest_samples import Benchmark, Replay
+
+__all__ = ["attention_benchmark"]
+
+_ENTRY = "attnbench"  # of machine_info
+_clock: pytest.StashKey[Replay] = pytest.StashKey()
+_stations: pytest.StashKey[Stations] = pytest.StashKey()
+
+
+@pytest.fixture
+def attention_benchmark(
+    request: pytest.FixtureRequest,
+    _attention_stations: Stations,
+    benchmark: Benchmark,
+) -> AttentionBenchmark:
+    """Measure one plan as ``attnbench sweep`` does (on a GPU device time, L2 cold) and report it to pytest-benchmark.
+
+    ``attention_benchmark(plan, spec)`` returns the Measurement; attnbench.harness.pytest_fixture has the details.
+    """
+    from .pytest_fixture import AttentionBenchmark
+
+    return AttentionBenchmark(benchmark, request.node.stash.get(_clock, None), _attention_stations)
+
+
+@pytest.fixture(scope="session")
+def _attention_stations(pytestconfig: pytest.Config) -> Iterator[Stations]:
+    limit = pytestconfig.getoption("benchmark_max_time", None)
+    if limit is None:
+        pytest.fail("attention_benchmark needs pytest-benchmark, which is not installed or was switched off", False)
+    from .pytest_fixture import Stations
+
+    with Stations(float(limit)) as stations:
+        pytestconfig.stash[_stations] = stations
+        yield stations
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Have pytest-benchmark read our clock: it asks the closest marker of the test for one."""
+    if {"attention_benchmark", "benchmark"} <= set(getattr(item, "fixturenames", ())):
+        from .pytest_samples import Replay
+
+        item.stash[_clock] = Replay()
+        if item.config.pluginmanager.hasplugin("pytest-benchmark"):  # or there is no such marker
+            own = item.get_closest_marker("benchmark")
+            options = {**(own.kwargs if own else {}), "timer": item.stash[_clock]}
+            item.add_marker(pytest.mark.benchmark(**options), append=False)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+    """Add the environment of each device that something was measured on, and nothing to other sessions."""
+    stations = config.stash.get(_stations, None)
+    if stations is not None and stations.environments:
+        machine_info[_ENTRY] = {name: each.to_dict() for name, each in stations.environments.items()}
+
+
+@pytest.hookimpl(optionalhook=True, wrapper=True)
+def pytest_benchmark_compare_machine_info(
+    config: pytest.Config, machine_info: dict[str, Any], compared_benchmark: dict[str, Any]
+) -> Generator[None, object, object]:
+    """Warn in sentences of what makes saved times incomparable with this machine's.
+
+    pytest-benchmark compares the rest.  This happens before any test has run, so it finds ours on both sides alike.
+    """
+    saved = compared_benchmark["machine_info"].get(_ENTRY)
+    if saved is None:
+        return (yield)
+    from .pytest_fixture import unlike
+
+    for warning in unlike(saved):
+        config.issue_config_time_warning(warning, stacklevel=2)
+    machine_info[_ENTRY] = saved
+    try:
+        return (yield)
+    finally:
+        del machine_info[_ENTRY]

@@ -1,0 +1,130 @@
+"""A comparison for programs: a JSON document, and JUnit's XML, which every CI shows as tests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+from xml.etree import ElementTree as ET
+
+from attnbench.environment import Environment
+
+from .records import Measurement
+from .regression import Outcome, Regression
+from .regression_terms import Key
+from .regression_text import conclusion
+from .regression_times import CostChange
+
+__all__ = ["SCHEMA", "regression_dict", "regression_junit"]
+
+SCHEMA = "attnbench.comparison/1"
+_OUTCOMES = {0: "clean", 1: "regressed", 3: "incomparable"}
+
+
+def regression_dict(
+    regression: Regression, base: Mapping[Key, Measurement], new: Mapping[Key, Measurement]
+) -> dict[str, Any]:
+    """The whole comparison in plain JSON types, as docs/compare.md describes it."""
+    terms = regression.terms
+    return {
+        "schema": SCHEMA,
+        "outcome": _OUTCOMES[regression.exit_code],
+        "exit_code": regression.exit_code,
+        "conclusion": conclusion(regression),
+        "terms": {
+            "fail_on": terms.limits.time,
+            "error_rise": terms.limits.error,
+            "costs": list(terms.costs),
+            "relative_to": [str(plan) for plan in terms.relative_to],
+            "allow_missing": list(terms.allowed),
+            "thresholds": {each.pattern: {"time": each.time, "error": each.error} for each in terms.thresholds},
+        },
+        "base": _environments(base),
+        "new": _environments(new),
+        "differences": regression.differences,
+        "counts": regression.counts,
+        "rows": [_row(each) for each in regression.outcomes],
+    }
+
+
+def regression_junit(regression: Regression) -> str:
+    """JUnit's XML: a test a row, in a class for its case.
+
+    What regressed is a failure, what cannot be compared an error; what is ambiguous, missing
+    by permission or without numbers on either side is skipped, with the reason.
+    """
+    suite = ET.Element("testsuite", name="attnbench compare")
+    counted = {"failures": 0, "errors": 0, "skipped": 0}
+    for outcome in regression.outcomes:
+        case, plan = outcome.key
+        test = ET.SubElement(suite, "testcase", classname=_legal(case), name=_legal(str(plan)))
+        said = _legal("; ".join(outcome.reasons))
+        if outcome.regressed:
+            kind, tag = "failures", "failure"
+        elif outcome.verdict == "incomparable":
+            kind, tag = "errors", "error"
+        elif outcome.verdict in ("ambiguous", "missing", "unmeasured"):
+            kind, tag = "skipped", "skipped"
+        else:
+            continue
+        counted[kind] += 1
+        mark = ET.SubElement(test, tag, message=f"{outcome.verdict}: {said}" if said else outcome.verdict)
+        if tag != "skipped":
+            mark.set("type", outcome.verdict)
+    totals = {"tests": str(len(regression.outcomes)), **{name: str(number) for name, number in counted.items()}}
+    suite.attrib |= totals
+    root = ET.Element("testsuites", {"name": "attnbench compare", **totals})
+    root.append(suite)
+    ET.indent(root)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode")
+
+
+def _legal(text: str) -> str:
+    """The text without the characters that XML 1.0 cannot hold in any spelling (its section 2.2), nor line ends."""
+    return "".join(char if char.isprintable() and char not in "\ufffe\uffff" else " " for char in text)
+
+
+def _environments(rows: Mapping[Key, Measurement]) -> list[dict[str, Any]]:
+    found: dict[Environment, None] = dict.fromkeys(row.environment for row in rows.values())
+    return [each.to_dict() for each in found]
+
+
+def _row(outcome: Outcome) -> dict[str, Any]:
+    case, plan = outcome.key
+    return {
+        "case": case,
+        "plan": str(plan),
+        "verdict": outcome.verdict,
+        "regressed": outcome.regressed,
+        "allowed": outcome.allowed,
+        "again": outcome.again,
+        "reasons": list(outcome.reasons),
+        "limits": {"time": outcome.limits.time, "error": outcome.limits.error},
+        "costs": {cost: _cost(change) for cost, change in outcome.costs.items()},
+        "errors": [
+            {
+                "family": each.family,
+                "tensor": each.tensor,
+                "before": _number(each.before),
+                "after": _number(each.after),
+            }
+            for each in outcome.errors
+        ],
+    }
+
+
+def _cost(change: CostChange) -> dict[str, Any]:
+    return {
+        "verdict": change.verdict,
+        "ratio": change.ratio,
+        "interval": [change.interval[0], _number(change.interval[1])],
+        "p_value": change.p_value,
+        "samples": list(change.samples),
+        "median": list(change.median),
+        "replayed_on_one_side": change.replayed,
+    }
+
+
+def _number(value: float) -> float | str:
+    """As in the records: JSON has no infinity, so it is written as text."""
+    return value if math.isfinite(value) else "Infinity"

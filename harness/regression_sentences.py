@@ -1,0 +1,59 @@
+"""What a comparison found, in sentences with numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from .records import Measurement
+from .regression_errors import ErrorChange
+from .regression_times import CostChange
+from .report_text import error, number
+from .statistics import Verdict
+from .timing import Cost
+
+__all__ = ["change", "clocks_said", "error_said", "times_said"]
+
+_NOTEWORTHY = 0.01  # of a clock
+
+
+def change(ratio: float) -> str:
+    """``+3.1%`` for 1.031; as a multiple from 10 on."""
+    return f"{ratio - 1:+.1%}" if ratio < 10 else f"{number(ratio)} times"
+
+
+def times_said(costs: Mapping[Cost, CostChange], verdict: Verdict, rows: int) -> Iterator[str]:
+    """A sentence for each cost that speaks for the verdict, of several ``rows``; of ``same``, nothing."""
+    if not costs:
+        yield "they have no cost in common"
+    for each in costs.values():
+        if each.replayed:
+            yield f"{each.cost} was timed as a CUDA graph on one side only"
+        elif verdict in ("slower", "faster"):
+            if (each.ratio > 1) == (verdict == "slower") and (each.verdict == verdict or each.gap > 1):
+                yield _said(each)
+        elif verdict == "ambiguous" and each.verdict != "same":
+            alone = f", alone {each.verdict}, but not for certain among {rows} rows"
+            yield _said(each) + (alone if each.verdict != "ambiguous" else "")
+
+
+def _said(each: CostChange) -> str:
+    low, high = each.interval
+    sure = f" ({change(low)} to {change(high)})" if math.isfinite(high) else ""
+    few = "" if math.isfinite(high) else f", {each.samples[0]} and {each.samples[1]} samples"
+    medians = f"{number(each.median[0])} to {number(each.median[1])}{'' if each.relative else ' ms'}"
+    return f"{each.cost} {change(each.ratio)}{sure}, {medians}{few}"
+
+
+def error_said(errors: Sequence[ErrorChange]) -> str:
+    """The error that rose most, and how many others did."""
+    first = errors[0]
+    others = f", and {len(errors) - 1} more" if len(errors) > 1 else ""
+    return f"{first.tensor} on {first.family}: its error was {error(first.before)}, is {error(first.after)}{others}"
+
+
+def clocks_said(before: Measurement, after: Measurement) -> Iterator[str]:
+    """Where the GPU's clock was another, as far as both rows know it: a time may have changed for that alone."""
+    was, now = (row.gpu.clock_mhz if row.gpu else None for row in (before, after))
+    if was and now and abs(now.median - was.median) > _NOTEWORTHY * was.median:
+        yield f"the GPU's clock was {was.median:.0f} MHz, is {now.median:.0f} MHz"

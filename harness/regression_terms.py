@@ -1,0 +1,181 @@
+"""On what terms two result sets are compared: which costs, how much is too much, what may be missing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import yaml
+
+from attnbench.errors import InputError, MalformedFileError, MisuseError
+from attnbench.plan import Plan
+
+from .timing import COSTS, Cost
+
+__all__ = ["Key", "Limits", "Terms", "Threshold", "check_used", "matches", "percentage", "read_thresholds"]
+
+Key = tuple[str, Plan]  # a case's name and the plan
+_PERCENTAGE = re.compile(r"(\d{1,4}(?:\.\d{1,6})?) ?%")
+_LARGEST = 10.0  # eleven times as long: whoever means more means no limit
+_LARGEST_FILE = 2**20
+_FIELDS = ("time", "error")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """``time``: the slow-down that must be found; ``error``: the rise of an error that is too much.  0.03 is 3 %.
+
+    The rise of an error is far above what two runs differ by: the same kernels, in three
+    committed result sets from three GPUs and three states of the harness, were at most 14 % apart.
+    """
+
+    time: float = 0.03
+    error: float = 0.25
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Limits for the rows that a pattern matches; None where it says nothing of them."""
+
+    pattern: str
+    time: float | None = None
+    error: float | None = None
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is compared and how.
+
+    ``relative_to`` names the plans that times are divided by, in the order of preference;
+    ``allowed`` are patterns of what may be missing.  Of the ``thresholds`` that match a row
+    the last one counts.
+    """
+
+    limits: Limits = Limits()
+    thresholds: tuple[Threshold, ...] = ()
+    costs: tuple[Cost, ...] = COSTS
+    relative_to: tuple[Plan, ...] = ()
+    allowed: tuple[str, ...] = field(default=())
+
+    def limits_of(self, key: Key) -> Limits:
+        """The limits of a row."""
+        limits = self.limits
+        for each in self.thresholds:
+            if matches(each.pattern, key):
+                limits = replace(
+                    limits,
+                    time=limits.time if each.time is None else each.time,
+                    error=limits.error if each.error is None else each.error,
+                )
+        return limits
+
+    def allows(self, key: Key) -> bool:
+        """Whether the row may be missing on one side."""
+        return any(matches(pattern, key) for pattern in self.allowed)
+
+
+def matches(pattern: str, key: Key) -> bool:
+    """Whether the pattern, with ``*`` and ``?``, is the case's name, the plan's, or both: ``case: plan``."""
+    case, plan = key
+    names = (case, str(plan), f"{case}: {plan}")
+    return pattern in names or any(fnmatchcase(name, pattern) for name in names)
+
+
+def check_used(terms: Terms, keys: Iterable[Key]) -> None:
+    """Raise MisuseError where a name or a pattern means none of the rows: it is misspelt, and would protect nothing."""
+    rows = list(keys)
+    patterns = [*terms.allowed, *(each.pattern for each in terms.thresholds)]
+    for pattern in patterns:
+        if not any(matches(pattern, key) for key in rows):
+            raise MisuseError(f"{pattern!r} matches no case and no plan in either of the results")
+    plans = {plan for _, plan in rows}
+    for baseline in terms.relative_to:
+        if not {baseline, Plan(baseline.forward, baseline.forward)} & plans:
+            raise MisuseError(f"no row of either of the results has the plan {baseline} to be relative to")
+
+
+def percentage(text: str) -> float:
+    """``3%`` is 0.03.  Raises InputError where the text is no percentage above 0 and up to 1000 %.
+
+    The sign is asked for, because 3 and 0.03 have both been meant by 3 %.
+    """
+    found = _PERCENTAGE.fullmatch(text.strip())
+    value = float(found[1]) / 100 if found else 0.0
+    if not 0 < value <= _LARGEST:
+        raise InputError(f"expected a percentage such as 3% or 0.5%, 1000% at most, not {text[:50]!r}")
+    return value
+
+
+def read_thresholds(path: Path) -> tuple[Threshold, ...]:
+    """The limits of a YAML file: patterns of cases or plans, each with a percentage, or with one for time and error::
+
+        "*causal*": 5%
+        "fa3:fp8": {time: 2%, error: 10%}
+
+    Raises MalformedFileError with the line and what was expected there.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
+    except OSError as error:
+        raise MalformedFileError(path, f"cannot be read: {error.strerror}") from error
+    if len(content) > _LARGEST_FILE:
+        raise MalformedFileError(path, f"expected at most {_LARGEST_FILE} bytes of thresholds")
+    try:
+        root = yaml.compose(content.decode(), Loader=yaml.SafeLoader)
+        return tuple(_thresholds(path, root))
+    except UnicodeDecodeError as error:
+        raise MalformedFileError(path, "expected text in UTF-8", content[: error.start].count(b"\n") + 1) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        said = getattr(error, "problem", None) or getattr(error, "reason", None) or "cannot be parsed"
+        raise MalformedFileError(path, f"expected YAML: {said}", mark.line + 1 if mark else None) from error
+    except RecursionError as error:
+        raise MalformedFileError(path, "expected patterns with percentages, not endless nesting") from error
+
+
+def _thresholds(path: Path, root: yaml.Node | None) -> Iterator[Threshold]:
+    if not isinstance(root, yaml.MappingNode) or not root.value:
+        raise MalformedFileError(path, 'expected lines such as `"*causal*": 5%`', 1)
+    seen: set[str] = set()
+    for key, value in root.value:
+        pattern = _text(path, key, "the name or pattern of a case or plan")
+        if pattern in seen:
+            raise _fault(path, key, f"expected each pattern once, {pattern[:50]!r} stands here again")
+        seen.add(pattern)
+        if isinstance(value, yaml.MappingNode):
+            yield Threshold(pattern, **dict(_fields(path, value)))
+        else:
+            yield Threshold(pattern, time=_share(path, value))
+
+
+def _fields(path: Path, node: yaml.MappingNode) -> Iterator[tuple[str, float]]:
+    seen: set[str] = set()
+    for key, value in node.value:
+        name = _text(path, key, " or ".join(_FIELDS))
+        if name not in _FIELDS or name in seen:
+            raise _fault(path, key, f"expected {' and '.join(_FIELDS)}, once each, not {name[:50]!r}")
+        seen.add(name)
+        yield name, _share(path, value)
+    if not seen:
+        raise _fault(path, node, f"expected {' or '.join(_FIELDS)} here")
+
+
+def _share(path: Path, node: yaml.Node) -> float:
+    try:
+        return percentage(_text(path, node, "a percentage such as 3%"))
+    except InputError as error:
+        raise _fault(path, node, str(error)) from error
+
+
+def _text(path: Path, node: yaml.Node, expected: str) -> str:
+    if not isinstance(node, yaml.ScalarNode) or not node.value:
+        raise _fault(path, node, f"expected {expected}")
+    return str(node.value)
+
+
+def _fault(path: Path, node: yaml.Node, expected: str) -> MalformedFileError:
+    return MalformedFileError(path, expected, node.start_mark.line + 1)

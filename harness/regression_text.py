@@ -1,0 +1,91 @@
+"""A comparison for a terminal or a pull request: the rows that changed, then how many did not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from tabulate import tabulate
+
+from .regression import Outcome, Regression, RowVerdict
+from .report_text import Style, prose, shown
+from .statistics import Verdict
+from .timing import Cost
+
+__all__ = ["conclusion", "regression_text"]
+
+_SILENT: tuple[RowVerdict, ...] = ("ambiguous", "same", "baseline", "unmeasured")
+_LEAST_WIDTH = 40  # of the sentences
+_ORDER: tuple[Verdict, ...] = ("slower", "faster", "ambiguous", "same")
+
+
+def regression_text(regression: Regression, style: Style, width: int, every: bool = False) -> str:
+    """The rows that failed, changed, may have or could not be compared, with ``every`` all rows; then sentences.
+
+    As text it is ``width`` columns wide where the names leave room for that.
+    """
+    told = [each for each in regression.outcomes if every or each.suspect or each.verdict not in _SILENT]
+    told.sort(key=lambda each: (not each.regressed, list(regression.counts).index(each.verdict)))
+    said = [shown(sentence, style) for sentence in _sentences(regression)]
+    parts = [*([_table(told, style, width)] if told else []), prose(said, style, bullets=True), conclusion(regression)]
+    return "\n\n".join(parts)
+
+
+def conclusion(regression: Regression) -> str:
+    """One line: whether it regressed, and how many rows of each verdict make it so."""
+    code = regression.exit_code
+    if code == 0:
+        return "clean: nothing became slower, less accurate, failed or went missing"
+    if code == 1:
+        counted = Counter(each.verdict for each in regression.outcomes if each.regressed)
+        return "regressed: " + ", ".join(f"{counted[each]} {each}" for each in regression.counts if counted[each])
+    if not regression.counts.get("incomparable"):
+        return "not comparable: there is no row with numbers on both sides"
+    return "not comparable: unlike machines or cases; --relative-to PLAN compares the ratios to a plan on each machine"
+
+
+def _table(outcomes: Sequence[Outcome], style: Style, width: int) -> str:
+    if style == "markdown":
+        columns = {
+            "verdict": [_verdict(each) for each in outcomes],
+            "case": [shown(each.key[0], style) for each in outcomes],
+            "plan": [shown(str(each.key[1]), style) for each in outcomes],
+            "because": [shown("; ".join(each.reasons), style) for each in outcomes],
+        }
+        return tabulate(columns, headers="keys", tablefmt="github", disable_numparse=True)
+    names = [f"{shown(each.key[0], style)}\n{shown(str(each.key[1]), style)}" for each in outcomes]
+    verdicts = [_verdict(each) for each in outcomes]
+    taken = sum(2 + max(len(line) for cell in cells for line in cell.split("\n")) for cells in (names, verdicts))
+    columns = {
+        "verdict": verdicts,
+        "case, plan": names,
+        "because": [shown("; ".join(each.reasons), style) for each in outcomes],
+    }
+    widths = [None, None, max(_LEAST_WIDTH, width - taken)]
+    return tabulate(columns, headers="keys", tablefmt="simple", disable_numparse=True, maxcolwidths=widths)
+
+
+def _verdict(outcome: Outcome) -> str:
+    return f"{outcome.verdict}, allowed" if outcome.allowed else outcome.verdict
+
+
+def _sentences(regression: Regression) -> Iterator[str]:
+    counts = ", ".join(f"{number} {verdict}" for verdict, number in regression.counts.items())
+    yield f"{len(regression.outcomes)} rows: {counts}."
+    for cost in regression.terms.costs:
+        if said := _of_cost(regression, cost):
+            yield f"{cost}, each row alone: {said}."
+    if repeated := sum(each.again for each in regression.outcomes):
+        yield f"Measured again, side by side: {repeated}."
+    if regression.differences:
+        yield f"What else differs: {'; '.join(regression.differences)}."
+    if any(each.startswith("uuid_hash ") for each in regression.differences):
+        yield (
+            "BASE and NEW come from two GPUs of one model, whose times may differ by more than what is looked for; "
+            "--rerun measures both on one."
+        )
+
+
+def _of_cost(regression: Regression, cost: Cost) -> str:
+    counted = Counter(each.costs[cost].verdict for each in regression.outcomes if cost in each.costs)
+    return ", ".join(f"{counted[verdict]} {verdict}" for verdict in _ORDER if counted[verdict])

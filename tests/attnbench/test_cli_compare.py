@@ -1,0 +1,293 @@
+"""``attnbench compare`` as a person or a CI meets it: real files, what it prints, and the code that it ends with."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import pytest
+from compared import QUICK, SLOWED_BY, few_samples, install_plugin, passed_over, python, row, slowed, times, written
+
+from attnbench.harness.records import read_measurements
+
+MARKUP = 'x" <script>alert(1)</script> | [a](b) & ]]> \x1b[31m \x00 \ud7ff \ufffe'
+
+
+@pytest.fixture
+def attnbench(monkeypatch, capsys):
+    """Runs the command in this process, which has paid for importing torch, as the console script would."""
+
+    def run(*arguments, code=0):
+        from attnbench.cli import main
+
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["attnbench", "compare", *map(str, arguments)])
+        monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # main sets its own
+        with pytest.raises(SystemExit) as end:
+            main()
+        captured = capsys.readouterr()
+        assert (end.value.code or 0) == code, captured.out + captured.err
+        return SimpleNamespace(stdout=captured.out, stderr=captured.err)
+
+    return run
+
+
+@pytest.fixture
+def document(attnbench):
+    return lambda *arguments, code=0: json.loads(attnbench(*arguments, "--format", "json", code=code).stdout)
+
+
+@pytest.fixture(scope="module")
+def doctored(tmp_path_factory):
+    """The committed rows with one slow-down of 3 %, one loss of accuracy, one missing case and one unlike machine."""
+    rows = list(read_measurements(QUICK))
+    measured = [each for each in rows if each.measured]
+    steady = sorted(measured, key=lambda each: -len(each.time_ms["call"]))
+    slow, *others = (
+        next(each for each in steady if max(each.time_ms["kernel"]) < 1.05 * min(each.time_ms["kernel"])),
+        *[each for each in measured if each.spec.direction == "forward"][5:8],
+    )
+    worse, gone, far = others
+    doctored = []
+    for each in rows:
+        if each is slow:
+            each = slowed(each, 1.03)
+        elif each is worse:
+            errors = {family: {name: 2 * error for name, error in own.items()} for family, own in each.error.items()}
+            each = each.model_copy(update={"error": errors})
+        elif each is gone:
+            continue
+        elif each is far:
+            each = each.model_copy(update={"environment": replace(each.environment, device_name="NVIDIA H20")})
+        doctored.append(each)
+    folder = written(tmp_path_factory.mktemp("results") / "new", doctored)
+    return folder, {
+        (each.case, str(each.plan)): verdict
+        for each, verdict in ((slow, "slower"), (worse, "inaccurate"), (gone, "missing"), (far, "incomparable"))
+    }
+
+
+def test_what_was_doctored_is_reported_and_nothing_else(document, doctored):
+    folder, wanted = doctored
+    assert len(wanted) == 4
+    found = document(QUICK, folder, code=1)
+    told = {
+        (each["case"], each["plan"]): each["verdict"]
+        for each in found["rows"]
+        if each["verdict"] not in ("same", "ambiguous", "unmeasured")
+    }
+    assert told == wanted
+    assert found["counts"] == Counter(each["verdict"] for each in found["rows"])
+    assert (found["outcome"], found["exit_code"]) == ("regressed", 1)
+    assert found["conclusion"] == "regressed: 1 inaccurate, 1 slower, 1 missing"
+
+
+def test_each_of_them_alone_has_its_code(attnbench, tmp_path):
+    rows = [row("a"), row("b", seed=1), row("c", seed=2)]
+    base = written(tmp_path / "base", rows)
+    far = replace(rows[0].environment, device_name="another GPU")
+    cases = {
+        "same": (rows, 0),
+        "slow": ([slowed(rows[0], 1.03), *rows[1:]], 1),
+        "crash": ([passed_over("crashed"), *rows[1:]], 1),
+        "missing": (rows[1:], 1),
+        "unlike": ([each.model_copy(update={"environment": far}) for each in rows], 3),
+    }
+    for name, (new, code) in cases.items():
+        done = attnbench(base, written(tmp_path / name, new), code=code)
+        assert {0: "clean", 1: "regressed", 3: "not comparable"}[code] in done.stdout.splitlines()[-1]
+    allowed = attnbench(base, tmp_path / "missing", "--allow-missing", "a")
+    assert "missing, allowed" in allowed.stdout
+    relative = attnbench(base, tmp_path / "unlike", "--relative-to", "fa3:fp8", code=3)
+    assert "there is no row with numbers on both sides" in relative.stdout  # the baseline is all that there is
+    plans = written(tmp_path / "plans", [row("a"), row("a", "sdpa-flash:bf16", seed=1)])
+    rows = [row("a", environment=far), row("a", "sdpa-flash:bf16", seed=1, environment=far)]
+    attnbench(plans, written(tmp_path / "far", rows), "--relative-to", "sdpa-flash:bf16")
+
+
+@pytest.mark.parametrize("format", ["table", "markdown"])
+def test_a_person_reads_what_regressed_and_why(attnbench, doctored, format):
+    folder, wanted = doctored
+    said = attnbench(QUICK, folder, "--format", format, code=1).stdout
+    for (case, plan), verdict in wanted.items():
+        assert case in said.replace("\\", "")
+        assert plan in said.replace("\\", "")
+        assert verdict in said
+    assert "kernel +3.0%" in said
+    assert "device_name was NVIDIA H200, is NVIDIA H20" in said.replace("\\", "")
+    assert "regressed: 1 inaccurate, 1 slower, 1 missing" in said
+    everything = attnbench(QUICK, folder, "--format", format, "--all", code=1).stdout
+    assert len(everything.splitlines()) > 150 > len(said.splitlines())
+
+
+def test_junit_is_read_by_a_strict_parser_whatever_the_names(attnbench, tmp_path):
+    rows = [row(MARKUP), row("b", seed=1), row("c", seed=2), row("d", seed=3)]
+    base = written(tmp_path / "base", rows)
+    far = replace(rows[2].environment, device_name=MARKUP)
+    changed = [slowed(rows[0], 1.2), rows[1], rows[2].model_copy(update={"environment": far})]
+    new = written(tmp_path / "new", changed)
+    text = attnbench(base, new, "--format", "junit", "--allow-missing", "d", code=1).stdout
+    root = ElementTree.fromstring(text)
+    (suite,) = root
+    for element in (root, suite):
+        counted = [element.get(name) for name in ("tests", "failures", "errors", "skipped")]
+        assert counted == ["4", "1", "1", "1"]
+    tests = {test.get("classname"): test for test in suite}
+    slow = tests[next(name for name in tests if "<script>alert(1)</script>" in name)]
+    assert [(each.tag, each.get("type")) for each in slow] == [("failure", "slower")]
+    assert slow[0].get("message").startswith("slower: kernel +")
+    assert not list(tests["b"])
+    assert [each.tag for each in tests["c"]] == ["error"]
+    assert [each.tag for each in tests["d"]] == ["skipped"]
+    assert not set(text) & {"\x1b", "\x00", "\ufffe"}
+
+
+@pytest.mark.parametrize("format", ["table", "markdown"])
+def test_no_name_steers_a_terminal_or_a_page(attnbench, tmp_path, format):
+    rows = [row(MARKUP)]
+    base, new = written(tmp_path / "base", rows), written(tmp_path / "new", [slowed(rows[0], 1.2)])
+    said = attnbench(base, new, "--format", format, code=1).stdout
+    assert "\x1b" not in said
+    if format == "markdown":
+        assert "<script>" not in said.replace("\\<", "")
+        (line,) = [line for line in said.splitlines() if "slower" in line and line.startswith("|")]
+        assert line.replace("\\|", "").count("|") == 5
+
+
+def test_json_says_on_what_terms_and_what_differs(document, tmp_path):
+    before = row("a")
+    now = replace(before.environment, torch="2.10.0")
+    base, new = written(tmp_path / "base", [before]), written(tmp_path / "new", [row("a", seed=1, environment=now)])
+    limits = tmp_path / "limits.yaml"
+    limits.write_text('"fa3:*": {time: 4%, error: 50%}\na: 6 %\n')
+    found = document(base, new, "--fail-on", "2.5%", "--thresholds", limits, "--cost", "call,kernel")
+    assert found["schema"] == "attnbench.comparison/1"
+    assert found["terms"] == {
+        "fail_on": 0.025,
+        "error_rise": 0.25,
+        "costs": ["kernel", "call"],
+        "relative_to": [],
+        "allow_missing": [],
+        "thresholds": {"fa3:*": {"time": 0.04, "error": 0.5}, "a": {"time": 0.06, "error": None}},
+    }
+    assert found["differences"] == ["torch was 2.9.0, is 2.10.0"]
+    assert [each["torch"] for each in found["base"] + found["new"]] == ["2.9.0", "2.10.0"]
+    (only,) = found["rows"]
+    assert only["limits"] == {"time": 0.06, "error": 0.5}
+    assert only["verdict"] == "same"
+    assert list(only["costs"]) == ["kernel", "call"]
+    assert only["costs"]["kernel"]["samples"] == [40, 40]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--fail-on", "3"], "percentage"),
+        (["--cost", "kernels"], "'kernels'"),
+        (["--allow-missing", "misspelt"], "'misspelt' matches no case"),
+        (["--relative-to", "misspelt:bf16"], "misspelt:bf16"),
+        (["--relative-to", "misspelt"], "no kernel name"),
+        (["--rerun"], "--base-python"),
+        (["--base-python", sys.executable], "--rerun"),
+        (["--rerun", "--base-python", sys.executable, "--relative-to", "fa3:fp8"], "--rerun"),
+        (["--format", "html"], "format"),
+        (["--thresholds", "none.yaml"], "none.yaml"),
+    ],
+)
+def test_misuse(attnbench, tmp_path, options, said):
+    base = written(tmp_path / "base", [row()])
+    done = attnbench(base, base, *options, code=2)
+    assert said in done.stderr
+    assert done.stdout == ""
+
+
+def test_what_is_not_there_or_holds_no_rows_is_misuse(attnbench, tmp_path):
+    base = written(tmp_path / "base", [row()])
+    assert "nowhere" in attnbench(base, tmp_path / "nowhere", code=2).stderr
+    assert "no measurement" in attnbench(base, written(tmp_path / "empty", []), code=2).stderr
+    assert "measurements.jsonl:1:" in attnbench(base, _with(tmp_path / "broken", "{}"), code=2).stderr
+
+
+def _with(folder, text):
+    folder.mkdir()
+    (folder / "measurements.jsonl").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("", 1, "expected lines"),
+        ("- a\n", 1, "expected lines"),
+        ("a: 3\n", 1, "percentage"),
+        ("a: 5%\n\nb: lots\n", 3, "percentage"),
+        ("a: 5%\na: 6%\n", 2, "once"),
+        ("a: {time: 5%, speed: 6%}\n", 1, "time and error"),
+        ("a: {}\n", 1, "time or error"),
+        ("a: [5%]\n", 1, "percentage"),
+        ("a: 5%\nb: {time: 5%\n", 3, "YAML"),
+        ("misspelt: 5%\n", None, "'misspelt' matches no case"),
+    ],
+)
+def test_a_file_of_thresholds_is_checked(attnbench, tmp_path, text, line, said):
+    base = written(tmp_path / "base", [row()])
+    file = tmp_path / "limits.yaml"
+    file.write_text(text)
+    stderr = attnbench(base, base, "--thresholds", file, code=2).stderr
+    assert said in stderr
+    if line is not None:
+        assert f"limits.yaml:{line}:" in stderr
+
+
+def test_the_exit_code_is_that_of_the_process(tmp_path):
+    rows = [row()]
+    base, new = written(tmp_path / "base", rows), written(tmp_path / "new", [slowed(rows[0], 1.2)])
+    done = subprocess.run([sys.executable, "-m", "attnbench", "compare", base, new], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr == ""
+
+
+def test_a_slow_down_is_found_side_by_side_and_what_only_the_results_had_is_not(
+    attnbench, tmp_path, monkeypatch, own_cache
+):
+    """paced:bf16 is slower in NEW, where three samples said nothing; paced:fp16 was slower in the results alone."""
+    install_plugin(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)  # this process may be one of many; a turn is not
+    (tmp_path / "checkout").mkdir()
+    (tmp_path / "checkout" / "attnbench.py").write_text("raise SystemExit('the checkout was imported')")
+    monkeypatch.chdir(tmp_path / "checkout")  # `python -m` would import what lies there before what is installed
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    here = few_samples().environment
+    elsewhere = replace(here, cpu="another CPU", device_name="another CPU")
+    quiet = few_samples(environment=elsewhere)
+    lively = few_samples(plan="paced:fp16", time_ms=times(1), environment=elsewhere)
+    base, new = written(tmp_path / "base", [quiet, lively]), written(tmp_path / "new", [quiet, slowed(lively, 1.6)])
+    limits = tmp_path / "limits.yaml"
+    limits.write_text("paced:fp16: 50%\n")
+    old, young = (
+        python(tmp_path / "old", sys.executable),
+        python(tmp_path / "young", sys.executable, **{SLOWED_BY: "8"}),
+    )
+    terms = "--thresholds", limits, "--cost", "kernel,prepared", "--format", "json"
+
+    first = json.loads(attnbench(base, new, *terms, code=1).stdout)
+    assert [each["verdict"] for each in first["rows"]] == ["ambiguous", "slower"]
+    sides = "--rerun", "--base-python", old, "--new-python", young, "--rerun-seconds", 400
+    done = attnbench(base, new, *terms, *sides, code=1)
+    slow, same = json.loads(done.stdout)["rows"]
+    assert (slow["verdict"], slow["again"]) == ("slower", True)
+    assert 2 < slow["costs"]["kernel"]["ratio"] < 4
+    assert (same["verdict"], same["again"]) == ("same", True)
+    assert "slower in the results, measured again side by side" in same["reasons"]
+    assert f"{old}: attnbench " in done.stderr
+    assert "is the old one really the old one?" in done.stderr  # the plug-in's version is the same
+    assert "this machine is another than that of the results: device_name was another CPU" in done.stderr
+    assert not list(tmp_path.glob("attnbench-rerun-*"))
+    assert list(own_cache.rglob("*.json")) == []  # no table of the user's was touched

@@ -1,0 +1,165 @@
+"""Models of diffusers around our attention: what its native backend computes, or a sentence that says why not."""
+
+import copy
+import pickle
+import sys
+
+import pytest
+import torch
+from tiny_models import error, flux, step, worst
+
+from attnbench.errors import AttnbenchWarning, InputError, UnknownBackendError
+from attnbench.integrations import mask_tensors
+from attnbench.integrations.diffusers import register
+from attnbench.integrations.sdpa import replaced
+
+diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
+
+
+@pytest.fixture(autouse=True)
+def active():
+    """set_attention_backend sets the backend of all models."""
+    before = dispatch._AttentionBackendRegistry._active_backend
+    yield
+    dispatch._AttentionBackendRegistry.set_active_backend(before)
+
+
+def tensor(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ask(*args, **named):
+    return dispatch.dispatch_attention_fn(*args, backend="attnbench", **named)
+
+
+def native(*args, **named):
+    return dispatch.dispatch_attention_fn(*args, backend="native", **named)
+
+
+def test_outputs_and_gradients_are_those_of_the_native_backend():
+    calls = register(backend="reference")
+    model, inputs = flux()
+    ours = copy.deepcopy(model)
+    wanted = step(model, **inputs, return_dict=False)
+    ours.set_attention_backend("attnbench")
+    found = step(ours, **inputs, return_dict=False)
+    assert calls.served == 2
+    assert error(found[0], wanted[0]) < 1e-5
+    assert worst(found[1], wanted[1]) < 1e-4
+    assert torch.equal(step(copy.deepcopy(ours), **inputs, return_dict=False)[0], found[0])
+    ours.reset_attention_backend()
+    dispatch._AttentionBackendRegistry.set_active_backend(dispatch.AttentionBackendName.NATIVE)
+    assert torch.equal(step(ours, **inputs, return_dict=False)[0], wanted[0])
+    with diffusers.attention_backend("attnbench"):
+        assert torch.equal(step(ours, **inputs, return_dict=False)[0], found[0])
+
+
+def test_fp8_is_within_its_budget():
+    register("attnbench-fp8", backend="emulated", dtype="fp8")
+    model, inputs = flux()
+    wanted = step(model, **inputs, return_dict=False)
+    model.set_attention_backend("attnbench-fp8")
+    found = step(model, **inputs, return_dict=False)
+    assert 1e-4 < error(found[0], wanted[0]) < 0.12
+    assert 1e-4 < worst(found[1], wanted[1], least=1e-3) < 0.12
+
+
+def test_a_compiled_model_has_one_graph():
+    register(backend="emulated", dtype="fp8")
+    model, inputs = flux()
+    model.set_attention_backend("attnbench")
+    wanted = model(**inputs).sample
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert error(compiled(**inputs).sample, wanted) < 1e-5
+
+
+def test_layers_that_do_not_ask_the_dispatcher_ask_sdpa():
+    calls = register(backend="emulated", dtype="fp8")
+    torch.manual_seed(0)
+    model = diffusers.UNet2DConditionModel(
+        block_out_channels=(8, 16), layers_per_block=1, sample_size=8, in_channels=4, out_channels=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=16, attention_head_dim=8, norm_num_groups=4,
+    )  # fmt: skip
+    inputs = (tensor(1, 4, 8, 8), 1, tensor(1, 5, 16))
+    wanted = step(model, *inputs, return_dict=False)
+    model.set_attention_backend("attnbench")
+    assert torch.equal(step(model, *inputs, return_dict=False)[0], wanted[0])
+    assert calls.served == 0
+    with replaced("emulated", dtype="fp8") as seen:
+        found = step(model, *inputs, return_dict=False)
+    assert seen.served > 0
+    assert 1e-4 < error(found[0], wanted[0]) < 0.12
+
+
+def test_arguments_mean_what_they_mean_to_the_native_backend(monkeypatch):
+    seen, look = [], mask_tensors.mask_of_tensor
+    monkeypatch.setattr(mask_tensors, "mask_of_tensor", lambda *args: seen.append(args) or look(*args))
+    calls = register(backend="reference")
+    q, k, v = tensor(2, 6, 4, 8), tensor(2, 6, 2, 8, seed=1), tensor(2, 6, 2, 8, seed=2)
+    everything = torch.ones(2, 6, dtype=torch.bool)
+    for named in [
+        {"is_causal": True},
+        {"scale": 0.3},
+        {"attn_mask": everything},
+        {"attn_mask": everything},
+        {"attn_mask": torch.zeros(2, 1, 1, 6)},
+        {"attn_mask": torch.ones(6, 6, dtype=torch.bool).tril()},
+    ]:
+        torch.testing.assert_close(
+            ask(q, k, v, enable_gqa=True, **named), native(q, k, v, enable_gqa=True, **named), rtol=1e-4, atol=1e-5
+        )
+    assert (calls.served, len(seen)) == (6, 3)  # one tensor is asked with twice
+
+
+def test_what_cannot_be_served_is_refused_and_handed_on_only_where_that_was_asked_for():
+    q = tensor(2, 6, 2, 8)
+    padding = torch.arange(6).expand(2, 6) < torch.tensor([[6], [4]])
+    calls = register()
+    for said, named in {
+        "pads, biases or blocks": {"attn_mask": padding},
+        "dropout": {"dropout_p": 0.1},
+        "context parallelism and return_lse are not served": {"attention_kwargs": {"return_lse": True}},
+    }.items():
+        with pytest.raises(InputError, match=said):
+            ask(q, q, q, **named)
+    assert calls.served == 0
+    calls = register(backend="emulated", dtype="fp8", otherwise="native")
+    with pytest.warns(AttnbenchWarning, match="blocks; such calls are handed on to native"):
+        assert torch.equal(ask(q, q, q, padding), native(q, q, q, padding))
+    assert not torch.equal(ask(q, q, q), native(q, q, q))
+    assert (calls.served, calls.handed_on.total()) == (1, 1)
+    with pytest.raises(InputError, match="context parallelism"):
+        ask(q, q, q, parallel_config=object())
+
+
+def test_the_name_is_a_backend_like_diffusers_own():
+    register("attnbench")
+    name = dispatch.AttentionBackendName("attnbench")
+    assert register("attnbench").served == 0
+    assert dispatch.AttentionBackendName("attnbench") is name is dispatch.AttentionBackendName["ATTNBENCH"]
+    assert name is dispatch.AttentionBackendName.ATTNBENCH
+    assert [each.value for each in dispatch.AttentionBackendName].count("attnbench") == 1
+    assert pickle.loads(pickle.dumps(name)) is copy.deepcopy(name) is name
+    assert dispatch.AttentionBackendName("native").value == "native"
+
+
+def test_what_cannot_be_registered(monkeypatch):
+    own = dispatch._AttentionBackendRegistry._backends[dispatch.AttentionBackendName.NATIVE]
+    with pytest.raises(InputError, match="'native' is a backend of diffusers"):
+        register("native")
+    assert dispatch._AttentionBackendRegistry._backends[dispatch.AttentionBackendName.NATIVE] is own
+    with pytest.raises(InputError, match="lower case"):
+        register("Attnbench")
+    with pytest.raises(UnknownBackendError, match="sdpa-flash"):
+        register(backend="sdpa-flesh")
+    with pytest.raises(InputError, match="otherwise must be 'raise' or 'native'"):
+        register(otherwise="sdpa")
+    monkeypatch.setattr(dispatch, "AttentionBackendName", ("native",))
+    with pytest.raises(InputError, match="in another way"):
+        register("attnbench-other")
+    monkeypatch.setitem(sys.modules, "diffusers.models.attention_dispatch", None)
+    with pytest.raises(InputError, match=r"pip install 'diffusers>=0.35'"):
+        register()

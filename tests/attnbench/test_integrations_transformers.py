@@ -1,0 +1,346 @@
+"""Models of transformers around our attention: what SDPA computes, masks included, or a sentence that says why not."""
+
+import sys
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import DECODER, ENCODER, EXPERTS, GPT2, SOFTCAPPED, WINDOWED, decoders, error, step, tokens, worst
+
+from attnbench import Mask, use_backend
+from attnbench.errors import AttnbenchWarning, InputError, UnknownBackendError
+from attnbench.integrations import mask_tensors
+from attnbench.integrations.transformers import register
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+EXACT = "reference"
+
+
+@pytest.fixture
+def calls():
+    """Registered as ``attnbench``, by the most accurate backend there is."""
+    return register(backend=EXACT)
+
+
+def padding(*spans, length=12):
+    """(B, length) of 1 where a token is, for each row from a position to another."""
+    positions = torch.arange(length)
+    return torch.stack([((positions >= first) & (positions < last)).long() for first, last in spans])
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "theirs", "auto"),
+    [
+        ("LlamaConfig", DECODER, "sdpa", "AutoModelForCausalLM"),
+        ("MistralConfig", WINDOWED, "sdpa", "AutoModelForCausalLM"),
+        ("Gemma2Config", SOFTCAPPED, "eager", "AutoModelForCausalLM"),
+        ("Gemma3TextConfig", WINDOWED, "sdpa", "AutoModelForCausalLM"),
+        ("GPT2Config", GPT2, "sdpa", "AutoModelForCausalLM"),
+        ("BertConfig", {**ENCODER, "attention_probs_dropout_prob": 0.0}, "sdpa", "AutoModelForMaskedLM"),
+        ("ModernBertConfig", {**ENCODER, "local_attention": 16, "global_attn_every_n_layers": 2}, "sdpa",
+         "AutoModelForMaskedLM"),
+    ],
+)  # fmt: skip
+def test_outputs_and_gradients_are_those_of_transformers_own_attention(calls, kind, settings, theirs, auto):
+    model, ours = decoders(kind, settings, theirs, auto=auto)
+    x = tokens()
+    wanted, found = step(model, x), step(ours, x)
+    assert calls.served == 2
+    assert error(found[0], wanted[0]) < 1e-5
+    assert worst(found[1], wanted[1]) < 1e-4
+
+
+def test_fp8_is_within_its_budget_and_is_opted_into_by_name_or_context():
+    register("attnbench-fp8", backend="emulated", dtype="fp8")
+    model, ours = decoders("LlamaConfig", DECODER, ours="attnbench-fp8")
+    x = tokens()
+    wanted, found = step(model, x), step(ours, x)
+    assert 1e-3 < error(found[0], wanted[0]) < 0.12
+    assert 1e-3 < worst(found[1], wanted[1]) < 0.12
+    register("attnbench")
+    ours.set_attn_implementation("attnbench")
+    assert error(step(ours, x)[0], wanted[0]) < 1e-5
+    with use_backend("emulated", dtype="fp8"):
+        assert torch.equal(step(ours, x)[0], found[0])
+
+
+@pytest.mark.parametrize(("kind", "settings"), [("LlamaConfig", DECODER), ("MistralConfig", WINDOWED)])
+def test_decoding_with_a_cache_and_prompts_in_pieces(calls, kind, settings):
+    model, ours = decoders(kind, settings)
+    x = tokens(length=12)
+    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    assert torch.equal(ours.generate(x, **options), model.generate(x, **options))
+    x, outs = tokens(length=40), []
+    for each in (model, ours):
+        with torch.no_grad():
+            first = each(x[:, :23], use_cache=True)
+            outs.append(each(x[:, 23:], past_key_values=first.past_key_values).logits)
+    assert error(outs[1], outs[0]) < 1e-5
+    assert calls.served == 2 * (20 + 2)
+
+
+def test_a_padding_mask_that_pads_nothing_is_served_and_others_are_refused(calls):
+    model, ours = decoders("LlamaConfig", DECODER)
+    x = tokens(length=12)
+    assert error(ours(x, attention_mask=padding((0, 12), (0, 12)))[0], model(x)[0]) < 1e-5
+    for spans in [((0, 12), (3, 12)), ((0, 12), (0, 9)), ((0, 5), (0, 12))]:
+        with pytest.raises(InputError, match=r'padding, which attnbench cannot serve; otherwise="sdpa" hands'):
+            ours(x, attention_mask=padding(*spans))
+    bert = decoders("BertConfig", ENCODER, auto="AutoModelForMaskedLM")[1]
+    with pytest.raises(InputError, match="padding"):
+        bert(x, attention_mask=padding((0, 12), (0, 9)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"), [("LlamaConfig", DECODER), ("MistralConfig", {**WINDOWED, "sliding_window": 4})]
+)
+def test_padding_at_the_right_changes_no_token_of_a_causal_batch(kind, settings):
+    calls = register(backend=EXACT, padding="right")
+    model, ours = decoders(kind, settings)
+    x, real = tokens(length=12), padding((0, 12), (0, 7))
+    labels = x.masked_fill(real == 0, -100)
+    wanted, found = (step(each, x, attention_mask=real, labels=labels) for each in (model, ours))
+    assert calls.served == 2
+    assert error(found[0][real.bool()], wanted[0][real.bool()]) < 1e-5
+    assert worst(found[1], wanted[1]) < 1e-4
+    for spans in [((0, 12), (3, 12)), ((0, 12), (2, 9))]:
+        with pytest.raises(InputError, match="padding that is not at the right of a causal batch"):
+            ours(x, attention_mask=padding(*spans))
+    with pytest.raises(InputError, match="padding that is not"):
+        decoders("BertConfig", ENCODER, auto="AutoModelForMaskedLM")[1](x, attention_mask=real)
+
+
+def test_what_cannot_be_served_is_refused_in_a_sentence(calls):
+    _, ours = decoders("LlamaConfig", DECODER)
+    x = tokens(length=12)
+    with pytest.raises(InputError, match="sequences packed into one"):
+        ours(x, position_ids=torch.arange(6).repeat(2, 2), use_cache=False)
+    with pytest.raises(InputError, match="beyond the queries, as those of a static cache"):
+        ours.generate(x, cache_implementation="static", max_new_tokens=3, pad_token_id=0)
+    with pytest.raises(InputError, match="cu_seq_lens_q, which attnbench does not know"):
+        ours(x, cu_seq_lens_q=torch.tensor([0, 24]))
+    for layer in ours.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(InputError, match="dropout"):
+        ours.train()(x)
+    ours.eval()(x)
+    with pytest.raises(InputError, match="GptOssAttention wants s_aux"):
+        decoders("GptOssConfig", {**WINDOWED, **EXPERTS}, "eager")[1](x)
+    chunked = {**DECODER, "attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 96}
+    with pytest.raises(InputError, match="attention in chunks"):
+        decoders("Llama4TextConfig", chunked)[1](x)
+    assert not calls.handed_on
+    attend = transformers.AttentionInterface._global_mapping["attnbench"]
+    q = torch.randn(1, 2, 8, 16)
+    for given_, said in [
+        ({"sliding_window": 4}, "a sliding window of 4 keys, and no mask was made"),
+        ({"output_attentions": True}, "wants probabilities"),
+        ({"position_bias": torch.zeros(1, 2, 8, 8)}, "a bias of positions"),
+        ({"cache": object()}, "wants cache"),
+    ]:
+        with pytest.raises(InputError, match=said):
+            attend(torch.nn.Module(), q, q, q, None, **given_)
+    with pytest.raises(InputError, match="a mask of the class dict"):
+        attend(torch.nn.Module(), q, q, q, {})
+
+
+def test_a_mask_of_ones_own_is_looked_at_once_for_all_layers(calls, monkeypatch):
+    seen, look = [], mask_tensors.mask_of_tensor
+    monkeypatch.setattr(mask_tensors, "mask_of_tensor", lambda *args: seen.append(args) or look(*args))
+    model, ours = decoders("LlamaConfig", DECODER)
+    x, mask = tokens(length=12), torch.ones(12, 12, dtype=torch.bool).tril()[None, None].repeat(2, 1, 1, 1)
+    assert error(ours(x, attention_mask=mask)[0], model(x)[0]) < 1e-5
+    assert len(seen) == 1
+    mask[0, 0, 5, 2] = False
+    with pytest.raises(InputError, match="a mask tensor that is none, causal or a window not"):
+        ours(x, attention_mask=mask)
+
+
+def test_what_is_handed_on_is_what_sdpa_computes_counted_and_said():
+    calls = register(backend="emulated", dtype="fp8", otherwise="sdpa")
+    model, ours = decoders("LlamaConfig", DECODER)
+    x, left = tokens(length=12), padding((0, 12), (3, 12))
+    with pytest.warns(AttnbenchWarning, match="padding; such calls are handed on to sdpa"):
+        found = step(ours, x, attention_mask=left)
+    wanted = step(model, x, attention_mask=left)
+    assert torch.equal(found[0], wanted[0])
+    assert worst(found[1], wanted[1]) == 0
+    assert (calls.served, calls.handed_on.total()) == (0, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AttnbenchWarning)  # said once
+        ours(x, attention_mask=left)
+        assert not torch.equal(ours(x)[0], model(x)[0])
+    assert (calls.served, calls.handed_on.total()) == (2, 4)
+    assert "2 calls served by attnbench, 4 handed on to sdpa\n  4 a mask tensor" in str(calls)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    with pytest.warns(AttnbenchWarning, match="a static cache"):
+        generated = ours.generate(x, cache_implementation="static", **options)
+    assert torch.equal(generated, model.generate(x, **options))
+    # A window that could be served, in a layer that wants dropout.
+    windowed = decoders("MistralConfig", {**WINDOWED, "sliding_window": 4})
+    for each in windowed:
+        for layer in each.model.layers:
+            layer.self_attn.attention_dropout = 0.5
+        torch.manual_seed(3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AttnbenchWarning)
+            each.outs = each.train()(x)[0]
+    assert torch.equal(windowed[1].outs, windowed[0].outs)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(calls, reentrant):
+    model, ours = decoders("MistralConfig", WINDOWED)
+    x = tokens()
+    for each in (model, ours):
+        each.train()
+    wanted = step(model, x)
+    ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    found = step(ours, x)
+    assert calls.served == 4  # once more in the backward
+    assert worst(found[1], wanted[1]) < 1e-4
+
+
+def test_autocast_casts_what_rotation_has_left_in_fp32(calls):
+    model, ours = decoders("LlamaConfig", DECODER)
+    x = tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert error(ours(x)[0], model(x)[0]) < 0.02
+    assert calls.served == 2
+
+
+@pytest.mark.parametrize(("kind", "settings"), [("LlamaConfig", DECODER), ("MistralConfig", WINDOWED)])
+def test_compiled_models_have_one_graph_and_look_at_masks_when_they_run(kind, settings):
+    register(backend=EXACT)
+    model, ours = decoders(kind, settings)
+    x = tokens()
+    wanted = step(model, x)
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    everywhere = padding((0, 40), (0, 40), length=40)
+    for named in ({"use_cache": False}, {"use_cache": False, "attention_mask": everywhere}):
+        found = step(compiled, x, **named)
+        assert error(found[0], wanted[0]) < 1e-5
+        assert max(error(each.grad, wanted[1][name]) for name, each in ours.named_parameters()) < 1e-4
+    with pytest.raises(RuntimeError, match="the batch has padding that attnbench cannot serve"):
+        compiled(x, use_cache=False, attention_mask=padding((0, 40), (3, 40), length=40))
+    with pytest.raises(RuntimeError, match="transformers' mask is not plain: packed sequences"):
+        compiled(x, use_cache=False, position_ids=torch.arange(20).repeat(2, 2))
+
+
+def test_compiled_models_hand_on_what_perhaps_cannot_be_served():
+    calls = register(backend=EXACT, otherwise="sdpa")
+    model, ours = decoders("LlamaConfig", DECODER)
+    x, left = tokens(), padding((0, 40), (3, 40), length=40)
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    with pytest.warns(AttnbenchWarning, match="a padding mask in compiled code"):
+        found = compiled(x, use_cache=False, attention_mask=left)[0]
+    assert error(found, model(x, attention_mask=left)[0]) < 1e-5
+    assert calls.handed_on.total() == 2
+
+
+def test_compiled_layers_are_told_masks_that_were_made_outside(calls):
+    model, ours = decoders("MistralConfig", WINDOWED)
+    x = tokens()
+    torch._dynamo.reset()
+    for layer in ours.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    assert error(ours(x, use_cache=False)[0], model(x)[0]) < 1e-5
+    with pytest.raises(InputError, match="padding"):
+        ours(x, attention_mask=padding((0, 40), (3, 40), length=40))
+
+
+def test_what_cannot_be_registered(monkeypatch):
+    with pytest.raises(UnknownBackendError, match="sdpa-flash"):
+        register(backend="sdpa-flesh")
+    with pytest.raises(InputError, match="padding must be 'raise' or 'right', not 'left'"):
+        register(padding="left")
+    with pytest.raises(InputError, match="otherwise must be 'raise' or 'sdpa', not 'torch'"):
+        register(otherwise="torch")
+    with pytest.raises(InputError, match="max_error must be"):
+        register(max_error=-1)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(InputError, match=r"pip install 'transformers>=4.53'"):
+        register()
+
+
+def dense(mask, seqlen_q, seqlen_kv):
+    """(Sq, Skv), true where a key is seen, by the mask's own definition."""
+    mask = mask or Mask()
+    rows = [mask.span(row, seqlen_q, seqlen_kv) for row in range(seqlen_q)]
+    keys = torch.arange(seqlen_kv)
+    return torch.stack([(keys >= start) & (keys < stop) for start, stop in rows])
+
+
+@given(
+    batch=st.integers(1, 3),
+    fresh=st.integers(1, 9),
+    past=st.integers(0, 9),
+    dropped=st.integers(0, 9),
+    window=st.none() | st.integers(1, 12),
+    causal=st.booleans(),
+    ahead=st.sampled_from([0, 0, 0, 4]),
+    pads=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 17)), max_size=2),
+    hide=st.booleans(),
+    right=st.booleans(),
+)
+def test_the_mask_that_layers_are_told_is_the_tensor_that_sdpa_is_given(
+    batch, fresh, past, dropped, window, causal, ahead, pads, hide, right
+):
+    """Any cache's geometry: ``past`` keys of which the first ``dropped`` are gone, ``ahead`` ones still empty."""
+    masking = pytest.importorskip("transformers.masking_utils")
+    if not hasattr(masking, "bidirectional_mask_function"):
+        pytest.skip("this release of transformers makes causal masks alone")
+    register(backend=EXACT, padding="right" if right else "raise")
+    ours = masking.ALL_MASK_ATTENTION_FUNCTIONS["attnbench"]
+    dropped = min(dropped, past)
+    kv_length = past - dropped + fresh + ahead
+    if window is None:
+        function = masking.causal_mask_function if causal else masking.bidirectional_mask_function
+    elif causal:
+        function = masking.sliding_window_causal_mask_function(window)
+    else:
+        function = masking.sliding_window_bidirectional_mask_function(window)
+    real = torch.ones(batch, past + fresh + ahead, dtype=torch.bool)
+    for row, place in pads:
+        real[row % batch, place % real.shape[1]] = False
+    asked = {
+        "batch_size": batch,
+        "q_length": fresh,
+        "kv_length": kv_length,
+        "q_offset": past,
+        "kv_offset": dropped,
+        "mask_function": function,
+        "attention_mask": real if hide else None,
+        "allow_is_causal_skip": causal,
+        "allow_is_bidirectional_skip": not causal,
+        "local_size": window,
+        "device": "cpu",
+    }
+    # All False: the tensor is always made.
+    tensor = masking.sdpa_mask(**{**asked, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    shown = real[:, dropped : dropped + kv_length]
+    padded = hide and not bool(shown.all())
+    reaching = (causal or (window is not None and kv_length >= window)) and ahead > 0
+    try:
+        mask = ours(**asked)
+    except InputError as refused:
+        said = str(refused)
+        assert ("beyond the queries" in said and reaching) or ("padding" in said and padded)
+        return
+    assert not reaching
+    if mask is None:  # layers then do what SDPA does
+        mask = Mask(right=0) if causal and fresh > 1 else Mask()
+    told = dense(mask, fresh, kv_length)[None, None].expand(batch, 1, -1, -1)
+    if padded:  # served at the right alone, where no token sees it
+        assert right
+        assert causal
+        assert fresh == kv_length
+        told = told & shown[:, None, None, :]
+        rows = shown[:, None, :, None]
+        assert torch.equal(told & rows, tensor & rows)
+    else:
+        assert torch.equal(told, tensor)

@@ -1,0 +1,438 @@
+"""The pytest plug-in in sessions of its own: what it hands to pytest-benchmark, and that it leaves others alone."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pytest_benchmark.fixture import BenchmarkFixture
+from pytest_benchmark.stats import Stats
+from pytest_benchmark.utils import NameWrapper
+
+from attnbench.environment import Environment
+from attnbench.errors import AttnbenchError, MisuseError
+from attnbench.harness.pytest_fixture import AttentionBenchmark, Stations
+from attnbench.harness.pytest_samples import Replay, hand_over
+from attnbench.harness.records import Measurement, read_measurements
+from attnbench.spec import AttentionSpec
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+def pytest_in(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """A pytest session in the folder, for which a backend that lies in it is installed."""
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(folder), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(SUPPORT)])},
+        check=False,
+    )
+
+
+def install(folder: Path) -> None:
+    """A backend that answers after a while, one kernel of which ends its process."""
+    (folder / "planted_plugin.py").write_text(
+        "import os, time\n"
+        "from planted import FakeBackward, FakeForward\n"
+        "from attnbench.kernel import Availability, Backend\n"
+        "slow = FakeForward('planted:bf16', lambda out: time.sleep(0.02) or out)\n"
+        "dies = FakeForward('planted:fp16', lambda out: os._exit(9))\n"
+        "kernels = (slow, dies, FakeForward('planted:fp8'), FakeBackward('planted:bf16'))\n"
+        "BACKEND = Backend('planted', 'for a test', lambda: Availability(version='1.0'), kernels)\n"
+    )
+    info = folder / "planted_plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planted_plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[attnbench.backends]\nplanted = planted_plugin:BACKEND\n")
+
+
+HEAD = """
+from pathlib import Path
+import pytest
+from attnbench import AttentionSpec
+
+SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=32, head_dim=16)
+
+def keep(row):
+    with Path("rows.jsonl").open("a") as file:
+        file.write(row.to_line() + "\\n")
+"""
+
+MEASURING = (
+    HEAD
+    + """
+def test_slow(attention_benchmark):
+    keep(attention_benchmark("planted:bf16", SPEC, cost="kernel", device="cpu"))
+
+def test_training(benchmark, attention_benchmark):  # in either order
+    plan = "planted:bf16>planted:bf16"
+    keep(attention_benchmark(plan, SPEC.replace(direction="training"), cost="backward", device="cpu"))
+    benchmark.extra_info["mine"] = 1
+
+@pytest.mark.benchmark(group="ours")
+def test_quantised(attention_benchmark):
+    keep(attention_benchmark("planted:fp8", SPEC, device="cpu", families=["normal", "sink"], max_error=0.3))
+
+def test_other(benchmark):
+    benchmark(sum, [1, 2])
+
+def test_dies(attention_benchmark):
+    attention_benchmark("planted:fp16", SPEC.replace(dtype="fp16"), device="cpu")
+
+def test_inaccurate(attention_benchmark):
+    attention_benchmark("planted:fp8", SPEC, device="cpu", max_error=1e-3)
+
+def test_refused(attention_benchmark):
+    attention_benchmark("sdpa-math:bf16", SPEC.replace(softcap=30.0), device="cpu")
+
+def test_optional(attention_benchmark):
+    attention_benchmark("sdpa-math:bf16", SPEC.replace(softcap=30.0), device="cpu", optional=True)
+
+@pytest.mark.parametrize("arguments", [
+    {"plan": "no-such:bf16"}, {"plan": "planted:bf16", "cost": "backward"}, {"plan": "planted:bf16", "cost": "wall"},
+    {"plan": "planted:bf16", "max_error": 0.1}, {"plan": "emulated:fp8", "max_error": -1},
+    {"plan": "planted:bf16", "families": ["no-such"]}, {"plan": "planted:bf16", "device": "cuda:99"},
+])
+def test_misuse(attention_benchmark, arguments):
+    from attnbench.errors import MisuseError
+    with pytest.raises(MisuseError):
+        attention_benchmark(spec=SPEC, **{"device": "cpu", **arguments})
+
+def test_other_times(attention_benchmark, monkeypatch):
+    from pytest_benchmark.stats import Stats
+    kept = Stats.update
+    monkeypatch.setattr(Stats, "update", lambda self, duration: kept(self, 2 * duration))
+    attention_benchmark("planted:bf16", SPEC, device="cpu")
+
+def test_twice(attention_benchmark):
+    attention_benchmark("planted:bf16", SPEC, device="cpu")
+    attention_benchmark("planted:bf16", SPEC, device="cpu")
+"""
+)
+
+
+BEFORE = {"fullname": "test_it.py::test_slow", "name": "test_slow", "group": None}
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder in which a session has measured and saved, after one that was twenty times as fast; what it printed."""
+    folder = tmp_path_factory.mktemp("measured")
+    install(folder)
+    (folder / "test_it.py").write_text(MEASURING)
+    stats = {**dict.fromkeys(Stats.fields, 0.001), "outliers": "", "iterations": 1}
+    (folder / "before.json").write_text(json.dumps({"machine_info": {}, "benchmarks": [{**BEFORE, "stats": stats}]}))
+    saving = ("--benchmark-json=out.json", "--benchmark-save=first")
+    comparing = ("--benchmark-compare=before.json", "--benchmark-compare-fail=median:200%")
+    done = pytest_in(folder, "--junitxml=out.xml", "--benchmark-only", *saving, *comparing)
+    assert done.returncode != 0
+    return folder, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def measured(session: tuple[Path, str]) -> Path:
+    return session[0]
+
+
+@pytest.fixture(scope="module")
+def output(session: tuple[Path, str]) -> str:
+    return session[1]
+
+
+@pytest.fixture(scope="module")
+def saved(measured: Path) -> dict[str, Any]:
+    return json.loads((measured / "out.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def benchmarks(saved: dict[str, Any]) -> dict[str, Any]:
+    return {each["name"]: each for each in saved["benchmarks"]}
+
+
+@pytest.fixture(scope="module")
+def rows(measured: Path) -> dict[str, Measurement]:
+    names = ("test_slow", "test_training", "test_quantised")
+    return dict(zip(names, read_measurements(measured / "rows.jsonl"), strict=True))
+
+
+COSTS = {"test_slow": "kernel", "test_training": "backward", "test_quantised": "call"}
+
+
+@pytest.mark.parametrize(("name", "cost"), COSTS.items())
+def test_what_is_saved_are_the_samples_of_the_row(
+    benchmarks: dict[str, Any], rows: dict[str, Measurement], name: str, cost: str
+) -> None:
+    found, row = benchmarks[name], rows[name]
+    assert found["stats"]["data"] == [sample / 1e3 for sample in row.time_ms[cost]]
+    assert found["stats"]["rounds"] == len(row.time_ms[cost]) > 1
+    assert found["stats"]["iterations"] == 1
+    told = found["extra_info"]
+    assert (told["cost"], told["device"], told["plan"]) == (cost, "cpu", str(row.plan))
+    assert AttentionSpec.from_dict(told["spec"]) == row.spec
+    assert told["error"] == row.error
+    assert told["bound"] == row.bound
+    assert found["options"] == {"timer": row.timer}
+
+
+def test_samples_are_saved_in_seconds(benchmarks: dict[str, Any]) -> None:
+    assert 0.02 <= benchmarks["test_slow"]["stats"]["min"] < 20
+
+
+def test_errors_are_those_of_the_families_that_were_asked_for(benchmarks: dict[str, Any]) -> None:
+    told = benchmarks["test_quantised"]["extra_info"]
+    assert told["error"].keys() == told["floor"].keys() == {"normal", "sink"}
+    assert told["bound"] == 0.3
+
+
+def test_a_benchmark_of_the_users_own_is_what_it_was(benchmarks: dict[str, Any]) -> None:
+    other = benchmarks["test_other"]
+    assert other["extra_info"] == {}
+    assert other["options"]["timer"] == "perf_counter"
+    assert benchmarks["test_training"]["extra_info"]["mine"] == 1
+    assert [benchmarks[name]["group"] for name in (*COSTS, "test_other")] == [
+        "b1 h2 s32 d16 bf16 forward, kernel on cpu",
+        "b1 h2 s32 d16 bf16 training, backward on cpu",
+        "ours",
+        None,
+    ]
+
+
+def test_the_environment_is_in_machine_info(saved: dict[str, Any], rows: dict[str, Measurement]) -> None:
+    found = saved["machine_info"]["attnbench"]
+    assert found.keys() == {"cpu"}
+    assert Environment.from_dict(found["cpu"]) == rows["test_slow"].environment
+    assert found["cpu"]["backends"]["planted"] == "1.0"
+
+
+def test_a_session_is_compared_with_a_saved_one(output: str) -> None:
+    """pytest-benchmark's own comparison judges our samples."""
+    assert re.search(r"Performance has regressed:\n\ttest_slow .*'median'", output)
+
+
+def doctored(measured: Path, folder: Path, change: Callable[[dict[str, Any]], object], number: int) -> None:
+    """Put the session that was saved, changed, where another session of the folder finds it by its number."""
+    (path,) = (measured / ".benchmarks").rglob("*.json")
+    data = json.loads(path.read_text())
+    change(data["machine_info"]["attnbench"]["cpu"])
+    other = folder / path.relative_to(measured)
+    other.parent.mkdir(parents=True, exist_ok=True)
+    other.with_name(f"{number:04}_first.json").write_text(json.dumps(data))
+
+
+CHANGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (lambda cpu: cpu.update(commit="1234567", memory_bytes=1), ""),  # nothing that times depend on
+    (lambda cpu: cpu.update(torch="1.0.0"), "torch was 1.0.0, is "),
+    (lambda cpu: cpu["backends"].update(planted="0.9"), "the backend planted was 0.9, is 1.0"),
+    (lambda cpu: cpu.update(python=[]), "an environment's python must be a text"),
+]
+
+
+def test_saved_sessions_of_another_environment_are_warned_of(measured: Path, tmp_path: Path) -> None:
+    """All before anything has run, each saved session by itself."""
+    install(tmp_path)
+    (tmp_path / "test_it.py").write_text("def test_it(): ...\n")
+    for number, (change, _) in enumerate(CHANGES):
+        doctored(measured, tmp_path, change, number + 1)
+    done = pytest_in(tmp_path, "--collect-only", "-q", "--benchmark-compare=*_first")
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert output.count("Comparing against benchmarks from") == len(CHANGES)
+    assert all(said in output for _, said in CHANGES)
+    assert output.count("AttnbenchWarning: times saved on cpu cannot be compared with new ones") == len(CHANGES) - 1
+
+
+@pytest.fixture(scope="module")
+def outcomes(measured: Path) -> dict[str, str]:
+    """What became of each test, with the message; empty where it passed."""
+    cases = ElementTree.parse(measured / "out.xml").iter("testcase")
+    return {each.get("name", ""): "".join(f"{said.tag}: {said.get('message')}" for said in each) for each in cases}
+
+
+def test_what_goes_wrong_fails_its_own_test_with_the_reason(outcomes: dict[str, str]) -> None:
+    refusal = "sdpa-math:bf16 on b1 h2 s32 d16 bf16 cap30.0 forward, cpu: refused, has no softcap"
+    expected = {
+        "test_dies": "failure: Failed: planted:fp16 on b1 h2 s32 d16 fp16 forward, cpu: crashed, the process ended",
+        "test_inaccurate": "failure: Failed: planted:fp8 on b1 h2 s32 d16 bf16 forward, cpu: inaccurate, the error of",
+        "test_refused": f"failure: Failed: {refusal}",
+        "test_optional": f"skipped: {refusal}",
+        "test_other_times": "failure: attnbench.errors.AttnbenchError: pytest-benchmark ",
+        "test_twice": "failure: pytest_benchmark.fixture.FixtureAlreadyUsed",
+    }
+    for name, outcome in outcomes.items():
+        assert outcome.startswith(expected[name]) if name in expected else not outcome, (name, outcome)
+    assert expected.keys() <= outcomes.keys()
+    assert len(outcomes) == 17
+
+
+def test_an_inaccurate_plan_is_reported_and_fails_and_what_failed_otherwise_is_not(benchmarks: dict[str, Any]) -> None:
+    assert benchmarks.keys() == {*COSTS, "test_other", "test_inaccurate"}
+    told = benchmarks["test_inaccurate"]["extra_info"]
+    assert (told["status"], told["check"], told["bound"]) == ("inaccurate", "error", 1e-3)
+    assert told["error"]["normal"]["out"] > 1e-3
+
+
+UNINVOLVED = """
+import sys
+
+def test_nothing_was_loaded():
+    loaded = {name for name in sys.modules if name.startswith("attnbench.")}
+    assert loaded <= {"attnbench.harness", "attnbench.harness.pytest_plugin"}
+    assert not {"torch", "numpy", "pydantic"} & set(sys.modules)
+    assert "attnbench.harness.pytest_plugin" in sys.modules
+"""
+
+OTHERS = "def test_their_own(benchmark):\n    assert benchmark(sum, [1, 2]) == 3\n"
+
+
+@pytest.mark.parametrize(
+    ("passed", "arguments"),
+    [
+        (2, ["-W", "error", "--strict-markers", "--benchmark-json=out.json"]),
+        (1, ["-p", "no:benchmark", "-k", "loaded"]),
+        (1, ["-p", "no:attnbench", "-k", "own"]),
+        (2, ["--benchmark-disable"]),
+        (1, ["--benchmark-skip"]),
+        (1, ["--benchmark-only"]),
+    ],
+    ids=lambda value: value if isinstance(value, int) else " ".join(value),
+)
+def test_a_session_of_somebody_elses_notices_nothing(tmp_path: Path, passed: int, arguments: Sequence[str]) -> None:
+    (tmp_path / "test_it.py").write_text(UNINVOLVED + OTHERS)
+    done = pytest_in(tmp_path, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{passed} passed" in done.stdout
+    if "--benchmark-json=out.json" in arguments:
+        assert "attnbench" not in json.loads((tmp_path / "out.json").read_text())["machine_info"]
+
+
+def test_without_pytest_benchmark_the_fixture_cannot_be_had(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text("def test_it(attention_benchmark): ...\ndef test_other(): ...\n")
+    done = pytest_in(tmp_path, "-p", "no:benchmark", "--strict-markers")
+    assert "1 passed, 1 error" in done.stdout
+    assert "attention_benchmark needs pytest-benchmark, which is not installed or was switched off" in done.stdout
+
+
+def test_where_benchmarks_are_skipped_nothing_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "def test_it(attention_benchmark): 1 / 0\n"
+        "def test_other():\n    import sys\n    assert 'torch' not in sys.modules\n"
+    )
+    done = pytest_in(tmp_path, "--benchmark-skip")
+    assert "1 passed, 1 skipped" in done.stdout
+
+
+DISABLED = (
+    HEAD
+    + """
+def test_judged(attention_benchmark, benchmark):
+    row = attention_benchmark("planted:bf16", SPEC, device="cpu")
+    assert row.status == "ok" and set(row.error) == {"normal", "outlier"}
+    assert all(len(samples) <= 2 for samples in row.time_ms.values())
+    assert benchmark.stats is None
+
+def test_wrong(attention_benchmark):
+    attention_benchmark("planted:fp8", SPEC, device="cpu", max_error=1e-3)
+"""
+)
+
+
+def test_where_benchmarks_are_disabled_answers_are_judged_all_the_same(tmp_path: Path) -> None:
+    """As xdist disables them."""
+    install(tmp_path)
+    (tmp_path / "test_it.py").write_text(DISABLED)
+    done = pytest_in(tmp_path, "-n", "1")
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert "planted:fp8 on b1 h2 s32 d16 bf16 forward, cpu: inaccurate, the error of out" in done.stdout
+
+
+def real(kind: type[BenchmarkFixture], clock: Replay, **options: Any) -> BenchmarkFixture:
+    """pytest-benchmark's own fixture, of the version that is installed, with the options of a session."""
+    return kind(
+        SimpleNamespace(name="test", nodeid="test"),
+        timer=NameWrapper(clock),
+        add_stats=lambda stats: None,
+        logger=None,
+        warner=None,
+        cprofile_dump=None,
+        cprofile_loops=1,
+        **{
+            **dict.fromkeys(("disable_gc", "warmup", "disabled", "cprofile"), False),
+            **dict.fromkeys(("min_rounds", "warmup_iterations", "calibration_precision"), 5),
+            **dict.fromkeys(("min_time", "max_time"), 1.0),
+            **dict.fromkeys(("precision", "confidence")),
+            **options,
+        },
+    )
+
+
+SECONDS = st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=50)
+
+
+@given(seconds=SECONDS, warmup=st.booleans(), disable_gc=st.booleans(), precision=st.none() | st.just(0.1))
+def test_every_sample_arrives_to_the_last_bit(seconds: list[float], **options: Any) -> None:
+    clock = Replay()
+    fixture = real(BenchmarkFixture, clock, confidence=0.9, **options)
+    hand_over(fixture, clock, seconds, "a timer")
+    written = fixture.stats.as_dict()
+    assert written["stats"]["data"] == seconds
+    assert (written["stats"]["min"], written["stats"]["max"]) == (min(seconds), max(seconds))
+    assert written["options"] == {"timer": "a timer"}
+    assert not fixture.has_error
+
+
+class Calibrated(BenchmarkFixture):
+    """One that runs each round several times, as benchmark() does."""
+
+    def pedantic(self, target: Any, rounds: int = 1, iterations: int = 1) -> object:
+        return super().pedantic(target, rounds=rounds, iterations=iterations + 1)
+
+
+class Warmed(BenchmarkFixture):
+    """One that throws a round away."""
+
+    def pedantic(self, target: Any, rounds: int = 1, iterations: int = 1) -> object:
+        return super().pedantic(target, rounds=rounds, iterations=iterations, warmup_rounds=1)
+
+
+class Trimmed(BenchmarkFixture):
+    """One that leaves out its slowest round."""
+
+    def pedantic(self, target: Any, rounds: int = 1, iterations: int = 1) -> object:
+        result = super().pedantic(target, rounds=rounds, iterations=iterations)
+        self.stats.stats.data.remove(max(self.stats.stats.data))
+        return result
+
+
+@pytest.mark.parametrize("kind", [Calibrated, Warmed, Trimmed])
+@given(seconds=SECONDS)
+def test_a_fixture_that_would_change_a_sample_is_an_error(kind: type[BenchmarkFixture], seconds: list[float]) -> None:
+    clock = Replay()
+    fixture = real(kind, clock)
+    with pytest.raises(AttnbenchError, match=r"pytest-benchmark \d.* kept other times"):
+        hand_over(fixture, clock, seconds, "a timer")
+    assert fixture.has_error
+
+
+def test_a_clock_that_is_not_ours_is_noticed() -> None:
+    """A fixture that asks another clock than the one that was loaded."""
+    fixture = real(BenchmarkFixture, Replay())
+    with pytest.raises(AttnbenchError, match="kept other times"):
+        hand_over(fixture, Replay(), [1.0], "a timer")
+
+
+def test_a_fixture_without_its_clock_is_a_misuse() -> None:
+    """As where it was asked for by request.getfixturevalue, too late for pytest-benchmark to be told."""
+    with pytest.raises(MisuseError, match="as an argument"):
+        AttentionBenchmark(real(BenchmarkFixture, Replay()), None, Stations(1.0))
