@@ -125,7 +125,6 @@ def _lay_out_gradient(
     v_descale,
     data,
     wide,
-    transposed,
     descales,
     rows,
     grad_batch,
@@ -156,13 +155,10 @@ def _lay_out_gradient(
     tokens: tl.constexpr,
     v_varies: tl.constexpr,
     write_wide: tl.constexpr,
-    write_transposed: tl.constexpr,
-    interleaved: tl.constexpr,
 ):
     each = tl.program_id(1).to(tl.int64)
     batch, head = each // heads, each % heads
-    place_across = tl.program_id(0) * tokens + tl.arange(0, tokens)
-    token = _token(place_across, interleaved).to(tl.int64)
+    token = (tl.program_id(0) * tokens + tl.arange(0, tokens)).to(tl.int64)
     column = tl.arange(0, padded_size)
     inside = token < length
     both = inside[:, None] & (column < size)[None, :]
@@ -178,9 +174,6 @@ def _lay_out_gradient(
     tl.store(data + flat, narrow)
     if write_wide:
         tl.store(wide + flat, to_bf16(scaled))
-    if write_transposed:
-        across = (each * padded_size + column.to(tl.int64)[:, None]) * padded_length + place_across[None, :]
-        tl.store(transposed + across, tl.trans(narrow))
     tl.store(descales + each * (padded_length // tokens) + tl.program_id(0), descale)
 
     place = out + batch * out_batch + head * out_head + token[:, None] * out_token + column[None, :] * out_size
@@ -225,8 +218,9 @@ def lay_out_gradient(
     spec: AttentionSpec, grad_out: Tensor, out: Tensor, lse: Tensor, q: Quantised, v: Quantised, *, narrow: bool,
     interleaved: bool = False,
 ) -> Gradient:  # fmt: skip
-    """dO (B, H, Sq, Dv) of any strides in e4m3, and delta = rowsum(dO∘O), in one pass.
+    """dO (B, H, Sq, Dv) of any strides in e4m3, and delta = rowsum(dO∘O), in one pass; a transposed copy takes another.
 
+    ptxas 12.8 loses bytes of a conversion to FP8 that two stores read, one of them transposed: on fp32 it did here.
     ``out`` (B, H, Sq, Dv) is what the forward returned, ``lse`` (B, H, Sq) its log-sum-exp.  ``narrow`` says which
     copy of dO the kernels will read: the transposed one, ``interleaved`` or not, else the wide one.
     """
@@ -235,7 +229,6 @@ def lay_out_gradient(
     shape, device = (batch * heads, long, whole), grad_out.device
     data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
     wide = None if narrow else torch.empty(shape, dtype=torch.bfloat16, device=device)
-    turned = torch.empty(shape[0], whole, long, dtype=data.dtype, device=device) if narrow else None
     descale = torch.empty(batch * heads, long // BLOCK, dtype=torch.float32, device=device)
     rows = torch.empty(_ROWS, batch * heads, long, dtype=torch.float32, device=device)
     q_descale = q.descale.expand(batch, heads, length, 1)
@@ -243,13 +236,14 @@ def lay_out_gradient(
     constants = (
         *grad_out.stride(), *out.stride(), *lse.stride(), *q_descale.stride()[:3], *v_descale.stride()[:2],
         heads, spec.group, length, size, rows.stride(0), long,
-        LOG2E, math.log2(PEAK), whole, BLOCK, v.descale.shape[2] > 1, not narrow, narrow, interleaved,
+        LOG2E, math.log2(PEAK), whole, BLOCK, v.descale.shape[2] > 1, not narrow,
     )  # fmt: skip
     memory = (
         grad_out, out, lse, q_descale, v_descale,
-        data, data if wide is None else wide, data if turned is None else turned, descale, rows,
+        data, data if wide is None else wide, descale, rows,
     )  # fmt: skip
     dtypes = grad_out.dtype, out.dtype, lse.dtype, q_descale.dtype, v_descale.dtype
     launch = _GRADIENTS((long // BLOCK, shape[0], 1), constants, dtypes, num_warps=8)
     launch(memory, addresses(memory))
+    turned = lay_out(data.view(batch, heads, long, whole), transposed=narrow, interleaved=interleaved).transposed
     return Gradient(Laid(data, wide, turned, interleaved), descale, rows)

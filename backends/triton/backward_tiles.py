@@ -17,11 +17,13 @@ class Ring(NamedTuple):
     """What passes by in a Hopper kernel: blocks of ``block`` tokens, ``stages`` of them in shared memory at a time.
 
     Together they hold 128 tokens at least, and 256 where the sums are e4m3, for a rotation's matrix comes to lie there.
-    The kernel over blocks of queries needs three stages, the one over blocks of keys two.
+    The kernel over blocks of queries needs three stages, the one over blocks of keys two.  With ``turns`` one of the
+    e4m3 kernel's warpgroups over keys multiplies for its sums while the other takes exponentials.
     """
 
     block: int
     stages: int
+    turns: bool = False
 
 
 class Tile(NamedTuple):
