@@ -26,8 +26,8 @@ __all__ = ["Group", "Part", "Pick", "Sums", "aside", "gradient_sums", "out_sums"
 
 _HEADS, _ROWS = 8, 4  # of a check of out: a wrong head among 16 is met in two checks of five
 _GROUPS, _LINES = 2, 8  # of a check of gradients: the groups, and the queries and keys of each
-# Scores alive at once, about three such tensors at a time: on a GPU what is small is paid for in launches.
-_SCORES = {"cpu": 2**21, "cuda": 2**24}
+# Scores (or keys and values) alive at once, about three such tensors at a time: what is small is paid for in launches.
+_SCORES = {"cpu": 2**21, "cuda": 2**25}
 # A row of dq or dk is a sum that may cancel to nothing (a query that has one key): it counts as half as long as it
 # would be if nothing cancelled, at the least.
 _LEAST_SHARE = 0.5
@@ -145,16 +145,17 @@ def out_sums(
         out.device, *zip(*((pick.batch, pick.head, row) for pick in picks for row in pick.rows), strict=True)
     )
     queries = _rows(q, batch, head, row, wide).view(len(picks), -1, spec.head_dim)
-    start, stop = (each.view(len(picks), -1) for each in _seen(row, spec))
+    start, stop, batches, heads = (each.view(len(picks), -1) for each in (*_seen(row, spec), batch, head))
+    together = max(1, _SCORES[out.device.type] // (spec.seqlen_kv * (spec.head_dim + spec.head_dim_v)))
     truth = []
-    for place, pick in enumerate(picks):
-        first, last = _reach(pick.rows, spec)
-        kv_head = pick.head // spec.group
-        keys, values = (_slice(x, pick.batch, kv_head, first, last, wide) for x in (k, v))
-        hidden = _hidden(start[place], stop[place], first, last, spec)
-        scores, _ = _scores(queries[place], keys, hidden, spec)
+    for begin in range(0, len(picks), together):
+        some = slice(begin, begin + together)
+        first, last = _reach([row for pick in picks[some] for row in pick.rows], spec)
+        places = batches[some, 0], heads[some, 0] // spec.group
+        keys, values = (_slices(x, *places, first, last, wide) for x in (k, v))
+        scores, _ = _scores(queries[some], keys, _hidden(start[some], stop[some], first, last, spec), spec)
         truth.append(_probabilities(scores, scores.logsumexp(-1)) @ values)
-    exact = torch.stack(truth)
+    exact = torch.cat(truth)
     found = out[batch, head, row].view(exact.shape)
     return Sums(
         usable=_finite(q) & _finite(k) & _finite(v),
@@ -263,11 +264,11 @@ def _reach(rows: Sequence[int], spec: AttentionSpec) -> tuple[int, int]:
 
 
 def _hidden(start: Tensor, stop: Tensor, first: int, last: int, spec: AttentionSpec) -> Tensor | None:
-    """(rows, last - first): which keys the rows do not see."""
+    """(..., rows, last - first): which keys the rows do not see."""
     if spec.mask.kind == "none":
         return None
     keys = torch.arange(first, last, device=start.device)
-    return (keys < start[:, None]) | (keys >= stop[:, None])
+    return (keys < start[..., None]) | (keys >= stop[..., None])
 
 
 def _compared(found: Tensor, exact: Tensor, uncancelled: Tensor | None) -> Tensor:
@@ -307,10 +308,11 @@ def _rows(x: Tensor | Quantised, batch: Tensor, head: Tensor, row: Tensor, wide:
     return x[batch, head, row].to(wide)
 
 
-def _slice(x: Tensor | Quantised, batch: int, head: int, first: int, last: int, wide: torch.dtype) -> Tensor:
-    """(last - first, D) of x (B, H, S, D)."""
+def _slices(x: Tensor | Quantised, batch: Tensor, head: Tensor, first: int, last: int, wide: torch.dtype) -> Tensor:
+    """(heads, last - first, D) of x (B, H, S, D)."""
     if isinstance(x, Quantised):
-        return x.data[batch, head, first:last].to(wide) * _descale(x)[batch, head, first:last].to(wide)
+        stored = x.data.view(torch.uint8)[batch, head, first:last].view(x.data.dtype)
+        return stored.to(wide) * _descale(x)[batch, head, first:last].to(wide)
     return x[batch, head, first:last].to(wide)
 
 

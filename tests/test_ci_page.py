@@ -63,7 +63,9 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         script(folder / "stand-ins" / name, f"#!/bin/sh\n{text}\n")
     script(folder / "bin" / "python3", VENV.replace("{stand_ins}", shlex.quote(str(folder / "stand-ins"))))
     path = os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])
-    return {**os.environ, "PATH": path, "STAND_INS": str(folder / "stand-ins")}
+    # Without what says that xdist is on, where pytest-benchmark measures nothing.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    return {**kept, "PATH": path, "STAND_INS": str(folder / "stand-ins")}
 
 
 @pytest.fixture(scope="module")

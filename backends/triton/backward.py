@@ -55,7 +55,7 @@ class TritonBackward(BackwardKernel):
             "cuda": Capabilities(dtypes=_DTYPES, capability=(9, 0), head_dims=(1, _LARGEST_HEAD, 1)),
             "cpu": Capabilities(dtypes=_DTYPES, head_dims=(1, _LARGEST_HEAD, 1)),
         }
-        self.evidence = {"cuda": r"\b_?(key|query)_gradients"}
+        self.evidence = {"cuda": r"\b_?(narrow_)?(key|query)_gradients"}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """A CPU without Triton's interpreter, a GPU with it, and more heads than a grid holds."""

@@ -53,7 +53,7 @@ def run_keys(given: Prepared, ring: Ring, narrow: bool, dk_out: Tensor, dv_out: 
         *given.k_scale.stride()[:2], *given.v_scale.stride()[:2],
         spec.kv_heads, spec.seqlen_q, spec.seqlen_kv, rows.shape[2], given.k.data.shape[1], rows.stride(0),
         spec.head_dim, spec.head_dim_v, given.scale, given.exponent, given.before, given.after,
-        spec.group, *_stages_and_edges(given, ring), *_ends(given, narrow, *((ring.turns,) if narrow else ())),
+        spec.group, *_stages_and_edges(given, ring), *_ends(given, narrow),
     )  # fmt: skip
     # The descriptors' tiles are no constants of the call.
     alike = dk_out.dtype, ring.block, given.head_dim, given.head_dim_v
@@ -96,9 +96,9 @@ def _stages_and_edges(given: Prepared, ring: Ring) -> tuple[int | bool, ...]:
     return ring.stages, given.spec.mask.left is not None, given.spec.mask.right is not None
 
 
-def _ends(given: Prepared, narrow: bool, *more: bool) -> tuple[int | float | bool, ...]:
-    """Rotation; ``more``; queries that share dO's descale and P's peak, for e4m3; registers of a computing thread."""
-    return given.turn is not None, *more, *((BLOCK, PEAK) if narrow else ()), registers()[1]
+def _ends(given: Prepared, narrow: bool) -> tuple[int | float | bool, ...]:
+    """Rotation; queries that share dO's descale and P's peak, for e4m3; registers of a computing thread."""
+    return given.turn is not None, *((BLOCK, PEAK) if narrow else ()), registers()[1]
 
 
 def _options() -> dict[str, int]:

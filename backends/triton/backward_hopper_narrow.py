@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from .backward_hopper_shared import ROWS, operand, store
-from .forward_hopper_softmax import _to_e4m3
+from .forward_hopper_softmax import to_e4m3
 
 __all__ = [
     "PART",
@@ -39,7 +39,7 @@ def narrow_operand(x, layout: gl.constexpr):
     """x in e4m3 as a product's first operand, columns as above; every thread has what it needs already."""
     columns: gl.constexpr = x.shape[1]
     x = x.reshape(ROWS, columns // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(ROWS, columns)
-    return _to_e4m3(gl.convert_layout(x, layout, assert_trivial=True))
+    return to_e4m3(gl.convert_layout(x, layout, assert_trivial=True))
 
 
 @gluon.jit

@@ -106,13 +106,13 @@ def _summed(
 @gluon.jit
 def _sum_up(
     which: gl.constexpr, given, group: gl.constexpr, block_m: gl.constexpr, stages: gl.constexpr, left: gl.constexpr,
-    right: gl.constexpr, rotated: gl.constexpr, turns: gl.constexpr, shared: gl.constexpr, peak: gl.constexpr,
+    right: gl.constexpr, rotated: gl.constexpr, shared: gl.constexpr, peak: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 64 keys."""
     (
         dk_out, dv_out, rows, descales, k_descale, v_descale,
         keys, values, queries, grads, across_queries, across_grads, bases, deltas, turning,
-        held, upright, across, emptied, turn_filled, mine,
+        held, upright, across, emptied, turn_filled,
         k_batch, k_head, v_batch, v_head, kv_heads, seqlen_q, seqlen_kv, padded_q, plane, size, size_v,
         scale, exponent, before, after,
     ) = given  # fmt: skip
@@ -131,7 +131,7 @@ def _sum_up(
 
     dk = zero_parts(parts, layout)
     dv = zero_parts(parts_v, layout)
-    slot, phase, turn_phase = 0, 0, 1 if which == 0 else 0
+    slot, phase = 0, 0
     q_own = 1.0
     mbarrier.wait(held, 0)
     mbarrier.wait(upright.index(0), 0)
@@ -164,9 +164,6 @@ def _sum_up(
             ds8 = narrow_operand(scaled(ds, own_step), left_layout)
             # Not before: ptxas would start products for which there are no registers yet.
             mbarrier.wait(across.index(slot), phase)
-            if turns:
-                mbarrier.wait(mine.index(which), turn_phase)
-                turn_phase = turn_phase ^ 1
             unit = own_step * share
             q_tile, do_tile = across_queries.index(slot), across_grads.index(slot)
             made, dk, dv = _summed(dk, dv, p8, ds8, do_tile, q_tile, share, unit, parts, parts_v, layout)
@@ -176,8 +173,6 @@ def _sum_up(
             next_slot, next_phase = gl.where(over, slot, next_slot), gl.where(over, phase, next_phase)
             mbarrier.wait(upright.index(next_slot), next_phase)
             s = transposed_product(k_tile, queries.index(next_slot), block_m, s_layout)
-            if turns:
-                mbarrier.arrive(mine.index((which + 1) % CONSUMERS), count=1)
             dk = dk[1:] + (added(dk[0], made, unit),)  # noqa: RUF005
             mbarrier.arrive(emptied.index(slot), count=1)
             s = warpgroup_mma_wait(0, [s])
@@ -206,7 +201,7 @@ def narrow_key_gradients_hopper(
     k_batch, k_head, v_batch, v_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size, size_v,
     scale, exponent, before, after,
     group: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr, rotated: gl.constexpr,
-    turns: gl.constexpr, shared: gl.constexpr, peak: gl.constexpr, registers: gl.constexpr,
+    shared: gl.constexpr, peak: gl.constexpr, registers: gl.constexpr,
 ):  # fmt: skip
     """dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv), contiguous, of 128 keys of one key head.
 
@@ -231,11 +226,8 @@ def narrow_key_gradients_hopper(
     upright = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     across = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     emptied = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    mine = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     mbarrier.init(held, count=1)
     mbarrier.init(turn_filled, count=1)
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(mine.index(i), count=1)
     for i in gl.static_range(stages):
         mbarrier.init(upright.index(i), count=1)
         mbarrier.init(across.index(i), count=1)
@@ -250,14 +242,14 @@ def narrow_key_gradients_hopper(
     given = (
         dk_out, dv_out, row_values, descales, k_descale, v_descale,
         keys, values, queries, grads, across_queries, across_grads, bases, deltas, turning,
-        held, upright, across, emptied, turn_filled, mine,
+        held, upright, across, emptied, turn_filled,
         k_batch, k_head, v_batch, v_head, kv_heads, seqlen_q, seqlen_kv, padded_q, plane, size, size_v,
         scale, exponent, before, after,
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_sum_up, (0, given, group, block_m, stages, left, right, rotated, turns, shared, peak)),
-            (_sum_up, (1, given, group, block_m, stages, left, right, rotated, turns, shared, peak)),
+            (_sum_up, (0, given, group, block_m, stages, left, right, rotated, shared, peak)),
+            (_sum_up, (1, given, group, block_m, stages, left, right, rotated, shared, peak)),
             (_load, (brought, group, block_m, stages, left, right, rotated)),
         ],
         [4, 1],

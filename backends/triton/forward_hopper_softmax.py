@@ -10,7 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["HEADROOM", "MINUS_INFINITY", "ROWS", "masked", "spread", "totals", "weights"]
+__all__ = ["HEADROOM", "MINUS_INFINITY", "ROWS", "masked", "spread", "to_e4m3", "totals", "weights"]
 
 ROWS = gl.constexpr(64)  # queries of a warpgroup: the height of its matrix instruction
 HEADROOM = gl.constexpr(8.0)  # log2 of P's largest value, as in forward_kernel
@@ -64,7 +64,7 @@ def spread(x, like):
 
 
 @gluon.jit
-def _to_e4m3(x):
+def to_e4m3(x):
     """x in e4m3, to nearest, four numbers at a time; Triton's conversion puts each byte in its place by hand."""
     return gl.inline_asm_elementwise(
         """
@@ -93,4 +93,4 @@ def weights(scores, factor, peak, total, layout: gl.constexpr):
     total = total * spread(decay, total) + totals(p)
     keys: gl.constexpr = p.shape[1]
     p = p.reshape(ROWS, keys // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(ROWS, keys)
-    return _to_e4m3(gl.convert_layout(p, layout, assert_trivial=True)), decay, peak_here, total
+    return to_e4m3(gl.convert_layout(p, layout, assert_trivial=True)), decay, peak_here, total

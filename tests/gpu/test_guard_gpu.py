@@ -76,7 +76,7 @@ def test_a_planted_drift_is_found(planted, name):
             forward.change = lambda out: out * 1.02
         else:
             backward.changes[name] = lambda gradient: gradient * 1.02
-        for _ in range(15):
+        for _ in range(40):
             step(x)
     assert watch.breaches[0].tensor == name
     assert 0.5 < watch.breaches[0].error / 0.02 < 1.5

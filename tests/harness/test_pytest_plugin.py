@@ -28,6 +28,11 @@ from attnbench.spec import AttentionSpec
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
+def alone() -> dict[str, str]:
+    """The environment without what says that xdist is on, where pytest-benchmark measures nothing."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+
+
 def pytest_in(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     """A pytest session in the folder, for which a backend that lies in it is installed."""
     return subprocess.run(
@@ -36,7 +41,7 @@ def pytest_in(folder: Path, *arguments: object) -> subprocess.CompletedProcess[s
         text=True,
         timeout=180,
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(SUPPORT)])},
+        env={**alone(), "PYTHONPATH": os.pathsep.join([str(folder), str(SUPPORT)])},
         check=False,
     )
 
