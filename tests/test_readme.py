@@ -2,6 +2,8 @@
 
 import re
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -98,3 +100,29 @@ def test_the_regret_is_that_of_the_table_that_ships() -> None:
     for figure, truth in zip(shown.groups(), [*truths, len(scores), len(made)], strict=True):
         assert agrees(figure, truth), (figure, truth)
     assert not any(score.violated for score in made)
+
+
+def test_the_picture_is_of_the_rows_of_the_table_that_ships(tmp_path: Path) -> None:
+    """Label by label; where they stand is the drawing library's."""
+    folders = [ROOT / "results/nvidia-h200" / name for name in ("quick", "facts", "inference", "training", "step")]
+    made = tmp_path / "made.svg"
+    command = [
+        sys.executable,
+        "-m",
+        "attnbench",
+        "report",
+        *folders,
+        "--format",
+        "svg",
+        "--figure",
+        "winners",
+        "-o",
+        made,
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    labels = [
+        re.findall(r">([^<>]+)</text>", picture.read_text(encoding="utf-8"))
+        for picture in (made, ROOT / "docs/what-wins.svg")
+    ]
+    assert len(labels[0]) > 100
+    assert labels[0] == labels[1]
