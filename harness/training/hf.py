@@ -30,7 +30,7 @@ from .loss import token_loss
 __all__ = ["HfModel", "make_hf"]
 
 _INSTALL = "pip install 'transformers>=4.53'"
-_NAME = "attnbench"
+_NAME = "attnbench-train"
 _CORE = "attnbench_core"
 
 _Visible = Callable[..., Any]  # (batch, head, query, keys) to which keys are visible: transformers' mask functions
