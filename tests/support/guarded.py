@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnbench import api, guard_demotion
+from attnbench import api, attention, guard_demotion
 from attnbench.fp8 import Quantised
 from attnbench.kernel import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
 from attnbench.registry import registry
 
 NAME = "planted:bf16"
+PLAN = f"{NAME}>{NAME}"
+BOUND = 0.01  # of bf16, which the planted plan is named after
 
 
 class Planted(ForwardKernel):
@@ -105,3 +107,24 @@ def one_value(value: float) -> Callable[[Tensor], Tensor]:
 def within(one: float, other: float, share: float) -> bool:
     """Whether two numbers are that close, in shares of the second."""
     return math.isclose(one, other, rel_tol=0, abs_tol=share * abs(other))
+
+
+def tensors(batch=2, heads=4, kv_heads=2, sq=40, skv=56, d=16, dtype=torch.bfloat16, seed=0, grad=False):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(batch, heads, sq, d), (batch, kv_heads, skv, d), (batch, kv_heads, skv, d)]
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_(grad) for shape in shapes]
+
+
+def step(x, function=attention, **arguments) -> list[Tensor]:
+    out = function(*x, **arguments)
+    grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    return [out, *torch.autograd.grad(out, x, grad_out)]
+
+
+def calls_until_found(watch, x, most=60, **arguments) -> int:
+    """How many steps it takes until the guard has found something."""
+    for number in range(1, most + 1):
+        (step if x[0].requires_grad else attention)(*([x] if x[0].requires_grad else x), **arguments)
+        if watch.breaches:
+            return number
+    pytest.fail("nothing was found")
