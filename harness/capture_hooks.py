@@ -27,9 +27,8 @@ from attnbench.dtypes import FROM_TORCH
 from attnbench.errors import InputError
 from attnbench.execution import Execution
 from attnbench.mask import Mask
+from attnbench.mask_of_tensor import mask_of_tensor
 from attnbench.spec import AttentionSpec
-
-from .capture_mask import mask_of_tensor
 
 __all__ = ["Call", "UnrecordableError", "watched"]
 

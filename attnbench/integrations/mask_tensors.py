@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from attnbench.harness.capture_mask import mask_of_tensor
 from attnbench.mask import Mask
+from attnbench.mask_of_tensor import mask_of_tensor
 
 from .calls import Calls
 

@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from attnbench.mask import Alignment, Mask
+from .mask import Alignment, Mask
 
 __all__ = ["mask_of_tensor"]
 

@@ -5,9 +5,9 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from attnbench.harness import capture_mask
-from attnbench.harness.capture_mask import mask_of_tensor
+from attnbench import mask_of_tensor as module
 from attnbench.mask import Mask
+from attnbench.mask_of_tensor import mask_of_tensor
 
 SIZES = st.integers(1, 9)
 SIDES = st.none() | st.integers(0, 9)
@@ -46,7 +46,7 @@ def test_every_mask_is_found_again(left, right, alignment, seqlen_q, seqlen_kv, 
         dtype = torch.bfloat16 if hidden == "least" else torch.float32
         tensor = added(seen, torch.finfo(dtype).min if hidden == "least" else hidden, dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capture_mask, "_CHUNK", chunk)
+        patch.setattr(module, "_CHUNK", chunk)
         found = mask_of_tensor(tensor.expand(2, 3, -1, -1), seqlen_q, seqlen_kv)
     assert found is not None
     assert torch.equal(visible(found, seqlen_q, seqlen_kv), seen)
