@@ -1,6 +1,7 @@
-"""What every test shares: a cache folder of its own, and examples that are the same in every run."""
+"""What every test shares: a cache folder of its own, and examples and draws that are the same in every run."""
 
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,13 @@ settings.register_profile(
 )
 settings.register_profile("explore", settings.get_profile("ci"), derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """What a test draws does not hang on which tests its process ran before."""
+    torch.manual_seed(0)
+    random.seed(0)
 
 
 @pytest.fixture(autouse=True)

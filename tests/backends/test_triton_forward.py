@@ -346,15 +346,18 @@ def test_looking_at_the_backend_imports_no_triton() -> None:
 @pytest.mark.parametrize("outliers", [False, True])
 def test_scores_of_16_bits_leave_the_error_of_p_and_v(head_dim: int, outliers: bool) -> None:
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=32, seqlen_kv=1024, head_dim=head_dim)
-    inputs = tensors(spec)
-    if outliers:
-        inputs = [torch.where(torch.rand(x.shape) < 0.001, 10 * x, x) for x in inputs]
-    errors = {}
-    for name in (WIDE, "fp8-head"):
-        out = forward(name).run(forward(name).prepare(*inputs, spec)).out
-        errors[name] = relative_l2(out, dense_attention(*(x.double() for x in inputs), spec)[0])
-    assert errors[WIDE] <= 0.04
-    assert errors[WIDE] <= 0.8 * errors["fp8-head"]
+    q, k, v = tensors(spec)
+    if outliers:  # one number in a thousand, ten times as large
+        q, k, v = (torch.where(torch.rand(x.shape) < 0.001, 10 * x, x) for x in (q, k, v))
+    operands = forward(WIDE).prepare(q, k, v, spec)
+    out = forward(WIDE).run(operands).out
+    quantised_v = operands.tensors()[2]
+    rounding_of_p = 0.026  # half a step of e4m3, root mean square, and the little that the sums add
+    assert relative_l2(out, dense_attention(q.double(), k.double(), quantised_v.double(), spec)[0]) <= rounding_of_p
+    assert relative_l2(out, dense_attention(q.double(), k.double(), v.double(), spec)[0]) <= 0.04
+    scores_too = forward("fp8-head").run(forward("fp8-head").prepare(q, k, v, spec)).out
+    if not outliers:  # they leave one key to a row, and the weight of one key has no error
+        assert relative_l2(scores_too, dense_attention(q.double(), k.double(), quantised_v.double(), spec)[0]) > 0.03
 
 
 def test_for_training_v_alone_is_quantised_and_q_and_k_are_the_callers() -> None:
