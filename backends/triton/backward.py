@@ -1,8 +1,9 @@
 """The FP8 backward of the ``triton`` backend: after our own FP8 forward, and any other that leaves plain e4m3.
 
 ``triton:fp8`` computes S = QKᵀ and dP = dO·Vᵀ in FP8 and sums over tokens in bf16; ``triton:fp8-all`` sums over tokens
-in FP8 as well.  Both quantise dO per token, work from the very e4m3 numbers that the forward saw, and are
-deterministic: dQ has a kernel of its own, and nothing is added atomically.
+in FP8 as well.  Both quantise dO per token and work from the very e4m3 numbers that the forward saw.  They are
+deterministic where dQ has a kernel of its own; where one kernel computes all gradients (``Tiles.fused``), dQ's last
+bits differ from run to run, unless torch was asked for deterministic algorithms.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class TritonBackward(BackwardKernel):
             "cuda": Capabilities(dtypes=_DTYPES, capability=(9, 0), head_dims=(1, _LARGEST_HEAD, 1)),
             "cpu": Capabilities(dtypes=_DTYPES, head_dims=(1, _LARGEST_HEAD, 1)),
         }
-        self.evidence = {"cuda": r"\b_?(narrow_)?(key|query)_gradients"}
+        self.evidence = {"cuda": r"\b_?(narrow_)?(all|key|query)_gradients"}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """A CPU without Triton's interpreter, a GPU with it, and more heads than a grid holds."""

@@ -22,7 +22,7 @@ from .launching import Launches, addresses
 if TYPE_CHECKING:
     from .backward_launch import Prepared
 
-__all__ = ["KEPT", "run_keys", "run_queries", "serves"]
+__all__ = ["KEPT", "run_all", "run_keys", "run_queries", "serves"]
 
 KEPT = 128  # keys (or queries) that a program keeps: 64 for each of two warpgroups
 _ROWS = 64
@@ -53,12 +53,33 @@ def run_keys(given: Prepared, ring: Ring, narrow: bool, dk_out: Tensor, dv_out: 
         *given.k_scale.stride()[:2], *given.v_scale.stride()[:2],
         spec.kv_heads, spec.seqlen_q, spec.seqlen_kv, rows.shape[2], given.k.data.shape[1], rows.stride(0),
         spec.head_dim, spec.head_dim_v, given.scale, given.exponent, given.before, given.after,
-        spec.group, *_stages_and_edges(given, ring), *_ends(given, narrow),
+        spec.group, ring.stages, *_edges(given), *_ends(given, narrow),
     )  # fmt: skip
     # The descriptors' tiles are no constants of the call.
     alike = dk_out.dtype, ring.block, given.head_dim, given.head_dim_v
     grid = -(-spec.seqlen_kv // KEPT), spec.batch * spec.kv_heads, 1
     _launches("keys", narrow)(grid, constants, alike, **_options())((*tiled, *memory), addresses(memory))
+
+
+def run_all(given: Prepared, dq_sums: Tensor, dk_out: Tensor, dv_out: Tensor) -> None:
+    """Adds to dQ's sums (B·H, padded Sq, padded D) fp32, and writes dK and dV, contiguous, on the current stream."""
+    spec, do, rows = given.spec, given.gradient.laid, given.gradient.rows
+    assert given.k.wide is not None
+    tiled = (
+        _tiles(given.q.data, _ROWS), _tiles(do.data, _ROWS), _tiles(given.k.data, _ROWS), _tiles(given.v.data, _ROWS),
+        _further(given.q, _ROWS, narrow=False), _further(do, _ROWS, narrow=False), _halves(given.k.wide, KEPT),
+        _pieces(rows, _ROWS), _turn(given, narrow=False),
+    )  # fmt: skip
+    memory = rows, given.k_scale, given.v_scale, dq_sums, dk_out, dv_out
+    constants = (
+        *given.k_scale.stride()[:2], *given.v_scale.stride()[:2],
+        spec.kv_heads, spec.seqlen_q, spec.seqlen_kv, rows.shape[2], given.k.data.shape[1], rows.stride(0),
+        spec.head_dim, spec.head_dim_v, given.scale, given.exponent, given.before, given.after, spec.group,
+        *_edges(given), spec.seqlen_kv % KEPT != 0, *_ends(given, narrow=False),
+    )  # fmt: skip
+    alike = dk_out.dtype, given.head_dim, given.head_dim_v
+    grid = -(-spec.seqlen_kv // KEPT), spec.batch * spec.kv_heads, 1
+    _launches("all", narrow=False)(grid, constants, alike, **_options())((*tiled, *memory), addresses(memory))
 
 
 def run_queries(given: Prepared, ring: Ring, narrow: bool, dq_out: Tensor) -> None:
@@ -73,7 +94,7 @@ def run_queries(given: Prepared, ring: Ring, narrow: bool, dq_out: Tensor) -> No
         *given.k_scale.stride()[:2], *given.v_scale.stride()[:2],
         spec.heads, spec.group, spec.seqlen_q, spec.seqlen_kv, rows.shape[2], given.k.data.shape[1], rows.stride(0),
         spec.head_dim, given.scale, given.exponent, given.before, given.after,
-        *_stages_and_edges(given, ring), spec.seqlen_kv % ring.block != 0, *_ends(given, narrow),
+        ring.stages, *_edges(given), spec.seqlen_kv % ring.block != 0, *_ends(given, narrow),
     )  # fmt: skip
     alike = dq_out.dtype, ring.block, given.head_dim, given.head_dim_v
     grid = -(-spec.seqlen_q // KEPT), spec.batch * spec.heads, 1
@@ -81,7 +102,11 @@ def run_queries(given: Prepared, ring: Ring, narrow: bool, dq_out: Tensor) -> No
 
 
 @cache
-def _launches(kind: Literal["keys", "queries"], narrow: bool) -> Launches:
+def _launches(kind: Literal["all", "keys", "queries"], narrow: bool) -> Launches:
+    if kind == "all":
+        from .backward_hopper_fused import all_gradients_hopper
+
+        return Launches(all_gradients_hopper)
     if narrow:
         from .backward_hopper_narrow_keys import narrow_key_gradients_hopper as keys
         from .backward_hopper_narrow_queries import narrow_query_gradients_hopper as queries
@@ -91,9 +116,9 @@ def _launches(kind: Literal["keys", "queries"], narrow: bool) -> Launches:
     return Launches(keys if kind == "keys" else queries)
 
 
-def _stages_and_edges(given: Prepared, ring: Ring) -> tuple[int | bool, ...]:
-    """Stages, left and right edges."""
-    return ring.stages, given.spec.mask.left is not None, given.spec.mask.right is not None
+def _edges(given: Prepared) -> tuple[bool, bool]:
+    """Left and right."""
+    return given.spec.mask.left is not None, given.spec.mask.right is not None
 
 
 def _ends(given: Prepared, narrow: bool) -> tuple[int | float | bool, ...]:
@@ -113,6 +138,11 @@ def _descales(given: Prepared, narrow: bool) -> tuple[Tensor, ...]:
 def _tiles(x: Tensor, tokens: int) -> Any:
     """Of x (H, S, D) as a matrix (H·S, D), by so many tokens."""
     return descriptor(x.view(-1, x.shape[2]), [tokens, x.shape[2]])
+
+
+def _halves(x: Tensor, tokens: int) -> Any:
+    """The same by half the columns."""
+    return descriptor(x.view(-1, x.shape[2]), [tokens, x.shape[2] // 2])
 
 
 def _further(x: Laid, tokens: int, narrow: bool) -> Any:

@@ -19,10 +19,11 @@ from . import backward_hopper_launch as hopper
 from .backward_keys import key_gradients
 from .backward_layout import BLOCK, LOG2E, PEAK, Gradient, Laid, lay_out, lay_out_gradient, padded
 from .backward_queries import query_gradients
+from .backward_sums import ROWS, finish_query_gradients
 from .backward_tiles import Tile, Tiles
 from .launching import Launches, addresses
 
-__all__ = ["Prepared", "launch", "prepared", "run_keys", "run_queries"]
+__all__ = ["Prepared", "launch", "prepared", "run_all", "run_keys", "run_queries"]
 
 
 class Prepared:
@@ -70,7 +71,7 @@ class Prepared:
         return spec.mask.left is not None, spec.mask.right is not None, *varies, spec.softcap > 0, self.turn is not None
 
 
-_KEYS, _QUERIES = Launches(key_gradients), Launches(query_gradients)
+_KEYS, _QUERIES, _FINISH = Launches(key_gradients), Launches(query_gradients), Launches(finish_query_gradients)
 
 
 def prepared(
@@ -90,7 +91,7 @@ def prepared(
     """
     scales = [x.descale.to(torch.float32).expand(*x.data.shape[:2], -1, 1)[..., 0] for x in (q, k, v)]
     served = hopper.serves(spec, scales)
-    by_key, by_query = (narrow and served and tile.hopper is not None for tile in tiles)
+    by_key, by_query = (narrow and served and tile.hopper is not None for tile in tiles[:2])
     gradient = lay_out_gradient(spec, grad_out, out, lse, q, v, narrow=narrow, interleaved=by_key)
     laid_q, laid_k = (
         lay_out(x.data, wide=not narrow, transposed=narrow, interleaved=order)
@@ -103,10 +104,7 @@ def run_keys(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -> t
     """dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv)."""
     spec, do, rows = given.spec, given.gradient.laid, given.gradient.rows
     m, n, d, dv = tile.block_m, tile.block_n, given.head_dim, given.head_dim_v
-    shape = (spec.batch, spec.kv_heads, spec.seqlen_kv)
-    device = rows.device
-    dk_out = torch.empty(*shape, spec.head_dim, dtype=dtype, device=device)
-    dv_out = torch.empty(*shape, spec.head_dim_v, dtype=dtype, device=device)
+    dk_out, dv_out = _for_keys(given, dtype)
     if tile.hopper is not None and given.served:
         hopper.run_keys(given, tile.hopper, narrow, dk_out, dv_out)
         return dk_out, dv_out
@@ -124,6 +122,36 @@ def run_keys(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -> t
     grid = triton.cdiv(spec.seqlen_kv, n), spec.batch * spec.kv_heads, 1
     _KEYS(grid, constants, (dtype,), num_warps=tile.warps)((*tiled, *memory), addresses(memory))
     return dk_out, dv_out
+
+
+def run_all(given: Prepared, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ (B, H, Sq, D), dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv) by the fused kernel, which must serve.
+
+    The last bits of dQ differ from run to run: programs add to it in no order.
+    """
+    spec, rows, padded_q = given.spec, given.gradient.rows, given.q.data.shape[1]
+    dk_out, dv_out = _for_keys(given, dtype)
+    dq_out = torch.empty(spec.batch, spec.heads, spec.seqlen_q, spec.head_dim, dtype=dtype, device=rows.device)
+    sums = torch.zeros(given.q.data.shape, dtype=torch.float32, device=rows.device)
+    hopper.run_all(given, sums, dk_out, dv_out)
+    memory = sums, given.k_scale, given.v_scale, given.turn, dq_out
+    constants = (
+        *given.k_scale.stride()[:2], *given.v_scale.stride()[:2], spec.heads, spec.group, spec.seqlen_q, padded_q,
+        spec.head_dim, given.scale, ROWS, given.head_dim, given.turn is not None,
+    )  # fmt: skip
+    grid = triton.cdiv(spec.seqlen_q, ROWS), spec.batch * spec.heads, 1
+    _FINISH(grid, constants, (dtype,), num_warps=4)(memory, addresses(memory))
+    return dq_out, dk_out, dv_out
+
+
+def _for_keys(given: Prepared, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Memory for dK and dV."""
+    spec, device = given.spec, given.gradient.rows.device
+    shape = spec.batch, spec.kv_heads, spec.seqlen_kv
+    return (
+        torch.empty(*shape, spec.head_dim, dtype=dtype, device=device),
+        torch.empty(*shape, spec.head_dim_v, dtype=dtype, device=device),
+    )
 
 
 def run_queries(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -> Tensor:
@@ -174,6 +202,8 @@ def launch(
     tiles = choose(spec, padded(max(spec.head_dim, spec.head_dim_v)), grad_out.device)
     given = prepared(spec, q, k, v, out, lse, grad_out, narrow, tiles)
     dtype = gradient_dtype(spec)
+    if tiles.fused and given.served and not narrow and not torch.are_deterministic_algorithms_enabled():
+        return run_all(given, dtype)
     dk, dv = run_keys(given, tiles.keys, narrow, dtype)
     return run_queries(given, tiles.queries, narrow, dtype), dk, dv
 

@@ -39,10 +39,14 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Those of the kernel over blocks of keys (dK, dV) and of the one over blocks of queries (dQ)."""
+    """Those of the kernel over blocks of keys (dK, dV) and of the one over blocks of queries (dQ).
+
+    ``fused``: one Hopper kernel computes all three where it serves and the order of its sums may vary.
+    """
 
     keys: Tile
     queries: Tile
+    fused: bool = False
 
 
 class TileKey(NamedTuple):

@@ -51,7 +51,7 @@ def _on_cpu() -> Any:
     """Hopper is here, and its kernels are emulated; how many were launched is in ``LAUNCHED``."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward_hopper_launch, "_hopper", lambda device: True)
-        for name in ("run_keys", "run_queries"):
+        for name in ("run_all", "run_keys", "run_queries"):
             patch.setattr(hopper, name, _emulated(getattr(hopper, name)))
         yield
 
@@ -73,8 +73,9 @@ def kernel(
     keys: Ring | None = Ring(64, 4),  # noqa: B008
     queries: Ring | None = Ring(64, 4),  # noqa: B008
     narrow: bool = False,
+    fused: bool = False,
 ) -> TritonBackward:
-    tiles = Tiles(Tile(64, 64, 4, 2, keys), Tile(64, 64, 4, 2, queries))
+    tiles = Tiles(Tile(64, 64, 4, 2, keys), Tile(64, 64, 4, 2, queries), fused)
     return TritonBackward("triton:fp8", narrow=narrow, declared_error=0.1, tiles=tiles)
 
 
@@ -84,7 +85,7 @@ def check_on_hopper(given_: Saved, grad_out: Tensor, by: TritonBackward | None =
     LAUNCHED.clear()
     check(by, given_, grad_out, ALLOWED[by.narrow])
     rings = {"run_keys": by.tiles.keys.hopper, "run_queries": by.tiles.queries.hopper}
-    assert [name for name, ring in rings.items() if ring] == LAUNCHED
+    assert (["run_all"] if by.tiles.fused else [name for name, ring in rings.items() if ring]) == LAUNCHED
 
 
 def check_against_plain(given_: Saved, grad_out: Tensor, by: TritonBackward) -> None:
@@ -94,7 +95,8 @@ def check_against_plain(given_: Saved, grad_out: Tensor, by: TritonBackward) -> 
         assert (x.float() - wanted.float()).norm() <= SAME * wanted.float().norm() + 1e-6
 
 
-narrow_or_not = pytest.mark.parametrize("narrow", [False, True], ids=["bf16 sums", "e4m3 sums"])
+WAYS: dict[str, dict[str, bool]] = {"bf16 sums": {}, "e4m3 sums": {"narrow": True}, "fused": {"fused": True}}
+any_way = pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
 
 
 @st.composite
@@ -121,12 +123,12 @@ def specs(draw: st.DrawFn) -> AttentionSpec:
 @given(
     spec=specs(),
     recipe=st.builds(Recipe, st.sampled_from(["head", "tensor"]), rotation=st.sampled_from(["none", "hadamard"])),
-    narrow=st.booleans(),
+    how=st.sampled_from(list(WAYS.values())),
     more=st.integers(0, 2),
     seed=st.integers(0, 2**31),
 )
 def test_any_small_problem_agrees_with_fp64_on_its_operands(
-    spec: AttentionSpec, recipe: Recipe, narrow: bool, more: int, seed: int
+    spec: AttentionSpec, recipe: Recipe, how: dict[str, bool], more: int, seed: int
 ) -> None:
     generator, dtype = torch.Generator().manual_seed(seed), gradient_dtype(spec)
     by_query, by_key = (spec.heads, spec.seqlen_q), (spec.kv_heads, spec.seqlen_kv)
@@ -138,49 +140,65 @@ def test_any_small_problem_agrees_with_fp64_on_its_operands(
     ]
     q, k, v, grad_out = (torch.randn(spec.batch, *size, generator=generator).to(dtype) for size in sizes)
     given_ = saved(spec, q, k, v, (recipe,) * 3)
-    rings = Ring(64, (4 if narrow else 2) + more), Ring(64, (4 if narrow else 3) + more)
-    check_on_hopper(given_, exactly_eight_bits(grad_out), kernel(*rings, narrow=narrow))
+    least = (4, 4) if how.get("narrow") else (2, 3)
+    rings = (Ring(64, stages + more) for stages in least)
+    check_on_hopper(given_, exactly_eight_bits(grad_out), kernel(*rings, **how))
 
 
 @needs_interpreter
-@narrow_or_not
+@any_way
 @pytest.mark.parametrize(("seqlen_q", "seqlen_kv", "mask"), LONG, ids=str)
 def test_blocks_are_skipped_and_masked_as_the_mask_says(
-    seqlen_q: int, seqlen_kv: int, mask: Mask, narrow: bool
+    seqlen_q: int, seqlen_kv: int, mask: Mask, how: dict[str, bool]
 ) -> None:
     spec, (q, k, v, grad_out) = make(seqlen_q, seqlen_kv, mask=mask, head_dim=64)
     given_ = saved(spec, q, k, v, (HEAD,) * 3)
-    check_on_hopper(given_, grad_out, kernel(narrow=narrow))
-    if narrow:
+    check_on_hopper(given_, grad_out, kernel(**how))
+    if how.get("narrow"):
         check_against_plain(given_, grad_out, kernel(narrow=True))
 
 
 @needs_interpreter
-def test_keys_behind_the_last_count_for_nothing_where_all_scores_are_far_below_theirs() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_keys_behind_the_last_count_for_nothing_where_all_scores_are_far_below_theirs(fused: bool) -> None:
     """Theirs are 0, and so far above the log-sum-exp that fp32 has no such P."""
     spec, (q, k, v, grad_out) = make(90, 70, head_dim=64)
     q, k = q / 8 + 4, k / 8 - 4
     given_ = saved(spec, q, k, v, (HEAD,) * 3)
     assert given_.lse is not None
     assert given_.lse.max() < -100
-    check_on_hopper(given_, grad_out)
+    check_on_hopper(given_, grad_out, kernel(fused=fused))
 
 
 @needs_interpreter
-def test_queries_without_a_key_get_zeros_and_spoil_nothing() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_queries_without_a_key_get_zeros_and_spoil_nothing(fused: bool) -> None:
     spec, (q, k, v, grad_out) = make(330, 130, mask=Mask(right=0, alignment="bottom-right"), head_dim=64)
     given_ = saved(spec, q, k, v, (HEAD,) * 3)
-    dq, dk, dv = kernel().run(given_, grad_out)
+    dq, dk, dv = kernel(fused=fused).run(given_, grad_out)
     assert not dq[:, :, :200].any()
     assert all(torch.isfinite(x).all() for x in (dq, dk, dv))
 
 
 @needs_interpreter
-@narrow_or_not
-def test_each_head_of_a_group_has_a_scale_of_its_own(narrow: bool) -> None:
+@any_way
+def test_each_head_of_a_group_has_a_scale_of_its_own(how: dict[str, bool]) -> None:
     spec, (q, k, v, grad_out) = make(200, 150, heads=3, head_dim=64)
     q = q * torch.tensor([1.0, 30.0, 0.01])[:, None, None].to(q.dtype)
-    check_on_hopper(saved(spec, q, k, v, (HEAD,) * 3), grad_out, kernel(narrow=narrow))
+    check_on_hopper(saved(spec, q, k, v, (HEAD,) * 3), grad_out, kernel(**how))
+
+
+@needs_interpreter
+def test_whoever_asks_torch_for_deterministic_algorithms_gets_the_same_bits_each_time() -> None:
+    spec, (q, k, v, grad_out) = make(70, 90, head_dim=64)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    LAUNCHED.clear()
+    try:
+        check(kernel(fused=True), saved(spec, q, k, v, (HEAD,) * 3), grad_out, ALLOWED[False])
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert LAUNCHED == ["run_keys", "run_queries"]
 
 
 @needs_interpreter
@@ -275,12 +293,13 @@ def descriptor(kind, *block):
 tools, found = sys.argv[1], []
 for kind, d, block, narrow, maxnreg, constants in json.load(sys.stdin):
     kernel = _launches(kind, narrow)._kernel
-    by_query, by_key = (block, 64) if kind == "keys" else (64, block)
+    by_query, by_key = (64, block) if kind == "queries" else (block, 64)
     types = dict.fromkeys(("q", "do"), descriptor("fp8e4nv", by_query, d))
     types |= dict.fromkeys(("k", "v"), descriptor("fp8e4nv", by_key, d))
     types |= dict.fromkeys(("q_wide", "do_wide", "k_wide"), descriptor("bf16", block, d))
+    types |= dict(k_wide=descriptor("bf16", 128, d // 2)) if kind == "all" else {}
     types |= dict.fromkeys(("q_across", "do_across", "k_across"), descriptor("fp8e4nv", d, block))
-    types |= dict.fromkeys(("row_values", "descales", "k_descale", "v_descale"), "*fp32")
+    types |= dict.fromkeys(("row_values", "descales", "k_descale", "v_descale", "dq_sums"), "*fp32")
     types |= dict(turn=descriptor("bf16", 64 if narrow else d, d))
     types |= dict.fromkeys(("dq_out", "dk_out", "dv_out"), "*bf16") | dict(rows=descriptor("fp32", block))
     types |= dict(scale="fp32", exponent="fp32")
@@ -304,9 +323,11 @@ print(json.dumps(found))
 
 def _kernel(kind: str, head_dim: int, ring: Ring, narrow: bool = False, **more: object) -> tuple[object, ...]:
     even, most = forward_hopper_launch.registers()
-    constants = {"stages": ring.stages, "left": False, "right": False, "rotated": False, "registers": most} | more
-    constants |= {"group": 1} | more if kind == "keys" else {"ragged": False} | more
-    constants |= {"shared": BLOCK, "peak": PEAK} if narrow else {}
+    constants: dict[str, object] = {"left": False, "right": False, "rotated": False, "registers": most}
+    constants |= {} if kind == "all" else {"stages": ring.stages}
+    constants |= {} if kind == "keys" else {"ragged": False}
+    constants |= {} if kind == "queries" else {"group": 1}
+    constants |= more | ({"shared": BLOCK, "peak": PEAK} if narrow else {})
     return kind, head_dim, ring.block, narrow, even, constants
 
 
@@ -355,6 +376,9 @@ def test_the_matrix_products_stay_asynchronous_and_nothing_spills(tmp_path: Path
         _kernel("queries", 128, Ring(64, 6), True, rotated=True),
         _kernel("queries", 128, Ring(64, 4), True, right=True, rotated=True),
         _kernel("queries", 64, Ring(64, 4), True, left=True, right=True, ragged=True),
+        _kernel("all", 128, Ring(64, 2)),
+        _kernel("all", 128, Ring(64, 2), right=True, rotated=True, group=4),
+        _kernel("all", 64, Ring(64, 2), left=True, right=True, ragged=True, rotated=True),
     )
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -365,18 +389,20 @@ def test_the_matrix_products_stay_asynchronous_and_nothing_spills(tmp_path: Path
     for found, (kind, head_dim, block, narrow, _, constants) in zip(json.loads(done.stdout), kernels, strict=True):
         assert isinstance(constants, dict)
         assert "C75" not in found["said"], found["said"]  # wgmma that ptxas waits for one by one
-        # In e4m3 a mask's bounds, and what waits for the end, may lie in memory at head dimension 128.
+        # In e4m3, and where all is in one, a mask's bounds and what waits for the end may lie in memory at head
+        # dimension 128.
         spilled = [int(x) for x in re.findall(r"(\d+) bytes spill stores", found["said"])]
-        assert max(spilled) <= (96 if narrow and head_dim == 128 and constants["right"] else 0)
+        more = 240 if kind == "all" else 96 if narrow and constants["right"] else 0
+        assert max(spilled) <= (more if head_dim == 128 else 0)
         assert int(found["shared"]) <= SHARED_MEMORY
-        _check_rings(found["ttgir"], 2 if (kind, narrow) == ("keys", True) else 3)
+        _check_rings(found["ttgir"], 2 if (kind, narrow) in (("keys", True), ("all", False)) else 3)
         # S of the first block, dP and S in the loop, 32 of the head dimension at a time; the sums, 16 or (in e4m3) 32
         # tokens and 64 columns at a time, in the loop, and the last block's dK or dQ behind it, unless dK waits for
-        # nothing; the rotation.  For each of two warpgroups.
+        # nothing; where all is in one, dQ of 128 keys in the loop and behind it; the rotation.  For each of two
+        # warpgroups.
         tokens = block // 32 * (head_dim // 64) if narrow else block // 16
-        sums = {("keys", False): 3, ("queries", False): 2, ("keys", True): 2, ("queries", True): 2}[
-            str(kind), bool(narrow)
-        ]
+        sums = 3 if kind != "queries" and not narrow else 2
         turns = head_dim // 16 if constants["rotated"] else 0
         assert len(re.findall("QGMMA", found["code"])) == 2 * (3 * head_dim // 32 + (sums * tokens if narrow else 0))
-        assert len(re.findall("HGMMA", found["code"])) == 2 * (turns + (0 if narrow else sums * tokens))
+        both = 2 * 128 // 16 if kind == "all" else 0
+        assert len(re.findall("HGMMA", found["code"])) == 2 * (turns + both + (0 if narrow else sums * tokens))

@@ -6,11 +6,11 @@
 
 For whoever commits the table, on a machine that nobody else computes on.  Many processes compile the candidates, tiles
 of the plain kernels and rings of the Hopper ones, into Triton's cache on the disk, and launch nothing: that is all that
-a dry run does, which needs no GPU.  Then a process times the two kernels of each cell, dK with dV and dQ, each by
-itself, the candidates in turns (ABBA), so that clocks and heat are the same for all.  All candidates run at the shorter
-length, the fastest tiles and the fastest rings at the longer one.  A candidate whose gradients are not those of the
-first, a plain tile, within what rounding explains, is none; nor is one that is silent for 20 seconds or takes its
-process along, after which another process goes on without it.
+a dry run does, which needs no GPU.  Then a process times the kernels of each cell, dK with dV, dQ, and the one for all
+three, each by itself, the candidates in turns (ABBA), so that clocks and heat are the same for all.  All candidates run
+at the shorter length, the fastest tiles and the fastest rings at the longer one.  A candidate whose gradients are not
+those of the first, a plain tile, within what rounding explains, is none; nor is one that is silent for 20 seconds or
+takes its process along, after which another process goes on without it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from compiled_for_hopper import Program, compiled
-from hopper_backward import RINGS, SAME, Kind, run
+from hopper_backward import PLAIN, RINGS, SAME, Kind, run
 from watched import Begun, Done, Lost, one_by_one
 
 from attnbench import AttentionSpec, Mask
@@ -59,7 +59,7 @@ QUERIES = [
     for m, n, warps in ((128, 64, 8), (64, 64, 4), (128, 128, 8), (64, 128, 4), (128, 32, 8), (64, 32, 4))
     for stages in (2, 3)
 ]
-KINDS: tuple[Kind, ...] = ("keys", "queries")
+KINDS: tuple[Kind, ...] = ("keys", "queries", "all")
 
 
 class Job(NamedTuple):
@@ -81,9 +81,10 @@ Times = dict[int, float]  # milliseconds by length
 
 def candidates(key: TileKey, kind: Kind) -> list[Job]:
     """The default, the rings and the tiles to hold against it."""
-    default: Tile = getattr(DEFAULTS[key.narrow, key.head_dim], kind)
-    rings = RINGS[kind, key.head_dim, key.narrow]
-    tiles = [default, *(default._replace(hopper=ring) for ring in rings), *(KEYS if kind == "keys" else QUERIES)]
+    default: Tile = getattr(DEFAULTS[key.narrow, key.head_dim], kind, PLAIN)
+    rings = RINGS.get((kind, key.head_dim, key.narrow), ())
+    more = {"keys": KEYS, "queries": QUERIES, "all": []}[kind]
+    tiles = [default, *(default._replace(hopper=ring) for ring in rings), *more] if rings else []
     return [Job(key, kind, tile) for tile in dict.fromkeys(tiles)]
 
 
@@ -111,8 +112,8 @@ class Bench:
         recipe = Recipe("head", rotation="hadamard")
         operands = [quantise(x, recipe, rotate=each < 2) for each, x in enumerate((q, k, v))]
         plain = DEFAULTS[key.narrow, key.head_dim]
-        ringed = Tiles(*(tile._replace(hopper=RINGS[kind, key.head_dim, key.narrow][0])
-                         for kind, tile in zip(KINDS, plain, strict=True)))  # fmt: skip
+        ringed = Tiles(plain.keys._replace(hopper=RINGS["keys", key.head_dim, key.narrow][0]),
+                       plain.queries._replace(hopper=RINGS["queries", key.head_dim, key.narrow][0]))  # fmt: skip
         self.given = [
             backward_launch.prepared(spec, *operands, out * 0.02, lse, grad, key.narrow, tiles)
             for tiles in (plain, ringed)
@@ -209,11 +210,16 @@ def said(tile: Tile) -> str:
     return f"Tile({', '.join((*map(str, tile[:4]), *ring))})"
 
 
-def entry(key: TileKey, keys: tuple[Tile, Times], queries: tuple[Tile, Times]) -> str:
-    """The lines of the table, milliseconds first."""
+def entry(key: TileKey, keys: tuple[Tile, Times], queries: tuple[Tile, Times], fused: Times | None) -> str:
+    """The lines of the table, milliseconds first; ``fused``: of the kernel that computes all, if it ran."""
     took = ", ".join(f"{keys[1][length]:.2f} and {queries[1][length]:.2f}" for length in LENGTHS)
+    more = ""
+    if fused is not None:
+        took += f"; all at once {', '.join(f'{fused[length]:.2f}' for length in LENGTHS)}"
+        apart = math.prod(keys[1][length] + queries[1][length] for length in LENGTHS)
+        more = ", fused=True" if math.prod(fused.values()) < apart else ""
     place = f'{key.capability}, {key.narrow}, {key.head_dim}, "{key.mask}"'
-    return f"    # {took}\n    TileKey({place}): Tiles({said(keys[0])}, {said(queries[0])}),"
+    return f"    # {took}\n    TileKey({place}): Tiles({said(keys[0])}, {said(queries[0])}{more}),"
 
 
 def show(job: Job, found: Times | Wrong | Lost | None, plain: Times) -> None:
@@ -319,12 +325,11 @@ def main() -> None:
     found = measured([job for job in jobs if job not in wrong], wrong, ends)
     lines = []
     for key in keys:
-        best = [
-            chosen({job: x for job, x in found.items() if job[:2] == (key, kind) and isinstance(x, dict)})
-            for kind in KINDS
-        ]
+        timed = {job: x for job, x in found.items() if job.key == key and isinstance(x, dict)}
+        best = [chosen({job: x for job, x in timed.items() if job.kind == kind}) for kind in ("keys", "queries")]
+        fused = next((x for job, x in timed.items() if job.kind == "all" and job.tile.hopper), None)
         if best[0] and best[1]:
-            lines.append(entry(key, best[0], best[1]))
+            lines.append(entry(key, best[0], best[1], fused if fused and len(fused) == len(LENGTHS) else None))
     print(
         f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, cold L2, {TOKENS} tokens, hidden size {HIDDEN}"
     )

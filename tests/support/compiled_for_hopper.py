@@ -22,7 +22,7 @@ Job = TypeVar("Job")
 
 
 class Program(NamedTuple):
-    """What came of a job: bytes of shared memory, seconds that it took, and what is wrong, or None."""
+    """What came of a job: most bytes of shared memory, seconds that it took, and what is wrong, or None."""
 
     shared: int
     seconds: float
@@ -67,7 +67,7 @@ def compiled(
 ) -> dict[Job, Program]:
     """What comes of ``launch(job)`` for each, in many processes, until ``ends`` on the monotonic clock.
 
-    ``launch`` is a function of a module.  What it launches last is the program.
+    ``launch`` is a function of a module.
     """
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(min(processes, len(jobs)) or 1, mp_context=context)
@@ -90,7 +90,7 @@ def _compile(launch: Callable[[Job], object], job: Job) -> Program:
     try:
         with compiling() as made:
             launch(job)
-        shared = made[-1].metadata.shared
+        shared = max(each.metadata.shared for each in made)
         if shared > SHARED_MEMORY:
             problem = f"takes {shared} bytes of shared memory, {SHARED_MEMORY} is all there is"
     except Exception as error:  # a candidate may fail in any way, and is then none

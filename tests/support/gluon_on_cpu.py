@@ -4,7 +4,8 @@
 those of torch.  What is asynchronous happens as early as a GPU may do it or as late: copies to shared memory when they
 are asked for or when their barrier is waited for, matrix products when they are started or when they are waited for.
 So a barrier that is missing or passed too early is a wrong result, and partitions that all wait are an error.
-Layouts, swizzles, registers and fences are not emulated, nor what Triton makes of Python's names and loops: a compiler
+What a partition writes to shared memory nobody sees before its fence.
+Layouts, swizzles and registers are not emulated, nor what Triton makes of Python's names and loops: a compiler
 and a GPU have to be asked about those.
 """
 
@@ -81,7 +82,7 @@ def _compared(name: str, operation: Callable[[Tensor, Tensor], Tensor]) -> None:
     setattr(Block, f"__{name}__", lambda x, y: Block(operation(x.data, _data(y))))
 
 
-for _name in ("add", "sub", "mul", "truediv", "and", "or", "xor"):
+for _name in ("add", "sub", "mul", "truediv", "and", "or", "xor", "rshift"):
     _elementwise(_name, getattr(torch.Tensor, f"__{_name}__"))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     _compared(_name, getattr(torch, _name))
@@ -139,6 +140,10 @@ class _Shared:
 
     def load(self, layout: Any) -> Block:
         return Block(self.data.clone())
+
+    def store(self, x: Block) -> None:
+        assert self.shape == x.shape
+        _STATE.stores.append(partial(self.data.copy_, x.data))
 
     def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> _Shared:
         size = torch.Size(shape).numel() * dtype.itemsize
@@ -251,10 +256,11 @@ def _specialize(partitions: Sequence[Any], warps: Sequence[int], registers: Sequ
     program.running = len(partitions)
 
     def run(function: Callable[..., None], given: tuple[Any, ...]) -> None:
-        _STATE.program, _STATE.place, _STATE.products = program, place, []
+        _STATE.program, _STATE.place, _STATE.products, _STATE.stores = program, place, [], []
         try:
             function(*given)
             assert not _STATE.products, "products are under way when a partition ends"
+            assert not _STATE.stores, "what is written to shared memory has no fence behind it"
         except Exception as error:
             errors.append(error)
             program.failed = True
@@ -305,6 +311,18 @@ def _store(pointer: _Pointer, x: Block, mask: Block) -> None:
     pointer.memory[place] = data[inside]
 
 
+def _add(pointer: _Pointer, x: Block, sem: str) -> None:
+    place, data = torch.broadcast_tensors(_data(pointer.place), x.data)
+    assert bool(((place >= 0) & (place < pointer.memory.numel())).all()), "an addition outside of its tensor"
+    with _STATE.program.changed:
+        pointer.memory.index_put_((place,), data, accumulate=True)
+
+
+def _fence() -> None:
+    while _STATE.stores:
+        _STATE.stores.pop(0)()
+
+
 def _allocate(dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Any:
     if layout == "barrier":
         return _Barriers(shape[0]) if len(shape) > 1 else _Barrier()
@@ -346,6 +364,7 @@ def _language() -> ModuleType:
         abs=lambda x: Block(x.data.abs()), max=lambda x, axis: Block(x.data.amax(axis)),
         inline_asm_elementwise=_assembled, float8e4nv=torch.float8_e4m3fn,
         cdiv=_two(lambda x, y: torch.div(x + y - 1, y, rounding_mode="trunc")), load=_load, store=_store,
+        atomic_add=_add,
         convert_layout=lambda x, layout, assert_trivial=False: x, allocate_shared_memory=_allocate,
         warp_specialize=_specialize, SliceLayout=nothing, NVMMADistributedLayout=nothing, DotOperandLayout=nothing,
         NVMMASharedLayout=lambda **said: None, float32=torch.float32, bfloat16=torch.bfloat16, int64=torch.int64,
@@ -368,6 +387,7 @@ def emulated(late: Callable[[], bool], *modules: str) -> Iterator[None]:
     hopper.__dict__.update(
         warpgroup_mma=_multiply,
         warpgroup_mma_wait=_await_products,
+        fence_async_shared=_fence,
         tma=SimpleNamespace(async_copy_global_to_shared=_copy),
         mbarrier=SimpleNamespace(
             MBarrierLayout=lambda: "barrier",
