@@ -1,7 +1,5 @@
 """attention in models that two processes train together, over gloo on the CPU."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,16 +13,7 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 def trained(tmp_path_factory) -> Path:
     """Where the ranks have left their gradients."""
     folder = tmp_path_factory.mktemp("ranks")
-    processes = [
-        subprocess.Popen([sys.executable, ranks.__file__, str(rank), str(folder)], stderr=subprocess.PIPE, text=True)
-        for rank in range(ranks.RANKS)
-    ]
-    try:
-        said = [process.communicate(timeout=240)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * ranks.RANKS, "\n".join(said)
+    ranks.run_ranks(ranks.__file__, [[str(rank), str(folder)] for rank in range(ranks.RANKS)], folder)
     return folder
 
 

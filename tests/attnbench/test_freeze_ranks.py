@@ -4,8 +4,6 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +12,7 @@ import frozen_ranks
 import pytest
 import torch
 from frozen_ranks import FAVOURITES, LENGTHS
-from ranks import KINDS, RANKS
+from ranks import KINDS, RANKS, run_ranks
 
 from attnbench import attention, freeze, freezing
 from attnbench.execution import Execution
@@ -26,21 +24,8 @@ PLANS = ("sdpa-math:fp32", "sdpa-flash:fp32", "reference:fp32", "reference:fp64"
 
 def launch(folder: Path, missing: str, favourites: tuple[str, ...], *kinds: str) -> list[dict]:
     """What each rank has to say, each with a cache folder and a favourite of its own."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, frozen_ranks.__file__, str(rank), str(folder), missing, favourite, *kinds],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "XDG_CACHE_HOME": str(folder / f"cache-{missing}-{rank}")},
-        )
-        for rank, favourite in enumerate(favourites)
-    ]
-    try:
-        said = [process.communicate(timeout=240)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * RANKS, "\n".join(said)
+    own = [[str(rank), str(folder), missing, favourite, *kinds] for rank, favourite in enumerate(favourites)]
+    run_ranks(frozen_ranks.__file__, own, folder / missing)
     return [json.loads((folder / f"{missing}-{rank}.json").read_text()) for rank in range(RANKS)]
 
 

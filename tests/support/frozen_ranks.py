@@ -47,11 +47,9 @@ def ranks_mask() -> dict[str, bool]:
 
 def main(rank: int, folder: Path, missing: str, favourite: str, *kinds: str) -> None:
     """Writes which plan ran for each spec, and what the tables would have chosen."""
-    torch.set_num_threads(1)
     ranks.PLAN = "auto"  # which its layers read
     prefer(favourite)
-    store = dist.FileStore(str(folder / f"store-{missing}"), ranks.RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks.RANKS)
+    ranks.join(rank, folder / f"store-{missing}")
     ran: dict[str, list[str]] = {}
     original = Execution.answer
 

@@ -1,6 +1,10 @@
 """What one rank of a distributed test does; imported by the processes that torch starts."""
 
+import faulthandler
+import os
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +19,35 @@ from attnbench import attention
 RANKS = 2
 KINDS = ("ddp", "ddp compiled", "fsdp2", "fsdp2 compiled")
 PLAN = "emulated:fp8>sdpa-flash:fp32"
+PATIENCE = 300  # seconds; the ranks take some ten on a machine that does nothing else
+
+
+def run_ranks(script: str, arguments: Sequence[Sequence[str]], caches: Path) -> None:
+    """Runs a script once a rank, with these arguments and a cache folder each; raises what any of them says it died of.
+
+    A rank that hangs, most often because the other one died, says where.
+    """
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, *own], stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "XDG_CACHE_HOME": str(caches / f"cache-{rank}")},
+        )
+        for rank, own in enumerate(arguments)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=2 * PATIENCE)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    codes = [process.returncode for process in processes]
+    assert codes == [0] * len(arguments), "\n".join(f"rank {i}, {codes[i]}: {each}" for i, each in enumerate(said))
+
+
+def join(rank: int, store: Path) -> None:
+    """What every rank does first."""
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS)
 
 
 class Layer(nn.Module):
@@ -58,8 +91,7 @@ def _wrapped(kind: str) -> nn.Module:
 
 def main(rank: int, folder: Path) -> None:
     """Writes for each kind the gradients that rank 0 sees, whole."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), RANKS), rank=rank, world_size=RANKS)
+    join(rank, folder / "store")
     for kind in KINDS:
         torch._dynamo.reset()
         found = gradients(_wrapped(kind), batches()[rank])
