@@ -49,7 +49,6 @@ _log = logging.getLogger("attnbench.guard")
 _MOST = 4096  # plans and specs that are remembered, and breaches: a program with ever new shapes has no end of them
 _GREETED = 64  # of which so many are checked at their first call; later ones at a random one of their first ``every``
 _Kind = Literal["out", "gradients"]
-_KINDS: dict[_Kind, tuple[str, ...]] = {"out": ("out",), "gradients": ("dq", "dk", "dv")}
 _Drawn = TypeVar("_Drawn")
 
 
@@ -70,13 +69,12 @@ class _Case:
 
 @dataclass
 class _Check:
-    """A check on its way from the device: ``packed`` is on the host once ``done`` has happened."""
+    """A check on its way from the device: its sums are on the host once ``done`` has happened."""
 
     case: _Case
-    kind: _Kind
     call: int
     device: torch.device
-    packed: Tensor
+    sums: Sums
     done: torch.cuda.Event | None
     tensors: dict[str, Tensor | Quantised]
 
@@ -89,7 +87,7 @@ class _Sample:
     case: _Case
     call: int
     groups: list[Group]
-    parts: list[Part]
+    part: Part
     tensors: dict[str, Tensor | Quantised]
 
     def derived(self, grad_out: Tensor, gradients: Gradients) -> None:
@@ -183,7 +181,7 @@ class Guard:
             spec = execution.spec
             picks = self._drawn(pick_rows, spec)
             tensors = {"q": q, "k": k, "v": v} if self.save_to is not None else {}
-            self._check(*turn, "out", out.device, lambda: out_sums(q, k, v, out, spec, picks), tensors)
+            self._check(*turn, out.device, lambda: out_sums(q, k, v, out, spec, picks), tensors)
         if self._under_way and not _recorded(out):
             self._read()
 
@@ -232,7 +230,7 @@ class Guard:
         case = self._cases.get((plan, spec, bound))
         if case is None:
             first = 0 if len(self._cases) < _GREETED else self._random.randrange(self.every)
-            case = _Case(plan, spec, bound, dict.fromkeys(_KINDS, 0), dict.fromkeys(_KINDS, first))
+            case = _Case(plan, spec, bound, dict.fromkeys(get_args(_Kind), 0), dict.fromkeys(get_args(_Kind), first))
             self._cases[plan, spec, bound] = case
             if len(self._cases) > _MOST:
                 self._cases.popitem(last=False)
@@ -249,9 +247,9 @@ class Guard:
         groups = self._drawn(pick_groups, case.spec)
         try:
             with aside(q.device):
-                parts = [part(group, q, k, v) for group in groups]
+                own = part(groups, q, k, v)
                 whole = {"q": q, "k": k, "v": v} if self.save_to is not None else {}
-                return _Sample(self, case, call, groups, parts, {name: x.detach().clone() for name, x in whole.items()})
+                return _Sample(self, case, call, groups, own, {name: x.detach().clone() for name, x in whole.items()})
         except Exception as error:  # memory, most likely: the program goes on without this check
             self._skip(type(error).__name__, str(error))
             return None
@@ -259,29 +257,28 @@ class Guard:
     def _check_gradients(self, sample: _Sample, grad_out: Tensor, gradients: Gradients) -> None:
         if self not in _open or _recorded(grad_out):
             return
-        sums = partial(gradient_sums, sample.parts, sample.groups, grad_out, gradients, sample.case.spec)
+        sums = partial(gradient_sums, sample.part, sample.groups, grad_out, gradients, sample.case.spec)
         tensors = {**sample.tensors, "grad_out": grad_out} if sample.tensors else {}
-        self._check(sample.case, sample.call, "gradients", grad_out.device, sums, tensors)
+        self._check(sample.case, sample.call, grad_out.device, sums, tensors)
 
     def _check(
-        self, case: _Case, call: int, kind: _Kind, device: torch.device, sums: Callable[[], Sums],
+        self, case: _Case, call: int, device: torch.device, sums: Callable[[], Sums],
         tensors: dict[str, Tensor | Quantised],
     ) -> None:  # fmt: skip
         """Queue a check, and read it where that costs no waiting or the tensors have to be at hand."""
         try:
             with aside(device):
-                packed, done = sums().packed, None
+                found, done = sums(), None
                 if device.type == "cuda":
-                    packed = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True).copy_(
-                        packed, non_blocking=True
-                    )
+                    host = torch.empty(found.packed.shape, dtype=found.packed.dtype, pin_memory=True)
+                    found = replace(found, packed=host.copy_(found.packed, non_blocking=True))
                     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     done.record()
         except Exception as error:  # memory, most likely: the program goes on without this check
             self._skip(type(error).__name__, str(error))
             return
         with self._lock:
-            self._under_way.append(_Check(case, kind, call, device, packed, done, tensors))
+            self._under_way.append(_Check(case, call, device, found, done, tensors))
         self._read(wait=bool(tensors))
 
     def _read(self, wait: bool = False, quietly: bool = False) -> None:
@@ -301,16 +298,16 @@ class Guard:
             raise errors[0]
 
     def _judged(self, check: _Check) -> list[tuple[_Case, Breach]]:
-        case, names = check.case, _KINDS[check.kind]
-        usable, found = Sums.unpacked(names, check.packed)
+        case = check.case
+        usable, found = check.sums.read()
         if not usable:
             self._skip("values that are not finite went in, or gradients left the range of fp16")
             return []
         self.checks, case.checks = self.checks + 1, case.checks + 1
         breaches = []
-        for name in names:
+        for name, sums in found.items():
             detector = case.detectors.setdefault(name, Detector(case.bound))
-            finding = detector.add(*found[name])
+            finding = detector.add(*sums)
             if finding is not None:
                 breaches.append(
                     Breach(

@@ -17,6 +17,7 @@ from attnbench import attention, guard, guard_demotion, guard_hook, guarding
 from attnbench.api import forget_choices
 from attnbench.errors import BreachError, InputError
 from attnbench.fp8 import Recipe, quantise
+from attnbench.guard_check import Sums
 
 pytestmark = pytest.mark.filterwarnings("ignore::attnbench.errors.BreachWarning")
 
@@ -184,8 +185,8 @@ class Late:
 def late(watch) -> guarding._Check:
     """A check of a call of the guard's first case, under way, that will be found infinite."""
     attention(*tensors())
-    packed = torch.tensor([1.0, 1.0, *[0.0] * 8, *[1.0] * 8], dtype=torch.float64)
-    check = guarding._Check(next(iter(watch._cases.values())), "out", 1, torch.device("cpu"), packed, Late(), {})
+    sums = Sums(torch.tensor([1.0, torch.nan, *[0.0] * 8, *[1.0] * 8], dtype=torch.float64), 1, 8, {"out": 0.0})
+    check = guarding._Check(next(iter(watch._cases.values())), 1, torch.device("cpu"), sums, Late(), {})
     watch._under_way.append(check)
     return check
 
