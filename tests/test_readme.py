@@ -75,6 +75,30 @@ def test_drift_over_keys_comes_from_committed_results(rows: dict[tuple[str, str]
     assert seen >= 21
 
 
+def test_sentences_say_what_the_rows_of_their_tables_say(rows: dict[tuple[str, str], Measurement]) -> None:
+    def cost(case: str, plan: str, name: str) -> float:
+        return statistics.median(rows[case, plan].time_ms[name])
+
+    text = " ".join(README)
+    batched = "b4 h16 s4096 d128 bf16 forward"
+    assert "takes twice as long as the kernel that it feeds" in text
+    for plan in ("fa3:fp8", "cudnn:fp8"):
+        kernel = cost(batched, plan, "kernel")
+        assert round((cost(batched, plan, "prepared") - kernel) / kernel) == 2
+    assert "at 64k it is then ten times as fast as those that do not, and drifts a tenth as far" in text
+    few = "b1 h8 q128-k65536 d128 bf16 causal/bottom-right forward"
+    for plan in ("flashinfer:fp8", "flex:fp8"):
+        assert 9 <= cost(few, plan, "kernel") / cost(few, "fa3:fp8", "kernel") <= 12
+        drifts = [rows[few, each].error["biased-v"]["out"] for each in (plan, "fa3:fp8")]
+        assert 9 <= drifts[0] / drifts[1] <= 12
+    step, both, best = "b1 h16 s16384 d128 bf16 causal training", "te:fp8>te:fp8", "fa4:bf16>fa4:bf16"
+    shown = re.search(r"the fastest step, by (\d+) %; .* is (\d+) % off, .* of (\d+) % for FP8 training", text)
+    assert shown
+    truths = 1 - cost(step, both, "call") / cost(step, best, "call"), worst(rows[step, both], "outlier")
+    for figure, truth in zip(shown.groups(), (*truths, rows[step, both].bound), strict=True):
+        assert agrees(figure, 100 * truth), (figure, truth)
+
+
 def test_what_choosing_saves_comes_from_the_table_that_ships() -> None:
     table = Table.load(ROOT / "attnbench/tables/nvidia-h200.json")
     columns = [(fp8, direction) for fp8 in (False, True) for direction in ("forward", "training")]
