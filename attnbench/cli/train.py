@@ -34,8 +34,11 @@ def train(
         str | None, typer.Option(help="gpt: tiny, small, medium, 1b, 3b, 8b; vit-huge: huge, tiny [default: the first]")
     ] = None,
     attention: Annotated[
-        str, typer.Option(help="auto, a backend, kernel or plan (fa3:fp8>fa4:bf16), or sdpa: torch's own choice.")
-    ] = "auto",
+        str | None,
+        typer.Option(
+            help="auto, a backend, kernel or plan (fa3:fp8>fa4:bf16), or sdpa: torch's own choice [default: auto]"
+        ),
+    ] = None,
     compare: Annotated[
         str | None,
         typer.Option(help="The baseline's attention, else the same run: bf16 (auto without FP8), sdpa, or any plan."),
@@ -57,8 +60,10 @@ def train(
     optimiser: Annotated[OptimiserName | None, typer.Option(help="[default: adamw, of vit-huge sgd]")] = None,
     lr: Annotated[float | None, typer.Option(help="The highest learning rate [default: by size]")] = None,
     warmup: Annotated[int | None, typer.Option(min=0, help="Steps up to it [default: a tenth, at most 100]")] = None,
-    weight_decay: Annotated[float, typer.Option(min=0, help="Of matrices.")] = 0.1,
-    grad_clip: Annotated[float, typer.Option(min=0, help="Norm that gradients are cut to; 0 for none.")] = 1.0,
+    weight_decay: Annotated[float | None, typer.Option(min=0, help="Of matrices [default: 0.1, of sgd 0]")] = None,
+    grad_clip: Annotated[
+        float | None, typer.Option(min=0, help="Norm that gradients are cut to; 0 for none [default: 1, of sgd 0]")
+    ] = None,
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Recompute activations.")] = False,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the blocks.")] = False,
     parallel: Annotated[ParallelName, typer.Option(help="Over what torchrun started.")] = "none",
@@ -106,7 +111,7 @@ def train(
         data=data,
         seed=seed,
         vocab=vocab,
-        attention="own" if block == "te" else attention,
+        attention=attention if attention is not None else "own" if block == "te" else "auto",
         max_error=max_error,
         fp8=fp8,
         linears=linears,
@@ -155,6 +160,7 @@ def _train(
     """Whether any run came to its end or to a finding."""
     from rich.console import Console
 
+    from ..harness.training.foreseen import check_beforehand
     from ..harness.training.parallel import joined
     from ..harness.training.plots import write_plots
     from ..harness.training.progress import telling
@@ -163,6 +169,8 @@ def _train(
 
     runs = planned(candidate, baseline, seeds)
     with joined(device) as ranks:
+        for config in (candidate, *([baseline] if baseline is not None else [])):
+            check_beforehand(config, ranks.device)
         session = Session(
             folder,
             ranks,
@@ -175,7 +183,7 @@ def _train(
             try:
                 rows = session.run(runs, build, told)
             except KeyboardInterrupt:
-                print(f"stopped; the runs so far are in {folder}, go on with --resume --out", file=sys.stderr)
+                print(f"stopped; the same command with --resume --out {folder} goes on", file=sys.stderr)
                 raise
             if ranks.first:
                 _print(list(session.rows.values()), format)

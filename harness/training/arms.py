@@ -33,10 +33,14 @@ _ATTENTION = ("attention", "max_error", "fp8")
 
 @dataclass(frozen=True)
 class Arm:
-    """``runs`` in the order of their seeds; ``label`` tells the arm from the others beside it."""
+    """``runs`` in the order of their seeds; ``label`` tells the arm from the others beside it.
+
+    ``time`` counts from 1 how often the same runs were shown: made again on the machine, or at another price.
+    """
 
     label: str
     runs: tuple[TrainingRun, ...]
+    time: int = 1
 
     @property
     def first(self) -> TrainingRun:
@@ -92,9 +96,13 @@ class Arm:
 
 def arms_of(runs: Sequence[TrainingRun]) -> list[Arm]:
     """The arms in the order of their first runs, each with a label that no other has where settings differ."""
-    groups: dict[str, list[TrainingRun]] = {}
+    groups: dict[tuple[str, int], list[TrainingRun]] = {}
+    times: dict[str, int] = {}
     for run in runs:
-        groups.setdefault(_group(run), []).append(run)
+        group = _group(run)
+        same = f"{run.seed} {group}"
+        times[same] = times.get(same, 0) + 1
+        groups.setdefault((group, times[same]), []).append(run)
     firsts = [group[0] for group in groups.values()]
     varying = [
         name
@@ -103,8 +111,8 @@ def arms_of(runs: Sequence[TrainingRun]) -> list[Arm]:
     ] if firsts else []  # fmt: skip
     machines = len({_machine(run) for run in firsts}) > 1
     return [
-        Arm(_label(group[0], varying, machines), tuple(sorted(group, key=lambda run: run.seed)))
-        for group in groups.values()
+        Arm(_label(group[0], varying, machines, time), tuple(sorted(group, key=lambda run: run.seed)), time)
+        for (_, time), group in groups.items()
     ]
 
 
@@ -114,7 +122,7 @@ def compared(arms: Sequence[Arm]) -> list[tuple[Arm, Arm, Learning]]:
     for arm in arms:
         rivals = [each for each in arms if each.baseline and _learns_the_same(arm.first, each.first)]
         if not arm.baseline and rivals:
-            nearest = min(rivals, key=lambda each: _differences(arm.first, each.first))
+            nearest = min(rivals, key=lambda each: (each.time != arm.time, _differences(arm.first, each.first)))
             found.append((arm, nearest, judged(pairs_of([*arm.runs, *nearest.runs]))))
     return found
 
@@ -155,7 +163,7 @@ def _differences(one: TrainingRun, other: TrainingRun) -> int:
     return sum(one.settings.get(name) != other.settings.get(name) for name in _HOW)
 
 
-def _label(run: TrainingRun, varying: Sequence[str], machines: bool) -> str:
+def _label(run: TrainingRun, varying: Sequence[str], machines: bool, time: int) -> str:
     said = str(run.settings["attention"])
     if run.settings.get("fp8"):
         said += " fp8"
@@ -164,6 +172,8 @@ def _label(run: TrainingRun, varying: Sequence[str], machines: bool) -> str:
     said += "".join(f" {name}={run.settings.get(name)}" for name in varying)
     if machines or run.world > 1:
         said += f" on {f'{run.world} × ' if run.world > 1 else ''}{run.environment.device_name}"
+    if time > 1:
+        said += f" #{time}"
     return said
 
 

@@ -110,7 +110,7 @@ def load(path: Path, state: Mapping[str, Tensor], settings: Mapping[str, Any], r
                     f"{path} was written by {facts.get('world')} ranks and can be resumed by as many alone"
                 )
             if json.loads(facts.get("settings", "null")) != dict(settings):
-                raise MisuseError(f"{path} is the checkpoint of another configuration")
+                raise MisuseError(f"{path} is the checkpoint of another configuration, or of other data")
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         history = History.of(
             {name.removeprefix("history."): each for name, each in tensors.items() if name.startswith("history.")},

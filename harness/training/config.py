@@ -10,6 +10,8 @@ from typing import Any, Literal, get_args, get_type_hints
 from attnbench.errors import InputError
 from attnbench.registry import registry
 
+from .rows import LONGEST_SETTING, MOST_STEPS
+
 __all__ = [
     "LARGEST_SEED",
     "OWN",
@@ -151,8 +153,9 @@ class TrainConfig:
             raise InputError("policy=fsdp-mixed is a setting of FSDP: it needs parallel=fsdp2")
 
     def _check_numbers(self) -> None:
-        for name, least in (("seqlen", 1), ("batch", 1), ("steps", 1), ("warmup", 0), ("vocab", 0)):
+        for name, least in (("seqlen", 1), ("batch", 1), ("warmup", 0), ("vocab", 0)):
             _whole(name, getattr(self, name), least, _LARGEST)
+        _whole("steps", self.steps, 1, MOST_STEPS)
         _whole("seed", self.seed, 0, LARGEST_SEED)
         for name in ("lr", "weight_decay", "grad_clip"):
             value = getattr(self, name)
@@ -163,6 +166,8 @@ class TrainConfig:
             raise InputError(f"max_error must be a positive relative error such as 0.08, got {budget!r}")
 
     def _check_model(self) -> None:
+        for name in ("model", "data"):
+            _writable(name, getattr(self, name))
         if self.model.startswith(_HF):
             if len(self.model) == len(_HF):
                 raise InputError("hf: wants a folder, a config.json or a model's name behind it")
@@ -210,6 +215,16 @@ class TrainConfig:
 def _whole(name: str, value: object, least: int, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise InputError(f"{name} must be a whole number from {least} to {most}, got {value!r}")
+
+
+def _writable(name: str, value: str) -> None:
+    """A row, which is JSON, must be able to hold it."""
+    if len(value) > LONGEST_SETTING:
+        raise InputError(f"{name} has {len(value)} characters, and rows hold {LONGEST_SETTING}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{name} must be text in UTF-8, not {value!r}: rows could not hold it") from None
 
 
 def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:

@@ -87,6 +87,10 @@ def make_hf(name: str, seqlen: int, device: torch.device, seed: int, core: Calla
             )
         except (ValueError, ImportError) as error:
             raise InputError(f"{name} makes no causal language model: {_first_line(error)}") from None
+        except KeyError as error:  # a table of the model's own attentions, in which there is no other
+            if error.args != (_NAME,):
+                raise
+            raise InputError(f"{name} cannot be served: it knows no attention but its own") from None
     model.train()
     return _served(model, name, seqlen, core)
 

@@ -24,6 +24,7 @@ class History:
     step_ms: list[float] = field(default_factory=list)
     untimed: list[int] = field(default_factory=list)
     signs: list[Sign] = field(default_factory=list)
+    plans: list[str] = field(default_factory=list)
     attention: Share | None = None
     memory_bytes: int | None = None
     resumed_at: list[int] = field(default_factory=list)
@@ -49,6 +50,7 @@ class History:
             {
                 "untimed": self.untimed,
                 "signs": [sign.model_dump(mode="json") for sign in self.signs],
+                "plans": self.plans,
                 "attention": None if self.attention is None else self.attention.model_dump(mode="json"),
                 "memory_bytes": self.memory_bytes,
                 "resumed_at": self.resumed_at,
@@ -64,6 +66,7 @@ class History:
                 **{name: tensors[name].tolist() for name in ("loss", "grad_norm", "step_ms")},
                 untimed=[int(step) for step in said["untimed"]],
                 signs=[Sign.model_validate_json(json.dumps(sign)) for sign in said["signs"]],
+                plans=[str(plan) for plan in said["plans"]],
                 attention=None
                 if said["attention"] is None
                 else Share.model_validate_json(json.dumps(said["attention"])),

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from .attending import plans_noted
 from .attention_share import share_of_attention
 from .checkpoint import load, newest, save, state_of
 from .history import History
@@ -86,7 +88,7 @@ class _Run:
         self._make_state()
         path = self.conduct.checkpoints / f"step-{step:09d}"
         state = state_of(self.trainable.module, self.optimiser)
-        self.history = load(path, state, self.config.to_dict(), self.ranks)
+        self.history = load(path, state, self._learnt(), self.ranks)
         self.history.resumed_at.append(self.history.steps)
         warm = range(self.history.steps, self.history.steps + warm_up_steps(self.config.steps))
         self.history.untimed += [step for step in warm if step < self.config.steps]
@@ -142,10 +144,11 @@ class _Run:
             self.history.grad_norm.append(norm)
             self.history.step_ms.append(round(ms, 6))
             self._count(loss, norm)
-            if self.bad >= self.conduct.patience:
-                return f"loss or gradients were not finite for {self.bad} steps, from step {step - self.bad + 1} on"
             self._note_memory()
             self.told(self.history)
+            if self.bad >= self.conduct.patience:
+                steps = "1 step" if self.bad == 1 else f"{self.bad} steps"
+                return f"loss or gradients were not finite for {steps}, from step {step - self.bad + 1} on"
         return None
 
     def _count(self, loss: float, norm: float) -> None:
@@ -180,8 +183,14 @@ class _Run:
             loss.backward()  # type: ignore[no-untyped-call]
 
         gpus = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=gpus), torch.compiler.set_stance("force_eager"):
-            sign = signs_of(step, self.trainable.attention_modules, work)
+        modules = self.trainable.attention_modules
+        with (
+            torch.random.fork_rng(devices=gpus),
+            torch.compiler.set_stance("force_eager"),
+            plans_noted(modules) as plans,
+        ):
+            sign = signs_of(step, modules, work)
+        self.history.plans = list(dict.fromkeys([*self.history.plans, *plans]))
         self.optimiser.zero_grad()
         if sign is not None:
             self.history.signs = [each for each in self.history.signs if each.step != step] + [sign]
@@ -199,4 +208,9 @@ class _Run:
 
     def _checkpoint(self) -> None:
         state = state_of(self.trainable.module, self.optimiser)
-        save(self.conduct.checkpoints, state, self.history, self.config.to_dict(), self.ranks)
+        save(self.conduct.checkpoints, state, self.history, self._learnt(), self.ranks)
+
+    def _learnt(self) -> dict[str, Any]:
+        """What must be the same to go on: the configuration, and the text behind its name."""
+        corpus = self.trainable.corpus
+        return self.config.to_dict() | ({} if corpus is None else {"corpus": corpus.digest})

@@ -70,9 +70,10 @@ def joined(device: str, environ: Mapping[str, str] = os.environ) -> Iterator[Ran
 
     ``device`` is ``auto``, ``cpu``, ``cuda``, or alone ``cuda:N``; under torchrun each process
     of a node takes the GPU of its local rank.  NCCL connects GPUs, gloo CPUs.  Raises
-    MisuseError where torchrun's variables are not numbers or one GPU is named for all ranks.
+    MisuseError where torchrun's variables are not numbers or not all there, or one GPU is
+    named for all ranks.
     """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    names, meeting = ("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("MASTER_ADDR", "MASTER_PORT")
     if not all(name in environ for name in names):
         yield Ranks(_current(find(device)))
         return
@@ -82,6 +83,8 @@ def joined(device: str, environ: Mapping[str, str] = os.environ) -> Iterator[Ran
         raise MisuseError(f"{', '.join(names)} of torchrun are numbers") from None
     if ":" in device:
         raise MisuseError(f"under torchrun each process takes its own GPU; say --device cuda, not {device}")
+    if missing := [name for name in meeting if not environ.get(name)]:
+        raise MisuseError(f"{', '.join(names)} are set and {', '.join(missing)} not: torchrun sets all of them")
     found = find(device)
     if found.type == "cuda":
         found = _current(find(f"cuda:{local}"))

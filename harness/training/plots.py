@@ -74,7 +74,8 @@ def _figure(arms: Sequence[Arm]) -> Figure:
             losses.plot(curve, color=colours[id(arm)], linewidth=1.3, linestyle=style, label=label)
     losses.set_ylabel("loss")
     losses.set_yscale("log")
-    losses.legend(frameon=False)
+    if losses.get_legend_handles_labels()[0]:
+        losses.legend(frameon=False)
     if found:
         gaps = panels[1][0]
         for arm, baseline, learning in found:

@@ -49,7 +49,9 @@ def sharding_policy(config: TrainConfig) -> Any:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if config.policy == "fsdp-mixed":
-        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        # Blocks get bf16 from the bf16 embedding.  Casting what else they are given would round the angles of rotary
+        # embeddings, which no other policy does.
+        return MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     if config.policy == "fp32-and-bf16":
         return MixedPrecisionPolicy(reduce_dtype=torch.float32)
     return MixedPrecisionPolicy()

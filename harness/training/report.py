@@ -12,11 +12,12 @@ from ..statistics import compare, median_interval
 from .arms import Arm, arms_of, compared, scaling_efficiency
 from .learning import RULES, Learning
 from .price import Offer, side_by_side
-from .rows import TrainingRun
+from .rows import Share, TrainingRun
 
 __all__ = ["offers_of", "report"]
 
 _MOST_COMPARED = 1000
+_HOST_BOUND = 0.8  # of a step: a GPU that works less than this waits for its host
 _LEGEND = (
     "Step times are medians after the warm-up, with the 95% interval of the median. Attention is its measured share of "
     "what the device did in a step, forward and backward. MFU is over the device's bf16 peak. The loss is the mean of "
@@ -134,11 +135,16 @@ def _remarks(arms: Sequence[Arm], style: Style) -> str:
                 said.append(f"{label}, seed {run.seed}: {run.status}, {shown(run.reason or '', style)}.")
             if run.resumed_at:
                 said.append(f"{label}, seed {run.seed}: resumed at step {', '.join(map(str, run.resumed_at))}.")
+        plans = dict.fromkeys(shown(plan, style) for run in arm.runs for plan in run.plans)
+        if plans and list(plans) != [label]:
+            said.append(f"{label}: attention ran {', '.join(plans)}.")
         if share := arm.attention:
             times = f"{number(share.forward_ms)} ms forward and {number(share.backward_ms)} ms backward"
             said.append(
                 f"{label}: attention takes {times} of {number(share.busy_ms)} ms that the device works in a step."
             )
+            if waits := _waiting(arm, share):
+                said.append(f"{label}: {waits}")
         if signs := [sign for run in arm.runs for sign in run.signs]:
             worst_q, worst_k = (max(getattr(sign, name) for sign in signs) for name in ("kurtosis_q", "kurtosis_k"))
             lost = ", ".join(
@@ -147,6 +153,17 @@ def _remarks(arms: Sequence[Arm], style: Style) -> str:
             kurtosis = f"kurtosis at most {worst_q:.3g} of Q and {worst_k:.3g} of K (3 is normal)"
             said.append(f"{label}: {kurtosis}{f'; of dS at most {lost} would underflow' if lost else ''}.")
     return prose(said, style, bullets=True) if said else ""
+
+
+def _waiting(arm: Arm, share: Share) -> str | None:
+    """What a step's time does not tell where the host cannot launch as fast as a GPU works."""
+    if arm.first.environment.device_type != "cuda" or arm.median_ms is None:
+        return None
+    worked = share.busy_ms / arm.median_ms
+    if worked >= _HOST_BOUND:
+        return None
+    said = f"a step takes {number(arm.median_ms)} ms, so the device waits for its host in {1 - worked:.0%} of it"
+    return f"{said}; faster kernels would change that little."
 
 
 def _prices(arms: Sequence[Arm], style: Style) -> str:

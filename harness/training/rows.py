@@ -30,13 +30,25 @@ from attnbench.errors import OutputError
 from ..clocks import Conditions
 from ..lines import Form, read_lines
 
-__all__ = ["LONGEST_REASON", "ROWS", "SCHEMA", "Share", "Sign", "TrainingRun", "read_runs", "write_runs"]
+__all__ = [
+    "LONGEST_REASON",
+    "LONGEST_SETTING",
+    "MOST_STEPS",
+    "ROWS",
+    "SCHEMA",
+    "Share",
+    "Sign",
+    "TrainingRun",
+    "read_runs",
+    "write_runs",
+]
 
 SCHEMA = "attnbench.training/1"
 ROWS = "training.jsonl"
 LONGEST_REASON = 2000
+LONGEST_SETTING = 500
+MOST_STEPS = 200_000
 _FORM = Form(SCHEMA, "a training run", "training runs", longest_line=2**25, largest_file=2**28)
-_MOST_STEPS = 200_000
 _MOST_SETTINGS = 64
 _WORDS = {math.inf: "Infinity", -math.inf: "-Infinity"}
 _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
@@ -66,8 +78,14 @@ _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Fraction = Annotated[float, Field(ge=0, le=1)]
 _Count = Annotated[int, Field(ge=0, le=2**62)]
 _Text = Annotated[str, Field(max_length=500)]
-_Setting = Annotated[str, Field(max_length=500)] | bool | Annotated[int, Field(ge=-(2**62), le=2**62)] | float | None
-_Series = Annotated[list[_Any], Field(max_length=_MOST_STEPS)]
+_Setting = (
+    Annotated[str, Field(max_length=LONGEST_SETTING)]
+    | bool
+    | Annotated[int, Field(ge=-(2**62), le=2**62)]
+    | float
+    | None
+)
+_Series = Annotated[list[_Any], Field(max_length=MOST_STEPS)]
 _strict = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
 
 
@@ -122,7 +140,8 @@ class TrainingRun(BaseModel):
     ``flops_per_step`` operations by ``flops_model``, all ranks together; ``peak_tflops`` is
     what one device could do in bf16, None where nobody tells.  ``memory_bytes`` is the peak of
     device memory of the first rank, None on a CPU.  ``price_per_hour`` is that of the whole
-    machine.  ``resumed_at`` lists the steps at which it went on from a checkpoint.
+    machine.  ``plans`` are those that attention ran, whatever was asked for, none where it is
+    torch's own or TransformerEngine's.  ``resumed_at`` lists the steps at which it went on from a checkpoint.
     """
 
     model_config = _strict
@@ -134,9 +153,9 @@ class TrainingRun(BaseModel):
     reason: Annotated[str, Field(min_length=1, max_length=LONGEST_REASON)] | None = None
     loss: _Series
     grad_norm: _Series
-    step_ms: Annotated[list[_Positive], Field(max_length=_MOST_STEPS)]
+    step_ms: Annotated[list[_Positive], Field(max_length=MOST_STEPS)]
     timed_from: _Count
-    untimed: Annotated[list[_Count], Field(max_length=_MOST_STEPS)] = []
+    untimed: Annotated[list[_Count], Field(max_length=MOST_STEPS)] = []
     world: Annotated[int, Field(ge=1, le=2**20)] = 1
     units: Literal["tokens", "images"]
     units_per_step: Annotated[int, Field(ge=1, le=2**40)]
@@ -146,6 +165,7 @@ class TrainingRun(BaseModel):
     memory_bytes: _Count | None = None
     attention: Share | None = None
     signs: Annotated[list[Sign], Field(max_length=1000)] = []
+    plans: Annotated[list[_Text], Field(max_length=100)] = []
     price_per_hour: _Positive | None = None
     resumed_at: Annotated[list[_Count], Field(max_length=10_000)] = []
     gpu: Conditions | None = None

@@ -10,4 +10,4 @@ __all__ = ["derived"]
 def derived(*parts: int | str) -> int:
     """A number below 2**63 that is the same for equal parts on every machine, and unrelated for others."""
     text = "/".join(f"{type(part).__name__}:{part}" for part in parts)
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+    return int.from_bytes(blake2b(text.encode(errors="surrogateescape"), digest_size=8).digest(), "big") >> 1

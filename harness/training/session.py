@@ -37,6 +37,7 @@ Status = Literal["ok", "diverged", "unfinished", "oom", "error"]
 Build = Callable[[TrainConfig, torch.device], Trainable]
 _LOCK = ".lock"
 _CHECKPOINTS = "checkpoints"
+_SERIES = ("loss", "grad_norm", "step_ms", "untimed", "signs", "plans", "attention", "memory_bytes", "resumed_at")
 _KEEPING_S = 2.0  # seconds between two writings of a run under way
 _FLOPS_MODEL = "matrix products and attention of the model, forward and backward, nothing recomputed"
 
@@ -93,22 +94,30 @@ class Session:
         self.rows: dict[str, TrainingRun] = {}
 
     def __enter__(self) -> Session:
+        refusal: AttnbenchError | None = None
         if self.ranks.first:
             try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._read()
+                self._open()
             except BaseException as error:
                 self.__exit__()
-                if isinstance(error, BlockingIOError):
-                    said = f"another command is training in {self.folder}; wait or name another folder with --out"
-                    raise MisuseError(said) from None
-                if isinstance(error, OSError) and not isinstance(error, AttnbenchError):
-                    raise OutputError(f"{self.folder} cannot be written: {error.strerror}") from error
-                raise
-        self.ranks.wait()
+                if not isinstance(error, AttnbenchError):
+                    raise
+                refusal = error
+        if self.ranks.agreed(int(refusal is not None)):  # else the others would wait, and fail with a traceback
+            raise refusal or MisuseError("the first process says what is wrong")
         return self
+
+    def _open(self) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            said = f"another command is training in {self.folder}; wait or name another folder with --out"
+            raise MisuseError(said) from None
+        except OSError as error:
+            raise OutputError(f"{self.folder} cannot be written: {error.strerror}") from error
+        self._read()
 
     def __exit__(self, *_: object) -> None:
         if self._lock is not None:
@@ -119,9 +128,13 @@ class Session:
         path = self.folder / ROWS
         if not path.exists() or not path.stat().st_size:
             return
+        rows = list(read_runs(path))
         if not self.resume:
-            raise MisuseError(f"{self.folder} already holds runs; add to them with --resume or name another with --out")
-        for row in read_runs(path):
+            if any(row.loss or row.status == "oom" for row in rows):
+                said = f"{self.folder} already holds runs; add to them with --resume or name another with --out"
+                raise MisuseError(said)
+            return  # a model that could not be built has taken no step, and what it is corrected to begins anew
+        for row in rows:
             hard, _ = row.environment.differences(self.environment)
             if hard:
                 said = f"{self.folder} was trained in another environment ({'; '.join(hard)})"
@@ -129,6 +142,8 @@ class Session:
             if self.price_per_hour is not None:
                 row = row.model_copy(update={"price_per_hour": self.price_per_hour})
             self.rows[row.key] = row
+        if self.price_per_hour is not None:
+            write_runs(path, self.rows.values())
 
     def run(self, runs: Sequence[Planned], build: Build, told: Callable[[TrainingRun], None]) -> list[TrainingRun]:
         """The rows of the runs, those that are done taken as they are; ``told`` sees every step's row."""
@@ -137,6 +152,8 @@ class Session:
     def _one(self, plan: Planned, build: Build, told: Callable[[TrainingRun], None]) -> TrainingRun:
         record = _Record(plan, self)
         known = self.rows.get(record.row.key)
+        if known is not None:
+            record.begin_with(known)
         if self.ranks.agreed(int(known is not None and known.status == "ok")):
             return known or record.row
         record.keep()
@@ -155,16 +172,17 @@ class Session:
                 )
                 gpu = watch.between((began, time.perf_counter())) if watch is not None else None
             record.end("ok" if reason is None else "diverged", reason, gpu)
-        except torch.OutOfMemoryError as error:
-            record.end("oom", str(error).partition("\n")[0] or "out of memory")
-            if self.ranks.world > 1:
-                raise  # the others wait for this rank in vain; torchrun ends them
         except KeyboardInterrupt:
             record.end("unfinished", "it was interrupted")
             raise
         except Exception as error:
-            record.end("error", f"{type(error).__name__}: {error}")
-            raise
+            short = _is_short_of_memory(error)
+            if short:
+                record.end("oom", str(error).partition("\n")[0] or "out of memory")
+            else:
+                record.end("error", f"{type(error).__name__}: {error}")
+            if not short or self.ranks.world > 1:
+                raise  # where memory was short on one rank, the others wait for it in vain, and torchrun ends them
         finally:
             trainable = None  # type: ignore[assignment]  # what it holds must go before the next is built
             gc.collect()
@@ -226,18 +244,13 @@ class _Record:
             flops_per_step=float(trainable.flops_per_step * world),
         )
 
+    def begin_with(self, known: TrainingRun) -> None:
+        """What an earlier command has seen of the run stays in the row until this one has seen more."""
+        self._change(**{name: getattr(known, name) for name in _SERIES})
+
     def take(self, history: History) -> TrainingRun:
         """The row with what has happened so far, written down now and then."""
-        self._change(
-            loss=history.loss,
-            grad_norm=history.grad_norm,
-            step_ms=history.step_ms,
-            untimed=history.untimed,
-            signs=history.signs,
-            attention=history.attention,
-            memory_bytes=history.memory_bytes,
-            resumed_at=history.resumed_at,
-        )
+        self._change(**{name: getattr(history, name) for name in _SERIES})
         if time.monotonic() - self._kept > _KEEPING_S:
             self.keep()
         return self.row
@@ -254,3 +267,8 @@ class _Record:
 
     def _change(self, **changes: object) -> None:
         self.row = self.row.model_copy(update=changes)
+
+
+def _is_short_of_memory(error: Exception) -> bool:
+    """Whether a GPU or a CPU had no room; torch has no error of its own for a CPU."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)

@@ -68,7 +68,8 @@ class Text:
     def digest(self) -> str:
         """16 hexadecimal digits of the files' names and sizes and of the part taken."""
         listed = [f"{each.name}\0{each.size}" for each in self.files]
-        return blake2b("\n".join([*listed, f"{self._start}:{self._stop}"]).encode(), digest_size=8).hexdigest()
+        text = "\n".join([*listed, f"{self._start}:{self._stop}"])
+        return blake2b(text.encode(errors="surrogateescape"), digest_size=8).hexdigest()
 
 
 def _bytes_of(file: File, offset: int, count: int) -> NDArray[np.uint8]:

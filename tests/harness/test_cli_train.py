@@ -1,13 +1,15 @@
 """``attnbench train`` as a newcomer runs it, and what it refuses."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from attnbench.cli import app
-from attnbench.errors import InputError, MalformedFileError, MisuseError
+from attnbench.errors import AttnbenchError, InputError, MalformedFileError, MisuseError
+from attnbench.harness.training.config import TrainConfig
 from attnbench.harness.training.plots import PAGE, PICTURE
 from attnbench.harness.training.rows import read_runs
 
@@ -46,6 +48,11 @@ def test_the_first_look_gives_a_verdict_a_table_rows_and_plots(trained) -> None:
         assert candidate.attention.share > 0
         assert candidate.settings["attention"] == "emulated:fp8"
         assert baseline.settings["fp8"] is False
+    assert {(row.settings["attention"], *row.plans) for row in rows} == {
+        ("auto", "sdpa-flash:bf16>sdpa-flash:bf16"),
+        ("emulated:fp8", "emulated:fp8>emulated:fp8"),
+    }
+    assert "auto: attention ran sdpa-flash:bf16>sdpa-flash:bf16." in result.stdout
     assert (folder / PICTURE).exists()
     assert (folder / PAGE).exists()
     assert not list(folder.glob("checkpoints/*"))
@@ -76,6 +83,7 @@ def test_folders_are_shown_side_by_side_with_their_prices(trained) -> None:
         (["--compare-linears", "te-fp8"], MisuseError, "--compare"),
         (["--attention", "auto", "--compare", "bf16"], MisuseError, "the candidate itself"),
         (["--attention", "no-such"], InputError, "no-such"),
+        (["--attention", ""], InputError, "''"),
         (["--size", "huge"], InputError, "huge"),
         (["--parallel", "ddp"], MisuseError, "--out"),
         (["--show", "nowhere=x"], MisuseError, "FOLDER=PRICE"),
@@ -85,6 +93,32 @@ def test_folders_are_shown_side_by_side_with_their_prices(trained) -> None:
 def test_what_cannot_be_is_refused_before_anything_is_trained(arguments, error, said: str) -> None:
     with pytest.raises(ValueError if error is InputError else error, match=said):
         _run(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--attention te:fp8>te:fp8 --compare bf16", "te:fp8>te:fp8"),
+        ("--attention bad --compare bf16", "bad"),
+        ("--attention sdpa --compare te:bf16", "te:bf16"),
+        ("--linears te-fp8 --compare bf16 --compare-linears bf16", "linears=te-fp8"),
+        ("--model vit-huge --size tiny --block te --compare sdpa", "block=te"),
+        ("--model vit-huge --size tiny --block te --attention auto", "cannot be chosen"),  # and not left out silently
+    ],
+)
+def test_a_side_that_cannot_run_here_is_refused_before_the_other_is_trained(tmp_path: Path, arguments, said) -> None:
+    with pytest.raises(AttnbenchError, match=said):
+        _run(*arguments.split(), "--batch", "16", "--device", "cpu", "--out", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("model", "expected"), [("vit-huge", (0.0, 0.0)), ("gpt", (0.1, 1.0))])
+def test_what_is_not_named_is_the_models_own(monkeypatch: pytest.MonkeyPatch, model: str, expected: tuple) -> None:
+    made: list[TrainConfig] = []
+    module = sys.modules["attnbench.cli.train"]  # the package's attribute of this name is the command
+    monkeypatch.setattr(module, "_train", lambda candidate, *_: made.append(candidate) or True)
+    _run("--model", model, "--out", "unused")
+    assert (made[0].weight_decay, made[0].grad_clip) == expected
 
 
 def test_a_folder_that_holds_runs_is_not_written_over(trained, tmp_path: Path) -> None:

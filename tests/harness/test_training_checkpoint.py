@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,12 @@ from small_training import build_small, small
 
 from attnbench.errors import MalformedFileError, MisuseError, OutputError
 from attnbench.harness.training.checkpoint import load, newest, save, state_of
+from attnbench.harness.training.config import TrainConfig
 from attnbench.harness.training.history import History
 from attnbench.harness.training.loop import Conduct, train
 from attnbench.harness.training.optimisers import make_optimiser
 from attnbench.harness.training.parallel import Ranks
+from attnbench.harness.training.trainable import build
 
 ALONE = Ranks(torch.device("cpu"))
 STEPS = 24
@@ -132,6 +135,19 @@ def test_another_runs_checkpoint_and_another_number_of_ranks_are_refused(tmp_pat
     with pytest.raises(MisuseError, match="1 ranks"):
         load(path, state, trainable.config.to_dict(), Ranks(torch.device("cpu"), 1, 2))
     assert all(torch.equal(state[name], before[name]) for name in before)
+
+
+def test_a_text_that_has_changed_is_not_gone_on_with(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("what is learnt " * 40)
+    config = TrainConfig.make(seqlen=16, batch=2, steps=4, attention="sdpa", data=str(text))
+    again = partial(train, ranks=ALONE, conduct=Conduct(tmp_path / "kept", 2), told=lambda history: None, resume=True)
+    again(build(config, "cpu"))
+    assert newest(tmp_path / "kept") is not None
+    again(build(config, "cpu"))
+    text.write_text("something else " * 41)
+    with pytest.raises(MisuseError, match="other data"):
+        again(build(config, "cpu"))
 
 
 @pytest.mark.parametrize("fault", ["torn", "pickle", "shape", "missing", "more", "facts", "empty"])

@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 import training_ranks
-from small_training import build_small, small
+from small_training import build_small, run_of, small
 
 from attnbench.errors import MisuseError
+from attnbench.harness.training.config import TrainConfig
 from attnbench.harness.training.history import History
 from attnbench.harness.training.loop import Conduct, train
 from attnbench.harness.training.parallel import Ranks, joined, spread
+from attnbench.harness.training.rows import ROWS, write_runs
+from attnbench.harness.training.trainable import build
 
 STEPS = 8
 
@@ -77,7 +80,7 @@ def test_ranks_and_configuration_must_agree() -> None:
 
 @pytest.mark.parametrize(
     ("device", "environ", "said"),
-    [("cpu", {"WORLD_SIZE": "two"}, "numbers"), ("cuda:0", {}, "its own GPU")],
+    [("cpu", {"WORLD_SIZE": "two"}, "numbers"), ("cuda:0", {}, "its own GPU"), ("cpu", {}, "MASTER_ADDR")],
 )
 def test_what_torchrun_did_not_set_is_refused(device: str, environ: dict, said: str) -> None:
     started = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} | environ
@@ -88,3 +91,39 @@ def test_what_torchrun_did_not_set_is_refused(device: str, environ: dict, said: 
 def test_without_torchrun_there_is_one_rank() -> None:
     with joined("cpu", {"RANK": "3"}) as ranks:
         assert (ranks.rank, ranks.world, ranks.first, ranks.agreed(5)) == (0, 1, True, 5)
+
+
+def test_fsdps_mixed_precision_rounds_weights_and_not_the_angles_of_rotary_embeddings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (started | {"MASTER_PORT": str(_free_port())}).items():
+        monkeypatch.setenv(name, value)
+    config = TrainConfig.make(seqlen=16, batch=1, attention="sdpa", parallel="fsdp2", policy="fsdp-mixed")
+    seen: list[tuple[torch.dtype, ...]] = []
+    with joined("cpu") as ranks:
+        made = build(config, ranks.device)
+        spread(made, ranks)
+        first = made.blocks[0]
+        first.attention.register_forward_pre_hook(
+            lambda module, args: seen.append((*(each.dtype for each in args), module.query.weight.dtype))
+        )
+        made.loss(made.batch(0)).backward()
+    assert seen == [(torch.bfloat16, torch.float32, torch.float32, torch.bfloat16)]
+
+
+def test_a_folder_in_use_is_said_once_and_no_rank_fails_with_a_traceback(tmp_path: Path) -> None:
+    write_runs(tmp_path / ROWS, [run_of([1.0])])
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": "2"}
+    command = [sys.executable, "-m", "attnbench", "train", "--parallel", "ddp", "--device", "cpu", "--out", tmp_path]
+    started = [
+        subprocess.Popen(
+            command, env=shared | {"RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in "01"
+    ]  # fmt: skip
+    said = [each.communicate(timeout=120)[1] for each in started]
+    assert [each.returncode for each in started] == [2, 2]
+    assert "already holds runs" in said[0]
+    assert "the first process says what is wrong" in said[1]
+    assert "Traceback" not in "".join(said)

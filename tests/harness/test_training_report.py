@@ -1,6 +1,7 @@
 """What is said of runs: arms and their baselines, prices in the article's form, pictures that need nothing else."""
 
 import builtins
+import dataclasses
 import re
 from pathlib import Path
 
@@ -101,6 +102,17 @@ def test_the_report_says_verdict_share_price_and_what_went_wrong() -> None:
     assert report([], "text") == "No runs."
 
 
+@pytest.mark.parametrize(
+    ("device_type", "step_ms", "said"), [("cuda", 60.0, True), ("cuda", 32.0, False), ("cpu", 60.0, False)]
+)
+def test_a_gpu_that_waits_for_its_host_is_said(device_type: str, step_ms: float, said: bool) -> None:
+    """Then a step's time tells of launches, and not of the kernels that are compared."""
+    here = dataclasses.replace(HERE, device_type=device_type)
+    share = Share(steps=3, forward_ms=1.0, backward_ms=2.0, busy_ms=30.0, share=0.1)
+    runs = arm_runs("candidate", "auto", attention=share, step_ms=[step_ms] * 120, environment=here)
+    assert ("waits for its host in 50% of it" in " ".join(report(runs, "text").split())) == said
+
+
 def test_machines_stand_side_by_side_under_their_names() -> None:
     other = Environment.from_dict(HERE.to_dict() | {"device_name": "another CPU"})
     runs = [
@@ -109,6 +121,23 @@ def test_machines_stand_side_by_side_under_their_names() -> None:
     ]
     text = report(runs, "text")
     assert re.search(r"auto on another CPU .*\+0% +\+100%", text)
+
+
+def test_runs_that_were_made_twice_or_have_two_prices_stand_side_by_side() -> None:
+    first = [*arm_runs("baseline", "auto", price_per_hour=2.0), *arm_runs("candidate", "te:fp8", price_per_hour=2.0)]
+    again = [run.model_copy(update={"price_per_hour": 1.0, "step_ms": [0.5] * 120}) for run in first]
+    arms = arms_of([*first, *again])
+    assert [arm.label for arm in arms] == ["auto", "te:fp8", "auto #2", "te:fp8 #2"]
+    assert [(ours.label, theirs.label) for ours, theirs, _ in compared(arms)] == [
+        ("te:fp8", "auto"),
+        ("te:fp8 #2", "auto #2"),
+    ]
+    assert re.search(r"auto #2 .*\+100% +\+300%", report([*first, *again], "text"))
+
+
+def test_runs_without_a_step_are_drawn_without_a_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    assert write_plots([run_of([])], tmp_path) == []
+    assert not [str(each.message) for each in recwarn]
 
 
 def test_nothing_in_a_row_steers_a_terminal_a_table_or_a_page(tmp_path: Path) -> None:

@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from small_training import build_small, builder, exact, run_of, session_of, small
+from small_training import build_small, builder, exact, not_a_number_after, run_of, session_of, small
 
-from attnbench.errors import MalformedFileError, MisuseError, OutputError
+from attnbench.errors import InputError, MalformedFileError, MisuseError, OutputError
 from attnbench.harness.training.rows import ROWS, Share, TrainingRun, read_runs, write_runs
 from attnbench.harness.training.session import planned
 
@@ -119,7 +120,11 @@ def test_a_session_keeps_what_is_done_and_adds_what_is_not(tmp_path: Path) -> No
         with pytest.raises(MisuseError, match="another command"), session_of(tmp_path, resume=True):
             pass
     assert built == [0, 1]
-    found = list(read_runs(tmp_path))
+    with session_of(tmp_path, resume=True, price_per_hour=4.0) as session:
+        session.run(planned(config, None, 2), build, lambda row: None)
+    assert [row.price_per_hour for row in read_runs(tmp_path)] == [4.0, 4.0]
+    with session_of(tmp_path, resume=True, price_per_hour=3.0):
+        found = list(read_runs(tmp_path))
     assert [(row.seed, row.status, row.price_per_hour) for row in found] == [(0, "ok", 3.0), (1, "ok", 3.0)]
     assert [row.loss for row in rows] == [row.loss for row in found]
     assert [sign.step for sign in found[0].signs] == [0, 2, 3]
@@ -141,6 +146,64 @@ def test_a_run_that_fails_leaves_the_row_of_what_it_did(tmp_path: Path) -> None:
     assert row.status == "error"
     assert "the kernel broke" in row.reason
     assert 0 < len(row.loss) < 8
+
+
+def test_what_a_run_has_learnt_survives_a_second_start_that_fails(tmp_path: Path) -> None:
+    """Of a run that diverged, say: its curve is what it was trained for."""
+    plan = planned(small(steps=8, attention="sdpa-math"), None, 1)
+    with session_of(tmp_path, patience=2) as session:
+        session.run(plan, builder(not_a_number_after(6)), lambda row: None)
+    (before,) = read_runs(tmp_path)
+    assert before.status == "diverged"
+
+    def broken(config, device):
+        raise RuntimeError("no such kernel today")
+
+    with session_of(tmp_path, resume=True) as session, pytest.raises(RuntimeError, match="today"):
+        session.run(plan, broken, lambda row: None)
+    (after,) = read_runs(tmp_path)
+    assert after.status == "error"
+    assert repr(after.loss) == repr(before.loss)
+    assert after.signs == before.signs
+
+
+def test_a_run_that_diverges_at_its_first_step_has_told_that_step(tmp_path: Path) -> None:
+    told: list[TrainingRun] = []
+    with session_of(tmp_path, patience=1) as session:
+        config = small(steps=8, attention="sdpa-math")
+        session.run(planned(config, None, 1), builder(not_a_number_after(0)), told.append)
+    (row,) = read_runs(tmp_path)
+    assert (row.status, len(row.loss), len(row.signs), len(told)) == ("diverged", 1, 1, 1)
+    assert "for 1 step, from step 0 on" in row.reason
+
+
+def test_a_cpu_without_room_is_a_row_like_a_gpu_without_room(tmp_path: Path) -> None:
+    def too_large(config, device):
+        torch.empty(2**60, dtype=torch.uint8)
+        raise AssertionError("there was room")
+
+    config = small(steps=2)
+    with session_of(tmp_path) as session:
+        session.run(
+            [*planned(config, None, 1), *planned(config.replace(seed=1), None, 1)],
+            lambda config, device: (build_small if config.seed else too_large)(config, device),
+            lambda row: None,
+        )
+    first, second = read_runs(tmp_path)
+    assert (first.status, second.status) == ("oom", "ok")  # the runs behind it are made all the same
+    assert "allocate" in first.reason
+
+
+def test_a_model_that_could_not_be_built_does_not_cost_the_folder(tmp_path: Path) -> None:
+    def misspelled(config, device):
+        raise InputError("there is no such text")
+
+    with session_of(tmp_path) as session, pytest.raises(InputError):
+        session.run(planned(small(steps=2, data="txt"), None, 1), misspelled, lambda row: None)
+    assert [row.status for row in read_runs(tmp_path)] == ["error"]
+    with session_of(tmp_path) as session:  # the same command, corrected, without --resume
+        session.run(planned(small(steps=2), None, 1), build_small, lambda row: None)
+    assert [row.status for row in read_runs(tmp_path)] == ["ok"]
 
 
 def test_a_folder_from_another_environment_is_left_alone(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from attnbench.harness.training.config import TrainConfig
 CONFIGS = st.builds(
     TrainConfig.make,
     st.sampled_from(["gpt", "vit-huge", "hf:folder"]),
-    steps=st.integers(1, 10**6),
+    steps=st.integers(1, 200_000),
     batch=st.integers(1, 4096),
     seed=st.integers(0, 2**63 - 1),
     attention=st.sampled_from(["sdpa", "auto", "reference", "emulated:fp8", "reference:fp32>reference:fp32"]),
@@ -48,6 +48,10 @@ def test_vit_huge_is_trained_as_its_article_does() -> None:
         ({"seqlen": 0}, "seqlen must be a whole number"),
         ({"batch": True}, "batch must be a whole number"),
         ({"steps": "30"}, "steps must be a whole number"),
+        ({"steps": 200_001}, "steps must be a whole number from 1 to 200000"),  # more than rows can hold
+        ({"data": "d/" * 300}, "data has 600 characters"),
+        ({"model": "hf:" + "m" * 600}, "model has 603 characters"),
+        ({"data": "b\udcffd.txt"}, "data must be text in UTF-8"),
         ({"seed": -1}, "seed must be a whole number"),
         ({"seed": 2**63}, "seed must be a whole number"),
         ({"lr": float("nan")}, "lr must be a finite number"),

@@ -35,6 +35,12 @@ def test_a_window_is_what_the_files_hold(
     assert part.read(start, length).tolist() == whole[first + start : first + start + length]
 
 
+def test_files_whose_names_are_no_utf8_are_learnt_as_any_other(tmp_path: Path) -> None:
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/b\xffd.txt")).write_bytes(b"some text " * 20)
+    assert len(load(str(tmp_path), 8).train) > 8
+    assert len(load(str(tmp_path), 8).digest) == 16
+
+
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 6), st.integers(0, 50))
 def test_every_world_reads_the_samples_in_order(batch: int, world: int, split: int, steps: int) -> None:
     """``world`` ranks of ``split`` · ``batch`` samples read what world · split ranks of ``batch`` read, none twice."""

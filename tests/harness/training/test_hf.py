@@ -83,6 +83,11 @@ def test_the_loss_is_that_of_transformers_own_attention(tmp_path: Path, kind: st
             "asks for the mask causal, and its mask tensor would have hidden other keys",
         ),
         ("T5Config", {"vocab_size": 300, "d_model": 64}, "makes no causal language model"),
+        (
+            "FalconConfig",
+            {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
+            "knows no attention but its own",
+        ),
         ("LlamaConfig", {**SMALL, "vocab_size": 200}, "a vocabulary of 200, and bytes need 257"),
         ("LlamaConfig", {**SMALL, "max_position_embeddings": 32}, "positions for 32 tokens, not 40"),
     ],
