@@ -126,12 +126,12 @@ def test_any_table_gives_a_finite_prediction_or_none(entries, asked):
 def test_a_huge_table_costs_no_more_than_its_nearest_entries(monkeypatch):
     fitted = []
 
-    class Counted(cost_model._Fit):
+    class Counted(cost_model.Fit):
         def __init__(self, entries):
             fitted.append(len(entries))
             super().__init__(entries)
 
-    monkeypatch.setattr(cost_model, "_Fit", Counted)
+    monkeypatch.setattr(cost_model, "Fit", Counted)
     many = [
         entry(spec(length, batch), law(spec(length, batch))) for length in range(64, 1664, 8) for batch in range(1, 16)
     ]
