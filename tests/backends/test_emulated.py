@@ -3,91 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
+from dense import relative_l2
+from emulating import RECIPES, both, dense, tensors, visible
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnbench.backends import emulated_arithmetic
 from attnbench.backends.emulated import BACKEND, emulate
-from attnbench.backends.emulated_arithmetic import Accumulator
 from attnbench.capabilities import Device
 from attnbench.dtypes import TO_TORCH
-from attnbench.errors import InputError, UnknownBackendError
 from attnbench.fp8 import Quantised, Recipe, quantise_with
-from attnbench.kernel import ForwardKernel, Operands, Saved
+from attnbench.kernel import Operands, Saved
 from attnbench.mask import Mask
-from attnbench.registry import Registry
 from attnbench.spec import AttentionSpec
 
-RECIPES = [
-    Recipe(granularity, format, rotation, smoothing)
-    for granularity in ("tensor", "head", "block", "token")
-    for format in ("e4m3", "e5m2")
-    for rotation in ("none", "hadamard")
-    for smoothing in (False, True)
-]
-HALF_ULP = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}
 CPU = Device("cpu", "CPU")
-
-
-def visible(spec):
-    o = spec.seqlen_kv - spec.seqlen_q if spec.mask.alignment == "bottom-right" else 0
-    i, j = torch.arange(spec.seqlen_q)[:, None] + o, torch.arange(spec.seqlen_kv)[None]
-    seen = torch.ones(spec.seqlen_q, spec.seqlen_kv, dtype=torch.bool)
-    if spec.mask.left is not None:
-        seen &= j >= i - spec.mask.left
-    if spec.mask.right is not None:
-        seen &= j <= i + spec.mask.right
-    return seen
-
-
-def dense(q, k, v, spec, grad_out=None):
-    """FP64 (out, lse, P, gradients or None), the softmax of an empty row being zeros."""
-    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
-    keys, values = (x.repeat_interleave(spec.group, 1) for x in (k, v))
-    s = q @ keys.mT * spec.scale
-    if spec.softcap:
-        s = spec.softcap * torch.tanh(s / spec.softcap)
-    seen = visible(spec)
-    some = seen.any(-1, keepdim=True)
-    p = torch.where(some, torch.softmax(s.masked_fill(~seen & some, -torch.inf), -1), 0.0)
-    out = p @ values
-    lse = torch.where(some[:, 0], torch.logsumexp(s.masked_fill(~seen, -torch.inf), -1), -torch.inf)
-    grads = None if grad_out is None else torch.autograd.grad(out, (q, k, v), grad_out.double())
-    return out.detach(), lse.detach(), p.detach(), grads
-
-
-def tensors(spec, seed=0, strided=False):
-    make = torch.Generator().manual_seed(seed)
-    shapes = [
-        (spec.batch, spec.heads, spec.seqlen_q, spec.head_dim),
-        (spec.batch, spec.kv_heads, spec.seqlen_kv, spec.head_dim),
-        (spec.batch, spec.kv_heads, spec.seqlen_kv, spec.head_dim_v),
-        (spec.batch, spec.heads, spec.seqlen_q, spec.head_dim_v),
-    ]
-    made = []
-    for b, h, s, d in shapes:
-        x = (
-            torch.randn(b, s, h, d, generator=make).transpose(1, 2)
-            if strided
-            else torch.randn(b, h, s, d, generator=make)
-        )
-        made.append(x.to(TO_TORCH[spec.dtype]))
-    return made
-
-
-def relative(x, truth):
-    return ((x.double() - truth).norm() / truth.norm()).item()
-
-
-def both(recipe, spec, q, k, v, grad_out, accumulator=None):
-    forward, backward = emulate(recipe, accumulator)
-    operands = forward.prepare(q, k, v, spec)
-    out, lse, state = forward.run(operands)
-    return operands, out, lse, backward.run(Saved(operands, out, lse, state), grad_out)
+HALF_ULP = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}
 
 
 @st.composite
@@ -167,8 +101,8 @@ def test_error_on_normal_inputs_is_within_what_is_declared_and_not_far_below(rec
     forward, backward = emulate(recipe)
     _, out, _, grads = both(recipe, spec, q, k, v, grad_out)
     truth, _, _, true_grads = dense(q, k, v, spec, grad_out)
-    assert 0.5 * forward.declared_error < relative(out, truth) < forward.declared_error
-    worst = max(relative(x, y) for x, y in zip(grads, true_grads, strict=True))
+    assert 0.5 * forward.declared_error < relative_l2(out, truth) < forward.declared_error
+    worst = max(relative_l2(x, y) for x, y in zip(grads, true_grads, strict=True))
     assert 0.4 * backward.declared_error < worst < backward.declared_error
 
 
@@ -184,7 +118,7 @@ def test_outliers_cost_what_the_recipes_are_known_to_cost():
     errors = {}
     for name in ("fp8-tensor", "fp8", "fp8-token", "fp8-hadamard", "fp8-e5m2"):
         forward = BACKEND.resolve(name)[0]
-        errors[name] = relative(forward.run(forward.prepare(*inputs, spec)).out, truth)
+        errors[name] = relative_l2(forward.run(forward.prepare(*inputs, spec)).out, truth)
     assert 0.06 < errors["fp8"] < 0.11
     assert errors["fp8-token"] < 0.8 * errors["fp8"]
     assert errors["fp8-hadamard"] < 0.7 * errors["fp8-tensor"]
@@ -200,9 +134,9 @@ def test_half_inputs_give_half_outputs_and_gradients(dtype):
     truth, true_lse, _, true_grads = dense(q, k, v, spec, grad_out)
     assert {x.dtype for x in (out, *grads)} == {TO_TORCH[dtype]}
     assert lse.dtype == torch.float32
-    assert relative(out, truth) < 0.07
+    assert relative_l2(out, truth) < 0.07
     assert (lse - true_lse).abs().max() < 0.25
-    assert all(relative(x, y) < 0.12 for x, y in zip(grads, true_grads, strict=True))
+    assert all(relative_l2(x, y) < 0.12 for x, y in zip(grads, true_grads, strict=True))
 
 
 @settings(max_examples=80, deadline=None)
@@ -239,24 +173,6 @@ def test_given_descales_are_honoured_whatever_their_granularity(spec, format, gr
     assert ((out.double() - truth).abs() <= (1.01 * ulp + 2.0**-8) * mass + 1e-2).all()
 
 
-def test_what_was_quantised_otherwise_is_refused():
-    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=4, head_dim=8, dtype="e4m3", descale="head")
-    q = Quantised(torch.ones(1, 1, 4, 8).to(torch.float8_e4m3fn), torch.ones(1, 1, 1, 1), "head")
-    assert "e5m2" in " ".join(emulate(Recipe(format="e5m2"))[0].refusals(spec, CPU))
-    for recipe in (Recipe(rotation="hadamard"), Recipe(smoothing=True)):
-        assert all(kernel.refusals(spec, CPU) for kernel in emulate(recipe))
-    with pytest.raises(InputError, match="computes in e5m2"):
-        emulate(Recipe(format="e5m2"))[0].prepare_quantised(q, q, q, spec)
-    for odd in (replace(q, rotated=True), replace(q, mean=torch.zeros(1, 1, 1, 8))):
-        with pytest.raises(InputError, match="k is rotated or smoothed"):
-            emulate()[0].prepare_quantised(q, odd, q, spec)
-    with pytest.raises(InputError, match="its own prepare"):
-        emulate()[0].run(Operands(spec, *[torch.ones(1, 1, 4, 8)] * 3))
-    capped = AttentionSpec.make(batch=1, heads=1, seqlen_q=4, head_dim=8, softcap=5.0)
-    assert emulate(Recipe(smoothing=True))[0].refusals(capped, CPU)
-    assert not emulate()[0].refusals(capped, CPU)
-
-
 def test_future_tokens_change_no_bit_of_the_past_with_token_scales():
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=300, head_dim=32, dtype="fp32", mask=Mask(right=0))
     q, k, v, _ = tensors(spec)
@@ -286,7 +202,7 @@ def test_backward_follows_a_foreign_forward_with_scores_that_sum_to_one(backward
         kernel.run(Saved(Operands(spec, q, k, v), truth.float(), given_lse), grad_out)
         for given_lse in (lse.float(), None)
     )
-    assert max(relative(x, y) for x, y in zip(grads, true_grads, strict=True)) < (0.6 if outliers else 0.12)
+    assert max(relative_l2(x, y) for x, y in zip(grads, true_grads, strict=True)) < (0.6 if outliers else 0.12)
     # the LSE of the unquantised scores would not make P sum to one, so it must not matter
     assert all(torch.equal(x, y) for x, y in zip(grads, same, strict=True))
 
@@ -303,37 +219,7 @@ def test_chunking_changes_nothing(monkeypatch):
         for x, y in zip((whole[1], whole[2], *whole[3]), (parts[1], parts[2], *parts[3]), strict=True):
             assert torch.equal(x.isinf(), y.isinf())
             # a sum in another order may tip a rounding of P or dS over
-            assert relative(x[x.isfinite()], y[y.isfinite()].double()) < 2e-3
-
-
-def test_narrow_accumulator_reaches_both_products_of_the_forward():
-    spec = AttentionSpec.make(batch=1, heads=2, kv_heads=1, seqlen_q=150, head_dim=48, dtype="fp32")
-    q, k, v, grad_out = tensors(spec)
-    exact, narrow, coarse = (both(Recipe(), spec, q, k, v, grad_out, Accumulator(bits)) for bits in (None, 17, 5))
-    for x, y, z in zip(*((o, lse, *g) for _, o, lse, g in (exact, narrow, coarse)), strict=True):
-        assert relative(y, x.double()) < 3e-3
-        assert relative(z, x.double()) > 0.003
-
-
-def test_narrow_accumulator_reaches_every_product_of_the_backward():
-    """A product of two e4m3 numbers has 7 mantissa bits, so 7 bits change nothing in a sum of a single product."""
-
-    def changed(q, k, v):
-        spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=q.shape[2], seqlen_kv=k.shape[2], head_dim=q.shape[3])
-        spec = spec.replace(head_dim_v=v.shape[3], dtype="fp32", direction="training")
-        grad_out = tensors(spec, 9)[3]
-        forward, exact = emulate()
-        operands = forward.prepare(q, k, v, spec)
-        out, lse, _ = forward.run(operands)
-        narrow = emulate(accumulator=Accumulator(7))[1]
-        pairs = zip(*(kernel.run(Saved(operands, out, lse), grad_out) for kernel in (exact, narrow)), strict=True)
-        return [not torch.allclose(x, y, rtol=1e-4) for x, y in pairs]
-
-    make = torch.Generator().manual_seed(3)
-    column, wide = torch.randn(1, 1, 100, 1, generator=make), torch.randn(1, 1, 100, 64, generator=make)
-    assert changed(column, column + 1, column - 1) == [True, True, True]  # dQ, dK, dV: D = 1 leaves S and dP alone
-    assert changed(torch.zeros(1, 1, 50, 2), torch.eye(2)[None, None], wide[:, :, :2])[0]  # dP: nothing else adds up
-    assert changed(wide[:, :, :1], wide, column)[2]  # S: one query leaves nothing to add up in dV
+            assert relative_l2(x[x.isfinite()], y[y.isfinite()]) < 2e-3
 
 
 def test_what_is_not_finite_stays_visible():
@@ -348,59 +234,3 @@ def test_what_is_not_finite_stays_visible():
         assert out[0, 1].isfinite().all()
         grads = backward.run(Saved(operands, out, lse), inputs[3])
         assert not all(x[0, 0].isfinite().all() for x in grads)
-
-
-def test_every_recipe_has_one_name_and_comes_back_from_it():
-    registry = Registry([BACKEND])
-    names = set()
-    widths = [Accumulator(), Accumulator(13), Accumulator(10, 512)]
-    for recipe, accumulator in itertools.product(RECIPES, widths):
-        forward, backward = emulate(recipe, accumulator)
-        again = registry.forward(forward.name), registry.backward(backward.name)
-        assert [(x.recipe, x.accumulator, x.name) for x in again] == [(recipe, accumulator, forward.name)] * 2
-        names.add(forward.name)
-    assert len(names) == len(RECIPES) * len(widths)
-    assert emulate(Recipe("token", "e5m2", "hadamard", True), Accumulator(13, 512))[0].name == (
-        "emulated:fp8-token-e5m2-hadamard-smooth-acc13p512"
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("fp8-hadamard-token", "'emulated:fp8-token-hadamard'"),
-        ("fp8-head", "'emulated:fp8'"),
-        ("fp8-e4m3", "'emulated:fp8'"),
-        ("fp8-acc013", "'emulated:fp8-acc13'"),
-        ("fp8-tensor-block", "granularity twice"),
-        ("fp8-acc13-acc14", "accumulator twice"),
-        ("fp8-tokens", "unknown option 'tokens'.*hadamard"),
-        ("fp8-acc13p100", "multiple of 128"),
-        ("fp8-acc13p0", "multiple of 128"),
-        ("fp8-acc2", "3 to 17"),
-        ("fp8-acc18", "3 to 17"),
-        ("fp8-", "unknown option ''"),
-        ("bf16", "no kernel is named 'emulated:bf16'"),
-    ],
-)
-def test_names_that_are_none_say_what_would_be_one(name, says):
-    with pytest.raises(UnknownBackendError, match=says):
-        Registry([BACKEND]).forward(f"emulated:{name}")
-
-
-def test_listed_kernels_come_in_pairs_and_none_is_chosen_unmeasured():
-    assert BACKEND.availability().ok
-    forwards = [kernel for kernel in BACKEND.kernels if isinstance(kernel, ForwardKernel)]
-    backwards = [kernel for kernel in BACKEND.kernels if not isinstance(kernel, ForwardKernel)]
-    assert [kernel.name for kernel in forwards] == [kernel.name for kernel in backwards]
-    assert all(kernel.preference is None for kernel in forwards)
-    assert [kernel.name for kernel in forwards if kernel.mixes] == ["emulated:fp8"]
-
-
-def test_profile_shows_which_kernel_answered():
-    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=8, head_dim=8, dtype="fp32")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        both(Recipe("token"), spec, *tensors(spec))
-    assert [event.name for event in profile.events() if event.name.startswith("emulated:")] == [
-        "emulated:fp8-token"
-    ] * 2

@@ -1,0 +1,67 @@
+"""The command as a process among others: its reader goes away, the disk is full, somebody interrupts it, it fails."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from command_line import SHAPE, named, process
+
+# Text that typer writes, text beyond Python's buffer, and text that waits in it until the end.
+WRITERS = [("--help",), ("backends", "--format", "json"), ("explain", *SHAPE, "--device", "cpu")]
+
+
+@pytest.mark.parametrize("command", WRITERS)
+def test_a_reader_that_goes_away_is_no_error(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    reading, writing = os.pipe()
+    os.close(reading)
+    run = process(*command, capture_output=False, stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (run.returncode, run.stderr) == (1, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("command", WRITERS)
+def test_a_full_disk_under_standard_output_is_said_once(
+    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    with open("/dev/full", "w") as full:
+        named(process(*command, capture_output=False, stdout=full, stderr=subprocess.PIPE), 1, "No space left")
+
+
+def test_an_interrupt_exits_130_without_a_traceback(tmp_path: Path) -> None:
+    records = tmp_path / "out" / "measurements.jsonl"
+    command = [sys.executable, "-m", "attnbench", "sweep", "--device", "cpu", "--out", str(tmp_path / "out")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as sweep:
+        try:
+            deadline = time.monotonic() + 100
+            while not (records.exists() and records.stat().st_size) and sweep.poll() is None:
+                assert time.monotonic() < deadline, "nothing was measured"
+                time.sleep(0.05)
+            sweep.send_signal(signal.SIGINT)
+            _, said = sweep.communicate(timeout=60)
+        finally:
+            sweep.kill()
+    assert sweep.returncode == 130, said
+    assert "Traceback" not in said
+
+
+def test_an_unexpected_exception_keeps_its_traceback() -> None:
+    code = """
+import attnbench.registry
+def broken(): raise ZeroDivisionError("a fault of ours")
+attnbench.registry.registry = broken
+from attnbench.cli import main
+import sys
+sys.argv = ["attnbench", "backends"]
+main()
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert "Traceback (most recent call last)" in run.stderr
+    assert "ZeroDivisionError: a fault of ours" in run.stderr

@@ -1,0 +1,67 @@
+"""What starting the command or importing the package loads, and what that costs."""
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+VENDORS = {
+    "cudnn", "diffusers", "flash_attn", "flashinfer", "sageattention", "sgl_kernel", "transformer_engine",
+    "transformers", "triton", "vllm", "xformers",
+}  # fmt: skip
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False)
+
+
+def seconds(*arguments: str) -> float:
+    """Of the processor's time, which others on the machine take less of than of the clock's."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = python(*arguments)
+    assert done.returncode == 0, done.stderr
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("sweep", "--help"), ("table", "build", "--help")])
+def test_help_imports_no_torch(arguments: tuple[str, ...]) -> None:
+    code = f"""
+import sys
+sys.argv = ["attnbench", *{arguments!r}]
+from attnbench.cli import main
+try:
+    main()
+finally:
+    heavy = sorted({{"torch", "numpy", "tabulate"}} & set(sys.modules))
+    print("heavy:", heavy, file=sys.stderr)
+"""
+    run = python("-c", code)
+    assert run.returncode == 0, run.stderr
+    assert "heavy: []" in run.stderr
+    assert "attnbench" in run.stdout
+
+
+def test_help_costs_little_more_than_typer_itself() -> None:
+    """The best of several runs in turns: noise only ever makes one longer."""
+    turns = [(seconds("-m", "attnbench", "--help"), seconds("-c", "import typer")) for _ in range(5)]
+    helping, importing = (min(each) for each in zip(*turns, strict=True))
+    assert helping < 4 * importing
+
+
+def test_import_loads_no_vendor_package() -> None:
+    """Nor looks for one, which a machine that has none would not show otherwise."""
+    code = f"""
+import sys, torch
+sought = set()
+class Noting:
+    def find_spec(name, path=None, target=None):
+        sought.add(name)
+sys.meta_path.insert(0, Noting)
+import attnbench
+attnbench.attention, attnbench.explain, attnbench.use_backend
+print(sorted({VENDORS!r} & (sought | set(sys.modules))), "attnbench.api" in sought)
+"""
+    run = python("-c", code)
+    assert run.stdout.strip() == "[] True", run.stdout + run.stderr

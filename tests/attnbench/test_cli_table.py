@@ -1,0 +1,81 @@
+"""Tables on the command line: built from a sweep's rows, shown, chosen by, and seen by the doctor."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from command_line import attnbench, named, process
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A sweep of one tiny case."""
+    folder = tmp_path_factory.mktemp("sweep")
+    (folder / "one.yaml").write_text("- {batch: 1, heads: 2, seqlen_q: 32, head_dim: 16}\n")
+    run = process(
+        "sweep", "--dtype", "fp32", "--preset", str(folder / "one.yaml"), "--backends", "reference,sdpa-math",
+        "--device", "cpu", "--out", str(folder / "out"), env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    return folder / "out"
+
+
+def test_table_build_feeds_auto_and_show_prints_it(results: Path, own_cache: Path) -> None:
+    built = attnbench("table", "build", results)
+    assert built.returncode == 0, built.stderr
+    assert list(own_cache.rglob("*.json"))
+    shown = attnbench("table", "show", "--device", "cpu")
+    assert shown.returncode == 0, shown.stderr
+    assert "reference:fp32" in shown.stdout
+    choice = attnbench(
+        "explain", "--heads", 2, "--seqlen", 32, "--head-dim", 16, "--dtype", "fp32", "--device", "cpu",
+        "--format", "json",
+    )  # fmt: skip
+    assert json.loads(choice.stdout)["basis"] == "measured"
+
+
+def test_table_build_from_the_file_equals_that_from_the_folder(results: Path, tmp_path: Path) -> None:
+    for name, source in {"a": results, "b": results / "measurements.jsonl"}.items():
+        assert attnbench("table", "build", source, "-o", tmp_path / name).returncode == 0
+    assert (tmp_path / "a").read_text() == (tmp_path / "b").read_text()
+    assert attnbench("table", "show", tmp_path / "a").stdout == attnbench("table", "show", tmp_path / "b").stdout
+
+
+def test_measurements_of_two_environments_are_not_mixed(results: Path, tmp_path: Path) -> None:
+    row = json.loads((results / "measurements.jsonl").read_text().splitlines()[0])
+    other = {**row, "environment": {**row["environment"], "torch": "9.9.9"}}
+    (tmp_path / "measurements.jsonl").write_text("\n".join(map(json.dumps, (row, other))) + "\n")
+    run = attnbench("table", "build", tmp_path, "-o", tmp_path / "table.json")
+    named(run, 2, "must not be mixed", "is 9.9.9")
+
+
+def test_a_table_that_cannot_be_written_exits_1(results: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    named(attnbench("table", "build", results, "-o", tmp_path / "file" / "table.json"), 1, "cannot write the table")
+
+
+def test_what_a_file_says_cannot_steer_the_terminal(results: Path, tmp_path: Path) -> None:
+    attnbench("table", "build", results, "-o", tmp_path / "table.json")
+    text = (tmp_path / "table.json").read_text()
+    assert '"normal"' in text
+    (tmp_path / "table.json").write_text(text.replace('"normal"', '"nor\\u001b[2Jmal"'))
+    shown = attnbench("table", "show", tmp_path / "table.json")
+    assert shown.returncode == 0
+    assert "nor [2Jmal" in shown.stdout
+    assert "\x1b" not in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, "nothing was measured"), ("{", "cannot be used"), ("whole", "entries measured on")]
+)
+def test_doctor_says_what_tables_there_are(results: Path, own_cache: Path, content: str | None, said: str) -> None:
+    if content is not None:
+        attnbench("table", "build", str(results))
+        (table,) = own_cache.rglob("*.json")
+        if content != "whole":
+            table.write_text(content)
+    report = json.loads(attnbench("doctor", "--format", "json").stdout)
+    (found,) = [row for row in report["findings"] if row["name"] == "table"]
+    assert said in found["detail"]
+    assert found["status"] == ("ok" if content == "whole" else "missing")

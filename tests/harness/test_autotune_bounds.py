@@ -1,0 +1,131 @@
+"""autotune within its seconds: what comes first, and what a deadline or an interrupt leaves whole or not at all."""
+
+import time
+from types import SimpleNamespace
+
+import paced
+import pytest
+from paced import HANG_SECONDS, HOW, spec
+from planted import laboratory
+from tunable import (
+    FAST,
+    SLOW,
+    children,
+    entries,
+    measuring_nothing,
+    own_path,
+    paced_kernels,
+    replayed,
+    rows_of,
+    tensors,
+)
+
+import attnbench
+from attnbench import attention, choice_hook, explain
+from attnbench.harness import autotune as tuning
+from attnbench.harness.bounded import measured_within
+from attnbench.harness.cases import Case
+from attnbench.harness.sweep import Finished
+from attnbench.plan import Plan
+
+
+@pytest.fixture
+def planted():
+    """Kernels of which the first in the declared order is the slowest."""
+    with paced_kernels():
+        yield
+
+
+@pytest.fixture
+def unmeasured(planted, monkeypatch):
+    """Nothing is measured; the answer lists what would have been, in order."""
+    return measuring_nothing(monkeypatch)
+
+
+def test_a_deadline_ends_a_plan_that_hangs_and_leaves_no_process(planted, monkeypatch):
+    monkeypatch.setenv(HOW, "hangs")
+    others = children()
+    start = time.monotonic()
+    tuned = attnbench.autotune(4).measure([spec()], "cpu")
+    assert time.monotonic() - start < HANG_SECONDS / 10
+    assert children() <= others
+    assert not tuned.measured
+    assert not own_path().exists()
+    assert tuned.skipped == {spec(): "it was not measured whole when 4 s were over"}
+
+
+def test_without_time_nothing_is_measured_and_that_is_said(unmeasured):
+    with attnbench.autotune(0) as tuned:
+        attention(*tensors())
+    assert tuned.skipped == {spec(): "no time was given"}
+    assert "no time was given" in str(tuned)
+    assert not unmeasured
+    assert not own_path().exists()
+
+
+def test_all_measuring_of_one_object_shares_its_seconds(planted, monkeypatch):
+    now, given = [0.0], []
+
+    def spends(lab, work, deadline):
+        given.append(deadline - now[0])
+        now[0] += 1.0
+        yield from ()
+
+    monkeypatch.setattr(tuning, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(tuning, "measured_within", spends)
+    tuned = attnbench.autotune(1.5)
+    for _ in range(3):
+        tuned.measure([spec()], "cpu")
+    assert given == [1.5, 0.5]
+    assert tuned.skipped == {spec(): "no time was left of 1.5 s"}
+
+
+def test_what_takes_most_of_the_program_s_time_comes_first(unmeasured):
+    with attnbench.autotune(60) as tuned:
+        for length, calls in {16: 40, 64: 1, 48: 4, 8: 1}.items():
+            for _ in range(calls):
+                attention(*tensors(length))
+    assert [case.spec.seqlen_q for case, _ in unmeasured] == [16, 48, 64, 8]
+    assert tuned.skipped == {
+        spec(16): "it was not measured whole when 60 s were over",
+        **{spec(length): "no time was left of 60 s" for length in (48, 64, 8)},
+    }
+
+
+def test_rows_come_case_by_case():
+    work = [(Case(str(each), each), [Plan(SLOW), Plan(FAST)]) for each in (spec(64), spec(32))]
+    events = list(measured_within(laboratory(paced.SOURCE), work, time.monotonic() + 300))
+    rows = [event.row for event in events if isinstance(event, Finished)]
+    assert [(row.spec, row.status) for row in rows] == [(spec(length), "ok") for length in (64, 64, 32, 32)]
+    assert {str(row.plan) for row in rows[:2]} == {str(row.plan) for row in rows[2:]} == {SLOW, FAST}
+
+
+def test_a_spec_that_is_cut_off_is_not_in_the_table(planted, monkeypatch):
+    monkeypatch.setattr(tuning, "measured_within", replayed(rows_of(64, 32), most=3))
+    tuned = attnbench.autotune(60, backends=FAST).measure([spec(32), spec(64), spec(8)], "cpu")
+    assert [each.spec for each in tuned.measured] == [spec(64)]
+    assert entries(own_path()) == {spec(64): {SLOW, FAST}}
+    assert tuned.skipped == {
+        spec(32): "it was not measured whole when 60 s were over",
+        spec(8): "no time was left of 60 s",
+    }
+
+
+def test_an_interrupt_keeps_what_is_whole_and_leaves_no_process(planted, monkeypatch):
+    others = children()
+    keep = tuning.Autotune._keep
+
+    def interrupted(self, *arguments):
+        keep(self, *arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuning.Autotune, "_keep", interrupted)
+    tuned = attnbench.autotune(120, backends=FAST)
+    with pytest.raises(KeyboardInterrupt):
+        tuned.measure([spec(32), spec(64)], "cpu")
+    assert [each.spec for each in tuned.measured] == [spec(64)]
+    assert tuned.skipped == {spec(32): "measuring was interrupted"}
+    assert children() <= others
+    assert entries(own_path()) == {spec(64): {SLOW, FAST}}
+    assert str(explain(*tensors(64)).plan) == FAST
+    assert choice_hook.listener is None

@@ -1,0 +1,79 @@
+"""autotune in several processes that share a table: one measures at a time, the others find what it has measured."""
+
+import json
+import subprocess
+import sys
+import time
+
+import paced
+import pytest
+from paced import spec
+from planted import laboratory
+from tunable import FAST, SLOW, measuring_nothing, own_path, paced_kernels, rows_of, tensors
+
+import attnbench
+from attnbench import attention, explain
+from attnbench.harness.condense import condense
+from attnbench.harness.tuning import alone
+from attnbench.table import Table
+
+
+@pytest.fixture
+def planted():
+    """Kernels of which the first in the declared order is the slowest."""
+    with paced_kernels():
+        yield
+
+
+@pytest.fixture
+def unmeasured(planted, monkeypatch):
+    """Nothing is measured; the answer lists what would have been, in order."""
+    return measuring_nothing(monkeypatch)
+
+
+def test_of_two_processes_one_measures_and_the_other_finds_it_in_the_table(tmp_path):
+    start = tmp_path / "start"
+    commands = [(tmp_path / f"ready{number}", lengths) for number, lengths in enumerate(((32, 48), (48, 24)))]
+    running = [
+        subprocess.Popen(
+            [sys.executable, paced.__file__, ready, start, *map(str, lengths)], stdout=subprocess.PIPE, text=True
+        )
+        for ready, lengths in commands
+    ]
+    try:
+        while not all(ready.exists() for ready, _ in commands):
+            assert all(each.poll() is None for each in running)
+            time.sleep(0.01)
+        start.touch()
+        said = [json.loads(each.communicate(timeout=300)[0]) for each in running]
+    finally:
+        for each in running:
+            each.kill()
+    assert sorted(length for each in said for length in each["measured"]) == [24, 32, 48]
+    assert [why for each in said for why in each["skipped"].values()] == [
+        "your table has it already; again=True measures it anew"
+    ]
+    assert all(each["chosen"][length] == [FAST, "measured"] for each in said for length in each["chosen"])
+
+
+def test_what_another_process_has_measured_since_is_chosen_by(planted):
+    assert explain(*tensors()).basis == "rule"
+    here = laboratory(paced.SOURCE).environment
+    # As another process does: this one has read its tables.
+    Table.from_entries(here, condense(rows_of(32))).save(own_path())
+    tuned = attnbench.autotune(60, backends=(SLOW, FAST))
+    with tuned:
+        attention(*tensors())
+    assert list(tuned.skipped) == [spec()]
+    assert (str(explain(*tensors()).plan), explain(*tensors()).basis) == (FAST, "measured")
+
+
+def test_who_cannot_measure_because_another_does_says_so(unmeasured):
+    with alone(own_path(), 0.0) as ours:
+        assert ours
+        # Locks of one process exclude each other as those of two do: each belongs to what was opened.
+        tuned = attnbench.autotune(0.2).measure([spec()], "cpu")
+    assert not unmeasured
+    assert tuned.skipped == {spec(): "another process was measuring for this table all the time"}
+    attnbench.autotune(60).measure([spec()], "cpu")
+    assert len(unmeasured) == 1

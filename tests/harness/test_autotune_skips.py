@@ -1,0 +1,178 @@
+"""What autotune leaves alone: specs that it skips with a reason, calls that it does not count, and what is an error."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from paced import spec
+from planted import CPU, laboratory
+from tunable import FAST, SLOW, measuring_nothing, paced_kernels, replayed, rows_of, tensors
+
+import attnbench
+from attnbench import api, attention, choice_hook, use_backend
+from attnbench.errors import InputError, MisuseError, OutputError, UnknownBackendError
+from attnbench.execution import Execution
+from attnbench.harness import autotune as tuning
+from attnbench.harness.laboratory import INSTALLED
+from attnbench.harness.tuning import shortage
+from attnbench.plan import Plan
+from attnbench.registry import registry
+
+
+@pytest.fixture
+def planted():
+    """Kernels of which the first in the declared order is the slowest."""
+    with paced_kernels():
+        yield
+
+
+@pytest.fixture
+def unmeasured(planted, monkeypatch):
+    """Nothing is measured; the answer lists what would have been, in order."""
+    return measuring_nothing(monkeypatch)
+
+
+@pytest.fixture
+def compiled_anew():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_what_the_table_has_is_not_measured_again_unless_that_is_asked_for(planted, monkeypatch):
+    calls, found = [], []
+    monkeypatch.setattr(tuning, "measured_within", replayed(rows_of(64), calls))
+    for again in (False, False, True):
+        tuned = attnbench.autotune(60, backends=(FAST, SLOW), again=again)
+        found.append(tuned.measure([spec(64)], "cpu"))
+        tuned.measure([spec(64)], "cpu")  # what it has measured itself it does not measure twice
+    assert calls == [[spec(64)], [spec(64)]]
+    assert [len(each.measured) for each in found] == [1, 0, 1]
+    assert [list(each.skipped.values()) for each in found] == [
+        [], ["your table has it already; again=True measures it anew"], [],
+    ]  # fmt: skip
+    alone = attnbench.autotune(60, backends=FAST, again=True).measure([spec(64)], "cpu")
+    assert alone.skipped[spec(64)] == f"there is nothing to choose: of what was named nothing but {FAST} can serve it"
+
+
+def capturing(monkeypatch, value):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: value)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: value)
+
+
+def test_nothing_is_measured_while_a_cuda_graph_is_captured(unmeasured, monkeypatch):
+    with attnbench.autotune(60) as tuned:
+        capturing(monkeypatch, True)
+        attention(*tensors())
+    assert not unmeasured
+    assert "a CUDA graph is being captured" in tuned.skipped[spec()]
+    capturing(monkeypatch, False)
+    tuned.measure()
+    assert [case.spec for case, _ in unmeasured] == [spec()]
+
+
+def test_calls_that_leave_nothing_to_choose(unmeasured):
+    with attnbench.autotune(60) as tuned:
+        attention(*tensors(), backend=FAST)
+        with use_backend("paced"):
+            attention(*tensors(16))
+        attention(*tensors(48), backend=FAST)
+        attention(*tensors(48))
+    assert [case.spec.seqlen_q for case, _ in unmeasured] == [48]
+    assert tuned.skipped[spec()] == f"there is nothing to choose: {FAST} was asked for by argument"
+    assert tuned.skipped[spec(16)] == "there is nothing to choose: paced was asked for by context"
+
+
+def test_fp8_tensors_are_no_case_of_a_sweep():
+    quantised = spec(dtype="e4m3", descale="head")
+    tuned = attnbench.autotune(60).measure([quantised], "cpu")
+    assert not tuned.measured
+    assert "not e4m3" in tuned.skipped[quantised]
+
+
+def test_a_program_that_fails_is_not_measured(unmeasured):
+    def program():
+        with attnbench.autotune(60):
+            attention(*tensors())
+            raise RuntimeError("the program's own")
+
+    with pytest.raises(RuntimeError, match="the program's own"):
+        program()
+    assert not unmeasured
+    assert choice_hook.listener is None
+    with attnbench.autotune(0):  # the place is free
+        pass
+
+
+def test_calls_are_counted_only_while_it_is_open(unmeasured):
+    attention(*tensors())
+    with attnbench.autotune(0):
+        attention(*tensors())
+        assert type(next(iter(api._executions.values()))) is not Execution
+    attention(*tensors())
+    assert [type(each) for each in api._executions.values()] == [Execution]
+
+
+def test_a_compiled_program_is_seen_and_not_compiled_anew(unmeasured, compiled_anew):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    function = torch.compile(lambda q, k, v: attention(q * 1, k, v, is_causal=True), backend=backend, fullgraph=True)
+    x = tensors()
+    with torch.no_grad():
+        function(*x)
+        with attnbench.autotune(0) as tuned:
+            for _ in range(3):
+                function(*x)
+        function(*x)
+    assert len(graphs) == 1
+    assert [asked.calls for asked in tuned._asked.heaviest_first] == [3]
+    assert [asked.mask.kind for asked in tuned.skipped] == ["causal"]
+
+
+def test_a_gpu_without_room_is_said_and_not_tried(monkeypatch):
+    free = [0]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 2**40))
+    lab = replace(laboratory(INSTALLED), device=torch.device("cuda", 0))
+    large = attnbench.AttentionSpec.make(batch=1, heads=16, seqlen_q=2**16, head_dim=128)
+    assert "GB are free" in shortage(large, [Plan("sdpa-flash:bf16")], lab)
+    free[0] = 2**36
+    assert shortage(large, [Plan("sdpa-flash:bf16")], lab) is None
+    assert "GB are free" in shortage(large, [Plan(f"{name}:bf16") for name in registry().backends] * 3, lab)
+    free[0] = 0
+    assert shortage(large, [Plan("sdpa-flash:bf16")], replace(lab, device=CPU)) is None
+
+
+def test_a_table_that_cannot_be_written_is_said_before_anything_is_measured(own_cache, unmeasured, monkeypatch):
+    place = own_cache / "no folder"
+    place.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place))
+    with pytest.raises(OutputError, match="no folder"):
+        attnbench.autotune(60)
+    assert choice_hook.listener is None
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"seconds": -1}, {"seconds": float("nan")}, {"seconds": float("inf")}, {"seconds": "1"},
+                  {"seconds": True}, {"dtype": "bf16"}],
+)  # fmt: skip
+def test_arguments_that_cannot_be(arguments):
+    with pytest.raises(InputError):
+        attnbench.autotune(**arguments)
+
+
+def test_unknown_names_devices_and_an_autotune_within_an_autotune(unmeasured):
+    with pytest.raises(UnknownBackendError):
+        attnbench.autotune(backends=["nobody"])
+    with pytest.raises(InputError, match="nowhere"):
+        attnbench.autotune().measure([spec()], "nowhere")
+    with attnbench.autotune(0) as outer, pytest.raises(MisuseError, match="another autotune"), attnbench.autotune(0):
+        pass
+    with outer:
+        attention(*tensors())
+    assert spec() in outer.skipped

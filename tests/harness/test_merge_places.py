@@ -1,0 +1,149 @@
+"""Where a merge reads and where it writes: what is no result or no place, and a folder that is whole or not there."""
+
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+from merged import ROWS, part, parts, refused, row
+
+from attnbench.errors import MalformedFileError, MisuseError, OutputError
+from attnbench.harness.condense import condense
+from attnbench.harness.merge import merge
+from attnbench.harness.records import read_measurements
+from attnbench.harness.store import MEASUREMENTS
+from attnbench.table import Table
+
+# Merges again and again, each time killed one call later, until it is through; prints how often that was.
+KILLED = """
+import os, signal, sys, traceback
+from itertools import count
+from pathlib import Path
+from attnbench.harness.merge import merge
+
+folder, source = map(Path, sys.argv[1:])
+
+def killed_behind(moment):
+    left = [moment]
+    def watch(frame, event, function):
+        if event == "c_return" and function.__name__ in ("mkdir", "write", "fsync", "rename", "replace"):
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+    sys.setprofile(watch)
+    try:
+        merge(folder / f"out {moment}", [source])
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+for moment in count():
+    child = os.fork() or killed_behind(moment)
+    _, status = os.waitpid(child, 0)
+    if not os.WIFSIGNALED(status):
+        break
+print(moment)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_sources_that_are_none(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "odd" / MEASUREMENTS).mkdir(parents=True)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "bad.jsonl").write_text(row(0).to_line() + "\n{}\n" + row(1).to_line() + "\n")
+    with (tmp_path / "huge.jsonl").open("wb") as huge:
+        huge.truncate(2**28 + 1)
+    (tmp_path / "long.jsonl").write_text("x" * (2**21 + 1))
+    damaged = part(tmp_path / "damaged", ROWS)
+    (damaged / "table.json").write_text("{")
+    for name, kind, said in [
+        ("none", MalformedFileError, "none: cannot be read: No such file"),
+        ("loop", MalformedFileError, "cannot be read: Too many levels of symbolic links"),
+        ("empty", MisuseError, f"holds neither {MEASUREMENTS} nor folders called like part-0000-of-0002"),
+        ("odd", MalformedFileError, f"odd/{MEASUREMENTS}: expected a file"),
+        ("pipe", MalformedFileError, "pipe: expected a file"),
+        ("bad.jsonl", MalformedFileError, "bad.jsonl:2: expected"),
+        ("huge.jsonl", MalformedFileError, "at most 268435456 bytes"),
+        ("long.jsonl", MalformedFileError, "long.jsonl:1: expected"),
+        ("damaged", MalformedFileError, "table.json:1: expected JSON"),
+    ]:
+        for partial in (False, True):
+            with pytest.raises(kind, match=said):
+                merge(tmp_path / "out", [tmp_path / name], partial=partial)
+            assert not (tmp_path / "out").exists()
+
+
+def test_results_beside_parts_are_ambiguous(tmp_path):
+    parts(tmp_path / "both", ROWS)
+    part(tmp_path / "both", ROWS)
+    refused(MisuseError, "results of its own beside those of part-0000-of-0001", tmp_path / "out", [tmp_path / "both"])
+    assert merge(tmp_path / "out", [tmp_path / "both" / MEASUREMENTS]).rows == ROWS
+
+
+def test_places_that_are_none(tmp_path, monkeypatch):
+    folder = part(tmp_path / "part", ROWS)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    refused(MisuseError, "not empty", folder, [folder])
+    refused(MisuseError, "no folder", folder / MEASUREMENTS, [folder])
+    refused(MisuseError, "no folder", tmp_path / "loop", [folder])
+    with pytest.raises(OutputError, match="cannot be written: Not a directory"):
+        merge(folder / MEASUREMENTS / "out", [folder])
+    monkeypatch.chdir(tmp_path / "empty")
+    refused(MisuseError, "the folder you are in", tmp_path / "empty", [folder])
+    monkeypatch.chdir(tmp_path)
+    assert merge(tmp_path / "empty", [folder]).rows == ROWS
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    assert merge(tmp_path / "link", [folder]).rows == ROWS
+    assert (tmp_path / "elsewhere" / MEASUREMENTS).exists()
+
+
+@pytest.mark.parametrize("room", [0, 3000])
+def test_a_full_disk_leaves_nothing(tmp_path, room):
+    sources = parts(tmp_path, ROWS[:6], ROWS[6:])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        refused(
+            OutputError, f"{tmp_path / 'out'} cannot be written: File too large; nothing", tmp_path / "out", sources
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert merge(tmp_path / "out", sources).rows == ROWS
+
+
+def test_who_comes_first_keeps_the_place(tmp_path, monkeypatch):
+    """Another process fills the folder between the look at it and the end."""
+    folder, out = part(tmp_path / "part", ROWS), tmp_path / "out"
+
+    def meanwhile(rows):
+        part(out, ROWS[:1])
+        return condense(rows)
+
+    monkeypatch.setattr("attnbench.harness.merge.condense", meanwhile)
+    with pytest.raises(OutputError, match="Directory not empty"):
+        merge(out, [folder])
+    assert list(read_measurements(out / MEASUREMENTS)) == ROWS[:1]
+    assert {each.name for each in tmp_path.iterdir()} == {"part", "out"}
+
+
+def test_killed_at_any_moment_it_is_whole_or_not_there(tmp_path):
+    """A moment lies behind each call that writes something down."""
+    source = part(tmp_path / "part", ROWS)
+    command = [sys.executable, "-c", KILLED, tmp_path, source]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    moments = [tmp_path / f"out {moment}" for moment in range(int(done.stdout))]
+    assert len(moments) > len(ROWS)
+    whole = [out for out in moments if out.exists()]
+    assert whole
+    assert moments[-len(whole) :] == whole
+    for out in whole:
+        assert list(read_measurements(out / MEASUREMENTS)) == ROWS
+        assert len(Table.load(out / "table.json").entries) == len(ROWS)
+    assert not moments[0].exists()
+    assert list(read_measurements(source / MEASUREMENTS)) == ROWS

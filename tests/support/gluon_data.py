@@ -1,0 +1,170 @@
+"""What Gluon's kernels compute with, on a CPU: blocks, pointers, descriptors and shared memory, in torch's numbers.
+
+Shared memory that nobody wrote is no number, and what a partition writes to it nobody sees before its fence.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["STATE", "Block", "Descriptor", "Pointer", "Shared", "add", "data_of", "fence", "load", "store"]
+
+# Of the thread that runs a partition: its program and place in the grid, its matrix products under way, and what it
+# wrote to shared memory since its last fence.
+STATE = threading.local()
+_ADDING = threading.Lock()
+
+
+class Block:
+    """A tensor in registers, or a number that all threads share."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data if isinstance(data, Tensor) else torch.tensor(data)
+        if self.data.dtype == torch.float64:
+            self.data = self.data.float()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.data.shape)
+
+    @property
+    def type(self) -> SimpleNamespace:
+        return SimpleNamespace(layout=None)
+
+    def to(self, dtype: torch.dtype) -> Block:
+        return Block(self.data.to(dtype))
+
+    def reshape(self, *shape: Any) -> Block:
+        return Block(self.data.reshape(*shape))
+
+    def permute(self, *order: int) -> Block:
+        return Block(self.data.permute(*order))
+
+    def __getitem__(self, place: Any) -> Block:
+        return Block(self.data[place])
+
+    def __index__(self) -> int:
+        return int(self.data)
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+
+def data_of(x: Any) -> Tensor:
+    """The numbers of a block, or of what Python holds."""
+    return x.data if isinstance(x, Block) else torch.tensor(x)
+
+
+def _elementwise(name: str, operation: Callable[[Tensor, Tensor], Tensor]) -> None:
+    setattr(Block, f"__{name}__", lambda x, y: Block(operation(x.data, data_of(y))))
+    setattr(Block, f"__r{name}__", lambda x, y: Block(operation(data_of(y), x.data)))
+
+
+def _compared(name: str, operation: Callable[[Tensor, Tensor], Tensor]) -> None:
+    setattr(Block, f"__{name}__", lambda x, y: Block(operation(x.data, data_of(y))))
+
+
+for _name in ("add", "sub", "mul", "truediv", "and", "or", "xor", "rshift"):
+    _elementwise(_name, getattr(torch.Tensor, f"__{_name}__"))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    _compared(_name, getattr(torch, _name))
+# As in C, and so in Triton: towards zero.
+_elementwise("floordiv", lambda x, y: torch.div(x, y, rounding_mode="trunc"))
+_elementwise("mod", torch.fmod)
+
+
+class Pointer:
+    """A place in a tensor in global memory, or a block of places."""
+
+    def __init__(self, memory: Tensor, place: Any = 0) -> None:
+        self.memory, self.place = memory, place
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+
+    def __add__(self, more: Any) -> Pointer:
+        return Pointer(self.memory, Block(data_of(self.place) + data_of(more)))
+
+
+class Descriptor:
+    """A TMA descriptor: blocks of a contiguous tensor, zeros outside."""
+
+    def __init__(self, memory: Tensor, block: Sequence[int]) -> None:
+        self.memory, self.dtype, self.layout = memory, memory.dtype, None
+        self.block_type = SimpleNamespace(shape=tuple(block), nbytes=memory.element_size() * torch.Size(block).numel())
+
+    def read(self, place: Sequence[int]) -> Tensor:
+        found = torch.zeros(self.block_type.shape, dtype=self.dtype)
+        ranges = [
+            (max(0, start), min(length, start + size))
+            for start, size, length in zip(place, found.shape, self.memory.shape, strict=True)
+        ]
+        if all(start < stop for start, stop in ranges):
+            inside = tuple(slice(a - start, b - start) for (a, b), start in zip(ranges, place, strict=True))
+            found[inside] = self.memory[tuple(slice(*each) for each in ranges)]
+        return found
+
+
+class Shared:
+    """Shared memory; what nobody wrote is no number."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data, self.shape = data, tuple(data.shape)
+
+    @classmethod
+    def allocate(cls, dtype: torch.dtype, shape: Sequence[int]) -> Shared:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        nothing = 0x7F if dtype.itemsize == 1 else 0xFF  # NaN in e4m3, and in every longer type
+        return cls(torch.full((size,), nothing, dtype=torch.uint8).view(dtype).view(*shape))
+
+    def index(self, place: Any) -> Shared:
+        assert 0 <= int(place) < self.shape[0]
+        return Shared(self.data[int(place)])
+
+    def slice(self, start: int, length: int, dim: int) -> Shared:
+        assert 0 <= start <= start + length <= self.shape[dim]
+        return Shared(self.data.narrow(dim, start, length))
+
+    def permute(self, order: Sequence[int]) -> Shared:
+        return Shared(self.data.permute(*order))
+
+    def load(self, layout: Any) -> Block:
+        return Block(self.data.clone())
+
+    def store(self, x: Block) -> None:
+        assert self.shape == x.shape
+        STATE.stores.append(partial(self.data.copy_, x.data))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        return Shared(self.data.view(torch.uint8).flatten()[:size].view(dtype).view(*shape))
+
+
+def load(pointer: Pointer) -> Block:
+    place = data_of(pointer.place)
+    assert bool(((place >= 0) & (place < pointer.memory.numel())).all()), "a load outside of its tensor"
+    return Block(pointer.memory[place])
+
+
+def store(pointer: Pointer, x: Block, mask: Block) -> None:
+    place, data, inside = torch.broadcast_tensors(data_of(pointer.place), x.data, mask.data)
+    place = place[inside]
+    assert bool(((place >= 0) & (place < pointer.memory.numel())).all()), "a store outside of its tensor"
+    pointer.memory[place] = data[inside]
+
+
+def add(pointer: Pointer, x: Block, sem: str) -> None:
+    place, data = torch.broadcast_tensors(data_of(pointer.place), x.data)
+    assert bool(((place >= 0) & (place < pointer.memory.numel())).all()), "an addition outside of its tensor"
+    with _ADDING:
+        pointer.memory.index_put_((place,), data, accumulate=True)
+
+
+def fence() -> None:
+    while STATE.stores:
+        STATE.stores.pop(0)()
