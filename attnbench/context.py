@@ -102,6 +102,8 @@ def use_backend(backend: str = "auto", *, dtype: str | None = None, max_error: f
     >>> with use_backend(dtype="fp8", max_error=0.08):
     ...     out = attention(q, k, v)
     """
+    if not isinstance(backend, str):
+        raise InputError(f"backend must be the name of a backend, kernel or plan, or auto, not {backend!r}")
     if backend != "auto":
         registry().check(backend)
     if dtype not in (None, "fp8", *DTYPES):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .cost_model_fit import Fit, calibration
 from .plan import Plan
-from .similarity import class_of, distance
+from .similarity import SpecClass, class_of, sizes
 from .spec import AttentionSpec
 from .table_entry import Entry
 
@@ -16,7 +17,7 @@ __all__ = ["CostModel", "Prediction"]
 
 _SHORTEST, _LONGEST = 1e-6, 1e9  # ms; what a file claims beyond these was never measured
 _MOST_ENTRIES = 256  # a fit takes the nearest of more: its cost grows with the cube
-_MOST_FITS = 1024
+_MOST_FITS = 256  # of up to half a MiB each
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class CostModel:
             if entry.usable and _SHORTEST <= (entry.time_ms or 0.0) <= _LONGEST:
                 self._entries.setdefault(_series(entry.plan, entry.spec), []).append(entry)
         self._fits: dict[tuple[object, ...], Fit] = {}
+        self._lock = threading.Lock()
 
     def predict(self, plan: Plan, spec: AttentionSpec) -> Prediction | None:
         """The time of a plan at a spec, None where it was never measured in the spec's class."""
@@ -80,12 +82,16 @@ class CostModel:
         entries = self._entries.get(series, [])
         if not any(class_of(entry.spec) == class_of(spec) for entry in entries):
             return None
-        key = series if len(entries) <= _MOST_ENTRIES else (*series, spec)
-        if key not in self._fits:
-            if len(self._fits) >= _MOST_FITS:
-                self._fits.clear()
-            self._fits[key] = Fit(_nearest(entries, spec))
-        return self._fits[key]
+        doublings = _doublings(spec) if len(entries) > _MOST_ENTRIES else None
+        key = series if doublings is None else (*series, class_of(spec), doublings)
+        fit = self._fits.get(key)
+        if fit is None:
+            fit = Fit(entries if doublings is None else _nearest(entries, class_of(spec), doublings))
+            with self._lock:
+                if len(self._fits) >= _MOST_FITS:
+                    del self._fits[next(iter(self._fits))]
+                self._fits[key] = fit
+        return fit
 
 
 def _series(plan: Plan, spec: AttentionSpec) -> tuple[object, ...]:
@@ -93,9 +99,16 @@ def _series(plan: Plan, spec: AttentionSpec) -> tuple[object, ...]:
     return plan, spec.direction, spec.dtype, spec.descale
 
 
-def _nearest(entries: list[Entry], spec: AttentionSpec) -> list[Entry]:
-    if len(entries) <= _MOST_ENTRIES:
-        return entries
-    alike = class_of(spec)
-    ranked = sorted(entries, key=lambda each: (class_of(each.spec) != alike, distance(each.spec, spec), str(each.spec)))
-    return ranked[:_MOST_ENTRIES]
+def _doublings(spec: AttentionSpec) -> tuple[int, ...]:
+    """Where a spec lies, to the nearest doubling: a program whose keys grow one by one asks for few fits."""
+    return tuple(round(math.log2(size)) for size in sizes(spec))
+
+
+def _nearest(entries: list[Entry], alike: SpecClass, doublings: tuple[int, ...]) -> list[Entry]:
+    """Those of the class first, then those that lie nearest: the same for every spec of these doublings."""
+
+    def order(entry: Entry) -> tuple[bool, float, str]:
+        apart = sum(abs(math.log2(size) - middle) for size, middle in zip(sizes(entry.spec), doublings, strict=True))
+        return class_of(entry.spec) != alike, apart, str(entry.spec)
+
+    return sorted(entries, key=order)[:_MOST_ENTRIES]

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import guard_hook
 from .devices import bind
@@ -119,14 +118,33 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         operands, out, lse = ctx.rebuild(ctx.saved_tensors)
-        gradients = ctx.execution.gradients(Saved(operands, out, lse, ctx.state), grad_out)
-        if ctx.sample is not None:
-            ctx.sample.derived(grad_out, gradients)
+        with torch.no_grad():
+            gradients = ctx.execution.gradients(Saved(operands, out, lse, ctx.state), grad_out)
+            if ctx.sample is not None:
+                ctx.sample.derived(grad_out, gradients)
         wanted = zip(gradients, ctx.needs_input_grad, strict=False)
-        return *(gradient if needed else None for gradient, needed in wanted), None
+        found = [gradient if needed else None for gradient, needed in wanted]
+        if torch.is_grad_enabled():  # create_graph=True: somebody may differentiate these
+            found = [None if each is None else _Underived.apply(each, out, grad_out) for each in found]  # type: ignore[no-untyped-call]
+        return *found, None
+
+
+class _Underived(torch.autograd.Function):
+    """A gradient whose own derivative is refused, with respect to all that it depends on.
+
+    torch's ``once_differentiable`` refuses only where ``grad_out`` requires gradients, and lets a penalty on a
+    gradient of a plain sum pass for a constant.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, out: Tensor, grad_out: Tensor) -> Tensor:
+        return gradient.clone()  # a view made here could not be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:
+        raise RuntimeError("attnbench.attention has no second derivative")
 
 
 def _split(value: Any, tensors: list[Tensor]) -> Callable[[tuple[Tensor, ...]], Any]:

@@ -26,7 +26,7 @@ from .capabilities import Device
 from .choice import Candidate, Choice
 from .devices import describe
 from .errors import FrozenError, InputError, RefusedError, UnknownBackendError
-from .frozen_file import Frozen, FrozenPlan, FrozenQuestion, recording
+from .frozen_file import Frozen, FrozenPlan, FrozenQuestion, Stamp, recording, stamp_of
 from .guard_demotion import demoted
 from .plan import Plan, backend_of
 from .registry import Registry, registry
@@ -58,6 +58,7 @@ class Freeze:
             raise InputError(f"{self.path} is a folder; name a file such as run.choices.json")
         self.missing = missing
         self._content = Frozen()
+        self._known: Stamp | None = None  # of the file whose choices are all in the content
         self._lock = threading.Lock()
 
     def start(self) -> Freeze:
@@ -69,6 +70,7 @@ class Freeze:
         with _opening:
             if freeze_hook.frozen is not None:
                 raise InputError(f"choices are frozen already, by {freeze_hook.frozen.path}; stop that first")
+            self._known = stamp_of(self.path)  # before it is read: what changes meanwhile is read again
             self._content = self._read()
             self._check_gpus()
             freeze_hook.frozen = self
@@ -158,16 +160,19 @@ class Freeze:
             content = self._reread(here)
             if question not in content.plans:
                 content = content.adding(here.name, question, mine)
-                content.save(self.path)
+                self._known = content.save(self.path)
                 self._content = content
             return content.plans[question]
 
     def _reread(self, here: Device) -> Frozen:
-        """What was known and what others have added since."""
+        """What was known and what others have added since; a file that nobody has touched is not read."""
+        stamp = stamp_of(self.path)
+        if stamp is not None and stamp == self._known:
+            return self._content
         found = self._read()
         for kind, model in {**self._content.devices, here.type: here.name}.items():
             self._check_model(found, kind, model)
-        self._content = self._content.joined(found)
+        self._content, self._known = self._content.joined(found), stamp
         return self._content
 
     def _check_gpus(self) -> None:

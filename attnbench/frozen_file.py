@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,11 +20,12 @@ from .spec import AttentionSpec
 from .table_files import locked, read_text, replace_text
 from .table_text import _decoded, _of, _order, _short, _spec, _text, printable
 
-__all__ = ["SCHEMA", "Frozen", "FrozenPlan", "FrozenQuestion", "recording"]
+__all__ = ["SCHEMA", "Frozen", "FrozenPlan", "FrozenQuestion", "Stamp", "recording", "stamp_of"]
 
 SCHEMA = "attnbench.frozen/1"
 _LONGEST, _LONGEST_MESSAGE, _MOST_VERSIONS, _MOST_DEVICES = 300, 300, 16, 16
 _FIELDS = {"device", "backend", "fp8", "max_error", "spec", "plan", "versions"}
+Stamp = tuple[int, int, int, int]
 _TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}\n]')
 
 
@@ -76,13 +78,15 @@ class Frozen:
         """Read a file.  Raises MalformedFileError with the line where it is none, OSError where it cannot be read."""
         return _parsed(path, read_text(path))
 
-    def save(self, path: Path) -> None:
-        """Write it, replacing the file in one step.  Raises OutputError."""
+    def save(self, path: Path) -> Stamp | None:
+        """Write it, replacing the file in one step, and return the new one's stamp.  Raises OutputError."""
         replace_text(_draft(path), _written(self))
+        stamp = stamp_of(_draft(path))
         try:
             os.replace(_draft(path), path)
         except OSError as error:
             raise OutputError(f"cannot write {path}: {error.strerror}") from None
+        return stamp
 
     def joined(self, other: Frozen) -> Frozen:
         """Both; of two plans for one question this one's counts."""
@@ -91,6 +95,15 @@ class Frozen:
     def adding(self, model: str, question: FrozenQuestion, answer: FrozenPlan) -> Frozen:
         """The same with an answer to one more question, on this model of a device."""
         return replace(self, devices={**self.devices, question.device: model}, plans={**self.plans, question: answer})
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    """What changes whenever the file is replaced or written, None where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def recording(path: Path) -> AbstractContextManager[None]:
@@ -108,23 +121,24 @@ def _draft(path: Path) -> Path:
 
 def _written(content: Frozen) -> str:
     """The text of a file; the same for the same choices in any order."""
-
-    def order(item: tuple[FrozenQuestion, FrozenPlan]) -> tuple[object, ...]:
-        asked = item[0]
-        return asked.device, _order(asked.spec), asked.backend, asked.fp8, asked.max_error or 0.0
-
     head = json.dumps({"schema": SCHEMA, "devices": dict(sorted(content.devices.items()))}, indent=1)
-    lines = [json.dumps(_fields(*item), allow_nan=False) for item in sorted(content.plans.items(), key=order)]
-    return head[:-2] + ',\n "choices": [\n' + ",\n".join(lines) + "\n]}\n"
+    lines = sorted(
+        _ordered(asked, answer.plan, tuple(sorted(answer.versions.items()))) for asked, answer in content.plans.items()
+    )
+    return head[:-2] + ',\n "choices": [\n' + ",\n".join(line for _, line in lines) + "\n]}\n"
 
 
-def _fields(asked: FrozenQuestion, answer: FrozenPlan) -> dict[str, Any]:
-    """A line; what most questions share is left out."""
+@lru_cache(maxsize=2**14)  # each new choice writes all lines again
+def _ordered(
+    asked: FrozenQuestion, plan: Plan, versions: tuple[tuple[str, str], ...]
+) -> tuple[tuple[object, ...], str]:
+    """(what a file's lines are sorted by, the line of a choice); what most questions share is left out."""
     named = {"backend": asked.backend} if asked.backend != "auto" else {}
     opened = {"fp8": True} if asked.fp8 else {}
     budget = {} if asked.max_error is None else {"max_error": "inf" if asked.max_error == math.inf else asked.max_error}
     fields = {"device": asked.device, "spec": _short(asked.spec), **named, **opened, **budget}
-    return {**fields, "plan": str(answer.plan), "versions": dict(sorted(answer.versions.items()))}
+    line = json.dumps({**fields, "plan": str(plan), "versions": dict(versions)}, allow_nan=False)
+    return (asked.device, _order(asked.spec), asked.backend, asked.fp8, asked.max_error or 0.0), line
 
 
 def _parsed(path: Path, text: str) -> Frozen:

@@ -154,6 +154,10 @@ def decide(key: Question) -> Choice:
     """The choice that answers the question.  Raises InputError and what ``choose`` raises."""
     if key.shared is None and FROM_TORCH.get(key.k_dtype) in FP8_DTYPES:
         raise InputError(_unscaled("q"))
+    for name in ("is_causal", "enable_gqa", "return_lse"):
+        value = getattr(key, name)
+        if isinstance(value, Tensor) or value not in (True, False):  # "no" would count as true
+            raise InputError(f"{name} must be True or False, not {value!r:.60}")
     spec = spec_of(
         (key.q, key.k, key.v),
         (key.q_dtype, key.k_dtype, key.v_dtype),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import torch
 
 from . import freeze_hook
 from .budget import default_budget
-from .choice import Candidate, Choice
+from .choice import Candidate, Choice, Verdict
 from .devices import describe
 from .errors import BudgetError, NoPlanError, RefusedError
 from .evidence import Evidence
@@ -89,9 +90,10 @@ def choose(
             field = [replace(each, verdict="eligible") if each.verdict in _TIMID else each for each in field]
     eligible = [each for each in field if each.verdict == "eligible"]
     if not eligible:
+        nearest_first = sorted(field, key=lambda each: get_args(Verdict).index(each.verdict))
         raise NoPlanError(
             f"no plan serves {spec} on {facts.name} within the error budget {budget:g}",
-            {str(each.plan): each.reasons for each in field},
+            {str(each.plan): each.reasons for each in nearest_first},
         )
     ranking = Ranking(spec, judge.preference, evidence.nearest, evidence.model)
     winner = ranking.winner(eligible)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .spec import AttentionSpec, Direction, Granularity
 
-__all__ = ["SpecClass", "class_of", "distance"]
+__all__ = ["SpecClass", "class_of", "distance", "sizes"]
 
 
 class SpecClass(NamedTuple):
@@ -61,12 +61,11 @@ def class_of(spec: AttentionSpec) -> SpecClass:
     )
 
 
+def sizes(spec: AttentionSpec) -> tuple[int, int, int, int]:
+    """What is left open within a class: batch × heads, queries, keys and group."""
+    return spec.batch * spec.heads, spec.seqlen_q, spec.seqlen_kv, spec.group
+
+
 def distance(one: AttentionSpec, other: AttentionSpec) -> float:
     """Sum of the doublings that lie between them in batch × heads, queries, keys and group."""
-    pairs = [
-        (one.batch * one.heads, other.batch * other.heads),
-        (one.seqlen_q, other.seqlen_q),
-        (one.seqlen_kv, other.seqlen_kv),
-        (one.group, other.group),
-    ]
-    return sum(abs(math.log2(a / b)) for a, b in pairs)
+    return sum(abs(math.log2(a / b)) for a, b in zip(sizes(one), sizes(other), strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from decimal import ROUND_CEILING, Decimal
+from functools import cached_property
 
 from .plan import Plan
 from .spec import AttentionSpec
@@ -48,7 +49,7 @@ class Entry:
         """Whether it can be chosen by, budget permitting."""
         return self.unusable is None
 
-    @property
+    @cached_property  # a choice asks each entry of its class several times
     def unusable(self) -> str | None:
         """Why the plan cannot be chosen by this entry, one sentence, or None where it can."""
         if self.time_ms is None or not self.errors:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -48,6 +47,9 @@ class Known:
         return next((found for table in self.tables if (found := table.at(spec))), {})
 
 
+_known: dict[torch.device, Known] = {}
+
+
 def user_table_path(environment: Environment) -> Path:
     """Where the table measured on this user's device lies: one file for each device model, in the cache folder."""
     return user_cache_path("attnbench") / "tables" / file_name(environment)
@@ -73,13 +75,18 @@ def update_user_table(table: Table) -> Path:
     return path
 
 
-@cache
 def known_tables(device: torch.device) -> Known:
     """What is known by measurement on this device, read once a process.
 
     A file that is damaged and a user's table of which nothing may be used are misses with a
     warning; what else may not be used, and soft differences, are said in the note.
     """
+    known = _known  # what is read across a ``forget`` may be old, and is left behind with this one
+    found = known.get(device)
+    return known.setdefault(device, _read(device)) if found is None else found
+
+
+def _read(device: torch.device) -> Known:
     here = Environment.detect(device, registry())
     tables: list[Table] = []
     notes: list[str] = []
@@ -102,14 +109,15 @@ def known_tables(device: torch.device) -> Known:
         elif unused:
             notes.append(f"{whose} ({path}) is not used, run `attnbench sweep` for one of here: {'; '.join(unused)}")
             if path == own:
-                warnings.warn(notes[-1], AttnbenchWarning, stacklevel=2)
+                warnings.warn(notes[-1], AttnbenchWarning, stacklevel=3)
         dropped = {**binding.dropped, **dropped}
     return Known(tuple(tables), "; ".join(notes) or None, dropped)
 
 
 def forget() -> None:
     """Read the tables again when they are next needed."""
-    known_tables.cache_clear()
+    global _known
+    _known = {}
 
 
 def _loaded(whose: str, path: Path) -> Table | None:
@@ -118,5 +126,5 @@ def _loaded(whose: str, path: Path) -> Table | None:
     except FileNotFoundError:
         return None
     except (OSError, MalformedFileError) as error:
-        warnings.warn(f"{whose} cannot be used: {error}", AttnbenchWarning, stacklevel=3)
+        warnings.warn(f"{whose} cannot be used: {error}", AttnbenchWarning, stacklevel=4)
         return None

@@ -1,6 +1,7 @@
 """attention(), explain() and use_backend as a user meets them."""
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -95,8 +96,29 @@ def test_the_lse_carries_no_gradient_and_twice_is_refused():
     out, lse = attention(q, k, v, return_lse=True)
     assert not lse.requires_grad
     (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="no second derivative"):
         gradient.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference:fp32>reference:fp32", "emulated:fp8-tensor>reference:fp32"])
+@pytest.mark.parametrize("aside", [nullcontext, torch.autograd.graph.save_on_cpu])
+def test_a_penalty_on_a_gradient_is_no_constant(backend, aside):
+    q, k, v = tensors(dtype=torch.float32)
+    weight = torch.tensor(1.5, requires_grad=True)
+
+    def first():
+        with aside():
+            out = attention(weight * q, k, weight * v, backend=backend)
+        return out, *torch.autograd.grad(out.sum(), weight, create_graph=True)
+
+    out, gradient = first()
+    torch.autograd.grad(out.sum() + gradient.item(), weight)  # who differentiates the output alone is served
+    out, gradient = first()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(out.sum() + gradient.square(), weight)
+    out = attention(q, k.clone().requires_grad_(), v, backend=backend)
+    (gradient,) = torch.autograd.grad((weight * out).sum(), out, create_graph=True)
+    assert torch.autograd.grad(gradient.sum(), weight)[0] == out.numel()  # the attention is no part of that one
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "head", "block", "token"])
@@ -168,7 +190,7 @@ def test_argument_beats_context_beats_variable(monkeypatch):
         attention(q, k, v)
 
 
-@pytest.mark.parametrize("wish", [{"backend": "nobody"}, {"dtype": "fp4"}, {"max_error": -1.0}])
+@pytest.mark.parametrize("wish", [{"backend": "nobody"}, {"backend": None}, {"dtype": "fp4"}, {"max_error": -1.0}])
 def test_a_context_that_cannot_be_is_refused_as_it_opens(wish):
     with pytest.raises((InputError, UnknownBackendError)), use_backend(**wish):
         pytest.fail("the block must not run")
@@ -259,6 +281,10 @@ BAD = {
     "kernel": (lambda q, k, v: attention(q, k, v, backend="reference:fp46"), "did you mean reference:fp"),
     "plan": (lambda q, k, v: attention(q, k, v, backend="reference:fp64>"), "kernel name"),
     "backend type": (lambda q, k, v: attention(q, k, v, backend=3), "backend"),
+    "causal word": (lambda q, k, v: attention(q, k, v, is_causal="no"), "is_causal"),
+    "causal tensor": (lambda q, k, v: attention(q, k, v, is_causal=torch.tensor(True)), "is_causal"),
+    "grouped": (lambda q, k, v: attention(q, k, v, enable_gqa=None), "enable_gqa"),
+    "lse": (lambda q, k, v: explain(q, k, v, return_lse="no"), "return_lse"),
 }
 
 

@@ -123,17 +123,57 @@ def test_any_table_gives_a_finite_prediction_or_none(entries, asked):
     assert found is None or (0 < found.time_ms < math.inf and 0 < found.error < math.inf)
 
 
-def test_a_huge_table_costs_no_more_than_its_nearest_entries(monkeypatch):
-    fitted = []
+@pytest.fixture
+def fitted(monkeypatch) -> list[int]:
+    """How many entries each fit is made from."""
+    found = []
 
     class Counted(cost_model.Fit):
         def __init__(self, entries):
-            fitted.append(len(entries))
+            found.append(len(entries))
             super().__init__(entries)
 
     monkeypatch.setattr(cost_model, "Fit", Counted)
+    return found
+
+
+def test_a_huge_table_costs_no_more_than_its_nearest_entries(fitted):
     many = [
         entry(spec(length, batch), law(spec(length, batch))) for length in range(64, 1664, 8) for batch in range(1, 16)
     ]
     assert CostModel(many).predict(PLAN, spec(1000, 4)).time_ms == pytest.approx(law(spec(1000, 4)), rel=0.01)
     assert fitted == [256]
+
+
+def test_keys_that_grow_one_by_one_ask_a_huge_table_for_few_fits_in_any_order(fitted):
+    many = [entry(spec(length, batch), law(spec(length, batch))) for length in range(64, 1664, 8) for batch in (1, 4)]
+    lengths = list(range(700, 800))
+    forwards, backwards = (
+        {length: model.predict(PLAN, spec(length)) for length in order}
+        for model, order in ((CostModel(many), lengths), (CostModel(many), lengths[::-1]))
+    )
+    assert forwards == backwards
+    assert len(set(forwards.values())) == len(lengths)
+    assert len(fitted) <= 4
+
+
+def test_threads_that_crowd_one_another_out_are_all_answered(monkeypatch):
+    """Another thread's fits take the place of this one's in the moment in which it is kept."""
+
+    class Crowded(dict):
+        def __setitem__(self, key, value):
+            super().__setitem__(key, value)
+            self.clear()
+
+    model = CostModel([entry(spec(), law(spec()))])
+    monkeypatch.setattr(model, "_fits", Crowded())
+    assert model.predict(PLAN, spec(2048)) == CostModel([entry(spec(), law(spec()))]).predict(PLAN, spec(2048))
+
+
+def test_fits_that_are_kept_have_an_end(monkeypatch):
+    monkeypatch.setattr(cost_model, "_MOST_FITS", 2)
+    plans = [Plan(f"{name}:bf16") for name in "abcd"]
+    model = CostModel([entry(spec(), law(spec()), plan) for plan in plans])
+    found = {plan: model.predict(plan, spec(2048)) for plan in plans}
+    assert len(model._fits) == 2
+    assert {plan: model.predict(plan, spec(2048)) for plan in plans} == found

@@ -2,11 +2,12 @@
 
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from frozen_fakes import CPU, SPECS, plans, planted, rewritten, spec, table
 
-from attnbench import freeze, freezing, selector
+from attnbench import freeze, freezing, frozen_file, selector
 from attnbench.errors import MalformedFileError
 from attnbench.selector import choose
 from attnbench.user_table import Known
@@ -48,6 +49,23 @@ def test_what_others_have_recorded_meanwhile_is_not_chosen_again(fakes, path, mo
         path.write_bytes(before)
         monkeypatch.setattr(freezing, "choose", lambda *_, **__: pytest.fail("chosen anew"))
         assert str(choose(spec(), CPU).plan) == "slow:bf16"
+
+
+def test_a_run_that_is_alone_reads_and_spells_no_choice_again(fakes, path, monkeypatch):
+    """A growing cache of keys asks thousands of questions, and each writes the file."""
+    read, spelt = Mock(wraps=frozen_file.read_text), Mock(wraps=frozen_file._short)
+    monkeypatch.setattr(frozen_file, "read_text", read)
+    monkeypatch.setattr(frozen_file, "_short", spelt)
+    frozen_file._ordered.cache_clear()
+    with freeze(path):
+        for length in range(1, 21):
+            choose(spec(seqlen_q=length), CPU)
+        assert read.call_count <= 3
+        assert spelt.call_count == 20 == len(plans(path))
+        rewritten(path, "slow", "fast")
+        reads = read.call_count
+        choose(spec(seqlen_q=21), CPU)
+        assert read.call_count > reads  # what others write is seen
 
 
 def test_what_a_run_follows_it_follows_to_the_end(fakes, path):

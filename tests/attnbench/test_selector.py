@@ -281,6 +281,16 @@ def test_a_name_goes_before_measurement_and_errors_are_errors():
         pick(max_error=1e-9)
 
 
+def test_where_no_plan_serves_those_that_could_be_asked_for_stand_before_those_that_cannot_run():
+    known = fake_registry(
+        fake_backend("gone", FakeForward("gone:bf16", preference=1), reason="not installed"),
+        fake_backend("fast", FakeForward("fast:fp8"), FakeForward("fast:bf16", preference=20)),
+    )
+    with pytest.raises(NoPlanError) as caught:
+        pick(known=known, max_error=1e-9)
+    assert list(caught.value.reasons) == ["fast:bf16", "fast:fp8", "gone:bf16"]
+
+
 LENGTHS = (256, 1024, 4096)
 plans = st.sampled_from(["slow:bf16", "fast:bf16", "fast:fp8"])
 errors = st.dictionaries(st.sampled_from(["normal", "outlier"]), st.floats(1e-3, 1.0), min_size=1)

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -246,6 +247,39 @@ def test_a_damaged_table_is_a_miss_with_one_warning_and_is_replaced():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(known_tables(CPU).at(SPEC)) == 1
+
+
+def test_what_was_read_while_the_table_was_written_is_not_kept(monkeypatch):
+    """A thread asks, and while it reads the old file another one has measured."""
+    update_user_table(table(one()))
+    load = Table.load
+    with monkeypatch.context() as patch:
+
+        def slow(path):
+            found = load(path)
+            patch.undo()
+            update_user_table(table(one(time_ms=2.0)))
+            return found
+
+        patch.setattr(Table, "load", slow)
+        known_tables(CPU)
+    assert known_tables(CPU).at(SPEC)[Plan("sdpa-math:bf16")].time_ms == 2.0
+    assert known_tables(CPU) is known_tables(CPU)
+
+
+def test_threads_that_ask_at_once_are_given_one_table(monkeypatch):
+    """Each table has a cost model of its own, fitted anew."""
+    update_user_table(table(one()))
+    load, together = Table.load, threading.Barrier(4)
+
+    def at_once(path):
+        found = load(path)
+        together.wait(timeout=30)
+        return found
+
+    monkeypatch.setattr(Table, "load", at_once)
+    with ThreadPoolExecutor(4) as pool:
+        assert len({id(known) for known in pool.map(known_tables, [CPU] * 4)}) == 1
 
 
 def test_a_table_with_more_backends_than_an_environment_holds_is_replaced():
