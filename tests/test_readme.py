@@ -126,6 +126,16 @@ def test_the_regret_is_that_of_the_table_that_ships() -> None:
     assert not any(score.violated for score in made)
 
 
+def test_the_page_that_is_linked_tells_the_same_regret() -> None:
+    page = re.sub(r"<[^>]+>", " ", (ROOT / "results/nvidia-h200/report.html").read_text(encoding="utf-8"))
+    told = dict(re.findall(r" (forward|training)\s+\d+\s+\d+\s+(\S+%\s+\S+%\s+\S+%)\s+0\b", page))
+    shown = REGRET.search(" ".join(README))
+    assert shown
+    for direction, mean, worst_ in (("forward", *shown.groups()[:2]), ("training", *shown.groups()[2:4])):
+        first, _, last = told[direction].split()
+        assert (first, last) == (f"{mean}%", f"{worst_}%")
+
+
 def test_the_picture_is_of_the_rows_of_the_table_that_ships(tmp_path: Path) -> None:
     """Label by label; where they stand is the drawing library's."""
     folders = [ROOT / "results/nvidia-h200" / name for name in ("quick", "facts", "inference", "training", "step")]
