@@ -17,11 +17,11 @@ __all__ = ["Breach"]
 class Breach:
     """One finding, as a record.
 
-    ``tensor`` is out, dq, dk or dv; ``error`` its relative L2 on the rows that were checked since the trouble began
-    (infinite where something is not finite) and ``bound`` what was allowed.  ``evidence`` is how much likelier the
-    rows are to come from a plan beyond the bound than from one within it (infinite for what needs no statistics);
-    ``call`` counts the passes of this plan and spec from 0, ``check`` those that were checked from 1.  ``path`` is
-    the file that holds the tensors, None where none was written.
+    ``tensor`` is out, dq, dk or dv; ``error`` its relative L2 on the rows of each check since the trouble began, as a
+    root mean square over these checks (infinite where something is not finite), and ``bound`` what was allowed.
+    ``evidence`` is how much likelier the rows are to come from a plan beyond the bound than from one within it
+    (infinite for what needs no statistics); ``call`` counts the passes of this plan and spec from 0, ``check`` those
+    that were checked from 1.  ``path`` is the file that holds the tensors, None where none was written.
     """
 
     plan: Plan

@@ -27,7 +27,7 @@ _GROSS = 100.0  # of the squared error: one head ten times beyond the bound need
 
 @dataclass(frozen=True)
 class Finding:
-    """An alarm: the error on the rows since the trouble began, and the evidence (1 is none)."""
+    """An alarm: the error of the checks since the trouble began, each counting alike, and the evidence (1 is none)."""
 
     error: float
     evidence: float
@@ -42,7 +42,7 @@ class Detector:
 
     def _start(self) -> None:
         self._logs = [0.0] * len(_BETS)
-        self._error = self._size = 0.0
+        self._error, self._checks = 0.0, 0
 
     def add(self, errors: Sequence[float], sizes: Sequence[float]) -> Finding | None:
         """One check: squared errors and squared sizes of the rows of each head; a finding where it tips the scales.
@@ -56,8 +56,8 @@ class Detector:
         if size == 0.0:  # nothing to be right about
             return Finding(math.inf, math.inf) if error else None
         if max(self._logs) <= 0.0:
-            self._error = self._size = 0.0
-        self._error, self._size = self._error + error, self._size + size
+            self._error, self._checks = 0.0, 0
+        self._error, self._checks = self._error + error / size, self._checks + 1
         shares = [len(errors) * each / (size * self.bound**2) for each in errors]
         for place, bet in enumerate(_BETS):
             gain = math.fsum(math.log1p(bet * (share / _ALLOWANCE - 1.0)) for share in shares)
@@ -68,7 +68,7 @@ class Detector:
         if mean < math.log(_ALARM) and not gross:
             return None
         found = Finding(
-            math.sqrt(self._error / self._size), math.inf if gross else math.exp(min(mean, 700.0))
+            math.sqrt(self._error / self._checks), math.inf if gross else math.exp(min(mean, 700.0))
         )  # beyond 700 a double is infinite
         self._start()
         return found

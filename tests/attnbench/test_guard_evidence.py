@@ -121,6 +121,20 @@ def test_the_error_is_that_of_the_rows_since_it_went_wrong():
     assert abs(found.error / BOUND - 1.6) < 0.2
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_an_alarm_never_names_an_error_that_is_allowed(seed):
+    """Checks of small rows (late keys under a causal mask) may be wrong where those of large ones are right."""
+    draw, detector, alarms = random.Random(seed), Detector(BOUND), []
+    for _ in range(2000):
+        small = draw.random() < 0.7
+        sizes = [(0.01 if small else 10.0) * draw.gammavariate(4, 3.0) for _ in range(HEADS)]
+        relative = (2.0 if small else 0.2) * BOUND
+        found = detector.add([uneven(draw) * relative**2 * size for size in sizes], sizes)
+        alarms += [] if found is None else [found.error]
+    assert alarms
+    assert min(alarms) > BOUND
+
+
 def test_after_an_alarm_it_starts_anew():
     detector = Detector(BOUND)
     assert detector.add([1.0], [1.0])

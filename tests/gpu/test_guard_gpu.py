@@ -1,5 +1,7 @@
 """The guard on a GPU: it finds what goes wrong there, waits for nothing, stays out of CUDA graphs, and costs little."""
 
+import gc
+import statistics
 import time
 from random import Random
 
@@ -63,8 +65,12 @@ def step(x, plan=NAME, function=attention) -> list[Tensor]:
     return [out, *torch.autograd.grad(out, x, out.detach())] if x[0].requires_grad else [out]
 
 
-@pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
-def test_a_planted_drift_is_found(planted, name):
+@pytest.mark.parametrize(
+    ("name", "factor", "least"),
+    # Rows of dq and dk that cancel count as half as long as if they did not: a drift of theirs counts for less.
+    [("out", 1.02, 0.9), ("dv", 1.02, 0.9), ("dq", 1.05, 0.3), ("dk", 1.05, 0.3)],
+)
+def test_a_planted_drift_is_found(planted, name, factor, least):
     forward, backward = planted
     x = tensors(grad=True)
     with guard(every=1) as watch:
@@ -73,13 +79,14 @@ def test_a_planted_drift_is_found(planted, name):
         torch.cuda.synchronize()
         assert not watch.breaches
         if name == "out":
-            forward.change = lambda out: out * 1.02
+            forward.change = lambda out: out * factor
         else:
-            backward.changes[name] = lambda gradient: gradient * 1.02
+            backward.changes[name] = lambda gradient: gradient * factor
         for _ in range(40):
             step(x)
     assert watch.breaches[0].tensor == name
-    assert 0.5 < watch.breaches[0].error / 0.02 < 1.5
+    assert least < watch.breaches[0].error / (factor - 1) < 1.1
+    assert watch.breaches[0].error > watch.breaches[0].bound
     assert not watch.skipped
 
 
@@ -125,6 +132,9 @@ def test_nothing_waits_for_a_check(planted):
 
 def test_stop_reads_what_is_under_way(planted):
     forward, _ = planted
+    with guard(every=1):
+        attention(*tensors(), backend=NAME)  # the first check takes pinned memory, which waits for the GPU
+    torch.cuda.synchronize()
     forward.change = lambda out: out * 1.5
     watch = guard(every=1, on_breach="raise").start()
     torch.cuda._sleep(10**9)  # so that nothing is done when the call returns
@@ -172,6 +182,7 @@ def test_compiled_with_graphs_of_its_own(grad):
 def test_the_programs_random_numbers_and_memory_are_its_own():
     x = tensors(grad=True)
     step(x, "sdpa-flash")
+    gc.collect()  # of what ran before
     torch.cuda.synchronize()
     state, allocated = torch.cuda.get_rng_state(), torch.cuda.memory_allocated()
     with guard(every=1) as watch:
@@ -218,14 +229,17 @@ def test_the_cost_at_8k(direction, plan, batch, capsys):
     def call() -> None:
         step(x, plan)
 
+    def typical() -> float:
+        return statistics.median(seconds(call, 6) for _ in range(5))
+
     seconds(call, 5)
-    plain = seconds(call, 30)
+    plain = typical()
     with guard(every=1) as watch:
         seconds(call, 5)
-        checked = seconds(call, 30)
+        checked = typical()
     with guard(every=10**9):
         call()
-        between = seconds(call, 30)
+        between = typical()
     share = (checked - plain) / (EVERY * plain)
     with capsys.disabled():
         print(
