@@ -18,6 +18,7 @@ __all__ = ["BACKEND"]
 
 _PRECISIONS = ("bf16", "fp16")
 _VECTOR = 16  # bytes that rows and storage start at multiples of
+_OWN = 712  # elements between two outermost places of q that are nobody's
 _ODD_LENGTHS = 91501  # cuDNN 9.15.1, the first that is right on lengths that are no multiple of 128 (pytorch#169849)
 
 
@@ -107,6 +108,7 @@ class CudnnBackward(BackwardKernel):
         spec, lse = saved.spec, saved.lse
         assert lse is not None
         q, k, v = (aligned(x) for x in saved.operands.tensors())
+        q = _apart(q)
         out, grad_out = (_laid_out_as(q, x) for x in (saved.out, grad_out))
         unused = torch.empty((), dtype=torch.int64, device=q.device)  # the dropout's random state
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
@@ -122,10 +124,32 @@ def _laid_out_as(q: Tensor, x: Tensor) -> Tensor:
     torch 2.11 keeps the graphs of backward passes by the strides of q, k and v alone.  Another layout of the output or
     of its gradient would run a graph that was made for the first, and give gradients of something else, silently.
     """
-    # An axis that q repeats, of stride 0, is no innermost one.
-    order = sorted(range(q.ndim), key=lambda axis: q.stride(axis) or math.inf, reverse=True)
-    dense = torch.empty_permuted(x.shape, order, dtype=x.dtype, device=x.device)
+    dense = torch.empty_permuted(x.shape, _order(q), dtype=x.dtype, device=x.device)
     return x if x.stride() == dense.stride() and x.data_ptr() % _VECTOR == 0 else dense.copy_(x)
+
+
+def _apart(q: Tensor) -> Tensor:
+    """q (B, H, S, D) in an order of axes of its own, with strides that no other caller of torch's operator has.
+
+    Graphs are the whole process's: one that ``F.scaled_dot_product_attention`` had made first, for another layout of
+    the output's gradient, would run here.  Where the outermost axis has one place its stride says nothing, and no byte
+    is copied.
+    """
+    order = _order(q)
+    outermost = order[0]
+    if q.shape[outermost] == 1:
+        strides = list(q.stride())
+        strides[outermost] += _OWN
+        return q.as_strided(q.shape, strides)
+    strides = list(torch.empty_permuted(q.shape, order, device="meta").stride())
+    strides[outermost] += _OWN
+    kept = torch.empty(q.shape[outermost] * strides[outermost], dtype=q.dtype, device=q.device)
+    return kept.as_strided(q.shape, strides).copy_(q)
+
+
+def _order(q: Tensor) -> list[int]:
+    """Its axes as they lie in memory, outermost first; one that q repeats, of stride 0, is no innermost one."""
+    return sorted(range(q.ndim), key=lambda axis: q.stride(axis) or math.inf, reverse=True)
 
 
 BACKEND = Backend(

@@ -353,3 +353,24 @@ def test_cudnn_s_backward_gets_layouts_that_q_s_strides_tell(data: st.DataObject
         assert laid.stride(3) == 1
         assert wanted in (None, laid.stride())
         wanted = laid.stride()
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_cudnn_s_backward_gets_q_in_strides_that_nobody_else_has(data: st.DataObject) -> None:
+    """The same numbers; what one caller's layout leads to depends on that layout alone."""
+    sizes = [*(data.draw(st.integers(1, 3)) for _ in range(3)), 16]
+    axes = [*data.draw(st.permutations([0, 1, 2])), 3]
+    q = torch.empty_permuted(sizes, axes, dtype=torch.bfloat16).normal_()
+    if data.draw(st.booleans()):
+        q = q[:, :1].expand(sizes)
+    found = sdpa_cudnn._apart(q)
+    assert torch.equal(found, q)
+    assert found.stride() == sdpa_cudnn._apart(q.clone(memory_format=torch.preserve_format)).stride() or 0 in q.stride()
+    assert found.stride(3) == 1
+    assert not any(stride % 8 for stride in found.stride()[:3])  # rows begin where vectors do
+    assert found.data_ptr() % 16 == 0
+    dense = {torch.empty_permuted(sizes, order).stride() for order in itertools.permutations(range(4))}
+    assert found.stride() not in dense
+    if sizes[axes[0]] == 1 and 0 not in q.stride():
+        assert found.data_ptr() == q.data_ptr()

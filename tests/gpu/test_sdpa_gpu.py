@@ -9,6 +9,8 @@ import dense
 import pytest
 import torch
 from sweep import Sweep, Truth, visible
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
 from attnbench import AttentionSpec, Mask
@@ -125,6 +127,32 @@ def test_flash_needs_the_scale_above_zero_that_it_asks_for(mask: Mask, scale: fl
     truth = Truth.of(spec, 0, device)
     out = forward.run(forward.prepare(*truth.inputs[:3], spec)).out
     assert not dense.relative_l2(out, dense.dense_attention(*truth.inputs[:3], spec)[0]) < 0.1
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+def test_cudnn_s_gradients_hold_where_torch_s_own_calls_came_first(batch: int, head_dim: int) -> None:
+    """A call of torch's own with a gradient in another layout leaves a graph that ours must not run."""
+    spec = AttentionSpec.make(batch=batch, heads=4, seqlen_q=200, head_dim=head_dim, direction="training")
+    generator = torch.Generator("cuda").manual_seed(head_dim)
+
+    def normal(extra: int = 0) -> torch.Tensor:
+        shape = batch, 200, 4 * head_dim + extra
+        x = torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)[..., : 4 * head_dim]
+        return x.unflatten(-1, (4, head_dim)).transpose(1, 2)
+
+    q, k, v = (normal().requires_grad_() for _ in range(3))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        for extra in (64, 0):  # a slice of a wider tensor first
+            scaled_dot_product_attention(q, k, v).backward(normal(extra))
+    operands = (forward := FORWARDS["sdpa-cudnn:bf16"]).prepare(q.detach(), k.detach(), v.detach(), spec)
+    out, lse, state = forward.run(operands)
+    for extra in (0, 64):
+        grad_out = normal(extra)
+        found = BACKWARDS["sdpa-cudnn:bf16"].run(Saved(operands, out, lse, state), grad_out)
+        wanted = dense.dense_gradients(q.detach(), k.detach(), v.detach(), grad_out, spec)
+        for mine, true in zip(found, wanted, strict=True):
+            assert dense.relative_l2(mine, true) < 0.01
 
 
 @pytest.mark.parametrize("layouts", list(itertools.permutations(["bhsd", "bshd"])), ids="-".join)
