@@ -19,7 +19,7 @@ from .crew import LostError, Worker
 from .laboratory import Laboratory
 from .worker import Setting
 
-__all__ = ["Ahead"]
+__all__ = ["Ahead", "usable_cores"]
 
 _FEWEST = 4  # first runs; fewer are through before more processes have started
 _MOST_PROCESSES = 12  # each holds a context of the device, half a GB
@@ -36,7 +36,7 @@ class Ahead:
         self.first_ms: dict[tuple[str, Plan], float] = {}
         self._laboratory = laboratory
         self._waiting = deque(_first_runs(work, laboratory)) if laboratory.device.type == "cuda" else deque()
-        count = min(_MOST_PROCESSES, (os.cpu_count() or 1) * 3 // 4, len(self._waiting))
+        count = min(_MOST_PROCESSES, usable_cores() * 3 // 4, len(self._waiting))
         if count < 2 or len(self._waiting) < _FEWEST:
             self._waiting.clear()
             count = 0
@@ -77,6 +77,11 @@ class Ahead:
                 continue
             self.first_ms[case.name, plan] = first_ms
         worker.close()
+
+
+def usable_cores() -> int:
+    """How many cores this process may use, which may be fewer than the machine has: ``taskset``, a container's set."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _first_runs(work: Sequence[tuple[Case, Sequence[Plan]]], laboratory: Laboratory) -> list[tuple[Case, Plan]]:

@@ -11,7 +11,7 @@ import math
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,26 +28,26 @@ from attnbench.devices import find
 from attnbench.environment import Environment
 from attnbench.errors import InputError, MisuseError, NoPlanError, OutputError
 from attnbench.memory import ask_again
+from attnbench.plan import Plan
 from attnbench.registry import Registry, registry
-from attnbench.selector import choose
 from attnbench.spec import AttentionSpec
 from attnbench.table import Table
 from attnbench.user_table import known_tables, update_user_table, user_table_path
 
-from .asked import Asked, AskedSpecs, Terms
-from .bounded import Work, measured_within
+from .asked import Asked, AskedSpecs
+from .bounded import measured_within
 from .condense import condense
 from .laboratory import INSTALLED, Laboratory
 from .progress import followed
 from .records import Measurement
 from .sweep import Event, Finished
 from .timing import Timer
-from .tuning import alone, own_table, plans_to_measure, shortage
+from .tuning import Errand, alone, chosen, errand_of, own_table, shortage
 
 __all__ = ["Autotune", "Tuned", "autotune"]
 
-# Of one request to a worker: a plan that hangs must not take all the time there is, and one
-# that compiles must have the time to.
+# Seconds for one request to a worker.  A plan that hangs must not take all the time there is, nor
+# one that compiles be taken for it: whom we had less patience with was not reached, no more.
 _LEAST_PATIENCE, _MOST_PATIENCE = 30.0, 300.0
 _open = threading.Lock()
 
@@ -57,8 +57,9 @@ class Tuned:
     """A spec that was measured: what was chosen for it ``before``, and what is chosen now.
 
     ``calls`` is how often the program called it while autotune was open.  ``lost`` says of
-    the plans that could not be measured why.  ``after`` is None where no plan was measured
-    to be accurate enough.
+    the plans that could not be measured why, and which the time did not reach: the table has
+    nothing new of these, and the next autotune measures what it has nothing of.  ``after`` is
+    None where no plan was measured to be accurate enough.
     """
 
     spec: AttentionSpec
@@ -74,7 +75,10 @@ class Tuned:
             found += " → nothing is accurate enough"
         else:
             found += ", as before" if self.after.plan == self.before.plan else f" → {self._timed(self.after)}"
-        return "\n".join([found, *(f"  {plan}: {reason}" for plan, reason in self.lost.items())])
+        reasons: dict[str, list[str]] = {}
+        for plan, reason in self.lost.items():
+            reasons.setdefault(reason, []).append(plan)
+        return "\n".join([found, *(f"  {', '.join(plans)}: {reason}" for reason, plans in reasons.items())])
 
     def _timed(self, choice: Choice) -> str:
         """The plan and its time, which is the new one where it was measured now."""
@@ -132,6 +136,8 @@ class Autotune:
         What takes most of the program's time comes first; all measuring of this object
         together takes at most ``seconds``.  Each spec is in the table as soon as all its plans
         are measured, an interrupt takes none of them back, and the next call chooses by them.
+        Of the spec that is under way when time is over, the likeliest plans are in the table,
+        if those that ran before are among them and another: ``lost`` names the others.
         While a CUDA graph is being captured, or code compiled, nothing is measured: what was
         asked so far is kept for the next time.
 
@@ -174,7 +180,7 @@ class Autotune:
     def _ask(self, spec: AttentionSpec, device: torch.device) -> None:
         asked = self._asked.of(spec, device)
         try:
-            asked.choices.setdefault((self._fp8, None), _chosen(asked, (self._fp8, None)))
+            asked.choices.setdefault((self._fp8, None), chosen(asked, (self._fp8, None), registry()))
         except NoPlanError as error:
             self.skipped[asked.spec] = str(error).partition("\n")[0]
 
@@ -205,7 +211,7 @@ class Autotune:
             yield self._laboratory(device, environment), list(own.values())
 
     def _laboratory(self, device: torch.device, environment: Environment) -> Laboratory:
-        patience = min(_MOST_PATIENCE, max(_LEAST_PATIENCE, (self.seconds - self._spent) / 2))
+        patience = min(_MOST_PATIENCE, (self.seconds - self._spent) / 2)
         return Laboratory(device, environment, Timer.for_device(device), source=INSTALLED, seconds=patience)
 
     def _measure_on(self, laboratory: Laboratory, waiting: Sequence[Asked], deadline: float) -> None:
@@ -217,28 +223,28 @@ class Autotune:
                 late = "no time was given"
             else:
                 late = f"no time was left of {self.seconds:g} s"
-            self.skipped |= dict.fromkeys((asked.spec for asked, _ in work), late)
+            self.skipped |= dict.fromkeys((each.asked.spec for each in work), late)
             if ours and work and time.monotonic() < deadline:
                 self._measure(laboratory, work, deadline)
 
-    def _measure(self, laboratory: Laboratory, work: Sequence[tuple[Asked, Work]], deadline: float) -> None:
-        left = {case.name: (asked, len(plans)) for asked, (case, plans) in work}
-        rows: dict[str, list[Measurement]] = {name: [] for name in left}
+    def _measure(self, laboratory: Laboratory, work: Sequence[Errand], deadline: float) -> None:
+        left = {errand.case.name: errand for errand in work}
+        rows: dict[str, dict[Plan, Measurement]] = {name: {} for name in left}
         try:
-            with closing(measured_within(laboratory, [each for _, each in work], deadline)) as events:
+            every = [(each.case, each.plans) for each in work]
+            with closing(measured_within(laboratory, every, deadline)) as events:
                 for row in _shown(events):
-                    rows[row.case].append(row)
-                    if len(rows[row.case]) == left[row.case][1]:
-                        asked, _ = left.pop(row.case)
-                        self._keep(laboratory, asked, rows[row.case])
+                    rows[row.case][row.plan] = row
+                    if len(rows[row.case]) == len(left[row.case].plans):
+                        self._keep(laboratory, left.pop(row.case), rows[row.case])
         except BaseException:
-            self.skipped |= {asked.spec: "measuring was interrupted" for asked, _ in left.values()}
+            self.skipped |= {each.asked.spec: "measuring was interrupted" for each in left.values()}
             raise
         if left:
-            under_way, _ = next(iter(left.values()))
-            self.skipped[under_way.spec] = f"it was not measured whole when {self.seconds:g} s were over"
+            name, under_way = next(iter(left.items()))
+            self._keep(laboratory, under_way, rows[name])
 
-    def _work(self, laboratory: Laboratory, waiting: Iterable[Asked]) -> list[tuple[Asked, Work]]:
+    def _work(self, laboratory: Laboratory, waiting: Iterable[Asked]) -> list[Errand]:
         """What is to be measured, in order; of the rest it is said why not."""
         path = user_table_path(laboratory.environment)
         own = own_table(laboratory.environment)
@@ -247,44 +253,44 @@ class Autotune:
             fp8 = self._fp8 or asked.fp8
             if (path, asked.spec, fp8) in self._done:
                 continue
-            incumbents = [choice.plan for choice in asked.choices.values()]
-            found = plans_to_measure(asked.spec, laboratory, fp8, self._backends, incumbents)
+            found = errand_of(asked, laboratory, fp8, self._backends, own, self._again)
             if isinstance(found, str):
                 self.skipped[asked.spec] = found
-                continue
-            known = own.at(asked.spec)
-            if not self._again and known.keys() >= set(found[1]):
-                self.skipped[asked.spec] = "your table has it already; again=True measures it anew"
                 # By another process, since this one has read the table.
-                self._outdated |= not known_tables(laboratory.device).at(asked.spec).keys() >= known.keys()
+                there = own.at(asked.spec).keys()
+                self._outdated |= not known_tables(laboratory.device).at(asked.spec).keys() >= there
                 continue
-            if len(found[1]) < 2:
-                among = "of what was named nothing but" if self._backends else "nothing but"
-                self.skipped[asked.spec] = f"there is nothing to choose: {among} {found[1][0]} can serve it"
-                continue
-            lacking = shortage(asked.spec, found[1], laboratory)
+            lacking = shortage(asked.spec, found.plans, laboratory)
             if lacking is not None:
                 self.skipped[asked.spec] = lacking
                 continue
-            work.append((asked, found))
+            work.append(found)
         return work
 
-    def _keep(self, laboratory: Laboratory, asked: Asked, rows: Sequence[Measurement]) -> None:
-        """A spec is measured: into the table with it."""
-        lost = {str(row.plan): f"{row.status}: {row.reason}" for row in rows if not row.measured}
-        if len(lost) == len(rows):
-            self.skipped[asked.spec] = "; ".join(f"{plan}: {reason}" for plan, reason in lost.items())
+    def _keep(self, laboratory: Laboratory, errand: Errand, rows: Mapping[Plan, Measurement]) -> None:
+        """What was measured of a spec goes into the table, or it is said why it does not."""
+        asked, plans = errand.asked, errand.plans
+        hasty = laboratory.seconds < _LEAST_PATIENCE
+        known = [row for row in rows.values() if not (hasty and row.status == "timeout")]
+        lost = {str(row.plan): f"{row.status}: {row.reason}" for row in rows.values() if not row.measured}
+        whole = len(known) == len(plans)
+        if not (any(row.measured for row in known) if whole else errand.settled_by(known)):
+            cut_off = f"it was not measured whole when {self.seconds:g} s were over"
+            said = [f"{plan}: {reason}" for plan, reason in lost.items()]
+            self.skipped[asked.spec] = "; ".join([cut_off] * (len(rows) < len(plans)) + said)
             return
-        path = update_user_table(Table.from_entries(laboratory.environment, condense(rows)))
+        lost |= {str(plan): f"not reached in {self.seconds:g} s" for plan in plans if plan not in rows}
+        path = update_user_table(Table.from_entries(laboratory.environment, condense(known)))
         self._outdated = True
         if path not in self.tables:
             self.tables.append(path)
-        self._done.add((path, asked.spec, self._fp8 or asked.fp8))
+        if whole:
+            self._done.add((path, asked.spec, self._fp8 or asked.fp8))
         self.skipped.pop(asked.spec, None)
         for terms, before in list(asked.choices.items()):
             after: Choice | None
             try:
-                after = _chosen(asked, terms)
+                after = chosen(asked, terms, registry())
             except NoPlanError:
                 after = None
             self.measured.append(Tuned(asked.spec, str(asked.device), asked.calls, before, after, lost))
@@ -321,12 +327,6 @@ def autotune(
     >>> attnbench.autotune(seconds=10).measure([AttentionSpec.make(batch=1, heads=8, seqlen_q=4096, head_dim=128)])
     """
     return Autotune(seconds, dtype, backends, again)
-
-
-def _chosen(asked: Asked, terms: Terms) -> Choice:
-    """What the tables come to, whether choices are frozen or not.  Raises NoPlanError."""
-    fp8, max_error = terms
-    return choose(asked.spec, asked.device, asked_by="default", fp8=fp8, max_error=max_error, known=registry())
 
 
 def _obstacle() -> str | None:

@@ -1,14 +1,23 @@
-"""Measuring within a time: one case after the other on one device, until a deadline ends whatever is under way."""
+"""Measuring within a time: one case after the other on one device, until a deadline ends whatever is under way.
+
+Nothing is timed before all that is timed with it has been compiled, and has rows before all of
+it was judged.  So a case is measured in stages, its first plans first: what the time does not
+reach keeps nobody waiting, and a deadline costs the stage that is under way, not the case.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from itertools import islice
 from queue import Empty, SimpleQueue
+from statistics import median
 
 from attnbench.plan import Plan
 
+from .ahead import usable_cores
 from .cases import Case
 from .laboratory import Laboratory
 from .line import Doing, Line, StoppedError
@@ -20,28 +29,36 @@ __all__ = ["Work", "measured_within"]
 Work = tuple[Case, Sequence[Plan]]
 _Happened = SimpleQueue[Doing | Measurement | BaseException | None]
 _AGAIN_SECONDS = 0.2  # a worker that is just being started is not there yet to be killed
+_FIRST = 4  # plans: what runs now, with FP8 and without, where nothing is known, and a rival
+# Of the time that is left, how much the next stage may take at the pace of the last one: what
+# comes later may compile for longer.
+_SHARE = 0.5
+_GROWTH = 2  # times the last stage's plans: one for which nothing had to compile says little of many
 
 
 def measured_within(laboratory: Laboratory, work: Sequence[Work], deadline: float) -> Generator[Event, None, None]:
     """What happens, as it happens, until all is measured or ``time.monotonic()`` has reached the deadline.
 
-    A case that is cut off has fewer rows than plans.  No process is left when the iterator
-    ends or is closed; whatever goes wrong is raised here.
+    The plans of a case are measured in their order, some at a time, each lot beside the
+    fastest so far, whose later row takes the place of the one before: who is found to be
+    faster was so in the same minutes.  A case that is cut off has rows of its first plans.
+    No process is left when the iterator ends or is closed; whatever goes wrong is raised here.
     """
     happened: _Happened = SimpleQueue()
     line = Line(laboratory)
     thread = threading.Thread(target=_work, args=(line, work, deadline, happened), name="attnbench-autotune")
     thread.start()
-    total, index = sum(len(plans) for _, plans in work), 0
+    total = sum(len(plans) for _, plans in work)
+    done: set[tuple[str, Plan]] = set()
     try:
         while (event := _next(happened, line, deadline)) is not None:
             if isinstance(event, BaseException):
                 raise event
             if isinstance(event, Doing):
-                yield Started(index, total, event)
+                yield Started(len(done), total, event)
             else:
-                index += 1
-                yield Finished(index, total, event, resumed=False)
+                done.add(event.key)
+                yield Finished(len(done), total, event, resumed=False)
     finally:
         while thread.is_alive():
             line.stop()
@@ -63,14 +80,46 @@ def _work(line: Line, work: Sequence[Work], deadline: float, happened: _Happened
     """In a thread of its own: an interrupt reaches the main one, which then waits until no worker is left."""
     try:
         with line:
-            line.start(dict.fromkeys(plan for _, plans in work for plan in plans))
-            for case, plans in work:
-                if time.monotonic() >= deadline:
-                    break
-                for event in line.measure(case, plans):
-                    happened.put(event)
+            firsts: dict[str, Plan] = {}  # by the forward, in whose process its other plans run, too
+            for plan in (plan for _, plans in work for plan in plans):
+                firsts.setdefault(plan.forward, plan)
+            # More at once than there are cores would keep the first ones waiting; the rest start when they are asked.
+            line.start(islice(firsts.values(), usable_cores()))
+            for event in _staged(line, work, deadline):
+                happened.put(event)
     except StoppedError:
         pass
     except BaseException as error:  # carried to the thread that waits for rows
         happened.put(error)
     happened.put(None)
+
+
+def _staged(line: Line, work: Sequence[Work], deadline: float) -> Iterator[Doing | Measurement]:
+    pace = math.inf  # seconds that a plan of the last stage took, with all that had to be started and compiled for it
+    most = _FIRST
+    for case, plans in work:
+        rows: dict[Plan, Measurement] = {}
+        waiting = list(plans)
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            count = max(1 if rows else _FIRST, min(most, int(_SHARE * left / pace)))
+            most = _GROWTH * count
+            leading, found = _leading(rows.values()), dict[Plan, Measurement]()
+            stage = [*leading, *waiting[:count]]
+            del waiting[:count]
+            start = time.monotonic()
+            for event in line.measure(case, stage):
+                if isinstance(event, Measurement):
+                    found[event.plan] = event
+                else:
+                    yield event
+            # Those that the others are compared with first: nobody is known without them.
+            yield from sorted(found.values(), key=lambda row: row.plan not in leading)
+            rows |= found
+            pace = max(1e-6, time.monotonic() - start) / len(stage)
+
+
+def _leading(rows: Iterable[Measurement]) -> list[Plan]:
+    """The fastest so far that are accurate enough: of all, and of those that do not compute in FP8."""
+    accurate = sorted((row for row in rows if row.status == "ok"), key=lambda row: median(row.time_ms["call"]))
+    exact = [row for row in accurate if not row.plan.fp8]
+    return list(dict.fromkeys(row.plan for each in (accurate, exact) for row in each[:1]))

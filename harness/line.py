@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections import defaultdict
@@ -20,6 +19,7 @@ from pydantic import ValidationError
 
 from attnbench.plan import Plan, backend_of
 
+from .ahead import usable_cores
 from .cases import Case
 from .clocks import Watch
 from .crew import LostError, Worker
@@ -235,5 +235,4 @@ def _credible(visit: Visit) -> Visit:
 
 def _backends_at_a_time(device: torch.device) -> int:
     """While nothing is timed: compiling is work for a CPU core, and so is a CPU's own kernel."""
-    cores = os.cpu_count() or 1
-    return max(1, min(16, cores * 3 // 4)) if device.type == "cuda" else 1
+    return max(1, min(16, usable_cores() * 3 // 4)) if device.type == "cuda" else 1

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from attnbench.choice import Candidate, Choice
 from attnbench.environment import Environment
-from attnbench.errors import InputError, MalformedFileError, MisuseError, OutputError
+from attnbench.errors import InputError, MalformedFileError, MisuseError, NoPlanError, OutputError
 from attnbench.plan import Plan, backend_of
+from attnbench.registry import Registry
+from attnbench.selector import choose
 from attnbench.spec import AttentionSpec
 from attnbench.table import Table
 from attnbench.table_binding import Binding
 from attnbench.user_table import user_table_path
 
-from .asked import input_bytes
-from .bounded import Work
+from .asked import Asked, Terms, input_bytes
 from .cases import Case
 from .laboratory import Laboratory
+from .records import Measurement
 from .sweep import tasks_of
 
-__all__ = ["alone", "own_table", "plans_to_measure", "shortage"]
+__all__ = ["Errand", "alone", "chosen", "errand_of", "own_table", "shortage"]
 
 _POLL_SECONDS = 0.1
 _CONTEXT = 2**29  # bytes of a GPU that a process takes before it has a tensor there
@@ -73,19 +78,94 @@ def own_table(environment: Environment) -> Table:
     return Binding.between(table, environment).usable(table)
 
 
-def plans_to_measure(
-    spec: AttentionSpec, laboratory: Laboratory, fp8: bool, names: Sequence[str], incumbents: Sequence[Plan]
-) -> Work | str:
-    """The spec as a case with the plans that can serve it, or why it cannot be one.
+@dataclass(frozen=True)
+class Errand:
+    """A spec to be measured, with the plans that are lacking, those first that are likeliest to win.
 
-    What is chosen now is among them whatever the names keep: who is not measured cannot be found the faster one.
+    ``heads`` come before all others: what the spec's calls run now, as they asked and as those
+    do that say nothing, and what runs where nothing is known.  A spec that is in the user's
+    table is chosen by that alone, so without the times of these an entry could make calls slower.
     """
+
+    asked: Asked
+    case: Case
+    plans: Sequence[Plan]
+    heads: frozenset[Plan]
+
+    def settled_by(self, rows: Sequence[Measurement]) -> bool:
+        """Whether one may choose by rows of some of the plans: those of all heads, with another to compare.
+
+        A head that took too long is none: it runs, and may be the fastest.
+        """
+        answered = {row.plan for row in rows if row.status != "timeout"}
+        return self.heads <= answered and sum(row.measured for row in rows) > 1
+
+
+def errand_of(
+    asked: Asked, laboratory: Laboratory, fp8: bool, names: Sequence[str], own: Table, again: bool
+) -> Errand | str:
+    """What of the spec is not in the user's own table yet (``again``: all), or why it cannot be measured.
+
+    What is chosen now is among it whatever the names keep, and whatever the table has: who is
+    not measured beside it cannot be found the faster one.
+    """
+    spec, known = asked.spec, laboratory.registry
     try:
         case = Case(str(spec), spec)
-        tasks = tasks_of([case], laboratory.registry, laboratory.device, "fp8" if fp8 else spec.dtype, names)
+        tasks = tasks_of([case], known, laboratory.device, "fp8" if fp8 else spec.dtype, names)
     except MisuseError as error:  # FP8 tensors with descales; or nothing of what the names keep
         return str(error)
-    return case, list(dict.fromkeys([*(task.plan for task in tasks if task.runs), *incumbents]))
+    able = [task.plan for task in tasks if task.runs]
+    there = {} if again else own.at(spec)
+    here = own if there else None  # the table as it is now: another process may have written it since the call
+
+    def choice(terms: Terms, table: Table | None) -> list[Choice]:
+        with suppress(NoPlanError):
+            return [chosen(asked, terms, known, table)]
+        return []
+
+    asking = [each for terms in asked.choices for each in choice(terms, here)]
+    others = [each for terms in ((fp8, None), (False, None)) for each in choice(terms, here)]
+    default = [each for each in choice((False, None), Table(laboratory.environment, {})) if each.plan not in there]
+    heads = [each.plan for each in asking]
+    heads += [each.plan for each in (*others, *default) if not names or each.plan in able]
+    every = dict.fromkeys([*heads, *_likeliest_first(able, [*asking, *others], known)])
+    if len(every) < 2:
+        among = "of what was named nothing but" if names else "nothing but"
+        return f"there is nothing to choose: {among} {', '.join(map(str, every))} can serve it"
+    if there.keys() >= every.keys():
+        return "your table has it already; again=True measures it anew"
+    return Errand(asked, case, [plan for plan in every if plan in heads or plan not in there], frozenset(heads))
+
+
+def chosen(asked: Asked, terms: Terms, known: Registry, table: Table | None = None) -> Choice:
+    """What the tables, or this one, come to, whether choices are frozen or not.  Raises NoPlanError."""
+    fp8, max_error = terms
+    return choose(asked.spec, asked.device, asked_by="default", fp8=fp8, max_error=max_error, table=table, known=known)
+
+
+def _likeliest_first(plans: Iterable[Plan], choices: Iterable[Choice], known: Registry) -> list[Plan]:
+    """The plans by their best place in any of the choices, of two in one place that of the first choice.
+
+    There those come first that may win, by the times that are known or predicted; of those
+    without any the first in the declared order, FP8 plans, whose errors nobody knows yet, among them.
+    """
+
+    def order(each: Candidate) -> tuple[bool, bool, float, float, str]:
+        declared = known.forward(each.plan.forward).preference
+        return (
+            each.verdict != "chosen",
+            each.verdict not in ("chosen", "eligible", "unmeasured"),
+            math.inf if each.time_ms is None else each.time_ms,
+            math.inf if declared is None else declared,
+            str(each.plan),
+        )
+
+    best: dict[Plan, tuple[int, int]] = {}
+    for number, choice in enumerate(choices):
+        for place, each in enumerate(sorted(choice.candidates, key=order)):
+            best[each.plan] = min((place, number), best.get(each.plan, (place, number)))
+    return sorted(plans, key=lambda plan: best.get(plan, (len(best), 0)))
 
 
 def shortage(spec: AttentionSpec, plans: Sequence[Plan], laboratory: Laboratory) -> str | None:

@@ -1,6 +1,8 @@
 """What is compiled ahead, with processes that live in the test: each set of kernels once, and failures passed over."""
 
 import os
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 
@@ -10,7 +12,7 @@ from planted import FakeBackward, FakeForward, backend, laboratory
 from stations import Station, wait_until
 
 from attnbench.harness import ahead as module
-from attnbench.harness.ahead import Ahead
+from attnbench.harness.ahead import Ahead, usable_cores
 from attnbench.harness.cases import Case
 from attnbench.harness.crew import LostError
 from attnbench.plan import Plan
@@ -41,7 +43,7 @@ def ahead(monkeypatch):
             return stations[-1]
 
         monkeypatch.setattr(module, "Worker", station)
-        monkeypatch.setattr(os, "cpu_count", lambda: cores)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
         here = replace(laboratory(), device=torch.device(device))
         monkeypatch.setattr(type(here), "registry", compiling())
         return Ahead(work, here), stations
@@ -77,6 +79,17 @@ def test_as_many_processes_as_work_and_cores_allow(ahead):
     work = [(case, [COMPILED, MIXED]) for case in CASES]
     assert [len(ahead(work, cores=cores)[1]) for cores in (8,)] == [6]
     assert len(ahead(work, cores=4)[1]) == 6 + 3
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system keeps no process to some of its cores")
+def test_cores_of_the_machine_that_this_process_may_not_use_do_not_count():
+    code = (
+        "import os; from attnbench.harness.ahead import usable_cores;"
+        "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); os.cpu_count = lambda: 64; print(usable_cores())"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["1"]
+    assert usable_cores() == len(os.sched_getaffinity(0))
 
 
 def test_what_fails_here_is_passed_over_and_the_rest_is_compiled(ahead):

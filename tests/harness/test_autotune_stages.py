@@ -1,0 +1,195 @@
+"""What is measured within a time, in stages: the first plans first, and nobody waits for one that is out of reach."""
+
+import threading
+import time
+from datetime import datetime, timezone
+from types import SimpleNamespace
+
+import paced
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from paced import HOW, spec
+from planted import laboratory
+from tunable import BREAKS, FAST, FP8, SLOW, children
+
+from attnbench.harness import bounded as module
+from attnbench.harness.bounded import measured_within
+from attnbench.harness.cases import Case
+from attnbench.harness.line import Doing, StoppedError
+from attnbench.harness.records import Measurement
+from attnbench.harness.sweep import Finished, Started
+from attnbench.plan import Plan
+
+PLANS = [Plan(f"paced:bf16-{number}") for number in range(10)]
+CASES = [Case(str(spec(length)), spec(length)) for length in (64, 32, 16)]
+HERE = laboratory(paced.SOURCE)
+
+
+def row(case, plan, call_ms=1.0, status="ok"):
+    numbers = {
+        "time_ms": dict.fromkeys(("kernel", "prepared", "call"), [call_ms] * 3), "error": {"normal": {"out": 0.002}},
+        "bound": 0.01, "declared_error": 0.005, "truth": "fp64", "timer": "perf_counter", "drawn_on": "cpu",
+    }  # fmt: skip
+    return Measurement(
+        case=case.name, spec=case.spec, plan=plan, status=status, environment=HERE.environment,
+        started=datetime.now(timezone.utc), **(numbers if status == "ok" else {"reason": "planted"}),
+    )  # fmt: skip
+
+
+class Bench:
+    """A line that measures nothing: each stage takes ``starting`` seconds of its clock, and ``each`` for each plan.
+
+    A plan of which ``hangs`` is true never comes to an end before the line is stopped.
+    """
+
+    def __init__(self, patch, starting=0.0, each=1.0, call_ms=lambda plan: 1.0, hangs=lambda plan: False, clock=True):
+        self.starting, self.each, self.call_ms, self.hangs = starting, each, call_ms, hangs
+        self.now, self.stages, self.started = 0.0, [], []
+        self.stopped = threading.Event()
+        patch.setattr(module, "Line", lambda lab: self)
+        if clock:
+            patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def start(self, plans):
+        self.started = list(plans)
+
+    def stop(self):
+        self.stopped.set()
+
+    def measure(self, case, plans):
+        self.stages.append((case, list(plans)))
+        yield Doing("preparing", case)
+        if any(map(self.hangs, plans)):
+            self.stopped.wait(60)
+            raise StoppedError
+        self.now += self.starting + self.each * len(plans)
+        for plan in reversed(plans):
+            yield row(case, plan, self.call_ms(plan))
+
+    def rows(self, work, seconds):
+        return [event.row for event in measured_within(HERE, work, seconds) if isinstance(event, Finished)]
+
+
+def test_the_first_plans_have_rows_before_anything_is_asked_of_the_others(monkeypatch):
+    Bench(monkeypatch, starting=20.0, each=1.0)
+    events = measured_within(HERE, [(CASES[0], PLANS)], 60.0)
+    seen = []
+    for event in events:
+        if isinstance(event, Finished):
+            seen.append(event.row.plan)
+        if len(seen) == 4:
+            break
+    assert set(seen) == set(PLANS[:4])
+    events.close()
+
+
+@given(
+    counts=st.lists(st.integers(2, 10), min_size=1, max_size=3),
+    starting=st.floats(0.0, 40.0),
+    each=st.floats(0.01, 10.0),
+    times=st.lists(st.floats(0.1, 9.0), min_size=10, max_size=10),
+    seconds=st.floats(0.1, 300.0),
+)
+def test_what_has_rows_are_the_first_plans_and_each_stage_is_beside_the_fastest(counts, starting, each, times, seconds):
+    call_ms = dict(zip(PLANS, times, strict=True))
+    work = [(case, PLANS[:count]) for case, count in zip(CASES, counts, strict=False)]
+    with pytest.MonkeyPatch.context() as patch:
+        bench = Bench(patch, starting, each, call_ms.__getitem__)
+        rows = bench.rows(work, seconds)
+    for case, plans in work:
+        own = [plans for known, plans in bench.stages if known == case]
+        found = dict.fromkeys(row.plan for row in rows if row.case == case.name)
+        assert set(found) == set(plans[: len(found)])
+        reached: list[Plan] = []
+        for stage in own:
+            if reached:
+                fastest, *stage = stage
+                assert call_ms[fastest] == min(call_ms[plan] for plan in reached)
+            assert stage == plans[len(reached) : len(reached) + len(stage)]  # the next ones, each once
+            reached += stage
+    begun = bench.now - (starting + each * len(bench.stages[-1][1]))
+    assert begun < seconds  # no stage begins when time is over
+    if bench.now < seconds:
+        assert len({row.key for row in rows}) == sum(counts)
+    assert [case for case, _ in bench.stages] == sorted((case for case, _ in bench.stages), key=CASES.index)
+
+
+def test_with_time_for_all_there_are_few_stages_and_with_little_they_are_small(monkeypatch):
+    bench = Bench(monkeypatch, starting=20.0, each=1.0)
+    bench.rows([(case, PLANS) for case in CASES], 600.0)
+    assert [len(plans) for _, plans in bench.stages] == [4, 7, 10, 10]  # once it is known how long they take, at once
+    bench = Bench(monkeypatch, starting=20.0, each=1.0)
+    bench.rows([(CASES[0], PLANS)], 40.0)
+    assert [len(plans) for _, plans in bench.stages] == [4, 2]
+
+
+def test_after_a_quick_stage_only_so_many_plans_come_together(monkeypatch):
+    # Nothing had to compile for the first ones, which says little of the others.
+    bench = Bench(monkeypatch, each=0.01)
+    many = [Plan(f"paced:bf16-{number}") for number in range(40)]
+    bench.rows([(CASES[0], many)], 60.0)
+    assert [len(plans) for _, plans in bench.stages] == [4, 1 + 8, 1 + 16, 1 + 12]
+
+
+def test_of_the_leaders_one_needs_no_fp8(monkeypatch):
+    fast, plain = Plan("paced:fp8"), PLANS[1]
+    times = {fast: 0.1, plain: 0.5}
+    bench = Bench(monkeypatch, starting=50.0, call_ms=lambda plan: times.get(plan, 1.0))
+    bench.rows([(CASES[0], [PLANS[0], fast, plain, *PLANS[2:]])], 100.0)
+    assert bench.stages[1][1][:2] == [fast, plain]
+    assert len(bench.stages[1][1]) == 3
+
+
+def test_the_leader_s_new_row_comes_before_those_that_are_compared_with_it(monkeypatch):
+    bench = Bench(monkeypatch, starting=20.0)
+    rows = bench.rows([(CASES[0], PLANS[:7])], 60.0)
+    (_, first), (_, second) = bench.stages[:2]
+    again = [row.plan for row in rows].index(second[0], len(first))
+    assert again == len(first)
+
+
+def test_a_plan_that_never_ends_costs_its_own_stage_and_the_deadline_ends_it_at_once(monkeypatch):
+    bench = Bench(monkeypatch, each=0.0, hangs=lambda plan: plan == PLANS[4], clock=False)
+    start = time.monotonic()
+    rows = bench.rows([(CASES[0], PLANS), (CASES[1], PLANS)], start + 1.0)
+    assert time.monotonic() - start < 30
+    assert {row.plan for row in rows} == set(PLANS[:4])
+    assert {case for case, _ in bench.stages} == {CASES[0]}
+
+
+def test_no_more_processes_start_at_once_than_there_are_cores_for(monkeypatch):
+    monkeypatch.setattr(module, "usable_cores", lambda: 3)
+    bench = Bench(monkeypatch)
+    one, *others = PLANS
+    pairs = [Plan(one.forward, f"paced:bf16-{number}") for number in range(3)]
+    bench.rows([(CASES[0], [*pairs, *others]), (CASES[1], PLANS)], 60.0)
+    assert bench.started == [pairs[0], *others[:2]]  # plans of one forward share a process
+
+
+def test_real_workers_have_rows_of_the_first_plans_while_a_later_one_hangs(monkeypatch):
+    monkeypatch.setenv(HOW, "hangs")
+    monkeypatch.setattr(module, "_FIRST", 2)
+    others = children()
+    plans = [Plan(name) for name in (SLOW, FAST, BREAKS, FP8)]
+    # The hang comes in the second stage; of the time there is enough for ever.
+    events = measured_within(laboratory(paced.SOURCE), [(CASES[0], plans)], time.monotonic() + 6000)
+    rows, stages = [], 0
+    for event in events:
+        if isinstance(event, Finished):
+            rows.append(event.row)
+        elif isinstance(event, Started) and event.doing.phase == "preparing":
+            stages += 1
+            if stages == 2:
+                break
+    start = time.monotonic()
+    events.close()
+    assert time.monotonic() - start < paced.HANG_SECONDS / 20
+    assert {(str(row.plan), row.status) for row in rows} == {(SLOW, "ok"), (FAST, "ok")}
+    assert children() <= others
