@@ -12,7 +12,7 @@ from attnbench.kernel import Result
 
 __all__ = ["RecordingError", "replay_of"]
 
-_ALIKE = 1e-2  # atomics may add in another order; another answer is farther away than this
+_ALIKE = 3e-2  # atomics may add in another order, in bf16 too; another answer is farther away than this
 
 
 class RecordingError(AttnbenchError):

@@ -2,8 +2,8 @@
 
 ``triton:fp8`` computes S = QKᵀ and dP = dO·Vᵀ in FP8 and sums over tokens in bf16; ``triton:fp8-all`` sums over tokens
 in FP8 as well.  Both quantise dO per token and work from the very e4m3 numbers that the forward saw.  They are
-deterministic where dQ has a kernel of its own; where one kernel computes all gradients (``Tiles.fused``), dQ's last
-bits differ from run to run, unless torch was asked for deterministic algorithms.
+deterministic where dQ has a kernel of its own; where one kernel computes all gradients (``Tiles.fused``), dQ is added
+up in bf16 in no order and differs from run to run, unless torch was asked for deterministic algorithms.
 """
 
 from __future__ import annotations

@@ -2,17 +2,20 @@
 
 As in ``backward_hopper_keys`` a warp loads and two warpgroups with 64 keys each compute dK and dV.  What they have of
 dS serves for dQ too: five products where two kernels take seven.  dQ = dS·K sums over keys, and so over programs: each
-adds what its 128 keys give to a sum in FP32 in global memory, in no order, and the last bits differ from run to run.
+adds what its 128 keys give to a sum in global memory, in no order.  The kernel waits for these additions in the L2, and
+so they are in bf16: half the bytes of FP32, and a rounding at each, which is why dQ differs from run to run.
 
-dS reaches the tensor cores transposed and from both warpgroups, through shared memory; of dQ each warpgroup makes half
-of the columns.  A block's dQ waits until the next block's dS is there: so neither warpgroup waits for the other, and
-they may be half a block apart, one with its exponentials and the other with its products.
+dS reaches the tensor cores through shared memory, for dQ transposed and from both warpgroups: of dQ each warpgroup
+makes half of the columns.  A block's dQ waits until the next block's dS is there: so neither warpgroup waits for the
+other, and they may be half a block apart, one with its exponentials and the other with its products.
 """
 
 from __future__ import annotations
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -35,6 +38,7 @@ from .backward_hopper_shared import (
 __all__ = ["all_gradients_hopper"]
 
 _NEVER = gl.constexpr(1 << 30)  # behind every query
+_STAGED = gl.constexpr(2)  # blocks of a warpgroup's dQ in shared memory, a power of two
 
 
 @gluon.jit
@@ -93,14 +97,24 @@ def _query_product(score_grads, wide_keys, layout: gl.constexpr):
     return warpgroup_mma(score_grads.permute([1, 0]), wide_keys, zeros, use_acc=False, is_async=True)
 
 
+@builtin
+def _add_shared_to_global(tensor_desc, coord, src, _semantic=None):
+    """Starts to add a block of shared memory to the tensor from ``coord`` on; ``tma.store_wait`` waits for the reads.
+
+    Gluon's language has the copy alone, its compiler the addition too.
+    """
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
 @gluon.jit
-def _add_queries(sums, dq, row, which: gl.constexpr, layout: gl.constexpr):
+def _add_queries(sums, dq, staged, turn, row, which: gl.constexpr):
     """Adds dQ of a block to the sums from ``row`` on: a warpgroup's half of the columns."""
-    columns: gl.constexpr = dq.shape[1]
-    line = row + gl.arange(0, dq.shape[0], gl.SliceLayout(1, layout))
-    column = which * columns + gl.arange(0, columns, gl.SliceLayout(0, layout))
-    place = sums + line.to(gl.int64)[:, None] * (CONSUMERS * columns) + column[None, :]
-    gl.atomic_add(place, dq, sem="relaxed")
+    place = staged.index(which * _STAGED + (turn & (_STAGED - 1)))
+    tma.store_wait(_STAGED - 1)
+    place.store(dq.to(sums.dtype))
+    fence_async_shared()
+    _add_shared_to_global(sums, [row, which * dq.shape[1]], place)
 
 
 @gluon.jit
@@ -111,7 +125,7 @@ def _sum_up(
     """dK and dV of 64 keys, and half the columns of what 128 keys add to dQ."""
     (
         dq_sums, dk_out, dv_out, rows, k_descale, v_descale,
-        keys, values, wide_keys, queries, grads, wide_queries, wide_grads, bases, deltas, score_grads, turning,
+        keys, values, wide_keys, queries, grads, wide_queries, wide_grads, bases, deltas, score_grads, staged, turning,
         held, narrow, wide, narrow_free, wide_free, grads_made, grads_free, turn_filled,
         k_batch, k_head, v_batch, v_head, kv_heads, seqlen_q, seqlen_kv, padded_q, plane, size, size_v,
         scale, exponent, before, after,
@@ -138,24 +152,26 @@ def _sum_up(
     dv = gl.zeros([ROWS, head_dim_v], gl.float32, dv_layout)
     turns, last_row = 0, 0
     q_own = 1.0
+    # Before the first block there is none whose dS to multiply: zeros, with the queries that are there.
+    score_grads.index(1).slice(which * ROWS, ROWS, 0).store(gl.zeros([ROWS, block_m], gl.bfloat16, s_layout))
+    fence_async_shared()
     mbarrier.wait(held, 0)
     mbarrier.wait(narrow.index(0), 0)
     s = warpgroup_mma_wait(0, [transposed_product(k_tile, queries.index(0), block_m, s_layout)])
+    mbarrier.wait(wide.index(0), 0)
     for member in range(group):
-        # dK so far is in units of the last head's descale.
         following = gl.load(rows + 2 * plane + (kv_head * group + member) * padded_q)
-        dk = dk * (q_own / following)
+        change = q_own / following
         q_own = following
         own_factor = factor * q_own
-        # Before the first block there is none whose dS to multiply: zeros, with any queries that are there.
-        ds16 = operand(gl.zeros([ROWS, block_m], gl.float32, s_layout), gl.DotOperandLayout(0, dk_layout, 2))
-        mbarrier.wait(wide.index(turns & 1), (turns >> 1) & 1)
         for step in range(blocks):
             slot, phase = turns & 1, (turns >> 1) & 1
             other, other_phase = slot ^ 1, ((turns - 1) >> 1) & 1
             start = first + step * block_m
             dp = transposed_product(v_tile, grads.index(slot), block_m, s_layout)
-            dk = warpgroup_mma(ds16, wide_queries.index(gl.where(step > 0, other, slot)), dk, is_async=True)
+            # dK of the block before: dS out of registers would take twice as many, in halves, from turn to turn.
+            ds = score_grads.index(other).slice(which * ROWS, ROWS, 0)
+            dk = warpgroup_mma(ds, wide_queries.index(gl.where(turns > 0, other, slot)), dk, is_async=True)
             base = bases.index(slot).load(gl.SliceLayout(0, s_layout))
             p = gl.exp2(s * own_factor - base[None, :])
             if left or right or ragged:  # noqa: SIM102 (where no block has an edge, there is no branch)
@@ -163,14 +179,16 @@ def _sum_up(
                     p = visible_part(p, start, since, upto, right or ragged, left)
             mbarrier.wait(wide.index(slot), phase)
             p16 = operand(p, gl.DotOperandLayout(0, dv_layout, 2))
-            dp, dk, ds16 = warpgroup_mma_wait(0, [dp, dk, ds16])
-            mbarrier.arrive(wide_free.index(other), count=1, pred=step > 0)
+            dp, dk = warpgroup_mma_wait(0, [dp, dk])
+            mbarrier.arrive(wide_free.index(other), count=1, pred=turns > 0)
+            if group > 1:  # noqa: SIM102 (of one head alone there is no branch)
+                if step == 0:  # so far dK is in units of the last head's descale
+                    dk = dk * change
             dv = warpgroup_mma(p16, wide_grads.index(slot), dv, is_async=True)
             delta = deltas.index(slot).load(gl.SliceLayout(0, s_layout))
-            ds = (p * (dp - delta[None, :])).to(gl.bfloat16)
-            ds16 = gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout, 2), assert_trivial=True)
+            ds16 = (p * (dp - delta[None, :])).to(gl.bfloat16)
             mbarrier.wait(grads_free.index(slot), phase ^ 1)
-            score_grads.index(slot).slice(which * ROWS, ROWS, 0).store(ds)
+            score_grads.index(slot).slice(which * ROWS, ROWS, 0).store(ds16)
             fence_async_shared()
             mbarrier.arrive(grads_made.index(slot), count=1)
             mbarrier.arrive(narrow_free.index(slot), count=1)
@@ -186,17 +204,17 @@ def _sum_up(
             dq = warpgroup_mma_wait(1, [dq])
             mbarrier.arrive(grads_free.index(other), count=1, pred=turns > 0)
             if turns > 0:
-                _add_queries(dq_sums, dq, last_row, which, dq_layout)
+                _add_queries(dq_sums, dq, staged, other, last_row, which)
             s = warpgroup_mma_wait(0, [s])
             last_row = (kv_head * group + member) * padded_q + start
             turns += 1
-        dk = warpgroup_mma(ds16, wide_queries.index((turns - 1) & 1), dk, is_async=True)
-        dk = warpgroup_mma_wait(0, [dk])
-        mbarrier.arrive(wide_free.index((turns - 1) & 1), count=1)
     last = (turns - 1) & 1
+    ds = score_grads.index(last).slice(which * ROWS, ROWS, 0)
+    dk = warpgroup_mma_wait(0, [warpgroup_mma(ds, wide_queries.index(last), dk, is_async=True)])
+    mbarrier.arrive(wide_free.index(last), count=1)
     mbarrier.wait(grads_made.index(last), ((turns - 1) >> 1) & 1)
     dq = warpgroup_mma_wait(0, [_query_product(score_grads.index(last), wide_keys.index(which), dq_layout)])
-    _add_queries(dq_sums, dq, last_row, which, dq_layout)
+    _add_queries(dq_sums, dq, staged, last, last_row, which)
 
     if rotated:
         mbarrier.wait(turn_filled, 0)
@@ -206,6 +224,7 @@ def _sum_up(
     top = first_key + which * ROWS
     store(dk_out, dk * unscaled, at, top, seqlen_kv, 0, size, dk_layout)
     store(dv_out, dv, at, top, seqlen_kv, 0, size_v, dv_layout)
+    tma.store_wait(0)  # shared memory is the program's until it ends
 
 
 @gluon.jit(
@@ -215,7 +234,7 @@ def _sum_up(
     ]
 )  # fmt: skip
 def all_gradients_hopper(
-    q, do, k, v, q_wide, do_wide, k_wide, rows, turn, row_values, k_descale, v_descale, dq_sums, dk_out, dv_out,
+    q, do, k, v, q_wide, do_wide, k_wide, rows, turn, dq_sums, row_values, k_descale, v_descale, dk_out, dv_out,
     k_batch, k_head, v_batch, v_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size, size_v,
     scale, exponent, before, after,
     group: gl.constexpr, left: gl.constexpr, right: gl.constexpr, ragged: gl.constexpr, rotated: gl.constexpr,
@@ -223,7 +242,7 @@ def all_gradients_hopper(
 ):  # fmt: skip
     """dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv), contiguous, of 128 keys of one key head, and their part of dQ.
 
-    ``dq_sums`` (B·H, padded Sq, padded D) fp32 is added to: dQ less its factor, rotated if Q was.  ``ragged``: the
+    ``dq_sums`` (B·H, padded Sq, padded D) bf16 is added to: dQ less its factor, rotated if Q was.  ``ragged``: the
     last program's keys are fewer.
     """
     block_m: gl.constexpr = q.block_type.shape[0]
@@ -244,6 +263,9 @@ def all_gradients_hopper(
         gl.bfloat16, [2, CONSUMERS * ROWS, block_m],
         gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
     )  # fmt: skip
+    staged = gl.allocate_shared_memory(
+        dq_sums.dtype, [_STAGED * CONSUMERS, dq_sums.block_type.shape[0], dq_sums.block_type.shape[1]], dq_sums.layout
+    )
     turning = wide_queries
     if rotated:
         turning = wide_queries._reinterpret(turn.dtype, [head_dim, head_dim], turn.layout)
@@ -273,7 +295,7 @@ def all_gradients_hopper(
     )  # fmt: skip
     given = (
         dq_sums, dk_out, dv_out, row_values, k_descale, v_descale,
-        keys, values, wide_keys, queries, grads, wide_queries, wide_grads, bases, deltas, score_grads, turning,
+        keys, values, wide_keys, queries, grads, wide_queries, wide_grads, bases, deltas, score_grads, staged, turning,
         held, narrow, wide, narrow_free, wide_free, grads_made, grads_free, turn_filled,
         k_batch, k_head, v_batch, v_head, kv_heads, seqlen_q, seqlen_kv, padded_q, plane, size, size_v,
         scale, exponent, before, after,

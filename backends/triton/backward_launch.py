@@ -127,12 +127,12 @@ def run_keys(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -> t
 def run_all(given: Prepared, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """dQ (B, H, Sq, D), dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv) by the fused kernel, which must serve.
 
-    The last bits of dQ differ from run to run: programs add to it in no order.
+    dQ differs from run to run: programs add to it in no order, and every sum is rounded to bf16.
     """
     spec, rows, padded_q = given.spec, given.gradient.rows, given.q.data.shape[1]
     dk_out, dv_out = _for_keys(given, dtype)
     dq_out = torch.empty(spec.batch, spec.heads, spec.seqlen_q, spec.head_dim, dtype=dtype, device=rows.device)
-    sums = torch.zeros(given.q.data.shape, dtype=torch.float32, device=rows.device)
+    sums = torch.zeros(given.q.data.shape, dtype=torch.bfloat16, device=rows.device)
     hopper.run_all(given, sums, dk_out, dv_out)
     memory = sums, given.k_scale, given.v_scale, given.turn, dq_out
     constants = (
@@ -202,7 +202,8 @@ def launch(
     tiles = choose(spec, padded(max(spec.head_dim, spec.head_dim_v)), grad_out.device)
     given = prepared(spec, q, k, v, out, lse, grad_out, narrow, tiles)
     dtype = gradient_dtype(spec)
-    if tiles.fused and given.served and not narrow and not torch.are_deterministic_algorithms_enabled():
+    anyhow = spec.seqlen_kv <= hopper.MOST_SUMMED and not torch.are_deterministic_algorithms_enabled()
+    if tiles.fused and given.served and not narrow and anyhow:
         return run_all(given, dtype)
     dk, dv = run_keys(given, tiles.keys, narrow, dtype)
     return run_queries(given, tiles.queries, narrow, dtype), dk, dv

@@ -1,4 +1,4 @@
-"""dQ from the sums that the fused kernel for Hopper leaves in FP32: the rotation undone, the factor, the dtype."""
+"""dQ from the sums that the fused kernel for Hopper leaves in bf16: the rotation undone, the factor, the dtype."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def finish_query_gradients(
     head_dim: tl.constexpr,
     rotated: tl.constexpr,
 ):
-    """dQ (B, H, Sq, D), contiguous, of a block of queries of one head; ``sums`` (B·H, padded Sq, padded D) fp32."""
+    """dQ (B, H, Sq, D), contiguous, of a block of queries of one head; ``sums`` (B·H, padded Sq, padded D) bf16."""
     head = tl.program_id(1)
     batch, own = (head // heads).to(tl.int64), (head % heads // group).to(tl.int64)
     query = tl.program_id(0) * block_m + tl.arange(0, block_m)
     column = tl.arange(0, head_dim)[None, :]
     row = head.to(tl.int64) * padded_q + query
-    dq = tl.load(sums + row[:, None] * head_dim + column)
+    dq = tl.load(sums + row[:, None] * head_dim + column).to(tl.float32)
     if rotated:
         dq = turned(dq, turn, block_m, head_dim)
     scale *= tl.load(k_descale + batch * k_batch + own * k_head) * tl.load(v_descale + batch * v_batch + own * v_head)

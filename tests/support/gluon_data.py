@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["STATE", "Block", "Descriptor", "Pointer", "Shared", "add", "data_of", "fence", "load", "store"]
+__all__ = ["STATE", "Block", "Descriptor", "Pointer", "Shared", "data_of", "fence", "load", "store"]
 
-# Of the thread that runs a partition: its program and place in the grid, its matrix products under way, and what it
-# wrote to shared memory since its last fence.
+# Of the thread that runs a partition: its program and place in the grid, its matrix products under way, what it wrote
+# to shared memory since its last fence, and its groups of additions to global memory that are under way.
 STATE = threading.local()
 _ADDING = threading.Lock()
 
@@ -92,22 +92,36 @@ class Pointer:
 
 
 class Descriptor:
-    """A TMA descriptor: blocks of a contiguous tensor, zeros outside."""
+    """A TMA descriptor: blocks of a contiguous tensor, zeros outside, where nothing is added."""
 
     def __init__(self, memory: Tensor, block: Sequence[int]) -> None:
         self.memory, self.dtype, self.layout = memory, memory.dtype, None
         self.block_type = SimpleNamespace(shape=tuple(block), nbytes=memory.element_size() * torch.Size(block).numel())
 
+    @property
+    def handle(self) -> Descriptor:
+        return self
+
     def read(self, place: Sequence[int]) -> Tensor:
         found = torch.zeros(self.block_type.shape, dtype=self.dtype)
-        ranges = [
-            (max(0, start), min(length, start + size))
-            for start, size, length in zip(place, found.shape, self.memory.shape, strict=True)
-        ]
-        if all(start < stop for start, stop in ranges):
-            inside = tuple(slice(a - start, b - start) for (a, b), start in zip(ranges, place, strict=True))
-            found[inside] = self.memory[tuple(slice(*each) for each in ranges)]
+        memory, block = self._inside(place)
+        found[block] = self.memory[memory]
         return found
+
+    def add(self, place: Sequence[int], block: Tensor) -> None:
+        """As the L2 adds: the sum is rounded to the tensor's dtype."""
+        assert (tuple(block.shape), block.dtype) == (self.block_type.shape, self.dtype)
+        memory, inside = self._inside(place)
+        with _ADDING:
+            self.memory[memory] = (self.memory[memory].double() + block[inside].double()).to(self.dtype)
+
+    def _inside(self, place: Sequence[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """Of the tensor and of the block at ``place``: what they share, which may be nothing."""
+        ranges = [
+            (max(0, start), max(0, start, min(length, start + size)), start)
+            for start, size, length in zip(place, self.block_type.shape, self.memory.shape, strict=True)
+        ]
+        return tuple(slice(a, b) for a, b, _ in ranges), tuple(slice(a - start, b - start) for a, b, start in ranges)
 
 
 class Shared:
@@ -121,6 +135,10 @@ class Shared:
         size = torch.Size(shape).numel() * dtype.itemsize
         nothing = 0x7F if dtype.itemsize == 1 else 0xFF  # NaN in e4m3, and in every longer type
         return cls(torch.full((size,), nothing, dtype=torch.uint8).view(dtype).view(*shape))
+
+    @property
+    def handle(self) -> Shared:
+        return self
 
     def index(self, place: Any) -> Shared:
         assert 0 <= int(place) < self.shape[0]
@@ -156,13 +174,6 @@ def store(pointer: Pointer, x: Block, mask: Block) -> None:
     place = place[inside]
     assert bool(((place >= 0) & (place < pointer.memory.numel())).all()), "a store outside of its tensor"
     pointer.memory[place] = data[inside]
-
-
-def add(pointer: Pointer, x: Block, sem: str) -> None:
-    place, data = torch.broadcast_tensors(data_of(pointer.place), x.data)
-    assert bool(((place >= 0) & (place < pointer.memory.numel())).all()), "an addition outside of its tensor"
-    with _ADDING:
-        pointer.memory.index_put_((place,), data, accumulate=True)
 
 
 def fence() -> None:

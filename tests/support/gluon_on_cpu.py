@@ -11,12 +11,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from gluon_data import STATE, Block, Descriptor, Shared, add, data_of, fence, load, store
-from gluon_partitions import Barrier, Barriers, DeadlockError, Kernel, await_products, copy, multiply, specialize
+from gluon_data import STATE, Block, Descriptor, Shared, data_of, fence, load, store
+from gluon_partitions import (
+    Barrier,
+    Barriers,
+    DeadlockError,
+    Kernel,
+    add,
+    await_additions,
+    await_products,
+    copy,
+    multiply,
+    specialize,
+)
 from torch import Tensor
 
 __all__ = ["DeadlockError", "emulated"]
@@ -48,6 +60,18 @@ def _assembled(text: str, constraints: str, args: Sequence[Block], **said: Any) 
     return Block(operation(args[0].data))
 
 
+def _reduce(kind: Any, target: Descriptor, place: Sequence[int], source: Shared) -> None:
+    assert kind.name == "ADD"
+    add(target, place, source)
+
+
+# What a kernel's own builtins ask of Gluon's compiler.
+_SEMANTIC = SimpleNamespace(
+    _convert_to_ir_values=lambda place, require_i64: [int(x) for x in place],
+    builder=SimpleNamespace(create_async_tma_reduce=_reduce),
+)
+
+
 def _language() -> ModuleType:
     gl = ModuleType("language")
     nothing = lambda *args: None  # noqa: E731
@@ -61,7 +85,6 @@ def _language() -> ModuleType:
         abs=lambda x: Block(x.data.abs()), max=lambda x, axis: Block(x.data.amax(axis)),
         inline_asm_elementwise=_assembled, float8e4nv=torch.float8_e4m3fn,
         cdiv=_two(lambda x, y: torch.div(x + y - 1, y, rounding_mode="trunc")), load=load, store=store,
-        atomic_add=add,
         convert_layout=lambda x, layout, assert_trivial=False: x, allocate_shared_memory=_allocate,
         warp_specialize=specialize, SliceLayout=nothing, NVMMADistributedLayout=nothing, DotOperandLayout=nothing,
         NVMMASharedLayout=lambda **said: None, float32=torch.float32, bfloat16=torch.bfloat16, int64=torch.int64,
@@ -77,6 +100,8 @@ def emulated(late: Callable[[], bool], *modules: str) -> Iterator[None]:
     """
     gluon, nvidia = ModuleType("gluon"), ModuleType("nvidia")
     gluon.__dict__.update(language=_language(), nvidia=nvidia)
+    core = ModuleType("_core")
+    core.__dict__["builtin"] = lambda function: partial(function, _semantic=_SEMANTIC)
     gluon.__dict__["jit"] = lambda *args, **said: (
         Kernel(args[0], late) if args else lambda function: Kernel(function, late)
     )
@@ -85,7 +110,7 @@ def emulated(late: Callable[[], bool], *modules: str) -> Iterator[None]:
         warpgroup_mma=multiply,
         warpgroup_mma_wait=await_products,
         fence_async_shared=fence,
-        tma=SimpleNamespace(async_copy_global_to_shared=copy),
+        tma=SimpleNamespace(async_copy_global_to_shared=copy, store_wait=await_additions),
         mbarrier=SimpleNamespace(
             MBarrierLayout=lambda: "barrier",
             init=_init,
@@ -100,7 +125,8 @@ def emulated(late: Callable[[], bool], *modules: str) -> Iterator[None]:
     name = "triton.experimental"
     replaced = {
         name: experimental, f"{name}.gluon": gluon, f"{name}.gluon.language": gluon.__dict__["language"],
-        f"{name}.gluon.language.nvidia": nvidia, f"{name}.gluon.language.nvidia.hopper": hopper,
+        f"{name}.gluon.language._core": core, f"{name}.gluon.language.nvidia": nvidia,
+        f"{name}.gluon.language.nvidia.hopper": hopper,
         f"{name}.gluon.nvidia": nvidia, f"{name}.gluon.nvidia.hopper": hopper,
     }  # fmt: skip
     before = {each: sys.modules.pop(each) for each in (*replaced, *modules) if each in sys.modules}

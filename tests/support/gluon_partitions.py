@@ -1,8 +1,9 @@
 """How the partitions of a Gluon program run on a CPU: they are threads, and barriers make them wait.
 
 What is asynchronous happens as early as a GPU may do it or as late: copies to shared memory when they are asked for or
-when their barrier is waited for, matrix products when they are started or when they are waited for.  So a barrier that
-is missing or passed too early is a wrong result, and partitions that all wait are an error.
+when their barrier is waited for, matrix products and additions to global memory when they are started or when they are
+waited for.  So a barrier that is missing or passed too early is a wrong result, and partitions that all wait are an
+error.
 """
 
 from __future__ import annotations
@@ -16,7 +17,18 @@ from typing import Any
 from gluon_data import STATE, Block, Descriptor, Pointer, Shared
 from torch import Tensor
 
-__all__ = ["Barrier", "Barriers", "DeadlockError", "Kernel", "await_products", "copy", "multiply", "specialize"]
+__all__ = [
+    "Barrier",
+    "Barriers",
+    "DeadlockError",
+    "Kernel",
+    "add",
+    "await_additions",
+    "await_products",
+    "copy",
+    "multiply",
+    "specialize",
+]
 
 
 class DeadlockError(Exception):
@@ -129,16 +141,35 @@ def copy(source: Descriptor, place: Sequence[Any], barrier: Barrier, target: Sha
         task()
 
 
+def add(target: Descriptor, place: Sequence[int], source: Shared) -> None:
+    """Starts an addition, a group of its own as Triton has it; when it happens, shared memory is read."""
+
+    def read_and_add() -> None:
+        target.add(place, source.data)
+
+    if STATE.program.late:
+        STATE.additions.append(read_and_add)
+    else:
+        read_and_add()
+
+
+def await_additions(outstanding: int) -> None:
+    while len(STATE.additions) > outstanding:
+        STATE.additions.pop(0)()
+
+
 def specialize(partitions: Sequence[Any], warps: Sequence[int], registers: Sequence[int]) -> None:
     assert len(warps) == len(registers) == len(partitions) - 1
     program, place, errors = STATE.program, STATE.place, []
     program.running = len(partitions)
 
     def run(function: Callable[..., None], given: tuple[Any, ...]) -> None:
-        STATE.program, STATE.place, STATE.products, STATE.stores = program, place, [], []
+        STATE.program, STATE.place = program, place
+        STATE.products, STATE.stores, STATE.additions = [], [], []
         try:
             function(*given)
             assert not STATE.products, "products are under way when a partition ends"
+            assert not STATE.additions, "additions may still read shared memory when a partition ends"
             assert not STATE.stores, "what is written to shared memory has no fence behind it"
         except Exception as error:
             errors.append(error)
