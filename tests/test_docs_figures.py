@@ -20,7 +20,9 @@ from attnbench.guard_evidence import Detector
 from attnbench.harness.clocks import Watch
 from attnbench.harness.records import Measurement
 from attnbench.harness.timing import Cost
-from attnbench.harness.training.learning import LEAST_SEEDS, LEAST_STEPS
+from attnbench.harness.training.arms import Arm
+from attnbench.harness.training.curves import ending
+from attnbench.harness.training.learning import END, LEAST_SEEDS, LEAST_STEPS
 from attnbench.registry import registry
 from attnbench.table_entry import Entry
 
@@ -109,6 +111,25 @@ def declared(kernel: str) -> float:
 
 
 # Page, the sentence with its figures as groups, and what they are now.
+def speed(seqlen: int, attention: str, linears: str = "bf16") -> float:
+    """Tokens a second of GPT."""
+    asked = {"seqlen": seqlen, "attention": attention, "linears": linears, "fp8": False}
+    (arm,) = (arm for arm in figures.arms("throughput") if asked.items() <= arm.first.settings.items())
+    return float(arm.units_per_second)
+
+
+def vit(linears: str) -> Arm:
+    """ViT-Huge without TransformerEngine's block."""
+    asked = {"block": "plain", "linears": linears}
+    (arm,) = (arm for arm in figures.arms("vit") if asked.items() <= arm.first.settings.items())
+    return arm
+
+
+def in_step(arm: Arm) -> float:
+    """Milliseconds of a step that the device spends on attention."""
+    return arm.attention.forward_ms + arm.attention.backward_ms
+
+
 HELD: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
     (
         "backends/sdpa-flash.md",
@@ -165,6 +186,35 @@ HELD: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
         lambda: (-100 * from_facts_to_inference()[0], 100 * from_facts_to_inference()[-1]),
     ),
     ("compare.md", r"at most (\d+) % apart", lambda: (100 * farthest_errors(),)),
+    (
+        "end-to-end.md",
+        r"(\d+) % of a step at 8k and (\d+) % at 32k beside",
+        lambda: [100 * (speed(seqlen, "auto") / speed(seqlen, "sdpa") - 1) for seqlen in (8192, 32768)],
+    ),
+    (
+        "end-to-end.md",
+        r"bring (\d+) to (\d+) % at 32k",
+        lambda: [100 * (speed(32768, name, "te-fp8") / speed(32768, name) - 1) for name in ("auto", "sdpa")],
+    ),
+    (
+        "end-to-end.md",
+        r"the device works (\d+) of (\d+) ms, less than the plain model's (\d+),",
+        lambda: (vit("te-fp8").attention.busy_ms, vit("te-fp8").median_ms, vit("bf16").attention.busy_ms),
+    ),
+    (
+        "end-to-end.md",
+        r"took ([\d.]+) times as long .* \(([\d.]+) for ([\d.]+) ms a step\)",
+        lambda: (in_step(vit("te-fp8")) / in_step(vit("bf16")), in_step(vit("te-fp8")), in_step(vit("bf16"))),
+    ),
+    (
+        "end-to-end.md",
+        r"ended at ([\d.]+) and ([\d.]+), the two kernels' at ([\d.]+) and ([\d.]+)\.",
+        lambda: [
+            ending(run.loss, END)
+            for folder in ("learning-fused", "learning/triton")
+            for run in figures.arms(folder)[0].runs[:2]
+        ],
+    ),
     ("budget.md", r"by a margin of ([\d.]+),", lambda: (MARGIN,)),
     ("tables.md", r"an error below ([\d.]+), which 8 bits", lambda: (table_entry._LEAST_FP8_ERROR,)),
     ("ci.md", r"every (\d+) ms into the row", lambda: (1000 * inspect.signature(Watch).parameters["every"].default,)),
@@ -183,6 +233,7 @@ ELSEWHERE = {
     ],
     "ci.md": ["more than 3 % from run to run"],
     "concepts.md": ["95 % interval"],
+    "end-to-end.md": ["95 % interval is within 4 %", "cannot tell 0.25 %"],
 }
 # Its figures are those of its tuners, of the interpreter and of results/nvidia-h200/triton.md.
 NOT_LOOKED_AT = {"backends/triton.md"}

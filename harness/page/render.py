@@ -22,8 +22,9 @@ from ..flags import FLAGS, MEANINGS, highest_clock
 from ..records import Measurement
 from ..report_text import error, number, shown, size
 from ..timing import Cost
-from ..training.arms import Arm, arms_of, compared
+from ..training.arms import Arm, arms_of, compared, kinds_of, title_of
 from ..training.learning import RULES
+from ..training.rows import TrainingRun
 from .case_view import CaseView, asked_text, view
 from .colours import OTHERS, THEMES, hues_of, style_variables
 from .commands import train_command
@@ -193,12 +194,23 @@ def _scatters(machine: Machine, place: int, hues: Mapping[str, int], sheet: Shee
 
 
 def _training(results: Results, sheet: Sheet) -> dict[str, Any] | None:
-    arms = arms_of(results.runs)
-    if not arms:
+    if not results.runs:
         return None
+    return {
+        "kinds": [_kind(runs, place, sheet) for place, runs in enumerate(kinds_of(results.runs))],
+        "environments": list(dict.fromkeys(run.environment for run in results.runs)),
+    }
+
+
+def _kind(runs: Sequence[TrainingRun], place: int, sheet: Sheet) -> dict[str, Any]:
+    """Runs that are held against one another."""
+    arms = arms_of(runs)
     found = compared(arms)
     rivals: dict[int, tuple[Arm, Any]] = {id(arm): (baseline, learning) for arm, baseline, learning in found}
-    label = "Loss by step of every run; below, the gap of each candidate to its baseline. The table holds the ends."
+    title = shown(title_of(arms), "text")
+    label = (
+        f"{title}: loss by step of every run; below, each candidate's gap to its baseline. The table holds the ends."
+    )
     rows = []
     for arm in arms:
         baseline, learning = rivals.get(id(arm), (None, None))
@@ -213,9 +225,6 @@ def _training(results: Results, sheet: Sheet) -> dict[str, Any] | None:
                 "command": train_command(arm, baseline),
             }
         )
-    drawn = any(run.loss for run in results.runs)
-    return {
-        "rows": rows,
-        "svg": inline(bytes_of(loss_figure(arms), "svg"), "loss", label, sheet, {}) if drawn else None,
-        "environments": list(dict.fromkeys(run.environment for run in results.runs)),
-    }
+    drawn = any(run.loss for run in runs)
+    figure = inline(bytes_of(loss_figure(arms), "svg"), f"loss{place}", label, sheet, {}) if drawn else None
+    return {"title": title, "rows": rows, "svg": figure}

@@ -12,7 +12,7 @@ from .curves import ending
 from .learning import END, Learning, judged, pairs_of
 from .rows import Share, TrainingRun
 
-__all__ = ["Arm", "arms_of", "compared", "scaling_efficiency"]
+__all__ = ["Arm", "arms_of", "compared", "kinds_of", "scaling_efficiency", "title_of"]
 
 # What may differ between a candidate and its baseline: how it is computed, not what is learnt from what.
 _HOW = (
@@ -114,6 +114,27 @@ def arms_of(runs: Sequence[TrainingRun]) -> list[Arm]:
         Arm(_label(group[0], varying, machines, time), tuple(sorted(group, key=lambda run: run.seed)), time)
         for (_, time), group in groups.items()
     ]
+
+
+def kinds_of(runs: Sequence[TrainingRun]) -> list[list[TrainingRun]]:
+    """The runs by what is learnt from what, in the order of their first ones.
+
+    Runs of one kind may be held against one another, on whatever machine and however many GPUs.
+    """
+    kinds: dict[str, list[TrainingRun]] = {}
+    for run in runs:
+        kinds.setdefault(json.dumps(_without(run, (*_HOW, "seed")), sort_keys=True), []).append(run)
+    return list(kinds.values())
+
+
+def title_of(arms: Sequence[Arm]) -> str:
+    """What is trained; of arms of many kinds the first three."""
+    said = dict.fromkeys(
+        f"{run.settings.get('model')} {run.settings.get('size')}, {run.settings.get('seqlen')} tokens a sample, batch "
+        f"{run.settings.get('batch')}, {run.settings.get('steps')} steps on {run.environment.device_name}"
+        for run in (arm.first for arm in arms)
+    )
+    return "; ".join(list(said)[:3]) + ("; ..." if len(said) > 3 else "")
 
 
 def compared(arms: Sequence[Arm]) -> list[tuple[Arm, Arm, Learning]]:

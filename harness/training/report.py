@@ -9,7 +9,7 @@ from tabulate import tabulate
 
 from ..report_text import Style, heading, number, prose, shown, size
 from ..statistics import compare, median_interval
-from .arms import Arm, arms_of, compared, scaling_efficiency
+from .arms import Arm, arms_of, compared, scaling_efficiency, title_of
 from .learning import RULES, Learning
 from .price import Offer, side_by_side
 from .rows import Share, TrainingRun
@@ -32,7 +32,7 @@ def report(runs: Sequence[TrainingRun], style: Style) -> str:
         return "No runs."
     found = compared(arms)
     verdicts = [_verdict(arm, baseline, learning, style) for arm, baseline, learning in found]
-    parts = [heading(shown(_title(arms), style), style)]
+    parts = [heading(shown(title_of(arms), style), style)]
     parts.append(prose(verdicts, style, bullets=len(verdicts) > 1) if verdicts else "")
     parts.append(_table(arms, {arm.label: learning for arm, _, learning in found}, style))
     parts.append(_remarks(arms, style))
@@ -51,15 +51,6 @@ def offers_of(arms: Sequence[Arm]) -> list[Offer]:
         for arm in arms
         if arm.median_ms is not None and arm.first.price_per_hour is not None
     ]
-
-
-def _title(arms: Sequence[Arm]) -> str:
-    said = dict.fromkeys(
-        f"{run.settings.get('model')} {run.settings.get('size')}, {run.settings.get('seqlen')} tokens a sample, batch "
-        f"{run.settings.get('batch')}, {run.settings.get('steps')} steps on {run.environment.device_name}"
-        for run in (arm.first for arm in arms)
-    )
-    return "; ".join(list(said)[:3]) + ("; ..." if len(said) > 3 else "")
 
 
 def _verdict(arm: Arm, baseline: Arm, learning: Learning, style: Style) -> str:

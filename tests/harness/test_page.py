@@ -273,6 +273,21 @@ def test_a_command_holds_nothing_that_a_file_says_in_words():
         assert commands.train_command(arm, None) == ""
 
 
+def test_trainings_of_several_kinds_stand_apart_and_are_called_by_what_differs_within_one():
+    kinds = [{"seqlen": 2048, "batch": 16}, {"seqlen": 8192, "batch": 4}]
+    runs = [
+        run_of([3, 2, 1], role, settings={"seed": 0, "steps": 3, **kind, "attention": attention})
+        for kind in kinds
+        for role, attention in (("baseline", "sdpa"), ("candidate", "auto"))
+    ]
+    made = page(Results({}, runs), registry())
+    for kind in kinds:
+        assert made.count(f"{kind['seqlen']} tokens a sample, batch {kind['batch']}") >= 2  # a heading, a table's name
+    assert "auto against sdpa:" in made
+    assert "seqlen=" not in re.sub(r"<pre>.*?</pre>", "", made, flags=re.DOTALL)
+    assert made.count("<figcaption>The loss") == 2
+
+
 def test_a_training_command_is_that_of_its_settings():
     candidate = TrainConfig.make("gpt", steps=3, batch=4, attention="emulated:fp8", checkpointing=True)
     baseline = candidate.replace(attention="auto")
