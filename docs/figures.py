@@ -23,6 +23,7 @@ from attnbench.harness.presets import PRESETS
 from attnbench.harness.records import Measurement, read_measurements
 from attnbench.harness.training.arms import Arm, arms_of, compared, scaling_efficiency
 from attnbench.harness.training.learning import RULES
+from attnbench.harness.training.report import offers_of
 from attnbench.harness.training.rows import ROWS, read_runs
 from attnbench.plan import Plan, backend_of
 from attnbench.registry import Registry, registry
@@ -254,9 +255,10 @@ def throughput() -> str:
 
 
 def vit() -> str:
-    """The article's experiment: images a second, and what an hour's price buys beside the plain model."""
+    """The article's experiment: images a second, and what a price buys, beside the plain model."""
     every = arms("vit")
     (plain,) = (arm for arm in every if arm.baseline)
+    value = {offer.label: f"{offer.units_per_price:,.0f}" for offer in offers_of(every)}
     lines = []
     for arm in every:
         said, share = arm.first.settings, arm.attention_share
@@ -264,8 +266,10 @@ def vit() -> str:
         more = "" if arm is plain else f"{arm.units_per_second / plain.units_per_second - 1:+.0%}"
         cells = [f"{arm.units_per_second:,.0f}", f"{arm.median_ms:.0f}", f"{arm.memory_bytes / 2**30:.1f} GiB"]
         named = "its own" if said["block"] == "te" else _attention(arm)
-        lines.append([said["block"], said["linears"], named, *cells, "" if share is None else f"{share:.0%}", more])
-    heads = ["block", "linears", "attention", "images/s", "step, ms", "memory", "attention's share", "beside plain"]
+        told = "" if share is None else f"{share:.0%}"
+        lines.append([said["block"], said["linears"], named, *cells, told, value[arm.label], more])
+    heads = ["block", "linears", "attention", "images/s", "step, ms", "memory", "attention's share"]
+    heads += ["images for a price of 1", "beside plain"]
     return _table(heads, lines)
 
 
