@@ -23,6 +23,7 @@ from ..report_text import shown
 from ..training.arms import Arm, compared
 from ..training.curves import gap_curve, smoothed
 from ..training.learning import TOLERANCE
+from ..training.plots import legend
 from .colours import OTHERS, THEMES
 from .machines import DEFAULT, Case
 from .shapes import Grid, short
@@ -225,7 +226,7 @@ def loss_figure(arms: Sequence[Arm]) -> Figure:
                     _curve(panels[0], smoothed(finite, _window(len(finite))), colours[id(arm)], line, label)
                     label = None
         panels[0].set_ylabel("loss (nats)")
-        panels[0].legend(frameon=False)
+        legend(figure, panels[0])
         for arm, baseline, _ in found:
             for gap in _gaps(arm, baseline):
                 _curve(panels[1], 100 * gap, colours[id(arm)], "-", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,10 +23,12 @@ from .rows import TrainingRun
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["MISSING", "PAGE", "PICTURE", "write_plots"]
+__all__ = ["MISSING", "PAGE", "PICTURE", "legend", "write_plots"]
 
 PICTURE, PAGE = "loss.png", "training.html"
 MISSING = "no picture was drawn, because matplotlib is not installed: pip install 'attnbench[train]'"
+_MOST_INSIDE = 6  # names of curves
+_LINE = 0.24  # inches, of two names
 _WINDOW = 20  # a curve is smoothed over a twentieth of its steps
 _COLOURS = ("#3b6ea5", "#c8553d", "#4f8a4b", "#8a5fa0", "#b8860b", "#4a4a4a", "#2a9d8f", "#a0527d")
 _STYLE = (
@@ -74,8 +77,7 @@ def _figure(arms: Sequence[Arm]) -> Figure:
             losses.plot(curve, color=colours[id(arm)], linewidth=1.3, linestyle=style, label=label)
     losses.set_ylabel("loss")
     losses.set_yscale("log")
-    if losses.get_legend_handles_labels()[0]:
-        losses.legend(frameon=False)
+    legend(figure, losses)
     if found:
         gaps = panels[1][0]
         for arm, baseline, learning in found:
@@ -87,6 +89,22 @@ def _figure(arms: Sequence[Arm]) -> Figure:
         gaps.set_ylabel("gap to the baseline, %")
     panels[-1][0].set_xlabel("step")
     return figure
+
+
+def legend(figure: Figure, panel: Any) -> None:
+    """Name the panel's curves: inside it where they are few, below a figure that grows for it where they are many.
+
+    The figure's layout is ``constrained``.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))  # steps
+    curves, names = panel.get_legend_handles_labels()
+    if 0 < len(names) <= _MOST_INSIDE:
+        panel.legend(frameon=False)
+    elif names:
+        figure.set_figheight(figure.get_figheight() + _LINE * math.ceil(len(names) / 2))
+        figure.legend(curves, names, loc="outside lower center", ncols=2, frameon=False, fontsize="small")
 
 
 def _draw_gaps(panel: Any, arm: Arm, baseline: Arm, colour: str) -> None:

@@ -288,6 +288,19 @@ def test_trainings_of_several_kinds_stand_apart_and_are_called_by_what_differs_w
     assert made.count("<figcaption>The loss") == 2
 
 
+@pytest.mark.parametrize("count", [2, 18])
+def test_the_names_of_curves_cover_none_of_them_however_many_they_are(count):
+    runs = [run_of([3, 2, 1], settings={"attention": f"plan {place}", "seed": 0, "steps": 3}) for place in range(count)]
+    figure = loss_figure(arms_of(runs))
+    figure.draw_without_rendering()
+    (panel, *_) = figure.axes
+    names = figure.legends or [panel.get_legend()]
+    assert len(names[0].get_texts()) == count
+    inside = panel.get_window_extent().overlaps(names[0].get_window_extent())
+    assert inside == (count == 2)
+    assert panel.get_window_extent().height > 0.3 * figure.bbox.height
+
+
 def test_a_training_command_is_that_of_its_settings():
     candidate = TrainConfig.make("gpt", steps=3, batch=4, attention="emulated:fp8", checkpointing=True)
     baseline = candidate.replace(attention="auto")
