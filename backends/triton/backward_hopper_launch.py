@@ -22,7 +22,7 @@ from .launching import Launches, addresses
 if TYPE_CHECKING:
     from .backward_launch import Prepared
 
-__all__ = ["KEPT", "MOST_SUMMED", "run_all", "run_keys", "run_queries", "serves"]
+__all__ = ["KEPT", "MOST_SUMMED", "adds", "run_all", "run_keys", "run_queries", "serves"]
 
 KEPT = 128  # keys (or queries) that a program keeps: 64 for each of two warpgroups
 # Keys of the fused kernel, which rounds dQ's sums to bf16 at the addition of every 128.  Its error is as random steps
@@ -42,6 +42,17 @@ def serves(spec: AttentionSpec, scales: Sequence[Tensor]) -> bool:
     """
     fits = padded(spec.head_dim) in _SIZES and padded(spec.head_dim_v) in _SIZES
     return fits and forward.serves(spec, scales[0].device, per_token=any(x.shape[2] > 1 for x in scales))
+
+
+@cache
+def adds() -> bool:
+    """Whether this Triton lets Gluon's functions add to memory by TMA, of which its language has no word yet."""
+    try:
+        from triton._C.libtriton import gluon_ir, ir
+        from triton.experimental.gluon.language._core import builtin  # noqa: F401 (what the kernel needs as well)
+    except ImportError:
+        return False
+    return hasattr(gluon_ir.GluonOpBuilder, "create_async_tma_reduce") and hasattr(ir, "DESCRIPTOR_REDUCE_KIND")
 
 
 def run_keys(given: Prepared, ring: Ring, narrow: bool, dk_out: Tensor, dv_out: Tensor) -> None:

@@ -203,7 +203,7 @@ def launch(
     given = prepared(spec, q, k, v, out, lse, grad_out, narrow, tiles)
     dtype = gradient_dtype(spec)
     anyhow = spec.seqlen_kv <= hopper.MOST_SUMMED and not torch.are_deterministic_algorithms_enabled()
-    if tiles.fused and given.served and not narrow and anyhow:
+    if tiles.fused and given.served and not narrow and anyhow and hopper.adds():
         return run_all(given, dtype)
     dk, dv = run_keys(given, tiles.keys, narrow, dtype)
     return run_queries(given, tiles.queries, narrow, dtype), dk, dv

@@ -205,6 +205,21 @@ def test_dq_is_summed_in_bf16_over_no_more_keys_than_that_may_cost(more: int, mo
 
 
 @needs_interpreter
+def test_a_triton_that_cannot_add_to_memory_by_tma_runs_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, (q, k, v, grad_out) = make(70, 90, head_dim=64)
+    from triton._C.libtriton import gluon_ir
+
+    assert hopper.adds()
+    with monkeypatch.context() as patch:
+        patch.setattr(gluon_ir, "GluonOpBuilder", object)
+        hopper.adds.cache_clear()
+        LAUNCHED.clear()
+        check(kernel(fused=True), saved(spec, q, k, v, (HEAD,) * 3), grad_out, ALLOWED[False])
+    hopper.adds.cache_clear()
+    assert LAUNCHED == ["run_keys", "run_queries"]
+
+
+@needs_interpreter
 def test_the_roundings_of_dqs_sums_grow_as_random_steps_do() -> None:
     """The two kernels sum in FP32.  Half the bound is what sums that are random themselves leave."""
     off = []
