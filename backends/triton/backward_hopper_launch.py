@@ -49,10 +49,11 @@ def adds() -> bool:
     """Whether this Triton lets Gluon's functions add to memory by TMA, of which its language has no word yet."""
     try:
         from triton._C.libtriton import gluon_ir, ir
-        from triton.experimental.gluon.language._core import builtin  # noqa: F401 (what the kernel needs as well)
+        from triton.experimental.gluon.language import _core
     except ImportError:
         return False
-    return hasattr(gluon_ir.GluonOpBuilder, "create_async_tma_reduce") and hasattr(ir, "DESCRIPTOR_REDUCE_KIND")
+    needed = (gluon_ir.GluonOpBuilder, "create_async_tma_reduce"), (ir, "DESCRIPTOR_REDUCE_KIND"), (_core, "builtin")
+    return all(hasattr(place, name) for place, name in needed)
 
 
 def run_keys(given: Prepared, ring: Ring, narrow: bool, dk_out: Tensor, dv_out: Tensor) -> None:

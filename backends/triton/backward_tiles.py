@@ -72,16 +72,15 @@ DEFAULTS: dict[tuple[bool, int], Tiles] = {
     (True, 128): Tiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
 }
 # On an H200 (Triton 3.6, cold L2, 16,384 tokens of width 2048), milliseconds of dK with dV and of dQ at 4k and 16k.
-# All at once: the ``fused`` kernel, and the two Hopper kernels together in its run.  It was timed when it staged one
-# block of dQ, not two, and had dS for dK in registers, not in shared memory.
+# All at once: the ``fused`` kernel, and the two Hopper kernels together in its run.
 TILES: dict[TileKey, Tiles] = {
-    # 1.35 and 0.87, 5.08 and 3.50; all at once 2.15, 8.10 for 2.27, 8.85
+    # 1.35 and 0.87, 5.08 and 3.50; all at once 2.15, 8.05 for 2.35, 9.09
     TileKey((9, 0), False, 128, "none"): Tiles(Tile(64, 64, 4, 2, Ring(64, 3)), Tile(64, 64, 4, 3), fused=True),
-    # 0.83 and 0.51, 2.79 and 1.81; all at once 1.23, 4.08 for 1.40, 4.75
+    # 0.83 and 0.51, 2.79 and 1.81; all at once 1.18, 4.00 for 1.41, 4.83
     TileKey((9, 0), False, 128, "causal"): Tiles(Tile(64, 64, 4, 2, Ring(64, 3)), Tile(64, 64, 4, 3), fused=True),
-    # 1.71 and 1.08, 6.89 and 4.80; all at once 2.69, 10.3 for 3.05, 11.6
+    # 1.71 and 1.08, 6.89 and 4.80; all at once 2.72, 10.5 for 3.12, 11.8
     TileKey((9, 0), False, 64, "none"): Tiles(Tile(64, 64, 4, 3, Ring(64, 6)), Tile(64, 64, 4, 3), fused=True),
-    # 1.00 and 0.61, 3.46 and 2.38; all at once 1.55, 5.32 for 1.71, 6.00
+    # 1.00 and 0.61, 3.46 and 2.38; all at once 1.57, 5.37 for 1.73, 6.20
     TileKey((9, 0), False, 64, "causal"): Tiles(Tile(64, 64, 4, 2, Ring(64, 3)), Tile(64, 64, 4, 3), fused=True),
     # 1.32 and 0.92, 5.12 and 3.57
     TileKey((9, 0), True, 128, "none"): Tiles(Tile(64, 64, 4, 2, Ring(64, 5)), Tile(64, 128, 4, 2, Ring(64, 6))),

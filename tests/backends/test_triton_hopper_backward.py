@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from backwards import LONG, check, exactly_eight_bits, make, saved
+from dense import dense_gradients
 from gluon_data import Block, Descriptor, Shared
 from gluon_on_cpu import DeadlockError, emulated
 from gluon_partitions import Kernel, specialize
@@ -202,6 +203,21 @@ def test_dq_is_summed_in_bf16_over_no_more_keys_than_that_may_cost(more: int, mo
     LAUNCHED.clear()
     kernel(fused=True).run(saved(spec, q, k, v, (HEAD,) * 3), grad_out)
     assert (["run_keys", "run_queries"] if more else ["run_all"]) == LAUNCHED
+
+
+@needs_interpreter
+@pytest.mark.parametrize("mean", [2.0, 8.0])
+def test_what_dqs_sums_lose_stays_far_below_what_fp8_does_where_keys_have_a_mean(mean: float) -> None:
+    """Partial sums are then longer than dQ, from which the mean cancels, and so are their roundings."""
+    spec, (q, k, v, grad_out) = make(64, 1024, heads=1, kv_heads=1, head_dim=64, dtype="fp32")
+    k = k + mean
+    exact = dense_gradients(q, k, v, grad_out, spec)[0]
+    given_ = saved(spec, q, k, v, (HEAD,) * 3)
+    off = [
+        float((kernel(fused=fused).run(given_, grad_out)[0].double() - exact).norm() / exact.norm())
+        for fused in (True, False)
+    ]
+    assert off[0] < 1.02 * off[1]
 
 
 @needs_interpreter

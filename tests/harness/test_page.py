@@ -275,15 +275,19 @@ def test_a_command_holds_nothing_that_a_file_says_in_words():
 
 def test_trainings_of_several_kinds_stand_apart_and_are_called_by_what_differs_within_one():
     kinds = [{"seqlen": 2048, "batch": 16}, {"seqlen": 8192, "batch": 4}]
+    how = {"baseline": ("sdpa", "bf16"), "candidate": ("auto", "te-fp8")}
     runs = [
-        run_of([3, 2, 1], role, settings={"seed": 0, "steps": 3, **kind, "attention": attention})
+        run_of(
+            [3, 2, 1], role, seed, settings={"steps": 3, "seed": seed, **kind, "attention": name, "linears": linears}
+        )
         for kind in kinds
-        for role, attention in (("baseline", "sdpa"), ("candidate", "auto"))
+        for role, (name, linears) in how.items()
+        for seed in (0, 1)
     ]
     made = page(Results({}, runs), registry())
     for kind in kinds:
         assert made.count(f"{kind['seqlen']} tokens a sample, batch {kind['batch']}") >= 2  # a heading, a table's name
-    assert "auto against sdpa:" in made
+    assert made.count("auto linears=te-fp8 against sdpa linears=bf16:") == 2
     assert "seqlen=" not in re.sub(r"<pre>.*?</pre>", "", made, flags=re.DOTALL)
     assert made.count("<figcaption>The loss") == 2
 
