@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
@@ -29,27 +28,22 @@ _LONGEST_CONDITIONS = 200
 _EVICTING = 2  # times the L2: a write of one L2's size may leave lines of the other way standing
 LATE_MS = 0.5  # waiting for an idle device takes a fiftieth of that
 _MOST_A_VISIT = 50  # the device's queue takes about a thousand launches before the host has to wait
+_FIRST_LEAD_MS = 2.0  # the host needs less for most calls; for others it is known afterwards
+_MARGIN = 1.5  # a host is not always as fast as it was
+_CYCLES = 2_000_000  # of a GPU in a millisecond at its highest clock
 
 
 class Taken(NamedTuple):
     """Samples of one visit, in the order they were taken: device and host milliseconds of each call.
 
-    ``late_ms`` is how long the device went on after the last call had ended on its own stream.
+    ``late_ms`` is how long the device went on after the last call had ended on its own stream.  ``host_bound`` says
+    that most calls waited for the host that queued them, which puts its gaps into the device's times.
     """
 
     device_ms: list[float]
     host_ms: list[float]
     late_ms: float = 0.0
-
-    @property
-    def host_bound(self) -> bool:
-        """Whether the host could not queue as fast as the device ran, which puts its gaps into the device's times."""
-        middle = len(self.device_ms) // 2
-        return sorted(self.host_ms)[middle] > _HEAD_START * sorted(self.device_ms)[middle]
-
-
-# A host that needs less than this share of the device's time stays ahead of it, once a few calls are queued.
-_HEAD_START = 0.7
+    host_bound: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,8 +56,9 @@ class Timer:
     that long.  A call that takes longer than ``patience`` seconds is its own warm-up.
 
     On a GPU a sample is device time between two events on the current stream, with the L2
-    cache (its size asked of the device) overwritten before each; the host queues ahead.  On a
-    CPU it is wall time, caches as the call before left them.
+    cache (its size asked of the device) overwritten before each.  The device is held until the
+    host is ahead of it, as it is in a stream of calls: a call that finds the device idle would
+    take the host's time as well.  On a CPU it is wall time, caches as the call before left them.
     """
 
     device: torch.device
@@ -84,7 +79,8 @@ class Timer:
     def conditions(self) -> str:
         """What a sample is, for the record."""
         if self.device.type == "cuda":
-            return f"cuda events, {_l2_bytes(self.device) * _EVICTING} bytes written before each sample to evict the L2"
+            written = _l2_bytes(self.device) * _EVICTING
+            return f"cuda events, {written} bytes written before each sample to evict the L2, the host ahead"
         waiting = os.environ.get("OMP_WAIT_POLICY", "unset")
         return f"perf_counter, caches warm, OMP_WAIT_POLICY {waiting}"[:_LONGEST_CONDITIONS]
 
@@ -109,61 +105,66 @@ class Timer:
 
     def _on_gpu(self, call: Callable[[], object], renew: Callable[[], object]) -> Taken:
         with torch.cuda.device(self.device):
-            queue = _Queue(self.device, renew)
-            begin = time.perf_counter()
-            queue.put(call)
-            warm = queue.drained()
-            each = time.perf_counter() - begin
-            if each >= self.patience:
-                if warm.late_ms < LATE_MS:
+            queue = _Queue(self.device, call, renew)
+            warm = queue.take(1, _FIRST_LEAD_MS)
+            if _longer(warm) >= self.patience * 1e3:
+                if warm.late_ms < LATE_MS and not warm.host_bound:
                     return warm
-                queue.put(call)  # a host that was held up is not so twice; work that was left running is
-                return warm._replace(late_ms=min(warm.late_ms, queue.drained().late_ms))
-            # Queued together: the second runs as those to come will, without the host's first hesitation.
-            begin = time.perf_counter()
-            for _ in range(2):
-                queue.put(call)
-            queue.drained()
-            for _ in range(self._count((time.perf_counter() - begin) / 2)):
-                queue.put(call)
-            return queue.drained()
+                # A host that was held up is not so twice; work that was left running is.
+                again = queue.ahead(1, _lead(warm, 1))
+                return (again if warm.host_bound else warm)._replace(late_ms=min(warm.late_ms, again.late_ms))
+            # The second runs as those to come will, without the host's first hesitation.
+            second = queue.take(1, _lead(warm, 1))
+            count = self._count(_longer(second) / 1e3)
+            return queue.ahead(count, _lead(second, count))
+
+
+def _longer(taken: Taken) -> float:
+    """Milliseconds of the one call: the host's or the device's."""
+    return max(*taken.device_ms, *taken.host_ms)
+
+
+def _lead(taken: Taken, count: int) -> float:
+    """Milliseconds that the device is held so that the host stays ahead for so many calls like the one taken."""
+    (device,), (host,) = taken.device_ms, taken.host_ms
+    return _MARGIN * (host + (count - 1) * max(0.0, host - device))
 
 
 class _Queue:
-    """Calls queued on the current stream between events, the L2 evicted before each."""
+    """A call queued on the current stream between events, the L2 evicted before each."""
 
-    def __init__(self, device: torch.device, renew: Callable[[], object]) -> None:
-        self._device, self._renew = device, renew
+    def __init__(self, device: torch.device, call: Callable[[], object], renew: Callable[[], object]) -> None:
+        self._device, self._call, self._renew = device, call, renew
         self._scratch = torch.empty(_l2_bytes(device) * _EVICTING, dtype=torch.uint8, device=device)
         self._event: Callable[[], torch.cuda.Event] = partial(torch.cuda.Event, enable_timing=True)
-        self._queued: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._host: list[float] = []
 
-    @contextmanager
-    def _between(self) -> Iterator[None]:
-        events = self._event(), self._event()
-        self._renew()
-        self._scratch.zero_()
-        events[0].record()
-        start = time.perf_counter()
-        yield
-        self._host.append((time.perf_counter() - start) * 1e3)
-        events[1].record()
-        self._queued.append(events)
+    def ahead(self, count: int, lead_ms: float) -> Taken:
+        """So many samples, the device held where that keeps the host ahead."""
+        taken = self.take(count, lead_ms)
+        # A call that waits for the device would wait for what holds it, too, and the host's time count that.
+        return self.take(count, 0.0) if taken.host_bound else taken
 
-    def put(self, call: Callable[[], object]) -> None:
-        with self._between():
-            call()
-
-    def drained(self) -> Taken:
-        """What was queued, once it has run."""
-        self._queued[-1][1].synchronize()
+    def take(self, count: int, lead_ms: float) -> Taken:
+        """So many samples, the device held for ``lead_ms`` before."""
+        if lead_ms:
+            torch.cuda._sleep(int(lead_ms * _CYCLES))  # type: ignore[no-untyped-call]
+        queued, host, waited = [], [], 0
+        for _ in range(count):
+            start, stop = self._event(), self._event()
+            self._renew()
+            self._scratch.zero_()
+            start.record()
+            begin = time.perf_counter()
+            self._call()
+            host.append((time.perf_counter() - begin) * 1e3)
+            waited += start.query()  # the device was there before all of the call was
+            stop.record()
+            queued.append((start, stop))
+        queued[-1][1].synchronize()
         ended = time.perf_counter()
         torch.cuda.synchronize(self._device)
         late = (time.perf_counter() - ended) * 1e3
-        taken = Taken([start.elapsed_time(stop) for start, stop in self._queued], self._host, late)
-        self._queued, self._host = [], []
-        return taken
+        return Taken([start.elapsed_time(stop) for start, stop in queued], host, late, 2 * waited > count)
 
 
 def _l2_bytes(device: torch.device) -> int:

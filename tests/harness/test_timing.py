@@ -1,15 +1,17 @@
 """Samples are raw, in milliseconds, and bounded in number and time."""
 
+import statistics
 import time
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated_gpu import simulated
 
-from attnbench.harness.timing import Taken, Timer
+from attnbench.harness.timing import Timer
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def timer(**limits):
@@ -82,15 +84,6 @@ def test_what_the_call_raises_is_raised():
         timer().take(lambda: 1 / 0)
 
 
-@given(st.floats(0.001, 100), st.floats(0.1, 10), st.integers(1, 20))
-def test_a_host_is_behind_where_it_needs_most_of_the_devices_time(device, share, count):
-    taken = Taken([device] * count, [device * share] * count)
-    if not 0.5 < share < 0.9:
-        assert taken.host_bound == (share > 0.7)
-    late = Taken([device] * (2 * count + 1), [device * 0.1] * (count + 1) + [device * 100] * count)
-    assert not late.host_bound  # a host that is held up now and then is not behind
-
-
 def test_the_record_says_what_a_sample_is(monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     assert timer().conditions == "perf_counter, caches warm, OMP_WAIT_POLICY passive"
@@ -104,3 +97,52 @@ def test_every_kind_of_device_has_limits_that_can_be_kept():
         assert 0 < chosen.visit < chosen.limit
         assert chosen.fewest * chosen.visit < chosen.limit
         assert 0 < chosen.narrow < 0.03  # the change that a comparison is to find
+
+
+@given(host=st.floats(1e-5, 8e-3), device=st.floats(1e-5, 8e-3), before=st.floats(0, 1))
+def test_a_device_is_timed_without_the_host_that_starts_it(host, device, before):
+    """Whoever is slower, wherever in the call the host works: as in a stream of calls, whose host is ahead."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        gpu = simulated(monkeypatch)
+
+        def call():
+            gpu.host(host * before)
+            gpu.launch(device / 2)
+            gpu.host(host * (1 - before))
+            gpu.launch(device / 2)
+
+        taken = Timer(GPU, visit=0.01, limit=0.3, patience=0.015).take(call)
+    assert not taken.host_bound
+    assert taken.device_ms == pytest.approx([device * 1e3] * len(taken.device_ms), abs=0.02)
+    assert taken.host_ms == pytest.approx([host * 1e3] * len(taken.host_ms), abs=0.02)
+
+
+@given(host=st.floats(1e-5, 8e-3), device=st.floats(1e-5, 0.05))
+def test_what_holds_the_device_is_not_in_the_time_of_a_call_that_waits_for_it(host, device):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        gpu = simulated(monkeypatch)
+
+        def call():
+            gpu.host(host)
+            gpu.launch(device)
+            gpu.wait()
+
+        taken = Timer(GPU, visit=0.01, limit=0.3, patience=0.015).take(call)
+    assert taken.host_bound
+    assert taken.device_ms == pytest.approx([(host + device) * 1e3] * len(taken.device_ms), abs=0.2)
+    assert taken.host_ms == pytest.approx([(host + device) * 1e3] * len(taken.host_ms), abs=0.2)
+
+
+@pytest.mark.parametrize("device", [0.001, 0.02, 0.1])
+@pytest.mark.parametrize("held_up", range(4))
+def test_a_host_that_is_held_up_once_spoils_no_more_than_one_sample(monkeypatch, device, held_up):
+    gpu, calls = simulated(monkeypatch), []
+
+    def call():
+        gpu.host(0.012 if len(calls) == held_up else 0.0005)
+        calls.append(1)
+        gpu.launch(device)
+
+    taken = Timer(GPU, visit=0.01, limit=0.3, patience=0.015).take(call)
+    assert not taken.host_bound
+    assert statistics.median(taken.device_ms) == pytest.approx(device * 1e3, abs=0.02)

@@ -1,0 +1,69 @@
+"""A GPU's queue in simulated time: what is launched runs in order, and the host goes on at once."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+_LAUNCH = 5e-6  # seconds of the host
+_CYCLES = 2e9  # a second
+
+
+class Gpu:
+    """The host's clock, and when the device has run all that was queued; seconds."""
+
+    def __init__(self) -> None:
+        self.now = self.free = 0.0
+
+    def host(self, seconds: float) -> None:
+        """The host works by itself."""
+        self.now += seconds
+
+    def launch(self, seconds: float) -> None:
+        """The host queues what takes the device so long."""
+        self.now += _LAUNCH
+        self.free = max(self.free, self.now) + seconds
+
+    def wait(self, *_: object) -> None:
+        """The host waits for the device."""
+        self.now = max(self.now, self.free)
+
+
+class _Event:
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu, self.at = gpu, 0.0
+
+    def record(self) -> None:
+        self.gpu.launch(0.0)
+        self.at = self.gpu.free
+
+    def query(self) -> bool:
+        return self.gpu.now >= self.at
+
+    def synchronize(self) -> None:
+        self.gpu.now = max(self.gpu.now, self.at)
+
+    def elapsed_time(self, other: _Event) -> float:
+        return (other.at - self.at) * 1e3
+
+
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """A device that stands in for what torch.cuda and the clock answer until the fixture ends."""
+    gpu = Gpu()
+    scratch = SimpleNamespace(zero_=lambda: gpu.launch(4e-5))
+    replaced = {
+        (torch.cuda, "Event"): lambda **_: _Event(gpu),
+        (torch.cuda, "_sleep"): lambda cycles: gpu.launch(cycles / _CYCLES),
+        (torch.cuda, "synchronize"): gpu.wait,
+        (torch.cuda, "device"): lambda _: nullcontext(),
+        (torch.cuda, "get_device_properties"): lambda _: SimpleNamespace(L2_cache_size=2**25),
+        (torch, "empty"): lambda *_, **__: scratch,
+        (time, "perf_counter"): lambda: gpu.now,
+    }
+    for (place, name), value in replaced.items():
+        monkeypatch.setattr(place, name, value)
+    return gpu
