@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from .devices import bind
 from .fp8 import Quantised
 from .kernel import BackwardKernel, ForwardKernel, Operands, Result, Saved
 from .plan import Plan
-from .spec import AttentionSpec
+from .spec import AttentionSpec, Granularity
 
 __all__ = ["Execution"]
 
@@ -105,11 +105,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, execution: Execution) -> tuple[Tensor, Tensor | None]:
         operands, (out, lse, state) = execution.answer(q, k, v)
-        tensors: list[Tensor] = []
-        ctx.rebuild = _split((operands, out, lse), tensors)
+        q_, k_, v_ = (_Kept.of(x) for x in (operands.q, operands.k, operands.v))
+        ctx.spec, ctx.kept = operands.spec, (q_.of_what, k_.of_what, v_.of_what)
         # Through save_for_backward, so that torch sees a tensor that is changed before the
         # backward reads it; the private state belongs to the kernel.
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*q_.tensors, *k_.tensors, *v_.tensors, out, lse)
         ctx.state, ctx.execution = state, execution
         watcher = guard_hook.watcher
         ctx.sample = None if watcher is None else watcher.sample(execution, q, k, v)
@@ -119,9 +119,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        operands, out, lse = ctx.rebuild(ctx.saved_tensors)
+        *tensors, out, lse = ctx.saved_tensors
+        q, k, v = (_Kept(tensors[i * 3 : i * 3 + 3], of_what).operand() for i, of_what in enumerate(ctx.kept))
         with torch.no_grad():
-            gradients = ctx.execution.gradients(Saved(operands, out, lse, ctx.state), grad_out)
+            saved = Saved(Operands(ctx.spec, q, k, v), out, lse, ctx.state)
+            gradients = ctx.execution.gradients(saved, grad_out)
             if ctx.sample is not None:
                 ctx.sample.derived(grad_out, gradients)
         wanted = zip(gradients, ctx.needs_input_grad, strict=False)
@@ -147,21 +149,22 @@ class _Underived(torch.autograd.Function):
         raise RuntimeError("attnbench.attention has no second derivative")
 
 
-def _split(value: Any, tensors: list[Tensor]) -> Callable[[tuple[Tensor, ...]], Any]:
-    """Move the tensors inside ``value`` to the list; the answer puts those that it is given in their places."""
-    if isinstance(value, Tensor):
-        place = len(tensors)
-        tensors.append(value)
-        return lambda saved: saved[place]
-    if is_dataclass(value) and not isinstance(value, type):
-        kind = type(value)
-        parts = {each.name: _split(getattr(value, each.name), tensors) for each in fields(value)}
-        return lambda saved: kind(**{name: part(saved) for name, part in parts.items()})
-    if isinstance(value, (tuple, list)):
-        make = getattr(value, "_make", type(value))  # a NamedTuple takes its fields one by one
-        items = [_split(each, tensors) for each in value]
-        return lambda saved: make(item(saved) for item in items)
-    if type(value) is dict:
-        entries = {key: _split(each, tensors) for key, each in value.items()}
-        return lambda saved: {key: entry(saved) for key, entry in entries.items()}
-    return lambda saved: value
+class _Kept(NamedTuple):
+    """An operand as autograd keeps it: its three tensors or None, and what else a quantised one says of itself."""
+
+    tensors: Sequence[Tensor | None]
+    of_what: tuple[Granularity, bool] | None
+
+    @classmethod
+    def of(cls, x: Tensor | Quantised) -> _Kept:
+        if isinstance(x, Quantised):
+            return cls((x.data, x.descale, x.mean), (x.granularity, x.rotated))
+        return cls((x, None, None), None)
+
+    def operand(self) -> Tensor | Quantised:
+        data, descale, mean = self.tensors
+        assert data is not None
+        if self.of_what is None:
+            return data
+        assert descale is not None
+        return Quantised(data, descale, *self.of_what, mean)

@@ -58,7 +58,8 @@ class Operands:
 
     ``q``, ``k``, ``v`` are what the kernel computes with, in logical order (B, H, S, D):
     the tensors as given, or quantised.  ``native`` is whatever else ``run`` wants:
-    transposed copies, masks, descales in a vendor's shape.
+    transposed copies, masks, descales in a vendor's shape.  No backward finds it: what a
+    backward wants of it goes into the forward's ``state``.
     """
 
     spec: AttentionSpec
@@ -66,6 +67,10 @@ class Operands:
     k: Tensor | Quantised
     v: Tensor | Quantised
     native: Any = None
+
+    def kept(self) -> Operands:
+        """What is kept for a backward."""
+        return Operands(self.spec, self.q, self.k, self.v)
 
     def tensors(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V as the forward saw them: as they are, or dequantised into ``dtype`` (the gradients' by default).

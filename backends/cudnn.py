@@ -116,9 +116,10 @@ class _Native(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The forward's output as cuDNN rounded it; V's descale is its own."""
+    """The forward's output as cuDNN rounded it, and the inputs of its graph; V's descale is the output's too."""
 
     out: Tensor
+    inputs: dict[str, Tensor]
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -248,7 +249,7 @@ class CudnnFp8Forward(ForwardKernel):
         graph, inputs = operands.native
         found = graph.run(inputs)
         out = widened(found["o"], inputs["descale_v"], gradient_dtype(operands.spec))
-        state = _State(found["o"]) if operands.spec.training else None
+        state = _State(found["o"], inputs) if operands.spec.training else None
         return Result(out, found["stats"].squeeze(-1), state)
 
 
@@ -280,7 +281,7 @@ class CudnnFp8Backward(BackwardKernel):
         assert isinstance(k, Quantised)
         assert isinstance(v, Quantised)
         assert lse is not None
-        forward = operands.native.inputs
+        forward = saved.state.inputs
         grad_out = laid_out(grad_out)
         grad = quantise(grad_out, _GRADIENT_RECIPE)
         bounds = gradient_bounds(q, k, v, grad_out, spec)

@@ -178,9 +178,11 @@ class _Native(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The forward's output as the kernel rounded it."""
+    """The forward's output as the kernel rounded it, and what else both kernels are given."""
 
     out: Narrow
+    scale_s: Tensor
+    seqlens: tuple[Tensor, Tensor]
 
 
 class TeFp8Forward(ForwardKernel):
@@ -220,7 +222,7 @@ class TeFp8Forward(ForwardKernel):
             "o_quantizer": delayed(native.scale_o, native.amax[1:]),
         }
         out, lse = te_library.forward(spec, q, k, v, native.seqlens, quantizers)
-        state = _State(Narrow.of(out)) if spec.training else None
+        state = _State(Narrow.of(out), native.scale_s, native.seqlens) if spec.training else None
         return Result(widened(out, dtype), lse, state)
 
 
@@ -245,23 +247,23 @@ class TeFp8Backward(BackwardKernel):
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The first call of a spec runs the kernel twice: what it rounds itself has no history before."""
-        spec, native, lse = saved.spec, saved.operands.native, saved.lse
+        spec, state, lse = saved.spec, saved.state, saved.lse
         assert lse is not None
         dtype = gradient_dtype(spec)
         grad = Narrow.quantised(bshd(grad_out), e5m2=True)
         narrow = _narrow(saved.operands)
         amax_q, amax_k, amax_v = (x.descale * LARGEST["e4m3"] for x in narrow)
         bounds = _bounds(spec, amax_q, amax_k, amax_v, grad.descale * LARGEST["e5m2"])
-        q, k, v, out, do = (x.padded(_BACKWARD_SIZE).storage(dtype) for x in (*narrow, saved.state.out, grad))
+        q, k, v, out, do = (x.padded(_BACKWARD_SIZE).storage(dtype) for x in (*narrow, state.out, grad))
         history = _gradients.of(spec, grad_out.device)
         for _ in range(2 if history.cold else 1):
             scales, amax = history.scales(bounds, LARGEST["e5m2"]), torch.zeros_like(bounds)
             quantizers = {
-                "s_quantizer": delayed(native.scale_s, torch.zeros_like(native.scale_s)),
+                "s_quantizer": delayed(state.scale_s, torch.zeros_like(state.scale_s)),
                 "dp_quantizer": delayed(scales[:1], amax[:1], e5m2=True),
                 "dqkv_quantizer": delayed(scales[1:], amax[1:], e5m2=True),
             }
-            gradients = te_library.backward(spec, q, k, v, out, do, lse, native.seqlens, quantizers)
+            gradients = te_library.backward(spec, q, k, v, out, do, lse, state.seqlens, quantizers)
             history.note(amax, bounds)
         dq, dk, dv = (widened(x, dtype) for x in gradients)
         return dq[..., : spec.head_dim], dk[..., : spec.head_dim], dv[..., : spec.head_dim_v]

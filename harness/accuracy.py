@@ -351,7 +351,7 @@ def _exact(
             raise AttnbenchError(f"{name} returned no log-sum-exp")
         values: dict[TensorName, Tensor] = {"out": out, "lse": lse}
         if grad_out is not None:
-            saved = Saved(operands, out, lse, state)
+            saved = Saved(operands.kept(), out, lse, state)
             gradients = registry.backward(name).run(saved, grad_out.to(wide))
             values.update(zip(_GRADIENTS, gradients, strict=True))
     return {name: value.to(torch.float64) for name, value in values.items()}

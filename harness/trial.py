@@ -70,7 +70,7 @@ class Trial:
                 values["lse"] = lse
             if self.backward is not None:
                 assert inputs.grad_out is not None, "training inputs come with one"
-                run = partial(self.backward.run, Saved(operands, out, lse, state), inputs.grad_out)
+                run = partial(self.backward.run, Saved(operands.kept(), out, lse, state), inputs.grad_out)
                 values["dq"], values["dk"], values["dv"] = passed("backward", self.backward, run)
         self._check(values)
         return operands, values
@@ -157,7 +157,7 @@ class Trial:
             if self.backward is not None:
                 assert inputs.grad_out is not None, "training inputs come with one"
                 out, lse, state = forward.run(operands)
-                saved = Saved(operands, out, lse, state)
+                saved = Saved(operands.kept(), out, lse, state)
                 steps["backward"] = partial(self.backward.run, saved, inputs.grad_out)
         return steps | {"call": self._call}
 

@@ -90,7 +90,7 @@ def untouched(subject: Subject, spec: AttentionSpec) -> str | None:
         if result.lse is not None:
             given["lse"] = result.lse
         before |= {name: x.clone() for name, x in given.items() if name not in before}
-        subject.backward.run(Saved(operands, result.out, result.lse, result.state), inputs.grad_out)
+        subject.backward.run(Saved(operands.kept(), result.out, result.lse, result.state), inputs.grad_out)
     changed = [name for name, x in given.items() if not same_bits(x, before[name])]
     return f"{', '.join(changed)} changed during the call" if changed else None
 

@@ -232,7 +232,7 @@ class Subject:
         if lse is not None:
             found["lse"] = lse
         if self.backward is not None and grad_out is not None:
-            found["dq"], found["dk"], found["dv"] = self.backward.run(Saved(operands, out, lse, state), grad_out)
+            found["dq"], found["dk"], found["dv"] = self.backward.run(Saved(operands.kept(), out, lse, state), grad_out)
         return found
 
     def wrong(self, spec: AttentionSpec, values: Values, truth: Truth) -> str | None:

@@ -1,17 +1,21 @@
 """attention(), explain() and use_backend as a user meets them."""
 
 import threading
+import weakref
 from contextlib import nullcontext
 
 import pytest
 import torch
 from dense import dense_attention, dense_gradients, relative_l2
+from fakes import FakeBackward, FakeForward
 from torch import Tensor
 
 import attnbench
 from attnbench import AttentionSpec, Mask, attention, explain, use_backend
 from attnbench.errors import BudgetError, InputError, NoPlanError, RefusedError, UnknownBackendError
+from attnbench.execution import Execution
 from attnbench.fp8 import Recipe, quantise
+from attnbench.kernel import Operands
 
 
 def tensors(batch=2, heads=4, kv_heads=2, sq=33, skv=47, d=32, dtype=torch.bfloat16, seed=0) -> tuple[Tensor, ...]:
@@ -78,6 +82,31 @@ def test_gradients_reach_those_that_want_them(wanted):
         assert (leaf.grad is not None) == each
         if each:
             assert relative_l2(leaf.grad, correct) < 1e-4
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_only_the_forward_reads_is_let_go_before_the_backward(training):
+    """Transposed copies are as large as what is kept, and a model holds every layer's until its backward."""
+    made = []
+
+    class Copying(FakeForward):
+        def prepare(self, q, k, v, spec):
+            made.append(torch.zeros(3))
+            return Operands(spec, q, k, v, native=made[-1])
+
+    q, k, v = tensors(dtype=torch.float32)
+    execution = Execution(
+        spec(q, k, v, direction="training" if training else "forward"),
+        Copying("copying:fp32"),
+        FakeBackward("fake:fp32") if training else None,
+    )
+    out, _ = execution(q.requires_grad_(), k, v)
+    assert out.requires_grad == training
+    held = weakref.ref(made.pop())
+    assert held() is None
+    if training:
+        out.sum().backward()
+        assert q.grad is not None
 
 
 def test_a_tensor_changed_between_the_passes_is_noticed():
