@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from importlib import resources
@@ -13,6 +13,7 @@ from typing import Any
 
 from attnbench import __version__
 from attnbench.budget import default_budget
+from attnbench.environment import Environment
 from attnbench.errors import MisuseError
 from attnbench.plan import Plan, backend_of
 from attnbench.registry import Registry
@@ -198,8 +199,19 @@ def _training(results: Results, sheet: Sheet) -> dict[str, Any] | None:
         return None
     return {
         "kinds": [_kind(runs, place, sheet) for place, runs in enumerate(kinds_of(results.runs))],
-        "environments": list(dict.fromkeys(run.environment for run in results.runs)),
+        "environments": _environments(run.environment for run in results.runs),
     }
+
+
+def _environments(found: Iterable[Environment]) -> list[tuple[Environment, list[list[str]]]]:
+    """The first of each device, and in what each other one of that device differs from it."""
+    groups: dict[str, list[Environment]] = {}
+    for each in dict.fromkeys(found):
+        groups.setdefault(each.device_name, []).append(each)
+    apart = (
+        (first, [[*hard, *soft] for hard, soft in map(first.differences, others)]) for first, *others in groups.values()
+    )
+    return [(first, [each for each in sentences if each]) for first, sentences in apart]
 
 
 def _kind(runs: Sequence[TrainingRun], place: int, sheet: Sheet) -> dict[str, Any]:

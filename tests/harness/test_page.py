@@ -1,9 +1,11 @@
 """The page says what the rows say, for every machine and budget, and nothing that a file holds becomes part of it."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fakes import an_environment
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from reported import CAUSAL, SQUARE, Structure, a_sweep, elsewhere, later, row, told
@@ -290,6 +292,16 @@ def test_trainings_of_several_kinds_stand_apart_and_are_called_by_what_differs_w
     assert made.count("auto linears=te-fp8 against sdpa linears=bf16:") == 2
     assert "seqlen=" not in re.sub(r"<pre>.*?</pre>", "", made, flags=re.DOTALL)
     assert made.count("<figcaption>The loss") == 2
+
+
+def test_a_machine_that_trained_in_several_environments_is_described_once_and_its_others_by_what_differs():
+    first = an_environment(driver="570.1")
+    others = first, replace(first, threads=77), replace(first, device_name="Another CPU")
+    runs = [run_of([3, 2, 1], seed=seed, environment=each) for seed, each in enumerate(others)]
+    made = page(Results({}, runs), registry())
+    assert made.count("<caption>Training: ") == 2
+    assert len(re.findall("Other trainings there: [^<]*threads was 2, is 77", made)) == 1
+    assert made.count("Other trainings there") == 1
 
 
 @pytest.mark.parametrize("count", [2, 18])
