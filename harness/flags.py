@@ -24,7 +24,7 @@ MEANINGS: dict[Flag, str] = {
     ),
     "not deterministic": "two runs on the same inputs differed in some bit",
     "host-bound": "the host took as long to launch the call as the call lasted: kernels waited for it",
-    "replayed": "kernel, prepared or backward was too short for the host and was timed as a CUDA graph",
+    "replayed": "kernel, prepared or backward kept the device waiting for the host and was timed as a CUDA graph",
 }
 # A full load runs at its power cap on many boards, most of the time and at nearly the full clock: that is no news.
 _ALWAYS: frozenset[Throttle] = frozenset(("thermal", "hardware thermal", "hardware slowdown", "power brake"))

@@ -106,7 +106,7 @@ class Trial:
         return result
 
     def sample(self, timer: Timer, replay: bool) -> Visit:
-        """Samples of every cost; with ``replay``, a call too short for the host to stay ahead of as a CUDA graph."""
+        """Samples of every cost; with ``replay``, one whose host cannot be ahead of the device as a CUDA graph."""
         if not self._steps:
             self._steps = self._make_steps()
         times: dict[Cost, list[float]] = {}
