@@ -17,7 +17,7 @@ from .dtypes import TO_TORCH
 from .errors import InputError
 from .spec import GRANULARITIES, Granularity
 
-__all__ = ["BLOCK", "LARGEST", "Quantised", "Recipe", "hadamard", "quantise", "quantise_with"]
+__all__ = ["BLOCK", "LARGEST", "Quantised", "Recipe", "hadamard", "quantise", "quantise_with", "rotation_shrink"]
 
 Format = Literal["e4m3", "e5m2"]
 LARGEST: dict[str, float] = {"e4m3": 448.0, "e5m2": 57344.0}  # OCP FP8 (OFP8) specification, table 1
@@ -31,7 +31,8 @@ class Recipe:
     ``granularity``: which elements share a scale: all of a ``tensor``; a (batch, ``head``);
     a ``block`` of BLOCK tokens of a head; one ``token`` of a head.
     ``rotation`` ``hadamard`` multiplies the head dimension of Q and K by one orthogonal
-    matrix, which leaves q·k alone and spreads outliers (FlashAttention-3, section 3.3).
+    matrix, which leaves q·k alone and spreads outliers (FlashAttention-3, section 3.3).  What a rotated
+    head or tensor is scaled by is a bound on its largest magnitude; the others', the magnitude itself.
     ``smoothing`` takes K's mean over its tokens away, which shifts a row of scores by a
     constant and so leaves the softmax alone (SageAttention, section 4.2).
     """
@@ -61,7 +62,7 @@ class Quantised:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         value = self.data.to(wide) * self.descale.to(wide)
         if self.rotated:
-            value = value @ hadamard(value.shape[-1], value.device).to(wide).mT
+            value = _rotated(value, back=True)
         if self.mean is not None:
             value = value + self.mean.to(wide)
         return value.to(dtype)
@@ -70,9 +71,16 @@ class Quantised:
 def quantise(x: Tensor, recipe: Recipe, *, rotate: bool = False, smooth: bool = False) -> Quantised:
     """Quantise x (B, H, S, D) with scales from its own largest magnitudes.
 
+    Where x is rotated and a head or a tensor shares a scale, the scale comes from ``_rotation_bound`` instead: no less
+    than the largest magnitude but for rounding, equal to it where one element of a row outweighs the others, about
+    two to three times it for normal numbers.  That needs no rotation, which a kernel would otherwise do twice, once to
+    find the scale; and FP8's numbers lose no bits to a scale that is larger, until they are subnormal.
+
     ``rotate`` and ``smooth`` say whether the recipe's rotation and smoothing apply to this
     operand: both to K, the rotation to Q, neither to V.  All-zero groups get the scale 1.
     A group that holds something not finite comes out as NaN as a whole: nobody mistakes it for numbers.
+    Finite numbers that the rotation makes larger than fp32 can hold do so too where a token or a block of tokens
+    shares a scale; where a head or a tensor does, they saturate.
     """
     value = x.to(torch.float32)
     mean = None
@@ -80,9 +88,11 @@ def quantise(x: Tensor, recipe: Recipe, *, rotate: bool = False, smooth: bool = 
         mean = value.mean(dim=2, keepdim=True)
         value = value - mean
     rotated = rotate and recipe.rotation == "hadamard"
+    magnitudes = value
     if rotated:
-        value = value @ hadamard(value.shape[-1], value.device)
-    amax = _group_amax(value, recipe.granularity)
+        value = _rotated(value)
+        magnitudes = _rotation_bound(magnitudes) if recipe.granularity in ("head", "tensor") else value
+    amax = _group_amax(magnitudes, recipe.granularity)
     # Below fp32's smallest normal number the quotient could round to 0, and 0 / 0 is no number.
     smallest = torch.finfo(torch.float32).tiny
     descale = torch.where(amax == 0, 1.0, _over(amax, LARGEST[recipe.format]).clamp_min(smallest))
@@ -110,6 +120,35 @@ def _over(x: Tensor, divisor: Tensor | float) -> Tensor:
     if not isinstance(divisor, Tensor):
         divisor = torch.full((), divisor, dtype=x.dtype, device=x.device)
     return x / divisor
+
+
+def _rotated(x: Tensor, *, back: bool = False) -> Tensor:
+    """x @ hadamard, or its transpose: what is too large for x's type becomes infinite, never NaN."""
+    matrix = hadamard(x.shape[-1], x.device).to(x.dtype)
+    small = rotation_shrink(x.shape[-1])
+    return x @ ((matrix.mT if back else matrix) * small) * (1.0 / small)
+
+
+def rotation_shrink(size: int) -> float:
+    """A power of two that no sum over a rotation's block overflows with, for it multiplies each of the terms.
+
+    Half the reciprocal of the block's size: finite terms then add up to half the largest number, rounding apart.
+    What it costs are last bits of numbers next to fp32's smallest, far below those that FP8's scales go down to.
+    """
+    return 0.5 / (size & -size)
+
+
+def _rotation_bound(x: Tensor) -> Tensor:
+    """What the magnitudes of x (B, H, S, D) in fp32 cannot exceed once rotated, (B, H, S, blocks of the rotation).
+
+    A rotated number is the sum of a block of x, each element with its sign, over √(block): no more than the sum of the
+    magnitudes.  Too large for fp32, it is the largest number there; NaN or infinite where an element of x is.
+    """
+    size = x.shape[-1]
+    block, small = size & -size, rotation_shrink(size)
+    sums = (x.abs() * small).view(*x.shape[:-1], size // block, block).sum(-1)
+    bound = (sums * (block**-0.5 / small)).clamp_max(torch.finfo(x.dtype).max)
+    return torch.where(sums.isfinite(), bound, sums)
 
 
 def hadamard(size: int, device: torch.device | str = "cpu") -> Tensor:

@@ -1,9 +1,10 @@
 """From 16 or 32 bits to FP8 operands, their scales and transposed copies, as fast as the memory allows.
 
 The numbers are those of ``attnbench.fp8.quantise``, bit for bit, with three exceptions.  A rotation's sums
-are added in another order, so that last bits differ.  In a group that holds something not finite, all of which stands
-for NaN, other elements of ``data`` may be NaN.  A mean is torch's, whose order of summation depends on the input's
-type.
+are added in another order, those of the bound that a rotated head's or tensor's scale comes from too, so that last bits
+of the scale in fp32 differ, and rotated numbers next to the middle between two of FP8's round to the other one.  In a
+group that holds something not finite, all of which stands for NaN, other elements of ``data`` may be NaN.  A mean is
+torch's, whose order of summation depends on the input's type.
 
 Scales of a token or a block of tokens take one pass over memory; those of a head or a tensor two, the second of which
 begins where the first ended and finds that part in the L2 cache.
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from attnbench.dtypes import TO_TORCH
 from attnbench.errors import InputError
-from attnbench.fp8 import BLOCK, LARGEST, Quantised, Recipe, hadamard
+from attnbench.fp8 import BLOCK, LARGEST, Quantised, Recipe, hadamard, rotation_shrink
 from attnbench.spec import Granularity
 
 from ..padding import rounded_up
@@ -44,8 +45,8 @@ class Tiles(NamedTuple):
 
 
 # By the head dimension up to which they serve.  Those for 64 and 128 were the fastest on an H200 of those in
-# tests/gpu/tune_quantise.py, within 1 %: a first pass over 256 tokens wins less, and with a rotation takes twice the
-# registers.  Those for 256 were not measured: a thread has about as many elements as at 128.
+# tests/gpu/tune_quantise.py, within 1 %: a first pass over 256 tokens wins less.  Those for 256 were not measured: a
+# thread has about as many elements as at 128.
 _SHARED = {64: Tiles(64, 64, 4, 64, 4), 128: Tiles(64, 64, 8, 128, 8), 256: Tiles(32, 64, 8, 64, 8)}
 TILES: dict[Granularity, dict[int, Tiles]] = {
     "tensor": _SHARED,
@@ -54,7 +55,7 @@ TILES: dict[Granularity, dict[int, Tiles]] = {
     "token": {64: Tiles(128, 64, 4), 128: Tiles(64, 64, 4), 256: Tiles(32, 32, 4)},
 }
 _MOST_PARTIAL = 1024  # magnitudes that a program of the second pass has to look through
-_MEMORY = 7  # of a job's fields
+_MEMORY = 8  # of a job's fields
 _INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -292,11 +293,11 @@ def _allocated(request: Request, memory: _Memory, recipe: Recipe) -> tuple[Quant
     descale = x.new_empty(memory.descale, dtype=torch.float32)
     mean = moved = signs = factor = None
     if request.smooth and recipe.smoothing:
-        mean = moved = x.detach().mean(dim=2, keepdim=True, dtype=torch.float32)
+        mean = x.detach().mean(dim=2, keepdim=True, dtype=torch.float32)
     if request.rotate and recipe.rotation == "hadamard":
-        signs, factor = _signs(dim, x.dtype, x.device), (dim & -dim) ** -0.5
-        moved = None if mean is None else mean @ _rotation(dim, x.device)
-    job = Job(x, data, transposed, descale, partial, moved, signs, factor, memory.far, *x.stride())
+        signs, factor = _signs(dim, x.dtype, x.device), (dim & -dim) ** -0.5 / rotation_shrink(dim)
+        moved = None if mean is None else mean @ _signs(dim, mean.dtype, x.device)
+    job = Job(x, data, transposed, descale, partial, mean, moved, signs, factor, memory.far, *x.stride())
     rows = data if data is None or dim % 16 == 0 else data[..., :dim]
     order = request.transposed and request.interleaved
     return Quantisation(rows, descale, transposed, mean, length, order), job
@@ -304,15 +305,9 @@ def _allocated(request: Request, memory: _Memory, recipe: Recipe) -> tuple[Quant
 
 @lru_cache(maxsize=32)
 def _signs(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The rotation without its factor: -1, 0 and 1, exact in every dtype.
+    """The rotation less a factor: zeros and plus or minus ``rotation_shrink``, exact in every dtype.
 
     Kept, for a copy from the host may not be captured in a graph, and cast before the copy, which is over when it
     returns: a cast on the device would be one stream's work, and others would not wait for it.
     """
-    return hadamard(dim).sign().to(dtype).to(device)
-
-
-@lru_cache(maxsize=32)
-def _rotation(dim: int, device: torch.device) -> Tensor:
-    """The rotation on the device, kept as ``_signs`` are."""
-    return hadamard(dim, device)
+    return (hadamard(dim).sign() * rotation_shrink(dim)).to(dtype).to(device)

@@ -20,7 +20,7 @@ PADDING = 128  # tokens of a transposed copy come in multiples of this: the long
 
 _PADDING = tl.constexpr(PADDING)
 _TINY = tl.constexpr(2.0**-126)  # fp32's smallest normal number: a scale below it could be 0
-_INFINITY = tl.constexpr(0x7F800000)
+_INFINITY = tl.constexpr(0x7F800000)  # its bits, and one less those of the largest number
 _LANES = tl.constexpr(256)  # partial magnitudes read at once
 _CHUNK = tl.constexpr(64)  # of the head dimension, in one product of the rotation
 # The interpreter's products of bf16 multiply bit patterns, and its cast to FP8 loses carries.
@@ -55,15 +55,16 @@ _CONSTRAINTS = tl.constexpr(",".join(["=r"] * 8 + ["f"] * 16))
 
 
 class Job(NamedTuple):
-    """One tensor's memory: what is read (x, mean, signs), what is written, x's strides; None where there is none."""
+    """One tensor's memory: what is read, x, mean, moved and signs; what is written; x's strides.  None for nothing."""
 
     x: Any
     data: Any  # (B, H, S, D rounded up to 16)
     flipped: Any  # (B, H, D, S rounded up to PADDING)
     descale: Any
     partial: Any  # (B, H, chunks) int32: bits of magnitudes
-    mean: Any  # (B, H, D) fp32, in the rotated frame where there is a rotation
-    signs: Any  # (D, D): -1, 0, 1
+    mean: Any  # (B, H, D) fp32
+    moved: Any  # (B, H, D) fp32: mean @ signs
+    signs: Any  # (D, D): 0 and ± rotation_shrink(D), with which no sum overflows
     factor: Any  # that makes ``signs`` orthogonal
     far: Any  # None where the elements of a tile lie within 2^31 of each other
     stride_b: Any
@@ -156,13 +157,14 @@ def _rounded(x, mantissa: tl.constexpr, least: tl.constexpr):
 
 @triton.jit
 def _narrow(values, dtype: tl.constexpr):
-    """The bytes of each tensor in ``dtype``, whose largest number nothing exceeds: there is nothing to saturate."""
+    """The bytes of each tensor in ``dtype``, saturated, as the instruction does by itself."""
     narrow = ()
     for i in tl.static_range(len(values)):
         value = values[i]
         if _INTERPRETED:
             e4m3: tl.constexpr = dtype == tl.float8e4nv
-            value = _rounded(value, 3 if e4m3 else 2, 2.0**-9 if e4m3 else 2.0**-16)
+            largest: tl.constexpr = 448.0 if e4m3 else 57344.0
+            value = _rounded(tl.clamp(value, -largest, largest), 3 if e4m3 else 2, 2.0**-9 if e4m3 else 2.0**-16)
         narrow += (value.to(dtype).to(tl.uint8, bitcast=True),)
     return narrow
 
@@ -199,8 +201,8 @@ def _places(job, row, d):
 
 
 @triton.jit
-def _rotated(x, row, inside, job, dim: tl.constexpr, width: tl.constexpr):
-    """x @ signs for rows of x, in fp32.  Products with ±1 are exact, so 16 bits go to the tensor cores as they are."""
+def _turned_about(x, row, inside, job, dim: tl.constexpr, width: tl.constexpr):
+    """x @ signs for rows of x, in fp32.  Such products are exact, so 16 bits go to the tensor cores as they are."""
     chunk: tl.constexpr = min(_CHUNK, width)
     total = tl.zeros([row.shape[0], width], tl.float32)
     out = tl.arange(0, width)
@@ -213,7 +215,7 @@ def _rotated(x, row, inside, job, dim: tl.constexpr, width: tl.constexpr):
             total = tl.dot(a.to(tl.float32), b.to(tl.float32), total)
         else:
             total = tl.dot(a, b, total, input_precision="tf32x3")
-    return total * job.factor
+    return total
 
 
 @triton.jit
@@ -228,8 +230,10 @@ def _whereabouts(number, size):
 
 
 @triton.jit
-def _values(job, size, batch, head, start, row, dim: tl.constexpr, width: tl.constexpr, policy: tl.constexpr):
-    """Rows ``start + row`` of a head in fp32, rotated and less the mean; zero outside."""
+def _values(
+    job, size, batch, head, start, row, dim: tl.constexpr, width: tl.constexpr, turn: tl.constexpr, policy: tl.constexpr
+):
+    """Rows ``start + row`` of a head in fp32 less the mean, with ``turn`` times ``signs``; zero outside."""
     # 64 bits for what may lie far away; within a tile 32 mostly do.
     x = job.x + batch.to(tl.int64) * job.stride_b + head.to(tl.int64) * job.stride_h
     x += start.to(tl.int64) * job.stride_s
@@ -238,14 +242,23 @@ def _values(job, size, batch, head, start, row, dim: tl.constexpr, width: tl.con
     mask = inside[:, None]
     if dim != width:
         mask = mask & (d < dim)[None, :]
-    if job.signs is None:
-        value = tl.load(x + _places(job, row, d), mask, 0.0, eviction_policy=policy).to(tl.float32)
+    if turn:
+        value, means = _turned_about(x, row, inside, job, dim, width), job.moved
     else:
-        value = _rotated(x, row, inside, job, dim, width)
-    if job.mean is not None:
-        mean = tl.load(job.mean + (batch * size.heads + head).to(tl.int64) * dim + d, d < dim, 0.0)
+        value = tl.load(x + _places(job, row, d), mask, 0.0, eviction_policy=policy).to(tl.float32)
+        means = job.mean
+    if means is not None:
+        mean = tl.load(means + (batch * size.heads + head).to(tl.int64) * dim + d, d < dim, 0.0)
         value = tl.where(mask, value - mean[None, :], 0.0)
     return value
+
+
+@triton.jit
+def _in_full(bits, job):
+    """Bits of a magnitude, given those of it less the factor that a rotation's signs lack."""
+    if job.signs is not None:
+        bits = _magnitude(bits.to(tl.float32, bitcast=True) * job.factor)
+    return bits
 
 
 @triton.jit
@@ -291,7 +304,7 @@ def _cast_tile(
     for j in tl.static_range(step):
         token = first_token + (j % 2 + j // 2 * 8 if interleaved else j)
         tokens += (token,)
-        values += (_values(job, size, batch, h, start, token, dim, width, "evict_first"),)
+        values += (_values(job, size, batch, h, start, token, dim, width, job.signs is not None, "evict_first"),)
 
     if granularity == "head" or granularity == "tensor":
         descale = _descale(_shared_magnitude(job, size, head), largest)
@@ -301,7 +314,7 @@ def _cast_tile(
         bits = tl.zeros([], tl.int32)
         for j in tl.static_range(step):
             bits = tl.maximum(bits, tl.max(_magnitude(values[j])))
-        descale = _descale(bits, largest)
+        descale = _descale(_in_full(bits, job), largest)
         blocks = (size.seqlen + rows - 1) // rows
         tl.store(job.descale + head.to(tl.int64) * blocks + tile, descale, tile < blocks)
 
@@ -309,12 +322,15 @@ def _cast_tile(
     quotients = ()
     for j in tl.static_range(step):
         if granularity == "token":
-            each = _descale(tl.max(_magnitude(values[j]), 1), largest)
+            each = _descale(_in_full(tl.max(_magnitude(values[j]), 1), job), largest)
             tl.store(job.descale + first + tokens[j], each, start + tokens[j] < size.seqlen)
             each = tl.broadcast_to(each[:, None], [part, width])
-            quotients += (_quotient(values[j], each, 1.0 / each),)
+            quotient = _quotient(values[j], each, 1.0 / each)
         else:
-            quotients += (_quotient(values[j], descale, 1.0 / descale),)
+            quotient = _quotient(values[j], descale, 1.0 / descale)
+        if job.signs is not None:  # the factor last: infinite before it, a quotient would be NaN
+            quotient *= job.factor
+        quotients += (quotient,)
 
     narrow = _narrow(quotients, dtype) if job.flipped is None else _turned(quotients, dtype)
     if job.data is not None:
@@ -362,6 +378,18 @@ def cast(
 
 
 @triton.jit
+def _block_sums(value, dim: tl.constexpr):
+    """What no magnitude of value @ signs exceeds, for each row and block of the rotation."""
+    block: tl.constexpr = dim & -dim
+    value = tl.abs(value) * (0.5 / block)  # attnbench.fp8.rotation_shrink
+    if block == value.shape[1]:
+        sums = tl.sum(value, 1)
+    else:
+        sums = tl.sum(tl.reshape(value, [value.shape[0], value.shape[1] // block, block]), 2)
+    return sums
+
+
+@triton.jit
 def _chunk_magnitude(job, size, number, dim: tl.constexpr, rows: tl.constexpr):
     width: tl.constexpr = max(16, triton.next_power_of_2(dim))
     batch, h, chunk = _whereabouts(number, size)
@@ -370,9 +398,13 @@ def _chunk_magnitude(job, size, number, dim: tl.constexpr, rows: tl.constexpr):
     end = tl.minimum(tile + each, size.tiles)
     peak = tl.zeros([], tl.int32)
     while tile < end:
-        value = _values(job, size, batch, h, tile * rows, tl.arange(0, rows), dim, width, "")
+        value = _values(job, size, batch, h, tile * rows, tl.arange(0, rows), dim, width, False, "")
+        if job.signs is not None:
+            value = _block_sums(value, dim)
         peak = tl.maximum(peak, tl.max(_magnitude(value)))
         tile += 1
+    if job.signs is not None:  # what is finite stays so
+        peak = tl.where(peak < _INFINITY, tl.minimum(_in_full(peak, job), _INFINITY - 1), peak)
     tl.store(job.partial + (batch * size.heads + h) * size.chunks + chunk, peak)
 
 
@@ -380,7 +412,8 @@ def _chunk_magnitude(job, size, number, dim: tl.constexpr, rows: tl.constexpr):
 def largest_magnitudes(jobs, sizes, dims: tl.constexpr, rows: tl.constexpr):
     """For every job the bits of the largest magnitude in each chunk of each head: a program has one chunk.
 
-    The tiles of a head are shared out evenly among its chunks.
+    Of what will be rotated, those of the bound that ``attnbench.fp8.quantise`` puts in its place, and nothing is
+    rotated here.  The tiles of a head are shared out evenly among its chunks.
     """
     program = tl.program_id(0)
     for i in tl.static_range(len(dims)):

@@ -125,12 +125,14 @@ def test_what_is_not_finite_spoils_its_whole_group_and_no_other(granularity, bad
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("format", FORMATS)
-def test_all_zero_groups_come_back_as_zeros_with_scale_one(granularity, format):
+@pytest.mark.parametrize("rotation", ["none", "hadamard"])
+def test_all_zero_groups_come_back_as_zeros_with_scale_one(granularity, format, rotation):
     x = normal(1, 2, 300, 8)
     x[0, 1, 128:256] = 0
-    got = quantise(x, Recipe(granularity, format))
+    recipe = Recipe(granularity, format, rotation)
+    got = quantise(x, recipe, rotate=True)
     assert (got.dequantised(torch.float32)[0, 1, 128:256] == 0).all()
-    zeros = quantise(torch.zeros(1, 2, 300, 8), Recipe(granularity, format))
+    zeros = quantise(torch.zeros(1, 2, 300, 8), recipe, rotate=True)
     assert (zeros.descale == 1).all()
     assert (zeros.dequantised(torch.float32) == 0).all()
 
@@ -181,6 +183,73 @@ def test_rotation_leaves_scores_alone(size, granularity):
     assert (scores - truth).norm() < 0.03 * lengths.norm()
     # the back-rotation is the transpose: without it nothing would be near q
     assert (rotated.dequantised(torch.float64) - q.double()).norm() < 0.04 * q.norm()
+
+
+def rows(kind, shape, seed):
+    """Rows (B, H, S, D): of normal numbers, with one that outweighs all others, or as a column of the rotation is."""
+    x = normal(*shape, seed=seed)
+    if kind == "outlier":
+        places = torch.randint(shape[3], (*shape[:3], 1), generator=torch.Generator().manual_seed(seed))
+        return x.scatter(3, places, 1e5 * x.gather(3, places).sign())
+    if kind == "tight":
+        columns = hadamard(shape[3]).sign().mT
+        return x[..., :1] * columns[torch.randint(shape[3], shape[:3], generator=torch.Generator().manual_seed(seed))]
+    return x
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    granularity=st.sampled_from(GRANULARITIES),
+    format=st.sampled_from(FORMATS),
+    kind=st.sampled_from(["normal", "outlier", "tight"]),
+    shape=st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(2, 200), st.sampled_from([1, 8, 20, 64, 80, 81])),
+    smoothing=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_a_rotated_heads_or_tensors_scale_is_a_bound_and_others_the_magnitude(
+    granularity, format, kind, shape, smoothing, seed
+):
+    x = rows(kind, shape, seed)
+    got = quantise(x, Recipe(granularity, format, "hadamard", smoothing), rotate=True, smooth=True)
+    moved = x.double() - (0.0 if got.mean is None else got.mean.double())
+    truth = (moved @ hadamard(shape[3]).double()).abs().amax(3)
+    block = next(2**power for power in range(8, -1, -1) if shape[3] % 2**power == 0)
+    bound = moved.abs().unflatten(3, (-1, block)).sum(4).amax(3) / block**0.5
+    assert (bound >= truth * (1 - 1e-6)).all()
+    if not smoothing and kind == "tight":
+        torch.testing.assert_close(bound, truth)
+    if not smoothing and kind == "outlier":
+        assert (bound <= truth * 1.01).all()
+    group = groups(shape[:3], granularity)
+    reach = got.descale.double().expand(*shape[:3], 1)[..., 0] * LARGEST[format]
+    for number in group.unique():
+        member = group == number
+        wanted = (bound if granularity in ("head", "tensor") else truth)[member].max()
+        assert (reach[member] - wanted).abs().max() <= 1e-5 * wanted + (1e-6 * x.abs().max() if smoothing else 0)
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_of_normal_numbers_the_bound_is_two_to_three_times_the_magnitude(size):
+    x = normal(1, 4, 2000, size)
+    reach = quantise(x, Recipe(rotation="hadamard"), rotate=True).descale * 448
+    ratio = reach[..., 0, 0] / (x @ hadamard(size)).abs().amax((2, 3))
+    assert 1.5 < ratio.min() <= ratio.max() < 3.75
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("granularity", ["head", "tensor"])
+@pytest.mark.parametrize("size", [8, 80, 128])
+def test_rotated_numbers_beyond_fp32_saturate_and_are_never_nan(size, granularity, dtype):
+    """The sums of finite numbers may be none: infinities of both signs, which added up would be NaN."""
+    largest = torch.finfo(dtype).max
+    x = largest * normal(1, 2, 50, size).sign()
+    x[0, 0, 0] = largest * hadamard(size)[:, 3].sign()
+    got = quantise(x.to(dtype), Recipe(granularity, rotation="hadamard"), rotate=True)
+    assert (got.descale == torch.finfo(torch.float32).max / 448).all()
+    truth = (x.double() @ hadamard(size).double() / got.descale).clamp(-448, 448)
+    assert got.data[0, 0, 0, 3] == 448
+    assert ((got.data.double() - truth).abs() <= truth.abs() / 16 + 448e-6).all()
+    assert not got.dequantised(torch.float32).isnan().any()
 
 
 @pytest.mark.parametrize("rotation", ["none", "hadamard"])
