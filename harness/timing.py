@@ -157,7 +157,8 @@ class _Queue:
             begin = time.perf_counter()
             self._call()
             host.append((time.perf_counter() - begin) * 1e3)
-            waited += start.query()  # the device was there before all of the call was
+            # The device was there before all of the call was.
+            waited += start.query()  # type: ignore[no-untyped-call]
             stop.record()
             queued.append((start, stop))
         queued[-1][1].synchronize()

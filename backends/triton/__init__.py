@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache, lru_cache
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -91,27 +93,24 @@ class TritonForward(ForwardKernel):
         For training V comes in rows as well, which the backward reads.  Its keys are transposed in the order that the
         tile wants.
         """
-        from .forward import Operand
-        from .quantise import Request, quantised_together
-
-        tile = self._tile(spec, q.device)
-        v_wanted = Request(v, rows=spec.training, transposed=True, interleaved=tile.interleaved)
-        wanted = [Request(q, rotate=True), Request(k, rotate=True), v_wanted]
+        (forward, quantise), tile = _modules(), self._tile(spec, q.device)
+        request = quantise.Request
+        v_wanted = request(v.detach(), rows=spec.training, transposed=True, interleaved=tile.interleaved)
+        wanted = [request(q.detach(), rotate=True), request(k.detach(), rotate=True), v_wanted]
         with alone(q.device):
-            made = quantised_together([each._replace(x=each.x.detach()) for each in wanted], self.recipe)
+            made = quantise.quantised_together(wanted, self.recipe)
         turned = self.recipe.rotation == "hadamard"
         q_, k_ = (x.operand(self.recipe, rotated=turned) for x in made[:2])
         v_, values = made[2].operand(self.recipe), made[2].transposed
         assert values is not None, "it was asked for"
-        return _operands(spec, tile, q_, k_, v_, Operand(values, v_.descale))
+        return _operands(spec, tile, q_, k_, v_, forward.Operand(values, v_.descale))
 
     def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
         """The tensors as they are, and V transposed.
 
         Raises InputError where one is smoothed or not e4m3, where V is rotated, or one of Q and K alone.
         """
-        from .forward import Operand, interleaved, transposed
-
+        forward, _ = _modules()
         for name, x in {"q": q, "k": k, "v": v}.items():
             if x.data.dtype != torch.float8_e4m3fn:
                 raise InputError(f"{self.name} computes in e4m3, {name} is {x.data.dtype}")
@@ -119,22 +118,22 @@ class TritonForward(ForwardKernel):
                 raise InputError(f"{self.name} knows no smoothing, and {name} had its mean taken away")
         if q.rotated != k.rotated or v.rotated:
             raise InputError(f"{self.name} takes Q and K rotated together, and V as it is")
-        tile, values = self._tile(spec, q.data.device), transposed(v.data)
+        tile, values = self._tile(spec, q.data.device), forward.transposed(v.data)
         if tile.interleaved:
-            values = interleaved(values)
-        return _operands(spec, tile, q, k, v, Operand(values, v.descale))
+            values = forward.interleaved(values)
+        return _operands(spec, tile, q, k, v, forward.Operand(values, v.descale))
 
     def run(self, operands: Operands) -> Result:
         """The kernel on the current stream."""
-        from .forward import attend
-
+        forward, _ = _modules()
         device = operands.native.v.device
         label = torch.profiler.record_function(self.name) if device.type == "cpu" else nullcontext()
         with label, alone(device):
-            return attend(operands.native)
+            result: Result = forward.attend(operands.native)
+        return result
 
     def _tile(self, spec: AttentionSpec, device: torch.device) -> Tile:
-        return self.tile or tile_of(spec, describe(device).capability, per_key=self._per_key(spec))
+        return self.tile or _committed(spec, device, self._per_key(spec))
 
     def _per_key(self, spec: AttentionSpec) -> bool:
         return (spec.descale or self.recipe.granularity) in ("block", "token")
@@ -158,17 +157,17 @@ class TritonWideScores(TritonForward):
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
         """V transposed in e4m3, and in rows as well for training."""
-        from .forward import Operand, laid_out
-        from .quantise import quantised
-
-        tile = self._tile(spec, q.device)
+        (forward, quantise), tile = _modules(), self._tile(spec, q.device)
         with alone(q.device):
-            made = quantised(v.detach(), self.recipe, rows=spec.training, transposed=True, interleaved=tile.interleaved)
+            made = quantise.quantised(
+                v.detach(), self.recipe, rows=spec.training, transposed=True, interleaved=tile.interleaved
+            )
         v_ = made.operand(self.recipe)
         assert made.transposed is not None, "it was asked for"
         one = torch.ones(1, 1, 1, 1, device=q.device)
         q, k = q.detach(), k.detach()
-        native = laid_out(spec, tile, Operand(q, one), Operand(k, one), Operand(made.transposed, v_.descale))
+        of = forward.Operand
+        native = forward.laid_out(spec, tile, of(q, one), of(k, one), of(made.transposed, v_.descale))
         return Operands(spec, q, k, v_, native)
 
     def _tile(self, spec: AttentionSpec, device: torch.device) -> Tile:
@@ -176,10 +175,24 @@ class TritonWideScores(TritonForward):
 
 
 def _operands(spec: AttentionSpec, tile: Tile, q: Quantised, k: Quantised, v: Quantised, values: Operand) -> Operands:
-    from .forward import Operand, laid_out
-
-    native = laid_out(spec, tile, Operand(q.data, q.descale), Operand(k.data, k.descale), values)
+    forward, _ = _modules()
+    native = forward.laid_out(
+        spec, tile, forward.Operand(q.data, q.descale), forward.Operand(k.data, k.descale), values
+    )
     return Operands(spec, q, k, v, native)
+
+
+@cache
+def _modules() -> tuple[ModuleType, ModuleType]:
+    """``forward`` and ``quantise``, imported where a kernel runs and but once: asking for one again takes a while."""
+    from . import forward, quantise
+
+    return forward, quantise
+
+
+@lru_cache(maxsize=1024)
+def _committed(spec: AttentionSpec, device: torch.device, per_key: bool) -> Tile:
+    return tile_of(spec, describe(device).capability, per_key=per_key)
 
 
 def _availability() -> Availability:

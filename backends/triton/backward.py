@@ -8,7 +8,8 @@ up in bf16 in no order and differs from run to run, unless torch was asked for d
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -70,16 +71,24 @@ class TritonBackward(BackwardKernel):
         q, k, v = _plain(saved, self.name)
         if saved.lse is None:
             raise InputError(f"{self.name} needs the forward's log-sum-exp")
-        from .backward_launch import launch
-
-        device = q.data.device
-        with alone(device), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            return launch(saved.spec, q, k, v, saved.out, saved.lse, grad_out.detach(), self._tiles, self.narrow)
+        with alone(grad_out.device):
+            return _launch()(saved.spec, q, k, v, saved.out, saved.lse, grad_out.detach(), self._tiles, self.narrow)
 
     def _tiles(self, spec: AttentionSpec, head_dim: int, device: torch.device) -> Tiles:
-        if self.tiles is not None:
-            return self.tiles
-        return tiles_of(spec, head_dim, describe(device).capability, self.narrow)
+        return self.tiles or _committed(spec, head_dim, device, self.narrow)
+
+
+@lru_cache(maxsize=1024)
+def _committed(spec: AttentionSpec, head_dim: int, device: torch.device, narrow: bool) -> Tiles:
+    return tiles_of(spec, head_dim, describe(device).capability, narrow)
+
+
+@cache
+def _launch() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Imported where a kernel runs, and but once: asking Python for a module again takes as long as a launch."""
+    from .backward_launch import launch
+
+    return launch
 
 
 def _plain(saved: Saved, name: str) -> tuple[Quantised, Quantised, Quantised]:
@@ -93,8 +102,6 @@ def _plain(saved: Saved, name: str) -> tuple[Quantised, Quantised, Quantised]:
             raise InputError(f"{name} computes in e4m3, {label} is {x.data.dtype}")
         if x.mean is not None:
             raise InputError(f"{name} knows no smoothing, and {label} had its mean taken away")
-        if x.descale.ndim != 4 or x.descale.shape[2] not in (1, x.data.shape[2]) or x.descale.shape[3] != 1:
-            raise InputError(f"{name} takes descales (B, H, S, 1) or 1 for any axis, {label}'s are {x.descale.shape}")
     if q.rotated != k.rotated or v.rotated:
         raise InputError(f"{name} takes Q and K rotated together, and V as it is")
     return q, k, v

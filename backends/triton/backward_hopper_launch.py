@@ -5,22 +5,25 @@ Importing this imports no Gluon: ``serves`` is asked first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Literal
 
+import torch
 from torch import Tensor
 
 from attnbench.spec import AttentionSpec
 
 from . import forward_hopper_launch as forward
-from .backward_layout import BLOCK, PEAK, Laid, padded
+from .backward_copies import padded
+from .backward_layout import BLOCK, PEAK, VECTORS
 from .backward_tiles import Ring
-from .forward_hopper_launch import descriptor, registers
-from .launching import Launches, addresses
+from .descriptors import Described, Shape, all_of, flipped, rows_of
+from .forward_hopper_launch import described, registers
+from .launching import KEPT as MOST
+from .launching import Launch, Launches, addresses
 
 if TYPE_CHECKING:
-    from .backward_launch import Prepared
+    from .backward_launch import Layout, Prepared
 
 __all__ = ["KEPT", "MOST_SUMMED", "adds", "run_all", "run_keys", "run_queries", "serves"]
 
@@ -34,14 +37,14 @@ _PART = 64  # columns of an e4m3 sum at a time, and so rows of a rotation's matr
 _SIZES = (64, 128)  # padded head dimensions
 
 
-def serves(spec: AttentionSpec, scales: Sequence[Tensor]) -> bool:
-    """Whether the Hopper kernels compute this; what else there is stays with the kernels in plain Triton.
+def serves(spec: AttentionSpec, *, per_token: bool) -> bool:
+    """Whether the Hopper kernels compute this where they run; the kernels in plain Triton compute the rest.
 
-    ``scales`` are Q's, K's and V's descales, (B, heads, 1 or S).  Those of single tokens and a soft cap want registers
-    that the Hopper kernels do not have.
+    ``per_token`` says that tokens of Q, K or V have scales of their own.  Those and a soft cap want registers that the
+    Hopper kernels do not have.
     """
     fits = padded(spec.head_dim) in _SIZES and padded(spec.head_dim_v) in _SIZES
-    return fits and forward.serves(spec, scales[0].device, per_token=any(x.shape[2] > 1 for x in scales))
+    return fits and forward.serves(spec, per_token=per_token)
 
 
 @cache
@@ -58,63 +61,99 @@ def adds() -> bool:
 
 def run_keys(given: Prepared, ring: Ring, narrow: bool, dk_out: Tensor, dv_out: Tensor) -> None:
     """Writes dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv), contiguous, on the current stream."""
-    spec, do, rows = given.spec, given.gradient.laid, given.gradient.rows
+    do, rows = given.gradient.laid, given.gradient.rows
+    tiles, start = _keys(given.layout, ring, narrow, dk_out.dtype)
     tiled = (
-        _tiles(given.q.data, ring.block), _tiles(do.data, ring.block), _tiles(given.k.data, _ROWS),
-        _tiles(given.v.data, _ROWS), _further(given.q, ring.block, narrow), _further(do, ring.block, narrow),
-        _pieces(rows, ring.block), _turn(given, narrow),
+        given.q.data, do.data, given.k.data, given.v.data,
+        given.q.further(narrow, interleaved=True), do.further(narrow, interleaved=True), rows, _turn(given),
     )  # fmt: skip
     memory = rows, *_descales(given, narrow), given.k_scale, given.v_scale, dk_out, dv_out
+    start((*all_of(tiles, tiled), *memory), addresses(memory))
+
+
+@lru_cache(maxsize=MOST)
+def _keys(layout: Layout, ring: Ring, narrow: bool, dtype: torch.dtype) -> tuple[tuple[Described, ...], Launch]:
+    """What of the launch does not depend on memory."""
+    spec, tokens = layout.spec, ring.block
+    tiles = (
+        _tiles(layout.q, tokens), _tiles(layout.do, tokens), _tiles(layout.k, _ROWS), _tiles(layout.v, _ROWS),
+        _further(layout.q, tokens, narrow), _further(layout.do, tokens, narrow),
+        _pieces(layout, tokens), _turning(layout, narrow),
+    )  # fmt: skip
     constants = (
-        *given.k_scale.stride()[:2], *given.v_scale.stride()[:2],
-        spec.kv_heads, spec.seqlen_q, spec.seqlen_kv, rows.shape[2], given.k.data.shape[1], rows.stride(0),
-        spec.head_dim, spec.head_dim_v, given.scale, given.exponent, given.before, given.after,
-        spec.group, ring.stages, *_edges(given), *_ends(given, narrow),
+        *layout.k_steps[:2], *layout.v_steps[:2],
+        spec.kv_heads, spec.seqlen_q, spec.seqlen_kv, layout.padded_q, layout.padded_kv, layout.plane,
+        spec.head_dim, spec.head_dim_v, layout.scale, layout.exponent, layout.before, layout.after,
+        spec.group, ring.stages, *layout.edges, *_ends(layout, narrow),
     )  # fmt: skip
     # The descriptors' tiles are no constants of the call.
-    alike = dk_out.dtype, ring.block, given.head_dim, given.head_dim_v
+    alike = dtype, ring.block, layout.head_dim, layout.head_dim_v
     grid = -(-spec.seqlen_kv // KEPT), spec.batch * spec.kv_heads, 1
-    _launches("keys", narrow)(grid, constants, alike, **_options())((*tiled, *memory), addresses(memory))
+    return tiles, _launches("keys", narrow)(grid, constants, alike, **_options())
 
 
 def run_all(given: Prepared, dq_sums: Tensor, dk_out: Tensor, dv_out: Tensor) -> None:
-    """Adds to dQ's sums (B·H, padded Sq, padded D) bf16, and writes dK and dV, contiguous, on the current stream."""
-    spec, do, rows = given.spec, given.gradient.laid, given.gradient.rows
-    assert given.k.wide is not None
+    """Adds to dQ's sums (B, H, padded Sq, padded D) bf16, and writes dK and dV, contiguous, on the current stream."""
+    do, rows = given.gradient.laid, given.gradient.rows
+    tiles, start = _all(given.layout, dk_out.dtype)
     tiled = (
-        _tiles(given.q.data, _ROWS), _tiles(do.data, _ROWS), _tiles(given.k.data, _ROWS), _tiles(given.v.data, _ROWS),
-        _further(given.q, _ROWS, narrow=False), _further(do, _ROWS, narrow=False), _halves(given.k.wide, KEPT),
-        _pieces(rows, _ROWS), _turn(given, narrow=False), _halves(dq_sums, _ROWS),
+        given.q.data, do.data, given.k.data, given.v.data,
+        given.q.further(False, interleaved=False), do.further(False, interleaved=False),
+        given.k.further(False, interleaved=False), rows, _turn(given), dq_sums,
     )  # fmt: skip
     memory = rows, given.k_scale, given.v_scale, dk_out, dv_out
-    constants = (
-        *given.k_scale.stride()[:2], *given.v_scale.stride()[:2],
-        spec.kv_heads, spec.seqlen_q, spec.seqlen_kv, rows.shape[2], given.k.data.shape[1], rows.stride(0),
-        spec.head_dim, spec.head_dim_v, given.scale, given.exponent, given.before, given.after, spec.group,
-        *_edges(given), spec.seqlen_kv % KEPT != 0, *_ends(given, narrow=False),
+    start((*all_of(tiles, tiled), *memory), addresses(memory))
+
+
+@lru_cache(maxsize=MOST)
+def _all(layout: Layout, dtype: torch.dtype) -> tuple[tuple[Described, ...], Launch]:
+    """What of the launch does not depend on memory."""
+    spec = layout.spec
+    tiles = (
+        _tiles(layout.q, _ROWS), _tiles(layout.do, _ROWS), _tiles(layout.k, _ROWS), _tiles(layout.v, _ROWS),
+        _tiles(layout.q, _ROWS), _tiles(layout.do, _ROWS), _halves(layout.k, KEPT),
+        _pieces(layout, _ROWS), _turning(layout, narrow=False), _halves(layout.q, _ROWS),
     )  # fmt: skip
-    alike = dk_out.dtype, given.head_dim, given.head_dim_v
+    constants = (
+        *layout.k_steps[:2], *layout.v_steps[:2],
+        spec.kv_heads, spec.seqlen_q, spec.seqlen_kv, layout.padded_q, layout.padded_kv, layout.plane,
+        spec.head_dim, spec.head_dim_v, layout.scale, layout.exponent, layout.before, layout.after, spec.group,
+        *layout.edges, spec.seqlen_kv % KEPT != 0, *_ends(layout, narrow=False),
+    )  # fmt: skip
+    alike = dtype, layout.head_dim, layout.head_dim_v
     grid = -(-spec.seqlen_kv // KEPT), spec.batch * spec.kv_heads, 1
-    _launches("all", narrow=False)(grid, constants, alike, **_options())((*tiled, *memory), addresses(memory))
+    return tiles, _launches("all", narrow=False)(grid, constants, alike, **_options())
 
 
 def run_queries(given: Prepared, ring: Ring, narrow: bool, dq_out: Tensor) -> None:
     """Writes dQ (B, H, Sq, D), contiguous, on the current stream."""
-    spec, rows = given.spec, given.gradient.rows
+    rows = given.gradient.rows
+    tiles, start = _queries(given.layout, ring, narrow, dq_out.dtype)
     tiled = (
-        _tiles(given.q.data, _ROWS), _tiles(given.gradient.laid.data, _ROWS), _tiles(given.k.data, ring.block),
-        _tiles(given.v.data, ring.block), _further(given.k, ring.block, narrow), _turn(given, narrow),
+        given.q.data, given.gradient.laid.data, given.k.data, given.v.data,
+        given.k.further(narrow, interleaved=True), _turn(given),
     )  # fmt: skip
     memory = rows, *_descales(given, narrow), given.k_scale, given.v_scale, dq_out
-    constants = (
-        *given.k_scale.stride()[:2], *given.v_scale.stride()[:2],
-        spec.heads, spec.group, spec.seqlen_q, spec.seqlen_kv, rows.shape[2], given.k.data.shape[1], rows.stride(0),
-        spec.head_dim, given.scale, given.exponent, given.before, given.after,
-        ring.stages, *_edges(given), spec.seqlen_kv % ring.block != 0, *_ends(given, narrow),
+    start((*all_of(tiles, tiled), *memory), addresses(memory))
+
+
+@lru_cache(maxsize=MOST)
+def _queries(layout: Layout, ring: Ring, narrow: bool, dtype: torch.dtype) -> tuple[tuple[Described, ...], Launch]:
+    """What of the launch does not depend on memory."""
+    spec = layout.spec
+    tiles = (
+        _tiles(layout.q, _ROWS), _tiles(layout.do, _ROWS), _tiles(layout.k, ring.block),
+        _tiles(layout.v, ring.block), _further(layout.k, ring.block, narrow), _turning(layout, narrow),
     )  # fmt: skip
-    alike = dq_out.dtype, ring.block, given.head_dim, given.head_dim_v
+    constants = (
+        *layout.k_steps[:2], *layout.v_steps[:2],
+        spec.heads, spec.group, spec.seqlen_q, spec.seqlen_kv, layout.padded_q, layout.padded_kv, layout.plane,
+        spec.head_dim, layout.scale, layout.exponent, layout.before, layout.after,
+        ring.stages, *layout.edges, spec.seqlen_kv % ring.block != 0, *_ends(layout, narrow),
+    )  # fmt: skip
+    alike = dtype, ring.block, layout.head_dim, layout.head_dim_v
     grid = -(-spec.seqlen_q // KEPT), spec.batch * spec.heads, 1
-    _launches("queries", narrow)(grid, constants, alike, **_options())((*tiled, *memory), addresses(memory))
+    return tiles, _launches("queries", narrow)(grid, constants, alike, **_options())
 
 
 @cache
@@ -132,14 +171,9 @@ def _launches(kind: Literal["all", "keys", "queries"], narrow: bool) -> Launches
     return Launches(keys if kind == "keys" else queries)
 
 
-def _edges(given: Prepared) -> tuple[bool, bool]:
-    """Left and right."""
-    return given.spec.mask.left is not None, given.spec.mask.right is not None
-
-
-def _ends(given: Prepared, narrow: bool) -> tuple[int | float | bool, ...]:
+def _ends(layout: Layout, narrow: bool) -> tuple[int | float | bool, ...]:
     """Rotation; queries that share dO's descale and P's peak, for e4m3; registers of a computing thread."""
-    return given.turn is not None, *((BLOCK, PEAK) if narrow else ()), registers()[1]
+    return layout.rotated, *((BLOCK, PEAK) if narrow else ()), registers()[1]
 
 
 def _options() -> dict[str, int]:
@@ -151,32 +185,32 @@ def _descales(given: Prepared, narrow: bool) -> tuple[Tensor, ...]:
     return (given.gradient.descale,) if narrow else ()
 
 
-def _tiles(x: Tensor, tokens: int) -> Any:
-    """Of x (H, S, D) as a matrix (H·S, D), by so many tokens."""
-    return descriptor(x.view(-1, x.shape[2]), [tokens, x.shape[2]])
+def _tiles(shape: Shape, tokens: int) -> Described:
+    """Of (B, H, S, D) as a matrix (B·H·S, D), by so many tokens."""
+    return described(rows_of(shape), (tokens, shape[3]))
 
 
-def _halves(x: Tensor, tokens: int) -> Any:
+def _halves(shape: Shape, tokens: int) -> Described:
     """The same by half the columns."""
-    return descriptor(x.view(-1, x.shape[2]), [tokens, x.shape[2] // 2])
+    return described(rows_of(shape), (tokens, shape[3] // 2))
 
 
-def _further(x: Laid, tokens: int, narrow: bool) -> Any:
-    """Of the copy that a sum over tokens reads: (H·D, S) for FP8, or widened (H·S, D)."""
-    if not narrow:
-        assert x.wide is not None
-        return _tiles(x.wide, tokens)
-    assert x.transposed is not None
-    assert x.interleaved
-    return descriptor(x.transposed.view(-1, x.transposed.shape[2]), [x.transposed.shape[1], tokens])
+def _further(shape: Shape, tokens: int, narrow: bool) -> Described:
+    """Of the copy of (B, H, S, D) that a sum over tokens reads: (B·H·D, S) for FP8, or widened (B·H·S, D)."""
+    return described(rows_of(flipped(shape)), (shape[3], tokens)) if narrow else _tiles(shape, tokens)
 
 
-def _turn(given: Prepared, narrow: bool) -> Any:
-    """Of the rotation's matrix, by parts where the sums are in parts; of anything where nothing was rotated."""
-    turn = given.q.data if given.turn is None else given.turn[None]
-    return _tiles(turn, _PART if narrow else given.head_dim)
+def _turn(given: Prepared) -> Tensor:
+    """The rotation's matrix, or anything where nothing was rotated."""
+    return given.q.data if given.turn is None else given.turn
 
 
-def _pieces(rows: Tensor, tokens: int) -> Any:
+def _turning(layout: Layout, narrow: bool) -> Described:
+    """Of ``_turn``, by parts where the sums are in parts."""
+    size = layout.head_dim
+    return _tiles((1, 1, size, size) if layout.rotated else layout.q, _PART if narrow else size)
+
+
+def _pieces(layout: Layout, tokens: int) -> Described:
     """Of all vectors over the queries as one, by so many tokens."""
-    return descriptor(rows.view(-1), [tokens])
+    return described((VECTORS * layout.plane,), (tokens,))

@@ -1,13 +1,14 @@
-"""The FP8 backward's passes in order: copies, dO with delta, dK and dV, dQ.  Imports Triton."""
+"""The FP8 backward's passes in order: dO with delta, copies, dK and dV, dQ.  Imports Triton."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -15,60 +16,81 @@ from attnbench.fp8 import Quantised, hadamard
 from attnbench.kernel import gradient_dtype
 from attnbench.spec import AttentionSpec
 
+from ..padding import rounded_up
 from . import backward_hopper_launch as hopper
+from . import forward_hopper_launch
+from .backward_copies import PADDING, Laid, Wanted, lay_out_together, padded
 from .backward_keys import key_gradients
-from .backward_layout import BLOCK, LOG2E, PEAK, Gradient, Laid, lay_out, lay_out_gradient, padded
+from .backward_layout import BLOCK, LOG2E, PEAK, Gradient, lay_out_gradient
 from .backward_queries import query_gradients
 from .backward_sums import ROWS, finish_query_gradients
 from .backward_tiles import Tile, Tiles
-from .launching import Launches, addresses
+from .descales import in_fp32, steps
+from .descriptors import Described, Shape, all_of, flipped, rows_of
+from .launching import KEPT, Launch, Launches, addresses, on
 
-__all__ = ["Prepared", "launch", "prepared", "run_all", "run_keys", "run_queries"]
+__all__ = ["Layout", "Prepared", "launch", "prepared", "run_all", "run_keys", "run_queries"]
 
 
-class Prepared:
-    """Everything that the two kernels read, and what they share."""
+class Layout:
+    """What calls share that ask for the same, with scales that lie alike.
+
+    Looked up once a call; what is kept of the launches is kept by it, whose own identity is quickly compared.
+    """
 
     def __init__(
-        self, spec: AttentionSpec, q: Laid, k: Laid, v: Laid, gradient: Gradient, scales: list[Tensor], rotated: bool,
-        served: bool,
-    ) -> None:  # fmt: skip
-        """``scales``: Q's, K's and V's descales, (B, heads, 1 or S).  ``rotated``: Q and K were.
+        self, spec: AttentionSpec, rotated: bool, here: bool, scales: tuple[tuple[Sequence[int], Sequence[int]], ...]
+    ) -> None:
+        """``rotated``: Q and K were.  ``here``: on a GPU that runs the Hopper kernels.
 
-        ``served``: by the Hopper kernels, where a tile asks for them.
+        ``scales``: shapes and strides of Q's, K's and V's descales.
         """
-        self.spec, self.q, self.k, self.v, self.gradient, self.served = spec, q, k, v, gradient, served
-        self.q_varies, self.k_scale, self.v_scale = scales[0].shape[2] > 1, *scales[1:]
+        self.spec, self.rotated = spec, rotated
+        by_query, by_key = (spec.batch, spec.heads, spec.seqlen_q), (spec.batch, spec.kv_heads, spec.seqlen_kv)
+        steps(*scales[0], *by_query)
+        # Strides (batch, head, token) of their descales.
+        self.k_steps, self.v_steps = (steps(*each, *by_key) for each in scales[1:])
+        varies = tuple(shape[2] > 1 for shape, _ in scales)
+        self.served = here and hopper.serves(spec, per_token=any(varies))
+        # Padded, and so the shapes of Q, dO, K and V as they are laid out.
+        self.head_dim, self.head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
+        self.padded_q, self.padded_kv = rounded_up(spec.seqlen_q, PADDING), rounded_up(spec.seqlen_kv, PADDING)
+        queries, keys = (spec.batch, spec.heads, self.padded_q), (spec.batch, spec.kv_heads, self.padded_kv)
+        self.q, self.do = (*queries, self.head_dim), (*queries, self.head_dim_v)
+        self.k, self.v = (*keys, self.head_dim), (*keys, self.head_dim_v)
+        self.plane = math.prod(queries)
         mask, offset = spec.mask, spec.mask.offset(spec.seqlen_q, spec.seqlen_kv)
         self.before = 0 if mask.left is None else mask.left - offset
         self.after = 0 if mask.right is None else mask.right + offset
-        self.turn: Tensor | None = None
-        self.scale = spec.scale
-        if rotated:
-            self.turn, factor = _turn(spec.head_dim, self.head_dim, q.data.device)
-            self.scale *= factor
+        self.edges = mask.left is not None, mask.right is not None
+        self.scale = spec.scale * (_turn_factor(spec.head_dim) if rotated else 1.0)
+        # What turns an unscaled score into the exponent of 2: of exp(s), or of exp(2x) in the softcap's tanh(x).
+        self.exponent = LOG2E * (2.0 * spec.scale / spec.softcap if spec.softcap else spec.scale)
+        # What kind of program it takes: edges, whose scales vary, a soft cap, a rotation.
+        self.kinds = (*self.edges, *varies, spec.softcap > 0, rotated)
+
+
+class Prepared(NamedTuple):
+    """Everything that the two kernels read.
+
+    ``k_scale`` and ``v_scale`` are the descales as they came, in fp32; ``turn`` is the matrix that undoes a rotation.
+    ``sums``: zeros (B, H, padded Sq, padded D) in bf16 where the fused kernel is to run.
+    """
+
+    layout: Layout
+    q: Laid
+    k: Laid
+    v: Laid
+    gradient: Gradient
+    k_scale: Tensor
+    v_scale: Tensor
+    turn: Tensor | None
+    sums: Tensor | None
 
     @property
-    def exponent(self) -> float:
-        """What turns an unscaled score into the exponent of 2: of exp(s), or of exp(2x) in the softcap's tanh(x)."""
-        return LOG2E * (2.0 * self.spec.scale / self.spec.softcap if self.spec.softcap else self.spec.scale)
-
-    @property
-    def head_dim(self) -> int:
-        """Q's and K's, padded."""
-        return self.q.data.shape[2]
-
-    @property
-    def head_dim_v(self) -> int:
-        """V's and dO's, padded."""
-        return self.v.data.shape[2]
-
-    @property
-    def kinds(self) -> tuple[bool, ...]:
-        """What kind of program it takes: left and right edges, whose scales vary, a soft cap, a rotation."""
-        spec = self.spec
-        varies = self.q_varies, self.k_scale.shape[2] > 1, self.v_scale.shape[2] > 1
-        return spec.mask.left is not None, spec.mask.right is not None, *varies, spec.softcap > 0, self.turn is not None
+    def served(self) -> bool:
+        """By the Hopper kernels, where a tile asks for them."""
+        return self.layout.served
 
 
 _KEYS, _QUERIES, _FINISH = Launches(key_gradients), Launches(query_gradients), Launches(finish_query_gradients)
@@ -84,107 +106,160 @@ def prepared(
     grad_out: Tensor,
     narrow: bool,
     tiles: Tiles,
+    *,
+    fused: bool = False,
 ) -> Prepared:
-    """The passes over memory that stand before the products; arguments as in ``Saved``.
+    """The passes over memory that stand before the products, in two launches; arguments as in ``Saved``.
 
     ``narrow`` kernels for Hopper read their transposed copies in another order: ``tiles`` say which kernels will run.
+    ``fused``: the fused kernel's ``sums`` as well, if it serves.
     """
-    scales = [x.descale.to(torch.float32).expand(*x.data.shape[:2], -1, 1)[..., 0] for x in (q, k, v)]
-    served = hopper.serves(spec, scales)
-    by_key, by_query = (narrow and served and tile.hopper is not None for tile in tiles[:2])
-    gradient = lay_out_gradient(spec, grad_out, out, lse, q, v, narrow=narrow, interleaved=by_key)
-    laid_q, laid_k = (
-        lay_out(x.data, wide=not narrow, transposed=narrow, interleaved=order)
-        for x, order in ((q, by_key), (k, by_query))
-    )
-    return Prepared(spec, laid_q, laid_k, lay_out(v.data), gradient, scales, q.rotated, served)
+    scales = [in_fp32(x.descale) for x in (q, k, v)]
+    device = grad_out.device
+    outlines = tuple([(x.shape, x.stride()) for x in scales])
+    layout = _layout(spec, q.rotated, forward_hopper_launch.runs_on(device), outlines)
+    by_key, by_query = (narrow and layout.served and tile.hopper is not None for tile in tiles[:2])
+    gradient = lay_out_gradient(spec, grad_out, out, lse, scales[0], scales[2], narrow=narrow)
+    sums = torch.empty(layout.q, dtype=torch.bfloat16, device=device) if fused and layout.served else None
+    wanted = [
+        Wanted(q.data, not narrow, narrow, by_key, sums), Wanted(k.data, not narrow, narrow, by_query),
+        Wanted(v.data),
+    ]  # fmt: skip
+    if narrow:
+        wanted.append(Wanted(gradient.laid.data, False, True, by_key))
+    laid_q, laid_k, laid_v, *laid_do = lay_out_together(wanted)
+    if narrow:
+        gradient = gradient._replace(laid=laid_do[0])
+    turn = _turn(spec.head_dim, layout.head_dim, device) if q.rotated else None
+    return Prepared(layout, laid_q, laid_k, laid_v, gradient, scales[1], scales[2], turn, sums)
+
+
+_layout = lru_cache(maxsize=KEPT)(Layout)
 
 
 def run_keys(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv)."""
-    spec, do, rows = given.spec, given.gradient.laid, given.gradient.rows
-    m, n, d, dv = tile.block_m, tile.block_n, given.head_dim, given.head_dim_v
-    dk_out, dv_out = _for_keys(given, dtype)
-    if tile.hopper is not None and given.served:
+    layout, do, rows = given.layout, given.gradient.laid, given.gradient.rows
+    dk_out, dv_out = _for_keys(layout.spec, dtype, rows.device)
+    if tile.hopper is not None and layout.served:
         hopper.run_keys(given, tile.hopper, narrow, dk_out, dv_out)
         return dk_out, dv_out
-    memory = rows, given.gradient.descale, given.k_scale, given.v_scale, given.turn, dk_out, dv_out
+    described, start = _for_keys_plain(layout, tile, narrow, dtype)
     tiled = (
-        _tiled(given.q.data, m, d), _tiled(do.data, m, dv), _tiled(given.k.data, n, d), _tiled(given.v.data, n, dv),
-        _further(given.q, m, d, narrow), _further(do, m, dv, narrow),
+        given.q.data, do.data, given.k.data, given.v.data,
+        given.q.further(narrow, interleaved=False), do.further(narrow, interleaved=False),
     )  # fmt: skip
-    constants = (
-        rows.stride(0), *given.k_scale.stride(), *given.v_scale.stride(),
-        spec.kv_heads, spec.seqlen_q, spec.seqlen_kv, rows.shape[2], given.k.data.shape[1],
-        spec.head_dim, spec.head_dim_v, given.scale, given.exponent, given.before, given.after, spec.softcap * LOG2E,
-        spec.group, m, n, d, dv, *given.kinds, narrow, PEAK, BLOCK, tile.stages,
-    )  # fmt: skip
-    grid = triton.cdiv(spec.seqlen_kv, n), spec.batch * spec.kv_heads, 1
-    _KEYS(grid, constants, (dtype,), num_warps=tile.warps)((*tiled, *memory), addresses(memory))
+    memory = rows, given.gradient.descale, given.k_scale, given.v_scale, given.turn, dk_out, dv_out
+    start((*all_of(described, tiled), *memory), addresses(memory))
     return dk_out, dv_out
 
 
-def run_all(given: Prepared, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+@lru_cache(maxsize=KEPT)
+def _for_keys_plain(
+    layout: Layout, tile: Tile, narrow: bool, dtype: torch.dtype
+) -> tuple[tuple[Described, ...], Launch]:
+    """What of the plain kernel's launch does not depend on memory."""
+    spec, m, n, d, dv = layout.spec, tile.block_m, tile.block_n, layout.head_dim, layout.head_dim_v
+    described = (
+        _tiled(layout.q, m), _tiled(layout.do, m), _tiled(layout.k, n), _tiled(layout.v, n),
+        _across(layout.q, m) if narrow else _tiled(layout.q, m),
+        _across(layout.do, m) if narrow else _tiled(layout.do, m),
+    )  # fmt: skip
+    constants = (
+        layout.plane, *layout.k_steps, *layout.v_steps,
+        spec.kv_heads, spec.seqlen_q, spec.seqlen_kv, layout.padded_q, layout.padded_kv,
+        spec.head_dim, spec.head_dim_v, layout.scale, layout.exponent, layout.before, layout.after,
+        spec.softcap * LOG2E,
+        spec.group, m, n, d, dv, *layout.kinds, narrow, PEAK, BLOCK, tile.stages,
+    )  # fmt: skip
+    grid = -(-spec.seqlen_kv // n), spec.batch * spec.kv_heads, 1
+    return described, _KEYS(grid, constants, (dtype,), num_warps=tile.warps)
+
+
+def run_all(given: Prepared, sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """dQ (B, H, Sq, D), dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv) by the fused kernel, which must serve.
 
+    ``sums`` are zeros (B, H, padded Sq, padded D) in bf16, and spent afterwards.
     dQ differs from run to run: programs add to it in no order, and every sum is rounded to bf16.
     """
-    spec, rows, padded_q = given.spec, given.gradient.rows, given.q.data.shape[1]
-    dk_out, dv_out = _for_keys(given, dtype)
-    dq_out = torch.empty(spec.batch, spec.heads, spec.seqlen_q, spec.head_dim, dtype=dtype, device=rows.device)
-    sums = torch.zeros(given.q.data.shape, dtype=torch.bfloat16, device=rows.device)
+    layout, device = given.layout, sums.device
+    spec = layout.spec
+    dk_out, dv_out = _for_keys(spec, dtype, device)
+    dq_out = torch.empty((spec.batch, spec.heads, spec.seqlen_q, spec.head_dim), dtype=dtype, device=device)
     hopper.run_all(given, sums, dk_out, dv_out)
     memory = sums, given.k_scale, given.v_scale, given.turn, dq_out
-    constants = (
-        *given.k_scale.stride()[:2], *given.v_scale.stride()[:2], spec.heads, spec.group, spec.seqlen_q, padded_q,
-        spec.head_dim, given.scale, ROWS, given.head_dim, given.turn is not None,
-    )  # fmt: skip
-    grid = triton.cdiv(spec.seqlen_q, ROWS), spec.batch * spec.heads, 1
-    _FINISH(grid, constants, (dtype,), num_warps=4)(memory, addresses(memory))
+    _finishing(layout, dtype)(memory, addresses(memory))
     return dq_out, dk_out, dv_out
 
 
-def _for_keys(given: Prepared, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+@lru_cache(maxsize=KEPT)
+def _finishing(layout: Layout, dtype: torch.dtype) -> Launch:
+    spec = layout.spec
+    constants = (
+        *layout.k_steps[:2], *layout.v_steps[:2], spec.heads, spec.group, spec.seqlen_q, layout.padded_q,
+        spec.head_dim, layout.scale, ROWS, layout.head_dim, layout.rotated,
+    )  # fmt: skip
+    grid = -(-spec.seqlen_q // ROWS), spec.batch * spec.heads, 1
+    return _FINISH(grid, constants, (dtype,), num_warps=4)
+
+
+def _for_keys(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Memory for dK and dV."""
-    spec, device = given.spec, given.gradient.rows.device
-    shape = spec.batch, spec.kv_heads, spec.seqlen_kv
+    batch, heads, length = spec.batch, spec.kv_heads, spec.seqlen_kv
     return (
-        torch.empty(*shape, spec.head_dim, dtype=dtype, device=device),
-        torch.empty(*shape, spec.head_dim_v, dtype=dtype, device=device),
+        torch.empty((batch, heads, length, spec.head_dim), dtype=dtype, device=device),
+        torch.empty((batch, heads, length, spec.head_dim_v), dtype=dtype, device=device),
     )
 
 
 def run_queries(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -> Tensor:
     """dQ (B, H, Sq, D)."""
-    spec, do, rows = given.spec, given.gradient.laid, given.gradient.rows
-    m, n, d, dv = tile.block_m, tile.block_n, given.head_dim, given.head_dim_v
-    dq_out = torch.empty(spec.batch, spec.heads, spec.seqlen_q, spec.head_dim, dtype=dtype, device=rows.device)
-    if tile.hopper is not None and given.served:
+    layout, do, rows = given.layout, given.gradient.laid, given.gradient.rows
+    spec = layout.spec
+    shape = spec.batch, spec.heads, spec.seqlen_q, spec.head_dim
+    dq_out = torch.empty(shape, dtype=dtype, device=rows.device)
+    if tile.hopper is not None and layout.served:
         hopper.run_queries(given, tile.hopper, narrow, dq_out)
         return dq_out
+    described, start = _for_queries_plain(layout, tile, narrow, dtype)
+    tiled = given.q.data, do.data, given.k.data, given.v.data, given.k.further(narrow, interleaved=False)
     memory = rows, given.gradient.descale, given.k_scale, given.v_scale, given.turn, dq_out
-    tiled = (
-        _tiled(given.q.data, m, d), _tiled(do.data, m, dv), _tiled(given.k.data, n, d), _tiled(given.v.data, n, dv),
-        _further(given.k, n, d, narrow),
-    )  # fmt: skip
-    constants = (
-        rows.stride(0), *given.k_scale.stride(), *given.v_scale.stride(),
-        spec.heads, spec.group, spec.seqlen_q, spec.seqlen_kv, rows.shape[2], given.k.data.shape[1],
-        spec.head_dim, given.scale, given.exponent, given.before, given.after, spec.softcap * LOG2E,
-        m, n, d, spec.seqlen_kv % n != 0, *given.kinds, narrow, PEAK, BLOCK, tile.stages,
-    )  # fmt: skip
-    grid = triton.cdiv(spec.seqlen_q, m), spec.batch * spec.heads, 1
-    _QUERIES(grid, constants, (dtype,), num_warps=tile.warps)((*tiled, *memory), addresses(memory))
+    start((*all_of(described, tiled), *memory), addresses(memory))
     return dq_out
 
 
+@lru_cache(maxsize=KEPT)
+def _for_queries_plain(
+    layout: Layout, tile: Tile, narrow: bool, dtype: torch.dtype
+) -> tuple[tuple[Described, ...], Launch]:
+    """What of the plain kernel's launch does not depend on memory."""
+    spec, m, n, d = layout.spec, tile.block_m, tile.block_n, layout.head_dim
+    described = (
+        _tiled(layout.q, m), _tiled(layout.do, m), _tiled(layout.k, n), _tiled(layout.v, n),
+        _across(layout.k, n) if narrow else _tiled(layout.k, n),
+    )  # fmt: skip
+    constants = (
+        layout.plane, *layout.k_steps, *layout.v_steps,
+        spec.heads, spec.group, spec.seqlen_q, spec.seqlen_kv, layout.padded_q, layout.padded_kv,
+        spec.head_dim, layout.scale, layout.exponent, layout.before, layout.after, spec.softcap * LOG2E,
+        m, n, d, spec.seqlen_kv % n != 0, *layout.kinds, narrow, PEAK, BLOCK, tile.stages,
+    )  # fmt: skip
+    grid = -(-spec.seqlen_q // m), spec.batch * spec.heads, 1
+    return described, _QUERIES(grid, constants, (dtype,), num_warps=tile.warps)
+
+
 @lru_cache(maxsize=16)
-def _turn(size: int, padded_size: int, device: torch.device) -> tuple[Tensor, float]:
-    """The transpose of the rotation as signs and zeros in bf16, (padded_size, padded_size), and the factor left out."""
+def _turn(size: int, padded_size: int, device: torch.device) -> Tensor:
+    """The transpose of the rotation as signs and zeros in bf16, (padded_size, padded_size); see ``_turn_factor``."""
     back = hadamard(size).mT
-    factor = float(back.abs().max())
-    signs = F.pad(back / factor, (0, padded_size - size) * 2).round().to(torch.bfloat16).contiguous()
-    return signs.to(device), factor  # the copy is over when it returns; a kernel after it would be one stream's alone
+    signs = F.pad(back / _turn_factor(size), (0, padded_size - size) * 2).round().to(torch.bfloat16).contiguous()
+    return signs.to(device)  # the copy is over when it returns; a kernel after it would be one stream's alone
+
+
+@lru_cache(maxsize=256)
+def _turn_factor(size: int) -> float:
+    """What the rotation's signs are to be multiplied by."""
+    return float(hadamard(size).abs().max())
 
 
 def launch(
@@ -199,25 +274,23 @@ def launch(
     narrow: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK, dV in the gradients' dtype; ``choose`` has the tiles for a spec, padded head dimension and device."""
-    tiles = choose(spec, padded(max(spec.head_dim, spec.head_dim_v)), grad_out.device)
-    given = prepared(spec, q, k, v, out, lse, grad_out, narrow, tiles)
-    dtype = gradient_dtype(spec)
+    device, dtype = grad_out.device, gradient_dtype(spec)
+    tiles = choose(spec, padded(max(spec.head_dim, spec.head_dim_v)), device)
     anyhow = spec.seqlen_kv <= hopper.MOST_SUMMED and not torch.are_deterministic_algorithms_enabled()
-    if tiles.fused and given.served and not narrow and anyhow and hopper.adds():
-        return run_all(given, dtype)
-    dk, dv = run_keys(given, tiles.keys, narrow, dtype)
-    return run_queries(given, tiles.queries, narrow, dtype), dk, dv
+    fused = tiles.fused and not narrow and anyhow and hopper.adds()
+    with on(device):
+        given = prepared(spec, q, k, v, out, lse, grad_out, narrow, tiles, fused=fused)
+        if given.sums is not None:
+            return run_all(given, given.sums, dtype)
+        dk, dv = run_keys(given, tiles.keys, narrow, dtype)
+        return run_queries(given, tiles.queries, narrow, dtype), dk, dv
 
 
-def _tiled(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """x (H, R, C) as a TMA descriptor of (H·R, C) that loads ``rows`` × ``columns``."""
-    flat = x.view(-1, x.shape[2])
-    return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [rows, columns])
+def _tiled(shape: Shape, tokens: int) -> Described:
+    """x (B, H, S, D) by so many tokens."""
+    return Described(TensorDescriptor.from_tensor, rows_of(shape), (tokens, shape[3]))
 
 
-def _further(x: Laid, tokens: int, size: int, narrow: bool) -> TensorDescriptor:
-    """The copy that a sum over tokens reads: transposed for FP8, widened for bf16."""
-    copy = x.transposed if narrow else x.wide
-    assert copy is not None
-    assert not x.interleaved
-    return _tiled(copy, size, tokens) if narrow else _tiled(copy, tokens, size)
+def _across(shape: Shape, tokens: int) -> Described:
+    """The transposed copy (B, H, D, S) of x (B, H, S, D) by so many tokens."""
+    return Described(TensorDescriptor.from_tensor, rows_of(flipped(shape)), (shape[3], tokens))

@@ -1,59 +1,37 @@
-"""What stands before the FP8 backward: dO in e4m3 with delta, and the operands where the tensor cores want them.
-
-The kernels of the backward read whole tiles through TMA, without bounds: every tensor here is (heads, padded length,
-padded head dimension) in one piece, or its transpose, and zero behind the last token and the last dimension.
-An FP8 tensor core takes both operands with the axis that it sums over contiguous (PTX ISA, wgmma: only 16-bit
-types may be transposed), so a sum over tokens in FP8 reads a transposed copy, and one in bf16 a widened copy.
-Widening is exact: e4m3 has 3 mantissa bits, bf16 has 7.  For the Hopper kernels a transposed copy's tokens are
-interleaved, as registers hold the other operand (``backward_hopper_narrow``).
-"""
+"""What stands before the FP8 backward's products: dO in e4m3 with delta, a number for each query, in one pass."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnbench.fp8 import Quantised
 from attnbench.spec import AttentionSpec
 
 from ..padding import rounded_up
 from .arithmetic import to_bf16, to_e4m3
-from .launching import Launches, addresses
+from .backward_copies import PADDING, Laid, padded
+from .descales import steps
+from .launching import KEPT, Launch, Launches, addresses
 
-__all__ = ["BLOCK", "LOG2E", "PADDING", "PEAK", "Gradient", "Laid", "lay_out", "lay_out_gradient", "padded"]
+__all__ = ["BLOCK", "LOG2E", "PEAK", "VECTORS", "Gradient", "lay_out_gradient"]
 
-PADDING = 128  # tokens; the largest tile
 LOG2E = 1.4426950408889634
 PEAK = 256.0  # of P in e4m3: 448 is the largest number, and the rounding of the log-sum-exp may lift P above 1
 BLOCK = PADDING  # queries that share dO's descale; no tile is longer
-_ROWS = 3  # vectors over the queries
-_TOKENS = 64  # that one program of _lay_out copies
-_SMALLEST = 32  # what an FP8 tensor core sums over at once
-
-
-class Laid(NamedTuple):
-    """An e4m3 operand of H heads: ``data`` (H, S, D) e4m3; ``wide`` the same numbers in bf16; ``transposed`` (H, D, S).
-
-    S and D are padded; what was not asked for is None.  ``interleaved``: of each 16 tokens of ``transposed`` the order
-    is 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15.
-    """
-
-    data: Tensor
-    wide: Tensor | None
-    transposed: Tensor | None
-    interleaved: bool
+VECTORS = 3  # over the queries, in ``rows``
 
 
 class Gradient(NamedTuple):
     """dO as ``Laid`` has it, except that ``wide`` is dO itself over its descale in bf16.
 
-    ``descale`` (H, S / BLOCK) fp32: dO's, a power of two for each block of queries, so that dO over it is exact.
-    ``rows`` (3, H, S) fp32 describes the queries.  0: LSE·log2(e), less the exponent by which P is wanted larger,
+    ``descale`` (B, H, S / BLOCK) fp32: dO's, a power of two for each block of queries, so that dO over it is exact.
+    ``rows`` (3, B, H, S) fp32 describes the queries.  0: LSE·log2(e), less the exponent by which P is wanted larger,
     infinite where no key is seen; 1: delta in units of dO·v as the e4m3 numbers give it (of V's descale too, where
     that varies); 2: Q's descale.
     P is wanted larger by dO's descale where the sums over tokens are wide, because ``wide`` is smaller by it, and
@@ -63,57 +41,6 @@ class Gradient(NamedTuple):
     laid: Laid
     descale: Tensor
     rows: Tensor
-
-
-def padded(size: int) -> int:
-    """The head dimension that a tile has: a power of two that an FP8 tensor core can sum over."""
-    return max(_SMALLEST, 1 << (size - 1).bit_length())
-
-
-@triton.jit
-def _token(place, interleaved: tl.constexpr):
-    """The token that stands at a place of a transposed copy, from where whole rows are read."""
-    if interleaved:
-        return (place & -16) + ((place >> 2) & 3) * 2 + ((place >> 1) & 1) * 8 + (place & 1)
-    return place
-
-
-@triton.jit
-def _lay_out(
-    x,
-    data,
-    wide,
-    transposed,
-    batch_stride,
-    head_stride,
-    token_stride,
-    size_stride,
-    heads,
-    length,
-    size,
-    padded_length,
-    padded_size: tl.constexpr,
-    tokens: tl.constexpr,
-    write_data: tl.constexpr,
-    write_wide: tl.constexpr,
-    write_transposed: tl.constexpr,
-    interleaved: tl.constexpr,
-):
-    head = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * tokens + tl.arange(0, tokens)
-    token = _token(row, interleaved)
-    column = tl.arange(0, padded_size)
-    place = x + head // heads * batch_stride + head % heads * head_stride
-    place += token.to(tl.int64)[:, None] * token_stride + column[None, :] * size_stride
-    tile = tl.load(place, mask=(token < length)[:, None] & (column < size)[None, :], other=0.0)
-    flat = head * padded_length * padded_size + token.to(tl.int64)[:, None] * padded_size + column[None, :]
-    if write_data:
-        tl.store(data + flat, tile)
-    if write_wide:
-        tl.store(wide + flat, tile.to(tl.bfloat16))
-    if write_transposed:
-        across = (head * padded_size + column.to(tl.int64)[:, None]) * padded_length + row[None, :]
-        tl.store(transposed + across, tl.trans(tile))
 
 
 @triton.jit
@@ -194,56 +121,49 @@ def _lay_out_gradient(
     tl.store(row + 2 * plane, q_own)
 
 
-_COPIES = Launches(_lay_out)
 _GRADIENTS = Launches(_lay_out_gradient)
 
 
-def lay_out(x: Tensor, *, wide: bool = False, transposed: bool = False, interleaved: bool = False) -> Laid:
-    """e4m3 x (B, H, S, D) of any strides as the backward's kernels read it; no copy of what already lies so."""
-    batch, heads, length, size = x.shape
-    whole, long = padded(size), rounded_up(length, PADDING)
-    shape = (batch * heads, long, whole)
-    ready = shape == (batch * heads, length, size) and x.is_contiguous() and x.data_ptr() % 16 == 0
-    data = x.view(shape) if ready else torch.empty(shape, dtype=x.dtype, device=x.device)
-    widened = torch.empty(shape, dtype=torch.bfloat16, device=x.device) if wide else None
-    turned = torch.empty(shape[0], whole, long, dtype=x.dtype, device=x.device) if transposed else None
-    if not ready or wide or transposed:
-        constants = *x.stride(), heads, length, size, long, whole, _TOKENS, not ready, wide, transposed, interleaved
-        memory = x, data, data if widened is None else widened, data if turned is None else turned
-        _COPIES((long // _TOKENS, shape[0], 1), constants, ())(memory, addresses(memory))
-    return Laid(data, widened, turned, interleaved)
-
-
 def lay_out_gradient(
-    spec: AttentionSpec, grad_out: Tensor, out: Tensor, lse: Tensor, q: Quantised, v: Quantised, *, narrow: bool,
-    interleaved: bool = False,
+    spec: AttentionSpec, grad_out: Tensor, out: Tensor, lse: Tensor, q_descale: Tensor, v_descale: Tensor, *,
+    narrow: bool,
 ) -> Gradient:  # fmt: skip
-    """dO (B, H, Sq, Dv) of any strides in e4m3, and delta = rowsum(dO∘O), in one pass; a transposed copy takes another.
+    """dO (B, H, Sq, Dv) of any strides in e4m3, and delta = rowsum(dO∘O), in one pass.
 
+    ``out`` (B, H, Sq, Dv) is what the forward returned, ``lse`` (B, H, Sq) its log-sum-exp, and the descales those of
+    Q and V, (B, heads, S, 1) or 1 for any axis.  ``narrow`` says that the kernels will read a transposed copy of dO,
+    which is not made here, else the wide one.
     ptxas 12.8 loses bytes of a conversion to FP8 that two stores read, one of them transposed: on fp32 it did here.
-    ``out`` (B, H, Sq, Dv) is what the forward returned, ``lse`` (B, H, Sq) its log-sum-exp.  ``narrow`` says which
-    copy of dO the kernels will read: the transposed one, ``interleaved`` or not, else the wide one.
     """
-    batch, heads, length, size = grad_out.shape
-    whole, long = padded(size), rounded_up(length, PADDING)
-    shape, device = (batch * heads, long, whole), grad_out.device
-    data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
-    wide = None if narrow else torch.empty(shape, dtype=torch.bfloat16, device=device)
-    descale = torch.empty(batch * heads, long // BLOCK, dtype=torch.float32, device=device)
-    rows = torch.empty(_ROWS, batch * heads, long, dtype=torch.float32, device=device)
-    q_descale = q.descale.expand(batch, heads, length, 1)
-    v_descale = v.descale.expand(batch, spec.kv_heads, v.descale.shape[2], 1)
-    constants = (
-        *grad_out.stride(), *out.stride(), *lse.stride(), *q_descale.stride()[:3], *v_descale.stride()[:2],
-        heads, spec.group, length, size, rows.stride(0), long,
-        LOG2E, math.log2(PEAK), whole, BLOCK, v.descale.shape[2] > 1, not narrow,
+    inputs = grad_out, out, lse, q_descale, v_descale
+    whole, blocks, rows_shape, launch = _gradient(
+        spec, narrow, *[(x.dtype, x.stride()) for x in inputs[:3]],
+        *[(x.dtype, x.shape, x.stride()) for x in inputs[3:]],
     )  # fmt: skip
-    memory = (
-        grad_out, out, lse, q_descale, v_descale,
-        data, data if wide is None else wide, descale, rows,
-    )  # fmt: skip
-    dtypes = grad_out.dtype, out.dtype, lse.dtype, q_descale.dtype, v_descale.dtype
-    launch = _GRADIENTS((long // BLOCK, shape[0], 1), constants, dtypes, num_warps=8)
+    device = grad_out.device
+    data = torch.empty(whole, dtype=torch.float8_e4m3fn, device=device)
+    wide = None if narrow else torch.empty(whole, dtype=torch.bfloat16, device=device)
+    descale = torch.empty(blocks, dtype=torch.float32, device=device)
+    rows = torch.empty(rows_shape, dtype=torch.float32, device=device)
+    memory = *inputs, data, data if wide is None else wide, descale, rows
     launch(memory, addresses(memory))
-    turned = lay_out(data.view(batch, heads, long, whole), transposed=narrow, interleaved=interleaved).transposed
-    return Gradient(Laid(data, wide, turned, interleaved), descale, rows)
+    return Gradient(Laid(data, wide, None, False), descale, rows)
+
+
+@lru_cache(maxsize=KEPT)
+def _gradient(
+    spec: AttentionSpec, narrow: bool, grad: tuple[Any, ...], out: tuple[Any, ...], lse: tuple[Any, ...],
+    q: tuple[Any, ...], v: tuple[Any, ...],
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], Launch]:  # fmt: skip
+    """Shapes of dO's copies, its descales and the rows, and the launch, for inputs of these dtypes and strides."""
+    batch, heads, length, size = spec.batch, spec.heads, spec.seqlen_q, spec.head_dim_v
+    whole, long = padded(size), rounded_up(length, PADDING)
+    constants = (
+        *grad[1], *out[1], *lse[1], *steps(q[1], q[2], batch, heads, length),
+        *steps(v[1], v[2], batch, spec.kv_heads, spec.seqlen_kv)[:2],
+        heads, spec.group, length, size, batch * heads * long, long,
+        LOG2E, math.log2(PEAK), whole, BLOCK, v[1][2] > 1, not narrow,
+    )  # fmt: skip
+    dtypes = tuple(each[0] for each in (grad, out, lse, q, v))
+    launch = _GRADIENTS((long // BLOCK, batch * heads, 1), constants, dtypes, num_warps=8)
+    return (batch, heads, long, whole), (batch, heads, long // BLOCK), (VECTORS, batch, heads, long), launch

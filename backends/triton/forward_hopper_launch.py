@@ -5,7 +5,8 @@ Importing this imports no Gluon: ``serves`` is asked first.
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,40 +16,35 @@ from torch import Tensor
 from attnbench.devices import describe
 from attnbench.spec import AttentionSpec
 
+from .descriptors import Described
 from .launching import Launch
 from .tiles import Tile, padded_size
 
-__all__ = ["BLOCK_M", "descriptor", "descriptors", "launch", "programs_of", "registers", "serves"]
+__all__ = ["BLOCK_M", "ROWS", "described", "launch", "programs_of", "registers", "runs_on", "serves"]
 
-_ROWS = 64  # queries of a warpgroup
+ROWS = 64  # queries of a warpgroup
 _CONSUMERS = 2  # warpgroups that compute
-BLOCK_M = _CONSUMERS * _ROWS
+BLOCK_M = _CONSUMERS * ROWS
 _LEAST = (3, 6)  # of Triton: Gluon's interface changes from release to release
 _SWIZZLE = 128  # bytes: the widest pattern in which shared memory is read without conflicts
 _LOADER = 24  # registers of a thread that loads, as few as there can be
 _REGISTERS = 64 * 1024  # of a multiprocessor
 
 
-def serves(spec: AttentionSpec, device: torch.device, *, per_token: bool) -> bool:
-    """Whether the Hopper kernel computes this; what else there is stays with the kernel in ``forward_kernel``.
+def serves(spec: AttentionSpec, *, per_token: bool) -> bool:
+    """Whether the Hopper kernel computes this where it runs; the kernel in ``forward_kernel`` computes the rest.
 
     ``per_token`` says that tokens of Q, K or V have scales of their own: a product more a score, and registers that
     the Hopper kernel does not have.  A soft cap asks for a second exponential, and a negative scale for least scores.
     """
-    return spec.softcap == 0 and spec.scale >= 0 and not per_token and _hopper(device)
+    return spec.softcap == 0 and spec.scale >= 0 and not per_token
 
 
-def descriptors(tile: Tile, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, Any, Any]:
-    """Of Q, by a warpgroup's rows, and of K and V, by blocks of keys."""
-    size, size_v = padded_size(spec.head_dim), padded_size(spec.head_dim_v)
-    return (
-        descriptor(q, [_ROWS, size]),
-        descriptor(k, [tile.block_n, size]),
-        descriptor(v, [size_v, tile.block_n]),
-    )
+def runs_on(device: torch.device) -> bool:
+    """Whether Gluon's kernels for Hopper run there."""
+    return device.type == "cuda" and describe(device).capability == (9, 0) and _recent()
 
 
-@lru_cache(maxsize=1024)
 def launch(
     spec: AttentionSpec, tile: Tile, places: tuple[Any, ...], steps: tuple[Any, ...], section: int, device: torch.device
 ) -> Launch:
@@ -85,8 +81,12 @@ def registers() -> tuple[int, int]:
     return even, min(240, (even * warpgroups - _LOADER) // _CONSUMERS // 8 * 8)
 
 
-def descriptor(x: Tensor, block: list[int]) -> Any:
-    """Of x, a vector or a matrix, by blocks of this shape."""
+def described(shape: Sequence[int], block: Sequence[int], strides: Sequence[int] | None = None) -> Described:
+    """Descriptors of a vector or a matrix of this shape, by blocks of this one."""
+    return Described(_descriptor, shape, block, strides)
+
+
+def _descriptor(x: Tensor, block: list[int]) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     size = x.element_size()
@@ -99,11 +99,6 @@ def _layout(width: int, size: int, rank: int) -> Any:
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     return NVMMASharedLayout(swizzle_byte_width=min(width, _SWIZZLE), element_bitwidth=8 * size, rank=rank)
-
-
-def _hopper(device: torch.device) -> bool:
-    """Whether Gluon's kernels for Hopper run there."""
-    return device.type == "cuda" and describe(device).capability == (9, 0) and _recent()
 
 
 @cache

@@ -7,19 +7,23 @@ answer is known.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
 from .interpreter import interpreted
 
-__all__ = ["Launch", "Launches", "addresses"]
+__all__ = ["KEPT", "Launch", "Launches", "addresses", "on"]
 
+KEPT = 1024  # of what is kept for calls that are alike: more come of shapes that no call repeats
 _INTERPRETED = interpreted()  # decided where kernels are defined
-_MOST = 4096  # launches kept of one kernel: more come of shapes that no call repeats
+_MOST = 4096  # launches kept of one kernel
 _ALIGNED = 16  # bytes: Triton compiles apart for memory that begins at multiples of it
+_HERE: AbstractContextManager[None] = nullcontext()
 
 
 class Launch:
@@ -29,27 +33,30 @@ class Launch:
     The first arguments may have other memory from call to call, but the same dtypes and the same integers.
     """
 
-    __slots__ = ("_compiled", "constants", "grid", "kernel", "options")
+    __slots__ = ("_start", "constants", "grid", "kernel", "options")
 
     def __init__(
         self, kernel: Any, grid: tuple[int, int, int], constants: tuple[Any, ...], options: Mapping[str, Any]
     ) -> None:
         self.kernel, self.grid, self.constants, self.options = kernel, grid, constants, dict(options)
-        self._compiled: dict[int, Any] = {}
+        self._start: dict[int, Callable[..., None]] = {}
 
     def __call__(self, first: tuple[Any, ...], addresses: int) -> None:
-        """Start it on the current stream of the current device; ``addresses`` are those of its memory, or-ed."""
-        arguments = (*first, *self.constants)
+        """Start it on the current stream of the current device; ``addresses`` are those of its memory, or-ed.
+
+        A descriptor's are not among them: it has none that are not aligned.
+        """
         if addresses % _ALIGNED:
-            self.kernel[self.grid](*arguments, **self.options)
+            self.kernel[self.grid](*first, *self.constants, **self.options)
             return
         device = _current_device()
-        compiled = self._compiled.get(device)
-        if compiled is None:
-            # None under the interpreter, which has nothing to keep.
-            self._compiled[device] = self.kernel[self.grid](*arguments, **self.options)
-        else:
-            compiled[self.grid](*arguments)
+        start = self._start.get(device)
+        if start is not None:
+            start(*first, *self.constants)
+            return
+        compiled = self.kernel[self.grid](*first, *self.constants, **self.options)
+        if compiled is not None:  # as it is under the interpreter, which has nothing to keep
+            self._start[device] = compiled[self.grid]
 
 
 class Launches:
@@ -83,6 +90,13 @@ def addresses(memory: Iterable[Tensor | None]) -> int:
         if each is not None:
             found |= each.data_ptr()
     return found
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Around launches: makes a GPU the current one, for which nothing is to be done where it is that already."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(device)
 
 
 def _current_device() -> int:

@@ -13,7 +13,6 @@ begins where the first ended and finds that part in the L2 cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -28,7 +27,7 @@ from attnbench.spec import Granularity
 
 from ..padding import rounded_up
 from .forward import interleaved
-from .launching import Launch, addresses
+from .launching import Launch, addresses, on
 from .quantise_kernels import PADDING, Job, Size, cast, largest_magnitudes
 
 __all__ = ["TILES", "Quantisation", "Request", "Tiles", "quantised", "quantised_together", "tiles_for"]
@@ -175,7 +174,7 @@ def quantised_together(requests: Sequence[Request], recipe: Recipe, tiles: Tiles
         results.append(result)
         jobs.append(job)
     begins = addresses(each for job in jobs for each in job[:_MEMORY])
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with on(device):
         for launch in layout.launches:
             launch((tuple(jobs),), begins)
     return results

@@ -256,15 +256,15 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_copies_hold_the_same_numbers_and_what_lies_right_is_not_copied() -> None:
-    from attnbench.backends.triton.backward_layout import lay_out
+    from attnbench.backends.triton.backward_copies import lay_out
 
     x = quantise(torch.randn(2, 3, 150, 24), Recipe("token")).data
     laid = lay_out(x.transpose(1, 2).contiguous().transpose(1, 2), wide=True, transposed=True)
     assert laid.wide is not None
     assert laid.transposed is not None
-    assert (laid.data.shape, laid.transposed.shape) == ((6, 256, 32), (6, 32, 256))
-    wanted = torch.zeros(6, 256, 32)
-    wanted[:, :150, :24] = x.float().view(6, 150, 24)
+    assert (laid.data.shape, laid.transposed.shape) == ((2, 3, 256, 32), (2, 3, 32, 256))
+    wanted = torch.zeros(2, 3, 256, 32)
+    wanted[:, :, :150, :24] = x.float()
     for each in (laid.data, laid.wide, laid.transposed.view(torch.uint8).mT.contiguous().view(x.dtype)):
         assert torch.equal(each.float(), wanted)
     ready = torch.zeros(2, 3, 256, 64, dtype=torch.float8_e4m3fn)

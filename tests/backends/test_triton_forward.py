@@ -191,7 +191,7 @@ def test_rows_that_tma_can_read_are_not_copied(layout: str) -> None:
     kernel = backend.TritonForward("fp8")
     operands = kernel.prepare_quantised(*inputs, spec)
     native = operands.native
-    assert [x.data.data_ptr() for x in (native.q, native.k)] == [x.data.data_ptr() for x in inputs[:2]]
+    assert [x.data_ptr() for x in (native.q, native.k)] == [x.data.data_ptr() for x in inputs[:2]]
     agrees(operands, kernel.run(operands))
 
 
@@ -263,6 +263,7 @@ def test_heads_take_turns_only_where_their_keys_fit() -> None:
 def test_every_program_has_a_block_of_its_own(heads_in_turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the section: one that does not divide the heads leaves a shorter last one."""
     monkeypatch.setattr(triton_forward, "_section", lambda _: heads_in_turn)
+    monkeypatch.setattr(triton_forward, "_layout", triton_forward._layout.__wrapped__)  # no section is kept
     spec = AttentionSpec.make(batch=2, heads=3, seqlen_q=40, head_dim=64, mask=Mask(right=0))
     kernel = backend.TritonForward("fp8", Tile(16, 32, 4, 2))
     operands = kernel.prepare(*tensors(spec), spec)

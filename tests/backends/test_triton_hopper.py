@@ -97,27 +97,26 @@ def test_every_hopper_tile_is_one_that_the_kernel_takes() -> None:
     assert all(tile.block_m == hopper.BLOCK_M and tile.interleaved and tile.tma for tile in tiles)
 
 
-def test_what_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "_hopper", lambda device: True)
-    assert hopper.serves(SPEC, GPU, per_token=False)
-    assert not hopper.serves(SPEC, GPU, per_token=True)
-    assert not hopper.serves(replace(SPEC, softcap=5.0), GPU, per_token=False)
-    assert not hopper.serves(replace(SPEC, scale=-0.1), GPU, per_token=False)
+def test_what_it_serves() -> None:
+    assert hopper.serves(SPEC, per_token=False)
+    assert not hopper.serves(SPEC, per_token=True)
+    assert not hopper.serves(replace(SPEC, softcap=5.0), per_token=False)
+    assert not hopper.serves(replace(SPEC, scale=-0.1), per_token=False)
 
 
 @pytest.mark.parametrize(
-    ("capability", "version", "serves"),
+    ("capability", "version", "runs"),
     [((9, 0), "3.6.0", True), ((9, 0), "3.10.1", True), ((9, 0), "3.5.1", False), ((8, 9), "3.6.0", False),
      ((10, 0), "3.6.0", False), ((9, 0), "main", False)],
 )  # fmt: skip
 def test_it_is_for_hopper_and_a_triton_that_it_was_written_for(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], version: str, serves: bool
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], version: str, runs: bool
 ) -> None:
     monkeypatch.setattr(hopper, "describe", lambda device: Device(device.type, "a GPU", capability))
     monkeypatch.setattr(triton, "__version__", version)
     monkeypatch.setattr(hopper, "_recent", hopper._recent.__wrapped__)
-    assert hopper.serves(SPEC, GPU, per_token=False) is serves
-    assert not hopper.serves(SPEC, CPU, per_token=False)
+    assert hopper.runs_on(GPU) is runs
+    assert not hopper.runs_on(CPU)
 
 
 @pytest.mark.skipif(not interpreted(), reason="kernels are compiled here, which the tests in tests/gpu run")

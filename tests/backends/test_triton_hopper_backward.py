@@ -33,6 +33,7 @@ from attnbench.backends.triton import backward_hopper_launch as hopper
 from attnbench.backends.triton import forward_hopper_launch, interpreter
 from attnbench.backends.triton.backward import TritonBackward
 from attnbench.backends.triton.backward_tiles import TILES, Ring, Tile, Tiles
+from attnbench.backends.triton.launching import Launch
 
 HEAD = Recipe("head")
 ALLOWED = {False: 0.01, True: 0.06}  # by whether the sums are e4m3, as for the plain kernels
@@ -44,7 +45,7 @@ needs_interpreter = pytest.mark.skipif(not interpreter.interpreted(), reason="th
 def _on_cpu() -> Any:
     """Hopper is here, and its kernels are emulated; how many were launched is in ``LAUNCHED``."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward_hopper_launch, "_hopper", lambda device: True)
+        patch.setattr(forward_hopper_launch, "runs_on", lambda device: True)
         for name in ("run_all", "run_keys", "run_queries"):
             patch.setattr(hopper, name, _emulated(getattr(hopper, name)))
         yield
@@ -270,6 +271,44 @@ def test_one_of_the_kernels_may_be_plain(rings: tuple[Ring | None, Ring | None])
 def test_longer_blocks_may_pass_by() -> None:
     spec, (q, k, v, grad_out) = make(300, 420, mask=Mask(left=200, right=0, alignment="bottom-right"), head_dim=64)
     check_on_hopper(saved(spec, q, k, v, (HEAD,) * 3), grad_out, kernel(Ring(128, 2), Ring(128, 3)))
+
+
+@needs_interpreter
+@any_way
+def test_what_memory_held_before_spoils_nothing(how: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums begin at zero and padding is zero, whoever had the memory."""
+    spec, (q, k, v, grad_out) = make(150, 200, head_dim=64, head_dim_v=40)
+    given_, empty = saved(spec, q, k, v, (HEAD,) * 3), torch.empty
+
+    def used(*said: Any, **more: Any) -> Tensor:
+        x = empty(*said, **more)
+        if x.is_floating_point() and x.ndim:
+            x.view(torch.uint8).fill_(0xFF)  # no number in any type
+        return x
+
+    monkeypatch.setattr(torch, "empty", used)
+    check_on_hopper(given_, grad_out, kernel(**how))
+
+
+@needs_interpreter
+@any_way
+def test_it_takes_four_launches(how: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device waits for the host where calls are short, and a launch is what takes the host longest."""
+    spec, (q, k, v, grad_out) = make(150, 200, head_dim=64)
+    given_, started, start = saved(spec, q, k, v, (HEAD,) * 3), [], Launch.__call__
+
+    def starting(launch: Launch, *said: Any) -> None:
+        started.append(launch.kernel.__name__)
+        start(launch, *said)
+
+    monkeypatch.setattr(Launch, "__call__", starting)
+    kernel(**how).run(given_, grad_out)
+    assert started[:2] == ["_lay_out_gradient", "_lay_out"]
+    if how.get("fused"):
+        assert started[2:] == ["all_gradients_hopper", "finish_query_gradients"]
+    else:
+        both = ["key_gradients_hopper", "query_gradients_hopper"]
+        assert [name.removeprefix("narrow_") for name in started[2:]] == both
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -1,12 +1,14 @@
 """Launches that go around Triton's look at every argument: when they may, and that they start the same."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from attnbench.backends.triton import launching
-from attnbench.backends.triton.launching import Launch, Launches, addresses
+from attnbench.backends.triton.launching import Launch, Launches, addresses, on
 
 
 class Kernel:
@@ -101,3 +103,20 @@ def test_one_tensor_that_begins_between_vectors_is_seen_among_all():
     aligned = x[-x.data_ptr() % 16 :]
     assert addresses((aligned, None, aligned[16:])) % 16 == 0
     assert addresses((aligned, None, aligned[8:], aligned)) % 16
+
+
+def test_threads_that_share_a_launch_start_it_with_their_own_memory(kernel):
+    launch = Launch(kernel, GRID, (7,), {})
+    launch(("first",), 256)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: launch((number,), 256), range(200)))
+    assert sorted(arguments[0] for _, arguments in kernel.started) == list(range(200))
+
+
+def test_the_gpu_is_changed_only_where_it_is_another(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    with on(torch.device("cuda", 1)), on(torch.device("cpu")):
+        pass  # without a GPU any change would fail
+    changed = on(torch.device("cuda", 0))
+    assert isinstance(changed, torch.cuda.device)
+    assert changed.idx == 0

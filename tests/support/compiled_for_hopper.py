@@ -54,7 +54,7 @@ def compiling() -> Iterator[list[Any]]:
     before = driver._active
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Launch, "__call__", compile_)
-        patch.setattr(forward_hopper_launch, "_hopper", lambda device: True)
+        patch.setattr(forward_hopper_launch, "runs_on", lambda device: True)
         driver.set_active(hopper)
         try:
             yield made

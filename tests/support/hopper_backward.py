@@ -213,7 +213,8 @@ def run(given: Prepared, kind: Kind, tile: Tile, dtype: torch.dtype, narrow: boo
         raise RuntimeError("the Hopper kernels do not serve this")
     if kind == "all":
         if tile.hopper is not None:
-            return backward_launch.run_all(given, dtype)
+            sums = torch.zeros(given.layout.q, dtype=torch.bfloat16, device=given.q.data.device)
+            return backward_launch.run_all(given, sums, dtype)
         return *run(given, "queries", tile, dtype, narrow), *run(given, "keys", tile, dtype, narrow)
     if kind == "keys":
         return backward_launch.run_keys(given, tile, narrow, dtype)
@@ -287,7 +288,7 @@ def _on_cpu() -> Iterator[None]:
         return started
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward_hopper_launch, "_hopper", lambda device: True)
+        patch.setattr(forward_hopper_launch, "runs_on", lambda device: True)
         for name in ("run_all", "run_keys", "run_queries"):
             patch.setattr(backward_hopper_launch, name, emulating(getattr(backward_hopper_launch, name)))
         yield
