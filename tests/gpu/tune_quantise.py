@@ -21,22 +21,21 @@ from test_triton_quantise_gpu import DEVICE, cases, floor
 from attnbench.backends.triton.quantise import Request, Tiles, quantised_together, tiles_for
 from attnbench.fp8 import Recipe
 from attnbench.harness.timing import Timer
-from attnbench.spec import Granularity
 
 HEAD_DIMS = (128, 64, 256)
 _PAIRS = ((32, 32), (32, 64), (64, 64), (128, 64), (128, 128))  # tokens of a program: rows, and with a transposed copy
 _FIRST = ((64, 4), (128, 8), (256, 8))  # and warps, in the pass over magnitudes
 
 
-def candidates(granularity: Granularity, dim: int) -> list[Tiles]:
+def candidates(recipe: Recipe, dim: int) -> list[Tiles]:
     """The committed tiles and those to hold against them."""
-    committed = tiles_for(granularity, dim)
-    if granularity == "block":
+    committed = tiles_for(recipe, dim)
+    if recipe.granularity == "block":
         found = [committed._replace(warps=warps) for warps in (4, 8, 16)]
-    elif granularity == "token":
+    elif recipe.granularity == "token":
         found = [Tiles(*pair, warps) for pair, warps in itertools.product(_PAIRS, (4, 8))]
     else:
-        second_passes = ((32, 32, 4), (64, 64, 4), (64, 64, 8), (128, 64, 4), (128, 128, 8))
+        second_passes = ((32, 32, 4), (64, 64, 4), (64, 64, 8), (128, 32, 8), (128, 64, 4), (128, 128, 8))
         passes = itertools.product(second_passes, _FIRST)
         found = [Tiles(*second, *first) for second, first in passes]
     return list(dict.fromkeys([committed, *found]))
@@ -47,7 +46,7 @@ def measured(requests: list[Request], recipe: Recipe, seconds: float) -> dict[Ti
     timer = Timer.for_device(DEVICE)
     requests = [request._replace(rotate=place < 2) for place, request in enumerate(requests)]  # Q and K, as V is not
     taken: dict[Tiles, list[float]] = {}
-    for tiles in candidates(recipe.granularity, requests[0].x.shape[3]):
+    for tiles in candidates(recipe, requests[0].x.shape[3]):
         try:
             timer.take(partial(quantised_together, requests, recipe, tiles))
             taken[tiles] = []
@@ -88,7 +87,7 @@ def main() -> None:
             print(f"\n{granularity}{', rotated' * (recipe.rotation != 'none')}, D={dim}")
             for tiles in sorted(means, key=means.__getitem__):
                 times = " ".join(f"{column[tiles]:.4f}" for column in columns)
-                mark = "<- committed" if tiles == tiles_for(granularity, dim) else ""
+                mark = "<- committed" if tiles == tiles_for(recipe, dim) else ""
                 print(f"   {tuple(tiles)!s:24} {means[tiles]:.3f} × floor: {times} {mark}")
 
 
