@@ -15,7 +15,7 @@ from .devices import bind
 from .fp8 import Quantised
 from .kernel import BackwardKernel, ForwardKernel, Operands, Result, Saved
 from .plan import Plan
-from .spec import AttentionSpec, Granularity
+from .spec import AttentionSpec
 
 __all__ = ["Execution"]
 
@@ -150,21 +150,26 @@ class _Underived(torch.autograd.Function):
 
 
 class _Kept(NamedTuple):
-    """An operand as autograd keeps it: its three tensors or None, and what else a quantised one says of itself."""
+    """An operand as autograd keeps it: its three tensors or None, and the class and other fields of a quantised one."""
 
     tensors: Sequence[Tensor | None]
-    of_what: tuple[Granularity, bool] | None
+    of_what: tuple[type[Quantised], dict[str, Any]] | None
 
     @classmethod
     def of(cls, x: Tensor | Quantised) -> _Kept:
         if isinstance(x, Quantised):
-            return cls((x.data, x.descale, x.mean), (x.granularity, x.rotated))
+            others = {name: value for name, value in vars(x).items() if name not in _TENSORS}
+            return cls((x.data, x.descale, x.mean), (type(x), others))
         return cls((x, None, None), None)
 
     def operand(self) -> Tensor | Quantised:
-        data, descale, mean = self.tensors
-        assert data is not None
         if self.of_what is None:
-            return data
-        assert descale is not None
-        return Quantised(data, descale, *self.of_what, mean)
+            assert self.tensors[0] is not None
+            return self.tensors[0]
+        kind, others = self.of_what
+        made = object.__new__(kind)
+        vars(made).update(others, **dict(zip(_TENSORS, self.tensors, strict=True)))  # the class is frozen
+        return made
+
+
+_TENSORS = ("data", "descale", "mean")

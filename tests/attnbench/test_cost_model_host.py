@@ -110,7 +110,7 @@ def rows():
     from attnbench.harness.store import recorded
 
     found = []
-    for name in ("inference", "training"):
+    for name in ("inference-plans", "training-plans"):
         measured = [row for row in read_measurements(recorded(RESULTS / name)) if row.measured]
         alone = {(row.spec, row.plan): _alone(row.time_ms) for row in measured}
         found += [(each, alone[each.spec, each.plan]) for each in condense(measured) if each.usable]
