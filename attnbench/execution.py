@@ -19,6 +19,8 @@ from .spec import AttentionSpec
 
 __all__ = ["Execution"]
 
+_TENSORS = ("data", "descale", "mean")  # of a quantised operand
+
 
 @dataclass(frozen=True)
 class Execution:
@@ -170,6 +172,3 @@ class _Kept(NamedTuple):
         made = object.__new__(kind)
         vars(made).update(others, **dict(zip(_TENSORS, self.tensors, strict=True)))  # the class is frozen
         return made
-
-
-_TENSORS = ("data", "descale", "mean")

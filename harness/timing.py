@@ -111,12 +111,12 @@ class Timer:
                 if warm.late_ms < LATE_MS and not warm.host_bound:
                     return warm
                 # A host that was held up is not so twice; work that was left running is.
-                again = queue.ahead(1, _lead(warm, 1))
+                again = queue.ahead(1, _lead(warm, 1), waits=warm.host_bound)
                 return (again if warm.host_bound else warm)._replace(late_ms=min(warm.late_ms, again.late_ms))
             # The second runs as those to come will, without the host's first hesitation.
             second = queue.take(1, _lead(warm, 1))
             count = self._count(_longer(second) / 1e3)
-            return queue.ahead(count, _lead(second, count))
+            return queue.ahead(count, _lead(second, count), waits=second.host_bound)
 
 
 def _longer(taken: Taken) -> float:
@@ -138,9 +138,14 @@ class _Queue:
         self._scratch = torch.empty(_l2_bytes(device) * _EVICTING, dtype=torch.uint8, device=device)
         self._event: Callable[[], torch.cuda.Event] = partial(torch.cuda.Event, enable_timing=True)
 
-    def ahead(self, count: int, lead_ms: float) -> Taken:
-        """So many samples, the device held where that keeps the host ahead."""
+    def ahead(self, count: int, lead_ms: float, *, waits: bool) -> Taken:
+        """So many samples, the device held where that keeps the host ahead.
+
+        ``waits``: the host was not ahead before either, as it never is of a call that waits for the device.
+        """
         taken = self.take(count, lead_ms)
+        if taken.host_bound and not waits:
+            taken = self.take(count, lead_ms)  # a host that was held up is not so twice
         # A call that waits for the device would wait for what holds it, too, and the host's time count that.
         return self.take(count, 0.0) if taken.host_bound else taken
 

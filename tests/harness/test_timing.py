@@ -133,7 +133,7 @@ def test_what_holds_the_device_is_not_in_the_time_of_a_call_that_waits_for_it(ho
     assert taken.host_ms == pytest.approx([(host + device) * 1e3] * len(taken.host_ms), abs=0.2)
 
 
-@pytest.mark.parametrize("device", [0.001, 0.02, 0.1])
+@pytest.mark.parametrize("device", [0.001, 0.0101, 0.02, 0.1])
 @pytest.mark.parametrize("held_up", range(4))
 def test_a_host_that_is_held_up_once_spoils_no_more_than_one_sample(monkeypatch, device, held_up):
     gpu, calls = simulated(monkeypatch), []
