@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from attnbench.backends.triton import quantise as triton_quantise
-from attnbench.backends.triton import quantise_kernels
+from attnbench.backends.triton import quantise_numbers
 from attnbench.backends.triton.launching import Launch
 from attnbench.backends.triton.quantise import Request, Tiles, quantised, quantised_together
 from attnbench.dtypes import TO_TORCH
@@ -248,7 +248,7 @@ def test_the_assembly_turns_four_tokens(format):
     """The interpreter has no PTX: here each instruction of it is one of Python, as the PTX ISA describes it."""
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)) * 100  # tokens, and places of the head dimension
     wanted = x.to(TO_TORCH[format]).view(torch.uint8).tolist()
-    text = {"e4m3": quantise_kernels._E4M3, "e5m2": quantise_kernels._E5M2}[format].value
+    text = {"e4m3": quantise_numbers._E4M3, "e5m2": quantise_numbers._E5M2}[format].value
     values = {f"${8 + i}": number for i, number in enumerate(x.flatten().tolist())}
     for line in text.strip("{} ").split(";"):
         name, into, *rest = re.findall(r"[$.\w]+", line) or [".reg", ""]
