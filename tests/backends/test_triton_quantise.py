@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from quantising import bits, bound, laid_out
 
 from attnbench.backends.triton import quantise as triton_quantise
 from attnbench.backends.triton import quantise_numbers
@@ -29,26 +30,7 @@ shapes = st.tuples(
 )
 
 
-def laid_out(shape, layout, dtype, seed=0, exponent=0):
-    """Normal numbers (B, H, S, D) of very different magnitudes, in the named order of axes in memory."""
-    generator = torch.Generator().manual_seed(seed)
-    b, h, s, d = shape
-    x = torch.randn(shape, generator=generator) * torch.exp(2 * torch.randn(b, h, s, 1, generator=generator))
-    x = (x * 2.0**exponent).clamp(-6e4, 6e4).to(dtype)  # fp16's numbers end at 65504
-    if layout == "gaps":
-        wide = x.new_full((b, h, 2 * s, d + 3), 7.0)
-        wide[:, :, ::2, 1 : d + 1] = x
-        return wide[:, :, ::2, 1 : d + 1]
-    axes = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "bhds": (0, 1, 3, 2), "sbhd": (2, 0, 1, 3)}[layout]
-    back = [axes.index(axis) for axis in range(4)]
-    return x.permute(axes).contiguous().permute(back)
-
-
 layouts = st.sampled_from(["bhsd", "bshd", "bhds", "sbhd", "gaps"])
-
-
-def bits(x):
-    return x.view(torch.uint8)
 
 
 def expected(x, recipe, group=1):
@@ -59,12 +41,6 @@ def expected(x, recipe, group=1):
     whole = quantise(x.reshape(b, h // group, group * s, d), recipe)
     descale = whole.descale.repeat_interleave(group, dim=1)
     return type(whole)(whole.data.reshape(x.shape), descale, "head")
-
-
-def bound(x):
-    """The largest that a signed sum over a block of the rotation can be, divided by √(block), (B, H, S, blocks)."""
-    block = math.gcd(x.shape[3], 2**20)
-    return x.abs().unflatten(3, (-1, block)).sum(4) / block**0.5
 
 
 def complete(result, length):
@@ -299,36 +275,6 @@ def test_many_partial_magnitudes_are_one(monkeypatch, granularity, heads, length
     triton_quantise._layout.cache_clear()
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_zeros_and_the_smallest_numbers(granularity):
-    x = torch.zeros(1, 3, 130, 16)
-    x[0, 1] = 2.0**-140
-    x[0, 2, ::2] = -(2.0**-120)
-    recipe = Recipe(granularity)
-    found, wanted = quantised(x, recipe), quantise(x, recipe)
-    assert torch.equal(found.operand(recipe).descale, wanted.descale)
-    assert torch.equal(found.operand(recipe).dequantised(torch.float64), wanted.dequantised(torch.float64))
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter's arithmetic with infinities
-@pytest.mark.parametrize("granularity", ["head", "block", "token"])
-@pytest.mark.parametrize("rotation", ["none", "hadamard"])
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_spoils_its_group_and_no_other(granularity, rotation, value):
-    x = laid_out((1, 2, 140, 24), "bhsd", torch.float32)
-    x[0, 1, 135, 3] = value
-    recipe = Recipe(granularity, rotation=rotation)
-    found, wanted = quantised(x, recipe, rotate=True).operand(recipe), quantise(x, recipe, rotate=True)
-    sound = wanted.descale.isfinite()
-    assert torch.equal(found.descale.isfinite(), sound)
-    rounding = 0 if rotation == "none" else 1e-6
-    torch.testing.assert_close(found.descale[sound], wanted.descale[sound], rtol=rounding, atol=0)
-    sound = sound.expand(x.shape)
-    assert not sound.all()
-    assert (bits(found.data) != bits(wanted.data))[sound].double().mean() <= 1e3 * rounding
-    assert not found.dequantised(torch.float32)[~sound].isfinite().any()
-
-
 @pytest.mark.parametrize("axis", [2, 3])
 @pytest.mark.parametrize(("granularity", "rotation"), [("token", "none"), ("head", "hadamard")])
 def test_rows_and_columns_farther_apart_than_32_bits_count(tmp_path, axis, granularity, rotation):
@@ -358,61 +304,6 @@ def test_what_is_broadcast_is_read_where_it_lies(axes, granularity):
     assert torch.equal(bits(found.data.contiguous()), bits(wanted.data.contiguous()))
     assert torch.equal(found.operand(recipe).descale.expand(2, 3, 130, 1), wanted.descale.expand(2, 3, 130, 1))
     complete(found, 130)
-
-
-@pytest.mark.parametrize("magnitude", [1e30, 3e38, 2.0**-149])
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_the_ends_of_fp32(granularity, magnitude):
-    x = torch.randn(1, 2, 130, 16, generator=torch.Generator().manual_seed(0)).clamp(-1, 1) * magnitude
-    x[0, 0, :5] = 0
-    x[0, 1] = 0
-    recipe = Recipe(granularity)
-    found, wanted = quantised(x, recipe).operand(recipe), quantise(x, recipe)
-    assert torch.equal(found.descale.expand(1, 2, 130, 1), wanted.descale.expand(1, 2, 130, 1))
-    assert torch.equal(bits(found.data.contiguous()), bits(wanted.data))
-    assert found.dequantised(torch.float64).isfinite().all()
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of what is larger than fp32's numbers
-@pytest.mark.parametrize("kind", ["one way", "either way", "a row of the rotation", "its largest alone"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("dim", [16, 24, 128])
-@pytest.mark.parametrize("granularity", SHARED)
-def test_rotated_numbers_beyond_fp32_saturate(granularity, dim, dtype, kind):
-    """Sums that overflow have finite scales, and no NaN comes of infinities that are taken from each other."""
-    x = torch.full((1, 2, 70, dim), torch.finfo(dtype).max, dtype=dtype)
-    x *= {
-        "one way": torch.ones(dim),
-        "either way": torch.randn(70, dim, generator=torch.Generator().manual_seed(0)).sign(),
-        "a row of the rotation": hadamard(dim)[:, 3].sign(),
-        "its largest alone": torch.arange(dim) == 2,
-    }[kind].to(dtype)
-    recipe = Recipe(granularity, rotation="hadamard")
-    found, wanted = quantised(x, recipe, rotate=True).operand(recipe), quantise(x, recipe, rotate=True)
-    largest = bound(x.double()).max().clamp_max(torch.finfo(torch.float32).max)
-    for each in (found, wanted):
-        assert torch.all((each.descale.double() * 448 / largest - 1).abs() < 1e-6)
-        truth = (x.double() @ hadamard(dim).double() / each.descale).clamp(-448, 448)
-        assert torch.all((each.data.double() - truth).abs() <= truth.abs() / 16 + 2.0**-10 + 448e-6)
-        assert not each.dequantised(torch.float32).isnan().any()
-
-
-@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_what_rounding_alone_makes_larger_than_its_scale_allows_saturates(granularity, format):
-    """Of numbers that are all but equal to their mean little is left, which the rotation's rounding is larger than."""
-    x = torch.full((1, 2, 130, 64), 1e12) * torch.linspace(0.3, 1, 64)
-    x[:, :, 7, 5] *= 1.0001
-    recipe = Recipe(granularity, format, "hadamard", True)
-    found = quantised(x, recipe, rotate=True, smooth=True, transposed=True)
-    assert found.data.float().isfinite().all()
-    assert found.data.float().abs().max() == LARGEST[format]
-    tight = torch.randn(1, 40, 8, 1, generator=torch.Generator().manual_seed(0)) * hadamard(64)[:, 3].sign()
-    recipe = Recipe(granularity, format, "hadamard")
-    found, wanted = quantised(tight, recipe, rotate=True), quantise(tight, recipe, rotate=True)
-    for each in (found, wanted):
-        assert each.data.float().isfinite().all()
-        assert each.data.float().abs().max() == LARGEST[format]
 
 
 def test_the_second_call_copies_nothing_from_the_host(monkeypatch):
