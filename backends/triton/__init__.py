@@ -4,195 +4,26 @@ A forward's name says its recipe: ``fp8`` scales per (batch, head) with Q and K 
 the rotation, and ``fp8-`` followed by ``tensor``, ``block`` or ``token`` and, if rotated, ``hadamard``.  The rotation
 spreads outliers over the head dimension before they are rounded; scales of a token leave each output independent of
 the tokens behind it, bit for bit, under a causal mask.  ``fp8-pv`` leaves Q and K in 16 bits: the scores are exact, P·V
-alone is FP8.
+alone is FP8.  ``fp8-onepass`` has scales that one pass finds: of blocks of keys, and of each query, which the attention
+kernel finds by itself.
 
 Importing this imports no Triton; the modules with its kernels are imported where one runs.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import replace
-from functools import cache, lru_cache
-from types import ModuleType
-from typing import TYPE_CHECKING
-
-import torch
-from torch import Tensor
-
-from attnbench.capabilities import Capabilities, Device
-from attnbench.devices import describe
-from attnbench.errors import InputError, UnknownBackendError
-from attnbench.fp8 import Quantised, Recipe
-from attnbench.kernel import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result
-from attnbench.spec import GRANULARITIES, AttentionSpec
+from attnbench.errors import UnknownBackendError
+from attnbench.kernel import Availability, Backend, BackwardKernel, ForwardKernel
 
 from ..fa3_origins import installed
 from . import backward
-from .interpreter import alone, misplaced
-from .tiles import HEAD_DIMS, WIDE_SCORES, Tile, padded_size, tile_of
+from .forwards import RECIPES, TritonForward, TritonOnePass, TritonWideScores
 
-if TYPE_CHECKING:
-    from .forward import Operand
-
-__all__ = ["BACKEND", "TritonForward", "TritonWideScores"]
+__all__ = ["BACKEND", "TritonForward", "TritonOnePass", "TritonWideScores"]
 
 _INSTALL = "pip install 'triton>=3.4'"
 _LEAST = (3, 4)  # the first with descriptors made on the host
-_LARGEST_GRID = 2**31 - 1
-# Relative L2 on normal inputs; 0.051 to 0.054 was computed for 2048 keys, D 64 to 256, and few keys need more.
-_ERROR = 0.07
-_RECIPES = {
-    "fp8": Recipe("head", rotation="hadamard"),
-    "fp8-head": Recipe("head"),
-    **{f"fp8-{each}": Recipe(each) for each in GRANULARITIES if each != "head"},
-    **{f"fp8-{each}-hadamard": Recipe(each, rotation="hadamard") for each in GRANULARITIES if each != "head"},
-}
 _LISTED = ("fp8", "fp8-head", "fp8-token", "fp8-token-hadamard")
-_MIXING = ("fp8", "fp8-token")  # with other backends' backwards: the most accurate, and the one without leaks
-
-
-class TritonForward(ForwardKernel):
-    """Q, K and V quantised by one recipe, and one kernel for all of them.
-
-    FP8 tensors that come with descales are taken as they are, whatever their granularity.  ``tile`` replaces the
-    committed one.
-    """
-
-    preference = 9
-    declared_error = _ERROR
-
-    def __init__(self, precision: str, tile: Tile | None = None) -> None:
-        self.name = f"triton:{precision}"
-        self.recipe = _RECIPES[precision]
-        self.tile = tile
-        self.mixes = precision in _MIXING
-        row = {
-            "dtypes": ("bf16", "fp16", "fp32", "e4m3"),
-            "head_dims": (1, HEAD_DIMS[-1], 1),
-            "descales": GRANULARITIES,
-        }
-        self.rows = {
-            "cuda": Capabilities(capability=(9, 0), capability_below=(10, 0), **row),  # type: ignore[arg-type]
-            "cpu": Capabilities(**row),  # type: ignore[arg-type]
-        }
-        self.evidence = {"cuda": r"^triton_fp8_attention_forward", "cpu": rf"^{self.name}$"}
-
-    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """A CPU without the interpreter, a GPU with it, and more programs than a grid has."""
-        reasons = misplaced(device)
-        tile = self.tile or tile_of(spec, device.capability, per_key=self._per_key(spec))
-        programs = spec.batch * spec.heads * -(-spec.seqlen_q // tile.block_m)
-        if programs > _LARGEST_GRID:
-            reasons.append(f"starts at most {_LARGEST_GRID} programs, and this takes {programs}")
-        return reasons
-
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
-        """Q and K in rows and V transposed, in one launch, or two for scales of a head or a tensor.
-
-        For training V comes in rows as well, which the backward reads.  Its keys are transposed in the order that the
-        tile wants.
-        """
-        (forward, quantise), tile = _modules(), self._tile(spec, q.device)
-        request = quantise.Request
-        v_wanted = request(v.detach(), rows=spec.training, transposed=True, interleaved=tile.interleaved)
-        wanted = [request(q.detach(), rotate=True), request(k.detach(), rotate=True), v_wanted]
-        with alone(q.device):
-            made = quantise.quantised_together(wanted, self.recipe)
-        turned = self.recipe.rotation == "hadamard"
-        q_, k_ = (x.operand(self.recipe, rotated=turned) for x in made[:2])
-        v_, values = made[2].operand(self.recipe), made[2].transposed
-        assert values is not None, "it was asked for"
-        return _operands(spec, tile, q_, k_, v_, forward.Operand(values, v_.descale))
-
-    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
-        """The tensors as they are, and V transposed.
-
-        Raises InputError where one is smoothed or not e4m3, where V is rotated, or one of Q and K alone.
-        """
-        forward, _ = _modules()
-        for name, x in {"q": q, "k": k, "v": v}.items():
-            if x.data.dtype != torch.float8_e4m3fn:
-                raise InputError(f"{self.name} computes in e4m3, {name} is {x.data.dtype}")
-            if x.mean is not None:
-                raise InputError(f"{self.name} knows no smoothing, and {name} had its mean taken away")
-        if q.rotated != k.rotated or v.rotated:
-            raise InputError(f"{self.name} takes Q and K rotated together, and V as it is")
-        tile, values = self._tile(spec, q.data.device), forward.transposed(v.data)
-        if tile.interleaved:
-            values = forward.interleaved(values)
-        return _operands(spec, tile, q, k, v, forward.Operand(values, v.descale))
-
-    def run(self, operands: Operands) -> Result:
-        """The kernel on the current stream."""
-        forward, _ = _modules()
-        device = operands.native.v.device
-        label = torch.profiler.record_function(self.name) if device.type == "cpu" else nullcontext()
-        with label, alone(device):
-            result: Result = forward.attend(operands.native)
-        return result
-
-    def _tile(self, spec: AttentionSpec, device: torch.device) -> Tile:
-        return self.tile or _committed(spec, device, self._per_key(spec))
-
-    def _per_key(self, spec: AttentionSpec) -> bool:
-        return (spec.descale or self.recipe.granularity) in ("block", "token")
-
-
-class TritonWideScores(TritonForward):
-    """Q and K as they are, in 16 bits, and V by FlashAttention-3's recipe.
-
-    Scores cost twice as much and are exact.  The backwards of other backends follow it; ours reads Q and K in e4m3.
-    """
-
-    preference = 10
-    declared_error = 0.05  # 0.036 to 0.037 was computed for 2048 keys
-    mixes = False
-
-    def __init__(self, tile: Tile | None = None) -> None:
-        super().__init__("fp8-head", tile)
-        self.name, self.mixes = "triton:fp8-pv", False
-        self.rows = {device: replace(row, dtypes=("bf16", "fp16"), descales=()) for device, row in self.rows.items()}
-        self.evidence = {**self.evidence, "cpu": rf"^{self.name}$"}
-
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
-        """V transposed in e4m3, and in rows as well for training."""
-        (forward, quantise), tile = _modules(), self._tile(spec, q.device)
-        with alone(q.device):
-            made = quantise.quantised(
-                v.detach(), self.recipe, rows=spec.training, transposed=True, interleaved=tile.interleaved
-            )
-        v_ = made.operand(self.recipe)
-        assert made.transposed is not None, "it was asked for"
-        one = torch.ones(1, 1, 1, 1, device=q.device)
-        q, k = q.detach(), k.detach()
-        of = forward.Operand
-        native = forward.laid_out(spec, tile, of(q, one), of(k, one), of(made.transposed, v_.descale))
-        return Operands(spec, q, k, v_, native)
-
-    def _tile(self, spec: AttentionSpec, device: torch.device) -> Tile:
-        return self.tile or WIDE_SCORES[padded_size(max(spec.head_dim, spec.head_dim_v))]
-
-
-def _operands(spec: AttentionSpec, tile: Tile, q: Quantised, k: Quantised, v: Quantised, values: Operand) -> Operands:
-    forward, _ = _modules()
-    native = forward.laid_out(
-        spec, tile, forward.Operand(q.data, q.descale), forward.Operand(k.data, k.descale), values
-    )
-    return Operands(spec, q, k, v, native)
-
-
-@cache
-def _modules() -> tuple[ModuleType, ModuleType]:
-    """``forward`` and ``quantise``, imported where a kernel runs and but once: asking for one again takes a while."""
-    from . import forward, quantise
-
-    return forward, quantise
-
-
-@lru_cache(maxsize=1024)
-def _committed(spec: AttentionSpec, device: torch.device, per_key: bool) -> Tile:
-    return tile_of(spec, describe(device).capability, per_key=per_key)
 
 
 def _availability() -> Availability:
@@ -208,8 +39,8 @@ def _availability() -> Availability:
 
 def _resolve(precision: str) -> tuple[ForwardKernel | BackwardKernel, ...]:
     """The forward of a recipe that is not listed.  Raises UnknownBackendError."""
-    if precision not in _RECIPES:
-        raise UnknownBackendError(f"no kernel is named 'triton:{precision}'; there are {', '.join(_RECIPES)}")
+    if precision not in RECIPES:
+        raise UnknownBackendError(f"no kernel is named 'triton:{precision}'; there are {', '.join(RECIPES)}")
     return (TritonForward(precision),)
 
 
@@ -217,7 +48,12 @@ BACKEND = Backend(
     name="triton",
     summary="FP8 attention of our own in Triton",
     availability=_availability,
-    kernels=(*(TritonForward(precision) for precision in _LISTED), TritonWideScores(), *backward.KERNELS),
+    kernels=(
+        *(TritonForward(precision) for precision in _LISTED),
+        TritonWideScores(),
+        TritonOnePass(),
+        *backward.KERNELS,
+    ),
     resolve=_resolve,
     yardstick=("cpu",),
     compiles=True,

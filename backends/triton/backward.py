@@ -30,6 +30,7 @@ __all__ = ["KERNELS", "TritonBackward"]
 _FOLLOWED = (
     "triton:fp8",
     "triton:fp8-head",
+    "triton:fp8-onepass",
     *(f"triton:fp8-{each}{turned}" for each in ("tensor", "block", "token") for turned in ("", "-hadamard")),
     "fa3:fp8",
     "fa3-vllm:fp8",

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..padding import rounded_up
 from .launching import KEPT, Launch, Launches, addresses
 
-__all__ = ["PADDING", "Laid", "Wanted", "lay_out", "lay_out_together", "padded"]
+__all__ = ["PADDING", "Laid", "Wanted", "aligned", "lay_out", "lay_out_together", "padded", "ready"]
 
 PADDING = 128  # tokens; the largest tile
 _TOKENS = 64  # that one program copies
@@ -68,7 +68,7 @@ class _Shapes(NamedTuple):
 
     whole: tuple[int, ...]
     across: tuple[int, ...]
-    ready: bool  # whether x itself is its rows
+    there: bool  # whether x itself is its rows
     busy: bool  # whether there is anything to copy
 
 
@@ -82,6 +82,17 @@ class _Layout(NamedTuple):
 def padded(size: int) -> int:
     """The head dimension that a tile has: a power of two that an FP8 tensor core can sum over."""
     return max(_SMALLEST, 1 << (size - 1).bit_length())
+
+
+def aligned(x: Tensor) -> bool:
+    """Whether x begins where TMA may begin to read."""
+    return not x.data_ptr() % _VECTOR
+
+
+def ready(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a tensor (B, H, S, D), if ``aligned``, lies as the kernels read it: padded, and in one piece."""
+    whole = (rounded_up(shape[2], PADDING), padded(shape[3])) == tuple(shape[2:])
+    return whole and _contiguous(shape, strides)
 
 
 @triton.jit
@@ -177,14 +188,14 @@ def lay_out_together(wanted: Sequence[Wanted]) -> list[Laid]:
     """Tensors as the backward's kernels read them, in one launch at most; no copy of what already lies so."""
     outlines = tuple(
         [
-            (x.shape, x.stride(), x.dtype, not x.data_ptr() % _VECTOR, *asked, None if zeros is None else zeros.dtype)
+            (x.shape, x.stride(), x.dtype, aligned(x), *asked, None if zeros is None else zeros.dtype)
             for x, *asked, zeros in wanted
         ]
     )
     shapes, launch = _layout(outlines)
     found, jobs, begins = [], [], 0
-    for (x, wide, transposed, interleaved, zeros), (whole, across, ready, busy) in zip(wanted, shapes, strict=True):
-        data = None if ready else torch.empty(whole, dtype=x.dtype, device=x.device)
+    for (x, wide, transposed, interleaved, zeros), (whole, across, there, busy) in zip(wanted, shapes, strict=True):
+        data = None if there else torch.empty(whole, dtype=x.dtype, device=x.device)
         widened = torch.empty(whole, dtype=torch.bfloat16, device=x.device) if wide else None
         turned = torch.empty(across, dtype=x.dtype, device=x.device) if transposed else None
         found.append(Laid(x if data is None else data, widened, turned, interleaved))
@@ -203,12 +214,12 @@ def _layout(outlines: tuple[tuple[Any, ...], ...]) -> _Layout:
     shapes: list[_Shapes] = []
     extents: list[_Extent] = []
     steps, sizes, padded_sizes, orders, programs = [], [], [], [], 0
-    for shape, strides, _, aligned, wide, transposed, interleaved, zeroed in outlines:
+    for shape, strides, _, readable, wide, transposed, interleaved, zeroed in outlines:
         batch, heads, length, size = shape
         whole, long = padded(size), rounded_up(length, PADDING)
-        ready = aligned and (long, whole) == (length, size) and _contiguous(shape, strides)
-        busy = not ready or wide or transposed or zeroed is not None
-        shapes.append(_Shapes((batch, heads, long, whole), (batch, heads, whole, long), ready, busy))
+        there = readable and ready(shape, strides)
+        busy = not there or wide or transposed or zeroed is not None
+        shapes.append(_Shapes((batch, heads, long, whole), (batch, heads, whole, long), there, busy))
         if busy:
             blocks = long // _TOKENS
             numbers = programs, batch * heads * blocks, heads, blocks, length

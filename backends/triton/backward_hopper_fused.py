@@ -5,6 +5,9 @@ dS serves for dQ too: five products where two kernels take seven.  dQ = dS·K su
 adds what its 128 keys give to a sum in global memory, in no order.  The kernel waits for these additions in the L2, and
 so they are in bf16: half the bytes of FP32, and a rounding at each, which is why dQ differs from run to run.
 
+As little as can be stands before and behind it in memory.  dO is read as it came where TMA can; a warpgroup widens the
+keys that it has, for dQ, in shared memory; and dS bears every factor of dQ, so that its sum is dQ itself.
+
 dS reaches the tensor cores through shared memory, for dQ transposed and from both warpgroups: of dQ each warpgroup
 makes half of the columns.  A block's dQ waits until the next block's dS is there: so neither warpgroup waits for the
 other, and they may be half a block apart, one with its exponentials and the other with its products.
@@ -34,10 +37,12 @@ from .backward_hopper_shared import (
     turned,
     visible_part,
 )
+from .backward_layout import BLOCK
 
 __all__ = ["all_gradients_hopper"]
 
 _NEVER = gl.constexpr(1 << 30)  # behind every query
+_SHARED = gl.constexpr(BLOCK.bit_length() - 1)  # so many bits of a query are its place among those with one factor
 _STAGED = gl.constexpr(2)  # blocks of a warpgroup's dQ in shared memory, a power of two
 
 
@@ -47,19 +52,17 @@ def _load(
 ):
     """Brings K and V of the program's keys, then block after block of the queries that see one of them."""
     (
-        q, do, k, v, q_wide, do_wide, k_wide, rows, turn,
-        keys, values, wide_keys, queries, grads, wide_queries, wide_grads, bases, deltas, turning,
+        q, do, k, v, q_wide, do_wide, rows, turn,
+        keys, values, queries, grads, wide_queries, wide_grads, bases, deltas, turning,
         held, narrow, wide, narrow_free, wide_free, turn_filled,
         seqlen_q, seqlen_kv, padded_q, padded_kv, plane, before, after,
     ) = brought  # fmt: skip
     first_key, kv_head = gl.program_id(0) * (CONSUMERS * ROWS), gl.program_id(1)
     key_row = kv_head * padded_kv + first_key
-    part: gl.constexpr = k_wide.block_type.shape[1]
-    mbarrier.expect(held, CONSUMERS * (k.block_type.nbytes + v.block_type.nbytes + k_wide.block_type.nbytes))
+    mbarrier.expect(held, CONSUMERS * (k.block_type.nbytes + v.block_type.nbytes))
     for i in gl.static_range(CONSUMERS):
         tma.async_copy_global_to_shared(k, [key_row + i * ROWS, 0], held, keys.index(i))
         tma.async_copy_global_to_shared(v, [key_row + i * ROWS, 0], held, values.index(i))
-        tma.async_copy_global_to_shared(k_wide, [key_row, i * part], held, wide_keys.index(i))
     span = span_of_queries(first_key, seqlen_q, seqlen_kv, before, after, block_m, left, right)
     first, blocks = span[0], span[3]
     turns = 0
@@ -86,6 +89,17 @@ def _load(
             mbarrier.wait(wide_free.index((turns + more) & 1), ((turns + more) >> 1) & 1 ^ 1)
         mbarrier.expect(turn_filled, turn.block_type.nbytes)
         tma.async_copy_global_to_shared(turn, [0, 0], turn_filled, turning)
+
+
+@gluon.jit
+def _widen(keys, wide_keys, which: gl.constexpr):
+    """Lays a warpgroup's keys down in bf16, which is exact: as its rows of both halves of the columns."""
+    part: gl.constexpr = wide_keys.shape[2]
+    # 16 columns to a thread, so that it reads and writes whole vectors.
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // part, part // 16], [4, 1], [1, 0])
+    for half in gl.static_range(2):
+        tile = keys.slice(half * part, part, 1).load(layout).to(gl.bfloat16)
+        wide_keys.index(half).slice(which * ROWS, ROWS, 0).store(tile)
 
 
 @gluon.jit
@@ -124,11 +138,10 @@ def _sum_up(
 ):  # fmt: skip
     """dK and dV of 64 keys, and half the columns of what 128 keys add to dQ."""
     (
-        dq_sums, dk_out, dv_out, rows, k_descale, v_descale,
+        dq_sums, dk_out, dv_out, rows, factors, k_descale,
         keys, values, wide_keys, queries, grads, wide_queries, wide_grads, bases, deltas, score_grads, staged, turning,
         held, narrow, wide, narrow_free, wide_free, grads_made, grads_free, turn_filled,
-        k_batch, k_head, v_batch, v_head, kv_heads, seqlen_q, seqlen_kv, padded_q, plane, size, size_v,
-        scale, exponent, before, after,
+        k_batch, k_head, kv_heads, seqlen_q, seqlen_kv, padded_q, plane, size, size_v, exponent, before, after,
     ) = given  # fmt: skip
     head_dim: gl.constexpr = keys.shape[2]
     head_dim_v: gl.constexpr = values.shape[2]
@@ -145,7 +158,8 @@ def _sum_up(
     if ragged:  # what lies behind the last key is seen by nobody, in any block
         since = gl.where(key < seqlen_kv, since, _NEVER)
         whole = gl.where(first_key + CONSUMERS * ROWS > seqlen_kv, _NEVER, whole)
-    factor = exponent * gl.load(k_descale + batch * k_batch + own * k_head)
+    k_own = gl.load(k_descale + batch * k_batch + own * k_head)
+    factor = exponent * k_own
     k_tile, v_tile = keys.index(which), values.index(which)
 
     dk = gl.zeros([ROWS, head_dim], gl.float32, dk_layout)
@@ -154,8 +168,9 @@ def _sum_up(
     q_own = 1.0
     # Before the first block there is none whose dS to multiply: zeros, with the queries that are there.
     score_grads.index(1).slice(which * ROWS, ROWS, 0).store(gl.zeros([ROWS, block_m], gl.bfloat16, s_layout))
-    fence_async_shared()
     mbarrier.wait(held, 0)
+    _widen(k_tile, wide_keys, which)  # the other warpgroup's keys are there when its first dS is
+    fence_async_shared()
     mbarrier.wait(narrow.index(0), 0)
     s = warpgroup_mma_wait(0, [transposed_product(k_tile, queries.index(0), block_m, s_layout)])
     mbarrier.wait(wide.index(0), 0)
@@ -168,6 +183,9 @@ def _sum_up(
             slot, phase = turns & 1, (turns >> 1) & 1
             other, other_phase = slot ^ 1, ((turns - 1) >> 1) & 1
             start = first + step * block_m
+            row = (kv_head * group + member) * padded_q + start
+            # Early: it comes from memory, though it is the same for the next block or was for the last.
+            grad_factor = gl.load(factors + (row >> _SHARED))
             dp = transposed_product(v_tile, grads.index(slot), block_m, s_layout)
             # dK of the block before: dS out of registers would take twice as many, in halves, from turn to turn.
             ds = score_grads.index(other).slice(which * ROWS, ROWS, 0)
@@ -186,7 +204,7 @@ def _sum_up(
                     dk = dk * change
             dv = warpgroup_mma(p16, wide_grads.index(slot), dv, is_async=True)
             delta = deltas.index(slot).load(gl.SliceLayout(0, s_layout))
-            ds16 = (p * (dp - delta[None, :])).to(gl.bfloat16)
+            ds16 = (p * (dp * grad_factor - delta[None, :])).to(gl.bfloat16)
             mbarrier.wait(grads_free.index(slot), phase ^ 1)
             score_grads.index(slot).slice(which * ROWS, ROWS, 0).store(ds16)
             fence_async_shared()
@@ -206,7 +224,7 @@ def _sum_up(
             if turns > 0:
                 _add_queries(dq_sums, dq, staged, other, last_row, which)
             s = warpgroup_mma_wait(0, [s])
-            last_row = (kv_head * group + member) * padded_q + start
+            last_row = row
             turns += 1
     last = (turns - 1) & 1
     ds = score_grads.index(last).slice(which * ROWS, ROWS, 0)
@@ -219,31 +237,30 @@ def _sum_up(
     if rotated:
         mbarrier.wait(turn_filled, 0)
         dk = turned(dk, turning, head_dim, dk_layout)
-    unscaled = scale * q_own * gl.load(v_descale + batch * v_batch + own * v_head)
     at = kv_head.to(gl.int64) * seqlen_kv
     top = first_key + which * ROWS
-    store(dk_out, dk * unscaled, at, top, seqlen_kv, 0, size, dk_layout)
+    store(dk_out, dk * (q_own / k_own), at, top, seqlen_kv, 0, size, dk_layout)
     store(dv_out, dv, at, top, seqlen_kv, 0, size_v, dv_layout)
     tma.store_wait(0)  # shared memory is the program's until it ends
 
 
 @gluon.jit(
     do_not_specialize=[
-        "k_batch", "k_head", "v_batch", "v_head", "kv_heads", "seqlen_q", "seqlen_kv", "padded_q", "padded_kv",
-        "plane", "before", "after",
+        "k_batch", "k_head", "kv_heads", "seqlen_q", "seqlen_kv", "padded_q", "padded_kv", "plane", "before", "after",
     ]
 )  # fmt: skip
 def all_gradients_hopper(
-    q, do, k, v, q_wide, do_wide, k_wide, rows, turn, dq_sums, row_values, k_descale, v_descale, dk_out, dv_out,
-    k_batch, k_head, v_batch, v_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size, size_v,
-    scale, exponent, before, after,
+    q, do, k, v, q_wide, do_wide, rows, turn, dq_sums, row_values, factors, k_descale, dk_out, dv_out,
+    k_batch, k_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size, size_v,
+    exponent, before, after,
     group: gl.constexpr, left: gl.constexpr, right: gl.constexpr, ragged: gl.constexpr, rotated: gl.constexpr,
     registers: gl.constexpr,
 ):  # fmt: skip
     """dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv), contiguous, of 128 keys of one key head, and their part of dQ.
 
-    ``dq_sums`` (B·H, padded Sq, padded D) bf16 is added to: dQ less its factor, rotated if Q was.  ``ragged``: the
-    last program's keys are fewer.
+    ``dq_sums`` (B·H, padded Sq, padded D) bf16 is added to: dQ, rotated if Q was.  ``factors`` turn dO·v of the e4m3
+    numbers into the units of delta, in which dQ is dS · K of the e4m3 numbers.  ``ragged``: the last program's keys are
+    fewer.
     """
     block_m: gl.constexpr = q.block_type.shape[0]
     head_dim: gl.constexpr = k.block_type.shape[1]
@@ -251,8 +268,9 @@ def all_gradients_hopper(
     keys = gl.allocate_shared_memory(k.dtype, [CONSUMERS, ROWS, head_dim], k.layout)
     values = gl.allocate_shared_memory(v.dtype, [CONSUMERS, ROWS, head_dim_v], v.layout)
     wide_keys = gl.allocate_shared_memory(
-        k_wide.dtype, [CONSUMERS, k_wide.block_type.shape[0], k_wide.block_type.shape[1]], k_wide.layout
-    )
+        gl.bfloat16, [2, CONSUMERS * ROWS, head_dim // 2],
+        gl.NVMMASharedLayout(swizzle_byte_width=head_dim, element_bitwidth=16, rank=2),
+    )  # fmt: skip
     queries = gl.allocate_shared_memory(q.dtype, [2, block_m, head_dim], q.layout)
     grads = gl.allocate_shared_memory(do.dtype, [2, block_m, head_dim_v], do.layout)
     wide_queries = gl.allocate_shared_memory(q_wide.dtype, [2, block_m, head_dim], q_wide.layout)
@@ -288,17 +306,16 @@ def all_gradients_hopper(
         mbarrier.init(grads_free.index(i), count=CONSUMERS)
 
     brought = (
-        q, do, k, v, q_wide, do_wide, k_wide, rows, turn,
-        keys, values, wide_keys, queries, grads, wide_queries, wide_grads, bases, deltas, turning,
+        q, do, k, v, q_wide, do_wide, rows, turn,
+        keys, values, queries, grads, wide_queries, wide_grads, bases, deltas, turning,
         held, narrow, wide, narrow_free, wide_free, turn_filled,
         seqlen_q, seqlen_kv, padded_q, padded_kv, plane, before, after,
     )  # fmt: skip
     given = (
-        dq_sums, dk_out, dv_out, row_values, k_descale, v_descale,
+        dq_sums, dk_out, dv_out, row_values, factors, k_descale,
         keys, values, wide_keys, queries, grads, wide_queries, wide_grads, bases, deltas, score_grads, staged, turning,
         held, narrow, wide, narrow_free, wide_free, grads_made, grads_free, turn_filled,
-        k_batch, k_head, v_batch, v_head, kv_heads, seqlen_q, seqlen_kv, padded_q, plane, size, size_v,
-        scale, exponent, before, after,
+        k_batch, k_head, kv_heads, seqlen_q, seqlen_kv, padded_q, plane, size, size_v, exponent, before, after,
     )  # fmt: skip
     gl.warp_specialize(
         [

@@ -93,15 +93,17 @@ def _keys(layout: Layout, ring: Ring, narrow: bool, dtype: torch.dtype) -> tuple
 
 
 def run_all(given: Prepared, dq_sums: Tensor, dk_out: Tensor, dv_out: Tensor) -> None:
-    """Adds to dQ's sums (B, H, padded Sq, padded D) bf16, and writes dK and dV, contiguous, on the current stream."""
+    """Adds to dQ's sums (B, H, padded Sq, padded D) bf16, and writes dK and dV, contiguous, on the current stream.
+
+    What is given was prepared for this kernel.
+    """
     do, rows = given.gradient.laid, given.gradient.rows
     tiles, start = _all(given.layout, dk_out.dtype)
     tiled = (
         given.q.data, do.data, given.k.data, given.v.data,
-        given.q.further(False, interleaved=False), do.further(False, interleaved=False),
-        given.k.further(False, interleaved=False), rows, _turn(given), dq_sums,
+        given.q.further(False, interleaved=False), do.further(False, interleaved=False), rows, _turn(given), dq_sums,
     )  # fmt: skip
-    memory = rows, given.k_scale, given.v_scale, dk_out, dv_out
+    memory = rows, given.gradient.descale, given.k_scale, dk_out, dv_out
     start((*all_of(tiles, tiled), *memory), addresses(memory))
 
 
@@ -111,13 +113,13 @@ def _all(layout: Layout, dtype: torch.dtype) -> tuple[tuple[Described, ...], Lau
     spec = layout.spec
     tiles = (
         _tiles(layout.q, _ROWS), _tiles(layout.do, _ROWS), _tiles(layout.k, _ROWS), _tiles(layout.v, _ROWS),
-        _tiles(layout.q, _ROWS), _tiles(layout.do, _ROWS), _halves(layout.k, KEPT),
+        _tiles(layout.q, _ROWS), _tiles(layout.do, _ROWS),
         _pieces(layout, _ROWS), _turning(layout, narrow=False), _halves(layout.q, _ROWS),
     )  # fmt: skip
     constants = (
-        *layout.k_steps[:2], *layout.v_steps[:2],
+        *layout.k_steps[:2],
         spec.kv_heads, spec.seqlen_q, spec.seqlen_kv, layout.padded_q, layout.padded_kv, layout.plane,
-        spec.head_dim, spec.head_dim_v, layout.scale, layout.exponent, layout.before, layout.after, spec.group,
+        spec.head_dim, spec.head_dim_v, layout.exponent, layout.before, layout.after, spec.group,
         *layout.edges, spec.seqlen_kv % KEPT != 0, *_ends(layout, narrow=False),
     )  # fmt: skip
     alike = dtype, layout.head_dim, layout.head_dim_v

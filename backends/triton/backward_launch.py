@@ -64,6 +64,8 @@ class Layout:
         self.after = 0 if mask.right is None else mask.right + offset
         self.edges = mask.left is not None, mask.right is not None
         self.scale = spec.scale * (_turn_factor(spec.head_dim) if rotated else 1.0)
+        # Whether the fused kernel's sums, which are in bf16, are dQ itself.
+        self.summed_in_place = not rotated and self.q == (*queries[:2], spec.seqlen_q, spec.head_dim)
         # What turns an unscaled score into the exponent of 2: of exp(s), or of exp(2x) in the softcap's tanh(x).
         self.exponent = LOG2E * (2.0 * spec.scale / spec.softcap if spec.softcap else spec.scale)
         # What kind of program it takes: edges, whose scales vary, a soft cap, a rotation.
@@ -74,7 +76,8 @@ class Prepared(NamedTuple):
     """Everything that the two kernels read.
 
     ``k_scale`` and ``v_scale`` are the descales as they came, in fp32; ``turn`` is the matrix that undoes a rotation.
-    ``sums``: zeros (B, H, padded Sq, padded D) in bf16 where the fused kernel is to run.
+    ``sums``: zeros (B, H, padded Sq, padded D) in bf16 where the fused kernel is to run, which reads ``gradient`` in
+    units of its own and has no use for ``k.wide``.
     """
 
     layout: Layout
@@ -112,17 +115,18 @@ def prepared(
     """The passes over memory that stand before the products, in two launches; arguments as in ``Saved``.
 
     ``narrow`` kernels for Hopper read their transposed copies in another order: ``tiles`` say which kernels will run.
-    ``fused``: the fused kernel's ``sums`` as well, if it serves.
+    ``fused``: for the fused kernel, if it serves, and for no other.
     """
     scales = [in_fp32(x.descale) for x in (q, k, v)]
     device = grad_out.device
     outlines = tuple([(x.shape, x.stride()) for x in scales])
     layout = _layout(spec, q.rotated, forward_hopper_launch.runs_on(device), outlines)
     by_key, by_query = (narrow and layout.served and tile.hopper is not None for tile in tiles[:2])
-    gradient = lay_out_gradient(spec, grad_out, out, lse, scales[0], scales[2], narrow=narrow)
-    sums = torch.empty(layout.q, dtype=torch.bfloat16, device=device) if fused and layout.served else None
+    fused = fused and layout.served
+    gradient = lay_out_gradient(spec, grad_out, out, lse, scales, narrow=narrow, factor=layout.scale if fused else None)
+    sums = torch.empty(layout.q, dtype=torch.bfloat16, device=device) if fused else None
     wanted = [
-        Wanted(q.data, not narrow, narrow, by_key, sums), Wanted(k.data, not narrow, narrow, by_query),
+        Wanted(q.data, not narrow, narrow, by_key, sums), Wanted(k.data, not (narrow or fused), narrow, by_query),
         Wanted(v.data),
     ]  # fmt: skip
     if narrow:
@@ -179,15 +183,18 @@ def _for_keys_plain(
 def run_all(given: Prepared, sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """dQ (B, H, Sq, D), dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv) by the fused kernel, which must serve.
 
-    ``sums`` are zeros (B, H, padded Sq, padded D) in bf16, and spent afterwards.
+    ``given`` was prepared for it.  ``sums`` are zeros (B, H, padded Sq, padded D) in bf16; they become dQ where that is
+    bf16, needs no padding, and nothing was rotated, and are spent elsewhere.
     dQ differs from run to run: programs add to it in no order, and every sum is rounded to bf16.
     """
     layout, device = given.layout, sums.device
     spec = layout.spec
     dk_out, dv_out = _for_keys(spec, dtype, device)
-    dq_out = torch.empty((spec.batch, spec.heads, spec.seqlen_q, spec.head_dim), dtype=dtype, device=device)
     hopper.run_all(given, sums, dk_out, dv_out)
-    memory = sums, given.k_scale, given.v_scale, given.turn, dq_out
+    if layout.summed_in_place and dtype == sums.dtype:
+        return sums, dk_out, dv_out
+    dq_out = torch.empty((spec.batch, spec.heads, spec.seqlen_q, spec.head_dim), dtype=dtype, device=device)
+    memory = sums, given.turn, dq_out
     _finishing(layout, dtype)(memory, addresses(memory))
     return dq_out, dk_out, dv_out
 
@@ -195,10 +202,7 @@ def run_all(given: Prepared, sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
 @lru_cache(maxsize=KEPT)
 def _finishing(layout: Layout, dtype: torch.dtype) -> Launch:
     spec = layout.spec
-    constants = (
-        *layout.k_steps[:2], *layout.v_steps[:2], spec.heads, spec.group, spec.seqlen_q, layout.padded_q,
-        spec.head_dim, layout.scale, ROWS, layout.head_dim, layout.rotated,
-    )  # fmt: skip
+    constants = spec.seqlen_q, layout.padded_q, spec.head_dim, ROWS, layout.head_dim, layout.rotated
     grid = -(-spec.seqlen_q // ROWS), spec.batch * spec.heads, 1
     return _FINISH(grid, constants, (dtype,), num_warps=4)
 

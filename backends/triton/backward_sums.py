@@ -1,4 +1,4 @@
-"""dQ from the sums that the fused kernel for Hopper leaves in bf16: the rotation undone, the factor, the dtype."""
+"""dQ from the sums that the fused kernel for Hopper leaves in bf16, where those are not dQ itself."""
 
 from __future__ import annotations
 
@@ -15,34 +15,26 @@ ROWS = 64  # queries of a program
 @triton.jit
 def finish_query_gradients(
     sums,
-    k_descale,
-    v_descale,
     turn,
     dq_out,
-    k_batch,
-    k_head,
-    v_batch,
-    v_head,
-    heads,
-    group,
     seqlen_q,
     padded_q,
     size,
-    scale,
     block_m: tl.constexpr,
     head_dim: tl.constexpr,
     rotated: tl.constexpr,
 ):
-    """dQ (B, H, Sq, D), contiguous, of a block of queries of one head; ``sums`` (B·H, padded Sq, padded D) bf16."""
+    """dQ (B, H, Sq, D), contiguous, of a block of queries of one head; ``sums`` (B·H, padded Sq, padded D) bf16.
+
+    The rotation is undone, the padding left out, and the dtype is dQ's.
+    """
     head = tl.program_id(1)
-    batch, own = (head // heads).to(tl.int64), (head % heads // group).to(tl.int64)
     query = tl.program_id(0) * block_m + tl.arange(0, block_m)
     column = tl.arange(0, head_dim)[None, :]
     row = head.to(tl.int64) * padded_q + query
     dq = tl.load(sums + row[:, None] * head_dim + column).to(tl.float32)
     if rotated:
         dq = turned(dq, turn, block_m, head_dim)
-    scale *= tl.load(k_descale + batch * k_batch + own * k_head) * tl.load(v_descale + batch * v_batch + own * v_head)
     place = (head.to(tl.int64) * seqlen_q + query)[:, None] * size + column
-    tl.store(dq_out + place, (dq * scale).to(dq_out.dtype.element_ty),
+    tl.store(dq_out + place, dq.to(dq_out.dtype.element_ty),
              mask=(query < seqlen_q)[:, None] & (column < size))  # fmt: skip

@@ -25,7 +25,17 @@ from .forward_kernel import triton_fp8_attention_forward
 from .launching import KEPT, Launch, addresses, on
 from .tiles import DEFAULTS, Tile, padded_size
 
-__all__ = ["Native", "Operand", "attend", "interleaved", "laid_out", "retiled", "transposed"]
+__all__ = [
+    "Native",
+    "Operand",
+    "attend",
+    "casts",
+    "interleaved",
+    "laid_out",
+    "laid_out_by_block",
+    "retiled",
+    "transposed",
+]
 
 PADDING = 128  # keys of a transposed copy come in multiples of this
 _VECTOR = 16  # bytes: TMA wants rows and matrices to start at multiples of it
@@ -111,6 +121,18 @@ def laid_out(spec: AttentionSpec, tile: Tile, q: Operand, k: Operand, v: Operand
     return _native(spec, tile, operands, (by_query, by_key, by_value), inverses)
 
 
+def casts(spec: AttentionSpec, tile: Tile, device: torch.device) -> bool:
+    """Whether the kernel that would run casts Q itself and takes scales of K and V by its own blocks of keys."""
+    return tile.hopper and hopper.runs_on(device) and hopper.serves(spec, per_token=False)
+
+
+def laid_out_by_block(spec: AttentionSpec, tile: Tile, q: Tensor, k: Operand, v: Operand) -> Native:
+    """What ``attend`` reads where it ``casts``: Q in 16 bits; K's and V's descales are (B, Hkv, blocks of keys, 1)."""
+    size = padded_size(spec.head_dim)
+    operands = _loadable(q, size), _loadable(k.data, size), v.data
+    return _native(spec, tile, operands, (k.descale, k.descale, v.descale), v.descale, casting=True)
+
+
 def retiled(native: Native, tile: Tile) -> Native:
     """The same with another tile; V's keys change their order where that tile wants another."""
     values = native.v
@@ -154,10 +176,11 @@ def _native(
     operands: tuple[Tensor, Tensor, Tensor],
     descales: tuple[Tensor, Tensor, Tensor],
     inverses: Tensor,
+    casting: bool = False,
 ) -> Native:
     q, k, v = operands
     outlines = [(x.shape, x.stride()) for x in (q, k, *descales)]
-    layout = _layout(spec, tile, v.shape, q.dtype, v.device, hopper.runs_on(v.device), *outlines)
+    layout = _layout(spec, tile, v.shape, q.dtype, v.device, hopper.runs_on(v.device), casting, *outlines)
     pointers = operands if layout.described is None else all_of(layout.described, operands)
     return Native(spec, q, k, v, descales, inverses, pointers, layout)
 
@@ -170,16 +193,24 @@ def _layout(
     dtype: torch.dtype,
     device: torch.device,
     here: bool,
+    casting: bool,
     q: _Outline,
     k: _Outline,
     *descales: _Outline,
 ) -> Layout:
-    """Of Q and K in ``dtype``, which are loadable; ``here``: on a GPU that runs the Hopper kernel."""
+    """Of Q and K in ``dtype``, which are loadable; ``here``: on a GPU that runs the Hopper kernel.
+
+    ``casting``: it casts Q, which so has no descales, and those of K and V are of blocks.
+    """
     heads = spec.heads, spec.kv_heads, spec.kv_heads
     lengths = spec.seqlen_q, spec.seqlen_kv, spec.seqlen_kv
+    if casting:
+        heads = spec.kv_heads, spec.kv_heads, spec.kv_heads
+        lengths = (descales[0][0][2],) * 3
     found = [steps(*each, spec.batch, *sizes) for each, *sizes in zip(descales, heads, lengths, strict=True)]
     factors = tuple(Factors(by_batch, by_head, by_token > 0) for by_batch, by_head, by_token in found)
-    tile = _served(spec, tile, any(each.per_token for each in factors), here)
+    if not casting:
+        tile = _served(spec, tile, any(each.per_token for each in factors), here)
     size, size_v = padded_size(spec.head_dim), padded_size(spec.head_dim_v)
     by_query, by_key = _matrix(*q, size), _matrix(*k, size)
     assert by_query is not None

@@ -13,83 +13,40 @@ here on an H200: 128 keys are all that registers hold twice, and 256 at once nee
 
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from .forward_hopper_order import after, span_of_keys, tile_at
+from .forward_hopper_scales import at_least, cast_rows, number, set_number, unit_of
 from .forward_hopper_softmax import HEADROOM, MINUS_INFINITY, ROWS, masked, spread, totals, weights
 
 __all__ = ["CONSUMERS", "triton_fp8_attention_forward_hopper"]
 
 CONSUMERS = gl.constexpr(2)  # warpgroups that compute
 _LOG2_E = gl.constexpr(1.4426950408889634)
+_APART = gl.constexpr(128)  # head dimension up to which Q in 16 bits and in e4m3 both fit into shared memory
 _LN_2 = gl.constexpr(0.6931471805599453)
-_PROPAGATED = gl.constexpr(tl.PropagateNan.ALL)
 
 
 @gluon.jit
-def _tile(place, seqlen_q, programs, section, block_m: gl.constexpr, right: gl.constexpr):
-    """(batch · heads + head, first query) of the tile at ``place``: even rounds of programs go up, odd ones down."""
-    first, programs_at_once = gl.program_id(0), gl.num_programs(0)
-    blocks = gl.cdiv(seqlen_q, block_m)
-    before = place - first
-    whole = before + programs_at_once <= blocks * programs
-    back = whole & ((before // programs_at_once) % 2 == 1)
-    place = gl.where(back, before + programs_at_once - 1 - first, place)
-    before = place // (section * blocks) * section
-    width = gl.minimum(section, programs - before)
-    place -= before * blocks
-    block = place // width
-    if right:  # the last queries see the most keys, and start first
-        block = blocks - 1 - block
-    return before + place % width, block * block_m
-
-
-@gluon.jit
-def _span(
-    top, seqlen_q, seqlen_kv, low, high,
-    block_m: gl.constexpr, block_n: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
-):  # fmt: skip
-    """(first, whole, parted, blocks): where a tile's keys start, where all queries see all keys, how many blocks.
-
-    There is one block at least, in which no query need see a key.
-    """
-    bottom = gl.minimum(top + block_m, seqlen_q) - 1
-    first, whole = 0, 0
-    last, parted = seqlen_kv, seqlen_kv // block_n * block_n
-    if right:
-        last = gl.minimum(last, gl.maximum(bottom + high + 1, 0))
-        parted = gl.minimum(parted, gl.maximum(top + high + 1, 0) // block_n * block_n)
-    if left:
-        first = gl.minimum(gl.maximum(top + low, 0), last) // block_n * block_n
-        whole = gl.minimum(gl.cdiv(gl.maximum(bottom + low, 0), block_n) * block_n, gl.cdiv(last, block_n) * block_n)
-        parted = gl.maximum(parted, whole)
-    return first, whole, parted, gl.maximum(gl.cdiv(last - first, block_n), 1)
-
-
-@gluon.jit
-def _after(slot, phase, stages: gl.constexpr):
-    """The next slot of a ring, and the phase of its barriers."""
-    last = slot == stages - 1
-    return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
-
-
-@gluon.jit
-def _load(brought, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr):
+def _load(
+    brought, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr, casting: gl.constexpr
+):
     """Brings the operands of every tile of this program."""
     (
-        q, k, v, tiles, keys, values, filled, emptied, steps,
+        q, k, v, k_factors, v_factors, tiles, keys, values, numbers, filled, emptied, steps, factor_steps,
         seqlen_q, seqlen_kv, programs, section, low, high, heads, group, head_dim_v,
     ) = brought  # fmt: skip
     q_by_batch, q_by_head, q_aside, k_by_batch, k_by_head, k_aside = steps
+    _, _, k_batch, k_head, v_batch, v_head = factor_steps
     q_filled, k_filled, v_filled = filled
     q_emptied, k_emptied, v_emptied = emptied
     block_m: gl.constexpr = CONSUMERS * ROWS
     slot, phase, q_phase = 0, 1, 1
     for place in range(gl.program_id(0), programs * gl.cdiv(seqlen_q, block_m), gl.num_programs(0)):
-        head_index, top = _tile(place, seqlen_q, programs, section, block_m, right)
-        span = _span(top, seqlen_q, seqlen_kv, low, high, block_m, block_n, left, right)
+        head_index, top = tile_at(place, seqlen_q, programs, section, block_m, right)
+        span = span_of_keys(top, seqlen_q, seqlen_kv, low, high, block_m, block_n, left, right)
         first, blocks = span[0], span[3]
         batch, head = head_index // heads, head_index % heads
         kv_head = head // group
@@ -101,8 +58,19 @@ def _load(brought, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constex
         q_phase ^= 1
         k_row, k_column = batch * k_by_batch + kv_head * k_by_head + first, kv_head * k_aside
         v_row = (batch * (heads // group) + kv_head) * head_dim_v
+        if casting:
+            k_factor = k_factors + batch.to(gl.int64) * k_batch + kv_head * k_head + first // block_n
+            v_factor = v_factors + batch.to(gl.int64) * v_batch + kv_head * v_head + first // block_n
+            unit = gl.load(v_factor)
+            most = unit * 1.0
         for step in range(blocks):
             mbarrier.wait(k_emptied.index(slot), phase)
+            if casting:
+                following, most = unit_of(most, gl.load(v_factor + step))
+                set_number(numbers[0].index(slot), gl.load(k_factor + step))
+                set_number(numbers[1].index(slot), following)
+                set_number(numbers[2].index(slot), unit / following)
+                unit = following
             mbarrier.expect(k_filled.index(slot), k.block_type.nbytes)
             tma.async_copy_global_to_shared(
                 k, [k_row + step * block_n, k_column], k_filled.index(slot), keys.index(slot)
@@ -112,7 +80,7 @@ def _load(brought, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constex
             tma.async_copy_global_to_shared(
                 v, [v_row, first + step * block_n], v_filled.index(slot), values.index(slot)
             )
-            slot, phase = _after(slot, phase, stages)
+            slot, phase = after(slot, phase, stages)
 
 
 @gluon.jit
@@ -155,11 +123,12 @@ def _summed(sums, p, decay, value, part: gl.constexpr, parts: gl.constexpr, layo
 def _attend(
     which: gl.constexpr, given, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
     part: gl.constexpr, parts: gl.constexpr, turns: gl.constexpr, full_width: gl.constexpr,
+    casting: gl.constexpr,
 ):  # fmt: skip
     """64 queries of every tile of this program."""
     (
         out, lse, q_factors, k_factors, v_factors, scale,
-        tiles, keys, values, filled, emptied, turn, factor_steps,
+        tiles, narrow, keys, values, numbers, filled, emptied, turn, factor_steps,
         seqlen_q, seqlen_kv, programs, section, low, high, heads, group, head_dim_v,
     ) = given  # fmt: skip
     q_batch, q_head, k_batch, k_head, v_batch, v_head = factor_steps
@@ -170,18 +139,22 @@ def _attend(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, part, 32])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 4)
     row = which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    apart: gl.constexpr = casting and tiles.shape[2] <= _APART
     tile = tiles.index(which)
+    if apart:
+        tile = narrow.index(which)
+    elif casting:
+        tile = tile._reinterpret(keys.dtype, [ROWS, keys.shape[2]], keys.layout)
     slot, phase, q_phase, turn_phase = 0, 0, 0, 1 if which == 0 else 0
     for place in range(gl.program_id(0), programs * gl.cdiv(seqlen_q, block_m), gl.num_programs(0)):
-        head_index, top = _tile(place, seqlen_q, programs, section, block_m, right)
-        first, whole, parted, blocks = _span(top, seqlen_q, seqlen_kv, low, high, block_m, block_n, left, right)
+        head_index, top = tile_at(place, seqlen_q, programs, section, block_m, right)
+        first, whole, parted, blocks = span_of_keys(top, seqlen_q, seqlen_kv, low, high, block_m, block_n, left, right)
         batch, head = (head_index // heads).to(gl.int64), head_index % heads
         kv_head = head // group
-        factor = gl.load(q_factors + batch * q_batch + head * q_head) * scale
-        factor = factor * gl.load(k_factors + batch * k_batch + kv_head * k_head) * _LOG2_E
-        # above 0, because minus infinity times 0 is no number
-        factor = gl.maximum(factor, 1e-37, propagate_nan=_PROPAGATED)
-        factor_v = gl.load(v_factors + batch * v_batch + kv_head * v_head)
+        if not casting:
+            factor = gl.load(q_factors + batch * q_batch + head * q_head) * (scale * _LOG2_E)
+            factor = at_least(factor * gl.load(k_factors + batch * k_batch + kv_head * k_head))
+            unit = gl.load(v_factors + batch * v_batch + kv_head * v_head)
         query = top + row
         since = query + low
         upto = gl.minimum(query + high if right else query + seqlen_kv, seqlen_kv - 1)
@@ -193,42 +166,59 @@ def _attend(
         peak = gl.full([ROWS], MINUS_INFINITY, gl.float32, gl.SliceLayout(1, s_layout))
 
         mbarrier.wait(q_filled.index(which), q_phase)
+        if casting:
+            own = cast_rows(tiles.index(which), tile, s_layout) * (scale * _LOG2_E)
+            if apart:  # the next tile's may come
+                mbarrier.arrive(q_emptied.index(which), count=1)
         turn_phase = _await_turn(turn, turn_phase, which, turns)
         scores = _scores(tile, keys, k_filled, slot, phase, block_n, s_layout)
         _pass_turn(turn, which, turns)
         scores = warpgroup_mma_wait(0, [scores])
+        if casting:
+            factor = at_least(own * number(numbers[0].index(slot)))
+            unit, less = number(numbers[1].index(slot)), number(numbers[2].index(slot))
         mbarrier.arrive(k_emptied.index(slot), count=1)
         for step in range(blocks - 1):
             start = first + step * block_n
-            next_slot, next_phase = _after(slot, phase, stages)
+            next_slot, next_phase = after(slot, phase, stages)
             if (start < whole) | (start >= parted):
                 scores = masked(scores, start, since, upto, left)
-            p, decay, peak, total = weights(scores, factor, peak, total, p_layout)
+            p, decay, peak, total = weights(scores, factor, peak, total, p_layout, casting)
+            if casting:
+                decay *= less
             turn_phase = _await_turn(turn, turn_phase, which, turns)
             mbarrier.wait(v_filled.index(slot), phase)
             sums = _summed(sums, p, decay, values.index(slot), part, parts, o_layout)
             coming = _scores(tile, keys, k_filled, next_slot, next_phase, block_n, s_layout)
+            if casting:  # read beneath the product
+                of_keys = number(numbers[0].index(next_slot))
+                unit, less = number(numbers[1].index(next_slot)), number(numbers[2].index(next_slot))
             _pass_turn(turn, which, turns)
             mbarrier.arrive(v_emptied.index(slot), count=1)
             scores = warpgroup_mma_wait(0, [coming])
+            if casting:
+                factor = at_least(own * of_keys)
             mbarrier.arrive(k_emptied.index(next_slot), count=1)
             slot, phase = next_slot, next_phase
-        mbarrier.arrive(q_emptied.index(which), count=1)
+        if not apart:
+            mbarrier.arrive(q_emptied.index(which), count=1)
         q_phase ^= 1
         start = first + (blocks - 1) * block_n
         if (start < whole) | (start >= parted):
             scores = masked(scores, start, since, upto, left)
-        p, decay, peak, total = weights(scores, factor, peak, total, p_layout)
+        p, decay, peak, total = weights(scores, factor, peak, total, p_layout, casting)
+        if casting:
+            decay *= less
         turn_phase = _await_turn(turn, turn_phase, which, turns)
         mbarrier.wait(v_filled.index(slot), phase)
         sums = _summed(sums, p, decay, values.index(slot), part, parts, o_layout)
         _pass_turn(turn, which, turns)
         mbarrier.arrive(v_emptied.index(slot), count=1)
-        slot, phase = _after(slot, phase, stages)
+        slot, phase = after(slot, phase, stages)
 
         total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, s_layout))
         empty = total < 1.0  # a row's greatest P is 2^8
-        share = factor_v / gl.where(empty, 1.0, total)
+        share = unit / gl.where(empty, 1.0, total)
         logarithm = (peak - HEADROOM + gl.log2(gl.where(empty, 1.0, total))) * _LN_2
         at = head_index.to(gl.int64) * seqlen_q
         gl.store(lse + at + query, gl.where(empty, MINUS_INFINITY, logarithm), mask=query < seqlen_q)
@@ -283,13 +273,26 @@ def triton_fp8_attention_forward_hopper(
 
     The arguments are those of ``triton_fp8_attention_forward``, with V's keys interleaved; ``registers`` are a
     computing thread's.
+    Where Q has 16 bits the kernel casts it, nobody reads
+    ``q_factors``, and ``k_factors`` and ``v_factors`` have a number for each block of keys, in order.
     """
+    casting: gl.constexpr = q.dtype != k.dtype
     block_n: gl.constexpr = k.block_type.shape[0]
     block_d: gl.constexpr = k.block_type.shape[1]
     block_dv: gl.constexpr = v.block_type.shape[0]
     tiles = gl.allocate_shared_memory(q.dtype, [CONSUMERS, ROWS, block_d], q.layout)
+    narrow = tiles
+    if casting and block_d <= _APART:
+        narrow = gl.allocate_shared_memory(k.dtype, [CONSUMERS, ROWS, block_d], k.layout)
     keys = gl.allocate_shared_memory(k.dtype, [stages, block_n, block_d], k.layout)
     values = gl.allocate_shared_memory(v.dtype, [stages, block_dv, block_n], v.layout)
+    # By block of keys: K's descale, the unit of the sums, and what makes those before it sums in that unit.
+    one: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
+    numbers = (
+        gl.allocate_shared_memory(gl.float32, [stages, 1], one),
+        gl.allocate_shared_memory(gl.float32, [stages, 1], one),
+        gl.allocate_shared_memory(gl.float32, [stages, 1], one),
+    )
     q_filled = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     q_emptied = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_filled = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
@@ -313,19 +316,19 @@ def triton_fp8_attention_forward_hopper(
     part: gl.constexpr = block_dv // parts
     given = (
         out, lse, q_factors, k_factors, v_factors, scale,
-        tiles, keys, values, filled, emptied, turn, factor_steps,
+        tiles, narrow, keys, values, numbers, filled, emptied, turn, factor_steps,
         seqlen_q, seqlen_kv, programs, section, low, high, heads, group, head_dim_v,
     )  # fmt: skip
     brought = (
-        q, k, v, tiles, keys, values, filled, emptied, steps,
+        q, k, v, k_factors, v_factors, tiles, keys, values, numbers, filled, emptied, steps, factor_steps,
         seqlen_q, seqlen_kv, programs, section, low, high, heads, group, head_dim_v,
     )  # fmt: skip
     # Written out, because a tuple that has a name keeps no constants.
     gl.warp_specialize(
         [
-            (_attend, (0, given, block_n, stages, left, right, part, parts, turns, full_width)),
-            (_attend, (1, given, block_n, stages, left, right, part, parts, turns, full_width)),
-            (_load, (brought, block_n, stages, left, right)),
+            (_attend, (0, given, block_n, stages, left, right, part, parts, turns, full_width, casting)),
+            (_attend, (1, given, block_n, stages, left, right, part, parts, turns, full_width, casting)),
+            (_load, (brought, block_n, stages, left, right, casting)),
         ],
         [4, 1],
         [registers, 24],

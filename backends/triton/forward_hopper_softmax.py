@@ -84,11 +84,15 @@ def to_e4m3(x):
 
 
 @gluon.jit
-def weights(scores, factor, peak, total, layout: gl.constexpr):
-    """P as the product's left operand, how far what was summed before decays, the new peak and total."""
+def weights(scores, factor, peak, total, layout: gl.constexpr, by_row: gl.constexpr):
+    """P as the product's left operand, how far what was summed before decays, the new peak and total.
+
+    ``factor``: of all scores, or ``by_row`` each row's.
+    """
     peak_here = gl.maximum(peak, _greatest(scores) * factor)
     shift = gl.where(peak_here == MINUS_INFINITY, 0.0, peak_here - HEADROOM)
-    p = gl.exp2(scores * factor - shift[:, None])
+    by_score = factor[:, None] if by_row else factor
+    p = gl.exp2(scores * by_score - shift[:, None])
     decay = gl.exp2(peak - HEADROOM - shift)
     total = total * spread(decay, total) + totals(p)
     keys: gl.constexpr = p.shape[1]

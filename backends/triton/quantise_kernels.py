@@ -126,7 +126,10 @@ def _whereabouts(number, size):
 def _values(
     job, size, batch, head, start, row, dim: tl.constexpr, width: tl.constexpr, turn: tl.constexpr, policy: tl.constexpr
 ):
-    """Rows ``start + row`` of a head in fp32 less the mean, with ``turn`` times ``signs``; zero outside."""
+    """Rows ``start + row`` of a head as they are, or in fp32 less the mean or, with ``turn``, times ``signs``.
+
+    Zero outside.  Numbers of 16 bits stay such while a scale is looked for: half as many registers.
+    """
     # 64 bits for what may lie far away; within a tile 32 mostly do.
     x = job.x + batch.to(tl.int64) * job.stride_b + head.to(tl.int64) * job.stride_h
     x += start.to(tl.int64) * job.stride_s
@@ -138,11 +141,11 @@ def _values(
     if turn:
         value, means = _turned_about(x, row, inside, job, dim, width), job.moved
     else:
-        value = tl.load(x + _places(job, row, d), mask, 0.0, eviction_policy=policy).to(tl.float32)
+        value = tl.load(x + _places(job, row, d), mask, 0.0, eviction_policy=policy)
         means = job.mean
     if means is not None:
         mean = tl.load(means + (batch * size.heads + head).to(tl.int64) * dim + d, d < dim, 0.0)
-        value = tl.where(mask, value - mean[None, :], 0.0)
+        value = tl.where(mask, value.to(tl.float32) - mean[None, :], 0.0)
     return value
 
 
@@ -165,6 +168,22 @@ def _shared_magnitude(job, size, head):
         bits = tl.maximum(bits, tl.load(base + start + lane, start + lane < size.share * size.chunks, 0))
         start += _LANES
     return tl.max(bits, 0)
+
+
+@triton.jit
+def _most(value):
+    """Bits of the largest magnitude in fp32, of values in fp32 or 16 bits: such need not be widened one by one."""
+    if value.dtype == tl.float32:
+        most = tl.max(magnitude(value))
+    else:
+        half = tl.max(value.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int16)
+        most = magnitude(half.to(value.dtype, bitcast=True).to(tl.float32))
+    return most
+
+
+@triton.jit
+def _widened(value):
+    return value.to(tl.float32)
 
 
 @triton.jit
@@ -206,7 +225,7 @@ def _cast_tile(
     if granularity == "block":
         bits = tl.zeros([], tl.int32)
         for j in tl.static_range(step):
-            bits = tl.maximum(bits, tl.max(magnitude(values[j])))
+            bits = tl.maximum(bits, _most(values[j]))
         descale = descale_of(_in_full(bits, job), largest)
         blocks = (size.seqlen + rows - 1) // rows
         tl.store(job.descale + head.to(tl.int64) * blocks + tile, descale, tile < blocks)
@@ -214,13 +233,14 @@ def _cast_tile(
     first = head.to(tl.int64) * size.seqlen + start
     quotients = ()
     for j in tl.static_range(step):
+        wide = _widened(values[j])
         if granularity == "token":
-            each = descale_of(_in_full(tl.max(magnitude(values[j]), 1), job), largest)
+            each = descale_of(_in_full(tl.max(magnitude(wide), 1), job), largest)
             tl.store(job.descale + first + tokens[j], each, start + tokens[j] < size.seqlen)
             each = tl.broadcast_to(each[:, None], [part, width])
-            quotient = divided(values[j], each, 1.0 / each)
+            quotient = divided(wide, each, 1.0 / each)
         else:
-            quotient = divided(values[j], descale, 1.0 / descale)
+            quotient = divided(wide, descale, 1.0 / descale)
         if job.signs is not None:  # the factor last: infinite before it, a quotient would be NaN
             quotient *= job.factor
         quotients += (quotient,)
@@ -293,8 +313,8 @@ def _chunk_magnitude(job, size, number, dim: tl.constexpr, rows: tl.constexpr):
     while tile < end:
         value = _values(job, size, batch, h, tile * rows, tl.arange(0, rows), dim, width, False, "")
         if job.signs is not None:
-            value = _block_sums(value, dim)
-        peak = tl.maximum(peak, tl.max(magnitude(value)))
+            value = _block_sums(value.to(tl.float32), dim)
+        peak = tl.maximum(peak, _most(value))
         tile += 1
     if job.signs is not None:  # what is finite stays so
         peak = tl.where(peak < INFINITY, tl.minimum(_in_full(peak, job), INFINITY - 1), peak)

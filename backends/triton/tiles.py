@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from attnbench.spec import AttentionSpec
 
-__all__ = ["DEFAULTS", "HEAD_DIMS", "TILES", "WIDE_SCORES", "Tile", "TileKey", "padded_size", "tile_of"]
+__all__ = ["DEFAULTS", "HEAD_DIMS", "ONE_PASS", "TILES", "WIDE_SCORES", "Tile", "TileKey", "padded_size", "tile_of"]
 
 HEAD_DIMS = (64, 128, 256)  # that a block of keys has in shared memory, zeros behind what the tensors have
 
@@ -73,6 +73,14 @@ WIDE_SCORES: Mapping[int, Tile] = {
     64: Tile(64, 128, 4, 3, interleaved=True),
     128: Tile(64, 128, 4, 2, interleaved=True),
     256: Tile(64, 64, 4, 2, parts=4, interleaved=True),
+}
+# Where the kernel casts Q, and K and V have a scale for each of its blocks of keys: by head dimension, from 128 on, and
+# whether there is no mask.  Where the Hopper kernel does not run, so long are the blocks all the same.
+ONE_PASS: Mapping[tuple[int, bool], Tile] = {
+    (128, True): Tile(128, 256, 4, 2, interleaved=True, hopper=True, turns=True),
+    (128, False): Tile(128, 256, 4, 2, interleaved=True, hopper=True, turns=True, alone_from=8192),
+    (256, True): Tile(128, 128, 4, 2, parts=8, interleaved=True, hopper=True, turns=True),
+    (256, False): Tile(128, 128, 4, 2, parts=8, interleaved=True, hopper=True, alone_from=0),
 }
 # On an H200 (Triton 3.6, cold L2, 16,384 tokens of width 2048), TFLOPS at 16k / 4k / 1k tokens, beside FlashAttention-3
 # in the same run; with a scale for each key beside nothing.

@@ -16,9 +16,10 @@ from problems import Problem, problems
 from attnbench import Mask
 from attnbench.backends.emulated import BACKEND as EMULATED
 from attnbench.backends.sdpa_flash import BACKEND as SDPA
-from attnbench.backends.triton import _RECIPES, BACKEND, TritonForward
+from attnbench.backends.triton import BACKEND, TritonForward
 from attnbench.backends.triton.backward import KERNELS, TritonBackward
 from attnbench.backends.triton.backward_tiles import DEFAULTS, TILES, Tile, TileKey, Tiles, tiles_of
+from attnbench.backends.triton.forwards import RECIPES
 from attnbench.capabilities import Capabilities, Device
 from attnbench.errors import InputError
 from attnbench.fp8 import Quantised, Recipe, quantise
@@ -190,7 +191,7 @@ class _Forward(ForwardKernel):
 
 
 def test_it_follows_every_fp8_forward_of_ours_and_no_16_bit_one() -> None:
-    ours = [f"triton:{precision}" for precision in _RECIPES]
+    ours = [f"triton:{precision}" for precision in (*RECIPES, "fp8-onepass")]
     for name in (*ours, "fa3:fp8"):
         assert WIDE.cannot_follow(_Forward(name), CPU) is None
     for name in ("fa3:bf16", "emulated:fp8-e5m2", "sage:int8"):

@@ -17,6 +17,7 @@ from problems import Problem, problems
 
 from attnbench.backends import triton as backend
 from attnbench.backends.reference import BACKEND as REFERENCE
+from attnbench.backends.triton.forwards import RECIPES
 from attnbench.backends.triton.interpreter import interpreted
 from attnbench.capabilities import Device
 from attnbench.errors import InputError, UnknownBackendError
@@ -37,8 +38,8 @@ from attnbench.backends.triton.tiles import Tile, TileKey
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0))
 CPU = Device("cpu", "CPU")
-WIDE = "fp8-pv"
-NAMES = (*backend._RECIPES, WIDE)
+WIDE, ONE_PASS = "fp8-pv", "fp8-onepass"
+NAMES = (*RECIPES, WIDE, ONE_PASS)
 TILES = (
     Tile(64, 128, 4, 3),
     Tile(32, 32, 4, 2, promotion=32),
@@ -51,7 +52,8 @@ _SPARE = 0.005  # bf16 outputs, FP32 sums, numbers of P below e4m3's normal ones
 
 
 def forward(name: str, tile: Tile | None = None) -> backend.TritonForward:
-    return backend.TritonWideScores(tile) if name == WIDE else backend.TritonForward(name, tile)
+    named = {WIDE: backend.TritonWideScores, ONE_PASS: backend.TritonOnePass}
+    return named[name](tile) if name in named else backend.TritonForward(name, tile)
 
 
 def agrees(operands: Operands, result: Result) -> None:
@@ -83,7 +85,7 @@ def tensors(spec: AttentionSpec, seed: int = 0) -> list[torch.Tensor]:
 @settings(max_examples=30, deadline=None)
 def test_it_computes_exact_attention_on_what_it_quantised(problem: Problem, name: str, tile: Tile) -> None:
     kernel, spec = forward(name, tile), problem.spec
-    assume(name != WIDE or spec.dtype != "fp32")
+    assume(name not in (WIDE, ONE_PASS) or spec.dtype != "fp32")
     q, k, v, _ = (x if problem.layout == "bhsd" else x.transpose(1, 2) for x in problem.tensors())
     assert kernel.refusals(spec, CPU) == []
     before = [x.clone() for x in (q, k, v)]
@@ -94,7 +96,7 @@ def test_it_computes_exact_attention_on_what_it_quantised(problem: Problem, name
     assert all(torch.equal(x, old) for x, old in zip((q, k, v), before, strict=True))
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8-token", WIDE])
+@pytest.mark.parametrize("name", ["fp8", "fp8-token", WIDE, ONE_PASS])
 @pytest.mark.parametrize(
     ("lengths", "mask"),
     list(

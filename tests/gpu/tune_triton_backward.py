@@ -114,14 +114,14 @@ class Bench:
         plain = DEFAULTS[key.narrow, key.head_dim]
         ringed = Tiles(plain.keys._replace(hopper=RINGS["keys", key.head_dim, key.narrow][0]),
                        plain.queries._replace(hopper=RINGS["queries", key.head_dim, key.narrow][0]))  # fmt: skip
-        self.given = [
-            backward_launch.prepared(spec, *operands, out * 0.02, lse, grad, key.narrow, tiles)
-            for tiles in (plain, ringed)
-        ]
+        self.plain, self.ringed, self.fused = (
+            backward_launch.prepared(spec, *operands, out * 0.02, lse, grad, key.narrow, tiles, fused=fused)
+            for tiles, fused in ((plain, False), (ringed, False), (ringed, not key.narrow))
+        )
 
     def call(self, job: Job) -> Callable[[], tuple[Tensor, ...]]:
         """One kernel with one tile."""
-        given = self.given[job.tile.hopper is not None]
+        given = self.plain if job.tile.hopper is None else self.fused if job.kind == "all" else self.ringed
         return partial(run, given, job.kind, job.tile, torch.bfloat16, self.key.narrow)
 
 

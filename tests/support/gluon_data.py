@@ -38,8 +38,8 @@ class Block:
     def type(self) -> SimpleNamespace:
         return SimpleNamespace(layout=None)
 
-    def to(self, dtype: torch.dtype) -> Block:
-        return Block(self.data.to(dtype))
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Block:
+        return Block(self.data.view(dtype) if bitcast else self.data.to(dtype))
 
     def reshape(self, *shape: Any) -> Block:
         return Block(self.data.reshape(*shape))
@@ -128,7 +128,7 @@ class Shared:
     """Shared memory; what nobody wrote is no number."""
 
     def __init__(self, data: Tensor) -> None:
-        self.data, self.shape = data, tuple(data.shape)
+        self.data, self.shape, self.dtype, self.layout = data, tuple(data.shape), data.dtype, None
 
     @classmethod
     def allocate(cls, dtype: torch.dtype, shape: Sequence[int]) -> Shared:

@@ -44,8 +44,24 @@ def _init(barrier: Barrier, count: int) -> None:
     barrier.count = barrier.pending = count
 
 
-def _two(operation: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Block]:
-    return lambda x, y: Block(operation(data_of(x), data_of(y)))
+def _two(operation: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Block]:
+    return lambda x, y, **said: Block(operation(*_alike(data_of(x), data_of(y))))
+
+
+def _alike(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """A number without a type of its own, as Python's are, has that of the tensor beside it."""
+    if x.is_floating_point() and y.is_floating_point() and x.dtype != y.dtype:
+        return (x.to(y.dtype), y) if x.dim() == 0 else (x, y.to(x.dtype))
+    return x, y
+
+
+def _multiplied_and_added(x: Any, y: Any, z: Any) -> Block:
+    """Rounded once: a product of fp32's numbers is exact in fp64."""
+    return Block((data_of(x).double() * data_of(y).double() + data_of(z).double()).float())
+
+
+def _layout(**said: Any) -> None:
+    """Nothing: no layout is emulated."""
 
 
 # What our kernels say in PTX, by an instruction in it.
@@ -80,14 +96,18 @@ def _language() -> ModuleType:
         num_programs=lambda axis: Block(STATE.place[1][axis]),
         arange=lambda start, stop, layout: Block(torch.arange(start, stop)),
         zeros=lambda shape, dtype, layout: Block(torch.zeros(*shape, dtype=dtype)),
+        full=lambda shape, x, dtype, layout: Block(torch.full(shape, data_of(x).item(), dtype=dtype)),
         where=lambda sees, x, y: Block(torch.where(data_of(sees), data_of(x), data_of(y))),
         minimum=_two(torch.minimum), maximum=_two(torch.maximum), exp2=lambda x: Block(torch.exp2(x.data)),
+        fma=_multiplied_and_added, log2=lambda x: Block(torch.log2(x.data)),
+        sum=lambda x, axis: Block(x.data.sum(axis)),
         abs=lambda x: Block(x.data.abs()), max=lambda x, axis: Block(x.data.amax(axis)),
         inline_asm_elementwise=_assembled, float8e4nv=torch.float8_e4m3fn,
         cdiv=_two(lambda x, y: torch.div(x + y - 1, y, rounding_mode="trunc")), load=load, store=store,
         convert_layout=lambda x, layout, assert_trivial=False: x, allocate_shared_memory=_allocate,
         warp_specialize=specialize, SliceLayout=nothing, NVMMADistributedLayout=nothing, DotOperandLayout=nothing,
-        NVMMASharedLayout=lambda **said: None, float32=torch.float32, bfloat16=torch.bfloat16, int64=torch.int64,
+        BlockedLayout=nothing, NVMMASharedLayout=_layout, SwizzledSharedLayout=_layout, int32=torch.int32,
+        float32=torch.float32, bfloat16=torch.bfloat16, int64=torch.int64,
     )  # fmt: skip
     return gl
 

@@ -43,6 +43,7 @@ __all__ = [
     "check_all",
     "jobs_of",
     "launch",
+    "on_cpu",
     "run",
     "sums_off",
 ]
@@ -147,7 +148,7 @@ def jobs_of(kind: Kind, narrow: bool) -> list[Job]:
 
 
 class Problem(NamedTuple):
-    """A case on a device: the operands, what the two kernels read, and the gradient of the output."""
+    """A case on a device: the operands, what plain and Hopper kernels read, and the gradient of the output."""
 
     spec: AttentionSpec
     operands: Operands
@@ -156,8 +157,11 @@ class Problem(NamedTuple):
     grad_out: Tensor
 
 
-def _problem(case: Case, device: str, narrow: bool) -> Problem:
-    """With the output and log-sum-exp that an exact forward leaves, except on ``meta``, which has no numbers."""
+def _problem(case: Case, device: str, narrow: bool, fused: bool) -> Problem:
+    """For Hopper's ``fused`` kernel or its others.
+
+    With the output and log-sum-exp that an exact forward leaves, except on ``meta``, which has no numbers.
+    """
     from attnbench.backends.triton import backward_launch
 
     spec, dtype = case.spec, TO_TORCH[case.spec.dtype]
@@ -176,8 +180,11 @@ def _problem(case: Case, device: str, narrow: bool) -> Problem:
     else:
         out, lse = dense.dense_attention(*operands.tensors(torch.float64), spec)
     saved = out.to(gradient_dtype(spec)), lse.float()
-    tiles = (Tiles(tile, tile) for tile in (PLAIN, PLAIN._replace(hopper=Ring(64, 4))))
-    given = (backward_launch.prepared(spec, *quantised, *saved, grad_out, narrow, each) for each in tiles)
+    ways = (PLAIN, False), (PLAIN._replace(hopper=Ring(64, 4)), fused)
+    given = (
+        backward_launch.prepared(spec, *quantised, *saved, grad_out, narrow, Tiles(tile, tile), fused=at_once)
+        for tile, at_once in ways
+    )
     return Problem(spec, operands, *given, grad_out)
 
 
@@ -203,7 +210,7 @@ def _summed_anyhow(spec: AttentionSpec) -> float:
 
 
 def run(given: Prepared, kind: Kind, tile: Tile, dtype: torch.dtype, narrow: bool = False) -> tuple[Tensor, ...]:
-    """(dk, dv), (dq,) or (dq, dk, dv) by one kernel, in plain Triton by two.
+    """(dk, dv), (dq,) or (dq, dk, dv) by one kernel, in plain Triton by two; ``given`` was prepared for it.
 
     Raises RuntimeError where a Hopper kernel is wanted that does not serve.
     """
@@ -223,7 +230,7 @@ def run(given: Prepared, kind: Kind, tile: Tile, dtype: torch.dtype, narrow: boo
 
 def launch(job: Job) -> None:
     """Both kernels of a job on tensors without memory, for ``compiled_for_hopper``."""
-    problem = _problem(CASES[job.case], "meta", job.narrow)
+    problem = _problem(CASES[job.case], "meta", job.narrow, job.kind == "all")
     for given, ring in ((problem.plain, None), (problem.hopper, job.ring)):
         run(given, job.kind, PLAIN._replace(hopper=ring), gradient_dtype(problem.spec), job.narrow)
 
@@ -234,7 +241,7 @@ def check_all(jobs: list[Job], say: Callable[[Any], None]) -> None:
     dense.visible = visible  # the same a row at a time
     checks = Checks("cuda" if on_gpu else "cpu")
     torch.zeros(1, device=checks.device)  # the GPU's context takes long, and is no case's
-    with nullcontext() if on_gpu else _on_cpu():
+    with nullcontext() if on_gpu else on_cpu(lambda: True):
         for job in jobs:
             say(Begun(job))
             say(Done(job, checks.wrong(job)))
@@ -268,7 +275,7 @@ class Checks:
     def _known(
         self, name: str, kind: Kind, narrow: bool
     ) -> tuple[Problem, tuple[Tensor, ...], tuple[Tensor, ...], tuple[float, ...]]:
-        problem = _problem(CASES[name], self.device, narrow)
+        problem = _problem(CASES[name], self.device, narrow, kind == "all")
         exact = (*problem.operands.tensors(torch.float64), problem.grad_out, problem.spec)
         part = {"keys": slice(1, 3), "queries": slice(0, 1), "all": slice(0, 3)}[kind]
         plain = run(problem.plain, kind, PLAIN, gradient_dtype(problem.spec), narrow)
@@ -276,14 +283,19 @@ class Checks:
 
 
 @contextmanager
-def _on_cpu() -> Iterator[None]:
-    """Gluon's kernels run in the emulator, whatever is asynchronous late, and Triton's interpreter runs the others."""
+def on_cpu(late: Callable[[], bool], ran: Callable[[str, Prepared], None] | None = None) -> Iterator[None]:
+    """Gluon's kernels run in the emulator, and Triton's interpreter runs the others.
+
+    ``late`` says of each program when what is asynchronous happens; ``ran`` is told of what runs, and on what.
+    """
     from attnbench.backends.triton import backward_hopper_launch, forward_hopper_launch
 
     def emulating(start: Callable[..., None]) -> Callable[..., None]:
-        def started(*args: Any) -> None:
-            with emulated(lambda: True, *KERNELS):
-                start(*args)
+        def started(given: Prepared, *args: Any) -> None:
+            if ran is not None:
+                ran(start.__name__, given)
+            with emulated(late, *KERNELS):
+                start(given, *args)
 
         return started
 
