@@ -94,8 +94,11 @@ def test_sentences_say_what_the_rows_of_their_tables_say(rows: dict[tuple[str, s
     for plan in ("te:fp8", "triton:fp8"):
         assert cost(long, plan, "call") < min(wide)
     quarter = "b4 h16 s4096 d128 bf16 causal forward"
-    assert "at this length, and at a quarter of it under a causal mask no more" in text
-    assert cost(quarter, "triton:fp8", "call") > cost(quarter, "fa3:bf16", "call")
+    assert "at this length; at a quarter of it under a causal mask only where heads share keys" in text
+    ours = "triton:fp8", "triton:fp8-onepass"
+    assert min(cost(quarter, plan, "call") for plan in ours) > cost(quarter, "fa3:bf16", "call")
+    shared = quarter.replace("h16", "h16 kv4")
+    assert min(cost(shared, plan, "call") for plan in ours) < cost(shared, "fa3:bf16", "call")
     assert "at 64k it is then ten times as fast as those that do not, and drifts a tenth as far" in text
     few = "b1 h8 q128-k65536 d128 bf16 causal/bottom-right forward"
     for plan in ("flashinfer:fp8", "flex:fp8"):
@@ -154,7 +157,8 @@ def test_the_page_that_is_linked_tells_the_same_regret() -> None:
     assert shown
     for direction, mean, worst_ in (("forward", *shown.groups()[:2]), ("training", *shown.groups()[2:4])):
         first, _, last = told[direction].split()
-        assert (first, last) == (f"{mean}%", f"{worst_}%")
+        # The page counts with the rows' own times, the table with rounded ones.
+        assert (float(first[:-1]), float(last[:-1])) == pytest.approx((float(mean), float(worst_)), abs=0.11)
 
 
 def test_the_picture_is_of_the_rows_of_the_table_that_ships(tmp_path: Path) -> None:

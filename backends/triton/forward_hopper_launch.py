@@ -20,7 +20,7 @@ from .descriptors import Described
 from .launching import Launch
 from .tiles import Tile, padded_size
 
-__all__ = ["BLOCK_M", "ROWS", "described", "launch", "programs_of", "registers", "runs_on", "serves"]
+__all__ = ["BLOCK_M", "ROWS", "described", "launch", "programs_of", "recent", "registers", "runs_on", "serves"]
 
 ROWS = 64  # queries of a warpgroup
 _CONSUMERS = 2  # warpgroups that compute
@@ -42,7 +42,7 @@ def serves(spec: AttentionSpec, *, per_token: bool) -> bool:
 
 def runs_on(device: torch.device) -> bool:
     """Whether Gluon's kernels for Hopper run there."""
-    return device.type == "cuda" and describe(device).capability == (9, 0) and _recent()
+    return device.type == "cuda" and describe(device).capability == (9, 0) and recent()
 
 
 def launch(
@@ -102,7 +102,8 @@ def _layout(width: int, size: int, rank: int) -> Any:
 
 
 @cache
-def _recent() -> bool:
+def recent() -> bool:
+    """Whether the kernels in Gluon are for the Triton that is installed."""
     release = triton.__version__.split(".")[:2]
     return all(part.isdigit() for part in release) and tuple(map(int, release)) >= _LEAST
 

@@ -164,9 +164,9 @@ class TritonWideScores(TritonForward):
 class TritonOnePass(TritonForward):
     """Q as it is, which the attention kernel casts by row, and K and V in one pass, by blocks of keys.
 
-    Quantising reads and writes two tensors once, where scales of a head read three tensors twice.  Where the Hopper
-    kernel does not run, the same numbers come from Q quantised by token and the plain kernel, which knows scales of
-    tokens; and so they do for those who read Q in e4m3, as a backward does.
+    Quantising reads and writes two tensors once, where scales of a head read three tensors twice.  On a CPU the same
+    numbers come from Q quantised by token and the plain kernel, which knows scales of tokens; and so they do for those
+    who read Q in e4m3, as a backward does.
     """
 
     preference = 11
@@ -175,10 +175,18 @@ class TritonOnePass(TritonForward):
         super().__init__("fp8-block", tile)
         self.name, self.mixes = "triton:fp8-onepass", False
         rows = {device: replace(row, dtypes=("bf16", "fp16"), descales=()) for device, row in self.rows.items()}
-        # Below, the kernel that casts takes 1.2 to 1.4 times as long on an H200 as the plain one, which four programs
-        # share a multiprocessor with.
-        self.rows = {**rows, "cuda": replace(rows["cuda"], head_dims=(65, HEAD_DIMS[-1], 1))}
+        # Up to 64 the kernel that casts takes 1.2 to 1.4 times as long on an H200 as the plain one.
+        self.rows = {**rows, "cuda": replace(rows["cuda"], head_dims=(65, HEAD_DIMS[-1], 1), softcap=False)}
         self.evidence = {**self.evidence, "cpu": rf"^{self.name}$"}
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """On a GPU also what the kernel that casts does not serve: the plain one is for a CPU."""
+        reasons = super().further_refusals(spec, device)
+        if device.type == "cuda" and spec.scale < 0:
+            reasons.append("casts Q in a kernel that takes no negative scale")
+        if device.type == "cuda" and not _gluon_is_known():
+            reasons.append("casts Q in a kernel that wants Triton 3.6 or later")
+        return reasons
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
         """K in rows and V transposed, in one launch; for training V in rows as well."""
@@ -204,6 +212,15 @@ class TritonOnePass(TritonForward):
         if self.tile is not None:
             return self.tile
         return ONE_PASS[padded_size(max(spec.head_dim, spec.head_dim_v, 128)), spec.mask.kind == "none"]
+
+
+def _gluon_is_known() -> bool:
+    """Whether the Hopper kernels are for the Triton that is installed; where none is, that is said elsewhere."""
+    try:
+        from .forward_hopper_launch import recent
+    except ImportError:
+        return True
+    return recent()
 
 
 def _by_token(q: Tensor) -> Quantised:

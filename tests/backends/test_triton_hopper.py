@@ -114,7 +114,7 @@ def test_it_is_for_hopper_and_a_triton_that_it_was_written_for(
 ) -> None:
     monkeypatch.setattr(hopper, "describe", lambda device: Device(device.type, "a GPU", capability))
     monkeypatch.setattr(triton, "__version__", version)
-    monkeypatch.setattr(hopper, "_recent", hopper._recent.__wrapped__)
+    monkeypatch.setattr(hopper, "recent", hopper.recent.__wrapped__)
     assert hopper.runs_on(GPU) is runs
     assert not hopper.runs_on(CPU)
 

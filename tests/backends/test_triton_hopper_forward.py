@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from attnbench.backends.triton import TritonForward, TritonOnePass
 from attnbench.backends.triton.interpreter import interpreted
 from attnbench.backends.triton.tiles import ONE_PASS, Tile
-from attnbench.fp8 import Recipe, quantise
+from attnbench.capabilities import Device
+from attnbench.fp8 import Quantised, Recipe, quantise
 from attnbench.kernel import Operands, Result
 from attnbench.mask import Mask
 from attnbench.spec import AttentionSpec
@@ -27,6 +28,7 @@ if not interpreted():
 
 from attnbench.backends.triton import forward as triton_forward
 from attnbench.backends.triton import forward_hopper_launch as hopper
+from attnbench.backends.triton import quantise as triton_quantise
 
 MODULES = [
     f"attnbench.backends.triton.{name}"
@@ -175,3 +177,46 @@ def test_what_is_not_finite_stays_visible(which: int, what: float) -> None:
         assert hit.nonzero().flatten().tolist() == [70]
     else:
         assert bool(hit.all())
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"softcap": 5.0}, "has no softcap"),
+        ({"scale": -0.1}, "no negative scale"),
+        ({"head_dim": 64, "head_dim_v": 64}, "head_dim 64"),
+        ({"dtype": "fp32"}, "fp32"),
+    ],
+    ids=str,
+)
+def test_on_a_gpu_one_pass_refuses_what_its_kernel_does_not_serve(changes: dict[str, Any], sentence: str) -> None:
+    spec, h200 = AttentionSpec.make(batch=1, heads=2, seqlen_q=140, head_dim=128), Device("cuda", "H200", (9, 0))
+    before = TritonOnePass().refusals(spec, h200)
+    assert not any(sentence in each for each in before)
+    assert sentence in " ".join(TritonOnePass().refusals(spec.replace(**changes), h200))
+
+
+@pytest.mark.parametrize(("known", "refused"), [(True, 0), (False, 1)])
+def test_on_a_gpu_one_pass_wants_the_triton_that_the_kernel_is_for(
+    known: bool, refused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper, "recent", lambda: known)
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=140, head_dim=128)
+    said = TritonOnePass().further_refusals(spec, Device("cuda", "H200", (9, 0)))
+    assert sum("Triton 3.6" in each for each in said) == refused
+
+
+def test_queries_in_e4m3_are_made_for_those_who_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    before = triton_quantise.quantised
+    monkeypatch.setattr(triton_quantise, "quantised", lambda *args: made.append(args) or before(*args))
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=140, head_dim=64)
+    q, k, v = tensors(spec)
+    kernel = TritonOnePass(SMALL)
+    operands = kernel.prepare(q, k, v, spec)
+    kernel.run(operands)
+    assert not made
+    assert isinstance(operands.q, Quantised)
+    assert torch.equal(operands.q.dequantised(torch.float32), quantise(q, Recipe("token")).dequantised(torch.float32))
+    assert operands.q.data is operands.q.data
+    assert len(made) == 1

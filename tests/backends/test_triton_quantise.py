@@ -97,6 +97,22 @@ def test_it_is_the_definition_bit_for_bit(
         assert found.transposed is None
 
 
+@pytest.mark.parametrize("block", [64, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_blocks_of_other_lengths_are_heads_of_their_own(block, dtype):
+    x = laid_out((2, 3, 300, 32), "bshd", dtype, 5, 0)
+    x[0, 1, :block] = 0
+    (found,) = quantised_together([Request(x, transposed=True)], Recipe("block"), block=block)
+    operand = found.operand(Recipe("block"), block=block)
+    complete(found, 300)
+    for start in range(0, 300, block):
+        part = slice(start, start + block)
+        wanted = quantise(x[:, :, part], Recipe("head"))
+        assert torch.equal(bits(found.data[:, :, part].contiguous()), bits(wanted.data))
+        assert torch.equal(found.descale[:, :, start // block], wanted.descale[:, :, 0])
+        assert torch.equal(operand.dequantised(torch.float32)[:, :, part], wanted.dequantised(torch.float32))
+
+
 @settings(max_examples=30)
 @given(
     shape=shapes,
