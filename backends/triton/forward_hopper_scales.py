@@ -60,9 +60,10 @@ def unit_of(most, descale):
 
     Sums of P·V are in units of V's descale in the block that was added last.  A block next to nothing beside one
     before it, 2^80 times smaller, counts as that much, so that sums in its unit, of 2^30 keys, stay numbers.
+    NaN stays, and makes what is summed NaN.
     """
     most = gl.maximum(most, descale)
-    return gl.maximum(descale, most * _NEXT_TO_NOTHING), most
+    return gl.maximum(descale, most * _NEXT_TO_NOTHING, propagate_nan=_PROPAGATED), most
 
 
 @gluon.jit

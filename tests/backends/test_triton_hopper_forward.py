@@ -114,8 +114,9 @@ def test_it_computes_exact_attention_on_what_was_quantised(
 
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(right=0)], ids=["none", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_committed_tiles_of_one_pass(head_dim: int, mask: Mask) -> None:
+@pytest.mark.parametrize(("head_dim", "late"), [(64, True), (128, True), (128, False), (256, True)])
+def test_committed_tiles_of_one_pass(head_dim: int, late: bool, mask: Mask) -> None:
+    _LATE[0] = late
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=260, seqlen_kv=530, head_dim=head_dim, mask=mask)
     kernel = TritonOnePass()
     operands = kernel.prepare(*tensors(spec), spec)
@@ -160,6 +161,15 @@ def test_blocks_of_values_of_all_sizes_have_units_of_their_own(sizes: tuple[floa
         assert off <= 0.05 * exact[:, :, rows].norm() + 2.0**-70 * v.double().abs().max() * (
             max(sizes) > 1e20 * sizes[i]
         )
+
+
+def test_scores_too_small_for_fp32_are_alike() -> None:
+    """Each row's factor is 0 in FP32, and the mask's minus infinity times 0 would be no number."""
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=130, head_dim=64, mask=Mask(right=0))
+    q, k, v = tensors(spec)
+    kernel = TritonOnePass(SMALL)
+    operands = kernel.prepare(q * 1e-30, k * 1e-30, v, spec)
+    agrees(operands, kernel.run(operands))
 
 
 @pytest.mark.parametrize("what", [math.nan, math.inf, -math.inf])

@@ -44,8 +44,19 @@ def _init(barrier: Barrier, count: int) -> None:
     barrier.count = barrier.pending = count
 
 
-def _two(operation: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Block]:
-    return lambda x, y, **said: Block(operation(*_alike(data_of(x), data_of(y))))
+def _two(operation: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Any], Block]:
+    return lambda x, y: Block(operation(*_alike(data_of(x), data_of(y))))
+
+
+def _extreme(
+    operation: Callable[[Tensor, Tensor], Tensor], propagating: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[..., Block]:
+    """The other one of a number and NaN, unless the kernel asks for NaN."""
+
+    def of(x: Any, y: Any, propagate_nan: Any = None) -> Block:
+        return _two(operation if propagate_nan is None else propagating)(x, y)
+
+    return of
 
 
 def _alike(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +109,7 @@ def _language() -> ModuleType:
         zeros=lambda shape, dtype, layout: Block(torch.zeros(*shape, dtype=dtype)),
         full=lambda shape, x, dtype, layout: Block(torch.full(shape, data_of(x).item(), dtype=dtype)),
         where=lambda sees, x, y: Block(torch.where(data_of(sees), data_of(x), data_of(y))),
-        minimum=_two(torch.minimum), maximum=_two(torch.maximum), exp2=lambda x: Block(torch.exp2(x.data)),
+        minimum=_extreme(torch.fmin, torch.minimum), maximum=_extreme(torch.fmax, torch.maximum), exp2=lambda x: Block(torch.exp2(x.data)),
         fma=_multiplied_and_added, log2=lambda x: Block(torch.log2(x.data)),
         sum=lambda x, axis: Block(x.data.sum(axis)),
         abs=lambda x: Block(x.data.abs()), max=lambda x, axis: Block(x.data.amax(axis)),
