@@ -160,8 +160,8 @@ class _Kept(NamedTuple):
     @classmethod
     def of(cls, x: Tensor | Quantised) -> _Kept:
         if isinstance(x, Quantised):
-            others = {name: value for name, value in vars(x).items() if name not in _TENSORS}
-            return cls((x.data, x.descale, x.mean), (type(x), others))
+            tensors = x.data, x.descale, x.mean  # first: an operand may hold what it makes them of until they are read
+            return cls(tensors, (type(x), {name: value for name, value in vars(x).items() if name not in _TENSORS}))
         return cls((x, None, None), None)
 
     def operand(self) -> Tensor | Quantised:

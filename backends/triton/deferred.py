@@ -14,7 +14,10 @@ __all__ = ["Deferred"]
 
 
 class Deferred(Quantised):
-    """A ``Quantised`` whose ``data`` and ``descale`` come from functions, each called once at most."""
+    """A ``Quantised`` whose ``data`` and ``descale`` come from functions, each called once at most and then let go.
+
+    So what is kept for a backward holds the two tensors, and nothing that they were made of.
+    """
 
     @classmethod
     def of(
@@ -35,11 +38,11 @@ class Deferred(Quantised):
     @cached_property
     def data(self) -> Tensor:  # a field of the base, whose initialiser sets it as it would any other
         """(B, H, S, D) in FP8."""
-        made: Tensor = vars(self)["of_data"]()
+        made: Tensor = vars(self).pop("of_data")()
         return made
 
     @cached_property
     def descale(self) -> Tensor:
         """(B, H, S, 1) or 1 for any axis, in fp32."""
-        made: Tensor = vars(self)["of_descale"]()
+        made: Tensor = vars(self).pop("of_descale")()
         return made
