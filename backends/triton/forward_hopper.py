@@ -24,8 +24,8 @@ from .forward_hopper_softmax import HEADROOM, MINUS_INFINITY, ROWS, masked, spre
 __all__ = ["CONSUMERS", "triton_fp8_attention_forward_hopper"]
 
 CONSUMERS = gl.constexpr(2)  # warpgroups that compute
-_LOG2_E = gl.constexpr(1.4426950408889634)
 _APART = gl.constexpr(128)  # head dimension up to which Q in 16 bits and in e4m3 both fit into shared memory
+_LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
 
 
@@ -62,7 +62,9 @@ def _load(
             k_factor = k_factors + batch.to(gl.int64) * k_batch + kv_head * k_head + first // block_n
             v_factor = v_factors + batch.to(gl.int64) * v_batch + kv_head * v_head + first // block_n
             unit = gl.load(v_factor)
-            most = unit * 1.0
+            most = (
+                unit * 1.0
+            )  # of a name that starts as another's value the frontend carries the other through the loop
         for step in range(blocks):
             mbarrier.wait(k_emptied.index(slot), phase)
             if casting:
@@ -272,9 +274,8 @@ def triton_fp8_attention_forward_hopper(
     """Tiles of 128 queries of a head; each program takes every so many-th, as there are programs.
 
     The arguments are those of ``triton_fp8_attention_forward``, with V's keys interleaved; ``registers`` are a
-    computing thread's.
-    Where Q has 16 bits the kernel casts it, nobody reads
-    ``q_factors``, and ``k_factors`` and ``v_factors`` have a number for each block of keys, in order.
+    computing thread's.  Where Q has 16 bits the kernel casts it, nobody reads ``q_factors``, and ``k_factors`` and
+    ``v_factors`` have a number for each block of keys, in order.
     """
     casting: gl.constexpr = q.dtype != k.dtype
     block_n: gl.constexpr = k.block_type.shape[0]

@@ -184,6 +184,38 @@ def test_the_error_on_normal_and_outlier_inputs(name: str, capsys: pytest.Captur
     assert errors[1] <= 0.07
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        AttentionSpec.make(batch=2, heads=2, seqlen_q=2000, head_dim=128, mask=Mask(right=0)),
+        AttentionSpec.make(batch=1, heads=4, kv_heads=2, seqlen_q=333, seqlen_kv=1457, head_dim=128),
+        AttentionSpec.make(batch=1, heads=2, seqlen_q=1000, head_dim=128, mask=Mask(left=100, right=0)),
+        AttentionSpec.make(batch=1, heads=2, seqlen_q=900, head_dim=256, mask=Mask(right=0)),
+        AttentionSpec.make(batch=1, heads=2, seqlen_q=600, head_dim=96, head_dim_v=72, mask=Mask(right=0)),
+        AttentionSpec.make(batch=1, heads=16, seqlen_q=4096, head_dim=128, mask=Mask(right=0)),
+        AttentionSpec.make(batch=1, heads=2, seqlen_q=1, seqlen_kv=5000, head_dim=128, dtype="fp16"),
+    ],
+    ids=str,
+)
+def test_one_pass_agrees_with_what_it_quantised_and_repeats_itself(spec: AttentionSpec) -> None:
+    """Values of blocks of 256 keys differ in size, and so the units in which their products are summed."""
+    torch.manual_seed(0)
+    kernel = backend.TritonOnePass()
+    assert kernel.refusals(spec, describe(DEVICE)) == []
+    dtype = torch.float16 if spec.dtype == "fp16" else torch.bfloat16
+    sizes = (spec.seqlen_kv, spec.head_dim), (spec.seqlen_kv, spec.head_dim_v)
+    q = torch.randn(spec.batch, spec.heads, spec.seqlen_q, spec.head_dim, device=DEVICE).to(dtype)
+    k, v = (torch.randn(spec.batch, spec.kv_heads, *size, device=DEVICE) for size in sizes)
+    v[:, :, 256:] *= 100.0
+    operands = kernel.prepare(q, k.to(dtype), v.to(dtype), spec)
+    first, *more = (kernel.run(operands) for _ in range(3))
+    out, lse = dense.dense_attention(*operands.tensors(torch.float64), spec)
+    assert operands.native.tile.hopper
+    assert dense.relative_l2(first.out, out) <= 0.03
+    assert float((first.lse.double() - lse).abs().max()) <= 1e-3  # a number of Q cast otherwise moves it by 0.005
+    assert all(torch.equal(each.out, first.out) and torch.equal(each.lse, first.lse) for each in more)
+
+
 def _exact(q: Tensor, k: Tensor, v: Tensor, scale: float, rows: int = 512) -> Tensor:
     """Unmasked attention in FP64, a few queries at a time."""
     k, v = k.double(), v.double()
