@@ -257,7 +257,8 @@ def _layout(outlines: tuple[_Outline, ...], recipe: Recipe, asked: Tiles | None,
     dims = tuple(outline.shape[3] for outline in outlines)
     orders = tuple(outline.interleaved for outline in outlines)
     sizes, grid = _numbered(second)
-    told = granularity, LARGEST[recipe.format], tiles.rows, tiles.rows_flipped, orders
+    in_turns = len({size.programs for size in second}) == 1
+    told = granularity, LARGEST[recipe.format], tiles.rows, tiles.rows_flipped, orders, in_turns
     launches: tuple[Launch, ...] = (Launch(cast, grid, (sizes, dims, *told), {"num_warps": tiles.warps}),)
     if granularity in ("tensor", "head"):
         sizes, grid = _numbered(first)

@@ -273,13 +273,17 @@ def cast(
     rows: tl.constexpr,
     rows_flipped: tl.constexpr,
     interleaved: tl.constexpr,
+    in_turns: tl.constexpr,
 ):
     """e4m3 or e5m2 data, transposed copies and scales of every job, ``rows`` tokens a program.
 
     Scales per head or tensor come from ``largest_magnitudes``, whose last tiles are this launch's first: the L2 still
-    has them.
+    has them.  ``in_turns``: all jobs have as many programs, and those of the same number run together, so that a
+    multiprocessor has one that waits for memory beside one that transposes.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
+    if in_turns:
+        program = program % len(dims) * (tl.num_programs(0) // len(dims)) + program // len(dims)
     for i in tl.static_range(len(dims)):
         job, size = jobs[i], _decoded(sizes[i])
         number = program - size.first
