@@ -57,9 +57,9 @@ TILES: dict[Granularity, dict[int, Tiles]] = {
     "block": {64: Tiles(BLOCK, BLOCK, 4), 128: Tiles(BLOCK, BLOCK, 4), 256: Tiles(BLOCK, BLOCK, 8)},
     "token": {64: Tiles(128, 64, 4), 128: Tiles(64, 64, 4), 256: Tiles(32, 32, 4)},
 }
-# Warps for blocks of 16 bits that are not rotated, of BLOCK tokens and of more, by head dimension: K and V of 16,384
-# tokens of width 2048 took 0.064 and 0.067 ms on an H200 at 128, and at 256 in blocks of BLOCK 0.067; with twice as
-# many warps 0.062 and at 256 0.086, with half as many for the longer blocks 0.086.
+# Warps for blocks of 16 bits that are not rotated, of BLOCK tokens and of more, by head dimension.  On an H200 K and V
+# of 16,384 tokens of width 2048 take 0.059 ms for the longer blocks at 128 and 0.065 for BLOCK at 256; with twice as
+# many warps 0.075 and 0.075.  One tensor after the other they took 0.068 and 0.067, and with half as many warps 0.086.
 _BLOCK_WARPS = {64: (4, 8), 128: (4, 16), 256: (4, 8)}
 _MOST_PARTIAL = 1024  # magnitudes that a program of the second pass has to look through
 _MEMORY = 8  # of a job's fields

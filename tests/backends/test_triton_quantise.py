@@ -205,14 +205,16 @@ def test_what_the_recipe_has_applies_only_where_it_is_asked_for(rotation):
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("layout", ["bshd", "gaps"])
-def test_together_is_the_same_as_one_by_one(granularity, layout):
+@pytest.mark.parametrize("first", [0, 1], ids=["of two lengths", "alike"])
+def test_together_is_the_same_as_one_by_one(granularity, layout, first):
+    """Programs of tensors that are alike run in turns, those of others one tensor after the other."""
     recipe = Recipe(granularity, rotation="hadamard")
-    q = laid_out((2, 2, 70, 32), layout, torch.bfloat16, 1)
+    q = laid_out((2, 3, 70, 32), layout, torch.bfloat16, 1)
     k = laid_out((2, 1, 133, 32), "bshd", torch.bfloat16, 2)
     v = laid_out((2, 1, 133, 48), "bhsd", torch.float32, 3)
-    requests = [Request(q, group=2, rotate=True), Request(k, transposed=True, rotate=True)]
+    requests = [Request(q, group=3, rotate=True), Request(k, transposed=True, rotate=True)]
     requests += [Request(v, False, True), Request(v, True, True, interleaved=True)]
-    for request, found in zip(requests, quantised_together(requests, recipe), strict=True):
+    for request, found in zip(requests[first:], quantised_together(requests[first:], recipe), strict=True):
         x, *keywords = request
         alone = quantised(x, recipe, **dict(zip(Request._fields[1:], keywords, strict=True)))
         assert torch.equal(bits(found.data.contiguous()), bits(alone.data.contiguous()))
