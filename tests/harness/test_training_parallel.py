@@ -1,8 +1,10 @@
 """Two real ranks learn what one learns from a batch of both."""
 
+import contextlib
 import json
 import math
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -25,9 +27,13 @@ STEPS = 8
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Below those that the system hands out unasked: until a rank takes it, seconds later, nobody else gets it."""
+    drawn = random.SystemRandom()  # tests in other processes start from the same seed
+    while True:
+        port = drawn.randrange(15_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _ranks(folder: Path, world: int, **settings) -> dict:

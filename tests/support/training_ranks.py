@@ -1,5 +1,6 @@
 """One rank that trains the small model, as torchrun starts it; says every step, and writes its losses."""
 
+import faulthandler
 import json
 import sys
 import time
@@ -13,9 +14,11 @@ from attnbench.harness.training.loop import Conduct, train
 from attnbench.harness.training.parallel import joined
 
 EVERY = 3  # steps between checkpoints
+PATIENCE = 100  # seconds, of which a rank takes some six: one that hangs says where
 
 
 def main(folder: Path, settings: dict, pause: float) -> None:
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
     torch.set_num_threads(1)
     with joined("cpu") as ranks:
 
