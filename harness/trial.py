@@ -229,8 +229,8 @@ class Trial:
         """
         inputs = {x.untyped_storage().data_ptr() for x in self.case.tensors}
         for value in self.run()[1].values():
-            if value.untyped_storage().data_ptr() not in inputs and min(value.stride(), default=1) > 0:
-                value.fill_(torch.nan)
+            if value.untyped_storage().data_ptr() not in inputs:
+                value.detach().fill_(torch.nan)  # autograd may know the value, and is not asked
 
     def _memory(self) -> tuple[int | None, int | None]:
         """Bytes beyond what was held before: at the peak of a call, and after its forward, while the result is held."""

@@ -62,9 +62,8 @@ def _load(
             k_factor = k_factors + batch.to(gl.int64) * k_batch + kv_head * k_head + first // block_n
             v_factor = v_factors + batch.to(gl.int64) * v_batch + kv_head * v_head + first // block_n
             unit = gl.load(v_factor)
-            most = (
-                unit * 1.0
-            )  # of a name that starts as another's value the frontend carries the other through the loop
+            # Of a name that starts as another's value the frontend carries the other through the loop.
+            most = unit * 1.0
         for step in range(blocks):
             mbarrier.wait(k_emptied.index(slot), phase)
             if casting:

@@ -1,5 +1,6 @@
 """A case on a bench, in this process: what plans do to its buffers, to each other, and when they are judged."""
 
+import math
 from collections import Counter
 
 import planted
@@ -138,6 +139,25 @@ def test_each_family_is_judged_against_its_own_truth(monkeypatch):
     first, second = CAUSAL.families[:2]
     assert findings.judged[first]["out"].error < 0.01
     assert findings.judged[second]["out"].error == 1
+
+
+@pytest.mark.parametrize(
+    "handed_back", [lambda q: q, lambda q: q[:], lambda q: q.new_zeros(1).expand(q.shape)], ids=["input", "view", "one"]
+)
+def test_a_result_that_is_no_memory_of_its_own_is_judged_as_it_is(monkeypatch, handed_back):
+    """Results are filled with NaN between runs, one number that stands for many too; inputs are not."""
+
+    class HandsBack(Watching):
+        def prepare(self, q, k, v, spec):
+            self.q = q
+            return super().prepare(q, k, v, spec)
+
+        def run(self, operands):
+            return super().run(operands)._replace(out=handed_back(self.q))
+
+    _, findings = through(bench_of(monkeypatch, HandsBack()), WATCHED)
+    assert findings.untouched
+    assert 0.5 < worst(findings) < math.inf
 
 
 @pytest.mark.parametrize("spoil", [lambda q, k, v: q.mul_(2), lambda q, k, v: k.zero_(), lambda q, k, v: v.add_(1)])
