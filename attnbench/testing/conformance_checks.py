@@ -17,6 +17,7 @@ from .conformance_conduct import (
     renewed,
     repeated,
     runs,
+    shared,
     surrounded,
     threaded,
     untouched,
@@ -243,6 +244,15 @@ CHECKS: tuple[Check, ...] = (
         after=_SAME,
         on="cuda",
         count=2,
+    ),
+    Check(
+        name="shared GPU",
+        wrong=shared,
+        look="barriers whose memory is used again, clocks, waiting that gives up: a kernel is stopped and goes on",
+        mixed=True,
+        after=(*_SAME, "stream"),
+        on="cuda",
+        count=3,
     ),
     Check(
         name="combinations",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..kernel import Saved
 from ..selector import choose
 from ..spec import AttentionSpec
 from .conformance_subject import Subject, inputs_of, truth_of
+from .neighbour import NeighbourError, neighbour
 
 __all__ = [
     "captured",
@@ -35,6 +37,7 @@ __all__ = [
     "renewed",
     "repeated",
     "runs",
+    "shared",
     "surrounded",
     "threaded",
     "untouched",
@@ -42,6 +45,8 @@ __all__ = [
 
 _ROUNDS = 4
 _LONGEST_SENTENCE = 300
+_SHARING_SECONDS = 1.5  # some hundred turns of the GPU
+_QUEUED = 16  # calls at a time, so that it is the kernel whose turn ends
 _SLEEP = 20_000_000  # cycles: about 10 ms, longer than a small kernel takes
 _TWO_SENTENCES = re.compile(r"[.!?]\s+[A-Z]")
 
@@ -284,6 +289,30 @@ def on_another_stream(subject: Subject, spec: AttentionSpec) -> str | None:
     torch.cuda.synchronize(subject.device)
     said = subject.wrong(spec, copies, truth)
     return None if said is None else f"on a side stream {said}"
+
+
+def shared(subject: Subject, spec: AttentionSpec) -> str | None:
+    """The same answers while another process computes on the GPU, which goes from one to the other in turns."""
+    inputs = inputs_of(spec, subject.device)
+    truth = truth_of(subject, spec, inputs)
+    first = _judged(subject, subject.answers(spec, inputs))
+    calls = 0
+    try:
+        with neighbour(subject.device):
+            ends = time.monotonic() + _SHARING_SECONDS
+            while time.monotonic() < ends:
+                queued = [_judged(subject, subject.answers(spec, inputs)) for _ in range(_QUEUED)]
+                calls += _QUEUED
+                for found in queued:
+                    if all(same_bits(x, first[name]) for name, x in found.items()):
+                        continue
+                    if said := subject.wrong(spec, found, truth):
+                        return f"beside another process on the GPU, in one of {calls} calls, {said}"
+    except NeighbourError as error:
+        subject.note("shared GPU", f"not asked: {error}")
+        return None
+    subject.note("shared GPU", f"{calls} calls beside another process")
+    return None
 
 
 def captured(subject: Subject, spec: AttentionSpec) -> str | None:

@@ -68,6 +68,29 @@ class Frozen(ForwardKernel):
         return registry().forward("reference:fp32").run(operands)
 
 
+class Hasty(ForwardKernel):
+    """Waits half as long again as it takes alone, and then leaves its output as it is."""
+
+    name = "hasty:fp32"
+    declared_error = 0.004
+    rows = {"cuda": Capabilities(dtypes=("bf16",))}  # noqa: RUF012
+    usual: float | None = None
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        return registry().forward("reference:fp32").prepare(q, k, v, spec)
+
+    def run(self, operands: Operands) -> Result:
+        begins, ends = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begins.record()
+        torch.cuda._sleep(5_000_000)  # cycles: some 3 ms, longer than a process's turn on the GPU
+        ends.record()
+        ends.synchronize()
+        took = begins.elapsed_time(ends)
+        self.usual = took if self.usual is None else min(took, self.usual)
+        out, lse, state = registry().forward("reference:fp32").run(operands)
+        return Result(out if took < 1.5 * self.usual else torch.zeros_like(out), lse, state)
+
+
 @pytest.mark.parametrize("name", [name for name in registry().backends if name != "emulated"])
 def test_an_installed_backend_conforms(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a process of its own: a graph that cannot be recorded, or a crash, leaves one unfit for the next backend."""
@@ -89,6 +112,10 @@ def test_work_on_a_stream_of_its_own_is_found() -> None:
 
 def test_a_result_that_comes_late_is_found() -> None:
     assert not check(Late("fp8-late")).ok
+
+
+def test_what_a_process_beside_it_breaks_is_found() -> None:
+    assert "shared GPU" in {each.check for each in check(Hasty()).failures}
 
 
 def test_a_graph_that_does_not_see_new_values_is_found() -> None:
