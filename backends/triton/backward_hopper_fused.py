@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .backward_hopper_shared import (
     CONSUMERS,
     ROWS,
+    barrier_where,
     operand,
     span_of_queries,
     store,
@@ -288,7 +289,7 @@ def all_gradients_hopper(
     if rotated:
         turning = wide_queries._reinterpret(turn.dtype, [head_dim, head_dim], turn.layout)
     held = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    turn_filled = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    turn_filled = barrier_where(rotated, held)
     narrow = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     wide = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     narrow_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -296,7 +297,6 @@ def all_gradients_hopper(
     grads_made = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     grads_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(held, count=1)
-    mbarrier.init(turn_filled, count=1)
     for i in gl.static_range(2):
         mbarrier.init(narrow.index(i), count=1)
         mbarrier.init(wide.index(i), count=1)

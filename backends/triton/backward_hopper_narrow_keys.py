@@ -25,7 +25,15 @@ from .backward_hopper_narrow import (
     turned_parts,
     zero_parts,
 )
-from .backward_hopper_shared import CONSUMERS, ROWS, advanced, span_of_queries, transposed_product, visible_part
+from .backward_hopper_shared import (
+    CONSUMERS,
+    ROWS,
+    advanced,
+    barrier_where,
+    span_of_queries,
+    transposed_product,
+    visible_part,
+)
 
 __all__ = ["narrow_key_gradients_hopper"]
 
@@ -222,12 +230,11 @@ def narrow_key_gradients_hopper(
     if rotated:
         turning = across_queries._reinterpret(turn.dtype, [head_dim // PART, PART, head_dim], turn.layout)
     held = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    turn_filled = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    turn_filled = barrier_where(rotated, held)
     upright = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     across = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     emptied = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     mbarrier.init(held, count=1)
-    mbarrier.init(turn_filled, count=1)
     for i in gl.static_range(stages):
         mbarrier.init(upright.index(i), count=1)
         mbarrier.init(across.index(i), count=1)

@@ -26,6 +26,7 @@ from .backward_hopper_shared import (
     CONSUMERS,
     ROWS,
     advanced,
+    barrier_where,
     span_of_keys,
     top_query,
     transposed_product,
@@ -196,12 +197,11 @@ def narrow_query_gradients_hopper(
     if rotated:
         turning = across_keys._reinterpret(turn.dtype, [head_dim // PART, PART, head_dim], turn.layout)
     held = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    turn_filled = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    turn_filled = barrier_where(rotated, held)
     upright = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     across = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     emptied = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     mbarrier.init(held, count=1)
-    mbarrier.init(turn_filled, count=1)
     for i in gl.static_range(stages):
         mbarrier.init(upright.index(i), count=1)
         mbarrier.init(across.index(i), count=1)

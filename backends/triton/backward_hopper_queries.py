@@ -15,6 +15,7 @@ from .backward_hopper_shared import (
     CONSUMERS,
     ROWS,
     advanced,
+    barrier_where,
     operand,
     span_of_keys,
     store,
@@ -159,12 +160,11 @@ def query_gradients_hopper(
     if rotated:
         turning = wide_keys._reinterpret(turn.dtype, [head_dim, head_dim], turn.layout)
     held = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    turn_filled = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    turn_filled = barrier_where(rotated, held)
     narrow = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     wide = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     emptied = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     mbarrier.init(held, count=1)
-    mbarrier.init(turn_filled, count=1)
     for i in gl.static_range(stages):
         mbarrier.init(narrow.index(i), count=1)
         mbarrier.init(wide.index(i), count=1)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 __all__ = [
     "CONSUMERS",
     "ROWS",
     "advanced",
+    "barrier_where",
     "operand",
     "span_of_keys",
     "span_of_queries",
@@ -33,6 +34,21 @@ def advanced(slot, phase, stages: gl.constexpr):
     """The next slot of a ring, and the phase of its barriers."""
     last = slot == stages - 1
     return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def barrier_where(needed: gl.constexpr, otherwise):
+    """A barrier for one arrival, or where none is ``needed`` another one, which is not touched for it.
+
+    A barrier that is made and never used does harm.  Nothing in the kernel keeps it alive, so the compiler lends its
+    bytes to something else, and memory of a barrier may not hold anything else before it is invalidated (PTX ISA,
+    mbarrier.inval): on an H200 the bytes were a barrier again now and then, in the middle of an exchange.
+    """
+    barrier = otherwise
+    if needed:
+        barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(barrier, count=1)
+    return barrier
 
 
 @gluon.jit

@@ -299,11 +299,15 @@ def triton_fp8_attention_forward_hopper(
     k_emptied = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     v_filled = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     v_emptied = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    # Barriers that nobody uses are left out: backward_hopper_shared.barrier_where says why.
+    turn = q_filled
+    if turns:
+        turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(q_filled.index(i), count=1)
         mbarrier.init(q_emptied.index(i), count=1)
-        mbarrier.init(turn.index(i), count=1)
+        if turns:
+            mbarrier.init(turn.index(i), count=1)
     for i in gl.static_range(stages):
         mbarrier.init(k_filled.index(i), count=1)
         mbarrier.init(k_emptied.index(i), count=CONSUMERS)

@@ -16,6 +16,7 @@ from typing import Literal
 
 import pytest
 import torch
+from compiled_for_hopper import SHARED_MEMORY, idle_barriers
 from dense import dense_attention, relative_l2
 
 from attnbench.capabilities import Device
@@ -37,7 +38,6 @@ SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=70, head_dim=64, mask=Mask(
 TILE = Tile(128, 128, 4, 3, interleaved=True, hopper=True)
 MASKS: tuple[Literal["none", "causal"], ...] = ("none", "causal")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-SHARED_MEMORY = 227 * 1024  # bytes that a program may have on Hopper
 
 # Compiles kernels for sm_90, as json on stdin says, and prints what came of each.
 COMPILE = """
@@ -69,7 +69,7 @@ for head_dim, block_n, bits, maxnreg, constants in json.load(sys.stdin):
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         command = [f"{tools}/cuobjdump", "-sass", f"{folder}/k.cubin"]
         code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found.append(dict(said=said, code=code, shared=made.metadata.shared, ptx=made.asm["ptx"]))
+    found.append(dict(said=said, code=code, shared=made.metadata.shared, ttgir=made.asm["ttgir"]))
 print(json.dumps(found))
 """
 
@@ -167,6 +167,7 @@ def test_the_matrix_products_stay_asynchronous_and_nothing_spills(tmp_path: Path
         assert "C75" not in found["said"], found["said"]  # wgmma that ptxas waits for one by one
         assert " 0 bytes spill stores, 0 bytes spill loads" in found["said"]
         assert int(found["shared"]) <= SHARED_MEMORY
+        assert not idle_barriers(found["ttgir"])
         # Q·Kᵀ of the first block and of the next, P·V of a block and of the last, 32 numbers of the sum at a time:
         # 32 of the head dimension in Q·Kᵀ, 32 keys in P·V.
         products = 2 * 2 * (head_dim + block_n) // 32
@@ -181,3 +182,4 @@ def test_wide_heads_compile(tmp_path: Path) -> None:
     for found in _compiled(tmp_path, *kernels):
         assert "C75" not in found["said"], found["said"]
         assert int(found["shared"]) <= SHARED_MEMORY
+        assert not idle_barriers(found["ttgir"])

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("triton", minversion="3.6")
 
 import triton
-from compiled_for_hopper import SHARED_MEMORY
+from compiled_for_hopper import SHARED_MEMORY, idle_barriers
 
 from attnbench.backends.triton import forward_hopper_launch
 from attnbench.backends.triton.backward_layout import BLOCK, PEAK
@@ -142,6 +142,7 @@ def test_the_matrix_products_stay_asynchronous_and_nothing_spills(tmp_path: Path
         more = 80 if kind == "all" else 96 if narrow and constants["right"] else 0
         assert max(spilled) <= (more if head_dim == 128 else 0)
         assert int(found["shared"]) <= SHARED_MEMORY
+        assert not idle_barriers(found["ttgir"])
         _check_rings(found["ttgir"], 2 if (kind, narrow) in (("keys", True), ("all", False)) else 3)
         # S of the first block, dP and S in the loop, 32 of the head dimension at a time; the sums, 16 or (in e4m3) 32
         # tokens and 64 columns at a time, in the loop, and the last block's dK or dQ behind it, unless dK waits for

@@ -6,6 +6,7 @@ What is compiled lies in Triton's cache on the disk afterwards, where a process 
 from __future__ import annotations
 
 import multiprocessing
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
-__all__ = ["SHARED_MEMORY", "Program", "compiled", "compiling"]
+__all__ = ["SHARED_MEMORY", "Program", "compiled", "compiling", "idle_barriers"]
 
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have on Hopper
 Job = TypeVar("Job")
@@ -60,6 +61,17 @@ def compiling() -> Iterator[list[Any]]:
             yield made
         finally:
             driver._active = before
+
+
+def idle_barriers(ttgir: str) -> list[str]:
+    """The barriers of a warp-specialised kernel that none of its partitions is given.
+
+    The compiler lends their memory out, and the GPU may write there what they were.
+    """
+    made = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<[\dx]*xi64,", ttgir)
+    (given,) = re.findall(r"ttg\.warp_specialize\(([^)]*)\)", ttgir)
+    assert made, "a kernel whose warps are specialised has barriers"
+    return [each for each in made if each not in given.split(", ")]
 
 
 def compiled(
