@@ -252,7 +252,7 @@ CHECKS: tuple[Check, ...] = (
         mixed=True,
         after=(*_SAME, "stream"),
         on="cuda",
-        count=3,
+        count=2,
     ),
     Check(
         name="combinations",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Timer
 
 import torch
@@ -19,9 +20,12 @@ _AT_WORK = "at work"
 _STARTING_SECONDS = 120.0  # a cold disk may take as long to import torch
 _ENDING_SECONDS = 10.0
 _LONGEST = 200
-# It ends when its standard input does, which is when whoever started it ends, in whatever way.
+# It ends when its standard input does, which is when whoever started it ends, in whatever way; and it imports what that
+# one would, nothing from the folder where it happens to be.
 _PROGRAM = f"""
-import os, sys, threading
+import json, os, sys, threading
+
+sys.path[:] = json.loads(sys.argv[2])
 
 def outlived():
     sys.stdin.buffer.read()
@@ -56,7 +60,7 @@ def neighbour(device: torch.device) -> Iterator[None]:
     """
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:  # a pipe that fills up would stop it
         process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(device)],
+            [sys.executable, "-c", _PROGRAM, str(device), json.dumps(sys.path)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, errors="replace",
         )  # fmt: skip
         assert process.stdout is not None
@@ -74,4 +78,5 @@ def neighbour(device: torch.device) -> Iterator[None]:
         finally:
             late.cancel()
             process.kill()
-            process.communicate(timeout=_ENDING_SECONDS)
+            with suppress(subprocess.TimeoutExpired):  # a driver that hangs keeps it, and is not what was asked about
+                process.communicate(timeout=_ENDING_SECONDS)

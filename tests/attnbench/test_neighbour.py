@@ -89,6 +89,14 @@ def test_why_there_is_none_is_said_and_none_is_left() -> None:
 
 
 @linux
+def test_it_imports_nothing_from_where_it_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('another torch')", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    with neighbour(CPU):
+        pass
+
+
+@linux
 def test_an_exception_ends_it_too() -> None:
     before = children()
     with pytest.raises(ZeroDivisionError), neighbour(CPU):
