@@ -131,6 +131,11 @@ def _stale(evidence: Evidence) -> str | None:
             else (stale.error, [each.error for each in judged])
         )
         if found > _STALE * max(*before, _limit(_HEAD[tensor], evidence)):
+            if stale.detail.nonfinite:
+                return (
+                    f"{tensor} has {stale.detail.nonfinite} values that are not finite where all inputs are negated, "
+                    "and none where they are not: it is not the same from call to call"
+                )
             return (
                 f"{tensor} is off by {_said(found)} where all inputs are negated, by {_said(max(before))} where they "
                 "are not: it keeps something from call to call"

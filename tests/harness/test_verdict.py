@@ -219,6 +219,10 @@ def test_what_is_not_finite_is_an_infinite_error_with_a_count():
     assert said.reason == "the error of out on normal inputs is infinite (values that are not finite: 3), beyond 0.12"
     said = judge(Evidence(bound=0.12, judged={"normal": {"out": judgement()}}, stale={"out": wrong}))
     assert said.check == "stale"
+    assert said.reason == (
+        "out has 3 values that are not finite where all inputs are negated, and none where they are not: it is not the "
+        "same from call to call"
+    )
 
 
 @pytest.mark.parametrize(
