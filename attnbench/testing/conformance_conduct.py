@@ -45,7 +45,7 @@ __all__ = [
 
 _ROUNDS = 4
 _LONGEST_SENTENCE = 300
-_SHARING_SECONDS = 1.5  # some hundred turns of the GPU
+_SHARING_SECONDS = 1.5
 _QUEUED = 16  # calls at a time, so that it is the kernel whose turn ends
 _SLEEP = 20_000_000  # cycles: about 10 ms, longer than a small kernel takes
 _TWO_SENTENCES = re.compile(r"[.!?]\s+[A-Z]")

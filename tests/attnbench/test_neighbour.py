@@ -11,10 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from unconforming import Backward, Forward
 
+from attnbench import AttentionSpec, Mask, Plan
+from attnbench.backends.reference import BACKEND as REFERENCE
+from attnbench.kernel import Availability, Backend, Operands, Result
+from attnbench.registry import Registry
+from attnbench.testing import conformance_conduct as conduct
+from attnbench.testing.conformance_subject import Subject
 from attnbench.testing.neighbour import NeighbourError, neighbour
 
 CPU = torch.device("cpu")
+SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=9, head_dim=8, dtype="fp32", mask=Mask(right=0))
 # Prints the number of its neighbour and waits.
 ASKING = """
 import os, sys, time, torch
@@ -102,3 +110,59 @@ def test_an_exception_ends_it_too() -> None:
     with pytest.raises(ZeroDivisionError), neighbour(CPU):
         raise ZeroDivisionError
     assert children() <= before
+
+
+def shared(forward: Forward, monkeypatch: pytest.MonkeyPatch, direction: str = "forward") -> tuple[str | None, str]:
+    """What the conformance check that has a neighbour finds of a kernel, and what it notes."""
+    monkeypatch.setattr(conduct, "_SHARING_SECONDS", 0.2)
+    backend = Backend("mine", "a test's", lambda: Availability(version="1"), (forward, Backward()))
+    plan = Plan(forward.name, Backward.name if direction == "training" else None)
+    subject = Subject(plan, CPU, Registry([REFERENCE, backend]))
+    found = conduct.shared(subject, SPEC.replace(direction=direction))
+    return found, "; ".join(subject.notes.get("shared GPU", []))
+
+
+@linux
+@pytest.mark.parametrize("direction", ["forward", "training"])
+def test_a_kernel_that_minds_no_neighbour_passes(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, noted = shared(Forward(), monkeypatch, direction)
+    assert found is None
+    assert int(noted.removesuffix(" calls beside another process")) >= 16
+
+
+@linux
+def test_a_kernel_that_is_wrong_beside_a_neighbour_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call of many, so that each is looked at."""
+
+    class Jumpy(Forward):
+        beside = 0
+
+        def run(self, operands: Operands) -> Result:
+            out, lse, _ = super().run(operands)
+            self.beside += bool(children() - before)
+            return Result(out * 2 if self.beside == 5 else out, lse)
+
+    before = children()
+    found, _ = shared(Jumpy(), monkeypatch)
+    assert found is not None
+    assert found.startswith("beside another process on the GPU, in one of 16 calls, out is off by 1")
+
+
+@linux
+def test_one_that_answers_in_other_bits_and_right_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Restless(Forward):
+        calls = 0
+
+        def run(self, operands: Operands) -> Result:
+            out, lse, _ = super().run(operands)
+            self.calls += 1
+            return Result(out * (1 + self.calls % 2 * 2.0**-20), lse)
+
+    assert shared(Restless(), monkeypatch)[0] is None
+
+
+def test_where_nobody_else_may_use_the_device_that_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conduct, "neighbour", lambda device: neighbour(torch.device("meta")))
+    found, noted = shared(Forward(), monkeypatch)
+    assert found is None
+    assert noted.startswith("not asked: another process cannot work on meta: ")

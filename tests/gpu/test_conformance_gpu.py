@@ -30,15 +30,20 @@ def check(kernel: ForwardKernel) -> Report:
     return check_backend(name, "cuda", known=Registry([*registry().backends.values(), mine]))
 
 
-class OwnStream(ForwardKernel):
-    """Computes on a stream of its own and joins the legacy default stream alone, not the caller's."""
+class Misbehaving(ForwardKernel):
+    """Has the operands of ``reference:fp32``, whose answer it spoils on a GPU."""
 
-    name = "own-stream:fp32"
     declared_error = 0.004
     rows = {"cuda": Capabilities(dtypes=("bf16",))}  # noqa: RUF012
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
         return registry().forward("reference:fp32").prepare(q, k, v, spec)
+
+
+class OwnStream(Misbehaving):
+    """Computes on a stream of its own and joins the legacy default stream alone, not the caller's."""
+
+    name = "own-stream:fp32"
 
     def run(self, operands: Operands) -> Result:
         stream = torch.cuda.Stream()
@@ -49,16 +54,11 @@ class OwnStream(ForwardKernel):
         return result
 
 
-class Frozen(ForwardKernel):
+class Frozen(Misbehaving):
     """Records a graph of the tensors of the call before, which a replay then reads for ever."""
 
     name = "frozen:fp32"
-    declared_error = 0.004
-    rows = {"cuda": Capabilities(dtypes=("bf16",))}  # noqa: RUF012
     before: Operands | None = None
-
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
-        return registry().forward("reference:fp32").prepare(q, k, v, spec)
 
     def run(self, operands: Operands) -> Result:
         if not torch.cuda.is_current_stream_capturing():
@@ -68,21 +68,16 @@ class Frozen(ForwardKernel):
         return registry().forward("reference:fp32").run(operands)
 
 
-class Hasty(ForwardKernel):
+class Hasty(Misbehaving):
     """Waits half as long again as it takes alone, and then leaves its output as it is."""
 
     name = "hasty:fp32"
-    declared_error = 0.004
-    rows = {"cuda": Capabilities(dtypes=("bf16",))}  # noqa: RUF012
     usual: float | None = None
-
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
-        return registry().forward("reference:fp32").prepare(q, k, v, spec)
 
     def run(self, operands: Operands) -> Result:
         begins, ends = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begins.record()
-        torch.cuda._sleep(5_000_000)  # cycles: some 3 ms, longer than a process's turn on the GPU
+        torch.cuda._sleep(5_000_000)  # cycles: some 3 ms, in which another process has the GPU as well
         ends.record()
         ends.synchronize()
         took = begins.elapsed_time(ends)
