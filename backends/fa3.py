@@ -49,10 +49,10 @@ def fp8_row() -> Capabilities:
 
 def _omitted(needed: set[str]) -> list[str]:
     """The parts that are needed and that the build in use was made without."""
-    origin = chosen()
-    if origin is None:
+    build = chosen()
+    if build is None:
         return []  # then nothing runs at all, and the availability says so
-    return [_OMITTED[part].format(origin=origin.name) for part in sorted(needed & origin.omissions())]
+    return [_OMITTED[part].format(origin=build.name) for part in sorted(needed & build.omissions())]
 
 
 def _needs(spec: AttentionSpec, precision: str) -> set[str]:

@@ -1,12 +1,15 @@
-"""Where FlashAttention-3's kernels come from: three distributions of the same source, first found wins.
+"""Where FlashAttention-3's kernels come from: five distributions of the same source, first found wins.
 
-==========  =========================================================================  ========
-origin      what it is                                                                 backward
-==========  =========================================================================  ========
-official    ``flash_attn_interface``, built from Dao-AILab/flash-attention, hopper/    as built
-sglang      ``sgl_kernel``, from the wheel ``sglang-kernel``                           no
-hub         ``kernels-community/flash-attn3``, fetched by Hugging Face ``kernels``     yes
-==========  =========================================================================  ========
+==============  =====================================================================  ========
+origin          what it is                                                             backward
+==============  =====================================================================  ========
+official        ``flash_attn_interface``, built from Dao-AILab/flash-attention hopper  as built
+repackaged      the same module from another distribution: the wheel                   as built
+                ``tokenspeed-fa3``
+sglang          ``sgl_kernel``, from the wheel ``sglang-kernel``                       no
+fa3-fwd         ``fa3_fwd``, from the wheel ``fa3-fwd``                                no
+hub             ``kernels-community/flash-attn3``, by Hugging Face ``kernels``         yes
+==============  =====================================================================  ========
 
 ``ATTNBENCH_FA3_ORIGIN`` names one of them instead.  ``hub`` is found by itself only where its files already lie
 in the local cache; naming it allows the download.
@@ -15,7 +18,7 @@ in the local cache; naming it allows the download.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module, metadata
@@ -29,11 +32,23 @@ from attnbench.kernel import Availability
 
 from .fa3_operator import BACKWARD, FORWARD, OperatorError, bound
 
-__all__ = ["INSTALL", "ORIGINS", "VARIABLE", "Library", "Origin", "availability", "chosen", "installed", "library"]
+__all__ = [
+    "INSTALL",
+    "ORIGINS",
+    "VARIABLE",
+    "Build",
+    "Library",
+    "availability",
+    "chosen",
+    "installed",
+    "interface",
+    "library",
+]
 
 VARIABLE = "ATTNBENCH_FA3_ORIGIN"
 INSTALL = "pip install 'attnbench[fa3]'"
 _HUB = "kernels-community/flash-attn3"
+_OFFICIAL = "flash-attn-3"  # the distribution that the source's own setup.py builds
 
 
 class Library(NamedTuple):
@@ -44,17 +59,20 @@ class Library(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Origin:
-    """One distribution: ``find`` answers its version or None without loading it, ``load`` its operators' namespace.
+class Build:
+    """A build that is installed, found without loading it.
 
-    ``omissions`` are the parts of FlashAttention-3 that the build leaves out, as the suffixes of the source's
-    own flags FLASHATTENTION_DISABLE_*.
+    ``name`` says where it comes from: the origin, or the distribution of a repackaged one.
+    ``load`` gives the namespace of its operators.  ``omissions`` are the parts of
+    FlashAttention-3 that it leaves out, as the suffixes of the source's own flags
+    FLASHATTENTION_DISABLE_*.  ``verify``: only loading it shows whether it fits this torch and CUDA.
     """
 
     name: str
-    find: Callable[[], str | None]
+    version: str
     load: Callable[[], Any]
     omissions: Callable[[], frozenset[str]]
+    verify: bool = False
 
 
 def installed(module: str, *distributions: str) -> str | None:
@@ -72,18 +90,50 @@ def installed(module: str, *distributions: str) -> str | None:
     return "unknown"
 
 
-def _official_load() -> Any:
+@lru_cache(maxsize=1)
+def interface() -> Build | None:
+    """The build behind ``flash_attn_interface``, under the name of the distribution that brought it."""
+    version = installed("flash_attn_interface", _OFFICIAL)
+    if version is None:
+        return None
+    providers = metadata.packages_distributions().get("flash_attn_interface", [])
+    names = [name.replace("_", "-").lower() for name in providers]
+    if not names or _OFFICIAL in names:
+        return Build("official", version, _interface_load, _interface_omissions)
+    return Build(names[0], metadata.version(names[0]), _interface_load, _interface_omissions, verify=True)
+
+
+def _interface_load() -> Any:
     import_module("flash_attn_interface")
     return torch.ops.flash_attn_3
 
 
-def _official_omissions() -> frozenset[str]:
+def _interface_omissions() -> frozenset[str]:
+    return _omissions("flash_attn_config")
+
+
+def _omissions(config: str) -> frozenset[str]:
     """The flags that the build wrote down; older builds wrote none and leave nothing out that is asked here."""
     try:
-        flags = import_module("flash_attn_config").CONFIG["build_flags"]
+        flags = import_module(config).CONFIG["build_flags"]
     except (ImportError, AttributeError, KeyError):
         return frozenset()
     return frozenset(name.removeprefix("FLASHATTENTION_DISABLE_") for name, off in flags.items() if off)
+
+
+def _official() -> Build | None:
+    build = interface()
+    return build if build is not None and build.name == "official" else None
+
+
+def _repackaged() -> Build | None:
+    build = interface()
+    return build if build is not None and build.name != "official" else None
+
+
+def _sglang() -> Build | None:
+    version = installed("sgl_kernel", "sglang-kernel", "sgl-kernel")
+    return None if version is None else Build("sglang", version, _sglang_load, lambda: frozenset({"BACKWARD"}))
 
 
 def _sglang_load() -> Any:
@@ -91,12 +141,24 @@ def _sglang_load() -> Any:
     return torch.ops.sgl_kernel
 
 
-def _hub_find() -> str | None:
-    """The version, where ``kernels`` is installed and the kernel is cached or was asked for by name."""
+def _fa3_fwd() -> Build | None:
+    version = installed("fa3_fwd", "fa3-fwd")
+    if version is None:
+        return None
+    return Build("fa3-fwd", version, _fa3_fwd_load, lambda: _omissions("fa3_fwd_config"), verify=True)
+
+
+def _fa3_fwd_load() -> Any:
+    import_module("fa3_fwd._C")
+    return torch.ops.fa3_fwd
+
+
+def _hub() -> Build | None:
+    """Where ``kernels`` is installed and the kernel is cached or was asked for by name."""
     version = installed("kernels", "kernels")
     if version is None or not (os.environ.get(VARIABLE) == "hub" or _hub_cached()):
         return None
-    return f"{_HUB} v1 by kernels {version}"
+    return Build("hub", f"{_HUB} v1 by kernels {version}", _hub_load, frozenset, verify=True)
 
 
 def _hub_cached() -> bool:
@@ -114,66 +176,65 @@ def _hub_load() -> Any:
         raise OperatorError(f"{_HUB} does not name its operators in _ops.ops") from None
 
 
-ORIGINS = (
-    Origin("official", lambda: installed("flash_attn_interface", "flash_attn_3"), _official_load, _official_omissions),
-    Origin(
-        "sglang",
-        lambda: installed("sgl_kernel", "sglang-kernel", "sgl-kernel"),
-        _sglang_load,
-        lambda: frozenset({"BACKWARD"}),
-    ),
-    Origin("hub", _hub_find, _hub_load, frozenset),
-)
+ORIGINS: Mapping[str, Callable[[], Build | None]] = {
+    "official": _official,
+    "repackaged": _repackaged,
+    "sglang": _sglang,
+    "fa3-fwd": _fa3_fwd,
+    "hub": _hub,
+}
 
 
-def chosen() -> Origin | None:
-    """The origin that answers on this machine, None where none does."""
+def chosen() -> Build | None:
+    """The build that answers on this machine, None where there is none."""
     return _chosen(os.environ.get(VARIABLE, ""))
 
 
 @lru_cache(maxsize=8)
-def _chosen(wanted: str) -> Origin | None:
-    return next((each for each in ORIGINS if wanted in ("", each.name) and each.find() is not None), None)
+def _chosen(wanted: str) -> Build | None:
+    finders = [find for name, find in ORIGINS.items() if wanted in ("", name)]
+    return next((build for find in finders if (build := find()) is not None), None)
 
 
 def availability() -> Availability:
     """The version and origin found, from metadata alone where it suffices, or why none can be used.
 
-    Metadata cannot say whether what the hub holds fits this machine, so that one is loaded.
+    A prebuilt wheel's metadata does not say which torch and CUDA it fits, so it is loaded.
     """
     wanted = os.environ.get(VARIABLE, "")
-    names = [each.name for each in ORIGINS]
-    if wanted and wanted not in names:
-        return Availability(reason=f"{VARIABLE} is {wanted!r}; it must be one of {', '.join(names)}")
+    if wanted and wanted not in ORIGINS:
+        return Availability(reason=f"{VARIABLE} is {wanted!r}; it must be one of {', '.join(ORIGINS)}")
     if torch.version.cuda is None:
         return Availability(reason=f"torch {torch.__version__} was built without CUDA", install=INSTALL)
-    origin = chosen()
-    if origin is None:
-        sought = f"the origin {wanted} (named by {VARIABLE})" if wanted else f"none of the origins {', '.join(names)}"
-        return Availability(reason=f"{sought} is {'not ' if wanted else ''}installed", install=INSTALL)
-    if origin.name == "hub":
+    build = chosen()
+    if build is None:
+        if wanted:
+            return Availability(reason=f"the origin {wanted} (named by {VARIABLE}) is not installed", install=INSTALL)
+        return Availability(reason="FlashAttention-3 is not installed", install=INSTALL)
+    if build.verify:
         try:
             library()
         except Exception as error:  # whatever a download or a foreign build raises
-            return Availability(reason=f"{_HUB} could not be loaded: {type(error).__name__}: {error}", origin="hub")
-    return Availability(version=origin.find(), origin=origin.name)
+            reason = f"{build.name} {build.version} could not be loaded: {type(error).__name__}: {error}"
+            return Availability(reason=reason, origin=build.name)
+    return Availability(version=build.version, origin=build.name)
 
 
 def library() -> Library:
-    """The chosen origin's kernels, loaded once.
+    """The chosen build's kernels, loaded once.
 
     Raises ImportError or OSError where the build cannot be loaded, OperatorError where its operators are unknown.
     """
-    origin = chosen()
-    if origin is None:
+    build = chosen()
+    if build is None:
         raise ImportError("FlashAttention-3 is not installed; " + INSTALL)
-    return _loaded(origin)
+    return _loaded(build)
 
 
 @lru_cache(maxsize=8)
-def _loaded(origin: Origin) -> Library:
-    operators = origin.load()
+def _loaded(build: Build) -> Library:
+    operators = build.load()
     backward = None
-    if "BACKWARD" not in origin.omissions():
+    if "BACKWARD" not in build.omissions():
         backward = bound(operators.bwd.default, BACKWARD)
     return Library(bound(operators.fwd.default, FORWARD), backward)

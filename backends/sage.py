@@ -100,6 +100,20 @@ def _function(module: str, name: str) -> Callable[..., Any]:
     return function
 
 
+@cache
+def _hopper_kernel() -> Callable[..., Any]:
+    """The kernel for compute capability 9.0.
+
+    Builds from October to December 2025 give its Python name to the stand-in that torch traces with, which computes
+    nothing and returns memory as it was (thu-ml/SageAttention, pull request 307).  The operator that they register is
+    right, so it is preferred; older builds register none.
+    """
+    name = "qk_int8_sv_f8_accum_f32_fuse_v_scale_attn_inst_buf"
+    function = _function("sm90_compile", name)  # importing the module registers the operator
+    operator: Callable[..., Any] = getattr(torch.ops.sageattention_sm90, name, function)
+    return operator
+
+
 def _size(spec: AttentionSpec, sizes: tuple[int, ...]) -> int:
     """The head dimension that Q, K and V are padded to: the smallest one that the kernel was written for."""
     return next(size for size in sizes if max(spec.head_dim, spec.head_dim_v) <= size)
@@ -221,9 +235,8 @@ class SageFp8Forward(ForwardKernel):
         spec = operands.spec
         q8, k8, v8, q_scale, k_scale, v_scale, shift = operands.native
         out = torch.empty(q8.shape, dtype=torch.bfloat16 if spec.dtype == "bf16" else torch.float16, device=q8.device)
-        forward = _function("sm90_compile", "qk_int8_sv_f8_accum_f32_fuse_v_scale_attn_inst_buf")
         with _device(q8), _default_stream(q8):
-            lse = forward(
+            lse = _hopper_kernel()(
                 q8, k8, v8, out, q_scale, k_scale, v_scale,
                 _HND, int(spec.mask.kind == "causal"), _PER_THREAD, spec.scale, 1,
             )  # fmt: skip

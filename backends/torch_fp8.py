@@ -24,12 +24,11 @@ from attnbench.spec import AttentionSpec
 
 from .fa3 import HOPPER, PROFILED
 from .fa3_operands import Native, native, quantise_by_key_head, refuse_spec, window
-from .fa3_origins import ORIGINS, installed
+from .fa3_origins import INSTALL, interface
 
 __all__ = ["BACKEND", "TorchFp8Forward"]
 
 _INSTALL_TORCH = "pip install 'torch>=2.11'"
-_INSTALL = "pip install --no-build-isolation 'git+https://github.com/Dao-AILab/flash-attention.git#subdirectory=hopper'"
 _MODULE = "torch.nn.attention._fa3"
 _ENTRY, _LOAD = "_fa3_flash_attention_forward_impl", "_fa3_import_module"
 _OMITTED = {"FP8": "was built without FP8", "LOCAL": "was built without windows"}
@@ -42,11 +41,11 @@ def _availability() -> Availability:
     if not _declared():
         reason = f"torch {torch.__version__} has no quantised attention"
         return Availability(reason=reason, origin="torch", install=_INSTALL_TORCH)
-    version = installed("flash_attn_interface", "flash_attn_3")
-    if version is None:
+    build = interface()
+    if build is None:
         reason = "torch declares it, and its kernel comes with flash_attn_interface, which is not installed"
-        return Availability(reason=reason, origin="torch", install=_INSTALL)
-    return Availability(version=torch.__version__, origin=f"flash_attn_3 {version}")
+        return Availability(reason=reason, origin="torch", install=INSTALL)
+    return Availability(version=torch.__version__, origin=f"FlashAttention-3 {build.version} ({build.name})")
 
 
 def _declared() -> bool:
@@ -94,8 +93,8 @@ class TorchFp8Forward(ForwardKernel):
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """Windows that cannot be moved bottom-right, and what the installed build was made without."""
-        official = next(origin for origin in ORIGINS if origin.name == "official")
-        return refuse_spec(spec) + _omitted(spec, official.omissions())
+        build = interface()
+        return refuse_spec(spec) + ([] if build is None else _omitted(spec, build.omissions()))
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
         """e4m3 with a scale for each (batch, key head), laid out (B, S, H, D), descales (B, Hkv) in fp32."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import standins_fa as standins
@@ -42,11 +44,13 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> Iter
     standins.define()
     forget()
     yield
+    sys.modules.pop("flash_attn_interface", None)
     forget()
 
 
 def forget() -> None:
     fa3_origins._chosen.cache_clear()
+    fa3_origins.interface.cache_clear()
     fa3_origins._loaded.cache_clear()
 
 
@@ -246,10 +250,63 @@ def test_the_first_origin_found_answers_and_a_named_one_wins(monkeypatch: pytest
         monkeypatch.setenv(fa3_origins.VARIABLE, "hub")
         assert "hub" in (fa3.BACKEND.availability().reason or "")
         monkeypatch.setenv(fa3_origins.VARIABLE, "somewhere")
-        assert "must be one of official, sglang, hub" in (fa3.BACKEND.availability().reason or "")
+        assert "must be one of official, repackaged, sglang, fa3-fwd, hub" in (fa3.BACKEND.availability().reason or "")
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.delenv(fa3_origins.VARIABLE)
     assert "without CUDA" in (fa3.BACKEND.availability().reason or "")
+
+
+def wheel(folder: Path, name: str, module: str, source: str) -> None:
+    """What pip leaves of a wheel that holds one module."""
+    (folder / f"{module}.py").write_text(source)
+    facts = folder / f"{name.replace('-', '_')}-3.1.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 3.1\n")
+    (facts / "top_level.txt").write_text(f"{module}\n")
+
+
+@pytest.mark.parametrize(
+    ("distribution", "origin"), [("flash_attn_3", "official"), ("tokenspeed-fa3", "tokenspeed-fa3")]
+)
+def test_a_renamed_distribution_is_not_official(
+    distribution: str, origin: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wheel(tmp_path, distribution, "flash_attn_interface", "")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = fa3.BACKEND.availability()
+    assert (found.ok, found.version, found.origin) == (True, "3.1", origin), found.reason
+    assert fa3_origins.chosen() == fa3_origins.interface()
+    monkeypatch.setenv(fa3_origins.VARIABLE, "repackaged")
+    forget()
+    assert fa3.BACKEND.availability().ok == (origin != "official")
+
+
+def test_a_prebuilt_wheel_that_does_not_fit_this_cuda_is_unavailable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lacking = "libcudart.so.13: cannot open shared object file"
+    wheel(tmp_path, "tokenspeed-fa3", "flash_attn_interface", f"raise ImportError({lacking!r})")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = fa3.BACKEND.availability()
+    assert not found.ok
+    assert found.reason == f"tokenspeed-fa3 3.1 could not be loaded: ImportError: {lacking}"
+
+
+def test_the_forward_only_wheel_names_its_own_module_and_configuration() -> None:
+    """``fa3-fwd`` 0.0.3 is built without windows, fp16 and backward, under names of its own."""
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=16, head_dim=64)
+    flags = {"FLASHATTENTION_DISABLE_LOCAL": True, "FLASHATTENTION_DISABLE_BACKWARD": True}
+    with standins.modules(fa3_fwd={}, fa3_fwd___C={}, fa3_fwd_config={"CONFIG": {"build_flags": flags}}):
+        assert fa3.BACKEND.availability().origin == "fa3-fwd"
+        forward = FORWARDS["fa3:fp8"]
+        assert forward.refusals(spec, H200) == []
+        assert forward.refusals(spec.replace(mask=Mask(left=3, right=0)), H200) == [
+            "the build from fa3-fwd has no windows"
+        ]
+        q, k, v, _ = Problem(spec, "bhsd", False, 0).tensors()
+        operands = forward.prepare(q, k, v, spec)
+        truth, _ = dense_attention(*operands.tensors(torch.float64), spec)
+        assert error(forward.run(operands).out, truth) <= 0.004
 
 
 def test_the_hub_is_asked_only_where_its_kernel_is_cached_or_named(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import standins_fa as standins
@@ -186,11 +187,31 @@ def library(version: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, standins.modules(**(TRITON if version == "1.0.6" else BUILT)):
         patch.setattr(metadata, "version", lambda _: version)
         patch.setattr(torch.version, "cuda", "13.0")
-        sage._version.cache_clear()
-        sage._function.cache_clear()
+        forget()
         yield
-    sage._version.cache_clear()
-    sage._function.cache_clear()
+    forget()
+
+
+def forget() -> None:
+    for kept in (sage._version, sage._function, sage._hopper_kernel):
+        kept.cache_clear()
+
+
+def test_a_build_whose_kernel_is_hidden_by_its_tracing_stand_in_computes_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Source of October to December 2025: the name of the kernel is that of a function that computes nothing."""
+    name = "qk_int8_sv_f8_accum_f32_fuse_v_scale_attn_inst_buf"
+    shadowed = {name: lambda q, *_: torch.empty(q.shape[:3])}
+    monkeypatch.setitem(BUILT, "sageattention__sm90_compile", shadowed)
+    monkeypatch.setattr(torch.ops, "sageattention_sm90", SimpleNamespace(**{name: fp8_forward}), raising=False)
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=70, head_dim=64)
+    q, k, v, _ = Problem(spec, "bhsd", False, 0).tensors()
+    with library("2.2.0"):
+        result = FP8.run(FP8.prepare(q, k, v, spec))
+    truth, lse = dense_attention(q, k, v, spec)
+    assert (result.out.double() - truth).norm() <= FP8.declared_error * truth.norm()
+    assert (result.lse.double() - lse).norm() <= FP8.declared_error * lse.norm()
 
 
 KERNELS = [(INT8, "1.0.6"), (FP8, "2.2.0")]

@@ -129,12 +129,13 @@ def test_what_the_build_was_made_without_is_refused(monkeypatch: pytest.MonkeyPa
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64, mask=Mask(right=0))
     window = spec.replace(mask=Mask(left=3, right=0))
     flags = {"FLASHATTENTION_DISABLE_LOCAL": True, "FLASHATTENTION_DISABLE_FP8": False}
-    with standins.modules(flash_attn_config={"CONFIG": {"build_flags": flags}}):
+    with standins.modules(flash_attn_interface={}, flash_attn_config={"CONFIG": {"build_flags": flags}}):
+        fa3_origins.interface.cache_clear()
         assert KERNEL.refusals(spec, H200) == []
         assert KERNEL.refusals(window, H200) == ["flash_attn_interface was built without windows"]
         flags["FLASHATTENTION_DISABLE_FP8"] = True
         assert KERNEL.refusals(spec, H200) == ["flash_attn_interface was built without FP8"]
-    assert fa3_origins.ORIGINS[0].name == "official"
+    fa3_origins.interface.cache_clear()
 
 
 def test_tensors_that_are_not_plain_are_an_error() -> None:
@@ -147,8 +148,10 @@ def test_tensors_that_are_not_plain_are_an_error() -> None:
 def test_availability_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with standins.modules(flash_attn_interface={}):
+        fa3_origins.interface.cache_clear()
         found = torch_fp8.BACKEND.availability()
-        assert (found.ok, found.version, found.origin) == (True, torch.__version__, "flash_attn_3 unknown")
+        origin = "FlashAttention-3 unknown (official)"
+        assert (found.ok, found.version, found.origin) == (True, torch.__version__, origin)
         monkeypatch.setattr(torch_fp8, "_ENTRY", "_a_name_of_another_version")
         found = torch_fp8.BACKEND.availability()
         assert "has no quantised attention" in (found.reason or "")
@@ -161,10 +164,10 @@ def test_availability_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_availability_names_the_missing_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch_fp8, "installed", lambda *_: None)
+    monkeypatch.setattr(torch_fp8, "interface", lambda: None)
     found = torch_fp8.BACKEND.availability()
     assert "flash_attn_interface, which is not installed" in (found.reason or "")
-    assert "flash-attention" in (found.install or "")
+    assert found.install == fa3_origins.INSTALL
 
 
 def test_the_evidence_is_the_fp8_kernel() -> None:

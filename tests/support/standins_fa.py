@@ -29,6 +29,9 @@ FWD = {
     "flash_attn_3": _HEAD + "float? softmax_scale = None, bool is_causal = False, int window_size_left = -1, "
     "int window_size_right = -1, int attention_chunk = 0, float softcap = 0.0, bool is_rotary_interleaved = False, "
     "Tensor? scheduler_metadata = None, int num_splits = 0, bool? pack_gqa = None, int sm_margin = 0",
+    "fa3_fwd": _HEAD + "float? softmax_scale = None, bool is_causal = False, int window_size_left = -1, "
+    "int window_size_right = -1, int attention_chunk = 0, float softcap = 0.0, bool is_rotary_interleaved = False, "
+    "Tensor? scheduler_metadata = None, int num_splits = 0, bool? pack_gqa = None, int sm_margin = 0",
     "_vllm_fa3_C": _HEAD + "float softmax_scale, bool is_causal, int window_size_left, int window_size_right, "
     "float softcap, " + _TAIL + "Tensor? s_aux, int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k",
 }
