@@ -7,7 +7,6 @@ are tested against, not the fast way.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from .dtypes import TO_TORCH
 from .errors import InputError
+from .graph_pools import permanent
 from .spec import GRANULARITIES, Granularity
 
 __all__ = ["BLOCK", "LARGEST", "Quantised", "Recipe", "hadamard", "quantise", "quantise_with", "rotation_shrink"]
@@ -159,23 +159,21 @@ def hadamard(size: int, device: torch.device | str = "cpu") -> Tensor:
     """
     if size < 1:
         raise InputError(f"a rotation needs a positive size, got {size}")
-    return _hadamard(size).to(device)
+    return _hadamard(size, torch.device(device))
 
 
-@lru_cache(maxsize=32)
-def _hadamard(size: int) -> Tensor:
+@permanent
+def _hadamard(size: int, device: torch.device) -> Tensor:
     block = size & -size
     generator = torch.Generator("cpu").manual_seed(size)
-    # It is kept for later callers: neither the first one's inference mode nor its defaults may stay with it.
-    with torch.inference_mode(False):
-        matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
-        while matrix.shape[0] < block:
-            matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
-        drawn = torch.randint(0, 2, (size, 1), generator=generator, device="cpu")
-        blocks = torch.eye(size // block, dtype=torch.float32, device="cpu")
-        signs = drawn.to(torch.float32) * 2.0 - 1.0
-        rotation: Tensor = signs * torch.kron(blocks, matrix * block**-0.5)
-    return rotation
+    matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
+    while matrix.shape[0] < block:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
+    drawn = torch.randint(0, 2, (size, 1), generator=generator, device="cpu")
+    blocks = torch.eye(size // block, dtype=torch.float32, device="cpu")
+    signs = drawn.to(torch.float32) * 2.0 - 1.0
+    rotation: Tensor = signs * torch.kron(blocks, matrix * block**-0.5)
+    return rotation.to(device)
 
 
 def _group_amax(x: Tensor, granularity: Granularity) -> Tensor:

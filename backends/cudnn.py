@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from attnbench.capabilities import Capabilities, Device
 from attnbench.dtypes import TO_TORCH
 from attnbench.fp8 import Quantised, Recipe, quantise
+from attnbench.graph_pools import permanent
 from attnbench.kernel import (
     Availability,
     Backend,
@@ -148,7 +148,7 @@ def _gradient_outputs(spec: AttentionSpec, size: int, size_v: int, dtype: torch.
 _ONE = Layout.dense(1, 1, 1, 1)
 
 
-@lru_cache(maxsize=16)
+@permanent
 def _constant(value: float, device: torch.device) -> Tensor:
     return torch.full((1, 1, 1, 1), value, dtype=torch.float32, device=device)
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from attnbench.capabilities import Capabilities, Device
 from attnbench.errors import InputError
 from attnbench.fp8 import Quantised, Recipe, quantise
+from attnbench.graph_pools import permanent
 from attnbench.kernel import Availability, Backend, ForwardKernel, Operands, Result, gradient_dtype
 from attnbench.spec import AttentionSpec
 
@@ -87,6 +88,17 @@ def _prefill() -> Callable[..., Any]:
     return function
 
 
+@permanent
+def _buffer(device: torch.device) -> None:
+    """Has the library make the memory that it keeps for a device (``_get_cache_buf`` in flashinfer/utils.py)."""
+    x = torch.zeros(1, 1, _SIZES[0], dtype=torch.float8_e4m3fn, device=device)
+    one = torch.ones(1, dtype=torch.float32, device=device)
+    _prefill()(
+        x, x, x, one, one, one, o_dtype=torch.bfloat16, kv_layout="NHD", sm_scale=1.0, backend="fa3",
+        return_lse=True,
+    )  # fmt: skip
+
+
 class FlashInferForward(ForwardKernel):
     """``FP8PrefillWithKVCacheKernel``."""
 
@@ -140,6 +152,7 @@ class FlashInferForward(ForwardKernel):
         """The kernel; its log-sum-exp is to the base 2, and out comes as bf16 for inputs of either type."""
         given: _Native = operands.native
         spec = operands.spec
+        _buffer(given.q.device)
         out, lse = _prefill()(
             given.q, given.k, given.v, *given.scales, o_dtype=torch.bfloat16, causal=given.causal, kv_layout="NHD",
             sm_scale=spec.scale, backend="fa3", return_lse=True,

@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from attnbench.capabilities import Capabilities, Device
 from attnbench.devices import describe
 from attnbench.fp8 import Quantised, Recipe, quantise, quantise_with
+from attnbench.graph_pools import current_stream, outside_pools, permanent, recording
 from attnbench.kernel import (
     Backend,
     BackwardKernel,
@@ -97,11 +98,20 @@ def block_mask(mask: Mask, seqlen_q: int, seqlen_kv: int, device: torch.device) 
     The blocks follow from the first and last visible key of a block's rows, without a matrix of all (query, key)
     pairs, which ``create_block_mask`` would make.
     """
-    return None if mask.kind == "none" else _block_mask(mask, seqlen_q, seqlen_kv, device)
+    if mask.kind == "none":
+        return None
+    if recording():
+        return _recorded_blocks(mask, seqlen_q, seqlen_kv, device)
+    return _kept_blocks(mask, seqlen_q, seqlen_kv, device, current_stream(device))
 
 
 @lru_cache(maxsize=16)
-def _block_mask(mask: Mask, seqlen_q: int, seqlen_kv: int, device: torch.device) -> BlockMask:
+def _kept_blocks(mask: Mask, seqlen_q: int, seqlen_kv: int, device: torch.device, stream: int) -> BlockMask:
+    """For this stream, which has made them before it reads them, and reads them before their memory is used again."""
+    return outside_pools(partial(_blocks, mask, seqlen_q, seqlen_kv, device), device)
+
+
+def _blocks(mask: Mask, seqlen_q: int, seqlen_kv: int, device: torch.device) -> BlockMask:
     offset = mask.offset(seqlen_q, seqlen_kv)
     low = offset - mask.left if mask.left is not None else -seqlen_q
     high = offset + mask.right if mask.right is not None else seqlen_kv
@@ -124,6 +134,9 @@ def _block_mask(mask: Mask, seqlen_q: int, seqlen_kv: int, device: torch.device)
         mask_mod=_band(torch.tensor(low, device=device), torch.tensor(high, device=device)),
         seq_lengths=(seqlen_q, seqlen_kv),
     )
+
+
+_recorded_blocks = permanent(_blocks)
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:

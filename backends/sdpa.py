@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from attnbench.capabilities import Device
+from attnbench.graph_pools import current_stream, outside_pools, recording
 from attnbench.kernel import Availability
 from attnbench.mask import Mask
 from attnbench.spec import AttentionSpec
@@ -69,12 +70,21 @@ def dense_mask(mask: Mask, seqlen_q: int, seqlen_kv: int, dtype: torch.dtype, de
     """What is added to the scores: (Sq, Skv), 0 where a key is seen and minus infinity where not; None for no mask."""
     if mask.kind == "none":
         return None
-    make = _kept_mask if seqlen_q * seqlen_kv <= _LARGEST_KEPT else _kept_mask.__wrapped__
-    return make(mask, seqlen_q, seqlen_kv, dtype, device)
+    # A graph makes its own: one that it only reads would have to be kept as long as the graph is.
+    if seqlen_q * seqlen_kv > _LARGEST_KEPT or recording():
+        return _mask(mask, seqlen_q, seqlen_kv, dtype, device)
+    return _kept_mask(mask, seqlen_q, seqlen_kv, dtype, device, current_stream(device))
 
 
-@lru_cache(maxsize=4)
-def _kept_mask(mask: Mask, seqlen_q: int, seqlen_kv: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+@lru_cache(maxsize=8)
+def _kept_mask(
+    mask: Mask, seqlen_q: int, seqlen_kv: int, dtype: torch.dtype, device: torch.device, stream: int
+) -> Tensor:
+    """For this stream, which has made it before it reads it, and reads it before its memory is used again."""
+    return outside_pools(partial(_mask, mask, seqlen_q, seqlen_kv, dtype, device), device)
+
+
+def _mask(mask: Mask, seqlen_q: int, seqlen_kv: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     query = torch.arange(seqlen_q, device=device)[:, None] + mask.offset(seqlen_q, seqlen_kv)
     key = torch.arange(seqlen_kv, device=device)[None, :]
     hidden = torch.zeros(seqlen_q, seqlen_kv, dtype=torch.bool, device=device)

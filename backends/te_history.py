@@ -13,9 +13,8 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
+from attnbench.graph_pools import current_stream, outside_pools, recording
 from attnbench.spec import AttentionSpec
-
-from . import te_library
 
 __all__ = ["Histories", "History"]
 
@@ -33,24 +32,26 @@ class History:
     """
 
     def __init__(self, roles: int, device: torch.device, *, live: bool = True) -> None:
-        with torch.inference_mode(False):  # what is made in inference mode may not be written to outside of it
-            self._ratios = torch.zeros(_LENGTH, roles, dtype=torch.float32, device=device)
-            # Written in place: a recorded graph goes on reading it.
-            self._largest = torch.zeros(roles, dtype=torch.float32, device=device)
+        def zeros() -> Tensor:
+            return torch.zeros(_LENGTH + 2, roles, dtype=torch.float32, device=device)
+
+        # All of it is written in place: a recorded graph goes on reading it, and none of it may be a graph's memory.
+        state = outside_pools(zeros, device) if live else zeros()
+        self._ratios, self._largest, self._noted = state[:_LENGTH], state[-2], state[-1]
         self._steps = 0
-        self._pending: tuple[Tensor, Tensor] | None = None
+        self._pending = False
         self._lock = threading.Lock()
         self._live = live
 
     @property
     def cold(self) -> bool:
         """Whether no step has been noted, and one can be."""
-        return self._live and self._steps == 0 and self._pending is None
+        return self._live and self._steps == 0 and not self._pending
 
     def frozen(self) -> History:
         """The same numbers, which notes no longer change."""
         view = object.__new__(History)
-        view.__dict__ |= {**self.__dict__, "_live": False, "_pending": None}
+        view.__dict__ |= {**self.__dict__, "_live": False, "_pending": False}
         return view
 
     def scales(self, bounds: Tensor, limit: float) -> Tensor:
@@ -60,9 +61,9 @@ class History:
         step has been noted.
         """
         with self._lock:
-            if self._pending is not None:
-                self._fold(*self._pending)
-                self._pending = None
+            if self._pending:
+                self._fold()
+                self._pending = False
             ratios = (self._largest * _MARGIN).clamp_max(1.0)
             expected = torch.where(ratios > 0, ratios, 1.0) * bounds
         return limit / expected.clamp_min(torch.finfo(torch.float32).tiny * limit)
@@ -70,17 +71,17 @@ class History:
     def note(self, amax: Tensor, bounds: Tensor) -> None:
         """Remember that a step with these bounds has reached the magnitudes ``amax``, both (roles,).
 
-        They are read when the next step asks, so a step that runs again is noted once.
+        They count when the next step asks, so a step that runs again is noted once.
         """
-        if not self._live or te_library.capturing():
+        if not self._live or recording():
             return
         with self._lock:
-            self._pending = (amax, bounds)
+            # As TransformerEngine does, a step with something that is not finite leaves the scales alone.
+            self._noted.copy_(torch.nan_to_num(amax / bounds, nan=0.0, posinf=0.0))
+            self._pending = True
 
-    def _fold(self, amax: Tensor, bounds: Tensor) -> None:
-        # As TransformerEngine does, a step with something that is not finite leaves the scales alone.
-        ratios = torch.nan_to_num(amax / bounds, nan=0.0, posinf=0.0)
-        self._ratios[self._steps % _LENGTH].copy_(ratios)
+    def _fold(self) -> None:
+        self._ratios[self._steps % _LENGTH].copy_(self._noted)
         self._largest.copy_(self._ratios.amax(dim=0))
         self._steps += 1
 
@@ -97,9 +98,9 @@ class Histories:
     def of(self, spec: AttentionSpec, device: torch.device) -> History:
         """The history of calls like this one; while a graph is recorded, the latest one's, and it stays as it is."""
         with self._lock:
-            if te_library.capturing():
+            if recording():
                 return self._while_recording(spec, device)
-            key = (spec, device, _stream(device))
+            key = (spec, device, current_stream(device))
             found = self._kept.get(key)
             if found is None:
                 found = self._kept[key] = History(self._roles, device)
@@ -115,7 +116,3 @@ class Histories:
                     self._recorded.append(history)
                 return history.frozen()
         return History(self._roles, device, live=False)
-
-
-def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnbench.graph_pools import recording
 from attnbench.kernel import gradient_dtype
 from attnbench.mask import Mask
 from attnbench.spec import AttentionSpec
@@ -27,7 +28,6 @@ __all__ = [
     "Narrow",
     "backward",
     "bshd",
-    "capturing",
     "delayed",
     "diagonal_of",
     "forward",
@@ -187,11 +187,6 @@ def seqlens_of(spec: AttentionSpec, device: torch.device) -> tuple[Tensor, Tenso
     return q, k
 
 
-def capturing() -> bool:
-    """Whether a CUDA graph is being recorded on the current stream."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
 def _common(spec: AttentionSpec) -> dict[str, Any]:
     diagonal = diagonal_of(spec.mask)
     return {
@@ -203,7 +198,7 @@ def _common(spec: AttentionSpec) -> dict[str, Any]:
         "attn_mask_type": diagonal.mask,
         "window_size": diagonal.window,
         "bottom_right_diagonal": diagonal.bottom_right,
-        "cuda_graph": capturing(),
+        "cuda_graph": recording(),
     }
 
 
@@ -226,7 +221,7 @@ def _generator(device: torch.device) -> torch.Generator | None:
 
     While a graph is recorded it has to be torch's own, the only one that is registered with the graph.
     """
-    return None if capturing() else _own_generator(device)
+    return None if recording() else _own_generator(device)
 
 
 @lru_cache(maxsize=16)

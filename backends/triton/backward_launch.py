@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnbench.fp8 import Quantised, hadamard
+from attnbench.graph_pools import permanent
 from attnbench.kernel import gradient_dtype
 from attnbench.spec import AttentionSpec
 
@@ -252,12 +253,12 @@ def _for_queries_plain(
     return described, _QUERIES(grid, constants, (dtype,), num_warps=tile.warps)
 
 
-@lru_cache(maxsize=16)
+@permanent
 def _turn(size: int, padded_size: int, device: torch.device) -> Tensor:
     """The transpose of the rotation as signs and zeros in bf16, (padded_size, padded_size); see ``_turn_factor``."""
     back = hadamard(size).mT
     signs = F.pad(back / _turn_factor(size), (0, padded_size - size) * 2).round().to(torch.bfloat16).contiguous()
-    return signs.to(device)  # the copy is over when it returns; a kernel after it would be one stream's alone
+    return signs.to(device)
 
 
 @lru_cache(maxsize=256)

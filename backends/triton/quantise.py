@@ -23,6 +23,7 @@ from torch import Tensor
 from attnbench.dtypes import TO_TORCH
 from attnbench.errors import InputError
 from attnbench.fp8 import BLOCK, LARGEST, Quantised, Recipe, hadamard, rotation_shrink
+from attnbench.graph_pools import permanent
 from attnbench.spec import Granularity
 
 from ..padding import rounded_up
@@ -312,11 +313,7 @@ def _allocated(request: Request, memory: _Memory, recipe: Recipe) -> tuple[Quant
     return Quantisation(rows, descale, transposed, mean, length, order), job
 
 
-@lru_cache(maxsize=32)
+@permanent
 def _signs(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The rotation less a factor: zeros and plus or minus ``rotation_shrink``, exact in every dtype.
-
-    Kept, for a copy from the host may not be captured in a graph, and cast before the copy, which is over when it
-    returns: a cast on the device would be one stream's work, and others would not wait for it.
-    """
+    """The rotation less a factor: zeros and plus or minus ``rotation_shrink``, exact in every dtype."""
     return (hadamard(dim).sign() * rotation_shrink(dim)).to(dtype).to(device)
