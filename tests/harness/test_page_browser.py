@@ -1,228 +1,396 @@
-"""The page in a real browser: silent, offline, filtered, on a phone, in the dark, by keyboard, on paper."""
+"""The report in a real browser, on synthetic and on committed results: `tox -e browser`, which has Playwright.
 
+Every test opens its pages in windows of their own, and ends by asking whether one of them wrote an error or a warning
+to its console or asked for anything but its own file.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
-from chromium import FOUND, MISSING, Chromium
 from reported import CAUSAL, SQUARE, a_sweep, elsewhere, row, told
 from small_training import run_of
 
-from attnbench.harness.page.render import page
+from attnbench.harness.page.render import page as rendered
 from attnbench.harness.page.results import Results, read_results
 from attnbench.registry import registry
 
-pytestmark = pytest.mark.skipif(FOUND is None, reason=MISSING)
+playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright, as `tox -e browser` has it")
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
+if CHROMIUM is None:
+    pytest.skip(f"needs one of {', '.join(NAMES)} (Debian: apt-get install chromium)", allow_module_level=True)
+
 H200 = Path(__file__).parents[2] / "results" / "nvidia-h200"
-SHOWN = "[...document.querySelectorAll('details.case')].filter(each => each.checkVisibility()).map(each => each.id)"
+WIDTHS = {"phone": 390, "desktop": 1440}
+# Playwright adds --headless and --no-sandbox, which Chromium needs to run as root.
+FLAGS = (
+    "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+CASES = "[...document.querySelectorAll('details.case')]"
+SHOWN = f"{CASES}.filter(each => each.checkVisibility()).map(each => each.id)"
+ROWS = "[...document.querySelectorAll('tr[data-plan]:not(.off)')].map(each => each.dataset.plan)"
+BACKGROUND = "getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).map(Number)"
+OPEN_ALL = "document.querySelectorAll('details').forEach(each => each.open = true)"
+
+
+class Window(NamedTuple):
+    """A page, what its console says, and the addresses that it asked for."""
+
+    page: Any
+    complaints: list[str]
+    requests: list[str]
+
+
+def open_window(browser: Any, address: str, width: int = WIDTHS["desktop"], scheme: str = "light") -> Window:
+    """The page at an address, loaded, in a context that shares nothing with any other."""
+    context = browser.new_context(viewport={"width": width, "height": 844}, color_scheme=scheme)
+    window = Window(context.new_page(), [], [])
+    window.page.on("console", lambda said: said.type in ("error", "warning") and window.complaints.append(said.text))
+    window.page.on("pageerror", lambda error: window.complaints.append(str(error)))
+    window.page.on("request", lambda request: window.requests.append(request.url))
+    window.page.goto(address)
+    return window
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    with Chromium(tmp_path_factory.mktemp("profile")) as started:
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield started
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    """Two machines, both directions, training runs."""
-    there = [elsewhere(each, device_name="Another GPU") for each in a_sweep()[:3]]
-    runs = [run_of([3, 2, 1, 1], role, seed) for role in ("candidate", "baseline") for seed in range(3)]
-    path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(page(Results({"here": a_sweep(), "there": there}, runs), registry()), encoding="utf-8")
-    return path
+        started.close()
 
 
 @pytest.fixture
-def shown(browser, file):
-    browser.look(1280, 800)
-    return opened(browser, file)
+def visit(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Opens a file and returns the page; no page may complain or ask for another address until the test is over."""
+    windows: list[tuple[Window, str]] = []
+
+    def visit(path: Path, *, at: str = "", **look: Any) -> Any:
+        windows.append((open_window(browser, path.as_uri() + at, **look), path.as_uri()))
+        return windows[-1][0].page
+
+    yield visit
+    for window, address in windows:
+        assert window.complaints == []
+        assert set(window.requests) == {address}
+        window.page.context.close()
 
 
-def opened(browser, path):
-    browser.requests.clear()
-    browser.complaints.clear()
-    browser.open(path.as_uri())
-    return browser
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two machines, both directions, training runs."""
+    there = [elsewhere(each, device_name="Another GPU") for each in a_sweep()[:3]]
+    runs = [run_of([3, 2, 1, 1], role, seed) for role in ("candidate", "baseline") for seed in range(3)]
+    return written(tmp_path_factory.mktemp("page"), Results({"here": a_sweep(), "there": there}, runs))
 
 
-def choose(browser, name, value):
-    browser.run(f"""(() => {{
-        const field = document.forms[0].elements[{name!r}];
-        field.value = {value!r};
-        field.dispatchEvent(new Event("input", {{bubbles: true}}));
-        if (field.value !== {value!r}) throw new Error("no such option");
-    }})()""")
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything that was measured on the H200, drawn by the code that is tested."""
+    return written(tmp_path_factory.mktemp("h200"), read_results([H200]))
 
 
-def won(browser, spec):
+def written(folder: Path, results: Results) -> Path:
+    path = folder / "report.html"
+    path.write_text(rendered(results, registry()), encoding="utf-8")
+    return path
+
+
+def choose(page: Any, **filters: str) -> None:
+    for name, value in filters.items():
+        field = page.locator(f"#filters [name={name}]")
+        field.fill(value) if name == "plan" else field.select_option(value)
+
+
+def won(page: Any, spec: object) -> list[str]:
     """What the map of winners shows for a spec, as a reader sees it."""
-    return browser.run(f"""[...document.querySelectorAll('.map a')].filter(each => document.querySelector(
-        each.getAttribute('href')).textContent.includes({str(spec)!r})).map(each => each.innerText.trim())""")
+    return page.evaluate(
+        """spec => [...document.querySelectorAll('.map a')].filter(each => document.querySelector(
+        each.getAttribute('href')).textContent.includes(spec)).map(each => each.innerText.trim())""",
+        str(spec),
+    )
 
 
-def test_it_opens_without_a_complaint_and_asks_for_nothing_but_itself(shown, file):
-    assert shown.complaints == []
-    assert shown.requests == [file.as_uri()]
-    assert shown.run("document.querySelector('h1').innerText") == "Attention on A GPU and Another GPU"
-
-
-def test_the_committed_sweeps_open_as_quietly(browser, tmp_path):
-    path = tmp_path / "h200.html"
-    path.write_text(page(read_results([H200 / "quick"]), registry()), encoding="utf-8")
-    opened(browser, path)
-    assert (browser.complaints, browser.requests) == ([], [path.as_uri()])
-    assert len(browser.run(SHOWN)) == 12
-
-
-def test_the_driver_hears_complaints_and_sees_requests(browser, tmp_path):
-    """Or the silence above would mean nothing."""
+def test_complaints_are_heard_and_requests_are_seen(browser, tmp_path):
+    """Or the silence of every other test would mean nothing."""
     path = tmp_path / "loud.html"
     path.write_text("<img src='http://localhost:9/x.png'><script>console.error('loud'); nothing.here</script>")
-    opened(browser, path)
-    browser.run("new Promise(done => setTimeout(done, 200))")
-    assert any("localhost:9" in each for each in browser.requests)
-    assert any("loud" in each for each in browser.complaints)
-    assert any("nothing is not defined" in each for each in browser.complaints)
+    window = open_window(browser, path.as_uri())
+    window.page.wait_for_timeout(200)
+    assert any("localhost:9" in each for each in window.requests)
+    for expected in ("loud", "nothing is not defined"):
+        assert any(expected in each for each in window.complaints)
 
 
-def test_filters_choose_the_cases_everywhere_and_say_how_many(shown):
-    everything = shown.run(SHOWN)
-    assert len(everything) == 4
-    choose(shown, "direction", "training")
-    assert len(shown.run(SHOWN)) == 1
-    assert shown.run("document.getElementById('count').innerText") == "1 of 4 shapes"
-    maps = "[...document.querySelectorAll('.map caption')].filter(each => each.checkVisibility())"
-    assert shown.run(f"{maps}.map(each => each.innerText)") == ["Training, forward and backward"]
-    dots = "[...document.querySelectorAll('figure.scatter [data-case]')].filter(each => each.checkVisibility()).length"
-    assert shown.run(dots) == 3
-    choose(shown, "direction", "")
-    choose(shown, "mask", "causal")
-    assert len(shown.run(SHOWN)) == 1
-    choose(shown, "mask", "")
-    choose(shown, "dim", "64")
-    assert len(shown.run(SHOWN)) == 1
-    choose(shown, "dim", "")
-    choose(shown, "machine", "1")
-    assert len(shown.run(SHOWN)) == 1
-    choose(shown, "plan", "fa4")
-    assert shown.run(SHOWN) == []
-    shown.run("document.querySelector('form button[type=reset]').click()")
-    shown.run("new Promise(done => setTimeout(done, 50))")
-    assert shown.run(SHOWN) == everything
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS.keys())
+def test_the_committed_results_fit_the_window(visit, committed, width):
+    page = visit(committed, width=width)
+    assert page.locator("h1").inner_text() == "Attention on NVIDIA H200"
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.evaluate(OPEN_ALL)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_a_plan_filter_keeps_its_rows_and_dots_alone(shown):
-    choose(shown, "plan", "TE:FP8")
-    assert len(shown.run(SHOWN)) == 1
-    rows = "[...new Set([...document.querySelectorAll('tr[data-plan]:not(.off)')].map(each => each.dataset.plan))]"
-    assert shown.run(rows) == ["te:fp8>te:fp8"]
+def test_the_page_that_is_committed_opens(visit):
+    page = visit(H200 / "report.html")
+    assert len(page.evaluate(SHOWN)) > 100
 
 
-def test_the_budget_chooses_again(shown):
-    assert won(shown, SQUARE)[0].startswith("fa3:fp8")
-    lines = "[...document.querySelectorAll('.budget')].filter(each => getComputedStyle(each).display !== 'none').length"
-    assert shown.run(lines) == 3
-    choose(shown, "budget", "2")  # an error of 0.05
-    assert won(shown, SQUARE)[0] == "fa3:bf16"
-    assert won(shown, CAUSAL)[0] == "fa3:bf16"
-    assert shown.run(lines) == 3
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"direction": "training"},
+        {"mask": "causal"},
+        {"dim": "64"},
+        {"plan": "FA3:fp8"},
+        {"direction": "forward", "mask": "none", "dim": "128", "plan": "triton"},
+        {"plan": "no such plan"},
+    ],
+    ids=str,
+)
+def test_a_filter_keeps_exactly_what_matches(visit, committed, filters):
+    page = visit(committed)
+    plans = "[...each.querySelectorAll('tr[data-plan]')].map(row => row.dataset.plan)"
+    cases = page.evaluate(f"{CASES}.map(each => ({{id: each.id, ...each.dataset, plan: {plans}}}))")
+    text = filters.get("plan", "").lower()
+
+    def matches(case: dict[str, Any]) -> bool:
+        facts = all(case[name] == value for name, value in filters.items() if name != "plan")
+        return facts and (not text or any(text in plan.lower() for plan in case["plan"]))
+
+    wanted = [case["id"] for case in cases if matches(case)]
+    assert len(wanted) < len(cases)
+    choose(page, **filters)
+    assert page.evaluate(SHOWN) == wanted
+    assert page.locator("#count").inner_text() == f"{len(wanted)} of {len(cases)} shapes"
+    cells = page.locator(".map a:visible").evaluate_all("all => all.map(each => each.hash.slice(1))")
+    assert sorted(cells) == sorted(wanted)
+    assert all(text in plan.lower() for plan in page.evaluate(ROWS))
+    page.get_by_role("button", name="Reset").click()
+    playwright.expect(page.locator("#count")).to_have_text(f"{len(cases)} of {len(cases)} shapes")
+    assert page.evaluate(SHOWN) == [case["id"] for case in cases]
 
 
-def test_a_cell_leads_to_its_case_by_keyboard_alone(shown):
-    shown.run("document.querySelector('.map a').focus()")
-    shown.press("Enter", 13)
-    assert (
-        shown.run(
-            "new Promise(done => setTimeout(() => done(document.querySelectorAll('details.case[open]').length), 200))"
-        )
-        == 1
+NUMBER = re.compile(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?")
+
+
+def column(table: Any, place: int) -> list[str]:
+    return table.locator(f"tbody tr > :nth-child({place + 1})").all_inner_texts()
+
+
+def figure(text: str) -> float:
+    """What a cell says, in its column's unit: the first number, sizes in MiB."""
+    return float(NUMBER.search(text)[0]) * (1024 if "GiB" in text else 1)
+
+
+def hold_order(table: Any) -> int:
+    """Sort the table by each of its headings, both ways; the number of headings that do."""
+    headings = table.locator("thead th")
+    before = sorted(table.locator("tbody tr").all_inner_texts())
+    held = 0
+    for place, classes in enumerate(headings.evaluate_all("all => all.map(each => each.className)")):
+        button = headings.nth(place).locator("button")
+        if not button.count():
+            continue
+        for order in ("ascending", "descending"):
+            button.click()
+            assert headings.nth(place).get_attribute("aria-sort") == order
+            assert table.locator("[aria-sort]").count() == 1
+            texts = column(table, place)
+            said = [text for text in texts if text.strip()]
+            assert texts[: len(said)] == said, "what has no value comes last"
+            if classes == "n":
+                figures = [figure(text) for text in said]
+                assert figures == sorted(figures, reverse=order == "descending")
+            else:
+                names = table.evaluate("(_, texts) => texts.sort(new Intl.Collator().compare)", said)
+                assert said == (names if order == "ascending" else names[::-1])
+        held += 1
+    assert sorted(table.locator("tbody tr").all_inner_texts()) == before
+    return held
+
+
+def test_a_heading_sorts_the_plans(visit, committed):
+    table = visit(committed).locator("#plans table").first
+    assert hold_order(table) == 8  # all but the bars
+
+
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS.keys())
+def test_a_heading_sorts_the_candidates_of_a_case(visit, committed, width):
+    page = visit(committed, width=width)
+    case = page.locator("details.case[data-direction=training]:has(tbody tr:nth-child(9))").first
+    case.locator("summary").click()
+    assert hold_order(case.locator("table")) >= 9
+
+
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS.keys())
+def test_a_cell_leads_to_its_case(visit, committed, width):
+    page = visit(committed, width=width)
+    cells = page.locator(".map a")
+    for place in (0, cells.count() // 2, cells.count() - 1):
+        number = cells.nth(place).get_attribute("data-case")
+        case = page.locator(f"#case-{number}")
+        for _ in range(2):  # the second time the address has the case's name already
+            cells.nth(place).click()
+            playwright.expect(case).to_have_attribute("open", "")
+            assert on_top(case.locator("summary")), number
+            assert case.get_by_role("heading", name="Measure it again").is_visible()
+            assert page.evaluate("document.activeElement.parentElement.id") == f"case-{number}"
+            case.locator("summary").click()
+
+
+def on_top(element: Any) -> bool:
+    """Whether a reader sees it: inside the window, and nothing lies over it."""
+    return element.evaluate(
+        """each => {
+        const {left, top, bottom} = each.getBoundingClientRect();
+        const inside = top >= 0 && bottom <= innerHeight;
+        return inside && [top + 2, bottom - 2].every(y => each.contains(document.elementFromPoint(left + 4, y)));
+    }"""
     )
-    assert shown.run("document.activeElement.matches('details.case[open] > summary')")
 
 
-def test_every_control_and_scrolling_table_is_reached_by_the_tab_key_and_has_a_name(shown):
-    unnamed = shown.run("""['a', 'button', 'select', 'input', 'summary', '[tabindex="0"]', 'svg[role=img]']
+@pytest.mark.parametrize("width", [*WIDTHS.values(), 800, 1024])
+def test_a_link_to_a_section_shows_its_heading(visit, committed, width):
+    page = visit(committed, width=width)
+    links = page.locator("nav a")
+    for place in range(links.count()):
+        links.nth(place).click()
+        section = page.locator(links.nth(place).get_attribute("href"))
+        assert on_top(section.locator("h2")), section
+
+
+@pytest.mark.parametrize("width", [320, *WIDTHS.values()])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_theme_follows_the_system_until_it_is_switched_and_is_kept(visit, file, width, scheme):
+    page = visit(file, width=width, scheme=scheme)
+    page.evaluate(OPEN_ALL)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert (max(page.evaluate(BACKGROUND)) < 60) == (scheme == "dark")
+    page.locator("#theme").click()
+    assert (max(page.evaluate(BACKGROUND)) < 60) == (scheme == "light")
+    page.reload()
+    assert (max(page.evaluate(BACKGROUND)) < 60) == (scheme == "light")
+    page.locator("#theme").click()
+    assert (max(page.evaluate(BACKGROUND)) < 60) == (scheme == "dark")
+
+
+def test_a_browser_that_keeps_nothing_switches_the_theme_all_the_same(browser, file):
+    window = open_window(browser, "about:blank")
+    refused = "Object.defineProperty(window, 'localStorage', {get() { throw new DOMException('', 'SecurityError') }})"
+    window.page.add_init_script(refused)
+    window.page.goto(file.as_uri())
+    window.page.locator("#theme").click()
+    assert max(window.page.evaluate(BACKGROUND)) < 60
+    assert window.complaints == []
+
+
+def test_it_prints_light_without_controls_even_in_the_dark(visit, file):
+    page = visit(file, scheme="dark")
+    assert page.pdf(format="A4", print_background=True).startswith(b"%PDF-")
+    page.emulate_media(media="print", color_scheme="dark")
+    assert page.evaluate(BACKGROUND) == [255, 255, 255]
+    for control in ("#filters", "#theme"):
+        assert not page.locator(control).is_visible()
+    assert len(page.evaluate(SHOWN)) == 4
+
+
+def test_a_filter_applies_to_maps_and_dots_and_machines(visit, file):
+    page = visit(file)
+    assert page.locator("h1").inner_text() == "Attention on A GPU and Another GPU"
+    choose(page, direction="training")
+    assert page.locator(".map caption:visible").all_inner_texts() == ["Training, forward and backward"]
+    dots = "[...document.querySelectorAll('figure.scatter [data-case]')].filter(each => each.checkVisibility()).length"
+    assert page.evaluate(dots) == 3
+    choose(page, direction="", machine="1")
+    assert len(page.evaluate(SHOWN)) == 1
+    choose(page, machine="", plan="TE:FP8")
+    assert set(page.evaluate(ROWS)) == {"te:fp8>te:fp8"}
+
+
+def test_the_budget_chooses_again(visit, file):
+    page = visit(file)
+    assert won(page, SQUARE)[0].startswith("fa3:fp8")
+    lines = "[...document.querySelectorAll('.budget')].filter(each => getComputedStyle(each).display !== 'none').length"
+    assert page.evaluate(lines) == 3
+    choose(page, budget="2")  # an error of 0.05
+    assert won(page, SQUARE)[0] == "fa3:bf16"
+    assert won(page, CAUSAL)[0] == "fa3:bf16"
+    assert page.evaluate(lines) == 3
+
+
+def test_a_cell_leads_to_its_case_by_keyboard_alone(visit, file):
+    page = visit(file)
+    page.locator(".map a").first.press("Enter")
+    playwright.expect(page.locator("details.case[open]")).to_have_count(1)
+    assert page.evaluate("document.activeElement.matches('details.case[open] > summary')")
+
+
+def test_every_control_and_scrolling_table_is_reached_by_the_tab_key_and_has_a_name(visit, file):
+    page = visit(file)
+    unnamed = page.evaluate("""['a', 'button', 'select', 'input', 'summary', '[tabindex="0"]', 'svg[role=img]']
         .flatMap(each => [...document.querySelectorAll(each)])
         .filter(each => !(each.textContent?.trim() || each.getAttribute('aria-label') || each.labels?.length))
         .map(each => each.outerHTML.slice(0, 80))""")
     assert unnamed == []
-    assert shown.run("[...document.querySelectorAll('.scroll')].every(each => each.tabIndex === 0)")
+    assert page.evaluate("[...document.querySelectorAll('.scroll')].every(each => each.tabIndex === 0)")
     headless = "[...document.querySelectorAll('table')].filter(each => !each.querySelector('th[scope]')).length"
-    assert shown.run(headless) == 0
-    nameless = (
-        "[...document.querySelectorAll('table')].filter(each => !each.caption && !each.closest('[aria-label]')).length"
-    )
-    assert shown.run(nameless) == 0
+    assert page.evaluate(headless) == 0
+    nameless = "[...document.querySelectorAll('table')].filter(each => !each.caption && !each.closest('[aria-label]'))"
+    assert page.evaluate(f"{nameless}.length") == 0
 
 
-def test_a_row_s_plan_goes_into_the_command_of_its_case(shown):
-    shown.run("document.querySelectorAll('details.case').forEach(each => each.open = true)")
-    found = shown.run("""[...document.querySelectorAll('details.case')].map(each => {
-        const said = [];
-        for (const row of each.querySelectorAll('tr[data-plan]')) {
-            row.querySelector('th button').click();
-            said.push(each.querySelector('code[data-plan]').textContent.endsWith(`--backends '${row.dataset.plan}'`));
-        }
-        return said;
-    }).flat()""")
-    assert len(found) == 11
-    assert all(found)
+def test_a_row_s_plan_goes_into_the_command_of_its_case(visit, file):
+    page = visit(file)
+    page.evaluate(OPEN_ALL)
+    found = page.evaluate("""[...document.querySelectorAll('details.case tr[data-plan]')].map(row => {
+        row.querySelector('th button').click();
+        const command = row.closest('details').querySelector('code[data-plan]').textContent;
+        return command.endsWith(`--backends '${row.dataset.plan}'`);
+    })""")
+    assert found == [True] * 11
 
 
-@pytest.mark.parametrize("width", [320, 390, 1440])
-@pytest.mark.parametrize("dark", [False, True])
-def test_nothing_is_wider_than_the_window_and_the_colours_follow_it(browser, file, width, dark):
-    browser.look(width, 800, dark)
-    opened(browser, file)
-    browser.run("document.querySelectorAll('details').forEach(each => each.open = true)")
-    assert browser.run("document.documentElement.scrollWidth") <= width
-    red, green, blue = browser.run("getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).map(Number)")
-    assert (max(red, green, blue) < 60) == dark
-    browser.run("document.getElementById('theme').click()")
-    red, green, blue = browser.run("getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).map(Number)")
-    assert (max(red, green, blue) < 60) != dark
-
-
-def test_it_prints_light_without_controls_even_in_the_dark(browser, file):
-    browser.look(1280, 800, dark=True)
-    opened(browser, file)
-    pdf = browser.print()
-    assert pdf.startswith(b"%PDF-")
-    browser.ask(
-        "Emulation.setEmulatedMedia", media="print", features=[{"name": "prefers-color-scheme", "value": "dark"}]
-    )
-    assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert not browser.run("document.forms[0].checkVisibility()")
-    assert len(browser.run(SHOWN)) == 4
-    browser.ask("Emulation.setEmulatedMedia", media="")
-
-
-def test_a_file_full_of_markup_injects_nothing(browser, tmp_path):
+def test_a_file_full_of_markup_injects_nothing(visit, tmp_path):
     nasty = "</script><script>window.pwned=1</script><img src=x onerror=pwned=1>\"'><svg onload=pwned=1></style>"
-    path = tmp_path / "nasty.html"
-    path.write_text(page(told(nasty), registry()), encoding="utf-8")
-    opened(browser, path)
-    browser.run("document.querySelectorAll('details').forEach(each => each.open = true)")
-    assert (browser.complaints, browser.requests) == ([], [path.as_uri()])
-    assert browser.run("[window.pwned === undefined, document.scripts.length, document.images.length]") == [True, 1, 0]
-    assert browser.run(f"document.body.innerText.includes({nasty[:30]!r})")
+    page = visit(written(tmp_path, told(nasty)))
+    page.evaluate(OPEN_ALL)
+    assert page.evaluate("[window.pwned === undefined, document.scripts.length, document.images.length]") == [
+        True,
+        1,
+        0,
+    ]
+    assert page.evaluate(f"document.body.innerText.includes({json.dumps(nasty[:30])})")
 
 
 def test_were_an_element_injected_the_policy_would_still_stop_it(browser, file, tmp_path):
     path = tmp_path / "injected.html"
     evil = "<script>window.pwned=1</script><img src='http://localhost:9/x.png' onerror='window.pwned=1'>"
     path.write_text(file.read_text(encoding="utf-8").replace("<main", f"{evil}<main", 1), encoding="utf-8")
-    opened(browser, path)
-    browser.run("new Promise(done => setTimeout(done, 200))")
-    assert browser.run("window.pwned === undefined")
-    assert all("Content Security Policy" in each for each in browser.complaints)
-    assert browser.complaints
-    assert len(browser.run(SHOWN)) == 4
+    window = open_window(browser, path.as_uri())
+    window.page.wait_for_timeout(200)
+    assert window.page.evaluate("window.pwned === undefined")
+    assert window.complaints
+    assert all("Content Security Policy" in each for each in window.complaints)
+    assert len(window.page.evaluate(SHOWN)) == 4
 
 
-def test_one_row_alone_is_a_page_too(browser, tmp_path):
-    for number, results in enumerate((Results({"a": [row("fa3:bf16", 1.0)]}), Results({}, [run_of([3, 2, 1])]))):
-        path = tmp_path / f"{number}.html"
-        path.write_text(page(results, registry()), encoding="utf-8")
-        opened(browser, path)
-        assert (browser.complaints, browser.requests) == ([], [path.as_uri()])
+@pytest.mark.parametrize("at", ["#case-9999", "#%", "#main"])
+def test_an_address_of_no_case_opens_the_page(visit, file, at):
+    page = visit(file, at=at)
+    assert len(page.evaluate(SHOWN)) == 4
+    assert page.locator("details[open]").count() == 0
+
+
+@pytest.mark.parametrize("results", [Results({"a": [row("fa3:bf16", 1.0)]}), Results({}, [run_of([3, 2, 1])])])
+def test_one_row_alone_is_a_page_with_a_theme(visit, tmp_path, results):
+    page = visit(written(tmp_path, results))
+    before = page.evaluate(BACKGROUND)
+    page.locator("#theme").click()
+    assert page.evaluate(BACKGROUND) != before
