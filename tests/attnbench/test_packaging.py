@@ -9,11 +9,16 @@ import tarfile
 import venv
 import zipfile
 from configparser import ConfigParser
+from email.message import Message
+from email.parser import Parser
 from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
+
+from attnbench import __version__
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"attnbench": "attnbench", "backends": "attnbench/backends", "harness": "attnbench/harness"}
@@ -46,9 +51,19 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("checkout")
     for folder in PACKAGES:
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
+    for file in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / file, copy)
     return copy
+
+
+@pytest.fixture(scope="module")
+def tracked() -> set[str]:
+    """The files of the repository, those that nobody has committed yet included."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if found.returncode:
+        pytest.skip("needs a checkout: git says which files are the repository's")
+    return {name for name in found.stdout.splitlines() if (ROOT / name).exists()}
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +88,45 @@ def test_the_wheel_holds_the_three_packages_and_nothing_else(wheel: Path) -> Non
     assert packed == sources | tables | page | {"attnbench/py.typed"}
 
 
-def test_the_source_archive_holds_the_tables_too(checkout: Path, tmp_path: Path) -> None:
+def test_the_source_archive_is_the_repository(checkout: Path, tracked: set[str], tmp_path: Path) -> None:
+    """So that what it holds can be built and tested, and nothing that lies about is published."""
+    tree = tmp_path / "tree"
+    shutil.copytree(checkout, tree)
+    for name in {path.partition("/")[0] for path in tracked}:
+        if not (tree / name).exists():
+            (tree / name).symlink_to(ROOT / name)
     code = "import sys; from setuptools.build_meta import build_sdist; print(build_sdist(sys.argv[1]))"
-    archive = tmp_path / output(sys.executable, "-c", code, tmp_path, cwd=checkout).splitlines()[-1]
+    archive = tmp_path / output(sys.executable, "-c", code, tmp_path, cwd=tree).splitlines()[-1]
     with tarfile.open(archive) as content:
-        names = {name.partition("/")[2] for name in content.getnames()}
-    assert {"attnbench/tables/nvidia-h200.json", "attnbench/py.typed", "harness/condense.py"} <= names
+        names = {member.name.partition("/")[2] for member in content if not member.isdir()}
+    made = {name for name in names if name.startswith("attnbench.egg-info/")} | {"PKG-INFO", "setup.cfg"}
+    assert names - made == tracked
+
+
+def test_the_metadata_is_complete(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
+        found: Message = Parser().parsestr(archive.read(name).decode())
+    assert (found["Name"], found["Version"]) == ("attnbench", __version__)
+    assert found["Author"] == found["Maintainer"] == "attnbench developers"
+    assert (found["License-Expression"], found["License-File"]) == ("Apache-2.0", "LICENSE")
+    assert found["Description-Content-Type"] == "text/markdown"
+    assert str(found.get_payload()).strip() == README.strip()
+    classifiers = found.get_all("Classifier") or []
+    for topic in ("Development Status", "Intended Audience", "Operating System", "Programming Language", "Topic"):
+        assert any(each.startswith(f"{topic} ::") for each in classifiers)
+    assert "Typing :: Typed" in classifiers
+    assert {"Summary", "Keywords", "Requires-Python", "Requires-Dist", "Provides-Extra"} <= set(found.keys())
+
+
+def test_the_version_stands_in_one_place_and_others_follow_it() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == __version__
+    assert f'version = "{__version__}"' not in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    released = [heading for heading in headings if heading != "Unreleased"]
+    assert headings[0] in ("Unreleased", __version__)
+    assert released[:1] in ([], [__version__])
 
 
 def test_the_wheel_finds_its_tables(wheel: Path, tmp_path: Path) -> None:
@@ -203,5 +251,9 @@ def test_every_direct_dependency_is_pinned() -> None:
         for each in needed
         if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in ("test", "dev"))
     } - {"attnbench"}
-    assert {"torch", "pytest", "tox"} <= wanted
+    tox = ConfigParser(interpolation=None)
+    tox.read(ROOT / "tox.ini", encoding="utf-8")
+    lines = [line for section in tox.sections() for line in tox.get(section, "deps", fallback="").splitlines() if line]
+    wanted |= {each.name.lower() for each in map(Requirement, lines) if "==" not in str(each.specifier)}
+    assert {"torch", "pytest", "tox", "twine"} <= wanted
     assert wanted <= pinned
