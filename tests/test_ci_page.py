@@ -120,10 +120,10 @@ def test_the_cases_on_the_page_are_cases(tmp_path: Path) -> None:
 
 GITHUB = yaml.safe_load(block("yaml", "# .github/workflows/attention.yml"))
 INPUTS = {
-    "actions/checkout@v4": {"ref", "path"},
-    "actions/cache/save@v4": {"path", "key"},
-    "actions/cache/restore@v4": {"path", "key", "restore-keys", "fail-on-cache-miss"},
-    "actions/upload-artifact@v4": {"name", "path"},
+    "actions/checkout@v6": {"ref", "path"},
+    "actions/cache/save@v5": {"path", "key"},
+    "actions/cache/restore@v5": {"path", "key", "restore-keys", "fail-on-cache-miss"},
+    "actions/upload-artifact@v6": {"name", "path"},
 }
 
 
