@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from . import operators
 from .choice import Choice
@@ -15,6 +16,7 @@ from .execution import Execution
 from .mask import Alignment
 from .memory import Memory, execution_of
 from .question import Question, ask, check_askable, decide
+from .tensor_kinds import as_autocast, intercepted, plain
 from .tensors import quantised
 from .user_table import forget
 
@@ -49,7 +51,8 @@ def attention(
     ``layout="bshd"`` the middle axes swapped, without copies; H a multiple of Hkv.  fp64,
     fp32, bf16, fp16, or float8 with a ``*_descale`` each (true value = stored · descale; one
     element, (B, H), (B, H, ceil(S / 128)) or (B, H, S), and for q also the shape of k's).
-    Any strides.  Returns out (B, H, Sq, Dv) in ``layout`` and the input's dtype (bf16 for
+    Any strides.  Within torch's autocast for their device, q, k and v are cast first, as torch does for its own
+    attention: all but fp64 and float8.  Returns out (B, H, Sq, Dv) in ``layout`` and the input's dtype (bf16 for
     float8), and with ``return_lse`` also the natural log-sum-exp (B, H, Sq) in fp32
     (fp64 for fp64), through which no gradient flows.
 
@@ -76,13 +79,25 @@ def attention(
             q, k, v, is_causal, window, causal_alignment, scale, softcap, enable_gqa, layout, dtype, backend, max_error,
             return_lse, q_descale, k_descale, v_descale,
         )  # fmt: skip
+    if has_torch_function_variadic(q, k, v):  # a subclass or mode with a say of its own, a symbol of torch.fx
+        return handle_torch_function(  # type: ignore[no-any-return, no-untyped-call]
+            attention, (q, k, v), q, k, v, is_causal=is_causal, window=window, causal_alignment=causal_alignment,
+            scale=scale, softcap=softcap, enable_gqa=enable_gqa, layout=layout, dtype=dtype, backend=backend,
+            max_error=max_error, return_lse=return_lse, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+        )  # fmt: skip
     try:
+        if intercepted(q, k, v):
+            return operators.attention(
+                q, k, v, is_causal, window, causal_alignment, scale, softcap, enable_gqa, layout, dtype, backend,
+                max_error, return_lse, q_descale, k_descale, v_descale,
+            )  # fmt: skip
+        q, k, v = as_autocast(*plain(q, k, v))
         key = ask(
             q, k, v, is_causal, window, causal_alignment, scale, softcap, enable_gqa, layout, dtype, backend, max_error,
             return_lse, q_descale, k_descale, v_descale,
         )  # fmt: skip
         execution = _executions.get(key)
-    except (AttributeError, TypeError):  # no tensors, or what cannot be hashed
+    except (AttributeError, TypeError, RuntimeError):  # no tensors or nested ones, or what cannot be hashed
         check_askable(q, k, v, window)
         raise
     if execution is None:
@@ -130,6 +145,7 @@ def explain(
     Nothing is computed.  The choice is data (``to_dict``) that prints as a table.  Raises what ``attention`` raises.
     """
     check_askable(q, k, v, window)
+    q, k, v = as_autocast(q, k, v)
     key = ask(
         q, k, v, is_causal, window, causal_alignment, scale, softcap, enable_gqa, layout, dtype, backend, max_error,
         return_lse, q_descale, k_descale, v_descale,

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling, is_exporting
 
+from . import operator_rules
 from .context import Wish, asked_in_context, asked_in_environment, asked_while_tracing, check_traced
 from .dtypes import FROM_TORCH
 from .errors import InputError
@@ -35,6 +36,7 @@ from .mask import Alignment
 from .memory import Memory, execution_of
 from .question import Question, ask, check_askable, decide, settled
 from .spec import FP8_DTYPES
+from .tensor_kinds import as_autocast, requires_gradient
 from .tensors import quantised
 
 __all__ = ["attention", "forget_choices"]
@@ -106,7 +108,8 @@ def attention(
         raise InputError(f'layout must be "bhsd" or "bshd", not {layout!r}')
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    q, k, v = as_autocast(q, k, v)
+    training = torch.is_grad_enabled() and any(requires_gradient(x) for x in (q, k, v))
     wish = _wish(
         Question(
             q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, training, is_causal,
@@ -115,10 +118,12 @@ def attention(
         )
     )  # fmt: skip
     before, after = (None, None) if window is None else window
-    out, lse = torch.ops.attnbench.attention(
+    transformed = not is_dynamo_compiling() and torch._C._are_functorch_transforms_active()
+    operator = operator_rules.transformed if transformed else torch.ops.attnbench.attention
+    out, lse = operator(
         q, k, v, q_descale, k_descale, v_descale, training, is_causal, before, after, alignment, scale, softcap,
         enable_gqa, return_lse, wish.dtype, wish.backend, wish.max_error, wish.asked_by,
-        _EXPORTED if is_exporting() else _era,
+        _era if is_dynamo_compiling() and not is_exporting() else _EXPORTED,
     )  # fmt: skip
     if layout == "bshd":
         out = out.transpose(1, 2)
@@ -278,25 +283,6 @@ def _fake_backward(
     return like(q), like(k), like(v)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output)
-    ctx.asked = inputs[6:]
-    ctx.mark_non_differentiable(output[1])
-
-
-def _derive(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse = ctx.saved_tensors
-    if not _Asked(*ctx.asked).training:
-        raise InputError("attnbench::attention was called with training=False, so no gradients can follow")
-    gradients = torch.ops.attnbench.attention_backward(grad_out, q, k, v, out, lse, *ctx.asked)
-    wanted = zip(gradients, ctx.needs_input_grad, strict=False)
-    return (*(gradient if needed else None for gradient, needed in wanted), *[None] * (3 + len(ctx.asked)))
-
-
-def _underive(ctx: Any, *_: Any) -> None:
-    raise RuntimeError("attnbench::attention has no second derivative")
-
-
 def _register() -> None:
     descales = "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale"
     forward, backward = "attnbench::attention", "attnbench::attention_backward"
@@ -306,8 +292,10 @@ def _register() -> None:
     for name, run, fake in ((forward, _forward, _fake_forward), (backward, _backward, _fake_backward)):
         torch.library.impl(name, "CompositeExplicitAutograd")(run)
         torch.library.register_fake(name)(fake)
-    torch.library.register_autograd(forward, _derive, setup_context=_save)
-    torch.library.register_autograd(backward, _underive)
+    torch.library.register_autograd(forward, operator_rules.derive, setup_context=operator_rules.save)
+    torch.library.register_autograd(backward, operator_rules.underive)
+    torch.library.register_vmap(forward, operator_rules.map_forward)
+    torch.library.register_vmap(backward, operator_rules.map_backward)
 
 
 _register()

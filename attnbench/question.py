@@ -14,6 +14,7 @@ from .errors import InputError
 from .mask import Alignment
 from .selector import choose
 from .spec import FP8_DTYPES, Granularity
+from .tensor_kinds import check_plain
 from .tensors import Shape, granularity, mask_of, spec_of
 
 __all__ = ["Question", "ask", "check_askable", "decide", "settled"]
@@ -107,10 +108,11 @@ def ask(
 
 
 def check_askable(q: object, k: object, v: object, window: object) -> None:
-    """Raise InputError for what has no key: no tensors, or a window that cannot be hashed."""
+    """Raise InputError for what has no key: no dense tensors, or a window that cannot be hashed."""
     for name, x in zip("qkv", (q, k, v), strict=True):
         if not isinstance(x, Tensor):
             raise InputError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
+    check_plain(q, k, v)  # type: ignore[arg-type]
     if not (window is None or isinstance(window, tuple)):
         raise InputError(f"window must be a pair (keys before, keys after), None for unlimited, got {window!r}")
 

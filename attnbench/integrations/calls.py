@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from weakref import WeakValueDictionary
 
-import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
@@ -64,14 +63,7 @@ class Calls:
         enable_gqa: bool = True,
         layout: str = "bhsd",
     ) -> Tensor | None:
-        """What ``attnbench.attention`` answers; None where it refuses and the call is to be handed on.
-
-        Within torch's autocast q, k and v are cast first, as torch does for its own attention.
-        """
-        device = q.device.type
-        if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+        """What ``attnbench.attention`` answers; None where it refuses and the call is to be handed on."""
         backend, asked, max_error = self._asked
         try:
             out = attention(
