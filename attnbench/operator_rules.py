@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .errors import InputError
+from .tensor_kinds import refuse_tangents
 
 __all__ = ["derive", "map_backward", "map_forward", "save", "transformed", "underive"]
 
@@ -82,6 +83,7 @@ class _Forward(torch.autograd.Function):
         return torch.ops.attnbench.attention(*given)
 
     setup_context = staticmethod(save)
+    jvp = staticmethod(refuse_tangents)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -100,3 +102,4 @@ class _Backward(torch.autograd.Function):
         pass
 
     backward = staticmethod(underive)
+    jvp = staticmethod(refuse_tangents)

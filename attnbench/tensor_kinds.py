@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active, _is_tracing, _len_torch_dispatch_stack
@@ -11,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from .errors import InputError
 
-__all__ = ["as_autocast", "check_plain", "intercepted", "plain", "requires_gradient"]
+__all__ = ["as_autocast", "check_plain", "intercepted", "plain", "refuse_tangents", "requires_gradient"]
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _STRIDED = torch.strided
@@ -55,7 +57,9 @@ def check_plain(*tensors: Tensor) -> None:
                 "call it for each sequence, or pad them to one length (torch.nested.to_padded_tensor) and mask the rest"
             )
         if x.layout is not _STRIDED:
-            raise InputError(f"{name} has the layout {x.layout}, and attention takes dense tensors; pass {name}.to_dense()")
+            raise InputError(
+                f"{name} has the layout {x.layout}, and attention takes dense tensors; pass {name}.to_dense()"
+            )
 
 
 def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,7 +96,12 @@ def _observed() -> bool:
 
 def _check_no_tangent(*tensors: Tensor) -> None:
     if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise InputError(
-            "attnbench.attention has no forward-mode derivative (jvp, jacfwd, hessian); "
-            "torch's scaled_dot_product_attention has one within sdpa_kernel(SDPBackend.MATH)"
-        )
+        refuse_tangents()
+
+
+def refuse_tangents(*_: object) -> NoReturn:
+    """Raise InputError: there is no forward-mode derivative."""
+    raise InputError(
+        "attnbench.attention has no forward-mode derivative (jvp, jacfwd, hessian); "
+        "torch's scaled_dot_product_attention has one within sdpa_kernel(SDPBackend.MATH)"
+    )

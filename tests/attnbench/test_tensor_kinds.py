@@ -1,0 +1,88 @@
+"""What is no plain memory: answered like the numbers that it stands for, or refused in one sentence."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
+
+from attnbench import attention, explain
+from attnbench.errors import InputError
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 2, 5, 8, generator=generator).to(dtype) for _ in range(3)]
+
+
+def jagged() -> Tensor:
+    rows = [torch.randn(length, 2, 8) for length in (3, 4)]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+
+
+REFUSED: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "sparse": (lambda: tensors()[0].to_sparse(), "layout torch.sparse_coo.*to_dense"),
+    "csr": (lambda: torch.ones(4, 4).to_sparse_csr(), "layout torch.sparse_csr"),
+    "mkldnn": (lambda: tensors()[0].to_mkldnn(), "layout torch._mkldnn"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.randn(2, n, 8) for n in (3, 4)]), "is a nested tensor"),
+    "jagged": (jagged, "is a nested tensor"),
+    "complex": (lambda: tensors(torch.complex64)[0], "dtype"),
+    "integers": (lambda: tensors(torch.int64)[0], "dtype"),
+    "quantised by torch": (lambda: torch.quantize_per_tensor(tensors()[0], 0.1, 0, torch.qint8), "dtype"),
+    "meta": (lambda: tensors()[0].to("meta"), "on one device"),
+    "none": (lambda: None, "must be a torch.Tensor"),
+    "no queries": (lambda: tensors()[0][:, :, :0], "seqlen_q must be"),
+    "no batch": (lambda: tensors()[0][:0], "agree in batch"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_read_is_refused_whatever_was_answered_before(name: str, place: int) -> None:
+    make, words = REFUSED[name]
+    x = tensors()
+    attention(*x)  # of the same shape and dtype
+    x[place] = make()
+    for function in (attention, explain):
+        if name == "no queries" and place == 2:
+            words = "agree in length"
+        with pytest.raises(InputError, match=words if name != "no batch" or place == 0 else "agree in batch"):
+            function(*x)
+
+
+@pytest.mark.parametrize("backend", ["reference:fp32", "emulated:fp8", "triton:fp8", "sdpa-math"])
+def test_a_tensor_that_is_negated_when_it_is_read_is_read_so(backend: str) -> None:
+    x = [torch.complex(each, each + 1).conj().imag for each in tensors()]
+    assert all(each.is_neg() for each in x)
+    try:
+        wanted = attention(*(each.resolve_neg() for each in x), backend=backend)
+    except Exception as error:  # a kernel that does not run here
+        pytest.skip(str(error))
+    assert torch.equal(attention(*x, backend=backend), wanted)
+
+
+class Named(Tensor):
+    """A subclass that torch hands through all its functions."""
+
+
+def test_a_subclass_stays_one_and_a_parameter_is_a_tensor() -> None:
+    x = tensors()
+    out = attention(*(each.as_subclass(Named) for each in x))
+    assert type(out) is Named
+    assert torch.equal(out.as_subclass(Tensor), attention(*x))
+    assert type(attention(*map(torch.nn.Parameter, x))) is Tensor
+
+
+def test_a_subclass_that_answers_operators_answers_this_one() -> None:
+    x, y = tensors(), [each * 2 for each in tensors()]
+    out = attention(*map(TwoTensor, x, y))
+    assert torch.equal(out.a, attention(*x))
+    assert torch.equal(out.b, attention(*y))
+
+
+def test_a_default_device_changes_nothing() -> None:
+    x = tensors()
+    with torch.device("meta"):
+        assert torch.equal(attention(*x), attention(*x))
