@@ -2,9 +2,11 @@
 
 A graph's memory comes from a pool of its own, and so does all that is allocated while torch warms up for a recording
 (``torch.compile(mode="reduce-overhead")``) or records: torch reuses it as soon as the graph's outputs are dead, and
-refuses to go on where something else of it is still held.  So what a call keeps for later ones is allocated here.  torch
-leads the allocations of one thread, or of the stream that is captured, into a pool (torch._inductor.cudagraph_trees,
-torch.cuda.use_mem_pool, CUDAGraph.cpp): another thread's are left alone.
+refuses to go on where something else of it is still held.  So what a call keeps for later ones is allocated here.
+
+torch leads the allocations of one thread, or of the stream that is captured, into a pool (``use_mem_pool`` in
+torch/cuda/memory.py, torch/_inductor/cudagraph_trees.py, aten/src/ATen/cuda/CUDAGraph.cpp): another thread's are left
+alone.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ def mask_of_tensor(tensor: Tensor, seqlen_q: int, seqlen_kv: int) -> Mask | None
     is seen, -65504 or less where it is not.  None as well where the batch entries or heads
     differ, and where some query sees no key: kernels do not agree on what it gets.
     """
+    if seqlen_q < 1 or seqlen_kv < 1:
+        return None
     spans: Tensor | None = None
     for piece in _pieces(tensor):
         found = _spans(piece.expand(seqlen_q, seqlen_kv))

@@ -7,7 +7,7 @@ transforms the same rules come as such a function.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ def _gradients(backward: Callable[..., tuple[Tensor, ...]], ctx: Any, grad_out: 
 
 
 def _folded(size: int, dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """Each tensor with the axis that is mapped over, of this size, as a part of its batch; one that lacks it repeats."""
+    """Each tensor with the axis that is mapped over as a part of its batch; one that lacks it is repeated."""
     return [
         (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
         for x, dim in zip(tensors, dims, strict=True)
@@ -83,7 +83,10 @@ class _Forward(torch.autograd.Function):
         return torch.ops.attnbench.attention(*given)
 
     setup_context = staticmethod(save)
-    jvp = staticmethod(refuse_tangents)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        refuse_tangents()
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -102,4 +105,7 @@ class _Backward(torch.autograd.Function):
         pass
 
     backward = staticmethod(underive)
-    jvp = staticmethod(refuse_tangents)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        refuse_tangents()

@@ -57,9 +57,7 @@ def check_plain(*tensors: Tensor) -> None:
                 "call it for each sequence, or pad them to one length (torch.nested.to_padded_tensor) and mask the rest"
             )
         if x.layout is not _STRIDED:
-            raise InputError(
-                f"{name} has the layout {x.layout}, and attention takes dense tensors; pass {name}.to_dense()"
-            )
+            raise InputError(f"{name} has the layout {x.layout}, not {_STRIDED}; pass {name}.to_dense()")
 
 
 def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,11 +93,12 @@ def _observed() -> bool:
 
 
 def _check_no_tangent(*tensors: Tensor) -> None:
-    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        refuse_tangents()
+    for x in tensors:
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
+            refuse_tangents()
 
 
-def refuse_tangents(*_: object) -> NoReturn:
+def refuse_tangents() -> NoReturn:
     """Raise InputError: there is no forward-mode derivative."""
     raise InputError(
         "attnbench.attention has no forward-mode derivative (jvp, jacfwd, hessian); "

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 

@@ -105,7 +105,11 @@ def test_scales_of_earlier_steps_are_kept_without_those_steps_memory() -> None:
         del bounds
 
 
-@pytest.mark.parametrize("wrap", [lambda make: permanent(make), lambda make: lambda device: outside_pools(lambda: make(device), device)])  # fmt: skip
+def made_outside(make: Callable[[torch.device], Tensor]) -> Callable[[torch.device], Tensor]:
+    return lambda device: outside_pools(lambda: make(device), device)
+
+
+@pytest.mark.parametrize("wrap", [permanent, made_outside])
 def test_what_is_made_has_none_of_the_callers_modes(wrap: Callable[..., Callable[[torch.device], Tensor]]) -> None:
     made = wrap(lambda device: torch.zeros(2))
     with torch.inference_mode(), torch.device("meta"):
