@@ -16,7 +16,7 @@ from .execution import Execution
 from .mask import Alignment
 from .memory import Memory, execution_of
 from .question import Question, ask, check_askable, decide
-from .tensor_kinds import as_autocast, intercepted, plain
+from .tensor_kinds import as_autocast, intercepted, ordinary, plain
 from .tensors import quantised
 from .user_table import forget
 
@@ -86,12 +86,13 @@ def attention(
             max_error=max_error, return_lse=return_lse, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         )  # fmt: skip
     try:
-        if intercepted(q, k, v):
-            return operators.attention(
-                q, k, v, is_causal, window, causal_alignment, scale, softcap, enable_gqa, layout, dtype, backend,
-                max_error, return_lse, q_descale, k_descale, v_descale,
-            )  # fmt: skip
-        q, k, v = as_autocast(*plain(q, k, v))
+        if not ordinary(q, k, v):
+            if intercepted(q, k, v):
+                return operators.attention(
+                    q, k, v, is_causal, window, causal_alignment, scale, softcap, enable_gqa, layout, dtype, backend,
+                    max_error, return_lse, q_descale, k_descale, v_descale,
+                )  # fmt: skip
+            q, k, v = as_autocast(*plain(q, k, v))
         key = ask(
             q, k, v, is_causal, window, causal_alignment, scale, softcap, enable_gqa, layout, dtype, backend, max_error,
             return_lse, q_descale, k_descale, v_descale,

@@ -45,7 +45,7 @@ class Execution:
         """(out, lse) of q, k, v (B, H, S, D); out carries gradients where the spec asks for training."""
         if self.backward is None:
             return self.answer(q, k, v)[1][:2]
-        out, lse = _Attention.apply(q, k, v, self)  # type: ignore[no-untyped-call]
+        out, lse = _recorded(q, k, v, self)
         return out, lse
 
     def answer(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Operands, Result]:
@@ -133,6 +133,11 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: somebody may differentiate these
             found = [None if each is None else _Underived.apply(each, out, grad_out) for each in found]  # type: ignore[no-untyped-call]
         return *found, None
+
+
+# What ``_Attention.apply`` comes to where no transform of torch.func is active, as none is here: ``attention`` has
+# asked for all its tensors what ``apply`` asks for each of its arguments once more.
+_recorded = super(torch.autograd.Function, _Attention).apply
 
 
 class _Underived(torch.autograd.Function):

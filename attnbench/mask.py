@@ -67,6 +67,8 @@ class Mask:
 
     def has_empty_rows(self, seqlen_q: int, seqlen_kv: int) -> bool:
         """Whether some query sees no key at all; its output is 0, its LSE minus infinity, its gradients 0."""
+        if self.left is None and (self.right is None or (self.right >= 0 and self.alignment == "top-left")):
+            return False
         # Visible keys only move to the right with the row, so an empty row is the first or the last one.
         return any(start == stop for start, stop in (self.span(i, seqlen_q, seqlen_kv) for i in (0, seqlen_q - 1)))
 

@@ -77,12 +77,12 @@ class CudnnForward(ForwardKernel):
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
         """Views where the strides allow it; groups of heads are cuDNN's own."""
-        return Operands(spec, q, k, v, tuple(aligned(x) for x in (q, k, v)))
+        return Operands(spec, q, k, v, (aligned(q), aligned(k), aligned(v)))
 
     def run(self, operands: Operands) -> Result:
         """The operator; its log-sum-exp has an axis of one more."""
         spec = operands.spec
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        out, lse, *_ = torch._scaled_dot_product_cudnn_attention(
             *operands.native, None, True, 0.0, spec.mask.kind == "causal", False, scale=spec.scale
         )
         return Result(out, lse.view(spec.batch, spec.heads, spec.seqlen_q))
