@@ -1,5 +1,6 @@
 """The second call of a question: one look-up, under a key that misses nothing the choice depends on."""
 
+import sys
 import threading
 from contextlib import nullcontext
 
@@ -230,3 +231,17 @@ def test_a_context_reaches_what_a_checkpoint_computes_again(ran):
         out = checkpoint(attention, *x, use_reentrant=False, context_fn=contexts)
     out.sum().backward()
     assert [plan for plan, _ in ran] == ["emulated:fp8", "emulated:fp8"]
+
+
+@pytest.mark.parametrize(("training", "most"), [(False, 30), (True, 45)])
+def test_a_call_that_was_asked_before_runs_little_python(training, most):
+    """Of what a call costs over torch's own, most is calls of Python functions."""
+    x = tuple(each.requires_grad_(training) for each in tensors())
+    attention(*x)
+    calls = []
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_qualname) if event == "call" else None)
+    try:
+        attention(*x)
+    finally:
+        sys.setprofile(None)
+    assert len(calls) <= most, calls
