@@ -80,7 +80,7 @@ def attention(
             return_lse, q_descale, k_descale, v_descale,
         )  # fmt: skip
     if has_torch_function_variadic(q, k, v):  # a subclass or mode with a say of its own, a symbol of torch.fx
-        return handle_torch_function(  # type: ignore[no-any-return, no-untyped-call]
+        return handle_torch_function(
             attention, (q, k, v), q, k, v, is_causal=is_causal, window=window, causal_alignment=causal_alignment,
             scale=scale, softcap=softcap, enable_gqa=enable_gqa, layout=layout, dtype=dtype, backend=backend,
             max_error=max_error, return_lse=return_lse, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,

@@ -45,7 +45,7 @@ class Execution:
         """(out, lse) of q, k, v (B, H, S, D); out carries gradients where the spec asks for training."""
         if self.backward is None:
             return self.answer(q, k, v)[1][:2]
-        out, lse = _recorded(q, k, v, self)
+        out, lse = _recorded(q, k, v, self)  # type: ignore[no-untyped-call]
         return out, lse
 
     def answer(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Operands, Result]:
