@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .errors import AttnbenchError, MalformedFileError, OutputError
+from .errors import AttnbenchError, MalformedFileError
 from .plan import Plan, backend_of
 from .spec import AttentionSpec
 from .table_files import locked, read_text, replace_text
@@ -80,13 +80,8 @@ class Frozen:
 
     def save(self, path: Path) -> Stamp | None:
         """Write it, replacing the file in one step, and return the new one's stamp.  Raises OutputError."""
-        replace_text(_draft(path), _written(self))
-        stamp = stamp_of(_draft(path))
-        try:
-            os.replace(_draft(path), path)
-        except OSError as error:
-            raise OutputError(f"cannot write {path}: {error.strerror}") from None
-        return stamp
+        found = replace_text(path, _written(self))
+        return None if found is None else _stamp(found)
 
     def joined(self, other: Frozen) -> Frozen:
         """Both; of two plans for one question this one's counts."""
@@ -100,23 +95,18 @@ class Frozen:
 def stamp_of(path: Path) -> Stamp | None:
     """What changes whenever the file is replaced or written, None where there is none."""
     try:
-        found = os.stat(path)
+        return _stamp(os.stat(path))
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def recording(path: Path) -> AbstractContextManager[None]:
     """Keep other writers of this file out, and clear away what killed ones have left.  Raises OutputError."""
-    return locked(_draft(path))
+    return locked(path, path.with_name(f"{path.name}.lock"))  # in a folder of the user's, so it bears the whole name
 
 
-def _draft(path: Path) -> Path:
-    """Where the next content is written: what is locked and cleared away bears this name.
-
-    The file lies in a folder of the user's, where an editor's swap file looks as ours would without it.
-    """
-    return path.with_name(f"{path.name}.recording")
+def _stamp(found: os.stat_result) -> Stamp:
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _written(content: Frozen) -> str:

@@ -17,22 +17,27 @@ from .spec import AttentionSpec
 __all__ = ["demote", "demoted", "pardon"]
 
 _reasons: dict[tuple[AttentionSpec, Plan], str] = {}
+_kept: set[Plan] = set()  # those of which it was said that they stay
 _lock = threading.Lock()
 
 
 def demote(plan: Plan, spec: AttentionSpec, reason: str) -> bool:
     """Count the plan as inaccurate at the spec, for this reason; whether that is new.
 
-    While choices are frozen the plan stays, with a warning.
+    While choices are frozen the plan stays, with one warning for each plan.
     """
     frozen = freeze_hook.frozen
     if frozen is not None:
-        warnings.warn(
-            f"{plan} stays the plan of {spec}, because choices are frozen in {frozen.path} and other ranks would keep "
-            f"it; record anew without it. It would have been {reason}",
-            AttnbenchWarning,
-            stacklevel=2,
-        )
+        with _lock:
+            new = plan not in _kept
+            _kept.add(plan)
+        if new:
+            warnings.warn(
+                f"{plan} stays the plan of {spec}, because choices are frozen in {frozen.path} and other ranks would "
+                f"keep it; record anew without it. It would have been {reason}",
+                AttnbenchWarning,
+                stacklevel=2,
+            )
         return False
     with _lock:
         return _reasons.setdefault(_key(plan, spec), reason) is reason
@@ -47,6 +52,7 @@ def pardon() -> None:
     """Forget every demotion; ``attnbench.api.forget_choices`` lets the next calls choose by that."""
     with _lock:
         _reasons.clear()
+        _kept.clear()
 
 
 def _key(plan: Plan, spec: AttentionSpec) -> tuple[AttentionSpec, Plan]:

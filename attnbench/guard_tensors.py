@@ -4,9 +4,8 @@ measured on them, and data only."""
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
+import secrets
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .draft import Draft
 from .errors import OutputError
 from .fp8 import Quantised
 from .guard_breach import Breach
@@ -42,19 +42,17 @@ def save_tensors(folder: Path, breach: Breach, tensors: dict[str, Tensor | Quant
         index = {"schema": "attnbench.captured/1", "torch": torch.__version__, "seen": breach.call + 1}
         metadata[_CAPTURED] = json.dumps({**index, "unrecorded": {}, "calls": [call]})
     slug = re.sub(r"[^a-z0-9]+", "-", f"{breach.plan} {breach.spec}".lower()).strip("-")[:150]
+    path = folder / f"breach-{slug}-{secrets.token_hex(4)}.safetensors"  # of its own for each of several processes
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # A name of its own for each of several processes, and no file where the writing fails.
-        number, made = tempfile.mkstemp(prefix=f"breach-{slug}-", suffix=".part", dir=folder)
-        os.close(number)
+    except OSError as error:
+        raise OutputError(f"{folder} cannot be written: {error.strerror}") from None
+    with Draft(path) as draft, draft.by_name() as scratch:
         try:
-            save_file(stored, made, metadata)
-            return Path(made).rename(Path(made).with_suffix(".safetensors"))
-        except BaseException:
-            Path(made).unlink(missing_ok=True)
-            raise
-    except (OSError, SafetensorError) as error:  # the latter is how a full disk arrives
-        raise OutputError(f"cannot write the tensors of a breach into {folder}: {error}") from None
+            save_file(stored, scratch, metadata)
+        except SafetensorError as error:  # how a full disk arrives
+            raise OSError(None, str(error)) from error
+    return path
 
 
 def _copy(x: Tensor) -> Tensor:

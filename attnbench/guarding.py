@@ -29,7 +29,7 @@ from . import guard_hook
 from .api import forget_choices
 from .budget import class_bound
 from .context import check_budget
-from .errors import BreachError, BreachWarning, InputError, OutputError
+from .errors import AttnbenchWarning, BreachError, BreachWarning, InputError, OutputError
 from .execution import Execution
 from .fp8 import Quantised
 from .guard_breach import Breach
@@ -46,6 +46,7 @@ __all__ = ["Guard", "guard"]
 
 OnBreach = Literal["warn", "raise", "demote"]
 _log = logging.getLogger("attnbench.guard")
+_log.addHandler(logging.NullHandler())  # a program that set up no logging reads the warnings, not a line a breach
 _MOST = 4096  # plans and specs that are remembered, and breaches: a program with ever new shapes has no end of them
 _GREETED = 64  # of which so many are checked at their first call; later ones at a random one of their first ``every``
 _Kind = Literal["out", "gradients"]
@@ -63,7 +64,6 @@ class _Case:
     due: dict[_Kind, int]
     checks: int = 0
     detectors: dict[str, Detector] = field(default_factory=dict)
-    warned: bool = False
     saved: bool = False
 
 
@@ -128,6 +128,7 @@ class Guard:
         self._known: dict[int, tuple[Execution, _Case]] = {}
         self._under_way: deque[_Check] = deque()
         self._prepared = _Prepared()
+        self._warned: set[Plan] = set()
 
     @property
     def breaches(self) -> tuple[Breach, ...]:
@@ -283,7 +284,7 @@ class Guard:
 
     def _read(self, wait: bool = False, quietly: bool = False) -> None:
         """Act on the checks that are done, or on all."""
-        found: list[tuple[_Case, Breach]] = []
+        found: list[Breach] = []
         with self._lock:
             while self._under_way:
                 check = self._under_way[0]
@@ -293,11 +294,11 @@ class Guard:
                     elif not check.done.query():  # type: ignore[no-untyped-call]
                         break
                 found += self._judged(self._under_way.popleft())
-        errors = [error for each in found if (error := self._act(*each)) is not None]
+        errors = [error for each in found if (error := self._act(each)) is not None]
         if errors and not quietly:
             raise errors[0]
 
-    def _judged(self, check: _Check) -> list[tuple[_Case, Breach]]:
+    def _judged(self, check: _Check) -> list[Breach]:
         case = check.case
         usable, found = check.sums.read()
         if not usable:
@@ -322,18 +323,21 @@ class Guard:
                 breaches = [replace(each, path=path) for each in breaches]
             except OutputError as error:  # the breach is news all the same
                 self._skip("its tensors could not be written", str(error))
-        return [(case, each) for each in breaches]
+        return breaches
 
-    def _act(self, case: _Case, breach: Breach) -> BreachError | None:
+    def _act(self, breach: Breach) -> BreachError | None:
         self._breaches.append(breach)
         _log.warning("%s", breach, extra={"breach": breach.to_dict()})
         if self.on_breach == "raise":
             return BreachError(breach)
         if self.on_breach == "demote" and demote(breach.plan, breach.spec, f"demoted by a guard: {breach.reason}"):
             forget_choices()
-        if not case.warned:
-            case.warned = True
-            warnings.warn(str(breach), BreachWarning, stacklevel=2)
+        with self._lock:
+            new = breach.plan not in self._warned
+            self._warned.add(breach.plan)
+        if new:
+            said = f"{breach}; what else is found of this plan is in Guard.breaches and in the log {_log.name}"
+            warnings.warn(said, BreachWarning, stacklevel=2)
         return None
 
     def _skip(self, reason: str, detail: str = "") -> None:
@@ -341,7 +345,9 @@ class Guard:
             self.skipped[reason] += 1
             new = self.skipped[reason] == 1
         if new:
-            _log.warning("a check fell short: %s%s", reason, detail and f": {detail}")
+            said = f"a check fell short: {reason}{detail and f': {detail}'}"
+            _log.warning("%s", said)
+            warnings.warn(f"{said}; Guard.skipped counts such checks", AttnbenchWarning, stacklevel=2)
 
 
 def _recorded(x: Tensor) -> bool:

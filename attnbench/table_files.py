@@ -5,17 +5,17 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from glob import escape
 from pathlib import Path
 
+from .draft import Draft, clear_drafts, replace_file
 from .errors import MalformedFileError, OutputError
 
-__all__ = ["LARGEST", "locked", "read_text", "replace_text"]
+__all__ = ["LARGEST", "check_writable", "locked", "read_text", "replace_text"]
 
 LARGEST = 8 * 2**20  # bytes: sixty thousand measured plans; what is beyond is no table
+_ROOM = 2**16  # bytes that a disk must have for a place to count as writable
 
 
 def read_text(path: Path) -> str:
@@ -45,55 +45,57 @@ def read_text(path: Path) -> str:
         raise MalformedFileError(path, f"expected UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write beside the file and rename over it, so that a reader sees the old one or the new one, never half.
+def replace_text(path: Path, text: str) -> os.stat_result | None:
+    """Replace the file in one step (``draft.replace_file``), its folder made where it is missing.
 
-    Raises OutputError; the old file is untouched then.
+    Raises OutputError, also for more than ``LARGEST`` bytes; the old file is untouched then.
     """
     content = text.encode("utf-8")
     if len(content) > LARGEST:
-        raise OutputError(f"cannot write the table {path}: it has {len(content)} bytes, and at most {LARGEST} are read")
-    scratch = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=_scratch(path))
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(scratch, 0o644)
-        os.replace(scratch, path)
-    except BaseException as error:
-        if scratch is not None:
-            with suppress(OSError):
-                os.unlink(scratch)
-        if not isinstance(error, OSError):
-            raise
-        raise OutputError(f"cannot write the table {path}: {error.strerror}") from None
+        raise OutputError(f"{path} cannot be written: it has {len(content)} bytes, and at most {LARGEST} are read")
+    _make_folder(path)
+    return replace_file(path, content)
+
+
+def check_writable(path: Path) -> None:
+    """Raise OutputError where ``replace_text`` could not write a small file now: better known before measuring."""
+    _make_folder(path)
+    draft = Draft(path)
+    draft.write(bytes(_ROOM))
+    draft.discard()
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, lock: Path | None = None) -> Iterator[None]:
     """Keep other writers of this file out, and clear away what killed ones have left.
+
+    ``lock`` is the file that is locked, beside ``path`` with the suffix .lock unless given.
 
     The lock is the kernel's and ends with the process, however that ends.  Where the file
     system has none (NFS without its lock service), nothing is kept out: files are whole all
     the same, but of two writers at one moment only the later one's entries stay.
     Raises OutputError where the folder cannot be written.
     """
+    _make_folder(path)
+    place = lock or path.with_suffix(".lock")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        handle = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise OutputError(f"cannot write the table {path}: {error.strerror}") from None
+        raise OutputError(f"{path} cannot be written: {error.strerror}") from None
     try:
         with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            for scratch in path.parent.glob(f"{escape(_scratch(path))}*"):
-                scratch.unlink()
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            clear_drafts(path)
         yield
     finally:
-        os.close(lock)
+        os.close(handle)
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _chunks(handle: int) -> Iterator[bytes]:
@@ -102,7 +104,3 @@ def _chunks(handle: int) -> Iterator[bytes]:
     while read <= LARGEST and (chunk := os.read(handle, LARGEST + 1 - read)):
         read += len(chunk)
         yield chunk
-
-
-def _scratch(path: Path) -> str:
-    return f".{path.name}.attnbench-"

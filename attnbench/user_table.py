@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from platformdirs import user_cache_path
 
 from .environment import Environment
-from .errors import AttnbenchWarning, InputError, MalformedFileError
+from .errors import AttnbenchWarning, InputError, MalformedFileError, OutputError
 from .plan import Plan
 from .registry import registry
 from .spec import AttentionSpec
 from .table import Entry, Table
 from .table_binding import Binding
-from .table_files import locked
+from .table_files import check_writable, locked
 from .table_shipped import file_name, shipped_table_path
+from .user_folders import cache_folder
 
-__all__ = ["Known", "forget", "known_tables", "update_user_table", "user_table_path"]
+__all__ = ["Known", "check_user_table", "forget", "known_tables", "update_user_table", "user_table_path"]
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,19 @@ _known: dict[torch.device, Known] = {}
 
 
 def user_table_path(environment: Environment) -> Path:
-    """Where the table measured on this user's device lies: one file for each device model, in the cache folder."""
-    return user_cache_path("attnbench") / "tables" / file_name(environment)
+    """Where the table measured on this user's device lies: one file for each device model, in the cache folder.
+
+    Raises OutputError where this user has none.
+    """
+    return cache_folder() / "tables" / file_name(environment)
+
+
+def check_user_table(environment: Environment) -> None:
+    """Raise OutputError where ``update_user_table`` could not write now: better known before measuring."""
+    path = user_table_path(environment)
+    check_writable(path)
+    with locked(path):
+        pass
 
 
 def update_user_table(table: Table) -> Path:
@@ -91,7 +102,11 @@ def _read(device: torch.device) -> Known:
     tables: list[Table] = []
     notes: list[str] = []
     dropped: dict[str, str] = {}
-    own, shipped = user_table_path(here), shipped_table_path(here)
+    try:
+        own = user_table_path(here)
+    except OutputError:  # there is no folder where one could be
+        own = None
+    shipped = shipped_table_path(here)
     for whose, path in (("your table", own), ("the table that attnbench ships", shipped)):
         table = None if path is None else _loaded(whose, path)
         if table is None:

@@ -8,7 +8,6 @@ their own, on the input families of every sweep, never on the program's tensors.
 from __future__ import annotations
 
 import math
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,12 +25,13 @@ from attnbench.api import forget_choices
 from attnbench.choice import Choice
 from attnbench.devices import find
 from attnbench.environment import Environment
-from attnbench.errors import InputError, MisuseError, NoPlanError, OutputError
+from attnbench.errors import InputError, MisuseError, NoPlanError
 from attnbench.memory import ask_again
 from attnbench.plan import Plan
 from attnbench.registry import Registry, registry
 from attnbench.spec import AttentionSpec
 from attnbench.table import Table
+from attnbench.table_files import check_writable
 from attnbench.user_table import known_tables, update_user_table, user_table_path
 
 from .asked import Asked, AskedSpecs
@@ -169,13 +169,7 @@ class Autotune:
 
     def _check_writable(self) -> None:
         """Raise OutputError: better now than once everything is measured."""
-        folder = user_table_path(Environment.detect(torch.device("cpu"), Registry(()))).parent
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except OSError as error:
-            raise OutputError(f"no table can be written in {folder}: {error.strerror}") from None
+        check_writable(user_table_path(Environment.detect(torch.device("cpu"), Registry(()))))
 
     def _ask(self, spec: AttentionSpec, device: torch.device) -> None:
         asked = self._asked.of(spec, device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import threading
@@ -16,8 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from attnbench.draft import Draft
 from attnbench.dtypes import TO_TORCH
-from attnbench.errors import AttnbenchError, MisuseError, OutputError
+from attnbench.errors import AttnbenchError, MisuseError
 from attnbench.spec import AttentionSpec
 
 from .capture_hooks import Call, UnrecordableError, watched
@@ -211,7 +211,7 @@ def capture(path: str | Path, *, max_bytes: int = MAX_BYTES, most: int = MOST) -
         raise MisuseError("another capture is open; one at a time sees the program")
     owner = os.getpid()
     try:
-        temporary = _reserved(path)
+        draft = Draft(path)  # better no room or permission now than after the program has run
         recorder = Recorder(max_bytes, most)
         try:
             try:
@@ -220,37 +220,17 @@ def capture(path: str | Path, *, max_bytes: int = MAX_BYTES, most: int = MOST) -
             finally:
                 # What the program forked may leave through here, too.
                 if recorder.recorded and os.getpid() == owner:
-                    _write(recorder, temporary, path)
+                    with draft.by_name() as scratch:
+                        recorder.write(scratch)
+                    draft.keep()
             if not recorder.recorded:
                 said = "; ".join(recorder.left_out) or "no attention call was seen"
                 raise AttnbenchError(f"nothing was recorded, so {path.name} was not written: {said}")
         finally:
             if os.getpid() == owner:
-                temporary.unlink(missing_ok=True)
+                draft.discard()
     finally:
         _active.release()
-
-
-def _reserved(path: Path) -> Path:
-    """A file of ours beside ``path``: better no room or permission now than after the program has run."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        temporary.touch()
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror}") from error
-    return temporary
-
-
-def _write(recorder: Recorder, temporary: Path, path: Path) -> None:
-    try:
-        recorder.write(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def _bytes(spec: AttentionSpec) -> int:

@@ -13,9 +13,13 @@ from pydantic import BaseModel, ValidationError
 
 from attnbench.errors import MalformedFileError
 
-__all__ = ["Form", "read_lines"]
+__all__ = ["Form", "TornLineError", "read_lines"]
 
 _Record = TypeVar("_Record", bound=BaseModel)
+
+
+class TornLineError(MalformedFileError):
+    """The last line is incomplete, as a process that was killed leaves it; the records before it are whole."""
 
 
 class Form(NamedTuple):
@@ -31,7 +35,8 @@ class Form(NamedTuple):
 def read_lines(path: Path, record: type[_Record], form: Form) -> Iterator[_Record]:
     """The records of a file, one at a time; a name that ends in ``.gz`` says that it is compressed.
 
-    Raises MalformedFileError with the line and what was expected there.
+    Raises MalformedFileError with the line and what was expected there; TornLineError, after the records that are
+    whole, where it is the start of one more.
     """
     too_large = MalformedFileError(path, f"expected at most {form.largest_file} bytes of {form.many}")
     try:
@@ -57,6 +62,11 @@ def _parsed(path: Path, number: int, line: bytes, record: type[_Record], form: F
     try:
         content = json.loads(line)
     except (ValueError, RecursionError) as error:
+        start = f'{{"schema":"{form.schema}",'.encode()
+        if not line.endswith(b"\n") and line.startswith(start[: len(line)]):
+            raise TornLineError(
+                path, f"the last line is incomplete, {len(line)} bytes of {form.one}", number
+            ) from error
         raise MalformedFileError(path, f"expected {form.one}, one JSON object a line", number) from error
     if not isinstance(content, dict) or content.get("schema") != form.schema:
         raise MalformedFileError(path, f'expected "schema": "{form.schema}"', number)

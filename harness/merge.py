@@ -27,7 +27,6 @@ from .store import LOCK, MEASUREMENTS, TABLE, Store, recorded
 
 __all__ = ["Merged", "Part", "merge"]
 
-_TAIL = 2**21  # bytes at a file's end; a last line that is longer is no torn measurement, no measurement is as long
 _MOST_NAMED = 16
 
 
@@ -149,10 +148,10 @@ def _read(place: Path, locks: ExitStack) -> Part:
                 return Part(place, [], f"{place} holds no {MEASUREMENTS} yet")
         if not stat.S_ISREG(path.stat().st_mode):
             raise MalformedFileError(path, "expected a file of measurements")
-        torn = 0 if path.suffix == ".gz" else _torn(path)
-        rows = list(read_measurements(path) if not torn else islice(read_measurements(path), _whole_lines(path)))
+        torn: list[str] = []
+        rows = list(read_measurements(path, torn.append))
     if torn:
-        return Part(place, rows, f"{place} ends in a half-written line, of which {torn} bytes are ignored")
+        return Part(place, rows, torn[0])
     return Part(place, rows, _unfinished(place, rows) if folder else None)
 
 
@@ -166,21 +165,6 @@ def _lock(folder: Path, locks: ExitStack) -> None:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         raise MisuseError(f"a sweep is still writing {folder}; wait for it") from None
-
-
-def _torn(path: Path) -> int:
-    """How many bytes stand behind the last line end: what a killed sweep has left half-written."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        file.seek(max(0, size - _TAIL))
-        tail = file.read(_TAIL)
-    end = tail.rfind(b"\n") + 1
-    return len(tail) - end if end or size <= _TAIL else 0
-
-
-def _whole_lines(path: Path) -> int:
-    with path.open("rb") as file:
-        return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(_TAIL), b""))
 
 
 def _unfinished(folder: Path, rows: list[Measurement]) -> str | None:

@@ -132,8 +132,32 @@ class AttentionBenchmark:
         the same, but timed as little as can be, and nothing is reported.
 
         Raises InputError or UnknownBackendError where what is asked for does not exist,
-        MisuseError where it makes no sense together.
+        MisuseError where it makes no sense together; pytest then shows the test's own line alone.
         """
+        __tracebackhide__ = True
+        try:
+            row, place = self._measured(plan, spec, cost, families, device, max_error)
+        except MisuseError as error:
+            raise error.with_traceback(None) from None
+        if row.measured:
+            self._report(row, cost, place)
+        said = f"{row.plan} on {spec}, {place}: {row.status}, {row.reason}"
+        if optional and row.status in ("refused", "unavailable"):
+            pytest.skip(said)
+        if row.status != "ok":
+            pytest.fail(said, pytrace=False)
+        return row
+
+    def _measured(
+        self,
+        plan: Plan | str,
+        spec: AttentionSpec,
+        cost: Cost,
+        families: Sequence[str],
+        device: str,
+        max_error: float | None,
+    ) -> tuple[Measurement, torch.device]:
+        """The row, and the device that it was measured on."""
         plan = plan if isinstance(plan, Plan) else Plan.parse(plan)
         case = Case(str(spec), spec, tuple(families))
         place = find(device)
@@ -142,15 +166,7 @@ class AttentionBenchmark:
             raise MisuseError(f"max_error is for FP8 plans, and {plan} is none")
         if cost not in COSTS or (cost == "backward" and not spec.training):
             raise MisuseError(f"a cost of {spec} is one of {', '.join(_costs(spec))}, not {cost!r}")
-        row = self._stations.measure(case, plan, place, max_error, self._benchmark.disabled)
-        said = f"{plan} on {spec}, {place}: {row.status}, {row.reason}"
-        if row.measured:
-            self._report(row, cost, place)
-        elif optional and row.status in ("refused", "unavailable"):
-            pytest.skip(said)
-        if row.status != "ok":
-            pytest.fail(said, pytrace=False)
-        return row
+        return self._stations.measure(case, plan, place, max_error, self._benchmark.disabled), place
 
     def _report(self, row: Measurement, cost: Cost, device: torch.device) -> None:
         benchmark, data = self._benchmark, row.to_dict()

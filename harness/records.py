@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+import warnings
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -20,6 +22,7 @@ from pydantic import (
 )
 
 from attnbench.environment import Environment
+from attnbench.errors import AttnbenchWarning
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 
@@ -27,14 +30,16 @@ from .accuracy import Detail, NonNegative, TensorName
 from .cases import LONGEST_NAME as LONGEST_CASE
 from .clocks import Conditions
 from .findings import Side
-from .lines import Form, read_lines
+from .lines import Form, TornLineError, read_lines
+from .shards import Shard
 from .timing import Cost
 from .trace import LONGEST_NAME as LONGEST_KERNEL
 from .trace import MOST_NAMES
 
-__all__ = ["SCHEMA", "STATUSES", "Measurement", "Status", "read_measurements"]
+__all__ = ["MEASUREMENTS", "SCHEMA", "STATUSES", "Measurement", "Status", "read_measurements"]
 
 SCHEMA = "attnbench.measurement/1"
+MEASUREMENTS = "measurements.jsonl"  # in the folder of a sweep
 Status = Literal["ok", "inaccurate", "refused", "unavailable", "oom", "timeout", "crashed", "error"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 LONGEST_REASON = 2000
@@ -185,9 +190,29 @@ class Measurement(BaseModel):
         return self.model_dump(mode="json", by_alias=True)
 
 
-def read_measurements(path: Path) -> Iterator[Measurement]:
+def _warn(said: str) -> None:
+    warnings.warn(said, AttnbenchWarning, stacklevel=4)
+
+
+def read_measurements(path: Path, torn: Callable[[str], None] = _warn) -> Iterator[Measurement]:
     """The records of a JSON Lines file, compressed (``.gz``) or not, one at a time.
+
+    The last line that a killed sweep has left half-written is no record: ``torn`` is given a sentence with its place
+    and the command that completes it, a warning unless it does something else with that.
 
     Raises MalformedFileError with the line and what was expected there.
     """
-    return read_lines(path, Measurement, _FORM)
+    try:
+        yield from read_lines(path, Measurement, _FORM)
+    except TornLineError as error:
+        torn(f"{error}, as a killed sweep leaves it; {_completed(path)}")
+
+
+def _completed(path: Path) -> str:
+    """How a file that ends in half a line becomes whole."""
+    if path.name != MEASUREMENTS:
+        return "the sweep that wrote it, run again in its own folder with --resume, completes it"
+    part = Shard.named(path.absolute().parent.name) is not None
+    folder = path.absolute().parent.parent if part else path.parent
+    same = "with the same launcher and options" if part else "with the same options"
+    return f"`attnbench sweep --resume --out {shlex.quote(str(folder))}`, {same}, completes it"

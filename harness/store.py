@@ -12,13 +12,14 @@ from attnbench.environment import Environment
 from attnbench.errors import MalformedFileError, MisuseError, OutputError
 from attnbench.plan import Plan
 
-from .records import Measurement, read_measurements
+from .records import MEASUREMENTS, Measurement, read_measurements
 
 __all__ = ["LOCK", "MEASUREMENTS", "TABLE", "Store", "recorded"]
 
-MEASUREMENTS = "measurements.jsonl"
 TABLE = "table.json"  # what the measurements come down to, written once all are there
 LOCK = ".lock"
+_PAGE = 2**12  # bytes
+_ROOM = 16 * _PAGE  # bytes that a disk must have when a sweep begins: some rows, or its table
 
 
 def recorded(place: Path) -> Path:
@@ -50,7 +51,7 @@ class Store:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise OutputError(f"{folder} cannot be written: {error.strerror}") from error
+            raise OutputError(f"{folder} cannot be written: {error.strerror}; name another with --out") from error
         try:
             self._open(environment, resume)
         except BaseException:
@@ -81,6 +82,22 @@ class Store:
             self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise OutputError(f"{self.path} cannot be written: {error.strerror}") from error
+        try:
+            self._check_room()
+        except OSError as error:
+            os.close(self._file)
+            raise OutputError(
+                f"{self.path} cannot be written: {error.strerror}; name a folder on another disk"
+            ) from error
+
+    def _check_room(self) -> None:
+        """Raise OSError where the disk is full: better now than when the first row has been measured."""
+        try:
+            for start in range(0, _ROOM, _PAGE):
+                os.pwrite(self._lock, bytes(_PAGE), start)
+            os.fsync(self._lock)
+        finally:
+            os.ftruncate(self._lock, 0)
 
     def _repair(self) -> None:
         try:
@@ -128,7 +145,7 @@ class Store:
             os.ftruncate(self._file, before)
             raise OutputError(
                 f"{self.path} cannot be written: {error.strerror}; the {len(self.rows)} rows before are safe, "
-                "go on with --resume once there is room"
+                f"go on with --resume --out {self.folder} once there is room"
             ) from error
         self.rows.append(row)
 

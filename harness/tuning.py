@@ -50,7 +50,7 @@ def alone(path: Path, deadline: float) -> Iterator[bool]:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(path.with_suffix(".measuring"), os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise OutputError(f"cannot write the table {path}: {error.strerror}") from None
+        raise OutputError(f"{path} cannot be written: {error.strerror}") from None
     try:
         while not (ours := _taken(lock)) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from .doctor import doctor
 from .explain import explain
 from .merge import merge
 from .report import report
+from .streams import flush_streams, is_lost_output, prepare_streams
 from .sweep import sweep
 from .table import app as table
 from .train import train
@@ -65,17 +65,19 @@ def main() -> None:
     exception is a fault of attnbench or of a plug-in and keeps its traceback.
     """
     warnings.formatwarning = partial(_formatted, warnings.formatwarning)
+    prepare_streams()
+    code, lost = None, None
     try:
         code = _run()
-        sys.stdout.flush()
     except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC):
+        if not is_lost_output(error):
             raise
-        # The interpreter flushes standard output once more on its way out, and would complain once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if error.errno == errno.ENOSPC:
-            print(f"attnbench: {error.strerror}", file=sys.stderr)
-        code = 1
+        lost = error
+    lost = flush_streams() or lost
+    if lost is not None:
+        if lost.errno != errno.EPIPE:  # a reader that has read enough is told nothing
+            print(f"attnbench: cannot print: {lost.strerror}", file=sys.stderr)
+        code = code or 1
     sys.exit(code)
 
 

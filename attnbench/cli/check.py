@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..errors import OutputError
-from .output import DeviceOption, print_text
+from .output import DeviceOption, output_draft, print_text
 
 __all__ = ["check"]
 
@@ -18,7 +18,8 @@ def check(
     device: DeviceOption = "auto",
     seed: Annotated[int, typer.Option("--seed", help="Of the specs that are drawn.")] = 0,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", dir_okay=False, help="Write the report to this file, as Markdown.")
+        Path | None,
+        typer.Option("--output", "-o", dir_okay=False, help="Write the report to this file, as Markdown; - prints it."),
     ] = None,
 ) -> None:
     """Hold a backend's kernels to the contract.
@@ -28,18 +29,12 @@ def check(
     """
     from ..testing import check_backend
 
-    if output is not None:
-        _write(output, "")  # a place that takes no report is better known before the checks than after them
-    report = check_backend(backend, device, seed=seed, quiet=True)
-    print_text(str(report))
-    if output is not None:
-        _write(output, report.to_markdown())
+    # A place that takes no report is better known before the checks than after them.
+    with nullcontext() if output is None else output_draft(output) as draft:
+        report = check_backend(backend, device, seed=seed, quiet=True)
+        if draft is not None:
+            draft.write(report.to_markdown().encode())
+    if str(output) != "-":
+        print_text(str(report))
     if not report.ok:
         raise typer.Exit(1)
-
-
-def _write(output: Path, text: str) -> None:
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"cannot write the report {output}: {error.strerror}") from None

@@ -6,11 +6,14 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-__all__ = ["DeviceOption", "Format", "FormatOption", "print_json", "print_table", "print_text"]
+from ..draft import Draft
+
+__all__ = ["DeviceOption", "Format", "FormatOption", "output_draft", "print_json", "print_table", "print_text"]
 
 _PIPED_WIDTH = 160  # columns of a table that no terminal bounds
 _LEAST_LAST = 24  # a narrower last column reads worse than a line that the terminal wraps
@@ -19,6 +22,12 @@ _LEAST_LAST = 24  # a narrower last column reads worse than a line that the term
 Format = Literal["table", "json", "markdown"]
 FormatOption = Annotated[Format, typer.Option("--format", help="How to print.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
+
+
+def output_draft(path: Path) -> Draft:
+    """The draft of a file that --output names; ``-`` is standard output.  Raises OutputError."""
+    sys.stdout.flush()  # what is written there by its name comes after what was printed
+    return Draft(Path("/dev/stdout") if str(path) == "-" else path)
 
 
 def print_json(data: Any) -> None:

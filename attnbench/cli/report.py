@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ..errors import MisuseError, OutputError
-from .output import print_text
+from ..errors import MisuseError
+from .output import output_draft, print_text
 
 if TYPE_CHECKING:
     from ..harness.page.machines import Machine
@@ -35,7 +35,10 @@ def report(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", dir_okay=False, help="Write this file [default: report.html; Markdown is printed]"
+            "--output",
+            "-o",
+            dir_okay=False,
+            help="Write this file, - for standard output [default: report.html; Markdown is printed]",
         ),
     ] = None,
     format: Annotated[Format, typer.Option("--format", help="html is the page, the others one figure.")] = "html",
@@ -52,7 +55,9 @@ def report(
     """
     if format == "html" and (figure or direction):
         raise MisuseError("--figure and --direction are for --format png, svg and markdown; the page has every figure")
-    if output is not None and output.suffix.lower() not in _ENDINGS[format]:
+    # A pipe or a device may have any name.
+    is_file = output is not None and str(output) != "-" and (output.is_file() or not output.exists())
+    if output is not None and is_file and output.suffix.lower() not in _ENDINGS[format]:
         raise MisuseError(f"--format {format} writes a file that ends in {' or '.join(_ENDINGS[format])}, not {output}")
     from ..harness.page.results import read_results
 
@@ -68,10 +73,8 @@ def report(
         print_text(content.decode())
         return
     output = output or Path(f"report.{format}")
-    try:
-        output.write_bytes(content)
-    except OSError as error:
-        raise OutputError(f"cannot write the report {output}: {error.strerror}") from None
+    with output_draft(output) as draft:
+        draft.write(content)
     print(f"{output}: {len(content):,} bytes", file=sys.stderr)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ..errors import MisuseError
+from ..errors import MisuseError, OutputError
 from .output import Format, FormatOption, print_json, print_table
 
 if TYPE_CHECKING:
@@ -65,6 +66,9 @@ def sweep(
     max_error: Annotated[
         float | None, typer.Option(help="Error beyond which an FP8 plan is inaccurate [default: 0.12, in training 0.2]")
     ] = None,
+    table: Annotated[
+        bool, typer.Option("--table/--no-table", help="Put what is measured into the table that auto chooses by.")
+    ] = True,
 ) -> None:
     """Measure time and error of every plan on this machine, and keep the table that backend="auto" chooses by."""
     import torch
@@ -108,13 +112,15 @@ def sweep(
     with Store(_fresh_folder() if out is None else shard.folder(out), environment, resume=resume) as store:
         for note in store.notes:
             print(f"{store.folder}: {note}", file=sys.stderr)
-        measured = _measure(tasks, laboratories, store, format)
+        measured = _measure(tasks, laboratories, store, format, table)
     if not measured and shard.count == 1:  # beside others it may be right, and a failed rank would end all of them
         raise typer.Exit(1)
 
 
-def _measure(tasks: list[Task], laboratories: list[Laboratory], store: Store, format: Format) -> bool:
-    """Whether anything could be measured."""
+def _measure(
+    tasks: list[Task], laboratories: list[Laboratory], store: Store, format: Format, update: bool = True
+) -> bool:
+    """Whether anything could be measured; all of it is on the disk before anything of it is printed."""
     from rich.console import Console
 
     from ..harness.condense import condense
@@ -123,25 +129,47 @@ def _measure(tasks: list[Task], laboratories: list[Laboratory], store: Store, fo
     from ..harness.store import TABLE
     from ..harness.sweep import run_sweep
     from ..table import Table
-    from ..user_table import update_user_table
+    from ..user_table import check_user_table, update_user_table
 
+    environment = laboratories[0].environment
+    later = f"`attnbench table build {shlex.quote(str(store.folder))}` puts these results into it"
+    if update:
+        try:
+            check_user_table(environment)
+        except OutputError as error:
+            said = f"the table that auto chooses by will not be updated: {error}"
+            print(f"{said}; the results are kept, and {later}, once it can be written", file=sys.stderr)
     try:
         rows = list(followed(run_sweep(tasks, laboratories, store), Console(stderr=True)))
     except KeyboardInterrupt:
-        print(f"stopped; {len(store.rows)} rows are in {store.folder}, go on with --resume --out", file=sys.stderr)
+        print(
+            f"stopped; {len(store.rows)} rows are in {store.folder}, go on with --resume --out {store.folder}",
+            file=sys.stderr,
+        )
         raise
-    table = Table.from_entries(laboratories[0].environment, condense(store.rows))
-    table.save(store.folder / TABLE)
+    table = Table.from_entries(environment, condense(store.rows))
+    measured = sum(row.measured for row in rows)
+    fault = None
+    try:
+        table.save(store.folder / TABLE)
+    except OutputError as error:  # raised once the rows have been printed
+        fault = OutputError(f"{error}; the rows are safe, --resume --out {store.folder} finishes the sweep")
+    if not measured:
+        said = "nothing could be measured; the rows say why"
+    elif not update:
+        said = f"the table that auto chooses by was not updated, as asked; {later}"
+    else:
+        try:
+            said = f'backend="auto" now chooses by {update_user_table(table)}'
+        except OutputError as error:
+            said = f"the table that auto chooses by was not updated: {error}; {later}, once it can be written"
     if format == "json":
         print_json([row.to_dict() for row in rows])
     else:
         print(report(rows, "markdown" if format == "markdown" else "text"))
-    measured = sum(row.measured for row in rows)
-    print(f"{measured} of {len(rows)} rows measured, all in {store.folder}", file=sys.stderr)
-    if measured:
-        print(f'backend="auto" now chooses by {update_user_table(table)}', file=sys.stderr)
-    else:
-        print("nothing could be measured; the rows say why", file=sys.stderr)
+    print(f"{measured} of {len(rows)} rows measured, all in {store.folder}\n{said}", file=sys.stderr)
+    if fault is not None:
+        raise fault
     return measured > 0
 
 
@@ -209,6 +237,6 @@ def _print_tasks(tasks: list[Task], format: Format) -> None:
 
 
 def _fresh_folder() -> Path:
-    from platformdirs import user_data_path
+    from ..user_folders import data_folder
 
-    return user_data_path("attnbench") / "sweeps" / f"{datetime.now(timezone.utc):%Y-%m-%dT%H-%M-%S.%f}"
+    return data_folder() / "sweeps" / f"{datetime.now(timezone.utc):%Y-%m-%dT%H-%M-%S.%f}"

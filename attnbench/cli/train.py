@@ -219,8 +219,8 @@ def _shown(place: str) -> list[TrainingRun]:
 
 
 def _fresh_folder(parallel: ParallelName) -> Path:
-    from platformdirs import user_data_path
+    from ..user_folders import data_folder
 
     if parallel != "none":
         raise MisuseError("several processes need --out, one folder that all of them name")
-    return user_data_path("attnbench") / "training" / f"{datetime.now(timezone.utc):%Y-%m-%dT%H-%M-%S.%f}"
+    return data_folder() / "training" / f"{datetime.now(timezone.utc):%Y-%m-%dT%H-%M-%S.%f}"

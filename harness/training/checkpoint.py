@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,8 @@ def save(
                     shutil.rmtree(old, ignore_errors=True)
         ranks.wait()
     except (OSError, SafetensorError) as error:
+        with suppress(OSError):  # the room that it has taken
+            (partial / _file(ranks.rank)).unlink()
         raise OutputError(f"the checkpoint {final} cannot be written: {error}") from error
 
 

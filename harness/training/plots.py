@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnbench.errors import OutputError
+from attnbench.draft import replace_file
 
 from ..report_text import shown
 from .arms import Arm, arms_of, compared
@@ -48,12 +48,11 @@ def write_plots(runs: Sequence[TrainingRun], folder: Path) -> list[str]:
     except ImportError:
         figure = None
         notes.append(MISSING)
-    try:
-        if figure is not None:
-            figure.savefig(folder / PICTURE, dpi=150)
-        (folder / PAGE).write_text(_page(runs, figure), encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"{folder} cannot be written: {error.strerror}") from error
+    if figure is not None:
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png", dpi=150)
+        replace_file(folder / PICTURE, picture.getvalue())
+    replace_file(folder / PAGE, _page(runs, figure).encode())
     return notes
 
 

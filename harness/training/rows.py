@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,8 +22,8 @@ from pydantic import (
     model_validator,
 )
 
+from attnbench.draft import replace_file
 from attnbench.environment import Environment
-from attnbench.errors import OutputError
 
 from ..clocks import Conditions
 from ..lines import Form, read_lines
@@ -248,16 +246,4 @@ def write_runs(path: Path, runs: Iterable[TrainingRun]) -> None:
 
     Raises OutputError; the old file is untouched then.
     """
-    content = "".join(run.to_line() + "\n" for run in runs).encode()
-    partial = path.with_name(f".{path.name}.partial")  # one name: what a killed run leaves, the next one overwrites
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
-        raise OutputError(f"{path} cannot be written: {error.strerror}") from error
+    replace_file(path, "".join(run.to_line() + "\n" for run in runs).encode())

@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 
+from attnbench.draft import clear_drafts
 from attnbench.environment import Environment
 from attnbench.errors import AttnbenchError, MisuseError, OutputError
 from attnbench.registry import registry
@@ -117,6 +118,7 @@ class Session:
             raise MisuseError(said) from None
         except OSError as error:
             raise OutputError(f"{self.folder} cannot be written: {error.strerror}") from error
+        clear_drafts(self.folder / ROWS)
         self._read()
 
     def __exit__(self, *_: object) -> None:

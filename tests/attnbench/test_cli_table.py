@@ -52,7 +52,7 @@ def test_measurements_of_two_environments_are_not_mixed(results: Path, tmp_path:
 
 def test_a_table_that_cannot_be_written_exits_1(results: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    named(attnbench("table", "build", results, "-o", tmp_path / "file" / "table.json"), 1, "cannot write the table")
+    named(attnbench("table", "build", results, "-o", tmp_path / "file" / "table.json"), 1, "cannot be written")
 
 
 def test_what_a_file_says_cannot_steer_the_terminal(results: Path, tmp_path: Path) -> None:

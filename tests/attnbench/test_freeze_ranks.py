@@ -89,30 +89,25 @@ def test_four_processes_that_record_at_once_agree_and_every_read_on_the_way_is_w
     assert sorted(os.listdir(tmp_path)) == ["run.choices.json", "run.choices.json.lock"]
 
 
-def _hanging(path: Path, at: str, call: int, reached) -> None:
-    original, calls = getattr(os, at), []
-
-    def hang(*given):
-        calls.append(1)
-        if len(calls) < call:
-            return original(*given)
+def _hanging(path: Path, at: str, reached) -> None:
+    def hang(*_):
         reached.set()
-        return time.sleep(600)
+        time.sleep(600)
 
     with freeze(path):
         setattr(os, at, hang)
         attention(*[torch.zeros(1, 1, 3, 8)] * 3)
 
 
-@pytest.mark.parametrize(("at", "call"), [("fsync", 1), ("replace", 1), ("replace", 2)])
-def test_a_rank_that_is_killed_in_the_middle_of_a_write_harms_nobody(tmp_path, at, call):
+@pytest.mark.parametrize("at", ["fsync", "replace"])
+def test_a_rank_that_is_killed_in_the_middle_of_a_write_harms_nobody(tmp_path, at):
     path = tmp_path / "run.choices.json"
     with freeze(path):
         attention(*[torch.zeros(1, 1, 2, 8)] * 3)
     before = path.read_bytes()
     context = multiprocessing.get_context("fork")
     reached = context.Event()
-    worker = context.Process(target=_hanging, args=(path, at, call, reached))
+    worker = context.Process(target=_hanging, args=(path, at, reached))
     worker.start()
     assert reached.wait(60)
     assert len(os.listdir(tmp_path)) == 3  # what it was writing is there
