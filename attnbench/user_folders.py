@@ -13,12 +13,12 @@ __all__ = ["cache_folder", "data_folder"]
 
 
 def cache_folder() -> Path:
-    """The folder of what can be measured again, XDG_CACHE_HOME's; it may not exist yet.  Raises OutputError without a home."""
+    """The folder of what can be measured again; it may not exist yet.  Raises OutputError without a home folder."""
     return _found(user_cache_path, "XDG_CACHE_HOME")
 
 
 def data_folder() -> Path:
-    """The folder of results, XDG_DATA_HOME's; it may not exist yet.  Raises OutputError without a home."""
+    """The folder of results; it may not exist yet.  Raises OutputError without a home folder."""
     return _found(user_data_path, "XDG_DATA_HOME")
 
 
