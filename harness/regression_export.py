@@ -76,7 +76,8 @@ def regression_junit(regression: Regression) -> str:
     root = ET.Element("testsuites", {"name": "attnbench compare", **totals})
     root.append(suite)
     ET.indent(root)
-    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode")
+    # ASCII, with references for the rest: the same document in whatever encoding it is printed.
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="us-ascii").decode("ascii")
 
 
 def _legal(text: str) -> str:

@@ -1,0 +1,115 @@
+"""The command with standard streams that are closed, or cannot say every character."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+from command_line import SHAPE, process
+from merged import ROWS, part
+
+from attnbench import cli
+from attnbench.cli import main
+
+CPU = ("--device", "cpu")
+COMMANDS = {
+    "help": (("--help",), 0),
+    "version": (("--version",), 0),
+    "misuse": (("sweep", "--no-such"), 2),
+    "explain": (("explain", *SHAPE, *CPU), 0),
+    "json": (("explain", *SHAPE, *CPU, "--format", "json"), 0),
+    "backends": (("backends", *CPU), 0),
+    "no shape": (("explain", "--heads", "0", "--seqlen", "1", "--head-dim", "1"), 2),
+    "no results": (("report", "/proc/none"), 2),
+    "dry run": (("sweep", *CPU, "--dry-run"), 0),
+    "table": (("table", "show", *CPU), 1),
+}
+
+
+def forked(arguments: tuple[str, ...], closed: tuple[int, ...], folder: Path) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error) in a child that has torch already and lacks these streams."""
+    outputs = [folder / "stdout", folder / "stderr"]
+    child = os.fork()
+    if child == 0:
+        try:
+            for number, path in enumerate(outputs, start=1):
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
+            for number in closed:
+                os.close(number)
+            # What the interpreter makes of them when it starts.
+            sys.stdin = None if 0 in closed else sys.stdin
+            sys.stdout = None if 1 in closed else open(1, "w", closefd=False)
+            sys.stderr = None if 2 in closed else open(2, "w", closefd=False)
+            sys.argv = ["attnbench", *arguments]
+            try:
+                main()
+            except SystemExit as end:
+                os._exit(end.code or 0)
+        except BaseException:
+            os._exit(99)
+        os._exit(98)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status), *(path.read_text() for path in outputs)
+
+
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_closed_stream_changes_neither_the_code_nor_the_other_stream(tmp_path, command, closed):
+    arguments, code = COMMANDS[command]
+    expected = forked(arguments, (), tmp_path)
+    assert expected[0] == code
+    found = forked(arguments, closed, tmp_path)
+    assert found == (code, "" if 1 in closed else expected[1], "" if 2 in closed else expected[2])
+    assert "Traceback" not in found[2]
+
+
+def test_a_file_that_is_opened_does_not_become_standard_output(tmp_path):
+    """Its number is free, so that what a library prints would land in a file of ours."""
+    folder = part(tmp_path / "results", ROWS)
+    command = f"{sys.executable} -m attnbench table build {folder} -o {tmp_path / 'table.json'} >&- 2>&- <&-"
+    assert subprocess.run(["sh", "-c", command], check=False).returncode == 0
+    json.loads((tmp_path / "table.json").read_text())
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("format", ["table", "markdown", "json", "junit"])
+def test_an_encoding_that_lacks_a_character_costs_that_character(tmp_path, monkeypatch, encoding, format):
+    rows = [each.model_copy(update={"case": f"{each.case} é→"}) for each in ROWS]
+    new = [each.model_copy(update={"environment": replace(each.environment, commit="1234567")}) for each in rows]
+    paths = [part(tmp_path / name, each) for name, each in (("before", rows), ("after", new[1:]))]
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding=encoding, errors="strict"))
+    monkeypatch.setattr(sys, "argv", ["attnbench", "compare", *map(str, paths), "--format", format])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 1
+    text = printed.getvalue().decode(encoding)
+    if format == "json":
+        assert json.loads(text)["rows"][0]["case"] == rows[0].case
+    elif format == "junit":
+        assert ET.fromstring(text.encode(encoding))[0][0].get("classname") == rows[0].case
+    else:
+        assert ("case 0 ??" if encoding == "ascii" else "case 0 é?") in text
+
+
+def test_the_encoding_of_a_real_process():
+    environ = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+    run = process("explain", *SHAPE, "--device", "cpu", "--backend", "nö", env=environ)
+    assert run.returncode == 2
+    assert "Traceback" not in run.stderr
+    assert "no backend is named" in run.stderr
+
+
+def test_a_full_disk_does_not_hide_what_the_command_found(monkeypatch):
+    """compare's 1 and 3 stay what they are although nothing could be printed."""
+    monkeypatch.setattr(cli, "_run", lambda: print("x") or 3)
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as end:
+            main()
+    assert end.value.code == 3
