@@ -2,9 +2,13 @@
 
 import gc
 import math
+import os
 import random
+import subprocess
+import sys
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +19,32 @@ from torch.utils.checkpoint import checkpoint
 import attnbench
 from attnbench import attention, guard, guard_demotion, guard_hook, guarding
 from attnbench.api import forget_choices
-from attnbench.errors import BreachError, InputError
+from attnbench.errors import AttnbenchWarning, BreachError, InputError
 from attnbench.fp8 import Recipe, quantise
 from attnbench.guard_check import Sums
 
 pytestmark = pytest.mark.filterwarnings("ignore::attnbench.errors.BreachWarning")
+
+
+def test_a_program_without_logging_prints_one_warning(tmp_path):
+    code = """
+import pytest, torch
+from guarded import noise, plant, tensors
+from attnbench import attention, guard
+with pytest.MonkeyPatch.context() as patch:
+    forward, _ = plant(patch)
+    forward.change = noise(1.0)
+    with guard(every=1) as watch:
+        for length in range(5, 15):  # a new shape at each call, as packed batches have
+            attention(*tensors(sq=length))
+            attention(*tensors(sq=length))
+    assert len(watch.breaches) == 20
+"""
+    support = str(Path(__file__).parents[1] / "support")
+    environ = {**os.environ, "PYTHONPATH": support}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ)
+    assert run.stderr.count("is off by") == 1, run.stderr
+    assert run.stderr.count("\n") <= 2  # the warning, and the line that it points to
 
 
 @pytest.fixture
@@ -233,11 +258,13 @@ def test_a_check_that_fails_costs_itself_alone(monkeypatch, caplog):
     x = tensors(grad=True)
     expected = step(x)
     for name in ("out_sums", "gradient_sums", "part"):
-        with monkeypatch.context() as patch, guard(every=1) as watch:
+        short = pytest.warns(AttnbenchWarning, match="a check fell short: OutOfMemoryError: no room")
+        with monkeypatch.context() as patch, short as said, guard(every=1) as watch:
             patch.setattr(guarding, name, fail)
             for _ in range(3):
                 assert all(torch.equal(a, b) for a, b in zip(step(x), expected, strict=True))
         assert watch.skipped == {"OutOfMemoryError": 3}
+        assert len(said) == 1
         assert watch.checks == 3
     assert [each.getMessage() for each in caplog.records] == ["a check fell short: OutOfMemoryError: no room"] * 3
 

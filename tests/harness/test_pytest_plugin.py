@@ -55,6 +55,9 @@ def test_misuse(attention_benchmark, arguments):
     with pytest.raises(MisuseError):
         attention_benchmark(spec=SPEC, **{"device": "cpu", **arguments})
 
+def test_unknown(attention_benchmark):
+    attention_benchmark("planted:bf61", SPEC, device="cpu")
+
 def test_other_times(attention_benchmark, monkeypatch):
     from pytest_benchmark.stats import Stats
     kept = Stats.update
@@ -212,13 +215,25 @@ def test_what_goes_wrong_fails_its_own_test_with_the_reason(outcomes: dict[str, 
         "test_inaccurate": "failure: Failed: planted:fp8 on b1 h2 s32 d16 bf16 forward, cpu: inaccurate, the error of",
         "test_refused": f"failure: Failed: {refusal}",
         "test_optional": f"skipped: {refusal}",
+        "test_unknown": "failure: attnbench.errors.UnknownBackendError: no forward kernel is named 'planted:bf61'; did you",
         "test_other_times": "failure: attnbench.errors.AttnbenchError: pytest-benchmark ",
         "test_twice": "failure: pytest_benchmark.fixture.FixtureAlreadyUsed",
     }
     for name, outcome in outcomes.items():
         assert outcome.startswith(expected[name]) if name in expected else not outcome, (name, outcome)
     assert expected.keys() <= outcomes.keys()
-    assert len(outcomes) == 17
+    assert len(outcomes) == 18
+
+
+def test_a_plan_that_does_not_exist_is_shown_at_the_test_s_own_line(measured: Path) -> None:
+    (said,) = [
+        each.findtext("failure", "")
+        for each in ElementTree.parse(measured / "out.xml").iter("testcase")
+        if each.get("name") == "test_unknown"
+    ]
+    assert 'attention_benchmark("planted:bf61"' in said
+    assert "did you mean planted:bf16" in said
+    assert re.findall(r"^(\S+\.py):\d+: ", said, re.MULTILINE) == ["test_it.py"]  # no frame of ours
 
 
 def test_an_inaccurate_plan_is_reported_and_fails_and_what_failed_otherwise_is_not(benchmarks: dict[str, Any]) -> None:

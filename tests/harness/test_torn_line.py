@@ -23,9 +23,9 @@ def torn(tmp_path):
     return folder
 
 
-def sentence(folder, line=len(WHOLE) + 1):
+def sentence(folder):
     return (
-        f"{folder / MEASUREMENTS}:{line}: the last line is incomplete, 500 bytes of a measurement, as a killed sweep "
+        f"{folder / MEASUREMENTS}:{len(WHOLE) + 1}: the last line is incomplete, 500 bytes of a measurement, as a killed sweep "
         f"leaves it; `attnbench sweep --resume --out {shlex.quote(str(folder))}`, with the same options, completes it"
     )
 
@@ -46,8 +46,10 @@ def sentence(folder, line=len(WHOLE) + 1):
 def test_every_command_that_reads_a_sweep_names_it(torn, tmp_path, command, code):
     given = [each.replace("TORN", str(torn)).replace("OUT", str(tmp_path / "out")) for each in command]
     before = (torn / MEASUREMENTS).read_bytes()
-    run = attnbench(*given)
-    assert sentence(torn) in run.stderr + run.stdout
+    with warnings.catch_warnings(record=True) as said:  # which pytest would keep
+        warnings.simplefilter("always")
+        run = attnbench(*given)
+    assert sentence(torn) in "\n".join([run.stdout, run.stderr, *(str(each.message) for each in said)])
     assert "Traceback" not in run.stderr
     assert code is None or run.returncode == code, run.stderr
     assert (torn / MEASUREMENTS).read_bytes() == before
