@@ -26,7 +26,8 @@ def torn(tmp_path):
 def sentence(folder):
     return (
         f"{folder / MEASUREMENTS}:{len(WHOLE) + 1}: the last line is incomplete, 500 bytes of a measurement, "
-        f"as a killed sweep leaves it; `attnbench sweep --resume --out {shlex.quote(str(folder))}`, with the same options, completes it"
+        f"as a killed sweep leaves it; `attnbench sweep --resume --out {shlex.quote(str(folder))}`, "
+        "with the same options, completes it"
     )
 
 
