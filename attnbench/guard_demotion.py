@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from pathlib import Path
 
 from . import freeze_hook
 from .errors import AttnbenchWarning
@@ -17,7 +18,7 @@ from .spec import AttentionSpec
 __all__ = ["demote", "demoted", "pardon"]
 
 _reasons: dict[tuple[AttentionSpec, Plan], str] = {}
-_kept: set[Plan] = set()  # those of which it was said that they stay
+_kept: set[tuple[Path, Plan]] = set()  # the file of frozen choices that a plan stays by, once it was said
 _lock = threading.Lock()
 
 
@@ -29,8 +30,8 @@ def demote(plan: Plan, spec: AttentionSpec, reason: str) -> bool:
     frozen = freeze_hook.frozen
     if frozen is not None:
         with _lock:
-            new = plan not in _kept
-            _kept.add(plan)
+            new = (frozen.path, plan) not in _kept
+            _kept.add((frozen.path, plan))
         if new:
             warnings.warn(
                 f"{plan} stays the plan of {spec}, because choices are frozen in {frozen.path} and other ranks would "

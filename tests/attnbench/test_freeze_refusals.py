@@ -1,6 +1,7 @@
 """Frozen plans that cannot serve here, for their version, the GPU or a guard: refused with reasons, never replaced."""
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,9 @@ def test_a_guard_demotes_nothing_while_choices_are_frozen(fakes, path):
         plan = choose(spec(), CPU).plan
         with pytest.warns(AttnbenchWarning, match=r"fast:bf16 stays .* frozen in .*run\.choices\.json.* demoted by a"):
             assert not demote(plan, spec(), "demoted by a guard: its out is off by 0.5")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # once is enough
+            assert not demote(plan, spec(), "demoted by a guard: its out is off by 0.6")
         assert demoted(plan, spec()) is None
     assert demote(plan, spec(), "demoted by a guard: its out is off by 0.5")
     with freeze(path), pytest.raises(RefusedError, match="demoted by a guard"):
