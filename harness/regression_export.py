@@ -77,7 +77,8 @@ def regression_junit(regression: Regression) -> str:
     root.append(suite)
     ET.indent(root)
     # ASCII, with references for the rest: the same document in whatever encoding it is printed.
-    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="us-ascii").decode("ascii")
+    text: str = ET.tostring(root, encoding="us-ascii").decode("ascii")
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{text}'
 
 
 def _legal(text: str) -> str:
