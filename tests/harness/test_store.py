@@ -138,6 +138,19 @@ def test_a_place_that_is_none(tmp_path):
         Store(tmp_path, HERE, resume=True)
 
 
+def test_a_disk_that_is_full_already_is_said_before_anything_is_measured(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(OutputError, match="File too large; name a folder on another disk"):
+            Store(tmp_path, HERE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with Store(tmp_path, HERE) as store:
+        store.append(row(0))
+    assert {each.name: each.stat().st_size > 0 for each in tmp_path.iterdir()} == {".lock": False, MEASUREMENTS: True}
+
+
 @pytest.mark.parametrize("room", [0, 1, 500])
 def test_a_full_disk_loses_nothing_and_leaves_nothing_half_written(tmp_path, room):
     with Store(tmp_path, HERE) as store:
