@@ -30,6 +30,8 @@ class Capabilities:
     can follow (for a forward: with any backward), ``lse`` whether the log-sum-exp is returned,
     ``empty_rows`` whether queries without a visible key come out as 0.
     ``descales`` are the granularities that an FP8 kernel takes with tensors quantised beforehand.
+    ``emulated`` says that here other arithmetic stands in for the kernel's own, ordinary operations or an
+    interpreter: its results mean what they say, its times mean nothing and are compared with no other.
     """
 
     dtypes: tuple[str, ...]
@@ -46,6 +48,7 @@ class Capabilities:
     lse: bool = True
     max_elements: int | None = None
     descales: tuple[Granularity, ...] = ()
+    emulated: bool = False
 
     def refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """One sentence for each limit that the spec exceeds on this device; none means that the row allows it."""

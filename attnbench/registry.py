@@ -139,6 +139,11 @@ class Registry:
         self.forward(forward)
         return [Plan(forward, partner) for partner in (self._partners(forward, spec) if spec.training else [None])]
 
+    def emulated(self, plan: Plan, device_type: str) -> bool:
+        """Whether other arithmetic stands in for one of the plan's kernels on such a device, so that no time counts."""
+        kernels = [self.forward(plan.forward), *([self.backward(plan.backward)] if plan.backward else [])]
+        return any(kernel.rows[device_type].emulated for kernel in kernels if device_type in kernel.rows)
+
     def _listed(self, names: Iterable[str]) -> list[str]:
         """Of the names, those that a backend lists; what was made on the spot is for those who name it."""
         return [name for name in names if name in self._names]

@@ -213,6 +213,7 @@ def _rows(recipe: Recipe) -> dict[str, Capabilities]:
         dtypes=("bf16", "fp16", "fp32", recipe.format) if plain else ("bf16", "fp16", "fp32"),
         softcap=not recipe.smoothing,
         descales=("tensor", "head", "block", "token") if plain else (),
+        emulated=True,
     )
     return {"cpu": row, "cuda": row}
 

@@ -12,9 +12,13 @@ from .records import Measurement
 
 __all__ = ["FLAGS", "MEANINGS", "Flag", "flags", "highest_clock"]
 
-Flag = Literal["throttled", "leak", "not deterministic", "host-bound", "replayed"]
+Flag = Literal["emulated", "throttled", "leak", "not deterministic", "host-bound", "replayed"]
 FLAGS: tuple[Flag, ...] = get_args(Flag)
 MEANINGS: dict[Flag, str] = {
+    "emulated": (
+        "computes what an FP8 kernel computes by other means, to show its error; how long that takes says nothing of "
+        "the kernel and is not compared (the samples are in the records)"
+    ),
     "throttled": (
         "heat or a fault of the board held the GPU's clock down, or a cap held its median more than 3% below the "
         "highest of the sweep"
@@ -36,6 +40,7 @@ _HOST_SHARE = 0.9
 def flags(row: Measurement, highest_mhz: float | None) -> list[Flag]:
     """The flags of a measured row, ``highest_mhz`` being the highest clock that any row of the sweep saw."""
     holds: dict[Flag, bool] = {
+        "emulated": row.emulated,
         "throttled": _throttled(row, highest_mhz),
         "leak": bool(row.leak),
         "not deterministic": row.deterministic is False,

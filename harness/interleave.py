@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 
@@ -71,8 +71,11 @@ def interleaved(
     timer: Timer,
     seed: str,
     steady: Callable[[], bool],
+    brief: Collection[Plan] = (),
 ) -> dict[Plan, Samples]:
     """Visit the plans forwards and backwards in turn (ABBA) until each has enough samples, or is clearly beaten.
+
+    ``brief`` plans, whose times are compared with no others', are visited in the first turns alone.
 
     Before that, visits whose samples are thrown away warm the device until it is ``steady``.
     The order is drawn from the seed, so that no plan follows the same one in every case.  A
@@ -101,11 +104,12 @@ def interleaved(
                         del samples[plan]
                     else:
                         samples[plan].add(visited)
-        fastest = min((median_interval(each.time_ms["call"])[2] for each in samples.values()), default=0.0)
+        rivals = {plan: each for plan, each in samples.items() if plan not in brief}
+        fastest = min((median_interval(each.time_ms["call"])[2] for each in rivals.values()), default=0.0)
         going = [
             plan
             for plan in going
-            if plan in samples and not samples[plan].enough(timer) and not _beaten(samples[plan], fastest, timer)
+            if plan in rivals and not rivals[plan].enough(timer) and not _beaten(rivals[plan], fastest, timer)
         ]
     return samples
 

@@ -203,7 +203,9 @@ class Line:
             return visited
 
         steady = partial(self._watch.steady, time.perf_counter())
-        return interleaved(plans, visit, self.laboratory.timer, case.name, steady)
+        emulated = [plan for plan in plans if self.laboratory.registry.emulated(plan, self.laboratory.device.type)]
+        brief = emulated if len(emulated) < len(plans) else ()
+        return interleaved(plans, visit, self.laboratory.timer, case.name, steady, brief)
 
     def _check(self) -> None:
         if self._stopped.is_set():

@@ -1,4 +1,4 @@
-"""How far a sweep is: a bar on a terminal, one line a row in a log."""
+"""How far a sweep is: one live line on a terminal, a line a case in a log, or a line a row for who wants all of them."""
 
 from __future__ import annotations
 
@@ -7,47 +7,86 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 
 from .condense import worst_errors
-from .records import Measurement
+from .records import Measurement, Status
+from .report_text import number
 from .sweep import Ended, Event, Finished, Started
 
 __all__ = ["followed"]
 
+_FAILURES: tuple[Status, ...] = ("oom", "timeout", "crashed", "error")
+_WHOLE_SWEEP = 86_400.0  # seconds over which the speed is taken: rows come in bursts, at the end of a case
 
-def followed(events: Iterable[Event], console: Console) -> Iterator[Measurement]:
-    """The rows of the events, shown on the console as they come."""
-    return _with_bar(events, console) if console.is_terminal else _with_lines(events, console)
+
+def followed(events: Iterable[Event], console: Console, *, verbose: bool = False) -> Iterator[Measurement]:
+    """The rows of the events, shown on the console as they come.
+
+    A terminal has one line that lives as long as the sweep; a log has a line for each case that begins and for each
+    plan that fails.  ``verbose`` prints a line for every row, refusals included, on either.
+    """
+    if verbose:
+        return _with_rows(events, console)
+    return _with_bar(events, console) if console.is_terminal else _with_cases(events, console)
 
 
 def _with_bar(events: Iterable[Event], console: Console) -> Iterator[Measurement]:
-    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True) as progress:
+    columns = (
+        BarColumn(bar_width=16),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+    )
+    with Progress(*columns, console=console, transient=True, speed_estimate_period=_WHOLE_SWEEP) as progress:
         bar = progress.add_task("starting", total=None)
         for event in events:
             if isinstance(event, Started):
                 case, phase = event.doing.case, event.doing.phase
-                said = phase if case is None else f"{case.name}: {phase}"
-                progress.update(bar, total=event.total, description=escape(said))
+                description = phase if case is None else f"{phase} {case.name}"
+                progress.update(bar, total=event.total, description=escape(description))
             elif isinstance(event, Finished):
                 progress.update(bar, total=event.total, completed=event.index)
                 yield event.row
             else:
-                _say(_summary(event), progress.console)
+                _print(_summary(event), progress.console)
 
 
-def _with_lines(events: Iterable[Event], console: Console) -> Iterator[Measurement]:
+def _with_cases(events: Iterable[Event], console: Console) -> Iterator[Measurement]:
+    begun: set[str | None] = set()
+    for event in events:
+        if isinstance(event, Started):
+            name = None if event.doing.case is None else event.doing.case.name
+            if name not in begun:
+                begun.add(name)
+                doing = event.doing.phase if name is None else name
+                _print([f"[{event.index} of {event.total} plans measured] {doing}"], console)
+        elif isinstance(event, Finished):
+            if event.row.status in _FAILURES:
+                _print([_line(event)], console)
+            yield event.row
+        else:
+            _print(_summary(event), console)
+
+
+def _with_rows(events: Iterable[Event], console: Console) -> Iterator[Measurement]:
     for event in events:
         if isinstance(event, Finished):
-            said = "there already" if event.resumed else _outcome(event.row)
-            _say([f"[{event.index}/{event.total}] {event.row.case}: {event.row.plan}: {said}"], console)
+            _print([_line(event)], console)
             yield event.row
         elif isinstance(event, Ended):
-            _say(_summary(event), console)
+            _print(_summary(event), console)
 
 
-def _say(lines: Iterable[str], console: Console) -> None:
+def _line(event: Finished) -> str:
+    outcome = "there already" if event.resumed else _outcome(event.row)
+    return f"[{event.index}/{event.total}] {event.row.case}: {event.row.plan}: {outcome}"
+
+
+def _print(lines: Iterable[str], console: Console) -> None:
     for line in lines:
         console.out("".join(char if char.isprintable() else " " for char in line), highlight=False)
 
@@ -57,14 +96,15 @@ def _summary(ended: Ended) -> list[str]:
     if not ended.spent:
         return []
     rest = ended.seconds - sum(ended.spent.values())
-    phases = ", ".join(f"{seconds:.1f} s {phase}" for phase, seconds in ended.spent.items())
+    phases = ", ".join(f"{phase} {number(seconds)} s" for phase, seconds in ended.spent.items())
     measuring = ended.spent.get("timing", 0.0) + ended.spent.get("judging", 0.0)
-    share = f", {rest / measuring:.0%} of timing and judging" if measuring else ""
-    return [*ended.notes, f"{ended.seconds:.1f} s: {phases}, {rest:.1f} s everything else{share}"]
+    share = f" ({rest / measuring:.0%} of timing and judging together)" if measuring else ""
+    return [*ended.notes, f"{number(ended.seconds)} s in all: {phases}, attnbench's own work {number(rest)} s{share}"]
 
 
 def _outcome(row: Measurement) -> str:
     if not row.measured:
         return f"{row.status}: {row.reason}"
     errors = ", ".join(f"{family} {error:.2g}" for family, error in worst_errors(row).items())
-    return f"{row.status}, {np.median(row.time_ms['call']):.3g} ms a call, error {errors}"
+    time = "emulated" if row.emulated else f"{number(float(np.median(row.time_ms['call'])))} ms a call"
+    return f"{row.status}, {time}, error {errors}"

@@ -104,7 +104,8 @@ class Measurement(BaseModel):
     ``host_ms`` is the host's part of each sample of the call, ``first_ms`` the first run,
     compiling and tuning included.  ``replayed`` names the costs whose samples are replays of
     a CUDA graph.  ``retained_bytes`` stay while the result of a forward is held.  ``gpu`` is
-    how the GPU was while the samples were taken.
+    how the GPU was while the samples were taken.  ``emulated``: other arithmetic stood in for a
+    kernel of the plan here, so that its times are compared with no other plan's.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
@@ -137,6 +138,7 @@ class Measurement(BaseModel):
     replayed: list[Cost] = []
     retained_bytes: Annotated[int, Field(ge=0)] | None = None
     gpu: Conditions | None = None
+    emulated: bool = False
     started: Annotated[AwareDatetime, AfterValidator(_utc)]
     environment: Annotated[
         InstanceOf[Environment],

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 
-from attnbench.plan import backend_of
+from attnbench.plan import backend_of, precision_of
 
 from .flags import FLAGS, MEANINGS, Flag, flags, highest_clock
 from .records import Measurement, Status
-from .report_sentences import by_call, fastest, sentences
-from .report_table import PRECISION, case_table, spread
-from .report_text import Style, heading, prose, shown
+from .report_sentences import answer_of, by_call, fastest, sentences
+from .report_table import PRECISION, case_table, in_markdown, ruled, spread
+from .report_text import WIDTH, Style, heading, prose, shown
 
 __all__ = ["report"]
 
 _WORST_FIRST: tuple[Status, ...] = ("crashed", "error", "oom", "timeout", "unavailable", "refused")
 _FAILURES: tuple[Status, ...] = ("crashed", "error", "oom", "timeout")
-_EMULATION = "The emulated plans show what FP8 does to the result; their times say nothing of a GPU's FP8 kernels."
 _LEGEND = (
     "Times are medians in ms: kernel is the forward alone, prepared adds quantising and copies to it, backward is the "
     "backward alone, call is everything the user pays. TFLOPS are the operations of exact attention over the call; "
@@ -26,13 +26,18 @@ _LEGEND = (
     "it is. * marks the fastest plan within its bound, or those that may be; ! one that is inaccurate."
 )
 _PRECISION = (
-    f"{PRECISION} is how far off the median of the call may be (95%), where that is much; ? where the samples are too "
-    "few to tell."
+    f"{PRECISION} is how far off the median of the call may be (95%), where that is 2% or more; with fewer than six "
+    "samples, how far the farthest of them is off; ? where there is but one."
 )
+_LEAST_CASE = 20  # columns of the summary
+_ADD = "`attnbench doctor` says which of them can be added here, and how."
 
 
 def report(rows: Sequence[Measurement], style: Style) -> str:
-    """The rows for a terminal of 100 columns, or as Markdown; plans in the order of their call time."""
+    """The rows for a terminal of 100 columns, or as Markdown; plans in the order of their call time.
+
+    The answer for all cases in one table stands where it is read first: last on a terminal, first on a page.
+    """
     parts = []
     seen: set[Flag] = set()
     highest = highest_clock(rows)
@@ -46,7 +51,25 @@ def report(rows: Sequence[Measurement], style: Style) -> str:
             parts += [heading(shown(case, style), style), table, prose(said, style)]
     parts.append(_passed_over(rows, style))
     parts.append(prose(_legend([row for row in rows if row.measured], seen), style))
+    answer = _answer(rows, style)
+    parts = [answer, *parts] if style == "markdown" else [*parts, answer]
     return "\n\n".join(part for part in parts if part)
+
+
+def _answer(rows: Sequence[Measurement], style: Style) -> str:
+    """Every case with the plan that is fastest within its bound; nothing where a single case has said it."""
+    answers = [answer for group in _by_case(rows).values() if (answer := answer_of(group))]
+    if len(answers) < 2:
+        return ""
+    columns = {name: [shown(answer[name], style) for answer in answers] for name in answers[0]}
+    if style == "text":
+        others = sum(2 + max(map(len, (name, *cells))) for name, cells in columns.items() if name != "case")
+        columns["case"] = [textwrap.fill(case, max(_LEAST_CASE, WIDTH - others)) for case in columns["case"]]
+    words = ("case", "fastest within its bound", "the others")
+    parts = [heading("Summary", style), in_markdown(columns) if style == "markdown" else ruled(columns, words)]
+    if any(answer["fastest within its bound"].endswith("?") for answer in answers):
+        parts.append(prose(["? not for certain: another plan may be as fast."], style))
+    return "\n\n".join(parts)
 
 
 def _legend(measured: Sequence[Measurement], seen: set[Flag]) -> list[str]:
@@ -57,8 +80,6 @@ def _legend(measured: Sequence[Measurement], seen: set[Flag]) -> list[str]:
     if any(spread(row) for row in measured):
         said.append(_PRECISION)
     said += [f"{flag}: {MEANINGS[flag]}." for flag in FLAGS if flag in seen]
-    if any(backend_of(row.plan.forward) == "emulated" for row in measured):
-        said.append(_EMULATION)
     return said
 
 
@@ -70,7 +91,7 @@ def _passed_over(rows: Sequence[Measurement], style: Style) -> str:
     causes: dict[tuple[Status, str], list[Measurement]] = {}
     for row in rows:
         if row.reason is not None and not row.measured:
-            causes.setdefault((row.status, row.reason.partition("; ")[0]), []).append(row)
+            causes.setdefault((row.status, _cause(row)), []).append(row)
     if not causes:
         return ""
     lines = []
@@ -78,7 +99,7 @@ def _passed_over(rows: Sequence[Measurement], style: Style) -> str:
         causes.items(), key=lambda cause: (_WORST_FIRST.index(cause[0][0]), cause[0])
     ):
         alone = {row.plan.forward for row in group if row.plan.backward in (None, row.plan.forward)}
-        plans = sorted(alone) + sorted({str(row.plan) for row in group if row.plan.forward not in alone})
+        plans = [*_by_backend(alone), *sorted({str(row.plan) for row in group if row.plan.forward not in alone})]
         cases = len({row.case for row in group})
         line = f"{status}, {cases} {'case' if cases == 1 else 'cases'}: {reason}: {', '.join(plans)}"
         first = group[0]
@@ -86,7 +107,26 @@ def _passed_over(rows: Sequence[Measurement], style: Style) -> str:
         if status in _FAILURES and more:
             line += f"; {more}" if len(group) == 1 else f"; first {first.plan} on {first.case}: {more}"
         lines.append(shown(line, style))
-    return f"{heading('Not measured', style)}\n\n{prose(lines, style, bullets=True)}"
+    said = [heading("Not measured", style), prose(lines, style, bullets=True)]
+    if any(status == "unavailable" for status, _ in causes):
+        said.append(prose([_ADD], style))
+    return "\n\n".join(said)
+
+
+def _cause(row: Measurement) -> str:
+    """The first of the reasons, without the backend that it is said of: the plan names that one."""
+    reason = (row.reason or "").partition("; ")[0]
+    for backend in map(backend_of, row.plan.kernels):
+        reason = reason.removeprefix(f"{backend}: ")
+    return reason
+
+
+def _by_backend(kernels: Iterable[str]) -> list[str]:
+    """``fa3:bf16`` and ``fa3:fp8`` as ``fa3:bf16/fp8``: a backend that is not installed misses all of its kernels."""
+    precisions: dict[str, list[str]] = {}
+    for kernel in sorted(kernels):
+        precisions.setdefault(backend_of(kernel), []).append(precision_of(kernel))
+    return [f"{backend}:{'/'.join(each)}" for backend, each in precisions.items()]
 
 
 def _by_case(rows: Iterable[Measurement]) -> dict[str, list[Measurement]]:

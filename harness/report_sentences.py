@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
@@ -14,7 +15,7 @@ from .records import Measurement
 from .report_text import error, number, size
 from .statistics import compare
 
-__all__ = ["by_call", "families_of", "fastest", "sentences"]
+__all__ = ["answer_of", "by_call", "families_of", "fastest", "sentences"]
 
 _FAR_APART = 1.03  # what compare looks for, if not told otherwise
 _MOST_NAMED = 3
@@ -26,13 +27,15 @@ _GROUPS = re.compile(r"on ([0-9]+) of ([0-9]+) ")
 
 
 def by_call(rows: Iterable[Measurement]) -> list[Measurement]:
-    """Measured rows in the order of their median call."""
-    return sorted((row for row in rows if row.measured), key=_call)
+    """Measured rows in the order of their median call; the emulated ones behind, in the order of their errors."""
+    measured = [row for row in rows if row.measured]
+    emulated = [row for row in measured if row.emulated]
+    return sorted((row for row in measured if not row.emulated), key=_call) + sorted(emulated, key=_worst)
 
 
 def fastest(rows: Iterable[Measurement]) -> list[Measurement]:
-    """The fastest row within its bound, and those behind it that its samples cannot tell from it."""
-    ok = [row for row in by_call(rows) if row.status == "ok"]
+    """The fastest row within its bound, and those behind it that its samples cannot tell from it; none is emulated."""
+    ok = [row for row in by_call(rows) if row.status == "ok" and not row.emulated]
     return ok[:1] + list(takewhile(lambda row: _alike(ok[0], row), ok[1:]))
 
 
@@ -42,15 +45,42 @@ def families_of(rows: Iterable[Measurement]) -> list[str]:
 
 
 def sentences(rows: Sequence[Measurement]) -> list[str]:
-    """Who is fastest within the bound, who most accurate, who out of bounds, and what else is remarkable."""
+    """Which plan is fastest within its bound, which most accurate, which out of bounds, and what else is remarkable."""
     measured = by_call(rows)
     said = [_fastest(measured)]
     narrow = [row for row in measured if row.plan.fp8]
     if narrow:
-        best = min(narrow, key=lambda row: max(worst_errors(row).values()))
+        best = min(narrow, key=_worst)
         worst, family = max((value, family) for family, value in worst_errors(best).items())
         said.append(f"Most accurate in FP8: {best.plan}, at worst {error(worst)} ({family} inputs).")
     return [*said, *_beyond(measured), *_astray(measured), *_costs(measured), *_truths(measured)]
+
+
+def answer_of(rows: Sequence[Measurement]) -> dict[str, str]:
+    """One line of the table that sums all cases up, by column; empty where no plan was timed within its bound.
+
+    The last column is how many times as long the fastest plan of the other kind takes, in FP8 or without.
+    """
+    tied = fastest(rows)
+    if not tied:
+        return {}
+    first = tied[0]
+    rival = next((row for row in by_call(rows) if _other_kind(row, [first])), None)
+    kind = "in FP8" if rival is not None and rival.plan.fp8 else "without FP8"
+    other = "" if rival is None else f"{number(_call(rival) / _call(first))}x {kind}"
+    plan = first.plan.forward if first.plan.backward in (None, first.plan.forward) else str(first.plan)
+    return {
+        "case": first.case,
+        "fastest within its bound": f"{plan}{' ?' if len(tied) > 1 else ''}",
+        "ms": number(_call(first)),
+        "error": error(_worst(first)),
+        "the others": other,
+    }
+
+
+def _other_kind(row: Measurement, tied: Sequence[Measurement]) -> bool:
+    """Whether a row is in FP8 where none of the tied ones is, or the other way round, and counts."""
+    return row.status == "ok" and not row.emulated and row.plan.fp8 not in {each.plan.fp8 for each in tied}
 
 
 def _alike(first: Measurement, second: Measurement) -> bool:
@@ -64,21 +94,30 @@ def _alike(first: Measurement, second: Measurement) -> bool:
 
 
 def _fastest(measured: Sequence[Measurement]) -> str:
-    tied = fastest(measured)
+    timed = [row for row in measured if not row.emulated]
+    if not timed and measured:
+        return "No time is compared: every plan that ran is emulated."
+    tied = fastest(timed)
     if not tied:
         return "No plan stayed within its bound."
     first = tied[0]
-    said = f"Fastest within its bound: {first.plan}, {number(_call(first))} ms a call"
+    certain = "Fastest within its bound" if len(tied) == 1 else "Fastest within its bound, but not for certain"
+    said = f"{certain}: {first.plan}, {number(_call(first))} ms a call"
     if len(tied) > 1:
-        named = [f"{row.plan}, {number(_call(row))} ms" for row in tied[1:_MOST_NAMED]]
+        named = [f"{row.plan} ({number(_call(row))} ms{_within(first, row)})" for row in tied[1:_MOST_NAMED]]
         more = [f"{len(tied) - _MOST_NAMED} more"] if len(tied) > _MOST_NAMED else []
-        said += f", within the noise of {' and '.join(named + more)}"
-    kinds = {row.plan.fp8 for row in tied}
-    rival = next((row for row in measured if row.status == "ok" and row.plan.fp8 not in kinds), None)
+        said += f"; {' and '.join(named + more)} may be as fast"
+    rival = next((row for row in timed if _other_kind(row, tied)), None)
     if rival is None:
         return f"{said}."
     kind = "FP8 plan" if rival.plan.fp8 else "plan without FP8"
-    return f"{said}; the fastest {kind}, {rival.plan}, takes {_call(rival) / _call(first):.2f} times as long."
+    return f"{said}; the fastest {kind}, {rival.plan}, takes {number(_call(rival) / _call(first))} times as long."
+
+
+def _within(first: Measurement, other: Measurement) -> str:
+    """How far apart two tied calls may be at most, on either side, with 99 % confidence; nothing where it is unknown."""
+    low, high = compare(first.time_ms["call"], other.time_ms["call"]).interval
+    return f", within {max(high, 1 / low) - 1:.0%}" if low > 0 and math.isfinite(high) else ", too few samples to tell"
 
 
 def _beyond(measured: Sequence[Measurement]) -> list[str]:
@@ -114,8 +153,11 @@ def _astray(measured: Sequence[Measurement]) -> list[str]:
 
 def _off(found: _Found) -> str:
     worst, what, row, family, whole = found
-    beside = " (zeros would be off by 1)" if worst > _NO_ANSWER else ""
-    return f"{what} of {row.plan} is off by {error(worst)} on {family} inputs{beside}, all of it by {error(whole)}."
+    beside = ", more than zeros would be" if worst > _NO_ANSWER else ""
+    return (
+        f"{what} of {row.plan} has an error of {error(worst)} on {family} inputs{beside}; the whole tensor has "
+        f"{error(whole)}."
+    )
 
 
 def _costs(measured: Sequence[Measurement]) -> list[str]:
@@ -149,6 +191,10 @@ def _truths(measured: Sequence[Measurement]) -> list[str]:
         if groups is None or groups[1] != groups[2]:
             partial.append(f"Errors are against {truth}.")
     return partial
+
+
+def _worst(row: Measurement) -> float:
+    return max(worst_errors(row).values())
 
 
 def _call(row: Measurement) -> float:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-from tabulate import MIN_PADDING, tabulate
+from tabulate import tabulate
 
 from .accuracy import TensorName
 from .flags import Flag
@@ -17,13 +17,13 @@ from .report_text import WIDTH, Style, error, number, shown, size
 from .statistics import median_interval
 from .timing import COSTS, Cost
 
-__all__ = ["PRECISION", "case_table", "spread"]
+__all__ = ["PRECISION", "case_table", "in_markdown", "ruled", "spread"]
 
 PRECISION = "+-"  # the column's name
 _NOTEWORTHY = 0.02  # of the median
 _PLAN_WIDTH = 28  # a longer plan breaks before its backward, so that the numbers fit beside it
 _LEAST_WIDTH = 10  # of the last column: room for any one number
-_GAP, _PADDING = 2, MIN_PADDING  # what tabulate puts between columns, and beside a header
+_GAP = 2  # what tabulate puts between columns
 
 
 def case_table(
@@ -32,7 +32,7 @@ def case_table(
     flags: Sequence[Sequence[Flag]],
     style: Style,
 ) -> str:
-    """The measured rows of one case as they come, ``marked`` ones with *, inaccurate ones with !.
+    """The measured rows of one case as they come, ``marked`` ones with *, inaccurate ones with !, emulated untimed.
 
     ``flags`` are the rows' own.  As text it is at most 100 columns wide: the error is that of
     the worst family, flags stand under the plan.  Markdown has a column for every family, and for memory
@@ -42,37 +42,58 @@ def case_table(
     columns: dict[str, list[str]] = {cost: _times(measured, cost) for cost in _costs(training, style)}
     columns |= {
         PRECISION: [spread(row) for row in measured],
-        "TFLOPS": [number(row.spec.flops / _median(row, "call") / 1e9) for row in measured],
+        "TFLOPS": ["" if row.emulated else number(row.spec.flops / _median(row, "call") / 1e9) for row in measured],
         "peak": ["" if row.peak_share is None else f"{row.peak_share:.0%}" for row in measured],
     }
     marks = [" *" if row in marked else " !" if row.status == "inaccurate" else "" for row in measured]
     if style == "markdown":
         plans = [f"{shown(str(row.plan), style)}{mark}" for row, mark in zip(measured, marks, strict=True)]
         columns = {"plan": plans} | columns | _further(measured, flags)
-        return _tabulated(columns, "github", [*columns])
-    plans = [_folded(row, mark, own) for row, mark, own in zip(measured, marks, flags, strict=True)]
+        return in_markdown(columns)
+    # The cell of the call says that a plan is emulated; the flag would take a line.
+    further = [[flag for flag in own if flag != "emulated"] for own in flags]
+    plans = [_folded(row, mark, own) for row, mark, own in zip(measured, marks, further, strict=True)]
     columns = {"plan": plans} | {name: cells for name, cells in columns.items() if any(cells)}
-    left = WIDTH - sum(_GAP + max(len(name) + _PADDING, _width(cells)) for name, cells in columns.items())
+    left = WIDTH - sum(_GAP + max(len(name), _width(cells)) for name, cells in columns.items())
     several = len(families_of(measured)) > 1
     worst = [_worst(row, several) for row in measured]
     columns["error"] = [textwrap.fill(shown(cell, style), max(_LEAST_WIDTH, left)) for cell in worst]
-    return _tabulated(columns, "simple", ["plan", "error"])
+    return ruled(columns, ["plan", "error"])
 
 
 def spread(row: Measurement) -> str:
-    """How far off the median of the call may be with 95 % confidence, where that is 2 % of it or more."""
-    low, median, high = median_interval(row.time_ms["call"])
-    if not math.isfinite(high):
+    """How far off the median of the call may be with 95 % confidence, where that is 2 % of it or more.
+
+    Of two to five samples, which have no such interval, how far the farthest lies from the median.  Empty for an
+    emulated plan, whose time is not shown.
+    """
+    if row.emulated:
+        return ""
+    samples = row.time_ms["call"]
+    if len(samples) == 1:
         return "?"
+    low, median, high = median_interval(samples)
+    if not math.isfinite(high):
+        low, high = min(samples), max(samples)
     off = max(high - median, median - low) / median
     return f"{off:.0%}" if off >= _NOTEWORTHY else ""
 
 
-def _tabulated(columns: dict[str, list[str]], form: str, words: Sequence[str]) -> str:
-    """Without the columns that are empty throughout; numbers to the right, ``words`` to the left."""
+def ruled(columns: Mapping[str, Sequence[str]], words: Sequence[str]) -> str:
+    """A table for a terminal without the columns that are empty throughout; all but ``words`` to the right.
+
+    A header is no wider than its name, where tabulate's own headers are padded: lines that fit break less.
+    """
     kept = {name: cells for name, cells in columns.items() if any(cells)}
     align = ["left" if name in words else "right" for name in kept]
-    return tabulate(kept, headers="keys", tablefmt=form, disable_numparse=True, colalign=align)
+    lines = zip(*([name, "-" * max(len(name), _width(cells)), *cells] for name, cells in kept.items()), strict=True)
+    return tabulate(list(lines), tablefmt="plain", disable_numparse=True, colalign=align)
+
+
+def in_markdown(columns: Mapping[str, Sequence[str]]) -> str:
+    """The same table in Markdown, where every column stands to the left."""
+    kept = {name: cells for name, cells in columns.items() if any(cells)}
+    return tabulate(kept, headers="keys", tablefmt="github", disable_numparse=True, colalign=["left"] * len(kept))
 
 
 def _costs(training: bool, style: Style) -> list[Cost]:
@@ -82,7 +103,13 @@ def _costs(training: bool, style: Style) -> list[Cost]:
 
 
 def _times(measured: Sequence[Measurement], cost: Cost) -> list[str]:
-    return [number(_median(row, cost)) if cost in row.time_ms else "" for row in measured]
+    return [_time(row, cost) for row in measured]
+
+
+def _time(row: Measurement, cost: Cost) -> str:
+    if row.emulated:
+        return "emulated" if cost == "call" else ""
+    return number(_median(row, cost)) if cost in row.time_ms else ""
 
 
 def _folded(row: Measurement, mark: str, flags: Sequence[Flag]) -> str:

@@ -14,8 +14,9 @@ WIDTH = 100
 
 
 def number(value: float) -> str:
-    """Three digits, and no exponent up to a million."""
-    return f"{value:.0f}" if 1000 <= value < 1e6 else f"{value:.3g}"
+    """Three digits that count, and no exponent up to a million."""
+    rounded = f"{value:.3g}"
+    return f"{float(rounded):.0f}" if 1000 <= float(rounded) < 1e6 else rounded
 
 
 def error(value: float) -> str:

@@ -93,6 +93,7 @@ def measured(
         retained_bytes=findings.retained_bytes,
         peak_share=share,
         gpu=gpu,
+        emulated=laboratory.registry.emulated(plan, laboratory.device.type),
         ran=dict(prepared.ran),
         truth=opened.truth,
         timer=opened.timer,

@@ -29,7 +29,7 @@ _PAIRS = 2  # a sweep of every forward with every backward would take hours
 
 @dataclass(frozen=True)
 class Started:
-    """A device has begun something; ``index`` of the ``total`` rows are there."""
+    """A device has begun something; ``index`` of the ``total`` plans that can be measured are done."""
 
     index: int
     total: int
@@ -38,7 +38,10 @@ class Started:
 
 @dataclass(frozen=True)
 class Finished:
-    """A row, the ``index``-th of ``total``, has reached the disk, or was there already (``resumed``)."""
+    """A row has reached the disk, or was there already (``resumed``).
+
+    With it ``index`` of the ``total`` plans that can be measured are done; one that cannot counts in neither.
+    """
 
     index: int
     total: int
@@ -96,21 +99,21 @@ def run_sweep(tasks: Sequence[Task], laboratories: Sequence[Laboratory], store: 
     for task in tasks:
         if task.key in done:
             _check_resumable(task, done[task.key], laboratories[0])
-    index = 0
-    asked = {task.key for task in tasks}
+    index, total = 0, sum(task.runs for task in tasks)
+    runs = {task.key: task.runs for task in tasks}
     for row in list(store.rows):
-        if row.key in asked:
-            index += 1
-            yield Finished(index, len(tasks), row, resumed=True)
+        if row.key in runs:
+            index += runs[row.key]
+            yield Finished(index, total, row, resumed=True)
     remaining = [task for task in tasks if task.key not in done]
     with Fleet(laboratories) as fleet:
         for event in fleet.measured(remaining):
             if isinstance(event, Doing):
-                yield Started(index, len(tasks), event)
+                yield Started(index, total, event)
             else:
                 store.append(event)
-                index += 1
-                yield Finished(index, len(tasks), event, resumed=False)
+                index += runs[event.key]
+                yield Finished(index, total, event, resumed=False)
         yield Ended(fleet.spent, fleet.seconds, tuple(fleet.notes))
 
 

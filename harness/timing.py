@@ -73,7 +73,8 @@ class Timer:
         """The limits that a whole sweep can afford for each plan."""
         if device.type == "cuda":
             return cls(device, visit=0.01, limit=0.3, patience=0.015, fewest=4)
-        return cls(device, visit=0.01, limit=0.4, patience=0.05)
+        # A CPU's calls take ten times as long and scatter more: what has six samples there has an interval at all.
+        return cls(device, visit=0.03, limit=1.5, patience=0.03, narrow=0.02)
 
     @property
     def conditions(self) -> str:

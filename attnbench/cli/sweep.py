@@ -55,6 +55,7 @@ def sweep(
     resume: Annotated[bool, typer.Option("--resume", help="Go on where the sweep in --out stopped.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be measured and what refuses.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, or several GPUs: cuda:0,cuda:1.")] = "auto",
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print a line for every plan, refused ones too.")] = False,
     format: FormatOption = "table",
     timeout: Annotated[
         float,
@@ -112,13 +113,13 @@ def sweep(
     with Store(_fresh_folder() if out is None else shard.folder(out), environment, resume=resume) as store:
         for note in store.notes:
             print(f"{store.folder}: {note}", file=sys.stderr)
-        measured = _measure(tasks, laboratories, store, format, table)
+        measured = _measure(tasks, laboratories, store, format, update=table, verbose=verbose)
     if not measured and shard.count == 1:  # beside others it may be right, and a failed rank would end all of them
         raise typer.Exit(1)
 
 
 def _measure(
-    tasks: list[Task], laboratories: list[Laboratory], store: Store, format: Format, update: bool = True
+    tasks: list[Task], laboratories: list[Laboratory], store: Store, format: Format, *, update: bool, verbose: bool
 ) -> bool:
     """Whether anything could be measured; all of it is on the disk before anything of it is printed."""
     from rich.console import Console
@@ -140,7 +141,7 @@ def _measure(
             said = f"the table that auto chooses by will not be updated: {error}"
             print(f"{said}; the results are kept, and {later}, once it can be written", file=sys.stderr)
     try:
-        rows = list(followed(run_sweep(tasks, laboratories, store), Console(stderr=True)))
+        rows = list(followed(run_sweep(tasks, laboratories, store), Console(stderr=True), verbose=verbose))
     except KeyboardInterrupt:
         print(
             f"stopped; {len(store.rows)} rows are in {store.folder}, go on with --resume --out {store.folder}",

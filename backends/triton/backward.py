@@ -56,7 +56,7 @@ class TritonBackward(BackwardKernel):
         self.name, self.narrow, self.tiles, self.declared_error = name, narrow, tiles, declared_error
         self.rows = {
             "cuda": Capabilities(dtypes=_DTYPES, capability=(9, 0), head_dims=(1, _LARGEST_HEAD, 1)),
-            "cpu": Capabilities(dtypes=_DTYPES, head_dims=(1, _LARGEST_HEAD, 1)),
+            "cpu": Capabilities(dtypes=_DTYPES, head_dims=(1, _LARGEST_HEAD, 1), emulated=True),
         }
         self.evidence = {"cuda": r"\b_?(narrow_)?(all|key|query)_gradients"}
 

@@ -61,7 +61,7 @@ class TritonForward(ForwardKernel):
         }
         self.rows = {
             "cuda": Capabilities(capability=(9, 0), capability_below=(10, 0), **row),  # type: ignore[arg-type]
-            "cpu": Capabilities(**row),  # type: ignore[arg-type]
+            "cpu": Capabilities(**row, emulated=True),  # type: ignore[arg-type]
         }
         self.evidence = {"cuda": r"^triton_fp8_attention_forward", "cpu": rf"^{self.name}$"}
 
