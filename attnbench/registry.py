@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 
 from .capabilities import Device
 from .errors import AttnbenchError, UnknownBackendError
+from .failure import in_one_line
 from .kernel import Availability, Backend, BackwardKernel, ForwardKernel
 from .plan import Plan, backend_of, precision_of
 from .spec import AttentionSpec
@@ -67,7 +68,7 @@ class Registry:
                 except UnknownBackendError:
                     raise
                 except Exception as error:  # a third party's check may raise anything; it must cost that backend alone
-                    found = Availability(reason=f"its availability check raised {type(error).__name__}: {error}")
+                    found = Availability(reason=f"its availability check raised {in_one_line(error)}")
                 self._availability[backend] = found
             return self._availability[backend]
 
@@ -201,7 +202,7 @@ def _load() -> Iterator[Backend]:
             if not isinstance(backend, Backend):
                 raise TypeError(f"{point.value} is no attnbench.kernel.Backend")
         except Exception as error:  # a broken plug-in must cost its own rows, never the others'
-            reason = f"its plug-in {point.value} could not be loaded: {type(error).__name__}: {error}"
+            reason = f"its plug-in {point.value} could not be loaded: {in_one_line(error)}"
             broken = partial(Availability, reason=reason)
             backend = Backend(point.name, "a plug-in that could not be loaded", broken, ())
         yield backend

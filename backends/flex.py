@@ -30,6 +30,7 @@ from attnbench.mask import Mask
 from attnbench.plan import precision_of
 from attnbench.spec import AttentionSpec
 
+from .flex_compiler import compiler_reason
 from .flex_tiles import kernel_options
 from .sdpa import DECLARED_ERROR, aligned, availability
 
@@ -184,27 +185,8 @@ def _options(spec: AttentionSpec, device: torch.device, precision: str) -> FlexK
     return cast("FlexKernelOptions", kernel_options(spec, describe(device).capability, precision))
 
 
-@cache
-def _compiler_reason(device_type: str) -> str | None:
-    """What inductor lacks to compile for this kind of device, or None."""
-    if device_type == "cuda":
-        from torch.utils._triton import has_triton
-
-        return None if has_triton() else "torch.compile needs Triton for this GPU, which is missing or does not take it"
-    if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
-        return "FlexAttention's CPU kernel needs AVX2"
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        return "torch.compile needs a C++ compiler, which is not found; install g++, or name one in CXX"
-    return None
-
-
 def _refusals(device: Device) -> list[str]:
-    reason = _compiler_reason(device.type)
+    reason = compiler_reason(device.type)
     return [reason] if reason else []
 
 

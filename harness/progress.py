@@ -1,4 +1,4 @@
-"""How far a sweep is: one live line on a terminal, a line a case in a log, or a line a row for who wants all of them."""
+"""How far a sweep is: one live line on a terminal, a line a case in a log, or on request a line a row."""
 
 from __future__ import annotations
 

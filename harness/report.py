@@ -65,10 +65,14 @@ def _answer(rows: Sequence[Measurement], style: Style) -> str:
     if style == "text":
         others = sum(2 + max(map(len, (name, *cells))) for name, cells in columns.items() if name != "case")
         columns["case"] = [textwrap.fill(case, max(_LEAST_CASE, WIDTH - others)) for case in columns["case"]]
-    words = ("case", "fastest within its bound", "the others")
+    words = ("case", "fastest within its bound", "the other kind")
     parts = [heading("Summary", style), in_markdown(columns) if style == "markdown" else ruled(columns, words)]
+    said = []
     if any(answer["fastest within its bound"].endswith("?") for answer in answers):
-        parts.append(prose(["? not for certain: another plan may be as fast."], style))
+        said.append("?: not for certain, another plan may be as fast.")
+    if any(answer["the other kind"] for answer in answers):
+        said.append("The last column is how many times as long the fastest plan takes that is in FP8, or without it.")
+    parts += [prose(said, style)] if said else []
     return "\n\n".join(parts)
 
 

@@ -74,7 +74,7 @@ def answer_of(rows: Sequence[Measurement]) -> dict[str, str]:
         "fastest within its bound": f"{plan}{' ?' if len(tied) > 1 else ''}",
         "ms": number(_call(first)),
         "error": error(_worst(first)),
-        "the others": other,
+        "the other kind": other,
     }
 
 
@@ -115,7 +115,7 @@ def _fastest(measured: Sequence[Measurement]) -> str:
 
 
 def _within(first: Measurement, other: Measurement) -> str:
-    """How far apart two tied calls may be at most, on either side, with 99 % confidence; nothing where it is unknown."""
+    """How far apart two tied calls may be at most, on either side, with 99 % confidence, as part of a sentence."""
     low, high = compare(first.time_ms["call"], other.time_ms["call"]).interval
     return f", within {max(high, 1 / low) - 1:.0%}" if low > 0 and math.isfinite(high) else ", too few samples to tell"
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from attnbench.failure import in_one_line
+
 if TYPE_CHECKING:
     import torch
 
@@ -122,17 +124,12 @@ def _answer(bench: object, method: str, arguments: tuple[object, ...]) -> Answer
     try:
         return Answer("done", getattr(bench, method)(*arguments))
     except BaseException as error:
-        said, lost = _said(error), _out_of_memory(error)
+        said, lost = in_one_line(error), _out_of_memory(error)
     # Only here, where the traceback no longer keeps the tensors of the failure alive.
     broken = _broken()
     if broken is not None:
         return Answer("crashed", said if said == broken else f"{said}; then {broken}", fatal=True)
     return Answer("oom" if lost else "error", said)
-
-
-def _said(error: BaseException) -> str:
-    first = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {first}"
 
 
 def _out_of_memory(error: BaseException) -> bool:
@@ -152,5 +149,5 @@ def _broken() -> str | None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     except Exception as error:  # whatever it is, it is the reason
-        return _said(error)
+        return in_one_line(error)
     return None

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from .output import DeviceOption, FormatOption, print_json, print_table
+from .usable import command_for, obstacle
 
 if TYPE_CHECKING:
     from ..capabilities import Capabilities, Device
@@ -42,7 +43,8 @@ def describe_backend(known: Registry, name: str, here: Device) -> dict[str, Any]
         "version": answer.version,
         "origin": answer.origin,
         "reason": answer.reason,
-        "install": answer.install,
+        "install": command_for(known, backend, here),
+        "obstacle": obstacle(known, backend, here) if answer.ok else None,
         "kernels": [_kernel(kernel, here) for kernel in backend.kernels],
         "resolves_more": backend.resolve is not None,
     }
@@ -101,7 +103,8 @@ def _rows(found: dict[str, Any]) -> list[dict[str, str]]:
     for kernel in found["kernels"]:
         # Which tensors it takes goes without saying where they are what it is called after.
         limits = [each for each in kernel["here"] if each != f"takes {kernel['precision']}"]
-        here = ", ".join(limits or ["no limits"]) if found["available"] else _missing(found)
+        usable = found["available"] and not found["obstacle"]
+        here = ", ".join(limits or ["no limits"]) if usable else _missing(found)
         passes.setdefault((kernel["precision"], here), []).append(kernel["pass"])
     groups: dict[tuple[str, str], list[str]] = {}
     for (precision, here), both in passes.items():
@@ -120,4 +123,5 @@ def _rows(found: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def _missing(found: dict[str, Any]) -> str:
-    return f"cannot be used: {found['reason']}" + (f"; add it with: {found['install']}" if found["install"] else "")
+    reason = found["reason"] or found["obstacle"]
+    return f"cannot be used: {reason}" + (f"; add it with: {found['install']}" if found["install"] else "")

@@ -18,10 +18,16 @@ from ..environment import own_commit
 from ..errors import AttnbenchError
 from ..nvml import Nvml
 from .output import FormatOption, print_json, print_table
+from .usable import command_for, obstacle
 
 __all__ = ["doctor"]
 
 Status = Literal["ok", "missing", "note"]
+_GPU, _TABLE = "GPU", "table"
+_NEED = {
+    "cpu": "need an NVIDIA GPU and a torch built for CUDA; on a CPU FP8 is emulated, to show its errors",
+    "cuda": "have no kernel for a GPU",
+}
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,7 @@ def _gpu_findings() -> list[Finding]:
     if not torch.cuda.is_available():
         fault = "torch is built for the CPU" if not torch.version.cuda else f"CUDA {torch.version.cuda} does not start"
         command = "pip install --force-reinstall torch" if not torch.version.cuda else None
-        return [*found, Finding("GPU", "missing", f"{', '.join(names)} cannot be used: {fault}", command)]
+        return [*found, Finding(_GPU, "missing", f"{', '.join(names)} cannot be used: {fault}", command)]
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         here = Environment.detect(torch.device("cuda", index), Registry(()))
@@ -135,24 +141,26 @@ def _compiler() -> Finding:
 
 
 def _backend_findings() -> tuple[list[Finding], list[str]]:
+    """Each backend that has kernels for this device, the others together, and the names of those that run."""
     from ..devices import describe, find
     from ..registry import registry
 
     known, here = registry(), describe(find("auto"))
-    found, usable = [], []
+    found, usable, elsewhere = [], [], []
     for name, backend in known.backends.items():
-        answer = known.availability(name)
-        if not answer.ok:
-            found.append(Finding(name, "missing", answer.reason or "", answer.install))
-            continue
-        runs = any(here.type in kernel.rows for kernel in backend.kernels)
+        answer, reason = known.availability(name), obstacle(known, backend, here)
         origin = f" from {answer.origin}" if answer.origin else ""
-        detail = f"{answer.version or 'of unknown version'}{origin}"
-        if runs:
+        if backend.kernels and not any(here.type in kernel.rows for kernel in backend.kernels):
+            elsewhere.append(name)
+        elif answer.ok and reason is None:
             usable.append(name)
-            found.append(Finding(name, "ok", detail))
+            found.append(Finding(name, "ok", f"{answer.version or 'of unknown version'}{origin}"))
         else:
-            found.append(Finding(name, "note", f"{detail}; has no kernel for {here.type}"))
+            said = answer.reason if reason is None else f"cannot run here: {reason}"
+            status: Status = "note" if here.type in backend.yardstick else "missing"
+            found.append(Finding(name, status, said or "", command_for(known, backend, here)))
+    if elsewhere:
+        found.append(Finding("other backends", "note", f"{', '.join(elsewhere)}: {_NEED[here.type]}"))
     return found, usable
 
 
@@ -166,17 +174,24 @@ def _table() -> Finding:
     notes = [str(each.message) for each in said] or ([known.note] if known.note else [])
     if not known.tables:
         detail = "; ".join(notes) or "nothing was measured on this device yet"
-        return Finding("table", "missing", detail, "attnbench sweep")
+        return Finding(_TABLE, "missing", detail, "attnbench sweep")
     counted = [f"{len(table.entries)} entries measured on {table.environment.device_name}" for table in known.tables]
-    return Finding("table", "ok", "; ".join([*counted, *notes]))
+    return Finding(_TABLE, "ok", "; ".join([*counted, *notes]))
 
 
 def _verdict(findings: list[Finding], usable: list[str]) -> str:
-    """One line: what can run here, and what is left to do."""
-    if usable:
-        counted = f"{len(usable)} backend{'s' if len(usable) > 1 else ''}"
-        state = f"ready: {counted} can run here ({', '.join(usable)})"
-    else:
-        state = "nothing can run here"
-    commands = dict.fromkeys(each.install for each in findings if each.status == "missing" and each.install)
-    return "; ".join([f"verdict: {state}", *([f"to add what is missing: {', '.join(commands)}"] if commands else [])])
+    """One line: what can run here, and what to do next.  The commands that add backends stand beside these."""
+    if not usable:
+        commands = dict.fromkeys(each.install for each in findings if each.install)
+        return "; ".join(["verdict: nothing can run here", *([f"first: {', '.join(commands)}"] if commands else [])])
+    counted = f"{len(usable)} backend{'s' if len(usable) > 1 else ''}"
+    said = [f"verdict: ready: {counted} can run here ({', '.join(usable)})"]
+    missing = {each.name: each.install for each in findings if each.status == "missing" and each.install}
+    if gpu := missing.pop(_GPU, None):
+        said.append(f"to use the GPU: {gpu}")
+    table = missing.pop(_TABLE, None)
+    if missing:
+        said.append(f"the table names what would add {', '.join(missing)}")
+    if table:
+        said.append(f"next: {table}")
+    return "; ".join(said)

@@ -187,8 +187,7 @@ def _train(
                 raise
             if ranks.first:
                 _print(list(session.rows.values()), format)
-                for note in write_plots(list(session.rows.values()), folder):
-                    print(note, file=sys.stderr)
+                write_plots(list(session.rows.values()), folder)
                 print(f"rows and plots are in {folder}", file=sys.stderr)
     return any(row.status in ("ok", "diverged") for row in rows) or not ranks.first
 

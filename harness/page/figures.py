@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from attnbench.errors import MisuseError
 from attnbench.plan import Plan, backend_of
 from attnbench.regret import Asked
 
@@ -58,10 +57,7 @@ def bytes_of(figure: Figure, form: Literal["svg", "png"]) -> bytes:
 @contextmanager
 def _settings() -> Iterator[None]:
     """Text is text and never mathematics, whatever a label holds; nothing depends on the user's own matplotlibrc."""
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise MisuseError("the report draws with matplotlib: pip install 'attnbench[report]'") from error
+    import matplotlib as mpl
 
     chosen: dict[Any, Any] = {
         "text.parse_math": False,

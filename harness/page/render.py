@@ -46,14 +46,11 @@ _MOST_HELD_OUT = 250  # specs; the choices to score grow faster than these
 def page(results: Results, known: Registry) -> str:
     """The whole page as HTML.
 
-    Raises MisuseError where the results hold more cases than a page can show, or what it is made with is missing.
+    Raises MisuseError where the results hold more cases than a page can show.
     """
-    try:
-        from jinja2 import Environment as Templates
-        from jinja2 import StrictUndefined
-        from markupsafe import Markup
-    except ImportError as missing:
-        raise MisuseError("the page is made with jinja2: pip install 'attnbench[report]'") from missing
+    from jinja2 import Environment as Templates
+    from jinja2 import StrictUndefined
+    from markupsafe import Markup
 
     machines = machines_of(results.sweeps, known)
     total = sum(len(machine.cases) for machine in machines)

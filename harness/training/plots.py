@@ -23,10 +23,9 @@ from .rows import TrainingRun
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["MISSING", "PAGE", "PICTURE", "legend", "write_plots"]
+__all__ = ["PAGE", "PICTURE", "legend", "write_plots"]
 
 PICTURE, PAGE = "loss.png", "training.html"
-MISSING = "no picture was drawn, because matplotlib is not installed: pip install 'attnbench[train]'"
 _MOST_INSIDE = 6  # names of curves
 _LINE = 0.24  # inches, of two names
 _WINDOW = 20  # a curve is smoothed over a twentieth of its steps
@@ -37,23 +36,12 @@ _STYLE = (
 )
 
 
-def write_plots(runs: Sequence[TrainingRun], folder: Path) -> list[str]:
-    """Write ``loss.png`` and ``training.html``; answers what could not be done, in sentences.
-
-    The page is written without matplotlib, too, with the tables alone.  Raises OutputError.
-    """
-    notes = []
-    try:
-        figure = _figure(arms_of(runs))
-    except ImportError:
-        figure = None
-        notes.append(MISSING)
-    if figure is not None:
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png", dpi=150)
-        replace_file(folder / PICTURE, picture.getvalue())
+def write_plots(runs: Sequence[TrainingRun], folder: Path) -> None:
+    """Write ``loss.png`` and ``training.html``.  Raises OutputError."""
+    figure, picture = _figure(arms_of(runs)), io.BytesIO()
+    figure.savefig(picture, format="png", dpi=150)
+    replace_file(folder / PICTURE, picture.getvalue())
     replace_file(folder / PAGE, _page(runs, figure).encode())
-    return notes
 
 
 def _figure(arms: Sequence[Arm]) -> Figure:
@@ -130,13 +118,10 @@ def _plain(text: str) -> str:
     return shown(text, "text").replace("$", r"\$")
 
 
-def _page(runs: Sequence[TrainingRun], figure: Figure | None) -> str:
-    picture = ""
-    if figure is not None:
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-        picture = buffer.getvalue().partition("<svg")[2]
-        picture = f"<svg{picture}"
+def _page(runs: Sequence[TrainingRun], figure: Figure) -> str:
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    picture = f"<svg{buffer.getvalue().partition('<svg')[2]}"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>attnbench train</title>'
         f"<style>{_STYLE}</style></head><body><h1>attnbench train</h1>\n{picture}\n"

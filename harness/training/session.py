@@ -20,6 +20,7 @@ import torch
 from attnbench.draft import clear_drafts
 from attnbench.environment import Environment
 from attnbench.errors import AttnbenchError, MisuseError, OutputError
+from attnbench.failure import in_one_line
 from attnbench.registry import registry
 
 from ..clocks import Conditions, Watch
@@ -182,7 +183,7 @@ class Session:
             if short:
                 record.end("oom", str(error).partition("\n")[0] or "out of memory")
             else:
-                record.end("error", f"{type(error).__name__}: {error}")
+                record.end("error", in_one_line(error))
             if not short or self.ranks.world > 1:
                 raise  # where memory was short on one rank, the others wait for it in vain, and torchrun ends them
         finally:

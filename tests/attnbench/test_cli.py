@@ -11,8 +11,12 @@ from command_line import SHAPE, attnbench, process
 from typer.main import get_command
 
 from attnbench import __version__, explain
+from attnbench.capabilities import Device
 from attnbench.cli import app
+from attnbench.cli.usable import obstacle
 from attnbench.registry import registry
+
+CPU = Device("cpu", "CPU")
 
 
 def test_version_is_the_package_s() -> None:
@@ -52,7 +56,8 @@ def test_backends_prints_every_backend_with_its_kernels_or_why_not(format: str) 
     for name in registry().backends:
         own = [row for row in rows if row.split(maxsplit=1)[:1] == [name]]
         assert own
-        assert registry().availability(name).ok == ("cannot be used" not in " ".join(own))
+        usable = registry().availability(name).ok and obstacle(registry(), registry().backends[name], CPU) is None
+        assert usable == ("cannot be used" not in " ".join(own))
     (reference,) = (row for row in rows if row.startswith("reference"))
     assert "forward and backward" in reference
     assert "fp64 fp32: takes fp64/fp32/bf16" in reference

@@ -1,5 +1,6 @@
 """What is installed: the wheel, an editable install, and the commands that the README promises."""
 
+import ast
 import os
 import re
 import shutil
@@ -11,7 +12,7 @@ import zipfile
 from configparser import ConfigParser
 from email.message import Message
 from email.parser import Parser
-from importlib.metadata import requires
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
@@ -257,3 +258,33 @@ def test_every_direct_dependency_is_pinned() -> None:
     wanted |= {each.name.lower() for each in map(Requirement, lines) if "==" not in str(each.specifier)}
     assert {"torch", "pytest", "tox", "twine"} <= wanted
     assert wanted <= pinned
+
+
+# What only those who use it need: vendors' kernels, what integrates with others' libraries, models to train, pytest.
+OPTIONAL = {
+    "_pytest", "diffusers", "pytest", "pytest_benchmark", "timm", "torchao", "transformer_engine", "transformers",
+    "triton",
+}  # fmt: skip
+
+
+def test_what_the_commands_import_comes_with_a_plain_installation() -> None:
+    """Of a README that installs no extra: every package that is imported anywhere outside of the backends."""
+    imported: dict[str, Path] = {}
+    for path in (path for folder in ("attnbench", "harness") for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {name.name.partition(".")[0]: path for name in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported[(node.module or "").partition(".")[0]] = path
+    distributions = packages_distributions()
+    plain = [Requirement(each) for each in requires("attnbench") or ()]
+    needed = {each.name.lower() for each in plain if each.marker is None or each.marker.evaluate({"extra": ""})}
+    # Jinja2 needs and brings MarkupSafe, typer brings click.
+    ours = needed | {"attnbench", "markupsafe", "click"}
+    others = {
+        name: str(path.relative_to(ROOT))
+        for name, path in imported.items()
+        if name not in sys.stdlib_module_names and name not in OPTIONAL
+        and not ours & {each.lower() for each in distributions.get(name, [name])}
+    }  # fmt: skip
+    assert others == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.profiler import ProfilerActivity, profile
 
 from attnbench.backends import flex
+from attnbench.backends.flex_compiler import compiler_reason
 from attnbench.capabilities import Device
 from attnbench.fp8 import Recipe, quantise
 from attnbench.kernel import BackwardKernel, ForwardKernel, Saved
@@ -161,14 +163,43 @@ def test_fp64_is_not_offered_because_flex_refuses_it() -> None:
 
 
 def test_without_a_compiler_it_says_what_to_install() -> None:
-    flex._compiler_reason.cache_clear()
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        assert "g++" in refused_afresh(CPU)
+
+
+def refused_afresh(device: Device) -> str:
+    """The one refusal of a machine that is asked again what it has to compile with."""
+    compiler_reason.cache_clear()
     try:
-        with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
-            reasons = FORWARDS["flex:bf16"].refusals(spec_of(64, 64, Mask()), CPU)
+        (reason,) = FORWARDS["flex:bf16"].refusals(spec_of(64, 64, Mask()), device)
     finally:
-        flex._compiler_reason.cache_clear()
-    assert len(reasons) == 1
-    assert "g++" in reasons[0]
+        compiler_reason.cache_clear()
+    return reason
+
+
+def test_paths_that_split_the_compilers_command_line_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spaced = str(tmp_path / "a b")
+    for path in ("torch", "Python"):
+        with monkeypatch.context() as patch:
+            patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+            if path == "torch":
+                patch.setattr(torch, "__path__", [spaced])
+            else:
+                patch.setattr("sysconfig.get_path", lambda name: spaced)
+            assert f"no {path} with a space in its path, {spaced}" in refused_afresh(CPU)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", spaced)
+    assert f"{spaced}; name another in TORCHINDUCTOR_CACHE_DIR" in refused_afresh(CPU)
+
+
+def test_a_cache_folder_that_cannot_be_written_is_refused_on_every_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "folder"))
+    for device in (CPU, Device("cuda", "GPU", (9, 0))):
+        assert "cannot write its cache folder" in refused_afresh(device)
 
 
 def test_the_backward_follows_its_own_forward_alone() -> None:

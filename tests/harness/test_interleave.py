@@ -300,3 +300,14 @@ def test_samples_of_another_kind_take_the_place_of_those_there_are(before, after
         samples.add(Visit({"kernel": [3.0], "call": [7.0]}, [7.0], (number, number), ("kernel",) if then else (), 0.0))
     assert samples.time_ms == {"kernel": [3.0] * after, "call": [7.0] * (before + after)}
     assert samples.replayed == (("kernel",) if then else ())
+
+
+@given(seeds)
+def test_a_brief_plan_has_the_first_turns_alone_and_decides_nothing_for_the_others(seed):
+    """However fast it is, a plan that is four times as slow is not taken for beaten."""
+    brief, one, other = plans(3)
+    device = Device({brief: 1.0, one: 4.0, other: 4.1}, noise=noisy)
+    timer = replace(TIMER, limit=5.0, narrow=0.001)
+    samples = interleaved([brief, one, other], device.visit, timer, seed, lambda: True, [brief])
+    assert len(samples[brief].spans) == 2
+    assert min(len(samples[plan].spans) for plan in (one, other)) > 10

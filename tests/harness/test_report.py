@@ -2,6 +2,7 @@
 
 import io
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -18,8 +19,9 @@ from attnbench.harness.progress import followed
 from attnbench.harness.records import Measurement
 from attnbench.harness.report import report
 from attnbench.harness.report_sentences import fastest, sentences
+from attnbench.harness.report_text import number
 from attnbench.harness.store import Store
-from attnbench.harness.sweep import Ended, run_sweep, tasks_of
+from attnbench.harness.sweep import Ended, Finished, run_sweep, tasks_of
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 
@@ -136,7 +138,10 @@ def test_it_names_the_fastest_within_the_bound_and_those_beyond(shown):
 def test_what_noise_cannot_part_is_no_winner(made):
     near = [made("a:bf16", 1.0, noise=0.02), made("b:fp8", 1.008, noise=0.02), made("c:bf16", 1.5, noise=0.02)]
     assert [str(row.plan) for row in fastest(near)] == ["a:bf16", "b:fp8"]
-    assert "within the noise of b:fp8, 1.01 ms." in sentences(near)[0]
+    assert sentences(near)[0].startswith(
+        "Fastest within its bound, but not for certain: a:bf16, 1 ms a call; b:fp8 (1.01 "
+    )
+    assert "%) may be as fast." in sentences(near)[0]
     text = report(near, "text")
     assert "a:bf16 *" in text
     assert "b:fp8 *" in text
@@ -147,18 +152,24 @@ def test_a_clear_winner_is_one_however_few_its_samples(made):
     for count in (2, 40):
         clear = [made("a:bf16", 1.0, count=count), made("b:fp8", 1.5, count=count)]
         assert [str(row.plan) for row in fastest(clear)] == ["a:bf16"]
-        assert "takes 1.50 times as long" in sentences(clear)[0]
+        assert "takes 1.5 times as long" in sentences(clear)[0]
     for count in (2, 200):  # too few to tell, and enough to tell that the difference is nothing to feel
         assert len(fastest([made("a:bf16", 1.0, count=count), made("b:fp8", 1.005, count=count)])) == 2
 
 
 def test_a_vague_time_says_how_vague(made):
-    vague, few, sure = made("a:bf16", 1.0, noise=0.5), made("b:bf16", 2.0, count=2), made("c:bf16", 3.0)
-    text = report([vague, few, sure], "text")
-    line = {name: next(line for line in text.splitlines() if line.startswith(name)) for name in ("a:", "b:", "c:")}
+    vague, few, sure = made("a:bf16", 1.0, noise=0.5), made("b:bf16", 2.0, noise=0.5, count=5), made("c:bf16", 3.0)
+    one = made("d:bf16", 4.0, count=1)
+    text = report([vague, few, sure, one], "text")
+    line = {
+        name: next(line for line in text.splitlines() if line.startswith(name)) for name in ("a:", "b:", "c:", "d:")
+    }
     assert "%" in line["a:"]
-    assert "?" in line["b:"]
+    samples = few.time_ms["call"]
+    median = sorted(samples)[2]
+    assert f"{max(max(samples) - median, median - min(samples)) / median:.0%}" in line["b:"]
     assert "%" not in line["c:"]
+    assert "?" in line["d:"]
     assert "how far off the median" in text
     assert "+-" not in report([sure], "text")
 
@@ -197,7 +208,7 @@ def test_a_head_or_row_is_named_only_where_the_whole_hides_it(made):
     assert "One head" not in " ".join(sentences([made(detail={"normal": {"out": PLAIN}}, bound=0.08)]))
     head, row = replace(PLAIN, worst_head=0.3), replace(PLAIN, worst_row=1.2)
     said = " ".join(sentences([made(detail={"normal": {"out": head}}, bound=0.12)]))
-    assert "One head of out of a:bf16 is off by 0.3 on normal inputs, all of it by 0.05." in said
+    assert "One head of out of a:bf16 has an error of 0.3 on normal inputs; the whole tensor has 0.05." in said
     assert "One row of out" in " ".join(sentences([made(detail={"normal": {"out": row}})]))
 
 
@@ -248,7 +259,8 @@ def test_refusals_of_one_cause_are_one_line_and_failures_come_first(shown):
     assert len(refused) == 1
     assert all(f"picky{number}:fp8" in refused[0] for number in range(20))
     for row in shown[0]:
-        assert row.plan.forward in text
+        backend, _, precision = row.plan.forward.partition(":")
+        assert re.search(rf"{backend}:(\S+/)?{precision}", text)
 
 
 def test_the_last_output_of_a_failure_is_shown_once_for_its_cause(made):
@@ -259,7 +271,7 @@ def test_the_last_output_of_a_failure_is_shown_once_for_its_cause(made):
         for number in range(3)
     ]
     text = " ".join(report(rows, "text").split())
-    assert "crashed, 1 case: killed by SIGSEGV: a:bf16-0, a:bf16-1, a:bf16-2; first a:bf16-0 on first: " in text
+    assert "crashed, 1 case: killed by SIGSEGV: a:bf16-0/bf16-1/bf16-2; first a:bf16-0 on first: " in text
     assert text.count("its last output") == 1
 
 
@@ -273,26 +285,90 @@ def test_markdown_keeps_its_cells(shown):
     assert r"its package \| \`is\` not" in text
 
 
-def test_a_log_has_one_plain_line_a_row(shown):
+def told(events, **how):
+    log = io.StringIO()
+    rows = list(followed(events, Console(file=log, width=300), **how))
+    return rows, log.getvalue().splitlines()
+
+
+def test_a_log_has_a_line_a_case_and_a_failure_and_none_a_refusal(shown):
     rows, log = shown
     lines = log.splitlines()
-    assert len(lines) == len(rows) + 1
-    assert " s preparing, " in lines[-1]
-    assert lines[0].startswith(f"[1/{len(rows)}] first: ")
-    assert any("ok, " in line and "error normal " in line for line in lines)
+    ran = sum(row.status not in ("refused", "unavailable") for row in rows)
+    failed = [row for row in rows if row.status == "error"]
+    assert len(lines) == 2 + len(failed) + 1
+    assert lines[0] == f"[0 of {ran} plans measured] first"
+    assert f" of {ran} plans measured] second" in log
+    assert all(f"{row.case}: {row.plan}: error: {row.reason}" in log for row in failed)
+    assert " s in all: preparing " in lines[-1]
     assert "\x1b" not in log
 
 
+def test_who_wants_every_row_gets_a_line_for_it(shown):
+    rows = [row for row in shown[0] if row.case == "first"]
+    events = [Finished(0, 1, row, resumed=number == 0) for number, row in enumerate(rows)]
+    for terminal in (False, True):
+        log = io.StringIO()
+        screen = Console(file=log, width=300, force_terminal=terminal, color_system=None)
+        assert list(followed(events, screen, verbose=True)) == rows
+        lines = log.getvalue().splitlines()
+        assert len(lines) == len(rows)
+        assert lines[0].endswith("there already")
+        assert any("ok, " in line and "error normal " in line for line in lines)
+        assert any("refused: " in line for line in lines)
+
+
 def test_the_end_of_a_log_says_where_the_time_went():
-    log = io.StringIO()
     spent = {"preparing": 5.0, "timing": 6.0, "judging": 2.0}
-    list(followed([Ended(spent, 15.0, ())], Console(file=log, width=300)))
-    said = "15.0 s: 5.0 s preparing, 6.0 s timing, 2.0 s judging, 2.0 s everything else, 25% of timing and judging\n"
-    assert log.getvalue() == said
+    assert told([Ended(spent, 15.0, ())])[1] == [
+        "15 s in all: preparing 5 s, timing 6 s, judging 2 s, attnbench's own work 2 s "
+        "(25% of timing and judging together)"
+    ]
 
 
 def test_a_terminal_gets_a_bar_and_no_line_a_row(tmp_path):
     screen = io.StringIO()
     rows = sweep(tmp_path, Console(file=screen, force_terminal=True, width=100))
-    assert f"/{len(rows)}" in screen.getvalue()
+    assert f"/{sum(row.status not in ('refused', 'unavailable') for row in rows)}" in screen.getvalue()
     assert "no such tile" not in screen.getvalue()
+
+
+def test_an_emulated_plan_is_in_no_ranking_and_no_ratio(made):
+    """However fast it was: its time is that of other arithmetic."""
+    quick = made("toy:fp8", 0.01, emulated=True, error={"normal": {"out": 0.04}})
+    real = [made("a:bf16", 1.0), made("b:bf16", 17.75)]
+    for rows in ([*real, quick], [quick, *real]):
+        assert [str(row.plan) for row in fastest(rows)] == ["a:bf16"]
+        assert sentences(rows)[0] == "Fastest within its bound: a:bf16, 1 ms a call."
+        assert "Most accurate in FP8: toy:fp8, at worst 0.04" in " ".join(sentences(rows))
+        text = report(rows, "text")
+        lines = text.splitlines()
+        (line,) = (line for line in lines if line.startswith("toy:fp8"))
+        assert re.fullmatch(r"toy:fp8 +emulated +0.04", line)
+        assert lines.index(line) > max(lines.index(each) for each in lines if each.startswith(("a:bf16", "b:bf16")))
+        assert "0.01 ms" not in text
+        assert "\nemulated: " in text
+    assert sentences([quick])[0] == "No time is compared: every plan that ran is emulated."
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(17.75, "17.8"), (1234.0, "1230"), (999.7, "1000"), (0.012345, "0.0123"), (1.5e6, "1.5e+06")]
+)
+def test_numbers_have_three_digits_that_count(value, said):
+    assert number(value) == said
+
+
+def test_the_summary_says_the_answer_of_every_case_where_it_is_read_first(made):
+    rows = [
+        made("a:bf16", 2.0, case="one", error={"normal": {"out": 0.002}}),
+        made("b:fp8", 1.0, case="one"),
+        made("a:bf16", 1.0, case="two", noise=0.02),
+        made("b:bf16", 1.001, case="two", noise=0.02),
+    ]
+    text = report(rows, "text")
+    summary = text[text.index("Summary\n") :]
+    assert re.search(r"\none +b:fp8 +1 +0.05 +2x without FP8\n", summary)
+    assert re.search(r"\ntwo +[ab]:bf16 \? +[\d.]+ +0.05", summary)
+    assert "not for certain" in summary
+    assert report(rows, "markdown").startswith("### Summary\n")
+    assert "Summary" not in report(rows[:2], "text")  # its own sentence has said it

@@ -1,0 +1,47 @@
+"""Whether a backend can compute anything on this device, asked about attention as plain as any."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..capabilities import Device
+    from ..kernel import Backend
+    from ..registry import Registry
+
+__all__ = ["command_for", "obstacle"]
+
+_TYPES = ("bf16", "fp16", "fp32", "fp64")  # of plain tensors, in which every forward kernel is asked
+
+
+def obstacle(known: Registry, backend: Backend, here: Device) -> str | None:
+    """What keeps every forward kernel of the backend from running here, or None: no kernel, an old GPU, no compiler.
+
+    Of a backend that is not installed only the rows of facts are asked: what else refuses may need its package.
+    """
+    from ..kernel import ForwardKernel
+    from ..spec import AttentionSpec
+
+    if not backend.kernels:
+        return None
+    installed = known.availability(backend.name).ok
+    reasons: dict[str, None] = {}
+    for kernel in backend.kernels:
+        row = kernel.rows.get(here.type)
+        if row is None or not isinstance(kernel, ForwardKernel):
+            continue
+        for dtype in (each for each in _TYPES if each in row.dtypes):
+            spec = AttentionSpec.make(batch=1, heads=8, seqlen_q=256, head_dim=128, dtype=dtype)
+            refusals = (kernel if installed else row).refusals(spec, here)
+            if not refusals:
+                return None
+            reasons |= dict.fromkeys(refusals)
+    return "; ".join(reasons) or f"has no kernel for {here.type}"
+
+
+def command_for(known: Registry, backend: Backend, here: Device) -> str | None:
+    """The command that would make the backend usable on this device; None where it is, and where no command would."""
+    answer = known.availability(backend.name)
+    if answer.ok or here.type in backend.yardstick or obstacle(known, backend, here):
+        return None
+    return answer.install

@@ -1,0 +1,61 @@
+"""What torch.compile needs on this machine before FlexAttention can run, asked without compiling anything."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+import torch
+
+__all__ = ["compiler_reason"]
+
+_ELSEWHERE = "name another in TORCHINDUCTOR_CACHE_DIR"
+
+
+@cache
+def compiler_reason(device_type: str) -> str | None:
+    """What inductor lacks to compile for this kind of device, or None."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    folder = os.path.abspath(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
+    if not _writable(folder):
+        return f"torch.compile cannot write its cache folder {folder}; {_ELSEWHERE}"
+    if device_type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else "torch.compile needs Triton for this GPU, which is missing or does not take it"
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        return "FlexAttention's CPU kernel needs AVX2"
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "torch.compile needs a C++ compiler, which is not found; install g++, or name one in CXX"
+    return _split_by_spaces(folder)
+
+
+def _writable(folder: str) -> bool:
+    """Whether files can be made in it, or it can be made where it is not there yet."""
+    there = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
+def _split_by_spaces(cache_folder: str) -> str | None:
+    """Which path breaks the compiler's command line: inductor joins the words of it with spaces, and quotes few."""
+    if _has_space(cache_folder):
+        return f"torch.compile on a CPU takes no cache folder with a space in its path, {cache_folder}; {_ELSEWHERE}"
+    for owner, folder in {"torch": torch.__path__[0], "Python": sysconfig.get_path("include")}.items():
+        if _has_space(folder):
+            return (
+                f"torch.compile on a CPU takes no {owner} with a space in its path, {folder}; "
+                "make the virtual environment where no folder has a space in its name"
+            )
+    return None
+
+
+def _has_space(path: str) -> bool:
+    return any(map(str.isspace, path))
