@@ -141,7 +141,7 @@ def test_what_noise_cannot_part_is_no_winner(made):
     assert sentences(near)[0].startswith(
         "Fastest within its bound, but not for certain: a:bf16, 1 ms a call; b:fp8 (1.01 "
     )
-    assert "%) may be as fast." in sentences(near)[0]
+    assert "% apart) may be as fast." in sentences(near)[0]
     text = report(near, "text")
     assert "a:bf16 *" in text
     assert "b:fp8 *" in text
