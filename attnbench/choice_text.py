@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from .choice import Candidate, Choice
+from .digits import three_digits
 
 __all__ = ["choice_text"]
 
@@ -68,7 +69,7 @@ def _row(each: Candidate) -> tuple[str, ...]:
     return (
         str(each.plan),
         each.verdict,
-        "" if each.time_ms is None else f"{each.time_ms:.3f}{_doubt(each)}",
+        "" if each.time_ms is None else f"{three_digits(each.time_ms)}{_doubt(each)}",
         "" if each.error is None else f"{each.error:.2g} ({each.family})",
         each.basis if each.time_ms is not None else "",
         "; ".join(each.reasons),

@@ -11,6 +11,7 @@ from . import freeze_hook
 from .budget import default_budget
 from .choice import Candidate, Choice, Verdict
 from .devices import describe
+from .digits import three_digits
 from .errors import BudgetError, NoPlanError, RefusedError
 from .evidence import Evidence
 from .guard_demotion import demoted
@@ -173,7 +174,7 @@ def _explained(candidate: Candidate, winner: Candidate, named: list[Plan] | None
         reason = "another was measured to take no time"
     else:
         ratio = candidate.time_ms / winner.time_ms
-        reason = f"{ratio:.2f} times the time of {winner.plan}"
+        reason = f"{three_digits(ratio)} times the time of {winner.plan}"
         if ratio < 1:
             reason += _WON_A_TIE.get(winner.basis, "")
     return replace(candidate, reasons=(reason,))

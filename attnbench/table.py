@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from .digits import three_digits
 from .environment import Environment
 from .plan import Plan, backend_of
 from .spec import AttentionSpec
@@ -90,7 +91,7 @@ class Table:
                 str(entry.spec),
                 str(entry.plan),
                 entry.status,
-                "" if entry.time_ms is None else f"{entry.time_ms:.3f}",
+                "" if entry.time_ms is None else three_digits(entry.time_ms),
                 ", ".join(f"{family} {error:.2g}" for family, error in sorted(entry.errors.items())),
             ]
             for entry in sorted(self.entries.values(), key=rank)

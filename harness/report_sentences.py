@@ -117,7 +117,9 @@ def _fastest(measured: Sequence[Measurement]) -> str:
 def _within(first: Measurement, other: Measurement) -> str:
     """How far apart two tied calls may be at most, on either side, with 99 % confidence, as part of a sentence."""
     low, high = compare(first.time_ms["call"], other.time_ms["call"]).interval
-    return f", at most {max(high, 1 / low) - 1:.0%} apart" if low > 0 and math.isfinite(high) else ", too few samples to tell"
+    if low <= 0 or not math.isfinite(high):
+        return ", too few samples to tell"
+    return f", at most {max(high, 1 / low) - 1:.0%} apart"
 
 
 def _beyond(measured: Sequence[Measurement]) -> list[str]:

@@ -7,16 +7,12 @@ import textwrap
 from collections.abc import Sequence
 from typing import Literal
 
+from attnbench.digits import three_digits as number
+
 __all__ = ["WIDTH", "Style", "error", "heading", "number", "prose", "shown", "size"]
 
 Style = Literal["text", "markdown"]
 WIDTH = 100
-
-
-def number(value: float) -> str:
-    """Three digits that count, and no exponent up to a million."""
-    rounded = f"{value:.3g}"
-    return f"{float(rounded):.0f}" if 1000 <= float(rounded) < 1e6 else rounded
 
 
 def error(value: float) -> str:

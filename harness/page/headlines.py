@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from attnbench.plan import Plan, backend_of
+from attnbench.plan import Plan
 from attnbench.registry import Registry
 from attnbench.regret_fixed import TORCH_DEFAULT, Fixed, against_fixed
 from attnbench.spec import Direction
@@ -42,7 +42,7 @@ def headlines(machine: Machine, fixed: Sequence[Fixed]) -> list[tuple[str, str]]
     saved = [text for direction in DIRECTIONS if (text := _saved(fixed, direction))]
     if saved:
         said.append(("What choosing saves", " ".join(saved)))
-    if any(backend_of(row.plan.forward) == "emulated" for case in machine.cases for row in case.measured):
+    if any(row.emulated for case in machine.cases for row in case.measured):
         said.append(("Emulated plans", _EMULATION))
     return said
 
@@ -72,7 +72,7 @@ def _counted(won: Sequence[tuple[str, int]], total: int) -> str:
 def _pays(machine: Machine, direction: Direction) -> str:
     """How often the plan that is chosen computes in FP8, and by how much it is ahead of the fastest without."""
     cases = [case for case in machine.of(direction) if case.wide_ms is not None and case.answer.plan is not None]
-    tried = [case for case in cases if any(row.plan.fp8 for row in case.measured)]
+    tried = [case for case in cases if any(row.plan.fp8 and not row.emulated for row in case.measured)]
     if not tried:
         return ""
     gains = [case.speed(case.answer.plan) or 0.0 for case in tried if case.answer.plan and case.answer.plan.fp8]
@@ -94,7 +94,7 @@ def _traps(machine: Machine) -> str:
             if chosen is None or case.times[row.plan] >= case.times[chosen]:
                 break
             candidate = case.answer.candidates.get(row.plan)
-            if candidate is None or candidate.verdict != "eligible":
+            if not row.emulated and (candidate is None or candidate.verdict != "eligible"):
                 ahead.setdefault(row.plan, []).append((worst_error(row)[0], case.times[chosen] / case.times[row.plan]))
     if not ahead:
         return "Nowhere is a plan that is not accurate enough faster than the one that is chosen."
