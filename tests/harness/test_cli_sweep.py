@@ -52,11 +52,14 @@ def test_json_is_the_records_and_nothing_else_and_the_table_is_kept(tiny, tmp_pa
         (row.spec, row.plan, row.status) for row in rows
     }
     assert str(tmp_path / "out") in done.stderr
-    assert f"[1/{len(rows)}] " in done.stderr
+    assert f"[0 of {sum(row.measured for row in rows)} plans measured] " in done.stderr
+    assert "sdpa-cudnn" not in done.stderr  # the report names what was refused, once
 
     misuse = attnbench("--preset", tiny, "--out", tmp_path / "out", code=2)
     assert "--resume" in misuse.stderr
-    again = attnbench("--preset", tiny, "--backends", names, "--format", "json", "--out", tmp_path / "out", "--resume")
+    again = attnbench(
+        "--preset", tiny, "--backends", names, "--format", "json", "--out", tmp_path / "out", "--resume", "--verbose"
+    )
     assert json.loads(again.stdout) == json.loads(done.stdout)
     assert again.stderr.count("there already") == len(rows)
 
