@@ -21,6 +21,7 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
+from patience import PATIENCE
 
 from attnbench.harness.casefile import read_cases
 from attnbench.harness.records import read_measurements
@@ -83,7 +84,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def shell(text: str, folder: Path, env: Mapping[str, str], options: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", "--noprofile", "--norc", options, "-c", text]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=180, check=False)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
 def settle(base: Path, new: Path, *, worse: bool = False, elsewhere: bool = False) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 BASH = shutil.which("bash")
 pytestmark = pytest.mark.skipif(BASH is None, reason="needs bash")
@@ -29,7 +30,12 @@ def home(tmp_path_factory) -> Path:
 def shell(home: Path, line: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "HOME": str(home), "PATH": f"{home / 'bin'}:{os.environ['PATH']}"}
     return subprocess.run(
-        [str(BASH), "--norc", "-c", line], capture_output=True, text=True, timeout=120, check=False, env=environment
+        [str(BASH), "--norc", "-c", line],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+        env=environment,
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from command_line import SHAPE, named, process
+from patience import PATIENCE
 
 # Text that typer writes, text beyond Python's buffer, and text that waits in it until the end.
 WRITERS = [("--help",), ("backends", "--format", "json"), ("explain", *SHAPE, "--device", "cpu")]
@@ -39,12 +40,12 @@ def test_an_interrupt_exits_130_without_a_traceback(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "attnbench", "sweep", "--device", "cpu", "--out", str(tmp_path / "out")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as sweep:
         try:
-            deadline = time.monotonic() + 100
+            deadline = time.monotonic() + PATIENCE
             while not (records.exists() and records.stat().st_size) and sweep.poll() is None:
                 assert time.monotonic() < deadline, "nothing was measured"
                 time.sleep(0.05)
             sweep.send_signal(signal.SIGINT)
-            _, said = sweep.communicate(timeout=60)
+            _, said = sweep.communicate(timeout=PATIENCE)
         finally:
             sweep.kill()
     assert sweep.returncode == 130, said

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from patience import PATIENCE
 
 VENDORS = {
     "cudnn", "diffusers", "flash_attn", "flashinfer", "sageattention", "sgl_kernel", "transformer_engine",
@@ -13,7 +14,7 @@ VENDORS = {
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
 def seconds(*arguments: str) -> float:

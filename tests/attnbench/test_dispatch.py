@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from patience import PATIENCE
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -187,7 +188,7 @@ def test_eight_threads_ask_each_for_its_own():
         x, plan = problems[place]
         try:
             with use_backend(plan):
-                together.wait(timeout=30)
+                together.wait(timeout=PATIENCE)
                 for _ in range(10):
                     if not torch.equal(attention(*x), truth[place]):
                         wrong.append(plan)

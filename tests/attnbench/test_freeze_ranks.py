@@ -12,6 +12,7 @@ import frozen_ranks
 import pytest
 import torch
 from frozen_ranks import FAVOURITES, LENGTHS
+from patience import PATIENCE
 from ranks import KINDS, RANKS, run_ranks
 
 from attnbench import attention, freeze, freezing
@@ -80,7 +81,7 @@ def test_four_processes_that_record_at_once_agree_and_every_read_on_the_way_is_w
             found.append(answers.get())
         assert all(worker.exitcode in (None, 0) for worker in workers)
     for worker in workers:
-        worker.join(60)
+        worker.join(PATIENCE)
     written = {asked.spec.seqlen_q: str(answer.plan) for asked, answer in Frozen.load(path).plans.items()}
     assert found == [written] * PROCESSES
     assert len(written) == 8
@@ -109,10 +110,10 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_write_harms_nobody(tmp_path, a
     reached = context.Event()
     worker = context.Process(target=_hanging, args=(path, at, reached))
     worker.start()
-    assert reached.wait(60)
+    assert reached.wait(PATIENCE)
     assert len(os.listdir(tmp_path)) == 3  # what it was writing is there
     os.kill(worker.pid, signal.SIGKILL)
-    worker.join(60)
+    worker.join(PATIENCE)
     assert path.read_bytes() == before
     with freeze(path):  # would wait for ever on a lock that lasts
         attention(*[torch.zeros(1, 1, 3, 8)] * 3)

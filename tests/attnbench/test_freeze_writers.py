@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 from frozen_fakes import CPU, SPECS, plans, planted, rewritten, spec, table
+from patience import PATIENCE
 
 from attnbench import freeze, freezing, frozen_file, selector
 from attnbench.errors import MalformedFileError
@@ -116,7 +117,7 @@ def test_eight_threads_record_one_file(fakes, path, monkeypatch):
 
     def work(order: tuple[str, str]) -> None:
         mine.table = table(*order)
-        together.wait(timeout=30)
+        together.wait(timeout=PATIENCE)
         for place, one in enumerate(SPECS):
             found.append((place, str(choose(one, CPU).plan)))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "attnbench-backend-example"
 
@@ -19,7 +20,7 @@ def run(*command: object, site: Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, *map(str, command)],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=PATIENCE,
         cwd=site,
         env={**os.environ, "PYTHONPATH": str(site)},
         check=False,
@@ -48,7 +49,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, target = tmp_path_factory.mktemp("source") / "example", tmp_path_factory.mktemp("site")
     shutil.copytree(EXAMPLE, source)
     command = ["pip", "install", "--no-deps", "--no-build-isolation", "--target", str(target), str(source)]
-    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", *command], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
     assert done.returncode == 0, done.stderr
     return target
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import PATIENCE
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "training-loop" / "train.py"
 SMALL = ("--steps", 11, "--batch", 4, "--log-every", 5)
@@ -19,7 +20,7 @@ def losses(*arguments, ranks=1):
     """What the example printed on the way: the loss of each step that it told."""
     launcher = () if ranks == 1 else ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
     done = subprocess.run(
-        [sys.executable, *launcher, EXAMPLE, *map(str, arguments)], capture_output=True, text=True, timeout=240,
+        [sys.executable, *launcher, EXAMPLE, *map(str, arguments)], capture_output=True, text=True, timeout=PATIENCE,
         check=False, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -14,6 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fakes import FakeForward, an_environment, fake_backend, fake_registry
+from patience import PATIENCE
 
 from attnbench import AttentionSpec, Plan, explain, table_files
 from attnbench.environment import Environment
@@ -104,10 +105,10 @@ def test_a_writer_that_is_killed_leaves_the_old_table_and_no_lock(at):
     reached = context.Event()
     writer = context.Process(target=_hanging, args=(at, reached))
     writer.start()
-    assert reached.wait(60)
+    assert reached.wait(PATIENCE)
     assert len(os.listdir(path.parent)) == 3  # table, lock and what the writer was writing
     os.kill(writer.pid, signal.SIGKILL)
-    writer.join(60)
+    writer.join(PATIENCE)
     assert path.read_bytes() == before
     update_user_table(table(one(time_ms=3.0)))  # would wait for ever on a lock that lasts
     assert [entry.time_ms for entry in Table.load(path).entries.values()] == [3.0]
@@ -274,7 +275,7 @@ def test_threads_that_ask_at_once_are_given_one_table(monkeypatch):
 
     def at_once(path):
         found = load(path)
-        together.wait(timeout=30)
+        together.wait(timeout=PATIENCE)
         return found
 
     monkeypatch.setattr(Table, "load", at_once)

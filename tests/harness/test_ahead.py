@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from patience import PATIENCE
 from planted import FakeBackward, FakeForward, backend, laboratory
 from stations import Station, wait_until
 
@@ -108,7 +109,7 @@ def test_an_interrupt_ends_every_process(ahead, monkeypatch):
 
     def answer(method, case, plan):
         under_way.release()
-        assert killed.wait(60)
+        assert killed.wait(PATIENCE)
         raise LostError("crashed", "killed", died=True)
 
     first, stations = ahead([(case, [COMPILED, MIXED]) for case in CASES], answer)
@@ -118,7 +119,7 @@ def test_an_interrupt_ends_every_process(ahead, monkeypatch):
     def interrupted(self, timeout=None):
         if not killed.is_set() and threading.current_thread() is main:
             for _ in stations:
-                assert under_way.acquire(timeout=60)
+                assert under_way.acquire(timeout=PATIENCE)
             raise KeyboardInterrupt
         join(self, timeout)
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from patience import PATIENCE
 
 from attnbench.harness.captured import read_captured
 from attnbench.harness.inputs import draw
@@ -33,7 +34,7 @@ def program(tmp_path):
 
 def process(*command, folder):
     command = [sys.executable, *map(str, command)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
 def attnbench(*arguments, folder, code=0):

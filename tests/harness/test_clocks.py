@@ -13,6 +13,7 @@ import pytest
 from fake_nvml import LOST, NOT_SUPPORTED, Board
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import PATIENCE
 from pydantic import ValidationError
 
 from attnbench.errors import InputError
@@ -24,7 +25,7 @@ ALWAYS = (0.0, 1e12)  # any perf_counter there is
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.perf_counter() + 30
+    deadline = time.perf_counter() + PATIENCE
     while not is_so():
         assert time.perf_counter() < deadline, "waited in vain"
         time.sleep(QUICK)
@@ -197,13 +198,13 @@ def test_a_driver_that_hangs_does_not_hang_the_harness(monkeypatch):
     def clock() -> int:
         if threading.current_thread() is not threading.main_thread():
             hangs.set()
-            released.wait(10)
+            released.wait(PATIENCE)
         return 1980
 
     fake = fake_nvml.install(monkeypatch, Board(f"GPU-{ONE}", clock=clock))
     monkeypatch.setattr("attnbench.harness.clocks._PATIENCE", 0.01)
     with Watch(ONE, QUICK):
-        assert hangs.wait(30)
+        assert hangs.wait(PATIENCE)
     (hanging,) = fake.threads - {threading.main_thread()}
     assert hanging.is_alive()
     released.set()
@@ -250,7 +251,7 @@ def test_steady_means_medians_within_the_tolerance(monkeypatch, clocks, toleranc
 
     fake_nvml.install(monkeypatch, Board(f"GPU-{ONE}", clock=clock))
     with Watch(ONE, QUICK) as watch:
-        assert asked_beyond.wait(30)
+        assert asked_beyond.wait(PATIENCE)
         assert watch.steady(0.0, tolerance) == is_steady
         stopped.set()
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 from planted import CPU
 from stations import LONG, NOTED, noted, runs, wait_until
 
@@ -50,14 +51,14 @@ def plan(name):
     return Plan.parse(f"act:bf16-{name}")
 
 
-def asked(worker, name, seconds=60.0):
+def asked(worker, name, seconds=PATIENCE):
     """What comes of preparing that kernel on the open case; the case is opened anew where the process is new."""
     if not worker.alive:
-        assert isinstance(worker.ask("open", CASE, seconds=60.0), Opened)
+        assert isinstance(worker.ask("open", CASE, seconds=PATIENCE), Opened)
     return worker.ask("prepare", plan(name), seconds=seconds)
 
 
-def lost(worker, name, seconds=60.0):
+def lost(worker, name, seconds=PATIENCE):
     with pytest.raises(LostError) as raised:
         asked(worker, name, seconds)
     return raised.value
@@ -100,7 +101,7 @@ def test_a_method_or_plan_that_does_not_exist_is_an_error(worker):
     asked(worker, "fine")
     for arguments in (("nothing_of_the_kind",), ("sample", plan("raises"))):
         with pytest.raises(LostError) as raised:
-            worker.ask(*arguments, seconds=60.0)
+            worker.ask(*arguments, seconds=PATIENCE)
         assert (raised.value.status, raised.value.died) == ("error", False)
 
 
@@ -137,7 +138,7 @@ def test_an_exit_says_its_code_and_a_new_process_takes_over(worker):
     assert found.reason.startswith("the process ended with the exit code 7; its last output: ")
     assert not worker.alive
     with pytest.raises(LostError, match="case is opened first"):  # it knows nothing of what the other was told
-        worker.ask("prepare", plan("fine"), seconds=60.0)
+        worker.ask("prepare", plan("fine"), seconds=PATIENCE)
     assert worker.generation == generation + 1
     worker.close()
 
@@ -158,7 +159,7 @@ def test_a_process_that_cannot_be_started_is_the_reason_and_leaves_nothing_open(
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(failing, full)
     with pytest.raises(LostError, match=r"no process could be started: .*Too many open files") as raised:
-        worker.ask("open", CASE, seconds=60.0)
+        worker.ask("open", CASE, seconds=PATIENCE)
     assert (raised.value.status, raised.value.died) == ("error", False)
     assert (worker.alive, worker.generation) == (False, 0)
     assert len(os.listdir("/proc/self/fd")) == before
@@ -189,10 +190,10 @@ def test_a_hang_ends_in_time_with_all_that_it_started(worker, notes):
     took = time.perf_counter() - start
     assert (found.status, found.died) == ("timeout", True)
     assert "no answer within 3 s" in found.reason
-    assert 3.0 <= took < LONG / 20
+    assert 3.0 <= took < LONG
     started = noted(notes)[before:]
     assert len(started) == 2
-    wait_until(lambda: not any(map(runs, started)), 10.0)
+    wait_until(lambda: not any(map(runs, started)))
     worker.close()
     worker.close()
 
@@ -205,7 +206,7 @@ def test_children_of_a_process_that_was_killed_do_not_hide_it_or_outlive_it(work
     assert (found.status, found.died) == ("crashed", True)
     assert "was killed by SIGKILL" in found.reason
     (child,) = noted(notes)[before:]
-    wait_until(lambda: not runs(child), 10.0)
+    wait_until(lambda: not runs(child))
 
 
 def test_one_that_was_killed_while_it_waited_is_found_dead_and_replaced(worker):
@@ -233,7 +234,7 @@ from planted import CPU
 from attnbench.harness.crew import Worker
 from test_crew import CASE, SETTING, plan
 worker = Worker(SETTING)
-worker.ask("open", CASE, seconds=60.0)
+worker.ask("open", CASE, seconds=600.0)
 worker.ask("prepare", plan("locks"), seconds=1000.0)
 """
 
@@ -250,4 +251,4 @@ def test_a_sweep_that_is_killed_takes_its_workers_along(notes):
     finally:
         sweep.kill()
         sweep.wait()
-    wait_until(lambda: not runs(pid), 10.0)
+    wait_until(lambda: not runs(pid))

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from patience import PATIENCE
 from planted import laboratory
 from stations import Station, wait_until
 
@@ -234,7 +235,7 @@ def test_stopping_ends_what_is_under_way_and_invents_no_row(shop, method):
         if wanted != method or asked.is_set():
             return False
         asked.set()
-        assert killed.wait(60)
+        assert killed.wait(PATIENCE)
         return True
 
     shop.faults.append((DIED, 1, hangs))
@@ -250,7 +251,7 @@ def test_stopping_ends_what_is_under_way_and_invents_no_row(shop, method):
     line = Line(laboratory())
     thread = threading.Thread(target=work)
     thread.start()
-    assert asked.wait(60)
+    assert asked.wait(PATIENCE)
     line.stop()
     assert not any(station.alive for station in shop.stations)
     killed.set()

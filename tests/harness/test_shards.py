@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import PATIENCE
 
 from attnbench.errors import InputError, MisuseError
 from attnbench.harness.shards import Shard
@@ -206,7 +207,7 @@ def test_torchrun_itself(tmp_path):
     environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, out],
-        check=True, timeout=120, capture_output=True, env=environ,
+        check=True, timeout=PATIENCE, capture_output=True, env=environ,
     )  # fmt: skip
     assert {file.name: file.read_text() for file in Path(out).iterdir()} == {
         "part-0000-of-0002": "[0, 2, 4] cuda:0",

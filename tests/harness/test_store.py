@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import PATIENCE
 from planted import laboratory
 
 from attnbench.errors import MalformedFileError, MisuseError, OutputError
@@ -197,7 +198,7 @@ def test_a_sweep_killed_at_20_random_moments_has_the_rows_of_an_undisturbed_one(
         time.sleep(moments.uniform(0.3, 1.0) * takes)
         process.kill()
         process.wait()
-        deadline = time.perf_counter() + 30
+        deadline = time.perf_counter() + PATIENCE
         while _processes(mark):
             assert time.perf_counter() < deadline, "a worker outlived its sweep"
             time.sleep(0.02)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import training_ranks
+from patience import PATIENCE
 from small_training import build_small, run_of, small
 
 from attnbench.errors import MisuseError
@@ -47,7 +48,7 @@ def _ranks(folder: Path, world: int, **settings) -> dict:
         for rank in range(world)
     ]
     try:
-        assert [each.wait(120) for each in started] == [0] * world
+        assert [each.wait(PATIENCE) for each in started] == [0] * world
     finally:
         for each in started:
             each.kill()
@@ -128,7 +129,7 @@ def test_a_folder_in_use_is_said_once_and_no_rank_fails_with_a_traceback(tmp_pat
         )
         for rank in "01"
     ]  # fmt: skip
-    said = [each.communicate(timeout=120)[1] for each in started]
+    said = [each.communicate(timeout=PATIENCE)[1] for each in started]
     assert [each.returncode for each in started] == [2, 2]
     assert "already holds runs" in said[0]
     assert "the first process says what is wrong" in said[1]

@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+from patience import PATIENCE
+
 from attnbench.harness.training.rows import TrainingRun, read_runs
 
 SCRIPT = Path(__file__).parents[2] / "results" / "nvidia-h200" / "training.sh"
@@ -36,7 +38,7 @@ def _rows(out: Path) -> list[TrainingRun]:
 def test_the_script_goes_on_where_it_was_killed_and_repeats_nothing(tmp_path: Path) -> None:
     out = tmp_path / "out of it"
     killed = _start(out)
-    until = time.monotonic() + 120
+    until = time.monotonic() + PATIENCE
     while not any(row.loss for row in _rows(out)):
         assert time.monotonic() < until
         time.sleep(0.05)
@@ -45,7 +47,7 @@ def test_the_script_goes_on_where_it_was_killed_and_repeats_nothing(tmp_path: Pa
     (before,) = _rows(out)
     assert before.loss
 
-    said = _start(out).communicate(timeout=300)[0]
+    said = _start(out).communicate(timeout=PATIENCE)[0]
     baseline, candidate = _rows(out)
     assert (baseline.status, candidate.status) == ("ok", "ok")
     assert baseline.loss[: len(before.loss)] == before.loss
@@ -55,6 +57,6 @@ def test_the_script_goes_on_where_it_was_killed_and_repeats_nothing(tmp_path: Pa
     assert "emulated:fp8" in (out / "learning.md").read_text(encoding="utf-8")
 
     again = _start(out)
-    assert "--attention emulated:fp8" not in again.communicate(timeout=300)[0]
+    assert "--attention emulated:fp8" not in again.communicate(timeout=PATIENCE)[0]
     assert again.returncode == 1
     assert [row.started for row in _rows(out)] == [baseline.started, candidate.started]

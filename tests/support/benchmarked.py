@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from patience import PATIENCE
+
 SUPPORT = Path(__file__).parent
 
 
@@ -21,7 +23,7 @@ def pytest_in(folder: Path, *arguments: object) -> subprocess.CompletedProcess[s
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(folder), *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=PATIENCE,
         cwd=folder,
         env={**alone(), "PYTHONPATH": os.pathsep.join([str(folder), str(SUPPORT)])},
         check=False,

@@ -10,6 +10,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from typing import Any, NamedTuple
 
 import pytest
+from patience import PATIENCE
 
 from attnbench import user_table
 from attnbench.cli import main
@@ -43,7 +44,9 @@ def attnbench(*arguments: object) -> Run:
 def process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Runs the command in a process of its own, for what only a process can show."""
     command = [sys.executable, "-m", "attnbench", *arguments]
-    return subprocess.run(command, **{"capture_output": True, "text": True, "timeout": 120, "check": False, **options})
+    return subprocess.run(
+        command, **{"capture_output": True, "text": True, "timeout": PATIENCE, "check": False, **options}
+    )
 
 
 def fails(run: Run | subprocess.CompletedProcess[str], code: int, *said: str) -> None:

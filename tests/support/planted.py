@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from patience import PATIENCE
 from torch import Tensor
 
 from attnbench.backends.reference import BACKEND as REFERENCE
@@ -164,4 +165,4 @@ def laboratory(source: str = "planted:healthy", **changes: Any) -> Laboratory:
     """A CPU that is measured in haste."""
     timer = Timer(CPU, visit=0.0, limit=0.05, patience=1.0)
     here = Environment.detect(CPU, registry_of(source))
-    return Laboratory(CPU, here, timer, source=source, **{"seconds": 60.0, **changes})
+    return Laboratory(CPU, here, timer, source=source, **{"seconds": PATIENCE, **changes})

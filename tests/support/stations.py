@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from patience import PATIENCE
 from planted import FakeForward, backend
 
 from attnbench.backends.reference import BACKEND as REFERENCE
@@ -67,7 +68,7 @@ def runs(pid: int) -> bool:
     return state not in "ZX"
 
 
-def wait_until(is_so: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(is_so: Callable[[], bool], seconds: float = PATIENCE) -> None:
     deadline = time.perf_counter() + seconds
     while not is_so():
         assert time.perf_counter() < deadline, "waited in vain"
