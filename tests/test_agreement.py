@@ -3,6 +3,7 @@
 import torch
 from dense import dense_attention, dense_gradients, gradient_sizes
 from hypothesis import given, settings
+from needs import needs_avx2
 from problems import Problem, alike, problems
 from torch import Tensor
 
@@ -140,6 +141,7 @@ def test_every_kernel_agrees_with_the_truth_or_refuses() -> None:
     assert_put_to_the_test(compiled=False)
 
 
+@needs_avx2
 def test_compiled_kernels_agree_with_the_truth_or_refuse() -> None:
     """test_flex.py varies what would here compile another program with every example."""
 

@@ -10,6 +10,7 @@ import torch
 from dense import dense_attention, relative_l2
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from needs import needs_avx2
 from problems import Problem, masks
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.profiler import ProfilerActivity, profile
@@ -62,6 +63,7 @@ SPECS = [
 ]
 
 
+@needs_avx2
 def test_more_programs_than_dynamo_keeps_still_run_compiled_and_agree_with_the_truth() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -79,6 +81,7 @@ def test_more_programs_than_dynamo_keeps_still_run_compiled_and_agree_with_the_t
     assert not any(re.fullmatch(r"aten::(bmm|matmul|_softmax)", name) for name in names)  # the eager one's operators
 
 
+@needs_avx2
 def test_where_no_more_may_be_compiled_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(flex, "_PROGRAMS", 1)
@@ -87,6 +90,7 @@ def test_where_no_more_may_be_compiled_it_raises(monkeypatch: pytest.MonkeyPatch
         out_of(spec_of(64, 64, Mask(), heads=2))
 
 
+@needs_avx2
 def test_another_window_length_or_cap_is_the_same_program() -> None:
     torch._dynamo.reset()
     out_of(spec_of(130, 257, Mask(left=7, right=3), softcap=2.0))
@@ -96,11 +100,13 @@ def test_another_window_length_or_cap_is_the_same_program() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
 
 
+@needs_avx2
 def test_tensors_of_any_strides() -> None:
     out, truth = out_of(spec_of(130, 257, Mask()), strided=True)
     assert relative_l2(out, truth) <= 0.01
 
 
+@needs_avx2
 def test_inputs_that_need_gradients_are_served_where_none_are_asked_for() -> None:
     spec = spec_of(64, 64, Mask())
     q, k, v, _ = (x.requires_grad_() for x in Problem(spec, "bhsd", False, 0).tensors())
@@ -162,6 +168,7 @@ def test_fp64_is_not_offered_because_flex_refuses_it() -> None:
         forward.run(forward.prepare(q, k, v, spec))
 
 
+@needs_avx2
 def test_without_a_compiler_it_says_what_to_install() -> None:
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
         assert "g++" in refused_afresh(CPU)

@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 from dense import dense_attention, relative_l2
+from needs import needs_avx2
 from problems import Problem
 from torch.nn.attention.flex_attention import AuxOutput
 
@@ -145,6 +146,7 @@ def test_the_tile_reaches_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch)
     assert seen[0]["kernel_options"] == native.options
 
 
+@needs_avx2
 def test_options_do_not_keep_the_kernel_from_compiling() -> None:
     """What torch makes of them on a CPU is nothing, but tracing and its guards are the same as on a GPU."""
     spec = spec_of(128, 128, Mask())
