@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from stations import wait_until
 from unconforming import Backward, Forward
 
 from attnbench import AttentionSpec, Mask, Plan
@@ -67,11 +67,7 @@ def test_it_is_at_work_until_the_end() -> None:
     with neighbour(CPU):
         (process,) = children() - before
         had = seconds_of(process)
-        for _ in range(200):
-            time.sleep(0.05)
-            if seconds_of(process) > had:
-                break
-        assert seconds_of(process) > had
+        wait_until(lambda: seconds_of(process) > had)
     assert children() <= before
 
 
@@ -84,11 +80,7 @@ def test_it_ends_with_whoever_asked_for_it() -> None:
         assert fields_of(process) is not None
         asking.send_signal(signal.SIGKILL)
         asking.wait()
-    for _ in range(200):
-        if fields_of(process) is None:
-            return
-        time.sleep(0.05)
-    pytest.fail("it is at work for nobody")
+    wait_until(lambda: fields_of(process) is None)
 
 
 def test_why_there_is_none_is_said_and_none_is_left() -> None:

@@ -202,7 +202,7 @@ def test_a_hang_ends_in_time_with_all_that_it_started(worker, notes):
 def test_children_of_a_process_that_was_killed_do_not_hide_it_or_outlive_it(worker, notes, name):
     asked(worker, "fine")
     before = len(noted(notes))
-    found = lost(worker, name, seconds=20.0)
+    found = lost(worker, name)
     assert (found.status, found.died) == ("crashed", True)
     assert "was killed by SIGKILL" in found.reason
     (child,) = noted(notes)[before:]

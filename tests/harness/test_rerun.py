@@ -63,9 +63,9 @@ def test_the_time_is_kept_and_nothing_goes_on_behind_it(plugged):
         assert rerun.measured(compare_results(base, base, Terms()), base) == {}
     assert any("BASE was not measured again: the time is over" in line for line in said)
     assert any("not measured again: 1 rows of 1 cases" in line for line in said)
-    before = mark.read_text()
+    before = mark.exists() and mark.read_text()  # a busy machine may not have come to writing it
     time.sleep(0.3)
-    assert mark.read_text() == before
+    assert (mark.exists() and mark.read_text()) == before
 
 
 def test_slower_rows_are_asked_first_then_the_largest_ratio():

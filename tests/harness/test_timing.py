@@ -40,10 +40,11 @@ def clocked(monkeypatch):
 
 
 def test_samples_are_milliseconds_of_the_call():
-    taken = timer(visit=0.4).take(lambda: time.sleep(0.004))
-    assert len(taken.device_ms) >= 2
+    start = time.perf_counter()
+    taken = timer(visit=0.1).take(lambda: time.sleep(0.004))
+    took = time.perf_counter() - start
     assert all(sample >= 4 for sample in taken.device_ms)
-    assert min(taken.device_ms) < 40
+    assert 4 <= sum(taken.device_ms) <= took * 1e3
     assert taken.host_ms == taken.device_ms
     assert taken.late_ms == 0
 

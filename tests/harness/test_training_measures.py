@@ -58,18 +58,20 @@ def test_the_share_is_the_time_that_attention_takes() -> None:
     core = _slow_attention(0.02, 0.06)
     share = share_of_attention([_step(core, 0.08)] * 2, [core], CPU, compiled=False)
     assert share.steps == 2
-    assert 0.35 < share.share < 0.65
-    assert 1.5 < share.backward_ms / share.forward_ms < 6
+    # Sleeps take as long as they say or longer, and none of the three is counted as another.
+    assert share.forward_ms >= 20
+    assert share.backward_ms >= 60
+    assert share.busy_ms - share.forward_ms - share.backward_ms >= 80
+    assert share.share == pytest.approx((share.forward_ms + share.backward_ms) / share.busy_ms)
     assert not core._forward_hooks
     assert not core._backward_hooks
 
 
 def test_a_recomputed_forward_counts_as_forward_and_only_once() -> None:
     core = _slow_attention(0.03, 0.0)
-    plain = share_of_attention([_step(core, 0.0)], [core], CPU, compiled=False)
-    again = share_of_attention([_step(core, 0.0, checkpointed=True)], [core], CPU, compiled=False)
-    assert 1.5 < again.forward_ms / plain.forward_ms < 3
-    assert again.backward_ms < plain.forward_ms / 2
+    share = share_of_attention([_step(core, 0.03, checkpointed=True)], [core], CPU, compiled=False)
+    assert share.forward_ms >= 60
+    assert share.busy_ms - share.forward_ms - share.backward_ms >= 30
 
 
 def test_a_recomputation_that_ends_inside_attention_closes_its_range() -> None:
@@ -163,16 +165,17 @@ def test_watched_steps_and_the_warm_up_are_not_timed(tmp_path: Path) -> None:
     assert 0 < history.attention.share < 1
 
 
-def test_the_clock_times_the_step_and_not_what_lies_between() -> None:
+def test_the_clock_times_the_step_and_not_what_lies_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     clock = StepClock(CPU)
     for step, seconds in enumerate((0.05, 0.01)):
         clock.start()
-        time.sleep(seconds)
+        now[0] += seconds
         clock.stop(step, torch.tensor([1.0 + step, 2.0]))
-        time.sleep(0.05)
+        now[0] += 0.05
     first, second = clock.ended()
-    assert first.ms >= 50
-    assert 10 <= second.ms < first.ms
+    assert (first.ms, second.ms) == pytest.approx((50, 10))
     assert [(each.step, each.loss, each.grad_norm) for each in (first, second)] == [(0, 1.0, 2.0), (1, 2.0, 2.0)]
     assert clock.ended(all=True) == []
 

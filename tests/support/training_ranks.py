@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import torch
+from patience import PATIENCE
 from small_training import build_small, small
 
 from attnbench.harness.training.history import History
@@ -14,11 +15,10 @@ from attnbench.harness.training.loop import Conduct, train
 from attnbench.harness.training.parallel import joined
 
 EVERY = 3  # steps between checkpoints
-PATIENCE = 100  # seconds, of which a rank takes some six: one that hangs says where
 
 
 def main(folder: Path, settings: dict, pause: float) -> None:
-    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    faulthandler.dump_traceback_later(PATIENCE / 2, exit=True)  # one that hangs says where, before it is ended
     torch.set_num_threads(1)
     with joined("cpu") as ranks:
 
