@@ -25,6 +25,7 @@ from attnbench.errors import InputError
 from attnbench.fp8 import Quantised, Recipe, quantise
 from attnbench.kernel import ForwardKernel, Saved
 from attnbench.registry import Registry
+from examples import every_pair, examples
 
 pytest.importorskip("triton")
 WIDE, NARROW = KERNELS
@@ -36,7 +37,7 @@ ALLOWED = {"triton:fp8": 0.01, "triton:fp8-all": 0.06}
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-@settings(max_examples=20, phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.target])  # seconds each
+@settings(max_examples=examples(8, 40), phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.target])
 @given(
     problem=problems(dtypes=("bf16", "fp16", "fp32")),
     granularities=st.tuples(*[st.sampled_from(GRANULARITIES)] * 3),
@@ -54,16 +55,13 @@ def test_any_small_problem_agrees_with_fp64_on_its_operands(
     assert torch.equal(grad_out, kept)
 
 
-@pytest.mark.parametrize(("seqlen_q", "seqlen_kv", "mask"), LONG, ids=str)
-@pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
-def test_blocks_are_skipped_and_masked_as_the_mask_says(
-    narrow: bool, seqlen_q: int, seqlen_kv: int, mask: Mask
-) -> None:
+@pytest.mark.parametrize(("problem", "kernel"), every_pair(LONG, KERNELS))
+def test_blocks_are_skipped_and_masked_as_the_mask_says(problem: tuple[int, int, Mask], kernel: TritonBackward) -> None:
+    seqlen_q, seqlen_kv, mask = problem
     spec, (q, k, v, grad_out) = make(seqlen_q, seqlen_kv, mask=mask)
     tiles = Tiles(Tile(32, 64, 4, 2), Tile(64, 32, 4, 2))
-    kernel = TritonBackward("triton:fp8", narrow=narrow, declared_error=0.1, tiles=tiles)
-    given_ = saved(spec, q, k, v, (Recipe("head"),) * 3)
-    check(kernel, given_, grad_out, ALLOWED["triton:fp8-all" if narrow else "triton:fp8"])
+    tiled = TritonBackward(kernel.name, narrow=kernel.narrow, declared_error=0.1, tiles=tiles)
+    check(tiled, saved(spec, q, k, v, (Recipe("head"),) * 3), grad_out, ALLOWED[kernel.name])
 
 
 @pytest.mark.parametrize("tile", [(128, 128), (128, 32), (32, 128), (64, 64)], ids=str)
@@ -158,7 +156,7 @@ def test_after_our_own_forward_few_keys_leave_dq_as_exact_as_many() -> None:
     forward = TritonForward("fp8")
     for seqlen_kv in (1, 2, 3, 5, 8):
         errors = []
-        for seed in range(6):
+        for seed in range(examples(2, 6)):
             spec, tensors = make(1, seqlen_kv, heads=1, head_dim=64)
             generator = torch.Generator().manual_seed(seed)
             q, k, v, grad_out = (torch.randn(x.shape, generator=generator).to(torch.bfloat16) for x in tensors)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from attnbench.mask import Mask
 from attnbench.registry import Registry
 from attnbench.spec import GRANULARITIES, AttentionSpec
 from attnbench.testing import check_backend
+from examples import every_pair, examples
 
 pytest.importorskip("triton")
 if not interpreted():
@@ -82,7 +82,7 @@ def tensors(spec: AttentionSpec, seed: int = 0) -> list[torch.Tensor]:
 
 
 @given(problems(("bf16", "fp16", "fp32")), st.sampled_from(NAMES), st.sampled_from(TILES))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(12, 60), deadline=None)
 def test_it_computes_exact_attention_on_what_it_quantised(problem: Problem, name: str, tile: Tile) -> None:
     kernel, spec = forward(name, tile), problem.spec
     assume(name not in (WIDE, ONE_PASS) or spec.dtype != "fp32")
@@ -96,24 +96,21 @@ def test_it_computes_exact_attention_on_what_it_quantised(problem: Problem, name
     assert all(torch.equal(x, old) for x, old in zip((q, k, v), before, strict=True))
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8-token", WIDE, ONE_PASS])
 @pytest.mark.parametrize(
-    ("lengths", "mask"),
-    list(
-        itertools.product(
-            [(130, 333), (333, 130), (1, 300), (200, 256)],
-            [
-                Mask(),
-                Mask(right=0),
-                Mask(right=0, alignment="bottom-right"),
-                Mask(left=150, right=11, alignment="bottom-right"),
-                Mask(left=40),
-                Mask(left=0, right=0),
-                Mask(right=140),
-            ],
-        )
+    ("name", "mask", "lengths"),
+    every_pair(
+        ["fp8", "fp8-token", WIDE, ONE_PASS],
+        [
+            Mask(),
+            Mask(right=0),
+            Mask(right=0, alignment="bottom-right"),
+            Mask(left=150, right=11, alignment="bottom-right"),
+            Mask(left=40),
+            Mask(left=0, right=0),
+            Mask(right=140),
+        ],
+        [(130, 333), (333, 130), (1, 300), (200, 256)],
     ),
-    ids=str,
 )
 def test_blocks_of_keys_are_skipped_masked_and_whole(name: str, lengths: tuple[int, int], mask: Mask) -> None:
     spec = AttentionSpec.make(
@@ -128,7 +125,7 @@ def test_blocks_of_keys_are_skipped_masked_and_whole(name: str, lengths: tuple[i
 @pytest.mark.parametrize("tma", [True, False])
 def test_head_dimensions(head_dim: int, head_dim_v: int, tma: bool) -> None:
     spec = AttentionSpec.make(
-        batch=2, heads=4, kv_heads=2, seqlen_q=33, seqlen_kv=50, head_dim=head_dim, head_dim_v=head_dim_v,
+        batch=1, heads=2, kv_heads=1, seqlen_q=33, seqlen_kv=50, head_dim=head_dim, head_dim_v=head_dim_v,
         mask=Mask(right=0, alignment="bottom-right"), softcap=5.0,
     )  # fmt: skip
     kernel = backend.TritonForward("fp8", Tile(32, 32, 4, 2, tma=tma))
@@ -153,7 +150,7 @@ def test_any_scale(scale: float, softcap: float) -> None:
     st.sampled_from(GRANULARITIES), st.sampled_from([1, 2]), st.sampled_from([64, 24]), st.sampled_from(TILES),
     st.sampled_from(["bhsd", "bshd", "sbhd"]), st.integers(0, 2**31),
 )  # fmt: skip
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10, 50), deadline=None)
 def test_descales_of_any_size_are_used(
     granularity: str, kv_heads: int, head_dim: int, tile: Tile, layout: str, seed: int
 ) -> None:

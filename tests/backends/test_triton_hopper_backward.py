@@ -27,6 +27,7 @@ from torch import Tensor
 from attnbench import AttentionSpec, Mask
 from attnbench.fp8 import Recipe
 from attnbench.kernel import Saved, gradient_dtype
+from examples import every_pair, examples
 
 pytest.importorskip("triton", minversion="3.6")
 
@@ -103,7 +104,9 @@ def specs(draw: st.DrawFn) -> AttentionSpec:
 
 
 @needs_interpreter
-@settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.target])
+@settings(
+    max_examples=examples(10, 60), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.target]
+)
 @given(
     spec=specs(),
     recipe=st.builds(Recipe, st.sampled_from(["head", "tensor"]), rotation=st.sampled_from(["none", "hadamard"])),
@@ -130,11 +133,9 @@ def test_any_small_problem_agrees_with_fp64_on_its_operands(
 
 
 @needs_interpreter
-@any_way
-@pytest.mark.parametrize(("seqlen_q", "seqlen_kv", "mask"), LONG, ids=str)
-def test_blocks_are_skipped_and_masked_as_the_mask_says(
-    seqlen_q: int, seqlen_kv: int, mask: Mask, how: dict[str, bool]
-) -> None:
+@pytest.mark.parametrize(("problem", "way"), every_pair(LONG, list(WAYS)))
+def test_blocks_are_skipped_and_masked_as_the_mask_says(problem: tuple[int, int, Mask], way: str) -> None:
+    (seqlen_q, seqlen_kv, mask), how = problem, WAYS[way]
     spec, (q, k, v, grad_out) = make(seqlen_q, seqlen_kv, mask=mask, head_dim=64)
     given_ = saved(spec, q, k, v, (HEAD,) * 3)
     check_on_hopper(given_, grad_out, kernel(**how))

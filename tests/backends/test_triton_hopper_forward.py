@@ -21,6 +21,7 @@ from attnbench.fp8 import Quantised, Recipe, quantise
 from attnbench.kernel import Operands, Result
 from attnbench.mask import Mask
 from attnbench.spec import AttentionSpec
+from examples import examples
 
 pytest.importorskip("triton", minversion="3.6")
 if not interpreted():
@@ -104,7 +105,7 @@ MASKS = st.sampled_from(
     ),
     late=st.booleans(),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10, 50), deadline=None)
 def test_it_computes_exact_attention_on_what_was_quantised(
     spec: AttentionSpec, kernel: TritonForward, late: bool
 ) -> None:
