@@ -22,6 +22,7 @@ from attnbench.harness.rows import passed_over
 from attnbench.harness.store import MEASUREMENTS, Store
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
+from examples import examples
 
 CPU = torch.device("cpu")
 LAB = laboratory()
@@ -181,7 +182,7 @@ def _processes(mark: str) -> list[int]:
     return found
 
 
-def test_a_sweep_killed_at_20_random_moments_has_the_rows_of_an_undisturbed_one(tmp_path):
+def test_a_sweep_killed_at_random_moments_has_the_rows_of_an_undisturbed_one(tmp_path):
     def start(folder, mark="undisturbed"):
         return subprocess.Popen([sys.executable, "-c", SWEEP, str(folder)], env={**os.environ, "ATTNBENCH_MARK": mark})
 
@@ -192,7 +193,7 @@ def test_a_sweep_killed_at_20_random_moments_has_the_rows_of_an_undisturbed_one(
     assert len(set(expected)) == len(expected) > 20
 
     moments, folder = random.Random(3), tmp_path / "killed"
-    for kill in range(20):
+    for kill in range(examples(5, 20)):
         mark = f"{tmp_path}-{kill}"
         process = start(folder, mark)
         time.sleep(moments.uniform(0.3, 1.0) * takes)
@@ -202,7 +203,7 @@ def test_a_sweep_killed_at_20_random_moments_has_the_rows_of_an_undisturbed_one(
         while _processes(mark):
             assert time.perf_counter() < deadline, "a worker outlived its sweep"
             time.sleep(0.02)
-        if kill % 4 == 0 and (folder / MEASUREMENTS).exists():
+        if kill % 2 == 0 and (folder / MEASUREMENTS).exists():
             with (folder / MEASUREMENTS).open("ab") as file:
                 file.write(b'{"schema":"attnbench.mea')  # the worst that a kill inside a write can leave
     assert start(folder).wait() == 0
