@@ -12,9 +12,10 @@ from attnbench.devices import describe
 from attnbench.dtypes import TO_TORCH
 from attnbench.plan import backend_of
 from attnbench.registry import registry
+from examples import examples
 
 CPU = torch.device("cpu")
-EXAMPLES = 220
+EXAMPLES = examples(110, 440)
 LSE_EPS = {
     "fp64": 0.0,
     "fp32": 1e-7,

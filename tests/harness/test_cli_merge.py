@@ -1,11 +1,10 @@
-"""``attnbench merge`` as a person meets it: real processes, what they print and what they leave."""
+"""``attnbench merge`` as a person meets it: what it prints and what it leaves."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from datetime import datetime, timezone
 
+import command_line
 import pytest
 
 from attnbench.environment import Environment
@@ -24,11 +23,8 @@ HERE = Environment(
 STEERS = "\x1b[31mLinux"  # what would colour a terminal
 
 
-def attnbench(*arguments, code=0):
-    done = subprocess.run(
-        [sys.executable, "-m", "attnbench", *map(str, arguments)],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+def attnbench(*arguments, code=0, run=command_line.attnbench):
+    done = run(*map(str, arguments))
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     return done
@@ -55,7 +51,7 @@ def run(tmp_path):
 
 
 def test_json_says_what_was_joined(run, tmp_path):
-    done = attnbench("merge", tmp_path / "out", run, "--format", "json")
+    done = attnbench("merge", tmp_path / "out", run, "--format", "json", run=command_line.process)
     rows = list(read_measurements(tmp_path / "out" / MEASUREMENTS))
     assert [each.case for each in rows] == ["case 0", "case 1", "case 2", "case 3"]
     said = json.loads(done.stdout)

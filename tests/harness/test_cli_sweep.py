@@ -1,10 +1,9 @@
 """``attnbench sweep`` end to end on the installed backends."""
 
 import json
-import subprocess
-import sys
 from typing import get_args
 
+import command_line
 import pytest
 
 from attnbench.cli.sweep import SweepDtype
@@ -15,11 +14,8 @@ from attnbench.table import Table
 TINY = "- {batch: 1, heads: 2, seqlen_q: 128, head_dim: 128, direction: [forward, training]}\n"
 
 
-def attnbench(*arguments, code=0):
-    done = subprocess.run(
-        [sys.executable, "-m", "attnbench", "sweep", "--device", "cpu", *map(str, arguments)],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+def attnbench(*arguments, code=0, run=command_line.attnbench):
+    done = run("sweep", "--device", "cpu", *map(str, arguments))
     assert done.returncode == code, done.stderr
     return done
 
@@ -37,7 +33,8 @@ def test_the_types_are_those_of_the_harness():
 
 def test_json_is_the_records_and_nothing_else_and_the_table_is_kept(tiny, tmp_path):
     names = "emulated,reference,sdpa-flash,sdpa-cudnn"
-    done = attnbench("--preset", tiny, "--backends", names, "--format", "json", "--out", tmp_path / "out")
+    asked = "--preset", tiny, "--backends", names, "--format", "json", "--out", tmp_path / "out"
+    done = attnbench(*asked, run=command_line.process)
     rows = [Measurement.model_validate_json(json.dumps(each)) for each in json.loads(done.stdout)]
     assert (tmp_path / "out" / "measurements.jsonl").read_text() == "".join(row.to_line() + "\n" for row in rows)
     status = {str(row.plan): row.status for row in rows if not row.spec.training}
@@ -57,9 +54,7 @@ def test_json_is_the_records_and_nothing_else_and_the_table_is_kept(tiny, tmp_pa
 
     misuse = attnbench("--preset", tiny, "--out", tmp_path / "out", code=2)
     assert "--resume" in misuse.stderr
-    again = attnbench(
-        "--preset", tiny, "--backends", names, "--format", "json", "--out", tmp_path / "out", "--resume", "--verbose"
-    )
+    again = attnbench(*asked, "--resume", "--verbose")
     assert json.loads(again.stdout) == json.loads(done.stdout)
     assert again.stderr.count("there already") == len(rows)
 

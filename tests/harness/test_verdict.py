@@ -27,6 +27,7 @@ from attnbench.mask import Mask
 from attnbench.plan import Plan
 from attnbench.registry import registry
 from attnbench.spec import AttentionSpec
+from examples import examples
 
 CPU = torch.device("cpu")
 FP8 = Plan("emulated:fp8-token")
@@ -342,7 +343,7 @@ def _long(kernel: str) -> tuple[Plan, AttentionSpec]:
 
 
 @given(cases())
-@settings(max_examples=80)
+@settings(max_examples=examples(25, 80))
 @example(_long("emulated:fp8"))
 @example((Plan("emulated:fp8-acc13"), AttentionSpec.make(batch=1, heads=2, seqlen_q=70, head_dim=64)))
 def test_an_honest_kernel_is_accused_of_nothing_but_its_error(case):
