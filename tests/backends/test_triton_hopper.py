@@ -36,7 +36,6 @@ from attnbench.backends.triton.tiles import ONE_PASS, TILES, Tile, TileKey
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=70, head_dim=64, mask=Mask(right=0))
 TILE = Tile(128, 128, 4, 3, interleaved=True, hopper=True)
-MASKS: tuple[Literal["none", "causal"], ...] = ("none", "causal")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 # Compiles kernels for sm_90, as json on stdin says, and prints what came of each.
@@ -154,15 +153,21 @@ def _kernel(head_dim: int, tile: Tile, bits: int = 8, **more: object) -> tuple[i
     return head_dim, tile.block_n, bits, even, constants | more
 
 
-def test_the_matrix_products_stay_asynchronous_and_nothing_spills(tmp_path: Path) -> None:
-    wide = TILES[TileKey((9, 0), 128, "none", False)]
-    kernels = (
-        _kernel(128, wide),
-        _kernel(128, wide, left=True, right=True),
-        _kernel(64, TILE, right=True, full_width=False),
-        _kernel(128, ONE_PASS[128, True], 16),
-        _kernel(128, ONE_PASS[128, False], 16, left=True, right=True),
-    )
+WIDE = TILES[TileKey((9, 0), 128, "none", False)]
+KERNELS = (
+    _kernel(128, WIDE, left=True, right=True),
+    _kernel(64, TILE, right=True, full_width=False),
+    _kernel(128, ONE_PASS[128, False], 16, left=True, right=True),
+)
+UNMASKED = _kernel(128, WIDE), _kernel(128, ONE_PASS[128, True], 16)
+
+
+@pytest.mark.parametrize(
+    "kernels", [KERNELS, pytest.param(UNMASKED, marks=pytest.mark.exhaustive)], ids=["masked", "unmasked"]
+)
+def test_the_matrix_products_stay_asynchronous_and_nothing_spills(
+    kernels: tuple[tuple[int, int, int, int, dict[str, object]], ...], tmp_path: Path
+) -> None:
     for found, (head_dim, block_n, bits, _, _) in zip(_compiled(tmp_path, *kernels), kernels, strict=True):
         assert "C75" not in found["said"], found["said"]  # wgmma that ptxas waits for one by one
         assert " 0 bytes spill stores, 0 bytes spill loads" in found["said"]
@@ -176,9 +181,13 @@ def test_the_matrix_products_stay_asynchronous_and_nothing_spills(tmp_path: Path
         assert len(re.findall(r"PRMT", found["code"])) <= (8 if bits == 8 else 80), "bytes of P change their places"
 
 
-def test_wide_heads_compile(tmp_path: Path) -> None:
-    kernels = [_kernel(256, TILES[TileKey((9, 0), 256, mask, False)], right=mask == "causal") for mask in MASKS]
-    kernels += [_kernel(256, ONE_PASS[256, mask == "none"], 16, right=mask == "causal") for mask in MASKS]
+@pytest.mark.parametrize("mask", [pytest.param("none", marks=pytest.mark.exhaustive), "causal"])
+def test_wide_heads_compile(mask: Literal["none", "causal"], tmp_path: Path) -> None:
+    causal = mask == "causal"
+    kernels = (
+        _kernel(256, TILES[TileKey((9, 0), 256, mask, False)], right=causal),
+        _kernel(256, ONE_PASS[256, not causal], 16, right=causal),
+    )
     for found in _compiled(tmp_path, *kernels):
         assert "C75" not in found["said"], found["said"]
         assert int(found["shared"]) <= SHARED_MEMORY

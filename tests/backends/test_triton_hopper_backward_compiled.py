@@ -108,25 +108,35 @@ def _check_rings(ttgir: str, numbers: int) -> None:
             assert len(re.findall(r"\bi32\b", carried[: carried.rindex(":")])) == numbers
 
 
-def test_the_matrix_products_stay_asynchronous_and_nothing_spills(tmp_path: Path) -> None:
+# Each kernel in each way of summing, both head dimensions, with and without masks and a rotation.
+KERNELS = (
+    _kernel("keys", 128, Ring(64, 3), right=True, rotated=True, group=4),
+    _kernel("queries", 64, Ring(64, 4)),
+    _kernel("keys", 64, Ring(64, 4), True, right=True, left=True, group=4),
+    _kernel("queries", 128, Ring(64, 4), True, right=True, rotated=True),
+    _kernel("all", 128, Ring(64, 2), right=True, rotated=True, group=4),
+    _kernel("all", 64, Ring(64, 2), left=True, right=True, ragged=True, rotated=True),
+)
+OTHERS = (
+    _kernel("keys", 128, Ring(64, 4)),
+    _kernel("keys", 64, Ring(64, 4), right=True, left=True),
+    _kernel("queries", 128, Ring(64, 6), left=True, right=True, ragged=True, rotated=True),
+    _kernel("keys", 128, Ring(64, 5), True, rotated=True),
+    _kernel("keys", 128, Ring(64, 4), True, right=True, rotated=True),
+    _kernel("queries", 128, Ring(64, 6), True, rotated=True),
+    _kernel("queries", 64, Ring(64, 4), True, left=True, right=True, ragged=True),
+    _kernel("all", 128, Ring(64, 2)),
+)
+
+
+@pytest.mark.parametrize(
+    "kernels", [KERNELS, pytest.param(OTHERS, marks=pytest.mark.exhaustive)], ids=["one of each", "others"]
+)
+def test_the_matrix_products_stay_asynchronous_and_nothing_spills(
+    kernels: tuple[tuple[object, ...], ...], tmp_path: Path
+) -> None:
     if not all((TOOLS / name).exists() for name in ("ptxas", "cuobjdump")):
         pytest.skip("this Triton brings no ptxas")
-    kernels = (
-        _kernel("keys", 128, Ring(64, 4)),
-        _kernel("keys", 128, Ring(64, 3), right=True, rotated=True, group=4),
-        _kernel("keys", 64, Ring(64, 4), right=True, left=True),
-        _kernel("queries", 128, Ring(64, 6), left=True, right=True, ragged=True, rotated=True),
-        _kernel("queries", 64, Ring(64, 4)),
-        _kernel("keys", 128, Ring(64, 5), True, rotated=True),
-        _kernel("keys", 64, Ring(64, 4), True, right=True, left=True, group=4),
-        _kernel("keys", 128, Ring(64, 4), True, right=True, rotated=True),
-        _kernel("queries", 128, Ring(64, 6), True, rotated=True),
-        _kernel("queries", 128, Ring(64, 4), True, right=True, rotated=True),
-        _kernel("queries", 64, Ring(64, 4), True, left=True, right=True, ragged=True),
-        _kernel("all", 128, Ring(64, 2)),
-        _kernel("all", 128, Ring(64, 2), right=True, rotated=True, group=4),
-        _kernel("all", 64, Ring(64, 2), left=True, right=True, ragged=True, rotated=True),
-    )
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE, str(TOOLS)], input=json.dumps(kernels), env=environment | {
