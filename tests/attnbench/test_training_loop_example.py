@@ -56,6 +56,7 @@ def test_a_later_run_repeats_it_by_its_file(narrow):
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+@pytest.mark.exhaustive
 def test_two_ranks_learn_as_one_does(narrow, tmp_path):
     assert losses(*FP8, "--choices", tmp_path / "two.json", ranks=2) == pytest.approx(narrow[0], rel=0.02)
     assert len(choices(tmp_path / "two.json")) == 1

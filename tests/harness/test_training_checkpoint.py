@@ -49,7 +49,10 @@ def _killed(folder: Path, after: int, **settings) -> None:
 
 @pytest.mark.parametrize(
     ("moments", "settings"),
-    [((5, 8), {"optimiser": "adamw"}), ((10,), {"optimiser": "sgd", "policy": "fp32-and-bf16", "lr": 0.1})],
+    [
+        ((5, 8), {"optimiser": "adamw"}),
+        pytest.param((10,), {"optimiser": "sgd", "policy": "fp32-and-bf16", "lr": 0.1}, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_run_killed_again_and_again_has_the_curve_of_one_left_alone(tmp_path: Path, moments, settings) -> None:
     whole = _here(tmp_path / "whole", steps=STEPS, **settings)

@@ -62,7 +62,7 @@ def _alone(folder: Path) -> History:
     return kept[-1]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.exhaustive), "fsdp2"])
 def test_two_ranks_learn_as_one_with_the_doubled_batch_and_resume(tmp_path: Path, kind: str) -> None:
     alone = _alone(tmp_path)
     found = _ranks(tmp_path / kind, 2, parallel=kind, batch=4)

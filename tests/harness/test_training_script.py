@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from patience import PATIENCE
 
 from attnbench.harness.training.rows import TrainingRun, read_runs
@@ -35,6 +36,7 @@ def _rows(out: Path) -> list[TrainingRun]:
     return list(read_runs(out / "learning")) if (out / "learning" / "training.jsonl").exists() else []
 
 
+@pytest.mark.exhaustive
 def test_the_script_goes_on_where_it_was_killed_and_repeats_nothing(tmp_path: Path) -> None:
     out = tmp_path / "out of it"
     killed = _start(out)
