@@ -22,7 +22,7 @@ def home(tmp_path_factory) -> Path:
     command.parent.mkdir()
     command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m attnbench "$@"\n')
     command.chmod(0o755)
-    done = shell(home, "attnbench --install-completion bash")
+    done = shell(home, "attnbench --install-completion bash; exit $?")
     assert done.returncode == 0, done.stderr
     return home
 

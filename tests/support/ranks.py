@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from patience import PATIENCE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,7 +20,6 @@ from attnbench import attention
 RANKS = 2
 KINDS = ("ddp", "ddp compiled", "fsdp2", "fsdp2 compiled")
 PLAN = "emulated:fp8>sdpa-flash:fp32"
-PATIENCE = 300  # seconds; the ranks take some ten on a machine that does nothing else
 
 
 def run_ranks(script: str, arguments: Sequence[Sequence[str]], caches: Path) -> None:
