@@ -72,7 +72,7 @@ def attention(
 
     Raises InputError for what describes no attention, UnknownBackendError, RefusedError
     with reasons and alternatives when a named plan cannot serve, BudgetError when it is
-    measured to exceed a named ``max_error``, NoPlanError when nothing can serve.
+    not known to keep a named ``max_error``, NoPlanError when nothing can serve or keep it.
     """
     if is_compiling():
         return operators.attention(
@@ -143,7 +143,8 @@ def explain(
 ) -> Choice:
     """What ``attention`` would run for the same arguments, with every candidate and why it lost.
 
-    Nothing is computed.  The choice is data (``to_dict``) that prints as a table.  Raises what ``attention`` raises.
+    Nothing is computed.  The choice is data (``to_dict``) that prints as a table of the plans that could run here;
+    ``to_text(all=True)`` has the others too.  Raises what ``attention`` raises.
     """
     check_askable(q, k, v, window)
     q, k, v = as_autocast(q, k, v)

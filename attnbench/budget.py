@@ -9,7 +9,7 @@ from __future__ import annotations
 from .plan import Plan, precision_of
 from .spec import AttentionSpec
 
-__all__ = ["class_bound", "default_budget"]
+__all__ = ["budget_of", "class_bound", "default_budget"]
 
 # A few times the rounding of the type: attention in fp32 lands near 3e-7, in bf16 near 2e-3
 # and 3e-3 backward, in fp16 near 3e-4 (8 times less than bf16, so a kernel that computes in
@@ -33,3 +33,10 @@ def class_bound(plan: Plan, spec: AttentionSpec) -> float:
 def default_budget(spec: AttentionSpec, fp8: bool) -> float:
     """The budget of a caller who names none: the class of the tensors' type, or of FP8 if that was opted into."""
     return _FP8[spec.direction] if fp8 or spec.descale is not None else _BOUNDS[spec.dtype]
+
+
+def budget_of(spec: AttentionSpec, backend: str, fp8: bool, max_error: float | None) -> float | None:
+    """The largest error that a question accepts; None where it names a backend or plan and no error: any."""
+    if max_error is not None:
+        return max_error
+    return default_budget(spec, fp8) if backend == "auto" else None

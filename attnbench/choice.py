@@ -120,7 +120,8 @@ class Choice:
 
     ``asked`` is the backend that was asked for and ``asked_by`` who asked (``argument``,
     ``context``, ``ATTNBENCH_BACKEND`` or ``default``); ``budget`` is the largest error
-    that was accepted; ``basis`` is what the decision rests on: ``measured``, ``predicted``,
+    that was accepted, None where a backend or plan was named and no ``max_error``: its error
+    is then held against nothing; ``basis`` is what the decision rests on: ``measured``, ``predicted``,
     ``nearest``, ``rule``, ``explicit``, or ``frozen`` in the file ``frozen_in``.  ``margin``
     is the lead over the runner-up, None where fewer than two plans have a time; ``trades``
     say what other budgets would choose, the tightest first.  ``hint`` is what the user could
@@ -130,7 +131,7 @@ class Choice:
     spec: AttentionSpec
     device: str
     plan: Plan
-    budget: float
+    budget: float | None
     basis: Literal["measured", "predicted", "nearest", "rule", "explicit", "frozen"]
     candidates: tuple[Candidate, ...]
     asked: str = "auto"
@@ -172,17 +173,17 @@ class Choice:
             "candidates": [each.to_dict() for each in self.ranked],
         }
 
-    def to_text(self) -> str:
-        """The choice and a table of its candidates, for a terminal."""
+    def to_text(self, *, all: bool = False) -> str:
+        """The choice and a table of the plans that could run here, for a terminal; ``all`` adds the others."""
         from .choice_text import choice_text  # attention() imports this module, and prints nothing
 
-        return choice_text(self, "simple")
+        return choice_text(self, "simple", all)
 
-    def to_markdown(self) -> str:
+    def to_markdown(self, *, all: bool = False) -> str:
         """The same for a pull request."""
         from .choice_text import choice_text
 
-        return choice_text(self, "github")
+        return choice_text(self, "github", all)
 
     def __str__(self) -> str:
         return self.to_text()

@@ -92,7 +92,7 @@ class RefusedError(AttnbenchError, RuntimeError):
 
 
 class BudgetError(AttnbenchError, RuntimeError):
-    """A plan that was named explicitly is measured to exceed the error that was named explicitly."""
+    """A plan that was named explicitly exceeds the error that was named explicitly, or is not known to keep it."""
 
 
 class FrozenError(AttnbenchError, RuntimeError):
@@ -100,9 +100,13 @@ class FrozenError(AttnbenchError, RuntimeError):
 
 
 class NoPlanError(AttnbenchError, RuntimeError):
-    """No plan at all can serve the spec; ``reasons`` holds the refusals of every plan."""
+    """No plan can serve the spec, or none within the budget; ``reasons`` says of every plan why.
 
-    def __init__(self, message: str, reasons: Mapping[str, Sequence[str]]) -> None:
+    The message has the first ``shown`` of them, all unless given.
+    """
+
+    def __init__(self, message: str, reasons: Mapping[str, Sequence[str]], shown: int | None = None) -> None:
         self.reasons = {plan: tuple(sentences) for plan, sentences in reasons.items()}
         lines = [f"  {plan}: {'; '.join(sentences)}" for plan, sentences in self.reasons.items()]
-        super().__init__("\n".join([message, *lines]))
+        more = [] if shown is None or shown >= len(lines) else [f"  and {len(lines) - shown} that cannot run here"]
+        super().__init__("\n".join([message, *lines[:shown], *more]))

@@ -21,7 +21,7 @@ import torch
 
 from . import freeze_hook
 from .api import forget_choices
-from .budget import default_budget
+from .budget import budget_of
 from .capabilities import Device
 from .choice import Candidate, Choice
 from .devices import describe
@@ -131,7 +131,7 @@ class Freeze:
             spec=spec,
             device=str(device),
             plan=answer.plan,
-            budget=default_budget(spec, fp8) if max_error is None else max_error,
+            budget=budget_of(spec, backend, fp8, max_error),
             basis="frozen",
             candidates=(Candidate(answer.plan, "chosen", basis="frozen"),),
             asked=backend,

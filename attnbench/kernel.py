@@ -30,6 +30,7 @@ __all__ = [
     "Result",
     "Saved",
     "gradient_dtype",
+    "rounding_error",
 ]
 
 
@@ -112,7 +113,8 @@ class _Kernel(ABC):
     """What both passes share: a name, a row for each kind of device, and the evidence that it ran.
 
     ``name`` is ``backend:precision``; ``rows`` maps a device type (``cpu``, ``cuda``) to its row.
-    ``declared_error`` is the relative L2 error against exact attention that normal inputs stay within.
+    ``declared_error`` is the relative L2 error against exact attention that normal inputs stay within, of
+    out for a forward, of dq, dk and dv for a backward; ``error_on`` says it of one spec.
     ``preference`` orders kernels where nothing was measured, smallest first; None comes last, and
     such a forward is never chosen unmeasured.
     ``evidence`` maps a device type to a regular expression that the name of a profiled
@@ -135,6 +137,13 @@ class _Kernel(ABC):
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """What a row of facts cannot say; asked only when the row allows the spec."""
         return []
+
+    def error_on(self, spec: AttentionSpec, device: Device) -> float:
+        """The error declared for a spec: never below that of rounding to the type that results are returned in.
+
+        Overridden where the error depends on more than the type.
+        """
+        return max(self.declared_error, rounding_error(spec))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}>"
@@ -219,3 +228,12 @@ class Backend:
 def gradient_dtype(spec: AttentionSpec) -> torch.dtype:
     """The dtype of out and of the gradients: the input's own, bf16 where the input is FP8."""
     return TO_TORCH[spec.dtype] if spec.descale is None else torch.bfloat16
+
+
+def rounding_error(spec: AttentionSpec) -> float:
+    """The relative L2 error of rounding exact results to the type that they are returned in.
+
+    Of numbers that are normally distributed it is 0.21 times the type's epsilon (bf16: 0.0017), and up to a
+    quarter of it where they are few; no kernel that returns this type can declare less.
+    """
+    return torch.finfo(gradient_dtype(spec)).eps / 4

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from . import choice_hook
 from .budget import class_bound
 from .execution import Execution
-from .question import Question, decide, settled
+from .question import Question, decide
 from .registry import registry
 
 __all__ = ["Memory", "ask_again", "execution_of"]
@@ -66,9 +66,8 @@ def execution_of(question: Question) -> Execution:
     choice = decide(question)
     known = registry()
     backward = None if choice.plan.backward is None else known.backward(choice.plan.backward)
-    budget = choice.budget
-    if choice.asked != "auto" and settled(question).max_error is None:
-        budget = max(budget, class_bound(choice.plan, choice.spec))  # who names FP8 and no error has accepted FP8's
+    # A plan that was named without an error is held to what its precision must stay within.
+    budget = class_bound(choice.plan, choice.spec) if choice.budget is None else choice.budget
     execution = Execution(choice.spec, known.forward(choice.plan.forward), backward, budget)
     listener = choice_hook.listener
     return execution if listener is None else listener.chosen(question, choice, execution)

@@ -11,7 +11,7 @@ from .cost_model import CostModel
 from .plan import Plan
 from .spec import AttentionSpec
 
-__all__ = ["Ranking", "noise"]
+__all__ = ["Ranking", "noise", "rounded_up"]
 
 _FLOOR, _CEILING = 0.01, 0.03
 _AS_ACCURATE = 1.25  # errors that differ by less are those of one precision on other random numbers
@@ -107,7 +107,7 @@ class Ranking:
             if other.time_ms is not None and other.plan != winner.plan:
                 yield Trade(max_error, other.plan, math.expm1(_gap(other, winner)))
 
-        steps = sorted({_rounded(each) for each in needs.values()})
+        steps = sorted({rounded_up(each) for each in needs.values()})
         within = min(needs.get(winner.plan, 0.0), budget)
         tighter = [trade for step in steps if step < within for trade in under(step)]
         looser, best = [], -self._least_saving(winner)
@@ -152,7 +152,7 @@ def _gap(one: Candidate, other: Candidate) -> float:
     return math.log(first / second) if first and second else math.copysign(math.inf, first - second)
 
 
-def _rounded(needed: float) -> float:
+def rounded_up(needed: float) -> float:
     """The budget with two digits that is not below what is needed."""
     unit = 10.0 ** (math.floor(math.log10(needed)) - 1)
     rounded = float(f"{math.ceil(needed / unit - 1e-9) * unit:.2g}")

@@ -194,6 +194,11 @@ class Registry:
             reasons += refused + ([cannot] if cannot else [])
         return ("refused" if reasons else "ok"), reasons
 
+    def declared_error(self, plan: Plan, spec: AttentionSpec, device: Device) -> float:
+        """The largest error that a kernel of the plan declares for the spec.  Raises UnknownBackendError."""
+        forward = self.forward(plan.forward).error_on(spec, device)
+        return forward if plan.backward is None else max(forward, self.backward(plan.backward).error_on(spec, device))
+
 
 def _load() -> Iterator[Backend]:
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda each: each.name):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .budget import default_budget
+from .budget import class_bound, default_budget
 from .choice import Basis, Candidate
 from .evidence import Evidence
 from .judge import Judge
@@ -142,7 +142,8 @@ def chosen_at(
     spec: AttentionSpec, here: Iterable[Plan], evidence: Evidence, asked: Asked, known: Registry
 ) -> tuple[Candidate, set[Plan]] | None:
     """(what the selector takes of the plans that served here, all that it could have taken), None where it has none."""
-    judge = Judge(evidence, asked.budget(spec), asked.fp8, known)
+    # What was not measured in the class of the spec counts as what it must be to deserve the status ok.
+    judge = Judge(evidence, asked.budget(spec), asked.fp8, known, lambda plan: class_bound(plan, spec))
     eligible = [each for each in map(judge, here) if each.verdict == "eligible"]
     if not eligible:
         return None

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import get_args
 
 import torch
 
 from . import freeze_hook
-from .budget import default_budget
+from .budget import budget_of, default_budget
 from .choice import Candidate, Choice, Verdict
 from .devices import describe
 from .digits import three_digits
-from .errors import BudgetError, NoPlanError, RefusedError
+from .errors import RefusedError
 from .evidence import Evidence
 from .guard_demotion import demoted
 from .judge import Judge
 from .plan import Plan, backend_of
 from .ranking import Ranking
 from .registry import Registry, registry
+from .shortfall import no_plan, over_budget
 from .spec import AttentionSpec
 from .table import Table
 from .user_table import Known, known_tables
@@ -54,7 +56,7 @@ def choose(
     held only against a budget that was named too.
 
     Raises UnknownBackendError, RefusedError (a named plan cannot serve), BudgetError (a
-    named plan exceeds a named budget), NoPlanError (nothing can serve).
+    named plan exceeds a named budget), NoPlanError (nothing can serve, or within the budget).
     """
     frozen = freeze_hook.frozen
     if frozen is not None and table is None and known is None:
@@ -68,7 +70,8 @@ def choose(
     by_kernel = named is not None and ":" in backend
     open_plans = [*(named or ()), *(plan for plan in known.plans(spec) if plan not in (named or ()))]
     evidence = Evidence(spec, tables)
-    judge = Judge(evidence, budget, fp8 or spec.descale is not None, known, tables.dropped)
+    declared = partial(known.declared_error, spec=spec, device=facts)
+    judge = Judge(evidence, budget, fp8 or spec.descale is not None, known, declared, tables.dropped)
 
     def candidate(plan: Plan) -> Candidate:
         status, reasons = known.reasons(plan, spec, facts)
@@ -92,17 +95,14 @@ def choose(
     eligible = [each for each in field if each.verdict == "eligible"]
     if not eligible:
         nearest_first = sorted(field, key=lambda each: get_args(Verdict).index(each.verdict))
-        raise NoPlanError(
-            f"no plan serves {spec} on {facts.name} within the error budget {budget:g}",
-            {str(each.plan): each.reasons for each in nearest_first},
-        )
+        raise no_plan(spec, facts, nearest_first, fp8, max_error)
     ranking = Ranking(spec, judge.preference, evidence.nearest, evidence.model)
     winner = ranking.winner(eligible)
     return Choice(
         spec=spec,
         device=str(device),
         plan=winner.plan,
-        budget=budget,
+        budget=budget_of(spec, backend, fp8, max_error),
         basis="explicit" if named is not None else winner.basis,
         candidates=tuple(_explained(each, winner, named) for each in [*field, *candidates[len(field) :]]),
         asked=backend,
@@ -148,10 +148,8 @@ def _check_named(
         return
     asked = f"{backend} (asked for by {asked_by})"
     if max_error is not None and any(each.verdict in _TIMID for each in field):
-        held = "; ".join(
-            f"{each.plan}: {reason}" for each in field if each.verdict in _TIMID for reason in each.reasons
-        )
-        raise BudgetError(f"{asked} cannot be held to max_error={max_error:g}: {held}")
+        within = [each for each in candidates if each.verdict == "eligible"]
+        raise over_budget(asked, [each for each in field if each.verdict in _TIMID], within, max_error)
     if any(each.verdict in _TIMID for each in field):
         return
     several = len(field) > 1

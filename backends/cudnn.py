@@ -29,7 +29,7 @@ from attnbench.spec import AttentionSpec
 from .cudnn_graphs import Band, Graph, Layout, Question, graph_of, laid_out
 from .cudnn_limits import fp8_backward_refusals, fp8_refusals, refusals
 from .cudnn_scales import descale_of, gradient_bounds, too_long
-from .sdpa import DECLARED_ERROR, aligned, cuda_availability
+from .sdpa import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, aligned, cuda_availability
 
 __all__ = ["BACKEND"]
 
@@ -189,7 +189,7 @@ class CudnnBackward(BackwardKernel):
     def __init__(self, precision: str) -> None:
         self.name = f"cudnn:{precision}"
         self.rows = _row(precision, backward=True)
-        self.declared_error = DECLARED_ERROR[precision]
+        self.declared_error = DECLARED_GRADIENT_ERROR[precision]
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """Those of the forward, and a single query on a single key."""

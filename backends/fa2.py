@@ -25,7 +25,7 @@ from attnbench.spec import AttentionSpec
 
 from .fa3_origins import installed
 from .padding import padded, rounded_up
-from .sdpa import DECLARED_ERROR, aligned, cuda_refusals
+from .sdpa import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, aligned, cuda_refusals
 from .sdpa_flash import Window, flash_window
 
 __all__ = ["BACKEND", "Fa2Backward", "Fa2Forward"]
@@ -118,7 +118,7 @@ class Fa2Backward(BackwardKernel):
     def __init__(self, precision: str) -> None:
         self.name = f"fa2:{precision}"
         self.rows = _row(precision)
-        self.declared_error = DECLARED_ERROR[precision]
+        self.declared_error = DECLARED_GRADIENT_ERROR[precision]
         self.dtype = TO_TORCH[precision]
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:

@@ -22,7 +22,7 @@ from attnbench.spec import AttentionSpec
 from .fa3_operands import Native, dimensions, native, quantise_by_key_head, readable, refuse_spec, window
 from .fa3_origins import availability, chosen, library
 from .padding import padded
-from .sdpa import DECLARED_ERROR
+from .sdpa import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
 
 __all__ = ["BACKEND", "HOPPER", "PROFILED", "Fa3Backward", "Fa3Forward", "fp8_row"]
 
@@ -114,7 +114,7 @@ class Fa3Backward(BackwardKernel):
         self.name = f"fa3:{precision}"
         self.precision = precision
         self.rows = {"cuda": Capabilities(dtypes=(precision,), **HOPPER)}
-        self.declared_error = DECLARED_ERROR[precision]
+        self.declared_error = DECLARED_GRADIENT_ERROR[precision]
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """Those of the forward, and builds without a backward."""

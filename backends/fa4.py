@@ -20,7 +20,7 @@ from attnbench.mask import Mask
 from attnbench.spec import AttentionSpec
 
 from .padding import padded, rounded_up
-from .sdpa import DECLARED_ERROR, aligned, cuda_availability
+from .sdpa import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, aligned, cuda_availability
 
 __all__ = ["BACKEND", "Window", "window_of"]
 
@@ -195,7 +195,7 @@ class Fa4Backward(BackwardKernel):
     def __init__(self, precision: str) -> None:
         self.name = f"fa4:{precision}"
         self.rows = _rows(precision)
-        self.declared_error = DECLARED_ERROR[precision]
+        self.declared_error = DECLARED_GRADIENT_ERROR[precision]
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """Those of the forward."""

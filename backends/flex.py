@@ -32,7 +32,7 @@ from attnbench.spec import AttentionSpec
 
 from .flex_compiler import compiler_reason
 from .flex_tiles import kernel_options
-from .sdpa import DECLARED_ERROR, aligned, availability
+from .sdpa import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, aligned, availability
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import FlexKernelOptions
@@ -244,7 +244,7 @@ class FlexBackward(BackwardKernel):
 
     def __init__(self, precision: str) -> None:
         self.name = f"flex:{precision}"
-        self.declared_error = DECLARED_ERROR[precision]
+        self.declared_error = DECLARED_GRADIENT_ERROR[precision]
         self.follows = (self.name,)
         self.rows = {"cuda": Capabilities(dtypes=(precision,), capability=(8, 0), head_dims=(16, 256, 1))}
 

@@ -12,7 +12,7 @@ from attnbench.capabilities import Capabilities, Device
 from attnbench.kernel import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
 from attnbench.spec import AttentionSpec
 
-from .sdpa import DECLARED_ERROR, aligned, cuda_availability, cuda_refusals
+from .sdpa import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, aligned, cuda_availability, cuda_refusals
 
 __all__ = ["BACKEND"]
 
@@ -97,7 +97,7 @@ class CudnnBackward(BackwardKernel):
     def __init__(self, precision: str) -> None:
         self.name = f"sdpa-cudnn:{precision}"
         self.rows = _rows(precision)
-        self.declared_error = DECLARED_ERROR[precision]
+        self.declared_error = DECLARED_GRADIENT_ERROR[precision]
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """Those of the forward."""

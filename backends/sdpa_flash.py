@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnbench.capabilities import Capabilities, Device
-from attnbench.kernel import Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
+from attnbench.kernel import Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved, rounding_error
 from attnbench.mask import Mask
 from attnbench.spec import AttentionSpec
 
-from .sdpa import DECLARED_ERROR, MAX_SCORES, aligned, availability, cuda_refusals, dense_mask
+from .sdpa import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, MAX_SCORES, aligned, availability, cuda_refusals, dense_mask
 
 __all__ = ["BACKEND", "Window", "flash_window"]
 
@@ -152,7 +152,7 @@ class FlashBackward(BackwardKernel):
     def __init__(self, precision: str) -> None:
         self.name = f"sdpa-flash:{precision}"
         self.rows = _rows(precision)
-        self.declared_error = DECLARED_ERROR[precision]
+        self.declared_error = DECLARED_GRADIENT_ERROR[precision]
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """Those of the forward, and head dimensions whose backward needs more shared memory than small GPUs have."""
@@ -163,10 +163,26 @@ class FlashBackward(BackwardKernel):
             reasons.append(f"has no backward for head_dim {spec.head_dim} on {device.name}")
         return reasons
 
+    def error_on(self, spec: AttentionSpec, device: Device) -> float:
+        """On the CPU more with every tile and head: the operator adds gradients up in the type of the tensors."""
+        declared = super().error_on(spec, device)
+        return declared if device.type == "cuda" else math.hypot(declared, rounding_error(spec) * _roundings(spec))
+
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The operator, on this or another forward's output and log-sum-exp."""
         run = _backward_cuda if grad_out.device.type == "cuda" else _backward_cpu
         return run(saved, grad_out)
+
+
+def _roundings(spec: AttentionSpec) -> float:
+    """How many roundings of a whole gradient those of the CPU's sums come to: half their number, in quadrature.
+
+    dk and dv are rounded after each tile of queries of each head of a group, dq after each tile of keys: tiles as
+    cpu_flash_attention_backward in torch's FlashAttentionKernel.cpp cuts them.
+    """
+    rows = 256 if spec.seqlen_q >= 768 else 64 if spec.seqlen_q >= 192 else 32
+    sums = max(spec.group * -(-spec.seqlen_q // rows), -(-spec.seqlen_kv // 512))
+    return math.sqrt(sums / 2)
 
 
 def _cuda_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor, Window]:

@@ -11,11 +11,13 @@ from attnbench.capabilities import Capabilities, Device
 from attnbench.kernel import Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
 from attnbench.spec import AttentionSpec
 
-from .sdpa import DECLARED_ERROR, MAX_SCORES, availability, dense_mask
+from .sdpa import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, MAX_SCORES, availability, dense_mask
 
 __all__ = ["BACKEND"]
 
 _PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
+# 16-bit tensors are widened to FP32 and results rounded once: 0.0017 was seen in bf16, 0.00021 in fp16.
+_ROUNDED_ONCE = {"bf16": 0.002, "fp16": 0.00025}
 
 
 def _rows(precision: str) -> dict[str, Capabilities]:
@@ -54,7 +56,7 @@ class MathForward(ForwardKernel):
     def __init__(self, precision: str) -> None:
         self.name = f"sdpa-math:{precision}"
         self.rows = _rows(precision)
-        self.declared_error = DECLARED_ERROR[precision]
+        self.declared_error = {**DECLARED_ERROR, **_ROUNDED_ONCE}[precision]
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """The score matrix must fit."""
@@ -84,7 +86,7 @@ class MathBackward(BackwardKernel):
     def __init__(self, precision: str) -> None:
         self.name = f"sdpa-math:{precision}"
         self.rows = _backward_rows(precision)
-        self.declared_error = DECLARED_ERROR[precision]
+        self.declared_error = {**DECLARED_GRADIENT_ERROR, **_ROUNDED_ONCE}[precision]
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """The score matrix must fit."""

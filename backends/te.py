@@ -25,7 +25,7 @@ from attnbench.spec import AttentionSpec
 
 from . import te_library
 from .cudnn_limits import fp8_backward_refusals, fp8_refusals, refusals
-from .sdpa import DECLARED_ERROR, cuda_availability
+from .sdpa import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, cuda_availability
 from .te_history import Histories
 from .te_library import Narrow, bshd, delayed, seqlens_of, widened
 
@@ -149,7 +149,7 @@ class TeBackward(BackwardKernel):
     def __init__(self, precision: str) -> None:
         self.name = f"te:{precision}"
         self.rows = _row(precision, backward=True)
-        self.declared_error = DECLARED_ERROR[precision]
+        self.declared_error = DECLARED_GRADIENT_ERROR[precision]
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """Those of the forward, and a single query on a single key."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from types import MappingProxyType
 
+from attnbench.devices import describe
 from attnbench.plan import Plan
 
 from .accuracy import TensorName
@@ -65,9 +66,6 @@ def measured(
         return passed_over(case, plan, "error", [said], laboratory, prepared.ran, "peak")
     bound = laboratory.bound(plan, case)
     verdict = judge(_evidence(bound, samples, findings))
-    kernels = [laboratory.registry.forward(plan.forward).declared_error]
-    if plan.backward is not None:
-        kernels.append(laboratory.registry.backward(plan.backward).declared_error)
     return Measurement(
         case=case.name,
         spec=case.spec,
@@ -88,7 +86,7 @@ def measured(
         deterministic=findings.deterministic,
         leak=findings.leak,
         bound=bound,
-        declared_error=max(kernels),
+        declared_error=laboratory.registry.declared_error(plan, case.spec, describe(laboratory.device)),
         memory_bytes=findings.memory_bytes,
         retained_bytes=findings.retained_bytes,
         peak_share=share,

@@ -49,11 +49,14 @@ def explain(
         Path | None, typer.Option("--frozen", help="By this file of frozen choices, not by the tables.")
     ] = None,
     device: DeviceOption = "auto",
+    all_plans: Annotated[
+        bool, typer.Option("--all", help="Show the plans that cannot run here too, and why; JSON always has them.")
+    ] = False,
     format: Annotated[Literal["text", "json", "markdown"], typer.Option("--format", help="How to print.")] = "text",
 ) -> None:
     """Say which plan would run for a shape, and why.
 
-    The same choice as attention() would make here, with every other plan and why it lost.
+    The same choice as attention() would make here, with every other plan that could run and why it lost.
     """
     from .. import devices
     from ..context import check_budget, current
@@ -91,7 +94,7 @@ def explain(
     if format == "json":
         print_json(choice.to_dict())
     else:
-        print_text(choice.to_markdown() if format == "markdown" else choice.to_text())
+        print_text(choice.to_markdown(all=all_plans) if format == "markdown" else choice.to_text(all=all_plans))
 
 
 def _sides(window: str | None) -> tuple[int | None, int | None] | None:

@@ -141,11 +141,9 @@ class Subject:
         names: tuple[TensorName, ...] = ("dq", "dk", "dv") if self.backward else ("out", "lse")
         return tuple(name for name in names if name not in self.broken)
 
-    @property
-    def declared(self) -> float:
-        """The error that the plan stands for."""
-        after = 0.0 if self.backward is None else self.backward.declared_error
-        return max(self.forward.declared_error, after)
+    def declared(self, spec: AttentionSpec) -> float:
+        """The error that the plan declares for a spec here."""
+        return self.registry.declared_error(self.plan, spec, self.facts)
 
     def note(self, check: str, said: str) -> None:
         """Something worth saying of a check that passes."""
@@ -240,7 +238,7 @@ class Subject:
         return next(self._wrong(spec, values, truth), None)
 
     def _wrong(self, spec: AttentionSpec, values: Values, truth: Truth) -> Iterator[str]:
-        limit = _STRAY * self.declared
+        limit = _STRAY * self.declared(spec)
         least = min(max(_ROW * limit, _LEAST_ROW), _MOST_ROW)
         for name in self.tensors:
             if name not in values:
