@@ -16,7 +16,6 @@ from .spec import AttentionSpec
 __all__ = ["no_plan", "over_budget"]
 
 
-
 def no_plan(
     spec: AttentionSpec, device: Device, candidates: Sequence[Candidate], fp8: bool, max_error: float | None
 ) -> NoPlanError:
@@ -66,6 +65,6 @@ def _advice(spec: AttentionSpec, budget: float, best: Candidate) -> str:
     alone = rounding_error(spec)
     if not alone > budget:
         return f"Pass {larger}."
-    wider = next((each for each in ("fp32", "fp64") if rounding_error(spec.replace(dtype=each, descale=None)) <= budget), None)
-    instead = "" if wider is None else f", or {wider} tensors"
+    wide = (each for each in ("fp32", "fp64") if rounding_error(spec.replace(dtype=each, descale=None)) <= budget)
+    instead = "".join(f", or {each} tensors" for each in list(wide)[:1])
     return f"Rounding results to {FROM_TORCH[gradient_dtype(spec)]} alone costs {alone:.2g}: pass {larger}{instead}."

@@ -29,7 +29,7 @@ __all__ = [
 # in FP32 or wider.  Seen on normal inputs, on an H200 in bf16 and on a CPU in the others: up to 0.0024 and 0.0035 in
 # bf16, 0.00028 and 0.0004 in fp16, 5e-7 and 7e-7 in fp32 and 4e-15 and 2e-15 in fp64, these two with 8192 keys.
 DECLARED_ERROR = {"fp64": 1e-14, "fp32": 1e-6, "bf16": 0.003, "fp16": 0.0004}
-DECLARED_GRADIENT_ERROR = {"fp64": 1e-14, "fp32": 2e-6, "bf16": 0.004, "fp16": 0.0005}
+DECLARED_GRADIENT_ERROR = {"fp64": 1e-14, "fp32": 1.2e-6, "bf16": 0.004, "fp16": 0.0005}
 MAX_SCORES = 2**31  # elements of a matrix with one entry a (query, key) pair: 4 GiB of bf16, 8 GiB of fp32
 _LARGEST_KEPT = 2**24  # elements of a mask that stays for the next call; a larger one is memory that others want
 _MAX_GRID = 65535  # CUDA's limit for the grid dimensions that batch and heads are spread over

@@ -157,7 +157,7 @@ def _examined(subject: Subject, check: Check, known: set[str], alone: set[str], 
         if said.startswith(_RAISED) and "runs" in failed:
             return skipped(_BECAUSE + "runs")
 
-        small, said = _smallest(check, subject, spec, said)
+        small, said = (spec, said) if check.typical else _smallest(check, subject, spec, said)
         return Finding(plan, check.name, "failed", said, small, check.look)
     notes = "; ".join(subject.notes.get(check.name, []))
     return Finding(plan, check.name, "passed", f"{len(specs)} specs" + (f"; {notes}" if notes else ""))
@@ -188,6 +188,8 @@ def _drawn(subject: Subject, check: Check, count: int) -> list[AttentionSpec]:
         row = subject.row
         dtypes = tuple(each for each in row.dtypes if each in FP8_DTYPES) if row is not None and row.descales else ()
         return subject.specs(check.name, count, dtypes=dtypes) if dtypes else []
+    if check.typical:
+        return subject.typical()[:count]
     if check.mixed:
         return subject.mixed(check.name, count)
     name = _SHARED if count == _FEW and not check.features else check.name

@@ -26,6 +26,7 @@ from .conformance_numbers import (
     aligned,
     complete,
     correct,
+    declared,
     descaled,
     grouped,
     logarithmic,
@@ -45,7 +46,8 @@ class Check:
     ``wrong`` says what is wrong on a spec; ``look`` where a kernel's author should look.
     Specs have ``features`` beyond the plain one, or ``mixed`` ones at random.  ``after``
     names checks without which this one would only fail once more; ``only`` limits it to
-    plans of one direction, ``on`` to a device type.
+    plans of one direction, ``on`` to a device type.  ``typical`` takes plain specs of many
+    numbers instead, one for each type of tensors, which are not made smaller.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Check:
     after: tuple[str, ...] = ()
     only: Literal["forward", "training"] | None = None
     on: str | None = None
+    typical: bool = False
     count: int = 4
 
 
@@ -107,6 +110,13 @@ CHECKS: tuple[Check, ...] = (
         only="training",
         after=("returned", "inputs", "out", "LSE"),
         count=6,
+    ),
+    Check(
+        name="declared error",
+        wrong=declared,
+        look="declared_error, or error_on where it depends on more than the type: a little above what is found here",
+        after=("returned", "inputs", *_PLAIN),
+        typical=True,
     ),
     Check(
         name="LSE",

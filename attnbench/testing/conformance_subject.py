@@ -35,6 +35,7 @@ _ROW, _LEAST_ROW, _MOST_ROW = 4.0, 0.15, 0.8
 _HEAD_DIMS = (5, 8, 16, 24, 32, 40, 64, 80, 96, 128, 192, 256)
 _TRIES = 60
 _LONGEST = {"cpu": 70, "cuda": 200}
+_TYPICAL = {"cpu": 64, "cuda": 512}
 _SHRINKS = 60  # runs that making a failing spec smaller may take
 _ALL = 1e18  # operations of a truth: every head of specs as small as these
 
@@ -206,6 +207,22 @@ class Subject:
             if not self.refusals(spec) and (spec.has_empty_rows == ("empty" in features))
         )
         return list(found)[:count]
+
+    def typical(self) -> list[AttentionSpec]:
+        """For each type of tensors that is served a plain spec of so many numbers that errors hardly stray."""
+        row = self.row or Capabilities(dtypes=())
+        sizes = (64, 128, *_HEAD_DIMS, row.head_dims[0])
+        length = _TYPICAL.get(self.device.type, 64)
+        direction = "forward" if self.backward is None else "training"
+        drawn = [
+            [
+                AttentionSpec.make(batch=2, heads=2, seqlen_q=length, head_dim=size, dtype=dtype, direction=direction)
+                for size in sizes
+            ]
+            for dtype in self._wide
+        ]
+        served = (next((spec for spec in specs if not self.refusals(spec)), None) for specs in drawn)
+        return [spec for spec in served if spec is not None]
 
     def mixed(self, check: str, count: int) -> list[AttentionSpec]:
         """The same with features mixed at random, but for those that are broken."""
