@@ -346,5 +346,5 @@ def test_a_choice_is_data_that_prints_well():
     assert {each.plan for each in choice.candidates} >= set(attnbench.registry.registry().plans(choice.spec))
     for each in choice.candidates:
         assert each.verdict == "chosen" or each.reasons, each
-    for text in (str(choice), choice.to_markdown()):
+    for text in (choice.to_text(all=True), choice.to_markdown(all=True)):
         assert all(str(each.plan) in text for each in choice.candidates)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -101,13 +102,22 @@ def test_explain_hears_the_variable_and_the_option_beats_it(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("format", ["text", "markdown"])
-def test_explain_prints_every_plan(format: str) -> None:
-    run, same = (attnbench("explain", *SHAPE, "--device", "cpu", "--format", each) for each in (format, "json"))
+def test_explain_prints_the_plans_that_could_run_and_counts_the_others(format: str) -> None:
+    ask = ("explain", *SHAPE, "--device", "cpu", "--format")
+    run, every, data = (attnbench(*ask, *each) for each in ([format], [format, "--all"], ["json"]))
     assert run.returncode == 0, run.stderr
-    plans = [each["plan"] for each in json.loads(same.stdout)["candidates"]]
-    assert {"reference:fp32", "sdpa-math:bf16"} <= {*plans}
-    for plan in plans:
-        assert plan in run.stdout
+    found = {each["plan"]: each["verdict"] for each in json.loads(data.stdout)["candidates"]}
+    assert {"reference:fp32", "sdpa-math:bf16", "sdpa-math:fp32", "sdpa-cudnn:bf16"} <= {*found}
+
+    def shown(text: str) -> set[str]:
+        return {plan for plan in found if re.search(rf"^(\| )?{re.escape(plan)} ", text, re.MULTILINE)}
+
+    cannot = {plan for plan, verdict in found.items() if verdict in ("refused", "unavailable")}
+    assert shown(run.stdout) == {*found} - cannot
+    assert shown(every.stdout) == {*found}
+    counts = [list(found.values()).count(verdict) for verdict in ("refused", "unavailable")]
+    assert f"not shown: {counts[0]} refused and {counts[1]} unavailable plans; `attnbench explain --all`" in run.stdout
+    assert "not shown" not in every.stdout
 
 
 def test_doctor_tells_what_is_here_and_ends_with_a_verdict() -> None:

@@ -1,0 +1,111 @@
+"""What kernels declare is what was seen of them: on a GPU in the committed results, here by the conformance suite."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+import torch
+from fakes import FakeForward, fake_backend, fake_registry
+
+from attnbench import AttentionSpec, Plan
+from attnbench.backends.reference import BACKEND as REFERENCE
+from attnbench.capabilities import Capabilities, Device
+from attnbench.errors import UnknownBackendError
+from attnbench.kernel import Operands, Result
+from attnbench.registry import registry
+from attnbench.table import Table
+from attnbench.testing import check_backend, conformance
+from attnbench.testing.conformance_checks import CHECKS
+
+RESULTS = Path(__file__).parents[1] / "results"
+GPU = Device("cuda", "NVIDIA H200", (9, 0))
+MOST = 2.5  # times the largest error that was seen: other shapes, drivers and draws than those of the sweeps
+FOUND = re.compile(r"(\w+) of (\w+) tensors is off by (\S+), (\S+) declared")
+
+
+@cache
+def seen() -> MappingProxyType[Plan, tuple[float, AttentionSpec]]:
+    """Of each plan the largest error on normal inputs in the committed tables, with the spec."""
+    found: dict[Plan, list[tuple[float, str, AttentionSpec]]] = defaultdict(list)
+    for path in sorted(RESULTS.glob("*/*/table.json")):
+        for entry in Table.load(path).entries.values():
+            if entry.usable and "normal" in entry.errors:
+                found[entry.plan].append((entry.errors["normal"], str(entry.spec), entry.spec))
+    return MappingProxyType({plan: (max(each)[0], max(each)[2]) for plan, each in found.items()})
+
+
+def test_the_results_speak_of_every_backend_that_was_measured():
+    assert {plan.forward.partition(":")[0] for plan in seen()} >= {
+        "fa3", "fa4", "cudnn", "te", "flex", "triton", "sage", "flashinfer", "sdpa-flash", "sdpa-cudnn",
+        "sdpa-efficient", "sdpa-math",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", sorted(seen(), key=str), ids=str)
+def test_a_plan_declares_what_the_committed_results_show_and_little_more(plan):
+    error, spec = seen()[plan]
+    declared = registry().declared_error(plan, spec, GPU)
+    assert error <= declared <= MOST * error
+
+
+def reported() -> list[tuple[str, str, str, float]]:
+    """(report, plan, dtype, error) of each error that a committed report has."""
+    found = []
+    for path in sorted(RESULTS.glob("*/conformance/*.md")):
+        plan = ""
+        for line in path.read_text(encoding="utf-8").splitlines():
+            plan = line.removeprefix("## `").removesuffix("`") if line.startswith("## `") else plan
+            found += [(path.name, plan, dtype, float(error)) for _, dtype, error, _ in FOUND.findall(line)]
+    return found
+
+
+def test_no_committed_report_has_an_error_beyond_what_is_declared_today():
+    for report, name, dtype, error in reported():
+        plan = Plan.parse(name)
+        spec = AttentionSpec.make(
+            batch=2, heads=2, seqlen_q=512, head_dim=64, dtype=dtype,
+            direction="forward" if plan.backward is None else "training",
+        )  # fmt: skip
+        try:
+            declared = registry().declared_error(plan, spec, GPU)
+        except UnknownBackendError:
+            continue  # a report of a kernel that is no more
+        assert error <= declared, (report, name)
+
+
+class Declaring(FakeForward):
+    """Exact attention, rounded once to bf16, under another declared error."""
+
+    def __init__(self, declared: float) -> None:
+        super().__init__("mine:bf16", row=Capabilities(dtypes=("bf16",)), declared=declared)
+
+    def prepare(self, q, k, v, spec):
+        return REFERENCE.kernels[0].prepare(q, k, v, spec)
+
+    def run(self, operands: Operands) -> Result:
+        out, lse, _ = REFERENCE.kernels[0].run(operands)
+        noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out.dtype)
+        return Result(out + 0.005 * noise * out.double().std().to(out.dtype), lse.float())
+
+
+@pytest.mark.parametrize(
+    ("promise", "outcome", "says"),
+    [(0.004, "failed", "0.004 declared"), (0.006, "passed", "0.006 declared"), (0.03, "passed", "declare less")],
+)
+def test_conformance_holds_a_kernel_to_what_it_declares_and_says_what_it_could(promise, outcome, says, monkeypatch):
+    only = [check for check in CHECKS if check.name == "declared error"]
+    monkeypatch.setattr(conformance, "CHECKS", tuple(only))
+    known = fake_registry(fake_backend("mine", Declaring(promise)), REFERENCE)
+    report = check_backend("mine", "cpu", known=known, quiet=True)
+    (found,) = report.findings
+    assert found.outcome == outcome
+    assert says in found.said
+    ((name, dtype, error, said),) = FOUND.findall(found.said)
+    assert (name, dtype, float(said)) == ("out", "bf16", promise)
+    assert 0.0045 < float(error) < 0.006
+    assert FOUND.findall(report.to_markdown()) == [(name, dtype, error, said)], "what committed reports are read by"
