@@ -8,7 +8,6 @@ that 128k keys fit in little memory.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -26,6 +25,8 @@ from attnbench.kernel import (
     gradient_dtype,
 )
 from attnbench.spec import DTYPES, GRANULARITIES, AttentionSpec
+
+from .full_fp32 import full_fp32
 
 __all__ = ["BACKEND"]
 
@@ -62,7 +63,7 @@ class ReferenceForward(ForwardKernel):
         all_q, all_k, all_v = operands.tensors(self._wide)
         out = all_q.new_empty(spec.batch, spec.heads, spec.seqlen_q, spec.head_dim_v, dtype=gradient_dtype(spec))
         lse = out.new_empty(out.shape[:3], dtype=self._wide)
-        with _full_fp32():
+        with full_fp32():
             for b, heads, k, v in _groups(spec, all_k, all_v, self._wide):
                 for rows, keys, hidden in _tiles(spec, out.device):
                     q = all_q[b, heads, rows].to(self._wide)
@@ -91,7 +92,7 @@ class ReferenceBackward(BackwardKernel):
         spec = saved.spec
         all_q, all_k, all_v = saved.operands.tensors()
         dq, dk, dv = (torch.empty_like(x) for x in (all_q, all_k, all_v))
-        with _full_fp32():
+        with full_fp32():
             for b, heads, k, v in _groups(spec, all_k, all_v, self._wide):
                 wide_dk, wide_dv = torch.zeros_like(k), torch.zeros_like(v)
                 for rows, keys, hidden in _tiles(spec, grad_out.device):
@@ -161,17 +162,6 @@ def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, spec: AttentionSpec) ->
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
     """exp(scores - lse), 0 in rows that see no key."""
     return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
-
-
-@contextmanager
-def _full_fp32() -> Iterator[None]:
-    """FP32 products in FP32, not in TF32 or bf16, whatever the caller has allowed."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 BACKEND = Backend(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from attnbench.kernel import Backend, BackwardKernel, ForwardKernel, Operands, R
 from attnbench.mask import Mask
 from attnbench.spec import AttentionSpec
 
+from .full_fp32 import full_fp32
 from .sdpa import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, MAX_SCORES, aligned, availability, cuda_refusals, dense_mask
 
 __all__ = ["BACKEND", "Window", "flash_window"]
@@ -132,9 +134,10 @@ class FlashForward(ForwardKernel):
                 lse = lse.masked_fill(lse == math.inf, -math.inf)
             return Result(out.transpose(1, 2), lse)
         q, k, v, mask, empty = operands.native
-        out, lse = torch._scaled_dot_product_flash_attention_for_cpu(  # torch.ops takes 3 µs more
-            q, k, v, 0.0, _cpu_causal(spec), attn_mask=mask, scale=spec.scale
-        )
+        with full_fp32() if spec.dtype == "fp32" else nullcontext():
+            out, lse = torch._scaled_dot_product_flash_attention_for_cpu(  # torch.ops takes 3 µs more
+                q, k, v, 0.0, _cpu_causal(spec), attn_mask=mask, scale=spec.scale
+            )
         if empty is not None:
             lse = lse.masked_fill(empty, -math.inf)
         return Result(out, lse)
@@ -220,9 +223,10 @@ def _backward_cpu(saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tenso
     lse = lse.to(torch.float64 if spec.dtype == "fp64" else torch.float32)
     if spec.has_empty_rows:
         lse = lse.masked_fill(lse == -math.inf, 0.0)  # as the operator's forward has it; infinity would become NaN
-    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *inputs, lse, 0.0, _cpu_causal(spec), attn_mask=_cpu_mask(spec, inputs[1]), scale=spec.scale
-    )
+    with full_fp32() if spec.dtype == "fp32" else nullcontext():
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *inputs, lse, 0.0, _cpu_causal(spec), attn_mask=_cpu_mask(spec, inputs[1]), scale=spec.scale
+        )
     return dq, dk, dv
 
 

@@ -11,6 +11,7 @@ from attnbench.capabilities import Capabilities, Device
 from attnbench.kernel import Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
 from attnbench.spec import AttentionSpec
 
+from .full_fp32 import full_fp32
 from .sdpa import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, MAX_SCORES, availability, dense_mask
 
 __all__ = ["BACKEND"]
@@ -69,7 +70,7 @@ class MathForward(ForwardKernel):
     def run(self, operands: Operands) -> Result:
         """The operator itself, without a graph."""
         q, k, v = operands.tensors()
-        with torch.no_grad():
+        with torch.no_grad(), full_fp32():
             return Result(_attend(q, k, v, operands.native, operands.spec), None)
 
 
@@ -97,9 +98,10 @@ class MathBackward(BackwardKernel):
         spec = saved.spec
         q, k, v = (x.detach().requires_grad_() for x in saved.operands.tensors())
         mask = dense_mask(spec.mask, spec.seqlen_q, spec.seqlen_kv, q.dtype, q.device)
-        with torch.enable_grad():
-            out = _attend(q, k, v, mask, spec)
-        dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad_out)
+        with full_fp32():
+            with torch.enable_grad():
+                out = _attend(q, k, v, mask, spec)
+            dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad_out)
         return dq, dk, dv
 
 

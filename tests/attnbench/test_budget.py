@@ -114,6 +114,36 @@ def test_gradients_that_are_added_up_in_16_bits_declare_more_with_every_sum():
     )
 
 
+@pytest.fixture
+def allowing():
+    """Sets how short the numbers of FP32 products may be, by torch's older call or its newer one."""
+    older, newer = torch.get_float32_matmul_precision(), torch.backends.mkldnn.matmul
+
+    def allow(how: str) -> None:
+        if how == "newer":
+            newer.fp32_precision = "bf16"
+        else:
+            torch.set_float32_matmul_precision(how)
+
+    yield allow
+    torch.set_float32_matmul_precision("medium")  # both at once, so that neither is a mix
+    torch.set_float32_matmul_precision(older)
+
+
+@pytest.mark.parametrize("backend", ["sdpa-flash:fp32", "sdpa-math:fp32", "reference:fp32"])
+@pytest.mark.parametrize("how", ["medium", "newer"])
+def test_no_setting_of_torch_shortens_the_products_that_a_budget_was_declared_for(allowing, backend, how):
+    q, k, v, grad_out = drawn(square("fp32", "training"))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    answers = []
+    for setting in ("highest", how):
+        allowing(setting)
+        out = attention(*leaves, backend=backend)
+        answers.append([out, *torch.autograd.grad(out, leaves, grad_out)])
+        assert torch.backends.mkldnn.matmul.fp32_precision == {"highest": "ieee"}.get(setting, "bf16")
+    assert all(torch.equal(one, other) for one, other in zip(*answers, strict=True))
+
+
 @pytest.mark.parametrize("direction", ["forward", "training"])
 def test_a_budget_that_nothing_keeps_says_what_the_best_plan_reaches(direction):
     spec = square(direction=direction)
