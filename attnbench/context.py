@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -129,5 +131,7 @@ def check_budget(max_error: object) -> None:
     """Raise InputError unless ``max_error`` is None or a positive number."""
     if max_error is None:
         return
-    if isinstance(max_error, bool) or not isinstance(max_error, (int, float)) or not max_error > 0:
-        raise InputError(f"max_error must be a positive relative error such as 0.08, got {max_error!r}")
+    number = isinstance(max_error, (int, float)) and not isinstance(max_error, bool)
+    # An integer may be larger than any float, in which it is compared and printed.
+    if not number or not max_error > 0 or sys.float_info.max < max_error < math.inf:
+        raise InputError(f"max_error must be a positive relative error such as 0.08, got {max_error!r:.60}")

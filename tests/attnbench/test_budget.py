@@ -55,7 +55,7 @@ specs = st.builds(
 budgets = st.floats(-17, -0.5).map(lambda power: 10**power)
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(specs, budgets | st.sampled_from([0.0019, 0.002, 0.0025, 0.003, 0.005, 0.00024, 0.0005]), st.booleans())
 def test_what_runs_is_within_the_budget_or_nothing_runs(spec, budget, fp8):
     q, k, v, grad_out = drawn(spec)
@@ -170,7 +170,7 @@ def test_a_context_and_a_named_plan_are_held_to_it_too():
         asked(square(), max_error=1e-9, backend="reference:fp64")
 
 
-@pytest.mark.parametrize("budget", [0, -0.1, -math.inf, math.nan, True, "0.1", 1e-400])
+@pytest.mark.parametrize("budget", [0, -0.1, -math.inf, math.nan, True, "0.1", 1e-400, 10**400])
 def test_a_budget_that_is_no_positive_number_is_named(budget):
     with pytest.raises(InputError, match="max_error must be a positive relative error"):
         asked(square(), max_error=budget)
