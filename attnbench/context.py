@@ -131,7 +131,10 @@ def check_budget(max_error: object) -> None:
     """Raise InputError unless ``max_error`` is None or a positive number."""
     if max_error is None:
         return
-    number = isinstance(max_error, (int, float)) and not isinstance(max_error, bool)
-    # An integer may be larger than any float, in which it is compared and printed.
-    if not number or not max_error > 0 or sys.float_info.max < max_error < math.inf:
+    if isinstance(max_error, bool) or not isinstance(max_error, (int, float)) or not _positive(max_error):
         raise InputError(f"max_error must be a positive relative error such as 0.08, got {max_error!r:.60}")
+
+
+def _positive(number: float) -> bool:
+    """Whether it is above 0, or infinite; an integer may be beyond all floats, as which it is compared and printed."""
+    return number > 0 and not sys.float_info.max < number < math.inf

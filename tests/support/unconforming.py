@@ -273,6 +273,11 @@ FORWARDS: dict[str, tuple[Callable[[], ForwardKernel], str, str]] = {
         "out",
         "out",
     ),
+    "boasting": (
+        lambda: Changed(lambda _, r: r._replace(out=r.out * 1.006)),
+        "declared error",
+        "0.006, 0.004 declared",
+    ),
     "base 2": (lambda: Changed(lambda _, r: r._replace(lse=r.lse / 0.6931472)), "LSE", "base 2"),
     "empty rows": (lambda: Changed(absent_as_zero), "empty rows", "lse"),
     "restless": (Restless, "repeated calls", "call"),
