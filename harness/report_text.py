@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Literal
 
+from attnbench.printable import printable
+
 __all__ = ["WIDTH", "Style", "error", "heading", "number", "prose", "shown", "size"]
 
 Style = Literal["text", "markdown"]
@@ -30,7 +32,7 @@ def size(count: int) -> str:
 
 def shown(text: str, style: Style) -> str:
     """The text without what would steer a terminal or break Markdown: files and plug-ins write some of it."""
-    safe = "".join(char if char.isprintable() else " " for char in text)
+    safe = printable(text)
     if style == "markdown":
         for char in "\\`*_<>|[]":
             safe = safe.replace(char, f"\\{char}")

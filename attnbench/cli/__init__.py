@@ -14,6 +14,7 @@ import typer
 
 from .. import __version__
 from ..errors import AttnbenchError, AttnbenchWarning
+from ..printable import printable
 from .backends import backends
 from .capture import capture
 from .check import check
@@ -85,7 +86,7 @@ def _run() -> int | str | None:
     except SystemExit as end:  # how typer ends a command, misuse of its options included
         return end.code
     except AttnbenchError as error:
-        print(f"attnbench: {error}", file=sys.stderr)
+        print(_said(error), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -96,5 +97,10 @@ def _formatted(
     others: Callable[..., str], message: Warning | str, category: type[Warning], *place: Any, **line: Any
 ) -> str:
     if issubclass(category, AttnbenchWarning):
-        return f"attnbench: {message}\n"
+        return f"{_said(message)}\n"
     return others(message, category, *place, **line)
+
+
+def _said(message: Exception | str) -> str:
+    """A message of ours, which may repeat what files, paths and plug-ins hold."""
+    return "\n".join(printable(line) for line in f"attnbench: {message}".split("\n"))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 import typer
 
 from ..errors import MisuseError
+from ..printable import printable
 from .output import print_json
 
 if TYPE_CHECKING:
@@ -129,4 +130,4 @@ def _width() -> int:
 
 
 def _say(line: str) -> None:
-    print("".join(char if char.isprintable() else " " for char in line), file=sys.stderr)
+    print(printable(line), file=sys.stderr)
