@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from .errors import AttnbenchError, InputError
 from .printable import brief
-from .printable import brief
 from .registry import registry
 from .spec import DTYPES
 

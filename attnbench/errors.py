@@ -21,6 +21,7 @@ __all__ = [
     "InputError",
     "MalformedFileError",
     "MisuseError",
+    "NewerFileError",
     "NoPlanError",
     "OutputError",
     "RefusedError",
@@ -77,6 +78,10 @@ class MalformedFileError(MisuseError, ValueError):
         self.path, self.line, self.expected = Path(path), line, printable(expected)[:_LONGEST]
         where = f"{path}:{line}" if line is not None else str(path)
         super().__init__(f"{where}: {self.expected}")
+
+
+class NewerFileError(MalformedFileError):
+    """A file that follows a schema of a newer attnbench than this one."""
 
 
 class OutputError(AttnbenchError, OSError):

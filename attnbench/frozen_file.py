@@ -20,7 +20,7 @@ from .printable import printable
 from .spec import AttentionSpec
 from .table_files import locked, read_text, replace_text
 from .table_text import _decoded, _of, _order, _short, _spec, _text
-from .untrusted import schema_fault
+from .untrusted import check_schema
 
 __all__ = ["SCHEMA", "Frozen", "FrozenPlan", "FrozenQuestion", "Stamp", "recording", "stamp_of"]
 
@@ -147,8 +147,7 @@ def _parsed(path: Path, text: str) -> Frozen:
     data = _decoded(path, text)
     if not isinstance(data, dict):
         raise MalformedFileError(path, f'expected an object with "schema": "{SCHEMA}"')
-    if fault := schema_fault(data.get("schema"), SCHEMA):
-        raise MalformedFileError(path, fault)
+    check_schema(path, data.get("schema"), SCHEMA)
     with _expected(path, 'an object with "schema", "devices" and "choices"', None):
         if unknown := data.keys() - {"schema", "devices", "choices"}:
             raise ValueError(f"there is {min(unknown)!r:.60} too")

@@ -12,6 +12,7 @@ from .capabilities import Device
 from .errors import AttnbenchError, UnknownBackendError
 from .kernel import Availability, Backend, BackwardKernel, ForwardKernel
 from .plan import Plan, backend_of, precision_of
+from .printable import brief
 from .spec import AttentionSpec
 
 __all__ = ["ENTRY_POINTS", "Registry", "registry"]
@@ -116,7 +117,7 @@ class Registry:
         names = sorted(known)
         near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}"
-        return UnknownBackendError(f"no {what} is named {name!r}; {hint}")
+        return UnknownBackendError(f"no {what} is named {brief(name)}; {hint}")
 
     def plans(self, spec: AttentionSpec) -> list[Plan]:
         """Every plan worth considering, so that each listed kernel of the direction stands in at least one.

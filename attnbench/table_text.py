@@ -22,7 +22,7 @@ from .plan import Plan
 from .printable import printable
 from .spec import AttentionSpec
 from .table_entry import LONGEST_MS, SHORTEST_MS, STATUSES, Entry
-from .untrusted import schema_fault
+from .untrusted import check_schema
 
 __all__ = ["SCHEMA", "parsed", "written"]
 
@@ -54,8 +54,7 @@ def parsed(path: Path, text: str) -> tuple[Environment, list[Entry]]:
     data = _decoded(path, text)
     if not isinstance(data, dict):
         raise MalformedFileError(path, f'expected an object with "schema": "{SCHEMA}"')
-    if fault := schema_fault(data.get("schema"), SCHEMA):
-        raise MalformedFileError(path, fault)
+    check_schema(path, data.get("schema"), SCHEMA)
     with _expected(path, "an environment"):
         environment = Environment.from_dict(data["environment"])
     with _expected(path, "a list of specs"):

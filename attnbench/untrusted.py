@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from . import __version__
-from .errors import MalformedFileError
+from .errors import MalformedFileError, NewerFileError
 from .printable import brief
 
-__all__ = ["is_newer", "open_regular", "schema_fault"]
+__all__ = ["check_schema", "is_newer", "open_regular"]
 
 _SCHEMA = re.compile(r"(attnbench\.[a-z]{1,20})/([0-9]{1,9})", re.ASCII)
 _RELEASE = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9}){1,3}", re.ASCII)
@@ -37,25 +37,29 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(handle, "rb")
 
 
-def schema_fault(found: object, expected: str) -> str | None:
-    """What is wrong with the schema that a file names, and what to do about it; None where it is ``expected``.
+def check_schema(path: Path, found: object, expected: str, line: int | None = None) -> None:
+    """Raise MalformedFileError unless the schema that a file names is ``expected``; NewerFileError where it is newer.
 
     A schema is written ``attnbench.table/2``: what the file holds, and the version of its form.
     """
     if found == expected:
-        return None
+        return
     said = f'expected "schema": "{expected}"'
     known, given = _SCHEMA.fullmatch(expected), _SCHEMA.fullmatch(found) if isinstance(found, str) else None
     if known is None or given is None:
-        return said if found is None else f"{said}, found {brief(found)}"
+        raise MalformedFileError(path, said if found is None else f"{said}, found {brief(found)}", line)
     if known[1] != given[1]:
-        return f'{said}, found "{found}", which is another kind of file'
-    if int(given[2]) > int(known[2]):
-        return (
-            f'{said}, found "{found}": a newer attnbench wrote this file, and {__version__} cannot read it; '
-            "upgrade attnbench"
+        raise MalformedFileError(path, f'{said}, found "{found}", which is another kind of file', line)
+    if int(given[2]) < int(known[2]):
+        raise MalformedFileError(
+            path, f'{said}, found "{found}": an older attnbench wrote this file; make it again with {__version__}', line
         )
-    return f'{said}, found "{found}": an older attnbench wrote this file; make it again with {__version__}'
+    raise NewerFileError(
+        path,
+        f'{said}, found "{found}": a newer attnbench wrote this file, which {__version__} cannot read; '
+        "upgrade attnbench",
+        line,
+    )
 
 
 def is_newer(version: object) -> bool:

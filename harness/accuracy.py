@@ -54,7 +54,7 @@ LARGEST_TRUTH = {"cpu": 6e9, "cuda": 1e11}
 # Rows and heads much shorter than the others are sums that nearly cancel (the gradients of a query
 # with two keys, one of which has all of its attention): their own length is no measure of an error.
 _LEAST_SHARE = 0.5
-# A finite error beyond it is infinite: nothing is told by its size, and ratios of such numbers leave the range of floats.
+# A finite error beyond it is infinite: its size tells nothing, and ratios of such numbers leave the range of floats.
 LARGEST_ERROR = 1e100
 
 

@@ -36,7 +36,7 @@ from torch import Tensor
 from attnbench.dtypes import TO_TORCH
 from attnbench.errors import InputError, MalformedFileError
 from attnbench.spec import AttentionSpec
-from attnbench.untrusted import open_regular, schema_fault
+from attnbench.untrusted import check_schema, open_regular
 
 from .lines import validation_fault
 
@@ -304,8 +304,7 @@ def _index(path: Path, metadata: Mapping[str, str]) -> CapturedIndex:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise MalformedFileError(path, f"expected JSON under {_METADATA!r} in its metadata") from error
-    if fault := schema_fault(content.get("schema") if isinstance(content, dict) else None, SCHEMA):
-        raise MalformedFileError(path, f"in its metadata, under {_METADATA!r}: {fault}")
+    check_schema(path, content.get("schema") if isinstance(content, dict) else None, SCHEMA)
     try:
         return CapturedIndex.model_validate_json(text)
     except ValidationError as error:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from attnbench import __version__
 from attnbench.errors import MalformedFileError
 from attnbench.printable import brief
-from attnbench.untrusted import is_newer, open_regular, schema_fault
+from attnbench.untrusted import check_schema, is_newer, open_regular
 
 __all__ = ["Form", "read_lines", "validation_fault"]
 
@@ -71,8 +71,7 @@ def _parsed(path: Path, number: int, line: bytes, record: type[_Record], form: F
         raise MalformedFileError(path, f"expected {form.one}, one JSON object a line", number) from error
     if not isinstance(content, dict):
         raise MalformedFileError(path, f'expected "schema": "{form.schema}"', number)
-    if fault := schema_fault(content.get("schema"), form.schema):
-        raise MalformedFileError(path, fault, number)
+    check_schema(path, content.get("schema"), form.schema, number)
     try:
         return record.model_validate_json(line)
     except ValidationError as error:

@@ -172,9 +172,8 @@ class Measurement(BaseModel):
                 raise ValueError("time_ms needs the cost call")
             if any("out" not in errors for errors in self.error.values()):
                 raise ValueError("error needs out in every family")
-            # A kernel that returns no LSE has a floor of it all the same.
-            if unknown := _places(self.detail) - _places(self.error) or self.floor.keys() - self.error.keys():
-                raise ValueError(f"error lacks {brief(min(unknown))}, of which floor or detail tell")
+            if unknown := _places(self.detail) - _places(self.error):
+                raise ValueError(f"detail has {brief(': '.join(min(unknown)))}, which error lacks")
         else:
             names = ("floor", "memory_bytes", "peak_share", "detail", "deterministic", "leak", "host_ms", "first_ms")
             numbers |= {name: getattr(self, name) for name in (*names, "replayed", "retained_bytes", "gpu")}

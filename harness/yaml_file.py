@@ -98,4 +98,4 @@ def scalar(path: Path, node: yaml.Node) -> Any:
         return constructor.construct_object(node)
     except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
-        raise fault(path, node, f"expected a value, {described(node)} is no {brief(kind)}") from error
+        raise fault(path, node, f"expected YAML of plain values, and {described(node)} is no {brief(kind)}") from error

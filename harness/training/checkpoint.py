@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from attnbench.errors import MalformedFileError, MisuseError, OutputError
 from attnbench.printable import brief
-from attnbench.untrusted import schema_fault
+from attnbench.untrusted import check_schema
 
 from .history import History
 from .optimisers import Optimising
@@ -105,8 +105,7 @@ def load(path: Path, state: Mapping[str, Tensor], settings: Mapping[str, Any], r
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
             facts = opened.metadata() or {}
-            if fault := schema_fault(facts.get("schema"), SCHEMA):
-                raise MalformedFileError(file, fault)
+            check_schema(file, facts.get("schema"), SCHEMA)
             if facts.get("world") != str(ranks.world):
                 raise MisuseError(
                     f"{path} was written by {brief(facts.get('world'))} ranks and can be resumed by as many alone"

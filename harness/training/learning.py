@@ -141,6 +141,11 @@ def judged(pairs: Sequence[Pair]) -> Learning:
     """The verdict on the pairs, by ``RULES``, with the sentence that says which rule it was."""
     if not pairs:
         return Learning("inconclusive", "no pair of runs", 0, 0)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # of losses that are not finite
+        return _judged(pairs)
+
+
+def _judged(pairs: Sequence[Pair]) -> Learning:
     steps = min(min(len(pair.candidate.loss), len(pair.baseline.loss)) for pair in pairs)
     counted = (
         sum(len(spikes(pair.candidate.loss)) for pair in pairs),

@@ -83,7 +83,7 @@ def _number(value: object) -> object:
     What is beyond ``LARGEST_ERROR`` counts as infinite, so that sums and squares of the others stay numbers.
     """
     if isinstance(value, (int, float)) and abs(value) > LARGEST_ERROR:
-        return math.copysign(math.inf, value)
+        return math.inf if value > 0 else -math.inf  # of a whole number beyond all floats, too
     return _NUMBERS.get(value, value) if isinstance(value, str) else value
 
 
