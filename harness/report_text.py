@@ -9,20 +9,28 @@ from typing import Literal
 
 from attnbench.printable import printable
 
-__all__ = ["WIDTH", "Style", "error", "heading", "number", "prose", "shown", "size"]
+__all__ = ["WIDTH", "Style", "change", "error", "heading", "number", "prose", "shown", "size"]
 
 Style = Literal["text", "markdown"]
 WIDTH = 100
+_TENFOLD = 9.0
 
 
 def number(value: float) -> str:
     """Three digits, and no exponent up to a million."""
+    if not math.isfinite(value):
+        return "not finite"
     return f"{value:.0f}" if 1000 <= value < 1e6 else f"{value:.3g}"
 
 
 def error(value: float) -> str:
     """A relative L2 in two digits."""
     return f"{value:.2g}" if math.isfinite(value) else "infinite"
+
+
+def change(value: float) -> str:
+    """A relative change in per cent, ``+0.031%`` for 0.00031; as a multiple where it is tenfold or more."""
+    return f"{value:+.3%}" if abs(value) < _TENFOLD else f"{number(1 + value)} times"
 
 
 def size(count: int) -> str:

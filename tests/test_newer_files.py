@@ -47,11 +47,8 @@ def _saved(content: Table | Frozen, path: Path, change) -> None:
 
 
 FORMATS = {  # a file that is changed before it is written, and its reader
-    "measurement": (
-        lambda path, change: _lines(path, row().to_line(), change),
-        lambda path: [*read_measurements(path)],
-    ),
-    "training": (lambda path, change: _lines(path, run_of([1.0]).to_line(), change), lambda path: [*read_runs(path)]),
+    "measurement": (partial(_lines, row().to_line()), lambda path: list(read_measurements(path))),
+    "training": (partial(_lines, run_of([1.0]).to_line()), lambda path: list(read_runs(path))),
     "table": (partial(_saved, TABLE), Table.load),
     "frozen": (partial(_saved, Frozen()), Frozen.load),
     "captured": (_captured, read_captured),

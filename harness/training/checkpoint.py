@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from attnbench.errors import MalformedFileError, MisuseError, OutputError
-from attnbench.printable import brief
+from attnbench.printable import printable
 from attnbench.untrusted import check_schema
 
 from .history import History
@@ -107,9 +107,8 @@ def load(path: Path, state: Mapping[str, Tensor], settings: Mapping[str, Any], r
             facts = opened.metadata() or {}
             check_schema(file, facts.get("schema"), SCHEMA)
             if facts.get("world") != str(ranks.world):
-                raise MisuseError(
-                    f"{path} was written by {brief(facts.get('world'))} ranks and can be resumed by as many alone"
-                )
+                world = printable(str(facts.get("world")))[:20]
+                raise MisuseError(f"{path} was written by {world} ranks and can be resumed by as many alone")
             if json.loads(facts.get("settings", "null")) != dict(settings):
                 raise MisuseError(f"{path} is the checkpoint of another configuration, or of other data")
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118

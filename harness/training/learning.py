@@ -17,6 +17,7 @@ from scipy import stats
 
 from attnbench.errors import InputError
 
+from ..report_text import change, number
 from .curves import ending, spikes
 from .rows import TrainingRun
 
@@ -164,7 +165,7 @@ def _judged(pairs: Sequence[Pair]) -> Learning:
         seeds = ", ".join(str(run.seed) for run in lost)
         verdict, reason = "diverged", f"with the seed {seeds} {_how(lost[0])}"
     elif first is not None and not 1 - GRADIENT <= first <= 1 + GRADIENT:
-        verdict, reason = "degraded", f"attention's first gradients are {first:.2f} times as long as the baseline's"
+        verdict, reason = "degraded", f"attention's first gradients are {number(first)} times as long as the baseline's"
     elif not math.isfinite(gap):
         verdict, reason = "inconclusive", "no step was taken by both" if not steps else "the losses are not finite"
     else:
@@ -187,7 +188,7 @@ def _judged(pairs: Sequence[Pair]) -> Learning:
 def _by_gap(
     gap: float, low: float, high: float, band: tuple[float, float], pairs: int, steps: int
 ) -> tuple[Verdict, str]:
-    said = f"the gap is {gap:+.3%}"
+    said = f"the gap is {change(gap)}"
     if steps < LEAST_STEPS:  # while the loss falls steeply, a moment's delay is a large gap
         return "inconclusive", f"{said} after {steps} steps; {LEAST_STEPS} are needed"
     if gap > TOLERANCE and low > 0:
@@ -197,12 +198,12 @@ def _by_gap(
     if abs(gap) > TOLERANCE:
         return "inconclusive", f"{said}, beyond {TOLERANCE:.2%}, and may be chance or no loss at all"
     if not band[0] - _ROUNDING <= gap <= band[1] + _ROUNDING:
-        return "inconclusive", f"{said}, outside the baseline's own {band[0]:+.3%} to {band[1]:+.3%}"
+        return "inconclusive", f"{said}, outside the baseline's own {change(band[0])} to {change(band[1])}"
     if max(-low, high) > 2 * TOLERANCE:
-        return "inconclusive", f"{said}, but may be {low:+.3%} to {high:+.3%}: the seeds differ too much"
+        return "inconclusive", f"{said}, but may be {change(low)} to {change(high)}: the seeds differ too much"
     return (
         "equivalent",
-        f"{said}, within {TOLERANCE:.2%} and inside the baseline's own {band[0]:+.3%} to {band[1]:+.3%}",
+        f"{said}, within {TOLERANCE:.2%} and inside the baseline's own {change(band[0])} to {change(band[1])}",
     )
 
 
@@ -238,7 +239,7 @@ def _interval(gaps: np.ndarray[tuple[int], np.dtype[np.float64]]) -> tuple[float
 def _band(baselines: Sequence[TrainingRun], steps: int) -> tuple[float, float]:
     ends = [ending(run.loss[:steps], END) for run in baselines]
     middle = float(np.mean(ends))
-    return min(ends) / middle - 1, max(ends) / middle - 1
+    return (min(ends) / middle - 1, max(ends) / middle - 1) if middle else (math.nan, math.nan)
 
 
 def _median(values: Sequence[float | None]) -> float | None:
