@@ -63,6 +63,8 @@ class AttentionSpec:
             raise InputError(f"dtype must be one of {', '.join(DTYPES)}, not {brief(self.dtype)}")
         if self.direction not in get_args(Direction):
             raise InputError(f"direction must be forward or training, not {brief(self.direction)}")
+        if not isinstance(self.return_lse, bool):
+            raise InputError(f"return_lse must be True or False, not {brief(self.return_lse)}")
         if self.descale not in (None, *GRANULARITIES):
             raise InputError(f"descale must be one of {', '.join(GRANULARITIES)}, not {brief(self.descale)}")
         if (self.descale is not None) != (self.dtype in FP8_DTYPES):

@@ -171,8 +171,6 @@ def _spec(fields: Any) -> AttentionSpec:
     given = dict(_of(dict, fields))
     if unknown := given.keys() - _SPEC:
         raise ValueError(f"a spec has no entry {min(unknown)!r:.60}")
-    if not isinstance(given.get("return_lse", False), bool):
-        raise ValueError("return_lse is true or false")
     return AttentionSpec.make(**{**given, "mask": Mask(**_of(dict, given.get("mask", {})))})
 
 

@@ -179,10 +179,12 @@ def _cases(preset: str, dtype: str, device_type: str) -> list[Case]:
 
 def _kept(cases: list[Case], names: list[str], preset: str) -> list[Case]:
     """The cases of these names, all where there is none.  Raises MisuseError with the nearest names."""
+    from ..harness.cases import LONGEST_NAME
+
     known = {case.name: case for case in cases}
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
+            near = difflib.get_close_matches(name[:LONGEST_NAME], known, n=2, cutoff=0.5)
             hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "--dry-run lists them"
             raise MisuseError(f"{preset} has no case {brief(name)}; {hint}")
     return [known[name] for name in dict.fromkeys(names)] if names else cases

@@ -167,7 +167,10 @@ def _judged(pairs: Sequence[Pair]) -> Learning:
     elif first is not None and not 1 - GRADIENT <= first <= 1 + GRADIENT:
         verdict, reason = "degraded", f"attention's first gradients are {number(first)} times as long as the baseline's"
     elif not math.isfinite(gap):
-        verdict, reason = "inconclusive", "no step was taken by both" if not steps else "the losses are not finite"
+        verdict, reason = (
+            "inconclusive",
+            "no step was taken by both" if not steps else "the ratio of the losses is not finite",
+        )
     else:
         verdict, reason = _by_gap(gap, low, high, band, len(pairs), steps)
     return Learning(

@@ -80,10 +80,10 @@ def changed(row: dict, chance: random.Random) -> dict:
 
 def hostile(rows: list[dict], model: type[Measurement] | type[TrainingRun], chance: random.Random) -> bytes:
     """A file of the rows, of which some are changed, most of them so that a reader takes them."""
-    found = []
+    found, wild = [], chance.random() < 0.15
     for row in rows:
-        made = [changed(row, chance) for _ in range(20)] if chance.random() < 0.4 else [row]
-        found.append(next((each for each in made if chance.random() < 0.1 or taken(each, model)), row))
+        made = [changed(row, chance) for _ in range(8)] if chance.random() < 0.4 else [row]
+        found.append(next((each for each in made if wild or taken(each, model)), row))
     lines = [json.dumps(each).encode() for each in found]
     if chance.random() < 0.05:
         place = chance.randrange(len(lines))
