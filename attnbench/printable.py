@@ -6,6 +6,7 @@ import reprlib
 
 __all__ = ["brief", "printable"]
 
+_LONGEST = 200  # characters
 _MOST_DIGITS = 18
 _LOG10_OF_2 = 0.30103
 
@@ -17,7 +18,7 @@ def printable(text: str) -> str:
 
 def brief(value: object) -> str:
     """``repr``, cut short: what the value holds is bounded, and so are the digits of a whole number."""
-    return printable(_Brief().repr(value))
+    return printable(_Brief().repr(value))[:_LONGEST]
 
 
 class _Brief(reprlib.Repr):

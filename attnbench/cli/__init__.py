@@ -29,6 +29,7 @@ from .train import train
 
 __all__ = ["app", "main"]
 
+_LONGEST_LINE = 5000  # of an error: the longest path, and what is wrong with it
 # Plain help and plain errors: they read the same on a terminal, in a pipe and in a log.
 app = typer.Typer(
     name="attnbench",
@@ -103,4 +104,4 @@ def _formatted(
 
 def _said(message: Exception | str) -> str:
     """A message of ours, which may repeat what files, paths and plug-ins hold."""
-    return "\n".join(printable(line) for line in f"attnbench: {message}".split("\n"))
+    return "\n".join(printable(line)[:_LONGEST_LINE] for line in f"attnbench: {message}".split("\n"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import sys
@@ -43,7 +44,7 @@ def capture(
     from ..harness.capture import capture as recording
 
     budget = _bytes(max_bytes)
-    if not module and not Path(program).is_file():
+    if not module and not os.path.isfile(program):
         raise MisuseError(f"there is no script {brief(program)}; -m runs a module")
     try:
         with recording(out, max_bytes=budget, most=most) as recorder:

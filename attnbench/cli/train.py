@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -208,7 +209,7 @@ def _shown(place: str) -> list[TrainingRun]:
     from ..harness.training.rows import read_runs
 
     folder, _, price = place.rpartition("=")
-    if not folder or Path(place).exists():
+    if not folder or os.path.exists(place):  # Path.exists raises on a name that no file system takes
         return list(read_runs(Path(place)))
     try:
         asked = float(price)

@@ -260,7 +260,7 @@ def read_runs(path: Path) -> Iterator[TrainingRun]:
 
     Raises MalformedFileError with the line and what was expected there.
     """
-    return read_lines(path / ROWS if path.is_dir() else path, TrainingRun, _FORM)
+    return read_lines(path / ROWS if os.path.isdir(path) else path, TrainingRun, _FORM)
 
 
 def write_runs(path: Path, runs: Iterable[TrainingRun]) -> None:

@@ -5,7 +5,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnbench import AttentionSpec, Mask, Plan
@@ -30,9 +30,10 @@ values = st.recursive(
 
 
 @given(values)
+@settings(max_examples=50)
 def test_any_value_is_brief_and_printable(value: object) -> None:
     assert brief(value).isprintable()
-    assert len(brief([[value] * 99] * 99)) < 2500
+    assert len(brief([[value] * 99] * 99)) <= 200
 
 
 @pytest.mark.parametrize(
@@ -132,4 +133,4 @@ def test_so_does_all_else_that_is_made_of_what_a_file_or_a_caller_says(make) -> 
     with pytest.raises(AttnbenchError) as caught:
         make()
     assert str(caught.value).isprintable()
-    assert len(str(caught.value)) < 700
+    assert len(str(caught.value)) < 1500
