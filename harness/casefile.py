@@ -144,7 +144,7 @@ class _Reader:
         kinds = _KINDS[name]
         if name == "mask" and isinstance(node, yaml.MappingNode):
             return self._window(node)
-        value = scalar(self._path, node) if isinstance(node, yaml.ScalarNode) else node
+        value: Any = scalar(self._path, node) if isinstance(node, yaml.ScalarNode) else node
         if not isinstance(value, kinds) or isinstance(value, bool):
             said = " or ".join(_SAID[kind] for kind in kinds if kind in _SAID)
             raise self._fault(node, f"expected {said} for {name}, not {described(node)}")

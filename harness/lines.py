@@ -59,7 +59,7 @@ def read_lines(path: Path, record: type[_Record], form: Form) -> Iterator[_Recor
 def validation_fault(error: ValidationError, whole: str) -> str:
     """The first thing that a record's model found wrong; ``whole`` is what the record is called."""
     first = error.errors(include_url=False, include_input=False)[0]
-    return f"{'.'.join(str(part) for part in first['loc']) or whole}: {first['msg']}"
+    return f"{'.'.join(str(part) for part in first['loc']) or whole}: {first['msg'].removeprefix('Value error, ')}"
 
 
 def _parsed(path: Path, number: int, line: bytes, record: type[_Record], form: Form) -> _Record:
