@@ -161,7 +161,7 @@ class _Reader:
         except InputError as error:
             raise self._fault(node, f"expected a possible mask: {error}") from error
 
-    def _mask(self, name: str | None, node: yaml.Node) -> Mask:
+    def _mask(self, name: Any, node: yaml.Node) -> Mask:
         if name is None:
             return Mask()
         if name not in _MASKS:
