@@ -28,7 +28,7 @@ __all__ = [
     "UnknownBackendError",
 ]
 
-_LONGEST = 500  # characters of what a message says of a file
+_LONGEST = 400  # characters of what a message says of a file
 
 
 class AttnbenchError(Exception):
