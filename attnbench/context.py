@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from .errors import AttnbenchError, InputError
+from .printable import brief
 from .registry import registry
 from .spec import DTYPES
 
@@ -132,7 +133,7 @@ def check_budget(max_error: object) -> None:
     if max_error is None:
         return
     if isinstance(max_error, bool) or not isinstance(max_error, (int, float)) or not _positive(max_error):
-        raise InputError(f"max_error must be a positive relative error such as 0.08, got {max_error!r:.60}")
+        raise InputError(f"max_error must be a positive relative error such as 0.08, got {brief(max_error)}")
 
 
 def _positive(number: float) -> bool:

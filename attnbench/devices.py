@@ -9,6 +9,7 @@ import torch
 
 from .capabilities import Device
 from .errors import InputError
+from .printable import brief
 
 __all__ = ["bind", "describe", "find"]
 
@@ -50,7 +51,7 @@ def find(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise InputError(f"a device is auto, cpu, cuda or cuda:N, not {name!r}") from None
+        raise InputError(f"a device is auto, cpu, cuda or cuda:N, not {brief(name)}") from None
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"attnbench measures on cpu and cuda, not on {device.type}")
     if device.type == "cuda":
@@ -60,5 +61,5 @@ def find(name: str) -> torch.device:
         if device.index >= torch.cuda.device_count():
             raise InputError(f"{name} was asked for, but torch sees only {torch.cuda.device_count()} GPU(s) here")
     elif device.index not in (None, 0):
-        raise InputError(f"there is one cpu, not {name!r}")
+        raise InputError(f"there is one cpu, not {brief(name)}")
     return device if device.type == "cuda" else torch.device("cpu")

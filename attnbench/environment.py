@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import InputError
 from .nvml import Nvml
+from .printable import brief
 
 if TYPE_CHECKING:
     from torch import device as TorchDevice  # the class below has a field named torch
@@ -175,7 +176,7 @@ class Environment:
             raise InputError(f"an environment is a mapping, not {type(data).__name__}")
         known = {each.name for each in fields(cls)}
         if unknown := [name for name in data if name not in known]:
-            raise InputError(f"an environment has no entry {str(unknown[0])[:_LONGEST]!r}")
+            raise InputError(f"an environment has no entry {brief(unknown[0])}")
         try:
             return cls(**data)
         except TypeError as error:
@@ -188,18 +189,16 @@ def _check(name: str, value: object, *, optional: bool) -> None:
             raise InputError(f"an environment's {name} must be a mapping of at most {_MOST_BACKENDS} texts")
         for backend, found in value.items():
             _check(f"key in {name}", backend, optional=False)
-            _check(f"{name} entry of {backend}", found, optional=False)
+            _check(f"{name} entry of {brief(backend)}", found, optional=False)
     elif value is None and optional:
         return
     elif name in _NUMBERS:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _NUMBERS[name]:
-            raise InputError(f"an environment's {name} must be a positive number, not {str(value)[:_LONGEST]!r}")
+            raise InputError(f"an environment's {name} must be a positive number, not {brief(value)}")
     elif not isinstance(value, str) or not 0 < len(value) <= _LONGEST:
-        raise InputError(
-            f"an environment's {name} must be a text of 1 to {_LONGEST} characters, not {str(value)[:_LONGEST]!r}"
-        )
+        raise InputError(f"an environment's {name} must be a text of 1 to {_LONGEST} characters, not {brief(value)}")
     elif name in _FORMS and not re.fullmatch(_FORMS[name], value):
-        raise InputError(f"an environment's {name} has the form {_FORMS[name]}, not {value!r}")
+        raise InputError(f"an environment's {name} has the form {_FORMS[name]}, not {brief(value)}")
 
 
 def _said(value: object) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .printable import printable
+
 if TYPE_CHECKING:
     from .guard_breach import Breach
 
@@ -19,11 +21,14 @@ __all__ = [
     "InputError",
     "MalformedFileError",
     "MisuseError",
+    "NewerFileError",
     "NoPlanError",
     "OutputError",
     "RefusedError",
     "UnknownBackendError",
 ]
+
+_LONGEST = 400  # characters of what a message says of a file
 
 
 class AttnbenchError(Exception):
@@ -66,13 +71,17 @@ class MalformedFileError(MisuseError, ValueError):
     """A file whose content is not what it should be.
 
     ``path`` and ``line`` (counted from 1, or None where the format has no lines) say where,
-    ``expected`` says what should have stood there.
+    ``expected`` says what should have stood there; what it repeats of the file is printable and short.
     """
 
     def __init__(self, path: str | Path, expected: str, line: int | None = None) -> None:
-        self.path, self.line, self.expected = Path(path), line, expected
+        self.path, self.line, self.expected = Path(path), line, printable(expected)[:_LONGEST]
         where = f"{path}:{line}" if line is not None else str(path)
-        super().__init__(f"{where}: {expected}")
+        super().__init__(f"{where}: {self.expected}")
+
+
+class NewerFileError(MalformedFileError):
+    """A file that follows a schema of a newer attnbench than this one."""
 
 
 class OutputError(AttnbenchError, OSError):

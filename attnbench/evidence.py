@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
@@ -131,7 +132,8 @@ def _measured(entry: Entry, budget: float) -> Candidate:
         needs=error,
     )
     if not error <= budget:
-        reason = f"its error of {error:.3g} on {family} inputs exceeds the budget of {budget:g}"
+        size = f"error of {error:.3g}" if math.isfinite(error) else "infinite error"
+        reason = f"its {size} on {family} inputs exceeds the budget of {budget:g}"
         return _lost(found, "inaccurate", reason)
     return found
 

@@ -29,11 +29,11 @@ from .errors import FrozenError, InputError, RefusedError, UnknownBackendError
 from .frozen_file import Frozen, FrozenPlan, FrozenQuestion, Stamp, recording, stamp_of
 from .guard_demotion import demoted
 from .plan import Plan, backend_of
+from .printable import printable
 from .registry import Registry, registry
 from .selector import choose
 from .spec import AttentionSpec
 from .table_binding import _STANDS_ON
-from .table_text import printable
 
 __all__ = ["Freeze", "freeze"]
 

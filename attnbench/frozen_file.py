@@ -16,14 +16,16 @@ from typing import Any, NamedTuple
 
 from .errors import AttnbenchError, MalformedFileError
 from .plan import Plan, backend_of
+from .printable import printable
 from .spec import AttentionSpec
 from .table_files import locked, read_text, replace_text
-from .table_text import _decoded, _of, _order, _short, _spec, _text, printable
+from .table_text import _decoded, _of, _order, _short, _spec, _text
+from .untrusted import check_schema
 
 __all__ = ["SCHEMA", "Frozen", "FrozenPlan", "FrozenQuestion", "Stamp", "recording", "stamp_of"]
 
 SCHEMA = "attnbench.frozen/1"
-_LONGEST, _LONGEST_MESSAGE, _MOST_VERSIONS, _MOST_DEVICES = 300, 300, 16, 16
+_LONGEST, _MOST_VERSIONS, _MOST_DEVICES = 300, 16, 16
 _FIELDS = {"device", "backend", "fp8", "max_error", "spec", "plan", "versions"}
 Stamp = tuple[int, int, int, int]
 _TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}\n]')
@@ -133,8 +135,9 @@ def _ordered(
 
 def _parsed(path: Path, text: str) -> Frozen:
     data = _decoded(path, text)
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+    if not isinstance(data, dict):
         raise MalformedFileError(path, f'expected an object with "schema": "{SCHEMA}"')
+    check_schema(path, data.get("schema"), SCHEMA)
     with _expected(path, 'an object with "schema", "devices" and "choices"', None):
         if unknown := data.keys() - {"schema", "devices", "choices"}:
             raise ValueError(f"there is {min(unknown)!r:.60} too")
@@ -196,7 +199,7 @@ def _expected(path: Path, what: str, place: tuple[str, int] | None) -> Iterator[
     except (AttnbenchError, KeyError, TypeError, ValueError, OverflowError) as error:
         found = f"there is no {error}" if isinstance(error, KeyError) else str(error)
         line = None if place is None else _line(*place)
-        raise MalformedFileError(path, printable(f"expected {what}: {found}")[:_LONGEST_MESSAGE], line) from None
+        raise MalformedFileError(path, f"expected {what}: {found}", line) from None
 
 
 def _line(text: str, number: int) -> int | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from .errors import InputError
+from .printable import brief
 
 __all__ = ["ALIGNMENTS", "Alignment", "Mask"]
 
@@ -33,11 +34,13 @@ class Mask:
             if reach is None:
                 continue
             if isinstance(reach, bool) or not isinstance(reach, int):
-                raise InputError(f"the window's {side} side must be a whole number of keys or None, not {reach!r}")
+                raise InputError(f"the window's {side} side must be a whole number of keys or None, not {brief(reach)}")
             if reach < 0:
-                raise InputError(f"the window's {side} side must not be negative, got {reach}; None means unlimited")
+                raise InputError(
+                    f"the window's {side} side must not be negative, got {brief(reach)}; None means unlimited"
+                )
         if self.alignment not in ALIGNMENTS:
-            raise InputError(f"causal_alignment must be one of {', '.join(ALIGNMENTS)}, not {self.alignment!r}")
+            raise InputError(f"causal_alignment must be one of {', '.join(ALIGNMENTS)}, not {brief(self.alignment)}")
 
     @property
     def kind(self) -> Literal["none", "causal", "window"]:

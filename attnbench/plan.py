@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from .errors import UnknownBackendError
+from .printable import brief
 
 __all__ = ["Plan", "backend_of", "precision_of"]
 
@@ -22,7 +23,7 @@ class Plan:
     def __post_init__(self) -> None:
         for kernel in self.kernels:
             if not _KERNEL.fullmatch(kernel):
-                raise UnknownBackendError(f"{kernel!r} is no kernel name; a kernel is written backend:precision")
+                raise UnknownBackendError(f"{brief(kernel)} is no kernel name; a kernel is written backend:precision")
 
     @classmethod
     def parse(cls, text: str) -> Plan:

@@ -13,9 +13,12 @@ from .errors import AttnbenchError, UnknownBackendError
 from .failure import in_one_line
 from .kernel import Availability, Backend, BackwardKernel, ForwardKernel
 from .plan import Plan, backend_of, precision_of
+from .printable import brief
 from .spec import AttentionSpec
 
 __all__ = ["ENTRY_POINTS", "Registry", "registry"]
+
+_LONGEST_NAME = 200  # of which near ones are looked for: that takes the square of its length
 
 ENTRY_POINTS = "attnbench.backends"
 
@@ -115,9 +118,9 @@ class Registry:
 
     def _unknown(self, what: str, name: str, known: Iterable[str]) -> UnknownBackendError:
         names = sorted(known)
-        near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+        near = difflib.get_close_matches(name[:_LONGEST_NAME], names, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}"
-        return UnknownBackendError(f"no {what} is named {name!r}; {hint}")
+        return UnknownBackendError(f"no {what} is named {brief(name)}; {hint}")
 
     def plans(self, spec: AttentionSpec) -> list[Plan]:
         """Every plan worth considering, so that each listed kernel of the direction stands in at least one.

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from .errors import InputError
 from .mask import Mask
+from .printable import brief
 
 __all__ = ["DTYPES", "FP8_DTYPES", "GRANULARITIES", "AttentionSpec", "Direction", "Granularity"]
 
@@ -55,15 +56,17 @@ class AttentionSpec:
         for name in _SIZES:
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _LARGEST_SIZE:
-                raise InputError(f"{name} must be a whole number from 1 to {_LARGEST_SIZE}, got {size!r}")
+                raise InputError(f"{name} must be a whole number from 1 to {_LARGEST_SIZE}, got {brief(size)}")
         if self.heads % self.kv_heads:
             raise InputError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
         if self.dtype not in DTYPES:
-            raise InputError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r}")
+            raise InputError(f"dtype must be one of {', '.join(DTYPES)}, not {brief(self.dtype)}")
         if self.direction not in get_args(Direction):
-            raise InputError(f"direction must be forward or training, not {self.direction!r}")
+            raise InputError(f"direction must be forward or training, not {brief(self.direction)}")
+        if not isinstance(self.return_lse, bool):
+            raise InputError(f"return_lse must be True or False, not {brief(self.return_lse)}")
         if self.descale not in (None, *GRANULARITIES):
-            raise InputError(f"descale must be one of {', '.join(GRANULARITIES)}, not {self.descale!r}")
+            raise InputError(f"descale must be one of {', '.join(GRANULARITIES)}, not {brief(self.descale)}")
         if (self.descale is not None) != (self.dtype in FP8_DTYPES):
             raise InputError("FP8 tensors need descales, and tensors of other types take none")
         if self.descale is not None and self.training:
@@ -90,7 +93,7 @@ class AttentionSpec:
         **others: Any,
     ) -> AttentionSpec:
         """A spec with the usual defaults: as many key heads as heads, square, ``scale = head_dim ** -0.5``."""
-        if scale is None and isinstance(head_dim, int) and head_dim > 0:
+        if scale is None and isinstance(head_dim, int) and 0 < head_dim <= _LARGEST_SIZE:
             scale = head_dim**-0.5
         return cls(
             batch=batch,
@@ -111,8 +114,8 @@ class AttentionSpec:
         if not isinstance(data, Mapping):
             raise InputError(f"a spec is an object, not {type(data).__name__}")
         known = {each.name for each in fields(cls)}
-        if unknown := sorted(set(data) - known):
-            raise InputError(f"a spec has no entry {', '.join(map(repr, unknown))}")
+        if unknown := sorted(set(data) - known, key=str):
+            raise InputError(f"a spec has no entry {brief(unknown[0])}")
         mask = data.get("mask", {})
         try:
             return cls(**{**data, "mask": mask if isinstance(mask, Mask) else Mask(**mask)})
@@ -175,6 +178,10 @@ class AttentionSpec:
 
 
 def _finite(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        raise InputError(f"{name} must be a finite number, got {value!r}")
-    return float(value)
+    try:
+        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # a whole number beyond all floats
+        number = math.inf
+    if not math.isfinite(number):
+        raise InputError(f"{name} must be a finite number, got {brief(value)}")
+    return number

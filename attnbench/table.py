@@ -92,13 +92,17 @@ class Table:
                 str(entry.plan),
                 entry.status,
                 "" if entry.time_ms is None else three_digits(entry.time_ms),
-                ", ".join(f"{family} {error:.2g}" for family, error in sorted(entry.errors.items())),
+                ", ".join(f"{family} {_said(error)}" for family, error in sorted(entry.errors.items())),
             ]
             for entry in sorted(self.entries.values(), key=rank)
             if entry.time_ms is not None
         ]
         head = f"{self.environment.device_name}, torch {self.environment.torch}: {len(rows)} measured plans"
         return head + "\n\n" + tabulate(rows, ["spec", "plan", "status", "call ms", "errors"], disable_numparse=True)
+
+
+def _said(error: float) -> str:
+    return f"{error:.2g}" if math.isfinite(error) else "infinite"
 
 
 def _of(names: Iterable[str], facts: Mapping[str, str]) -> dict[str, str]:

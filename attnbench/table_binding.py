@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from .environment import Environment
 from .plan import backend_of
+from .printable import printable
 from .table import Table
-from .table_text import printable
 
 __all__ = ["Binding", "release_of"]
 

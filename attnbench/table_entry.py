@@ -10,9 +10,11 @@ from functools import cached_property
 from .plan import Plan
 from .spec import AttentionSpec
 
-__all__ = ["STATUSES", "Entry"]
+__all__ = ["LONGEST_MS", "SHORTEST_MS", "STATUSES", "Entry"]
 
 STATUSES = ("ok", "inaccurate", "refused", "unavailable", "oom", "timeout", "crashed", "error")
+# Of any time: a nanosecond, which no clock here resolves, and eleven days.
+SHORTEST_MS, LONGEST_MS = 1e-6, 1e9
 _ASKED_LIVE = ("refused", "unavailable")  # what a kernel itself is asked at every choice
 _TIME_DIGITS, _SPREAD_DIGITS, _ERROR_DIGITS = 4, 2, 3
 _LONGEST_REASON = 200

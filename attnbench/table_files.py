@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .draft import Draft, clear_drafts, replace_file
 from .errors import MalformedFileError, OutputError
+from .untrusted import open_regular
 
 __all__ = ["LARGEST", "check_writable", "locked", "read_text", "replace_text"]
 
@@ -21,20 +21,13 @@ _ROOM = 2**16  # bytes that a disk must have for a place to count as writable
 def read_text(path: Path) -> str:
     """The text of a regular file of at most ``LARGEST`` bytes, or of one that a link names.
 
-    Nothing else that may lie there is waited for or read to its end.  Raises OSError where
-    it cannot be opened, MalformedFileError where it is no file, too large, no UTF-8, or was
-    changed meanwhile.
+    Raises OSError where it cannot be opened, MalformedFileError where it is no file, too
+    large, no UTF-8, or was changed meanwhile.
     """
-    # A pipe without a writer would keep a plain open() waiting for ever.
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    try:
-        before = os.fstat(handle)
-        if not stat.S_ISREG(before.st_mode):
-            raise MalformedFileError(path, "expected a file")
-        content = b"" if before.st_size > LARGEST else b"".join(_chunks(handle))
-        after = os.fstat(handle)
-    finally:
-        os.close(handle)
+    with open_regular(path) as file:
+        before = os.fstat(file.fileno())
+        content = b"" if before.st_size > LARGEST else file.read(LARGEST + 1)
+        after = os.fstat(file.fileno())
     if max(before.st_size, len(content)) > LARGEST:
         raise MalformedFileError(path, f"expected a table of at most {LARGEST} bytes")
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
@@ -96,11 +89,3 @@ def _make_folder(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"{path} cannot be written: {error.strerror}") from None
-
-
-def _chunks(handle: int) -> Iterator[bytes]:
-    """What is read from a file, until its end or until it is too large."""
-    read = 0
-    while read <= LARGEST and (chunk := os.read(handle, LARGEST + 1 - read)):
-        read += len(chunk)
-        yield chunk

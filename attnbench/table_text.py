@@ -19,19 +19,20 @@ from .environment import Environment
 from .errors import AttnbenchError, MalformedFileError
 from .mask import Mask
 from .plan import Plan
+from .printable import printable
 from .spec import AttentionSpec
-from .table_entry import STATUSES, Entry
+from .table_entry import LONGEST_MS, SHORTEST_MS, STATUSES, Entry
+from .untrusted import check_schema
 
-__all__ = ["SCHEMA", "parsed", "printable", "written"]
+__all__ = ["SCHEMA", "parsed", "written"]
 
 SCHEMA = "attnbench.table/2"
 _DEEPEST = 8  # brackets within brackets; a table has 6
 _MOST_BRACKETS = 2**19
 _MOST_VALUES = 2**20
 _MOST_FAMILIES = 64
-_LONGEST_NAME, _LONGEST_REASON, _LONGEST_MESSAGE = 200, 2000, 300
+_LONGEST_NAME, _LONGEST_REASON = 200, 2000
 _MOST_DIGITS = 18  # of a whole number
-_SHORTEST_TIME, _LONGEST_TIME = 1e-6, 1e9  # ms: a nanosecond, which no clock here resolves, and eleven days
 _LEAST_ERROR = 1e-100  # below it, and above 0, ratios and logarithms leave the range of floats
 _FACTS = {"status", "time_ms", "spread_ms", "errors", "check", "reason"}
 _SIZES = ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_kv", "head_dim", "head_dim_v")
@@ -51,8 +52,9 @@ def written(environment: Environment, entries: Iterable[Entry]) -> str:
 def parsed(path: Path, text: str) -> tuple[Environment, list[Entry]]:
     """What ``written`` wrote; ``path`` is named in errors.  Raises MalformedFileError on anything else."""
     data = _decoded(path, text)
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+    if not isinstance(data, dict):
         raise MalformedFileError(path, f'expected an object with "schema": "{SCHEMA}"')
+    check_schema(path, data.get("schema"), SCHEMA)
     with _expected(path, "an environment"):
         environment = Environment.from_dict(data["environment"])
     with _expected(path, "a list of specs"):
@@ -68,11 +70,6 @@ def parsed(path: Path, text: str) -> tuple[Environment, list[Entry]]:
             with _expected(path, f"an entry at specs[{number}], {name!r:.60}"):
                 entries[spec].append(_entry(spec, name, _of(dict, facts)))
     return environment, [entry for found in entries.values() for entry in found]
-
-
-def printable(text: str) -> str:
-    """The text without what would steer a terminal or break a line."""
-    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def _order(spec: AttentionSpec) -> tuple[object, ...]:
@@ -123,7 +120,7 @@ def _decoded(path: Path, text: str) -> Any:
     except json.JSONDecodeError as error:
         raise MalformedFileError(path, f"expected JSON: {error.msg}", error.lineno) from None
     except ValueError as error:
-        raise MalformedFileError(path, f"expected JSON: {error}"[:_LONGEST_MESSAGE]) from None
+        raise MalformedFileError(path, f"expected JSON: {error}") from None
 
 
 def _bounded(text: str) -> bool:
@@ -167,15 +164,13 @@ def _expected(path: Path, what: str) -> Iterator[None]:
         yield
     except (AttnbenchError, KeyError, TypeError, ValueError, OverflowError) as error:
         found = f"there is no {error}" if isinstance(error, KeyError) else str(error)
-        raise MalformedFileError(path, printable(f"expected {what}: {found}")[:_LONGEST_MESSAGE]) from None
+        raise MalformedFileError(path, f"expected {what}: {found}") from None
 
 
 def _spec(fields: Any) -> AttentionSpec:
     given = dict(_of(dict, fields))
     if unknown := given.keys() - _SPEC:
         raise ValueError(f"a spec has no entry {min(unknown)!r:.60}")
-    if not isinstance(given.get("return_lse", False), bool):
-        raise ValueError("return_lse is true or false")
     return AttentionSpec.make(**{**given, "mask": Mask(**_of(dict, given.get("mask", {})))})
 
 
@@ -191,7 +186,7 @@ def _entry(spec: AttentionSpec, name: str, facts: dict[str, Any]) -> Entry:
         spec=spec,
         plan=Plan.parse(_text(name, _LONGEST_NAME)),
         status=status,
-        time_ms=_time(facts.get("time_ms"), _SHORTEST_TIME),
+        time_ms=_time(facts.get("time_ms"), SHORTEST_MS),
         spread_ms=_time(facts.get("spread_ms"), 0.0),
         errors=_errors(errors),
         reason=None if "reason" not in facts else printable(_text(facts["reason"], _LONGEST_REASON)),
@@ -223,7 +218,7 @@ def _text(value: Any, longest: int) -> str:
 
 
 def _time(value: Any, least: float) -> float | None:
-    return None if value is None else _number(value, least, _LONGEST_TIME)
+    return None if value is None else _number(value, least, LONGEST_MS)
 
 
 def _number(value: Any, least: float, most: float) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from .environment import Environment
-from .errors import AttnbenchWarning, InputError, MalformedFileError, OutputError
+from .errors import AttnbenchWarning, InputError, MalformedFileError, NewerFileError, OutputError
 from .plan import Plan
 from .registry import registry
 from .spec import AttentionSpec
@@ -71,7 +71,7 @@ def update_user_table(table: Table) -> Path:
 
     Of what the file holds, that stays which may be used where the new entries were measured
     (``Binding``); the rest, and a file that cannot be read, is replaced.  Raises OutputError
-    where the folder cannot be written.
+    where the folder cannot be written, or the file is a newer attnbench's.
     """
     path = user_table_path(table.environment)
     new = table.condensed()
@@ -79,6 +79,8 @@ def update_user_table(table: Table) -> Path:
         try:
             before = Table.load(path)
             new = Binding.between(before, table.environment).usable(before).merged(new)
+        except NewerFileError as error:
+            raise OutputError(f"your table stays as it is: {error}") from None
         except (OSError, MalformedFileError, InputError):
             pass  # none yet, or damaged
         new.save(path)

@@ -28,6 +28,7 @@ from attnbench.spec import AttentionSpec
 from .inputs import Inputs
 
 __all__ = [
+    "LARGEST_ERROR",
     "LARGEST_TRUTH",
     "Detail",
     "Floor",
@@ -53,13 +54,16 @@ LARGEST_TRUTH = {"cpu": 6e9, "cuda": 1e11}
 # Rows and heads much shorter than the others are sums that nearly cancel (the gradients of a query
 # with two keys, one of which has all of its attention): their own length is no measure of an error.
 _LEAST_SHARE = 0.5
+# A finite error beyond it is infinite: its size tells nothing, and ratios of such numbers leave the range of floats.
+LARGEST_ERROR = 1e100
 
 
 def _number(value: object) -> object:
     """JSON has no infinity, so it is written as text."""
     if isinstance(value, float) and math.isnan(value):
         raise ValueError("expected a number, not NaN")
-    return math.inf if value == "Infinity" else value
+    beyond = isinstance(value, (int, float)) and abs(value) > LARGEST_ERROR
+    return math.inf if value == "Infinity" or beyond else value
 
 
 def _written(value: float) -> float | str:

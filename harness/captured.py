@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import stat
+import os
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +36,9 @@ from torch import Tensor
 from attnbench.dtypes import TO_TORCH
 from attnbench.errors import InputError, MalformedFileError
 from attnbench.spec import AttentionSpec
+from attnbench.untrusted import check_schema, open_regular
+
+from .lines import validation_fault
 
 __all__ = [
     "LONGEST_CALL",
@@ -243,20 +246,18 @@ def read_captured(path: Path) -> CapturedFile:
     Raises MalformedFileError with what was expected.
     """
     try:
-        found = path.absolute()
-        facts = found.stat()
+        with open_regular(path) as file:
+            facts = os.fstat(file.fileno())
     except OSError as error:
         raise MalformedFileError(path, f"cannot be read: {error.strerror}") from error
-    if not stat.S_ISREG(facts.st_mode):
-        raise MalformedFileError(path, "expected a regular file")
-    return _read(found, facts.st_size, facts.st_mtime_ns)
+    return _read(path.absolute(), facts.st_size, facts.st_mtime_ns)
 
 
 @lru_cache(maxsize=16)
 def _read(path: Path, size: int, changed: int) -> CapturedFile:
     digest = hashlib.sha256()
     try:
-        with path.open("rb") as content:
+        with open_regular(path) as content:
             (header,) = struct.unpack("<Q", content.read(8).ljust(8, b"\xff"))
             # Before the library reads them: safetensors itself takes headers of 100 MB.
             if header > min(_LARGEST_HEADER, size - 8):
@@ -290,7 +291,7 @@ def _opened(path: Path) -> Iterator[Any]:  # safetensors tells no types
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise MalformedFileError(path, f"expected a safetensors file: {error}"[:500]) from error
+        raise MalformedFileError(path, f"expected a safetensors file: {error}") from error
 
 
 def _said(tensors: Mapping[str, tuple[str, tuple[int, ...]]], name: str) -> str:
@@ -303,11 +304,9 @@ def _index(path: Path, metadata: Mapping[str, str]) -> CapturedIndex:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise MalformedFileError(path, f"expected JSON under {_METADATA!r} in its metadata") from error
-    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        raise MalformedFileError(path, f'expected "schema": "{SCHEMA}" under {_METADATA!r} in its metadata')
+    check_schema(path, content.get("schema") if isinstance(content, dict) else None, SCHEMA)
     try:
         return CapturedIndex.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the index"
-        raise MalformedFileError(path, f"expected captured calls, but {where}: {first['msg']}"[:500]) from error
+        said = validation_fault(error, "the index")
+        raise MalformedFileError(path, f"expected captured calls, but {said}") from error

@@ -37,19 +37,20 @@ from attnbench.spec import AttentionSpec
 from .captured import PREFIX, captured_family, read_captured
 from .cases import LONGEST_NAME, Case, tensor_dtype
 from .inputs import DEFAULT_FAMILIES
+from .yaml_file import described, entries, fault, items, read_yaml, scalar
 
 __all__ = ["read_captured_cases", "read_cases"]
 
-_LARGEST_FILE = 2**20
 _MOST_CASES = 10_000
 _REQUIRED = ("batch", "heads", "seqlen_q", "head_dim")
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys((*_REQUIRED, "kv_heads", "seqlen_kv", "head_dim_v"), (int,)),
     **dict.fromkeys(("scale", "softcap"), (int, float)),
     **dict.fromkeys(("direction", "name", "families"), (str,)),
-    "mask": (str, dict, type(None)),  # YAML reads a bare `none` as text and `null` as None
+    "mask": (str, type(None)),  # or a mapping; YAML reads a bare `none` as text and `null` as None
 }
-_SAID = {int: "a whole number", float: "a number", str: "text", dict: "a mapping"}
+_SAID = {int: "a whole number", float: "a number", str: "text"}
+_SIDES = "left, right and alignment"
 _MASKS = {
     "none": Mask(),
     "causal": Mask(right=0),
@@ -63,19 +64,7 @@ def read_cases(path: Path, dtype: str) -> list[Case]:
 
     Raises MalformedFileError with the line and what was expected there.
     """
-    tensors = tensor_dtype(dtype)
-    try:
-        with path.open("rb") as file:
-            content = file.read(_LARGEST_FILE + 1)
-        text = content.decode()
-    except OSError as error:
-        raise MalformedFileError(path, f"cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        raise MalformedFileError(path, "expected text in UTF-8", line) from error
-    if len(content) > _LARGEST_FILE:
-        raise MalformedFileError(path, f"expected at most {_LARGEST_FILE} bytes of cases")
-    return _Reader(path, tensors).cases(text)
+    return _Reader(path, tensor_dtype(dtype)).cases()
 
 
 def read_captured_cases(path: Path, dtype: str) -> list[Case]:
@@ -104,25 +93,8 @@ class _Reader:
     def __init__(self, path: Path, tensors: str) -> None:
         self._path, self._tensors = path, tensors
 
-    def cases(self, text: str) -> list[Case]:
-        try:
-            self._loader = yaml.SafeLoader(text)
-            root = self._loader.get_single_node()
-            return self._collect(root)
-        except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark or error.context_mark
-            said = f"expected YAML: {error.problem or error.context}"
-            raise MalformedFileError(self._path, said, mark.line + 1 if mark else None) from error
-        except yaml.reader.ReaderError as error:
-            line = text[: error.position].count("\n") + 1
-            raise MalformedFileError(self._path, f"expected YAML: {error.reason}", line) from error
-        except RecursionError as error:
-            raise MalformedFileError(self._path, "expected a list of cases, not endless nesting") from error
-
-    def _fault(self, node: yaml.Node, expected: str) -> MalformedFileError:
-        return MalformedFileError(self._path, expected, node.start_mark.line + 1)
-
-    def _collect(self, root: yaml.Node | None) -> list[Case]:
+    def cases(self) -> list[Case]:
+        root = read_yaml(self._path, "cases")
         if root is None:
             raise MalformedFileError(self._path, "expected a list of cases, the file is empty", 1)
         if not isinstance(root, yaml.SequenceNode) or not root.value:
@@ -137,19 +109,18 @@ class _Reader:
                 found[case.name] = case
         return list(found.values())
 
+    def _fault(self, node: yaml.Node, expected: str) -> MalformedFileError:
+        return fault(self._path, node, expected)
+
     def _entry(self, entry: yaml.Node) -> Iterator[Case]:
         if not isinstance(entry, yaml.MappingNode):
             raise self._fault(entry, "expected a mapping of batch, heads, seqlen_q, head_dim and so on")
         options: dict[str, list[Any]] = {}
-        for key, value in entry.value:
-            name = key.value
-            if not isinstance(name, str) or name not in _KINDS:
+        for name, key, value in entries(self._path, entry, f"one of {', '.join(_KINDS)}"):
+            if name not in _KINDS:
                 said = " (the tensors' type is the sweep's --dtype)" if name == "dtype" else ""
-                raise self._fault(key, f"expected one of {', '.join(_KINDS)}, not {str(name)[:50]!r}{said}")
-            if name in options:
-                raise self._fault(key, f"expected {name} once in an entry")
-            nodes = value.value if isinstance(value, yaml.SequenceNode) else [value]
-            if not nodes:
+                raise self._fault(key, f"expected one of {', '.join(_KINDS)}, not {described(key)}{said}")
+            if not (nodes := items(value)):
                 raise self._fault(value, f"expected at least one value for {name}")
             options[name] = [self._value(name, node) for node in nodes]
         if missing := [name for name in _REQUIRED if name not in options]:
@@ -170,23 +141,29 @@ class _Reader:
         return captured_family(name, spec, self._path.parent) if name.startswith(PREFIX) else name
 
     def _value(self, name: str, node: yaml.Node) -> Any:
-        value: Any = self._loader.construct_object(node, deep=True)
         kinds = _KINDS[name]
+        if name == "mask" and isinstance(node, yaml.MappingNode):
+            return self._window(node)
+        value: Any = scalar(self._path, node) if isinstance(node, yaml.ScalarNode) else node
         if not isinstance(value, kinds) or isinstance(value, bool):
             said = " or ".join(_SAID[kind] for kind in kinds if kind in _SAID)
-            raise self._fault(node, f"expected {said} for {name}, not {str(value)[:50]!r}")
+            raise self._fault(node, f"expected {said} for {name}, not {described(node)}")
         return self._mask(value, node) if name == "mask" else value
 
-    def _mask(self, value: Any, node: yaml.Node) -> Mask:
-        if isinstance(value, dict):
-            if unknown := [key for key in value if key not in ("left", "right", "alignment")]:
-                raise self._fault(node, f"expected left, right and alignment in a mask, not {str(unknown[0])[:50]!r}")
-            try:
-                return Mask(**value)
-            except InputError as error:
-                raise self._fault(node, f"expected a possible mask: {error}") from error
-        if value is None:
+    def _window(self, node: yaml.MappingNode) -> Mask:
+        sides: dict[str, Any] = {}
+        for name, key, value in entries(self._path, node, _SIDES):
+            if name not in ("left", "right", "alignment"):
+                raise self._fault(key, f"expected {_SIDES} in a mask, not {described(key)}")
+            sides[name] = scalar(self._path, value)
+        try:
+            return Mask(**sides)
+        except InputError as error:
+            raise self._fault(node, f"expected a possible mask: {error}") from error
+
+    def _mask(self, name: Any, node: yaml.Node) -> Mask:
+        if name is None:
             return Mask()
-        if value not in _MASKS:
-            raise self._fault(node, f"expected {', '.join(_MASKS)} or a mapping for mask, not {value[:50]!r}")
-        return _MASKS[value]
+        if name not in _MASKS:
+            raise self._fault(node, f"expected {', '.join(_MASKS)} or a mapping for mask, not {described(node)}")
+        return _MASKS[name]

@@ -7,13 +7,16 @@ import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from attnbench import __version__
 from attnbench.errors import MalformedFileError
+from attnbench.printable import brief
+from attnbench.untrusted import check_schema, is_newer, open_regular
 
-__all__ = ["Form", "TornLineError", "read_lines"]
+__all__ = ["Form", "TornLineError", "read_lines", "validation_fault"]
 
 _Record = TypeVar("_Record", bound=BaseModel)
 
@@ -40,20 +43,28 @@ def read_lines(path: Path, record: type[_Record], form: Form) -> Iterator[_Recor
     """
     too_large = MalformedFileError(path, f"expected at most {form.largest_file} bytes of {form.many}")
     try:
-        if path.stat().st_size > form.largest_file:
-            raise too_large
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            number, left = 0, form.largest_file
-            while line := file.readline(form.longest_line + 1):
-                number += 1
-                left -= len(line)
-                if left < 0:  # a compressed file's own size tells too little
-                    raise too_large
-                yield _parsed(path, number, line, record, form)
+        with open_regular(path) as stored:
+            if stored.seek(0, 2) > form.largest_file:
+                raise too_large
+            stored.seek(0)
+            with gzip.open(stored) if path.suffix == ".gz" else stored as file:
+                number, left = 0, form.largest_file
+                while line := file.readline(form.longest_line + 1):
+                    number += 1
+                    left -= len(line)
+                    if left < 0:  # a compressed file's own size tells too little
+                        raise too_large
+                    yield _parsed(path, number, line, record, form)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise MalformedFileError(path, f"expected {form.many} compressed by gzip: {error}") from error
     except OSError as error:
         raise MalformedFileError(path, f"cannot be read: {error.strerror}") from error
+
+
+def validation_fault(error: ValidationError, whole: str) -> str:
+    """The first thing that a record's model found wrong; ``whole`` is what the record is called."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(str(part) for part in first['loc']) or whole}: {first['msg'].removeprefix('Value error, ')}"
 
 
 def _parsed(path: Path, number: int, line: bytes, record: type[_Record], form: Form) -> _Record:
@@ -68,11 +79,20 @@ def _parsed(path: Path, number: int, line: bytes, record: type[_Record], form: F
                 path, f"the last line is incomplete, {len(line)} bytes of {form.one}", number
             ) from error
         raise MalformedFileError(path, f"expected {form.one}, one JSON object a line", number) from error
-    if not isinstance(content, dict) or content.get("schema") != form.schema:
+    if not isinstance(content, dict):
         raise MalformedFileError(path, f'expected "schema": "{form.schema}"', number)
+    check_schema(path, content.get("schema"), form.schema, number)
     try:
         return record.model_validate_json(line)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the record"
-        raise MalformedFileError(path, f"expected {form.one}, but {where}: {first['msg']}"[:500], number) from error
+        said = f"expected {form.one}, but {validation_fault(error, 'the record')}"
+        raise MalformedFileError(path, f"{said[:300]}{_written_by_a_newer(content)}", number) from error
+
+
+def _written_by_a_newer(content: dict[str, Any]) -> str:
+    """A newer attnbench may add to a record what this one does not know; the record's environment names the writer."""
+    environment = content.get("environment")
+    writer = environment.get("attnbench") if isinstance(environment, dict) else None
+    if not is_newer(writer):
+        return ""
+    return f"; attnbench {brief(writer)} wrote this, which is newer than {__version__}: upgrade attnbench"

@@ -159,7 +159,7 @@ def _lock(folder: Path, locks: ExitStack) -> None:
     """Keep every sweep from writing the folder; where there is no lock no sweep has ever done so."""
     if LOCK not in os.listdir(folder):
         return
-    lock = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    lock = os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     locks.callback(os.close, lock)
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -24,9 +24,11 @@ from pydantic import (
 from attnbench.environment import Environment
 from attnbench.errors import AttnbenchWarning
 from attnbench.plan import Plan
+from attnbench.printable import brief
 from attnbench.spec import AttentionSpec
+from attnbench.table_entry import LONGEST_MS, SHORTEST_MS
 
-from .accuracy import Detail, NonNegative, TensorName
+from .accuracy import LARGEST_ERROR, Detail, NonNegative, TensorName
 from .cases import LONGEST_NAME as LONGEST_CASE
 from .clocks import Conditions
 from .findings import Side
@@ -72,10 +74,11 @@ def _utc(value: datetime) -> datetime:
     return value
 
 
-_Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-_Sample = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Milliseconds = Annotated[float, Field(ge=0, le=LONGEST_MS)]
+_Sample = Annotated[float, Field(ge=SHORTEST_MS, le=LONGEST_MS)]
 _Samples = Annotated[list[_Sample], Field(min_length=1, max_length=10_000)]
-_Bound = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Bound = Annotated[float, Field(gt=0, le=LARGEST_ERROR)]
+_Bytes = Annotated[int, Field(ge=0, le=2**60)]
 _Family = Annotated[str, Field(min_length=1, max_length=100)]
 _Errors = dict[_Family, dict[TensorName, NonNegative]]
 _Ran = Annotated[list[Annotated[str, Field(max_length=LONGEST_KERNEL)]], Field(max_length=MOST_NAMES)]
@@ -123,7 +126,7 @@ class Measurement(BaseModel):
     floor: _Errors = {}
     bound: _Bound | None = None
     declared_error: _Bound | None = None
-    memory_bytes: Annotated[int, Field(ge=0)] | None = None
+    memory_bytes: _Bytes | None = None
     peak_share: Annotated[float, Field(gt=0, le=1)] | None = None
     ran: dict[Side, _Ran] = {}
     truth: _Note | None = None
@@ -136,7 +139,7 @@ class Measurement(BaseModel):
     host_ms: _Samples | None = None
     first_ms: _Milliseconds | None = None
     replayed: list[Cost] = []
-    retained_bytes: Annotated[int, Field(ge=0)] | None = None
+    retained_bytes: _Bytes | None = None
     gpu: Conditions | None = None
     emulated: bool = False
     started: Annotated[AwareDatetime, AfterValidator(_utc)]
@@ -176,6 +179,8 @@ class Measurement(BaseModel):
                 raise ValueError("time_ms needs the cost call")
             if any("out" not in errors for errors in self.error.values()):
                 raise ValueError("error needs out in every family")
+            if unknown := _places(self.detail) - _places(self.error):
+                raise ValueError(f"detail has {brief(': '.join(min(unknown)))}, which error lacks")
         else:
             names = ("floor", "memory_bytes", "peak_share", "detail", "deterministic", "leak", "host_ms", "first_ms")
             numbers |= {name: getattr(self, name) for name in (*names, "replayed", "retained_bytes", "gpu")}
@@ -190,6 +195,11 @@ class Measurement(BaseModel):
     def to_dict(self) -> dict[str, Any]:
         """The same in plain JSON types."""
         return self.model_dump(mode="json", by_alias=True)
+
+
+def _places(of: Mapping[str, Mapping[TensorName, Any]]) -> set[tuple[str, str]]:
+    """The input families and tensors that something is said of."""
+    return {(family, name) for family, tensors in of.items() for name in tensors}
 
 
 def _warn(said: str) -> None:

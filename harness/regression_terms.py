@@ -12,15 +12,16 @@ import yaml
 
 from attnbench.errors import InputError, MalformedFileError, MisuseError
 from attnbench.plan import Plan
+from attnbench.printable import brief
 
 from .timing import COSTS, Cost
+from .yaml_file import described, entries, fault, read_yaml
 
 __all__ = ["Key", "Limits", "Terms", "Threshold", "check_used", "matches", "percentage", "read_thresholds"]
 
 Key = tuple[str, Plan]  # a case's name and the plan
-_PERCENTAGE = re.compile(r"(\d{1,4}(?:\.\d{1,6})?) ?%")
+_PERCENTAGE = re.compile(r"(\d{1,4}(?:\.\d{1,6})?) ?%", re.ASCII)
 _LARGEST = 10.0  # eleven times as long: whoever means more means no limit
-_LARGEST_FILE = 2**20
 _FIELDS = ("time", "error")
 
 
@@ -105,7 +106,7 @@ def percentage(text: str) -> float:
     found = _PERCENTAGE.fullmatch(text.strip())
     value = float(found[1]) / 100 if found else 0.0
     if not 0 < value <= _LARGEST:
-        raise InputError(f"expected a percentage such as 3% or 0.5%, 1000% at most, not {text[:50]!r}")
+        raise InputError(f"expected a percentage such as 3% or 0.5%, 1000% at most, not {brief(text)}")
     return value
 
 
@@ -117,35 +118,14 @@ def read_thresholds(path: Path) -> tuple[Threshold, ...]:
 
     Raises MalformedFileError with the line and what was expected there.
     """
-    try:
-        with path.open("rb") as file:
-            content = file.read(_LARGEST_FILE + 1)
-    except OSError as error:
-        raise MalformedFileError(path, f"cannot be read: {error.strerror}") from error
-    if len(content) > _LARGEST_FILE:
-        raise MalformedFileError(path, f"expected at most {_LARGEST_FILE} bytes of thresholds")
-    try:
-        root = yaml.compose(content.decode(), Loader=yaml.SafeLoader)
-        return tuple(_thresholds(path, root))
-    except UnicodeDecodeError as error:
-        raise MalformedFileError(path, "expected text in UTF-8", content[: error.start].count(b"\n") + 1) from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        said = getattr(error, "problem", None) or getattr(error, "reason", None) or "cannot be parsed"
-        raise MalformedFileError(path, f"expected YAML: {said}", mark.line + 1 if mark else None) from error
-    except RecursionError as error:
-        raise MalformedFileError(path, "expected patterns with percentages, not endless nesting") from error
-
-
-def _thresholds(path: Path, root: yaml.Node | None) -> Iterator[Threshold]:
+    root = read_yaml(path, "thresholds")
     if not isinstance(root, yaml.MappingNode) or not root.value:
         raise MalformedFileError(path, 'expected lines such as `"*causal*": 5%`', 1)
-    seen: set[str] = set()
-    for key, value in root.value:
-        pattern = _text(path, key, "the name or pattern of a case or plan")
-        if pattern in seen:
-            raise _fault(path, key, f"expected each pattern once, {pattern[:50]!r} stands here again")
-        seen.add(pattern)
+    return tuple(_thresholds(path, root))
+
+
+def _thresholds(path: Path, root: yaml.MappingNode) -> Iterator[Threshold]:
+    for pattern, _, value in entries(path, root, "the name or pattern of a case or plan"):
         if isinstance(value, yaml.MappingNode):
             yield Threshold(pattern, **dict(_fields(path, value)))
         else:
@@ -153,29 +133,18 @@ def _thresholds(path: Path, root: yaml.Node | None) -> Iterator[Threshold]:
 
 
 def _fields(path: Path, node: yaml.MappingNode) -> Iterator[tuple[str, float]]:
-    seen: set[str] = set()
-    for key, value in node.value:
-        name = _text(path, key, " or ".join(_FIELDS))
-        if name not in _FIELDS or name in seen:
-            raise _fault(path, key, f"expected {' and '.join(_FIELDS)}, once each, not {name[:50]!r}")
-        seen.add(name)
+    if not node.value:
+        raise fault(path, node, f"expected {' or '.join(_FIELDS)} here")
+    for name, key, value in entries(path, node, " or ".join(_FIELDS)):
+        if name not in _FIELDS:
+            raise fault(path, key, f"expected {' and '.join(_FIELDS)}, not {described(key)}")
         yield name, _share(path, value)
-    if not seen:
-        raise _fault(path, node, f"expected {' or '.join(_FIELDS)} here")
 
 
 def _share(path: Path, node: yaml.Node) -> float:
+    if not isinstance(node, yaml.ScalarNode):
+        raise fault(path, node, f"expected a percentage such as 3%, not {described(node)}")
     try:
-        return percentage(_text(path, node, "a percentage such as 3%"))
+        return percentage(node.value)
     except InputError as error:
-        raise _fault(path, node, str(error)) from error
-
-
-def _text(path: Path, node: yaml.Node, expected: str) -> str:
-    if not isinstance(node, yaml.ScalarNode) or not node.value:
-        raise _fault(path, node, f"expected {expected}")
-    return str(node.value)
-
-
-def _fault(path: Path, node: yaml.Node, expected: str) -> MalformedFileError:
-    return MalformedFileError(path, expected, node.start_mark.line + 1)
+        raise fault(path, node, str(error)) from error

@@ -8,16 +8,23 @@ from collections.abc import Sequence
 from typing import Literal
 
 from attnbench.digits import three_digits as number
+from attnbench.printable import printable
 
-__all__ = ["WIDTH", "Style", "error", "heading", "number", "prose", "shown", "size"]
+__all__ = ["WIDTH", "Style", "change", "error", "heading", "number", "prose", "shown", "size"]
 
 Style = Literal["text", "markdown"]
 WIDTH = 100
+_TENFOLD = 9.0
 
 
 def error(value: float) -> str:
     """A relative L2 in two digits."""
     return f"{value:.2g}" if math.isfinite(value) else "infinite"
+
+
+def change(value: float) -> str:
+    """A relative change in per cent, ``+0.031%`` for 0.00031; as a multiple where it is tenfold or more."""
+    return f"{value:+.3%}" if abs(value) < _TENFOLD else f"{number(1 + value)} times"
 
 
 def size(count: int) -> str:
@@ -27,7 +34,7 @@ def size(count: int) -> str:
 
 def shown(text: str, style: Style) -> str:
     """The text without what would steer a terminal or break Markdown: files and plug-ins write some of it."""
-    safe = "".join(char if char.isprintable() else " " for char in text)
+    safe = printable(text)
     if style == "markdown":
         for char in "\\`*_<>|[]":
             safe = safe.replace(char, f"\\{char}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -17,6 +18,7 @@ __all__ = ["SIGNIFICANCE", "Comparison", "Verdict", "compare", "median_interval"
 
 Verdict = Literal["faster", "slower", "same", "ambiguous"]
 SIGNIFICANCE = 0.01  # of the two-sided rank test; its interval covers 1 − this
+_LARGEST_LOGARITHM = math.log(sys.float_info.max)
 _Samples: TypeAlias = npt.NDArray[np.float64]
 
 
@@ -95,7 +97,12 @@ def compare(before: Sequence[float], after: Sequence[float], *, factor: float = 
         verdict = "same"
     elif p_value < SIGNIFICANCE and abs(shift) > line:
         verdict = "slower" if shift > 0 else "faster"
-    return Comparison(verdict, math.exp(shift), (math.exp(low), math.exp(high)), p_value)
+    return Comparison(verdict, _ratio(shift), (_ratio(low), _ratio(high)), p_value)
+
+
+def _ratio(logarithm: float) -> float:
+    """Of samples whose ratio is beyond all floats the largest float; infinite where nothing bounds it."""
+    return math.exp(min(logarithm, _LARGEST_LOGARITHM)) if logarithm < math.inf else math.inf
 
 
 def _checked(name: str, samples: Sequence[float]) -> _Samples:

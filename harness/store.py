@@ -24,7 +24,7 @@ _ROOM = 16 * _PAGE  # bytes that a disk must have when a sweep begins: some rows
 
 def recorded(place: Path) -> Path:
     """The file of measurements that a path means: itself, or of a folder the one in it, compressed or not."""
-    if not place.is_dir():
+    if not os.path.isdir(place):
         return place
     plain, packed = place / MEASUREMENTS, place / f"{MEASUREMENTS}.gz"
     return packed if packed.exists() and not plain.exists() else plain

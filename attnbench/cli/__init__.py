@@ -13,6 +13,7 @@ import typer
 
 from .. import __version__
 from ..errors import AttnbenchError, AttnbenchWarning
+from ..printable import printable
 from .backends import backends
 from .capture import capture
 from .check import check
@@ -28,6 +29,7 @@ from .train import train
 
 __all__ = ["app", "main"]
 
+_LONGEST_LINE = 5000  # of an error: the longest path, and what is wrong with it
 # Plain help and plain errors: they read the same on a terminal, in a pipe and in a log.
 app = typer.Typer(
     name="attnbench",
@@ -87,7 +89,7 @@ def _run() -> int | str | None:
     except SystemExit as end:  # how typer ends a command, misuse of its options included
         return end.code
     except AttnbenchError as error:
-        print(f"attnbench: {error}", file=sys.stderr)
+        print(_said(error), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -98,5 +100,10 @@ def _formatted(
     others: Callable[..., str], message: Warning | str, category: type[Warning], *place: Any, **line: Any
 ) -> str:
     if issubclass(category, AttnbenchWarning):
-        return f"attnbench: {message}\n"
+        return f"{_said(message)}\n"
     return others(message, category, *place, **line)
+
+
+def _said(message: Exception | str) -> str:
+    """A message of ours, which may repeat what files, paths and plug-ins hold."""
+    return "\n".join(printable(line)[:_LONGEST_LINE] for line in f"attnbench: {message}".split("\n"))

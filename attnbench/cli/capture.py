@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import sys
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import MisuseError
+from ..printable import brief
 
 if TYPE_CHECKING:
     from ..harness.capture import Recorder
@@ -42,8 +44,8 @@ def capture(
     from ..harness.capture import capture as recording
 
     budget = _bytes(max_bytes)
-    if not module and not Path(program).is_file():
-        raise MisuseError(f"there is no script {program!r}; -m runs a module")
+    if not module and not os.path.isfile(program):
+        raise MisuseError(f"there is no script {brief(program)}; -m runs a module")
     try:
         with recording(out, max_bytes=budget, most=most) as recorder:
             _run(program, arguments or [], module)
@@ -90,7 +92,7 @@ def _say(recorder: Recorder, out: Path) -> None:
 
 def _bytes(text: str) -> int:
     if not (found := _SIZE.fullmatch(text.strip())):
-        raise MisuseError(f"--max-bytes is a number of bytes such as 500MB or 2GiB, not {text!r}")
+        raise MisuseError(f"--max-bytes is a number of bytes such as 500MB or 2GiB, not {brief(text)}")
     number, unit = found.groups(default=" ")
     factor: int = (1024 if unit.endswith("i") else 1000) ** _POWERS.index(unit[0])
     return int(number) * factor

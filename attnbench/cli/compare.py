@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 import typer
 
 from ..errors import MisuseError
+from ..printable import brief, printable
 from .output import print_json
 
 if TYPE_CHECKING:
@@ -69,7 +70,10 @@ def compare(
     from ..harness.regression_export import regression_dict, regression_junit
     from ..harness.regression_pairs import rows_of
     from ..harness.regression_text import conclusion, regression_text
+    from ..table_entry import LONGEST_MS
 
+    if not rerun_seconds <= LONGEST_MS / 1e3:
+        raise MisuseError(f"--rerun-seconds is at most {LONGEST_MS / 1e3:g}, not {rerun_seconds}")
     terms = _terms(fail_on, cost, relative_to or [], allow_missing or [], thresholds)
     if not rerun and (base_python or new_python):
         raise MisuseError("--base-python and --new-python are for --rerun")
@@ -120,7 +124,7 @@ def _costs(text: str) -> tuple[Cost, ...]:
 
     names = [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in get_args(Cost)]:
-        raise MisuseError(f"--cost is one or more of {', '.join(COSTS)}, not {unknown[0]!r}")
+        raise MisuseError(f"--cost is one or more of {', '.join(COSTS)}, not {brief(unknown[0])}")
     return tuple(each for each in COSTS if each in names)
 
 
@@ -129,4 +133,4 @@ def _width() -> int:
 
 
 def _say(line: str) -> None:
-    print("".join(char if char.isprintable() else " " for char in line), file=sys.stderr)
+    print(printable(line), file=sys.stderr)

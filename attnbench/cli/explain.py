@@ -10,6 +10,7 @@ import typer
 
 from ..errors import InputError
 from ..mask import Alignment
+from ..printable import brief
 from .output import DeviceOption, print_json, print_text
 
 __all__ = ["explain"]
@@ -104,5 +105,7 @@ def _sides(window: str | None) -> tuple[int | None, int | None] | None:
     try:
         left, right = (None if side.strip() == "inf" else int(side) for side in window.split(","))
     except ValueError:
-        raise InputError(f"a window is LEFT,RIGHT, two numbers of keys or inf, such as 128,0; not {window!r}") from None
+        raise InputError(
+            f"a window is LEFT,RIGHT, two numbers of keys or inf, such as 128,0; not {brief(window)}"
+        ) from None
     return left, right

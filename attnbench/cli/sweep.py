@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ..errors import MisuseError, OutputError
+from ..printable import brief
 from .output import Format, FormatOption, print_json, print_table
 
 if TYPE_CHECKING:
@@ -76,14 +77,20 @@ def sweep(
 
     from ..context import check_budget
     from ..environment import Environment
+    from ..harness.accuracy import LARGEST_ERROR
     from ..harness.laboratory import Laboratory
     from ..harness.shards import Shard
     from ..harness.store import Store
     from ..harness.sweep import tasks_of
     from ..harness.timing import Timer
     from ..registry import registry
+    from ..table_entry import LONGEST_MS
 
     check_budget(max_error)
+    if max_error is not None and max_error > LARGEST_ERROR:
+        raise MisuseError(f"--max-error is a relative error, at most {LARGEST_ERROR:g}, not {max_error}")
+    if not timeout <= LONGEST_MS / 1e3:
+        raise MisuseError(f"--timeout is a number of seconds, at most {LONGEST_MS / 1e3:g}, not {timeout}")
     if max_error is not None and dtype != "fp8":
         raise MisuseError(f"--max-error is for FP8 plans, and a sweep of {dtype} has none")
     if resume and out is None:
@@ -195,18 +202,20 @@ def _cases(preset: str, dtype: str, device_type: str) -> list[Case]:
     if path.suffix == ".safetensors":
         return read_captured_cases(path, dtype)
     if path.suffix not in (".yaml", ".yml"):
-        raise MisuseError(f"--preset is {', '.join(PRESETS)}, a .yaml or a .safetensors file, not {preset!r}")
+        raise MisuseError(f"--preset is {', '.join(PRESETS)}, a .yaml or a .safetensors file, not {brief(preset)}")
     return read_cases(path, dtype)
 
 
 def _kept(cases: list[Case], names: list[str], preset: str) -> list[Case]:
     """The cases of these names, all where there is none.  Raises MisuseError with the nearest names."""
+    from ..harness.cases import LONGEST_NAME
+
     known = {case.name: case for case in cases}
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
+            near = difflib.get_close_matches(name[:LONGEST_NAME], known, n=2, cutoff=0.5)
             hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "--dry-run lists them"
-            raise MisuseError(f"{preset} has no case {name!r}; {hint}")
+            raise MisuseError(f"{preset} has no case {brief(name)}; {hint}")
     return [known[name] for name in dict.fromkeys(names)] if names else cases
 
 

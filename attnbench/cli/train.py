@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ..errors import MisuseError
+from ..printable import brief
 from .output import Format, FormatOption, print_json, print_text
 
 if TYPE_CHECKING:
@@ -92,7 +94,7 @@ def train(
     if show:
         _print([run for place in show for run in _shown(place)], format)
         return
-    if price_per_hour is not None and not (math.isfinite(price_per_hour) and price_per_hour > 0):
+    if price_per_hour is not None and not _possible(price_per_hour):
         raise MisuseError(f"--price-per-hour is a positive price, not {price_per_hour}")
     if resume and out is None:
         raise MisuseError("--resume needs --out, the folder of the runs to go on with")
@@ -206,15 +208,22 @@ def _shown(place: str) -> list[TrainingRun]:
     from ..harness.training.rows import read_runs
 
     folder, _, price = place.rpartition("=")
-    if not folder or Path(place).exists():
+    if not folder or os.path.exists(place):  # Path.exists raises on a name that no file system takes
         return list(read_runs(Path(place)))
     try:
         asked = float(price)
     except ValueError:
         asked = math.nan
-    if not (math.isfinite(asked) and asked > 0):
-        raise MisuseError(f"--show is FOLDER or FOLDER=PRICE with a positive price, not {place!r}")
+    if not _possible(asked):
+        raise MisuseError(f"--show is FOLDER or FOLDER=PRICE with a positive price, not {brief(place)}")
     return [run.model_copy(update={"price_per_hour": asked}) for run in read_runs(Path(folder))]
+
+
+def _possible(price: float) -> bool:
+    """Whether a row can hold it."""
+    from ..harness.training.rows import LARGEST_PRICE, LEAST_PRICE
+
+    return LEAST_PRICE <= price <= LARGEST_PRICE
 
 
 def _fresh_folder(parallel: ParallelName) -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from attnbench.errors import MisuseError
+from attnbench.untrusted import open_regular
 
 from ..records import Measurement, read_measurements
 from ..store import recorded
@@ -83,7 +84,7 @@ def _in(folder: Path) -> list[Path]:
 def _holds_training(path: Path) -> bool:
     """By how the file starts; what cannot be read is left to the reader of measurements, which says why."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with open_regular(path) as stored, gzip.open(stored) if path.suffix == ".gz" else stored as file:
             return _TRAINING.search(file.read(_SNIFFED)) is not None
     except (OSError, EOFError, zlib.error):
         return False

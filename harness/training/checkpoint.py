@@ -24,6 +24,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from attnbench.errors import MalformedFileError, MisuseError, OutputError
+from attnbench.printable import printable
+from attnbench.untrusted import check_schema
 
 from .history import History
 from .optimisers import Optimising
@@ -106,12 +108,10 @@ def load(path: Path, state: Mapping[str, Tensor], settings: Mapping[str, Any], r
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:
             facts = opened.metadata() or {}
-            if facts.get("schema") != SCHEMA:
-                raise MalformedFileError(file, f'expected "schema": "{SCHEMA}"')
+            check_schema(file, facts.get("schema"), SCHEMA)
             if facts.get("world") != str(ranks.world):
-                raise MisuseError(
-                    f"{path} was written by {facts.get('world')} ranks and can be resumed by as many alone"
-                )
+                world = printable(str(facts.get("world")))[:20]
+                raise MisuseError(f"{path} was written by {world} ranks and can be resumed by as many alone")
             if json.loads(facts.get("settings", "null")) != dict(settings):
                 raise MisuseError(f"{path} is the checkpoint of another configuration, or of other data")
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -128,12 +128,16 @@ def load(path: Path, state: Mapping[str, Tensor], settings: Mapping[str, Any], r
         if stored is None or stored.shape != live.shape or stored.dtype != live.dtype:
             said = "nothing" if stored is None else f"{stored.dtype} {tuple(stored.shape)}"
             raise MalformedFileError(file, f"expected {name} as {live.dtype} {tuple(live.shape)}, found {said}")
+    expected = torch.get_rng_state()
+    random = tensors.get(_CPU_RANDOM)
+    if random is None or random.dtype != expected.dtype or random.shape != expected.shape:
+        raise MalformedFileError(file, f"expected {_CPU_RANDOM}, the state of torch's random numbers")
     if unknown := [name for name in tensors if name.split(".")[0] in ("model", "optimiser") and name not in state]:
         raise MalformedFileError(file, f"expected no tensor {unknown[0]}")
     with torch.no_grad():
         for name, live in state.items():
             live.copy_(tensors[name])
-    torch.set_rng_state(tensors[_CPU_RANDOM])
+    torch.set_rng_state(random)
     if ranks.device.type == "cuda" and _GPU_RANDOM in tensors:
         torch.cuda.set_rng_state(tensors[_GPU_RANDOM], ranks.device)
     return history

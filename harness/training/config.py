@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args, get_type_hints
 
 from attnbench.errors import InputError
+from attnbench.printable import brief
 from attnbench.registry import registry
 
+from ..accuracy import LARGEST_ERROR
 from .rows import LONGEST_SETTING, MOST_STEPS
 
 __all__ = [
@@ -135,7 +136,7 @@ class TrainConfig:
             _one_of(name, getattr(self, name), get_args(get_type_hints(type(self))[name]))
         for name in ("fp8", "checkpointing", "compile"):
             if not isinstance(getattr(self, name), bool):
-                raise InputError(f"{name} must be True or False, not {getattr(self, name)!r}")
+                raise InputError(f"{name} must be True or False, not {brief(getattr(self, name))}")
         self._check_model()
         if self.block == "te" and self.model != "vit-huge":
             raise InputError("TransformerEngine's block is vit-huge's alone; linears=te-fp8 serves the other models")
@@ -159,11 +160,13 @@ class TrainConfig:
         _whole("seed", self.seed, 0, LARGEST_SEED)
         for name in ("lr", "weight_decay", "grad_clip"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-                raise InputError(f"{name} must be a finite number of at least 0, got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LARGEST_ERROR:
+                raise InputError(f"{name} must be a number from 0 to {LARGEST_ERROR:g}, got {brief(value)}")
         budget = self.max_error
-        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, (int, float)) or not budget > 0):
-            raise InputError(f"max_error must be a positive relative error such as 0.08, got {budget!r}")
+        if budget is not None and (
+            isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget <= LARGEST_ERROR
+        ):
+            raise InputError(f"max_error must be a positive relative error such as 0.08, got {brief(budget)}")
 
     def _check_model(self) -> None:
         for name in ("model", "data"):
@@ -191,8 +194,8 @@ class TrainConfig:
         """The config that ``to_dict`` wrote.  Raises InputError on a missing, unknown or impossible entry."""
         if not isinstance(data, Mapping):
             raise InputError(f"a training config is an object, not {type(data).__name__}")
-        if unknown := sorted(set(data) - {each.name for each in fields(cls)}):
-            raise InputError(f"a training config has no entry {', '.join(map(repr, unknown))}")
+        if unknown := sorted(set(data) - {each.name for each in fields(cls)}, key=str):
+            raise InputError(f"a training config has no entry {brief(unknown[0])}")
         try:
             return cls(**data)
         except (TypeError, AttributeError) as error:
@@ -214,7 +217,7 @@ class TrainConfig:
 
 def _whole(name: str, value: object, least: int, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise InputError(f"{name} must be a whole number from {least} to {most}, got {value!r}")
+        raise InputError(f"{name} must be a whole number from {least} to {most}, got {brief(value)}")
 
 
 def _writable(name: str, value: str) -> None:
@@ -224,9 +227,9 @@ def _writable(name: str, value: str) -> None:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise InputError(f"{name} must be text in UTF-8, not {value!r}: rows could not hold it") from None
+        raise InputError(f"{name} must be text in UTF-8, not {brief(value)}: rows could not hold it") from None
 
 
 def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise InputError(f"{name} is one of {', '.join(known)}, not {value!r}")
+        raise InputError(f"{name} is one of {', '.join(known)}, not {brief(value)}")

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from .rows import Share, Sign
+from ..lines import validation_fault
+from .rows import MOST_PLANS, MOST_RESUMED, MOST_SIGNS, MOST_STEPS, Count, Series, Share, Sign, StepTimes, Text
 
 __all__ = ["History"]
+
+_SERIES = ("loss", "grad_norm", "step_ms")
 
 
 @dataclass
@@ -41,8 +45,7 @@ class History:
 
     def tensors(self) -> dict[str, Tensor]:
         """The series in fp64, which keeps every bit."""
-        series = {"loss": self.loss, "grad_norm": self.grad_norm, "step_ms": self.step_ms}
-        return {name: torch.tensor(values, dtype=torch.float64) for name, values in series.items()}
+        return {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in _SERIES}
 
     def facts(self) -> str:
         """All but the series, as JSON."""
@@ -61,17 +64,28 @@ class History:
     def of(cls, tensors: Mapping[str, Tensor], facts: str) -> History:
         """What ``tensors`` and ``facts`` wrote.  Raises ValueError on anything else."""
         said = json.loads(facts)
+        if not isinstance(said, dict):
+            raise ValueError("a history is an object")
         try:
-            return cls(
-                **{name: tensors[name].tolist() for name in ("loss", "grad_norm", "step_ms")},
-                untimed=[int(step) for step in said["untimed"]],
-                signs=[Sign.model_validate_json(json.dumps(sign)) for sign in said["signs"]],
-                plans=[str(plan) for plan in said["plans"]],
-                attention=None
-                if said["attention"] is None
-                else Share.model_validate_json(json.dumps(said["attention"])),
-                memory_bytes=said["memory_bytes"],
-                resumed_at=[int(step) for step in said["resumed_at"]],
-            )
-        except (KeyError, TypeError, ValidationError) as error:
-            raise ValueError(f"not a history: {error}") from error
+            kept = _Kept.model_validate({**said, **{name: each.tolist() for name, each in tensors.items()}})
+        except ValidationError as error:
+            raise ValueError(validation_fault(error, "the history")) from None
+        if not len(kept.loss) == len(kept.grad_norm) == len(kept.step_ms):
+            raise ValueError(f"{', '.join(_SERIES)} have an entry for each step")
+        return cls(**{name: getattr(kept, name) for name in _Kept.model_fields})
+
+
+class _Kept(BaseModel):
+    """A history as it lies in a checkpoint; what it may hold is what a row may."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    loss: Series
+    grad_norm: Series
+    step_ms: StepTimes
+    untimed: Annotated[list[Count], Field(max_length=MOST_STEPS)]
+    signs: Annotated[list[Sign], Field(max_length=MOST_SIGNS)]
+    plans: Annotated[list[Text], Field(max_length=MOST_PLANS)]
+    attention: Share | None
+    memory_bytes: Count | None
+    resumed_at: Annotated[list[Count], Field(max_length=MOST_RESUMED)]

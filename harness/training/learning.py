@@ -17,6 +17,7 @@ from scipy import stats
 
 from attnbench.errors import InputError
 
+from ..report_text import change, number
 from .curves import ending, spikes
 from .rows import TrainingRun
 
@@ -141,6 +142,11 @@ def judged(pairs: Sequence[Pair]) -> Learning:
     """The verdict on the pairs, by ``RULES``, with the sentence that says which rule it was."""
     if not pairs:
         return Learning("inconclusive", "no pair of runs", 0, 0)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # of losses that are not finite
+        return _judged(pairs)
+
+
+def _judged(pairs: Sequence[Pair]) -> Learning:
     steps = min(min(len(pair.candidate.loss), len(pair.baseline.loss)) for pair in pairs)
     counted = (
         sum(len(spikes(pair.candidate.loss)) for pair in pairs),
@@ -159,9 +165,12 @@ def judged(pairs: Sequence[Pair]) -> Learning:
         seeds = ", ".join(str(run.seed) for run in lost)
         verdict, reason = "diverged", f"with the seed {seeds} {_how(lost[0])}"
     elif first is not None and not 1 - GRADIENT <= first <= 1 + GRADIENT:
-        verdict, reason = "degraded", f"attention's first gradients are {first:.2f} times as long as the baseline's"
+        verdict, reason = "degraded", f"attention's first gradients are {number(first)} times as long as the baseline's"
     elif not math.isfinite(gap):
-        verdict, reason = "inconclusive", "no step was taken by both" if not steps else "the losses are not finite"
+        verdict, reason = (
+            "inconclusive",
+            "no step was taken by both" if not steps else "the ratio of the losses is not finite",
+        )
     else:
         verdict, reason = _by_gap(gap, low, high, band, len(pairs), steps)
     return Learning(
@@ -182,7 +191,7 @@ def judged(pairs: Sequence[Pair]) -> Learning:
 def _by_gap(
     gap: float, low: float, high: float, band: tuple[float, float], pairs: int, steps: int
 ) -> tuple[Verdict, str]:
-    said = f"the gap is {gap:+.3%}"
+    said = f"the gap is {change(gap)}"
     if steps < LEAST_STEPS:  # while the loss falls steeply, a moment's delay is a large gap
         return "inconclusive", f"{said} after {steps} steps; {LEAST_STEPS} are needed"
     if gap > TOLERANCE and low > 0:
@@ -192,12 +201,12 @@ def _by_gap(
     if abs(gap) > TOLERANCE:
         return "inconclusive", f"{said}, beyond {TOLERANCE:.2%}, and may be chance or no loss at all"
     if not band[0] - _ROUNDING <= gap <= band[1] + _ROUNDING:
-        return "inconclusive", f"{said}, outside the baseline's own {band[0]:+.3%} to {band[1]:+.3%}"
+        return "inconclusive", f"{said}, outside the baseline's own {change(band[0])} to {change(band[1])}"
     if max(-low, high) > 2 * TOLERANCE:
-        return "inconclusive", f"{said}, but may be {low:+.3%} to {high:+.3%}: the seeds differ too much"
+        return "inconclusive", f"{said}, but may be {change(low)} to {change(high)}: the seeds differ too much"
     return (
         "equivalent",
-        f"{said}, within {TOLERANCE:.2%} and inside the baseline's own {band[0]:+.3%} to {band[1]:+.3%}",
+        f"{said}, within {TOLERANCE:.2%} and inside the baseline's own {change(band[0])} to {change(band[1])}",
     )
 
 
@@ -233,7 +242,7 @@ def _interval(gaps: np.ndarray[tuple[int], np.dtype[np.float64]]) -> tuple[float
 def _band(baselines: Sequence[TrainingRun], steps: int) -> tuple[float, float]:
     ends = [ending(run.loss[:steps], END) for run in baselines]
     middle = float(np.mean(ends))
-    return min(ends) / middle - 1, max(ends) / middle - 1
+    return (min(ends) / middle - 1, max(ends) / middle - 1) if middle else (math.nan, math.nan)
 
 
 def _median(values: Sequence[float | None]) -> float | None:

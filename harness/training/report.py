@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from tabulate import tabulate
 
-from ..report_text import Style, heading, number, prose, shown, size
+from ..report_text import Style, change, heading, number, prose, shown, size
 from ..statistics import compare, median_interval
 from .arms import Arm, arms_of, compared, scaling_efficiency, title_of
 from .learning import RULES, Learning
@@ -17,6 +17,7 @@ from .rows import Share, TrainingRun
 __all__ = ["offers_of", "report"]
 
 _MOST_COMPARED = 1000
+_LARGE = 1e4  # a loss that needs no fourth decimal
 _HOST_BOUND = 0.8  # of a step: a GPU that works less than this waits for its host
 _LEGEND = (
     "Step times are medians after the warm-up, with the 95% interval of the median. Attention is its measured share of "
@@ -59,7 +60,7 @@ def _verdict(arm: Arm, baseline: Arm, learning: Learning, style: Style) -> str:
     said += f", {shown(learning.reason, style)} ({learning.pairs} {'seed' if learning.pairs == 1 else 'seeds'})."
     said += _speed(arm, baseline)
     if learning.gradient_ratio is not None and not math.isclose(learning.gradient_ratio, 1, abs_tol=0.1):
-        said += f" Its gradient norm is {learning.gradient_ratio:.2f} times the baseline's in the median step."
+        said += f" Its gradient norm is {number(learning.gradient_ratio)} times the baseline's in the median step."
     if learning.spikes[0] > learning.spikes[1]:
         said += f" Its loss spiked {learning.spikes[0]} times, the baseline's {learning.spikes[1]} times."
     return said
@@ -100,8 +101,8 @@ def _table(arms: Sequence[Arm], learnings: Mapping[str, Learning], style: Style)
                 "MFU": _or_dash(arm.mfu, "{:.1%}".format),
                 "memory": _or_dash(arm.memory_bytes, size),
                 "scaling": _or_dash(scaling, "{:.1%}".format),
-                "loss": _or_dash(arm.end, "{:.4f}".format),
-                "gap": "baseline" if arm.baseline else _or_dash(learning and learning.gap, "{:+.3%}".format),
+                "loss": _or_dash(arm.end, _loss),
+                "gap": "baseline" if arm.baseline else _or_dash(learning and learning.gap, change),
             }
         )
     told = [name for name in rows[0] if any(row[name] != "–" for row in rows)]
@@ -141,7 +142,7 @@ def _remarks(arms: Sequence[Arm], style: Style) -> str:
             lost = ", ".join(
                 f"{max(sign.ds_underflow[form] for sign in signs):.1%} in {form}" for form in signs[0].ds_underflow
             )
-            kurtosis = f"kurtosis at most {worst_q:.3g} of Q and {worst_k:.3g} of K (3 is normal)"
+            kurtosis = f"kurtosis at most {number(worst_q)} of Q and {number(worst_k)} of K (3 is normal)"
             said.append(f"{label}: {kurtosis}{f'; of dS at most {lost} would underflow' if lost else ''}.")
     return prose(said, style, bullets=True) if said else ""
 
@@ -176,6 +177,10 @@ def _prices(arms: Sequence[Arm], style: Style) -> str:
     ]
     form = "github" if style == "markdown" else "simple"
     return tabulate(rows, headers="keys", tablefmt=form, disable_numparse=True)
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < _LARGE else number(value)
 
 
 def _or_dash(value: object, form: object) -> str:

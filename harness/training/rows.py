@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -24,18 +25,29 @@ from pydantic import (
 
 from attnbench.draft import replace_file
 from attnbench.environment import Environment
+from attnbench.table_entry import LONGEST_MS, SHORTEST_MS
 
+from ..accuracy import LARGEST_ERROR
 from ..clocks import Conditions
 from ..lines import Form, read_lines
 
 __all__ = [
+    "LARGEST_PRICE",
+    "LEAST_PRICE",
     "LONGEST_REASON",
     "LONGEST_SETTING",
+    "MOST_PLANS",
+    "MOST_RESUMED",
+    "MOST_SIGNS",
     "MOST_STEPS",
     "ROWS",
     "SCHEMA",
+    "Count",
+    "Series",
     "Share",
     "Sign",
+    "StepTimes",
+    "Text",
     "TrainingRun",
     "read_runs",
     "write_runs",
@@ -46,8 +58,10 @@ ROWS = "training.jsonl"
 LONGEST_REASON = 2000
 LONGEST_SETTING = 500
 MOST_STEPS = 200_000
+MOST_SIGNS, MOST_PLANS, MOST_RESUMED = 1000, 100, 10_000
 _FORM = Form(SCHEMA, "a training run", "training runs", longest_line=2**25, largest_file=2**28)
 _MOST_SETTINGS = 64
+LEAST_PRICE, LARGEST_PRICE = 1e-6, 1e12  # of an hour, in any currency
 _WORDS = {math.inf: "Infinity", -math.inf: "-Infinity"}
 _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
@@ -63,7 +77,12 @@ def _utc(value: datetime) -> datetime:
 
 
 def _number(value: object) -> object:
-    """JSON has neither infinity nor NaN, so a run that diverged writes them as text."""
+    """JSON has neither infinity nor NaN, so a run that diverged writes them as text.
+
+    What is beyond ``LARGEST_ERROR`` counts as infinite, so that sums and squares of the others stay numbers.
+    """
+    if isinstance(value, (int, float)) and abs(value) > LARGEST_ERROR:
+        return math.inf if value > 0 else -math.inf  # of a whole number beyond all floats, too
     return _NUMBERS.get(value, value) if isinstance(value, str) else value
 
 
@@ -72,18 +91,20 @@ def _written(value: float) -> float | str:
 
 
 _Any = Annotated[float, BeforeValidator(_number), PlainSerializer(_written, when_used="json")]
-_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Milliseconds = Annotated[float, Field(ge=SHORTEST_MS, le=LONGEST_MS)]
+_Spent = Annotated[float, Field(ge=0, le=LONGEST_MS)]
 _Fraction = Annotated[float, Field(ge=0, le=1)]
-_Count = Annotated[int, Field(ge=0, le=2**62)]
-_Text = Annotated[str, Field(max_length=500)]
+Count = Annotated[int, Field(ge=0, le=2**62)]
+Text = Annotated[str, Field(max_length=500)]
 _Setting = (
     Annotated[str, Field(max_length=LONGEST_SETTING)]
     | bool
     | Annotated[int, Field(ge=-(2**62), le=2**62)]
-    | float
+    | Annotated[float, Field(ge=-LARGEST_ERROR, le=LARGEST_ERROR)]
     | None
 )
-_Series = Annotated[list[_Any], Field(max_length=MOST_STEPS)]
+Series = Annotated[list[_Any], Field(max_length=MOST_STEPS)]
+StepTimes = Annotated[list[_Milliseconds], Field(max_length=MOST_STEPS)]
 _strict = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
 
 
@@ -99,9 +120,9 @@ class Share(BaseModel):
     model_config = _strict
 
     steps: Annotated[int, Field(ge=1, le=1000)]
-    forward_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    backward_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    busy_ms: _Positive
+    forward_ms: _Spent
+    backward_ms: _Spent
+    busy_ms: _Milliseconds
     share: _Fraction
     kernels: Annotated[list[Annotated[str, Field(max_length=200)]], Field(max_length=12)] = []
 
@@ -117,7 +138,7 @@ class Sign(BaseModel):
 
     model_config = _strict
 
-    step: _Count
+    step: Count
     kurtosis_q: _Any
     kurtosis_k: _Any
     ds_underflow: dict[Literal["e4m3", "e5m2"], _Fraction]
@@ -149,23 +170,23 @@ class TrainingRun(BaseModel):
     role: Literal["candidate", "baseline"]
     status: Literal["ok", "diverged", "unfinished", "oom", "error"]
     reason: Annotated[str, Field(min_length=1, max_length=LONGEST_REASON)] | None = None
-    loss: _Series
-    grad_norm: _Series
-    step_ms: Annotated[list[_Positive], Field(max_length=MOST_STEPS)]
-    timed_from: _Count
-    untimed: Annotated[list[_Count], Field(max_length=MOST_STEPS)] = []
+    loss: Series
+    grad_norm: Series
+    step_ms: StepTimes
+    timed_from: Count
+    untimed: Annotated[list[Count], Field(max_length=MOST_STEPS)] = []
     world: Annotated[int, Field(ge=1, le=2**20)] = 1
     units: Literal["tokens", "images"]
     units_per_step: Annotated[int, Field(ge=1, le=2**40)]
-    flops_per_step: _Positive
-    flops_model: _Text
-    peak_tflops: _Positive | None = None
-    memory_bytes: _Count | None = None
+    flops_per_step: Annotated[float, Field(gt=0, le=1e30)]
+    flops_model: Text
+    peak_tflops: Annotated[float, Field(ge=1e-6, le=1e9)] | None = None
+    memory_bytes: Count | None = None
     attention: Share | None = None
-    signs: Annotated[list[Sign], Field(max_length=1000)] = []
-    plans: Annotated[list[_Text], Field(max_length=100)] = []
-    price_per_hour: _Positive | None = None
-    resumed_at: Annotated[list[_Count], Field(max_length=10_000)] = []
+    signs: Annotated[list[Sign], Field(max_length=MOST_SIGNS)] = []
+    plans: Annotated[list[Text], Field(max_length=MOST_PLANS)] = []
+    price_per_hour: Annotated[float, Field(ge=LEAST_PRICE, le=LARGEST_PRICE)] | None = None
+    resumed_at: Annotated[list[Count], Field(max_length=MOST_RESUMED)] = []
     gpu: Conditions | None = None
     started: Annotated[AwareDatetime, AfterValidator(_utc)]
     environment: Annotated[
@@ -238,7 +259,7 @@ def read_runs(path: Path) -> Iterator[TrainingRun]:
 
     Raises MalformedFileError with the line and what was expected there.
     """
-    return read_lines(path / ROWS if path.is_dir() else path, TrainingRun, _FORM)
+    return read_lines(path / ROWS if os.path.isdir(path) else path, TrainingRun, _FORM)
 
 
 def write_runs(path: Path, runs: Iterable[TrainingRun]) -> None:

@@ -90,13 +90,13 @@ def files_under(root: Path) -> list[File]:
     Links to folders are not followed.  Raises InputError where there is nothing, nothing
     readable, or a file that is no text (a zero byte in its first 8 KiB).
     """
-    if root.is_dir():
+    if os.path.isdir(root):  # Path.is_dir raises on a name that no file system takes
         found = []
         for folder, folders, names in os.walk(root, onerror=_unreadable):
             folders[:] = [each for each in folders if not each.startswith(".")]  # where os.walk looks what comes next
             paths = [Path(folder, name) for name in names if not name.startswith(".")]
             found += [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
-    elif root.is_file():
+    elif os.path.isfile(root):
         found = [(root.name, root)]
     else:
         raise InputError(f"there is no text file or folder {root}")

@@ -75,3 +75,68 @@ def test_no_table_yet_says_how_to_make_one() -> None:
 def test_an_unwritable_output_folder_exits_1(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     named(attnbench("sweep", "--device", "cpu", "--out", tmp_path / "file" / "results"), 1, "cannot be written")
+
+
+LONG = "9" * 10_000
+NOT_NUMBERS = ("", " ", "inf", "nan", "1e400", "10**30", "1.5", "٣ ", "0x10", LONG)
+IMPOSSIBLE = ("0", "-1", str(2**31), str(2**70), str(10**30))
+
+
+@pytest.mark.parametrize("option", ["--heads", "--seqlen", "--head-dim", "--batch", "--kv-heads", "--seqlen-kv"])
+@pytest.mark.parametrize("value", [*NOT_NUMBERS, *IMPOSSIBLE], ids=lambda value: value[:12])
+def test_sizes_that_are_none_exit_2(option: str, value: str) -> None:
+    fails(
+        attnbench("explain", *SHAPE, "--device", "cpu", option, value), 2, option.removeprefix("--").partition("-")[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("explain", *SHAPE, "--device", "cuda:99999999999999999999"), "a device is auto, cpu, cuda or cuda:N"),
+        (("explain", *SHAPE, "--device", LONG), "a device is auto, cpu, cuda or cuda:N"),
+        (("explain", *SHAPE, "--device", "cpu", "--window", f"{LONG},0"), "a window is LEFT,RIGHT"),
+        (("explain", *SHAPE, "--device", "cpu", "--window", "-1,0"), "must not be negative"),
+        (("explain", *SHAPE, "--device", "cpu", "--softcap", "inf"), "softcap must be a finite number"),
+        (("explain", *SHAPE, "--device", "cpu", "--max-error", "nan"), "max_error must be a positive"),
+        (("explain", *SHAPE, "--device", "cpu", "--backend", LONG), "no backend is named '999"),
+        (("explain", *SHAPE, "--device", "cpu", "--backend", "\x1b[2J"), r"no backend is named '\x1b[2J'"),
+        (
+            ("sweep", "--device", "cpu", "--max-error", "inf"),
+            "--max-error is a relative error, at most 1e+100, not inf",
+        ),
+        (("sweep", "--device", "cpu", "--timeout", "inf"), "--timeout is a number of seconds, at most 1e+06, not inf"),
+        (("sweep", "--device", "cpu", "--case", LONG), "quick has no case '999"),
+        (("sweep", "--device", "cpu", "--preset", LONG), "--preset is quick"),
+        (("train", "--price-per-hour", "inf"), "--price-per-hour is a positive price, not inf"),
+        (("train", "--price-per-hour", "1e-300"), "--price-per-hour is a positive price"),
+        (("train", "--show", f"{LONG}=0"), "--show is FOLDER or FOLDER=PRICE with a positive price"),
+        (("train", "--show", "9" * 300), "cannot be read: File name too long"),
+        (("train", "--data", "x" * 300), "there is no text file or folder xxx"),
+        (("capture", "--out", "x", LONG), "there is no script '999"),
+        (("train", "--seed", str(2**70)), "seed must be a whole number from 0 to"),
+        (("train", "--steps", str(2**70)), "steps must be a whole number from 1 to"),
+        (("train", "--lr", "nan"), "lr must be a number from 0 to"),
+        (("train", "--max-error", "inf"), "max_error must be a positive relative error"),
+        (("train", "--attention", LONG), "no backend is named '999"),
+        (("capture", "--out", "x", "--max-bytes", LONG, __file__), "--max-bytes is a number of bytes"),
+    ],
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, tuple) else "",
+)
+def test_values_beyond_all_measure_exit_2_with_one_short_line(arguments: tuple[str, ...], said: str) -> None:
+    run = attnbench(*arguments)
+    named(run, 2, said)
+    assert len(run.stderr) < 1000
+
+
+def test_a_path_without_end_is_cut() -> None:
+    named(attnbench("train", "--show", LONG), 2, "attnbench: 999")
+    assert len(attnbench("train", "--show", LONG).stderr) < 5100
+
+
+def test_compare_takes_no_time_without_end() -> None:
+    named(attnbench("compare", "/", "/", "--rerun-seconds", "inf"), 2, "--rerun-seconds is at most 1e+06, not inf")
+    for arguments in (("compare", "/", "/", "--rerun-seconds", "nan"), ("sweep", "--timeout", "nan")):
+        fails(attnbench(*arguments), 2, arguments[-2])
+    for share in ("٣%", f"{LONG}%", "nan%"):
+        named(attnbench("compare", "/", "/", "--fail-on", share), 2, "expected a percentage")

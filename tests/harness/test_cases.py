@@ -158,7 +158,7 @@ def test_a_name_is_put_before_each_of_several_cases(tmp_path):
         (ENTRY + "  families: [zeros]\n", 1, "normal, outlier"),
         (ENTRY + ENTRY, 5, "once"),
         (ENTRY + "  mask: !!python/name:os.getcwd ''\n", 5, "YAML"),
-        ("- &a\n  batch: *a\n", 1, "recursive"),
+        ("- &a\n  batch: *a\n", 1, "not a mapping"),
         ("- batch: 1\n  heads: \x00\n", 2, "YAML"),
         (ENTRY + "  seqlen_kv: [" + ", ".join(map(str, range(1, 10_003))) + "]\n", 1, "at most 10000"),
     ],

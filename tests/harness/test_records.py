@@ -37,9 +37,11 @@ NUMBERS = {
     "drawn_on": "cpu",
 }
 
+DETAIL = {"sqnr_db": 20.0, "worst_head": 0.1, "worst_row": 0.2, "bias": 0.0, "nonfinite": 0}
+
 names = st.text(min_size=1, max_size=40)
 errors = st.floats(min_value=0) | st.just(math.inf)
-times = st.lists(st.floats(min_value=0, exclude_min=True, allow_infinity=False), min_size=1, max_size=5)
+times = st.lists(st.floats(min_value=1e-6, max_value=1e9), min_size=1, max_size=5)
 measured = st.fixed_dictionaries(
     {
         "time_ms": st.fixed_dictionaries({"call": times}, optional={"kernel": times, "backward": times}),
@@ -82,6 +84,12 @@ def test_an_infinite_error_is_written_as_text_and_read_as_infinite(tmp_path):
     assert next(read_measurements(file)).error["normal"]["out"] == math.inf
 
 
+def test_an_error_beyond_all_measure_is_infinite():
+    row = Measurement(**FACTS, **{**NUMBERS, "error": {"normal": {"out": 1e300, "lse": 5}}, "leak": 1e308})
+    assert row.error == {"normal": {"out": math.inf, "lse": 5.0}}
+    assert row.leak == math.inf
+
+
 @pytest.mark.parametrize("status", sorted({*STATUSES} - {"ok", "inaccurate"}))
 @pytest.mark.parametrize("name", ["time_ms", "error", "bound", "truth", "memory_bytes", "floor"])
 def test_no_number_on_what_was_not_measured(status, name):
@@ -115,6 +123,14 @@ def test_every_number_on_what_was_measured(name):
         {"time_ms": {"call": [math.nan]}},
         {"time_ms": {"call": [math.inf]}},
         {"time_ms": {"call": ["1.0"]}},
+        {"time_ms": {"call": [1e-7]}},  # no clock here resolves it
+        {"time_ms": {"call": [1e308]}},  # nor waits so long
+        {"host_ms": [1e308]},
+        {"first_ms": 1e308},
+        {"bound": 1e308},
+        {"memory_bytes": 2**80},
+        {"detail": {"outlier": {"out": DETAIL}}},
+        {"detail": {"normal": {"dq": DETAIL}}},
         {"time_ms": {"lunch": [1.0], "call": [1.0]}},
         {"error": {"normal": {"out": math.nan}}},
         {"error": {"normal": {"out": -0.1}}},

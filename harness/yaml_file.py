@@ -1,0 +1,101 @@
+"""A YAML file as nodes, which know their lines: bounded, plain data only, and every fault said with its line.
+
+Whatever PyYAML makes of a hostile file (numbers that Python refuses to read, dates that do not
+exist, tags that do not fit, nesting and repetition without end) is a MalformedFileError here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from attnbench.errors import MalformedFileError
+from attnbench.printable import brief
+from attnbench.untrusted import open_regular
+
+__all__ = ["described", "entries", "fault", "items", "read_yaml", "scalar"]
+
+_LARGEST_FILE = 2**20
+_LONGEST_SCALAR = 1000  # characters; nothing that is read here is as long
+
+
+def read_yaml(path: Path, what: str) -> yaml.Node | None:
+    """The root of the one document of a file of ``what`` (``cases``); None where there is none.
+
+    Raises MalformedFileError with the line and what was expected there.
+    """
+    try:
+        with open_regular(path) as file:
+            content = file.read(_LARGEST_FILE + 1)
+    except OSError as error:
+        raise MalformedFileError(path, f"cannot be read: {error.strerror}") from error
+    if len(content) > _LARGEST_FILE:
+        raise MalformedFileError(path, f"expected at most {_LARGEST_FILE} bytes of {what}")
+    try:
+        text = content.decode("utf-8-sig")
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except UnicodeDecodeError as error:
+        raise MalformedFileError(path, "expected text in UTF-8", content[: error.start].count(b"\n") + 1) from error
+    except yaml.reader.ReaderError as error:
+        line = text[: error.position].count("\n") + 1
+        raise MalformedFileError(path, f"expected YAML: {error.reason}", line) from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        said = f"expected YAML: {error.problem or error.context}"
+        raise MalformedFileError(path, said, mark.line + 1 if mark else None) from error
+    except RecursionError as error:
+        raise MalformedFileError(path, f"expected {what}, not endless nesting") from error
+    except ValueError as error:  # the version of a %YAML line, an escape beyond Unicode
+        raise MalformedFileError(path, f"expected YAML: {error}") from error
+
+
+def fault(path: Path, node: yaml.Node, expected: str) -> MalformedFileError:
+    """What was expected where a node stands."""
+    return MalformedFileError(path, expected, node.start_mark.line + 1)
+
+
+def described(node: yaml.Node) -> str:
+    """A node for a message: its text where it has some, else what it is."""
+    if isinstance(node, yaml.ScalarNode):
+        return brief(node.value)
+    return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
+
+
+def items(node: yaml.Node) -> list[yaml.Node]:
+    """The elements of a list; a node that is none stands for itself."""
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else [node]
+
+
+def entries(path: Path, node: yaml.MappingNode, known: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
+    """(name, its node, the value) of every entry of a mapping; ``known`` says in errors what a name is.
+
+    Raises MalformedFileError where a name is no text or stands there twice.
+    """
+    seen: set[str] = set()
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode) or not key.value:
+            raise fault(path, key, f"expected {known}, not {described(key)}")
+        if key.value in seen:
+            raise fault(path, key, f"expected {brief(key.value)} once, it stands here again")
+        seen.add(key.value)
+        yield key.value, key, value
+
+
+def scalar(path: Path, node: yaml.Node) -> Any:
+    """The one value of a node: text, a number, true or false, nothing, or a date.
+
+    Raises MalformedFileError where it is none or its tag does not fit.
+    """
+    if not isinstance(node, yaml.ScalarNode):
+        raise fault(path, node, f"expected one value, not {described(node)}")
+    if len(node.value) > _LONGEST_SCALAR:
+        raise fault(path, node, f"expected at most {_LONGEST_SCALAR} characters, not {len(node.value)}")
+    constructor = yaml.constructor.SafeConstructor()
+    try:
+        return constructor.construct_object(node)
+    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        kind = node.tag.removeprefix("tag:yaml.org,2002:")
+        raise fault(path, node, f"expected YAML of plain values, and {described(node)} is no {brief(kind)}") from error

@@ -1,0 +1,231 @@
+"""Rows from anywhere through everything that reads them: refused with a short line, or shown as numbers and text.
+
+Real rows with values that cannot be, that may just be, or that steer terminals and pages.
+"""
+
+import copy
+import json
+import math
+import random
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import reported
+from command_line import Run, attnbench
+from small_training import run_of
+
+from attnbench.harness.records import Measurement
+from attnbench.harness.report import report
+from attnbench.harness.store import MEASUREMENTS
+from attnbench.harness.training.rows import Share, TrainingRun
+
+NUMBERS = [
+    0, 1, 2, -1, 10**6, 2**31 - 1, 2**62, 10**17, 10**400, 0.0, -0.0, 5e-324, 1e-300, 1e-100, 1e-9, 1e-6, 0.5, 1e6, 1e9,
+    1e30, 1e100, 1e300, 1e308, math.inf, math.nan, "Infinity", "-Infinity", "NaN",
+]  # fmt: skip
+TEXTS = [
+    "", "\x00", "\x1b]0;x\x07", "\x1b[31m", "\ud800", "\u202e abc", "\u2028x", "\r\n", "x" * 3000, "x" * 199, "😀",
+    "*a_`|[x](y)<b>", "</script><script>alert(1)</script>", "{{7*7}}", "$x_1^2$", "\ufeff", "\uffff",
+    "captured:a.safetensors@12345678#0", "emulated:fp8", "a:fp8", "a:bf16>b:fp8", "training", "cpu", "dq", "lse",
+    "outlier", "9999-12-31T23:59:59Z", "0001-01-01T00:00:00Z",
+]  # fmt: skip
+STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+NO_NUMBER = re.compile(r"(?<![\w.:/(,\"'`-])[-+]?(nan|inf)(?:[%x]|\b)(?![:\w])")
+ROWS = [each.to_dict() for each in reported.a_sweep()]
+ROWS[0]["detail"] = {
+    "normal": {"out": {"sqnr_db": 54.0, "worst_head": 0.003, "worst_row": 0.01, "bias": 0.0, "nonfinite": 0}}
+}
+ROWS[1] |= {"host_ms": [0.1] * 20, "first_ms": 900.0, "replayed": ["kernel"], "leak": 0.0, "deterministic": False}
+ROWS[1]["gpu"] = {"readings": 3, "clock_mhz": {"lowest": 1.0, "median": 2.0, "highest": 3.0}, "throttled": {}}
+SHARE = Share(steps=2, forward_ms=1.0, backward_ms=2.0, busy_ms=9.0, share=0.3, kernels=["a kernel"])
+RUNS = [
+    run_of([3.0, 2.5, 2.0, 1.5] * 6, role, seed, attention=SHARE, peak_tflops=10.0, price_per_hour=2.0).to_dict()
+    for seed in (0, 1)
+    for role in ("candidate", "baseline")
+]
+
+
+def nodes(data: object) -> list[tuple]:
+    """Every (container, key) below."""
+    keys = data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
+    return [found for key in keys for found in ((data, key), *nodes(data[key]))]
+
+
+def changed(row: dict, chance: random.Random) -> dict:
+    """The row with one or two of its values replaced, removed, renamed, moved or repeated."""
+    row = copy.deepcopy(row)
+    for _ in range(chance.choice([1, 1, 2])):
+        places = nodes(row)
+        container, key = chance.choice([each for each in places if each[0] is row] if chance.random() < 0.4 else places)
+        old, move = container[key], chance.randrange(7)
+        if isinstance(old, list) and old and move < 4:
+            container[key] = chance.choice([old[:1], old * 20, [chance.choice(NUMBERS)] * len(old), []])
+        elif isinstance(old, dict) and old and move < 3:
+            name = chance.choice([*old])
+            old[chance.choice([*TEXTS, *old])] = copy.deepcopy(old[name]) if move else old.pop(name)
+        elif isinstance(old, (int, float)) and not isinstance(old, bool) and abs(old) < 1e300 and move < 5:
+            container[key] = chance.choice([*NUMBERS, old * 1e3, -old])
+        elif isinstance(old, str) and move < 5:
+            container[key] = chance.choice(TEXTS)
+        elif move == 5:
+            del container[key]
+        else:
+            container[key] = chance.choice([None, True, [], {}, [[]], {"": {}}, *NUMBERS, *TEXTS])
+    return row
+
+
+def hostile(rows: list[dict], model: type[Measurement] | type[TrainingRun], chance: random.Random) -> bytes:
+    """A file of the rows, of which some are changed, most of them so that a reader takes them."""
+    found, wild = [], chance.random() < 0.15
+    for row in rows:
+        made = [changed(row, chance) for _ in range(8)] if chance.random() < 0.4 else [row]
+        found.append(next((each for each in made if wild or taken(each, model)), row))
+    lines = [json.dumps(each).encode() for each in found]
+    if chance.random() < 0.05:
+        place = chance.randrange(len(lines))
+        lines[place] = lines[place][: chance.randrange(400)] + chance.choice([b"\xff", b"[" * 10**5, b"9" * 10**4, b""])
+    return b"".join(line + b"\n" for line in lines)
+
+
+def taken(row: dict, model: type[Measurement] | type[TrainingRun]) -> bool:
+    try:
+        model.model_validate_json(json.dumps(row))
+    except ValueError:
+        return False
+    return True
+
+
+def command(*arguments: object, written: Path | None = None) -> str:
+    """What became of a command, whose output is held to be fit for a terminal, and a page for a browser."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        run: Run = attnbench(*arguments)
+    assert run.returncode in (0, 1, 2, 3)
+    shown = {"stdout": run.stdout, "stderr": run.stderr}
+    if written is not None and written.exists():
+        shown["page"] = written.read_text(encoding="utf-8")
+        written.unlink()
+    for text in shown.values():
+        assert not STEERING.search(text)
+    for text in (run.stdout, shown.get("page", "")):
+        assert not NO_NUMBER.search(text)
+        assert not re.search("[0-9]{60}", text)
+    if run.returncode == 2:
+        assert run.stderr.startswith("attnbench: ")
+        assert run.stderr.count("\n") == 1
+        assert len(run.stderr) < 2000
+    if run.stdout.startswith("{"):
+        json.loads(run.stdout, parse_constant=pytest.fail)
+    if run.stdout.startswith("<"):
+        ElementTree.fromstring(run.stdout)
+    return "refused" if run.returncode == 2 else "shown"
+
+
+def compared(folder: Path, chance: random.Random) -> str:
+    rows = chance.sample(ROWS, 4)
+    (folder / "base.jsonl").write_bytes(hostile(rows, Measurement, chance))
+    (folder / "new.jsonl").write_bytes(hostile(rows, Measurement, chance))
+    form = chance.choice(["table", "markdown", "json", "junit"])
+    terms = chance.choice([[], [], ["--relative-to", "fa3:bf16"], ["--all"], ["--allow-missing", "*"]])
+    return command("compare", folder / "base.jsonl", folder / "new.jsonl", "--format", form, *terms)
+
+
+def merged(folder: Path, chance: random.Random) -> str:
+    (folder / "rows.jsonl").write_bytes(hostile(ROWS, Measurement, chance))
+    out = folder / f"merged-{chance.random()}"
+    return command("merge", out, folder / "rows.jsonl", "--partial", "--format", chance.choice(["table", "json"]))
+
+
+def condensed(folder: Path, chance: random.Random) -> str:
+    (folder / "rows.jsonl").write_bytes(hostile(ROWS, Measurement, chance))
+    became = command("table", "build", folder / "rows.jsonl", "-o", folder / "table.json")
+    if became == "shown" and (folder / "table.json").exists():
+        assert command("table", "show", folder / "table.json") == "shown"
+        (folder / "table.json").unlink()
+    return became
+
+
+def trained(folder: Path, chance: random.Random) -> str:
+    (folder / "training.jsonl").write_bytes(hostile(RUNS, TrainingRun, chance))
+    return command("train", "--show", folder, "--format", chance.choice(["table", "markdown", "json"]))
+
+
+def drawn(folder: Path, chance: random.Random) -> str:
+    (folder / MEASUREMENTS).write_bytes(hostile(ROWS, Measurement, chance))
+    (folder / "training.jsonl").write_bytes(hostile(RUNS, TrainingRun, chance))
+    return command("report", folder, "-o", folder / "page.html", written=folder / "page.html")
+
+
+def told(folder: Path, chance: random.Random) -> str:
+    """What a sweep prints of rows, those of a sweep that was gone on with among them."""
+    made = [each if taken(each, Measurement) else row for row in ROWS for each in [changed(row, chance)]]
+    text = report(
+        [Measurement.model_validate_json(json.dumps(each)) for each in made], chance.choice(["text", "markdown"])
+    )
+    assert not STEERING.search(text)
+    assert not NO_NUMBER.search(text)
+    return "shown"
+
+
+# How many files each reads in the default run.
+READERS: dict[Callable[[Path, random.Random], str], int] = {
+    compared: 40, merged: 15, condensed: 20, trained: 60, told: 20, drawn: 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_hostile_rows_are_refused_or_shown(tmp_path: Path, reader) -> None:
+    became = [reader(tmp_path, random.Random(f"{reader.__name__} {number}")) for number in range(READERS[reader])]
+    assert "shown" in became
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("reader", READERS)
+def test_many_hostile_rows_are_refused_or_shown(tmp_path: Path, reader) -> None:
+    for number in range(100 * READERS[reader]):
+        reader(tmp_path, random.Random(f"{reader.__name__} more {number}"))
+
+
+def lines(path: Path, *rows: dict) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"time_ms": {"call": [1e308, 1e-300]}}, "time_ms.call.0: Input should be less than or equal to 1000000000"),
+        ({"detail": {"strange": ROWS[0]["detail"]["normal"]}}, "detail has 'strange: out', which error lacks"),
+        ({"detail": {"normal": {"dq": ROWS[0]["detail"]["normal"]["out"]}}}, "detail has 'normal: dq'"),
+        ({"first_ms": 10**400}, "first_ms: Input should be"),
+        ({"\x1b[2J": 1}, " [2J: Extra inputs are not permitted"),
+        ({"spec": {**ROWS[0]["spec"], "heads": 10**400}}, "got a number of 400 digits or more"),
+        ({"spec": {**ROWS[0]["spec"], "scale": 10**400}}, "scale must be a finite number"),
+        ({"environment": {**ROWS[0]["environment"], "threads": 10**400}}, "threads must be a positive number"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_every_command(tmp_path: Path, change: dict, said: str) -> None:
+    rows = lines(tmp_path / "rows.jsonl", ROWS[0] | change, ROWS[1])
+    for arguments in (
+        ("compare", rows, rows), ("report", rows), ("table", "check", rows), ("table", "build", rows),
+        ("merge", tmp_path / "merged", rows),
+    ):  # fmt: skip
+        run = attnbench(*arguments)
+        assert run.returncode == 2
+        assert said in run.stderr
+        assert run.stderr.startswith(f"attnbench: {rows}:1: expected a measurement, but ")
+        assert len(run.stderr) < 600
+
+
+@pytest.mark.parametrize("loss", [[1e308] * 9, [10**400] * 9, [5e-324] * 9, ["NaN"] * 9, ["-Infinity"] * 9, [0.0] * 9])
+def test_losses_of_every_size_are_reported_without_a_warning(tmp_path: Path, loss: list) -> None:
+    runs = [{**each, "loss": loss, "grad_norm": [1e308] * 9, "step_ms": [1.0] * 9} for each in RUNS]
+    lines(tmp_path / "training.jsonl", *runs)
+    assert command("train", "--show", tmp_path) == "shown"
+    assert (
+        command("report", tmp_path, "--format", "svg", "-o", tmp_path / "l.svg", written=tmp_path / "l.svg") == "shown"
+    )
