@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,27 +66,27 @@ def hidden(
 ) -> Mask | None:
     """The mask that SDPA's arguments ask for; None where attnbench cannot serve them and the call is handed on.
 
-    ``weights`` is the shape (..., Sq, Skv) of the scores, which a tensor is held against.  Raises InputError where a call is not handed on, and what
-    torch raises for a mask of another type or shape and for a dropout that is no probability.
+    ``weights`` is the shape (..., Sq, Skv) of the scores, which a tensor is held against.  Raises InputError where a
+    call is not handed on, and what torch raises for a mask of another type or shape and a dropout that is no
+    probability.
     """
     if not 0 <= dropout_p <= 1:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
-    causal_bias = isinstance(tensor, CausalBias)
-    if tensor is not None and not causal_bias:
+    if tensor is not None and not isinstance(tensor, CausalBias):
         _check(tensor, weights, query)
     if dropout_p > 0:
         reason = "dropout"
     elif tensor is None:
         return _CAUSAL if is_causal else _FULL
     elif is_causal:
-        if causal_bias:
+        if isinstance(tensor, CausalBias):
             raise ValueError("CausalBias should not be used with causal=True")
         reason = "an attn_mask beside is_causal=True"
     elif calls.hands_on and is_compiling():
         reason = "an attn_mask in compiled code"
     else:
-        mask: Mask | None
-        mask = _of_bias(tensor, *weights[-2:]) if causal_bias else tensors.read(tensor, *weights[-2:])
+        read = _of_bias if isinstance(tensor, CausalBias) else tensors.read
+        mask: Mask | None = read(tensor, *weights[-2:])
         if mask is not None:
             return mask
         reason = "an attn_mask that pads, biases or blocks"
@@ -122,7 +123,7 @@ def _check(tensor: Tensor, weights: tuple[int, ...], query: Tensor) -> None:
     tensor.expand(weights)
 
 
-def _of_bias(bias: CausalBias, seqlen_q: int, seqlen_kv: int) -> Mask | None:
+def _of_bias(bias: Any, seqlen_q: int, seqlen_kv: int) -> Mask | None:
     """The mask of torch's ``causal_upper_left`` and ``causal_lower_right``, which are no tensors to read."""
     if bias.variant == CausalVariant.UPPER_LEFT or bias.seq_len_q == bias.seq_len_kv:
         return _CAUSAL

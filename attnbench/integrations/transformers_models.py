@@ -1,0 +1,85 @@
+"""Models of transformers that never look up what was registered, and what becomes of them.
+
+Some build their layers from a table of their own, whose keys are transformers' implementations: Falcon, SAM, Data2Vec.
+Others compute attention themselves: BLOOM.  transformers asks each model for its implementation when it is constructed;
+the method that answers is wrapped here, because a registered name is told nothing of models.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from attnbench.errors import AttnbenchWarning, InputError
+
+from .calls import Calls
+
+__all__ = ["watch_models"]
+
+_METHOD = "get_correct_attn_implementation"
+_registered: dict[str, Calls] = {}
+
+
+def watch_models(name: str, calls: Calls) -> None:
+    """From now on, say so where a model is constructed that cannot ask for the implementation ``name``.
+
+    One with a table raises InputError, or is given transformers' own choice where calls are handed on.  Of one that
+    seems to compute attention itself transformers' own heuristic knows; it is warned of.
+    """
+    from transformers import PreTrainedModel
+
+    method = getattr(PreTrainedModel, _METHOD, None)
+    if not _registered and method is not None:
+        setattr(PreTrainedModel, _METHOD, _watching(method))
+    _registered[name] = calls
+
+
+def _watching(method: Any) -> Any:
+    @functools.wraps(method)
+    def get_correct_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = method(self, *args, **kwargs)
+        calls = _registered.get(found)
+        if calls is None:
+            return found
+        kind = type(self)
+        table = _table(kind.__module__, found)
+        if table is not None and _everywhere(self.config, found):
+            reason = f"{kind.__name__} takes its attention from {table}, which has no {found!r}"
+            if not calls.hands_on:
+                raise InputError(
+                    f'{reason}; build it with attn_implementation="sdpa" and call it within '
+                    "attnbench.integrations.sdpa.replaced()"
+                )
+            calls.warn(reason)
+            options = {key: value for key, value in kwargs.items() if key != "requested_attention"}
+            found = method(self, None, *args[1:], **options)
+            self.config._attn_implementation = found  # of the parts, too
+            return found
+        can_ask = getattr(kind, "_can_set_attn_implementation", None)
+        if table is None and can_ask is not None and not can_ask():
+            warnings.warn(
+                f"{kind.__name__} seems to compute attention itself, and never to ask for {found!r}: "
+                "see whether calls.served grows; attnbench.integrations.sdpa.replaced() serves what calls torch's SDPA",
+                AttnbenchWarning,
+                stacklevel=3,
+            )
+        return found
+
+    return get_correct_attn_implementation
+
+
+def _table(module: str, name: str) -> str | None:
+    """The name of the module's table of attention classes that lacks ``name``; None where it has no such table."""
+    for each, value in vars(sys.modules.get(module, object)).items():
+        if each.endswith("ATTENTION_CLASSES") and isinstance(value, Mapping) and name not in value:
+            return each
+    return None
+
+
+def _everywhere(config: Any, name: str) -> bool:
+    """Whether the configuration and all within it name this implementation: else the table may serve another part."""
+    parts = [getattr(config, key, None) for key in getattr(config, "sub_configs", {})]
+    return all(part is None or getattr(part, "_attn_implementation", name) in (None, name) for part in parts)
