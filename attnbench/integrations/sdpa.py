@@ -143,7 +143,7 @@ def _obstacle(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     if not is_compiling():
         if not (type(query) in _PLAIN and type(key) in _PLAIN and type(value) in _PLAIN):
             return "tensors of classes of their own"
-        if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return "torch.jit.trace, which records no operator of attnbench"
     shape, keys, values = query.shape, key.shape, value.shape
     if len(shape) == len(keys) == len(values) >= 2:
