@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from attnbench.errors import AttnbenchWarning, InputError
+from attnbench.errors import InputError
 
 from .calls import Calls
 
@@ -26,8 +25,7 @@ _registered: dict[str, Calls] = {}
 def watch_models(name: str, calls: Calls) -> None:
     """From now on, say so where a model is constructed that cannot ask for the implementation ``name``.
 
-    One with a table raises InputError, or is given transformers' own choice where calls are handed on.  Of one that
-    seems to compute attention itself transformers' own heuristic knows; it is warned of.
+    It raises InputError, or is given transformers' own choice with a warning where calls are handed on.
     """
     from transformers import PreTrainedModel
 
@@ -44,31 +42,39 @@ def _watching(method: Any) -> Any:
         calls = _registered.get(found)
         if calls is None:
             return found
-        kind = type(self)
-        table = _table(kind.__module__, found)
-        if table is not None and _everywhere(self.config, found):
-            reason = f"{kind.__name__} takes its attention from {table}, which has no {found!r}"
-            if not calls.hands_on:
-                raise InputError(
-                    f'{reason}; build it with attn_implementation="sdpa" and call it within '
-                    "attnbench.integrations.sdpa.replaced()"
-                )
-            calls.warn(reason)
-            options = {key: value for key, value in kwargs.items() if key != "requested_attention"}
-            found = method(self, None, *args[1:], **options)
-            self.config._attn_implementation = found  # of the parts, too
+        reason = _reason(self, found)
+        if reason is None:
             return found
-        can_ask = getattr(kind, "_can_set_attn_implementation", None)
-        if table is None and can_ask is not None and not can_ask():
-            warnings.warn(
-                f"{kind.__name__} seems to compute attention itself, and never to ask for {found!r}: "
-                "see whether calls.served grows; attnbench.integrations.sdpa.replaced() serves what calls torch's SDPA",
-                AttnbenchWarning,
-                stacklevel=3,
+        if not calls.hands_on:
+            raise InputError(
+                f"{reason}; build it with another attn_implementation, and call it within "
+                "attnbench.integrations.sdpa.replaced() where that calls torch's SDPA"
             )
+        calls.warn(reason)
+        options = {key: value for key, value in kwargs.items() if key != "requested_attention"}
+        found = method(self, None, *args[1:], **options)
+        self.config._attn_implementation = found  # of the parts, too
         return found
 
     return get_correct_attn_implementation
+
+
+def _reason(model: Any, name: str) -> str | None:
+    """Why the model cannot ask for the implementation; None where it seems that it can.
+
+    Masks that are made for ``name`` would be added to scores by a model that computes attention itself, so it is told
+    nothing of the name.  What transformers knows is two flags of the class and a look at its module's source.
+    """
+    kind = type(model)
+    table = _table(kind.__module__, name)
+    if table is not None:
+        if not _everywhere(model.config, name):
+            return None
+        return f"{kind.__name__} takes its attention from {table}, which has no {name!r}"
+    asks = getattr(kind, "_supports_sdpa", True) or getattr(kind, "_supports_attention_backend", True)
+    if asks or getattr(kind, "_can_set_attn_implementation", lambda: True)():
+        return None
+    return f"{kind.__name__} computes attention itself, and does not ask for {name!r}"
 
 
 def _table(module: str, name: str) -> str | None:

@@ -53,11 +53,22 @@ def test_a_part_that_names_another_attention_may_have_a_table():
     assert calls.served > 0
 
 
-def test_a_model_that_computes_attention_itself_is_warned_of():
-    register(backend="reference")
-    config = transformers.BloomConfig(vocab_size=TOKENS, hidden_size=32, n_layer=1, n_head=2)
-    with pytest.warns(AttnbenchWarning, match="BloomModel seems to compute attention itself"):
-        transformers.AutoModel.from_config(config, attn_implementation="attnbench")
+def test_a_model_that_computes_attention_itself_is_named_and_has_masks_of_its_own():
+    """Its scores would have a mask of booleans added to them, which hides nothing."""
+    calls = register(backend="reference")
+    config = transformers.RemBertConfig(vocab_size=TOKENS, input_embedding_size=32, **SMALL)
+    with pytest.raises(InputError, match=r"RemBertModel computes attention itself, .* within .*replaced\(\)"):
+        transformers.AutoModel.from_config(copy.deepcopy(config), attn_implementation="attnbench")
+    calls = register(backend="reference", otherwise="sdpa")
+    with pytest.warns(AttnbenchWarning, match="RemBertModel computes attention itself"):
+        ours = transformers.AutoModel.from_config(copy.deepcopy(config), attn_implementation="attnbench").eval()
+    assert ours.config._attn_implementation == "eager"
+    model = transformers.AutoModel.from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    model.load_state_dict(ours.state_dict())
+    x, mask = tokens(length=12), torch.ones(2, 12, dtype=torch.long)
+    mask[0, 7:] = 0
+    assert error(ours(x, attention_mask=mask)[0], model(x, attention_mask=mask)[0]) < 1e-6
+    assert calls.served == 0
 
 
 def test_a_window_of_no_keys_is_none_to_layers_that_see_all():
