@@ -17,22 +17,21 @@ collect_ignore_glob = [] if os.environ.get("ATTNBENCH_PEERS") else ["test_*.py"]
 
 OUTCOMES = ["served", "handed on", "refused", "unasked", "wrong", "crashed"]
 REFUSALS = (InputError, RefusedError, NoPlanError)
-_found = defaultdict(Counter)
-_faults = []
 
 
 class Verdicts:
     """Writes down what became of a library's cases, and remembers those that are ours to mend."""
 
-    def __init__(self, library):
-        self.library, self.faults = library, []
+    def __init__(self, library, properties):
+        self.library, self.faults, self._properties = library, [], properties
 
     def write(self, case, outcome, detail=""):
         assert outcome in OUTCOMES
-        _found[self.library][outcome] += 1
-        if outcome in ("wrong", "crashed"):
-            self.faults.append(f"{case}: {outcome} {detail}")
-            _faults.append(f"{self.library} {case}: {outcome} {detail}")
+        fault = f"{case}: {outcome} {detail}" if outcome in ("wrong", "crashed") else None
+        # Where several processes run the tests, a report's properties are what reaches the one that prints.
+        self._properties.append(("verdict", (self.library, outcome, fault)))
+        if fault is not None:
+            self.faults.append(fault)
 
     def judge(self, case, wanted, ours, *, handing_on=None, least=1e-4):
         """Compare what ``ours()`` gives, a pair of a tensor and the counts, with the tensor ``wanted``.
@@ -78,7 +77,7 @@ def distance(found, wanted):
 @pytest.fixture
 def verdicts(request):
     """The verdicts of the library that the test's module names; the test fails where one is wrong or crashes."""
-    found = Verdicts(request.module.LIBRARY)
+    found = Verdicts(request.module.LIBRARY, request.node.user_properties)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AttnbenchWarning)
         yield found
@@ -86,10 +85,16 @@ def verdicts(request):
 
 
 def pytest_terminal_summary(terminalreporter):
-    if not _found:
+    reports = [each for kind in terminalreporter.stats.values() for each in kind if getattr(each, "when", "") == "call"]
+    verdicts = [value for each in reports for name, value in each.user_properties if name == "verdict"]
+    found = defaultdict(Counter)
+    for library, outcome, _ in verdicts:
+        found[library][outcome] += 1
+    if not found:
         return
     terminalreporter.section("what became of the cases")
-    rows = [[library, sum(counts.values()), *(counts[each] for each in OUTCOMES)] for library, counts in _found.items()]
+    rows = [[library, sum(counts.values()), *(counts[each] for each in OUTCOMES)] for library, counts in found.items()]
     terminalreporter.write_line(tabulate(rows, ["library", "cases", *OUTCOMES]))
-    for fault in _faults:
-        terminalreporter.write_line(fault)
+    for library, _, fault in verdicts:
+        if fault is not None:
+            terminalreporter.write_line(f"{library} {fault}")
