@@ -71,10 +71,13 @@ def _reason(model: Any, name: str) -> str | None:
         if not _everywhere(model.config, name):
             return None
         return f"{kind.__name__} takes its attention from {table}, which has no {name!r}"
-    asks = getattr(kind, "_supports_sdpa", True) or getattr(kind, "_supports_attention_backend", True)
-    if asks or getattr(kind, "_can_set_attn_implementation", lambda: True)():
+    if getattr(kind, "_supports_sdpa", True) or getattr(kind, "_supports_attention_backend", True):
         return None
-    return f"{kind.__name__} computes attention itself, and does not ask for {name!r}"
+    if not getattr(kind, "_can_set_attn_implementation", lambda: True)():
+        return f"{kind.__name__} computes attention itself, and does not ask for {name!r}"
+    if hasattr(sys.modules.get(kind.__module__), "ALL_ATTENTION_FUNCTIONS"):  # no layer says whether it is causal
+        return f"{kind.__name__} supports no attention but its own, as transformers declares"
+    return None
 
 
 def _table(module: str, name: str) -> str | None:
