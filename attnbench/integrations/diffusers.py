@@ -6,13 +6,15 @@ member is added.  Its layers then call us as they call torch's SDPA, and are ans
 
 from __future__ import annotations
 
+import functools
+import warnings
 from enum import EnumMeta
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from attnbench.errors import InputError
+from attnbench.errors import AttnbenchWarning, InputError
 
 from .calls import Calls
 from .mask_tensors import MaskTensors, hidden
@@ -20,7 +22,7 @@ from .mask_tensors import MaskTensors, hidden
 __all__ = ["register"]
 
 _INSTALL = "pip install 'diffusers>=0.35'"
-_added: set[str] = set()
+_added: dict[str, Calls] = {}
 
 
 def register(
@@ -67,14 +69,14 @@ def register(
         """q (B, Sq, H, D), k and v (B, Skv, Hkv, D) to (B, Sq, H, Dv)."""
         if _parallel_config is not None or return_lse:
             raise InputError(f"diffusers with the backend {name!r}: context parallelism and return_lse are not served")
-        padding = attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1])
-        mask = hidden(calls, tensors, attn_mask, dropout_p, is_causal, query.shape[1], key.shape[1], padding)
+        if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):  # padding
+            attn_mask = attn_mask[:, None, None, :]
+        weights = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+        mask = hidden(calls, tensors, attn_mask, dropout_p, is_causal, weights, query)
         if mask is not None:
             out = calls.attend(query, key, value, mask, scale=scale, enable_gqa=enable_gqa, layout="bshd")
             if out is not None:
                 return out
-        if padding and attn_mask is not None:
-            attn_mask = attn_mask[:, None, None, :]
         return F.scaled_dot_product_attention(
             query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=attn_mask,
             dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
@@ -82,7 +84,48 @@ def register(
 
     member = _member(AttentionBackendName, name)
     _AttentionBackendRegistry.register(member)(attend)
+    if not _added:
+        _watch_models()
+    _added[name] = calls
     return calls
+
+
+def _watch_models() -> None:
+    """From now on ``set_attention_backend`` says which of a model's layers do not take a backend of ours.
+
+    It leaves out layers whose processor calls torch's SDPA itself (SD3, PixArt, CogVideoX, DiT, the UNets), and says
+    nothing; the backend that it sets is told nothing of the model.
+    """
+    from diffusers.models.modeling_utils import ModelMixin
+
+    method = ModelMixin.set_attention_backend
+
+    @functools.wraps(method)
+    def set_attention_backend(self: Any, backend: str, *args: Any, **kwargs: Any) -> Any:
+        calls = _added.get(backend.lower())
+        if calls is not None:
+            _check_layers(self, calls)
+        return method(self, backend, *args, **kwargs)
+
+    mixin: Any = ModelMixin
+    mixin.set_attention_backend = set_attention_backend
+
+
+def _check_layers(model: nn.Module, calls: Calls) -> None:
+    """Raise InputError where no layer of the model takes a backend, or warn where calls are handed on; warn of some."""
+    processors = [each for each in (getattr(module, "processor", None) for module in model.modules()) if each]
+    deaf = [each for each in processors if not hasattr(each, "_attention_backend")]
+    if processors and not deaf:
+        return
+    kinds = ", ".join(sorted({type(each).__name__ for each in deaf}))
+    which = f"{len(deaf)} of {len(processors)} attention layers" if deaf else "what attention it has"
+    said = (
+        f"{type(model).__name__}: no backend of diffusers reaches {which}{f' ({kinds})' if kinds else ''}; "
+        "attnbench.integrations.sdpa.replaced() serves layers that call torch's SDPA"
+    )
+    if len(deaf) == len(processors) and not calls.hands_on:
+        raise InputError(said)
+    warnings.warn(said, AttnbenchWarning, stacklevel=3)
 
 
 def _member(names: Any, name: str) -> Any:
@@ -102,5 +145,4 @@ def _member(names: Any, name: str) -> Any:
     kind._member_names_.append(member._name_)
     kind._member_map_[member._name_] = kind._value2member_map_[name] = member
     type.__setattr__(kind, member._name_, member)  # the enumeration's own forbids it
-    _added.add(name)
     return member

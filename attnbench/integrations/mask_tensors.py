@@ -1,51 +1,58 @@
-"""What a call of torch's SDPA hides.  Mask tensors are looked at once: models hand one from layer to layer."""
+"""What a call of torch's SDPA hides.  A mask tensor is read at each call: nothing else tells whether it has changed."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from attnbench.mask import Mask
-from attnbench.mask_of_tensor import mask_of_tensor
+from attnbench.mask_of_tensor import _HIDDEN, mask_of_tensor
 
 from .calls import Calls
 
-__all__ = ["MaskTensors", "hidden"]
+__all__ = ["MaskTensors", "dense", "hidden"]
 
-_Read = tuple[tuple[int, int, int, bool], Mask | None]
+_FULL, _CAUSAL = Mask(), Mask(right=0)
+_KEPT = 64  # places of memory whose last mask is remembered
+_SMALL = 2**20  # elements of a mask in the CPU's memory that is kept for the next comparison
 
 
 class MaskTensors:
-    """The masks that tensors describe.  Looking at a tensor waits for its device; the answer is remembered."""
+    """The masks that tensors describe.
+
+    A tensor's version does not count what NumPy, DLPack or ``.data`` write.  So the answer of an earlier call is a
+    guess alone, and the tensor is held against it: a few operations on the tensor's device and one wait for it, where
+    finding the mask takes a loop over its rows.
+    """
 
     def __init__(self) -> None:
-        self._read: Any = WeakTensorKeyDictionary()
+        self._guesses: dict[tuple[int, int, int], Mask] = {}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def read(self, tensor: Tensor, seqlen_q: int, seqlen_kv: int, padding: bool = False) -> Mask | None:
+    def read(self, tensor: Tensor, seqlen_q: int, seqlen_kv: int) -> Mask | None:
         """The mask that ``tensor`` (..., Sq or 1, Skv or 1) describes; None where that is none, causal or a window not.
 
-        With ``padding`` the tensor is (B, Skv).  Also None for a bias that is learned.  Code that is being compiled
-        breaks its graph here.
+        Also None for a bias that is learned, and for one that ``vmap`` has batched, which cannot be read.  Code that is
+        being compiled breaks its graph here.
         """
-        if tensor.requires_grad:
+        if tensor.requires_grad or tensor.numel() == 0 or _is_batched(tensor):
             return None
-        if tensor.is_inference():  # has no version, so that nobody could tell whether it has changed
-            return _look(tensor, seqlen_q, seqlen_kv, padding)
-        key = (tensor._version, seqlen_q, seqlen_kv, padding)
-        known: _Read | None = self._read.get(tensor)
-        if known is None or known[0] != key:
-            known = (key, _look(tensor, seqlen_q, seqlen_kv, padding))
-            self._read[tensor] = known
-        return known[1]
-
-
-def _look(tensor: Tensor, seqlen_q: int, seqlen_kv: int, padding: bool) -> Mask | None:
-    return mask_of_tensor(tensor[:, None, None, :] if padding else tensor, seqlen_q, seqlen_kv)
+        place = (_unwrapped(tensor).data_ptr(), seqlen_q, seqlen_kv)
+        guess = self._guesses.get(place)
+        if guess is not None and _describes(tensor, guess, seqlen_q, seqlen_kv):
+            return guess
+        found = mask_of_tensor(tensor, seqlen_q, seqlen_kv)
+        self._guesses.pop(place, None)
+        if found is not None:
+            if len(self._guesses) >= _KEPT:
+                self._guesses.pop(next(iter(self._guesses)), None)
+            self._guesses[place] = found
+        return found
 
 
 def hidden(
@@ -54,26 +61,101 @@ def hidden(
     tensor: Tensor | None,
     dropout_p: float,
     is_causal: bool,
-    seqlen_q: int,
-    seqlen_kv: int,
-    padding: bool = False,
+    weights: tuple[int, ...],
+    query: Tensor,
 ) -> Mask | None:
     """The mask that SDPA's arguments ask for; None where attnbench cannot serve them and the call is handed on.
 
-    With ``padding`` the tensor is (B, Skv).  Raises InputError where it is not handed on.
+    ``weights`` is the shape (..., Sq, Skv) of the scores, which a tensor is held against.  Raises InputError where a
+    call is not handed on, and what torch raises for a mask of another type or shape and a dropout that is no
+    probability.
     """
+    if not 0 <= dropout_p <= 1:
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
+    if tensor is not None and not isinstance(tensor, CausalBias):
+        _check(tensor, weights, query)
     if dropout_p > 0:
         reason = "dropout"
     elif tensor is None:
-        return Mask(right=0) if is_causal else Mask()
+        return _CAUSAL if is_causal else _FULL
     elif is_causal:
+        if isinstance(tensor, CausalBias):
+            raise ValueError("CausalBias should not be used with causal=True")
         reason = "an attn_mask beside is_causal=True"
     elif calls.hands_on and is_compiling():
         reason = "an attn_mask in compiled code"
     else:
-        mask: Mask | None = tensors.read(tensor, seqlen_q, seqlen_kv, padding)
+        read = _of_bias if isinstance(tensor, CausalBias) else tensors.read
+        mask: Mask | None = read(tensor, *weights[-2:])
         if mask is not None:
             return mask
         reason = "an attn_mask that pads, biases or blocks"
     calls.refuse(reason)
     return None
+
+
+def dense(mask: Mask, seqlen_q: int, seqlen_kv: int, device: torch.device | str | None) -> Tensor:
+    """The mask as SDPA is told: (Sq, Skv), true where a key is seen."""
+    query = torch.arange(seqlen_q, device=device)[:, None] + mask.offset(seqlen_q, seqlen_kv)
+    key = torch.arange(seqlen_kv, device=device)
+    seen = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool, device=device)
+    if mask.left is not None:
+        seen = seen & (key >= query - mask.left)
+    if mask.right is not None:
+        seen = seen & (key <= query + mask.right)
+    return seen
+
+
+_kept_on_cpu = lru_cache(maxsize=16)(dense)
+
+
+def _check(tensor: Tensor, weights: tuple[int, ...], query: Tensor) -> None:
+    """Raise RuntimeError for a mask tensor that torch's SDPA does not take."""
+    if tensor.dtype not in (torch.bool, torch.float32, query.dtype):
+        castable = tensor.is_floating_point() and tensor.dtype != torch.float64  # by torch's autocast
+        if not castable or not torch.is_autocast_enabled(query.device.type):
+            raise RuntimeError(
+                "Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: "
+                f"{tensor.dtype} and query.dtype: {query.dtype} instead."
+            )
+    if tensor.device != query.device:
+        raise RuntimeError(f"Expected attn_mask on the device of query, {query.device}, but it is on {tensor.device}.")
+    tensor.expand(weights)
+
+
+def _of_bias(bias: Any, seqlen_q: int, seqlen_kv: int) -> Mask | None:
+    """The mask of torch's ``causal_upper_left`` and ``causal_lower_right``, which are no tensors to read."""
+    if bias.variant == CausalVariant.UPPER_LEFT or bias.seq_len_q == bias.seq_len_kv:
+        return _CAUSAL
+    mask = Mask(right=0, alignment="bottom-right")
+    fits = (bias.seq_len_q, bias.seq_len_kv) == (seqlen_q, seqlen_kv)
+    return mask if fits and not mask.has_empty_rows(seqlen_q, seqlen_kv) else None
+
+
+def _describes(tensor: Tensor, mask: Mask, seqlen_q: int, seqlen_kv: int) -> bool:
+    """Whether the tensor shows each query what the mask does, in all batch entries and heads."""
+    for axis in range(tensor.ndim - 2):
+        if tensor.stride(axis) == 0 and tensor.shape[axis]:
+            tensor = tensor.narrow(axis, 0, 1)  # the same memory over and over
+    # Nothing is kept on a GPU, where it could be memory of a CUDA graph that was being captured.
+    small = tensor.is_cpu and seqlen_q * seqlen_kv <= _SMALL
+    seen = (_kept_on_cpu if small else dense)(mask, seqlen_q, seqlen_kv, tensor.device)
+    same = tensor == seen if tensor.dtype == torch.bool else torch.where(seen, tensor == 0, tensor <= _HIDDEN)
+    return bool(same.all())
+
+
+def _is_batched(tensor: Tensor) -> bool:
+    """Whether ``vmap`` has a different mask for each of its entries."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor

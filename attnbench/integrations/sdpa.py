@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType, FunctionType
+from functools import partial
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -19,15 +20,18 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
+from attnbench.context import Wish, asked_in_context, use_backend
 from attnbench.execution import Execution
 
 from .calls import Calls
+from .checkpointing import KEEPING, carry_into_recompute
 from .mask_tensors import MaskTensors, hidden
 
 __all__ = ["replaced"]
 
 _SDPA: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
 _HEADS: Any = F.multi_head_attention_forward
+_OWN = "a call of attnbench's own"
 
 
 @contextmanager
@@ -62,16 +66,40 @@ class _Replacing(TorchFunctionMode):
         self._calls, self._masks = calls, MaskTensors()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _SDPA:
-            if is_compiling() or not _inside_attnbench():
-                return self._sdpa(*args, **(kwargs or {}))
-        elif func is _HEADS and (is_compiling() or not _inside_attnbench()):
-            return self._heads(*args, **(kwargs or {}))
+        if func is _SDPA or func is _HEADS:
+            reason = None if is_compiling() else self._callers()
+            if reason is not _OWN:
+                ours = self._sdpa if func is _SDPA else self._heads
+                return ours(*args, **(kwargs or {}), reason=reason)
         return func(*args, **(kwargs or {}))
 
-    def _heads(self, *args: Any, **kwargs: Any) -> Any:
+    def _callers(self) -> str | None:
+        """Look who has called.
+
+        A kernel of ours, or another block like this one, means torch's own SDPA.  What is computed again in a backward
+        is told to do that in this block.  Returns why the call cannot be served; None where nothing is in the way.
+        """
+        enter, reason = partial(self._recompute, asked_in_context()), None
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            code = frame.f_code
+            if code in _OURS:
+                return _OWN
+            if code.co_name in KEEPING and not carry_into_recompute(frame, enter):
+                reason = "an autograd function that may compute attention again in its backward"
+            frame = frame.f_back
+        return reason
+
+    @contextmanager
+    def _recompute(self, wish: Wish | None) -> Iterator[None]:
+        backend, dtype, max_error, _ = wish or Wish()
+        with self, use_backend(backend, dtype=dtype, max_error=max_error):
+            yield
+
+    def _heads(self, *args: Any, reason: str | None, **kwargs: Any) -> Any:
         """The same function, where SDPA is ours and no mode is asked again."""
-        names = {"scaled_dot_product_attention": self._sdpa, "has_torch_function": lambda tensors: False}
+        ours = partial(self._sdpa, reason=reason)
+        names = {"scaled_dot_product_attention": ours, "has_torch_function": lambda tensors: False}
         heads = FunctionType(_HEADS.__code__, {**_HEADS.__globals__, **names}, _HEADS.__name__, _HEADS.__defaults__)
         heads.__kwdefaults__ = _HEADS.__kwdefaults__
         return heads(*args, **kwargs)
@@ -86,18 +114,22 @@ class _Replacing(TorchFunctionMode):
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
+        *,
+        reason: str | None,
     ) -> Tensor:
         mask = None
-        if (obstacle := _obstacle(query, key, value)) is not None:
-            self._calls.refuse(obstacle)
+        if not isinstance(query, Tensor):
+            pass  # a proxy of torch.fx: SDPA is what its graph shall hold
+        elif (reason := reason or _obstacle(query, key, value)) is not None:
+            self._calls.refuse(reason)
         else:
-            lengths = query.shape[-2], key.shape[-2]
-            mask = hidden(self._calls, self._masks, attn_mask, dropout_p, is_causal, *lengths)
+            weights = () if attn_mask is None else (*query.shape[:-1], key.shape[-2])
+            mask = hidden(self._calls, self._masks, attn_mask, dropout_p, is_causal, weights, query)
         if mask is not None:
-            q, k, v = (_four(x) for x in (query, key, value))
+            q, k, v = (query, key, value) if query.ndim == 4 else (_four(x) for x in (query, key, value))
             out = self._calls.attend(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
             if out is not None:
-                return out.reshape(*query.shape[:-1], value.shape[-1])
+                return out if query.ndim == 4 else out.reshape(*query.shape[:-1], value.shape[-1])
         return _SDPA(
             query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
             enable_gqa=enable_gqa,
@@ -106,34 +138,31 @@ class _Replacing(TorchFunctionMode):
 
 def _obstacle(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Why attnbench cannot serve these tensors, whatever is hidden; None where nothing is in the way."""
-    tensors = (query, key, value)
-    if any(x.is_nested for x in tensors):
+    if query.is_nested or key.is_nested or value.is_nested:
         return "nested tensors"
-    if not is_compiling() and any(type(x) not in (Tensor, torch.nn.Parameter) for x in tensors):
-        return "tensors of classes of their own"
-    if not query.ndim == key.ndim == value.ndim >= 2 or not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
-        return "tensors that are broadcast against each other"
-    return None
+    if not is_compiling():
+        if not (type(query) in _PLAIN and type(key) in _PLAIN and type(value) in _PLAIN):
+            return "tensors of classes of their own"
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            return "torch.jit.trace, which records no operator of attnbench"
+    shape, keys, values = query.shape, key.shape, value.shape
+    if len(shape) == len(keys) == len(values) >= 2:
+        if len(shape) == 4 and shape[0] == keys[0] == values[0]:  # most calls, told without slices, which take longer
+            return None
+        if shape[:-3] == keys[:-3] == values[:-3]:
+            return None
+    return "tensors that are broadcast against each other"
 
 
 def _four(x: Tensor) -> Tensor:
     """(..., S, D) as (B, H, S, D): heads are the third axis from the end, as they are to ``enable_gqa``."""
-    return x if x.ndim == 4 else x[None, None] if x.ndim == 2 else x.reshape(-1, *x.shape[-3:])
+    return x[None, None] if x.ndim == 2 else x.reshape(-1, *x.shape[-3:])
 
 
-def _inside_attnbench() -> bool:
-    """Whether a kernel of ours, or another block like this, has made the call: those mean torch's own SDPA."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code in _OURS:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
+_PLAIN = (Tensor, torch.nn.Parameter)
 _OURS: frozenset[CodeType] = frozenset(
     each.__code__
     for each in (
-        Execution.answer, Execution.prepare, Execution.gradients, Execution.quantised, _Replacing.__torch_function__,
+        Execution.answer, Execution.prepare, Execution.gradients, Execution.quantised, _Replacing._sdpa,
     )
 )  # fmt: skip

@@ -7,21 +7,27 @@ tells what is hidden, and where there is none ``is_causal`` does, aligned top-le
 
 from __future__ import annotations
 
+import inspect
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from attnbench.errors import InputError
 from attnbench.mask import Mask
 
 from .calls import Calls, chosen
-from .mask_tensors import MaskTensors
-from .transformers_mask import Asked, UnservableError, told
+from .mask_tensors import MaskTensors, dense
+from .transformers_mask import Asked, LayerMask, UnservableError, told
+from .transformers_models import watch_models
 
 __all__ = ["register"]
 
 _INSTALL = "pip install 'transformers>=4.53'"
+_PACKED = "packed sequences beside a cache, which transformers takes for one (use_cache=False tells them apart)"
 _LAYER_MASK = "a mask tensor that is none, causal or a window not"
 
 # What changes the function that a layer computes, and SDPA does not know either: attention sinks, keys of a paged
@@ -94,14 +100,14 @@ def register(
         reason = "dropout" if dropout else "a bias of positions" if position_bias is not None else None
         mask = attention_mask
         if mask is None:
-            if sliding_window is not None and seqlen_kv > sliding_window:
+            if sliding_window and seqlen_kv > sliding_window:  # 0 is none to Qwen2-MoE
                 layer = type(module).__name__
                 raise InputError(f"{layer} has a sliding window of {sliding_window} keys, and no mask was made for it")
             mask = Mask(right=0) if causal and seqlen_q > 1 else Mask()
         elif isinstance(mask, Tensor) and reason is None:
             mask = None if calls.hands_on else tensors.read(attention_mask, seqlen_q, seqlen_kv)
             reason = _LAYER_MASK if mask is None else None
-        elif not isinstance(mask, (Mask, Tensor)):
+        elif not isinstance(mask, (LayerMask, Tensor)):
             raise InputError(f"{type(module).__name__} has a mask of the class {type(mask).__name__}")
         if reason is None:
             out = calls.attend(query, key, value, mask, scale=scaling, softcap=softcap or None)
@@ -109,19 +115,32 @@ def register(
                 return out.transpose(1, 2).contiguous(), None
         else:
             calls.refuse(reason)
-        if isinstance(attention_mask, Mask):
-            attention_mask = _dense(attention_mask, seqlen_q, seqlen_kv, query.device)
-        options = {} if position_bias is None else {"position_bias": position_bias}
-        answer: tuple[Tensor, None] = theirs(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
-            softcap=softcap, **options,
-        )  # fmt: skip
-        return answer
+        if isinstance(attention_mask, LayerMask):
+            attention_mask = attention_mask.tensor()
+        options: dict[str, Any] = {} if position_bias is None else {"position_bias": position_bias}
+        function = theirs
+        if softcap:
+            function = _eager(module)
+            if function is None:
+                raise InputError(f"{type(module).__name__} has a softcap, which transformers' SDPA does not know")
+            attention_mask, options["softcap"] = _added(attention_mask, causal, query, key), softcap
+        answer = function(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **options
+        )
+        return answer[0], None
 
-    def mask(*positions: Any, **named: Any) -> Mask | Tensor | None:
+    def mask(*positions: Any, **named: Any) -> LayerMask | Tensor | None:
         """What layers are told: a mask, None, or the tensor that SDPA is given where those calls are handed on."""
+        known = named.get("attention_mask")
+        if isinstance(known, LayerMask):  # made before, for generate
+            return known
+        window = named.get("local_size")
         try:
-            return told(Asked.of(*positions, **named), padding == "right", calls.hands_on)
+            if not is_compiling() and _is_packed(sys._getframe(1)):
+                raise UnservableError(_PACKED)
+            if window is None or window > 0:
+                return told(Asked.of(*positions, **named), padding == "right", calls.hands_on)
+            # A window of no keys, for layers that the model does not have: Qwen2-MoE's default.
         except UnservableError as reason:
             calls.warn(str(reason))
         plain = {**named, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
@@ -130,16 +149,37 @@ def register(
 
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, mask)
+    watch_models(name, calls)
     return calls
 
 
-def _dense(mask: Mask, seqlen_q: int, seqlen_kv: int, device: torch.device) -> Tensor:
-    """The mask as SDPA is told: (1, 1, Sq, Skv), true where a key is seen."""
-    query = torch.arange(seqlen_q, device=device)[:, None] + mask.offset(seqlen_q, seqlen_kv)
-    key = torch.arange(seqlen_kv, device=device)
-    seen = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool, device=device)
-    if mask.left is not None:
-        seen &= key >= query - mask.left
-    if mask.right is not None:
-        seen &= key <= query + mask.right
-    return seen[None, None]
+def _eager(module: nn.Module) -> Any:
+    """The eager attention of the model's own module, if it knows a softcap, which SDPA does not; else None."""
+    function = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
+    return function if function is not None and "softcap" in inspect.signature(function).parameters else None
+
+
+def _added(mask: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> Tensor | None:
+    """A mask as eager attention adds it to the scores; it does not know ``is_causal``."""
+    if mask is None and causal and query.shape[2] > 1:
+        mask = dense(Mask(right=0), query.shape[2], key.shape[2], query.device)
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(
+        ~mask, torch.finfo(query.dtype).min
+    )
+
+
+def _is_packed(frame: FrameType) -> bool:
+    """Whether the call of transformers that wants this mask was given positions that start anew, beside a cache.
+
+    transformers itself looks at positions only where there is no cache, and takes the batch for one sequence where
+    there is one.  Its public functions that make masks have these parameters; others are left alone.
+    """
+    given = frame.f_locals
+    positions, cache = given.get("position_ids"), given.get("past_key_values")
+    if cache is None or given.get("attention_mask") is not None or not isinstance(positions, Tensor):
+        return False
+    if positions.ndim != 2 or positions.shape[1] < 2:
+        return False
+    return bool((positions.diff(dim=-1) != 1).any())

@@ -10,21 +10,60 @@ is padding, whether ``local_size`` is a window's or a chunk's, and what is laid 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.utils._pytree import tree_map
 
 from attnbench.mask import Mask
 
-__all__ = ["Asked", "UnservableError", "told"]
+from .mask_tensors import dense
+
+__all__ = ["Asked", "LayerMask", "UnservableError", "told"]
 
 _Visible = Callable[..., Tensor]  # (batch, head, query, key) indices that broadcast, to whether the key is seen
 
 
 class UnservableError(Exception):
     """The mask is none that attention can be told; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class LayerMask(Mask):
+    """A mask that is handed to layers, and the tensor that transformers' SDPA would be given to whoever takes it so.
+
+    Most models hand it on as it is.  Some join it to another mask or cut it, and ``generate`` makes it contiguous for a
+    static cache: functions of torch, indexing and attributes of tensors see the tensor (B, 1, Sq, Skv).
+    """
+
+    batch: int = 1
+    seqlen_q: int = 0
+    seqlen_kv: int = 0
+    device: Any = None
+
+    def tensor(self) -> Tensor:
+        """(B, 1, Sq, Skv), true where a key is seen."""
+        return dense(self, self.seqlen_q, self.seqlen_kv, self.device).expand(self.batch, 1, -1, -1)
+
+    def contiguous(self) -> LayerMask:
+        """Itself, which has no layout; ``generate`` hands the answer to the model."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)
+
+    def __getitem__(self, place: Any) -> Tensor:
+        return self.tensor()[place]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda x: x.tensor() if isinstance(x, cls) else x, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class Asked(NamedTuple):
@@ -75,8 +114,8 @@ class Asked(NamedTuple):
         )  # fmt: skip
 
 
-def told(asked: Asked, right_padding: bool, hands_on: bool) -> Mask | None:
-    """The mask; None where SDPA would be given none either, so that layers that look for None find it.
+def told(asked: Asked, right_padding: bool, hands_on: bool) -> LayerMask | None:
+    """The mask; None where SDPA would be given none either: some layers look for None, others for a mask.
 
     With ``right_padding``, causal batches that are padded at the right alone are told as causal: no token sees padding.
     Code that is being compiled cannot look at values: there an assertion in the graph does, or, where calls are handed
@@ -91,9 +130,12 @@ def told(asked: Asked, right_padding: bool, hands_on: bool) -> Mask | None:
         _check_overlays(asked, mask, hands_on)
     elif mask.kind == "window" and not _is_window(asked, mask):
         raise UnservableError("attention in chunks")
-    if mask.kind == "none" or (mask.kind == "causal" and asked.seqlen_q in (1, asked.seqlen_kv)):
+    implied = mask.kind == "none" or (mask.kind == "causal" and asked.seqlen_q in (1, asked.seqlen_kv))
+    if implied and asked.plain:
         return None
-    return mask
+    return LayerMask(
+        mask.left, mask.right, mask.alignment, asked.batch, asked.seqlen_q, asked.seqlen_kv, asked.device
+    )  # fmt: skip
 
 
 def _pattern(asked: Asked) -> Mask:
@@ -138,14 +180,7 @@ def _check_overlays(asked: Asked, mask: Mask, hands_on: bool) -> None:
 def _agrees(asked: Asked, mask: Mask) -> Tensor:
     """Whether the mask function shows what ``mask`` does to every query, padding aside."""
     shown = _shown(asked.visible, asked.batch, _range(asked.seqlen_q, asked), _range(asked.seqlen_kv, asked))
-    query = _range(asked.seqlen_q, asked)[:, None] + mask.offset(asked.seqlen_q, asked.seqlen_kv)
-    key = _range(asked.seqlen_kv, asked)
-    wanted = torch.ones_like(key >= query)
-    if mask.left is not None:
-        wanted = wanted & (key >= query - mask.left)
-    if mask.right is not None:
-        wanted = wanted & (key <= query + mask.right)
-    return (shown == wanted).all()
+    return (shown == dense(mask, asked.seqlen_q, asked.seqlen_kv, asked.device)).all()
 
 
 def _range(count: int, asked: Asked) -> Tensor:

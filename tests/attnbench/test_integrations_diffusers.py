@@ -75,8 +75,8 @@ def test_a_compiled_model_has_one_graph():
     assert error(compiled(**inputs).sample, wanted) < 1e-5
 
 
-def test_layers_that_do_not_ask_the_dispatcher_ask_sdpa():
-    calls = register(backend="emulated", dtype="fp8")
+def test_layers_that_do_not_ask_the_dispatcher_are_named_and_ask_sdpa():
+    register(backend="emulated", dtype="fp8")
     torch.manual_seed(0)
     model = diffusers.UNet2DConditionModel(
         block_out_channels=(8, 16), layers_per_block=1, sample_size=8, in_channels=4, out_channels=4,
@@ -85,9 +85,15 @@ def test_layers_that_do_not_ask_the_dispatcher_ask_sdpa():
     )  # fmt: skip
     inputs = (tensor(1, 4, 8, 8), 1, tensor(1, 5, 16))
     wanted = step(model, *inputs, return_dict=False)
-    model.set_attention_backend("attnbench")
+    said = r"UNet2DConditionModel: no backend .* reaches 8 of 8 attention layers \(AttnProcessor2_0\); .*replaced\(\)"
+    with pytest.raises(InputError, match=said):
+        model.set_attention_backend("attnbench")
+    calls = register(backend="emulated", dtype="fp8", otherwise="native")
+    with pytest.warns(AttnbenchWarning, match=said):
+        model.set_attention_backend("attnbench")
     assert torch.equal(step(model, *inputs, return_dict=False)[0], wanted[0])
     assert calls.served == 0
+    model.set_attention_backend("native")
     with replaced("emulated", dtype="fp8") as seen:
         found = step(model, *inputs, return_dict=False)
     assert seen.served > 0

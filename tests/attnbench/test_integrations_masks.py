@@ -1,0 +1,166 @@
+"""Mask tensors handed to the drop-in: read anew at each call, and refused as torch refuses them."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+from attnbench.errors import InputError
+from attnbench.integrations import mask_tensors
+from attnbench.integrations.sdpa import replaced
+
+
+def tensor(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def write_through_numpy(mask, new):
+    mask.numpy()[:] = new.numpy()
+
+
+def write_through_dlpack(mask, new):
+    np.from_dlpack(mask)[:] = new.numpy()
+
+
+def write_through_data(mask, new):
+    mask.data.copy_(new)
+
+
+@pytest.mark.parametrize("write", [write_through_numpy, write_through_dlpack, write_through_data])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_a_mask_that_changes_behind_torchs_back_is_read_anew(write, dtype):
+    q, seen = tensor(1, 2, 6, 8), torch.ones(6, 6, dtype=torch.bool)
+    hole = seen.clone()
+    hole[3, 2] = False
+
+    def written(shown):
+        return shown.to(dtype) if dtype == torch.uint8 else torch.zeros(6, 6).masked_fill(~shown, -torch.inf)
+
+    memory = written(seen)  # DLPack has no booleans everywhere: the mask is a view of bytes
+    mask = memory.view(torch.bool) if dtype == torch.uint8 else memory
+    with replaced("reference") as calls:
+        F.scaled_dot_product_attention(q, q, q, mask)
+        version = mask._version
+        for shown in (seen.tril(), seen.tril(1).triu(-1), seen):
+            write(memory, written(shown))
+            found = F.scaled_dot_product_attention(q, q, q, mask)
+            torch.testing.assert_close(found, torch_answer(q, shown), rtol=1e-4, atol=1e-5)
+        write(memory, written(hole))
+        with pytest.raises(InputError, match="pads, biases or blocks"):
+            F.scaled_dot_product_attention(q, q, q, mask)
+    assert mask._version == version
+    assert calls.served == 4
+
+
+def torch_answer(q, shown):
+    scores = (q @ q.mT / q.shape[-1] ** 0.5).masked_fill(~shown, -torch.inf)
+    return scores.softmax(-1) @ q
+
+
+@given(
+    first=st.integers(0, 3), second=st.integers(0, 3), batch=st.sampled_from([(), (1, 1), (2, 1), (2, 3)]),
+    floating=st.booleans(), large=st.booleans(),
+)  # fmt: skip
+def test_what_was_remembered_is_held_against_every_entry(first, second, batch, floating, large):
+    """The second reading of the same memory finds what a first one would."""
+    full = torch.ones(5, 5, dtype=torch.bool)
+    hole = full.clone()
+    hole[2, 1] = False
+    kinds = [full, full.tril(), full.tril(1).triu(-1), hole]
+    memory = kinds[first].expand(*batch, 5, 5).clone()
+    memory = torch.zeros(memory.shape).masked_fill(~memory, -torch.inf) if floating else memory
+    masks = mask_tensors.MaskTensors()
+    masks.read(memory, 5, 5)
+    last = kinds[second] if not floating else torch.zeros(5, 5).masked_fill(~kinds[second], -torch.inf)
+    memory.data.view(-1, 5, 5)[-1] = last
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mask_tensors, "_SMALL", 0 if large else 2**20)
+        again = masks.read(memory, 5, 5)
+    assert again == mask_tensors.MaskTensors().read(memory, 5, 5)
+
+
+def test_a_mask_that_stays_is_compared_and_not_looked_for(monkeypatch):
+    seen, look = [], mask_tensors.mask_of_tensor
+    monkeypatch.setattr(mask_tensors, "mask_of_tensor", lambda *args: seen.append(args) or look(*args))
+    q = tensor(1, 2, 6, 8)
+    one, other = torch.ones(6, 6, dtype=torch.bool).tril(), torch.ones(6, 6, dtype=torch.bool)
+    with replaced("reference"):
+        for _ in range(3):
+            for mask in (one, other):
+                F.scaled_dot_product_attention(q, q, q, mask)
+        assert len(seen) == 2
+    masks = mask_tensors.MaskTensors()
+    for size in range(1, 200):
+        masks.read(torch.ones(size, size, dtype=torch.bool), size, size)
+    assert len(masks._guesses) <= 64
+
+
+def test_a_mask_for_no_query_no_key_or_a_batch_of_vmap_is_refused_in_a_sentence():
+    q = tensor(2, 3, 6, 8)
+    with replaced(), pytest.raises(InputError, match="pads, biases or blocks"):
+        F.scaled_dot_product_attention(q, q[:, :, :0], q[:, :, :0], torch.ones(6, 0, dtype=torch.bool))
+    with replaced(), pytest.raises(InputError, match="pads, biases or blocks"):
+        F.scaled_dot_product_attention(q[:, :, :0], q, q, torch.ones(0, 6, dtype=torch.bool))
+    masks = torch.ones(2, 6, 6, dtype=torch.bool)
+    with replaced(), pytest.raises(InputError, match="pads, biases or blocks"):
+        torch.vmap(lambda q, mask: F.scaled_dot_product_attention(q, q, q, mask))(q, masks)
+
+
+Q = (2, 3, 6, 8)
+WRONG = {
+    "fp16 mask": {"attn_mask": torch.zeros(6, 6, dtype=torch.float16)},
+    "fp64 mask": {"attn_mask": torch.zeros(6, 6, dtype=torch.float64)},
+    "integers": {"attn_mask": torch.ones(6, 6, dtype=torch.int32)},
+    "five axes": {"attn_mask": torch.ones(1, 1, 1, 6, 6, dtype=torch.bool)},
+    "another length": {"attn_mask": torch.ones(5, 5, dtype=torch.bool)},
+    "another batch": {"attn_mask": torch.ones(3, 1, 6, 6, dtype=torch.bool)},
+    "other heads": {"attn_mask": torch.ones(1, 2, 6, 6, dtype=torch.bool)},
+    "negative dropout": {"dropout_p": -0.1},
+    "dropout above one": {"dropout_p": 1.5},
+    "dropout that is no number": {"dropout_p": float("nan")},
+    "a causal bias and is_causal": {"attn_mask": causal_upper_left(6, 6), "is_causal": True},
+}
+
+
+@pytest.mark.parametrize("otherwise", ["raise", "torch"])
+@pytest.mark.parametrize("named", WRONG.values(), ids=WRONG)
+def test_what_torch_refuses_raises_what_torch_raises(named, otherwise):
+    q = tensor(*Q)
+    with pytest.raises(Exception) as torchs:  # noqa: PT011 - whatever torch raises
+        F.scaled_dot_product_attention(q, q, q, **named)
+    with replaced(otherwise=otherwise), pytest.raises(torchs.type) as ours:
+        F.scaled_dot_product_attention(q, q, q, **named)
+    assert type(ours.value) is torchs.type
+
+
+def test_autocast_takes_the_masks_that_it_takes_for_torch():
+    q = tensor(*Q)
+    with torch.autocast("cpu", torch.bfloat16), replaced("reference") as calls:
+        F.scaled_dot_product_attention(q, q, q, torch.zeros(6, 6, dtype=torch.float16))
+        with pytest.raises(RuntimeError, match="Expected attn_mask dtype"):
+            F.scaled_dot_product_attention(q, q, q, torch.zeros(6, 6, dtype=torch.float64))
+    assert calls.served == 1
+
+
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize(("seqlen_q", "seqlen_kv"), [(6, 6), (4, 6), (6, 4)])
+def test_torchs_causal_biases_are_served(make, seqlen_q, seqlen_kv):
+    q, k = tensor(1, 2, seqlen_q, 8), tensor(1, 2, seqlen_kv, 8, seed=1)
+    bias = make(seqlen_q, seqlen_kv)
+    with replaced("reference") as calls:
+        if make is causal_lower_right and seqlen_q > seqlen_kv:  # queries without a key, NaN to torch
+            with pytest.raises(InputError, match="pads, biases or blocks"):
+                F.scaled_dot_product_attention(q, k, k, bias)
+            return
+        found = F.scaled_dot_product_attention(q, k, k, bias)
+    assert calls.served == 1
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k, k, bias), rtol=1e-4, atol=1e-5)
+
+
+def test_a_causal_bias_of_other_lengths_is_not_served():
+    q = tensor(1, 2, 6, 8)
+    with replaced(), pytest.raises(InputError, match="pads, biases or blocks"):
+        F.scaled_dot_product_attention(q, q, q, causal_lower_right(4, 6))
