@@ -6,11 +6,13 @@ import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from attnbench.graph_pools import outside_pools
 
 __all__ = ["Band", "Graph", "Layout", "Question", "graph_of", "laid_out"]
 
@@ -99,7 +101,7 @@ class Question:
 class Graph:
     """A built graph.  ``run`` may be called from any thread and on any stream."""
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: Question, handle: Any) -> None:
         import cudnn
 
         self._question = question
@@ -110,7 +112,7 @@ class Graph:
             io_data_type=_data_type(question.inputs[0].dtype),
             intermediate_data_type=cudnn.data_type.FLOAT,
             compute_data_type=cudnn.data_type.FLOAT,
-            handle=_handle(question.device),
+            handle=handle,
         )
         ports = {
             name: graph.tensor(
@@ -156,7 +158,10 @@ def graph_of(question: Question) -> Graph:
     Raises cudnn.cudnnGraphNotSupportedError where cuDNN has no kernel for it.
     """
     with _on(question.device):
-        return Graph(question)
+        # In a thread of its own: where a heuristic declines, the front end (1.32) leaves its exception in a cycle with
+        # the frames below it until Python collects garbage.  In this thread those would hold the call's tensors, and
+        # torch would find them alive in a CUDA graph's pool.
+        return outside_pools(partial(Graph, question, _handle(question.device)), question.device)
 
 
 def laid_out(x: Tensor) -> Tensor:

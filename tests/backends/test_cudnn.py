@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import math
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -199,6 +201,38 @@ def test_two_threads_share_a_graph_and_no_handle(monkeypatch: pytest.MonkeyPatch
     assert len(set(seen)) == 2
     assert torch.equal(*outs)
     assert outs[0].data_ptr() != outs[1].data_ptr()
+
+
+def test_a_declined_heuristic_keeps_no_tensor_of_the_call_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As front end 1.32 does it: the last exception stays in the frame that its traceback holds."""
+    build = PyGraph.build
+
+    def declining(self: PyGraph, heuristics: list[str]) -> None:
+        failure = None
+        try:
+            raise CUDNN.cudnnGraphNotSupportedError("no plan by this heuristic")
+        except CUDNN.cudnnGraphNotSupportedError as error:
+            failure = error
+        assert failure is not None
+        build(self, heuristics)
+
+    monkeypatch.setattr(PyGraph, "build", declining)
+    spec = SPEC.replace(direction="training")
+
+    def step() -> list[weakref.ref[torch.Tensor]]:
+        q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
+        forward, backward = FORWARDS["cudnn:bf16"], BACKWARDS["cudnn:bf16"]
+        operands = forward.prepare(q, k, v, spec)
+        result = forward.run(operands)
+        backward.run(Saved(operands, *result), grad)
+        return [weakref.ref(x) for x in (q, k, v, grad, result.out, result.lse)]
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert [each() for each in step()] == [None] * 6
+    finally:
+        gc.enable()
 
 
 def test_an_engine_that_is_not_cudnns_may_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
