@@ -7,7 +7,7 @@ import weakref
 from typing import Any, TypeVar
 
 from . import choice_hook
-from .budget import class_bound
+from .budget import class_bound, default_budget
 from .execution import Execution
 from .question import Question, decide
 from .registry import registry
@@ -66,8 +66,9 @@ def execution_of(question: Question) -> Execution:
     choice = decide(question)
     known = registry()
     backward = None if choice.plan.backward is None else known.backward(choice.plan.backward)
-    # A plan that was named without an error is held to what its precision must stay within.
-    budget = class_bound(choice.plan, choice.spec) if choice.budget is None else choice.budget
+    budget = choice.budget
+    if budget is None:  # a plan that was named without an error is held to what its precision and its inputs' allow
+        budget = max(default_budget(choice.spec, fp8=False), class_bound(choice.plan, choice.spec))
     execution = Execution(choice.spec, known.forward(choice.plan.forward), backward, budget)
     listener = choice_hook.listener
     return execution if listener is None else listener.chosen(question, choice, execution)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ def full_fp32() -> Iterator[None]:
     ``torch.get_float32_matmul_precision`` raises once a program has set a backend's own ``fp32_precision``, so
     these are read and set here: that call sets them too.
     """
-    matmuls = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    matmuls: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = [each.fp32_precision for each in matmuls]
     for each in matmuls:
         each.fp32_precision = "ieee"

@@ -82,8 +82,9 @@ class CudnnForward(ForwardKernel):
     def run(self, operands: Operands) -> Result:
         """The operator; its log-sum-exp has an axis of one more."""
         spec = operands.spec
+        q, k, v = operands.native
         out, lse, *_ = torch._scaled_dot_product_cudnn_attention(
-            *operands.native, None, True, 0.0, spec.mask.kind == "causal", False, scale=spec.scale
+            q, k, v, None, True, 0.0, spec.mask.kind == "causal", False, scale=spec.scale
         )
         return Result(out, lse.view(spec.batch, spec.heads, spec.seqlen_q))
 

@@ -175,7 +175,8 @@ def _measure(
         print_json([row.to_dict() for row in rows])
     else:
         print(report(rows, "markdown" if format == "markdown" else "text"))
-    print(f"{measured} of {len(rows)} rows measured, all in {store.folder}\n{said}", file=sys.stderr)
+    others = f", {len(rows) - measured} not (each row says why)" if measured < len(rows) else ""
+    print(f"{measured} plans measured{others}; the rows are in {store.folder}\n{said}", file=sys.stderr)
     if fault is not None:
         raise fault
     return measured > 0

@@ -34,9 +34,11 @@ def sweep(tmp_path, monkeypatch):
                 yield row
 
         monkeypatch.setattr("attnbench.harness.sweep.run_sweep", measures)
-        monkeypatch.setattr("attnbench.harness.progress.followed", lambda events, console: events)
+        monkeypatch.setattr("attnbench.harness.progress.followed", lambda events, console, verbose: events)
         with Store(tmp_path / "a sweep", HERE) as store:
-            return sweep_command._measure([], [SimpleNamespace(environment=HERE)], store, "json", update)
+            return sweep_command._measure(
+                [], [SimpleNamespace(environment=HERE)], store, "json", update=update, verbose=False
+            )
 
     return run
 

@@ -262,6 +262,7 @@ from attnbench.cli.doctor import doctor
 patch = pytest.MonkeyPatch()
 fake_nvml.install(patch, fake_nvml.Board("GPU-{TWO}"), fake_nvml.Board("GPU-{ONE}", highest=1755, cap=350_000))
 fake_nvml.pretend_cuda(patch, "{ONE}", "{TWO}")
+patch.setattr("torch.utils._triton.has_triton", lambda: True)  # asks a CUDA runtime, which this torch lacks
 doctor(format="json")
 """
 

@@ -60,7 +60,7 @@ def test_measured_times_decide_and_fp8_waits_to_be_asked():
         "study:bf16": "unmeasured", "gone:bf16": "unavailable",
     }  # fmt: skip
     slow = next(each for each in choice.candidates if str(each.plan) == "slow:bf16")
-    assert "1.50 times" in slow.reasons[0]
+    assert "1.5 times" in slow.reasons[0]
 
 
 @pytest.mark.parametrize(
