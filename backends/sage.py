@@ -29,6 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnbench.capabilities import Capabilities, Device
+from attnbench.errors import InputError
+from attnbench.graph_pools import recording
 from attnbench.kernel import Availability, Backend, ForwardKernel, Operands, Result
 from attnbench.spec import AttentionSpec
 
@@ -256,9 +258,11 @@ def _device(x: Tensor) -> AbstractContextManager[object]:
 def _default_stream(x: Tensor) -> Iterator[None]:
     """Orders the current stream around kernels that 2.2 launches on the default one, whatever the current one is.
 
-    Memory is still allocated for the current stream, which waits at the end.  A stream that is being captured into
-    a graph cannot be ordered so; CUDA raises.
+    Memory is still allocated for the current stream, which waits at the end.  Raises InputError where the current
+    stream is being captured into a graph, which cannot be ordered so.
     """
+    if recording():
+        raise InputError("sageattention 2.2 launches on the default stream, which a CUDA graph cannot record")
     if x.device.type != "cuda" or torch.cuda.current_stream(x.device) == torch.cuda.default_stream(x.device):
         yield
         return

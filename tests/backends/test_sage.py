@@ -24,6 +24,7 @@ from torch import Tensor
 
 from attnbench.backends import reference, sage
 from attnbench.capabilities import Device
+from attnbench.errors import InputError
 from attnbench.execution import Execution
 from attnbench.kernel import BackwardKernel
 from attnbench.mask import Mask
@@ -212,6 +213,16 @@ def test_a_build_whose_kernel_is_hidden_by_its_tracing_stand_in_computes_all_the
     truth, lse = dense_attention(q, k, v, spec)
     assert (result.out.double() - truth).norm() <= FP8.declared_error * truth.norm()
     assert (result.lse.double() - lse).norm() <= FP8.declared_error * lse.norm()
+
+
+def test_what_no_graph_can_record_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=70, head_dim=64)
+    q, k, v, _ = Problem(spec, "bhsd", False, 0).tensors()
+    with library("2.2.0"):
+        operands = FP8.prepare(q, k, v, spec)
+        monkeypatch.setattr(sage, "recording", lambda: True)
+        with pytest.raises(InputError, match="a CUDA graph cannot record"):
+            FP8.run(operands)
 
 
 KERNELS = [(INT8, "1.0.6"), (FP8, "2.2.0")]
