@@ -1,7 +1,4 @@
-"""``sage``: both libraries' parts as stand-ins of their signatures, which quantise by their formulas and sum in FP64.
-
-The stand-ins are written from sageattention 1.0.6 (its wheel) and 2.2.0 (its source); 2.2 itself never ran here.
-"""
+"""``sage``: both libraries' parts as stand-ins of their signatures, which quantise by their formulas and sum in FP64."""
 
 from __future__ import annotations
 
@@ -217,9 +214,8 @@ def test_a_build_whose_kernel_is_hidden_by_its_tracing_stand_in_computes_all_the
 
 def test_what_no_graph_can_record_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=70, head_dim=64)
-    q, k, v, _ = Problem(spec, "bhsd", False, 0).tensors()
     with library("2.2.0"):
-        operands = FP8.prepare(q, k, v, spec)
+        operands = FP8.prepare(*Problem(spec, "bhsd", False, 0).tensors()[:3], spec)
         monkeypatch.setattr(sage, "recording", lambda: True)
         with pytest.raises(InputError, match="a CUDA graph cannot record"):
             FP8.run(operands)
