@@ -11,7 +11,7 @@ from attnbench.harness.cases import SWEEP_DTYPES
 from attnbench.harness.records import Measurement
 from attnbench.table import Table
 
-TINY = "- {batch: 1, heads: 2, seqlen_q: 128, head_dim: 128, direction: [forward, training]}\n"
+TINY = "- {batch: 1, heads: 1, seqlen_q: 128, head_dim: 128, direction: [forward, training]}\n"
 
 
 def attnbench(*arguments, code=0, run=command_line.attnbench):
