@@ -89,7 +89,9 @@ def test_a_module_runs_as_under_python_m(program, tmp_path):
         ("sys.exit(3)", 3, ""),
         pytest.param("sys.exit('enough')", 1, "enough", marks=pytest.mark.exhaustive),
         pytest.param("sys.exit()", 0, "", marks=pytest.mark.exhaustive),
-        pytest.param("raise ZeroDivisionError('a fault')", 1, "ZeroDivisionError: a fault", marks=pytest.mark.exhaustive),
+        pytest.param(
+            "raise ZeroDivisionError('a fault')", 1, "ZeroDivisionError: a fault", marks=pytest.mark.exhaustive
+        ),
         ("from attnbench import Mask; Mask(-1)", 1, "InputError"),  # exit code 2 were this ours
         ("raise KeyboardInterrupt", 130, ""),
     ],

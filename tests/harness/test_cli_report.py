@@ -118,7 +118,7 @@ def test_a_file_that_is_no_result_is_refused_with_its_line(attnbench, results, t
 def swept(tmp_path_factory):
     folder = tmp_path_factory.mktemp("swept")
     (folder / "tiny.yaml").write_text(TINY)
-    names = "emulated:fp8,sdpa-flash:bf16,sdpa-math:bf16"
+    names = "emulated:fp8,sdpa-math:bf16"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         process(

@@ -6,7 +6,6 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from examples import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planted import CPU
@@ -15,6 +14,7 @@ from attnbench.harness.findings import Visit
 from attnbench.harness.interleave import Samples, interleaved
 from attnbench.harness.timing import Timer
 from attnbench.plan import Plan
+from examples import examples
 
 TIMER = Timer(CPU, visit=0.01, limit=0.4, patience=0.05, fewest=3)
 A_VISIT = 5  # samples; the fewest that have an interval of their median
@@ -310,6 +310,7 @@ def test_samples_of_another_kind_take_the_place_of_those_there_are(before, after
 
 
 @given(seeds)
+@long
 def test_a_brief_plan_has_the_first_turns_alone_and_decides_nothing_for_the_others(seed):
     """However fast it is, a plan that is four times as slow is not taken for beaten."""
     brief, one, other = plans(3)

@@ -72,7 +72,9 @@ def test_wrong(attention_benchmark):
 )
 
 
-@pytest.mark.parametrize("how", ["--benchmark-disable", pytest.param("-n1", marks=pytest.mark.exhaustive)])  # as xdist disables them
+@pytest.mark.parametrize(
+    "how", ["--benchmark-disable", pytest.param("-n1", marks=pytest.mark.exhaustive)]
+)  # as xdist disables them
 def test_where_benchmarks_are_disabled_answers_are_judged_all_the_same(tmp_path: Path, how: str) -> None:
     install(tmp_path)
     (tmp_path / "test_it.py").write_text(DISABLED)

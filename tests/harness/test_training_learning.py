@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from small_training import builder, gradient_times, not_a_number_after, rounded, run_of, session_of, small
@@ -15,6 +14,7 @@ from attnbench.errors import InputError
 from attnbench.harness.training.curves import ending, gap_curve, smoothed, spikes
 from attnbench.harness.training.learning import RULES, TOLERANCE, Pair, judged, pairs_of
 from attnbench.harness.training.session import planned
+from examples import examples
 
 
 @cache
