@@ -31,12 +31,12 @@ HERE = LAB.environment
 SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=8, head_dim=16)
 SUPPORT = Path(__file__).parents[1] / "support"
 
-SWEEP = "import sys; from pathlib import Path; from test_store import sweep; sweep(Path(sys.argv[1]))"
+SWEEP = "import sys; from pathlib import Path; from test_store import sweep; sweep(Path(sys.argv[1]), 'planted:slow')"
 
 
-def sweep(folder: Path) -> None:
+def sweep(folder: Path, source: str = "planted:healthy") -> None:
     """A sweep into the folder, in this process or in one that is killed."""
-    lab = laboratory("planted:slow")
+    lab = laboratory(source)
     cases = [Case(f"case {n}", AttentionSpec.make(batch=1, heads=1, seqlen_q=8 + n, head_dim=8)) for n in range(6)]
     with Store(folder, lab.environment, resume=True) as store:
         for _ in run_sweep(tasks_of(cases, lab.registry, lab.device, "fp8", ["wide", "picky"]), [lab], store):
