@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import InputError
 from .nvml import Nvml
-from .printable import brief
+from .printable import brief, printable
 
 if TYPE_CHECKING:
     from torch import device as TorchDevice  # the class below has a field named torch
@@ -139,6 +139,8 @@ class Environment:
     def differences(self, other: Environment) -> tuple[list[str], list[str]]:
         """(hard, soft): one sentence for each fact in which ``other`` differs from this one.
 
+        A sentence is one line of printable text, whatever the facts of a file hold.
+
         A hard difference makes times or errors incomparable; a soft one is worth a note.
         """
         hard: list[str] = []
@@ -153,16 +155,16 @@ class Environment:
         for name in sorted({*self.backends, *other.backends}):
             before, now = self.backends.get(name), other.backends.get(name)
             if before is None or now is None:
-                soft.append(f"the backend {name} {'was not' if before is None else 'is no longer'} available")
+                soft.append(f"the backend {_said(name)} {'was not' if before is None else 'is no longer'} available")
                 continue
             if before != now:
-                hard.append(f"the backend {name} was {before}, is {now}")
+                hard.append(f"the backend {_said(name)} was {_said(before)}, is {_said(now)}")
             came, comes = self.origins.get(name), other.origins.get(name)
             if None not in (came, comes) and came != comes:
-                hard.append(f"the backend {name} came from {came}, comes from {comes}")
+                hard.append(f"the backend {_said(name)} came from {_said(came)}, comes from {_said(comes)}")
         both = self.backends.keys() & other.backends.keys()
         if unsure := sorted(both & (self.origins.keys() ^ other.origins.keys())):
-            soft.append(f"where {', '.join(unsure)} come from is known on one side only")
+            soft.append(f"where {_said(', '.join(unsure))} come from is known on one side only")
         return hard, soft
 
     def to_dict(self) -> dict[str, Any]:
@@ -202,7 +204,7 @@ def _check(name: str, value: object, *, optional: bool) -> None:
 
 
 def _said(value: object) -> str:
-    return "absent" if value is None else str(value)
+    return "absent" if value is None else printable(str(value))
 
 
 def _installed(distribution: str) -> str | None:

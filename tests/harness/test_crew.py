@@ -119,7 +119,7 @@ def test_there_is_nothing_to_read_from_the_terminal(worker):
     asked(worker, "reads")
 
 
-@pytest.mark.parametrize("before", ["says-and-fails", "prints"])
+@pytest.mark.parametrize("before", ["says-and-fails", pytest.param("prints", marks=pytest.mark.exhaustive)])
 def test_last_words_are_those_of_the_request_that_died(worker, before):
     asked(worker, "fine")
     if before == "prints":
@@ -198,7 +198,7 @@ def test_a_hang_ends_in_time_with_all_that_it_started(worker, notes):
     worker.close()
 
 
-@pytest.mark.parametrize("name", ["killed", "forks"])
+@pytest.mark.parametrize("name", [pytest.param("killed", marks=pytest.mark.exhaustive), "forks"])
 def test_children_of_a_process_that_was_killed_do_not_hide_it_or_outlive_it(worker, notes, name):
     asked(worker, "fine")
     before = len(noted(notes))

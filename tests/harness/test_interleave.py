@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planted import CPU
 
@@ -14,6 +14,7 @@ from attnbench.harness.findings import Visit
 from attnbench.harness.interleave import Samples, interleaved
 from attnbench.harness.timing import Timer
 from attnbench.plan import Plan
+from examples import examples
 
 TIMER = Timer(CPU, visit=0.01, limit=0.4, patience=0.05, fewest=3)
 A_VISIT = 5  # samples; the fewest that have an interval of their median
@@ -53,9 +54,11 @@ def run(device, timer=TIMER, seed="case", steady=lambda: True):
 
 counts = st.integers(1, 7)
 seeds = st.text(max_size=20)
+long = settings(max_examples=examples(12, 200))  # thousands of simulated visits each
 
 
 @given(counts, seeds)
+@long
 def test_plans_go_forwards_then_backwards_until_the_last_has_enough(count, seed):
     device = Device(dict.fromkeys(plans(count), 2.0), noise=noisy)
     samples = run(device, seed=seed)
@@ -147,6 +150,7 @@ def test_every_cost_has_to_be_narrow():
 
 
 @given(st.lists(st.floats(0.001, 0.3), min_size=1, max_size=5), st.floats(0.01, 1.0), seeds)
+@long
 def test_noise_ends_at_the_limit_and_not_long_before(seconds, limit, seed):
     timer = Timer(CPU, visit=0.01, limit=limit, patience=0.05)
     chosen = plans(len(seconds))
@@ -160,6 +164,7 @@ def test_noise_ends_at_the_limit_and_not_long_before(seconds, limit, seed):
 
 
 @given(counts, seeds)
+@long
 def test_a_plan_slower_than_its_limit_is_visited_once_and_the_others_go_on(count, seed):
     slow, *quick = plans(count + 1)
     device = Device(dict.fromkeys([slow, *quick], 1.0), {slow: 3 * TIMER.limit}, noisy)
@@ -190,6 +195,7 @@ def test_one_visit_that_was_held_up_does_not_decide(seed):
 
 
 @given(st.floats(1.8, 10), seeds)
+@long
 def test_what_is_slower_for_certain_is_not_measured_more_closely(ratio, seed):
     fast, beaten, close = plans(3)
     timer = Timer(CPU, visit=0.01, limit=2.0, patience=0.05, fewest=4, narrow=1e-6)
@@ -249,6 +255,7 @@ def test_a_device_that_is_never_steady_is_measured_all_the_same():
 
 
 @given(st.floats(0.8, 1.25), st.floats(-0.5, 0.5), seeds)
+@long
 def test_drift_changes_ratios_by_less_than_one_after_the_other(ratio, drift, seed):
     assume(abs(drift) > 0.05)
     one, other = plans(2)
@@ -303,6 +310,7 @@ def test_samples_of_another_kind_take_the_place_of_those_there_are(before, after
 
 
 @given(seeds)
+@long
 def test_a_brief_plan_has_the_first_turns_alone_and_decides_nothing_for_the_others(seed):
     """However fast it is, a plan that is four times as slow is not taken for beaten."""
     brief, one, other = plans(3)

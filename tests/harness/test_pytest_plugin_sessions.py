@@ -26,9 +26,9 @@ OTHERS = "def test_their_own(benchmark):\n    assert benchmark(sum, [1, 2]) == 3
         (2, ["-W", "error", "--strict-markers", "--benchmark-json=out.json"]),
         (1, ["-p", "no:benchmark", "-k", "loaded"]),
         (1, ["-p", "no:attnbench", "-k", "own"]),
-        (2, ["--benchmark-disable"]),
-        (1, ["--benchmark-skip"]),
-        (1, ["--benchmark-only"]),
+        pytest.param(2, ["--benchmark-disable"], marks=pytest.mark.exhaustive),
+        pytest.param(1, ["--benchmark-skip"], marks=pytest.mark.exhaustive),
+        pytest.param(1, ["--benchmark-only"], marks=pytest.mark.exhaustive),
     ],
     ids=lambda value: value if isinstance(value, int) else " ".join(value),
 )
@@ -72,10 +72,12 @@ def test_wrong(attention_benchmark):
 )
 
 
-def test_where_benchmarks_are_disabled_answers_are_judged_all_the_same(tmp_path: Path) -> None:
-    """As xdist disables them."""
+@pytest.mark.parametrize(
+    "how", ["--benchmark-disable", pytest.param("-n1", marks=pytest.mark.exhaustive)]
+)  # as xdist disables them
+def test_where_benchmarks_are_disabled_answers_are_judged_all_the_same(tmp_path: Path, how: str) -> None:
     install(tmp_path)
     (tmp_path / "test_it.py").write_text(DISABLED)
-    done = pytest_in(tmp_path, "-n", "1")
+    done = pytest_in(tmp_path, how)
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     assert "planted:fp8 on b1 h2 s32 d16 bf16 forward, cpu: inaccurate, the error of out" in done.stdout

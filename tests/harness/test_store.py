@@ -20,6 +20,7 @@ from attnbench.harness.cases import Case
 from attnbench.harness.records import read_measurements
 from attnbench.harness.rows import passed_over
 from attnbench.harness.store import MEASUREMENTS, Store
+from attnbench.harness.sweep import run_sweep, tasks_of
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 from examples import examples
@@ -30,23 +31,16 @@ HERE = LAB.environment
 SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=8, head_dim=16)
 SUPPORT = Path(__file__).parents[1] / "support"
 
-SWEEP = f"""
-import sys
-sys.path.insert(0, {str(SUPPORT)!r})
-import torch
-from pathlib import Path
-from planted import laboratory
-from attnbench.harness.cases import Case
-from attnbench.harness.store import Store
-from attnbench.harness.sweep import run_sweep, tasks_of
-from attnbench.spec import AttentionSpec
+SWEEP = "import sys; from pathlib import Path; from test_store import sweep; sweep(Path(sys.argv[1]), 'planted:slow')"
 
-lab = laboratory("planted:slow")
-cases = [Case(f"case {{n}}", AttentionSpec.make(batch=1, heads=1, seqlen_q=8 + n, head_dim=8)) for n in range(12)]
-with Store(Path(sys.argv[1]), lab.environment, resume=True) as store:
-    for event in run_sweep(tasks_of(cases, lab.registry, lab.device, "fp8", ["wide", "picky"]), [lab], store):
-        pass
-"""
+
+def sweep(folder: Path, source: str = "planted:healthy") -> None:
+    """A sweep into the folder, in this process or in one that is killed."""
+    lab = laboratory(source)
+    cases = [Case(f"case {n}", AttentionSpec.make(batch=1, heads=1, seqlen_q=8 + n, head_dim=8)) for n in range(6)]
+    with Store(folder, lab.environment, resume=True) as store:
+        for _ in run_sweep(tasks_of(cases, lab.registry, lab.device, "fp8", ["wide", "picky"]), [lab], store):
+            pass
 
 
 def row(number: int):
@@ -182,30 +176,42 @@ def _processes(mark: str) -> list[int]:
     return found
 
 
+def _rows(folder: Path) -> list[tuple[str, str, str]]:
+    return sorted((row.case, str(row.plan), row.status) for row in read_measurements(folder / MEASUREMENTS))
+
+
+def _lines(folder: Path) -> int:
+    path = folder / MEASUREMENTS
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
 def test_a_sweep_killed_at_random_moments_has_the_rows_of_an_undisturbed_one(tmp_path):
-    def start(folder, mark="undisturbed"):
-        return subprocess.Popen([sys.executable, "-c", SWEEP, str(folder)], env={**os.environ, "ATTNBENCH_MARK": mark})
+    sweep(tmp_path / "whole")
+    expected = _rows(tmp_path / "whole")
+    assert len(set(expected)) == len(expected) > 10
 
-    begin = time.perf_counter()
-    assert start(tmp_path / "whole").wait() == 0
-    takes = time.perf_counter() - begin
-    expected = [(row.case, str(row.plan), row.status) for row in read_measurements(tmp_path / "whole" / MEASUREMENTS)]
-    assert len(set(expected)) == len(expected) > 20
-
-    moments, folder = random.Random(3), tmp_path / "killed"
-    for kill in range(examples(5, 20)):
+    moments, folder, left = random.Random(3), tmp_path / "killed", []
+    path = os.pathsep.join([str(SUPPORT), str(Path(__file__).parent)])
+    for kill in range(examples(1, 20)):
         mark = f"{tmp_path}-{kill}"
-        process = start(folder, mark)
-        time.sleep(moments.uniform(0.3, 1.0) * takes)
+        environ = {**os.environ, "ATTNBENCH_MARK": mark, "PYTHONPATH": path}
+        process = subprocess.Popen([sys.executable, "-c", SWEEP, str(folder)], env=environ)
+        deadline = time.perf_counter() + PATIENCE
+        there = _lines(folder)
+        enough = there + moments.randint(1, max(1, (len(expected) - there) // 2)) * (there < len(expected))
+        while _lines(folder) < enough:
+            assert process.poll() is None
+            assert time.perf_counter() < deadline
+        time.sleep(moments.uniform(0.0, 0.1))
         process.kill()
         process.wait()
-        deadline = time.perf_counter() + PATIENCE
+        left.append(_lines(folder))
         while _processes(mark):
             assert time.perf_counter() < deadline, "a worker outlived its sweep"
             time.sleep(0.02)
         if kill % 2 == 0 and (folder / MEASUREMENTS).exists():
             with (folder / MEASUREMENTS).open("ab") as file:
                 file.write(b'{"schema":"attnbench.mea')  # the worst that a kill inside a write can leave
-    assert start(folder).wait() == 0
-    rows = [(row.case, str(row.plan), row.status) for row in read_measurements(folder / MEASUREMENTS)]
-    assert sorted(rows) == sorted(expected)
+    assert any(0 < lines < len(expected) for lines in left)
+    sweep(folder)
+    assert _rows(folder) == expected

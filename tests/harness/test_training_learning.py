@@ -14,6 +14,7 @@ from attnbench.errors import InputError
 from attnbench.harness.training.curves import ending, gap_curve, smoothed, spikes
 from attnbench.harness.training.learning import RULES, TOLERANCE, Pair, judged, pairs_of
 from attnbench.harness.training.session import planned
+from examples import examples
 
 
 @cache
@@ -79,14 +80,14 @@ def _simulated(generator, gap: float, seeds: int, steps: int = 200, noise: float
 )
 def test_wrong_verdicts_are_rare(gap: float, chaos: float, wrong: set, rate: float) -> None:
     generator = np.random.default_rng(5)
-    found = [_simulated(generator, gap, 3, chaos=chaos) for _ in range(300)]
+    found = [_simulated(generator, gap, 3, chaos=chaos) for _ in range(examples(100, 300))]
     assert sum(verdict in wrong for verdict in found) <= rate * len(found)
 
 
 @pytest.mark.parametrize(("gap", "right"), [(0.0, "equivalent"), (4 * TOLERANCE, "degraded")])
 def test_right_verdicts_are_frequent(gap: float, right: str) -> None:
     generator = np.random.default_rng(1)
-    found = [_simulated(generator, gap, 4) for _ in range(60)]
+    found = [_simulated(generator, gap, 4) for _ in range(examples(30, 60))]
     assert found.count(right) >= 0.8 * len(found)
 
 

@@ -36,7 +36,7 @@ def install(folder: Path) -> None:
         "import os, time\n"
         "from planted import FakeBackward, FakeForward\n"
         "from attnbench.kernel import Availability, Backend\n"
-        "slow = FakeForward('planted:bf16', lambda out: time.sleep(0.02) or out)\n"
+        "slow = FakeForward('planted:bf16', lambda out: time.sleep(0.005) or out)\n"
         "dies = FakeForward('planted:fp16', lambda out: os._exit(9))\n"
         "kernels = (slow, dies, FakeForward('planted:fp8'), FakeBackward('planted:bf16'))\n"
         "BACKEND = Backend('planted', 'for a test', lambda: Availability(version='1.0'), kernels)\n"

@@ -2,8 +2,10 @@
 
 import faulthandler
 import json
+import os
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -37,5 +39,24 @@ def main(folder: Path, settings: dict, pause: float) -> None:
             (folder / "found.json").write_text(json.dumps(said))
 
 
+def together(folder: Path, settings: dict, world: int) -> None:
+    """As many ranks, forked from this process, which has loaded torch for all; exits with 1 where one of them fails."""
+    ranks = []
+    for rank in range(world):
+        if not (pid := os.fork()):
+            os.environ.update(WORLD_SIZE=str(world), RANK=str(rank), LOCAL_RANK=str(rank))
+            try:
+                main(folder, settings, 0.0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        ranks.append(pid)
+    ended = [os.waitpid(pid, 0)[1] for pid in ranks]
+    sys.exit(any(ended))
+
+
 if __name__ == "__main__":
+    if len(sys.argv) > 4:
+        together(Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[4]))
     main(Path(sys.argv[1]), json.loads(sys.argv[2]), float(sys.argv[3]))
