@@ -138,6 +138,7 @@ def test_what_choosing_saves_comes_from_the_table_that_ships() -> None:
     assert len(shown) >= 8
 
 
+@pytest.mark.exhaustive
 def test_the_regret_is_that_of_the_table_that_ships() -> None:
     made = list(held_out(Table.load(ROOT / "attnbench/tables/nvidia-h200.json"), registry(), seed=0))
     scores = [score for score in made if score.steady]
