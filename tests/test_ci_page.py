@@ -308,6 +308,7 @@ def gitlab(
     return done.returncode
 
 
+@pytest.mark.exhaustive
 def test_the_scripts_of_the_pipeline_run(
     tmp_path: Path, repository: Path, machine: dict[str, str], packages: tuple[str, dict[str, bytes]]
 ) -> None:

@@ -11,10 +11,10 @@ from command_line import SHAPE, named, process
 from patience import PATIENCE
 
 # Text that typer writes, text beyond Python's buffer, and text that waits in it until the end.
-WRITERS = [("--help",), ("backends", "--format", "json"), ("explain", *SHAPE, "--device", "cpu")]
+HELP, LONG, WAITING = ("--help",), ("backends", "--format", "json"), ("explain", *SHAPE, "--device", "cpu")
 
 
-@pytest.mark.parametrize("command", WRITERS)
+@pytest.mark.parametrize("command", [HELP, LONG, pytest.param(WAITING, marks=pytest.mark.exhaustive)])
 def test_a_reader_that_goes_away_is_no_error(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     reading, writing = os.pipe()
@@ -25,7 +25,7 @@ def test_a_reader_that_goes_away_is_no_error(command: tuple[str, ...], monkeypat
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-@pytest.mark.parametrize("command", WRITERS)
+@pytest.mark.parametrize("command", [HELP, pytest.param(LONG, marks=pytest.mark.exhaustive), WAITING])
 def test_a_full_disk_under_standard_output_is_said_once(
     command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
