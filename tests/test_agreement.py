@@ -15,7 +15,7 @@ from attnbench.registry import registry
 from examples import examples
 
 CPU = torch.device("cpu")
-EXAMPLES = examples(110, 440)
+EXAMPLES = examples(30, 440)
 LSE_EPS = {
     "fp64": 0.0,
     "fp32": 1e-7,

@@ -2,11 +2,10 @@
 
 import re
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command_line import attnbench
 
 from attnbench.evidence import Evidence
 from attnbench.harness.records import Measurement, read_measurements
@@ -138,6 +137,7 @@ def test_what_choosing_saves_comes_from_the_table_that_ships() -> None:
     assert len(shown) >= 8
 
 
+@pytest.mark.exhaustive
 def test_the_regret_is_that_of_the_table_that_ships() -> None:
     made = list(held_out(Table.load(ROOT / "attnbench/tables/nvidia-h200.json"), registry(), seed=0))
     scores = [score for score in made if score.steady]
@@ -170,20 +170,8 @@ def test_the_picture_is_of_the_rows_of_the_table_that_ships(tmp_path: Path) -> N
     assert command
     folders = [ROOT / each for each in command[1].split()]
     made = tmp_path / "made.svg"
-    call = [
-        sys.executable,
-        "-m",
-        "attnbench",
-        "report",
-        *folders,
-        "--format",
-        "svg",
-        "--figure",
-        "winners",
-        "-o",
-        made,
-    ]
-    subprocess.run(call, check=True, capture_output=True)
+    done = attnbench("report", *folders, "--format", "svg", "--figure", "winners", "-o", made)
+    assert done.returncode == 0, done.stderr
     labels = [
         re.findall(r">([^<>]+)</text>", picture.read_text(encoding="utf-8"))
         for picture in (made, ROOT / "docs/what-wins.svg")

@@ -1,6 +1,7 @@
 """``attnbench compare`` as a person or a CI meets it: real files, what it prints, and the code that it ends with."""
 
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -252,6 +253,48 @@ def test_the_exit_code_is_that_of_the_process(tmp_path):
     assert done.stderr == ""
 
 
+def sweeping(path, *rows):
+    """A stand-in for the Python of an environment: every sweep of it has just measured these rows."""
+    (path.parent / f"{path.name}.jsonl").write_text("".join(f"{each.to_line()}\n" for each in rows))
+    path.write_text(
+        '#!/bin/sh\nwhile [ "$1" != --out ]; do shift; done\n'
+        f'mkdir -p "$2" && cp {shlex.quote(f"{path}.jsonl")} "$2/measurements.jsonl"\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+def test_what_was_measured_side_by_side_takes_the_place_of_the_results(attnbench, tmp_path, own_cache, monkeypatch):
+    """paced:bf16 is slower in NEW, where three samples said nothing; paced:fp16 was slower in the results alone."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    here = few_samples().environment
+    elsewhere = replace(here, cpu="another CPU", device_name="another CPU")
+    quiet = few_samples(environment=elsewhere)
+    lively = few_samples(plan="paced:fp16", time_ms=times(1), environment=elsewhere)
+    base, new = written(tmp_path / "base", [quiet, lively]), written(tmp_path / "new", [quiet, slowed(lively, 4.0)])
+    narrow, wide = few_samples(time_ms=times(2)), few_samples(plan="paced:fp16", time_ms=times(3))
+    old, young = (
+        sweeping(tmp_path / "old", narrow, wide),
+        sweeping(tmp_path / "young", slowed(narrow, 1.5), wide),
+    )
+    terms = "--cost", "kernel,prepared", "--format", "json"
+    first = json.loads(attnbench(base, new, *terms, code=1).stdout)
+    assert [each["verdict"] for each in first["rows"]] == ["ambiguous", "slower"]
+    sides = "--rerun", "--base-python", old, "--new-python", young, "--rerun-seconds", 400
+    done = attnbench(base, new, *terms, *sides, code=1)
+    slow, same = json.loads(done.stdout)["rows"]
+    assert (slow["verdict"], slow["again"]) == ("slower", True)
+    assert slow["costs"]["kernel"]["ratio"] == pytest.approx(1.5)
+    assert (same["verdict"], same["again"]) == ("same", True)
+    assert "slower in the results, measured again side by side" in same["reasons"]
+    assert f"{old}: attnbench " in done.stderr
+    assert "is the old one really the old one?" in done.stderr
+    assert "this machine is another than that of the results: device_name was another CPU" in done.stderr
+    assert not list(tmp_path.glob("attnbench-rerun-*"))
+    assert list(own_cache.rglob("*.json")) == []  # no table of the user's was touched
+
+
+@pytest.mark.exhaustive
 def test_a_slow_down_is_found_side_by_side_and_what_only_the_results_had_is_not(
     attnbench, tmp_path, monkeypatch, own_cache
 ):

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,10 @@ from command_line import SHAPE, named, process
 from patience import PATIENCE
 
 # Text that typer writes, text beyond Python's buffer, and text that waits in it until the end.
-WRITERS = [("--help",), ("backends", "--format", "json"), ("explain", *SHAPE, "--device", "cpu")]
+HELP, LONG, WAITING = ("--help",), ("backends", "--format", "json"), ("explain", *SHAPE, "--device", "cpu")
 
 
-@pytest.mark.parametrize("command", WRITERS)
+@pytest.mark.parametrize("command", [HELP, LONG, pytest.param(WAITING, marks=pytest.mark.exhaustive)])
 def test_a_reader_that_goes_away_is_no_error(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     reading, writing = os.pipe()
@@ -26,7 +25,7 @@ def test_a_reader_that_goes_away_is_no_error(command: tuple[str, ...], monkeypat
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-@pytest.mark.parametrize("command", WRITERS)
+@pytest.mark.parametrize("command", [HELP, pytest.param(LONG, marks=pytest.mark.exhaustive), WAITING])
 def test_a_full_disk_under_standard_output_is_said_once(
     command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -36,14 +35,16 @@ def test_a_full_disk_under_standard_output_is_said_once(
 
 
 def test_an_interrupt_exits_130_without_a_traceback(tmp_path: Path) -> None:
-    records = tmp_path / "out" / "measurements.jsonl"
-    command = [sys.executable, "-m", "attnbench", "sweep", "--device", "cpu", "--out", str(tmp_path / "out")]
+    """As soon as it says that it measures, with cases left for minutes."""
+    case = "- {{batch: 1, heads: 1, seqlen_q: {}, head_dim: 16}}\n"
+    (tmp_path / "cases.yaml").write_text("".join(case.format(length) for length in range(1, 500)))
+    options = {"--preset": tmp_path / "cases.yaml", "--backends": "reference", "--dtype": "fp32", "--device": "cpu"}
+    words = [str(word) for option in {**options, "--out": tmp_path / "out"}.items() for word in option]
+    command = [sys.executable, "-m", "attnbench", "sweep", *words]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as sweep:
         try:
-            deadline = time.monotonic() + PATIENCE
-            while not (records.exists() and records.stat().st_size) and sweep.poll() is None:
-                assert time.monotonic() < deadline, "nothing was measured"
-                time.sleep(0.05)
+            assert sweep.stderr is not None
+            assert any("plans measured" in line for line in iter(sweep.stderr.readline, "")), "nothing was measured"
             sweep.send_signal(signal.SIGINT)
             _, said = sweep.communicate(timeout=PATIENCE)
         finally:

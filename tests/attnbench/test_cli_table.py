@@ -1,11 +1,10 @@
 """Tables on the command line: built from a sweep's rows, shown, chosen by, and seen by the doctor."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
-from command_line import attnbench, named, process
+from command_line import attnbench, named
 
 
 @pytest.fixture(scope="module")
@@ -13,10 +12,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sweep of one tiny case."""
     folder = tmp_path_factory.mktemp("sweep")
     (folder / "one.yaml").write_text("- {batch: 1, heads: 2, seqlen_q: 32, head_dim: 16}\n")
-    run = process(
-        "sweep", "--dtype", "fp32", "--preset", str(folder / "one.yaml"), "--backends", "reference,sdpa-math",
-        "--device", "cpu", "--out", str(folder / "out"), env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache")},
-    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        run = attnbench(
+            "sweep", "--dtype", "fp32", "--preset", folder / "one.yaml", "--backends", "reference,sdpa-math",
+            "--device", "cpu", "--out", folder / "out",
+        )  # fmt: skip
     assert run.returncode == 0, run.stderr
     return folder / "out"
 

@@ -31,7 +31,8 @@ def launch(folder: Path, missing: str, favourites: tuple[str, ...], *kinds: str)
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
-def test_two_ranks_with_tables_that_disagree_choose_alike(tmp_path):
+@pytest.mark.parametrize("kinds", [("fsdp2",), pytest.param(KINDS, marks=pytest.mark.exhaustive)], ids=["one", "all"])
+def test_two_ranks_with_tables_that_disagree_choose_alike(tmp_path, kinds):
     recorded = launch(tmp_path, "record", FAVOURITES, "ddp")
     for rank, found in enumerate(recorded):  # the tables do disagree
         assert found["alone"] == [f"{FAVOURITES[rank]}:fp32"] * len(LENGTHS)
@@ -41,7 +42,7 @@ def test_two_ranks_with_tables_that_disagree_choose_alike(tmp_path):
     file = tmp_path / "run.choices.json"
     before = file.read_bytes()
     os.chmod(file, 0o444)
-    replayed = launch(tmp_path, "raise", FAVOURITES[::-1], *KINDS)
+    replayed = launch(tmp_path, "raise", FAVOURITES[::-1], *kinds)
     assert [found["alone"] for found in replayed] == [found["alone"] for found in recorded[::-1]]
     assert replayed[0]["ran"] == replayed[1]["ran"] == recorded[0]["ran"]
     assert file.read_bytes() == before

@@ -96,6 +96,7 @@ def test_it_imports_nothing_from_where_it_was_started(tmp_path: Path, monkeypatc
         pass
 
 
+@pytest.mark.exhaustive
 @linux
 def test_an_exception_ends_it_too() -> None:
     before = children()
@@ -115,7 +116,7 @@ def shared(forward: Forward, monkeypatch: pytest.MonkeyPatch, direction: str = "
 
 
 @linux
-@pytest.mark.parametrize("direction", ["forward", "training"])
+@pytest.mark.parametrize("direction", ["training", pytest.param("forward", marks=pytest.mark.exhaustive)])
 def test_a_kernel_that_minds_no_neighbour_passes(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found, noted = shared(Forward(), monkeypatch, direction)
     assert found is None
@@ -140,6 +141,7 @@ def test_a_kernel_that_is_wrong_beside_a_neighbour_is_told(monkeypatch: pytest.M
     assert found.startswith("beside another process on the GPU, in one of 16 calls, out is off by 1")
 
 
+@pytest.mark.exhaustive
 @linux
 def test_one_that_answers_in_other_bits_and_right_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     class Restless(Forward):

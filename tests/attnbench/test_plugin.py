@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import Run
 from patience import PATIENCE
 
+SUPPORT = Path(__file__).parents[1] / "support"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "attnbench-backend-example"
 
 
@@ -27,11 +29,27 @@ def run(*command: object, site: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def listed(site: Path) -> dict[str, Any]:
-    """What ``attnbench backends`` says, by name."""
-    done = run("-m", "attnbench", "backends", "--device", "cpu", "--format", "json", site=site)
+# The commands that argv names, one after the other, and what came of each.
+COMMANDS = """
+import json, sys
+sys.path.append(sys.argv[1])
+from command_line import attnbench
+print(json.dumps([attnbench(*command) for command in json.loads(sys.argv[2])]))
+"""
+LIST = ("backends", "--device", "cpu", "--format", "json")
+
+
+def commands(site: Path, *words: tuple[str, ...]) -> list[Run]:
+    """What came of these commands in one process."""
+    done = run("-c", COMMANDS, SUPPORT, json.dumps(words), site=site)
     assert done.returncode == 0, done.stderr
-    return {each["name"]: each for each in json.loads(done.stdout)["backends"]}
+    return [Run(*each) for each in json.loads(done.stdout)]
+
+
+def by_name(listed: Run) -> dict[str, Any]:
+    """What ``attnbench backends`` says."""
+    assert listed.returncode == 0, listed.stderr
+    return {each["name"]: each for each in json.loads(listed.stdout)["backends"]}
 
 
 def plug_in(site: Path, name: str, module: str, source: str) -> None:
@@ -57,7 +75,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_example_is_listed_with_its_kernels(site: Path) -> None:
-    naive = listed(site)["naive"]
+    naive = by_name(commands(site, LIST)[0])["naive"]
     assert (naive["available"], naive["version"], naive["origin"]) == (True, "0.1.0", "attnbench-backend-example")
     assert {(each["name"], each["pass"]) for each in naive["kernels"]} == {
         (name, each) for name in ("naive:fp32", "naive:bf16") for each in ("forward", "backward")
@@ -150,7 +168,8 @@ def test_a_plug_in_that_cannot_be_imported_costs_its_own_row_alone(tmp_path: Pat
         "moody_plugin",
         "from attnbench.kernel import Backend\nBACKEND = Backend('moody', 'raises', lambda: 1 / 0, ())\n",
     )
-    found = listed(tmp_path)
+    listed, doctor = commands(tmp_path, LIST, ("doctor",))
+    found = by_name(listed)
     for name, reason in {
         "brittle": "No module named 'a_library_that_is_not_there'",
         "wrong": "wrong_plugin:BACKEND",
@@ -159,7 +178,6 @@ def test_a_plug_in_that_cannot_be_imported_costs_its_own_row_alone(tmp_path: Pat
         assert not found[name]["available"]
         assert reason in found[name]["reason"]
     assert found["reference"]["available"]
-    doctor = run("-m", "attnbench", "doctor", site=tmp_path)
     assert doctor.returncode == 0
     assert "a_library_that_is_not_there" in doctor.stdout
 
@@ -172,10 +190,9 @@ def test_a_plug_in_that_takes_a_name_is_a_clear_error(tmp_path: Path) -> None:
         "from attnbench.kernel import Availability, Backend\n"
         "BACKEND = Backend('reference', 'not the real one', Availability, ())\n",
     )
-    done = run("-m", "attnbench", "backends", site=tmp_path)
+    done, doctor = commands(tmp_path, ("backends",), ("doctor",))
     assert done.returncode == 1
     assert done.stderr == "attnbench: two installed packages provide a backend named 'reference'; remove one\n"
-    doctor = run("-m", "attnbench", "doctor", site=tmp_path)
     assert doctor.returncode == 1
     assert "two installed packages provide a backend named 'reference'" in doctor.stdout
     assert "nothing can run here" in doctor.stdout

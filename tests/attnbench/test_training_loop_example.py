@@ -50,6 +50,7 @@ def test_fp8_attention_learns_as_bf16_does(narrow, tmp_path):
     assert all(plan.startswith("emulated:fp8") for plan in choices(path))
 
 
+@pytest.mark.exhaustive
 def test_a_later_run_repeats_it_by_its_file(narrow):
     found, path = narrow
     assert losses(*FP8, "--choices", path, "--missing", "raise") == found

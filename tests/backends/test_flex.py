@@ -48,7 +48,7 @@ def out_of(spec: AttentionSpec, strided: bool = False) -> tuple[torch.Tensor, to
     return result.out, dense_attention(q, k, v, spec)[0]
 
 
-# More variants than dynamo keeps by default (8): past that, it must still be the compiled kernel that answers.
+# More variants than dynamo keeps by default (8).
 SPECS = [
     spec_of(64, 64, Mask()),
     spec_of(130, 257, Mask()),
@@ -64,14 +64,22 @@ SPECS = [
 
 
 @needs_avx2
-def test_more_programs_than_dynamo_keeps_still_run_compiled_and_agree_with_the_truth() -> None:
+@pytest.mark.parametrize(
+    ("kept", "specs"),
+    [(1, [SPECS[5], SPECS[2]]), pytest.param(8, SPECS, marks=pytest.mark.exhaustive)],
+    ids=["one", "eight"],
+)
+def test_more_programs_than_dynamo_keeps_still_run_compiled_and_agree_with_the_truth(
+    kept: int, specs: list[AttentionSpec]
+) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    for spec in SPECS:
-        out, truth = out_of(spec)
+    for spec in specs:
+        with torch._dynamo.config.patch(recompile_limit=kept):
+            out, truth = out_of(spec)
         assert relative_l2(out, truth) <= FORWARDS[f"flex:{spec.dtype}"].declared_error, str(spec)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 8
-    spec = SPECS[-2]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > kept
+    spec = specs[-2]
     q, k, v, _ = Problem(spec, "bhsd", False, 0).tensors()
     operands = FORWARDS["flex:bf16"].prepare(q, k, v, spec)
     with profile(activities=[ProfilerActivity.CPU]) as ran:

@@ -25,7 +25,8 @@ from attnbench.kernel import Operands, Result
 from attnbench.mask import Mask
 from attnbench.registry import Registry
 from attnbench.spec import GRANULARITIES, AttentionSpec
-from attnbench.testing import check_backend
+from attnbench.testing import check_backend, conformance
+from attnbench.testing.conformance_checks import CHECKS
 from examples import every_pair, examples
 
 pytest.importorskip("triton")
@@ -82,7 +83,7 @@ def tensors(spec: AttentionSpec, seed: int = 0) -> list[torch.Tensor]:
 
 
 @given(problems(("bf16", "fp16", "fp32")), st.sampled_from(NAMES), st.sampled_from(TILES))
-@settings(max_examples=examples(12, 60), deadline=None)
+@settings(max_examples=examples(6, 60), deadline=None)
 def test_it_computes_exact_attention_on_what_it_quantised(problem: Problem, name: str, tile: Tile) -> None:
     kernel, spec = forward(name, tile), problem.spec
     assume(name not in (WIDE, ONE_PASS) or spec.dtype != "fp32")
@@ -113,17 +114,18 @@ def test_it_computes_exact_attention_on_what_it_quantised(problem: Problem, name
     ),
 )
 def test_blocks_of_keys_are_skipped_masked_and_whole(name: str, lengths: tuple[int, int], mask: Mask) -> None:
-    spec = AttentionSpec.make(
-        batch=1, heads=2, kv_heads=1, seqlen_q=lengths[0], seqlen_kv=lengths[1], head_dim=64, mask=mask
-    )
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=lengths[0], seqlen_kv=lengths[1], head_dim=64, mask=mask)
     kernel = forward(name, Tile(64, 64, 4, 2))
     operands = kernel.prepare(*tensors(spec), spec)
     agrees(operands, kernel.run(operands))
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(80, 80), (96, 96), (192, 128), (256, 256), (64, 256), (5, 7)])
-@pytest.mark.parametrize("tma", [True, False])
-def test_head_dimensions(head_dim: int, head_dim_v: int, tma: bool) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "tma"),
+    every_pair([(80, 80), (96, 96), (192, 128), (256, 256), (64, 256), (5, 7)], [True, False]),
+)
+def test_head_dimensions(sizes: tuple[int, int], tma: bool) -> None:
+    head_dim, head_dim_v = sizes
     spec = AttentionSpec.make(
         batch=1, heads=2, kv_heads=1, seqlen_q=33, seqlen_kv=50, head_dim=head_dim, head_dim_v=head_dim_v,
         mask=Mask(right=0, alignment="bottom-right"), softcap=5.0,
@@ -150,7 +152,7 @@ def test_any_scale(scale: float, softcap: float) -> None:
     st.sampled_from(GRANULARITIES), st.sampled_from([1, 2]), st.sampled_from([64, 24]), st.sampled_from(TILES),
     st.sampled_from(["bhsd", "bshd", "sbhd"]), st.integers(0, 2**31),
 )  # fmt: skip
-@settings(max_examples=examples(10, 50), deadline=None)
+@settings(max_examples=examples(6, 50), deadline=None)
 def test_descales_of_any_size_are_used(
     granularity: str, kv_heads: int, head_dim: int, tile: Tile, layout: str, seed: int
 ) -> None:
@@ -258,7 +260,10 @@ def test_heads_take_turns_only_where_their_keys_fit() -> None:
     assert triton_forward._section(causal.replace(seqlen_kv=2**19)) == 2
 
 
-@pytest.mark.parametrize("heads_in_turn", [1, 2, 3, 6])
+@pytest.mark.parametrize(
+    "heads_in_turn",
+    [2, 3, pytest.param(1, marks=pytest.mark.exhaustive), pytest.param(6, marks=pytest.mark.exhaustive)],
+)
 def test_every_program_has_a_block_of_its_own(heads_in_turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the section: one that does not divide the heads leaves a shorter last one."""
     monkeypatch.setattr(triton_forward, "_section", lambda _: heads_in_turn)
@@ -342,8 +347,17 @@ def test_looking_at_the_backend_imports_no_triton() -> None:
     subprocess.run([sys.executable, "-c", looked], check=True)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "outliers"),
+    [
+        (64, False),
+        (128, True),
+        *(
+            pytest.param(*each, marks=pytest.mark.exhaustive)
+            for each in ((64, True), (128, False), (256, False), (256, True))
+        ),
+    ],
+)
 def test_scores_of_16_bits_leave_the_error_of_p_and_v(head_dim: int, outliers: bool) -> None:
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=32, seqlen_kv=1024, head_dim=head_dim)
     q, k, v = tensors(spec)
@@ -373,7 +387,13 @@ def test_for_training_v_alone_is_quantised_and_q_and_k_are_the_callers() -> None
     assert not [name for name in follows if name.startswith("triton")]
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8-token", WIDE])
-def test_it_keeps_the_contract(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("fp8", 1), *(pytest.param(name, 99, marks=pytest.mark.exhaustive) for name in ("fp8", "fp8-token", WIDE))],
+)
+def test_it_keeps_the_contract(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On at most so many specs a check."""
+    few = tuple(replace(each, count=min(each.count, most)) for each in CHECKS if most > 1 or not each.typical)
+    monkeypatch.setattr(conformance, "CHECKS", few)
     alone = replace(backend.BACKEND, kernels=(forward(name),))
     assert check_backend(f"triton:{name}", "cpu", known=Registry([REFERENCE, alone]), quiet=True).ok

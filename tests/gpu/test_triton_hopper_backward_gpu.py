@@ -76,14 +76,19 @@ def test_every_ring_and_every_kind_of_case_is_tried() -> None:
         assert {(ring, size // 128) for ring in rings} <= tried
 
 
+SMALL = [Job("keys", "few tokens", Ring(64, 4), True)]
+LARGER = [
+    Job("keys", "one block", Ring(64, 3)), Job("queries", "odd", Ring(64, 4)),
+    Job("queries", "one block", Ring(64, 4), True), Job("all", "few tokens", Ring(64, 2)),
+]  # fmt: skip
+
+
 @without_gpu
-def test_the_checks_run_emulated_and_name_what_hangs() -> None:
+@pytest.mark.parametrize(
+    "right", [SMALL, pytest.param(LARGER, marks=pytest.mark.exhaustive)], ids=["a small case", "larger ones"]
+)
+def test_the_checks_run_emulated_and_name_what_hangs(right: list[Job]) -> None:
     """The emulator finds that two stages do not hold the three blocks of keys that are in use at a time."""
-    right = [
-        Job("keys", "one block", Ring(64, 3)), Job("queries", "odd", Ring(64, 4)),
-        Job("keys", "few tokens", Ring(64, 4), True), Job("queries", "one block", Ring(64, 4), True),
-        Job("all", "few tokens", Ring(64, 2)),
-    ]  # fmt: skip
     hung = Job("queries", "odd", Ring(64, 2))
     found = one_by_one(check_all, [right[0], hung, *right[1:]], patience=PATIENCE)
     (line,) = wrong([*right, hung], found)
@@ -120,6 +125,7 @@ def test_what_is_wrong_is_said(factors: list[float], message: str | None, monkey
         assert re.search(message, said), said
 
 
+@pytest.mark.exhaustive
 def test_programs_are_compiled_for_hopper_on_any_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
