@@ -1,4 +1,4 @@
-"""``sage``: both libraries' parts as stand-ins of their signatures, which quantise by their formulas and sum in FP64."""
+"""``sage``: parts of both libraries as stand-ins of their signatures that quantise by formula and sum in FP64."""
 
 from __future__ import annotations
 
