@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,11 @@ def test_an_interrupt_exits_130_without_a_traceback(tmp_path: Path) -> None:
     options = {"--preset": tmp_path / "cases.yaml", "--backends": "reference", "--dtype": "fp32", "--device": "cpu"}
     words = [str(word) for option in {**options, "--out": tmp_path / "out"}.items() for word in option]
     command = [sys.executable, "-m", "attnbench", "sweep", *words]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as sweep:
+    # What starts the tests in the background may have it ignored, and a child inherits that.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, preexec_fn=heed
+    ) as sweep:
         try:
             assert sweep.stderr is not None
             assert any("plans measured" in line for line in iter(sweep.stderr.readline, "")), "nothing was measured"
