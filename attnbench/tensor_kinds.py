@@ -1,4 +1,4 @@
-"""What kinds of tensors come in: plain memory, which kernels read, and all that torch knows beside it."""
+"""The kinds of tensors that a call may be given: plain memory that kernels read, and what torch handles first."""
 
 from __future__ import annotations
 

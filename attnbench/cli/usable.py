@@ -1,4 +1,4 @@
-"""Whether a backend can compute anything on this device, asked about attention as plain as any."""
+"""Whether a backend can run on this device: each of its forward kernels is asked about plain attention."""
 
 from __future__ import annotations
 
