@@ -27,12 +27,14 @@ _WARM_SECONDS = 0.5  # a clock that is not steady by then will not be
 class Samples:
     """All visits of a plan: milliseconds by cost, the host's for each call, and when they were taken.
 
-    ``late_ms`` is the least of all visits: a host that is held up is late now and then, work
-    that was left running is so every time.
+    ``visits``: how many samples of each cost every visit took, in their order.  ``late_ms`` is
+    the least of all visits: a host that is held up is late now and then, work that was left
+    running is so every time.
     """
 
     time_ms: dict[Cost, list[float]] = field(default_factory=dict)
     host_ms: list[float] = field(default_factory=list)
+    visits: dict[Cost, list[int]] = field(default_factory=dict)
     spans: list[tuple[float, float]] = field(default_factory=list)
     replayed: tuple[Cost, ...] = ()
     late_ms: float = math.inf
@@ -43,7 +45,9 @@ class Samples:
         for cost, taken in visit.time_ms.items():
             if (cost in visit.replayed) != (cost in self.replayed):
                 self.time_ms.pop(cost, None)
+                self.visits.pop(cost, None)
             self.time_ms.setdefault(cost, []).extend(taken)
+            self.visits.setdefault(cost, []).append(len(taken))
         self.host_ms += visit.host_ms
         self.spans.append(visit.span)
         self.seconds += visit.span[1] - visit.span[0]

@@ -77,6 +77,7 @@ def _utc(value: datetime) -> datetime:
 _Milliseconds = Annotated[float, Field(ge=0, le=LONGEST_MS)]
 _Sample = Annotated[float, Field(ge=SHORTEST_MS, le=LONGEST_MS)]
 _Samples = Annotated[list[_Sample], Field(min_length=1, max_length=10_000)]
+_Visits = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=10_000)]
 _Bound = Annotated[float, Field(gt=0, le=LARGEST_ERROR)]
 _Bytes = Annotated[int, Field(ge=0, le=2**60)]
 _Family = Annotated[str, Field(min_length=1, max_length=100)]
@@ -104,6 +105,8 @@ class Measurement(BaseModel):
     inaccurate or wrong (attnbench.harness.verdict).  ``detail`` says more of each error.
     ``deterministic``: two runs agreed bit by bit.  ``leak``: how far outputs changed, relative
     L2, with keys and queries that their mask hides from them; None where it hides none.
+    ``visits`` says of each cost how many samples each visit took, in the order of ``time_ms``: plans are
+    visited in turns, and the samples of one visit are more alike than those of two.
     ``host_ms`` is the host's part of each sample of the call, ``first_ms`` the first run,
     compiling and tuning included.  ``replayed`` names the costs whose samples are replays of
     a CUDA graph.  ``retained_bytes`` stay while the result of a forward is held.  ``gpu`` is
@@ -136,6 +139,7 @@ class Measurement(BaseModel):
     detail: dict[_Family, dict[TensorName, Detail]] = {}
     deterministic: bool | None = None
     leak: NonNegative | None = None
+    visits: dict[Cost, _Visits] = {}
     host_ms: _Samples | None = None
     first_ms: _Milliseconds | None = None
     replayed: list[Cost] = []
@@ -181,9 +185,12 @@ class Measurement(BaseModel):
                 raise ValueError("error needs out in every family")
             if unknown := _places(self.detail) - _places(self.error):
                 raise ValueError(f"detail has {brief(': '.join(min(unknown)))}, which error lacks")
+            for cost, counts in self.visits.items():
+                if sum(counts) != len(self.time_ms.get(cost, ())):
+                    raise ValueError(f"visits counts {sum(counts)} samples of {cost}, time_ms has another number")
         else:
             names = ("floor", "memory_bytes", "peak_share", "detail", "deterministic", "leak", "host_ms", "first_ms")
-            numbers |= {name: getattr(self, name) for name in (*names, "replayed", "retained_bytes", "gpu")}
+            numbers |= {name: getattr(self, name) for name in (*names, "visits", "replayed", "retained_bytes", "gpu")}
             if present := [name for name, value in numbers.items() if value or value == 0]:
                 raise ValueError(f"the status {self.status} must not carry {', '.join(present)}")
         return self

@@ -11,20 +11,18 @@ from .records import Measurement
 from .regression_errors import ErrorChange, families_missing, risen
 from .regression_pairs import FAILURES, Pair, baselines, other_differences, paired, unlike_places, unlike_questions
 from .regression_sentences import clocks_said, error_said, times_said
-from .regression_terms import Key, Limits, Terms, check_used
-from .regression_times import CostChange, changes_of, verdict_of
-from .timing import Cost
+from .regression_terms import Gated, Key, Limits, Terms, check_used
+from .regression_times import CostChange, Timed, changes_of, timed, verdict_of
 
-__all__ = ["VERDICTS", "Again", "Outcome", "Regression", "RowVerdict", "compare_results"]
+__all__ = ["VERDICTS", "Outcome", "Regression", "RowVerdict", "compare_results"]
 
 RowVerdict = Literal[
-    "failed", "inaccurate", "slower", "missing", "incomparable", "faster", "ambiguous", "same", "baseline", "unmeasured"
+    "failed", "inaccurate", "slower", "missing", "incomparable", "faster", "uncertain", "same", "baseline", "unmeasured"
 ]
 VERDICTS: tuple[RowVerdict, ...] = get_args(RowVerdict)  # of several, the first is the row's
-_COMPARED: tuple[RowVerdict, ...] = ("failed", "inaccurate", "slower", "faster", "ambiguous", "same")
+_COMPARED: tuple[RowVerdict, ...] = ("failed", "inaccurate", "slower", "faster", "uncertain", "same")
 # What is said of a row even where something worse is.
 _FINDINGS: tuple[RowVerdict, ...] = ("inaccurate", "slower", "missing", "faster")
-Again = Mapping[Key, tuple[Measurement, Measurement]]
 Yardsticks = Mapping[str, tuple[Measurement, Measurement]]
 
 
@@ -34,24 +32,23 @@ class Outcome:
 
     - ``failed``: it was measured in BASE and crashes, hangs, fails or runs out of memory in NEW.
     - ``inaccurate``: it is inaccurate now and was not, or an error has risen beyond its limit.
-    - ``slower``, ``faster``, ``same``, ``ambiguous``: its times (attnbench.harness.regression_times).
+    - ``slower``, ``faster``, ``same``, ``uncertain``: its times (attnbench.harness.regression_times).
     - ``missing``: one side alone has it, or errors of it; ``allowed`` where that was allowed by name.
     - ``incomparable``: the machines or the questions are unlike.
     - ``baseline``: what the others' times are relative to, whose own are not compared.
     - ``unmeasured``: neither side has numbers, and NEW is no worse.
 
     ``costs`` are the times that were compared, ``errors`` those that have risen beyond the
-    limit.  ``again`` says that the times are those of a second measurement, side by side.
+    limit.
     """
 
     key: Key
     verdict: RowVerdict
     reasons: tuple[str, ...] = ()
-    costs: Mapping[Cost, CostChange] = field(default_factory=dict)
+    costs: Mapping[Gated, CostChange] = field(default_factory=dict)
     errors: tuple[ErrorChange, ...] = ()
     limits: Limits = field(default_factory=Limits)
     allowed: bool = False
-    again: bool = False
 
     @property
     def regressed(self) -> bool:
@@ -59,19 +56,36 @@ class Outcome:
         return self.verdict in ("failed", "inaccurate", "slower") or (self.verdict == "missing" and not self.allowed)
 
     @property
+    def certain(self) -> bool:
+        """Whether each of its costs would have been found slower, had it been so by its limit."""
+        return self.verdict != "uncertain" and all(each.verdict != "uncertain" for each in self.costs.values())
+
+    @property
+    def visible(self) -> float | None:
+        """The slow-down that each of its costs would have shown with 95 %, as 0.021 for 2.1 %; None without costs.
+
+        Those that the host decides have a limit of their own and count where there are no others.
+        """
+        own = [each.visible for each in self.costs.values() if not each.host]
+        return max(own or [each.visible for each in self.costs.values()], default=None)
+
+    @property
     def suspect(self) -> bool:
-        """Whether one of its costs would be slower or faster if it were the only row, but is not for certain."""
-        return self.verdict == "ambiguous" and any(each.verdict in ("slower", "faster") for each in self.costs.values())
+        """Whether it may have become slower: the 95 % interval of an uncertain cost lies above 1."""
+        return any(each.verdict == "uncertain" and each.interval[0] > 1 for each in self.costs.values())
 
 
 @dataclass(frozen=True)
 class Regression:
-    """The outcome of every row, and ``differences``: in what else than the machine the environments differ."""
+    """The outcome of every row, and ``differences``: in what else than the machine the environments differ.
+
+    ``advice`` is what helps where it is not certain.
+    """
 
     outcomes: list[Outcome]
     terms: Terms
-    differences: list[str]
-    family: int
+    differences: list[str] = field(default_factory=list)
+    advice: str = "`attnbench gate` measures until it knows"
 
     @property
     def counts(self) -> dict[RowVerdict, int]:
@@ -81,10 +95,11 @@ class Regression:
 
     @property
     def exit_code(self) -> int:
-        """0 clean, 1 regressed, 3 not comparable.
+        """0 clean, 1 regressed, 3 not comparable, 4 not certain.
 
         A regression among the rows that could be compared is one, whatever the others are;
-        where none could be, what is missing says nothing of the code either.
+        where none could be, what is missing says nothing of the code either.  It is clean only
+        where every row that was compared could have shown a slow-down of its limit.
         """
         counts = self.counts
         compared = any(verdict in counts for verdict in _COMPARED)
@@ -92,39 +107,34 @@ class Regression:
             return 3
         if any(each.regressed for each in self.outcomes):
             return 1
-        return 0 if compared and "incomparable" not in counts else 3
+        if not compared or "incomparable" in counts:
+            return 3
+        return 0 if all(each.certain for each in self.outcomes) else 4
 
 
 def compare_results(
     base: Mapping[Key, Measurement],
     new: Mapping[Key, Measurement],
     terms: Terms,
-    again: Again | None = None,
+    measured: Mapping[Key, Mapping[Gated, CostChange]] | None = None,
 ) -> Regression:
     """Compare every row of NEW with the one of BASE that has its case and plan.
 
-    ``again`` holds rows that were measured a second time, side by side: their times take the
-    place of both rows' own, unless they say nothing.
-
+    ``measured`` are changes of times that were found side by side on this machine, in place of the rows' own.
     Raises MisuseError where the terms name what neither side has.
     """
     pairs = paired(base, new)
     check_used(terms, [pair.key for pair in pairs])
     yardsticks = baselines(pairs, terms.relative_to)
-    changes: dict[Key, dict[Cost, CostChange]] = {}
-    for pair in pairs:
-        if (found := _changes(pair, terms, yardsticks)) is not None:
-            changes[pair.key] = found
-    seconds = {
-        key: changes_of(*rows, terms.costs, terms.limits_of(key).time)
-        for key, rows in (again or {}).items()
-        if key in changes
-    }
-    outcomes = [_outcome(pair, terms, yardsticks, changes, seconds) for pair in pairs]
-    return Regression(outcomes, terms, _differences(pairs), len(changes))
+    here = measured is not None
+    if measured is None:
+        times = {pair.key: found for pair in pairs if (found := _timed(pair, terms, yardsticks)) is not None}
+        measured = changes_of(times)
+    outcomes = [_outcome(pair, terms, yardsticks, measured, here=here) for pair in pairs]
+    return Regression(outcomes, terms, _differences(pairs))
 
 
-def _changes(pair: Pair, terms: Terms, yardsticks: Yardsticks) -> dict[Cost, CostChange] | None:
+def _timed(pair: Pair, terms: Terms, yardsticks: Yardsticks) -> list[Timed] | None:
     """The times of a pair; None where they are not compared."""
     rows = pair.measured
     if rows is None or unlike_questions(*rows):
@@ -136,39 +146,33 @@ def _changes(pair: Pair, terms: Terms, yardsticks: Yardsticks) -> dict[Cost, Cos
             return None
     elif unlike_places(*rows):
         return None
-    return changes_of(*rows, terms.costs, terms.limits_of(pair.key).time, yardstick)
+    return timed(*rows, terms.costs, terms.limits_of(pair.key), yardstick)
 
 
 def _outcome(
     pair: Pair,
     terms: Terms,
     yardsticks: Yardsticks,
-    changes: Mapping[Key, dict[Cost, CostChange]],
-    seconds: Mapping[Key, dict[Cost, CostChange]],
+    changes: Mapping[Key, Mapping[Gated, CostChange]],
+    *,
+    here: bool,
 ) -> Outcome:
     key, limits = pair.key, terms.limits_of(pair.key)
     said: list[tuple[RowVerdict, str]] = list(_absent(pair))
     errors: tuple[ErrorChange, ...] = ()
-    costs: Mapping[Cost, CostChange] = {}
-    again = False
+    costs: Mapping[Gated, CostChange] = {}
     if (rows := pair.measured) is not None:
         before, after = rows
-        if unlike := unlike_questions(*rows) + ([] if terms.relative_to else unlike_places(*rows)):
+        if unlike := unlike_questions(*rows) + ([] if terms.relative_to or here else unlike_places(*rows)):
             return Outcome(key, "incomparable", tuple(unlike), limits=limits)
         errors = tuple(risen(before, after, limits.error))
         said += _accuracy(before, after, errors)
         if key in changes:
             costs = changes[key]
-            timed = verdict_of(costs, limits.time, len(changes))
-            if key in seconds:
-                repeated = verdict_of(seconds[key], limits.time, len(changes))
-                if repeated != "ambiguous" or timed == "ambiguous":
-                    if timed != repeated:
-                        said.append((repeated, f"{timed} in the results, measured again side by side"))
-                    costs, timed, again = seconds[key], repeated, True
-            said += [(timed, each) for each in times_said(costs, timed, len(changes))] or [(timed, "")]
-            if timed in ("slower", "faster") and not again:
-                said += [(timed, each) for each in clocks_said(before, after)]
+            found = verdict_of(costs)
+            said += [(found, each) for each in times_said(costs, found)] or [(found, "")]
+            if found in ("slower", "faster"):
+                said += [(found, each) for each in clocks_said(before, after)]
         elif yardsticks.get(key[0]) != rows:
             names = ", ".join(map(str, terms.relative_to))
             said.append(("incomparable", f"{names} was not measured on this case on both sides"))
@@ -178,7 +182,7 @@ def _outcome(
     said.sort(key=lambda each: VERDICTS.index(each[0]))
     reasons = dict.fromkeys(reason for each, reason in said if reason and each in (verdict, *_FINDINGS))
     allowed = verdict == "missing" and terms.allows(key)
-    return Outcome(key, verdict, tuple(reasons), costs, errors, limits, allowed, again)
+    return Outcome(key, verdict, tuple(reasons), costs, errors, limits, allowed)
 
 
 def _absent(pair: Pair) -> Iterator[tuple[RowVerdict, str]]:

@@ -17,8 +17,8 @@ from .regression_times import CostChange
 
 __all__ = ["SCHEMA", "regression_dict", "regression_junit"]
 
-SCHEMA = "attnbench.comparison/1"
-_OUTCOMES = {0: "clean", 1: "regressed", 3: "incomparable"}
+SCHEMA = "attnbench.comparison/2"
+_OUTCOMES = {0: "clean", 1: "regressed", 3: "incomparable", 4: "uncertain"}
 
 
 def regression_dict(
@@ -33,11 +33,14 @@ def regression_dict(
         "conclusion": conclusion(regression),
         "terms": {
             "fail_on": terms.limits.time,
+            "fail_on_host": terms.limits.host,
             "error_rise": terms.limits.error,
             "costs": list(terms.costs),
             "relative_to": [str(plan) for plan in terms.relative_to],
             "allow_missing": list(terms.allowed),
-            "thresholds": {each.pattern: {"time": each.time, "error": each.error} for each in terms.thresholds},
+            "thresholds": {
+                each.pattern: {"time": each.time, "host": each.host, "error": each.error} for each in terms.thresholds
+            },
         },
         "base": _environments(base),
         "new": _environments(new),
@@ -47,13 +50,13 @@ def regression_dict(
     }
 
 
-def regression_junit(regression: Regression) -> str:
-    """JUnit's XML: a test a row, in a class for its case.
+def regression_junit(regression: Regression, command: str = "attnbench compare") -> str:
+    """JUnit's XML of what a command found: a test a row, in a class for its case.
 
-    What regressed is a failure, what cannot be compared an error; what is ambiguous, missing
+    What regressed is a failure, what cannot be compared an error; what is uncertain, missing
     by permission or without numbers on either side is skipped, with the reason.
     """
-    suite = ET.Element("testsuite", name="attnbench compare")
+    suite = ET.Element("testsuite", name=command)
     counted = {"failures": 0, "errors": 0, "skipped": 0}
     for outcome in regression.outcomes:
         case, plan = outcome.key
@@ -63,7 +66,7 @@ def regression_junit(regression: Regression) -> str:
             kind, tag = "failures", "failure"
         elif outcome.verdict == "incomparable":
             kind, tag = "errors", "error"
-        elif outcome.verdict in ("ambiguous", "missing", "unmeasured"):
+        elif not outcome.certain or outcome.verdict in ("missing", "unmeasured"):
             kind, tag = "skipped", "skipped"
         else:
             continue
@@ -73,7 +76,7 @@ def regression_junit(regression: Regression) -> str:
             mark.set("type", outcome.verdict)
     totals = {"tests": str(len(regression.outcomes)), **{name: str(number) for name, number in counted.items()}}
     suite.attrib |= totals
-    root = ET.Element("testsuites", {"name": "attnbench compare", **totals})
+    root = ET.Element("testsuites", {"name": command, **totals})
     root.append(suite)
     ET.indent(root)
     # ASCII, with references for the rest: the same document in whatever encoding it is printed.
@@ -99,9 +102,10 @@ def _row(outcome: Outcome) -> dict[str, Any]:
         "verdict": outcome.verdict,
         "regressed": outcome.regressed,
         "allowed": outcome.allowed,
-        "again": outcome.again,
+        "certain": outcome.certain,
+        "visible": None if outcome.visible is None else _number(outcome.visible),
         "reasons": list(outcome.reasons),
-        "limits": {"time": outcome.limits.time, "error": outcome.limits.error},
+        "limits": {"time": outcome.limits.time, "host": outcome.limits.host, "error": outcome.limits.error},
         "costs": {cost: _cost(change) for cost, change in outcome.costs.items()},
         "errors": [
             {
@@ -119,9 +123,11 @@ def _cost(change: CostChange) -> dict[str, Any]:
     return {
         "verdict": change.verdict,
         "ratio": change.ratio,
-        "interval": [change.interval[0], _number(change.interval[1])],
-        "p_value": change.p_value,
-        "samples": list(change.samples),
+        "interval": list(change.interval),
+        "visible": _number(change.visible),
+        "limit": change.limit,
+        "decided_by": "host" if change.host else "device",
+        "visits": list(change.visits),
         "median": list(change.median),
         "replayed_on_one_side": change.replayed,
     }

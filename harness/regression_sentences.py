@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from .records import Measurement
 from .regression_errors import ErrorChange
+from .regression_terms import Gated
 from .regression_times import CostChange
 from .report_text import error, number
 from .statistics import Verdict
-from .timing import Cost
 
-__all__ = ["change", "clocks_said", "error_said", "times_said"]
+__all__ = ["change", "clocks_said", "error_said", "share", "times_said"]
 
 _NOTEWORTHY = 0.01  # of a clock
 
@@ -22,27 +22,29 @@ def change(ratio: float) -> str:
     return f"{ratio - 1:+.1%}" if ratio < 10 else f"{number(ratio)} times"
 
 
-def times_said(costs: Mapping[Cost, CostChange], verdict: Verdict, rows: int) -> Iterator[str]:
-    """A sentence for each cost that speaks for the verdict, of several ``rows``; of ``same``, nothing."""
+def share(value: float) -> str:
+    """``2.1%`` for 0.021, rounded up; as a multiple from 10 on."""
+    return f"{math.ceil(value * 1e3 - 1e-6) / 10:g}%" if value < 10 else f"{number(1 + value)} times"
+
+
+def times_said(costs: Mapping[Gated, CostChange], verdict: Verdict) -> Iterator[str]:
+    """A sentence for each cost that speaks for the verdict; of ``same``, nothing."""
     if not costs:
         yield "they have no cost in common"
     for each in costs.values():
         if each.replayed:
             yield f"{each.cost} was timed as a CUDA graph on one side only"
-        elif verdict in ("slower", "faster"):
-            if (each.ratio > 1) == (verdict == "slower") and (each.verdict == verdict or each.gap > 1):
-                yield _said(each)
-        elif verdict == "ambiguous" and each.verdict != "same":
-            alone = f", alone {each.verdict}, but not for certain among {rows} rows"
-            yield _said(each) + (alone if each.verdict != "ambiguous" else "")
+        elif each.verdict == verdict != "same":
+            yield _said(each)
 
 
 def _said(each: CostChange) -> str:
     low, high = each.interval
-    sure = f" ({change(low)} to {change(high)})" if math.isfinite(high) else ""
-    few = "" if math.isfinite(high) else f", {each.samples[0]} and {each.samples[1]} samples"
     medians = f"{number(each.median[0])} to {number(each.median[1])}{'' if each.relative else ' ms'}"
-    return f"{each.cost} {change(each.ratio)}{sure}, {medians}{few}"
+    said = f"{each.cost} {change(each.ratio)} ({change(low)} to {change(high)}), {medians}"
+    if each.verdict != "uncertain":
+        return said
+    return f"{said}; {share(each.visible)} would have been found, {share(each.limit)} is to be"
 
 
 def error_said(errors: Sequence[ErrorChange]) -> str:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from tabulate import tabulate
 
 from .regression import Outcome, Regression, RowVerdict
+from .regression_sentences import share
+from .regression_terms import LARGEST_LIMIT, Gated
+from .regression_times import CostChange
 from .report_text import Style, prose, shown
 from .statistics import Verdict
-from .timing import Cost
 
 __all__ = ["conclusion", "regression_text"]
 
-_SILENT: tuple[RowVerdict, ...] = ("ambiguous", "same", "baseline", "unmeasured")
+_SILENT: tuple[RowVerdict, ...] = ("uncertain", "same", "baseline", "unmeasured")
 _LEAST_WIDTH = 40  # of the sentences
-_ORDER: tuple[Verdict, ...] = ("slower", "faster", "ambiguous", "same")
+_ORDER: tuple[Verdict, ...] = ("slower", "faster", "uncertain", "same")
 
 
 def regression_text(regression: Regression, style: Style, width: int, every: bool = False) -> str:
@@ -36,6 +39,8 @@ def conclusion(regression: Regression) -> str:
     code = regression.exit_code
     if code == 0:
         return "clean: nothing became slower, less accurate, failed or went missing"
+    if code == 4:
+        return f"not certain: {'; '.join(_uncertain(regression))}; {regression.advice}"
     if code == 1:
         counted = Counter(each.verdict for each in regression.outcomes if each.regressed)
         return "regressed: " + ", ".join(f"{counted[each]} {each}" for each in regression.counts if counted[each])
@@ -74,18 +79,47 @@ def _sentences(regression: Regression) -> Iterator[str]:
     yield f"{len(regression.outcomes)} rows: {counts}."
     for cost in regression.terms.costs:
         if said := _of_cost(regression, cost):
-            yield f"{cost}, each row alone: {said}."
-    if repeated := sum(each.again for each in regression.outcomes):
-        yield f"Measured again, side by side: {repeated}."
+            yield f"{cost}: {said}."
     if regression.differences:
         yield f"What else differs: {'; '.join(regression.differences)}."
     if any(each.startswith("uuid_hash ") for each in regression.differences):
         yield (
             "BASE and NEW come from two GPUs of one model, whose times may differ by more than what is looked for; "
-            "--rerun measures both on one."
+            "`attnbench gate` measures on one."
         )
 
 
-def _of_cost(regression: Regression, cost: Cost) -> str:
-    counted = Counter(each.costs[cost].verdict for each in regression.outcomes if cost in each.costs)
-    return ", ".join(f"{counted[verdict]} {verdict}" for verdict in _ORDER if counted[verdict])
+def _of_cost(regression: Regression, cost: Gated) -> str:
+    """How many rows have each verdict, and what they could have shown."""
+    changes = [each.costs[cost] for each in regression.outcomes if cost in each.costs]
+    if not changes:
+        return ""
+    counted = Counter(each.verdict for each in changes)
+    said = ", ".join(f"{counted[verdict]} {verdict}" for verdict in _ORDER if counted[verdict])
+    return f"{said}; slow-downs of {_range(changes)} would have been found with 95%"
+
+
+def _range(changes: Sequence[CostChange]) -> str:
+    """From the smallest to the largest slow-down that the costs would have shown."""
+    visible = [each.visible for each in changes]
+    low, high = share(min(visible)), share(max(visible))
+    return low if low == high else f"{low} to {high}"
+
+
+def _uncertain(regression: Regression) -> Iterator[str]:
+    """How many rows could not have shown their limit, what they could have shown, and which limit would be certain."""
+    limits = regression.terms.limits
+    for host, limit, option in ((False, limits.time, "--fail-on"), (True, limits.host, "--fail-on-host")):
+        rows = [[cost for cost in each.costs.values() if cost.host == host] for each in regression.outcomes]
+        missed = [[cost for cost in row if cost.verdict == "uncertain"] for row in rows]
+        changes = [cost for row in missed for cost in row]
+        if not changes:
+            continue
+        whose = "of the host's time in " if host else ""
+        said = f"{whose}{sum(map(bool, missed))} of {sum(map(bool, rows))} rows could not have shown a slow-down of "
+        said += share(limit) if all(each.limit == limit for each in changes) else "their limit"
+        said += f" ({_range(changes)} would have been found)"
+        needed = max(cost.visible for row in rows for cost in row)
+        yield said + (f", {option} {math.ceil(needed * 100)}% would be certain" if needed <= LARGEST_LIMIT else "")
+    if empty := sum(each.verdict == "uncertain" and not each.costs for each in regression.outcomes):
+        yield f"{empty} rows have no cost in common"

@@ -3,142 +3,165 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
-from scipy import stats
 
 from .records import Measurement
+from .regression_noise import Kind, Observed, noise_of
+from .regression_terms import Gated, Key, Limits
 from .statistics import Verdict, compare
-from .timing import Cost
+from .visits import visit_medians
 
-__all__ = ["APART", "CostChange", "changes_of", "ratios", "verdict_of"]
+__all__ = ["CostChange", "Timed", "changes_of", "ratios", "timed", "verdict_of"]
 
-_CHANCE = 1e-3
-_FEWEST = 10  # rows that p-values are corrected for where there are fewer
-_SMALLEST = 1e-300  # a p-value that underflows has a logarithm all the same
-# Two costs whose samples lie apart as far as this need no test, which with three samples a side nothing would pass.
-APART = 1.3
-_Side = Literal["slower", "faster"]
+_DECIDES = 0.5  # of a call, from which on the host's part is what varies
 
 
 @dataclass(frozen=True)
 class CostChange:
     """One cost of one plan before and after.
 
-    ``ratio`` and ``interval`` are those of attnbench.harness.statistics.compare, above 1 where
-    it takes longer now, ``verdict`` what it says of this cost alone.  ``samples`` and
-    ``median`` are of BASE and NEW: milliseconds, or ratios to the baseline plan.  ``gap`` is how
-    far apart the two lie as a whole: the shortest of the slower side over the longest of the
-    faster one.  ``replayed`` says that one side alone was timed as a CUDA graph, so that nothing
-    can be concluded, ``relative`` that the times are ratios.
+    ``ratio`` is above 1 where it takes longer now, ``interval`` holds it with 95 %.
+    ``visible`` is the smallest slow-down that would have been found with 95 %, ``limit`` the
+    one that had to be: 0.03 is 3 %.  ``visits`` and ``median`` are of BASE and NEW:
+    milliseconds, or ratios to the baseline plan where ``relative``.  ``host``: the host of a GPU
+    decides it, and ``limit`` is the host's.  ``replayed`` says that one side alone was timed as
+    a CUDA graph, so that nothing can be concluded.
     """
 
-    cost: Cost
+    cost: Gated
     verdict: Verdict
     ratio: float
     interval: tuple[float, float]
-    p_value: float
-    samples: tuple[int, int]
+    visible: float
+    limit: float
+    visits: tuple[int, int]
     median: tuple[float, float]
-    gap: float
+    host: bool = False
     replayed: bool = False
     relative: bool = False
 
 
-def changes_of(
+@dataclass(frozen=True)
+class Timed:
+    """The medians of visits of one cost on both sides, and what decides it."""
+
+    cost: Gated
+    kind: Kind
+    limit: float
+    observed: Observed
+    replayed: bool
+    relative: bool
+
+
+def timed(
     before: Measurement,
     after: Measurement,
-    costs: Sequence[Cost],
-    factor: float,
+    costs: Sequence[Gated],
+    limits: Limits,
     baseline: tuple[Measurement, Measurement] | None = None,
-) -> dict[Cost, CostChange]:
+) -> list[Timed]:
     """Each cost that both rows have, in the order of ``costs``; relative to the baseline's rows where given."""
-    found: dict[Cost, CostChange] = {}
+    found = []
     for cost in costs:
-        if cost not in before.time_ms or cost not in after.time_ms:
+        rows = (before, after, *(baseline or ()))
+        if not all(_has(row, cost) for row in rows):
             continue
-        old: Sequence[float] = before.time_ms[cost]
-        new: Sequence[float] = after.time_ms[cost]
-        graph = (cost in before.replayed) != (cost in after.replayed)
+        kinds = {_kind(row, cost) for row in rows}
+        kind: Kind = "host" if "host" in kinds else kinds.pop()
+        taken = [_medians(row, cost) for row in rows]
         if baseline is not None:
-            if any(cost not in row.time_ms for row in baseline):
-                continue
-            old, new = ratios(old, baseline[0].time_ms[cost]), ratios(new, baseline[1].time_ms[cost])
-            graph |= (cost in baseline[0].replayed) != (cost in baseline[1].replayed)
-        found[cost] = replace(_change(cost, old, new, factor), relative=baseline is not None)
-        if graph:
-            found[cost] = replace(found[cost], verdict="ambiguous", replayed=True)
+            taken = [ratios(taken[0], taken[2]), ratios(taken[1], taken[3])]
+        replays = [cost in row.replayed for row in rows]
+        graph = replays[0] != replays[1] or replays[-2] != replays[-1]
+        limit = limits.host if kind == "host" else limits.time
+        found.append(Timed(cost, kind, limit, Observed(*taken), graph, baseline is not None))
     return found
 
 
-def _change(cost: Cost, old: Sequence[float], new: Sequence[float], factor: float) -> CostChange:
-    result = compare(old, new, factor=factor)
-    return CostChange(
-        cost,
-        result.verdict,
-        result.ratio,
-        result.interval,
-        result.p_value,
-        (len(old), len(new)),
-        (float(np.median(old)), float(np.median(new))),
-        max(min(new) / max(old), min(old) / max(new)),
-    )
+def changes_of(rows: Mapping[Key, Sequence[Timed]]) -> dict[Key, dict[Gated, CostChange]]:
+    """What became of every cost of all rows: each is judged by the noise of all of its kind, and as one of so many."""
+    every = [each for row in rows.values() for each in row]
+    noises = {
+        kind: noise_of(kind, [each.observed for each in every if each.kind == kind and not each.replayed])
+        for kind in {each.kind for each in every}
+    }
+    changes: dict[Key, dict[Gated, CostChange]] = {}
+    for key, row in rows.items():
+        own = {}
+        for each in row:
+            found = compare(*each.observed, factor=each.limit, noise=noises[each.kind], family=len(every))
+            own[each.cost] = CostChange(
+                each.cost,
+                "uncertain" if each.replayed else found.verdict,
+                found.ratio,
+                found.interval,
+                math.inf if each.replayed else found.visible,
+                each.limit,
+                (len(each.observed.before), len(each.observed.after)),
+                (float(np.median(each.observed.before)), float(np.median(each.observed.after))),
+                each.kind == "host",
+                each.replayed,
+                each.relative,
+            )
+        changes[key] = dict(_confirmed(own))
+    return changes
 
 
-def ratios(samples: Sequence[float], baseline: Sequence[float]) -> list[float]:
-    """Each sample over the baseline's at the same share of the way, as many as the shorter of the two has.
+def _confirmed(changes: Mapping[Gated, CostChange]) -> Iterator[tuple[Gated, CostChange]]:
+    """The costs of one row; one that a single visit shows longer counts where another cost does, too."""
+    for cost, each in changes.items():
+        alone = min(each.visits) == 1 and each.verdict in ("slower", "faster")
+        if alone and not any(other.verdict == each.verdict for name, other in changes.items() if name != cost):
+            yield cost, replace(each, verdict="uncertain")
+        else:
+            yield cost, each
 
-    A sweep visits its plans in turns, so that samples at the same share of the way were taken
-    at about the same time, and what changed meanwhile is in both.  Where one side has more
-    samples, neighbours are represented by their median.
+
+def verdict_of(changes: Mapping[Gated, CostChange]) -> Verdict:
+    """What the costs of one row say together.
+
+    ``slower`` where one is, though another be faster, ``faster`` where one is, ``same`` where every cost is.
     """
-    count = min(len(samples), len(baseline))
+    found = {each.verdict for each in changes.values()}
+    for verdict in ("slower", "faster"):
+        if verdict in found:
+            return verdict
+    return "same" if found == {"same"} else "uncertain"
+
+
+def ratios(medians: Sequence[float], baseline: Sequence[float]) -> list[float]:
+    """Each visit over the baseline's at the same share of the way, as many as the shorter of the two has.
+
+    A sweep visits its plans in turns, so that visits at the same share of the way were made
+    at about the same time, and what changed meanwhile is in both.  Where one side has more
+    visits, neighbours are represented by their median.
+    """
+    count = min(len(medians), len(baseline))
     top, bottom = (
         np.array([np.median(part) for part in np.array_split(np.asarray(each, dtype=np.float64), count)])
-        for each in (samples, baseline)
+        for each in (medians, baseline)
     )
     return [float(ratio) for ratio in top / bottom]
 
 
-def verdict_of(changes: Mapping[Cost, CostChange], factor: float, rows: int) -> Verdict:
-    """What the costs of one row say together, ``rows`` being how many are compared in all.
-
-    ``same`` where every cost is.  ``slower`` or ``faster`` where that is certain enough among
-    so many rows, on either of two grounds:
-
-    - the p-values of the costs that say so, each of which has samples of its own, combined by
-      Fisher's method (Statistical Methods for Research Workers, section 21.1) and multiplied by
-      the square of ``rows``, or of ten where they are fewer, stay below 0.1 %;
-    - two costs at least lie apart as a whole by more than ``APART``, and by more than half of ``factor``.
-
-    Else ``ambiguous``.  Where one cost became slower and another faster, slower it is.
-
-    Multiplied by ``rows`` once (Bonferroni's correction), p-values would keep the chance that any
-    row is called slower below 0.1 % if they were exact.  But neighbouring samples are alike for
-    longer than their autocorrelation tells, and the smaller a p-value, the more it is too small:
-    of a thousand whole sets of 974 committed rows, resampled in blocks of ten, 21 failed where
-    it was multiplied once, none where twice.  Of sets of the five rows whose samples are the most
-    alike their neighbours 0.9 % failed where it was multiplied by 25, and 0.4 % by a hundred,
-    which costs a row like most others 0.5 % of its chance to be found 3 % slower.
-    """
-    for side in ("slower", "faster"):
-        if _certain(changes, side, factor, rows):
-            return side
-    if changes and all(each.verdict == "same" for each in changes.values()):
-        return "same"
-    return "ambiguous"
+def _has(row: Measurement, cost: Gated) -> bool:
+    """On a CPU the host is the device."""
+    if cost == "host":
+        return row.host_ms is not None and row.environment.device_type != "cpu"
+    return cost in row.time_ms
 
 
-def _certain(changes: Mapping[Cost, CostChange], side: _Side, factor: float, rows: int) -> bool:
-    own = [each for each in changes.values() if not each.replayed and (each.ratio > 1) == (side == "slower")]
-    apart = [each for each in own if each.gap > max(APART, math.sqrt(1 + factor))]
-    if len(apart) > 1:
-        return True
-    telling = [max(each.p_value, _SMALLEST) for each in own if each.verdict == side]
-    if not telling:
-        return False
-    together = float(stats.chi2.sf(-2 * sum(map(math.log, telling)), 2 * len(telling)))
-    return together * max(rows, _FEWEST) ** 2 < _CHANCE
+def _kind(row: Measurement, cost: Gated) -> Kind:
+    if row.environment.device_type == "cpu":
+        return "cpu"
+    if cost == "host":
+        return "host"
+    waits = cost == "call" and row.host_ms and np.median(row.host_ms) > _DECIDES * np.median(row.time_ms["call"])
+    return "host" if waits else "device"
+
+
+def _medians(row: Measurement, cost: Gated) -> list[float]:
+    return visit_medians(row, None if cost == "host" else cost)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
@@ -13,7 +12,8 @@ import numpy as np
 from .condense import worst_errors
 from .records import Measurement
 from .report_text import error, number, size
-from .statistics import compare
+from .statistics import Comparison, compare
+from .visits import visit_medians
 
 __all__ = ["answer_of", "by_call", "families_of", "fastest", "sentences"]
 
@@ -86,9 +86,9 @@ def _other_kind(row: Measurement, tied: Sequence[Measurement]) -> bool:
 def _alike(first: Measurement, second: Measurement) -> bool:
     """Whether the second, slower in the median, may be as fast."""
     one, other = first.time_ms["call"], second.time_ms["call"]
-    found = compare(one, other)
-    if found.verdict == "ambiguous":
-        # A handful of samples is ambiguous whatever they say; sets that lie far apart are no tie all the same.
+    found = _compared(first, second)
+    if found.verdict == "uncertain":
+        # A handful of samples is uncertain whatever they say; sets that lie far apart are no tie all the same.
         return found.ratio < _FAR_APART or bool(np.percentile(other, 25) <= np.percentile(one, 75))
     return found.verdict != "slower"
 
@@ -115,11 +115,14 @@ def _fastest(measured: Sequence[Measurement]) -> str:
 
 
 def _within(first: Measurement, other: Measurement) -> str:
-    """How far apart two tied calls may be at most, on either side, with 99 % confidence, as part of a sentence."""
-    low, high = compare(first.time_ms["call"], other.time_ms["call"]).interval
-    if low <= 0 or not math.isfinite(high):
-        return ", too few samples to tell"
+    """How far apart two tied calls may be at most, on either side, with 95 % confidence, as part of a sentence."""
+    low, high = _compared(first, other).interval
     return f", at most {max(high, 1 / low) - 1:.0%} apart"
+
+
+def _compared(first: Measurement, second: Measurement) -> Comparison:
+    """Of two calls that were visited in turns, so that the state of the machine is the same in both."""
+    return compare(visit_medians(first, "call"), visit_medians(second, "call"))
 
 
 def _beyond(measured: Sequence[Measurement]) -> list[str]:

@@ -74,6 +74,7 @@ def measured(
         reason=verdict.reason,
         check=verdict.check,
         time_ms={cost: _rounded(taken) for cost, taken in samples.time_ms.items()},
+        visits={cost: list(counts) for cost, counts in samples.visits.items()},
         host_ms=_rounded(samples.host_ms),
         first_ms=round(prepared.first_ms, _DIGITS),
         replayed=list(samples.replayed),

@@ -1,4 +1,4 @@
-"""Which of two sample sets is faster, said only where the evidence and the size of the difference agree."""
+"""How far two sets of visits lie apart, and how small a difference they could have shown."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -14,122 +15,155 @@ from scipy import stats
 
 from attnbench.errors import InputError
 
-__all__ = ["SIGNIFICANCE", "Comparison", "Verdict", "compare", "median_interval"]
+__all__ = ["Comparison", "Noise", "Verdict", "compare", "median_interval", "spread"]
 
-Verdict = Literal["faster", "slower", "same", "ambiguous"]
-SIGNIFICANCE = 0.01  # of the two-sided rank test; its interval covers 1 − this
+Verdict = Literal["faster", "slower", "same", "uncertain"]
+POWER = 0.95  # with which a change of the size that is said to be visible is found
+CHANCE = 0.01  # of any false alarm in a whole family
+# Of Student's t: unchanged rows on recorded GPUs and CPUs lie apart by up to 5 of their deviations, once in a hundred.
+FREEDOM = 8
+_MOST_VISITS = 3  # what clocks and neighbours do lasts longer than a visit: more than that are not independent
+_WEIGHT = 4  # visits' worth of what is usual, beside a row's own few
+_MEDIAN = math.sqrt(math.pi / 2)  # the standard error of a median over that of a mean, of normal numbers
 _LARGEST_LOGARITHM = math.log(sys.float_info.max)
-_Samples: TypeAlias = npt.NDArray[np.float64]
+_Logs: TypeAlias = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What two sets of visits differ by though nothing changed, as standard deviations of logarithms (0.01 is 1 %).
+
+    ``visit`` is that of a visit's median about the others of its run, as is usual for such rows.
+    ``run`` is that of a whole run about another, beyond what its visits show: another
+    temperature, other addresses, another neighbour.
+    """
+
+    run: float = 0.0
+    visit: float = 0.01
 
 
 @dataclass(frozen=True)
 class Comparison:
     """What :func:`compare` found.
 
-    ``ratio`` is after over before, above 1 where after takes longer: the median of the ratios
-    of every sample after to every sample before.  ``interval`` holds it with 99 % confidence,
-    ``(0, inf)`` where the samples are too few or too much alike their neighbours to tell.
-    ``p_value`` is the chance of ranks as far apart as these, or farther, from two equal sets.
+    ``ratio`` is after over before, above 1 where after takes longer; ``interval`` holds it with 95 % confidence;
+    ``visible`` is the smallest slow-down that would have been found with 95 %: 0.02 is 2 %.
     """
 
     verdict: Verdict
     ratio: float
     interval: tuple[float, float]
-    p_value: float
+    visible: float
 
 
-def compare(before: Sequence[float], after: Sequence[float], *, factor: float = 0.03) -> Comparison:
-    """Say whether ``after`` is faster or slower than ``before``, the same, or neither for certain.
+def compare(
+    before: Sequence[float],
+    after: Sequence[float],
+    *,
+    factor: float = 0.03,
+    noise: Noise = Noise(),
+    family: int = 1,
+) -> Comparison:
+    """Say whether ``after`` takes longer than ``before``, less, as long, or what cannot be told.
 
-    Both are samples of one cost in milliseconds, in the order they were taken: no
-    distribution is assumed, and outliers, drift and unequal numbers are expected.  ``factor``
-    is the size of change that must be found: at 0.03 a slow-down of 3 % is to be told from
-    none.  The line between them lies half-way, at a ratio of sqrt(1 + ``factor``) or its
-    inverse, because an estimate of a true 3 % falls below 3 % every second time.
+    Both are medians of visits in milliseconds: samples of one visit follow one another within
+    milliseconds and are alike, so that visits are what replicates.  ``factor`` is the size of
+    change that matters, ``family`` how many comparisons are made at once.
 
-    - ``slower``, ``faster``: the rank test finds a difference (p < 0.01) *and* the ratio lies
-      beyond the line.  With enough samples a test alone finds differences that nobody feels,
-      and a ratio alone finds noise.
-    - ``same``: the whole interval lies within the lines, a significant difference or not.
-    - ``ambiguous``: anything else.  A large ratio without evidence, evidence of a change that
-      may lie on either side of the line, or too few samples to exclude one: six against six
-      can give no other verdict.
+    - ``slower``, ``faster``: beyond doubt, the chance that any of the family is one although
+      nothing changed being 1 % at most; not for the sake of one visit alone; and by more than
+      half of ``factor``, because an estimate of a true 3 % falls below 3 % every second time.
+    - ``same``: a slow-down of ``factor`` would have been found with 95 %, and was not.
+    - ``uncertain``: anything else.
 
-    Neighbouring samples are alike (clocks and caches change more slowly than calls), and a
-    rank test that takes them for independent finds differences between equal sets.  So the
-    variance of its statistic is multiplied by the samples' autocorrelation time, which turns
-    drift into a wide interval.  That sees only what happened while the samples were taken: a
-    state that lasts longer than all of them is seen by repeating the measurement alone.
-
-    The cost is O(n·m·log(n·m)) time and O(n·m) memory for n and m samples.
+    The ratio is that of the medians over visits.  Its deviation has a part that the visits
+    show (their spread, which few visits know badly, so that it is drawn towards ``noise.visit``)
+    and one that they do not, ``noise.run``.  Tails are those of Student's t with 8 degrees of
+    freedom, because runs differ by several deviations more often than normal numbers.
 
     Raises InputError where a set is empty or not a flat list of positive finite numbers, or
     ``factor`` is not one positive finite number.
-
-    Sources: a test and a factor as in asv (``asv/_stats.py``, ``commands/compare.py``), the
-    fourth verdict as in nvbench (``docs/nvbench_compare_robust.md``).  Ratio and interval are
-    Hodges and Lehmann's, which belong to the Mann-Whitney test (Hollander, Wolfe and Chicken,
-    Nonparametric Statistical Methods, 3rd ed., sections 4.2 and 4.3), on logarithms.  Where a
-    GPU alternates between two clocks, the ratio of medians jumps from one to the other; the
-    median of ratios does not.
     """
     if not (math.isfinite(factor) and factor > 0):
         raise InputError(f"factor is {factor}, expected a positive finite number")
-    old, new = _checked("before", before), _checked("after", after)
-    line = math.log1p(factor) / 2
-    product = old.size * new.size
-    old_time, new_time = _autocorrelation_time(old), _autocorrelation_time(new)
-    deviation = math.sqrt(product * (new.size * old_time + old.size * new_time + 1) / 12)
-    # Few independent samples know their own spread badly, and many on the other side do not mend it.
-    freedom = max(1.0, 2 * min(old.size / old_time, new.size / new_time) - 2)
-
-    above = float(stats.mannwhitneyu(new, old, method="asymptotic").statistic)
-    distance = max(0.0, abs(above - product / 2) - 0.5) / deviation
-    p_value = min(1.0, 2 * float(stats.t.sf(distance, freedom)))
-
-    shifts = np.sort(np.subtract.outer(np.log(new), np.log(old)), axis=None)
-    shift = float(np.median(shifts))
-    rank = math.floor(product / 2 - 0.5 - float(stats.t.isf(SIGNIFICANCE / 2, freedom)) * deviation)
-    low, high = (-math.inf, math.inf) if rank < 0 else (float(shifts[rank]), float(shifts[-1 - rank]))
-
-    verdict: Verdict = "ambiguous"
-    if -line < low and high < line:
+    old, new = (np.log(_checked(name, each)) for name, each in (("before", before), ("after", after)))
+    limit, line = math.log1p(factor), math.log1p(factor) / 2
+    shift = float(np.median(new) - np.median(old))
+    deviation = math.sqrt(noise.run**2 + _variance(old, noise.visit) + _variance(new, noise.visit))
+    needed = max(_quantile(1 - CHANCE / family) * deviation, line)
+    least, most = _without_one(old, new)
+    power = _quantile(POWER) * deviation
+    # The larger of the two, because a larger factor moves the line as well.
+    margin = power + max(shift - least, most - shift)
+    visible = margin + max(needed, margin)
+    verdict: Verdict = "uncertain"
+    if least > needed:
+        verdict = "slower"
+    elif most < -needed:
+        verdict = "faster"
+    elif visible <= limit:
         verdict = "same"
-    elif p_value < SIGNIFICANCE and abs(shift) > line:
-        verdict = "slower" if shift > 0 else "faster"
-    return Comparison(verdict, _ratio(shift), (_ratio(low), _ratio(high)), p_value)
+    either = _quantile(0.975) * deviation
+    return Comparison(verdict, _ratio(shift), (_ratio(shift - either), _ratio(shift + either)), _ratio(visible) - 1)
+
+
+def spread(medians: Sequence[float]) -> float | None:
+    """The deviation of visits' medians about theirs, of logarithms; None of a single visit.
+
+    From the mean distance to the median, in which the largest counts as the next: neither one
+    visit that was held up nor two clocks, of which most visits had the one, pass unnoticed or decide.
+    """
+    return _spread(np.log(_checked("medians", medians)))
+
+
+def _spread(logs: _Logs) -> float | None:
+    if logs.size < 2:
+        return None
+    distances = np.sort(np.abs(logs - np.median(logs)))
+    if logs.size > 2:
+        distances[-1] = distances[-2]
+    return _MEDIAN * float(distances.mean()) * math.sqrt(logs.size / (logs.size - 1))
+
+
+def _variance(logs: _Logs, usual: float) -> float:
+    """Of the median over visits."""
+    own = (_spread(logs) or 0.0) ** 2 * (logs.size - 1)
+    pooled = (_WEIGHT * usual**2 + own) / (_WEIGHT + logs.size - 1)
+    return (_MEDIAN**2 if logs.size > 2 else 1.0) * pooled / min(logs.size, _MOST_VISITS)
+
+
+def _without_one(old: _Logs, new: _Logs) -> tuple[float, float]:
+    """The least and the largest shift of medians with any one visit left out, where there are two at least."""
+    shifts = [
+        float(np.median(after) - np.median(before))
+        for before, after in [*((each, new) for each in _but_one(old)), *((old, each) for each in _but_one(new))]
+    ]
+    return min(shifts), max(shifts)
+
+
+def _but_one(logs: _Logs) -> list[_Logs]:
+    """The set without its shortest visit and without its longest, which move the median the most."""
+    ordered = np.sort(logs)
+    return [ordered[1:], ordered[:-1]] if logs.size > 1 else [ordered]
+
+
+@cache
+def _quantile(probability: float) -> float:
+    return float(stats.t.ppf(probability, FREEDOM))
 
 
 def _ratio(logarithm: float) -> float:
-    """Of samples whose ratio is beyond all floats the largest float; infinite where nothing bounds it."""
-    return math.exp(min(logarithm, _LARGEST_LOGARITHM)) if logarithm < math.inf else math.inf
+    """Of medians whose ratio is beyond all floats the largest float."""
+    return math.exp(min(logarithm, _LARGEST_LOGARITHM))
 
 
-def _checked(name: str, samples: Sequence[float]) -> _Samples:
+def _checked(name: str, samples: Sequence[float]) -> _Logs:
     array = np.asarray(samples, dtype=np.float64)
     if array.ndim != 1 or array.size == 0:
         raise InputError(f"{name} has the shape {array.shape}, expected a flat list of at least one sample")
     if not (np.isfinite(array).all() and (array > 0).all()):
         raise InputError(f"{name} holds samples that are not positive finite milliseconds")
     return array
-
-
-def _autocorrelation_time(samples: _Samples) -> float:
-    """How many samples in a row tell as much as one independent sample: 1 or more.
-
-    1 + 2·Σρ(k) over the lags k of the samples' ranks, which no outlier dominates, up to the
-    first pair of lags whose sum is not positive: beyond it there is but noise (Geyer, Practical
-    Markov Chain Monte Carlo, Statistical Science 7, 1992, section 3.3).
-    """
-    ranks = stats.rankdata(samples)
-    ranks -= ranks.mean()
-    covariance = np.correlate(ranks, ranks, "full")[samples.size - 1 :]
-    if covariance[0] == 0:
-        return 1.0  # all samples are equal
-    covariance = covariance[: samples.size // 2 * 2]
-    pairs = covariance.reshape(-1, 2).sum(axis=1) / covariance[0]
-    meaningful = np.cumprod(pairs > 0)
-    return max(1.0, 2 * float(pairs @ meaningful) - 1)
 
 
 def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from tabulate import tabulate
 
 from ..report_text import Style, change, heading, number, prose, shown, size
-from ..statistics import compare, median_interval
+from ..statistics import Noise, compare, median_interval
+from ..visits import groups
 from .arms import Arm, arms_of, compared, scaling_efficiency, title_of
 from .learning import RULES, Learning
 from .price import Offer, side_by_side
@@ -16,7 +17,8 @@ from .rows import Share, TrainingRun
 
 __all__ = ["offers_of", "report"]
 
-_MOST_COMPARED = 1000
+_GROUPS = 10  # of steps in a row, as which they are compared: neighbours are alike
+_NOISE = Noise(run=0.005)  # of two runs, one after the other
 _LARGE = 1e4  # a loss that needs no fourth decimal
 _HOST_BOUND = 0.8  # of a step: a GPU that works less than this waits for its host
 _LEGEND = (
@@ -68,21 +70,15 @@ def _verdict(arm: Arm, baseline: Arm, learning: Learning, style: Style) -> str:
 
 def _speed(arm: Arm, baseline: Arm) -> str:
     """Faster or slower, where the step times say so for certain."""
-    ours, theirs = (_thinned(each.samples_ms) for each in (arm, baseline))
-    if not (ours and theirs):
+    if not (arm.samples_ms and baseline.samples_ms):
         return ""
-    found = compare(theirs, ours)
-    if found.verdict == "ambiguous":
+    ours, theirs = (groups(each.samples_ms, -(-len(each.samples_ms) // _GROUPS)) for each in (arm, baseline))
+    found = compare(theirs, ours, noise=_NOISE)
+    if found.verdict == "uncertain":
         return " The step times are too few or too uneven to say which is faster."
     if found.verdict == "same":
         return " Its steps take as long as the baseline's."
     return f" Its steps take {found.ratio:.2f} times as long as the baseline's: it trains {found.verdict}."
-
-
-def _thinned(samples: Sequence[float]) -> list[float]:
-    """At most a thousand, evenly spread: comparing takes the product of both numbers."""
-    every = max(1, math.ceil(len(samples) / _MOST_COMPARED))
-    return list(samples[::every])
 
 
 def _table(arms: Sequence[Arm], learnings: Mapping[str, Learning], style: Style) -> str:

@@ -1,0 +1,36 @@
+"""The medians of a row's visits: what a comparison counts as one observation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .records import Measurement
+from .timing import Cost
+
+__all__ = ["groups", "visit_medians"]
+
+# Of a sweep (attnbench.harness.timing.Timer), for rows of versions that did not record their visits.
+_VISIT_MS = {"cuda": 10.0, "cpu": 30.0}
+_MOST_A_VISIT = 50
+
+
+def visit_medians(row: Measurement, cost: Cost | None) -> list[float]:
+    """The median of each visit's samples of a cost, or with None of the host's part of the call, in milliseconds.
+
+    A row that does not say which samples a visit took is divided into as many in a row as a
+    sweep's visit takes of so long a cost.
+    """
+    samples = (row.host_ms or []) if cost is None else row.time_ms[cost]
+    counts = row.visits.get(cost or "call")
+    if counts is None:
+        longest = _VISIT_MS.get(row.environment.device_type, _VISIT_MS["cpu"])
+        size = min(_MOST_A_VISIT, int(longest / float(np.median(row.time_ms[cost or "call"]))))
+        return groups(samples, max(1, size))
+    return [float(np.median(part)) for part in np.split(np.asarray(samples), np.cumsum(counts)[:-1])]
+
+
+def groups(samples: Sequence[float], size: int) -> list[float]:
+    """The medians of so many samples in a row each, at most, all of about the same number."""
+    return [float(np.median(part)) for part in np.array_split(np.asarray(samples), -(-len(samples) // size))]
