@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import IO, Any
 from attnbench.errors import AttnbenchError
 
 from .records import LONGEST_REASON, Status
-from .worker import Answer, Setting
+from .worker import Answer
 
 __all__ = ["LostError", "Worker"]
 
@@ -33,9 +34,10 @@ _FATAL = "Fatal Python error"
 _PATIENT = {"OMP_WAIT_POLICY": "passive"}
 # Not -m: that would put the folder where the sweep was started before everything that is installed.
 _PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from attnbench.harness.worker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]) or [place for place in sys.path if place]; "
+    "from {module} import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
+_BENCH = "attnbench.harness.worker"
 
 
 class LostError(AttnbenchError):
@@ -65,10 +67,17 @@ class Worker:
 
     ``generation`` counts the processes, so that one can tell what a new one has not been told yet.
     The system ties a process to the thread that started it: that thread must outlive the worker.
+
+    ``module`` has the function ``main`` that the process runs, and ``setting`` is the first thing that it is told.
+    ``python`` is the interpreter of another environment, whose packages the process then sees in place of this one's;
+    ``environ`` are variables that it has beside this process's own.
     """
 
-    setting: Setting
+    setting: object
     generation: int = 0
+    module: str = _BENCH
+    python: Path | None = None
+    environ: Mapping[str, str] = field(default_factory=dict)
     _process: _Process | None = field(default=None, init=False, repr=False)
 
     @property
@@ -87,7 +96,7 @@ class Worker:
         """Start the process without waiting for it, unless one is running.  Raises LostError."""
         if self._process is None:
             try:
-                self._process = _started()
+                self._process = _started(self.module, self.python, self.environ)
             except OSError as error:  # no process, descriptor or space is left
                 raise LostError("error", f"no process could be started: {error}", died=False) from error
             self.generation += 1
@@ -120,7 +129,7 @@ class Worker:
             if not process.connection.poll(seconds):
                 _, said = self._buried(process, 0.0)
                 raise LostError("timeout", f"no answer within {seconds:g} s{said}", died=True)
-            answer: Answer = process.connection.recv()
+            answer = Answer(*process.connection.recv())
         except (EOFError, OSError):  # OSError where it died in the middle of an answer
             code, said = self._buried(process, _DYING_SECONDS)
             if code == -signal.SIGKILL and _system_kills() > kills:
@@ -151,8 +160,11 @@ class Worker:
         return code, said
 
 
-def _started() -> _Process:
+def _started(module: str, python: Path | None, environ: Mapping[str, str]) -> _Process:
     """Raises OSError, and leaves nothing open then."""
+    # Another environment's own, without the folder in which this was started.
+    places = sys.path if python is None else []
+    program = _PROGRAM.format(module=module)
     with contextlib.ExitStack() as opened:
         log = opened.enter_context(tempfile.TemporaryFile())
         fcntl.fcntl(log, fcntl.F_SETFL, fcntl.fcntl(log, fcntl.F_GETFL) | os.O_APPEND)
@@ -160,12 +172,12 @@ def _started() -> _Process:
         end = theirs.fileno()
         popen = subprocess.Popen(
             # Unbuffered, or what it prints last dies with it.
-            [sys.executable, "-u", "-c", _PROGRAM, json.dumps(sys.path), str(end), str(os.getpid())],
+            [str(python or sys.executable), "-u", "-c", program, json.dumps(places), str(end), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             pass_fds=[end],
-            env=_PATIENT | os.environ,
+            env=_PATIENT | os.environ | environ,
             start_new_session=True,  # an interrupt at the terminal is the sweep's to act on
         )
         opened.pop_all()

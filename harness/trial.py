@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -105,18 +105,18 @@ class Trial:
             raise AttnbenchError(reason)
         return result
 
-    def sample(self, timer: Timer, replay: bool) -> Visit:
-        """Samples of every cost; with ``replay``, one whose host cannot be ahead of the device as a CUDA graph."""
+    def sample(self, timer: Timer, replay: bool, costs: Collection[Cost] = COSTS) -> Visit:
+        """Samples of these costs; with ``replay``, one whose host cannot be ahead of the device as a CUDA graph."""
         if not self._steps:
             self._steps = self._make_steps()
         times: dict[Cost, list[float]] = {}
         host: list[float] = []
         late = 0.0
         start = time.perf_counter()
-        for cost, step in self._steps.items():
+        for cost in [each for each in self._steps if each in costs]:
             # What the others start from is never written: a graph of autograd's would refuse it.
             renew = self._renew if cost in ("prepared", "call") else _nothing
-            taken = timer.take(step, renew)
+            taken = timer.take(self._steps[cost], renew)
             if replay and taken.host_bound and cost != "call" and self._replay(cost):
                 taken = timer.take(self._steps[cost], renew)
             if cost == "call":

@@ -11,6 +11,7 @@ import faulthandler
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -44,15 +45,19 @@ class Answer(NamedTuple):
     fatal: bool = False
 
 
-def main(descriptor: int, parent: int) -> None:
-    """Serve the connection that was inherited as ``descriptor`` until the process ``parent`` closes it, or dies."""
+def main(descriptor: int, parent: int, made: Callable[[Any], object] | None = None) -> None:
+    """Serve the connection that was inherited as ``descriptor`` until the process ``parent`` closes it, or dies.
+
+    The first message is the setting, from which ``made`` makes the object whose methods are asked for: a bench
+    where nothing is given.
+    """
     _die_with(parent)
     faulthandler.enable()
     os.set_inheritable(descriptor, False)  # nor may a program that a library starts
     connection: Connection[Any, Any] = Connection(descriptor)
     # A child that a library forks would hold this end open, and the worker's death go unnoticed.
     os.register_at_fork(after_in_child=connection.close)
-    _serve(connection)
+    _serve(connection, made or _bench)
     # No destructors: after a fault those of a vendor's library may hang, and there is nothing to save.
     sys.stdout.flush()
     os._exit(0)
@@ -66,24 +71,28 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _serve(connection: Connection[Any, Any]) -> None:
-    setting: Setting = connection.recv()
+def _bench(setting: Setting) -> object:
     import torch
 
     from .bench import Bench
 
     torch.set_num_threads(setting.threads)
-    bench = Bench(setting.source, setting.timer)
-    connection.send(Answer("done", None))
+    return Bench(setting.source, setting.timer)
+
+
+def _serve(connection: Connection[Any, Any], made: Callable[[Any], object]) -> None:
+    served = made(connection.recv())
+    # Plain tuples: the other end may be another version of attnbench.
+    connection.send(tuple(Answer("done", None)))
     state = _State.now()
     while True:
         try:
             method, arguments = connection.recv()
         except EOFError:  # the sweep has ended
             return
-        answer = _answer(bench, method, arguments)
+        answer = _answer(served, method, arguments)
         state.restore()  # a backend sets it for its next plan, and for the inputs and truths, too
-        connection.send(answer)
+        connection.send(tuple(answer))
         if answer.fatal:
             return
 
@@ -119,10 +128,10 @@ class _State:
         torch.use_deterministic_algorithms(self.deterministic[0], warn_only=self.deterministic[1])
 
 
-def _answer(bench: object, method: str, arguments: tuple[object, ...]) -> Answer:
+def _answer(served: object, method: str, arguments: tuple[object, ...]) -> Answer:
     """A kernel may raise anything; it costs this row alone, unless it has spoilt the device for the next one."""
     try:
-        return Answer("done", getattr(bench, method)(*arguments))
+        return Answer("done", getattr(served, method)(*arguments))
     except BaseException as error:
         said, lost = in_one_line(error), _out_of_memory(error)
     # Only here, where the traceback no longer keeps the tensors of the failure alive.

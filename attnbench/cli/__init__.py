@@ -20,6 +20,7 @@ from .check import check
 from .compare import compare
 from .doctor import doctor
 from .explain import explain
+from .gate import gate
 from .merge import merge
 from .report import report
 from .streams import flush_streams, is_lost_output, prepare_streams
@@ -38,7 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (sweep, train, backends, explain, check, compare, doctor, merge, report):
+for command in (sweep, train, backends, explain, check, compare, gate, doctor, merge, report):
     app.command()(command)
 # Everything behind the program's name is the program's.
 app.command(context_settings={"allow_interspersed_args": False})(capture)

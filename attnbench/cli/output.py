@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,7 +14,16 @@ import typer
 
 from ..draft import Draft
 
-__all__ = ["DeviceOption", "Format", "FormatOption", "output_draft", "print_json", "print_table", "print_text"]
+__all__ = [
+    "DeviceOption",
+    "Format",
+    "FormatOption",
+    "fresh_folder",
+    "output_draft",
+    "print_json",
+    "print_table",
+    "print_text",
+]
 
 _PIPED_WIDTH = 160  # columns of a table that no terminal bounds
 _LEAST_LAST = 24  # a narrower last column reads worse than a line that the terminal wraps
@@ -28,6 +38,13 @@ def output_draft(path: Path) -> Draft:
     """The draft of a file that --output names; ``-`` is standard output.  Raises OutputError."""
     sys.stdout.flush()  # what is written there by its name comes after what was printed
     return Draft(Path("/dev/stdout") if str(path) == "-" else path)
+
+
+def fresh_folder(kind: str) -> Path:
+    """A new folder for results of a kind, named after the time.  Raises OutputError where this user has no folder."""
+    from ..user_folders import data_folder
+
+    return data_folder() / kind / f"{datetime.now(timezone.utc):%Y-%m-%dT%H-%M-%S.%f}"
 
 
 def print_json(data: Any) -> None:

@@ -6,7 +6,6 @@ import difflib
 import os
 import shlex
 import sys
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,7 +13,7 @@ import typer
 
 from ..errors import MisuseError, OutputError
 from ..printable import brief
-from .output import Format, FormatOption, print_json, print_table
+from .output import Format, FormatOption, fresh_folder, print_json, print_table
 
 if TYPE_CHECKING:
     import torch
@@ -117,7 +116,7 @@ def sweep(
     for other in laboratories[1:]:
         if unlike := environment.differences(other.environment)[0]:
             raise MisuseError(f"{device} are unlike, sweep one after the other: {'; '.join(unlike)}")
-    with Store(_fresh_folder() if out is None else shard.folder(out), environment, resume=resume) as store:
+    with Store(fresh_folder("sweeps") if out is None else shard.folder(out), environment, resume=resume) as store:
         for note in store.notes:
             print(f"{store.folder}: {note}", file=sys.stderr)
         measured = _measure(tasks, laboratories, store, format, update=table, verbose=verbose)
@@ -245,9 +244,3 @@ def _print_tasks(tasks: list[Task], format: Format) -> None:
         for task in tasks
     ]
     print_table(rows, format)
-
-
-def _fresh_folder() -> Path:
-    from ..user_folders import data_folder
-
-    return data_folder() / "sweeps" / f"{datetime.now(timezone.utc):%Y-%m-%dT%H-%M-%S.%f}"

@@ -1,0 +1,106 @@
+"""How much longer one row takes than before, and how well that is known: the statistics of the gate.
+
+What replicates is a round of visits, not a sample: samples of one visit share the clock, the cache and the core that
+they found.  A round gives one number, the logarithm of NEW's time over BASE's.  Rounds of one pair of processes share
+their memory's layout, so that processes replicate, too: each pair is a generation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from scipy import stats
+
+__all__ = ["FEWEST", "SEEN", "Estimate", "combined", "of_generation", "slower", "suspected", "unchanged", "visible"]
+
+FEWEST = 4  # rounds of a generation: of fewer nothing is left of a spread once the outermost are trimmed
+SEEN = 0.95  # the chance with which a slow-down of the size that is called visible is found
+# How sure one must be, as chosen on recorded rounds of an H100 and of a shared CPU (tests/harness/compare): to measure
+# a row again in other processes, to call it slower once that has been done, and to exclude a slow-down of the limit.
+_SUSPECTED, _CERTAIN, _EXCLUDED = 0.95, 0.999, 0.99
+_TRIMMED = 0.2  # of the rounds at either end: what holds the host up, or another clock, moves the middle little
+
+
+class Estimate(NamedTuple):
+    """``shift``: the logarithm of the ratio; ``deviation``: its standard error, with ``freedom`` degrees of freedom."""
+
+    shift: float
+    deviation: float
+    freedom: float
+
+    def reach(self, chance: float) -> float:
+        """How far the truth may lie above, or below, with that chance at most beyond."""
+        return float(stats.t.ppf(chance, self.freedom)) * self.deviation
+
+
+def of_generation(rounds: Sequence[float]) -> Estimate | None:
+    """The trimmed mean of a generation's rounds; None where there are too few.
+
+    A fifth is trimmed at either end, and the error taken from the winsorised spread (Yuen, The two-sample
+    trimmed t for unequal population variances, Biometrika 61, 1974).
+    """
+    count = len(rounds)
+    if count < FEWEST:
+        return None
+    ordered = np.sort(np.asarray(rounds, dtype=np.float64))
+    cut = max(1, int(_TRIMMED * count))
+    kept = ordered[cut : count - cut]
+    winsorised = np.clip(ordered, kept[0], kept[-1])
+    share = kept.size / count
+    deviation = float(winsorised.std(ddof=1)) / (share * math.sqrt(count))
+    return Estimate(float(kept.mean()), deviation, max(1, kept.size - 1))
+
+
+def combined(generations: Sequence[Sequence[float]], floor: float) -> Estimate | None:
+    """One estimate of all generations' rounds; ``floor`` is what processes of the same code lie apart by, at least.
+
+    The generations are weighed as studies are whose true effects differ (DerSimonian and Laird, Meta-analysis in
+    clinical trials, Controlled Clinical Trials 7, 1986), with the between-variance that they show where it is
+    larger than the floor's.  None where none of them has rounds enough.
+    """
+    found = [each for rounds in generations if (each := of_generation(rounds)) is not None]
+    if not found:
+        return None
+    shifts = np.array([each.shift for each in found])
+    own = np.array([each.deviation**2 for each in found])
+    between = max(floor**2, _between(shifts, own))
+    weights = 1 / (own + between)
+    shift = float((weights * shifts).sum() / weights.sum())
+    return Estimate(shift, float(1 / math.sqrt(weights.sum())), sum(each.freedom for each in found))
+
+
+def _between(shifts: npt.NDArray[np.float64], own: npt.NDArray[np.float64]) -> float:
+    """The variance between generations beyond what their own errors explain; 0 where there is one."""
+    if shifts.size < 2:
+        return 0.0
+    weights = 1 / np.maximum(own, 1e-12)
+    mean = (weights * shifts).sum() / weights.sum()
+    excess = float((weights * (shifts - mean) ** 2).sum()) - (shifts.size - 1)
+    return max(0.0, excess / float(weights.sum() - (weights**2).sum() / weights.sum()))
+
+
+def suspected(estimate: Estimate, limit: float) -> bool:
+    """Whether a row may be slower than half-way to the limit (0.03: 3 %), so that other processes have to tell."""
+    return estimate.shift - estimate.reach(_SUSPECTED) > math.log1p(limit) / 2
+
+
+def slower(estimate: Estimate, limit: float) -> bool:
+    """Whether a row is slower for certain: beyond half-way to the limit, as a true 3 % looks less every other time."""
+    return estimate.shift - estimate.reach(_CERTAIN) > math.log1p(limit) / 2
+
+
+def unchanged(estimate: Estimate, limit: float) -> bool:
+    """Whether a slow-down of the limit would have been found and can be excluded."""
+    edge = math.log1p(limit)
+    return (
+        visible(estimate) <= limit and estimate.shift + estimate.reach(_EXCLUDED) < edge and estimate.shift <= edge / 2
+    )
+
+
+def visible(estimate: Estimate) -> float:
+    """The smallest slow-down that would have been found with a chance of ``SEEN``: 0.021 is 2.1 %."""
+    return math.expm1(estimate.reach(_EXCLUDED) + estimate.reach(SEEN))

@@ -1,0 +1,117 @@
+"""The gate's way to a verdict: rows visited in turns, in fresh processes where one pair of them does not prove it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from ..crew import LostError
+from .series import LOOKS, MOST_GENERATIONS, GateRow
+from .sides import SIDES, Side, Sides, Visited
+
+__all__ = ["Gate"]
+
+# Forwards and backwards, then the other way round: drift takes no side, nor does what the first visit after another
+# row's finds.  On an H100 at its power limit the two halves of a round differ by 2 %, in turns up and down.
+_ORDER: tuple[Side, ...] = ("BASE", "NEW", "NEW", "BASE", "NEW", "BASE", "BASE", "NEW")
+_MOST_ROWS = 24  # at a time: each holds its inputs, and what its graphs keep, twice on the device
+
+
+class Gate:
+    """Visits rows until each is decided, or ``deadline`` (``time.monotonic`` seconds) is over.
+
+    ``say`` is told, a line at a time, what is done.
+    """
+
+    def __init__(self, sides: Sides, deadline: float, say: Callable[[str], object]) -> None:
+        self._sides, self._deadline, self._say = sides, deadline, say
+        self._introduced = False
+
+    def run(self, rows: Sequence[GateRow]) -> None:
+        """Measure all rows, some at a time, each part with its share of the time; alone what had no room."""
+        waiting = [list(rows[start : start + _MOST_ROWS]) for start in range(0, len(rows), _MOST_ROWS)]
+        while waiting:
+            part = waiting.pop(0)
+            left = sum(map(len, waiting))
+            share = (self._deadline - time.monotonic()) * len(part) / (len(part) + left)
+            crowded = self._part(part, time.monotonic() + share)
+            if len(part) > 1:
+                waiting += [[row] for row in crowded]
+
+    def _part(self, rows: Sequence[GateRow], deadline: float) -> list[GateRow]:
+        """Measure the rows side by side; which of them found too little memory beside the others."""
+        crowded: list[GateRow] = []
+        for generation in range(MOST_GENERATIONS):
+            going = [row for row in rows if row.open and row not in crowded]
+            if not going or time.monotonic() >= deadline:
+                break
+            if generation:
+                self._sides.close()
+                self._say(f"{len(going)} rows again, in processes of their own")
+            crowded += self._begin(going, alone=len(rows) == 1)
+            self._generation([row for row in going if row.lost is None and row not in crowded], deadline)
+        for row in rows:
+            row.look()
+            self._sides.end(row.question)
+        return crowded
+
+    def _begin(self, rows: Sequence[GateRow], *, alone: bool) -> list[GateRow]:
+        """Prepare the rows; which have to wait until there is memory.  The others that were lost are marked so."""
+        lost = self._sides.begin([row.question for row in rows])
+        self._introduce([row for row in rows if row.question.number not in lost])
+        crowded = []
+        for row in rows:
+            row.renew()
+            if row.question.number in lost:
+                side, error = lost[row.question.number]
+                if error.status == "oom" and not alone:
+                    crowded.append(row)
+                else:
+                    self._lose(row, side, error)
+        return crowded
+
+    def _introduce(self, rows: Sequence[GateRow]) -> None:
+        """Say once which environments are compared, and where that may not be what is meant."""
+        if self._introduced or self._sides.anchored or not rows:
+            return
+        self._introduced = True
+        told = {side: self._sides.about(side, rows[0].question) for side in SIDES}
+        for side, facts in told.items():
+            self._say(f"{side}: {', '.join(f'{name} {value}' for name, value in facts.items())}")
+        if told["BASE"] == told["NEW"]:
+            self._say("both environments say the same of themselves: is the old one really the old one?")
+
+    def _generation(self, rows: Sequence[GateRow], deadline: float) -> None:
+        """Rounds over all rows that are not settled: a row's own rounds lie apart, so that nothing lasts over them."""
+        for number in range(LOOKS[-1] + 1):
+            going = [row for row in rows if not row.settled]
+            if not going:
+                return
+            for row in going:
+                if time.monotonic() >= deadline:
+                    return
+                start = time.monotonic()
+                visits = self._round(row)
+                row.seconds += time.monotonic() - start
+                if visits is not None and number:  # the first is a warm-up
+                    row.add(visits)
+                    if number == 1 and row.lost is None:
+                        row.leave_out_an_idle_host()
+            if number in LOOKS:
+                self._say(f"{number} rounds: {sum(not row.settled for row in rows)} of {len(rows)} rows are open")
+
+    def _round(self, row: GateRow) -> dict[Side, list[Visited]] | None:
+        """Visits of both sides; None where one was lost."""
+        visits: dict[Side, list[Visited]] = {side: [] for side in SIDES}
+        costs = [cost for cost, each in row.series.items() if not each.settled]
+        for side in _ORDER:
+            try:
+                visits[side].append(self._sides.visit(side, row.question, costs))
+            except LostError as error:
+                self._lose(row, side, error)
+                return None
+        return visits
+
+    def _lose(self, row: GateRow, side: Side, error: LostError) -> None:
+        row.lost = side, f"{error.status}: {error.reason}"
+        self._say(f"{row.question.key[0]}: {row.question.plan} in {side}: {row.lost[1]}")

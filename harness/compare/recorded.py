@@ -1,0 +1,85 @@
+"""The rounds that a gate measured, a line for each cost of each row: what it decided by, and a later gate's base."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, PlainSerializer
+
+from attnbench.draft import replace_file
+from attnbench.plan import Plan
+
+from ..lines import Form, read_lines
+from ..regression_terms import Gated, Key
+from .series import Finding, GateRow
+
+__all__ = ["ROUNDS", "Rounds", "read_rounds", "rounds_of", "write_rounds"]
+
+ROUNDS = "rounds.jsonl"  # beside the measurements
+_SCHEMA = "attnbench.rounds/1"
+_FORM = Form(_SCHEMA, "a row's rounds", "rounds", longest_line=2**20, largest_file=2**26)
+_Logarithm = Annotated[float, Field(ge=-50, le=50)]
+_Milliseconds = Annotated[float, Field(gt=0, le=1e9)]
+_Times = Annotated[list[_Milliseconds], Field(max_length=10_000)]
+
+
+def _plan(value: object) -> Plan:
+    if isinstance(value, Plan):
+        return value
+    if not isinstance(value, str) or len(value) > 200:
+        raise ValueError("a plan is text of at most 200 characters")
+    return Plan.parse(value)
+
+
+class Rounds(BaseModel):
+    """One cost of one row.
+
+    ``against``: whether BASE was visited, or the anchor, a fixed piece of work.  ``generations`` has, for each pair
+    of processes, the logarithm of NEW's time over the other's in each round; ``times_ms`` both times of each.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
+
+    schema_: Annotated[Literal["attnbench.rounds/1"], Field(alias="schema")] = "attnbench.rounds/1"
+    case: Annotated[str, Field(min_length=1, max_length=200)]
+    plan: Annotated[InstanceOf[Plan], BeforeValidator(_plan), PlainSerializer(str, str)]
+    cost: Gated
+    against: Literal["BASE", "anchor"]
+    generations: Annotated[list[Annotated[list[_Logarithm], Field(max_length=1000)]], Field(max_length=100)]
+    times_ms: dict[Literal["BASE", "NEW"], _Times]
+    finding: Finding
+
+
+def rounds_of(rows: Sequence[GateRow]) -> list[Rounds]:
+    """What the gate's rows hold."""
+    return [
+        Rounds(
+            case=row.question.key[0],
+            plan=row.question.plan,
+            cost=cost,
+            against="anchor" if series.anchored else "BASE",
+            generations=[[round(each, 6) for each in rounds] for rounds in series.generations],
+            times_ms={side: [round(ms, 6) for ms in times] for side, times in series.times.items()},
+            finding=series.finding,
+        )
+        for row in rows
+        for cost, series in row.series.items()
+    ]
+
+
+def write_rounds(path: Path, rounds: Sequence[Rounds]) -> None:
+    """Replace the file.  Raises OutputError."""
+    replace_file(path, "".join(each.model_dump_json(by_alias=True) + "\n" for each in rounds).encode())
+
+
+def read_rounds(path: Path) -> Mapping[tuple[Key, Gated], list[list[float]]]:
+    """The generations against the anchor by row and cost; empty where there is no such file.
+
+    Raises MalformedFileError with the line and what was expected there.
+    """
+    if not path.exists():
+        return {}
+    found = read_lines(path, Rounds, _FORM)
+    return {((each.case, each.plan), each.cost): each.generations for each in found if each.against == "anchor"}

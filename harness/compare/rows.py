@@ -1,0 +1,102 @@
+"""Which rows are gated, and the first look at each: whether it still runs, and how accurate it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from attnbench.devices import describe
+from attnbench.registry import Registry
+
+from ..captured import PREFIX
+from ..cases import Case
+from ..fleet import Task
+from ..records import Measurement, Status
+from ..regression_terms import Gated, Key, Terms
+from ..timing import Timer
+from .series import GateRow, Series
+from .sides import Question
+
+__all__ = ["MOST_ROWS", "brief_timer", "chosen", "gate_rows", "tasks"]
+
+MOST_ROWS = 20
+_RUNNERS_UP = 1  # of each of the two budgets that a caller has by default: 16 bits, and FP8 opted into
+# Together they are the call: what the device does in either pass, and the host.
+_COSTS: dict[str, tuple[Gated, ...]] = {"cuda": ("prepared", "backward", "host"), "cpu": ("call",)}
+
+
+def chosen(base: Mapping[Key, Measurement], most: int = MOST_ROWS) -> list[Measurement]:
+    """What ``auto`` chooses on the cases of BASE in 16 bits and in FP8, then the runners-up, the closest first."""
+    winners: dict[Key, Measurement] = {}
+    others: dict[Key, float] = {}
+    for own in _by_case(base).values():
+        for rivals in (own, [row for row in own if not row.plan.fp8]):
+            ranked = sorted(rivals, key=_call)
+            for place, row in enumerate(ranked[: 1 + _RUNNERS_UP]):
+                if place == 0:
+                    winners[row.key] = row
+                else:
+                    behind = _call(row) / _call(ranked[0])
+                    others[row.key] = min(behind, others.get(row.key, behind))
+    runners_up = sorted(others.keys() - winners.keys(), key=lambda key: (others[key], key[0], str(key[1])))
+    return [*winners.values(), *(base[key] for key in runners_up)][:most]
+
+
+def _by_case(base: Mapping[Key, Measurement]) -> Mapping[str, list[Measurement]]:
+    cases: dict[str, list[Measurement]] = {}
+    for row in base.values():
+        if row.status == "ok" and not row.emulated and repeatable(row):
+            cases.setdefault(row.case, []).append(row)
+    return cases
+
+
+def _call(row: Measurement) -> float:
+    return float(torch.tensor(row.time_ms["call"]).median())
+
+
+def repeatable(row: Measurement) -> bool:
+    """Whether a case with the row's name and spec asks the same again: captured inputs lie in a file of their own."""
+    return row.measured and not any(family.startswith(PREFIX) for family in row.error)
+
+
+def tasks(rows: Sequence[Measurement], registry: Registry, device: torch.device) -> Iterator[Task]:
+    """The rows as a sweep of NEW asks them."""
+    facts = describe(device)
+    for row in rows:
+        status, reasons = registry.reasons(row.plan, row.spec, facts)
+        known: Status = "ok" if status == "ok" else "unavailable" if status == "unavailable" else "refused"
+        yield Task(Case(row.case, row.spec, tuple(row.error)), row.plan, known, tuple(reasons))
+
+
+def brief_timer(device: torch.device) -> Timer:
+    """For the first look, whose times decide nothing."""
+    return replace(Timer.for_device(device), limit=0.02, fewest=1, narrow=1.0)
+
+
+def gate_rows(
+    rows: Sequence[Measurement],
+    terms: Terms,
+    device: torch.device,
+    costs: Sequence[Gated] | None,
+    recorded: Mapping[tuple[Key, Gated], list[list[float]]] | None,
+) -> list[GateRow]:
+    """The rows with the costs that are gated; ``recorded`` are BASE's rounds where it is not visited itself."""
+    names = _COSTS[device.type] if costs is None else costs
+    found = []
+    for number, row in enumerate(rows):
+        limits = terms.limits_of(row.key)
+        series = {
+            cost: Series(
+                cost,
+                limits.host if cost == "host" else limits.time,
+                device.type,
+                recorded=None if recorded is None else recorded.get((row.key, cost)),
+                anchored=recorded is not None,
+            )
+            for cost in names
+            if (cost != "backward" or row.spec.training) and (cost != "host" or device.type != "cpu")
+        }
+        found.append(GateRow(Question(number, row.key, row.spec, next(iter(row.error))), dict(series)))
+    return found

@@ -1,0 +1,134 @@
+"""One run of the gate: a first look at every row, then visits until each is decided, then the verdict."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from attnbench.environment import Environment
+from attnbench.errors import MisuseError
+from attnbench.registry import Registry
+
+from ..laboratory import INSTALLED, Laboratory, registry_of
+from ..records import Measurement
+from ..regression import Regression
+from ..regression_pairs import machine_differences, rows_of
+from ..regression_terms import Gated, Key, Terms
+from ..store import Store
+from ..sweep import Finished, run_sweep
+from .gate import Gate
+from .outcome import minutes_needed, outcomes
+from .recorded import ROUNDS, read_rounds, rounds_of, write_rounds
+from .rows import brief_timer, chosen, gate_rows, repeatable, tasks
+from .series import GateRow
+from .sides import Sides
+
+__all__ = ["GateRun", "run_gate"]
+
+_SECONDS = 300.0  # that one request to a process may take before it is a hang
+_Recorded = Mapping[tuple[Key, Gated], list[list[float]]]
+
+
+@dataclass(frozen=True)
+class GateRun:
+    """What a run found: the verdict, the gated rows of BASE and NEW, and in a sentence how much was measured."""
+
+    regression: Regression
+    base: Mapping[Key, Measurement]
+    new: Mapping[Key, Measurement]
+    said: str
+
+
+def run_gate(
+    base: Path,
+    folder: Path,
+    terms: Terms,
+    device: torch.device,
+    base_python: Path | None,
+    minutes: float,
+    *,
+    costs: Sequence[Gated] | None = None,
+    cases: Collection[str] = (),
+    every: bool = False,
+    say: Callable[[str], object] = print,
+    source: str = INSTALLED,
+) -> GateRun:
+    """Gate rows of BASE, those that ``auto`` chooses and their runners-up or ``every`` one, within so many minutes.
+
+    BASE is visited in the environment of ``base_python``, or known by the rounds that an earlier gate left in its
+    folder.  ``folder`` gets NEW's rows and rounds.  ``say`` is told what is done, ``source`` names the registry's
+    function, for tests.
+
+    Raises MisuseError where there is nothing to gate, or BASE is another machine's; MalformedFileError where BASE is
+    damaged; OutputError where the folder cannot be written.
+    """
+    start = time.monotonic()
+    registry = registry_of(source)
+    environment = Environment.detect(device, registry)
+    known = _known(rows_of(base), cases, base)
+    wanted = known if every else {row.key: row for row in chosen(known)}
+    if not wanted:
+        raise MisuseError(f"{base} has no row to gate: none has numbers and inputs that can be drawn again")
+    recorded = None if base_python is not None else _recorded(base, wanted, environment)
+    laboratory = Laboratory(device, environment, brief_timer(device), source, seconds=_SECONDS)
+    rows = gate_rows(list(wanted.values()), terms, device, costs, recorded)
+    with Sides(device, base_python, _SECONDS, source) as sides:
+        sides.start([row.question for row in rows])
+        new = _first_look(list(wanted.values()), registry, laboratory, folder, say)
+        running = [row for row in rows if row.question.key in new and new[row.question.key].measured]
+        Gate(sides, start + minutes * 60, say).run(running)
+    write_rounds(folder / ROUNDS, rounds_of(running))
+    regression = outcomes(wanted, new, running, terms)
+    regression = replace(regression, advice=_advice(running, minutes, recorded))
+    left = len(known) - len(wanted)
+    said = f"{len(wanted)} rows gated in {(time.monotonic() - start) / 60:.1f} minutes"
+    return GateRun(regression, wanted, new, said + (f", {left} others of BASE not" if left else ""))
+
+
+def _known(rows: Mapping[Key, Measurement], cases: Collection[str], base: Path) -> dict[Key, Measurement]:
+    """The rows that can be measured again, of these cases where some are named."""
+    if unknown := sorted(set(cases) - {case for case, _ in rows}):
+        raise MisuseError(f"{base} has no case {unknown[0][:100]!r}")
+    return {key: row for key, row in rows.items() if repeatable(row) and (not cases or key[0] in cases)}
+
+
+def _recorded(base: Path, wanted: Mapping[Key, Measurement], environment: Environment) -> _Recorded:
+    """BASE's own rounds.  Raises MisuseError where they are another machine's, as no anchor can make up for."""
+    for row in wanted.values():
+        if unlike := machine_differences(row.environment, environment):
+            raise MisuseError(
+                f"{base} was measured on another machine ({'; '.join(unlike)}); "
+                "--base-python measures the old code on this one"
+            )
+    return read_rounds(base / ROUNDS) if base.is_dir() else {}
+
+
+def _first_look(
+    rows: Sequence[Measurement],
+    registry: Registry,
+    laboratory: Laboratory,
+    folder: Path,
+    say: Callable[[str], object],
+) -> dict[Key, Measurement]:
+    """NEW's row of each: errors, memory, the first run, and whether it runs at all."""
+    say(f"a first look at {len(rows)} rows")
+    asked = list(tasks(rows, registry, laboratory.device))
+    with Store(folder, laboratory.environment) as store:
+        events = run_sweep(asked, [laboratory], store)
+        return {event.row.key: event.row for event in events if isinstance(event, Finished)}
+
+
+def _advice(rows: Sequence[GateRow], minutes: float, recorded: _Recorded | None) -> str:
+    """What would make it certain."""
+    if recorded is not None and not recorded:
+        return "BASE has no rounds of an earlier gate: --base-python measures the old code, or make this run the base"
+    needed = minutes_needed(rows)
+    if needed is None:
+        return "more time would not settle it: processes of the same code lie too far apart"
+    more = math.ceil(needed)
+    return f"about {more} more minute{'s' * (more > 1)} would settle it (--minutes {minutes + more:g})"

@@ -1,0 +1,176 @@
+"""BASE and NEW as the gate sees them: processes of two environments that hold the same rows, visited in turns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import torch
+
+from attnbench.errors import MisuseError
+from attnbench.plan import Plan, backend_of
+from attnbench.spec import AttentionSpec
+
+from ..ahead import usable_cores
+from ..crew import LostError, Worker
+from ..laboratory import INSTALLED
+from ..regression_terms import Key
+from .stand import PROTOCOL
+
+__all__ = ["SIDES", "Question", "Side", "Sides", "Visited"]
+
+Side = Literal["BASE", "NEW"]
+SIDES: tuple[Side, Side] = ("BASE", "NEW")
+_MODULE = "attnbench.harness.compare.stand"
+# glibc's malloc gives memory back, or keeps it, by what happened to be freed first: two processes of the same code
+# were 19 % apart on a CPU in a kernel with large temporaries, and 1 % with these.
+_STEADY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
+_MOST_REVIVALS = 3  # of a process that dies while its rows are visited
+_OTHER_PROTOCOL = "its attnbench speaks the gate's protocol"
+_TOO_OLD = (_OTHER_PROTOCOL, "No module named 'attnbench")
+_Place = tuple[Side, str]  # a side and a backend
+Visited = Mapping[str, float]  # by cost, the median of a visit's samples in milliseconds
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a row asks of both sides: its number, case and plan, spec, and the input family it is timed on."""
+
+    number: int
+    key: Key
+    spec: AttentionSpec
+    family: str
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that answers."""
+        return self.key[1]
+
+    @property
+    def backend(self) -> str:
+        """Whose process it is measured in."""
+        return backend_of(self.plan.forward)
+
+
+class Sides:
+    """The processes, one for each side and backend, kept from row to row until the context is left.
+
+    ``base`` is the Python of the environment that holds the old code; None where there is none, and a fixed piece
+    of work, the anchor, stands in its place.  ``source`` names the registry's function, for tests.  A request that
+    takes longer than ``seconds`` is a hang.  Used from one thread, which must live as long as the context.
+    """
+
+    def __init__(self, device: torch.device, base: Path | None, seconds: float, source: str = INSTALLED) -> None:
+        self._device, self._base, self._seconds, self._source = device, base, seconds, source
+        self._workers: dict[_Place, Worker] = {}
+        self._begun: dict[tuple[Side, int], int] = {}  # in which of its worker's processes
+        self._revivals: Counter[_Place] = Counter()
+        self._unrecordable: set[tuple[Side, int]] = set()
+        # The system ties a process to the thread that started it, so these live as long as the processes.
+        self._pool = ThreadPoolExecutor(max(1, usable_cores() // 2), thread_name_prefix="gate")
+
+    def __enter__(self) -> Sides:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        self._pool.shutdown()
+
+    def close(self) -> None:
+        """End every process: what is begun next starts in new ones."""
+        for worker in self._workers.values():
+            worker.close()
+        self._workers.clear()
+        self._begun.clear()
+        self._revivals.clear()
+
+    @property
+    def anchored(self) -> bool:
+        """Whether BASE is not visited itself."""
+        return self._base is None
+
+    def start(self, questions: Iterable[Question]) -> None:
+        """Let the processes import what they need, without waiting for them."""
+        for side in SIDES:
+            for backend in {each.backend for each in questions}:
+                with suppress(LostError):  # the first request to it says why
+                    self._worker(side, backend).start()
+
+    def about(self, side: Side, question: Question) -> dict[str, str]:
+        """Which attnbench and torch a side has, from the process of a row's backend.  Raises LostError."""
+        told: dict[str, str] = self._ask((side, question.backend), "about")
+        return told
+
+    def begin(self, questions: Sequence[Question]) -> dict[int, tuple[Side, LostError]]:
+        """Prepare the rows on both sides, several processes at a time: which were lost, where, and why.
+
+        Raises MisuseError where BASE's environment cannot take part at all.
+        """
+        self.start(questions)
+        lost: dict[int, tuple[Side, LostError]] = {}
+
+        def work(place: _Place) -> None:
+            for each in questions:
+                if each.backend == place[1]:
+                    try:
+                        self._begin(place[0], each)
+                    except LostError as error:
+                        lost.setdefault(each.number, (place[0], error))
+
+        for _ in self._pool.map(work, list(self._workers)):
+            pass
+        for side, error in lost.values():
+            if side == "BASE" and self._base is not None and any(each in error.reason for each in _TOO_OLD):
+                raise MisuseError(f"{self._base} cannot take part in a gate: {error.reason}")
+        return lost
+
+    def visit(self, side: Side, question: Question, costs: Sequence[str]) -> Visited:
+        """Visit a row.  Raises LostError."""
+        place = side, question.backend
+        worker = self._workers[place]
+        if self._begun.get((side, question.number)) != worker.generation or not worker.alive:
+            self._revivals[place] += 1
+            if self._revivals[place] > _MOST_REVIVALS:
+                raise LostError("crashed", f"its process died {_MOST_REVIVALS} times", died=False)
+            self._begin(side, question)
+        key = side, question.number
+        method = "anchor" if side == "BASE" and self._base is None else "visit"
+        samples = self._ask(place, method, question.number, list(costs), key not in self._unrecordable)
+        if any(samples.pop("worn", ())):
+            self._unrecordable.add(key)
+            worker.close()
+        return {cost: median(samples[cost]) for cost in costs if samples.get(cost)}
+
+    def end(self, question: Question) -> None:
+        """Let go of a row on both sides; a process that dies of that is replaced when it is next asked."""
+        for side in SIDES:
+            place = side, question.backend
+            worker, begun = self._workers.get(place), self._begun.pop((side, question.number), None)
+            if worker is not None and worker.alive and begun == worker.generation:
+                with suppress(LostError):
+                    self._ask(place, "end", question.number)
+
+    def _worker(self, side: Side, backend: str) -> Worker:
+        place = side, backend
+        if place not in self._workers:
+            setting = {"source": self._source, "device": str(self._device), "threads": torch.get_num_threads()}
+            python = self._base if side == "BASE" else None
+            self._workers[place] = Worker(setting, module=_MODULE, python=python, environ=_STEADY)
+        return self._workers[place]
+
+    def _ask(self, place: _Place, method: str, *arguments: object) -> Any:
+        return self._workers[place].ask(method, *arguments, seconds=self._seconds)
+
+    def _begin(self, side: Side, question: Question) -> None:
+        place = side, question.backend
+        if (spoken := self._ask(place, "protocol")) != PROTOCOL:
+            raise LostError("error", f"{_OTHER_PROTOCOL} {spoken}, this one {PROTOCOL}", died=False)
+        name, spec = question.key[0], question.spec.to_dict()
+        self._ask(place, "begin", question.number, name, spec, question.family, str(question.plan))
+        self._begun[side, question.number] = self._workers[place].generation

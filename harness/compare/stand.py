@@ -1,0 +1,114 @@
+"""A worker of the gate: plans of many cases, prepared side by side, each sampled whenever it is asked for.
+
+The environment that holds the old code runs this too, in its own version.  So what crosses the pipe is made of
+plain values alone, and ``PROTOCOL`` counts up when their meaning changes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+
+from attnbench import __version__
+from attnbench.environment import own_commit
+from attnbench.plan import Plan
+from attnbench.spec import AttentionSpec
+
+from ..bench import OpenCase
+from ..cases import Case
+from ..laboratory import registry_of
+from ..timing import Cost, Timer
+from ..trial import Trial
+from ..worker import main as serve
+
+__all__ = ["PROTOCOL", "Stand", "main"]
+
+PROTOCOL = 1
+# Seconds of samples on a GPU, whose rounds scatter by its clock, not by the samples of one visit.
+_VISIT = 0.005
+_COUNTED = 20_000  # to which the anchor's host counts: under a millisecond
+
+
+class Stand:
+    """Rows by number, each a case with one input family and a plan.  Methods are requests, and may raise anything."""
+
+    def __init__(self, source: str, timer: Timer) -> None:
+        self._source, self._timer = source, timer
+        self._cases: dict[str, OpenCase] = {}
+        self._trials: dict[int, Trial] = {}
+        self._anchor: torch.Tensor | None = None
+        if timer.device.type == "cuda":
+            torch.cuda.set_device(timer.device)
+
+    def protocol(self) -> int:
+        """What this end of the pipe speaks."""
+        return PROTOCOL
+
+    def about(self) -> dict[str, str]:
+        """Which attnbench and torch these are."""
+        return {"attnbench": __version__, "commit": own_commit() or "unknown", "torch": str(torch.__version__)}
+
+    def begin(self, row: int, name: str, spec: Mapping[str, Any], family: str, plan: str) -> float:
+        """Prepare a row, and run it for the first time: the milliseconds that took."""
+        if name not in self._cases:
+            case = Case(name, AttentionSpec.from_dict(spec), (family,))
+            self._cases[name] = OpenCase(case, registry_of(self._source), self._timer.device)
+        start = time.perf_counter()
+        trial = Trial(Plan.parse(plan), self._cases[name])
+        trial.run()
+        trial.synchronize()
+        trial.restore()
+        self._trials[row] = trial
+        return (time.perf_counter() - start) * 1e3
+
+    def visit(self, row: int, costs: list[str], replay: bool) -> dict[str, list[float]]:
+        """Samples of these costs, milliseconds; ``host`` is the host's part of each call.
+
+        ``worn`` is 1 where a call could not be recorded as a CUDA graph, after which the process is to be replaced.
+        """
+        trial = self._trials[row]
+        trial.case.load_first()
+        asked = {"call" if cost == "host" else cost for cost in costs}
+        visit = trial.sample(self._timer, replay, cast(set[Cost], asked))
+        return {**visit.time_ms, "host": visit.host_ms, "worn": [float(visit.worn)]}
+
+    def anchor(self, row: int, costs: list[str], replay: bool) -> dict[str, list[float]]:
+        """The same of a piece of work that no version of attnbench changes, under the name of every cost.
+
+        The device multiplies two matrices, as long as attention on 1k tokens takes; the host counts.
+        """
+        device = self._timer.device
+        if self._anchor is None:
+            size, dtype = (4096, torch.bfloat16) if device.type == "cuda" else (256, torch.float32)
+            self._anchor = torch.full((size, size), 0.5, dtype=dtype, device=device)
+        x = self._anchor
+        taken = self._timer.take(lambda: x @ x)
+        start = time.perf_counter()
+        for _ in range(_COUNTED):
+            pass
+        host = (time.perf_counter() - start) * 1e3
+        return {cost: [host] if cost == "host" else taken.device_ms for cost in costs}
+
+    def end(self, row: int) -> None:
+        """Let go of a row, and of its case with the last."""
+        case = self._trials.pop(row).case
+        if all(each.case is not case for each in self._trials.values()):
+            del self._cases[case.case.name]
+        if self._timer.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _stand(setting: Mapping[str, Any]) -> Stand:
+    """The stand of a setting: source, device and threads."""
+    torch.set_num_threads(setting["threads"])
+    timer = Timer.for_device(torch.device(setting["device"]))
+    return Stand(setting["source"], replace(timer, visit=_VISIT) if timer.device.type == "cuda" else timer)
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Serve a stand on the connection that was inherited as ``descriptor``."""
+    serve(descriptor, parent, _stand)
