@@ -10,7 +10,7 @@ from scipy import optimize, stats
 
 from .statistics import Noise, spread
 
-__all__ = ["Kind", "Observed", "noise_of"]
+__all__ = ["Kind", "Observed", "noise_of", "usual_run"]
 
 Kind = Literal["device", "host", "cpu"]
 
@@ -34,6 +34,11 @@ _MEASURED: dict[Kind, _Measured] = {
 }
 _SUPPOSED = 10  # rows' worth of what was measured, beside those that are compared
 _QUARTILE = float(stats.norm.ppf(0.75)) ** 2  # half of squared normal numbers are smaller
+
+
+def usual_run(kind: Kind) -> float:
+    """How far one unchanged row's medians lie apart from run to run: a deviation of logarithms."""
+    return _MEASURED[kind].run
 
 
 class Observed(NamedTuple):

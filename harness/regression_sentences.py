@@ -30,7 +30,7 @@ def share(value: float) -> str:
 def times_said(costs: Mapping[Gated, CostChange], verdict: Verdict) -> Iterator[str]:
     """A sentence for each cost that speaks for the verdict; of ``same``, nothing."""
     if not costs:
-        yield "they have no cost in common"
+        yield "they have no times that can be compared"
     for each in costs.values():
         if each.replayed:
             yield f"{each.cost} was timed as a CUDA graph on one side only"

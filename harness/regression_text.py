@@ -122,4 +122,4 @@ def _uncertain(regression: Regression) -> Iterator[str]:
         needed = max(cost.visible for row in rows for cost in row)
         yield said + (f", {option} {math.ceil(needed * 100)}% would be certain" if needed <= LARGEST_LIMIT else "")
     if empty := sum(each.verdict == "uncertain" and not each.costs for each in regression.outcomes):
-        yield f"{empty} rows have no cost in common"
+        yield f"{empty} rows have no times that can be compared"

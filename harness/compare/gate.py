@@ -47,7 +47,7 @@ class Gate:
                 break
             if generation:
                 self._sides.close()
-                self._say(f"{len(going)} rows again, in processes of their own")
+                self._say(f"again in processes of their own: {len(going)} of {len(rows)} rows")
             crowded += self._begin(going, alone=len(rows) == 1)
             self._generation([row for row in going if row.lost is None and row not in crowded], deadline)
         for row in rows:

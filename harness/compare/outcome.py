@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import median
 
 from ..records import Measurement
-from ..regression import Outcome, Regression, compare_results
+from ..regression import Outcome, Regression, RowVerdict, compare_results
 from ..regression_terms import Gated, Key, Terms
 from ..regression_times import CostChange
 from ..statistics import Verdict
@@ -18,6 +18,7 @@ from .series import GateRow, Series
 __all__ = ["minutes_needed", "outcomes"]
 
 _INTERVAL = 0.975  # either end of an interval of 95 %
+_WORSE: tuple[RowVerdict, ...] = ("failed", "inaccurate", "slower", "missing")  # than to be uncertain
 
 
 def outcomes(
@@ -26,29 +27,32 @@ def outcomes(
     """Errors, failures and what is missing from the rows of both sides, times from what the gate measured."""
     changes = {row.question.key: _changes(row) for row in rows if row.lost is None and row.series}
     regression = compare_results(base, new, terms, changes)
-    lost = {row.question.key: row.lost for row in rows if row.lost is not None}
-    return replace(regression, outcomes=[_with_loss(each, lost) for each in regression.outcomes])
+    known = {row.question.key: row for row in rows}
+    return replace(regression, outcomes=[_without_times(each, known.get(each.key)) for each in regression.outcomes])
 
 
 def _changes(row: GateRow) -> dict[Gated, CostChange]:
-    return {cost: _change(cost, series) for cost, series in row.series.items()}
+    return {
+        cost: _change(cost, series, estimate)
+        for cost, series in row.series.items()
+        if (estimate := series.estimate) is not None
+    }
 
 
-def _change(cost: Gated, series: Series) -> CostChange:
-    estimate = series.estimate or Estimate(0.0, math.inf, 1)
-    either = estimate.reach(_INTERVAL)
-    bounded = math.isfinite(either)
+def _change(cost: Gated, series: Series, estimate: Estimate) -> CostChange:
+    either, new = estimate.reach(_INTERVAL), median(series.times["NEW"])
+    # Beside the anchor, BASE's time is what it would have been now.
+    base = new / math.exp(estimate.shift) if series.anchored else median(series.times["BASE"])
     return CostChange(
         cost,
         _verdict(series, estimate),
         math.exp(estimate.shift),
-        (math.exp(estimate.shift - either), math.exp(estimate.shift + either)) if bounded else (0.0, math.inf),
-        visible(estimate) if bounded else math.inf,
+        (math.exp(estimate.shift - either), math.exp(estimate.shift + either)),
+        visible(estimate),
         series.limit,
-        (len(series.times["BASE"]), len(series.times["NEW"])),
-        (_median(series.times["BASE"]), _median(series.times["NEW"])),
+        (sum(map(len, series.recorded or series.generations)), sum(map(len, series.generations))),
+        (base, new),
         host=cost == "host",
-        relative=series.anchored,
     )
 
 
@@ -60,18 +64,21 @@ def _verdict(series: Series, estimate: Estimate) -> Verdict:
     return "faster" if slower(estimate._replace(shift=-estimate.shift), series.limit) else "same"
 
 
-def _median(times: Sequence[float]) -> float:
-    return median(times) if times else math.inf
-
-
-def _with_loss(outcome: Outcome, lost: Mapping[Key, tuple[str, str] | None]) -> Outcome:
-    """A row that ran at the first look and was lost since has failed in NEW, and in BASE cannot be compared."""
-    found = lost.get(outcome.key)
-    if found is None or outcome.verdict in ("failed", "missing"):
+def _without_times(outcome: Outcome, row: GateRow | None) -> Outcome:
+    """A row that was lost in NEW since its first look has failed; lost in BASE, or never timed, it is uncertain."""
+    if row is None or outcome.verdict in _WORSE:
         return outcome
-    side, reason = found
-    verdict = "failed" if side == "NEW" else "uncertain"
-    return replace(outcome, verdict=verdict, reasons=(f"while it was visited in {side}: {reason}",), costs={})
+    if row.lost is not None:
+        side, reason = row.lost
+        verdict: RowVerdict = "failed" if side == "NEW" else "uncertain"
+        return replace(outcome, verdict=verdict, reasons=(f"while it was visited in {side}: {reason}",), costs={})
+    missed = [cost for cost, series in row.series.items() if series.estimate is None]
+    if not missed:
+        return outcome
+    lacking = any(series.anchored and not series.recorded for series in row.series.values())
+    reason = "BASE has no rounds" if lacking else "too few rounds were made"
+    reasons = (*(outcome.reasons if outcome.costs else ()), f"{reason} of {', '.join(missed)}")
+    return replace(outcome, verdict="uncertain", reasons=reasons)
 
 
 def minutes_needed(rows: Sequence[GateRow]) -> float | None:

@@ -128,6 +128,8 @@ def _advice(rows: Sequence[GateRow], minutes: float, recorded: _Recorded | None)
     if recorded is not None and not recorded:
         return "BASE has no rounds of an earlier gate: --base-python measures the old code, or make this run the base"
     needed = minutes_needed(rows)
+    if needed is None and recorded is not None:
+        return "beside the anchor no time would settle it: --base-python measures the old code itself"
     if needed is None:
         return "more time would not settle it: processes of the same code lie too far apart"
     more = math.ceil(needed)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
+from ..regression_noise import Kind, usual_run
 from .evidence import Estimate, combined, slower, suspected, unchanged, visible
 from .sides import SIDES, Question, Side, Visited
 
@@ -20,7 +21,7 @@ MOST_GENERATIONS = 4
 _HOST_MATTERS = 0.5  # of the device's time: a host that needs less is ahead of it, whatever becomes of it
 
 
-def floor_of(cost: str, ms: float, device_type: str, *, anchored: bool) -> float:
+def floor_of(cost: str, ms: float, device_type: str) -> float:
     """What the logarithms of two processes' times differ by, though they run the same code: a standard deviation.
 
     As seen in three pairs of processes of 27 rows on an H100: of kernels of 0.15 ms and more nine in ten lay less
@@ -28,10 +29,8 @@ def floor_of(cost: str, ms: float, device_type: str, *, anchored: bool) -> float
     shared CPU eight rows of 20 to 140 ms lay 0.5 % apart in the median.
     """
     if cost == "host":
-        return 0.1 if anchored else 0.03
-    if device_type == "cpu":
-        return 0.03 if anchored else 0.005
-    return math.hypot(0.01 if anchored else 0.002, 0.0007 / ms)
+        return 0.03
+    return 0.005 if device_type == "cpu" else math.hypot(0.002, 0.0007 / ms)
 
 
 @dataclass
@@ -55,7 +54,13 @@ class Series:
     @property
     def floor(self) -> float:
         """Of two processes' times."""
-        return floor_of(self.cost, median(self.times["NEW"]), self.device_type, anchored=self.anchored)
+        return floor_of(self.cost, median(self.times["NEW"]), self.device_type)
+
+    @property
+    def run(self) -> float:
+        """What two runs beside the anchor lie apart by, which no process of this run shows; 0 where BASE is visited."""
+        kind: Kind = "cpu" if self.device_type == "cpu" else "host" if self.cost == "host" else "device"
+        return usual_run(kind) if self.anchored else 0.0
 
     @property
     def estimate(self) -> Estimate | None:
@@ -103,7 +108,7 @@ class Series:
         return self._lowest_visible(MOST_GENERATIONS) > self.limit
 
     def _lowest_visible(self, generations: int) -> float:
-        return visible(Estimate(0.0, self.floor / math.sqrt(generations), math.inf))
+        return visible(Estimate(0.0, math.hypot(self.floor / math.sqrt(generations), self.run), math.inf))
 
     def _against_base(self, new: Estimate | None) -> Estimate | None:
         if new is None or not self.anchored:
@@ -111,7 +116,7 @@ class Series:
         base = combined(self.recorded or [], self.floor)
         if base is None:
             return None
-        deviation = math.hypot(new.deviation, base.deviation)
+        deviation = math.hypot(new.deviation, base.deviation, self.run)
         return Estimate(new.shift - base.shift, deviation, min(new.freedom, base.freedom))
 
 

@@ -31,6 +31,8 @@ _MODULE = "attnbench.harness.compare.stand"
 # glibc's malloc gives memory back, or keeps it, by what happened to be freed first: two processes of the same code
 # were 19 % apart on a CPU in a kernel with large temporaries, and 1 % with these.
 _STEADY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
+# Of this environment, which must not stand in for the other's packages.
+_WITHOUT_OURS = {"PYTHONPATH": ""}
 _MOST_REVIVALS = 3  # of a process that dies while its rows are visited
 _OTHER_PROTOCOL = "its attnbench speaks the gate's protocol"
 _TOO_OLD = (_OTHER_PROTOCOL, "No module named 'attnbench")
@@ -161,7 +163,8 @@ class Sides:
         if place not in self._workers:
             setting = {"source": self._source, "device": str(self._device), "threads": torch.get_num_threads()}
             python = self._base if side == "BASE" else None
-            self._workers[place] = Worker(setting, module=_MODULE, python=python, environ=_STEADY)
+            environ = _STEADY if python is None else {**_STEADY, **_WITHOUT_OURS}
+            self._workers[place] = Worker(setting, module=_MODULE, python=python, environ=environ)
         return self._workers[place]
 
     def _ask(self, place: _Place, method: str, *arguments: object) -> Any:

@@ -2,7 +2,8 @@
 
 Each run draws which rows are slowed and by how much, in NEW alone, and lets the gate decide within ``--minutes``.
 Processes are kept from run to run where the gate keeps them.  A line a row of each run is written to OUT/power.jsonl,
-and the rounds of the rows that were not slowed to OUT/rounds.jsonl, for simulations.
+and the rounds of the rows that were not slowed to OUT/rounds.jsonl.  With ``--record`` nothing is slowed, and every row
+is visited in every generation as often as a gate may at the most: what simulations draw from.
 
     PYTHONPATH=tests/support python tests/gpu/gate_power.py OUT --device cuda --seconds 400 --fail-on 0.03
 """
@@ -25,7 +26,7 @@ from attnbench.devices import find
 from attnbench.harness.compare.gate import Gate
 from attnbench.harness.compare.outcome import minutes_needed
 from attnbench.harness.compare.recorded import rounds_of
-from attnbench.harness.compare.series import GateRow, Series
+from attnbench.harness.compare.series import LOOKS, GateRow, Series
 from attnbench.harness.compare.sides import Question, Sides
 from attnbench.harness.presets import preset_cases
 from attnbench.plan import Plan
@@ -45,12 +46,21 @@ def questions(device: torch.device, most: int) -> list[Question]:
     return found[:most]
 
 
-def rows_of(asked: list[Question], device: torch.device, limit: float, host: float) -> list[GateRow]:
+class Recording(Series):
+    """Decides nothing until a generation has all its rounds."""
+
+    def look(self, *, last: bool = False) -> None:
+        self.settled = len(self.generations[-1]) >= LOOKS[-1]
+
+
+def rows_of(
+    asked: list[Question], device: torch.device, limit: float, host: float, kind: type[Series] = Series
+) -> list[GateRow]:
     return [
         GateRow(
             each,
             {
-                cost: Series(cost, host if cost == "host" else limit, device.type)
+                cost: kind(cost, host if cost == "host" else limit, device.type)
                 for cost in COSTS[device.type]
                 if cost != "backward" or each.spec.training
             },
@@ -78,6 +88,7 @@ def main() -> None:
     parser.add_argument(
         "--unchanged", type=int, default=2, help="runs of so many in which nothing is slowed: the first"
     )
+    parser.add_argument("--record", action="store_true", help="one run in which nothing is slowed or decided")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     device, rng, end = find(given.device), random.Random(given.seed), time.monotonic() + given.seconds
@@ -85,16 +96,17 @@ def main() -> None:
     slowed = given.out.absolute() / "slowed.json"
     slowed.write_text("{}")
     base = given.out.absolute() / "base-python"
-    base.write_text(f'#!/bin/sh\nSLOWED= exec {sys.executable} "$@"\n')
+    base.write_text(f'#!/bin/sh\nSLOWED= PYTHONPATH={os.environ["PYTHONPATH"]} exec {sys.executable} "$@"\n')
     base.chmod(base.stat().st_mode | stat.S_IXUSR)
     os.environ["SLOWED"] = str(slowed)
     asked, counts = questions(device, given.rows), Counter[tuple[float, str]]()
+    kind = Recording if given.record else Series
     with (
         Sides(device, base, 300.0, SOURCE) as sides,
         (given.out / "power.jsonl").open("w") as power,
         (given.out / "rounds.jsonl").open("w") as rounds,
     ):
-        for run in range(given.runs):
+        for run in range(1 if given.record else given.runs):
             if time.monotonic() > end:
                 break
             planted = {} if run % given.unchanged == 0 else drawn(asked, rng)
@@ -102,8 +114,8 @@ def main() -> None:
             for number, size in planted.items():
                 shares.setdefault(str(asked[number].spec), {})[str(asked[number].plan)] = size
             slowed.write_text(json.dumps(shares))
-            rows, start = rows_of(asked, device, given.fail_on, 0.5), time.monotonic()
-            Gate(sides, min(start + given.minutes * 60, end + 120), print).run(rows)
+            rows, start = rows_of(asked, device, given.fail_on, 0.5, kind), time.monotonic()
+            Gate(sides, end if given.record else min(start + given.minutes * 60, end + 120), print).run(rows)
             taken = time.monotonic() - start
             for row in rows:
                 size = planted.get(row.question.number, 0.0)

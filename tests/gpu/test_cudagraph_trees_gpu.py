@@ -26,6 +26,8 @@ FORWARDS = [
     "triton:fp8", "triton:fp8-onepass", "triton:fp8-pv", "flex:fp8", "te:fp8", "cudnn:fp8", "fa3:fp8", "fa3-vllm:fp8",
     "flashinfer:fp8", "sage:int8", "torch-fp8:fp8",
 ]  # fmt: skip
+# Scales of FP8 that follow what was seen in earlier steps: a rounding that differs once changes every later step.
+FOLLOWING = {"te:fp8>te:fp8": 0.1}
 MODES = ["reduce-overhead", "max-autotune"]
 MASKS = {"causal": {"is_causal": True}, "window": {"window": (64, 0)}}
 
@@ -35,6 +37,7 @@ import sys, torch
 from attnbench import attention, explain
 from attnbench.errors import RefusedError
 plan, mode, trained, arguments = sys.argv[1], sys.argv[2], sys.argv[3] == "True", eval(sys.argv[4])
+bound = float(sys.argv[5])
 
 class Layer(torch.nn.Module):
     def __init__(self):
@@ -77,13 +80,14 @@ except RefusedError as error:
 assert torch.cuda.memory_allocated() <= 3 * 2**18, "something was made before"
 for one, two in zip(run(True), run(False), strict=True):
     error = ((one - two).float().norm() / two.float().norm()).item()
-    assert error <= 0.02, error
+    assert error <= bound, error
 print("the same")
 """
 
 
 def answer(plan: str, mode: str, mask: str, *, trained: bool) -> None:
     command = [sys.executable, "-c", PROGRAM, plan, mode, str(trained), repr(MASKS[mask])]
+    command.append(str(FOLLOWING.get(plan, 0.02)))
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     said = done.stdout.strip()
     if said.startswith("refused"):

@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from statistics import median
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from attnbench.registry import Registry, registry
 
 __all__ = ["registry_of_slowed"]
 
-_REPEATS = 9
+_REPEATS = 25
 _CYCLES = 2_000_000
 
 
@@ -91,23 +90,25 @@ def _wait(call: Callable[[], object], device: torch.device) -> Callable[[float],
     """What makes the device wait for a share of the time that the call takes."""
     with torch.no_grad():
         if device.type == "cuda":
-            cycles = _device_ms(call) / _device_ms(lambda: torch.cuda._sleep(_CYCLES)) * _CYCLES
-            return lambda share: torch.cuda._sleep(max(1, int(share * cycles)))
+            own, slept = _device_ms([call, lambda: torch.cuda._sleep(_CYCLES)])
+            return lambda share: torch.cuda._sleep(max(1, int(share * own / slept * _CYCLES)))
         seconds = _host_seconds(call)
     return lambda share: _spin(share * seconds)
 
 
-def _device_ms(call: Callable[[], object]) -> float:
-    taken = []
+def _device_ms(calls: Sequence[Callable[[], object]]) -> list[float]:
+    """The shortest time of each, taken in turns: other processes may use the device at the same time."""
+    taken: list[list[float]] = [[] for _ in calls]
     for _ in range(_REPEATS):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(_CYCLES)  # the host is ahead then
-        start.record()
-        call()
-        stop.record()
-        stop.synchronize()
-        taken.append(start.elapsed_time(stop))
-    return median(taken)
+        for times, call in zip(taken, calls, strict=True):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(_CYCLES)  # the host is ahead then
+            start.record()
+            call()
+            stop.record()
+            stop.synchronize()
+            times.append(start.elapsed_time(stop))
+    return [min(times) for times in taken]
 
 
 def _host_seconds(call: Callable[[], object]) -> float:
