@@ -10,7 +10,7 @@ from scipy import optimize, stats
 
 from .statistics import Noise, spread
 
-__all__ = ["Kind", "Observed", "noise_of", "usual_run"]
+__all__ = ["Kind", "Observed", "most_run", "noise_of", "usual_run"]
 
 Kind = Literal["device", "host", "cpu"]
 
@@ -39,6 +39,11 @@ _QUARTILE = float(stats.norm.ppf(0.75)) ** 2  # half of squared normal numbers a
 def usual_run(kind: Kind) -> float:
     """How far one unchanged row's medians lie apart from run to run: a deviation of logarithms."""
     return _MEASURED[kind].run
+
+
+def most_run(kind: Kind) -> float:
+    """The most that it may be."""
+    return _MEASURED[kind].most
 
 
 class Observed(NamedTuple):

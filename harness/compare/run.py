@@ -76,7 +76,8 @@ def run_gate(
         raise MisuseError(f"{base} has no row to gate: none has numbers and inputs that can be drawn again")
     recorded = None if base_python is not None else _recorded(base, wanted, environment)
     laboratory = Laboratory(device, environment, brief_timer(device), source, seconds=_SECONDS)
-    rows = gate_rows(list(wanted.values()), terms, device, costs, recorded)
+    same_gpu = all(row.environment.uuid_hash == environment.uuid_hash for row in wanted.values())
+    rows = gate_rows(list(wanted.values()), terms, device, costs, recorded, same_gpu=same_gpu)
     with Sides(device, base_python, _SECONDS, source) as sides:
         sides.start([row.question for row in rows])
         new = _first_look(list(wanted.values()), registry, laboratory, folder, say)

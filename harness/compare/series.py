@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
-from ..regression_noise import Kind, usual_run
 from .evidence import Estimate, combined, slower, suspected, unchanged, visible
 from .sides import SIDES, Question, Side, Visited
 
@@ -38,29 +37,29 @@ class Series:
     """The rounds of one cost, by generation: logarithms of NEW's time over BASE's.
 
     ``limit`` is the slow-down to be found (0.03: 3 %); ``recorded`` are BASE's own generations where its times were
-    taken beside the anchor once, as NEW's are now, and None where BASE is visited itself.
+    taken beside the anchor once, as NEW's are now, and ``run`` is what two runs beside it lie apart by, which no
+    process of this run shows.  None and 0 where BASE is visited itself.
     """
 
     cost: str
     limit: float
     device_type: str
     recorded: list[list[float]] | None = None
-    anchored: bool = False
+    run: float = 0.0
     generations: list[list[float]] = field(default_factory=list)
     times: dict[Side, list[float]] = field(default_factory=lambda: {side: [] for side in SIDES})
     finding: Finding = "open"
     settled: bool = False  # for this generation
 
     @property
+    def anchored(self) -> bool:
+        """Whether BASE is not visited itself."""
+        return self.recorded is not None
+
+    @property
     def floor(self) -> float:
         """Of two processes' times."""
         return floor_of(self.cost, median(self.times["NEW"]), self.device_type)
-
-    @property
-    def run(self) -> float:
-        """What two runs beside the anchor lie apart by, which no process of this run shows; 0 where BASE is visited."""
-        kind: Kind = "cpu" if self.device_type == "cpu" else "host" if self.cost == "host" else "device"
-        return usual_run(kind) if self.anchored else 0.0
 
     @property
     def estimate(self) -> Estimate | None:
@@ -163,5 +162,7 @@ class GateRow:
         if host is None:
             return
         device = sum(median(each.times["NEW"]) for cost, each in self.series.items() if cost != "host")
-        if median(host.times["NEW"]) < _HOST_MATTERS * device:
+        # Where BASE's rounds have none it was idle there, and a time near the line does not make another row of it.
+        matters = 2 * _HOST_MATTERS if host.anchored and not host.recorded else _HOST_MATTERS
+        if median(host.times["NEW"]) < matters * device:
             del self.series["host"]

@@ -3,7 +3,7 @@
 Each run draws which rows are slowed and by how much, in NEW alone, and lets the gate decide within ``--minutes``.
 Processes are kept from run to run where the gate keeps them.  A line a row of each run is written to OUT/power.jsonl,
 and the rounds of the rows that were not slowed to OUT/rounds.jsonl.  With ``--record`` nothing is slowed, and every row
-is visited in every generation as often as a gate may at the most: what simulations draw from.
+is visited as often in each of as many processes as a gate starts at the most: what simulations draw from.
 
     PYTHONPATH=tests/support python tests/gpu/gate_power.py OUT --device cuda --seconds 400 --fail-on 0.03
 """
@@ -26,13 +26,14 @@ from attnbench.devices import find
 from attnbench.harness.compare.gate import Gate
 from attnbench.harness.compare.outcome import minutes_needed
 from attnbench.harness.compare.recorded import rounds_of
-from attnbench.harness.compare.series import LOOKS, GateRow, Series
+from attnbench.harness.compare.series import GateRow, Series
 from attnbench.harness.compare.sides import Question, Sides
 from attnbench.harness.presets import preset_cases
 from attnbench.plan import Plan
 
 SOURCE = "slowed:registry_of_slowed"
 SIZES = (0.03, 0.05, 0.1)
+RECORDED = 20  # rounds of a generation
 PAIRS = {"cuda": ("triton:fp8", "sdpa-cudnn:bf16"), "cpu": ("sdpa-flash:bf16", "sdpa-math:bf16")}
 COSTS = {"cuda": ("prepared", "backward", "host"), "cpu": ("call",)}
 
@@ -50,7 +51,7 @@ class Recording(Series):
     """Decides nothing until a generation has all its rounds."""
 
     def look(self, *, last: bool = False) -> None:
-        self.settled = len(self.generations[-1]) >= LOOKS[-1]
+        self.settled = len(self.generations[-1]) >= RECORDED
 
 
 def rows_of(

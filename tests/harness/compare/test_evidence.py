@@ -1,0 +1,111 @@
+"""What the gate's statistics promise, held by simulation: how often they are wrong, and what they would have seen."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from attnbench.harness.compare.evidence import (
+    FEWEST,
+    Estimate,
+    combined,
+    of_generation,
+    slower,
+    suspected,
+    unchanged,
+    visible,
+)
+
+RUNS = 2000
+FLOOR = 0.002
+rounds = st.lists(st.floats(-1, 1), min_size=FEWEST, max_size=40)
+
+
+def generations(rng, *, shift=0.0, spread=0.004, between=FLOOR, count=2, length=10):
+    return [(shift + rng.normal(0, between) + rng.normal(0, spread, length)).tolist() for _ in range(count)]
+
+
+def share(events):
+    """The upper end of a 99.9 % interval of a chance."""
+    events = list(events)
+    return float(stats.beta.ppf(0.999, sum(events) + 1, max(1, len(events) - sum(events))))
+
+
+@given(rounds, st.floats(-1, 1))
+def test_a_shift_of_all_rounds_is_that_of_the_estimate(values, shift):
+    one, other = of_generation(values), of_generation([each + shift for each in values])
+    assert other.shift == pytest.approx(one.shift + shift, abs=1e-9)
+    assert other.deviation == pytest.approx(one.deviation, abs=1e-9)
+    mirrored = of_generation([-each for each in values])
+    assert mirrored.shift == pytest.approx(-one.shift, abs=1e-12)
+
+
+@given(rounds, st.floats(-50, 50), st.integers(0, 39))
+def test_no_single_round_moves_the_estimate_beyond_the_others(values, wild, place):
+    others = [each for number, each in enumerate(values) if number != place % len(values)]
+    found = of_generation([*others, wild])
+    assert min(others) - 1e-12 <= found.shift <= max(others) + 1e-12
+
+
+@pytest.mark.parametrize("count", range(FEWEST))
+def test_of_too_few_rounds_nothing_is_said(count):
+    assert of_generation([0.1] * count) is None
+    assert combined([[0.1] * count] * 3, FLOOR) is None
+    assert combined([], FLOOR) is None
+
+
+def test_equal_rounds_are_no_more_certain_than_the_floor():
+    assert combined([[0.0] * 40], FLOOR).deviation == pytest.approx(FLOOR)
+    assert combined([[0.0] * 40] * 4, FLOOR).deviation == pytest.approx(FLOOR / 2)
+
+
+def test_processes_that_lie_apart_are_less_certain_than_their_own_rounds():
+    near = combined([[0.0, 0.001] * 10, [0.0, 0.001] * 10], FLOOR)
+    apart = combined([[0.0, 0.001] * 10, [0.1, 0.101] * 10], FLOOR)
+    assert apart.shift == pytest.approx(0.05, abs=1e-3)
+    assert apart.deviation > 0.04 > 10 * near.deviation
+    assert not slower(apart, 0.03)
+    assert not unchanged(apart, 0.03)
+
+
+@pytest.mark.parametrize("length", [5, 10, 40])
+@pytest.mark.parametrize("spread", [0.002, 0.02])
+def test_the_error_covers_the_truth(spread, length):
+    rng = np.random.default_rng(1)
+    estimates = [combined(generations(rng, spread=spread, length=length), FLOOR) for _ in range(RUNS)]
+    beyond = np.mean([each.shift > each.reach(0.95) for each in estimates])
+    assert 0.005 < beyond < 0.08
+
+
+@pytest.mark.parametrize("spread", [0.002, 0.006])
+def test_unchanged_rows_are_called_slower_one_time_in_hundreds_at_most(spread):
+    rng = np.random.default_rng(2)
+    assert share(slower(combined(generations(rng, spread=spread), FLOOR), 0.03) for _ in range(RUNS)) < 0.01
+
+
+@pytest.mark.parametrize("size", [0.03, 0.05])
+def test_a_slow_down_of_the_limit_or_more_is_excluded_one_time_in_twenty_at_most(size):
+    rng = np.random.default_rng(3)
+    shift = math.log1p(size)
+    assert share(unchanged(combined(generations(rng, shift=shift), FLOOR), size) for _ in range(RUNS)) < 0.05
+
+
+def test_what_is_called_visible_is_not_excluded_nineteen_times_of_twenty():
+    """Where it is the limit itself: of rounds that vary so much that half of the rows could show it."""
+    rng = np.random.default_rng(4)
+    estimates = [combined(generations(rng, count=1), FLOOR) for _ in range(RUNS)]
+    limit = float(np.median([visible(each) for each in estimates]))
+    seen = [each._replace(shift=each.shift + math.log1p(limit)) for each in estimates if visible(each) <= limit]
+    assert share(unchanged(each, limit) for each in seen) < 0.05
+
+
+@given(st.floats(-0.2, 0.2), st.floats(1e-4, 0.2), st.floats(1, 100), st.floats(0.001, 10))
+def test_no_row_is_both_slower_and_unchanged(shift, deviation, freedom, limit):
+    found = Estimate(shift, deviation, freedom)
+    assert not (slower(found, limit) and unchanged(found, limit))
+    assert suspected(found, limit) >= slower(found, limit)
+    if unchanged(found, limit):
+        assert visible(found) <= limit
