@@ -59,8 +59,9 @@ def gate(
     """Measure the rows of BASE on this machine until each is known to be slower or not, or the time is over.
 
     Exits 0 where a slow-down of the limit would have been found in every row and was not, 1 where something became
-    slower, less accurate, fails or is missing, 2 on misuse, 3 where BASE is another machine's, 4 where it is not
-    certain.  The folder has what was measured, and the verdict as gate.md, gate.xml (JUnit) and gate.json.
+    slower, less accurate, fails or is missing, 2 on misuse, 3 where BASE is another machine's and no --base-python
+    measures it here, 4 where it is not certain.  The folder has what was measured, and the verdict as gate.md,
+    gate.xml (JUnit) and gate.json.
     """
     from ..devices import find
     from ..harness.compare.run import run_gate

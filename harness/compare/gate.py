@@ -25,7 +25,6 @@ class Gate:
 
     def __init__(self, sides: Sides, deadline: float, say: Callable[[str], object]) -> None:
         self._sides, self._deadline, self._say = sides, deadline, say
-        self._introduced = False
 
     def run(self, rows: Sequence[GateRow]) -> None:
         """Measure all rows, some at a time, each part with its share of the time; alone what had no room."""
@@ -58,7 +57,6 @@ class Gate:
     def _begin(self, rows: Sequence[GateRow], *, alone: bool) -> list[GateRow]:
         """Prepare the rows; which have to wait until there is memory.  The others that were lost are marked so."""
         lost = self._sides.begin([row.question for row in rows])
-        self._introduce([row for row in rows if row.question.number not in lost])
         crowded = []
         for row in rows:
             row.renew()
@@ -69,17 +67,6 @@ class Gate:
                 else:
                     self._lose(row, side, error)
         return crowded
-
-    def _introduce(self, rows: Sequence[GateRow]) -> None:
-        """Say once which environments are compared, and where that may not be what is meant."""
-        if self._introduced or self._sides.anchored or not rows:
-            return
-        self._introduced = True
-        told = {side: self._sides.about(side, rows[0].question) for side in SIDES}
-        for side, facts in told.items():
-            self._say(f"{side}: {', '.join(f'{name} {value}' for name, value in facts.items())}")
-        if told["BASE"] == told["NEW"]:
-            self._say("both environments say the same of themselves: is the old one really the old one?")
 
     def _generation(self, rows: Sequence[GateRow], deadline: float) -> None:
         """Rounds over all rows that are not settled: a row's own rounds lie apart, so that nothing lasts over them."""

@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 from attnbench.environment import Environment
-from attnbench.errors import MisuseError
+from attnbench.errors import AttnbenchError, MisuseError
 from attnbench.registry import Registry
 
+from ..crew import LostError
 from ..laboratory import INSTALLED, Laboratory, registry_of
 from ..records import Measurement
 from ..regression import Regression
@@ -26,12 +27,18 @@ from .outcome import minutes_needed, outcomes
 from .recorded import ROUNDS, read_rounds, rounds_of, write_rounds
 from .rows import brief_timer, chosen, gate_rows, repeatable, tasks
 from .series import GateRow
-from .sides import Sides
+from .sides import SIDES, Question, Sides
 
-__all__ = ["GateRun", "run_gate"]
+__all__ = ["GateRun", "UnlikeMachinesError", "run_gate"]
 
 _SECONDS = 300.0  # that one request to a process may take before it is a hang
 _Recorded = Mapping[tuple[Key, Gated], list[list[float]]]
+
+
+class UnlikeMachinesError(AttnbenchError):
+    """BASE is another machine's, so that its times say nothing of this one."""
+
+    exit_code = 3
 
 
 @dataclass(frozen=True)
@@ -64,8 +71,8 @@ def run_gate(
     folder.  ``folder`` gets NEW's rows and rounds.  ``say`` is told what is done, ``source`` names the registry's
     function, for tests.
 
-    Raises MisuseError where there is nothing to gate, or BASE is another machine's; MalformedFileError where BASE is
-    damaged; OutputError where the folder cannot be written.
+    Raises MisuseError where there is nothing to gate, or BASE's environment cannot take part; UnlikeMachinesError;
+    MalformedFileError where BASE is damaged; OutputError where the folder cannot be written.
     """
     start = time.monotonic()
     registry = registry_of(source)
@@ -80,6 +87,7 @@ def run_gate(
     rows = gate_rows(list(wanted.values()), terms, device, costs, recorded, same_gpu=same_gpu)
     with Sides(device, base_python, _SECONDS, source) as sides:
         sides.start([row.question for row in rows])
+        _introduce(sides, rows[0].question, say)
         new = _first_look(list(wanted.values()), registry, laboratory, folder, say)
         running = [row for row in rows if row.question.key in new and new[row.question.key].measured]
         Gate(sides, start + minutes * 60, say).run(running)
@@ -99,14 +107,28 @@ def _known(rows: Mapping[Key, Measurement], cases: Collection[str], base: Path) 
 
 
 def _recorded(base: Path, wanted: Mapping[Key, Measurement], environment: Environment) -> _Recorded:
-    """BASE's own rounds.  Raises MisuseError where they are another machine's, as no anchor can make up for."""
+    """BASE's own rounds.  Raises UnlikeMachinesError: no anchor makes up for another machine."""
     for row in wanted.values():
         if unlike := machine_differences(row.environment, environment):
-            raise MisuseError(
+            raise UnlikeMachinesError(
                 f"{base} was measured on another machine ({'; '.join(unlike)}); "
                 "--base-python measures the old code on this one"
             )
     return read_rounds(base / ROUNDS) if base.is_dir() else {}
+
+
+def _introduce(sides: Sides, question: Question, say: Callable[[str], object]) -> None:
+    """Say which environments are compared, and where that may not be what is meant, before anything is measured."""
+    if sides.anchored:
+        return
+    try:
+        told = {side: sides.about(side, question) for side in SIDES}
+    except LostError:  # the row's own fault, and said with the row
+        return
+    for side, facts in told.items():
+        say(f"{side}: {', '.join(f'{name} {value}' for name, value in facts.items())}")
+    if told["BASE"] == told["NEW"]:
+        say("both environments say the same of themselves: is the old one really the old one?")
 
 
 def _first_look(

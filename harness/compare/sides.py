@@ -34,8 +34,7 @@ _STEADY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 # Of this environment, which must not stand in for the other's packages.
 _WITHOUT_OURS = {"PYTHONPATH": ""}
 _MOST_REVIVALS = 3  # of a process that dies while its rows are visited
-_OTHER_PROTOCOL = "its attnbench speaks the gate's protocol"
-_TOO_OLD = (_OTHER_PROTOCOL, "No module named 'attnbench")
+_TOO_OLD = "No module named 'attnbench"
 _Place = tuple[Side, str]  # a side and a backend
 Visited = Mapping[str, float]  # by cost, the median of a visit's samples in milliseconds
 
@@ -105,15 +104,23 @@ class Sides:
                     self._worker(side, backend).start()
 
     def about(self, side: Side, question: Question) -> dict[str, str]:
-        """Which attnbench and torch a side has, from the process of a row's backend.  Raises LostError."""
-        told: dict[str, str] = self._ask((side, question.backend), "about")
+        """Which attnbench and torch a side has, from the process of a row's backend.
+
+        Raises LostError, and MisuseError where BASE's environment cannot take part at all.
+        """
+        place = side, question.backend
+        try:
+            if (spoken := self._ask(place, "protocol")) != PROTOCOL:
+                raise MisuseError(f"{self._base}: its attnbench speaks the gate's protocol {spoken}, not {PROTOCOL}")
+            told: dict[str, str] = self._ask(place, "about")
+        except LostError as error:
+            if side == "BASE" and _TOO_OLD in error.reason:
+                raise MisuseError(f"{self._base} has no attnbench with a gate") from error
+            raise
         return told
 
     def begin(self, questions: Sequence[Question]) -> dict[int, tuple[Side, LostError]]:
-        """Prepare the rows on both sides, several processes at a time: which were lost, where, and why.
-
-        Raises MisuseError where BASE's environment cannot take part at all.
-        """
+        """Prepare the rows on both sides, several processes at a time: which were lost, where, and why."""
         self.start(questions)
         lost: dict[int, tuple[Side, LostError]] = {}
 
@@ -127,9 +134,6 @@ class Sides:
 
         for _ in self._pool.map(work, list(self._workers)):
             pass
-        for side, error in lost.values():
-            if side == "BASE" and self._base is not None and any(each in error.reason for each in _TOO_OLD):
-                raise MisuseError(f"{self._base} cannot take part in a gate: {error.reason}")
         return lost
 
     def visit(self, side: Side, question: Question, costs: Sequence[str]) -> Visited:
@@ -172,8 +176,6 @@ class Sides:
 
     def _begin(self, side: Side, question: Question) -> None:
         place = side, question.backend
-        if (spoken := self._ask(place, "protocol")) != PROTOCOL:
-            raise LostError("error", f"{_OTHER_PROTOCOL} {spoken}, this one {PROTOCOL}", died=False)
         name, spec = question.key[0], question.spec.to_dict()
         self._ask(place, "begin", question.number, name, spec, question.family, str(question.plan))
         self._begun[side, question.number] = self._workers[place].generation

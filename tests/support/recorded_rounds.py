@@ -50,9 +50,6 @@ class Recording:
                 self._noise[question.number, each.cost] = [sign * value for value in rounds]
         return {}
 
-    def about(self, side: Side, question: Question) -> Mapping[str, str]:
-        return {"side": side}
-
     def visit(self, side: Side, question: Question, costs: Sequence[str]) -> Mapping[str, float]:
         found = {}
         for each in self.rows[question.number]:

@@ -1,0 +1,236 @@
+"""The gate's way to a verdict, on sides whose times are scripted: what it measures again, and what it lets decide."""
+
+import math
+import random
+from collections import Counter
+
+import pytest
+from compared import results, row
+
+from attnbench.harness.compare.gate import Gate
+from attnbench.harness.compare.outcome import minutes_needed, outcomes
+from attnbench.harness.compare.series import LOOKS, MOST_GENERATIONS, GateRow, Series
+from attnbench.harness.compare.sides import Question
+from attnbench.harness.crew import LostError
+from attnbench.harness.regression_terms import Limits, Terms
+from attnbench.plan import Plan
+from attnbench.spec import AttentionSpec
+
+SPEC = AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=16)
+PLAN = Plan("sdpa-flash:bf16")
+TERMS = Terms(limits=Limits(time=0.05, host=0.5))
+
+
+class Sides:
+    """Visits of 1 ms, with noise of 0.1 %; ``slower(side, row, cost, generation)`` is what they take longer by."""
+
+    anchored = False
+
+    def __init__(self, slower=lambda side, number, cost, generation: 0.0, lost=None, base=1.0):
+        self.rng, self.slower, self.base = random.Random(1), slower, base
+        self.lost = lost or {}  # what begin says of rows the first time
+        self.generation, self.visits, self.costs, self.ended = 0, Counter(), Counter(), []
+
+    def begin(self, questions):
+        return {each.number: self.lost.pop(each.number) for each in questions if each.number in self.lost}
+
+    def visit(self, side, question, costs):
+        self.visits[question.number] += 1
+        self.costs.update(costs)
+        more = {cost: self.slower(side, question.number, cost, self.generation) for cost in costs}
+        return {cost: self.base * (1 + more[cost]) * math.exp(self.rng.gauss(0, 0.001)) for cost in costs}
+
+    def end(self, question):
+        self.ended.append(question.number)
+
+    def close(self):
+        self.generation += 1
+
+
+def rows(count=1, costs=("call",), device_type="cpu"):
+    return [
+        GateRow(
+            Question(number, (f"case {number}", PLAN), SPEC, "normal"),
+            {cost: Series(cost, 0.5 if cost == "host" else 0.05, device_type) for cost in costs},
+        )
+        for number in range(count)
+    ]
+
+
+def run(sides, gated, seconds=math.inf):
+    said = []
+    Gate(sides, seconds, said.append).run(gated)
+    return said
+
+
+def judged(gated):
+    """The comparison's outcome of the rows, all of which looked well at first."""
+    known = results(*(row(each.question.key[0], str(PLAN)) for each in gated))
+    return outcomes(known, known, gated, TERMS)
+
+
+def test_an_unchanged_row_is_excluded_with_few_rounds_in_one_process():
+    sides, gated = Sides(), rows(3)
+    run(sides, gated)
+    assert {each.series["call"].finding for each in gated} == {"same"}
+    assert sides.generation == 0
+    assert max(sides.visits.values()) <= 8 * (1 + LOOKS[1])
+    assert sorted(sides.ended) == [0, 1, 2]
+    found = judged(gated)
+    assert found.exit_code == 0
+    assert all(0 < each.visible < 0.05 for each in found.outcomes)
+
+
+def test_a_slow_down_is_found_once_other_processes_show_it_too():
+    sides, gated = Sides(lambda side, number, *_: 0.1 * (side == "NEW" and number == 1)), rows(3)
+    said = run(sides, gated)
+    assert [each.series["call"].finding for each in gated] == ["same", "slower", "same"]
+    assert sides.generation == 1
+    assert sides.visits[0] < sides.visits[1]
+    assert any("again" in line for line in said)
+    found = judged(gated)
+    assert found.exit_code == 1
+    (slow,) = [each for each in found.outcomes if each.regressed]
+    assert slow.costs["call"].ratio == pytest.approx(1.1, abs=0.01)
+
+
+def test_what_one_pair_of_processes_alone_shows_is_no_slow_down():
+    """Another layout of memory: 10 % in the first pair, nothing in the others."""
+    sides, gated = Sides(lambda side, number, cost, generation: 0.1 * (side == "NEW" and generation == 0)), rows()
+    run(sides, gated)
+    assert sides.generation == MOST_GENERATIONS - 1
+    assert gated[0].series["call"].finding != "slower"
+    assert judged(gated).exit_code != 1
+
+
+def test_drift_and_another_clock_meet_both_sides():
+    """Half of the rounds 30 % slower, on a clock that both sides have; slower all the while, as in getting warm."""
+
+    def clock(side, number, cost, generation):
+        turn = sides.visits[number] // 8
+        return 0.3 * (turn % 2) + 0.01 * turn
+
+    sides, gated = Sides(clock), rows()
+    run(sides, gated)
+    assert gated[0].series["call"].finding == "same"
+
+
+@pytest.mark.parametrize("side", ["BASE", "NEW"])
+def test_visits_of_25_times_the_median_decide_nothing(side):
+    """In every third round all of one side's."""
+
+    def outlier(at, number, cost, generation):
+        return 24.0 * (at == side and sides.visits[number] // 8 % 3 == 2)
+
+    sides, gated = Sides(outlier), rows()
+    run(sides, gated)
+    assert gated[0].series["call"].finding != "slower"
+    assert judged(gated).exit_code in (0, 4)
+
+
+def test_a_side_is_its_quickest_visit():
+    """Three of four visits of NEW were held up."""
+    sides, gated = Sides(lambda side, number, *_: 0.5 * (side == "NEW" and sides.visits[number] % 8 != 2)), rows()
+    run(sides, gated)
+    assert gated[0].series["call"].finding == "same"
+
+
+def test_when_time_is_over_what_is_open_is_not_certain_and_says_how_much_more_it_needs():
+    gated = rows(2)
+    run(Sides(), gated, seconds=0.0)
+    found = judged(gated)
+    assert found.exit_code == 4
+    assert all(each.verdict == "uncertain" and "too few rounds" in each.reasons[0] for each in found.outcomes)
+    noisy = Sides(lambda *_: noisy.rng.gauss(0, 0.3))
+    gated = rows(2)
+    run(noisy, gated)
+    assert {each.series["call"].finding for each in gated} == {"open"}
+    found = judged(gated)
+    assert found.exit_code == 4
+    assert found.outcomes[0].visible > 0.05
+    assert minutes_needed(gated) > 0
+
+
+def test_no_time_is_promised_where_processes_lie_too_far_apart():
+    sides = Sides(base=0.005)
+    gated = rows(1, ("prepared",), "cuda")
+    run(sides, gated)
+    assert gated[0].series["prepared"].finding == "open"
+    assert sides.visits[0] < 8 * MOST_GENERATIONS * (1 + LOOKS[-1]) / 2
+    assert minutes_needed(gated) is None
+
+
+@pytest.mark.parametrize(("side", "verdict"), [("NEW", "failed"), ("BASE", "uncertain")])
+def test_a_row_that_is_lost_costs_itself_alone(side, verdict):
+    sides, gated = Sides(lost={0: (side, LostError("crashed", "signal 11", died=True))}), rows(2)
+    run(sides, gated)
+    found = judged(gated)
+    assert [each.verdict for each in found.outcomes] == [verdict, "same"]
+    assert f"in {side}: crashed: signal 11" in found.outcomes[0].reasons[0]
+    assert found.exit_code == (1 if side == "NEW" else 4)
+
+
+def test_a_row_that_dies_on_the_way_is_lost_too():
+    def dies(side, number, cost, generation):
+        if sides.visits[number] > 20 and side == "NEW":
+            raise LostError("timeout", "no answer within 300 s", died=True)
+        return 0.0
+
+    sides, gated = Sides(dies), rows(1)
+    run(sides, gated)
+    assert judged(gated).outcomes[0].verdict == "failed"
+
+
+def test_what_had_no_memory_beside_others_is_measured_alone():
+    sides, gated = Sides(lost={1: ("NEW", LostError("oom", "out of memory", died=False))}), rows(3)
+    run(sides, gated)
+    assert {each.series["call"].finding for each in gated} == {"same"}
+    always = {0: ("NEW", LostError("oom", "out of memory", died=False))}
+    gated = rows(1)
+    run(Sides(lost=always), gated)
+    assert gated[0].lost[0] == "NEW"
+
+
+@pytest.mark.parametrize(("host", "kept"), [(0.2, False), (0.9, True)])
+def test_the_host_is_gated_where_the_device_may_wait_for_it(host, kept):
+    sides = Sides(lambda side, number, cost, generation: (host - 1) * (cost == "host"))
+    gated = rows(1, ("prepared", "host"), "cuda")
+    run(sides, gated)
+    assert ("host" in gated[0].series) == kept
+
+
+def test_a_host_that_takes_twice_as_long_is_slower_and_the_device_is_not():
+    sides = Sides(lambda side, number, cost, generation: 1.0 * (side == "NEW" and cost == "host"))
+    gated = rows(1, ("prepared", "host"), "cuda")
+    run(sides, gated)
+    assert {cost: each.finding for cost, each in gated[0].series.items()} == {"prepared": "same", "host": "slower"}
+    assert judged(gated).exit_code == 1
+
+
+def test_many_rows_are_visited_in_parts_that_share_the_time():
+    sides, gated = Sides(), rows(60)
+    run(sides, gated)
+    assert len(sides.ended) == 60
+    assert {each.series["call"].finding for each in gated} == {"same"}
+
+
+@pytest.mark.parametrize(("shift", "finding"), [(0.0, "same"), (0.1, "slower")])
+def test_beside_the_anchor_base_is_its_recorded_rounds(shift, finding):
+    """BASE's visits are the anchor's: NEW takes twice as long as it, as BASE did, and now longer still."""
+    rng = random.Random(2)
+    recorded = [[math.log(2) + rng.gauss(0, 0.001) for _ in range(10)] for _ in range(2)]
+    sides, gated = Sides(lambda side, *_: (1 + 2 * shift) * (side == "NEW")), rows(1, ("prepared",), "cuda")
+    sides.anchored = True
+    gated[0].series["prepared"] = Series("prepared", 0.05, "cuda", recorded, 0.004)
+    run(sides, gated)
+    assert gated[0].series["prepared"].finding == finding
+    assert judged(gated).outcomes[0].costs["prepared"].ratio == pytest.approx(1 + shift, abs=0.01)
+
+
+def test_beside_the_anchor_a_row_without_recorded_rounds_is_not_certain():
+    gated = rows(1, ("prepared",), "cuda")
+    gated[0].series["prepared"] = Series("prepared", 0.05, "cuda", [], 0.004)
+    run(Sides(), gated)
+    found = judged(gated)
+    assert found.exit_code == 4
+    assert found.outcomes[0].reasons == ("BASE has no rounds of prepared",)

@@ -1,0 +1,126 @@
+"""The gate with real processes of two environments on this machine, of which NEW's kernels are slowed on purpose."""
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from command_line import attnbench, fails, named
+from compared import row, times, written
+
+from attnbench.environment import Environment
+from attnbench.harness.compare.recorded import ROUNDS
+from attnbench.harness.compare.run import run_gate
+from attnbench.harness.regression_terms import Limits, Terms
+from attnbench.registry import Registry
+from attnbench.spec import AttentionSpec
+
+SUPPORT = Path(__file__).parents[2] / "support"
+SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64)
+PLANS = ("sdpa-flash:bf16", "sdpa-math:bf16")
+SOURCE = "slowed:registry_of_slowed"
+LARGE = "900%"  # which a row shows however busy the machine is
+
+
+def measured(plan=PLANS[0], cpu=None, **changes):
+    """A row of this machine, whose times no gate looks at."""
+    here = Environment.detect(torch.device("cpu"), Registry(()))
+    facts = {"spec": SPEC, "time_ms": times(0, 3), "error": {"normal": {"out": 0.05}}, "drawn_on": "cpu"}
+    return row("tiny", plan, environment=replace(here, cpu=cpu or here.cpu), **facts, **changes)
+
+
+def python(folder: Path, name: str, line: str) -> Path:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{line}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return written(tmp_path_factory.mktemp("gated") / "base", map(measured, PLANS))
+
+
+@pytest.fixture
+def gate(base, tmp_path, monkeypatch):
+    """A gate whose NEW takes longer by the share that is given of a plan, and whose BASE does not."""
+    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    old = python(tmp_path, "old", f'SLOWED= PYTHONPATH={SUPPORT} exec {sys.executable} "$@"')
+
+    def run(shares, limit, minutes=5.0):
+        (tmp_path / "slowed.json").write_text(json.dumps({str(SPEC): shares}))
+        monkeypatch.setenv("SLOWED", str(tmp_path / "slowed.json"))
+        monkeypatch.syspath_prepend(str(SUPPORT))
+        terms, said = Terms(limits=Limits(time=limit)), []
+        found = run_gate(
+            base, tmp_path / "new", terms, torch.device("cpu"), old, minutes, say=said.append, source=SOURCE
+        )
+        return found, said
+
+    return run
+
+
+def test_what_takes_twice_as_long_is_slower_and_the_other_row_is_not(gate, tmp_path):
+    found, said = gate({PLANS[0]: 1.0}, 0.6)
+    verdicts = {str(each.key[1]): each.verdict for each in found.regression.outcomes}
+    assert verdicts[PLANS[0]] == "slower"
+    assert verdicts[PLANS[1]] != "slower"
+    assert found.regression.exit_code == 1
+    assert any("is the old one really the old one?" in line for line in said)
+    rounds = [json.loads(line) for line in (tmp_path / "new" / ROUNDS).read_text().splitlines()]
+    assert {(each["plan"], each["against"]) for each in rounds} == {(plan, "BASE") for plan in PLANS}
+
+
+def test_the_command_says_what_it_found_in_every_form(base, tmp_path):
+    """Both environments are this one; the limit is one that any machine can show."""
+    out = tmp_path / "gate"
+    run = attnbench("gate", "--base", base, "--base-python", sys.executable, "--fail-on", LARGE, "--out", out)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "clean: nothing became slower" in run.stdout
+    assert "2 rows gated" in run.stderr
+    told = json.loads((out / "gate.json").read_text())
+    assert (told["outcome"], told["counts"]) == ("clean", {"same": 2})
+    assert all(0 < each["visible"] < 9 for each in told["rows"])
+    assert "| same " in (out / "gate.md").read_text()
+    assert len(ElementTree.parse(out / "gate.xml").findall(".//testcase")) == 2
+    assert {"measurements.jsonl", ROUNDS} <= set(os.listdir(out))
+
+
+def test_an_environment_without_a_gate_is_said_before_anything_is_measured(base, tmp_path):
+    old = python(tmp_path, "old", f'exec {sys.executable} -I -S "$@"')
+    run = attnbench("gate", "--base", base, "--base-python", old, "--out", tmp_path / "out")
+    named(run, 2, f"{old} has no attnbench with a gate")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.exhaustive
+def test_rows_whose_old_environment_dies_are_not_certain(base, tmp_path):
+    old = python(tmp_path, "old", "exit 3")
+    run = attnbench("gate", "--base", base, "--base-python", old, "--out", tmp_path / "out")
+    fails(run, 4, "in BASE: crashed")
+    assert "while it was visited in BASE" in run.stdout
+
+
+@pytest.mark.exhaustive
+def test_without_a_second_environment_a_gate_is_the_next_ones_base(base, tmp_path):
+    run = attnbench("gate", "--base", base, "--fail-on", LARGE, "--out", tmp_path / "one", "--minutes", "0.5")
+    assert run.returncode == 4
+    assert "BASE has no rounds of call" in run.stdout
+    run = attnbench("gate", "--base", tmp_path / "one", "--fail-on", LARGE, "--out", tmp_path / "two")
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_what_cannot_be_gated_is_refused_in_a_line(base, tmp_path):
+    named(attnbench("gate", "--base", base, "--case", "another"), 2, "has no case 'another'")
+    named(attnbench("gate", "--base", base, "--minutes", "1e12"), 2, "--minutes is at most")
+    emulated = written(tmp_path / "emulated", [measured(emulated=True)])
+    named(attnbench("gate", "--base", emulated), 2, "has no row to gate")
+    far = written(tmp_path / "far", [measured(cpu="another")])
+    named(attnbench("gate", "--base", far), 3, "another machine", "--base-python")
+    damaged = written(tmp_path / "damaged", [measured()])
+    (damaged / ROUNDS).write_text('{"schema": "attnbench.rounds/1", "case": 3}\n')
+    named(attnbench("gate", "--base", damaged), 2, f"{ROUNDS}:1")
