@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .compare.gate import Gate
-from .compare.outcome import outcomes
+from .compare.outcome import minutes_needed, outcomes
 from .compare.rows import gate_rows
+from .compare.series import GateRow
 from .compare.sides import Sides
 from .records import Measurement
 from .regression import Outcome
@@ -62,7 +64,22 @@ class Gatekeeper:
         regression = outcomes(rows, rows, [asked], self._terms)
         (outcome,), (told,) = regression.outcomes, regression_dict(regression, rows, rows)["rows"]
         found = {name: told[name] for name in _TOLD}
-        return GateVerdict(_fault(outcome), {"base_python": str(self._base), **found})
+        return GateVerdict(self._fault(outcome, asked), {"base_python": str(self._base), **found})
+
+    def _fault(self, outcome: Outcome, row: GateRow) -> str | None:
+        if outcome.regressed:
+            return f"{outcome.verdict}: {'; '.join(outcome.reasons)}"
+        if outcome.certain:
+            return None
+        if row.lost is not None:
+            said = list(outcome.reasons)
+        elif any(each.estimate is None for each in row.series.values()):
+            said = [f"there were too few rounds, as --attention-minutes is {self._minutes:g}"]
+        else:
+            needed = minutes_needed([row])
+            more = f"--attention-minutes {math.ceil(self._minutes + needed)} would" if needed else "more time would not"
+            said = [*times_said(outcome.costs, "uncertain"), f"{more} settle it"]
+        return f"not certain whether it is slower: {'; '.join(said)}"
 
     def _sides_on(self, device: torch.device) -> Sides:
         if device not in self._sides:
@@ -76,12 +93,3 @@ class Gatekeeper:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open.close()
-
-
-def _fault(outcome: Outcome) -> str | None:
-    if outcome.regressed:
-        return f"{outcome.verdict}: {'; '.join(outcome.reasons)}"
-    if outcome.certain:
-        return None
-    reasons = times_said(outcome.costs, "uncertain") if outcome.costs else outcome.reasons
-    return f"not certain whether it is slower: {'; '.join(reasons)}"

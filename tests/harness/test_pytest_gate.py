@@ -10,12 +10,15 @@ from xml.etree import ElementTree
 import pytest
 from benchmarked import HEAD, install, pytest_in
 
-# In the environment of the new code, NEW is set.
+# In the environment of the new code, NEW is set.  Each process that loads this adds a line.
 PROGRAM = """
 import os, time
+from pathlib import Path
 from planted import FakeForward
 from attnbench.kernel import Availability, Backend
 NEW = "NEW" in os.environ
+with Path(__file__).with_name("processes").open("a") as file:
+    print("NEW" if NEW else "BASE", file=file)
 
 def after(seconds):
     return lambda out: time.sleep(seconds) or out
@@ -41,6 +44,21 @@ def test_exempt(attention_benchmark):
     attention_benchmark("planted:fp32", SPEC.replace(dtype="fp32"), device="cpu", gate=False)
 """
 )
+# What processes the session has left when pytest ends.
+CONFTEST = """
+import os
+from pathlib import Path
+
+def parent(process):
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:  # it has ended
+        return None
+
+def pytest_unconfigure():
+    processes = [each for each in Path("/proc").iterdir() if each.name.isdigit()]
+    Path("left").write_text(" ".join(each.name for each in processes if parent(each) == os.getpid()))
+"""
 FAST = "--benchmark-max-time=0.05"  # what is gated is not what is reported
 
 
@@ -63,6 +81,7 @@ def planted(folder: Path, tests: str = TESTS) -> str:
 def session(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which a session was gated."""
     folder = tmp_path_factory.mktemp("gated")
+    (folder / "conftest.py").write_text(CONFTEST)
     options = planted(folder), "--attention-fail-on=20%", FAST, "--benchmark-json=out.json", "--junitxml=out.xml"
     done = pytest_in(folder, *options, NEW="1")
     assert "2 failed, 2 passed" in done.stdout, done.stdout + done.stderr
@@ -107,15 +126,10 @@ def test_one_that_the_old_environment_lacks_is_not_certain(gates: dict[str, Any]
     assert gates["test_exempt"] is None
 
 
-def test_no_process_outlives_the_session(session: Path) -> None:
-    """Each has the folder's name in what it was started with: PYTHONPATH."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                environ = (entry / "environ").read_bytes()
-            except OSError:
-                continue
-            assert str(session).encode() not in environ
+def test_processes_are_kept_from_test_to_test_and_closed_at_the_end(session: Path) -> None:
+    """Four, had each test its own: one for each that was gated, and another to be sure of what is slower."""
+    assert 2 <= (session / "processes").read_text().split().count("BASE") < 4
+    assert (session / "left").read_text() == ""
 
 
 @pytest.mark.parametrize(
@@ -161,4 +175,13 @@ def test_what_was_not_decided_in_time_is_not_certain(tmp_path: Path) -> None:
     option = planted(tmp_path, TESTS.partition("def test_slower")[0])
     done = pytest_in(tmp_path, option, FAST, "--attention-minutes=1e-3", NEW="1")
     assert "1 failed" in done.stdout, done.stdout + done.stderr
-    assert "not certain whether it is slower: call " in done.stdout
+    assert "not certain whether it is slower: there were too few rounds, as --attention-minutes is 0.001" in done.stdout
+
+
+@pytest.mark.exhaustive
+def test_a_limit_that_no_time_could_show_is_not_certain(tmp_path: Path) -> None:
+    """Processes of the same code lie further apart than that."""
+    option = planted(tmp_path, TESTS.partition("def test_slower")[0])
+    done = pytest_in(tmp_path, option, FAST, "--attention-fail-on=0.1%", NEW="1")
+    assert "1 failed" in done.stdout, done.stdout + done.stderr
+    assert "would have been found, 0.1% is to be; more time would not settle it" in done.stdout
