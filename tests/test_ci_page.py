@@ -30,8 +30,8 @@ from attnbench.harness.regression_terms import read_thresholds
 PAGE = (Path(__file__).parents[1] / "docs" / "ci.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 TINY = "- {batch: 1, heads: 1, seqlen_q: 32, head_dim: 16}\n"
-# In the place of the page's, which need a GPU, and what any machine can tell in a moment.
-BACKENDS, LENIENT = "sdpa-math", "--fail-on 900% --minutes 1"
+# In the place of those of the page, which need a GPU, and a limit that any machine can tell in a moment.
+BACKENDS, LENIENT = "sdpa-math", "--fail-on 900%"
 TOKEN = "a token of the job"
 
 # `python3 -m venv FOLDER`, and a pip that asks for the file with the requirements.

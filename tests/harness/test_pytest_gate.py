@@ -82,7 +82,14 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which a session was gated."""
     folder = tmp_path_factory.mktemp("gated")
     (folder / "conftest.py").write_text(CONFTEST)
-    options = planted(folder), "--attention-fail-on=20%", FAST, "--benchmark-json=out.json", "--junitxml=out.xml"
+    options = (
+        planted(folder),
+        "--attention-fail-on=20%",
+        "--attention-minutes=10",
+        FAST,
+        "--benchmark-json=out.json",
+        "--junitxml=out.xml",
+    )
     done = pytest_in(folder, *options, NEW="1")
     assert "2 failed, 2 passed" in done.stdout, done.stdout + done.stderr
     return folder
