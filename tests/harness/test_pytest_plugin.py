@@ -84,7 +84,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     (folder / "before.json").write_text(json.dumps({"machine_info": {}, "benchmarks": [{**BEFORE, "stats": stats}]}))
     saving = ("--benchmark-json=out.json", "--benchmark-save=first")
     comparing = ("--benchmark-compare=before.json", "--benchmark-compare-fail=median:200%")
-    done = pytest_in(folder, "--junitxml=out.xml", "--benchmark-only", "--benchmark-max-time=0.1", *saving, *comparing)
+    done = pytest_in(folder, "--junitxml=out.xml", "--benchmark-only", "--benchmark-max-time=0.02", *saving, *comparing)
     assert done.returncode != 0
     return folder, done.stdout + done.stderr
 
