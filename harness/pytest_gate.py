@@ -71,15 +71,20 @@ class Gatekeeper:
             return f"{outcome.verdict}: {'; '.join(outcome.reasons)}"
         if outcome.certain:
             return None
-        if row.lost is not None:
-            said = list(outcome.reasons)
-        elif any(each.estimate is None for each in row.series.values()):
-            said = [f"there were too few rounds, as --attention-minutes is {self._minutes:g}"]
-        else:
-            needed = minutes_needed([row])
-            more = f"--attention-minutes {math.ceil(self._minutes + needed)} would" if needed else "more time would not"
-            said = [*times_said(outcome.costs, "uncertain"), f"{more} settle it"]
+        uncertain = outcome.verdict == "uncertain"
+        said = list(outcome.reasons if uncertain else times_said(outcome.costs, "uncertain"))
+        if row.lost is None:
+            said.append(self._remedy(row))
         return f"not certain whether it is slower: {'; '.join(said)}"
+
+    def _remedy(self, row: GateRow) -> str:
+        """What would make it certain."""
+        if any(each.estimate is None for each in row.series.values()):
+            return f"--attention-minutes {self._minutes:g} is not enough"
+        needed = minutes_needed([row])
+        if needed is None:
+            return "more time would not settle it, a larger --attention-fail-on may"
+        return f"--attention-minutes {math.ceil(self._minutes + needed)} would settle it"
 
     def _sides_on(self, device: torch.device) -> Sides:
         if device not in self._sides:

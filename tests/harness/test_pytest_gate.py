@@ -8,7 +8,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from benchmarked import HEAD, install, pytest_in
+from benchmarked import HEAD, SUPPORT, install, pytest_in
 
 # In the environment of the new code, NEW is set.  Each process that loads this adds a line.
 PROGRAM = """
@@ -63,9 +63,9 @@ FAST = "--benchmark-max-time=0.05"  # what is gated is not what is reported
 
 
 def old_python(folder: Path) -> Path:
-    """A Python whose environment has the old code."""
+    """A Python whose environment has the old code, and in which the folder's backend is installed."""
     path = folder / "old-python"
-    path.write_text(f'#!/bin/sh\nunset NEW\nexec {sys.executable} "$@"\n')
+    path.write_text(f'#!/bin/sh\nunset NEW\nPYTHONPATH={folder}:{SUPPORT} exec {sys.executable} "$@"\n')
     path.chmod(0o755)
     return path
 
@@ -182,7 +182,8 @@ def test_what_was_not_decided_in_time_is_not_certain(tmp_path: Path) -> None:
     option = planted(tmp_path, TESTS.partition("def test_slower")[0])
     done = pytest_in(tmp_path, option, FAST, "--attention-minutes=1e-3", NEW="1")
     assert "1 failed" in done.stdout, done.stdout + done.stderr
-    assert "not certain whether it is slower: there were too few rounds, as --attention-minutes is 0.001" in done.stdout
+    assert "not certain whether it is slower: too few rounds were made of call; " in done.stdout
+    assert "--attention-minutes 0.001 is not enough" in done.stdout
 
 
 @pytest.mark.exhaustive
