@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -27,6 +28,9 @@ from .pytest_samples import Benchmark, Replay, hand_over
 from .records import Measurement, Status
 from .rows import passed_over
 from .timing import COSTS, Cost, Timer
+
+if TYPE_CHECKING:
+    from .pytest_gate import Gatekeeper, GateVerdict
 
 __all__ = ["AttentionBenchmark", "Stations", "unlike"]
 
@@ -99,12 +103,18 @@ class Stations:
 
 
 class AttentionBenchmark:
-    """The fixture: called once in a test, with a plan and a spec."""
+    """The fixture: called once in a test, with a plan and a spec.
 
-    def __init__(self, benchmark: Benchmark, clock: Replay | None, stations: Stations) -> None:
+    ``gatekeeper`` holds its rows against an older environment, where the session has one.
+    """
+
+    def __init__(
+        self, benchmark: Benchmark, clock: Replay | None, stations: Stations, gatekeeper: Gatekeeper | None = None
+    ) -> None:
         if clock is None:
             raise MisuseError("attention_benchmark is asked for as an argument, of the test or of a fixture of it")
         self._benchmark, self._clock, self._stations = benchmark, clock, stations
+        self._gatekeeper = gatekeeper
 
     def __call__(
         self,
@@ -116,6 +126,7 @@ class AttentionBenchmark:
         device: str = "auto",
         max_error: float | None = None,
         optional: bool = False,
+        gate: bool = True,
     ) -> Measurement:
         """Measure the plan on the spec in a process of its own, judge its answers, and report its samples.
 
@@ -128,8 +139,11 @@ class AttentionBenchmark:
         The row is what a sweep would have written.  A plan with another status than ``ok`` fails
         the test with the reason, an inaccurate one after its times were reported; with
         ``optional`` a plan that is not available or refuses the spec skips it instead.
+        With ``--attention-base-python`` an ``ok`` row is also visited in that environment, in
+        turns with this one: it fails where it is slower here, or that could not be told.  With
+        ``gate=False`` it is not, as a plan that the other environment does not have must be.
         Where benchmarks are disabled (``--benchmark-disable``, xdist) the plan is judged all
-        the same, but timed as little as can be, and nothing is reported.
+        the same, but timed as little as can be, and nothing is gated or reported.
 
         Raises InputError or UnknownBackendError where what is asked for does not exist,
         MisuseError where it makes no sense together; pytest then shows the test's own line alone.
@@ -137,15 +151,19 @@ class AttentionBenchmark:
         __tracebackhide__ = True
         try:
             row, place = self._measured(plan, spec, cost, families, device, max_error)
+            verdict = self._gate(row, cost, place) if gate else None
         except MisuseError as error:
             raise error.with_traceback(None) from None
         if row.measured:
-            self._report(row, cost, place)
-        said = f"{row.plan} on {spec}, {place}: {row.status}, {row.reason}"
+            self._report(row, cost, place, verdict)
+        subject = f"{row.plan} on {spec}, {place}"
+        said = f"{subject}: {row.status}, {row.reason}"
         if optional and row.status in ("refused", "unavailable"):
             pytest.skip(said)
         if row.status != "ok":
             pytest.fail(said, pytrace=False)
+        if verdict is not None and verdict.fault is not None:
+            pytest.fail(f"{subject}: {verdict.fault}", pytrace=False)
         return row
 
     def _measured(
@@ -168,12 +186,25 @@ class AttentionBenchmark:
             raise MisuseError(f"a cost of {spec} is one of {', '.join(_costs(spec))}, not {cost!r}")
         return self._stations.measure(case, plan, place, max_error, self._benchmark.disabled), place
 
-    def _report(self, row: Measurement, cost: Cost, device: torch.device) -> None:
+    def _gate(self, row: Measurement, cost: Cost, device: torch.device) -> GateVerdict | None:
+        """What the older environment shows of the row; None where nothing is to be held against it."""
+        if self._gatekeeper is None or row.status != "ok":
+            return None
+        if self._benchmark.disabled:
+            said = "--attention-base-python gates nothing where benchmarks are disabled"
+            warnings.warn(AttnbenchWarning(said), stacklevel=3)
+            return None
+        _quiet()
+        return self._gatekeeper.judge(row, cost, device)
+
+    def _report(self, row: Measurement, cost: Cost, device: torch.device, verdict: GateVerdict | None) -> None:
         benchmark, data = self._benchmark, row.to_dict()
         if benchmark.group is None:  # what stands in one table can be compared
             benchmark.group = f"{row.spec}, {cost} on {device}"
         told = {name: data[name] for name in _TOLD if data[name] is not None}
         benchmark.extra_info.update({"cost": cost, "device": str(device), **told})
+        if verdict is not None:
+            benchmark.extra_info["gate"] = verdict.told
         assert row.timer is not None, "a row with times says how they were taken"
         hand_over(benchmark, self._clock, [sample / 1e3 for sample in row.time_ms[cost]], row.timer)
 

@@ -6,13 +6,17 @@ nothing but pytest, and does nothing before a test asks for the fixture: then th
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from .pytest_fixture import AttentionBenchmark, Stations
+    from .pytest_gate import Gatekeeper
     from .pytest_samples import Benchmark, Replay
 
 __all__ = ["attention_benchmark"]
@@ -20,12 +24,55 @@ __all__ = ["attention_benchmark"]
 _ENTRY = "attnbench"  # of machine_info
 _clock: pytest.StashKey[Replay] = pytest.StashKey()
 _stations: pytest.StashKey[Stations] = pytest.StashKey()
+_gate: pytest.StashKey[tuple[Path, float, float]] = pytest.StashKey()  # the old Python, the limit, the minutes
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options of a gate."""
+    group = parser.getgroup("attnbench", "attention_benchmark beside an older environment (attnbench)")
+    group.addoption(
+        "--attention-base-python",
+        metavar="PATH",
+        help="The Python of an environment with the old code: a test fails where its plan is slower than there.",
+    )
+    group.addoption(
+        "--attention-fail-on", metavar="PERCENT", default="3%", help="The slow-down that must be found (default: 3%%)."
+    )
+    group.addoption(
+        "--attention-minutes",
+        metavar="MINUTES",
+        type=float,
+        default=1.0,
+        help="How long it may take to know of one test (default: 1).",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Read the options of a gate, before anything runs."""
+    asked, minutes = config.getoption("attention_base_python"), config.getoption("attention_minutes")
+    if asked is None:
+        return
+    from attnbench.errors import MisuseError
+
+    from .regression_terms import percentage
+
+    base = config.invocation_params.dir / asked  # not resolved: an environment is known by its link
+    if not (base.is_file() and os.access(base, os.X_OK)):
+        raise pytest.UsageError(f"--attention-base-python: {base} is no program; expected the Python of an environment")
+    if not 0 < minutes < math.inf:
+        raise pytest.UsageError(f"--attention-minutes: expected a number above 0, not {minutes:g}")
+    try:
+        limit = percentage(config.getoption("attention_fail_on"))
+    except MisuseError as error:
+        raise pytest.UsageError(f"--attention-fail-on: {error}") from None
+    config.stash[_gate] = base, limit, minutes
 
 
 @pytest.fixture
 def attention_benchmark(
     request: pytest.FixtureRequest,
     _attention_stations: Stations,
+    _attention_gatekeeper: Gatekeeper | None,
     benchmark: Benchmark,
 ) -> AttentionBenchmark:
     """Measure one plan as ``attnbench sweep`` does (on a GPU device time, L2 cold) and report it to pytest-benchmark.
@@ -34,7 +81,8 @@ def attention_benchmark(
     """
     from .pytest_fixture import AttentionBenchmark
 
-    return AttentionBenchmark(benchmark, request.node.stash.get(_clock, None), _attention_stations)
+    clock = request.node.stash.get(_clock, None)
+    return AttentionBenchmark(benchmark, clock, _attention_stations, _attention_gatekeeper)
 
 
 @pytest.fixture(scope="session")
@@ -47,6 +95,18 @@ def _attention_stations(pytestconfig: pytest.Config) -> Iterator[Stations]:
     with Stations(float(limit)) as stations:
         pytestconfig.stash[_stations] = stations
         yield stations
+
+
+@pytest.fixture(scope="session")
+def _attention_gatekeeper(pytestconfig: pytest.Config) -> Iterator[Gatekeeper | None]:
+    asked = pytestconfig.stash.get(_gate, None)
+    if asked is None:
+        yield None
+        return
+    from .pytest_gate import Gatekeeper
+
+    with Gatekeeper(*asked) as gatekeeper:
+        yield gatekeeper
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -17,30 +17,34 @@ def alone() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
 
 
-def pytest_in(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """A pytest session in the folder, for which a backend that lies in it is installed."""
+def pytest_in(folder: Path, *arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A pytest session in the folder, for which a backend that lies in it is installed, with these variables set."""
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(folder), *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=PATIENCE,
         cwd=folder,
-        env={**alone(), "PYTHONPATH": os.pathsep.join([str(folder), str(SUPPORT)])},
+        env={**alone(), "PYTHONPATH": os.pathsep.join([str(folder), str(SUPPORT)]), **environ},
         check=False,
     )
 
 
-def install(folder: Path) -> None:
-    """A backend that answers after a while, one kernel of which ends its process."""
-    (folder / "planted_plugin.py").write_text(
-        "import os, time\n"
-        "from planted import FakeBackward, FakeForward\n"
-        "from attnbench.kernel import Availability, Backend\n"
-        "slow = FakeForward('planted:bf16', lambda out: time.sleep(0.005) or out)\n"
-        "dies = FakeForward('planted:fp16', lambda out: os._exit(9))\n"
-        "kernels = (slow, dies, FakeForward('planted:fp8'), FakeBackward('planted:bf16'))\n"
-        "BACKEND = Backend('planted', 'for a test', lambda: Availability(version='1.0'), kernels)\n"
-    )
+# A backend that answers after a while, one kernel of which ends its process.
+PLANTED = """
+import os, time
+from planted import FakeBackward, FakeForward
+from attnbench.kernel import Availability, Backend
+slow = FakeForward('planted:bf16', lambda out: time.sleep(0.005) or out)
+dies = FakeForward('planted:fp16', lambda out: os._exit(9))
+kernels = (slow, dies, FakeForward('planted:fp8'), FakeBackward('planted:bf16'))
+BACKEND = Backend('planted', 'for a test', lambda: Availability(version='1.0'), kernels)
+"""
+
+
+def install(folder: Path, program: str = PLANTED) -> None:
+    """Install a program's backend ``planted`` for sessions in the folder."""
+    (folder / "planted_plugin.py").write_text(program)
     info = folder / "planted_plugin-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planted_plugin\nVersion: 1.0\n")

@@ -1,0 +1,100 @@
+"""The gate behind the fixture ``attention_benchmark``: a plan visited in turns with itself in an older environment."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from .compare.gate import Gate
+from .compare.outcome import minutes_needed, outcomes
+from .compare.rows import gate_rows
+from .compare.series import GateRow
+from .compare.sides import Sides
+from .records import Measurement
+from .regression import Outcome
+from .regression_export import regression_dict
+from .regression_sentences import times_said
+from .regression_terms import Limits, Terms
+from .timing import Cost
+
+__all__ = ["GateVerdict", "Gatekeeper"]
+
+_HOST = 0.5  # of the host's part of a call on a GPU, as for `attnbench gate`
+_SECONDS = 300.0  # that one request to a process may take before it is a hang
+_TOLD = ("verdict", "certain", "visible", "limits", "costs", "reasons")
+
+
+class GateVerdict(NamedTuple):
+    """``fault`` says why a row does not pass, None where it does; ``told`` is what was found, in plain JSON types."""
+
+    fault: str | None
+    told: dict[str, Any]
+
+
+class Gatekeeper:
+    """Holds rows against the environment of the Python ``base``; the processes are kept until the context is left.
+
+    ``fail_on`` is the slow-down to be found (0.03: 3 %), ``minutes`` the time that one row may take.
+    """
+
+    def __init__(self, base: Path, fail_on: float, minutes: float) -> None:
+        self._base, self._minutes = base, minutes
+        self._terms = Terms(Limits(time=fail_on, host=_HOST))
+        self._sides: dict[torch.device, Sides] = {}
+        self._numbers = itertools.count()
+        self._open = ExitStack()
+
+    def judge(self, row: Measurement, cost: Cost, device: torch.device) -> GateVerdict:
+        """Visit the row in both environments until it is decided; of a call, the costs that `attnbench gate` takes.
+
+        Raises MisuseError where the old environment cannot take part in a gate.
+        """
+        (asked,) = gate_rows([row], self._terms, device, None if cost == "call" else [cost], None)
+        asked.question = replace(asked.question, number=next(self._numbers))
+        Gate(self._sides_on(device), time.monotonic() + self._minutes * 60, print).run([asked])
+        rows = {row.key: row}
+        regression = outcomes(rows, rows, [asked], self._terms)
+        (outcome,), (told,) = regression.outcomes, regression_dict(regression, rows, rows)["rows"]
+        found = {name: told[name] for name in _TOLD}
+        return GateVerdict(self._fault(outcome, asked), {"base_python": str(self._base), **found})
+
+    def _fault(self, outcome: Outcome, row: GateRow) -> str | None:
+        if outcome.regressed:
+            return f"{outcome.verdict}: {'; '.join(outcome.reasons)}"
+        if outcome.certain:
+            return None
+        uncertain = outcome.verdict == "uncertain"
+        said = list(outcome.reasons if uncertain else times_said(outcome.costs, "uncertain"))
+        if row.lost is None:
+            said.append(self._remedy(row))
+        return f"not certain whether it is slower: {'; '.join(said)}"
+
+    def _remedy(self, row: GateRow) -> str:
+        """What would make it certain."""
+        if any(each.estimate is None for each in row.series.values()):
+            return f"--attention-minutes {self._minutes:g} is not enough"
+        needed = minutes_needed([row])
+        if needed is None:
+            return "more time would not settle it, a larger --attention-fail-on may"
+        return f"--attention-minutes {math.ceil(self._minutes + needed)} would settle it"
+
+    def _sides_on(self, device: torch.device) -> Sides:
+        if device not in self._sides:
+            self._sides[device] = self._open.enter_context(Sides(device, self._base, _SECONDS))
+        return self._sides[device]
+
+    def __enter__(self) -> Gatekeeper:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.close()
