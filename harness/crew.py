@@ -177,7 +177,7 @@ def _started(module: str, python: Path | None, environ: Mapping[str, str]) -> _P
             stdout=log,
             stderr=log,
             pass_fds=[end],
-            env=_PATIENT | os.environ | environ,
+            env={**_PATIENT, **os.environ, **environ},
             start_new_session=True,  # an interrupt at the terminal is the sweep's to act on
         )
         opened.pop_all()

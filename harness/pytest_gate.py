@@ -17,7 +17,7 @@ from .compare.gate import Gate
 from .compare.outcome import minutes_needed, outcomes
 from .compare.rows import gate_rows
 from .compare.series import GateRow
-from .compare.sides import Sides
+from .compare.sides import Question, Sides
 from .records import Measurement
 from .regression import Outcome
 from .regression_export import regression_dict
@@ -59,7 +59,7 @@ class Gatekeeper:
         """
         (asked,) = gate_rows([row], self._terms, device, None if cost == "call" else [cost], None)
         asked.question = replace(asked.question, number=next(self._numbers))
-        Gate(self._sides_on(device), time.monotonic() + self._minutes * 60, print).run([asked])
+        Gate(self._sides_on(device, asked.question), time.monotonic() + self._minutes * 60, print).run([asked])
         rows = {row.key: row}
         regression = outcomes(rows, rows, [asked], self._terms)
         (outcome,), (told,) = regression.outcomes, regression_dict(regression, rows, rows)["rows"]
@@ -79,16 +79,19 @@ class Gatekeeper:
 
     def _remedy(self, row: GateRow) -> str:
         """What would make it certain."""
-        if any(each.estimate is None for each in row.series.values()):
+        if not row.known:
             return f"--attention-minutes {self._minutes:g} is not enough"
         needed = minutes_needed([row])
         if needed is None:
             return "more time would not settle it, a larger --attention-fail-on may"
         return f"--attention-minutes {math.ceil(self._minutes + needed)} would settle it"
 
-    def _sides_on(self, device: torch.device) -> Sides:
+    def _sides_on(self, device: torch.device, question: Question) -> Sides:
         if device not in self._sides:
-            self._sides[device] = self._open.enter_context(Sides(device, self._base, _SECONDS))
+            sides = self._open.enter_context(Sides(device, self._base, _SECONDS))
+            sides.start([question])
+            sides.introduce(question, print)
+            self._sides[device] = sides
         return self._sides[device]
 
     def __enter__(self) -> Gatekeeper:

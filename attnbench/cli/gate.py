@@ -26,7 +26,11 @@ def gate(
     ],
     base_python: Annotated[
         Path | None,
-        typer.Option(help="The Python of an environment that holds the old code, to be measured beside the new one."),
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="The Python of an environment that holds the old code, to be measured beside the new one.",
+        ),
     ] = None,
     fail_on: Annotated[str, typer.Option("--fail-on", help="The slow-down that must be found.")] = "3%",
     fail_on_host: Annotated[

@@ -72,11 +72,11 @@ def _without_times(outcome: Outcome, row: GateRow | None) -> Outcome:
         side, reason = row.lost
         verdict: RowVerdict = "failed" if side == "NEW" else "uncertain"
         return replace(outcome, verdict=verdict, reasons=(f"while it was visited in {side}: {reason}",), costs={})
-    missed = [cost for cost, series in row.series.items() if series.estimate is None]
-    if not missed:
+    if row.known:
         return outcome
-    lacking = any(series.anchored and not series.recorded for series in row.series.values())
-    reason = "BASE has no rounds" if lacking else "too few rounds were made"
+    missed = [cost for cost, series in row.series.items() if series.estimate is None]
+    unknown = any(series.unknown for series in row.series.values())
+    reason = "BASE has no rounds" if unknown else "too few rounds were made"
     reasons = (*(outcome.reasons if outcome.costs else ()), f"{reason} of {', '.join(missed)}")
     return replace(outcome, verdict="uncertain", reasons=reasons)
 

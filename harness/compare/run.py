@@ -14,7 +14,6 @@ from attnbench.environment import Environment
 from attnbench.errors import AttnbenchError, MisuseError
 from attnbench.registry import Registry
 
-from ..crew import LostError
 from ..laboratory import INSTALLED, Laboratory, registry_of
 from ..records import Measurement
 from ..regression import Regression
@@ -27,7 +26,7 @@ from .outcome import minutes_needed, outcomes
 from .recorded import ROUNDS, read_rounds, rounds_of, write_rounds
 from .rows import brief_timer, chosen, gate_rows, repeatable, tasks
 from .series import GateRow
-from .sides import SIDES, Question, Sides
+from .sides import Sides
 
 __all__ = ["GateRun", "UnlikeMachinesError", "run_gate"]
 
@@ -87,7 +86,7 @@ def run_gate(
     rows = gate_rows(list(wanted.values()), terms, device, costs, recorded, same_gpu=same_gpu)
     with Sides(device, base_python, _SECONDS, source) as sides:
         sides.start([row.question for row in rows])
-        _introduce(sides, rows[0].question, say)
+        sides.introduce(rows[0].question, say)
         new = _first_look(list(wanted.values()), registry, laboratory, folder, say)
         running = [row for row in rows if row.question.key in new and new[row.question.key].measured]
         Gate(sides, start + minutes * 60, say).run(running)
@@ -117,20 +116,6 @@ def _recorded(base: Path, wanted: Mapping[Key, Measurement], environment: Enviro
     return read_rounds(base / ROUNDS) if base.is_dir() else {}
 
 
-def _introduce(sides: Sides, question: Question, say: Callable[[str], object]) -> None:
-    """Say which environments are compared, and where that may not be what is meant, before anything is measured."""
-    if sides.anchored:
-        return
-    try:
-        told = {side: sides.about(side, question) for side in SIDES}
-    except LostError:  # the row's own fault, and said with the row
-        return
-    for side, facts in told.items():
-        say(f"{side}: {', '.join(f'{name} {value}' for name, value in facts.items())}")
-    if told["BASE"] == told["NEW"]:
-        say("both environments say the same of themselves: is the old one really the old one?")
-
-
 def _first_look(
     rows: Sequence[Measurement],
     registry: Registry,
@@ -150,10 +135,12 @@ def _advice(rows: Sequence[GateRow], minutes: float, recorded: _Recorded | None)
     """What would make it certain."""
     if recorded is not None and not recorded:
         return "BASE has no rounds of an earlier gate: --base-python measures the old code, or make this run the base"
+    if any(row.lost is None and not row.known for row in rows):
+        return f"the time was over before each row had been visited: --minutes {2 * minutes:g}, or fewer rows"
     needed = minutes_needed(rows)
-    if needed is None and recorded is not None:
+    if needed is not None:
+        more = math.ceil(needed)
+        return f"about {more} more minute{'s' * (more > 1)} would settle it (--minutes {minutes + more:g})"
+    if recorded is not None:
         return "beside the anchor no time would settle it: --base-python measures the old code itself"
-    if needed is None:
-        return "more time would not settle it: processes of the same code lie too far apart"
-    more = math.ceil(needed)
-    return f"about {more} more minute{'s' * (more > 1)} would settle it (--minutes {minutes + more:g})"
+    return "more time would not settle it: processes of the same code lie too far apart"

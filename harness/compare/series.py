@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
+from ..regression_terms import Gated
 from .evidence import Estimate, combined, slower, suspected, unchanged, visible
 from .sides import SIDES, Question, Side, Visited
 
@@ -17,6 +18,7 @@ Finding = Literal["slower", "same", "open"]
 # After how many rounds of a generation it is asked whether a row is decided: each time as many again, by half.
 LOOKS = (5, 7, 10, 14, 20, 28, 40)
 MOST_GENERATIONS = 4
+_FOR_LATER = 2  # generations of a row that BASE has no times of: a later gate's base
 _HOST_MATTERS = 0.5  # of the device's time: a host that needs less is ahead of it, whatever becomes of it
 
 
@@ -41,7 +43,7 @@ class Series:
     process of this run shows.  None and 0 where BASE is visited itself.
     """
 
-    cost: str
+    cost: Gated
     limit: float
     device_type: str
     recorded: list[list[float]] | None = None
@@ -55,6 +57,11 @@ class Series:
     def anchored(self) -> bool:
         """Whether BASE is not visited itself."""
         return self.recorded is not None
+
+    @property
+    def unknown(self) -> bool:
+        """Whether there are no times of BASE, so that NEW's are taken for a later gate alone."""
+        return self.recorded == []
 
     @property
     def floor(self) -> float:
@@ -99,7 +106,7 @@ class Series:
             self.finding, self.settled = ("slower", True) if confirmed else (self.finding, self.settled)
         # Where the rounds are many and what is left is between processes, only other processes can tell.
         between = self._lowest_visible(len(self.generations)) > self.limit
-        self.settled |= len(rounds) >= LOOKS[-1] or (between and len(rounds) >= LOOKS[2])
+        self.settled |= len(rounds) >= LOOKS[-1] or ((between or self.unknown) and len(rounds) >= LOOKS[2])
 
     @property
     def floor_is_too_high(self) -> bool:
@@ -124,14 +131,22 @@ class GateRow:
     """A row, its series by cost, and where and why it was lost if it was."""
 
     question: Question
-    series: dict[str, Series]
+    series: dict[Gated, Series]
     lost: tuple[Side, str] | None = None
     seconds: float = 0.0
 
     @property
     def open(self) -> bool:
         """Whether another generation may tell more."""
-        return self.lost is None and any(each.finding == "open" for each in self.series.values())
+        return self.lost is None and any(
+            each.finding == "open" and len(each.generations) < (_FOR_LATER if each.unknown else MOST_GENERATIONS)
+            for each in self.series.values()
+        )
+
+    @property
+    def known(self) -> bool:
+        """Whether every cost has an estimate."""
+        return all(each.estimate is not None for each in self.series.values())
 
     @property
     def settled(self) -> bool:
@@ -163,6 +178,6 @@ class GateRow:
             return
         device = sum(median(each.times["NEW"]) for cost, each in self.series.items() if cost != "host")
         # Where BASE's rounds have none it was idle there, and a time near the line does not make another row of it.
-        matters = 2 * _HOST_MATTERS if host.anchored and not host.recorded else _HOST_MATTERS
+        matters = 2 * _HOST_MATTERS if host.unknown else _HOST_MATTERS
         if median(host.times["NEW"]) < matters * device:
             del self.series["host"]

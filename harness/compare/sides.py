@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -103,20 +103,29 @@ class Sides:
                 with suppress(LostError):  # the first request to it says why
                     self._worker(side, backend).start()
 
-    def about(self, side: Side, question: Question) -> dict[str, str]:
-        """Which attnbench and torch a side has, from the process of a row's backend.
+    def introduce(self, question: Question, say: Callable[[str], object]) -> None:
+        """Say which environments are compared, as the processes of a row's backend know them.
 
-        Raises LostError, and MisuseError where BASE's environment cannot take part at all.
+        Raises MisuseError where BASE's cannot take part at all.
         """
-        place = side, question.backend
-        try:
-            if (spoken := self._ask(place, "protocol")) != PROTOCOL:
-                raise MisuseError(f"{self._base}: its attnbench speaks the gate's protocol {spoken}, not {PROTOCOL}")
-            told: dict[str, str] = self._ask(place, "about")
-        except LostError as error:
-            if side == "BASE" and _TOO_OLD in error.reason:
-                raise MisuseError(f"{self._base} has no attnbench with a gate") from error
-            raise
+        if self.anchored:
+            return
+        told = {}
+        for side in SIDES:
+            try:
+                told[side] = self._about((side, question.backend))
+            except LostError as error:
+                if side == "BASE" and _TOO_OLD in error.reason:
+                    raise MisuseError(f"{self._base} has no attnbench with a gate") from error
+                return  # the backend's own fault, and said with its rows
+            say(f"{side}: {', '.join(f'{name} {value}' for name, value in told[side].items())}")
+        if told["BASE"] == told["NEW"]:
+            say("both environments say the same of themselves: is the old one really the old one?")
+
+    def _about(self, place: _Place) -> dict[str, str]:
+        if (spoken := self._ask(place, "protocol")) != PROTOCOL:
+            raise MisuseError(f"{self._base}: its attnbench speaks the gate's protocol {spoken}, not {PROTOCOL}")
+        told: dict[str, str] = self._ask(place, "about")
         return told
 
     def begin(self, questions: Sequence[Question]) -> dict[int, tuple[Side, LostError]]:

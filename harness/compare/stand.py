@@ -74,7 +74,8 @@ class Stand:
         trial.case.load_first()
         asked = {"call" if cost == "host" else cost for cost in costs}
         visit = trial.sample(self._timer, replay, cast(set[Cost], asked))
-        return {**visit.time_ms, "host": visit.host_ms, "worn": [float(visit.worn)]}
+        samples: dict[str, list[float]] = {str(cost): times for cost, times in visit.time_ms.items()}
+        return samples | {"host": visit.host_ms, "worn": [float(visit.worn)]}
 
     def anchor(self, row: int, costs: list[str], replay: bool) -> dict[str, list[float]]:
         """The same of a piece of work that no version of attnbench changes, under the name of every cost.

@@ -230,7 +230,10 @@ def test_beside_the_anchor_base_is_its_recorded_rounds(shift, finding):
 def test_beside_the_anchor_a_row_without_recorded_rounds_is_not_certain():
     gated = rows(1, ("prepared",), "cuda")
     gated[0].series["prepared"] = Series("prepared", 0.05, "cuda", [], 0.004)
-    run(Sides(), gated)
+    sides = Sides()
+    run(sides, gated)
+    assert len(gated[0].series["prepared"].generations) == 2, "a base for a later gate, and no more"
+    assert sides.visits[0] <= 2 * 8 * (1 + LOOKS[2])
     found = judged(gated)
     assert found.exit_code == 4
     assert found.outcomes[0].reasons == ("BASE has no rounds of prepared",)
