@@ -213,14 +213,13 @@ def test_the_tensors_of_a_breach_are_whole_or_not_there(tmp_path):
     assert [save_tensors(tmp_path, BREACH, tensors).name] == os.listdir(tmp_path)
 
 
-# Whole folders are moved at once by merge and checkpoint; rerun writes into a temporary folder; a store only appends.
+# Whole folders are moved at once by merge and checkpoint; a store only appends.
 OWN = {
     "attnbench/draft.py": {"replace"},
     "attnbench/guard_tensors.py": {"save_file"},
     "harness/captured.py": {"save_file"},
     "harness/merge.py": {"rename"},
     "harness/training/checkpoint.py": {"replace", "save_file"},
-    "harness/rerun.py": {"write_text", "open"},
     "harness/store.py": {"open"},
     "attnbench/cli/streams.py": {"open"},
 }
