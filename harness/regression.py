@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from .records import Measurement
 from .regression_errors import ErrorChange, families_missing, risen
+from .regression_memory import MemoryChange, grown, memory_said
 from .regression_pairs import FAILURES, Pair, baselines, other_differences, paired, unlike_places, unlike_questions
 from .regression_sentences import clocks_said, error_said, times_said
 from .regression_terms import Gated, Key, Limits, Terms, check_used
@@ -17,12 +18,23 @@ from .regression_times import CostChange, Timed, changes_of, timed, verdict_of
 __all__ = ["VERDICTS", "Outcome", "Regression", "RowVerdict", "compare_results"]
 
 RowVerdict = Literal[
-    "failed", "inaccurate", "slower", "missing", "incomparable", "faster", "uncertain", "same", "baseline", "unmeasured"
+    "failed",
+    "inaccurate",
+    "slower",
+    "larger",
+    "missing",
+    "incomparable",
+    "faster",
+    "uncertain",
+    "same",
+    "baseline",
+    "unmeasured",
 ]
 VERDICTS: tuple[RowVerdict, ...] = get_args(RowVerdict)  # of several, the first is the row's
-_COMPARED: tuple[RowVerdict, ...] = ("failed", "inaccurate", "slower", "faster", "uncertain", "same")
+_REGRESSED: tuple[RowVerdict, ...] = ("failed", "inaccurate", "slower", "larger")
+_COMPARED: tuple[RowVerdict, ...] = (*_REGRESSED, "faster", "uncertain", "same")
 # What is said of a row even where something worse is.
-_FINDINGS: tuple[RowVerdict, ...] = ("inaccurate", "slower", "missing", "faster")
+_FINDINGS: tuple[RowVerdict, ...] = ("inaccurate", "slower", "larger", "missing", "faster")
 Yardsticks = Mapping[str, tuple[Measurement, Measurement]]
 
 
@@ -33,13 +45,14 @@ class Outcome:
     - ``failed``: it was measured in BASE and crashes, hangs, fails or runs out of memory in NEW.
     - ``inaccurate``: it is inaccurate now and was not, or an error has risen beyond its limit.
     - ``slower``, ``faster``, ``same``, ``uncertain``: its times (attnbench.harness.regression_times).
+    - ``larger``: it takes more memory, beyond its limit.
     - ``missing``: one side alone has it, or errors of it; ``allowed`` where that was allowed by name.
     - ``incomparable``: the machines or the questions are unlike.
     - ``baseline``: what the others' times are relative to, whose own are not compared.
     - ``unmeasured``: neither side has numbers, and NEW is no worse.
 
-    ``costs`` are the times that were compared, ``errors`` those that have risen beyond the
-    limit.
+    ``costs`` are the times that were compared, ``errors`` and ``memory`` those that have risen
+    beyond the limit.
     """
 
     key: Key
@@ -47,13 +60,14 @@ class Outcome:
     reasons: tuple[str, ...] = ()
     costs: Mapping[Gated, CostChange] = field(default_factory=dict)
     errors: tuple[ErrorChange, ...] = ()
+    memory: tuple[MemoryChange, ...] = ()
     limits: Limits = field(default_factory=Limits)
     allowed: bool = False
 
     @property
     def regressed(self) -> bool:
         """Whether it makes the comparison fail."""
-        return self.verdict in ("failed", "inaccurate", "slower") or (self.verdict == "missing" and not self.allowed)
+        return self.verdict in _REGRESSED or (self.verdict == "missing" and not self.allowed)
 
     @property
     def certain(self) -> bool:
@@ -160,6 +174,7 @@ def _outcome(
     key, limits = pair.key, terms.limits_of(pair.key)
     said: list[tuple[RowVerdict, str]] = list(_absent(pair))
     errors: tuple[ErrorChange, ...] = ()
+    memory: tuple[MemoryChange, ...] = ()
     costs: Mapping[Gated, CostChange] = {}
     if (rows := pair.measured) is not None:
         before, after = rows
@@ -167,6 +182,8 @@ def _outcome(
             return Outcome(key, "incomparable", tuple(unlike), limits=limits)
         errors = tuple(risen(before, after, limits.error))
         said += _accuracy(before, after, errors)
+        memory = tuple(grown(before, after, limits.memory))
+        said += [("larger", memory_said(each)) for each in memory]
         if key in changes:
             costs = changes[key]
             found = verdict_of(costs)
@@ -182,7 +199,7 @@ def _outcome(
     said.sort(key=lambda each: VERDICTS.index(each[0]))
     reasons = dict.fromkeys(reason for each, reason in said if reason and each in (verdict, *_FINDINGS))
     allowed = verdict == "missing" and terms.allows(key)
-    return Outcome(key, verdict, tuple(reasons), costs, errors, limits, allowed)
+    return Outcome(key, verdict, tuple(reasons), costs, errors, memory, limits, allowed)
 
 
 def _absent(pair: Pair) -> Iterator[tuple[RowVerdict, str]]:

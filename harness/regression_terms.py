@@ -36,13 +36,13 @@ Gated = Literal["kernel", "prepared", "backward", "call", "host"]  # the costs o
 GATED: tuple[Gated, ...] = get_args(Gated)
 _PERCENTAGE = re.compile(r"(\d{1,4}(?:\.\d{1,6})?) ?%", re.ASCII)
 LARGEST_LIMIT = 10.0  # eleven times as long: whoever means more means no limit
-_FIELDS = ("time", "host", "error")
-_NAMES = "time, host or error"
+_FIELDS = ("time", "host", "error", "memory")
+_NAMES = "time, host, error or memory"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """``time``: the slow-down that must be found; ``error``: the rise of an error that is too much.  0.03 is 3 %.
+    """``time``: the slow-down that must be found; ``error``, ``memory``: the rise that is too much.  0.03 is 3 %.
 
     ``host`` is the slow-down that must be found of what a GPU's host decides: its part of a
     call, and a call that waits for it.  Unchanged, that differs by tens of percent from run to run.
@@ -54,6 +54,7 @@ class Limits:
     time: float = 0.03
     error: float = 0.25
     host: float = 1.0
+    memory: float = 0.1
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Threshold:
     time: float | None = None
     error: float | None = None
     host: float | None = None
+    memory: float | None = None
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,8 @@ class Terms:
         limits = self.limits
         for each in self.thresholds:
             if matches(each.pattern, key):
-                limits = replace(
-                    limits,
-                    time=limits.time if each.time is None else each.time,
-                    error=limits.error if each.error is None else each.error,
-                    host=limits.host if each.host is None else each.host,
-                )
+                said = {name: value for name in _FIELDS if (value := getattr(each, name)) is not None}
+                limits = replace(limits, **said)
         return limits
 
     def allows(self, key: Key) -> bool:
@@ -135,7 +133,7 @@ def read_thresholds(path: Path) -> tuple[Threshold, ...]:
     """The limits of a YAML file: patterns of cases or plans, each with a percentage, or with several::
 
         "*causal*": 5%
-        "fa3:fp8": {time: 2%, host: 50%, error: 10%}
+        "fa3:fp8": {time: 2%, host: 50%, error: 10%, memory: 20%}
 
     Raises MalformedFileError with the line and what was expected there.
     """

@@ -18,7 +18,7 @@ from .series import GateRow, Series
 __all__ = ["minutes_needed", "outcomes"]
 
 _INTERVAL = 0.975  # either end of an interval of 95 %
-_WORSE: tuple[RowVerdict, ...] = ("failed", "inaccurate", "slower", "missing")  # than to be uncertain
+_WORSE: tuple[RowVerdict, ...] = ("failed", "inaccurate", "slower", "larger", "missing")  # than to be uncertain
 
 
 def outcomes(

@@ -1,0 +1,46 @@
+"""Whether a plan needs more memory than before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from .records import Measurement
+from .report_text import size
+
+__all__ = ["MemoryChange", "grown", "memory_said"]
+
+_NOTHING = 2**20  # bytes: allocators round, and nobody runs out of memory for a MiB
+
+
+@dataclass(frozen=True)
+class MemoryChange:
+    """Bytes of device memory before and after: the ``peak`` of a call, or what is ``held`` for a backward."""
+
+    kind: Literal["peak", "held"]
+    before: int
+    after: int
+
+
+def grown(before: Measurement, after: Measurement, rise: float) -> Iterator[MemoryChange]:
+    """What has grown by more than ``rise`` (0.1 is 10 %).
+
+    The same code takes the same: of 756 rows in two committed sets none differs by more than 1.6 %.
+    """
+    for change in (
+        _change("peak", before.memory_bytes, after.memory_bytes),
+        _change("held", before.retained_bytes, after.retained_bytes),
+    ):
+        if change is not None and change.after - change.before > _NOTHING + rise * change.before:
+            yield change
+
+
+def _change(kind: Literal["peak", "held"], before: int | None, after: int | None) -> MemoryChange | None:
+    return None if before is None or after is None else MemoryChange(kind, before, after)
+
+
+def memory_said(change: MemoryChange) -> str:
+    """In a sentence."""
+    what = "its call takes" if change.kind == "peak" else "its result holds"
+    return f"{what} {size(change.after)} of memory, it was {size(change.before)}"

@@ -1,0 +1,58 @@
+"""Memory that a plan takes more of than before."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from compared import results, row
+
+from attnbench.harness.records import Measurement
+from attnbench.harness.regression import compare_results
+from attnbench.harness.regression_memory import grown
+from attnbench.harness.regression_terms import Limits, Terms, Threshold
+
+RESULTS = Path(__file__).parents[2] / "results" / "nvidia-h200"
+MIB = 2**20
+
+
+def outcome(before, after, terms=None):
+    found = compare_results(results(row(**before)), results(row(seed=1, **after)), terms or Terms(Limits(time=0.5)))
+    (one,) = found.outcomes
+    return one, found.exit_code
+
+
+@pytest.mark.parametrize("name", ["memory_bytes", "retained_bytes"])
+def test_a_fifth_more_memory_fails_and_says_how_much(name):
+    one, code = outcome({name: 100 * MIB}, {name: 120 * MIB})
+    assert (one.verdict, code) == ("larger", 1)
+    assert "120 MiB of memory, it was 100 MiB" in one.reasons[0]
+    assert outcome({name: 120 * MIB}, {name: 100 * MIB})[0].verdict != "larger"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(100 * MIB, 109 * MIB), (1000, MIB), (0, 0), (None, 9 * MIB), (9 * MIB, None)]
+)
+def test_what_rounding_and_other_records_make_of_it_is_no_growth(before, after):
+    one, code = outcome({"memory_bytes": before}, {"memory_bytes": after})
+    assert (one.verdict, code) == ("same", 0)
+
+
+def test_its_limit_can_be_set_for_a_plan():
+    lenient = Terms(Limits(time=0.5), thresholds=(Threshold("fa3:*", memory=0.5),))
+    assert outcome({"memory_bytes": 100 * MIB}, {"memory_bytes": 140 * MIB}, lenient)[0].verdict == "same"
+    assert outcome({"memory_bytes": 100 * MIB}, {"memory_bytes": 160 * MIB}, lenient)[0].verdict == "larger"
+
+
+def test_unchanged_kernels_take_the_same():
+    """Of two committed sets, from two GPUs and two states of the harness."""
+    sets = []
+    for name in ("inference", "inference-plans"):
+        with gzip.open(RESULTS / name / "measurements.jsonl.gz", "rt", encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file]
+        sets.append({(each["case"], each["plan"]): each for each in rows if each["status"] == "ok"})
+    shared = sets[0].keys() & sets[1].keys()
+    assert len(shared) > 500
+    for key in shared:
+        before, after = (Measurement.model_construct(**each[key]) for each in sets)
+        assert not list(grown(before, after, 0.05))
