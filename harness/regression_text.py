@@ -38,7 +38,9 @@ def conclusion(regression: Regression) -> str:
     """One line: whether it regressed, and how many rows of each verdict make it so."""
     code = regression.exit_code
     if code == 0:
-        return "clean: nothing became slower, less accurate, failed or went missing"
+        visible = max((each.visible for each in regression.outcomes if each.visible is not None), default=None)
+        power = "" if visible is None else f"; a slow-down of {share(visible)} would have been found with 95% in any row"
+        return f"clean: nothing became slower, less accurate, failed or went missing{power}"
     if code == 4:
         return f"not certain: {'; '.join(_uncertain(regression))}; {regression.advice}"
     if code == 1:
@@ -50,23 +52,23 @@ def conclusion(regression: Regression) -> str:
 
 
 def _table(outcomes: Sequence[Outcome], style: Style, width: int) -> str:
-    if style == "markdown":
-        columns = {
-            "verdict": [_verdict(each) for each in outcomes],
-            "case": [shown(each.key[0], style) for each in outcomes],
-            "plan": [shown(str(each.key[1]), style) for each in outcomes],
-            "because": [shown("; ".join(each.reasons), style) for each in outcomes],
-        }
-        return tabulate(columns, headers="keys", tablefmt="github", disable_numparse=True)
-    names = [f"{shown(each.key[0], style)}\n{shown(str(each.key[1]), style)}" for each in outcomes]
+    cases, plans = (
+        [shown(each.key[0], style) for each in outcomes],
+        [shown(str(each.key[1]), style) for each in outcomes],
+    )
     verdicts = [_verdict(each) for each in outcomes]
-    taken = sum(2 + max(len(line) for cell in cells for line in cell.split("\n")) for cells in (names, verdicts))
-    columns = {
-        "verdict": verdicts,
-        "case, plan": names,
-        "because": [shown("; ".join(each.reasons), style) for each in outcomes],
-    }
-    widths = [None, None, max(_LEAST_WIDTH, width - taken)]
+    visible = ["" if each.visible is None else share(each.visible) for each in outcomes]
+    because = [shown("; ".join(each.reasons), style) for each in outcomes]
+    if style == "markdown":
+        columns = {"verdict": verdicts, "case": cases, "plan": plans, "visible": visible, "because": because}
+        return tabulate(columns, headers="keys", tablefmt="github", disable_numparse=True)
+    names = [f"{case}\n{plan}" for case, plan in zip(cases, plans, strict=True)]
+    columns = {"verdict": verdicts, "case, plan": names, "visible": visible, "because": because}
+    taken = sum(
+        2 + max(len(line) for cell in [name, *cells] for line in cell.split("\n"))
+        for name, cells in list(columns.items())[:-1]
+    )
+    widths = [None, None, None, max(_LEAST_WIDTH, width - taken)]
     return tabulate(columns, headers="keys", tablefmt="simple", disable_numparse=True, maxcolwidths=widths)
 
 
@@ -80,6 +82,8 @@ def _sentences(regression: Regression) -> Iterator[str]:
     for cost in regression.terms.costs:
         if said := _of_cost(regression, cost):
             yield f"{cost}: {said}."
+    if any(each.costs for each in regression.outcomes):
+        yield "visible: the smallest slow-down that would have been found with 95%."
     if regression.differences:
         yield f"What else differs: {'; '.join(regression.differences)}."
     if any(each.startswith("uuid_hash ") for each in regression.differences):
@@ -96,7 +100,7 @@ def _of_cost(regression: Regression, cost: Gated) -> str:
         return ""
     counted = Counter(each.verdict for each in changes)
     said = ", ".join(f"{counted[verdict]} {verdict}" for verdict in _ORDER if counted[verdict])
-    return f"{said}; slow-downs of {_range(changes)} would have been found with 95%"
+    return f"{said}, visible {_range(changes)}"
 
 
 def _range(changes: Sequence[CostChange]) -> str:
@@ -115,11 +119,12 @@ def _uncertain(regression: Regression) -> Iterator[str]:
         changes = [cost for row in missed for cost in row]
         if not changes:
             continue
-        whose = "of the host's time in " if host else ""
-        said = f"{whose}{sum(map(bool, missed))} of {sum(map(bool, rows))} rows could not have shown a slow-down of "
-        said += share(limit) if all(each.limit == limit for each in changes) else "their limit"
+        each_alike = all(each.limit == limit for each in changes)
+        said = f"{'the host in ' if host else ''}{sum(map(bool, missed))} of {sum(map(bool, rows))} rows could not have"
+        said += f" shown a slow-down of {share(limit) if each_alike else 'their limit'}"
         said += f" ({_range(changes)} would have been found)"
         needed = max(cost.visible for row in rows for cost in row)
-        yield said + (f", {option} {math.ceil(needed * 100)}% would be certain" if needed <= LARGEST_LIMIT else "")
+        offered = each_alike and limit < needed <= LARGEST_LIMIT
+        yield said + (f", {option} {math.ceil(needed * 100)}% would be certain" if offered else "")
     if empty := sum(each.verdict == "uncertain" and not each.costs for each in regression.outcomes):
-        yield f"{empty} rows have no cost in common"
+        yield f"{empty} of {len(regression.outcomes)} rows have no times to compare"
