@@ -39,7 +39,7 @@ def conclusion(regression: Regression) -> str:
     code = regression.exit_code
     if code == 0:
         visible = max((each.visible for each in regression.outcomes if each.visible is not None), default=None)
-        power = "" if visible is None else f"; a slow-down of {share(visible)} would have been found with 95% in any row"
+        power = "" if visible is None else f"; in any row {share(visible)} would have been found with 95%"
         return f"clean: nothing became slower, less accurate, failed or went missing{power}"
     if code == 4:
         return f"not certain: {'; '.join(_uncertain(regression))}; {regression.advice}"

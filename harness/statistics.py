@@ -73,9 +73,9 @@ def compare(
     change that matters, ``family`` how many comparisons are made at once.
 
     - ``slower``, ``faster``: beyond doubt, the chance that any of the family is one although
-      nothing changed being 1 % at most; not for the sake of one visit alone; in the ranks of the
-      visits, too, so that two clocks in both sets do not decide; and by more than half of
-      ``factor``, because an estimate of a true 3 % falls below 3 % every second time.
+      nothing changed being 1 % at most; in the ranks of the visits, too, so that two clocks in
+      both sets do not decide; and by more than half of ``factor``, because an estimate of a true
+      3 % falls below 3 % every second time.
     - ``same``: a slow-down of ``factor`` would have been found with 95 %, and was not.
     - ``uncertain``: anything else.
 
@@ -94,16 +94,13 @@ def compare(
     shift = _middle(new) - _middle(old)
     visits = _variance(old, noise.visit) + _variance(new, noise.visit)
     deviation, doubted = (math.sqrt(noise.run**2 + each) for each in (visits, _DOUBT * visits))
-    needed = max(_quantile(1 - CHANCE / family) * deviation, line)
-    least, most = _without_one(old, new)
-    # Of a run in which the visits lie further apart.  The larger of the two, because a larger factor moves the line.
-    margin = _quantile(POWER) * doubted + max(shift - least, most - shift)
-    visible = margin + max(_quantile(1 - CHANCE / family) * doubted, line, margin)
+    beyond_doubt = _quantile(1 - CHANCE / family)
+    needed = max(beyond_doubt * deviation, line)
+    visible = max(beyond_doubt * doubted, line) + _quantile(POWER) * doubted
     verdict: Verdict = "uncertain"
-    if least > needed:
-        verdict = "slower" if _ranked_above(new, old) else "uncertain"
-    elif most < -needed:
-        verdict = "faster" if _ranked_above(old, new) else "uncertain"
+    if abs(shift) > needed:
+        if _ranked_above(*((new, old) if shift > 0 else (old, new))):
+            verdict = "slower" if shift > 0 else "faster"
     elif visible <= limit:
         verdict = "same"
     either = _quantile(0.975) * deviation
@@ -133,18 +130,6 @@ def _variance(logs: _Logs, usual: float) -> float:
     own = (_spread(logs) or 0.0) ** 2 * (logs.size - 1)
     pooled = (_WEIGHT * usual**2 + own) / (_WEIGHT + logs.size - 1)
     return (MEDIAN_ERROR**2 if logs.size > 2 else 1.0) * pooled / min(logs.size, _MOST_VISITS)
-
-
-def _without_one(old: _Logs, new: _Logs) -> tuple[float, float]:
-    """The least and the largest shift of medians with any one visit left out, where there are two at least."""
-    shifts = [_middle(new) - _middle(each) for each in _but_one(old)]
-    shifts += [_middle(each) - _middle(old) for each in _but_one(new)]
-    return min(shifts), max(shifts)
-
-
-def _but_one(logs: _Logs) -> list[_Logs]:
-    """The set without its shortest visit and without its longest, which move the median the most."""
-    return [logs[1:], logs[:-1]] if logs.size > 1 else [logs]
 
 
 def _middle(logs: _Logs) -> float:
