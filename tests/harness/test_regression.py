@@ -142,21 +142,21 @@ def test_a_cost_of_one_visit_or_three_samples_needs_another_that_says_the_same(v
 
 @pytest.mark.parametrize(("scatter", "verdict"), [(0.001, "slower"), (0.2, "uncertain")])
 def test_visits_that_agree_by_chance_are_no_better_than_their_samples(scatter, verdict):
-    taken = {"kernel": [1 - scatter, 1.0, 1 + scatter] * 2}
-    before = row(time_ms=taken, visits={"kernel": [3, 3]})
-    assert visit_medians(before, "kernel") == [1.0, 1.0]
+    taken = {"call": [1 - scatter, 1.0, 1 + scatter] * 2}
+    before = row(time_ms=taken, visits={"call": [3, 3]})
+    assert visit_medians(before, "call") == [1.0, 1.0]
     assert verdict_of(before, slowed(before, 1.2))[0].verdict == verdict
 
 
 @pytest.mark.parametrize(("device", "each_visit"), [("cuda", 3), ("cpu", 10)])
 def test_a_row_that_does_not_say_its_visits_is_divided_as_a_sweep_visits(device, each_visit):
     """For 10 ms on a GPU, 30 on a CPU."""
-    samples = {"kernel": [3.0 + place // each_visit for place in range(30)]}
+    samples = {"call": [3.0 + place // each_visit for place in range(30)]}
     silent = row(time_ms=samples, visits={}, environment=replace(HERE, device_type=device))
-    says = silent.model_copy(update={"visits": {"kernel": [each_visit] * (30 // each_visit)}})
-    assert visit_medians(says, "kernel") == sorted(set(samples["kernel"]))
-    steady = silent.model_copy(update={"time_ms": {"kernel": [3.0] * 30}})
-    assert len(visit_medians(steady, "kernel")) == 30 // each_visit
+    says = silent.model_copy(update={"visits": {"call": [each_visit] * (30 // each_visit)}})
+    assert visit_medians(says, "call") == sorted(set(samples["call"]))
+    steady = silent.model_copy(update={"time_ms": {"call": [3.0] * 30}})
+    assert len(visit_medians(steady, "call")) == 30 // each_visit
 
 
 @pytest.mark.parametrize("ratio", [1.1, 1.3, 3.0])
