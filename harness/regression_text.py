@@ -116,15 +116,15 @@ def _uncertain(regression: Regression) -> Iterator[str]:
     for host, limit, option in ((False, limits.time, "--fail-on"), (True, limits.host, "--fail-on-host")):
         rows = [[cost for cost in each.costs.values() if cost.host == host] for each in regression.outcomes]
         missed = [[cost for cost in row if cost.verdict == "uncertain"] for row in rows]
-        changes = [cost for row in missed for cost in row]
-        if not changes:
+        worst = [max(row, key=lambda cost: cost.visible) for row in missed if row]
+        if not worst:
             continue
-        each_alike = all(each.limit == limit for each in changes)
-        said = f"{'the host in ' if host else ''}{sum(map(bool, missed))} of {sum(map(bool, rows))} rows could not have"
-        said += f" shown a slow-down of {share(limit) if each_alike else 'their limit'}"
-        said += f" ({_range(changes)} would have been found)"
+        alike = all(each.limit == limit for each in worst)
+        said = f"{'the host in ' if host else ''}{len(worst)} of {sum(map(bool, rows))} rows could not have"
+        said += f" shown a slow-down of {share(limit) if alike else 'their limit'}"
+        said += f" ({_range(worst)} would have been found)"
         needed = max(cost.visible for row in rows for cost in row)
-        offered = each_alike and limit < needed <= LARGEST_LIMIT
+        offered = alike and limit < needed <= LARGEST_LIMIT
         yield said + (f", {option} {math.ceil(needed * 100)}% would be certain" if offered else "")
     if empty := sum(each.verdict == "uncertain" and not each.costs for each in regression.outcomes):
         yield f"{empty} of {len(regression.outcomes)} rows have no times to compare"
