@@ -79,6 +79,8 @@ def _verdict(outcome: Outcome) -> str:
 def _sentences(regression: Regression) -> Iterator[str]:
     counts = ", ".join(f"{number} {verdict}" for verdict, number in regression.counts.items())
     yield f"{len(regression.outcomes)} rows: {counts}."
+    if suspects := sum(each.suspect and each.verdict == "uncertain" for each in regression.outcomes):
+        yield f"{suspects} of the uncertain may be slower: a cost's 95% interval lies above 0."
     for cost in regression.terms.costs:
         if said := _of_cost(regression, cost):
             yield f"{cost}: {said}."
@@ -120,11 +122,11 @@ def _uncertain(regression: Regression) -> Iterator[str]:
         if not worst:
             continue
         alike = all(each.limit == limit for each in worst)
-        said = f"{'the host in ' if host else ''}{len(worst)} of {sum(map(bool, rows))} rows could not have"
-        said += f" shown a slow-down of {share(limit) if alike else 'their limit'}"
-        said += f" ({_range(worst)} would have been found)"
+        said = f"{len(worst)} of {sum(map(bool, rows))} rows could not have shown a slow-down of "
+        said += f"{share(limit) if alike else 'their limit'} ({_range(worst)} would have been found)"
         needed = max(cost.visible for row in rows for cost in row)
         offered = alike and limit < needed <= LARGEST_LIMIT
-        yield said + (f", {option} {math.ceil(needed * 100)}% would be certain" if offered else "")
+        whose = "the host's times of " if host else ""
+        yield whose + said + (f", {option} {math.ceil(needed * 100)}% would be certain" if offered else "")
     if empty := sum(each.verdict == "uncertain" and not each.costs for each in regression.outcomes):
         yield f"{empty} of {len(regression.outcomes)} rows have no times to compare"

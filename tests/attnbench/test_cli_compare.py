@@ -127,12 +127,20 @@ def test_what_could_not_be_seen_is_not_clean_and_the_limit_that_is_offered_is_ce
     assert clean.endswith(f"; in any row {high}% would have been found with 95%")
 
 
+def test_an_uncertain_row_that_may_be_slower_is_listed(attnbench, tmp_path):
+    rows = [row(case, seed=seed) for seed, case in enumerate("abcdefgh")]
+    base, new = written(tmp_path / "base", rows), written(tmp_path / "new", [slowed(rows[0], 1.02), *rows[1:]])
+    said = attnbench(base, new, "--fail-on", "1%", code=4).stdout
+    assert [line.split()[:2] for line in said.splitlines() if line.startswith("uncertain")] == [["uncertain", "a"]]
+    assert "- 1 of the uncertain may be slower: a cost's 95% interval lies above 0." in said.splitlines()
+
+
 def test_a_set_of_many_rows_beside_itself_is_not_certain(attnbench):
     said = attnbench(QUICK, QUICK, code=4).stdout.splitlines()
     rows = sum(each.measured for each in read_measurements(QUICK))
     assert said[0] == f"- 531 rows: {rows} uncertain, 314 unmeasured."
     assert said[-1].startswith(f"not certain: {rows} of {rows} rows could not have shown a slow-down of 3% (")
-    assert f"; the host in {rows} of {rows} rows could not have shown a slow-down of 100% (" in said[-1]
+    assert f"; the host's times of {rows} of {rows} rows could not have shown a slow-down of 100% (" in said[-1]
 
 
 @pytest.mark.parametrize("format", ["table", "markdown"])
