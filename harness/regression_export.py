@@ -123,12 +123,12 @@ def _cost(change: CostChange) -> dict[str, Any]:
     return {
         "verdict": change.verdict,
         "ratio": change.ratio,
-        "interval": list(change.interval),
+        "interval": [_number(each) for each in change.interval],
         "visible": _number(change.visible),
         "limit": change.limit,
         "decided_by": "host" if change.host else "device",
         "visits": list(change.visits),
-        "median": list(change.median),
+        "median": [_number(each) for each in change.median],
         "replayed_on_one_side": change.replayed,
     }
 

@@ -1,5 +1,6 @@
 """What a comparison of two result sets finds, what it does not invent, and which exit code that is."""
 
+import json
 import random
 from dataclasses import replace
 
@@ -13,10 +14,11 @@ from attnbench.errors import MisuseError
 from attnbench.harness.clocks import Conditions, Range
 from attnbench.harness.records import read_measurements
 from attnbench.harness.regression import VERDICTS, compare_results
+from attnbench.harness.regression_export import regression_dict
 from attnbench.harness.regression_pairs import rows_of
 from attnbench.harness.regression_terms import Limits, Terms, Threshold, percentage
 from attnbench.harness.regression_text import conclusion
-from attnbench.harness.regression_times import ratios
+from attnbench.harness.regression_times import CostChange, ratios
 from attnbench.harness.visits import visit_medians
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
@@ -146,6 +148,17 @@ def test_visits_that_agree_by_chance_are_no_better_than_their_samples(scatter, v
     before = row(time_ms=taken, visits={"call": [3, 3]})
     assert visit_medians(before, "call") == [1.0, 1.0]
     assert verdict_of(before, slowed(before, 1.2))[0].verdict == verdict
+
+
+def test_what_was_measured_elsewhere_takes_the_place_of_times_and_what_nothing_bounds_is_written():
+    """As the gate hands it over, from machines that need not be alike."""
+    unbounded = CostChange("kernel", "uncertain", 1.0, (0.0, np.inf), np.inf, 0.03, (1, 1), (1.0, np.inf))
+    base, new = results(row()), results(slowed(row(seed=1, environment=replace(HERE, device_name="another GPU")), 9))
+    found = compare_results(base, new, Terms(), {row().key: {"kernel": unbounded}})
+    assert (found.counts, found.exit_code) == ({"uncertain": 1}, 4)
+    written = json.loads(json.dumps(regression_dict(found, base, new), allow_nan=False))
+    assert written["rows"][0]["costs"]["kernel"]["interval"] == [0.0, "Infinity"]
+    assert written["rows"][0]["visible"] == "Infinity"
 
 
 @pytest.mark.parametrize(("device", "each_visit"), [("cuda", 3), ("cpu", 10)])
