@@ -11,7 +11,7 @@ from attnbench.environment import Environment
 
 from .records import Measurement
 from .regression import Outcome, Regression
-from .regression_terms import Key
+from .regression_terms import Key, Limits, Threshold
 from .regression_text import conclusion
 from .regression_times import CostChange
 
@@ -35,12 +35,11 @@ def regression_dict(
             "fail_on": terms.limits.time,
             "fail_on_host": terms.limits.host,
             "error_rise": terms.limits.error,
+            "memory_rise": terms.limits.memory,
             "costs": list(terms.costs),
             "relative_to": [str(plan) for plan in terms.relative_to],
             "allow_missing": list(terms.allowed),
-            "thresholds": {
-                each.pattern: {"time": each.time, "host": each.host, "error": each.error} for each in terms.thresholds
-            },
+            "thresholds": {each.pattern: _limits(each) for each in terms.thresholds},
         },
         "base": _environments(base),
         "new": _environments(new),
@@ -105,7 +104,7 @@ def _row(outcome: Outcome) -> dict[str, Any]:
         "certain": outcome.certain,
         "visible": None if outcome.visible is None else _number(outcome.visible),
         "reasons": list(outcome.reasons),
-        "limits": {"time": outcome.limits.time, "host": outcome.limits.host, "error": outcome.limits.error},
+        "limits": _limits(outcome.limits),
         "costs": {cost: _cost(change) for cost, change in outcome.costs.items()},
         "errors": [
             {
@@ -116,19 +115,24 @@ def _row(outcome: Outcome) -> dict[str, Any]:
             }
             for each in outcome.errors
         ],
+        "memory": {each.kind: [each.before, each.after] for each in outcome.memory},
     }
+
+
+def _limits(limits: Limits | Threshold) -> dict[str, float | None]:
+    return {"time": limits.time, "host": limits.host, "error": limits.error, "memory": limits.memory}
 
 
 def _cost(change: CostChange) -> dict[str, Any]:
     return {
         "verdict": change.verdict,
         "ratio": change.ratio,
-        "interval": list(change.interval),
+        "interval": [_number(each) for each in change.interval],
         "visible": _number(change.visible),
         "limit": change.limit,
         "decided_by": "host" if change.host else "device",
         "visits": list(change.visits),
-        "median": list(change.median),
+        "median": [_number(each) for each in change.median],
         "replayed_on_one_side": change.replayed,
     }
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from .records import Measurement
 from .regression_errors import ErrorChange
-from .regression_terms import Gated
+from .regression_terms import LARGEST_LIMIT, Gated
 from .regression_times import CostChange
 from .report_text import error, number
 from .statistics import Verdict
@@ -23,8 +23,8 @@ def change(ratio: float) -> str:
 
 
 def share(value: float) -> str:
-    """``2.1%`` for 0.021, rounded up; as a multiple from 10 on."""
-    return f"{math.ceil(value * 1e3 - 1e-6) / 10:g}%" if value < 10 else f"{number(1 + value)} times"
+    """``2.1%`` for 0.021, rounded up; beyond every limit that can be asked for, no number."""
+    return f"{math.ceil(value * 1e3 - 1e-6) / 10:g}%" if value <= LARGEST_LIMIT else f"over {LARGEST_LIMIT:.0%}"
 
 
 def times_said(costs: Mapping[Gated, CostChange], verdict: Verdict) -> Iterator[str]:
@@ -41,10 +41,8 @@ def times_said(costs: Mapping[Gated, CostChange], verdict: Verdict) -> Iterator[
 def _said(each: CostChange) -> str:
     low, high = each.interval
     medians = f"{number(each.median[0])} to {number(each.median[1])}{'' if each.relative else ' ms'}"
-    said = f"{each.cost} {change(each.ratio)} ({change(low)} to {change(high)}), {medians}"
-    if each.verdict != "uncertain":
-        return said
-    return f"{said}; {share(each.visible)} would have been found, {share(each.limit)} is to be"
+    visible = f", visible {share(each.visible)}" if each.verdict == "uncertain" else ""
+    return f"{each.cost} {change(each.ratio)} ({change(low)} to {change(high)}), {medians}{visible}"
 
 
 def error_said(errors: Sequence[ErrorChange]) -> str:

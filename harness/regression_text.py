@@ -38,7 +38,9 @@ def conclusion(regression: Regression) -> str:
     """One line: whether it regressed, and how many rows of each verdict make it so."""
     code = regression.exit_code
     if code == 0:
-        return "clean: nothing became slower, less accurate, failed or went missing"
+        visible = max((each.visible for each in regression.outcomes if each.visible is not None), default=None)
+        power = "" if visible is None else f"; in any row {share(visible)} would have been found with 95%"
+        return f"clean: nothing became slower, less accurate, failed or went missing{power}"
     if code == 4:
         return f"not certain: {'; '.join(_uncertain(regression))}; {regression.advice}"
     if code == 1:
@@ -50,23 +52,23 @@ def conclusion(regression: Regression) -> str:
 
 
 def _table(outcomes: Sequence[Outcome], style: Style, width: int) -> str:
-    if style == "markdown":
-        columns = {
-            "verdict": [_verdict(each) for each in outcomes],
-            "case": [shown(each.key[0], style) for each in outcomes],
-            "plan": [shown(str(each.key[1]), style) for each in outcomes],
-            "because": [shown("; ".join(each.reasons), style) for each in outcomes],
-        }
-        return tabulate(columns, headers="keys", tablefmt="github", disable_numparse=True)
-    names = [f"{shown(each.key[0], style)}\n{shown(str(each.key[1]), style)}" for each in outcomes]
+    cases, plans = (
+        [shown(each.key[0], style) for each in outcomes],
+        [shown(str(each.key[1]), style) for each in outcomes],
+    )
     verdicts = [_verdict(each) for each in outcomes]
-    taken = sum(2 + max(len(line) for cell in cells for line in cell.split("\n")) for cells in (names, verdicts))
-    columns = {
-        "verdict": verdicts,
-        "case, plan": names,
-        "because": [shown("; ".join(each.reasons), style) for each in outcomes],
-    }
-    widths = [None, None, max(_LEAST_WIDTH, width - taken)]
+    visible = ["" if each.visible is None else share(each.visible) for each in outcomes]
+    because = [shown("; ".join(each.reasons), style) for each in outcomes]
+    if style == "markdown":
+        columns = {"verdict": verdicts, "case": cases, "plan": plans, "visible": visible, "because": because}
+        return tabulate(columns, headers="keys", tablefmt="github", disable_numparse=True)
+    names = [f"{case}\n{plan}" for case, plan in zip(cases, plans, strict=True)]
+    columns = {"verdict": verdicts, "case, plan": names, "visible": visible, "because": because}
+    taken = sum(
+        2 + max(len(line) for cell in [name, *cells] for line in cell.split("\n"))
+        for name, cells in list(columns.items())[:-1]
+    )
+    widths = [None, None, None, max(_LEAST_WIDTH, width - taken)]
     return tabulate(columns, headers="keys", tablefmt="simple", disable_numparse=True, maxcolwidths=widths)
 
 
@@ -77,9 +79,13 @@ def _verdict(outcome: Outcome) -> str:
 def _sentences(regression: Regression) -> Iterator[str]:
     counts = ", ".join(f"{number} {verdict}" for verdict, number in regression.counts.items())
     yield f"{len(regression.outcomes)} rows: {counts}."
+    if suspects := sum(each.suspect and each.verdict == "uncertain" for each in regression.outcomes):
+        yield f"{suspects} of the uncertain may be slower: a cost's 95% interval lies above 0."
     for cost in regression.terms.costs:
         if said := _of_cost(regression, cost):
             yield f"{cost}: {said}."
+    if any(each.costs for each in regression.outcomes):
+        yield "visible: the smallest slow-down that would have been found with 95%."
     if regression.differences:
         yield f"What else differs: {'; '.join(regression.differences)}."
     if any(each.startswith("uuid_hash ") for each in regression.differences):
@@ -96,7 +102,7 @@ def _of_cost(regression: Regression, cost: Gated) -> str:
         return ""
     counted = Counter(each.verdict for each in changes)
     said = ", ".join(f"{counted[verdict]} {verdict}" for verdict in _ORDER if counted[verdict])
-    return f"{said}; slow-downs of {_range(changes)} would have been found with 95%"
+    return f"{said}, visible {_range(changes)}"
 
 
 def _range(changes: Sequence[CostChange]) -> str:
@@ -112,14 +118,16 @@ def _uncertain(regression: Regression) -> Iterator[str]:
     for host, limit, option in ((False, limits.time, "--fail-on"), (True, limits.host, "--fail-on-host")):
         rows = [[cost for cost in each.costs.values() if cost.host == host] for each in regression.outcomes]
         missed = [[cost for cost in row if cost.verdict == "uncertain"] for row in rows]
-        changes = [cost for row in missed for cost in row]
-        if not changes:
+        worst = [max(row, key=lambda cost: cost.visible) for row in missed if row]
+        if not worst:
             continue
-        whose = "of the host's time in " if host else ""
-        said = f"{whose}{sum(map(bool, missed))} of {sum(map(bool, rows))} rows could not have shown a slow-down of "
-        said += share(limit) if all(each.limit == limit for each in changes) else "their limit"
-        said += f" ({_range(changes)} would have been found)"
+        alike = all(each.limit == limit for each in worst)
+        said = f"{len(worst)} of {sum(map(bool, rows))} rows could not have shown a slow-down of "
+        said += f"{share(limit) if alike else 'their limit'} ({_range(worst)} would have been found)"
         needed = max(cost.visible for row in rows for cost in row)
-        yield said + (f", {option} {math.ceil(needed * 100)}% would be certain" if needed <= LARGEST_LIMIT else "")
-    if empty := sum(each.verdict == "uncertain" and not each.costs for each in regression.outcomes):
-        yield f"{empty} rows have no times that can be compared"
+        offered = alike and limit < needed <= LARGEST_LIMIT
+        whose = "the host's times of " if host else ""
+        yield whose + said + (f", {option} {math.ceil(needed * 100)}% would be certain" if offered else "")
+    unknown = [each for each in regression.outcomes if each.verdict == "uncertain"]
+    if empty := sum(all(cost.verdict != "uncertain" for cost in each.costs.values()) for each in unknown):
+        yield f"{empty} of {len(regression.outcomes)} rows have no times to compare"

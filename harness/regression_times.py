@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,10 +12,12 @@ from .records import Measurement
 from .regression_noise import Kind, Observed, noise_of
 from .regression_terms import Gated, Key, Limits
 from .statistics import Verdict, compare
-from .visits import visit_medians
+from .timing import Cost
+from .visits import samples_of, sampling_error, visit_medians
 
 __all__ = ["CostChange", "Timed", "changes_of", "ratios", "timed", "verdict_of"]
 
+_FEW = 4  # samples: of fewer, one that was held up is a third
 _DECIDES = 0.5  # of a call, from which on the host's part is what varies
 
 
@@ -46,12 +48,18 @@ class CostChange:
 
 @dataclass(frozen=True)
 class Timed:
-    """The medians of visits of one cost on both sides, and what decides it."""
+    """The medians of visits of one cost on both sides, and what decides it.
+
+    ``scatter`` is the least error of such a median, as the samples of the row show it,
+    ``fewest`` the number of samples on the side that has fewer.
+    """
 
     cost: Gated
     kind: Kind
     limit: float
     observed: Observed
+    scatter: float
+    fewest: int
     replayed: bool
     relative: bool
 
@@ -71,13 +79,16 @@ def timed(
             continue
         kinds = {_kind(row, cost) for row in rows}
         kind: Kind = "host" if "host" in kinds else kinds.pop()
-        taken = [_medians(row, cost) for row in rows]
+        taken = [visit_medians(row, _recorded(cost)) for row in rows]
+        errors = [sampling_error(row, _recorded(cost), len(visits)) for row, visits in zip(rows, taken, strict=True)]
         if baseline is not None:
             taken = [ratios(taken[0], taken[2]), ratios(taken[1], taken[3])]
+            errors = [math.hypot(errors[0], errors[2]), math.hypot(errors[1], errors[3])]
+        fewest = min(len(samples_of(row, _recorded(cost))) for row in rows)
         replays = [cost in row.replayed for row in rows]
         graph = replays[0] != replays[1] or replays[-2] != replays[-1]
         limit = limits.host if kind == "host" else limits.time
-        found.append(Timed(cost, kind, limit, Observed(*taken), graph, baseline is not None))
+        found.append(Timed(cost, kind, limit, Observed(*taken), max(errors), fewest, graph, baseline is not None))
     return found
 
 
@@ -92,7 +103,9 @@ def changes_of(rows: Mapping[Key, Sequence[Timed]]) -> dict[Key, dict[Gated, Cos
     for key, row in rows.items():
         own = {}
         for each in row:
-            found = compare(*each.observed, factor=each.limit, noise=noises[each.kind], family=len(every))
+            noise = noises[each.kind]
+            noise = replace(noise, visit=max(noise.visit, each.scatter))
+            found = compare(*each.observed, factor=each.limit, noise=noise, family=len(every))
             own[each.cost] = CostChange(
                 each.cost,
                 "uncertain" if each.replayed else found.verdict,
@@ -106,18 +119,21 @@ def changes_of(rows: Mapping[Key, Sequence[Timed]]) -> dict[Key, dict[Gated, Cos
                 each.replayed,
                 each.relative,
             )
-        changes[key] = dict(_confirmed(own))
+        changes[key] = {each.cost: _confirmed(each, own) for each in row}
     return changes
 
 
-def _confirmed(changes: Mapping[Gated, CostChange]) -> Iterator[tuple[Gated, CostChange]]:
-    """The costs of one row; one that a single visit shows longer counts where another cost does, too."""
-    for cost, each in changes.items():
-        alone = min(each.visits) == 1 and each.verdict in ("slower", "faster")
-        if alone and not any(other.verdict == each.verdict for name, other in changes.items() if name != cost):
-            yield cost, replace(each, verdict="uncertain")
-        else:
-            yield cost, each
+def _confirmed(each: Timed, changes: Mapping[Gated, CostChange]) -> CostChange:
+    """The cost of a row; one that was visited once, or has few samples, counts where another cost shows it, too."""
+    change, others = changes[each.cost], [other for cost, other in changes.items() if cost != each.cost]
+    if min(change.visits) > 1 and (each.fewest >= _FEW or not others):
+        return change
+    visible = max(change.visible, min((other.visible for other in others), default=math.inf))
+    if change.verdict == "same":
+        known = visible <= each.limit
+    else:
+        known = any(other.verdict == change.verdict for other in others)
+    return replace(change, visible=visible, verdict=change.verdict if known else "uncertain")
 
 
 def verdict_of(changes: Mapping[Gated, CostChange]) -> Verdict:
@@ -163,5 +179,5 @@ def _kind(row: Measurement, cost: Gated) -> Kind:
     return "host" if waits else "device"
 
 
-def _medians(row: Measurement, cost: Gated) -> list[float]:
-    return visit_medians(row, None if cost == "host" else cost)
+def _recorded(cost: Gated) -> Cost | None:
+    return None if cost == "host" else cost

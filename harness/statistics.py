@@ -15,7 +15,7 @@ from scipy import stats
 
 from attnbench.errors import InputError
 
-__all__ = ["Comparison", "Noise", "Verdict", "compare", "median_interval", "spread"]
+__all__ = ["MEDIAN_ERROR", "Comparison", "Noise", "Verdict", "compare", "median_interval", "spread"]
 
 Verdict = Literal["faster", "slower", "same", "uncertain"]
 POWER = 0.95  # with which a change of the size that is said to be visible is found
@@ -24,7 +24,9 @@ CHANCE = 0.01  # of any false alarm in a whole family
 FREEDOM = 8
 _MOST_VISITS = 3  # what clocks and neighbours do lasts longer than a visit: more than that are not independent
 _WEIGHT = 4  # visits' worth of what is usual, beside a row's own few
-_MEDIAN = math.sqrt(math.pi / 2)  # the standard error of a median over that of a mean, of normal numbers
+_DOUBT = 1.5  # times the variance that few visits show may be that of which the next few are drawn
+_TRIMMED_FROM = 5  # visits: of fewer, one at another clock may be a third of what there is to see
+MEDIAN_ERROR = math.sqrt(math.pi / 2)  # the standard error of a median over that of a mean, of normal numbers
 _LARGEST_LOGARITHM = math.log(sys.float_info.max)
 _Logs: TypeAlias = npt.NDArray[np.float64]
 
@@ -71,8 +73,9 @@ def compare(
     change that matters, ``family`` how many comparisons are made at once.
 
     - ``slower``, ``faster``: beyond doubt, the chance that any of the family is one although
-      nothing changed being 1 % at most; not for the sake of one visit alone; and by more than
-      half of ``factor``, because an estimate of a true 3 % falls below 3 % every second time.
+      nothing changed being 1 % at most; in the ranks of the visits, too, so that two clocks in
+      both sets do not decide; and by more than half of ``factor``, because an estimate of a true
+      3 % falls below 3 % every second time.
     - ``same``: a slow-down of ``factor`` would have been found with 95 %, and was not.
     - ``uncertain``: anything else.
 
@@ -86,21 +89,20 @@ def compare(
     """
     if not (math.isfinite(factor) and factor > 0):
         raise InputError(f"factor is {factor}, expected a positive finite number")
-    old, new = (np.log(_checked(name, each)) for name, each in (("before", before), ("after", after)))
+    old, new = (np.sort(np.log(_checked(name, each))) for name, each in (("before", before), ("after", after)))
     limit, line = math.log1p(factor), math.log1p(factor) / 2
-    shift = float(np.median(new) - np.median(old))
-    deviation = math.sqrt(noise.run**2 + _variance(old, noise.visit) + _variance(new, noise.visit))
-    needed = max(_quantile(1 - CHANCE / family) * deviation, line)
-    least, most = _without_one(old, new)
-    power = _quantile(POWER) * deviation
-    # The larger of the two, because a larger factor moves the line as well.
-    margin = power + max(shift - least, most - shift)
-    visible = margin + max(needed, margin)
+    shift = _middle(new) - _middle(old)
+    visits = _variance(old, noise.visit) + _variance(new, noise.visit)
+    deviation, doubted = (math.sqrt(noise.run**2 + each) for each in (visits, _DOUBT * visits))
+    beyond_doubt = _quantile(1 - CHANCE / family)
+    needed = max(beyond_doubt * deviation, line)
+    visible = max(beyond_doubt * doubted, line) + _quantile(POWER) * doubted
     verdict: Verdict = "uncertain"
-    if least > needed:
-        verdict = "slower"
-    elif most < -needed:
-        verdict = "faster"
+    if abs(shift) > needed:
+        if _ranked_above(*((new, old) if shift > 0 else (old, new))):
+            verdict = "slower" if shift > 0 else "faster"
+        else:
+            visible = math.inf  # whatever it was, one clock or the other would hide it
     elif visible <= limit:
         verdict = "same"
     either = _quantile(0.975) * deviation
@@ -110,41 +112,38 @@ def compare(
 def spread(medians: Sequence[float]) -> float | None:
     """The deviation of visits' medians about theirs, of logarithms; None of a single visit.
 
-    From the mean distance to the median, in which the largest counts as the next: neither one
-    visit that was held up nor two clocks, of which most visits had the one, pass unnoticed or decide.
+    From the mean distance to the median, in which two clocks count though most visits had the
+    one.  Of five visits and more the largest counts as the next: it may have been held up.
     """
-    return _spread(np.log(_checked("medians", medians)))
+    return _spread(np.sort(np.log(_checked("medians", medians))))
 
 
 def _spread(logs: _Logs) -> float | None:
     if logs.size < 2:
         return None
-    distances = np.sort(np.abs(logs - np.median(logs)))
-    if logs.size > 2:
+    distances = np.sort(np.abs(logs - _middle(logs)))
+    if logs.size >= _TRIMMED_FROM:
         distances[-1] = distances[-2]
-    return _MEDIAN * float(distances.mean()) * math.sqrt(logs.size / (logs.size - 1))
+    return MEDIAN_ERROR * float(distances.sum()) / math.sqrt(logs.size * (logs.size - 1))
 
 
 def _variance(logs: _Logs, usual: float) -> float:
     """Of the median over visits."""
     own = (_spread(logs) or 0.0) ** 2 * (logs.size - 1)
     pooled = (_WEIGHT * usual**2 + own) / (_WEIGHT + logs.size - 1)
-    return (_MEDIAN**2 if logs.size > 2 else 1.0) * pooled / min(logs.size, _MOST_VISITS)
+    return (MEDIAN_ERROR**2 if logs.size > 2 else 1.0) * pooled / min(logs.size, _MOST_VISITS)
 
 
-def _without_one(old: _Logs, new: _Logs) -> tuple[float, float]:
-    """The least and the largest shift of medians with any one visit left out, where there are two at least."""
-    shifts = [
-        float(np.median(after) - np.median(before))
-        for before, after in [*((each, new) for each in _but_one(old)), *((old, each) for each in _but_one(new))]
-    ]
-    return min(shifts), max(shifts)
+def _middle(logs: _Logs) -> float:
+    """The median of a sorted set."""
+    return float(logs[(logs.size - 1) // 2] + logs[logs.size // 2]) / 2
 
 
-def _but_one(logs: _Logs) -> list[_Logs]:
-    """The set without its shortest visit and without its longest, which move the median the most."""
-    ordered = np.sort(logs)
-    return [ordered[1:], ordered[:-1]] if logs.size > 1 else [ordered]
+def _ranked_above(longer: _Logs, shorter: _Logs) -> bool:
+    """Whether the ranks say so with 1 % (Mann and Whitney), or as clearly as so few visits can."""
+    if longer[0] > shorter[-1]:
+        return True
+    return float(stats.mannwhitneyu(longer, shorter, alternative="greater").pvalue) <= CHANCE
 
 
 @cache

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from .records import Measurement
+from .statistics import MEDIAN_ERROR, spread
 from .timing import Cost
 
-__all__ = ["groups", "visit_medians"]
+__all__ = ["groups", "samples_of", "sampling_error", "visit_medians"]
 
 # Of a sweep (attnbench.harness.timing.Timer), for rows of versions that did not record their visits.
 _VISIT_MS = {"cuda": 10.0, "cpu": 30.0}
@@ -22,13 +24,27 @@ def visit_medians(row: Measurement, cost: Cost | None) -> list[float]:
     A row that does not say which samples a visit took is divided into as many in a row as a
     sweep's visit takes of so long a cost.
     """
-    samples = (row.host_ms or []) if cost is None else row.time_ms[cost]
+    samples = samples_of(row, cost)
     counts = row.visits.get(cost or "call")
     if counts is None:
         longest = _VISIT_MS.get(row.environment.device_type, _VISIT_MS["cpu"])
         size = min(_MOST_A_VISIT, int(longest / float(np.median(row.time_ms[cost or "call"]))))
         return groups(samples, max(1, size))
     return [float(np.median(part)) for part in np.split(np.asarray(samples), np.cumsum(counts)[:-1])]
+
+
+def sampling_error(row: Measurement, cost: Cost | None, visits: int) -> float:
+    """The standard error of a visit's median by the scatter of all samples, as a logarithm: the least it can be.
+
+    Few visits may agree by chance; that a handful of samples a visit scatter by 20 % is seen all the same.
+    """
+    samples = samples_of(row, cost)
+    return (spread(samples) or 0.0) * MEDIAN_ERROR * math.sqrt(visits / len(samples))
+
+
+def samples_of(row: Measurement, cost: Cost | None) -> list[float]:
+    """The samples of a cost, or with None of the host's part of the call, in milliseconds."""
+    return (row.host_ms or []) if cost is None else row.time_ms[cost]
 
 
 def groups(samples: Sequence[float], size: int) -> list[float]:

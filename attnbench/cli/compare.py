@@ -53,8 +53,9 @@ def compare(
 ) -> None:
     """Say case by case what became faster, slower, less accurate, failed or went missing from BASE to NEW.
 
-    Exits 0 where nothing regressed, 1 where something did, 2 on misuse, and 3 where the two cannot be compared,
-    because their machines are unlike, 4 where a slow-down of the limit could not have been found in every row.
+    Exits 0 where nothing regressed and a slow-down of the limit would have been found in every row, 1 where something
+    regressed, 2 on misuse, 3 where the two cannot be compared, as of unlike machines, and 4 where it is not certain:
+    nothing is known to have regressed, and some rows could not have shown a slow-down of the limit.
     """
     from ..harness.regression import compare_results
     from ..harness.regression_export import regression_dict

@@ -54,7 +54,12 @@ def made(shown):
         draw = random.Random(plan)
         times = [ms * (1 + draw.uniform(-noise, noise)) for _ in range(count)]
         text = str(Plan.parse(plan))
-        simple = {"time_ms": {"kernel": times, "prepared": times, "call": times}, "host_ms": None, "ran": {}}
+        simple = {
+            "time_ms": {"kernel": times, "prepared": times, "call": times},
+            "host_ms": None,
+            "ran": {},
+            "visits": {},
+        }
         clean = {"error": {"normal": {"out": 0.05}}, "floor": {}, "detail": {}, "leak": None, "deterministic": True}
         row = Measurement.model_validate_json(
             Measurement.model_validate(base | {"plan": text}, strict=False).to_line()
