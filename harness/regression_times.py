@@ -18,6 +18,7 @@ from .visits import samples_of, sampling_error, visit_medians
 __all__ = ["CostChange", "Timed", "changes_of", "ratios", "timed", "verdict_of"]
 
 _FEW = 4  # samples: of fewer, one that was held up is a third
+_FAR = 1.3  # unchanged, no visits of a GPU's times were seen to lie wholly apart by so much
 _DECIDES = 0.5  # of a call, from which on the host's part is what varies
 
 
@@ -119,8 +120,26 @@ def changes_of(rows: Mapping[Key, Sequence[Timed]]) -> dict[Key, dict[Gated, Cos
                 each.replayed,
                 each.relative,
             )
+        apart = [_far_apart(each) for each in row]
+        for each, verdict in zip(row, apart, strict=True):
+            if verdict is not None and apart.count(verdict) > 1 and own[each.cost].verdict == "uncertain":
+                own[each.cost] = replace(own[each.cost], verdict=verdict)
         changes[key] = {each.cost: _confirmed(each, own) for each in row}
     return changes
+
+
+def _far_apart(each: Timed) -> Verdict | None:
+    """Which way all visits of the device's time lie beyond those of the other side, by far and by what matters.
+
+    Two costs of a row that do so need no test, which two visits at two clocks would not pass.
+    """
+    far = max(_FAR, math.sqrt(1 + each.limit))
+    if each.kind == "device" and not each.replayed:
+        if min(each.observed.after) > far * max(each.observed.before):
+            return "slower"
+        if min(each.observed.before) > far * max(each.observed.after):
+            return "faster"
+    return None
 
 
 def _confirmed(each: Timed, changes: Mapping[Gated, CostChange]) -> CostChange:

@@ -142,6 +142,18 @@ def test_a_cost_of_one_visit_or_three_samples_needs_another_that_says_the_same(v
     assert (alone.verdict, np.isinf(alone.visible)) == (("uncertain", True) if visits == [3] else ("slower", False))
 
 
+@pytest.mark.parametrize(
+    ("costs", "limit", "verdict"),
+    [(("call", "kernel"), 0.03, "slower"), (("call",), 0.03, "uncertain"), (("call", "kernel"), 2.0, "same")],
+)
+def test_two_costs_that_lie_wholly_apart_by_far_are_slower_though_visits_found_two_clocks(costs, limit, verdict):
+    """One row of `inference` is like that."""
+    before = row(time_ms={cost: [1.0] * 5 + [1.12] * 5 for cost in ("kernel", "call")})
+    others = [row(f"other {number}", seed=number) for number in range(300)]
+    base, new = results(before, *others), results(slowed(before, 1.5, costs), *others)
+    assert compare_results(base, new, Terms(Limits(time=limit))).outcomes[0].verdict == verdict
+
+
 @pytest.mark.parametrize(("scatter", "verdict"), [(0.001, "slower"), (0.2, "uncertain")])
 def test_visits_that_agree_by_chance_are_no_better_than_their_samples(scatter, verdict):
     taken = {"call": [1 - scatter, 1.0, 1 + scatter] * 2}
