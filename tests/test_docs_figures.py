@@ -117,6 +117,16 @@ def visible_in(sweep: str) -> list[float]:
     return [each.visible for each in outcomes if each.visible is not None]
 
 
+@cache
+def memories() -> list[float]:
+    """How far the memory of a call of one plan on one case lies apart in two sweeps."""
+    one, other = (
+        {each.key: each.memory_bytes for each in figures.rows(sweep) if each.memory_bytes}
+        for sweep in ("inference", "inference-plans")
+    )
+    return [max(one[key] / other[key], other[key] / one[key]) for key in one.keys() & other.keys()]
+
+
 def declared(kernel: str) -> float:
     return registry().forward(kernel).declared_error
 
@@ -201,6 +211,11 @@ HELD: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
         "compare.md",
         r"a slow-down of ([\d.]+) % would have been found in the best row and of ([\d.]+) % in the median one",
         lambda: [100 * each(visible_in("quick")) for each in (min, statistics.median)],
+    ),
+    (
+        "compare.md",
+        r"of (\d+) rows that two committed sets share none differs by more than ([\d.]+) %",
+        lambda: (len(memories()), 100 * (max(memories()) - 1)),
     ),
     (
         "end-to-end.md",

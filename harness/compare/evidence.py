@@ -19,8 +19,9 @@ __all__ = ["FEWEST", "SEEN", "Estimate", "combined", "of_generation", "slower", 
 
 FEWEST = 4  # rounds of a generation: of fewer nothing is left of a spread once the outermost are trimmed
 SEEN = 0.95  # the chance with which a slow-down of the size that is called visible is found
-# How sure one must be, as chosen on recorded rounds of an H100 and of a shared CPU (tests/harness/compare): to measure
-# a row again in other processes, to call it slower once that has been done, and to exclude a slow-down of the limit.
+# How sure one must be, as chosen on recorded rounds of an H100 and held on those of an H200 (tests/harness/compare):
+# to measure a row again in other processes, to call it slower once that has been done, and to exclude a slow-down of
+# the limit.
 _SUSPECTED, _CERTAIN, _EXCLUDED = 0.95, 0.999, 0.99
 _TRIMMED = 0.2  # of the rounds at either end: what holds the host up, or another clock, moves the middle little
 

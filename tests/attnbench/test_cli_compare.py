@@ -211,18 +211,19 @@ def test_json_says_on_what_terms_and_what_differs(document, tmp_path):
         "fail_on": 0.025,
         "fail_on_host": 2.0,
         "error_rise": 0.25,
+        "memory_rise": 0.1,
         "costs": ["kernel", "call"],
         "relative_to": [],
         "allow_missing": [],
         "thresholds": {
-            "fa3:*": {"time": 0.04, "host": 3.0, "error": 0.5},
-            "a": {"time": 0.06, "host": None, "error": None},
+            "fa3:*": {"time": 0.04, "host": 3.0, "error": 0.5, "memory": None},
+            "a": {"time": 0.06, "host": None, "error": None, "memory": None},
         },
     }
     assert found["differences"] == ["torch was 2.9.0, is 2.10.0"]
     assert [each["torch"] for each in found["base"] + found["new"]] == ["2.9.0", "2.10.0"]
     (only,) = found["rows"]
-    assert only["limits"] == {"time": 0.06, "host": 3.0, "error": 0.5}
+    assert only["limits"] == {"time": 0.06, "host": 3.0, "error": 0.5, "memory": 0.1}
     assert (only["verdict"], only["certain"], only["regressed"]) == ("same", True, False)
     assert only["visible"] == max(cost["visible"] for cost in only["costs"].values()) < 0.06
     assert list(only["costs"]) == ["kernel", "call"]
@@ -272,8 +273,8 @@ def _with(folder, text):
         ("a: 3\n", 1, "percentage"),
         ("a: 5%\n\nb: lots\n", 3, "percentage"),
         ("a: 5%\na: 6%\n", 2, "once"),
-        ("a: {time: 5%, speed: 6%}\n", 1, "time, host or error"),
-        ("a: {}\n", 1, "time, host or error"),
+        ("a: {time: 5%, speed: 6%}\n", 1, "time, host, error or memory"),
+        ("a: {}\n", 1, "time, host, error or memory"),
         ("a: [5%]\n", 1, "percentage"),
         ("a: 5%\nb: {time: 5%\n", 3, "YAML"),
         ("misspelt: 5%\n", None, "'misspelt' matches no case"),

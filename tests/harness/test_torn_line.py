@@ -35,7 +35,7 @@ def sentence(folder):
     ("command", "code"),
     [
         (("report", "TORN", "-o", "OUT.html"), 0),
-        (("compare", "TORN", "TORN"), 0),
+        (("compare", "TORN", "TORN"), 4),
         (("table", "build", "TORN", "-o", "OUT.json"), 0),
         (("table", "build", "TORN"), 0),
         (("table", "check", "TORN"), None),
