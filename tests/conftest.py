@@ -1,5 +1,6 @@
 """What every test shares: a cache folder of its own, and examples and draws that are the same in every run."""
 
+import gc
 import os
 import random
 from pathlib import Path
@@ -21,6 +22,12 @@ settings.register_profile(
 settings.register_profile("exhaustive", settings.get_profile("ci"), max_examples=200)
 settings.register_profile("explore", settings.get_profile("ci"), max_examples=100, derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests and what they import live to the end: no collection need look at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

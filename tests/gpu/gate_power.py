@@ -32,7 +32,7 @@ from attnbench.harness.presets import preset_cases
 from attnbench.plan import Plan
 
 SOURCE = "slowed:registry_of_slowed"
-SIZES = (0.03, 0.05, 0.1)
+SIZES = {"cuda": (0.03, 0.05, 0.1), "cpu": (0.05, 0.1)}
 RECORDED = 20  # rounds of a generation
 PAIRS = {"cuda": ("triton:fp8", "sdpa-cudnn:bf16"), "cpu": ("sdpa-flash:bf16", "sdpa-math:bf16")}
 COSTS = {"cuda": ("prepared", "backward", "host"), "cpu": ("call",)}
@@ -110,7 +110,7 @@ def main() -> None:
         for run in range(1 if given.record else given.runs):
             if time.monotonic() > end:
                 break
-            planted = {} if run % given.unchanged == 0 else drawn(asked, rng)
+            planted = {} if run % given.unchanged == 0 else drawn(asked, rng, SIZES[device.type])
             shares: dict[str, dict[str, float]] = {}
             for number, size in planted.items():
                 shares.setdefault(str(asked[number].spec), {})[str(asked[number].plan)] = size
@@ -146,9 +146,9 @@ def main() -> None:
         print(f"{size:.0%} {found}: {number}")
 
 
-def drawn(asked: list[Question], rng: random.Random) -> dict[int, float]:
+def drawn(asked: list[Question], rng: random.Random, sizes: tuple[float, ...]) -> dict[int, float]:
     """Half of the rows, each slowed by one of the sizes."""
-    return {each.number: rng.choice(SIZES) for each in rng.sample(asked, len(asked) // 2)}
+    return {each.number: rng.choice(sizes) for each in rng.sample(asked, len(asked) // 2)}
 
 
 if __name__ == "__main__":
