@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ..draft import replace_file
-from ..errors import MisuseError
+from ..errors import MisuseError, OutputError
 from ..printable import printable
 from .compare import CompareFormat, make_terms, print_comparison
 from .output import DeviceOption, fresh_folder
@@ -68,6 +68,7 @@ def gate(
     gate.xml (JUnit) and gate.json.
     """
     from ..devices import find
+    from ..harness.compare.recorded import ROUNDS, rounds_text
     from ..harness.compare.run import run_gate
     from ..harness.regression_export import regression_dict, regression_junit
     from ..harness.regression_text import regression_text
@@ -91,13 +92,21 @@ def gate(
     )
     regression = found.regression
     told = regression_dict(regression, found.base, found.new)
-    for name, content in {
+    files = {
+        ROUNDS: rounds_text(found.rounds),
         "gate.json": json.dumps(told, indent=2, allow_nan=False) + "\n",
         "gate.md": regression_text(regression, "markdown", _PIPED_WIDTH, every=True) + "\n",
         "gate.xml": regression_junit(regression, "attnbench gate") + "\n",
-    }.items():
-        replace_file(folder / name, content.encode())
+    }
+    lost = None
+    for name, content in files.items():
+        try:
+            replace_file(folder / name, content.encode())
+        except OutputError as error:  # minutes were measured: what was found is said all the same
+            lost = error
     print_comparison(regression, told, format, every=True)
+    if lost is not None:
+        raise lost
     print(f"{found.said}; all of it is in {folder}", file=sys.stderr)
     if regression.exit_code:
         raise typer.Exit(regression.exit_code)

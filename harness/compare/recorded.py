@@ -8,14 +8,13 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, PlainSerializer
 
-from attnbench.draft import replace_file
 from attnbench.plan import Plan
 
 from ..lines import Form, read_lines
 from ..regression_terms import Gated, Key
 from .series import Finding, GateRow
 
-__all__ = ["ROUNDS", "Rounds", "read_rounds", "rounds_of", "write_rounds"]
+__all__ = ["ROUNDS", "Rounds", "read_rounds", "rounds_of", "rounds_text"]
 
 ROUNDS = "rounds.jsonl"  # beside the measurements
 _SCHEMA = "attnbench.rounds/1"
@@ -69,9 +68,9 @@ def rounds_of(rows: Sequence[GateRow]) -> list[Rounds]:
     ]
 
 
-def write_rounds(path: Path, rounds: Sequence[Rounds]) -> None:
-    """Replace the file.  Raises OutputError."""
-    replace_file(path, "".join(each.model_dump_json(by_alias=True) + "\n" for each in rounds).encode())
+def rounds_text(rounds: Sequence[Rounds]) -> str:
+    """The file of these rounds."""
+    return "".join(each.model_dump_json(by_alias=True) + "\n" for each in rounds)
 
 
 def read_rounds(path: Path) -> Mapping[tuple[Key, Gated], list[list[float]]]:

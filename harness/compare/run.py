@@ -23,7 +23,7 @@ from ..store import Store
 from ..sweep import Finished, run_sweep
 from .gate import Gate
 from .outcome import minutes_needed, outcomes
-from .recorded import ROUNDS, read_rounds, rounds_of, write_rounds
+from .recorded import ROUNDS, Rounds, read_rounds, rounds_of
 from .rows import brief_timer, chosen, gate_rows, repeatable, tasks
 from .series import GateRow
 from .sides import Sides
@@ -42,11 +42,12 @@ class UnlikeMachinesError(AttnbenchError):
 
 @dataclass(frozen=True)
 class GateRun:
-    """What a run found: the verdict, the gated rows of BASE and NEW, and in a sentence how much was measured."""
+    """The verdict, the gated rows of BASE and NEW, their rounds, and in a sentence how much was measured."""
 
     regression: Regression
     base: Mapping[Key, Measurement]
     new: Mapping[Key, Measurement]
+    rounds: list[Rounds]
     said: str
 
 
@@ -67,7 +68,7 @@ def run_gate(
     """Gate rows of BASE, those that ``auto`` chooses and their runners-up or ``every`` one, within so many minutes.
 
     BASE is visited in the environment of ``base_python``, or known by the rounds that an earlier gate left in its
-    folder.  ``folder`` gets NEW's rows and rounds.  ``say`` is told what is done, ``source`` names the registry's
+    folder.  ``folder`` gets NEW's rows.  ``say`` is told what is done, ``source`` names the registry's
     function, for tests.
 
     Raises MisuseError where there is nothing to gate, or BASE's environment cannot take part; UnlikeMachinesError;
@@ -90,12 +91,12 @@ def run_gate(
         new = _first_look(list(wanted.values()), registry, laboratory, folder, say)
         running = [row for row in rows if row.question.key in new and new[row.question.key].measured]
         Gate(sides, start + minutes * 60, say).run(running)
-    write_rounds(folder / ROUNDS, rounds_of(running))
     regression = outcomes(wanted, new, running, terms)
     regression = replace(regression, advice=_advice(running, minutes, recorded))
     left = len(known) - len(wanted)
     said = f"{len(wanted)} rows gated in {(time.monotonic() - start) / 60:.1f} minutes"
-    return GateRun(regression, wanted, new, said + (f", {left} others of BASE not" if left else ""))
+    said += f", {left} others of BASE not" if left else ""
+    return GateRun(regression, wanted, new, rounds_of(running), said)
 
 
 def _known(rows: Mapping[Key, Measurement], cases: Collection[str], base: Path) -> dict[Key, Measurement]:

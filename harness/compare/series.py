@@ -74,8 +74,9 @@ class Series:
         return self._against_base(combined(self.generations, self.floor)) if self.times["NEW"] else None
 
     def renew(self) -> None:
-        """Begin a generation."""
-        self.generations.append([])
+        """Begin a generation; one that got no round is not one."""
+        if not self.generations or self.generations[-1]:
+            self.generations.append([])
         self.settled = self.finding != "open"
 
     def add(self, visits: dict[Side, list[float]]) -> None:

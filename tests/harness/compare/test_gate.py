@@ -185,6 +185,10 @@ def test_what_had_no_memory_beside_others_is_measured_alone():
     sides, gated = Sides(lost={1: ("NEW", LostError("oom", "out of memory", died=False))}), rows(3)
     run(sides, gated)
     assert {each.series["call"].finding for each in gated} == {"same"}
+    first = Sides(lambda side, number, cost, generation: 0.1 * (side == "NEW" and number == 1 and generation == 0))
+    first.lost, gated = {1: ("NEW", LostError("oom", "out of memory", died=False))}, rows(2)
+    run(first, gated)
+    assert gated[1].series["call"].finding != "slower", "it has been seen in one pair of processes alone"
     always = {0: ("NEW", LostError("oom", "out of memory", died=False))}
     gated = rows(1)
     run(Sides(lost=always), gated)

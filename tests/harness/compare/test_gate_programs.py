@@ -13,6 +13,7 @@ from command_line import attnbench, fails, named
 from compared import row, times, written
 
 from attnbench.environment import Environment
+from attnbench.errors import OutputError
 from attnbench.harness.compare.recorded import ROUNDS
 from attnbench.harness.compare.run import run_gate
 from attnbench.harness.regression_terms import Limits, Terms
@@ -71,10 +72,10 @@ def test_what_takes_twice_as_long_is_slower_and_the_other_row_is_not(gate, tmp_p
     assert verdicts[PLANS[1]] != "slower"
     assert found.regression.exit_code == 1
     assert any("is the old one really the old one?" in line for line in said)
-    rounds = [json.loads(line) for line in (tmp_path / "new" / ROUNDS).read_text().splitlines()]
-    assert {(each["plan"], each["against"]) for each in rounds} == {(plan, "BASE") for plan in PLANS}
+    assert {(str(each.plan), each.against) for each in found.rounds} == {(plan, "BASE") for plan in PLANS}
 
 
+@pytest.mark.exhaustive  # the page about CI has the gate's files read, too
 def test_the_command_says_what_it_found_in_every_form(base, tmp_path):
     """Both environments are this one; the limit is one that any machine can show."""
     out = tmp_path / "gate"
@@ -103,6 +104,19 @@ def test_rows_whose_old_environment_dies_are_not_certain(base, tmp_path):
     run = attnbench("gate", "--base", base, "--base-python", old, "--out", tmp_path / "out")
     fails(run, 4, "in BASE: crashed")
     assert "while it was visited in BASE" in run.stdout
+
+
+@pytest.mark.exhaustive
+def test_a_disk_that_is_full_at_the_end_does_not_hide_the_verdict(base, tmp_path, monkeypatch):
+    def full(path, content):
+        raise OutputError(f"{path}: No space left on device")
+
+    monkeypatch.setattr("attnbench.cli.gate.replace_file", full)
+    run = attnbench(
+        "gate", "--base", base, "--base-python", sys.executable, "--fail-on", LARGE, "--out", tmp_path / "o"
+    )
+    fails(run, 1, "No space left on device")
+    assert "clean: nothing became slower" in run.stdout
 
 
 @pytest.mark.exhaustive
