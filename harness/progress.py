@@ -11,8 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from .condense import worst_errors
+from .formatting import number
 from .records import Measurement, Status
-from .report_text import number
 from .sweep import Ended, Event, Finished, Started
 
 __all__ = ["followed"]

@@ -32,7 +32,7 @@ from .accuracy import LARGEST_ERROR, Detail, NonNegative, TensorName
 from .cases import LONGEST_NAME as LONGEST_CASE
 from .clocks import Conditions
 from .findings import Side
-from .lines import Form, TornLineError, read_lines
+from .json_lines import Form, TornLineError, read_lines
 from .shards import Shard
 from .timing import Cost
 from .trace import LONGEST_NAME as LONGEST_KERNEL

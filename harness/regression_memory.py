@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from .formatting import size
 from .records import Measurement
-from .report_text import size
 
 __all__ = ["MemoryChange", "grown", "memory_said"]
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 
 from tabulate import tabulate
 
+from .formatting import Style, prose, shown
 from .regression import Outcome, Regression, RowVerdict
 from .regression_sentences import share
 from .regression_terms import LARGEST_LIMIT, Gated
 from .regression_times import CostChange
-from .report_text import Style, prose, shown
 from .statistics import Verdict
 
 __all__ = ["conclusion", "regression_text"]

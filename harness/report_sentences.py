@@ -10,8 +10,8 @@ from typing import TypeAlias
 import numpy as np
 
 from .condense import worst_errors
+from .formatting import error, number, size
 from .records import Measurement
-from .report_text import error, number, size
 from .statistics import Comparison, compare
 from .visits import visit_medians
 

@@ -11,9 +11,9 @@ from tabulate import tabulate
 
 from .accuracy import TensorName
 from .flags import Flag
+from .formatting import WIDTH, Style, error, number, shown, size
 from .records import Measurement
 from .report_sentences import families_of
-from .report_text import WIDTH, Style, error, number, shown, size
 from .statistics import median_interval
 from .timing import COSTS, Cost
 

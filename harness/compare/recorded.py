@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, 
 
 from attnbench.plan import Plan
 
-from ..lines import Form, read_lines
+from ..json_lines import Form, read_lines
 from ..regression_terms import Gated, Key
 from .series import Finding, GateRow
 

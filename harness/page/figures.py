@@ -18,7 +18,7 @@ import numpy as np
 from attnbench.plan import Plan, backend_of
 from attnbench.regret import Asked
 
-from ..report_text import shown
+from ..formatting import shown
 from ..training.arms import Arm, compared
 from ..training.curves import gap_curve, smoothed
 from ..training.learning import TOLERANCE

@@ -20,8 +20,8 @@ from attnbench.registry import Registry
 from attnbench.regret import QUESTIONS, held_out, summarised
 
 from ..flags import FLAGS, MEANINGS, highest_clock
+from ..formatting import error, number, shown, size
 from ..records import Measurement
-from ..report_text import error, number, shown, size
 from ..timing import Cost
 from ..training.arms import Arm, arms_of, compared, kinds_of, title_of
 from ..training.learning import RULES

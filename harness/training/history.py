@@ -11,7 +11,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from ..lines import validation_fault
+from ..json_lines import validation_fault
 from .rows import MOST_PLANS, MOST_RESUMED, MOST_SIGNS, MOST_STEPS, Count, Series, Share, Sign, StepTimes, Text
 
 __all__ = ["History"]

@@ -17,7 +17,7 @@ from scipy import stats
 
 from attnbench.errors import InputError
 
-from ..report_text import change, number
+from ..formatting import change, number
 from .curves import ending, spikes
 from .rows import TrainingRun
 

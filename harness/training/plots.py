@@ -13,7 +13,7 @@ import numpy as np
 
 from attnbench.draft import replace_file
 
-from ..report_text import shown
+from ..formatting import shown
 from .arms import Arm, arms_of, compared
 from .curves import gap_curve, smoothed
 from .learning import TOLERANCE

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from tabulate import tabulate
 
-from ..report_text import Style, change, heading, number, prose, shown, size
+from ..formatting import Style, change, heading, number, prose, shown, size
 from ..statistics import Noise, compare, median_interval
 from ..visits import groups
 from .arms import Arm, arms_of, compared, scaling_efficiency, title_of

@@ -29,7 +29,7 @@ from attnbench.table_entry import LONGEST_MS, SHORTEST_MS
 
 from ..accuracy import LARGEST_ERROR
 from ..clocks import Conditions
-from ..lines import Form, read_lines
+from ..json_lines import Form, read_lines
 
 __all__ = [
     "LARGEST_PRICE",

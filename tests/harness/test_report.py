@@ -14,12 +14,12 @@ from attnbench.harness.accuracy import Detail
 from attnbench.harness.cases import Case
 from attnbench.harness.clocks import Conditions, Range
 from attnbench.harness.flags import flags, highest_clock
+from attnbench.harness.formatting import number
 from attnbench.harness.inputs import FAMILIES
 from attnbench.harness.progress import followed
 from attnbench.harness.records import Measurement
 from attnbench.harness.report import report
 from attnbench.harness.report_sentences import fastest, sentences
-from attnbench.harness.report_text import number
 from attnbench.harness.store import Store
 from attnbench.harness.sweep import Ended, Finished, run_sweep, tasks_of
 from attnbench.plan import Plan
