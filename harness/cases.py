@@ -8,7 +8,7 @@ from attnbench.errors import InputError
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 
-from .captured import CapturedFamily
+from .capture.file import CapturedFamily
 from .inputs import DEFAULT_FAMILIES, FAMILIES
 
 __all__ = ["SWEEP_DTYPES", "Case", "admits", "tensor_dtype"]
@@ -22,7 +22,7 @@ class Case:
     """One spec with a name that is its own within a sweep, and the input families that errors are taken on.
 
     Times are taken on the first family.  ``captured:FILE`` is not enough of a family: it must
-    know its file (attnbench.harness.captured.captured_family).  Raises InputError on an empty
+    know its file (attnbench.harness.capture.file.captured_family).  Raises InputError on an empty
     or overlong name, an unknown family, or a spec of FP8 tensors: a sweep starts from what
     FP8 is made of.
     """

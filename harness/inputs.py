@@ -1,7 +1,7 @@
 """The tensors that kernels are measured on: named families of random inputs, drawn afresh for every case.
 
 What a family is, why it exists and where that is known from stands at the function that draws it.
-A captured family is none of these: its tensors are those of a real model (attnbench.harness.captured).
+A captured family is none of these: its tensors are those of a real model (attnbench.harness.capture.file).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attnbench.dtypes import TO_TORCH
 from attnbench.errors import InputError
 from attnbench.spec import AttentionSpec
 
-from .captured import CapturedFamily
+from .capture.file import CapturedFamily
 
 __all__ = ["DEFAULT_FAMILIES", "FAMILIES", "Inputs", "draw"]
 

@@ -15,7 +15,7 @@ from ..errors import MisuseError
 from ..printable import brief
 
 if TYPE_CHECKING:
-    from ..harness.capture import Recorder
+    from ..harness.capture.recorder import Recorder
 
 __all__ = ["capture"]
 
@@ -41,7 +41,7 @@ def capture(
     what torch.compile would compile runs eagerly.  Of more calls than fit some of every shape
     and layer are kept, from the whole run.  The program's exit code is kept.
     """
-    from ..harness.capture import capture as recording
+    from ..harness.capture.recorder import capture as recording
 
     budget = _bytes(max_bytes)
     if not module and not os.path.isfile(program):

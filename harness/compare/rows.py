@@ -10,7 +10,7 @@ import torch
 from attnbench.devices import describe
 from attnbench.registry import Registry
 
-from ..captured import PREFIX
+from ..capture.file import PREFIX
 from ..cases import Case
 from ..fleet import Task
 from ..records import Measurement, Status

@@ -27,7 +27,7 @@ from attnbench.errors import OutputError
 from attnbench.frozen_file import Frozen
 from attnbench.guard_breach import Breach
 from attnbench.guard_tensors import save_tensors
-from attnbench.harness.capture import capture
+from attnbench.harness.capture.recorder import capture
 from attnbench.harness.training.plots import write_plots
 from attnbench.harness.training.rows import write_runs
 from attnbench.plan import Plan
@@ -217,7 +217,7 @@ def test_the_tensors_of_a_breach_are_whole_or_not_there(tmp_path):
 OWN = {
     "attnbench/draft.py": {"replace"},
     "attnbench/guard_tensors.py": {"save_file"},
-    "harness/captured.py": {"save_file"},
+    "harness/capture/file.py": {"save_file"},
     "harness/merge.py": {"rename"},
     "harness/training/checkpoint.py": {"replace", "save_file"},
     "harness/store.py": {"open"},

@@ -15,7 +15,7 @@ from attnbench import Plan, attention, explain, guard, guard_demotion, guarding,
 from attnbench.api import forget_choices
 from attnbench.errors import BreachError, BreachWarning, BudgetError
 from attnbench.fp8 import Recipe, quantise
-from attnbench.harness.captured import read_captured
+from attnbench.harness.capture.file import read_captured
 
 pytestmark = pytest.mark.filterwarnings("ignore::attnbench.errors.BreachWarning")
 

@@ -14,7 +14,7 @@ from attnbench import AttentionSpec, Mask, attention, explain, guard, guard_demo
 from attnbench.api import forget_choices
 from attnbench.errors import BreachError, RefusedError
 from attnbench.guard_check import gradient_sums, out_sums, part, pick_groups, pick_rows
-from attnbench.harness.captured import read_captured
+from attnbench.harness.capture.file import read_captured
 
 pytestmark = [
     pytest.mark.gpu,

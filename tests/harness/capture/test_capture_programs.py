@@ -15,8 +15,8 @@ from torch import nn
 
 from attnbench.errors import AttnbenchError, MisuseError, OutputError
 from attnbench.execution import Execution
-from attnbench.harness.capture import capture
-from attnbench.harness.captured import read_captured
+from attnbench.harness.capture.file import read_captured
+from attnbench.harness.capture.recorder import capture
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_a_fault_of_the_recording_is_a_reason_and_not_the_program_s(file, monkey
     def broken(*_):
         raise RuntimeError("no room\nat all")
 
-    monkeypatch.setattr("attnbench.harness.capture_hooks._repeats", broken)
+    monkeypatch.setattr("attnbench.harness.capture.hooks._repeats", broken)
     with pytest.raises(AttnbenchError, match="RuntimeError: no room"), capture(file):
         assert attend(*qkv()).shape == (1, 2, 6, 8)
 

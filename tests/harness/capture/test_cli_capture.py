@@ -9,7 +9,7 @@ import pytest
 import torch
 from patience import PATIENCE
 
-from attnbench.harness.captured import read_captured
+from attnbench.harness.capture.file import read_captured
 from attnbench.harness.inputs import draw
 
 PROGRAM = """

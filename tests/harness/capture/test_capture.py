@@ -12,9 +12,9 @@ from programs import ORIGINAL, Model, attend, qkv, step
 import attnbench
 from attnbench.errors import AttnbenchError
 from attnbench.execution import Execution
-from attnbench.harness import capture as capture_module
-from attnbench.harness.capture import capture
-from attnbench.harness.captured import read_captured
+from attnbench.harness.capture import recorder as capture_module
+from attnbench.harness.capture.file import read_captured
+from attnbench.harness.capture.recorder import capture
 from attnbench.mask import Mask
 
 

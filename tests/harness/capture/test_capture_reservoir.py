@@ -7,7 +7,7 @@ from statistics import mean
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnbench.harness.capture_reservoir import Reservoir
+from attnbench.harness.capture.reservoir import Reservoir
 
 OFFERS = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from("xyz"), st.integers(1, 50)), max_size=80)
 

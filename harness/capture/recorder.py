@@ -20,9 +20,9 @@ from attnbench.dtypes import TO_TORCH
 from attnbench.errors import AttnbenchError, MisuseError
 from attnbench.spec import AttentionSpec
 
-from .capture_hooks import Call, UnrecordableError, watched
-from .capture_reservoir import Reservoir
-from .captured import LONGEST_CALL, MOST_CALLS, SUFFIX, CapturedCall, CapturedIndex, tensor_shapes, write_captured
+from .file import LONGEST_CALL, MOST_CALLS, SUFFIX, CapturedCall, CapturedIndex, tensor_shapes, write_captured
+from .hooks import Call, UnrecordableError, watched
+from .reservoir import Reservoir
 
 __all__ = ["MAX_BYTES", "MOST", "Recorder", "capture"]
 
@@ -193,7 +193,7 @@ def capture(path: str | Path, *, max_bytes: int = MAX_BYTES, most: int = MOST) -
     Q, K, V and, where a backward runs, dO are kept as they were computed with; at most
     ``most`` calls, whose tensors take at most ``max_bytes`` here and in the file.  Where more
     are made, some of every kind of shape, of each module and from all the time stay.
-    attnbench.harness.capture_hooks says which calls are seen; not those of other processes.
+    attnbench.harness.capture.hooks says which calls are seen; not those of other processes.
     Results, random numbers and the autograd graph are the program's own, but what it
     compiles with torch.compile runs eagerly.  The file appears whole or not at all, also when
     the block raises.

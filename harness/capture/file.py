@@ -38,7 +38,7 @@ from attnbench.errors import InputError, MalformedFileError
 from attnbench.spec import AttentionSpec
 from attnbench.untrusted import check_schema, open_regular
 
-from .json_lines import validation_fault
+from ..json_lines import validation_fault
 
 __all__ = [
     "LONGEST_CALL",

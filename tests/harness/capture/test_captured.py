@@ -13,7 +13,7 @@ from safetensors.torch import save, save_file
 
 from attnbench.dtypes import TO_TORCH
 from attnbench.errors import InputError, MalformedFileError
-from attnbench.harness.captured import (
+from attnbench.harness.capture.file import (
     CapturedCall,
     CapturedIndex,
     captured_family,
