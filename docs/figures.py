@@ -18,8 +18,8 @@ from random import Random
 from attnbench.budget import default_budget
 from attnbench.evidence import Evidence
 from attnbench.guard_check import pick_groups, pick_rows
-from attnbench.harness.inputs import FAMILIES
-from attnbench.harness.presets import PRESETS
+from attnbench.harness.cases.inputs import FAMILIES
+from attnbench.harness.cases.presets import PRESETS
 from attnbench.harness.records import Measurement, read_measurements
 from attnbench.harness.training.arms import Arm, arms_of, compared, scaling_efficiency
 from attnbench.harness.training.learning import RULES

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from attnbench.plan import Plan, backend_of
 
-from .cases import Case
+from .cases.case import Case
 from .crew import LostError, Worker
 from .laboratory import Laboratory
 from .worker import Setting

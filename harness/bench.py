@@ -14,9 +14,9 @@ from attnbench.plan import Plan
 from attnbench.registry import Registry
 
 from .accuracy import Floor, Truth
-from .cases import Case
+from .cases.case import Case
+from .cases.inputs import Inputs, draw
 from .findings import Findings, Opened, Prepared, Visit
-from .inputs import Inputs, draw
 from .laboratory import registry_of
 from .timing import Timer
 from .trial import Trial

@@ -18,7 +18,7 @@ from statistics import median
 from attnbench.plan import Plan
 
 from .ahead import usable_cores
-from .cases import Case
+from .cases.case import Case
 from .laboratory import Laboratory
 from .line import Doing, Line, StoppedError
 from .records import Measurement

@@ -14,7 +14,7 @@ from types import TracebackType
 from attnbench.plan import Plan
 
 from .ahead import Ahead
-from .cases import Case
+from .cases.case import Case
 from .laboratory import Laboratory
 from .line import Doing, Line, Phase, StoppedError
 from .records import Measurement, Status

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from attnbench.plan import Plan, backend_of
 
 from .ahead import usable_cores
-from .cases import Case
+from .cases.case import Case
 from .clocks import Watch
 from .crew import LostError, Worker
 from .findings import Findings, Opened, Prepared, Visit

@@ -20,8 +20,8 @@ from attnbench.plan import Plan
 from attnbench.registry import registry
 from attnbench.spec import AttentionSpec
 
-from .cases import Case
-from .inputs import DEFAULT_FAMILIES
+from .cases.case import Case
+from .cases.inputs import DEFAULT_FAMILIES
 from .laboratory import Laboratory
 from .line import Line
 from .pytest_samples import Benchmark, Replay, hand_over

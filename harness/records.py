@@ -29,7 +29,7 @@ from attnbench.spec import AttentionSpec
 from attnbench.table_entry import LONGEST_MS, SHORTEST_MS
 
 from .accuracy import LARGEST_ERROR, Detail, NonNegative, TensorName
-from .cases import LONGEST_NAME as LONGEST_CASE
+from .cases.case import LONGEST_NAME as LONGEST_CASE
 from .clocks import Conditions
 from .findings import Side
 from .json_lines import Form, TornLineError, read_lines

@@ -10,7 +10,7 @@ from attnbench.devices import describe
 from attnbench.plan import Plan
 
 from .accuracy import TensorName
-from .cases import Case
+from .cases.case import Case
 from .clocks import Conditions
 from .findings import Findings, Judgements, Opened, Prepared, Side
 from .interleave import Samples

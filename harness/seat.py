@@ -7,7 +7,7 @@ from typing import Any
 
 from attnbench.plan import Plan
 
-from .cases import Case
+from .cases.case import Case
 from .crew import LostError, Worker
 from .findings import Findings, Opened, Prepared, Visit
 

@@ -15,7 +15,7 @@ from attnbench.plan import Plan, backend_of
 from attnbench.registry import Registry
 from attnbench.spec import AttentionSpec
 
-from .cases import Case, admits
+from .cases.case import Case, admits
 from .fleet import Fleet, Task
 from .laboratory import Laboratory
 from .line import Doing, Phase

@@ -25,7 +25,7 @@ from attnbench.table_binding import Binding
 from attnbench.user_table import user_table_path
 
 from .asked import Asked, Terms, input_bytes
-from .cases import Case
+from .cases.case import Case
 from .laboratory import Laboratory
 from .records import Measurement
 from .sweep import tasks_of

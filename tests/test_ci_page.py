@@ -23,7 +23,7 @@ import pytest
 import yaml
 from patience import PATIENCE
 
-from attnbench.harness.casefile import read_cases
+from attnbench.harness.cases.file import read_cases
 from attnbench.harness.records import read_measurements
 from attnbench.harness.regression_terms import read_thresholds
 

@@ -22,7 +22,7 @@ from markdown_it.token import Token
 
 from attnbench.choice import Basis
 from attnbench.cli import app
-from attnbench.harness.inputs import FAMILIES
+from attnbench.harness.cases.inputs import FAMILIES
 from attnbench.harness.records import STATUSES
 
 ROOT = Path(__file__).parents[1]

@@ -62,10 +62,10 @@ def test_no_module_imports_one_above_it(name: str, path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "source"),
     [
-        ("attnbench.api", "from attnbench.harness.cases import Case"),
+        ("attnbench.api", "from attnbench.harness.cases.case import Case"),
         ("attnbench.integrations.sdpa", "def f():\n    from ..harness import cases"),
-        ("attnbench.harness.cases", "import attnbench.cli.sweep"),
-        ("attnbench.harness.cases", "from attnbench.backends.flex import BACKEND"),
+        ("attnbench.harness.cases.case", "import attnbench.cli.sweep"),
+        ("attnbench.harness.cases.case", "from attnbench.backends.flex import BACKEND"),
         ("attnbench.backends.flex", "from attnbench.harness import timing"),
         ("attnbench.cli.sweep", "from ..backends import flex"),
     ],

@@ -18,7 +18,7 @@ from .output import Format, FormatOption, fresh_folder, print_json, print_table
 if TYPE_CHECKING:
     import torch
 
-    from ..harness.cases import Case
+    from ..harness.cases.case import Case
     from ..harness.laboratory import Laboratory
     from ..harness.store import Store
     from ..harness.sweep import Task
@@ -193,8 +193,8 @@ def _devices(names: str) -> list[torch.device]:
 
 
 def _cases(preset: str, dtype: str, device_type: str) -> list[Case]:
-    from ..harness.casefile import read_captured_cases, read_cases
-    from ..harness.presets import PRESETS, preset_cases
+    from ..harness.cases.file import read_captured_cases, read_cases
+    from ..harness.cases.presets import PRESETS, preset_cases
 
     if preset in PRESETS:
         return preset_cases(preset, dtype, device_type)
@@ -208,7 +208,7 @@ def _cases(preset: str, dtype: str, device_type: str) -> list[Case]:
 
 def _kept(cases: list[Case], names: list[str], preset: str) -> list[Case]:
     """The cases of these names, all where there is none.  Raises MisuseError with the nearest names."""
-    from ..harness.cases import LONGEST_NAME
+    from ..harness.cases.case import LONGEST_NAME
 
     known = {case.name: case for case in cases}
     for name in names:

@@ -18,7 +18,7 @@ from ..errors import RefusedError
 from ..execution import Execution
 from ..fp8 import Quantised
 from ..harness.accuracy import TensorName
-from ..harness.inputs import Inputs
+from ..harness.cases.inputs import Inputs
 from ..harness.probes import negate, same_bits, unnegated
 from ..harness.replay import RecordingError, replay_of
 from ..kernel import Saved

@@ -18,7 +18,7 @@ from ..environment import Environment
 from ..errors import InputError
 from ..fp8 import Quantised
 from ..harness.accuracy import TensorName, Truth, judged
-from ..harness.inputs import Inputs, draw
+from ..harness.cases.inputs import Inputs, draw
 from ..kernel import BackwardKernel, ForwardKernel, Operands, Saved, gradient_dtype
 from ..mask import Mask
 from ..plan import Plan

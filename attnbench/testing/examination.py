@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from ..environment import Environment
-from ..harness.cases import Case
+from ..harness.cases.case import Case
 from ..harness.laboratory import Laboratory, registry_of
 from ..harness.records import Measurement
 from ..harness.store import Store

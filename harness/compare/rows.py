@@ -11,7 +11,7 @@ from attnbench.devices import describe
 from attnbench.registry import Registry
 
 from ..capture.file import PREFIX
-from ..cases import Case
+from ..cases.case import Case
 from ..fleet import Task
 from ..records import Measurement, Status
 from ..regression_noise import most_run, usual_run

@@ -19,7 +19,7 @@ from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 
 from ..bench import OpenCase
-from ..cases import Case
+from ..cases.case import Case
 from ..laboratory import registry_of
 from ..timing import Cost, Timer
 from ..trial import Trial

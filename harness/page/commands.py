@@ -21,9 +21,9 @@ from attnbench.mask import Mask
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 
-from ..cases import SWEEP_DTYPES
-from ..inputs import DEFAULT_FAMILIES, FAMILIES
-from ..presets import PRESETS, preset_cases
+from ..cases.case import SWEEP_DTYPES
+from ..cases.inputs import DEFAULT_FAMILIES, FAMILIES
+from ..cases.presets import PRESETS, preset_cases
 from ..records import Measurement
 from ..training.arms import Arm
 from ..training.config import OWN, TrainConfig

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnbench.environment import Environment
-from attnbench.harness.cases import Case
+from attnbench.harness.cases.case import Case
 from attnbench.harness.crew import Worker
 from attnbench.harness.laboratory import Laboratory, registry_of
 from attnbench.harness.line import Doing, Line

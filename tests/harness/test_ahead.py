@@ -14,7 +14,7 @@ from stations import Station, wait_until
 
 from attnbench.harness import ahead as module
 from attnbench.harness.ahead import Ahead, usable_cores
-from attnbench.harness.cases import Case
+from attnbench.harness.cases.case import Case
 from attnbench.harness.crew import LostError
 from attnbench.plan import Plan
 from attnbench.registry import Registry

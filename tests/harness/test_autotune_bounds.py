@@ -24,7 +24,7 @@ import attnbench
 from attnbench import attention, choice_hook, explain
 from attnbench.harness import autotune as tuning
 from attnbench.harness.bounded import measured_within
-from attnbench.harness.cases import Case
+from attnbench.harness.cases.case import Case
 from attnbench.harness.sweep import Finished
 from attnbench.plan import Plan
 

@@ -16,7 +16,7 @@ from tunable import BREAKS, FAST, FP8, SLOW, children
 
 from attnbench.harness import bounded as module
 from attnbench.harness.bounded import measured_within
-from attnbench.harness.cases import Case
+from attnbench.harness.cases.case import Case
 from attnbench.harness.line import Doing, StoppedError
 from attnbench.harness.records import Measurement
 from attnbench.harness.sweep import Finished, Started

@@ -7,7 +7,7 @@ import command_line
 import pytest
 
 from attnbench.cli.sweep import SweepDtype
-from attnbench.harness.cases import SWEEP_DTYPES
+from attnbench.harness.cases.case import SWEEP_DTYPES
 from attnbench.harness.records import Measurement
 from attnbench.table import Table
 

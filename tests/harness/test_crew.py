@@ -14,7 +14,7 @@ from patience import PATIENCE
 from planted import CPU
 from stations import LONG, NOTED, noted, runs, wait_until
 
-from attnbench.harness.cases import Case
+from attnbench.harness.cases.case import Case
 from attnbench.harness.crew import LostError, Worker
 from attnbench.harness.findings import Opened, Prepared
 from attnbench.harness.timing import Timer

@@ -11,7 +11,7 @@ from stations import Station, wait_until
 
 from attnbench.harness import line as module
 from attnbench.harness.bench import Bench
-from attnbench.harness.cases import Case
+from attnbench.harness.cases.case import Case
 from attnbench.harness.crew import LostError
 from attnbench.harness.laboratory import Laboratory
 from attnbench.harness.line import Doing, Line, StoppedError

@@ -258,7 +258,7 @@ def test_a_case_of_a_preset_is_named_and_any_other_is_written_out():
 def test_the_yaml_of_a_command_is_the_very_case(tmp_path_factory, spec):
     import shlex
 
-    from attnbench.harness.casefile import read_cases
+    from attnbench.harness.cases.file import read_cases
 
     command, _ = commands.sweep_command([row("fa3:bf16", 1.0, spec=spec)])
     words = shlex.split(command)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from problems import masks, problems
 
 from attnbench.harness.accuracy import Truth
-from attnbench.harness.inputs import draw
+from attnbench.harness.cases.inputs import draw
 from attnbench.harness.probes import LeakProbe, negate, same_bits, unnegated
 from attnbench.kernel import Saved
 from attnbench.mask import Mask

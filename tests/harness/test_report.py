@@ -11,11 +11,11 @@ from planted import REPORTED, laboratory
 from rich.console import Console
 
 from attnbench.harness.accuracy import Detail
-from attnbench.harness.cases import Case
+from attnbench.harness.cases.case import Case
+from attnbench.harness.cases.inputs import FAMILIES
 from attnbench.harness.clocks import Conditions, Range
 from attnbench.harness.flags import flags, highest_clock
 from attnbench.harness.formatting import number
-from attnbench.harness.inputs import FAMILIES
 from attnbench.harness.progress import followed
 from attnbench.harness.records import Measurement
 from attnbench.harness.report import report

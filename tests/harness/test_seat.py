@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from stations import Station
 
-from attnbench.harness.cases import Case
+from attnbench.harness.cases.case import Case
 from attnbench.harness.crew import LostError
 from attnbench.harness.findings import Findings, Opened, Prepared, Visit
 from attnbench.harness.seat import Seat

@@ -16,7 +16,7 @@ from patience import PATIENCE
 from planted import laboratory
 
 from attnbench.errors import MalformedFileError, MisuseError, OutputError
-from attnbench.harness.cases import Case
+from attnbench.harness.cases.case import Case
 from attnbench.harness.records import read_measurements
 from attnbench.harness.rows import passed_over
 from attnbench.harness.store import MEASUREMENTS, Store

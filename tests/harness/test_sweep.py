@@ -8,7 +8,7 @@ import torch
 from planted import BACKWARD_FAULTS, FAULTS, FakeBackward, FakeForward, backend, healthy, laboratory
 
 from attnbench.errors import MisuseError, UnknownBackendError
-from attnbench.harness.cases import Case
+from attnbench.harness.cases.case import Case
 from attnbench.harness.condense import condense
 from attnbench.harness.peaks import PEAK_TFLOPS
 from attnbench.harness.store import Store

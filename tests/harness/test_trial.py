@@ -12,8 +12,8 @@ from planted import CPU, FAULTS, REFERENCE, FakeBackward, FakeForward, backend, 
 from attnbench.errors import AttnbenchError
 from attnbench.harness import trial
 from attnbench.harness.bench import Bench, OpenCase
-from attnbench.harness.cases import Case
-from attnbench.harness.inputs import draw
+from attnbench.harness.cases.case import Case
+from attnbench.harness.cases.inputs import draw
 from attnbench.harness.probes import negate
 from attnbench.harness.timing import Timer
 from attnbench.kernel import ForwardKernel, Result

@@ -19,7 +19,7 @@ from attnbench.capabilities import Device
 from attnbench.fp8 import Quantised
 from attnbench.harness import verdict
 from attnbench.harness.accuracy import Detail, Judgement, Truth
-from attnbench.harness.inputs import FAMILIES, Inputs, draw
+from attnbench.harness.cases.inputs import FAMILIES, Inputs, draw
 from attnbench.harness.probes import negate, unnegated
 from attnbench.harness.verdict import CHECKS, Evidence, Verdict, judge
 from attnbench.kernel import Operands, Saved

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnbench.errors import MalformedFileError
-from attnbench.harness.casefile import read_cases
-from attnbench.harness.cases import Case
+from attnbench.harness.cases.case import Case
+from attnbench.harness.cases.file import read_cases
 from attnbench.harness.regression_terms import Threshold, read_thresholds
 
 ENTRY = "- batch: 1\n  heads: 2\n  seqlen_q: 8\n  head_dim: 16\n"

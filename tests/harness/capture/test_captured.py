@@ -21,9 +21,9 @@ from attnbench.harness.capture.file import (
     tensor_shapes,
     write_captured,
 )
-from attnbench.harness.casefile import read_captured_cases, read_cases
-from attnbench.harness.cases import Case
-from attnbench.harness.inputs import draw
+from attnbench.harness.cases.case import Case
+from attnbench.harness.cases.file import read_captured_cases, read_cases
+from attnbench.harness.cases.inputs import draw
 from attnbench.mask import Mask
 from attnbench.spec import AttentionSpec
 

@@ -10,7 +10,7 @@ import torch
 from patience import PATIENCE
 
 from attnbench.harness.capture.file import read_captured
-from attnbench.harness.inputs import draw
+from attnbench.harness.cases.inputs import draw
 
 PROGRAM = """
 import sys

@@ -8,7 +8,7 @@ from attnbench.errors import InputError
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 
-from .capture.file import CapturedFamily
+from ..capture.file import CapturedFamily
 from .inputs import DEFAULT_FAMILIES, FAMILIES
 
 __all__ = ["SWEEP_DTYPES", "Case", "admits", "tensor_dtype"]

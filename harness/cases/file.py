@@ -34,10 +34,10 @@ from attnbench.errors import InputError, MalformedFileError
 from attnbench.mask import Mask
 from attnbench.spec import AttentionSpec
 
-from .capture.file import PREFIX, captured_family, read_captured
-from .cases import LONGEST_NAME, Case, tensor_dtype
+from ..capture.file import PREFIX, captured_family, read_captured
+from ..yaml_file import described, entries, fault, items, read_yaml, scalar
+from .case import LONGEST_NAME, Case, tensor_dtype
 from .inputs import DEFAULT_FAMILIES
-from .yaml_file import described, entries, fault, items, read_yaml, scalar
 
 __all__ = ["read_captured_cases", "read_cases"]
 

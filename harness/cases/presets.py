@@ -9,7 +9,7 @@ from attnbench.errors import InputError
 from attnbench.mask import Mask
 from attnbench.spec import AttentionSpec, Direction
 
-from .cases import Case, tensor_dtype
+from .case import Case, tensor_dtype
 from .inputs import DEFAULT_FAMILIES
 
 __all__ = ["PRESETS", "Preset", "preset_cases"]

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnbench.errors import InputError, MalformedFileError
-from attnbench.harness.casefile import read_cases
-from attnbench.harness.cases import SWEEP_DTYPES, Case, admits, tensor_dtype
-from attnbench.harness.presets import PRESETS, preset_cases
+from attnbench.harness.cases.case import SWEEP_DTYPES, Case, admits, tensor_dtype
+from attnbench.harness.cases.file import read_cases
+from attnbench.harness.cases.presets import PRESETS, preset_cases
 from attnbench.mask import Mask
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec

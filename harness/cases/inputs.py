@@ -19,7 +19,7 @@ from attnbench.dtypes import TO_TORCH
 from attnbench.errors import InputError
 from attnbench.spec import AttentionSpec
 
-from .capture.file import CapturedFamily
+from ..capture.file import CapturedFamily
 
 __all__ = ["DEFAULT_FAMILIES", "FAMILIES", "Inputs", "draw"]
 

@@ -1,0 +1,1 @@
+"""What is measured: named specs and the tensors that they are measured on, from presets and from files."""
