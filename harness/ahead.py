@@ -16,8 +16,8 @@ from attnbench.plan import Plan, backend_of
 
 from .cases.case import Case
 from .crew import LostError, Worker
-from .laboratory import Laboratory
-from .worker import Setting
+from .measure.setup import Laboratory
+from .measure.worker import Setting
 
 __all__ = ["Ahead", "usable_cores"]
 

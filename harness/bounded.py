@@ -19,8 +19,8 @@ from attnbench.plan import Plan
 
 from .ahead import usable_cores
 from .cases.case import Case
-from .laboratory import Laboratory
 from .line import Doing, Line, StoppedError
+from .measure.setup import Laboratory
 from .records import Measurement
 from .sweep import Event, Finished, Started
 

@@ -19,8 +19,8 @@ from typing import IO, Any
 
 from attnbench.errors import AttnbenchError
 
+from .measure.worker import Answer
 from .records import LONGEST_REASON, Status
-from .worker import Answer
 
 __all__ = ["LostError", "Worker"]
 
@@ -37,7 +37,7 @@ _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]) or [place for place in sys.path if place]; "
     "from {module} import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )
-_BENCH = "attnbench.harness.worker"
+_BENCH = "attnbench.harness.measure.worker"
 
 
 class LostError(AttnbenchError):

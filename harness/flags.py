@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from .clocks import Throttle
+from .measure.clocks import Throttle
 from .records import Measurement
 
 __all__ = ["FLAGS", "MEANINGS", "Flag", "flags", "highest_clock"]

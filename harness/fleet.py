@@ -15,8 +15,8 @@ from attnbench.plan import Plan
 
 from .ahead import Ahead
 from .cases.case import Case
-from .laboratory import Laboratory
 from .line import Doing, Line, Phase, StoppedError
+from .measure.setup import Laboratory
 from .records import Measurement, Status
 from .rows import passed_over
 

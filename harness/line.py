@@ -21,15 +21,15 @@ from attnbench.plan import Plan, backend_of
 
 from .ahead import usable_cores
 from .cases.case import Case
-from .clocks import Watch
 from .crew import LostError, Worker
-from .findings import Findings, Opened, Prepared, Visit
 from .interleave import Samples, interleaved
-from .laboratory import Laboratory
+from .measure.clocks import Watch
+from .measure.findings import Findings, Opened, Prepared, Visit
+from .measure.setup import Laboratory
+from .measure.worker import Setting
 from .records import Measurement
 from .rows import measured, passed_over
 from .seat import Seat
-from .worker import Setting
 
 __all__ = ["Doing", "Line", "Phase", "StoppedError"]
 

@@ -22,12 +22,12 @@ from attnbench.spec import AttentionSpec
 
 from .cases.case import Case
 from .cases.inputs import DEFAULT_FAMILIES
-from .laboratory import Laboratory
 from .line import Line
+from .measure.setup import Laboratory
+from .measure.timing import COSTS, Cost, Timer
 from .pytest_samples import Benchmark, Replay, hand_over
 from .records import Measurement, Status
 from .rows import passed_over
-from .timing import COSTS, Cost, Timer
 
 if TYPE_CHECKING:
     from .pytest_gate import Gatekeeper, GateVerdict
@@ -58,7 +58,7 @@ class Stations:
     """The devices that a pytest session has measured on, each with its backends' processes until the session ends.
 
     ``most_seconds`` is how long a plan's samples may take at the most; a device's own limit
-    (attnbench.harness.timing.Timer) holds where it is shorter.
+    (attnbench.harness.measure.timing.Timer) holds where it is shorter.
     """
 
     def __init__(self, most_seconds: float) -> None:

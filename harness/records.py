@@ -28,15 +28,15 @@ from attnbench.printable import brief
 from attnbench.spec import AttentionSpec
 from attnbench.table_entry import LONGEST_MS, SHORTEST_MS
 
-from .accuracy import LARGEST_ERROR, Detail, NonNegative, TensorName
 from .cases.case import LONGEST_NAME as LONGEST_CASE
-from .clocks import Conditions
-from .findings import Side
 from .json_lines import Form, TornLineError, read_lines
+from .measure.accuracy import LARGEST_ERROR, Detail, NonNegative, TensorName
+from .measure.clocks import Conditions
+from .measure.findings import Side
+from .measure.timing import Cost
+from .measure.trace import LONGEST_NAME as LONGEST_KERNEL
+from .measure.trace import MOST_NAMES
 from .shards import Shard
-from .timing import Cost
-from .trace import LONGEST_NAME as LONGEST_KERNEL
-from .trace import MOST_NAMES
 
 __all__ = ["MEASUREMENTS", "SCHEMA", "STATUSES", "Measurement", "Status", "read_measurements"]
 
@@ -89,20 +89,20 @@ _Note = Annotated[str, Field(min_length=1, max_length=300)]
 class Measurement(BaseModel):
     """One plan on one case in one environment.
 
-    ``time_ms`` holds the raw samples of each cost (attnbench.harness.timing names them).
+    ``time_ms`` holds the raw samples of each cost (attnbench.harness.measure.timing names them).
     ``error`` and ``floor`` map input family and tensor (out, lse, dq, dk, dv) to relative L2
     against the truth; what was not finite has the error ``"Infinity"``; a kernel that
     quantises nothing has no floor, its floor is 0.  ``bound`` is the largest error that was
     accepted for the status ``ok``, ``declared_error`` what the kernels promise on normal
     inputs.  ``memory_bytes`` is the peak of device memory during one call beyond what lay
     there before, None on a CPU.  ``peak_share`` is how much of the device's peak the kernels
-    reached (attnbench.harness.peaks), None where the device is unknown.  ``ran`` names what
+    reached (attnbench.harness.measure.peaks), None where the device is unknown.  ``ran`` names what
     the profiler saw in each pass.
     ``truth``, ``timer`` and ``drawn_on`` are the conditions: what errors were taken on, what
     a sample of time is, whose random numbers the inputs are.
 
     What follows is absent from records of version 0.1.  ``check`` names what made the plan
-    inaccurate or wrong (attnbench.harness.verdict).  ``detail`` says more of each error.
+    inaccurate or wrong (attnbench.harness.measure.verdict).  ``detail`` says more of each error.
     ``deterministic``: two runs agreed bit by bit.  ``leak``: how far outputs changed, relative
     L2, with keys and queries that their mask hides from them; None where it hides none.
     ``visits`` says of each cost how many samples each visit took, in the order of ``time_ms``: plans are

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .accuracy import TensorName
+from .measure.accuracy import TensorName
 from .records import Measurement
 
 __all__ = ["ErrorChange", "families_missing", "risen"]

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from tabulate import tabulate
 
-from .accuracy import TensorName
 from .flags import Flag
 from .formatting import WIDTH, Style, error, number, shown, size
+from .measure.accuracy import TensorName
+from .measure.timing import COSTS, Cost
 from .records import Measurement
 from .report_sentences import families_of
 from .statistics import median_interval
-from .timing import COSTS, Cost
 
 __all__ = ["PRECISION", "case_table", "in_markdown", "ruled", "spread"]
 

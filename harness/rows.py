@@ -9,16 +9,16 @@ from types import MappingProxyType
 from attnbench.devices import describe
 from attnbench.plan import Plan
 
-from .accuracy import TensorName
 from .cases.case import Case
-from .clocks import Conditions
-from .findings import Findings, Judgements, Opened, Prepared, Side
 from .interleave import Samples
-from .laboratory import Laboratory
-from .peaks import peak_share
+from .measure.accuracy import TensorName
+from .measure.clocks import Conditions
+from .measure.findings import Findings, Judgements, Opened, Prepared, Side
+from .measure.peaks import peak_share
+from .measure.setup import Laboratory
+from .measure.timing import LATE_MS
+from .measure.verdict import Evidence, judge
 from .records import LONGEST_REASON, Measurement, Status
-from .timing import LATE_MS
-from .verdict import Evidence, judge
 
 __all__ = ["measured", "passed_over"]
 

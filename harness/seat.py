@@ -9,7 +9,7 @@ from attnbench.plan import Plan
 
 from .cases.case import Case
 from .crew import LostError, Worker
-from .findings import Findings, Opened, Prepared, Visit
+from .measure.findings import Findings, Opened, Prepared, Visit
 
 __all__ = ["Seat"]
 

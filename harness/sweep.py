@@ -17,8 +17,8 @@ from attnbench.spec import AttentionSpec
 
 from .cases.case import Case, admits
 from .fleet import Fleet, Task
-from .laboratory import Laboratory
 from .line import Doing, Phase
+from .measure.setup import Laboratory
 from .records import Measurement, Status
 from .store import Store
 

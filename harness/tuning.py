@@ -26,7 +26,7 @@ from attnbench.user_table import user_table_path
 
 from .asked import Asked, Terms, input_bytes
 from .cases.case import Case
-from .laboratory import Laboratory
+from .measure.setup import Laboratory
 from .records import Measurement
 from .sweep import tasks_of
 

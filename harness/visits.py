@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .measure.timing import Cost
 from .records import Measurement
 from .statistics import MEDIAN_ERROR, spread
-from .timing import Cost
 
 __all__ = ["groups", "samples_of", "sampling_error", "visit_medians"]
 
-# Of a sweep (attnbench.harness.timing.Timer), for rows of versions that did not record their visits.
+# Of a sweep (attnbench.harness.measure.timing.Timer), for rows of versions that did not record their visits.
 _VISIT_MS = {"cuda": 10.0, "cpu": 30.0}
 _MOST_A_VISIT = 50
 

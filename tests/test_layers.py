@@ -66,7 +66,7 @@ def test_no_module_imports_one_above_it(name: str, path: Path) -> None:
         ("attnbench.integrations.sdpa", "def f():\n    from ..harness import cases"),
         ("attnbench.harness.cases.case", "import attnbench.cli.sweep"),
         ("attnbench.harness.cases.case", "from attnbench.backends.flex import BACKEND"),
-        ("attnbench.backends.flex", "from attnbench.harness import timing"),
+        ("attnbench.backends.flex", "from attnbench.harness.measure import timing"),
         ("attnbench.cli.sweep", "from ..backends import flex"),
     ],
 )

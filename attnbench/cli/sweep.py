@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..harness.cases.case import Case
-    from ..harness.laboratory import Laboratory
+    from ..harness.measure.setup import Laboratory
     from ..harness.store import Store
     from ..harness.sweep import Task
 
@@ -76,12 +76,12 @@ def sweep(
 
     from ..context import check_budget
     from ..environment import Environment
-    from ..harness.accuracy import LARGEST_ERROR
-    from ..harness.laboratory import Laboratory
+    from ..harness.measure.accuracy import LARGEST_ERROR
+    from ..harness.measure.setup import Laboratory
+    from ..harness.measure.timing import Timer
     from ..harness.shards import Shard
     from ..harness.store import Store
     from ..harness.sweep import tasks_of
-    from ..harness.timing import Timer
     from ..registry import registry
     from ..table_entry import LONGEST_MS
 

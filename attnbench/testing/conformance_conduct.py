@@ -17,10 +17,10 @@ from ..devices import bind
 from ..errors import RefusedError
 from ..execution import Execution
 from ..fp8 import Quantised
-from ..harness.accuracy import TensorName
 from ..harness.cases.inputs import Inputs
-from ..harness.probes import negate, same_bits, unnegated
-from ..harness.replay import RecordingError, replay_of
+from ..harness.measure.accuracy import TensorName
+from ..harness.measure.probes import negate, same_bits, unnegated
+from ..harness.measure.replay import RecordingError, replay_of
 from ..kernel import Saved
 from ..selector import choose
 from ..spec import AttentionSpec

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..fp8 import BLOCK, Quantised, quantise_with
-from ..harness.accuracy import TensorName, relative_l2
-from ..harness.probes import same_bits
+from ..harness.measure.accuracy import TensorName, relative_l2
+from ..harness.measure.probes import same_bits
 from ..kernel import gradient_dtype
 from ..mask import Alignment, Mask
 from ..spec import AttentionSpec

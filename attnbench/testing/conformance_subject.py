@@ -17,8 +17,8 @@ from ..devices import describe
 from ..environment import Environment
 from ..errors import InputError
 from ..fp8 import Quantised
-from ..harness.accuracy import TensorName, Truth, judged
 from ..harness.cases.inputs import Inputs, draw
+from ..harness.measure.accuracy import TensorName, Truth, judged
 from ..kernel import BackwardKernel, ForwardKernel, Operands, Saved, gradient_dtype
 from ..mask import Mask
 from ..plan import Plan
@@ -30,7 +30,7 @@ __all__ = ["FEATURES", "Subject", "Values", "exact_of", "inputs_of", "shrunk", "
 
 # A relative L2 over few elements strays from the one over many, which a kernel declares.
 _STRAY = 2.0
-# The most that a row of out or LSE may be off: attnbench.harness.verdict measured it on honest kernels.
+# The most that a row of out or LSE may be off: attnbench.harness.measure.verdict measured it on honest kernels.
 _ROW, _LEAST_ROW, _MOST_ROW = 4.0, 0.15, 0.8
 _HEAD_DIMS = (5, 8, 16, 24, 32, 40, 64, 80, 96, 128, 192, 256)
 _TRIES = 60

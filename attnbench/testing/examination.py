@@ -10,11 +10,11 @@ import torch
 
 from ..environment import Environment
 from ..harness.cases.case import Case
-from ..harness.laboratory import Laboratory, registry_of
+from ..harness.measure.setup import Laboratory, registry_of
+from ..harness.measure.timing import Timer
 from ..harness.records import Measurement
 from ..harness.store import Store
 from ..harness.sweep import Finished, Task, run_sweep
-from ..harness.timing import Timer
 from .faults import FAULTS, GPU_FAULTS, HONEST, Fault
 
 __all__ = ["examined", "unnoticed"]

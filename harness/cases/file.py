@@ -71,7 +71,7 @@ def read_captured_cases(path: Path, dtype: str) -> list[Case]:
     """A case for every call of a file of captured tensors, for a sweep of ``dtype``.
 
     Times are taken on what was captured.  Errors are taken on normal inputs as well: what two
-    families share is the kernel's (attnbench.harness.verdict).
+    families share is the kernel's (attnbench.harness.measure.verdict).
 
     Tensors that were captured in another type than the sweep's are converted to it, and the
     case's name says from which.  Raises MalformedFileError with what was expected.

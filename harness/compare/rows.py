@@ -13,10 +13,10 @@ from attnbench.registry import Registry
 from ..capture.file import PREFIX
 from ..cases.case import Case
 from ..fleet import Task
+from ..measure.timing import Timer
 from ..records import Measurement, Status
 from ..regression_noise import most_run, usual_run
 from ..regression_terms import Gated, Key, Terms
-from ..timing import Timer
 from .series import GateRow, Series
 from .sides import Question
 

@@ -14,7 +14,7 @@ from attnbench.environment import Environment
 from attnbench.errors import AttnbenchError, MisuseError
 from attnbench.registry import Registry
 
-from ..laboratory import INSTALLED, Laboratory, registry_of
+from ..measure.setup import INSTALLED, Laboratory, registry_of
 from ..records import Measurement
 from ..regression import Regression
 from ..regression_pairs import machine_differences, rows_of

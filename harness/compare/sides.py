@@ -19,7 +19,7 @@ from attnbench.spec import AttentionSpec
 
 from ..ahead import usable_cores
 from ..crew import LostError, Worker
-from ..laboratory import INSTALLED
+from ..measure.setup import INSTALLED
 from ..regression_terms import Key
 from .stand import PROTOCOL
 

@@ -21,8 +21,8 @@ from attnbench.table import Table
 from attnbench.user_table import Known
 
 from ..condense import joined, worst_errors
+from ..measure.timing import COSTS
 from ..records import Measurement
-from ..timing import COSTS
 
 __all__ = ["DEFAULT", "DIRECTIONS", "Answer", "Case", "Machine", "call_ms", "machines_of", "worst_error"]
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ..trace import LONGEST_NAME, MOST_NAMES  # which also keeps torch's profiler from talking
+from ..measure.trace import LONGEST_NAME, MOST_NAMES  # which also keeps torch's profiler from talking
 from .rows import Share
 
 __all__ = ["share_of_attention"]

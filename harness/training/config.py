@@ -10,7 +10,7 @@ from attnbench.errors import InputError
 from attnbench.printable import brief
 from attnbench.registry import registry
 
-from ..accuracy import LARGEST_ERROR
+from ..measure.accuracy import LARGEST_ERROR
 from .rows import LONGEST_SETTING, MOST_STEPS
 
 __all__ = [

@@ -27,9 +27,9 @@ from attnbench.draft import replace_file
 from attnbench.environment import Environment
 from attnbench.table_entry import LONGEST_MS, SHORTEST_MS
 
-from ..accuracy import LARGEST_ERROR
-from ..clocks import Conditions
 from ..json_lines import Form, read_lines
+from ..measure.accuracy import LARGEST_ERROR
+from ..measure.clocks import Conditions
 
 __all__ = [
     "LARGEST_PRICE",

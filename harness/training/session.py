@@ -23,8 +23,8 @@ from attnbench.errors import AttnbenchError, MisuseError, OutputError
 from attnbench.failure import in_one_line
 from attnbench.registry import registry
 
-from ..clocks import Conditions, Watch
-from ..peaks import PEAK_TFLOPS
+from ..measure.clocks import Conditions, Watch
+from ..measure.peaks import PEAK_TFLOPS
 from .config import TrainConfig
 from .history import History
 from .loop import Conduct, train, warm_up_steps

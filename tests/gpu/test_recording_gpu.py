@@ -6,9 +6,9 @@ import torch
 from attnbench.environment import Environment
 from attnbench.harness.cases.case import Case
 from attnbench.harness.crew import Worker
-from attnbench.harness.laboratory import Laboratory, registry_of
 from attnbench.harness.line import Doing, Line
-from attnbench.harness.timing import Timer
+from attnbench.harness.measure.setup import Laboratory, registry_of
+from attnbench.harness.measure.timing import Timer
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 

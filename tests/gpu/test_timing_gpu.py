@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 import torch
 
-from attnbench.harness.replay import replay_of
-from attnbench.harness.timing import Timer
+from attnbench.harness.measure.replay import replay_of
+from attnbench.harness.measure.timing import Timer
 from attnbench.kernel import Result
 
 pytestmark = [
@@ -239,7 +239,7 @@ def test_a_replay_gives_its_memory_back():
 RECORDING = """
 import sys
 import torch
-from attnbench.harness.replay import RecordingError, replay_of
+from attnbench.harness.measure.replay import RecordingError, replay_of
 from attnbench.kernel import Result
 
 def asks_the_host(x):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnbench.fp8 import LARGEST, Recipe, hadamard, quantise
-from attnbench.harness.timing import Timer
+from attnbench.harness.measure.timing import Timer
 from attnbench.spec import GRANULARITIES
 
 if TYPE_CHECKING:

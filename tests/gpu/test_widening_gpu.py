@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from attnbench.harness.timing import Timer
+from attnbench.harness.measure.timing import Timer
 
 pytestmark = [
     pytest.mark.gpu,

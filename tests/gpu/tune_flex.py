@@ -31,7 +31,7 @@ from torch import Tensor
 from attnbench import AttentionSpec, Mask
 from attnbench.backends import flex
 from attnbench.backends.flex_tiles import Options, TileKey
-from attnbench.harness.timing import Timer
+from attnbench.harness.measure.timing import Timer
 from attnbench.kernel import BackwardKernel, ForwardKernel, Operands, Saved
 
 LENGTHS = (4096, 16384)

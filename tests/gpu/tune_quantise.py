@@ -20,7 +20,7 @@ from test_triton_quantise_gpu import DEVICE, cases, floor
 
 from attnbench.backends.triton.quantise import Request, Tiles, quantised_together, tiles_for
 from attnbench.fp8 import Recipe
-from attnbench.harness.timing import Timer
+from attnbench.harness.measure.timing import Timer
 
 HEAD_DIMS = (128, 64, 256)
 _PAIRS = ((32, 32), (32, 64), (64, 64), (128, 64), (128, 128))  # tokens of a program: rows, and with a transposed copy

@@ -30,7 +30,7 @@ from torch import Tensor
 from attnbench import AttentionSpec, Mask
 from attnbench.backends.triton import TritonForward
 from attnbench.backends.triton.tiles import DEFAULTS, HEAD_DIMS, Tile, TileKey
-from attnbench.harness.timing import Timer
+from attnbench.harness.measure.timing import Timer
 from attnbench.kernel import Operands
 
 LENGTHS = (1024, 4096, 16384)

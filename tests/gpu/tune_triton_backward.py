@@ -40,7 +40,7 @@ from watched import Begun, Done, Lost, one_by_one
 from attnbench import AttentionSpec, Mask
 from attnbench.backends.triton.backward_tiles import DEFAULTS, Tile, TileKey, Tiles
 from attnbench.fp8 import Recipe, quantise
-from attnbench.harness.timing import Timer
+from attnbench.harness.measure.timing import Timer
 
 LENGTHS = (4096, 16384)
 TOKENS, HIDDEN = 16384, 2048

@@ -15,8 +15,8 @@ from reported import Structure, a_sweep
 from small_training import run_of
 
 from attnbench.cli import main
+from attnbench.harness.measure.timing import Timer
 from attnbench.harness.records import read_measurements
-from attnbench.harness.timing import Timer
 
 TINY = "- {batch: 1, heads: 2, kv_heads: 1, seqlen_q: 96, head_dim: 32, mask: causal}\n"
 

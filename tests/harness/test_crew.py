@@ -16,9 +16,9 @@ from stations import LONG, NOTED, noted, runs, wait_until
 
 from attnbench.harness.cases.case import Case
 from attnbench.harness.crew import LostError, Worker
-from attnbench.harness.findings import Opened, Prepared
-from attnbench.harness.timing import Timer
-from attnbench.harness.worker import Setting
+from attnbench.harness.measure.findings import Opened, Prepared
+from attnbench.harness.measure.timing import Timer
+from attnbench.harness.measure.worker import Setting
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 

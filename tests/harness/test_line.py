@@ -10,11 +10,11 @@ from planted import laboratory
 from stations import Station, wait_until
 
 from attnbench.harness import line as module
-from attnbench.harness.bench import Bench
 from attnbench.harness.cases.case import Case
 from attnbench.harness.crew import LostError
-from attnbench.harness.laboratory import Laboratory
 from attnbench.harness.line import Doing, Line, StoppedError
+from attnbench.harness.measure.bench import Bench
+from attnbench.harness.measure.setup import Laboratory
 from attnbench.plan import Plan
 from attnbench.registry import Registry
 from attnbench.spec import AttentionSpec

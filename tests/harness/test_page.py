@@ -12,7 +12,7 @@ from reported import CAUSAL, SQUARE, Structure, a_sweep, elsewhere, later, row, 
 from small_training import run_of
 
 from attnbench.errors import MisuseError
-from attnbench.harness.accuracy import LARGEST_ERROR
+from attnbench.harness.measure.accuracy import LARGEST_ERROR
 from attnbench.harness.page import commands, results
 from attnbench.harness.page.colours import THEMES, contrast, hues_of
 from attnbench.harness.page.figures import bytes_of, loss_figure, speed_error_figure, winners_figure

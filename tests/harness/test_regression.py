@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnbench.errors import MisuseError
-from attnbench.harness.clocks import Conditions, Range
+from attnbench.harness.measure.clocks import Conditions, Range
 from attnbench.harness.records import read_measurements
 from attnbench.harness.regression import VERDICTS, compare_results
 from attnbench.harness.regression_export import regression_dict

@@ -10,12 +10,12 @@ import torch
 from planted import REPORTED, laboratory
 from rich.console import Console
 
-from attnbench.harness.accuracy import Detail
 from attnbench.harness.cases.case import Case
 from attnbench.harness.cases.inputs import FAMILIES
-from attnbench.harness.clocks import Conditions, Range
 from attnbench.harness.flags import flags, highest_clock
 from attnbench.harness.formatting import number
+from attnbench.harness.measure.accuracy import Detail
+from attnbench.harness.measure.clocks import Conditions, Range
 from attnbench.harness.progress import followed
 from attnbench.harness.records import Measurement
 from attnbench.harness.report import report

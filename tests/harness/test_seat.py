@@ -7,7 +7,7 @@ from stations import Station
 
 from attnbench.harness.cases.case import Case
 from attnbench.harness.crew import LostError
-from attnbench.harness.findings import Findings, Opened, Prepared, Visit
+from attnbench.harness.measure.findings import Findings, Opened, Prepared, Visit
 from attnbench.harness.seat import Seat
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec

@@ -16,7 +16,7 @@ from planted import CPU, REFERENCE, FakeBackward, FakeForward, backend, same, sl
 import attnbench.registry
 from attnbench import AttentionSpec
 from attnbench.harness import autotune
-from attnbench.harness.timing import Timer
+from attnbench.harness.measure.timing import Timer
 from attnbench.registry import Registry
 
 SOURCE = "paced:paced"

@@ -16,8 +16,8 @@ from attnbench.backends.reference import BACKEND as REFERENCE
 from attnbench.capabilities import Capabilities
 from attnbench.environment import Environment
 from attnbench.fp8 import Recipe, quantise
-from attnbench.harness.laboratory import Laboratory, registry_of
-from attnbench.harness.timing import Timer
+from attnbench.harness.measure.setup import Laboratory, registry_of
+from attnbench.harness.measure.timing import Timer
 from attnbench.kernel import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
 from attnbench.registry import Registry
 from attnbench.spec import AttentionSpec

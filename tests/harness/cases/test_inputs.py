@@ -5,8 +5,8 @@ import torch
 
 from attnbench.dtypes import TO_TORCH
 from attnbench.errors import InputError
-from attnbench.harness.accuracy import Truth
 from attnbench.harness.cases.inputs import FAMILIES, draw
+from attnbench.harness.measure.accuracy import Truth
 from attnbench.mask import Mask
 from attnbench.registry import registry
 from attnbench.spec import AttentionSpec

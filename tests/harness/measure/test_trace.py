@@ -5,7 +5,7 @@ import re
 import torch
 from planted import FakeForward
 
-from attnbench.harness.trace import LONGEST_NAME, MOST_NAMES, mismatch, shortened, traced
+from attnbench.harness.measure.trace import LONGEST_NAME, MOST_NAMES, mismatch, shortened, traced
 
 CPU = torch.device("cpu")
 

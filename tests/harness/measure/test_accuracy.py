@@ -13,8 +13,8 @@ from planted import FakeForward, healthy
 from pydantic import TypeAdapter, ValidationError
 
 from attnbench.errors import AttnbenchError
-from attnbench.harness.accuracy import Detail, Truth, judged, relative_l2
 from attnbench.harness.cases.inputs import draw
+from attnbench.harness.measure.accuracy import Detail, Truth, judged, relative_l2
 from attnbench.kernel import Saved
 from attnbench.mask import Mask
 from attnbench.registry import registry

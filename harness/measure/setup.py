@@ -14,7 +14,7 @@ from attnbench.environment import Environment
 from attnbench.plan import Plan
 from attnbench.registry import Registry
 
-from .cases.case import Case
+from ..cases.case import Case
 from .timing import Timer
 
 __all__ = ["INSTALLED", "Laboratory", "registry_of"]

@@ -17,7 +17,7 @@ from patience import PATIENCE
 from pydantic import ValidationError
 
 from attnbench.errors import InputError
-from attnbench.harness.clocks import Conditions, Range, Reading, Watch, readings_within
+from attnbench.harness.measure.clocks import Conditions, Range, Reading, Watch, readings_within
 
 ONE, TWO = "00000000-aaaa-bbbb-cccc-000000000001", "00000000-aaaa-bbbb-cccc-000000000002"
 QUICK = 0.001  # seconds between readings
@@ -202,7 +202,7 @@ def test_a_driver_that_hangs_does_not_hang_the_harness(monkeypatch):
         return 1980
 
     fake = fake_nvml.install(monkeypatch, Board(f"GPU-{ONE}", clock=clock))
-    monkeypatch.setattr("attnbench.harness.clocks._PATIENCE", 0.01)
+    monkeypatch.setattr("attnbench.harness.measure.clocks._PATIENCE", 0.01)
     with Watch(ONE, QUICK):
         assert hangs.wait(PATIENCE)
     (hanging,) = fake.threads - {threading.main_thread()}
@@ -257,7 +257,7 @@ def test_steady_means_medians_within_the_tolerance(monkeypatch, clocks, toleranc
 
 
 def test_memory_is_bounded_and_the_newest_stays(monkeypatch):
-    monkeypatch.setattr("attnbench.harness.clocks._MOST_READINGS", 5)
+    monkeypatch.setattr("attnbench.harness.measure.clocks._MOST_READINGS", 5)
     counted = iter(range(1, 10**6))
     fake_nvml.install(monkeypatch, Board(f"GPU-{ONE}", clock=lambda: next(counted)))
     with Watch(ONE, QUICK) as watch:

@@ -25,7 +25,7 @@ from attnbench.kernel import Operands, Saved
 from attnbench.registry import Registry
 from attnbench.spec import AttentionSpec
 
-from .cases.inputs import Inputs
+from ..cases.inputs import Inputs
 
 __all__ = [
     "LARGEST_ERROR",

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import masks, problems
 
-from attnbench.harness.accuracy import Truth
 from attnbench.harness.cases.inputs import draw
-from attnbench.harness.probes import LeakProbe, negate, same_bits, unnegated
+from attnbench.harness.measure.accuracy import Truth
+from attnbench.harness.measure.probes import LeakProbe, negate, same_bits, unnegated
 from attnbench.kernel import Saved
 from attnbench.mask import Mask
 from attnbench.registry import registry

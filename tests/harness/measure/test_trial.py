@@ -10,12 +10,12 @@ import torch
 from planted import CPU, FAULTS, REFERENCE, FakeBackward, FakeForward, backend, fail, healthy
 
 from attnbench.errors import AttnbenchError
-from attnbench.harness import trial
-from attnbench.harness.bench import Bench, OpenCase
 from attnbench.harness.cases.case import Case
 from attnbench.harness.cases.inputs import draw
-from attnbench.harness.probes import negate
-from attnbench.harness.timing import Timer
+from attnbench.harness.measure import trial
+from attnbench.harness.measure.bench import Bench, OpenCase
+from attnbench.harness.measure.probes import negate
+from attnbench.harness.measure.timing import Timer
 from attnbench.kernel import ForwardKernel, Result
 from attnbench.mask import Mask
 from attnbench.plan import Plan

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated_gpu import simulated
 
-from attnbench.harness.timing import Timer
+from attnbench.harness.measure.timing import Timer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -13,11 +13,11 @@ from attnbench.kernel import Operands
 from attnbench.plan import Plan
 from attnbench.registry import Registry
 
+from ..cases.case import Case
+from ..cases.inputs import Inputs, draw
 from .accuracy import Floor, Truth
-from .cases.case import Case
-from .cases.inputs import Inputs, draw
 from .findings import Findings, Opened, Prepared, Visit
-from .laboratory import registry_of
+from .setup import registry_of
 from .timing import Timer
 from .trial import Trial
 

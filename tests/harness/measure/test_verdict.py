@@ -17,11 +17,11 @@ from torch import Tensor
 from attnbench.budget import class_bound
 from attnbench.capabilities import Device
 from attnbench.fp8 import Quantised
-from attnbench.harness import verdict
-from attnbench.harness.accuracy import Detail, Judgement, Truth
 from attnbench.harness.cases.inputs import FAMILIES, Inputs, draw
-from attnbench.harness.probes import negate, unnegated
-from attnbench.harness.verdict import CHECKS, Evidence, Verdict, judge
+from attnbench.harness.measure import verdict
+from attnbench.harness.measure.accuracy import Detail, Judgement, Truth
+from attnbench.harness.measure.probes import negate, unnegated
+from attnbench.harness.measure.verdict import CHECKS, Evidence, Verdict, judge
 from attnbench.kernel import Operands, Saved
 from attnbench.mask import Mask
 from attnbench.plan import Plan

@@ -64,7 +64,7 @@ class Evidence:
     families to judgements by tensor: of the kernel against the truth, of exact attention on the quantised
     operands against the truth, and of the kernel against that attention; the latter two
     lack families in which nothing was quantised.  ``stale`` judges a run on negated inputs
-    (attnbench.harness.probes).  ``settled`` says that the result was the same once the
+    (attnbench.harness.measure.probes).  ``settled`` says that the result was the same once the
     device was idle, ``untouched`` that the inputs were.
     """
 

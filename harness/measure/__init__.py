@@ -1,0 +1,1 @@
+"""What runs in the process of one backend: inputs timed, errors taken, numbers judged."""
