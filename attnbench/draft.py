@@ -1,6 +1,6 @@
 """Files that are replaced whole: new content is written beside the old file, flushed to the disk and renamed over it.
 
-Every file that a user keeps is written this way, apart from logs that only grow (attnbench.harness.store).
+Every file that a user keeps is written this way, apart from logs that only grow (attnbench.harness.results.store).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from attnbench.evidence import Evidence
 from attnbench.guard_check import pick_groups, pick_rows
 from attnbench.harness.cases.inputs import FAMILIES
 from attnbench.harness.cases.presets import PRESETS
-from attnbench.harness.records import Measurement, read_measurements
+from attnbench.harness.results.records import Measurement, read_measurements
 from attnbench.harness.training.arms import Arm, arms_of, compared, scaling_efficiency
 from attnbench.harness.training.learning import RULES
 from attnbench.harness.training.report import offers_of

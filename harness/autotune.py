@@ -36,11 +36,11 @@ from attnbench.user_table import known_tables, update_user_table, user_table_pat
 
 from .asked import Asked, AskedSpecs
 from .bounded import measured_within
-from .condense import condense
 from .measure.setup import INSTALLED, Laboratory
 from .measure.timing import Timer
 from .progress import followed
-from .records import Measurement
+from .results.condense import condense
+from .results.records import Measurement
 from .sweep import Event, Finished
 from .tuning import Errand, alone, chosen, errand_of, own_table, shortage
 

@@ -21,7 +21,7 @@ from .ahead import usable_cores
 from .cases.case import Case
 from .line import Doing, Line, StoppedError
 from .measure.setup import Laboratory
-from .records import Measurement
+from .results.records import Measurement
 from .sweep import Event, Finished, Started
 
 __all__ = ["Work", "measured_within"]

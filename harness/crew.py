@@ -20,7 +20,7 @@ from typing import IO, Any
 from attnbench.errors import AttnbenchError
 
 from .measure.worker import Answer
-from .records import LONGEST_REASON, Status
+from .results.records import LONGEST_REASON, Status
 
 __all__ = ["LostError", "Worker"]
 

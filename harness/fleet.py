@@ -17,7 +17,7 @@ from .ahead import Ahead
 from .cases.case import Case
 from .line import Doing, Line, Phase, StoppedError
 from .measure.setup import Laboratory
-from .records import Measurement, Status
+from .results.records import Measurement, Status
 from .rows import passed_over
 
 __all__ = ["Fleet", "Task"]

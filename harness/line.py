@@ -27,7 +27,7 @@ from .measure.clocks import Watch
 from .measure.findings import Findings, Opened, Prepared, Visit
 from .measure.setup import Laboratory
 from .measure.worker import Setting
-from .records import Measurement
+from .results.records import Measurement
 from .rows import measured, passed_over
 from .seat import Seat
 

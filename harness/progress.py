@@ -10,9 +10,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
-from .condense import worst_errors
 from .formatting import number
-from .records import Measurement, Status
+from .results.condense import worst_errors
+from .results.records import Measurement, Status
 from .sweep import Ended, Event, Finished, Started
 
 __all__ = ["followed"]

@@ -26,7 +26,7 @@ from .line import Line
 from .measure.setup import Laboratory
 from .measure.timing import COSTS, Cost, Timer
 from .pytest_samples import Benchmark, Replay, hand_over
-from .records import Measurement, Status
+from .results.records import Measurement, Status
 from .rows import passed_over
 
 if TYPE_CHECKING:

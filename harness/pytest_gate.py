@@ -19,11 +19,11 @@ from .compare.rows import gate_rows
 from .compare.series import GateRow
 from .compare.sides import Question, Sides
 from .measure.timing import Cost
-from .records import Measurement
 from .regression import Outcome
 from .regression_export import regression_dict
 from .regression_sentences import times_said
 from .regression_terms import Limits, Terms
+from .results.records import Measurement
 
 __all__ = ["GateVerdict", "Gatekeeper"]
 

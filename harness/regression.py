@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from .records import Measurement
 from .regression_errors import ErrorChange, families_missing, risen
 from .regression_memory import MemoryChange, grown, memory_said
 from .regression_pairs import FAILURES, Pair, baselines, other_differences, paired, unlike_places, unlike_questions
 from .regression_sentences import clocks_said, error_said, times_said
 from .regression_terms import Gated, Key, Limits, Terms, check_used
 from .regression_times import CostChange, Timed, changes_of, timed, verdict_of
+from .results.records import Measurement
 
 __all__ = ["VERDICTS", "Outcome", "Regression", "RowVerdict", "compare_results"]
 

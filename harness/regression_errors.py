@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .measure.accuracy import TensorName
-from .records import Measurement
+from .results.records import Measurement
 
 __all__ = ["ErrorChange", "families_missing", "risen"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .formatting import size
-from .records import Measurement
+from .results.records import Measurement
 
 __all__ = ["MemoryChange", "grown", "memory_said"]
 

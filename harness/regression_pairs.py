@@ -11,9 +11,9 @@ from attnbench.environment import Environment
 from attnbench.errors import MisuseError
 from attnbench.plan import Plan
 
-from .records import Measurement, Status, read_measurements
 from .regression_terms import Key
-from .store import recorded
+from .results.records import Measurement, Status, read_measurements
+from .results.store import recorded
 
 __all__ = [
     "FAILURES",

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from .formatting import error, number
-from .records import Measurement
 from .regression_errors import ErrorChange
 from .regression_terms import LARGEST_LIMIT, Gated
 from .regression_times import CostChange
+from .results.records import Measurement
 from .statistics import Verdict
 
 __all__ = ["change", "clocks_said", "error_said", "share", "times_said"]

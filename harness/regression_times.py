@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .measure.timing import Cost
-from .records import Measurement
 from .regression_noise import Kind, Observed, noise_of
 from .regression_terms import Gated, Key, Limits
+from .results.records import Measurement
+from .results.visits import samples_of, sampling_error, visit_medians
 from .statistics import Verdict, compare
-from .visits import samples_of, sampling_error, visit_medians
 
 __all__ = ["CostChange", "Timed", "changes_of", "ratios", "timed", "verdict_of"]
 

@@ -9,9 +9,9 @@ from attnbench.plan import backend_of, precision_of
 
 from .flags import FLAGS, MEANINGS, Flag, flags, highest_clock
 from .formatting import WIDTH, Style, heading, prose, shown
-from .records import Measurement, Status
 from .report_sentences import answer_of, by_call, fastest, sentences
 from .report_table import PRECISION, case_table, in_markdown, ruled, spread
+from .results.records import Measurement, Status
 
 __all__ = ["report"]
 

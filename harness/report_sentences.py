@@ -9,11 +9,11 @@ from typing import TypeAlias
 
 import numpy as np
 
-from .condense import worst_errors
 from .formatting import error, number, size
-from .records import Measurement
+from .results.condense import worst_errors
+from .results.records import Measurement
+from .results.visits import visit_medians
 from .statistics import Comparison, compare
-from .visits import visit_medians
 
 __all__ = ["answer_of", "by_call", "families_of", "fastest", "sentences"]
 

@@ -13,8 +13,8 @@ from .flags import Flag
 from .formatting import WIDTH, Style, error, number, shown, size
 from .measure.accuracy import TensorName
 from .measure.timing import COSTS, Cost
-from .records import Measurement
 from .report_sentences import families_of
+from .results.records import Measurement
 from .statistics import median_interval
 
 __all__ = ["PRECISION", "case_table", "in_markdown", "ruled", "spread"]

@@ -18,7 +18,7 @@ from .measure.peaks import peak_share
 from .measure.setup import Laboratory
 from .measure.timing import LATE_MS
 from .measure.verdict import Evidence, judge
-from .records import LONGEST_REASON, Measurement, Status
+from .results.records import LONGEST_REASON, Measurement, Status
 
 __all__ = ["measured", "passed_over"]
 

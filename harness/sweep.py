@@ -19,8 +19,8 @@ from .cases.case import Case, admits
 from .fleet import Fleet, Task
 from .line import Doing, Phase
 from .measure.setup import Laboratory
-from .records import Measurement, Status
-from .store import Store
+from .results.records import Measurement, Status
+from .results.store import Store
 
 __all__ = ["Ended", "Event", "Finished", "Started", "Task", "run_sweep", "tasks_of"]
 

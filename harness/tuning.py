@@ -27,7 +27,7 @@ from attnbench.user_table import user_table_path
 from .asked import Asked, Terms, input_bytes
 from .cases.case import Case
 from .measure.setup import Laboratory
-from .records import Measurement
+from .results.records import Measurement
 from .sweep import tasks_of
 
 __all__ = ["Errand", "alone", "chosen", "errand_of", "own_table", "shortage"]

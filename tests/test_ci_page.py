@@ -24,8 +24,8 @@ import yaml
 from patience import PATIENCE
 
 from attnbench.harness.cases.file import read_cases
-from attnbench.harness.records import read_measurements
 from attnbench.harness.regression_terms import read_thresholds
+from attnbench.harness.results.records import read_measurements
 
 PAGE = (Path(__file__).parents[1] / "docs" / "ci.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)

@@ -23,7 +23,7 @@ from markdown_it.token import Token
 from attnbench.choice import Basis
 from attnbench.cli import app
 from attnbench.harness.cases.inputs import FAMILIES
-from attnbench.harness.records import STATUSES
+from attnbench.harness.results.records import STATUSES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -20,9 +20,9 @@ from attnbench.evidence import MARGIN
 from attnbench.guard_evidence import Detector
 from attnbench.harness.measure.clocks import Watch
 from attnbench.harness.measure.timing import Cost
-from attnbench.harness.records import Measurement
 from attnbench.harness.regression import compare_results
 from attnbench.harness.regression_terms import Terms
+from attnbench.harness.results.records import Measurement
 from attnbench.harness.training.arms import Arm
 from attnbench.harness.training.curves import ending
 from attnbench.harness.training.learning import END, LEAST_SEEDS, LEAST_STEPS

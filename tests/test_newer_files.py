@@ -15,7 +15,7 @@ from attnbench import AttentionSpec, Plan, __version__
 from attnbench.errors import MalformedFileError, NewerFileError, OutputError
 from attnbench.frozen_file import Frozen
 from attnbench.harness.capture.file import read_captured
-from attnbench.harness.records import read_measurements
+from attnbench.harness.results.records import read_measurements
 from attnbench.harness.training import checkpoint
 from attnbench.harness.training.parallel import Ranks
 from attnbench.harness.training.rows import read_runs

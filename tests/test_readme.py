@@ -8,7 +8,7 @@ import pytest
 from command_line import attnbench
 
 from attnbench.evidence import Evidence
-from attnbench.harness.records import Measurement, read_measurements
+from attnbench.harness.results.records import Measurement, read_measurements
 from attnbench.registry import registry
 from attnbench.regret import Asked, chosen_at, held_out, summarised
 from attnbench.regret_fixed import against_fixed

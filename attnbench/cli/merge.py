@@ -11,7 +11,7 @@ import typer
 from .output import Format, FormatOption, print_json, print_table, print_text
 
 if TYPE_CHECKING:
-    from ..harness.merge import Merged
+    from ..harness.results.merge import Merged
 
 __all__ = ["merge"]
 
@@ -31,7 +31,7 @@ def merge(
     The table that backend="auto" reads stays as it is, for the parts may come from another
     machine: `attnbench table build OUT` puts the joined results there, if they belong there.
     """
-    from ..harness.merge import merge as joined
+    from ..harness.results.merge import merge as joined
 
     merged = joined(out, parts, partial=partial)
     _print(merged, format)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ..harness.cases.case import Case
     from ..harness.measure.setup import Laboratory
-    from ..harness.store import Store
+    from ..harness.results.store import Store
     from ..harness.sweep import Task
 
 __all__ = ["sweep"]
@@ -79,8 +79,8 @@ def sweep(
     from ..harness.measure.accuracy import LARGEST_ERROR
     from ..harness.measure.setup import Laboratory
     from ..harness.measure.timing import Timer
-    from ..harness.shards import Shard
-    from ..harness.store import Store
+    from ..harness.results.shards import Shard
+    from ..harness.results.store import Store
     from ..harness.sweep import tasks_of
     from ..registry import registry
     from ..table_entry import LONGEST_MS
@@ -130,10 +130,10 @@ def _measure(
     """Whether anything could be measured; all of it is on the disk before anything of it is printed."""
     from rich.console import Console
 
-    from ..harness.condense import condense
     from ..harness.progress import followed
     from ..harness.report import report
-    from ..harness.store import TABLE
+    from ..harness.results.condense import condense
+    from ..harness.results.store import TABLE
     from ..harness.sweep import run_sweep
     from ..table import Table
     from ..user_table import check_user_table, update_user_table

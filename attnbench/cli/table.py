@@ -30,9 +30,9 @@ def build(
 
     By default it is merged into your own table, the one that backend="auto" reads.
     """
-    from ..harness.condense import joined
-    from ..harness.records import read_measurements
-    from ..harness.store import recorded
+    from ..harness.results.condense import joined
+    from ..harness.results.records import read_measurements
+    from ..harness.results.store import recorded
     from ..user_table import update_user_table
 
     records = [recorded(each) for each in results]

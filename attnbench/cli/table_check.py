@@ -76,9 +76,9 @@ def check(
 
 def _table(paths: list[Path]) -> Table:
     """The table file, or one table of all that was measured.  Raises MisuseError on a mixture."""
-    from ..harness.condense import joined
-    from ..harness.records import read_measurements
-    from ..harness.store import recorded
+    from ..harness.results.condense import joined
+    from ..harness.results.records import read_measurements
+    from ..harness.results.store import recorded
     from ..table import Table
 
     files = [recorded(path) for path in paths]

@@ -12,8 +12,8 @@ from ..environment import Environment
 from ..harness.cases.case import Case
 from ..harness.measure.setup import Laboratory, registry_of
 from ..harness.measure.timing import Timer
-from ..harness.records import Measurement
-from ..harness.store import Store
+from ..harness.results.records import Measurement
+from ..harness.results.store import Store
 from ..harness.sweep import Finished, Task, run_sweep
 from .faults import FAULTS, GPU_FAULTS, HONEST, Fault
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
-from ..records import Measurement
 from ..regression import Outcome, Regression, RowVerdict, compare_results
 from ..regression_terms import Gated, Key, Terms
 from ..regression_times import CostChange
+from ..results.records import Measurement
 from ..statistics import Verdict
 from .evidence import Estimate, slower, visible
 from .series import GateRow, Series

@@ -15,11 +15,11 @@ from attnbench.errors import AttnbenchError, MisuseError
 from attnbench.registry import Registry
 
 from ..measure.setup import INSTALLED, Laboratory, registry_of
-from ..records import Measurement
 from ..regression import Regression
 from ..regression_pairs import machine_differences, rows_of
 from ..regression_terms import Gated, Key, Terms
-from ..store import Store
+from ..results.records import Measurement
+from ..results.store import Store
 from ..sweep import Finished, run_sweep
 from .gate import Gate
 from .outcome import minutes_needed, outcomes

@@ -8,8 +8,8 @@ from attnbench.plan import Plan
 from attnbench.regret import Asked
 
 from ..flags import Flag, flags
-from ..records import Measurement
 from ..report_sentences import sentences
+from ..results.records import Measurement
 from .commands import PLAN, sweep_command
 from .machines import DEFAULT, Answer, Case, call_ms, worst_error
 

@@ -24,7 +24,7 @@ from attnbench.spec import AttentionSpec
 from ..cases.case import SWEEP_DTYPES
 from ..cases.inputs import DEFAULT_FAMILIES, FAMILIES
 from ..cases.presets import PRESETS, preset_cases
-from ..records import Measurement
+from ..results.records import Measurement
 from ..training.arms import Arm
 from ..training.config import OWN, TrainConfig
 

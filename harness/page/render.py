@@ -22,7 +22,7 @@ from attnbench.regret import QUESTIONS, held_out, summarised
 from ..flags import FLAGS, MEANINGS, highest_clock
 from ..formatting import error, number, shown, size
 from ..measure.timing import Cost
-from ..records import Measurement
+from ..results.records import Measurement
 from ..training.arms import Arm, arms_of, compared, kinds_of, title_of
 from ..training.learning import RULES
 from ..training.rows import TrainingRun

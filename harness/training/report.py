@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from tabulate import tabulate
 
 from ..formatting import Style, change, heading, number, prose, shown, size
+from ..results.visits import groups
 from ..statistics import Noise, compare, median_interval
-from ..visits import groups
 from .arms import Arm, arms_of, compared, scaling_efficiency, title_of
 from .learning import RULES, Learning
 from .price import Offer, side_by_side

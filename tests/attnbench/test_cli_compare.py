@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 from compared import QUICK, passed_over, row, slowed, times, written
 
-from attnbench.harness.records import read_measurements
+from attnbench.harness.results.records import read_measurements
 
 MARKUP = 'x" <script>alert(1)</script> | [a](b) & ]]> \x1b[31m \x00 \ud7ff \ufffe'
 

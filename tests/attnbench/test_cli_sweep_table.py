@@ -12,7 +12,7 @@ from merged import HERE, ROWS
 
 from attnbench import table_files, user_table
 from attnbench.errors import OutputError
-from attnbench.harness.store import Store
+from attnbench.harness.results.store import Store
 from attnbench.table import Table
 from attnbench.user_table import update_user_table, user_table_path
 

@@ -105,9 +105,9 @@ def test_the_longer_of_two_is_below_its_quantile_as_often_as_said(level, deviati
 @pytest.fixture(scope="module")
 def rows():
     """(entry, ms of the device alone) of what two sweeps of an H200 measured."""
-    from attnbench.harness.condense import condense
-    from attnbench.harness.records import read_measurements
-    from attnbench.harness.store import recorded
+    from attnbench.harness.results.condense import condense
+    from attnbench.harness.results.records import read_measurements
+    from attnbench.harness.results.store import recorded
 
     found = []
     for name in ("inference-plans", "training-plans"):

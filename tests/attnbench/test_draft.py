@@ -218,9 +218,9 @@ OWN = {
     "attnbench/draft.py": {"replace"},
     "attnbench/guard_tensors.py": {"save_file"},
     "harness/capture/file.py": {"save_file"},
-    "harness/merge.py": {"rename"},
+    "harness/results/merge.py": {"rename"},
     "harness/training/checkpoint.py": {"replace", "save_file"},
-    "harness/store.py": {"open"},
+    "harness/results/store.py": {"open"},
     "attnbench/cli/streams.py": {"open"},
 }
 BY_NAME = {"write_text", "write_bytes", "save_file", "mkstemp", "NamedTemporaryFile"}

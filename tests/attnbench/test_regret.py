@@ -215,9 +215,9 @@ STEADY, UNSTEADY = ("facts", "keys", "quick"), ("inference", "training")
 @cache
 def measured(sweeps: tuple[str, ...]) -> Table:
     """What was measured on an H200, with every plan of both directions."""
-    from attnbench.harness.condense import joined
-    from attnbench.harness.records import read_measurements
-    from attnbench.harness.store import recorded
+    from attnbench.harness.results.condense import joined
+    from attnbench.harness.results.records import read_measurements
+    from attnbench.harness.results.store import recorded
 
     files = [recorded(RESULTS / name) for name in sweeps]
     return joined({str(file): list(read_measurements(file)) for file in files})

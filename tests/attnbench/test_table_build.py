@@ -21,9 +21,9 @@ from fakes import an_environment
 from attnbench import AttentionSpec
 from attnbench.environment import Environment
 from attnbench.errors import AttnbenchError, MisuseError, OutputError
-from attnbench.harness.condense import joined
-from attnbench.harness.records import Measurement
-from attnbench.harness.store import Store
+from attnbench.harness.results.condense import joined
+from attnbench.harness.results.records import Measurement
+from attnbench.harness.results.store import Store
 from attnbench.registry import registry
 from attnbench.table import Table
 from attnbench.table_shipped import file_name

@@ -14,8 +14,8 @@ import attnbench
 from attnbench import api, explain, selector
 from attnbench.harness import autotune as tuning
 from attnbench.harness.asked import Asked
-from attnbench.harness.condense import condense
-from attnbench.harness.records import Measurement
+from attnbench.harness.results.condense import condense
+from attnbench.harness.results.records import Measurement
 from attnbench.harness.tuning import chosen, errand_of
 from attnbench.plan import Plan
 from attnbench.table import Table

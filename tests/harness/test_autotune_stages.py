@@ -18,7 +18,7 @@ from attnbench.harness import bounded as module
 from attnbench.harness.bounded import measured_within
 from attnbench.harness.cases.case import Case
 from attnbench.harness.line import Doing, StoppedError
-from attnbench.harness.records import Measurement
+from attnbench.harness.results.records import Measurement
 from attnbench.harness.sweep import Finished, Started
 from attnbench.plan import Plan
 

@@ -16,7 +16,7 @@ from small_training import run_of
 
 from attnbench.cli import main
 from attnbench.harness.measure.timing import Timer
-from attnbench.harness.records import read_measurements
+from attnbench.harness.results.records import read_measurements
 
 TINY = "- {batch: 1, heads: 2, kv_heads: 1, seqlen_q: 96, head_dim: 32, mask: causal}\n"
 

@@ -12,7 +12,7 @@ from benchmarked import HEAD, install, pytest_in
 from pytest_benchmark.stats import Stats
 
 from attnbench.environment import Environment
-from attnbench.harness.records import Measurement, read_measurements
+from attnbench.harness.results.records import Measurement, read_measurements
 from attnbench.spec import AttentionSpec
 
 MEASURING = (

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from compared import results, row
 
-from attnbench.harness.records import Measurement
 from attnbench.harness.regression import compare_results
 from attnbench.harness.regression_memory import grown
 from attnbench.harness.regression_terms import Limits, Terms, Threshold
+from attnbench.harness.results.records import Measurement
 
 RESULTS = Path(__file__).parents[2] / "results" / "nvidia-h200"
 MIB = 2**20

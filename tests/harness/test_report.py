@@ -17,10 +17,10 @@ from attnbench.harness.formatting import number
 from attnbench.harness.measure.accuracy import Detail
 from attnbench.harness.measure.clocks import Conditions, Range
 from attnbench.harness.progress import followed
-from attnbench.harness.records import Measurement
 from attnbench.harness.report import report
 from attnbench.harness.report_sentences import fastest, sentences
-from attnbench.harness.store import Store
+from attnbench.harness.results.records import Measurement
+from attnbench.harness.results.store import Store
 from attnbench.harness.sweep import Ended, Finished, run_sweep, tasks_of
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec

@@ -9,9 +9,9 @@ from planted import BACKWARD_FAULTS, FAULTS, FakeBackward, FakeForward, backend,
 
 from attnbench.errors import MisuseError, UnknownBackendError
 from attnbench.harness.cases.case import Case
-from attnbench.harness.condense import condense
 from attnbench.harness.measure.peaks import PEAK_TFLOPS
-from attnbench.harness.store import Store
+from attnbench.harness.results.condense import condense
+from attnbench.harness.results.store import Store
 from attnbench.harness.sweep import Ended, Finished, Started, run_sweep, tasks_of
 from attnbench.mask import Mask
 from attnbench.plan import Plan

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from attnbench.environment import Environment
-from attnbench.harness.records import Measurement
 from attnbench.harness.regression_terms import Limits, Terms
+from attnbench.harness.results.records import Measurement
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 

@@ -6,10 +6,10 @@ from datetime import datetime, timezone
 import pytest
 
 from attnbench.environment import Environment
-from attnbench.harness.condense import condense
-from attnbench.harness.merge import merge
-from attnbench.harness.records import Measurement
-from attnbench.harness.store import Store
+from attnbench.harness.results.condense import condense
+from attnbench.harness.results.merge import merge
+from attnbench.harness.results.records import Measurement
+from attnbench.harness.results.store import Store
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 from attnbench.table import Table

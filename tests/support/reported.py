@@ -12,7 +12,7 @@ from small_training import run_of
 
 from attnbench.environment import Environment
 from attnbench.harness.page.results import Results
-from attnbench.harness.records import Measurement
+from attnbench.harness.results.records import Measurement
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from attnbench import AttentionSpec, api
 from attnbench.harness import autotune as tuning
 from attnbench.harness.bounded import Work
-from attnbench.harness.records import Measurement
+from attnbench.harness.results.records import Measurement
 from attnbench.harness.sweep import Finished
 from attnbench.plan import Plan
 from attnbench.registry import registry

@@ -8,8 +8,8 @@ from command_line import attnbench
 from merged import PLANS, ROWS, part, row
 
 from attnbench.errors import AttnbenchWarning, MalformedFileError
-from attnbench.harness.records import read_measurements
-from attnbench.harness.store import MEASUREMENTS
+from attnbench.harness.results.records import read_measurements
+from attnbench.harness.results.store import MEASUREMENTS
 
 WHOLE = [row(number, plan) for number in range(2) for plan in PLANS[:2]]
 

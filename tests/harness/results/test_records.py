@@ -12,9 +12,9 @@ from pydantic import ValidationError
 
 from attnbench.environment import Environment
 from attnbench.errors import MalformedFileError
-from attnbench.harness import records
-from attnbench.harness.records import SCHEMA, STATUSES, Measurement, read_measurements
-from attnbench.harness.store import recorded
+from attnbench.harness.results import records
+from attnbench.harness.results.records import SCHEMA, STATUSES, Measurement, read_measurements
+from attnbench.harness.results.store import recorded
 from attnbench.mask import Mask
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec

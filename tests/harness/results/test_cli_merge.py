@@ -8,10 +8,10 @@ import command_line
 import pytest
 
 from attnbench.environment import Environment
-from attnbench.harness.condense import condense
-from attnbench.harness.records import Measurement, read_measurements
-from attnbench.harness.shards import Shard
-from attnbench.harness.store import MEASUREMENTS, Store
+from attnbench.harness.results.condense import condense
+from attnbench.harness.results.records import Measurement, read_measurements
+from attnbench.harness.results.shards import Shard
+from attnbench.harness.results.store import MEASUREMENTS, Store
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 from attnbench.table import Table

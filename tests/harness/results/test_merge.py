@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from merged import HERE, ROWS, parts, refused, row
 
 from attnbench.errors import MisuseError
-from attnbench.harness.condense import condense
-from attnbench.harness.merge import merge
-from attnbench.harness.records import read_measurements
-from attnbench.harness.store import MEASUREMENTS, Store
+from attnbench.harness.results.condense import condense
+from attnbench.harness.results.merge import merge
+from attnbench.harness.results.records import read_measurements
+from attnbench.harness.results.store import MEASUREMENTS, Store
 from attnbench.table import Table
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .measure.timing import Cost
+from ..measure.timing import Cost
+from ..statistics import MEDIAN_ERROR, spread
 from .records import Measurement
-from .statistics import MEDIAN_ERROR, spread
 
 __all__ = ["groups", "samples_of", "sampling_error", "visit_medians"]
 

@@ -18,9 +18,9 @@ import reported
 from command_line import Run, attnbench
 from small_training import run_of
 
-from attnbench.harness.records import Measurement
 from attnbench.harness.report import report
-from attnbench.harness.store import MEASUREMENTS
+from attnbench.harness.results.records import Measurement
+from attnbench.harness.results.store import MEASUREMENTS
 from attnbench.harness.training.rows import Share, TrainingRun
 
 NUMBERS = [

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from patience import PATIENCE
 
 from attnbench.errors import InputError, MisuseError
-from attnbench.harness.shards import Shard
+from attnbench.harness.results.shards import Shard
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "4"}
 STEP = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8", "SLURM_PROCID": "6", "SLURM_LOCALID": "2"}
@@ -197,7 +197,7 @@ def test_torchrun_itself(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(
         "import os, sys, pathlib\n"
-        "from attnbench.harness.shards import Shard\n"
+        "from attnbench.harness.results.shards import Shard\n"
         "assert 'torch' not in sys.modules, 'a rank is found without torch'\n"
         "shard = Shard.detect(os.environ)\n"
         "pathlib.Path(sys.argv[1], shard.name).write_text(f'{shard.of(range(5))} {shard.device(\"auto\", 2)}')\n"

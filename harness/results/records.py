@@ -28,14 +28,14 @@ from attnbench.printable import brief
 from attnbench.spec import AttentionSpec
 from attnbench.table_entry import LONGEST_MS, SHORTEST_MS
 
-from .cases.case import LONGEST_NAME as LONGEST_CASE
-from .json_lines import Form, TornLineError, read_lines
-from .measure.accuracy import LARGEST_ERROR, Detail, NonNegative, TensorName
-from .measure.clocks import Conditions
-from .measure.findings import Side
-from .measure.timing import Cost
-from .measure.trace import LONGEST_NAME as LONGEST_KERNEL
-from .measure.trace import MOST_NAMES
+from ..cases.case import LONGEST_NAME as LONGEST_CASE
+from ..json_lines import Form, TornLineError, read_lines
+from ..measure.accuracy import LARGEST_ERROR, Detail, NonNegative, TensorName
+from ..measure.clocks import Conditions
+from ..measure.findings import Side
+from ..measure.timing import Cost
+from ..measure.trace import LONGEST_NAME as LONGEST_KERNEL
+from ..measure.trace import MOST_NAMES
 from .shards import Shard
 
 __all__ = ["MEASUREMENTS", "SCHEMA", "STATUSES", "Measurement", "Status", "read_measurements"]

@@ -7,18 +7,18 @@ import pytest
 from merged import HERE, ROWS, content, part, parts, refused, row
 
 from attnbench.errors import MisuseError
-from attnbench.harness.condense import condense
-from attnbench.harness.merge import merge
-from attnbench.harness.records import read_measurements
-from attnbench.harness.store import MEASUREMENTS, Store
+from attnbench.harness.results.condense import condense
+from attnbench.harness.results.merge import merge
+from attnbench.harness.results.records import read_measurements
+from attnbench.harness.results.store import MEASUREMENTS, Store
 from attnbench.table import Table
 
 HOLDS_THE_LOCK = """
 import sys
 from pathlib import Path
 from attnbench.environment import Environment
-from attnbench.harness.store import Store
-from attnbench.harness.records import read_measurements
+from attnbench.harness.results.store import Store
+from attnbench.harness.results.records import read_measurements
 first = next(read_measurements(Path(sys.argv[1], "measurements.jsonl")))
 with Store(Path(sys.argv[1]), first.environment, resume=True):
     print("writing", flush=True)
@@ -115,7 +115,7 @@ def test_nothing_is_written_while_parts_are_read_and_anything_may_be_afterwards(
             merge(tmp_path / "other", [first, second])  # two that only read do not disturb each other
         return read_measurements(path, *rest)
 
-    monkeypatch.setattr("attnbench.harness.merge.read_measurements", reading)
+    monkeypatch.setattr("attnbench.harness.results.merge.read_measurements", reading)
     merge(tmp_path / "out", [first, second])
     with Store(first, HERE, resume=True) as store:
         assert store.rows == ROWS[:6]

@@ -9,10 +9,10 @@ import pytest
 from merged import ROWS, part, parts, refused, row
 
 from attnbench.errors import MalformedFileError, MisuseError, OutputError
-from attnbench.harness.condense import condense
-from attnbench.harness.merge import merge
-from attnbench.harness.records import read_measurements
-from attnbench.harness.store import MEASUREMENTS
+from attnbench.harness.results.condense import condense
+from attnbench.harness.results.merge import merge
+from attnbench.harness.results.records import read_measurements
+from attnbench.harness.results.store import MEASUREMENTS
 from attnbench.table import Table
 
 # Merges again and again, each time killed one call later, until it is through; prints how often that was.
@@ -20,7 +20,7 @@ KILLED = """
 import os, signal, sys, traceback
 from itertools import count
 from pathlib import Path
-from attnbench.harness.merge import merge
+from attnbench.harness.results.merge import merge
 
 folder, source = map(Path, sys.argv[1:])
 
@@ -124,7 +124,7 @@ def test_who_comes_first_keeps_the_place(tmp_path, monkeypatch):
         part(out, ROWS[:1])
         return condense(rows)
 
-    monkeypatch.setattr("attnbench.harness.merge.condense", meanwhile)
+    monkeypatch.setattr("attnbench.harness.results.merge.condense", meanwhile)
     with pytest.raises(OutputError, match="Directory not empty"):
         merge(out, [folder])
     assert list(read_measurements(out / MEASUREMENTS)) == ROWS[:1]

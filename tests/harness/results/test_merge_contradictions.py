@@ -7,7 +7,7 @@ import pytest
 from merged import HERE, PLANS, WHEN, parts, refused, row, spec
 
 from attnbench.errors import MisuseError
-from attnbench.harness.merge import merge
+from attnbench.harness.results.merge import merge
 from attnbench.table import Table
 
 

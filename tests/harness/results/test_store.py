@@ -17,9 +17,9 @@ from planted import laboratory
 
 from attnbench.errors import MalformedFileError, MisuseError, OutputError
 from attnbench.harness.cases.case import Case
-from attnbench.harness.records import read_measurements
+from attnbench.harness.results.records import read_measurements
+from attnbench.harness.results.store import MEASUREMENTS, Store
 from attnbench.harness.rows import passed_over
-from attnbench.harness.store import MEASUREMENTS, Store
 from attnbench.harness.sweep import run_sweep, tasks_of
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 LAB = laboratory()
 HERE = LAB.environment
 SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=8, head_dim=16)
-SUPPORT = Path(__file__).parents[1] / "support"
+SUPPORT = Path(__file__).parents[2] / "support"
 
 SWEEP = "import sys; from pathlib import Path; from test_store import sweep; sweep(Path(sys.argv[1]), 'planted:slow')"
 
