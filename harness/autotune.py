@@ -38,10 +38,10 @@ from .asked import Asked, AskedSpecs
 from .bounded import measured_within
 from .measure.setup import INSTALLED, Laboratory
 from .measure.timing import Timer
-from .progress import followed
 from .results.condense import condense
 from .results.records import Measurement
-from .sweep import Event, Finished
+from .sweep.progress import followed
+from .sweep.run import Event, Finished
 from .tuning import Errand, alone, chosen, errand_of, own_table, shortage
 
 __all__ = ["Autotune", "Tuned", "autotune"]

@@ -22,12 +22,12 @@ from attnbench.spec import AttentionSpec
 
 from .cases.case import Case
 from .cases.inputs import DEFAULT_FAMILIES
-from .line import Line
 from .measure.setup import Laboratory
 from .measure.timing import COSTS, Cost, Timer
 from .pytest_samples import Benchmark, Replay, hand_over
 from .results.records import Measurement, Status
-from .rows import passed_over
+from .sweep.device_sweep import Line
+from .sweep.rows import passed_over
 
 if TYPE_CHECKING:
     from .pytest_gate import Gatekeeper, GateVerdict

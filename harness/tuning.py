@@ -28,7 +28,7 @@ from .asked import Asked, Terms, input_bytes
 from .cases.case import Case
 from .measure.setup import Laboratory
 from .results.records import Measurement
-from .sweep import tasks_of
+from .sweep.run import tasks_of
 
 __all__ = ["Errand", "alone", "chosen", "errand_of", "own_table", "shortage"]
 

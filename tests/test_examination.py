@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from attnbench.harness import rows
 from attnbench.harness.measure import verdict
+from attnbench.harness.sweep import rows
 from attnbench.testing import examination as examining
 from attnbench.testing.examination import examined, unnoticed
 from attnbench.testing.faults import FAULTS

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..harness.cases.case import Case
     from ..harness.measure.setup import Laboratory
     from ..harness.results.store import Store
-    from ..harness.sweep import Task
+    from ..harness.sweep.run import Task
 
 __all__ = ["sweep"]
 
@@ -81,7 +81,7 @@ def sweep(
     from ..harness.measure.timing import Timer
     from ..harness.results.shards import Shard
     from ..harness.results.store import Store
-    from ..harness.sweep import tasks_of
+    from ..harness.sweep.run import tasks_of
     from ..registry import registry
     from ..table_entry import LONGEST_MS
 
@@ -130,11 +130,11 @@ def _measure(
     """Whether anything could be measured; all of it is on the disk before anything of it is printed."""
     from rich.console import Console
 
-    from ..harness.progress import followed
     from ..harness.report import report
     from ..harness.results.condense import condense
     from ..harness.results.store import TABLE
-    from ..harness.sweep import run_sweep
+    from ..harness.sweep.progress import followed
+    from ..harness.sweep.run import run_sweep
     from ..table import Table
     from ..user_table import check_user_table, update_user_table
 

@@ -14,7 +14,7 @@ from ..harness.measure.setup import Laboratory, registry_of
 from ..harness.measure.timing import Timer
 from ..harness.results.records import Measurement
 from ..harness.results.store import Store
-from ..harness.sweep import Finished, Task, run_sweep
+from ..harness.sweep.run import Finished, Task, run_sweep
 from .faults import FAULTS, GPU_FAULTS, HONEST, Fault
 
 __all__ = ["examined", "unnoticed"]

@@ -12,11 +12,11 @@ from attnbench.registry import Registry
 
 from ..capture.file import PREFIX
 from ..cases.case import Case
-from ..fleet import Task
 from ..measure.timing import Timer
 from ..regression_noise import most_run, usual_run
 from ..regression_terms import Gated, Key, Terms
 from ..results.records import Measurement, Status
+from ..sweep.devices import Task
 from .series import GateRow, Series
 from .sides import Question
 

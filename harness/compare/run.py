@@ -20,7 +20,7 @@ from ..regression_pairs import machine_differences, rows_of
 from ..regression_terms import Gated, Key, Terms
 from ..results.records import Measurement
 from ..results.store import Store
-from ..sweep import Finished, run_sweep
+from ..sweep.run import Finished, run_sweep
 from .gate import Gate
 from .outcome import minutes_needed, outcomes
 from .recorded import ROUNDS, Rounds, read_rounds, rounds_of

@@ -17,10 +17,10 @@ from attnbench.errors import MisuseError
 from attnbench.plan import Plan, backend_of
 from attnbench.spec import AttentionSpec
 
-from ..ahead import usable_cores
-from ..crew import LostError, Worker
 from ..measure.setup import INSTALLED
 from ..regression_terms import Key
+from ..sweep.compile_ahead import usable_cores
+from ..sweep.worker_process import LostError, Worker
 from .stand import PROTOCOL
 
 __all__ = ["SIDES", "Question", "Side", "Sides", "Visited"]

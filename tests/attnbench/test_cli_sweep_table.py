@@ -33,8 +33,8 @@ def sweep(tmp_path, monkeypatch):
                 store.append(row)
                 yield row
 
-        monkeypatch.setattr("attnbench.harness.sweep.run_sweep", measures)
-        monkeypatch.setattr("attnbench.harness.progress.followed", lambda events, console, verbose: events)
+        monkeypatch.setattr("attnbench.harness.sweep.run.run_sweep", measures)
+        monkeypatch.setattr("attnbench.harness.sweep.progress.followed", lambda events, console, verbose: events)
         with Store(tmp_path / "a sweep", HERE) as store:
             return sweep_command._measure(
                 [], [SimpleNamespace(environment=HERE)], store, "json", update=update, verbose=False

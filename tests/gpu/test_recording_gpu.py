@@ -5,10 +5,10 @@ import torch
 
 from attnbench.environment import Environment
 from attnbench.harness.cases.case import Case
-from attnbench.harness.crew import Worker
-from attnbench.harness.line import Doing, Line
 from attnbench.harness.measure.setup import Laboratory, registry_of
 from attnbench.harness.measure.timing import Timer
+from attnbench.harness.sweep.device_sweep import Doing, Line
+from attnbench.harness.sweep.worker_process import Worker
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 

@@ -25,7 +25,7 @@ from attnbench import attention, choice_hook, explain
 from attnbench.harness import autotune as tuning
 from attnbench.harness.bounded import measured_within
 from attnbench.harness.cases.case import Case
-from attnbench.harness.sweep import Finished
+from attnbench.harness.sweep.run import Finished
 from attnbench.plan import Plan
 
 

@@ -17,9 +17,9 @@ from tunable import BREAKS, FAST, FP8, SLOW, children
 from attnbench.harness import bounded as module
 from attnbench.harness.bounded import measured_within
 from attnbench.harness.cases.case import Case
-from attnbench.harness.line import Doing, StoppedError
 from attnbench.harness.results.records import Measurement
-from attnbench.harness.sweep import Finished, Started
+from attnbench.harness.sweep.device_sweep import Doing, StoppedError
+from attnbench.harness.sweep.run import Finished, Started
 from attnbench.plan import Plan
 
 PLANS = [Plan(f"paced:bf16-{number}") for number in range(10)]

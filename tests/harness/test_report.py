@@ -16,12 +16,12 @@ from attnbench.harness.flags import flags, highest_clock
 from attnbench.harness.formatting import number
 from attnbench.harness.measure.accuracy import Detail
 from attnbench.harness.measure.clocks import Conditions, Range
-from attnbench.harness.progress import followed
 from attnbench.harness.report import report
 from attnbench.harness.report_sentences import fastest, sentences
 from attnbench.harness.results.records import Measurement
 from attnbench.harness.results.store import Store
-from attnbench.harness.sweep import Ended, Finished, run_sweep, tasks_of
+from attnbench.harness.sweep.progress import followed
+from attnbench.harness.sweep.run import Ended, Finished, run_sweep, tasks_of
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 

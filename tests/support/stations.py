@@ -18,7 +18,7 @@ from patience import PATIENCE
 from planted import FakeForward, backend
 
 from attnbench.backends.reference import BACKEND as REFERENCE
-from attnbench.harness.crew import LostError
+from attnbench.harness.sweep.worker_process import LostError
 from attnbench.registry import Registry
 
 NOTED = "ATTNBENCH_TEST_NOTED"  # the file in which a kernel notes the processes that it is and makes

@@ -20,7 +20,7 @@ from attnbench import AttentionSpec, api
 from attnbench.harness import autotune as tuning
 from attnbench.harness.bounded import Work
 from attnbench.harness.results.records import Measurement
-from attnbench.harness.sweep import Finished
+from attnbench.harness.sweep.run import Finished
 from attnbench.plan import Plan
 from attnbench.registry import registry
 from attnbench.table import Table

@@ -19,8 +19,8 @@ from attnbench.errors import MalformedFileError, MisuseError, OutputError
 from attnbench.harness.cases.case import Case
 from attnbench.harness.results.records import read_measurements
 from attnbench.harness.results.store import MEASUREMENTS, Store
-from attnbench.harness.rows import passed_over
-from attnbench.harness.sweep import run_sweep, tasks_of
+from attnbench.harness.sweep.rows import passed_over
+from attnbench.harness.sweep.run import run_sweep, tasks_of
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 from examples import examples

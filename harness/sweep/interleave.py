@@ -10,9 +10,9 @@ from itertools import cycle
 
 from attnbench.plan import Plan
 
-from .measure.findings import Visit
-from .measure.timing import Cost, Timer
-from .statistics import median_interval
+from ..measure.findings import Visit
+from ..measure.timing import Cost, Timer
+from ..statistics import median_interval
 
 __all__ = ["Samples", "interleaved"]
 

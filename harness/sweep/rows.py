@@ -9,16 +9,16 @@ from types import MappingProxyType
 from attnbench.devices import describe
 from attnbench.plan import Plan
 
-from .cases.case import Case
+from ..cases.case import Case
+from ..measure.accuracy import TensorName
+from ..measure.clocks import Conditions
+from ..measure.findings import Findings, Judgements, Opened, Prepared, Side
+from ..measure.peaks import peak_share
+from ..measure.setup import Laboratory
+from ..measure.timing import LATE_MS
+from ..measure.verdict import Evidence, judge
+from ..results.records import LONGEST_REASON, Measurement, Status
 from .interleave import Samples
-from .measure.accuracy import TensorName
-from .measure.clocks import Conditions
-from .measure.findings import Findings, Judgements, Opened, Prepared, Side
-from .measure.peaks import peak_share
-from .measure.setup import Laboratory
-from .measure.timing import LATE_MS
-from .measure.verdict import Evidence, judge
-from .results.records import LONGEST_REASON, Measurement, Status
 
 __all__ = ["measured", "passed_over"]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from attnbench.plan import Plan
 
-from .cases.case import Case
-from .crew import LostError, Worker
-from .measure.findings import Findings, Opened, Prepared, Visit
+from ..cases.case import Case
+from ..measure.findings import Findings, Opened, Prepared, Visit
+from .worker_process import LostError, Worker
 
 __all__ = ["Seat"]
 

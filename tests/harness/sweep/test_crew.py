@@ -15,17 +15,17 @@ from planted import CPU
 from stations import LONG, NOTED, noted, runs, wait_until
 
 from attnbench.harness.cases.case import Case
-from attnbench.harness.crew import LostError, Worker
 from attnbench.harness.measure.findings import Opened, Prepared
 from attnbench.harness.measure.timing import Timer
 from attnbench.harness.measure.worker import Setting
+from attnbench.harness.sweep.worker_process import LostError, Worker
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at through /proc")
 CASE = Case("tiny", AttentionSpec.make(batch=1, heads=1, seqlen_q=8, head_dim=8), ("normal",))
 SETTING = Setting("stations:harmful", Timer(CPU, visit=0.0, limit=0.0, patience=1.0), 1)
-SUPPORT = Path(__file__).parents[1] / "support"
+SUPPORT = Path(__file__).parents[2] / "support"
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +231,7 @@ def test_closing_leaves_no_process_and_may_be_done_twice(worker):
 SWEEP = """
 import sys
 from planted import CPU
-from attnbench.harness.crew import Worker
+from attnbench.harness.sweep.worker_process import Worker
 from test_crew import CASE, SETTING, plan
 worker = Worker(SETTING)
 worker.ask("open", CASE, seconds=600.0)

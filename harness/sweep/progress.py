@@ -10,10 +10,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
-from .formatting import number
-from .results.condense import worst_errors
-from .results.records import Measurement, Status
-from .sweep import Ended, Event, Finished, Started
+from ..formatting import number
+from ..results.condense import worst_errors
+from ..results.records import Measurement, Status
+from .run import Ended, Event, Finished, Started
 
 __all__ = ["followed"]
 

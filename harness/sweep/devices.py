@@ -13,11 +13,11 @@ from types import TracebackType
 
 from attnbench.plan import Plan
 
-from .ahead import Ahead
-from .cases.case import Case
-from .line import Doing, Line, Phase, StoppedError
-from .measure.setup import Laboratory
-from .results.records import Measurement, Status
+from ..cases.case import Case
+from ..measure.setup import Laboratory
+from ..results.records import Measurement, Status
+from .compile_ahead import Ahead
+from .device_sweep import Doing, Line, Phase, StoppedError
 from .rows import passed_over
 
 __all__ = ["Fleet", "Task"]

@@ -12,7 +12,7 @@ from attnbench.harness.cases.case import Case
 from attnbench.harness.measure.peaks import PEAK_TFLOPS
 from attnbench.harness.results.condense import condense
 from attnbench.harness.results.store import Store
-from attnbench.harness.sweep import Ended, Finished, Started, run_sweep, tasks_of
+from attnbench.harness.sweep.run import Ended, Finished, Started, run_sweep, tasks_of
 from attnbench.mask import Mask
 from attnbench.plan import Plan
 from attnbench.registry import Registry

@@ -15,12 +15,12 @@ from attnbench.plan import Plan, backend_of
 from attnbench.registry import Registry
 from attnbench.spec import AttentionSpec
 
-from .cases.case import Case, admits
-from .fleet import Fleet, Task
-from .line import Doing, Phase
-from .measure.setup import Laboratory
-from .results.records import Measurement, Status
-from .results.store import Store
+from ..cases.case import Case, admits
+from ..measure.setup import Laboratory
+from ..results.records import Measurement, Status
+from ..results.store import Store
+from .device_sweep import Doing, Phase
+from .devices import Fleet, Task
 
 __all__ = ["Ended", "Event", "Finished", "Started", "Task", "run_sweep", "tasks_of"]
 

@@ -6,9 +6,9 @@ import pytest
 from stations import Station
 
 from attnbench.harness.cases.case import Case
-from attnbench.harness.crew import LostError
 from attnbench.harness.measure.findings import Findings, Opened, Prepared, Visit
-from attnbench.harness.seat import Seat
+from attnbench.harness.sweep.backend_process import Seat
+from attnbench.harness.sweep.worker_process import LostError
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 

@@ -9,12 +9,12 @@ from patience import PATIENCE
 from planted import laboratory
 from stations import Station, wait_until
 
-from attnbench.harness import line as module
 from attnbench.harness.cases.case import Case
-from attnbench.harness.crew import LostError
-from attnbench.harness.line import Doing, Line, StoppedError
 from attnbench.harness.measure.bench import Bench
 from attnbench.harness.measure.setup import Laboratory
+from attnbench.harness.sweep import device_sweep as module
+from attnbench.harness.sweep.device_sweep import Doing, Line, StoppedError
+from attnbench.harness.sweep.worker_process import LostError
 from attnbench.plan import Plan
 from attnbench.registry import Registry
 from attnbench.spec import AttentionSpec

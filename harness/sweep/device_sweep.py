@@ -19,17 +19,17 @@ from pydantic import ValidationError
 
 from attnbench.plan import Plan, backend_of
 
-from .ahead import usable_cores
-from .cases.case import Case
-from .crew import LostError, Worker
+from ..cases.case import Case
+from ..measure.clocks import Watch
+from ..measure.findings import Findings, Opened, Prepared, Visit
+from ..measure.setup import Laboratory
+from ..measure.worker import Setting
+from ..results.records import Measurement
+from .backend_process import Seat
+from .compile_ahead import usable_cores
 from .interleave import Samples, interleaved
-from .measure.clocks import Watch
-from .measure.findings import Findings, Opened, Prepared, Visit
-from .measure.setup import Laboratory
-from .measure.worker import Setting
-from .results.records import Measurement
 from .rows import measured, passed_over
-from .seat import Seat
+from .worker_process import LostError, Worker
 
 __all__ = ["Doing", "Line", "Phase", "StoppedError"]
 

@@ -10,9 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planted import CPU
 
-from attnbench.harness.interleave import Samples, interleaved
 from attnbench.harness.measure.findings import Visit
 from attnbench.harness.measure.timing import Timer
+from attnbench.harness.sweep.interleave import Samples, interleaved
 from attnbench.plan import Plan
 from examples import examples
 

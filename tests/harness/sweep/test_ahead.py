@@ -12,10 +12,10 @@ from patience import PATIENCE
 from planted import FakeBackward, FakeForward, backend, laboratory
 from stations import Station, wait_until
 
-from attnbench.harness import ahead as module
-from attnbench.harness.ahead import Ahead, usable_cores
 from attnbench.harness.cases.case import Case
-from attnbench.harness.crew import LostError
+from attnbench.harness.sweep import compile_ahead as module
+from attnbench.harness.sweep.compile_ahead import Ahead, usable_cores
+from attnbench.harness.sweep.worker_process import LostError
 from attnbench.plan import Plan
 from attnbench.registry import Registry
 from attnbench.spec import AttentionSpec
@@ -85,7 +85,7 @@ def test_as_many_processes_as_work_and_cores_allow(ahead):
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system keeps no process to some of its cores")
 def test_cores_of_the_machine_that_this_process_may_not_use_do_not_count():
     code = (
-        "import os; from attnbench.harness.ahead import usable_cores;"
+        "import os; from attnbench.harness.sweep.compile_ahead import usable_cores;"
         "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); os.cpu_count = lambda: 64; print(usable_cores())"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -14,10 +14,10 @@ from dataclasses import replace
 
 from attnbench.plan import Plan, backend_of
 
-from .cases.case import Case
-from .crew import LostError, Worker
-from .measure.setup import Laboratory
-from .measure.worker import Setting
+from ..cases.case import Case
+from ..measure.setup import Laboratory
+from ..measure.worker import Setting
+from .worker_process import LostError, Worker
 
 __all__ = ["Ahead", "usable_cores"]
 

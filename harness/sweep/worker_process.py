@@ -19,8 +19,8 @@ from typing import IO, Any
 
 from attnbench.errors import AttnbenchError
 
-from .measure.worker import Answer
-from .results.records import LONGEST_REASON, Status
+from ..measure.worker import Answer
+from ..results.records import LONGEST_REASON, Status
 
 __all__ = ["LostError", "Worker"]
 

@@ -1,0 +1,1 @@
+"""What measures every plan on every case: devices, a process for each backend, and the order of their turns."""
