@@ -12,8 +12,8 @@ from ..errors import MisuseError
 from .output import output_draft, print_text
 
 if TYPE_CHECKING:
-    from ..harness.page.machines import Machine
-    from ..harness.page.results import Results
+    from ..harness.report.page.machines import Machine
+    from ..harness.report.page.results import Results
 
 __all__ = ["report"]
 
@@ -59,11 +59,11 @@ def report(
     is_file = output is not None and str(output) != "-" and (output.is_file() or not output.exists())
     if output is not None and is_file and output.suffix.lower() not in _ENDINGS[format]:
         raise MisuseError(f"--format {format} writes a file that ends in {' or '.join(_ENDINGS[format])}, not {output}")
-    from ..harness.page.results import read_results
+    from ..harness.report.page.results import read_results
 
     found = read_results(results)
     if format == "html":
-        from ..harness.page.render import page
+        from ..harness.report.page.render import page
         from ..registry import registry
 
         content = page(found, registry()).encode()
@@ -87,10 +87,10 @@ def _figure(
     chosen: Figure = figure or ("winners" if results.sweeps else "loss")
     if chosen == "loss":
         return _loss(results, format)
-    from ..harness.page import figures, markdown, shapes
-    from ..harness.page.colours import hues_of
-    from ..harness.page.machines import DIRECTIONS
-    from ..harness.page.standings import points_of, standings
+    from ..harness.report.page import figures, markdown, shapes
+    from ..harness.report.page.colours import hues_of
+    from ..harness.report.page.machines import DIRECTIONS
+    from ..harness.report.page.standings import points_of, standings
 
     machine = _machine(results)
     directions = [each for each in DIRECTIONS if machine.of(each) and direction in (None, each)]
@@ -113,7 +113,7 @@ def _figure(
 
 
 def _loss(results: Results, format: Literal["png", "svg", "markdown"]) -> bytes:
-    from ..harness.page import figures
+    from ..harness.report.page import figures
     from ..harness.training.arms import arms_of
     from ..harness.training.report import report as training_report
 
@@ -125,7 +125,7 @@ def _loss(results: Results, format: Literal["png", "svg", "markdown"]) -> bytes:
 
 
 def _machine(results: Results) -> Machine:
-    from ..harness.page.machines import machines_of
+    from ..harness.report.page.machines import machines_of
     from ..registry import registry
 
     machines = machines_of(results.sweeps, registry())

@@ -130,7 +130,7 @@ def _measure(
     """Whether anything could be measured; all of it is on the disk before anything of it is printed."""
     from rich.console import Console
 
-    from ..harness.report import report
+    from ..harness.report.text import report
     from ..harness.results.condense import condense
     from ..harness.results.store import TABLE
     from ..harness.sweep.progress import followed

@@ -85,7 +85,7 @@ def test_the_wheel_holds_the_three_packages_and_nothing_else(wheel: Path) -> Non
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     tables = {f"attnbench/tables/{path.name}" for path in (ROOT / "attnbench" / "tables").iterdir()}
     assert "attnbench/tables/nvidia-h200.json" in tables
-    page = {f"attnbench/harness/page/page.{suffix}" for suffix in ("html", "css", "js")}
+    page = {f"attnbench/harness/report/page/page.{suffix}" for suffix in ("html", "css", "js")}
     assert packed == sources | tables | page | {"attnbench/py.typed"}
 
 

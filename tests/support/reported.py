@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 from small_training import run_of
 
 from attnbench.environment import Environment
-from attnbench.harness.page.results import Results
+from attnbench.harness.report.page.results import Results
 from attnbench.harness.results.records import Measurement
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec

@@ -18,7 +18,7 @@ import reported
 from command_line import Run, attnbench
 from small_training import run_of
 
-from attnbench.harness.report import report
+from attnbench.harness.report.text import report
 from attnbench.harness.results.records import Measurement
 from attnbench.harness.results.store import MEASUREMENTS
 from attnbench.harness.training.rows import Share, TrainingRun

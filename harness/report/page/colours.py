@@ -11,7 +11,7 @@ __all__ = ["OTHERS", "THEMES", "Theme", "contrast", "hues_of", "style_variables"
 
 Theme = Literal["light", "dark"]
 # hN are for marks, lines and names, tN are the grounds of text in `ink`; the last of each is what all others share.
-# No two of the light theme are alike: a figure's colours are told by them (attnbench.harness.page.vector).
+# No two of the light theme are alike: a figure's colours are told by them (attnbench.harness.report.page.vector).
 THEMES: dict[Theme, dict[str, str]] = {
     "light": {
         "ink": "#1b1f24",

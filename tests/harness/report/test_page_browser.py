@@ -15,8 +15,8 @@ import pytest
 from reported import CAUSAL, SQUARE, a_sweep, elsewhere, row, told
 from small_training import run_of
 
-from attnbench.harness.page.render import page as rendered
-from attnbench.harness.page.results import Results, read_results
+from attnbench.harness.report.page.render import page as rendered
+from attnbench.harness.report.page.results import Results, read_results
 from attnbench.registry import registry
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright, as `tox -e browser` has it")
@@ -25,7 +25,7 @@ CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
 if CHROMIUM is None:
     pytest.skip(f"needs one of {', '.join(NAMES)} (Debian: apt-get install chromium)", allow_module_level=True)
 
-H200 = Path(__file__).parents[2] / "results" / "nvidia-h200"
+H200 = Path(__file__).parents[3] / "results" / "nvidia-h200"
 WIDTHS = {"phone": 390, "desktop": 1440}
 # Playwright adds --headless and --no-sandbox, which Chromium needs to run as root.
 FLAGS = (

@@ -20,9 +20,9 @@ from attnbench.spec import AttentionSpec, Direction
 from attnbench.table import Table
 from attnbench.user_table import Known
 
-from ..measure.timing import COSTS
-from ..results.condense import joined, worst_errors
-from ..results.records import Measurement
+from ...measure.timing import COSTS
+from ...results.condense import joined, worst_errors
+from ...results.records import Measurement
 
 __all__ = ["DEFAULT", "DIRECTIONS", "Answer", "Case", "Machine", "call_ms", "machines_of", "worst_error"]
 

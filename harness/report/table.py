@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from tabulate import tabulate
 
+from ..formatting import WIDTH, Style, error, number, shown, size
+from ..measure.accuracy import TensorName
+from ..measure.timing import COSTS, Cost
+from ..results.records import Measurement
+from ..statistics import median_interval
 from .flags import Flag
-from .formatting import WIDTH, Style, error, number, shown, size
-from .measure.accuracy import TensorName
-from .measure.timing import COSTS, Cost
-from .report_sentences import families_of
-from .results.records import Measurement
-from .statistics import median_interval
+from .sentences import families_of
 
 __all__ = ["PRECISION", "case_table", "in_markdown", "ruled", "spread"]
 

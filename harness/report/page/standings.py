@@ -9,8 +9,8 @@ import numpy as np
 
 from attnbench.plan import Plan
 
-from ..measure.timing import COSTS
-from ..results.records import Measurement
+from ...measure.timing import COSTS
+from ...results.records import Measurement
 from .machines import WIDE, Case, worst_error
 
 __all__ = ["Costs", "Point", "Standing", "costs_of", "points_of", "standings"]

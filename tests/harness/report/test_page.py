@@ -13,15 +13,15 @@ from small_training import run_of
 
 from attnbench.errors import MisuseError
 from attnbench.harness.measure.accuracy import LARGEST_ERROR
-from attnbench.harness.page import commands, results
-from attnbench.harness.page.colours import THEMES, contrast, hues_of
-from attnbench.harness.page.figures import bytes_of, loss_figure, speed_error_figure, winners_figure
-from attnbench.harness.page.headlines import fixed_of, headlines
-from attnbench.harness.page.machines import DEFAULT, WIDE, machines_of
-from attnbench.harness.page.render import page
-from attnbench.harness.page.results import Results, read_results
-from attnbench.harness.page.shapes import grids_of
-from attnbench.harness.page.standings import points_of, standings
+from attnbench.harness.report.page import commands, results
+from attnbench.harness.report.page.colours import THEMES, contrast, hues_of
+from attnbench.harness.report.page.figures import bytes_of, loss_figure, speed_error_figure, winners_figure
+from attnbench.harness.report.page.headlines import fixed_of, headlines
+from attnbench.harness.report.page.machines import DEFAULT, WIDE, machines_of
+from attnbench.harness.report.page.render import page
+from attnbench.harness.report.page.results import Results, read_results
+from attnbench.harness.report.page.shapes import grids_of
+from attnbench.harness.report.page.standings import points_of, standings
 from attnbench.harness.training.arms import arms_of, compared
 from attnbench.harness.training.config import TrainConfig
 from attnbench.plan import Plan
@@ -29,7 +29,7 @@ from attnbench.registry import registry
 from attnbench.regret import Asked
 from attnbench.table_entry import LONGEST_MS, SHORTEST_MS
 
-H200 = Path(__file__).parents[2] / "results" / "nvidia-h200"
+H200 = Path(__file__).parents[3] / "results" / "nvidia-h200"
 
 
 def machine(rows):

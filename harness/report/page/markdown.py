@@ -8,7 +8,7 @@ from tabulate import tabulate
 
 from attnbench.spec import Direction
 
-from ..formatting import error, heading, shown
+from ...formatting import error, heading, shown
 from .machines import Case
 from .shapes import Grid, short
 from .standings import Standing

@@ -12,7 +12,7 @@ from attnbench.registry import Registry
 from attnbench.regret_fixed import TORCH_DEFAULT, Fixed, against_fixed
 from attnbench.spec import Direction
 
-from ..formatting import error
+from ...formatting import error
 from .machines import DEFAULT, DIRECTIONS, WIDE, Case, Machine, worst_error
 from .shapes import short
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from attnbench.plan import Plan
 from attnbench.regret import Asked
 
+from ...results.records import Measurement
 from ..flags import Flag, flags
-from ..report_sentences import sentences
-from ..results.records import Measurement
+from ..sentences import sentences
 from .commands import PLAN, sweep_command
 from .machines import DEFAULT, Answer, Case, call_ms, worst_error
 
@@ -52,7 +52,7 @@ class CaseView:
 
 
 def view(case: Case, highest_mhz: float | None) -> CaseView:
-    """``highest_mhz`` is the highest clock that the machine's sweeps saw (attnbench.harness.flags)."""
+    """``highest_mhz`` is the highest clock that the machine's sweeps saw (attnbench.harness.report.flags)."""
     said = sentences(case.measured) if case.measured else []
     if len(case.sources) > 1:
         counts = ", ".join(f"{name} ({count})" for name, count in case.sources.items())

@@ -13,9 +13,9 @@ from typing import TypeVar
 from attnbench.errors import MisuseError
 from attnbench.untrusted import open_regular
 
-from ..results.records import Measurement, read_measurements
-from ..results.store import recorded
-from ..training.rows import ROWS, TrainingRun, read_runs
+from ...results.records import Measurement, read_measurements
+from ...results.store import recorded
+from ...training.rows import ROWS, TrainingRun, read_runs
 
 __all__ = ["Results", "read_results"]
 

@@ -19,13 +19,13 @@ from attnbench.plan import Plan, backend_of
 from attnbench.registry import Registry
 from attnbench.regret import QUESTIONS, held_out, summarised
 
+from ...formatting import error, number, shown, size
+from ...measure.timing import Cost
+from ...results.records import Measurement
+from ...training.arms import Arm, arms_of, compared, kinds_of, title_of
+from ...training.learning import RULES
+from ...training.rows import TrainingRun
 from ..flags import FLAGS, MEANINGS, highest_clock
-from ..formatting import error, number, shown, size
-from ..measure.timing import Cost
-from ..results.records import Measurement
-from ..training.arms import Arm, arms_of, compared, kinds_of, title_of
-from ..training.learning import RULES
-from ..training.rows import TrainingRun
 from .case_view import CaseView, asked_text, view
 from .colours import OTHERS, THEMES, hues_of, style_variables
 from .commands import train_command

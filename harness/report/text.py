@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 
 from attnbench.plan import backend_of, precision_of
 
+from ..formatting import WIDTH, Style, heading, prose, shown
+from ..results.records import Measurement, Status
 from .flags import FLAGS, MEANINGS, Flag, flags, highest_clock
-from .formatting import WIDTH, Style, heading, prose, shown
-from .report_sentences import answer_of, by_call, fastest, sentences
-from .report_table import PRECISION, case_table, in_markdown, ruled, spread
-from .results.records import Measurement, Status
+from .sentences import answer_of, by_call, fastest, sentences
+from .table import PRECISION, case_table, in_markdown, ruled, spread
 
 __all__ = ["report"]
 

@@ -9,11 +9,11 @@ from typing import TypeAlias
 
 import numpy as np
 
-from .formatting import error, number, size
-from .results.condense import worst_errors
-from .results.records import Measurement
-from .results.visits import visit_medians
-from .statistics import Comparison, compare
+from ..formatting import error, number, size
+from ..results.condense import worst_errors
+from ..results.records import Measurement
+from ..results.visits import visit_medians
+from ..statistics import Comparison, compare
 
 __all__ = ["answer_of", "by_call", "families_of", "fastest", "sentences"]
 

@@ -21,12 +21,12 @@ from attnbench.mask import Mask
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 
-from ..cases.case import SWEEP_DTYPES
-from ..cases.inputs import DEFAULT_FAMILIES, FAMILIES
-from ..cases.presets import PRESETS, preset_cases
-from ..results.records import Measurement
-from ..training.arms import Arm
-from ..training.config import OWN, TrainConfig
+from ...cases.case import SWEEP_DTYPES
+from ...cases.inputs import DEFAULT_FAMILIES, FAMILIES
+from ...cases.presets import PRESETS, preset_cases
+from ...results.records import Measurement
+from ...training.arms import Arm
+from ...training.config import OWN, TrainConfig
 
 __all__ = ["PLAN", "sweep_command", "train_command"]
 

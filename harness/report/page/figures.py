@@ -1,7 +1,7 @@
 """The figures, drawn by matplotlib: who wins where, speed against error, loss curves.
 
 What is drawn in a colour of the light theme can be shown in another theme
-(``attnbench.harness.page.vector``).
+(``attnbench.harness.report.page.vector``).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy as np
 from attnbench.plan import Plan, backend_of
 from attnbench.regret import Asked
 
-from ..formatting import shown
-from ..training.arms import Arm, compared
-from ..training.curves import gap_curve, smoothed
-from ..training.learning import TOLERANCE
-from ..training.plots import legend
+from ...formatting import shown
+from ...training.arms import Arm, compared
+from ...training.curves import gap_curve, smoothed
+from ...training.learning import TOLERANCE
+from ...training.plots import legend
 from .colours import OTHERS, THEMES
 from .machines import DEFAULT, Case
 from .shapes import Grid, short

@@ -12,12 +12,12 @@ from rich.console import Console
 
 from attnbench.harness.cases.case import Case
 from attnbench.harness.cases.inputs import FAMILIES
-from attnbench.harness.flags import flags, highest_clock
 from attnbench.harness.formatting import number
 from attnbench.harness.measure.accuracy import Detail
 from attnbench.harness.measure.clocks import Conditions, Range
-from attnbench.harness.report import report
-from attnbench.harness.report_sentences import fastest, sentences
+from attnbench.harness.report.flags import flags, highest_clock
+from attnbench.harness.report.sentences import fastest, sentences
+from attnbench.harness.report.text import report
 from attnbench.harness.results.records import Measurement
 from attnbench.harness.results.store import Store
 from attnbench.harness.sweep.progress import followed

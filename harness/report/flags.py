@@ -7,8 +7,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from .measure.clocks import Throttle
-from .results.records import Measurement
+from ..measure.clocks import Throttle
+from ..results.records import Measurement
 
 __all__ = ["FLAGS", "MEANINGS", "Flag", "flags", "highest_clock"]
 
