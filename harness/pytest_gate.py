@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .compare.export import regression_dict
 from .compare.gate import Gate
 from .compare.outcome import minutes_needed, outcomes
+from .compare.regression import Outcome
 from .compare.rows import gate_rows
+from .compare.sentences import times_said
 from .compare.series import GateRow
 from .compare.sides import Question, Sides
+from .compare.terms import Limits, Terms
 from .measure.timing import Cost
-from .regression import Outcome
-from .regression_export import regression_dict
-from .regression_sentences import times_said
-from .regression_terms import Limits, Terms
 from .results.records import Measurement
 
 __all__ = ["GateVerdict", "Gatekeeper"]

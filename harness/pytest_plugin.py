@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     from attnbench.errors import MisuseError
 
-    from .regression_terms import percentage
+    from .compare.terms import percentage
 
     base = config.invocation_params.dir / asked  # not resolved: an environment is known by its link
     if not (base.is_file() and os.access(base, os.X_OK)):

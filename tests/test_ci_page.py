@@ -24,7 +24,7 @@ import yaml
 from patience import PATIENCE
 
 from attnbench.harness.cases.file import read_cases
-from attnbench.harness.regression_terms import read_thresholds
+from attnbench.harness.compare.terms import read_thresholds
 from attnbench.harness.results.records import read_measurements
 
 PAGE = (Path(__file__).parents[1] / "docs" / "ci.md").read_text(encoding="utf-8")

@@ -18,10 +18,10 @@ from attnbench import table_entry
 from attnbench.cli.train import train
 from attnbench.evidence import MARGIN
 from attnbench.guard_evidence import Detector
+from attnbench.harness.compare.regression import compare_results
+from attnbench.harness.compare.terms import Terms
 from attnbench.harness.measure.clocks import Watch
 from attnbench.harness.measure.timing import Cost
-from attnbench.harness.regression import compare_results
-from attnbench.harness.regression_terms import Terms
 from attnbench.harness.results.records import Measurement
 from attnbench.harness.training.arms import Arm
 from attnbench.harness.training.curves import ending

@@ -14,8 +14,8 @@ from ..printable import brief
 from .output import print_json
 
 if TYPE_CHECKING:
-    from ..harness.regression import Regression
-    from ..harness.regression_terms import Gated, Terms
+    from ..harness.compare.regression import Regression
+    from ..harness.compare.terms import Gated, Terms
 
 __all__ = ["CompareFormat", "compare", "make_terms", "print_comparison"]
 
@@ -57,9 +57,9 @@ def compare(
     regressed, 2 on misuse, 3 where the two cannot be compared, as of unlike machines, and 4 where it is not certain:
     nothing is known to have regressed, and some rows could not have shown a slow-down of the limit.
     """
-    from ..harness.regression import compare_results
-    from ..harness.regression_export import regression_dict
-    from ..harness.regression_pairs import rows_of
+    from ..harness.compare.export import regression_dict
+    from ..harness.compare.pairs import rows_of
+    from ..harness.compare.regression import compare_results
 
     terms = make_terms(fail_on, fail_on_host, cost, relative_to or [], allow_missing or [], thresholds)
     before, after = rows_of(base), rows_of(new)
@@ -71,8 +71,8 @@ def compare(
 
 def print_comparison(regression: Regression, told: dict[str, Any], format: CompareFormat, *, every: bool) -> None:
     """Print a comparison, ``told`` being its JSON; what programs read has the conclusion beside it, for people."""
-    from ..harness.regression_export import regression_junit
-    from ..harness.regression_text import conclusion, regression_text
+    from ..harness.compare.export import regression_junit
+    from ..harness.compare.text import conclusion, regression_text
 
     if format in ("table", "markdown"):
         print(regression_text(regression, "markdown" if format == "markdown" else "text", _width(), every))
@@ -93,7 +93,7 @@ def make_terms(
     thresholds: Path | None,
 ) -> Terms:
     """The terms that the options say.  Raises MisuseError where one says what cannot be."""
-    from ..harness.regression_terms import GATED, Limits, Terms, percentage, read_thresholds
+    from ..harness.compare.terms import GATED, Limits, Terms, percentage, read_thresholds
     from ..plan import Plan
 
     return Terms(
@@ -106,7 +106,7 @@ def make_terms(
 
 
 def _costs(text: str) -> tuple[Gated, ...]:
-    from ..harness.regression_terms import GATED
+    from ..harness.compare.terms import GATED
 
     names = [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in GATED]:

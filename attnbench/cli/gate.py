@@ -68,10 +68,10 @@ def gate(
     gate.xml (JUnit) and gate.json.
     """
     from ..devices import find
+    from ..harness.compare.export import regression_dict, regression_junit
     from ..harness.compare.recorded import ROUNDS, rounds_text
     from ..harness.compare.run import run_gate
-    from ..harness.regression_export import regression_dict, regression_junit
-    from ..harness.regression_text import regression_text
+    from ..harness.compare.text import regression_text
     from ..table_entry import LONGEST_MS
 
     if not minutes * 60 <= LONGEST_MS / 1e3:

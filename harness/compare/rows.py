@@ -13,12 +13,12 @@ from attnbench.registry import Registry
 from ..capture.file import PREFIX
 from ..cases.case import Case
 from ..measure.timing import Timer
-from ..regression_noise import most_run, usual_run
-from ..regression_terms import Gated, Key, Terms
 from ..results.records import Measurement, Status
 from ..sweep.devices import Task
+from .noise import most_run, usual_run
 from .series import GateRow, Series
 from .sides import Question
+from .terms import Gated, Key, Terms
 
 __all__ = ["MOST_ROWS", "brief_timer", "chosen", "gate_rows", "tasks"]
 

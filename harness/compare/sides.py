@@ -18,10 +18,10 @@ from attnbench.plan import Plan, backend_of
 from attnbench.spec import AttentionSpec
 
 from ..measure.setup import INSTALLED
-from ..regression_terms import Key
 from ..sweep.compile_ahead import usable_cores
 from ..sweep.worker_process import LostError, Worker
 from .stand import PROTOCOL
+from .terms import Key
 
 __all__ = ["SIDES", "Question", "Side", "Sides", "Visited"]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from attnbench.errors import MalformedFileError
 from attnbench.harness.cases.case import Case
 from attnbench.harness.cases.file import read_cases
-from attnbench.harness.regression_terms import Threshold, read_thresholds
+from attnbench.harness.compare.terms import Threshold, read_thresholds
 
 ENTRY = "- batch: 1\n  heads: 2\n  seqlen_q: 8\n  head_dim: 16\n"
 DIGITS = "9" * 10_000

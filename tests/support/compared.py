@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from attnbench.environment import Environment
-from attnbench.harness.regression_terms import Limits, Terms
+from attnbench.harness.compare.terms import Limits, Terms
 from attnbench.harness.results.records import Measurement
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec

@@ -11,7 +11,7 @@ from attnbench.harness.compare.gate import Gate
 from attnbench.harness.compare.outcome import minutes_needed, outcomes
 from attnbench.harness.compare.series import LOOKS, MOST_GENERATIONS, GateRow, Series
 from attnbench.harness.compare.sides import Question
-from attnbench.harness.regression_terms import Limits, Terms
+from attnbench.harness.compare.terms import Limits, Terms
 from attnbench.harness.sweep.worker_process import LostError
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec

@@ -16,7 +16,7 @@ from attnbench.environment import Environment
 from attnbench.errors import OutputError
 from attnbench.harness.compare.recorded import ROUNDS
 from attnbench.harness.compare.run import run_gate
-from attnbench.harness.regression_terms import Limits, Terms
+from attnbench.harness.compare.terms import Limits, Terms
 from attnbench.registry import Registry
 from attnbench.spec import AttentionSpec
 

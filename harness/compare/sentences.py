@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from .formatting import error, number
-from .regression_errors import ErrorChange
-from .regression_terms import LARGEST_LIMIT, Gated
-from .regression_times import CostChange
-from .results.records import Measurement
-from .statistics import Verdict
+from ..formatting import error, number
+from ..results.records import Measurement
+from ..statistics import Verdict
+from .errors import ErrorChange
+from .terms import LARGEST_LIMIT, Gated
+from .times import CostChange
 
 __all__ = ["change", "clocks_said", "error_said", "share", "times_said"]
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from .regression_errors import ErrorChange, families_missing, risen
-from .regression_memory import MemoryChange, grown, memory_said
-from .regression_pairs import FAILURES, Pair, baselines, other_differences, paired, unlike_places, unlike_questions
-from .regression_sentences import clocks_said, error_said, times_said
-from .regression_terms import Gated, Key, Limits, Terms, check_used
-from .regression_times import CostChange, Timed, changes_of, timed, verdict_of
-from .results.records import Measurement
+from ..results.records import Measurement
+from .errors import ErrorChange, families_missing, risen
+from .memory import MemoryChange, grown, memory_said
+from .pairs import FAILURES, Pair, baselines, other_differences, paired, unlike_places, unlike_questions
+from .sentences import clocks_said, error_said, times_said
+from .terms import Gated, Key, Limits, Terms, check_used
+from .times import CostChange, Timed, changes_of, timed, verdict_of
 
 __all__ = ["VERDICTS", "Outcome", "Regression", "RowVerdict", "compare_results"]
 
@@ -44,7 +44,7 @@ class Outcome:
 
     - ``failed``: it was measured in BASE and crashes, hangs, fails or runs out of memory in NEW.
     - ``inaccurate``: it is inaccurate now and was not, or an error has risen beyond its limit.
-    - ``slower``, ``faster``, ``same``, ``uncertain``: its times (attnbench.harness.regression_times).
+    - ``slower``, ``faster``, ``same``, ``uncertain``: its times (attnbench.harness.compare.times).
     - ``larger``: it takes more memory, beyond its limit.
     - ``missing``: one side alone has it, or errors of it; ``allowed`` where that was allowed by name.
     - ``incomparable``: the machines or the questions are unlike.

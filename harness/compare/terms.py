@@ -15,7 +15,7 @@ from attnbench.errors import InputError, MalformedFileError, MisuseError
 from attnbench.plan import Plan
 from attnbench.printable import brief
 
-from .yaml_file import described, entries, fault, read_yaml
+from ..yaml_file import described, entries, fault, read_yaml
 
 __all__ = [
     "GATED",

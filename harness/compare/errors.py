@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .measure.accuracy import TensorName
-from .results.records import Measurement
+from ..measure.accuracy import TensorName
+from ..results.records import Measurement
 
 __all__ = ["ErrorChange", "families_missing", "risen"]
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from .formatting import size
-from .results.records import Measurement
+from ..formatting import size
+from ..results.records import Measurement
 
 __all__ = ["MemoryChange", "grown", "memory_said"]
 

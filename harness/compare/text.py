@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 
 from tabulate import tabulate
 
-from .formatting import Style, prose, shown
+from ..formatting import Style, prose, shown
+from ..statistics import Verdict
 from .regression import Outcome, Regression, RowVerdict
-from .regression_sentences import share
-from .regression_terms import LARGEST_LIMIT, Gated
-from .regression_times import CostChange
-from .statistics import Verdict
+from .sentences import share
+from .terms import LARGEST_LIMIT, Gated
+from .times import CostChange
 
 __all__ = ["conclusion", "regression_text"]
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .measure.timing import Cost
-from .regression_noise import Kind, Observed, noise_of
-from .regression_terms import Gated, Key, Limits
-from .results.records import Measurement
-from .results.visits import samples_of, sampling_error, visit_medians
-from .statistics import Verdict, compare
+from ..measure.timing import Cost
+from ..results.records import Measurement
+from ..results.visits import samples_of, sampling_error, visit_medians
+from ..statistics import Verdict, compare
+from .noise import Kind, Observed, noise_of
+from .terms import Gated, Key, Limits
 
 __all__ = ["CostChange", "Timed", "changes_of", "ratios", "timed", "verdict_of"]
 

@@ -11,9 +11,9 @@ from attnbench.environment import Environment
 from attnbench.errors import MisuseError
 from attnbench.plan import Plan
 
-from .regression_terms import Key
-from .results.records import Measurement, Status, read_measurements
-from .results.store import recorded
+from ..results.records import Measurement, Status, read_measurements
+from ..results.store import recorded
+from .terms import Key
 
 __all__ = [
     "FAILURES",

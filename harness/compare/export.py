@@ -9,11 +9,11 @@ from xml.etree import ElementTree as ET
 
 from attnbench.environment import Environment
 
+from ..results.records import Measurement
 from .regression import Outcome, Regression
-from .regression_terms import Key, Limits, Threshold
-from .regression_text import conclusion
-from .regression_times import CostChange
-from .results.records import Measurement
+from .terms import Key, Limits, Threshold
+from .text import conclusion
+from .times import CostChange
 
 __all__ = ["SCHEMA", "regression_dict", "regression_junit"]
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from compared import results, row
 
-from attnbench.harness.regression import compare_results
-from attnbench.harness.regression_memory import grown
-from attnbench.harness.regression_terms import Limits, Terms, Threshold
+from attnbench.harness.compare.memory import grown
+from attnbench.harness.compare.regression import compare_results
+from attnbench.harness.compare.terms import Limits, Terms, Threshold
 from attnbench.harness.results.records import Measurement
 
-RESULTS = Path(__file__).parents[2] / "results" / "nvidia-h200"
+RESULTS = Path(__file__).parents[3] / "results" / "nvidia-h200"
 MIB = 2**20
 
 

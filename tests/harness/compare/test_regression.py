@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnbench.errors import MisuseError
+from attnbench.harness.compare.export import regression_dict
+from attnbench.harness.compare.pairs import rows_of
+from attnbench.harness.compare.regression import VERDICTS, compare_results
+from attnbench.harness.compare.terms import Limits, Terms, Threshold, percentage
+from attnbench.harness.compare.text import conclusion
+from attnbench.harness.compare.times import CostChange, ratios
 from attnbench.harness.measure.clocks import Conditions, Range
-from attnbench.harness.regression import VERDICTS, compare_results
-from attnbench.harness.regression_export import regression_dict
-from attnbench.harness.regression_pairs import rows_of
-from attnbench.harness.regression_terms import Limits, Terms, Threshold, percentage
-from attnbench.harness.regression_text import conclusion
-from attnbench.harness.regression_times import CostChange, ratios
 from attnbench.harness.results.records import read_measurements
 from attnbench.harness.results.visits import visit_medians
 from attnbench.plan import Plan

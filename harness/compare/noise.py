@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from scipy import optimize, stats
 
-from .statistics import Noise, spread
+from ..statistics import Noise, spread
 
 __all__ = ["Kind", "Observed", "most_run", "noise_of", "usual_run"]
 
