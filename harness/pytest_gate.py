@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 
 from .compare.export import regression_dict
-from .compare.gate import Gate
-from .compare.outcome import minutes_needed, outcomes
+from .compare.gate.gate import Gate
+from .compare.gate.outcome import minutes_needed, outcomes
+from .compare.gate.rows import gate_rows
+from .compare.gate.series import GateRow
+from .compare.gate.sides import Question, Sides
 from .compare.regression import Outcome
-from .compare.rows import gate_rows
 from .compare.sentences import times_said
-from .compare.series import GateRow
-from .compare.sides import Question, Sides
 from .compare.terms import Limits, Terms
 from .measure.timing import Cost
 from .results.records import Measurement

@@ -69,8 +69,8 @@ def gate(
     """
     from ..devices import find
     from ..harness.compare.export import regression_dict, regression_junit
-    from ..harness.compare.recorded import ROUNDS, rounds_text
-    from ..harness.compare.run import run_gate
+    from ..harness.compare.gate.rounds import ROUNDS, rounds_text
+    from ..harness.compare.gate.run import run_gate
     from ..harness.compare.text import regression_text
     from ..table_entry import LONGEST_MS
 

@@ -24,11 +24,11 @@ import torch
 
 from attnbench.devices import find
 from attnbench.harness.cases.presets import preset_cases
-from attnbench.harness.compare.gate import Gate
-from attnbench.harness.compare.outcome import minutes_needed
-from attnbench.harness.compare.recorded import rounds_of
-from attnbench.harness.compare.series import GateRow, Series
-from attnbench.harness.compare.sides import Question, Sides
+from attnbench.harness.compare.gate.gate import Gate
+from attnbench.harness.compare.gate.outcome import minutes_needed
+from attnbench.harness.compare.gate.rounds import rounds_of
+from attnbench.harness.compare.gate.series import GateRow, Series
+from attnbench.harness.compare.gate.sides import Question, Sides
 from attnbench.plan import Plan
 
 SOURCE = "slowed:registry_of_slowed"

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnbench.harness.compare.gate import Gate
-from attnbench.harness.compare.recorded import Rounds
-from attnbench.harness.compare.series import GateRow, Series
-from attnbench.harness.compare.sides import Question, Side
+from attnbench.harness.compare.gate.gate import Gate
+from attnbench.harness.compare.gate.rounds import Rounds
+from attnbench.harness.compare.gate.series import GateRow, Series
+from attnbench.harness.compare.gate.sides import Question, Side
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from attnbench.harness.compare.evidence import (
+from attnbench.harness.compare.gate.evidence import (
     FEWEST,
     Estimate,
     combined,

@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 from compared import results, row
 
-from attnbench.harness.compare.gate import Gate
-from attnbench.harness.compare.outcome import minutes_needed, outcomes
-from attnbench.harness.compare.series import LOOKS, MOST_GENERATIONS, GateRow, Series
-from attnbench.harness.compare.sides import Question
+from attnbench.harness.compare.gate.gate import Gate
+from attnbench.harness.compare.gate.outcome import minutes_needed, outcomes
+from attnbench.harness.compare.gate.series import LOOKS, MOST_GENERATIONS, GateRow, Series
+from attnbench.harness.compare.gate.sides import Question
 from attnbench.harness.compare.terms import Limits, Terms
 from attnbench.harness.sweep.worker_process import LostError
 from attnbench.plan import Plan

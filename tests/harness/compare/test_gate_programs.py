@@ -14,8 +14,8 @@ from compared import row, times, written
 
 from attnbench.environment import Environment
 from attnbench.errors import OutputError
-from attnbench.harness.compare.recorded import ROUNDS
-from attnbench.harness.compare.run import run_gate
+from attnbench.harness.compare.gate.rounds import ROUNDS
+from attnbench.harness.compare.gate.run import run_gate
 from attnbench.harness.compare.terms import Limits, Terms
 from attnbench.registry import Registry
 from attnbench.spec import AttentionSpec

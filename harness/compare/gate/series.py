@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
+from ..terms import Gated
 from .evidence import Estimate, combined, slower, suspected, unchanged, visible
 from .sides import SIDES, Question, Side, Visited
-from .terms import Gated
 
 __all__ = ["LOOKS", "MOST_GENERATIONS", "Finding", "GateRow", "Series", "floor_of"]
 

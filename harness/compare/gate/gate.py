@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from ..sweep.worker_process import LostError
+from ...sweep.worker_process import LostError
 from .series import LOOKS, MOST_GENERATIONS, GateRow
 from .sides import SIDES, Side, Sides, Visited
 

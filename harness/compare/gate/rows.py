@@ -10,15 +10,15 @@ import torch
 from attnbench.devices import describe
 from attnbench.registry import Registry
 
-from ..capture.file import PREFIX
-from ..cases.case import Case
-from ..measure.timing import Timer
-from ..results.records import Measurement, Status
-from ..sweep.devices import Task
-from .noise import most_run, usual_run
+from ...capture.file import PREFIX
+from ...cases.case import Case
+from ...measure.timing import Timer
+from ...results.records import Measurement, Status
+from ...sweep.devices import Task
+from ..noise import most_run, usual_run
+from ..terms import Gated, Key, Terms
 from .series import GateRow, Series
 from .sides import Question
-from .terms import Gated, Key, Terms
 
 __all__ = ["MOST_ROWS", "brief_timer", "chosen", "gate_rows", "tasks"]
 

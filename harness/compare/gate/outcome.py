@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
-from ..results.records import Measurement
-from ..statistics import Verdict
+from ...results.records import Measurement
+from ...statistics import Verdict
+from ..regression import Outcome, Regression, RowVerdict, compare_results
+from ..terms import Gated, Key, Terms
+from ..times import CostChange
 from .evidence import Estimate, slower, visible
-from .regression import Outcome, Regression, RowVerdict, compare_results
 from .series import GateRow, Series
-from .terms import Gated, Key, Terms
-from .times import CostChange
 
 __all__ = ["minutes_needed", "outcomes"]
 

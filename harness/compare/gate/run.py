@@ -14,19 +14,19 @@ from attnbench.environment import Environment
 from attnbench.errors import AttnbenchError, MisuseError
 from attnbench.registry import Registry
 
-from ..measure.setup import INSTALLED, Laboratory, registry_of
-from ..results.records import Measurement
-from ..results.store import Store
-from ..sweep.run import Finished, run_sweep
+from ...measure.setup import INSTALLED, Laboratory, registry_of
+from ...results.records import Measurement
+from ...results.store import Store
+from ...sweep.run import Finished, run_sweep
+from ..pairs import machine_differences, rows_of
+from ..regression import Regression
+from ..terms import Gated, Key, Terms
 from .gate import Gate
 from .outcome import minutes_needed, outcomes
-from .pairs import machine_differences, rows_of
-from .recorded import ROUNDS, Rounds, read_rounds, rounds_of
-from .regression import Regression
+from .rounds import ROUNDS, Rounds, read_rounds, rounds_of
 from .rows import brief_timer, chosen, gate_rows, repeatable, tasks
 from .series import GateRow
 from .sides import Sides
-from .terms import Gated, Key, Terms
 
 __all__ = ["GateRun", "UnlikeMachinesError", "run_gate"]
 

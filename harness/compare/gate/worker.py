@@ -18,12 +18,12 @@ from attnbench.environment import own_commit
 from attnbench.plan import Plan
 from attnbench.spec import AttentionSpec
 
-from ..cases.case import Case
-from ..measure.bench import OpenCase
-from ..measure.setup import registry_of
-from ..measure.timing import Cost, Timer
-from ..measure.trial import Trial
-from ..measure.worker import main as serve
+from ...cases.case import Case
+from ...measure.bench import OpenCase
+from ...measure.setup import registry_of
+from ...measure.timing import Cost, Timer
+from ...measure.trial import Trial
+from ...measure.worker import main as serve
 
 __all__ = ["PROTOCOL", "Stand", "main"]
 

@@ -10,9 +10,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, 
 
 from attnbench.plan import Plan
 
-from ..json_lines import Form, read_lines
+from ...json_lines import Form, read_lines
+from ..terms import Gated, Key
 from .series import Finding, GateRow
-from .terms import Gated, Key
 
 __all__ = ["ROUNDS", "Rounds", "read_rounds", "rounds_of", "rounds_text"]
 

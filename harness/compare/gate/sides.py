@@ -17,17 +17,17 @@ from attnbench.errors import MisuseError
 from attnbench.plan import Plan, backend_of
 from attnbench.spec import AttentionSpec
 
-from ..measure.setup import INSTALLED
-from ..sweep.compile_ahead import usable_cores
-from ..sweep.worker_process import LostError, Worker
-from .stand import PROTOCOL
-from .terms import Key
+from ...measure.setup import INSTALLED
+from ...sweep.compile_ahead import usable_cores
+from ...sweep.worker_process import LostError, Worker
+from ..terms import Key
+from .worker import PROTOCOL
 
 __all__ = ["SIDES", "Question", "Side", "Sides", "Visited"]
 
 Side = Literal["BASE", "NEW"]
 SIDES: tuple[Side, Side] = ("BASE", "NEW")
-_MODULE = "attnbench.harness.compare.stand"
+_MODULE = "attnbench.harness.compare.gate.worker"
 # glibc's malloc gives memory back, or keeps it, by what happened to be freed first: two processes of the same code
 # were 19 % apart on a CPU in a kernel with large temporaries, and 1 % with these.
 _STEADY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
