@@ -9,7 +9,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from attnbench import AttentionSpec, Mask, explain
-from attnbench.harness.pytest_fixture import AttentionBenchmark
+from attnbench.harness.compare.pytest_plugin.fixture import AttentionBenchmark
 from attnbench.registry import registry
 
 ANYWHERE = ("reference:fp32", "sdpa-math:bf16", "sdpa-flash:bf16", "emulated:fp8")

@@ -20,17 +20,17 @@ from attnbench.plan import Plan
 from attnbench.registry import registry
 from attnbench.spec import AttentionSpec
 
-from .cases.case import Case
-from .cases.inputs import DEFAULT_FAMILIES
-from .measure.setup import Laboratory
-from .measure.timing import COSTS, Cost, Timer
-from .pytest_samples import Benchmark, Replay, hand_over
-from .results.records import Measurement, Status
-from .sweep.device_sweep import Line
-from .sweep.rows import passed_over
+from ...cases.case import Case
+from ...cases.inputs import DEFAULT_FAMILIES
+from ...measure.setup import Laboratory
+from ...measure.timing import COSTS, Cost, Timer
+from ...results.records import Measurement, Status
+from ...sweep.device_sweep import Line
+from ...sweep.rows import passed_over
+from .samples import Benchmark, Replay, hand_over
 
 if TYPE_CHECKING:
-    from .pytest_gate import Gatekeeper, GateVerdict
+    from .gate import Gatekeeper, GateVerdict
 
 __all__ = ["AttentionBenchmark", "Stations", "unlike"]
 

@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .compare.export import regression_dict
-from .compare.gate.gate import Gate
-from .compare.gate.outcome import minutes_needed, outcomes
-from .compare.gate.rows import gate_rows
-from .compare.gate.series import GateRow
-from .compare.gate.sides import Question, Sides
-from .compare.regression import Outcome
-from .compare.sentences import times_said
-from .compare.terms import Limits, Terms
-from .measure.timing import Cost
-from .results.records import Measurement
+from ...measure.timing import Cost
+from ...results.records import Measurement
+from ..export import regression_dict
+from ..gate.gate import Gate
+from ..gate.outcome import minutes_needed, outcomes
+from ..gate.rows import gate_rows
+from ..gate.series import GateRow
+from ..gate.sides import Question, Sides
+from ..regression import Outcome
+from ..sentences import times_said
+from ..terms import Limits, Terms
 
 __all__ = ["GateVerdict", "Gatekeeper"]
 

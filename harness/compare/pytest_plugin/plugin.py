@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from .pytest_fixture import AttentionBenchmark, Stations
-    from .pytest_gate import Gatekeeper
-    from .pytest_samples import Benchmark, Replay
+    from .fixture import AttentionBenchmark, Stations
+    from .gate import Gatekeeper
+    from .samples import Benchmark, Replay
 
 __all__ = ["attention_benchmark"]
 
@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     from attnbench.errors import MisuseError
 
-    from .compare.terms import percentage
+    from ..terms import percentage
 
     base = config.invocation_params.dir / asked  # not resolved: an environment is known by its link
     if not (base.is_file() and os.access(base, os.X_OK)):
@@ -77,9 +77,10 @@ def attention_benchmark(
 ) -> AttentionBenchmark:
     """Measure one plan as ``attnbench sweep`` does (on a GPU device time, L2 cold) and report it to pytest-benchmark.
 
-    ``attention_benchmark(plan, spec)`` returns the Measurement; attnbench.harness.pytest_fixture has the details.
+    ``attention_benchmark(plan, spec)`` returns the Measurement; attnbench.harness.compare.pytest_plugin.fixture
+    has the details.
     """
-    from .pytest_fixture import AttentionBenchmark
+    from .fixture import AttentionBenchmark
 
     clock = request.node.stash.get(_clock, None)
     return AttentionBenchmark(benchmark, clock, _attention_stations, _attention_gatekeeper)
@@ -90,7 +91,7 @@ def _attention_stations(pytestconfig: pytest.Config) -> Iterator[Stations]:
     limit = pytestconfig.getoption("benchmark_max_time", None)
     if limit is None:
         pytest.fail("attention_benchmark needs pytest-benchmark, which is not installed or was switched off", False)
-    from .pytest_fixture import Stations
+    from .fixture import Stations
 
     with Stations(float(limit)) as stations:
         pytestconfig.stash[_stations] = stations
@@ -103,7 +104,7 @@ def _attention_gatekeeper(pytestconfig: pytest.Config) -> Iterator[Gatekeeper | 
     if asked is None:
         yield None
         return
-    from .pytest_gate import Gatekeeper
+    from .gate import Gatekeeper
 
     with Gatekeeper(*asked) as gatekeeper:
         yield gatekeeper
@@ -113,7 +114,7 @@ def _attention_gatekeeper(pytestconfig: pytest.Config) -> Iterator[Gatekeeper | 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Have pytest-benchmark read our clock: it asks the closest marker of the test for one."""
     if {"attention_benchmark", "benchmark"} <= set(getattr(item, "fixturenames", ())):
-        from .pytest_samples import Replay
+        from .samples import Replay
 
         item.stash[_clock] = Replay()
         if item.config.pluginmanager.hasplugin("pytest-benchmark"):  # or there is no such marker
@@ -141,7 +142,7 @@ def pytest_benchmark_compare_machine_info(
     saved = compared_benchmark["machine_info"].get(_ENTRY)
     if saved is None:
         return (yield)
-    from .pytest_fixture import unlike
+    from .fixture import unlike
 
     for warning in unlike(saved):
         config.issue_config_time_warning(warning, stacklevel=2)

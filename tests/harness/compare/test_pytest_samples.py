@@ -10,8 +10,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from pytest_benchmark.utils import NameWrapper
 
 from attnbench.errors import AttnbenchError, MisuseError
-from attnbench.harness.pytest_fixture import AttentionBenchmark, Stations
-from attnbench.harness.pytest_samples import Replay, hand_over
+from attnbench.harness.compare.pytest_plugin.fixture import AttentionBenchmark, Stations
+from attnbench.harness.compare.pytest_plugin.samples import Replay, hand_over
 
 
 def real(kind: type[BenchmarkFixture], clock: Replay, **options: Any) -> BenchmarkFixture:

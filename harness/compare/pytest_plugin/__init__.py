@@ -1,0 +1,1 @@
+"""The pytest plug-in: a plan measured in a test, and gated there."""
