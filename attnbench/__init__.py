@@ -18,7 +18,7 @@ _HOME = {
     "Mask": "mask",
     "Plan": "plan",
     "attention": "api",
-    "autotune": "harness.autotune",
+    "autotune": "harness.autotune.run",
     "explain": "api",
     "freeze": "freezing",
     "guard": "guarding",
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from .errors import AttnbenchError
     from .freezing import freeze
     from .guarding import guard
-    from .harness.autotune import autotune
+    from .harness.autotune.run import autotune
     from .mask import Mask
     from .plan import Plan
     from .spec import AttentionSpec

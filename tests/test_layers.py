@@ -11,7 +11,7 @@ PACKAGES = {"attnbench": "attnbench", "backends": "attnbench.backends", "harness
 # Above the core: its commands, and what third parties test their kernels with.
 ABOVE = ("attnbench.__main__", "attnbench.cli", "attnbench.testing")
 # The one name of the core that leads to the harness, where it is asked for.
-LAZY = {("attnbench", "attnbench.harness.autotune")}
+LAZY = {("attnbench", "attnbench.harness.autotune.run")}
 
 
 def modules() -> Iterator[tuple[str, Path]]:

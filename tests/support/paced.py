@@ -15,7 +15,7 @@ from planted import CPU, REFERENCE, FakeBackward, FakeForward, backend, same, sl
 
 import attnbench.registry
 from attnbench import AttentionSpec
-from attnbench.harness import autotune
+from attnbench.harness.autotune import run as autotune
 from attnbench.harness.measure.timing import Timer
 from attnbench.registry import Registry
 

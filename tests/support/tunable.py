@@ -17,8 +17,8 @@ from planted import laboratory
 from torch import Tensor
 
 from attnbench import AttentionSpec, api
-from attnbench.harness import autotune as tuning
-from attnbench.harness.bounded import Work
+from attnbench.harness.autotune import run as tuning
+from attnbench.harness.autotune.deadline import Work
 from attnbench.harness.results.records import Measurement
 from attnbench.harness.sweep.run import Finished
 from attnbench.plan import Plan

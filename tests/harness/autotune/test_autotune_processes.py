@@ -13,8 +13,8 @@ from tunable import FAST, SLOW, measuring_nothing, own_path, paced_kernels, rows
 
 import attnbench
 from attnbench import attention, explain
+from attnbench.harness.autotune.tuning import alone
 from attnbench.harness.results.condense import condense
-from attnbench.harness.tuning import alone
 from attnbench.table import Table
 
 

@@ -17,12 +17,12 @@ from statistics import median
 
 from attnbench.plan import Plan
 
-from .cases.case import Case
-from .measure.setup import Laboratory
-from .results.records import Measurement
-from .sweep.compile_ahead import usable_cores
-from .sweep.device_sweep import Doing, Line, StoppedError
-from .sweep.run import Event, Finished, Started
+from ..cases.case import Case
+from ..measure.setup import Laboratory
+from ..results.records import Measurement
+from ..sweep.compile_ahead import usable_cores
+from ..sweep.device_sweep import Doing, Line, StoppedError
+from ..sweep.run import Event, Finished, Started
 
 __all__ = ["Work", "measured_within"]
 

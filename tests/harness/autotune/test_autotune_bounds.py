@@ -22,8 +22,8 @@ from tunable import (
 
 import attnbench
 from attnbench import attention, choice_hook, explain
-from attnbench.harness import autotune as tuning
-from attnbench.harness.bounded import measured_within
+from attnbench.harness.autotune import run as tuning
+from attnbench.harness.autotune.deadline import measured_within
 from attnbench.harness.cases.case import Case
 from attnbench.harness.sweep.run import Finished
 from attnbench.plan import Plan

@@ -34,14 +34,14 @@ from attnbench.table import Table
 from attnbench.table_files import check_writable
 from attnbench.user_table import known_tables, update_user_table, user_table_path
 
-from .asked import Asked, AskedSpecs
-from .bounded import measured_within
-from .measure.setup import INSTALLED, Laboratory
-from .measure.timing import Timer
-from .results.condense import condense
-from .results.records import Measurement
-from .sweep.progress import followed
-from .sweep.run import Event, Finished
+from ..measure.setup import INSTALLED, Laboratory
+from ..measure.timing import Timer
+from ..results.condense import condense
+from ..results.records import Measurement
+from ..sweep.progress import followed
+from ..sweep.run import Event, Finished
+from .asked_specs import Asked, AskedSpecs
+from .deadline import measured_within
 from .tuning import Errand, alone, chosen, errand_of, own_table, shortage
 
 __all__ = ["Autotune", "Tuned", "autotune"]

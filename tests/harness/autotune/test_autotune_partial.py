@@ -12,11 +12,11 @@ from tunable import BREAKS, FAST, FP8, SLOW, entries, measuring_nothing, own_pat
 
 import attnbench
 from attnbench import api, explain, selector
-from attnbench.harness import autotune as tuning
-from attnbench.harness.asked import Asked
+from attnbench.harness.autotune import run as tuning
+from attnbench.harness.autotune.asked_specs import Asked
+from attnbench.harness.autotune.tuning import chosen, errand_of
 from attnbench.harness.results.condense import condense
 from attnbench.harness.results.records import Measurement
-from attnbench.harness.tuning import chosen, errand_of
 from attnbench.plan import Plan
 from attnbench.table import Table
 from attnbench.user_table import Known

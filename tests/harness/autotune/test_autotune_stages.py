@@ -14,8 +14,8 @@ from patience import PATIENCE
 from planted import laboratory
 from tunable import BREAKS, FAST, FP8, SLOW, children
 
-from attnbench.harness import bounded as module
-from attnbench.harness.bounded import measured_within
+from attnbench.harness.autotune import deadline as module
+from attnbench.harness.autotune.deadline import measured_within
 from attnbench.harness.cases.case import Case
 from attnbench.harness.results.records import Measurement
 from attnbench.harness.sweep.device_sweep import Doing, StoppedError

@@ -24,11 +24,11 @@ from attnbench.table import Table
 from attnbench.table_binding import Binding
 from attnbench.user_table import user_table_path
 
-from .asked import Asked, Terms, input_bytes
-from .cases.case import Case
-from .measure.setup import Laboratory
-from .results.records import Measurement
-from .sweep.run import tasks_of
+from ..cases.case import Case
+from ..measure.setup import Laboratory
+from ..results.records import Measurement
+from ..sweep.run import tasks_of
+from .asked_specs import Asked, Terms, input_bytes
 
 __all__ = ["Errand", "alone", "chosen", "errand_of", "own_table", "shortage"]
 

@@ -13,7 +13,7 @@ from tunable import BREAKS, FAST, FP8, SLOW, children, entries, own_path, paced_
 
 import attnbench
 from attnbench import AttentionSpec, api, attention, explain, guard_hook
-from attnbench.harness import autotune as tuning
+from attnbench.harness.autotune import run as tuning
 from attnbench.plan import Plan
 
 
@@ -160,4 +160,4 @@ def test_attention_alone_loads_nothing_of_the_harness():
         "print([name for name in sys.modules if name.startswith('attnbench.harness')], attnbench.autotune.__module__)"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["[]", "attnbench.harness.autotune"]
+    assert run.stdout.split() == ["[]", "attnbench.harness.autotune.run"]

@@ -12,9 +12,9 @@ import attnbench
 from attnbench import api, attention, choice_hook, use_backend
 from attnbench.errors import InputError, MisuseError, OutputError, UnknownBackendError
 from attnbench.execution import Execution
-from attnbench.harness import autotune as tuning
+from attnbench.harness.autotune import run as tuning
+from attnbench.harness.autotune.tuning import shortage
 from attnbench.harness.measure.setup import INSTALLED
-from attnbench.harness.tuning import shortage
 from attnbench.plan import Plan
 from attnbench.registry import registry
 

@@ -14,7 +14,7 @@ from attnbench.kernel import Operands, Result
 from attnbench.question import Question, settled
 from attnbench.spec import AttentionSpec
 
-from .capture.file import tensor_shapes
+from ..capture.file import tensor_shapes
 
 __all__ = ["Asked", "AskedSpecs", "Terms", "input_bytes"]
 
