@@ -12,7 +12,7 @@ from patience import PATIENCE
 
 from attnbench.harness.training.rows import TrainingRun, read_runs
 
-SCRIPT = Path(__file__).parents[2] / "results" / "nvidia-h200" / "training.sh"
+SCRIPT = Path(__file__).parents[3] / "results" / "nvidia-h200" / "training.sh"
 
 
 def _start(out: Path) -> subprocess.Popen:
