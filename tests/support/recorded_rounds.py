@@ -8,6 +8,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from attnbench.harness.compare.gate.gate import Gate
@@ -26,7 +27,8 @@ NO_END = math.inf
 class Recording:
     """The two sides of a gate: in each generation a row has the noise of one that was recorded, drawn anew.
 
-    ``planted`` are the slow-downs of NEW by the row's number.
+    ``planted`` are the slow-downs of NEW by the row's number.  What NEW took longer by all the while is taken off: it
+    is what looking for a slow-down costs (tests/support/slowed.py).
     """
 
     rows: Sequence[Sequence[Rounds]]
@@ -47,7 +49,8 @@ class Recording:
             for each in self.rows[question.number]:
                 sign = self.rng.choice((-1, 1))  # neither side is the other's better
                 rounds = self.rng.choice([found for found in each.generations if len(found) > 4])
-                self._noise[question.number, each.cost] = [sign * value for value in rounds]
+                own = median(value for found in each.generations for value in found)
+                self._noise[question.number, each.cost] = [sign * (value - own) for value in rounds]
         return {}
 
     def visit(self, side: Side, question: Question, costs: Sequence[str]) -> Mapping[str, float]:
@@ -66,10 +69,10 @@ class Recording:
         pass
 
 
-def recorded_rows(device: str, costs: Sequence[str]) -> list[list[Rounds]]:
+def recorded_rows(device: str, costs: Sequence[str], name: str = "rounds") -> list[list[Rounds]]:
     """What was recorded of each row on a device, of these costs."""
     rows: dict[tuple[str, Plan], list[Rounds]] = {}
-    with gzip.open(RESULTS / device / "gate" / "rounds.jsonl.gz", "rt", encoding="utf-8") as file:
+    with gzip.open(RESULTS / device / "gate" / f"{name}.jsonl.gz", "rt", encoding="utf-8") as file:
         for each in map(Rounds.model_validate_json, file):
             if each.cost in costs:
                 rows.setdefault((each.case, each.plan), []).append(each)

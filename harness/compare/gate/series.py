@@ -97,14 +97,15 @@ class Series:
         if self.settled or (len(rounds) not in LOOKS and not last):
             return
         alone, together = self._against_base(combined([rounds], self.floor)), self.estimate
-        if together is not None and unchanged(together, self.limit):
+        confirmed = len(self.generations) > 1
+        if together is not None and unchanged(together, self.limit, confirmed=confirmed):
             self.finding, self.settled = "same", True
-        elif len(self.generations) == 1:
+        elif not confirmed:
             self.settled = together is not None and suspected(together, self.limit)
         elif together is not None and alone is not None and slower(together, self.limit):
             # The processes that raised the suspicion do not confirm it themselves.
-            confirmed = alone.shift > math.log1p(self.limit) / 2
-            self.finding, self.settled = ("slower", True) if confirmed else (self.finding, self.settled)
+            shown = alone.shift > math.log1p(self.limit) / 2
+            self.finding, self.settled = ("slower", True) if shown else (self.finding, self.settled)
         # Where the rounds are many and what is left is between processes, only other processes can tell.
         between = self._lowest_visible(len(self.generations)) > self.limit
         self.settled |= len(rounds) >= LOOKS[-1] or ((between or self.unknown) and len(rounds) >= LOOKS[2])

@@ -68,7 +68,7 @@ def test_processes_that_lie_apart_are_less_certain_than_their_own_rounds():
     assert apart.shift == pytest.approx(0.05, abs=1e-3)
     assert apart.deviation > 0.04 > 10 * near.deviation
     assert not slower(apart, 0.03)
-    assert not unchanged(apart, 0.03)
+    assert not unchanged(apart, 0.03, confirmed=True)
 
 
 @pytest.mark.parametrize("length", [5, 10, 40])
@@ -90,7 +90,10 @@ def test_unchanged_rows_are_called_slower_one_time_in_hundreds_at_most(spread):
 def test_a_slow_down_of_the_limit_or_more_is_excluded_one_time_in_twenty_at_most(size):
     rng = np.random.default_rng(3)
     shift = math.log1p(size)
-    assert share(unchanged(combined(generations(rng, shift=shift), FLOOR), size) for _ in range(RUNS)) < 0.05
+    assert (
+        share(unchanged(combined(generations(rng, shift=shift), FLOOR), size, confirmed=True) for _ in range(RUNS))
+        < 0.05
+    )
 
 
 def test_what_is_called_visible_is_not_excluded_nineteen_times_of_twenty():
@@ -99,13 +102,14 @@ def test_what_is_called_visible_is_not_excluded_nineteen_times_of_twenty():
     estimates = [combined(generations(rng, count=1), FLOOR) for _ in range(RUNS)]
     limit = float(np.median([visible(each) for each in estimates]))
     seen = [each._replace(shift=each.shift + math.log1p(limit)) for each in estimates if visible(each) <= limit]
-    assert share(unchanged(each, limit) for each in seen) < 0.05
+    assert share(unchanged(each, limit, confirmed=False) for each in seen) < 0.05
 
 
 @given(st.floats(-0.2, 0.2), st.floats(1e-4, 0.2), st.floats(1, 100), st.floats(0.001, 10))
 def test_no_row_is_both_slower_and_unchanged(shift, deviation, freedom, limit):
     found = Estimate(shift, deviation, freedom)
-    assert not (slower(found, limit) and unchanged(found, limit))
+    assert not (slower(found, limit) and unchanged(found, limit, confirmed=True))
     assert suspected(found, limit) >= slower(found, limit)
-    if unchanged(found, limit):
+    assert unchanged(found, limit, confirmed=True) >= unchanged(found, limit, confirmed=False)
+    if unchanged(found, limit, confirmed=True):
         assert visible(found) <= limit
