@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,33 @@ def test_no_module_imports_one_above_it(name: str, path: Path) -> None:
 )
 def test_an_import_that_goes_up_is_found(name: str, source: str) -> None:
     assert wrong(name, Path("module.py"), source)
+
+
+def room(name: str) -> str:
+    """The folder of the harness that a module lies in: ``attnbench.harness.compare.gate``."""
+    return max((each for each in ROOMS if f"{name}.".startswith(f"{each}.")), key=len, default="attnbench.harness")
+
+
+ROOMS = {
+    name.removesuffix(".__init__") for name, path in modules() if path.name == "__init__.py" and ".harness." in name
+}
+
+
+def neighbours(sources: Iterator[tuple[str, Path, str]]) -> dict[str, set[str]]:
+    """Which rooms each room of the harness imports from."""
+    found: dict[str, set[str]] = {}
+    for name, path, source in sources:
+        known = {each for each in imported(name, path, source) if each.startswith("attnbench.harness")}
+        found.setdefault(room(name), set()).update({room(each) for each in known} - {room(name)})
+    return found
+
+
+def test_rooms_of_the_harness_stand_on_one_another() -> None:
+    files = [(name, path) for name, path in modules() if name.startswith("attnbench.harness")]
+    sources = [(name, path, path.read_text(encoding="utf-8")) for name, path in files]
+    order = list(TopologicalSorter(neighbours(iter(sources))).static_order())  # raises CycleError
+    assert len(order) >= 10
+    assert order.index("attnbench.harness.measure") < order.index("attnbench.harness.compare.gate")
+    upwards = ("attnbench.harness.measure.timing", Path("timing.py"), "from ..compare.gate import run")
+    with pytest.raises(CycleError):
+        TopologicalSorter(neighbours(iter([*sources, upwards]))).prepare()

@@ -165,7 +165,7 @@ def test_a_python_without_attnbench_is_misuse(tmp_path: Path) -> None:
     done = pytest_in(tmp_path, option, FAST, NEW="1")
     assert "1 failed" in done.stdout, done.stdout + done.stderr
     assert "MisuseError: " in done.stdout
-    assert "cannot take part in a gate: " in done.stdout
+    assert "has no attnbench with a gate" in done.stdout
     assert "pytest_plugin/gate.py" not in done.stdout
 
 
