@@ -48,8 +48,8 @@ def ranks_mask() -> dict[str, bool]:
 def main(rank: int, folder: Path, missing: str, favourite: str, *kinds: str) -> None:
     """Writes which plan ran for each spec, and what the tables would have chosen."""
     ranks.PLAN = "auto"  # which its layers read
+    ranks.join(rank, folder / f"store-{missing}")  # which sets the threads that a table is bound to
     prefer(favourite)
-    ranks.join(rank, folder / f"store-{missing}")
     ran: dict[str, list[str]] = {}
     original = Execution.answer
 
@@ -70,8 +70,7 @@ def main(rank: int, folder: Path, missing: str, favourite: str, *kinds: str) -> 
             checkpoint(net, x.clone().requires_grad_(), use_reentrant=False).square().mean().backward()
     found = {"alone": alone, "ran": {spec: sorted(set(plans)) for spec, plans in ran.items()}}
     (folder / f"{missing}-{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    ranks.leave()
 
 
 if __name__ == "__main__":

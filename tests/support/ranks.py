@@ -50,6 +50,18 @@ def join(rank: int, store: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS)
 
 
+def leave() -> None:
+    """What every rank does last: end without destructors.
+
+    The group's own joins a thread of gloo's while it holds the interpreter's lock, for which that thread may wait to
+    let go of the last barrier, as torch 2.13 once did here.
+    """
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
+
+
 class Layer(nn.Module):
     def __init__(self, width: int = 32, heads: int = 2) -> None:
         super().__init__()
@@ -98,8 +110,7 @@ def main(rank: int, folder: Path) -> None:
         whole = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in found.items()}
         if rank == 0:
             torch.save(whole, folder / f"{kind}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
