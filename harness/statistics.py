@@ -106,7 +106,8 @@ def compare(
     elif visible <= limit:
         verdict = "same"
     either = _quantile(0.975) * deviation
-    return Comparison(verdict, _ratio(shift), (_ratio(shift - either), _ratio(shift + either)), _ratio(visible) - 1)
+    seen = _ratio(visible) - 1 if math.isfinite(visible) else math.inf
+    return Comparison(verdict, _ratio(shift), (_ratio(shift - either), _ratio(shift + either)), seen)
 
 
 def spread(medians: Sequence[float]) -> float | None:

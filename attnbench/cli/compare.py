@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from ..harness.compare.regression import Regression
     from ..harness.compare.terms import Gated, Terms
 
-__all__ = ["CompareFormat", "compare", "make_terms", "print_comparison"]
+__all__ = ["PIPED_WIDTH", "CompareFormat", "compare", "make_terms", "print_comparison"]
 
-_PIPED_WIDTH = 120
+PIPED_WIDTH = 120  # columns of what no terminal bounds
 CompareFormat = Literal["table", "markdown", "json", "junit"]
 
 
@@ -115,4 +115,4 @@ def _costs(text: str) -> tuple[Gated, ...]:
 
 
 def _width() -> int:
-    return shutil.get_terminal_size((_PIPED_WIDTH, 24)).columns if sys.stdout.isatty() else _PIPED_WIDTH
+    return shutil.get_terminal_size((PIPED_WIDTH, 24)).columns if sys.stdout.isatty() else PIPED_WIDTH

@@ -12,12 +12,10 @@ import typer
 from ..draft import replace_file
 from ..errors import MisuseError, OutputError
 from ..printable import printable
-from .compare import CompareFormat, make_terms, print_comparison
+from .compare import PIPED_WIDTH, CompareFormat, make_terms, print_comparison
 from .output import DeviceOption, fresh_folder
 
 __all__ = ["gate"]
-
-_PIPED_WIDTH = 120
 
 
 def gate(
@@ -95,7 +93,7 @@ def gate(
     files = {
         ROUNDS: rounds_text(found.rounds),
         "gate.json": json.dumps(told, indent=2, allow_nan=False) + "\n",
-        "gate.md": regression_text(regression, "markdown", _PIPED_WIDTH, every=True) + "\n",
+        "gate.md": regression_text(regression, "markdown", PIPED_WIDTH, every=True) + "\n",
         "gate.xml": regression_junit(regression, "attnbench gate") + "\n",
     }
     lost = None

@@ -103,7 +103,7 @@ def main() -> None:
     asked, counts = questions(device, given.rows), Counter[tuple[float, str]]()
     kind = Recording if given.record else Series
     with (
-        Sides(device, base, 300.0, SOURCE) as sides,
+        Sides(device, base, SOURCE) as sides,
         (given.out / "power.jsonl").open("w") as power,
         (given.out / "rounds.jsonl").open("w") as rounds,
     ):

@@ -35,8 +35,6 @@ class Recording:
     rng: random.Random
     planted: Mapping[int, float] = field(default_factory=dict)
 
-    anchored = False  # BASE is visited itself
-
     def __post_init__(self) -> None:
         self.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 
 import torch
 
@@ -29,7 +30,10 @@ _COSTS: dict[str, tuple[Gated, ...]] = {"cuda": ("prepared", "backward", "host")
 
 
 def chosen(base: Mapping[Key, Measurement], most: int = MOST_ROWS) -> list[Measurement]:
-    """What ``auto`` chooses on the cases of BASE in 16 bits and in FP8, then the runners-up, the closest first."""
+    """The fastest accurate plan of each case in 16 bits and in FP8, as ``auto`` chooses, then the runners-up.
+
+    Of the runners-up the closest to the fastest come first; ``most`` rows in all.
+    """
     winners: dict[Key, Measurement] = {}
     others: dict[Key, float] = {}
     for own in _by_case(base).values():
@@ -54,7 +58,7 @@ def _by_case(base: Mapping[Key, Measurement]) -> Mapping[str, list[Measurement]]
 
 
 def _call(row: Measurement) -> float:
-    return float(torch.tensor(row.time_ms["call"]).median())
+    return median(row.time_ms["call"])
 
 
 def repeatable(row: Measurement) -> bool:

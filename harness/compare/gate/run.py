@@ -26,11 +26,10 @@ from .outcome import minutes_needed, outcomes
 from .rounds import ROUNDS, Rounds, read_rounds, rounds_of
 from .rows import brief_timer, chosen, gate_rows, repeatable, tasks
 from .series import GateRow
-from .sides import Sides
+from .sides import SECONDS, Sides
 
 __all__ = ["GateRun", "UnlikeMachinesError", "run_gate"]
 
-_SECONDS = 300.0  # that one request to a process may take before it is a hang
 _Recorded = Mapping[tuple[Key, Gated], list[list[float]]]
 
 
@@ -82,10 +81,10 @@ def run_gate(
     if not wanted:
         raise MisuseError(f"{base} has no row to gate: none has numbers and inputs that can be drawn again")
     recorded = None if base_python is not None else _recorded(base, wanted, environment)
-    laboratory = Laboratory(device, environment, brief_timer(device), source, seconds=_SECONDS)
+    laboratory = Laboratory(device, environment, brief_timer(device), source, seconds=SECONDS)
     same_gpu = all(row.environment.uuid_hash == environment.uuid_hash for row in wanted.values())
     rows = gate_rows(list(wanted.values()), terms, device, costs, recorded, same_gpu=same_gpu)
-    with Sides(device, base_python, _SECONDS, source) as sides:
+    with Sides(device, base_python, source) as sides:
         sides.start([row.question for row in rows])
         sides.introduce(rows[0].question, say)
         new = _first_look(list(wanted.values()), registry, laboratory, folder, say)

@@ -179,7 +179,7 @@ class GateRow:
         if host is None:
             return
         device = sum(median(each.times["NEW"]) for cost, each in self.series.items() if cost != "host")
-        # Where BASE's rounds have none it was idle there, and a time near the line does not make another row of it.
+        # Where BASE has no rounds of it, its host was idle: a host that is only just over the line has not changed.
         matters = 2 * _HOST_MATTERS if host.unknown else _HOST_MATTERS
         if median(host.times["NEW"]) < matters * device:
             del self.series["host"]

@@ -23,7 +23,7 @@ from ...sweep.worker_process import LostError, Worker
 from ..terms import Key
 from .worker import PROTOCOL
 
-__all__ = ["SIDES", "Question", "Side", "Sides", "Visited"]
+__all__ = ["SECONDS", "SIDES", "Question", "Side", "Sides", "Visited"]
 
 Side = Literal["BASE", "NEW"]
 SIDES: tuple[Side, Side] = ("BASE", "NEW")
@@ -33,6 +33,7 @@ _MODULE = "attnbench.harness.compare.gate.worker"
 _STEADY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 # Of this environment, which must not stand in for the other's packages.
 _WITHOUT_OURS = {"PYTHONPATH": ""}
+SECONDS = 300.0  # that one request to a process may take before it is a hang
 _MOST_REVIVALS = 3  # of a process that dies while its rows are visited
 _TOO_OLD = "No module named 'attnbench"
 _Place = tuple[Side, str]  # a side and a backend
@@ -63,12 +64,12 @@ class Sides:
     """The processes, one for each side and backend, kept from row to row until the context is left.
 
     ``base`` is the Python of the environment that holds the old code; None where there is none, and a fixed piece
-    of work, the anchor, stands in its place.  ``source`` names the registry's function, for tests.  A request that
-    takes longer than ``seconds`` is a hang.  Used from one thread, which must live as long as the context.
+    of work, the anchor, stands in its place.  ``source`` names the registry's function, for tests.  Used from one
+    thread, which must live as long as the context.
     """
 
-    def __init__(self, device: torch.device, base: Path | None, seconds: float, source: str = INSTALLED) -> None:
-        self._device, self._base, self._seconds, self._source = device, base, seconds, source
+    def __init__(self, device: torch.device, base: Path | None, source: str = INSTALLED) -> None:
+        self._device, self._base, self._source = device, base, source
         self._workers: dict[_Place, Worker] = {}
         self._begun: dict[tuple[Side, int], int] = {}  # in which of its worker's processes
         self._revivals: Counter[_Place] = Counter()
@@ -181,7 +182,7 @@ class Sides:
         return self._workers[place]
 
     def _ask(self, place: _Place, method: str, *arguments: object) -> Any:
-        return self._workers[place].ask(method, *arguments, seconds=self._seconds)
+        return self._workers[place].ask(method, *arguments, seconds=SECONDS)
 
     def _begin(self, side: Side, question: Question) -> None:
         place = side, question.backend

@@ -25,7 +25,7 @@ from ...measure.timing import Cost, Timer
 from ...measure.trial import Trial
 from ...measure.worker import main as serve
 
-__all__ = ["PROTOCOL", "Stand", "main"]
+__all__ = ["PROTOCOL", "GateWorker", "main"]
 
 PROTOCOL = 1
 # Seconds of samples on a GPU, whose rounds scatter by its clock, not by the samples of one visit.
@@ -33,7 +33,7 @@ _VISIT = 0.005
 _COUNTED = 20_000  # to which the anchor's host counts: under a millisecond
 
 
-class Stand:
+class GateWorker:
     """Rows by number, each a case with one input family and a plan.  Methods are requests, and may raise anything."""
 
     def __init__(self, source: str, timer: Timer) -> None:
@@ -103,13 +103,13 @@ class Stand:
             torch.cuda.empty_cache()
 
 
-def _stand(setting: Mapping[str, Any]) -> Stand:
-    """The stand of a setting: source, device and threads."""
+def _made(setting: Mapping[str, Any]) -> GateWorker:
+    """What serves a setting: source, device and threads."""
     torch.set_num_threads(setting["threads"])
     timer = Timer.for_device(torch.device(setting["device"]))
-    return Stand(setting["source"], replace(timer, visit=_VISIT) if timer.device.type == "cuda" else timer)
+    return GateWorker(setting["source"], replace(timer, visit=_VISIT) if timer.device.type == "cuda" else timer)
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Serve a stand on the connection that was inherited as ``descriptor``."""
-    serve(descriptor, parent, _stand)
+    """Serve the connection that was inherited as ``descriptor``."""
+    serve(descriptor, parent, _made)

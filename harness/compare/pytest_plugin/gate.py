@@ -28,7 +28,6 @@ from ..terms import Limits, Terms
 __all__ = ["GateVerdict", "Gatekeeper"]
 
 _HOST = 0.5  # of the host's part of a call on a GPU, as for `attnbench gate`
-_SECONDS = 300.0  # that one request to a process may take before it is a hang
 _TOLD = ("verdict", "certain", "visible", "limits", "costs", "reasons")
 
 
@@ -88,7 +87,7 @@ class Gatekeeper:
 
     def _sides_on(self, device: torch.device, question: Question) -> Sides:
         if device not in self._sides:
-            sides = self._open.enter_context(Sides(device, self._base, _SECONDS))
+            sides = self._open.enter_context(Sides(device, self._base))
             sides.start([question])
             sides.introduce(question, print)
             self._sides[device] = sides

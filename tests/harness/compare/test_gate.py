@@ -24,8 +24,6 @@ TERMS = Terms(limits=Limits(time=0.05, host=0.5))
 class Sides:
     """Visits of 1 ms, with noise of 0.1 %; ``slower(side, row, cost, generation)`` is what they take longer by."""
 
-    anchored = False
-
     def __init__(self, slower=lambda side, number, cost, generation: 0.0, lost=None, base=1.0):
         self.rng, self.slower, self.base = random.Random(1), slower, base
         self.lost = lost or {}  # what begin says of rows the first time
@@ -195,10 +193,15 @@ def test_what_had_no_memory_beside_others_is_measured_alone():
     assert gated[0].lost[0] == "NEW"
 
 
-@pytest.mark.parametrize(("host", "kept"), [(0.2, False), (0.9, True)])
-def test_the_host_is_gated_where_the_device_may_wait_for_it(host, kept):
+@pytest.mark.parametrize(
+    ("host", "recorded", "kept"),
+    [(0.2, None, False), (0.7, None, True), (0.9, None, True), (0.7, [], False), (1.3, [], True)],
+)
+def test_the_host_is_gated_where_the_device_may_wait_for_it(host, recorded, kept):
+    """Where BASE has no rounds of it, it was idle there, and has to take twice as much to count."""
     sides = Sides(lambda side, number, cost, generation: (host - 1) * (cost == "host"))
     gated = rows(1, ("prepared", "host"), "cuda")
+    gated[0].series["host"].recorded = recorded
     run(sides, gated)
     assert ("host" in gated[0].series) == kept
 
@@ -224,7 +227,6 @@ def test_beside_the_anchor_base_is_its_recorded_rounds(shift, finding):
     rng = random.Random(2)
     recorded = [[math.log(2) + rng.gauss(0, 0.001) for _ in range(10)] for _ in range(2)]
     sides, gated = Sides(lambda side, *_: (1 + 2 * shift) * (side == "NEW")), rows(1, ("prepared",), "cuda")
-    sides.anchored = True
     gated[0].series["prepared"] = Series("prepared", 0.05, "cuda", recorded, 0.004)
     run(sides, gated)
     assert gated[0].series["prepared"].finding == finding

@@ -48,9 +48,12 @@ def base(tmp_path_factory):
 
 @pytest.fixture
 def gate(base, tmp_path, monkeypatch):
-    """A gate whose NEW takes longer by the share that is given of a plan, and whose BASE does not."""
+    """A gate whose NEW takes longer by the share that is given of a plan, and whose BASE does not.
+
+    BASE does not start where it sees NEW's PYTHONPATH.
+    """
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
-    old = python(tmp_path, "old", f'SLOWED= PYTHONPATH={SUPPORT} exec {sys.executable} "$@"')
+    old = python(tmp_path, "old", f'[ -z "$PYTHONPATH" ] && SLOWED= PYTHONPATH={SUPPORT} exec {sys.executable} "$@"')
 
     def run(shares, limit, minutes=5.0):
         (tmp_path / "slowed.json").write_text(json.dumps({str(SPEC): shares}))

@@ -1,0 +1,82 @@
+"""Which rows a gate takes, how far apart it takes two runs to be, and its rounds as a later gate's base."""
+
+import statistics
+
+import pytest
+import torch
+from compared import QUICK, results, row, times
+
+from attnbench.harness.compare.gate.rounds import read_rounds, rounds_of, rounds_text
+from attnbench.harness.compare.gate.rows import MOST_ROWS, chosen, gate_rows, repeatable
+from attnbench.harness.compare.pairs import rows_of
+from attnbench.harness.compare.terms import Terms
+from attnbench.spec import AttentionSpec
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+def plan(name, call, case="a", **changes):
+    return row(case, name, time_ms={**times(0), "call": [call] * 3}, **changes)
+
+
+def test_the_fastest_accurate_plans_of_both_precisions_come_first_and_then_the_closest():
+    known = results(
+        plan("fa3:fp8", 1.0),
+        plan("triton:fp8", 1.5),
+        plan("fa3:bf16", 2.0),
+        plan("sdpa-cudnn:bf16", 2.1),
+        plan("sdpa-math:bf16", 9.0),
+        plan("cudnn:fp8", 0.5, status="inaccurate", reason="an error of 0.3"),
+        plan("emulated:fp8", 0.1, emulated=True),
+    )
+    names = [str(each.plan) for each in chosen(known)]
+    assert names == ["fa3:fp8", "fa3:bf16", "sdpa-cudnn:bf16", "triton:fp8"]
+    assert [str(each.plan) for each in chosen(known, 3)] == names[:3]
+
+
+def test_of_the_committed_rows_twenty_are_taken_and_the_fastest_of_each_case_among_them():
+    known = rows_of(QUICK)
+    taken = chosen(known)
+    assert len(taken) == MOST_ROWS
+    eligible = [each for each in known.values() if each.status == "ok" and not each.emulated and repeatable(each)]
+    for case in {each.case for each in eligible}:
+        fastest = min(
+            (each for each in eligible if each.case == case), key=lambda each: statistics.median(each.time_ms["call"])
+        )
+        assert fastest.key in {each.key for each in taken}
+
+
+def test_captured_inputs_cannot_be_drawn_again():
+    assert repeatable(row())
+    assert not repeatable(row(error={"captured:0": {"out": 0.01}}))
+
+
+@pytest.mark.parametrize(
+    ("device", "recorded", "same_gpu", "prepared", "host"),
+    [(CUDA, None, True, 0.0, 0.0), (CUDA, {}, True, 0.004, 0.2), (CUDA, {}, False, 0.03, 0.2)],
+)
+def test_two_runs_beside_the_anchor_are_taken_to_differ(device, recorded, same_gpu, prepared, host):
+    (found,) = gate_rows([row()], Terms(), device, None, recorded, same_gpu=same_gpu)
+    assert {cost: each.run for cost, each in found.series.items()} == {"prepared": prepared, "host": host}
+
+
+def test_on_a_cpu_a_call_is_one_cost_and_a_backward_is_for_training():
+    (found,) = gate_rows([row()], Terms(), CPU, None, {})
+    assert [(cost, each.run) for cost, each in found.series.items()] == [("call", 0.2)]
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=16, direction="training")
+    (found,) = gate_rows([row(plan="fa3:bf16>fa3:bf16", spec=spec)], Terms(), CUDA, None, None)
+    assert list(found.series) == ["prepared", "backward", "host"]
+
+
+@pytest.mark.parametrize(("recorded", "kept"), [({}, True), (None, False)])
+def test_rounds_beside_the_anchor_are_read_again_and_others_are_not(tmp_path, recorded, kept):
+    (found,) = gate_rows([row()], Terms(), CPU, None, recorded)
+    for _ in range(2):
+        found.renew()
+        for ms in (2.0, 2.1):
+            found.add({"BASE": [{"call": 1.0}] * 4, "NEW": [{"call": ms}] * 4})
+    path = tmp_path / "rounds.jsonl"
+    path.write_text(rounds_text(rounds_of([found])))
+    expected = {(found.question.key, "call"): [[0.693147, 0.741937]] * 2} if kept else {}
+    assert read_rounds(path) == expected
+    assert read_rounds(tmp_path / "none") == {}
