@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "AttentionSpec": "spec",
+    "AttentionSpec": "problem.spec",
     "AttnbenchError": "errors",
-    "Choice": "choice",
-    "Mask": "mask",
-    "Plan": "plan",
+    "Choice": "choosing.choice",
+    "Mask": "problem.mask",
+    "Plan": "kernels.plan",
     "attention": "api",
     "autotune": "harness.autotune.run",
     "explain": "api",
-    "freeze": "freezing",
-    "guard": "guarding",
-    "use_backend": "context",
+    "freeze": "freezing.freeze",
+    "guard": "guarding.guard",
+    "use_backend": "dispatch.context",
 }
 __all__ = [
     "AttentionSpec",
@@ -41,15 +41,15 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .api import attention, explain
-    from .choice import Choice
-    from .context import use_backend
+    from .choosing.choice import Choice
+    from .dispatch.context import use_backend
     from .errors import AttnbenchError
-    from .freezing import freeze
-    from .guarding import guard
+    from .freezing.freeze import freeze
+    from .guarding.guard import guard
     from .harness.autotune.run import autotune
-    from .mask import Mask
-    from .plan import Plan
-    from .spec import AttentionSpec
+    from .kernels.plan import Plan
+    from .problem.mask import Mask
+    from .problem.spec import AttentionSpec
 
 
 def __getattr__(name: str) -> Any:

@@ -9,16 +9,16 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from . import operators
-from .choice import Choice
-from .devices import describe
-from .execution import Execution
-from .mask import Alignment
-from .memory import Memory, execution_of
-from .question import Question, ask, check_askable, decide
-from .tensor_kinds import as_autocast, intercepted, ordinary, plain
-from .tensors import quantised
-from .user_table import forget
+from .choosing.choice import Choice
+from .dispatch import operators
+from .dispatch.memory import Memory, execution_of
+from .dispatch.question import Question, ask, check_askable, decide
+from .kernels.devices import describe
+from .kernels.execution import Execution
+from .problem.mask import Alignment
+from .problem.tensor_kinds import as_autocast, intercepted, ordinary, plain
+from .problem.tensors import quantised
+from .tables.user_table import forget
 
 __all__ = ["attention", "explain", "forget_choices"]
 

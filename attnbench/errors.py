@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .printable import printable
+from .text.printable import printable
 
 if TYPE_CHECKING:
-    from .guard_breach import Breach
+    from .guarding.breach import Breach
 
 __all__ = [
     "AttnbenchError",

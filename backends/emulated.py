@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnbench.capabilities import Capabilities, Device
-from attnbench.dtypes import TO_TORCH
 from attnbench.errors import InputError, UnknownBackendError
-from attnbench.fp8 import BLOCK, Quantised, Recipe, quantise
-from attnbench.kernel import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
-from attnbench.spec import GRANULARITIES, AttentionSpec
+from attnbench.kernels.capabilities import Capabilities, Device
+from attnbench.kernels.contract import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
+from attnbench.problem.dtypes import TO_TORCH
+from attnbench.problem.fp8 import BLOCK, Quantised, Recipe, quantise
+from attnbench.problem.spec import GRANULARITIES, AttentionSpec
 
 from .emulated_arithmetic import Accumulator, attend, gradients
 

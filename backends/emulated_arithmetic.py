@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnbench.fp8 import BLOCK, LARGEST, Format, Quantised, Recipe, hadamard, quantise
-from attnbench.kernel import gradient_dtype
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.contract import gradient_dtype
+from attnbench.problem.fp8 import BLOCK, LARGEST, Format, Quantised, Recipe, hadamard, quantise
+from attnbench.problem.spec import AttentionSpec
 
 __all__ = ["Accumulator", "attend", "gradients", "rounded"]
 

@@ -20,17 +20,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnbench.capabilities import Capabilities, Device
 from attnbench.errors import InputError
-from attnbench.fp8 import Quantised, Recipe, quantise
 from attnbench.graph_pools import permanent
-from attnbench.kernel import Availability, Backend, ForwardKernel, Operands, Result, gradient_dtype
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.capabilities import Capabilities, Device
+from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Operands, Result, gradient_dtype
+from attnbench.problem.fp8 import Quantised, Recipe, quantise
+from attnbench.problem.spec import AttentionSpec
 
-from .fa3 import HOPPER
-from .fa3_operands import window
-from .fa3_origins import installed
-from .padding import padded
+from .common.padding import padded
+from .flash_attention.fa3 import HOPPER
+from .flash_attention.fa3_operands import window
+from .flash_attention.fa3_origins import installed
 
 __all__ = ["BACKEND", "FlashInferForward"]
 

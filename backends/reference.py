@@ -12,9 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from attnbench.capabilities import Capabilities
-from attnbench.fp8 import Quantised
-from attnbench.kernel import (
+from attnbench.kernels.capabilities import Capabilities
+from attnbench.kernels.contract import (
     Availability,
     Backend,
     BackwardKernel,
@@ -24,9 +23,10 @@ from attnbench.kernel import (
     Saved,
     gradient_dtype,
 )
-from attnbench.spec import DTYPES, GRANULARITIES, AttentionSpec
+from attnbench.problem.fp8 import Quantised
+from attnbench.problem.spec import DTYPES, GRANULARITIES, AttentionSpec
 
-from .full_fp32 import full_fp32
+from .common.full_fp32 import full_fp32
 
 __all__ = ["BACKEND"]
 

@@ -28,16 +28,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnbench.capabilities import Capabilities, Device
 from attnbench.errors import InputError
 from attnbench.graph_pools import recording
-from attnbench.kernel import Availability, Backend, ForwardKernel, Operands, Result
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.capabilities import Capabilities, Device
+from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Operands, Result
+from attnbench.problem.spec import AttentionSpec
 
-from .fa3_origins import installed
-from .padding import padded, rounded_up
+from .common.fused import aligned, cuda_refusals
+from .common.padding import padded, rounded_up
+from .flash_attention.fa3_origins import installed
 from .sage_operands import BY_THREAD_K, BY_THREAD_Q, Channels, Rows, row_scales
-from .sdpa import aligned, cuda_refusals
 
 __all__ = ["BACKEND", "SageFp8Forward", "SageInt8Forward"]
 

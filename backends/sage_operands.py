@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnbench.fp8 import Quantised
+from attnbench.problem.fp8 import Quantised
 
 __all__ = ["BY_THREAD_K", "BY_THREAD_Q", "Channels", "Rows", "row_scales"]
 

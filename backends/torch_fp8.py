@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnbench.capabilities import Capabilities, Device
-from attnbench.fp8 import Quantised
-from attnbench.kernel import Availability, Backend, ForwardKernel, Operands, Result, gradient_dtype
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.capabilities import Capabilities, Device
+from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Operands, Result, gradient_dtype
+from attnbench.problem.fp8 import Quantised
+from attnbench.problem.spec import AttentionSpec
 
-from .fa3 import HOPPER, PROFILED
-from .fa3_operands import Native, native, quantise_by_key_head, refuse_spec, window
-from .fa3_origins import INSTALL, interface
+from .flash_attention.fa3 import HOPPER, PROFILED
+from .flash_attention.fa3_operands import Native, native, quantise_by_key_head, refuse_spec, window
+from .flash_attention.fa3_origins import INSTALL, interface
 
 __all__ = ["BACKEND", "TorchFp8Forward"]
 

@@ -15,23 +15,23 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
-from attnbench.budget import default_budget
-from attnbench.evidence import Evidence
-from attnbench.guard_check import pick_groups, pick_rows
+from attnbench.choosing.budget import default_budget
+from attnbench.choosing.evidence import Evidence
+from attnbench.choosing.regret import Asked, chosen_at, served
+from attnbench.guarding.check import pick_groups, pick_rows
 from attnbench.harness.cases.inputs import FAMILIES
 from attnbench.harness.cases.presets import PRESETS
 from attnbench.harness.results.records import Measurement, read_measurements
-from attnbench.harness.training.arms import Arm, arms_of, compared, scaling_efficiency
-from attnbench.harness.training.learning import RULES
-from attnbench.harness.training.report import offers_of
+from attnbench.harness.training.judge.arms import Arm, arms_of, compared, scaling_efficiency
+from attnbench.harness.training.judge.learning import RULES
+from attnbench.harness.training.report.summary import offers_of
 from attnbench.harness.training.rows import ROWS, read_runs
-from attnbench.plan import Plan, backend_of
-from attnbench.registry import Registry, registry
-from attnbench.regret import Asked, chosen_at, served
-from attnbench.spec import AttentionSpec, Direction
-from attnbench.table import Table
-from attnbench.table_entry import Entry
-from attnbench.user_table import Known
+from attnbench.kernels.plan import Plan, backend_of
+from attnbench.kernels.registry import Registry, registry
+from attnbench.problem.spec import AttentionSpec, Direction
+from attnbench.tables.entry import Entry
+from attnbench.tables.table import Table
+from attnbench.tables.user_table import Known
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent

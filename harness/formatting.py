@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Literal
 
-from attnbench.digits import three_digits as number
-from attnbench.printable import printable
+from attnbench.text.digits import three_digits as number
+from attnbench.text.printable import printable
 
 __all__ = ["WIDTH", "Style", "change", "error", "heading", "number", "prose", "shown", "size"]
 

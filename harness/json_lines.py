@@ -13,8 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 from attnbench import __version__
 from attnbench.errors import MalformedFileError
-from attnbench.printable import brief
-from attnbench.untrusted import check_schema, is_newer, open_regular
+from attnbench.files.untrusted import check_schema, is_newer, open_regular
+from attnbench.text.printable import brief
 
 __all__ = ["Form", "TornLineError", "read_lines", "validation_fault"]
 

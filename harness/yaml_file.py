@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from attnbench.errors import MalformedFileError
-from attnbench.printable import brief
-from attnbench.untrusted import open_regular
+from attnbench.files.untrusted import open_regular
+from attnbench.text.printable import brief
 
 __all__ = ["described", "entries", "fault", "items", "read_yaml", "scalar"]
 

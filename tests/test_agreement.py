@@ -8,10 +8,10 @@ from problems import Problem, alike, problems
 from torch import Tensor
 
 from attnbench import AttentionSpec, Plan, attention
-from attnbench.devices import describe
-from attnbench.dtypes import TO_TORCH
-from attnbench.plan import backend_of
-from attnbench.registry import registry
+from attnbench.kernels.devices import describe
+from attnbench.kernels.plan import backend_of
+from attnbench.kernels.registry import registry
+from attnbench.problem.dtypes import TO_TORCH
 from examples import examples
 
 CPU = torch.device("cpu")

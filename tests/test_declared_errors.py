@@ -7,24 +7,23 @@ import sys
 from collections import defaultdict
 from contextlib import nullcontext
 from functools import cache
-from pathlib import Path
 from types import MappingProxyType
 
 import pytest
 import torch
 from fakes import FakeForward, fake_backend, fake_registry
+from places import RESULTS
 
 from attnbench import AttentionSpec, Plan
 from attnbench.backends.reference import BACKEND as REFERENCE
-from attnbench.capabilities import Capabilities, Device
 from attnbench.errors import UnknownBackendError
-from attnbench.kernel import Operands, Result
-from attnbench.registry import registry
-from attnbench.table import Table
+from attnbench.kernels.capabilities import Capabilities, Device
+from attnbench.kernels.contract import Operands, Result
+from attnbench.kernels.registry import registry
+from attnbench.tables.table import Table
 from attnbench.testing import check_backend, conformance
 from attnbench.testing.conformance_checks import CHECKS
 
-RESULTS = Path(__file__).parents[1] / "results"
 GPU = Device("cuda", "NVIDIA H200", (9, 0))
 MOST = 2.5  # times the largest error that was seen: other shapes, drivers and draws than those of the sweeps
 FOUND = re.compile(r"(\w+) of (\w+) tensors is off by (\S+), (\S+) declared")

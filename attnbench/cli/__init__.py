@@ -13,7 +13,7 @@ import typer
 
 from .. import __version__
 from ..errors import AttnbenchError, AttnbenchWarning
-from ..printable import printable
+from ..text.printable import printable
 from .backends import backends
 from .capture import capture
 from .check import check

@@ -9,9 +9,9 @@ from .output import DeviceOption, FormatOption, print_json, print_table
 from .usable import command_for, obstacle
 
 if TYPE_CHECKING:
-    from ..capabilities import Capabilities, Device
-    from ..kernel import BackwardKernel, ForwardKernel
-    from ..registry import Registry
+    from ..kernels.capabilities import Capabilities, Device
+    from ..kernels.contract import BackwardKernel, ForwardKernel
+    from ..kernels.registry import Registry
 
 __all__ = ["backends", "describe_backend"]
 
@@ -21,8 +21,8 @@ def backends(format: FormatOption = "table", device: DeviceOption = "auto") -> N
 
     Version, whether it can be used or why not and how to add it, kernels and their limits.
     """
-    from .. import devices
-    from ..registry import registry
+    from ..kernels import devices
+    from ..kernels.registry import registry
 
     known = registry()
     here = devices.describe(devices.find(device))
@@ -51,8 +51,8 @@ def describe_backend(known: Registry, name: str, here: Device) -> dict[str, Any]
 
 
 def _kernel(kernel: ForwardKernel | BackwardKernel, here: Device) -> dict[str, Any]:
-    from ..kernel import ForwardKernel
-    from ..plan import precision_of
+    from ..kernels.contract import ForwardKernel
+    from ..kernels.plan import precision_of
 
     row = kernel.rows.get(here.type)
     return {

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import MisuseError
-from ..printable import brief
+from ..text.printable import brief
 
 if TYPE_CHECKING:
     from ..harness.capture.recorder import Recorder

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..errors import MisuseError
-from ..printable import brief
+from ..text.printable import brief
 from .output import print_json
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def make_terms(
 ) -> Terms:
     """The terms that the options say.  Raises MisuseError where one says what cannot be."""
     from ..harness.compare.terms import GATED, Limits, Terms, percentage, read_thresholds
-    from ..plan import Plan
+    from ..kernels.plan import Plan
 
     return Terms(
         limits=Limits(time=percentage(fail_on), host=percentage(fail_on_host)),

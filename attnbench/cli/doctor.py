@@ -14,9 +14,9 @@ from typing import Literal
 
 import typer
 
-from ..environment import own_commit
 from ..errors import AttnbenchError
-from ..nvml import Nvml
+from ..tables.environment import own_commit
+from ..tables.nvml import Nvml
 from .output import FormatOption, print_json, print_table
 from .usable import command_for, obstacle
 
@@ -106,9 +106,9 @@ def _gpu_findings() -> list[Finding]:
     """The driver, each GPU as torch sees it, and the cuDNN that torch has loaded."""
     import torch
 
-    from ..devices import find
-    from ..environment import Environment
-    from ..registry import Registry
+    from ..kernels.devices import find
+    from ..kernels.registry import Registry
+    from ..tables.environment import Environment
 
     with Nvml() as nvml:
         driver, names = nvml.driver(), nvml.names()
@@ -142,8 +142,8 @@ def _compiler() -> Finding:
 
 def _backend_findings() -> tuple[list[Finding], list[str]]:
     """Each backend that has kernels for this device, the others together, and the names of those that run."""
-    from ..devices import describe, find
-    from ..registry import registry
+    from ..kernels.devices import describe, find
+    from ..kernels.registry import registry
 
     known, here = registry(), describe(find("auto"))
     found, usable, elsewhere = [], [], []
@@ -165,8 +165,8 @@ def _backend_findings() -> tuple[list[Finding], list[str]]:
 
 
 def _table() -> Finding:
-    from ..devices import find
-    from ..user_table import known_tables
+    from ..kernels.devices import find
+    from ..tables.user_table import known_tables
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 import typer
 
 from ..errors import InputError
-from ..mask import Alignment
-from ..printable import brief
+from ..problem.mask import Alignment
+from ..text.printable import brief
 from .output import DeviceOption, print_json, print_text
 
 __all__ = ["explain"]
@@ -59,12 +59,12 @@ def explain(
 
     The same choice as attention() would make here, with every other plan that could run and why it lost.
     """
-    from .. import devices
-    from ..context import check_budget, current
-    from ..freezing import freeze
-    from ..selector import choose
-    from ..spec import AttentionSpec
-    from ..tensors import mask_of
+    from ..choosing.selector import choose
+    from ..dispatch.context import check_budget, current
+    from ..freezing.freeze import freeze
+    from ..kernels import devices
+    from ..problem.spec import AttentionSpec
+    from ..problem.tensors import mask_of
 
     check_budget(max_error)
     spec = AttentionSpec.make(

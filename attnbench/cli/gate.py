@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from ..draft import replace_file
 from ..errors import MisuseError, OutputError
-from ..printable import printable
+from ..files.atomic import replace_file
+from ..text.printable import printable
 from .compare import PIPED_WIDTH, CompareFormat, make_terms, print_comparison
 from .output import DeviceOption, fresh_folder
 
@@ -65,12 +65,12 @@ def gate(
     measures it here, 4 where it is not certain.  The folder has what was measured, and the verdict as gate.md,
     gate.xml (JUnit) and gate.json.
     """
-    from ..devices import find
     from ..harness.compare.export import regression_dict, regression_junit
     from ..harness.compare.gate.rounds import ROUNDS, rounds_text
     from ..harness.compare.gate.run import run_gate
     from ..harness.compare.text import regression_text
-    from ..table_entry import LONGEST_MS
+    from ..kernels.devices import find
+    from ..tables.entry import LONGEST_MS
 
     if not minutes * 60 <= LONGEST_MS / 1e3:
         raise MisuseError(f"--minutes is at most {LONGEST_MS / 60e3:g}, not {minutes}")

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..draft import Draft
+from ..files.atomic import Draft
 
 __all__ = [
     "DeviceOption",
@@ -42,7 +42,7 @@ def output_draft(path: Path) -> Draft:
 
 def fresh_folder(kind: str) -> Path:
     """A new folder for results of a kind, named after the time.  Raises OutputError where this user has no folder."""
-    from ..user_folders import data_folder
+    from ..files.user_folders import data_folder
 
     return data_folder() / kind / f"{datetime.now(timezone.utc):%Y-%m-%dT%H-%M-%S.%f}"
 

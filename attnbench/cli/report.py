@@ -64,7 +64,7 @@ def report(
     found = read_results(results)
     if format == "html":
         from ..harness.report.page.render import page
-        from ..registry import registry
+        from ..kernels.registry import registry
 
         content = page(found, registry()).encode()
     else:
@@ -114,8 +114,8 @@ def _figure(
 
 def _loss(results: Results, format: Literal["png", "svg", "markdown"]) -> bytes:
     from ..harness.report.page import figures
-    from ..harness.training.arms import arms_of
-    from ..harness.training.report import report as training_report
+    from ..harness.training.judge.arms import arms_of
+    from ..harness.training.report.summary import report as training_report
 
     if not any(run.loss for run in results.runs):
         raise MisuseError("there is no training run with a loss among the results")
@@ -126,7 +126,7 @@ def _loss(results: Results, format: Literal["png", "svg", "markdown"]) -> bytes:
 
 def _machine(results: Results) -> Machine:
     from ..harness.report.page.machines import machines_of
-    from ..registry import registry
+    from ..kernels.registry import registry
 
     machines = machines_of(results.sweeps, registry())
     if len(machines) != 1:

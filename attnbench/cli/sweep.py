@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ..errors import MisuseError, OutputError
-from ..printable import brief
+from ..text.printable import brief
 from .output import Format, FormatOption, fresh_folder, print_json, print_table
 
 if TYPE_CHECKING:
@@ -74,16 +74,16 @@ def sweep(
     """Measure time and error of every plan on this machine, and keep the table that backend="auto" chooses by."""
     import torch
 
-    from ..context import check_budget
-    from ..environment import Environment
+    from ..dispatch.context import check_budget
     from ..harness.measure.accuracy import LARGEST_ERROR
     from ..harness.measure.setup import Laboratory
     from ..harness.measure.timing import Timer
     from ..harness.results.shards import Shard
     from ..harness.results.store import Store
     from ..harness.sweep.run import tasks_of
-    from ..registry import registry
-    from ..table_entry import LONGEST_MS
+    from ..kernels.registry import registry
+    from ..tables.entry import LONGEST_MS
+    from ..tables.environment import Environment
 
     check_budget(max_error)
     if max_error is not None and max_error > LARGEST_ERROR:
@@ -135,8 +135,8 @@ def _measure(
     from ..harness.results.store import TABLE
     from ..harness.sweep.progress import followed
     from ..harness.sweep.run import run_sweep
-    from ..table import Table
-    from ..user_table import check_user_table, update_user_table
+    from ..tables.table import Table
+    from ..tables.user_table import check_user_table, update_user_table
 
     environment = laboratories[0].environment
     later = f"`attnbench table build {shlex.quote(str(store.folder))}` puts these results into it"
@@ -182,7 +182,7 @@ def _measure(
 
 
 def _devices(names: str) -> list[torch.device]:
-    from ..devices import find
+    from ..kernels.devices import find
 
     found = [find(name.strip()) for name in names.split(",")]
     if len(set(found)) < len(found):

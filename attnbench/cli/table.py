@@ -33,7 +33,7 @@ def build(
     from ..harness.results.condense import joined
     from ..harness.results.records import read_measurements
     from ..harness.results.store import recorded
-    from ..user_table import update_user_table
+    from ..tables.user_table import update_user_table
 
     records = [recorded(each) for each in results]
     table = joined({str(each): list(read_measurements(each)) for each in records}).condensed()
@@ -53,9 +53,9 @@ def show(
     device: DeviceOption = "auto",
 ) -> None:
     """Show every measured plan by shape, fastest first."""
-    from ..devices import find
-    from ..table import Table
-    from ..user_table import known_tables
+    from ..kernels.devices import find
+    from ..tables.table import Table
+    from ..tables.user_table import known_tables
 
     if file is not None:
         print_text(Table.load(file).to_text())

@@ -13,9 +13,9 @@ from ..errors import MisuseError
 from .output import FormatOption, print_json, print_table
 
 if TYPE_CHECKING:
-    from ..regret import Score, Summary
-    from ..regret_fixed import Fixed
-    from ..table import Table
+    from ..choosing.regret import Score, Summary
+    from ..choosing.regret_fixed import Fixed
+    from ..tables.table import Table
 
 __all__ = ["check"]
 
@@ -37,10 +37,10 @@ def check(
     where the geometric mean of the regret exceeds 2 % or its worst 15 % in either direction, or a chosen plan exceeds
     its budget.
     """
-    from ..registry import registry
-    from ..regret import GEOMETRIC_MEAN, WORST, Asked, held_out, summarised
-    from ..regret_fixed import against_fixed
-    from ..similarity import class_of
+    from ..choosing.regret import GEOMETRIC_MEAN, WORST, Asked, held_out, summarised
+    from ..choosing.regret_fixed import against_fixed
+    from ..choosing.similarity import class_of
+    from ..kernels.registry import registry
 
     table = _table(tables)
     known = registry()
@@ -79,7 +79,7 @@ def _table(paths: list[Path]) -> Table:
     from ..harness.results.condense import joined
     from ..harness.results.records import read_measurements
     from ..harness.results.store import recorded
-    from ..table import Table
+    from ..tables.table import Table
 
     files = [recorded(path) for path in paths]
     if all(file.suffix != ".json" for file in files):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ..errors import MisuseError
-from ..printable import brief
+from ..text.printable import brief
 from .output import Format, FormatOption, print_json, print_text
 
 if TYPE_CHECKING:
@@ -162,12 +162,12 @@ def _train(
     """Whether any run came to its end or to a finding."""
     from rich.console import Console
 
-    from ..harness.training.foreseen import check_beforehand
-    from ..harness.training.parallel import joined
-    from ..harness.training.plots import write_plots
-    from ..harness.training.progress import telling
-    from ..harness.training.session import Session, planned
-    from ..harness.training.trainable import build
+    from ..harness.training.report.plots import write_plots
+    from ..harness.training.run.foreseen import check_beforehand
+    from ..harness.training.run.parallel import joined
+    from ..harness.training.run.progress import telling
+    from ..harness.training.run.session import Session, planned
+    from ..harness.training.run.trainable import build
 
     runs = planned(candidate, baseline, seeds)
     with joined(device) as ranks:
@@ -195,7 +195,7 @@ def _train(
 
 
 def _print(runs: Sequence[TrainingRun], format: Format) -> None:
-    from ..harness.training.report import report
+    from ..harness.training.report.summary import report
 
     if format == "json":
         print_json([run.to_dict() for run in runs])
@@ -227,7 +227,7 @@ def _possible(price: float) -> bool:
 
 
 def _fresh_folder(parallel: ParallelName) -> Path:
-    from ..user_folders import data_folder
+    from ..files.user_folders import data_folder
 
     if parallel != "none":
         raise MisuseError("several processes need --out, one folder that all of them name")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..capabilities import Device
-    from ..kernel import Backend
-    from ..registry import Registry
+    from ..kernels.capabilities import Device
+    from ..kernels.contract import Backend
+    from ..kernels.registry import Registry
 
 __all__ = ["command_for", "obstacle"]
 
@@ -19,8 +19,8 @@ def obstacle(known: Registry, backend: Backend, here: Device) -> str | None:
 
     Of a backend that is not installed only the rows of facts are asked: what else refuses may need its package.
     """
-    from ..kernel import ForwardKernel
-    from ..spec import AttentionSpec
+    from ..kernels.contract import ForwardKernel
+    from ..problem.spec import AttentionSpec
 
     if not backend.kernels:
         return None

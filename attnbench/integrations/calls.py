@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from attnbench.api import attention
-from attnbench.context import use_backend
+from attnbench.dispatch.context import use_backend
 from attnbench.errors import AttnbenchWarning, InputError, NoPlanError, RefusedError
-from attnbench.mask import Mask
+from attnbench.problem.mask import Mask
 
 __all__ = ["Calls", "chosen"]
 

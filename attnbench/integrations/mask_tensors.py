@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from attnbench.mask import Mask
-from attnbench.mask_of_tensor import _HIDDEN, mask_of_tensor
+from attnbench.problem.mask import Mask
+from attnbench.problem.mask_of_tensor import _HIDDEN, mask_of_tensor
 
 from .calls import Calls
 

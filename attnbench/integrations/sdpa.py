@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
-from attnbench.context import Wish, asked_in_context, use_backend
-from attnbench.execution import Execution
+from attnbench.dispatch.context import Wish, asked_in_context, use_backend
+from attnbench.kernels.execution import Execution
 
 from .calls import Calls
 from .checkpointing import KEEPING, carry_into_recompute

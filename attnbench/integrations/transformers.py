@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from attnbench.errors import InputError
-from attnbench.mask import Mask
+from attnbench.problem.mask import Mask
 
 from .calls import Calls, chosen
 from .mask_tensors import MaskTensors, dense

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_map
 
-from attnbench.mask import Mask
+from attnbench.problem.mask import Mask
 
 from .mask_tensors import dense
 

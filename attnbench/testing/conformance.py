@@ -11,14 +11,14 @@ from random import Random
 
 import torch
 
-from .. import devices
-from ..environment import Environment
 from ..errors import AttnbenchError
-from ..kernel import Backend
-from ..plan import Plan, backend_of
-from ..registry import Registry
-from ..registry import registry as installed
-from ..spec import FP8_DTYPES, AttentionSpec
+from ..kernels import devices
+from ..kernels.contract import Backend
+from ..kernels.plan import Plan, backend_of
+from ..kernels.registry import Registry
+from ..kernels.registry import registry as installed
+from ..problem.spec import FP8_DTYPES, AttentionSpec
+from ..tables.environment import Environment
 from .conformance_checks import CHECKS, Check
 from .conformance_report import Finding, Report
 from .conformance_subject import Subject, shrunk

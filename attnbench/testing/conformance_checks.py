@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from ..spec import AttentionSpec
+from ..problem.spec import AttentionSpec
 from .conformance_conduct import (
     captured,
     differentiated,

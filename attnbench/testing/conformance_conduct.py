@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..devices import bind
+from ..choosing.selector import choose
 from ..errors import RefusedError
-from ..execution import Execution
-from ..fp8 import Quantised
 from ..harness.cases.inputs import Inputs
 from ..harness.measure.accuracy import TensorName
 from ..harness.measure.probes import negate, same_bits, unnegated
 from ..harness.measure.replay import RecordingError, replay_of
-from ..kernel import Saved
-from ..selector import choose
-from ..spec import AttentionSpec
+from ..kernels.contract import Saved
+from ..kernels.devices import bind
+from ..kernels.execution import Execution
+from ..problem.fp8 import Quantised
+from ..problem.spec import AttentionSpec
 from .conformance_subject import Subject, inputs_of, truth_of
 from .neighbour import NeighbourError, neighbour
 

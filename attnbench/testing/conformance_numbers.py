@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..fp8 import BLOCK, Quantised, quantise_with
 from ..harness.measure.accuracy import TensorName, relative_l2
 from ..harness.measure.probes import same_bits
-from ..kernel import gradient_dtype
-from ..mask import Alignment, Mask
-from ..spec import AttentionSpec
+from ..kernels.contract import gradient_dtype
+from ..problem.fp8 import BLOCK, Quantised, quantise_with
+from ..problem.mask import Alignment, Mask
+from ..problem.spec import AttentionSpec
 from .conformance_subject import Subject, Values, exact_of, inputs_of, truth_of, wide_inputs
 
 __all__ = [

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ..environment import Environment
-from ..spec import AttentionSpec
+from ..problem.spec import AttentionSpec
+from ..tables.environment import Environment
 
 __all__ = ["Finding", "Outcome", "Report"]
 

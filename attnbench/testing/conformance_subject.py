@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..capabilities import Capabilities, Device
-from ..devices import describe
-from ..environment import Environment
 from ..errors import InputError
-from ..fp8 import Quantised
 from ..harness.cases.inputs import Inputs, draw
 from ..harness.measure.accuracy import TensorName, Truth, judged
-from ..kernel import BackwardKernel, ForwardKernel, Operands, Saved, gradient_dtype
-from ..mask import Mask
-from ..plan import Plan
-from ..registry import Registry
-from ..spec import DTYPES, FP8_DTYPES, AttentionSpec
-from ..table import Table
+from ..kernels.capabilities import Capabilities, Device
+from ..kernels.contract import BackwardKernel, ForwardKernel, Operands, Saved, gradient_dtype
+from ..kernels.devices import describe
+from ..kernels.plan import Plan
+from ..kernels.registry import Registry
+from ..problem.fp8 import Quantised
+from ..problem.mask import Mask
+from ..problem.spec import DTYPES, FP8_DTYPES, AttentionSpec
+from ..tables.environment import Environment
+from ..tables.table import Table
 
 __all__ = ["FEATURES", "Subject", "Values", "exact_of", "inputs_of", "shrunk", "truth_of", "wide_inputs"]
 

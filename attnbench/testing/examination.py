@@ -8,13 +8,13 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from ..environment import Environment
 from ..harness.cases.case import Case
 from ..harness.measure.setup import Laboratory, registry_of
 from ..harness.measure.timing import Timer
 from ..harness.results.records import Measurement
 from ..harness.results.store import Store
 from ..harness.sweep.run import Finished, Task, run_sweep
+from ..tables.environment import Environment
 from .faults import FAULTS, GPU_FAULTS, HONEST, Fault
 
 __all__ = ["examined", "unnoticed"]

@@ -19,14 +19,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attnbench.capabilities import Capabilities
-from attnbench.fp8 import Quantised
-from attnbench.kernel import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
-from attnbench.mask import Mask
-from attnbench.plan import Plan
-from attnbench.registry import Registry
-from attnbench.registry import registry as installed
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.capabilities import Capabilities
+from attnbench.kernels.contract import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
+from attnbench.kernels.plan import Plan
+from attnbench.kernels.registry import Registry
+from attnbench.kernels.registry import registry as installed
+from attnbench.problem.fp8 import Quantised
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
 
 __all__ = ["BACKEND", "FAULTS", "GPU_FAULTS", "HONEST", "Fault", "registry"]
 

@@ -13,11 +13,11 @@ Importing this imports no Triton; the modules with its kernels are imported wher
 from __future__ import annotations
 
 from attnbench.errors import UnknownBackendError
-from attnbench.kernel import Availability, Backend, BackwardKernel, ForwardKernel
+from attnbench.kernels.contract import Availability, Backend, BackwardKernel, ForwardKernel
 
-from ..fa3_origins import installed
-from . import backward
-from .forwards import RECIPES, TritonForward, TritonOnePass, TritonWideScores
+from ..flash_attention.fa3_origins import installed
+from .backward import contract as backward
+from .forward.contract import RECIPES, TritonForward, TritonOnePass, TritonWideScores
 
 __all__ = ["BACKEND", "TritonForward", "TritonOnePass", "TritonWideScores"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from attnbench.capabilities import Device
+from attnbench.kernels.capabilities import Device
 
 __all__ = ["alone", "interpreted", "misplaced"]
 

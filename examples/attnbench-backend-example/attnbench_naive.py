@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnbench.capabilities import Capabilities, Device
-from attnbench.kernel import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.capabilities import Capabilities, Device
+from attnbench.kernels.contract import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
+from attnbench.problem.spec import AttentionSpec
 
 __all__ = ["BACKEND"]
 
@@ -84,7 +84,7 @@ class NaiveForward(ForwardKernel):
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
         # Quantise, transpose or pad here: attnbench times it apart from the kernel.  An FP8
-        # kernel returns `attnbench.fp8.Quantised` operands, so that the backward is given
+        # kernel returns `attnbench.problem.fp8.Quantised` operands, so that the backward is given
         # what the forward saw.  The tensors arrive as (B, H, S, D), with any strides.
         return Operands(spec, q, k, v)
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attnbench.choice import Choice
-from attnbench.dtypes import TO_TORCH
-from attnbench.execution import Execution
-from attnbench.kernel import Operands, Result
-from attnbench.question import Question, settled
-from attnbench.spec import AttentionSpec
+from attnbench.choosing.choice import Choice
+from attnbench.dispatch.question import Question, settled
+from attnbench.kernels.contract import Operands, Result
+from attnbench.kernels.execution import Execution
+from attnbench.problem.dtypes import TO_TORCH
+from attnbench.problem.spec import AttentionSpec
 
 from ..capture.file import tensor_shapes
 
@@ -61,7 +61,7 @@ class _Counted(Execution):
 
 
 class AskedSpecs:
-    """A listener (``attnbench.choice_hook``) that keeps the specs, and none of the tensors."""
+    """A listener (``attnbench.dispatch.choice_hook``) that keeps the specs, and none of the tensors."""
 
     def __init__(self) -> None:
         self._asked: dict[tuple[torch.device, AttentionSpec], Asked] = {}

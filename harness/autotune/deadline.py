@@ -15,7 +15,7 @@ from itertools import islice
 from queue import Empty, SimpleQueue
 from statistics import median
 
-from attnbench.plan import Plan
+from attnbench.kernels.plan import Plan
 
 from ..cases.case import Case
 from ..measure.setup import Laboratory

@@ -20,19 +20,19 @@ from typing import Literal
 import torch
 from rich.console import Console
 
-from attnbench import choice_hook
 from attnbench.api import forget_choices
-from attnbench.choice import Choice
-from attnbench.devices import find
-from attnbench.environment import Environment
+from attnbench.choosing.choice import Choice
+from attnbench.dispatch import choice_hook
+from attnbench.dispatch.memory import ask_again
 from attnbench.errors import InputError, MisuseError, NoPlanError
-from attnbench.memory import ask_again
-from attnbench.plan import Plan
-from attnbench.registry import Registry, registry
-from attnbench.spec import AttentionSpec
-from attnbench.table import Table
-from attnbench.table_files import check_writable
-from attnbench.user_table import known_tables, update_user_table, user_table_path
+from attnbench.kernels.devices import find
+from attnbench.kernels.plan import Plan
+from attnbench.kernels.registry import Registry, registry
+from attnbench.problem.spec import AttentionSpec
+from attnbench.tables.environment import Environment
+from attnbench.tables.files import check_writable
+from attnbench.tables.table import Table
+from attnbench.tables.user_table import known_tables, update_user_table, user_table_path
 
 from ..measure.setup import INSTALLED, Laboratory
 from ..measure.timing import Timer

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import torch
 
-from attnbench.choice import Candidate, Choice
-from attnbench.environment import Environment
+from attnbench.choosing.choice import Candidate, Choice
+from attnbench.choosing.selector import choose
 from attnbench.errors import InputError, MalformedFileError, MisuseError, NoPlanError, OutputError
-from attnbench.plan import Plan, backend_of
-from attnbench.registry import Registry
-from attnbench.selector import choose
-from attnbench.spec import AttentionSpec
-from attnbench.table import Table
-from attnbench.table_binding import Binding
-from attnbench.user_table import user_table_path
+from attnbench.kernels.plan import Plan, backend_of
+from attnbench.kernels.registry import Registry
+from attnbench.problem.spec import AttentionSpec
+from attnbench.tables.binding import Binding
+from attnbench.tables.environment import Environment
+from attnbench.tables.table import Table
+from attnbench.tables.user_table import user_table_path
 
 from ..cases.case import Case
 from ..measure.setup import Laboratory

@@ -33,10 +33,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from attnbench.dtypes import TO_TORCH
 from attnbench.errors import InputError, MalformedFileError
-from attnbench.spec import AttentionSpec
-from attnbench.untrusted import check_schema, open_regular
+from attnbench.files.untrusted import check_schema, open_regular
+from attnbench.problem.dtypes import TO_TORCH
+from attnbench.problem.spec import AttentionSpec
 
 from ..json_lines import validation_fault
 

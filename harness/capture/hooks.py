@@ -23,12 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from attnbench.dtypes import FROM_TORCH
 from attnbench.errors import InputError
-from attnbench.execution import Execution
-from attnbench.mask import Mask
-from attnbench.mask_of_tensor import mask_of_tensor
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.execution import Execution
+from attnbench.problem.dtypes import FROM_TORCH
+from attnbench.problem.mask import Mask
+from attnbench.problem.mask_of_tensor import mask_of_tensor
+from attnbench.problem.spec import AttentionSpec
 
 __all__ = ["Call", "UnrecordableError", "watched"]
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attnbench.draft import Draft
-from attnbench.dtypes import TO_TORCH
 from attnbench.errors import AttnbenchError, MisuseError
-from attnbench.spec import AttentionSpec
+from attnbench.files.atomic import Draft
+from attnbench.problem.dtypes import TO_TORCH
+from attnbench.problem.spec import AttentionSpec
 
 from .file import LONGEST_CALL, MOST_CALLS, SUFFIX, CapturedCall, CapturedIndex, tensor_shapes, write_captured
 from .hooks import Call, UnrecordableError, watched

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attnbench.errors import InputError
-from attnbench.plan import Plan
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.plan import Plan
+from attnbench.problem.spec import AttentionSpec
 
 from ..capture.file import CapturedFamily
 from .inputs import DEFAULT_FAMILIES, FAMILIES

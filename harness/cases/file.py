@@ -31,8 +31,8 @@ from typing import Any
 import yaml
 
 from attnbench.errors import InputError, MalformedFileError
-from attnbench.mask import Mask
-from attnbench.spec import AttentionSpec
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
 
 from ..capture.file import PREFIX, captured_family, read_captured
 from ..yaml_file import described, entries, fault, items, read_yaml, scalar

@@ -15,9 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attnbench.dtypes import TO_TORCH
 from attnbench.errors import InputError
-from attnbench.spec import AttentionSpec
+from attnbench.problem.dtypes import TO_TORCH
+from attnbench.problem.spec import AttentionSpec
 
 from ..capture.file import CapturedFamily
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from attnbench.errors import InputError
-from attnbench.mask import Mask
-from attnbench.spec import AttentionSpec, Direction
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec, Direction
 
 from .case import Case, tensor_dtype
 from .inputs import DEFAULT_FAMILIES

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from attnbench.environment import Environment
+from attnbench.tables.environment import Environment
 
 from ..results.records import Measurement
 from .regression import Outcome, Regression

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from attnbench.environment import Environment
 from attnbench.errors import MisuseError
-from attnbench.plan import Plan
+from attnbench.kernels.plan import Plan
+from attnbench.tables.environment import Environment
 
 from ..results.records import Measurement, Status, read_measurements
 from ..results.store import recorded

@@ -12,8 +12,8 @@ from typing import Literal, get_args
 import yaml
 
 from attnbench.errors import InputError, MalformedFileError, MisuseError
-from attnbench.plan import Plan
-from attnbench.printable import brief
+from attnbench.kernels.plan import Plan
+from attnbench.text.printable import brief
 
 from ..yaml_file import described, entries, fault, read_yaml
 

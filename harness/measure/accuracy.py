@@ -20,10 +20,10 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer
 from torch import Tensor
 
 from attnbench.errors import AttnbenchError
-from attnbench.fp8 import Quantised
-from attnbench.kernel import Operands, Saved
-from attnbench.registry import Registry
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.contract import Operands, Saved
+from attnbench.kernels.registry import Registry
+from attnbench.problem.fp8 import Quantised
+from attnbench.problem.spec import AttentionSpec
 
 from ..cases.inputs import Inputs
 

@@ -8,10 +8,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from attnbench.fp8 import Quantised
-from attnbench.kernel import Operands
-from attnbench.plan import Plan
-from attnbench.registry import Registry
+from attnbench.kernels.contract import Operands
+from attnbench.kernels.plan import Plan
+from attnbench.kernels.registry import Registry
+from attnbench.problem.fp8 import Quantised
 
 from ..cases.case import Case
 from ..cases.inputs import Inputs, draw

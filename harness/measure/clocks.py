@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from attnbench.errors import InputError
-from attnbench.nvml import Gpu, Nvml
+from attnbench.tables.nvml import Gpu, Nvml
 
 __all__ = ["Conditions", "Range", "Reading", "Throttle", "Watch", "readings_within"]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from attnbench.plan import Plan, precision_of
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.plan import Plan, precision_of
+from attnbench.problem.spec import AttentionSpec
 
 from .timing import Cost
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnbench.spec import AttentionSpec
+from attnbench.problem.spec import AttentionSpec
 
 from .accuracy import TensorName, relative_l2
 

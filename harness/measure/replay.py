@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnbench.errors import AttnbenchError
-from attnbench.kernel import Result
+from attnbench.kernels.contract import Result
 
 __all__ = ["RecordingError", "replay_of"]
 

@@ -9,17 +9,17 @@ from typing import cast
 
 import torch
 
-from attnbench.budget import class_bound
-from attnbench.environment import Environment
-from attnbench.plan import Plan
-from attnbench.registry import Registry
+from attnbench.choosing.budget import class_bound
+from attnbench.kernels.plan import Plan
+from attnbench.kernels.registry import Registry
+from attnbench.tables.environment import Environment
 
 from ..cases.case import Case
 from .timing import Timer
 
 __all__ = ["INSTALLED", "Laboratory", "registry_of"]
 
-INSTALLED = "attnbench.registry:registry"
+INSTALLED = "attnbench.kernels.registry:registry"
 
 
 def registry_of(source: str) -> Registry:

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from attnbench.kernel import BackwardKernel, ForwardKernel
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel
 
 __all__ = ["LONGEST_NAME", "MOST_NAMES", "mismatch", "shortened", "traced"]
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from attnbench.errors import AttnbenchError
-from attnbench.execution import Execution
-from attnbench.kernel import BackwardKernel, ForwardKernel, Operands, Saved, gradient_dtype
-from attnbench.plan import Plan
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Operands, Saved, gradient_dtype
+from attnbench.kernels.execution import Execution
+from attnbench.kernels.plan import Plan
 
 from .accuracy import TensorName
 from .findings import Findings, Judgements, Side, Visit

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from attnbench.failure import in_one_line
+from attnbench.text.failure import in_one_line
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from attnbench.plan import backend_of, precision_of
+from attnbench.kernels.plan import backend_of, precision_of
 
 from ..formatting import WIDTH, Style, heading, prose, shown
 from ..results.records import Measurement, Status

@@ -9,11 +9,11 @@ from itertools import combinations
 
 import numpy as np
 
-from attnbench.environment import Environment
 from attnbench.errors import MisuseError
-from attnbench.plan import Plan
-from attnbench.spec import AttentionSpec
-from attnbench.table import Entry, Table
+from attnbench.kernels.plan import Plan
+from attnbench.problem.spec import AttentionSpec
+from attnbench.tables.environment import Environment
+from attnbench.tables.table import Entry, Table
 
 from .records import Measurement
 

@@ -15,10 +15,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from attnbench.environment import Environment
 from attnbench.errors import MalformedFileError, MisuseError, OutputError
-from attnbench.plan import Plan
-from attnbench.table import Table
+from attnbench.kernels.plan import Plan
+from attnbench.tables.environment import Environment
+from attnbench.tables.table import Table
 
 from .condense import condense
 from .records import Measurement, read_measurements

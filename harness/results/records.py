@@ -21,12 +21,12 @@ from pydantic import (
     model_validator,
 )
 
-from attnbench.environment import Environment
 from attnbench.errors import AttnbenchWarning
-from attnbench.plan import Plan
-from attnbench.printable import brief
-from attnbench.spec import AttentionSpec
-from attnbench.table_entry import LONGEST_MS, SHORTEST_MS
+from attnbench.kernels.plan import Plan
+from attnbench.problem.spec import AttentionSpec
+from attnbench.tables.entry import LONGEST_MS, SHORTEST_MS
+from attnbench.tables.environment import Environment
+from attnbench.text.printable import brief
 
 from ..cases.case import LONGEST_NAME as LONGEST_CASE
 from ..json_lines import Form, TornLineError, read_lines

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from attnbench.environment import Environment
 from attnbench.errors import MalformedFileError, MisuseError, OutputError
-from attnbench.plan import Plan
+from attnbench.kernels.plan import Plan
+from attnbench.tables.environment import Environment
 
 from .records import MEASUREMENTS, Measurement, read_measurements
 

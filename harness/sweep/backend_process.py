@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnbench.plan import Plan
+from attnbench.kernels.plan import Plan
 
 from ..cases.case import Case
 from ..measure.findings import Findings, Opened, Prepared, Visit

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from attnbench.plan import Plan, backend_of
+from attnbench.kernels.plan import Plan, backend_of
 
 from ..cases.case import Case
 from ..measure.setup import Laboratory

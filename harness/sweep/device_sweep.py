@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 import torch
 from pydantic import ValidationError
 
-from attnbench.plan import Plan, backend_of
+from attnbench.kernels.plan import Plan, backend_of
 
 from ..cases.case import Case
 from ..measure.clocks import Watch

@@ -11,7 +11,7 @@ from itertools import groupby
 from queue import SimpleQueue
 from types import TracebackType
 
-from attnbench.plan import Plan
+from attnbench.kernels.plan import Plan
 
 from ..cases.case import Case
 from ..measure.setup import Laboratory

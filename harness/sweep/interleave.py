@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 
-from attnbench.plan import Plan
+from attnbench.kernels.plan import Plan
 
 from ..measure.findings import Visit
 from ..measure.timing import Cost, Timer

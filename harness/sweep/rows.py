@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from types import MappingProxyType
 
-from attnbench.devices import describe
-from attnbench.plan import Plan
+from attnbench.kernels.devices import describe
+from attnbench.kernels.plan import Plan
 
 from ..cases.case import Case
 from ..measure.accuracy import TensorName

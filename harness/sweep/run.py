@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from attnbench.capabilities import Device
-from attnbench.devices import describe
 from attnbench.errors import MisuseError, UnknownBackendError
-from attnbench.plan import Plan, backend_of
-from attnbench.registry import Registry
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.capabilities import Device
+from attnbench.kernels.devices import describe
+from attnbench.kernels.plan import Plan, backend_of
+from attnbench.kernels.registry import Registry
+from attnbench.problem.spec import AttentionSpec
 
 from ..cases.case import Case, admits
 from ..measure.setup import Laboratory

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args, get_type_hints
 
 from attnbench.errors import InputError
-from attnbench.printable import brief
-from attnbench.registry import registry
+from attnbench.kernels.registry import registry
+from attnbench.text.printable import brief
 
 from ..measure.accuracy import LARGEST_ERROR
 from .rows import LONGEST_SETTING, MOST_STEPS

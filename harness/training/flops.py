@@ -10,10 +10,10 @@ accounting of PaLM's appendix B (arXiv 2204.02311), with the mask taken into acc
 
 from __future__ import annotations
 
-from attnbench.mask import Mask
+from attnbench.problem.mask import Mask
 
-from .gpt import GptSize
-from .vit_sizes import VitSize
+from .models.gpt import GptSize
+from .models.vit_sizes import VitSize
 
 __all__ = ["attention_flops", "gpt_flops", "matrix_flops", "vit_flops"]
 

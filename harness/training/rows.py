@@ -23,9 +23,9 @@ from pydantic import (
     model_validator,
 )
 
-from attnbench.draft import replace_file
-from attnbench.environment import Environment
-from attnbench.table_entry import LONGEST_MS, SHORTEST_MS
+from attnbench.files.atomic import replace_file
+from attnbench.tables.entry import LONGEST_MS, SHORTEST_MS
+from attnbench.tables.environment import Environment
 
 from ..json_lines import Form, read_lines
 from ..measure.accuracy import LARGEST_ERROR

@@ -18,12 +18,12 @@ from problems import Problem, problems
 from torch import Tensor
 
 from attnbench.backends import flashinfer
-from attnbench.capabilities import Device
 from attnbench.errors import InputError
-from attnbench.fp8 import Quantised, Recipe, quantise
-from attnbench.kernel import BackwardKernel
-from attnbench.mask import Mask
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.capabilities import Device
+from attnbench.kernels.contract import BackwardKernel
+from attnbench.problem.fp8 import Quantised, Recipe, quantise
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0))
 KERNEL = flashinfer.FlashInferForward()

@@ -9,8 +9,8 @@ from dense import dense_attention, dense_gradients, relative_l2
 from hypothesis import given, settings
 from problems import Problem, problems
 
-from attnbench.execution import Execution
-from attnbench.registry import registry
+from attnbench.kernels.execution import Execution
+from attnbench.kernels.registry import registry
 
 
 @settings(max_examples=60)

@@ -20,13 +20,13 @@ from problems import Problem, problems
 from torch import Tensor
 
 from attnbench.backends import reference, sage
-from attnbench.capabilities import Device
 from attnbench.errors import InputError
-from attnbench.execution import Execution
-from attnbench.kernel import BackwardKernel
-from attnbench.mask import Mask
-from attnbench.plan import Plan
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.capabilities import Device
+from attnbench.kernels.contract import BackwardKernel
+from attnbench.kernels.execution import Execution
+from attnbench.kernels.plan import Plan
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0))
 INT8, FP8 = sage.SageInt8Forward(), sage.SageFp8Forward()

@@ -17,14 +17,18 @@ from problems import Problem, problems
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from attnbench.backends import sdpa, sdpa_cudnn, sdpa_efficient, sdpa_flash, sdpa_math
-from attnbench.backends.sdpa_efficient import Band, causal_band
-from attnbench.backends.sdpa_flash import Window, flash_window
-from attnbench.capabilities import Device
-from attnbench.kernel import BackwardKernel, ForwardKernel, Operands, Saved
-from attnbench.mask import ALIGNMENTS, Mask
-from attnbench.registry import registry
-from attnbench.spec import AttentionSpec
+from attnbench.backends.common import fused as sdpa
+from attnbench.backends.sdpa import cudnn as sdpa_cudnn
+from attnbench.backends.sdpa import efficient as sdpa_efficient
+from attnbench.backends.sdpa import flash as sdpa_flash
+from attnbench.backends.sdpa import math as sdpa_math
+from attnbench.backends.sdpa.efficient import Band, causal_band
+from attnbench.backends.sdpa.flash import Window, flash_window
+from attnbench.kernels.capabilities import Device
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Operands, Saved
+from attnbench.kernels.registry import registry
+from attnbench.problem.mask import ALIGNMENTS, Mask
+from attnbench.problem.spec import AttentionSpec
 
 CPU = Device("cpu", "CPU")
 H200 = Device("cuda", "NVIDIA H200", (9, 0))

@@ -17,13 +17,15 @@ from standins_graph import tensors_of
 from standins_te import Current, Delayed, DType, FusedAttnBackend, Storage, fused_attn_bwd, fused_attn_fwd
 from sweep import distance
 
-from attnbench.backends import te, te_history, te_library
-from attnbench.capabilities import Device
-from attnbench.execution import Execution
-from attnbench.fp8 import Recipe, quantise
-from attnbench.kernel import BackwardKernel, ForwardKernel, Saved
-from attnbench.mask import Mask
-from attnbench.spec import AttentionSpec
+from attnbench.backends.te import backend as te
+from attnbench.backends.te import history as te_history
+from attnbench.backends.te import library as te_library
+from attnbench.kernels.capabilities import Device
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Saved
+from attnbench.kernels.execution import Execution
+from attnbench.problem.fp8 import Recipe, quantise
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0))
 B200 = Device("cuda", "NVIDIA B200", (10, 0))

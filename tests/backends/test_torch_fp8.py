@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from problems import Problem, problems
 from torch import Tensor
 
-from attnbench.backends import fa3_origins, torch_fp8
-from attnbench.capabilities import Device
+from attnbench.backends import torch_fp8
+from attnbench.backends.flash_attention import fa3_origins
 from attnbench.errors import InputError
-from attnbench.fp8 import Quantised, Recipe, quantise
-from attnbench.kernel import BackwardKernel
-from attnbench.mask import Mask
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.capabilities import Device
+from attnbench.kernels.contract import BackwardKernel
+from attnbench.problem.fp8 import Quantised, Recipe, quantise
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
 
 _fa3 = pytest.importorskip("torch.nn.attention._fa3", reason="this torch has no quantised attention")
 H200 = Device("cuda", "NVIDIA H200", (9, 0))

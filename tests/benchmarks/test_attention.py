@@ -10,7 +10,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from attnbench import AttentionSpec, Mask, explain
 from attnbench.harness.compare.pytest_plugin.fixture import AttentionBenchmark
-from attnbench.registry import registry
+from attnbench.kernels.registry import registry
 
 ANYWHERE = ("reference:fp32", "sdpa-math:bf16", "sdpa-flash:bf16", "emulated:fp8")
 PLANS, SHAPE = ANYWHERE, {"batch": 1, "heads": 2, "seqlen_q": 128, "head_dim": 64}

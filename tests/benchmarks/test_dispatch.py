@@ -14,7 +14,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from attnbench import attention, explain
-from attnbench.registry import registry
+from attnbench.kernels.registry import registry
 
 PLANS = ("auto", "sdpa-math", "sdpa-flash")
 _ROUNDS, _CALLS = 50, 40  # each round times all of them, so that none has a quieter machine than another

@@ -22,14 +22,14 @@ from pathlib import Path
 
 import torch
 
-from attnbench.devices import find
 from attnbench.harness.cases.presets import preset_cases
 from attnbench.harness.compare.gate.gate import Gate
 from attnbench.harness.compare.gate.outcome import minutes_needed
 from attnbench.harness.compare.gate.rounds import rounds_of
 from attnbench.harness.compare.gate.series import GateRow, Series
 from attnbench.harness.compare.gate.sides import Question, Sides
-from attnbench.plan import Plan
+from attnbench.kernels.devices import find
+from attnbench.kernels.plan import Plan
 
 SOURCE = "slowed:registry_of_slowed"
 SIZES = {"cuda": (0.03, 0.05, 0.1), "cpu": (0.05, 0.1)}

@@ -10,10 +10,12 @@ import torch
 from guarded import NAME, plant
 from torch import Tensor
 
-from attnbench import AttentionSpec, Mask, attention, explain, guard, guard_demotion, guarding
+from attnbench import AttentionSpec, Mask, attention, explain, guard
 from attnbench.api import forget_choices
+from attnbench.choosing import demotion as guard_demotion
 from attnbench.errors import BreachError, RefusedError
-from attnbench.guard_check import gradient_sums, out_sums, part, pick_groups, pick_rows
+from attnbench.guarding import guard as guarding
+from attnbench.guarding.check import gradient_sums, out_sums, part, pick_groups, pick_rows
 from attnbench.harness.capture.file import read_captured
 
 pytestmark = [

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from attnbench.environment import Environment
 from attnbench.harness.cases.case import Case
 from attnbench.harness.measure.setup import Laboratory, registry_of
 from attnbench.harness.measure.timing import Timer
 from attnbench.harness.sweep.device_sweep import Doing, Line
 from attnbench.harness.sweep.worker_process import Worker
-from attnbench.plan import Plan
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.plan import Plan
+from attnbench.problem.spec import AttentionSpec
+from attnbench.tables.environment import Environment
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,9 +5,9 @@ import torch
 from dense import dense_attention, dense_gradients, relative_l2
 
 from attnbench import AttentionSpec, Mask, Plan, attention
-from attnbench.budget import class_bound
-from attnbench.devices import describe
-from attnbench.registry import registry
+from attnbench.choosing.budget import class_bound
+from attnbench.kernels.devices import describe
+from attnbench.kernels.registry import registry
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from attnbench import AttentionSpec, Mask
-from attnbench.devices import describe
-from attnbench.registry import registry
+from attnbench.kernels.devices import describe
+from attnbench.kernels.registry import registry
 
 pytestmark = [
     pytest.mark.gpu,

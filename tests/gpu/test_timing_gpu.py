@@ -12,7 +12,7 @@ import torch
 
 from attnbench.harness.measure.replay import replay_of
 from attnbench.harness.measure.timing import Timer
-from attnbench.kernel import Result
+from attnbench.kernels.contract import Result
 
 pytestmark = [
     pytest.mark.gpu,
@@ -240,7 +240,7 @@ RECORDING = """
 import sys
 import torch
 from attnbench.harness.measure.replay import RecordingError, replay_of
-from attnbench.kernel import Result
+from attnbench.kernels.contract import Result
 
 def asks_the_host(x):
     return Result(x * x.sum().item(), None)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from attnbench.harness.training.config import TrainConfig
-from attnbench.harness.training.parallel import Ranks
-from attnbench.harness.training.session import Session, planned
-from attnbench.harness.training.trainable import build
+from attnbench.harness.training.run.parallel import Ranks
+from attnbench.harness.training.run.session import Session, planned
+from attnbench.harness.training.run.trainable import build
 
 pytestmark = [
     pytest.mark.gpu,

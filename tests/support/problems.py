@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnbench import AttentionSpec, Mask
-from attnbench.dtypes import TO_TORCH
+from attnbench.problem.dtypes import TO_TORCH
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, PlainSerializer
 
-from attnbench.plan import Plan
+from attnbench.kernels.plan import Plan
 
 from ...json_lines import Form, read_lines
 from ..terms import Gated, Key

@@ -8,8 +8,8 @@ from statistics import median
 
 import torch
 
-from attnbench.devices import describe
-from attnbench.registry import Registry
+from attnbench.kernels.devices import describe
+from attnbench.kernels.registry import Registry
 
 from ...capture.file import PREFIX
 from ...cases.case import Case

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from attnbench.environment import Environment
 from attnbench.errors import AttnbenchError, MisuseError
-from attnbench.registry import Registry
+from attnbench.kernels.registry import Registry
+from attnbench.tables.environment import Environment
 
 from ...measure.setup import INSTALLED, Laboratory, registry_of
 from ...results.records import Measurement

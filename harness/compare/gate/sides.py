@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 
 from attnbench.errors import MisuseError
-from attnbench.plan import Plan, backend_of
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.plan import Plan, backend_of
+from attnbench.problem.spec import AttentionSpec
 
 from ...measure.setup import INSTALLED
 from ...sweep.compile_ahead import usable_cores

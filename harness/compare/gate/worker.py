@@ -14,9 +14,9 @@ from typing import Any, cast
 import torch
 
 from attnbench import __version__
-from attnbench.environment import own_commit
-from attnbench.plan import Plan
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.plan import Plan
+from attnbench.problem.spec import AttentionSpec
+from attnbench.tables.environment import own_commit
 
 from ...cases.case import Case
 from ...measure.bench import OpenCase

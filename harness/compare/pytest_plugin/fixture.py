@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from attnbench.context import check_budget
-from attnbench.devices import describe, find
-from attnbench.environment import Environment
+from attnbench.dispatch.context import check_budget
 from attnbench.errors import AttnbenchWarning, InputError, MisuseError
-from attnbench.plan import Plan
-from attnbench.registry import registry
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.devices import describe, find
+from attnbench.kernels.plan import Plan
+from attnbench.kernels.registry import registry
+from attnbench.problem.spec import AttentionSpec
+from attnbench.tables.environment import Environment
 
 from ...cases.case import Case
 from ...cases.inputs import DEFAULT_FAMILIES

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from attnbench.plan import Plan
-from attnbench.regret import Asked
+from attnbench.choosing.regret import Asked
+from attnbench.kernels.plan import Plan
 
 from ...results.records import Measurement
 from ..flags import Flag, flags

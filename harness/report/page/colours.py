@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from attnbench.plan import Plan, backend_of
+from attnbench.kernels.plan import Plan, backend_of
 
 __all__ = ["OTHERS", "THEMES", "Theme", "contrast", "hues_of", "style_variables"]
 

@@ -14,19 +14,19 @@ from typing import Any
 
 import yaml
 
-from attnbench.budget import class_bound
-from attnbench.environment import Environment
+from attnbench.choosing.budget import class_bound
 from attnbench.errors import AttnbenchError
-from attnbench.mask import Mask
-from attnbench.plan import Plan
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.plan import Plan
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
+from attnbench.tables.environment import Environment
 
 from ...cases.case import SWEEP_DTYPES
 from ...cases.inputs import DEFAULT_FAMILIES, FAMILIES
 from ...cases.presets import PRESETS, preset_cases
 from ...results.records import Measurement
-from ...training.arms import Arm
 from ...training.config import OWN, TrainConfig
+from ...training.judge.arms import Arm
 
 __all__ = ["PLAN", "sweep_command", "train_command"]
 

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from attnbench.plan import Plan, backend_of
-from attnbench.regret import Asked
+from attnbench.choosing.regret import Asked
+from attnbench.kernels.plan import Plan, backend_of
 
 from ...formatting import shown
-from ...training.arms import Arm, compared
-from ...training.curves import gap_curve, smoothed
-from ...training.learning import TOLERANCE
-from ...training.plots import legend
+from ...training.judge.arms import Arm, compared
+from ...training.judge.curves import gap_curve, smoothed
+from ...training.judge.learning import TOLERANCE
+from ...training.report.plots import legend
 from .colours import OTHERS, THEMES
 from .machines import DEFAULT, Case
 from .shapes import Grid, short

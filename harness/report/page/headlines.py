@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from attnbench.plan import Plan
-from attnbench.registry import Registry
-from attnbench.regret_fixed import TORCH_DEFAULT, Fixed, against_fixed
-from attnbench.spec import Direction
+from attnbench.choosing.regret_fixed import TORCH_DEFAULT, Fixed, against_fixed
+from attnbench.kernels.plan import Plan
+from attnbench.kernels.registry import Registry
+from attnbench.problem.spec import Direction
 
 from ...formatting import error
 from .machines import DEFAULT, DIRECTIONS, WIDE, Case, Machine, worst_error

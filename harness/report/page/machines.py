@@ -8,17 +8,17 @@ from functools import cached_property
 
 import numpy as np
 
-from attnbench.choice import Candidate, Margin
-from attnbench.environment import Environment
+from attnbench.choosing.choice import Candidate, Margin
+from attnbench.choosing.evidence import Evidence
+from attnbench.choosing.ranking import Ranking
+from attnbench.choosing.regret import QUESTIONS, Asked
 from attnbench.errors import MisuseError
-from attnbench.evidence import Evidence
-from attnbench.plan import Plan
-from attnbench.ranking import Ranking
-from attnbench.registry import Registry
-from attnbench.regret import QUESTIONS, Asked
-from attnbench.spec import AttentionSpec, Direction
-from attnbench.table import Table
-from attnbench.user_table import Known
+from attnbench.kernels.plan import Plan
+from attnbench.kernels.registry import Registry
+from attnbench.problem.spec import AttentionSpec, Direction
+from attnbench.tables.environment import Environment
+from attnbench.tables.table import Table
+from attnbench.tables.user_table import Known
 
 from ...measure.timing import COSTS
 from ...results.condense import joined, worst_errors

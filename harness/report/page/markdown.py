@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
-from attnbench.spec import Direction
+from attnbench.problem.spec import Direction
 
 from ...formatting import error, heading, shown
 from .machines import Case

@@ -12,18 +12,18 @@ from importlib import resources
 from typing import Any
 
 from attnbench import __version__
-from attnbench.budget import default_budget
-from attnbench.environment import Environment
+from attnbench.choosing.budget import default_budget
+from attnbench.choosing.regret import QUESTIONS, held_out, summarised
 from attnbench.errors import MisuseError
-from attnbench.plan import Plan, backend_of
-from attnbench.registry import Registry
-from attnbench.regret import QUESTIONS, held_out, summarised
+from attnbench.kernels.plan import Plan, backend_of
+from attnbench.kernels.registry import Registry
+from attnbench.tables.environment import Environment
 
 from ...formatting import error, number, shown, size
 from ...measure.timing import Cost
 from ...results.records import Measurement
-from ...training.arms import Arm, arms_of, compared, kinds_of, title_of
-from ...training.learning import RULES
+from ...training.judge.arms import Arm, arms_of, compared, kinds_of, title_of
+from ...training.judge.learning import RULES
 from ...training.rows import TrainingRun
 from ..flags import FLAGS, MEANINGS, highest_clock
 from .case_view import CaseView, asked_text, view

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from attnbench.errors import MisuseError
-from attnbench.untrusted import open_regular
+from attnbench.files.untrusted import open_regular
 
 from ...results.records import Measurement, read_measurements
 from ...results.store import recorded

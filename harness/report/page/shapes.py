@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attnbench.plan import Plan
-from attnbench.spec import AttentionSpec, Direction
+from attnbench.kernels.plan import Plan
+from attnbench.problem.spec import AttentionSpec, Direction
 
 from .machines import DIRECTIONS, Case, Machine
 

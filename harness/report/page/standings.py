@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attnbench.plan import Plan
+from attnbench.kernels.plan import Plan
 
 from ...measure.timing import COSTS
 from ...results.records import Measurement

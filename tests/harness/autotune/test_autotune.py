@@ -12,9 +12,10 @@ from paced import HOW, spec
 from tunable import BREAKS, FAST, FP8, SLOW, children, entries, own_path, paced_kernels, replayed, rows_of, tensors
 
 import attnbench
-from attnbench import AttentionSpec, api, attention, explain, guard_hook
+from attnbench import AttentionSpec, api, attention, explain
 from attnbench.harness.autotune import run as tuning
-from attnbench.plan import Plan
+from attnbench.kernels import guard_hook
+from attnbench.kernels.plan import Plan
 
 
 @pytest.fixture(autouse=True)

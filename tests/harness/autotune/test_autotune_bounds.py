@@ -21,12 +21,13 @@ from tunable import (
 )
 
 import attnbench
-from attnbench import attention, choice_hook, explain
+from attnbench import attention, explain
+from attnbench.dispatch import choice_hook
 from attnbench.harness.autotune import run as tuning
 from attnbench.harness.autotune.deadline import measured_within
 from attnbench.harness.cases.case import Case
 from attnbench.harness.sweep.run import Finished
-from attnbench.plan import Plan
+from attnbench.kernels.plan import Plan
 
 
 @pytest.fixture

@@ -11,15 +11,16 @@ from planted import CPU, laboratory
 from tunable import BREAKS, FAST, FP8, SLOW, entries, measuring_nothing, own_path, paced_kernels, replayed, tensors
 
 import attnbench
-from attnbench import api, explain, selector
+from attnbench import api, explain
+from attnbench.choosing import selector
 from attnbench.harness.autotune import run as tuning
 from attnbench.harness.autotune.asked_specs import Asked
 from attnbench.harness.autotune.tuning import chosen, errand_of
 from attnbench.harness.results.condense import condense
 from attnbench.harness.results.records import Measurement
-from attnbench.plan import Plan
-from attnbench.table import Table
-from attnbench.user_table import Known
+from attnbench.kernels.plan import Plan
+from attnbench.tables.table import Table
+from attnbench.tables.user_table import Known
 
 HERE = laboratory(paced.SOURCE)
 NOTHING = Table(HERE.environment, {})

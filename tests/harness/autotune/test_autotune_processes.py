@@ -15,7 +15,7 @@ import attnbench
 from attnbench import attention, explain
 from attnbench.harness.autotune.tuning import alone
 from attnbench.harness.results.condense import condense
-from attnbench.table import Table
+from attnbench.tables.table import Table
 
 
 @pytest.fixture

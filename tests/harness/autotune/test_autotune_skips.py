@@ -9,14 +9,15 @@ from planted import CPU, laboratory
 from tunable import FAST, SLOW, measuring_nothing, paced_kernels, replayed, rows_of, tensors
 
 import attnbench
-from attnbench import api, attention, choice_hook, use_backend
+from attnbench import api, attention, use_backend
+from attnbench.dispatch import choice_hook
 from attnbench.errors import InputError, MisuseError, OutputError, UnknownBackendError
-from attnbench.execution import Execution
 from attnbench.harness.autotune import run as tuning
 from attnbench.harness.autotune.tuning import shortage
 from attnbench.harness.measure.setup import INSTALLED
-from attnbench.plan import Plan
-from attnbench.registry import registry
+from attnbench.kernels.execution import Execution
+from attnbench.kernels.plan import Plan
+from attnbench.kernels.registry import registry
 
 
 @pytest.fixture

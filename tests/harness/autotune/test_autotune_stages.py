@@ -20,7 +20,7 @@ from attnbench.harness.cases.case import Case
 from attnbench.harness.results.records import Measurement
 from attnbench.harness.sweep.device_sweep import Doing, StoppedError
 from attnbench.harness.sweep.run import Finished, Started
-from attnbench.plan import Plan
+from attnbench.kernels.plan import Plan
 
 PLANS = [Plan(f"paced:bf16-{number}") for number in range(10)]
 CASES = [Case(str(spec(length)), spec(length)) for length in (64, 32, 16)]

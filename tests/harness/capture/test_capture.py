@@ -11,11 +11,11 @@ from programs import ORIGINAL, Model, attend, qkv, step
 
 import attnbench
 from attnbench.errors import AttnbenchError
-from attnbench.execution import Execution
 from attnbench.harness.capture import recorder as capture_module
 from attnbench.harness.capture.file import read_captured
 from attnbench.harness.capture.recorder import capture
-from attnbench.mask import Mask
+from attnbench.kernels.execution import Execution
+from attnbench.problem.mask import Mask
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from programs import ORIGINAL, Layer, Model, attend, qkv
 from torch import nn
 
 from attnbench.errors import AttnbenchError, MisuseError, OutputError
-from attnbench.execution import Execution
 from attnbench.harness.capture.file import read_captured
 from attnbench.harness.capture.recorder import capture
+from attnbench.kernels.execution import Execution
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
-from attnbench.dtypes import TO_TORCH
 from attnbench.errors import InputError, MalformedFileError
 from attnbench.harness.capture.file import (
     CapturedCall,
@@ -24,8 +23,9 @@ from attnbench.harness.capture.file import (
 from attnbench.harness.cases.case import Case
 from attnbench.harness.cases.file import read_captured_cases, read_cases
 from attnbench.harness.cases.inputs import draw
-from attnbench.mask import Mask
-from attnbench.spec import AttentionSpec
+from attnbench.problem.dtypes import TO_TORCH
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
 
 CPU = torch.device("cpu")
 SPEC = AttentionSpec.make(

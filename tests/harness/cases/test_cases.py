@@ -10,9 +10,9 @@ from attnbench.errors import InputError, MalformedFileError
 from attnbench.harness.cases.case import SWEEP_DTYPES, Case, admits, tensor_dtype
 from attnbench.harness.cases.file import read_cases
 from attnbench.harness.cases.presets import PRESETS, preset_cases
-from attnbench.mask import Mask
-from attnbench.plan import Plan
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.plan import Plan
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
 
 SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=8, head_dim=16)
 ENTRY = "- batch: 1\n  heads: 2\n  seqlen_q: 8\n  head_dim: 16\n"

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from attnbench.dtypes import TO_TORCH
 from attnbench.errors import InputError
 from attnbench.harness.cases.inputs import FAMILIES, draw
 from attnbench.harness.measure.accuracy import Truth
-from attnbench.mask import Mask
-from attnbench.registry import registry
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.registry import registry
+from attnbench.problem.dtypes import TO_TORCH
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
 
 CPU = torch.device("cpu")
 SPEC = AttentionSpec.make(

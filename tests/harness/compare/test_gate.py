@@ -13,8 +13,8 @@ from attnbench.harness.compare.gate.series import LOOKS, MOST_GENERATIONS, GateR
 from attnbench.harness.compare.gate.sides import Question
 from attnbench.harness.compare.terms import Limits, Terms
 from attnbench.harness.sweep.worker_process import LostError
-from attnbench.plan import Plan
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.plan import Plan
+from attnbench.problem.spec import AttentionSpec
 
 SPEC = AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=16)
 PLAN = Plan("sdpa-flash:bf16")

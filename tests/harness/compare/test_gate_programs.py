@@ -11,16 +11,16 @@ import pytest
 import torch
 from command_line import attnbench, fails, named
 from compared import row, times, written
+from places import SUPPORT
 
-from attnbench.environment import Environment
 from attnbench.errors import OutputError
 from attnbench.harness.compare.gate.rounds import ROUNDS
 from attnbench.harness.compare.gate.run import run_gate
 from attnbench.harness.compare.terms import Limits, Terms
-from attnbench.registry import Registry
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.registry import Registry
+from attnbench.problem.spec import AttentionSpec
+from attnbench.tables.environment import Environment
 
-SUPPORT = Path(__file__).parents[2] / "support"
 SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64)
 PLANS = ("sdpa-flash:bf16", "sdpa-math:bf16")
 SOURCE = "slowed:registry_of_slowed"
@@ -52,13 +52,12 @@ def gate(base, tmp_path, monkeypatch):
 
     BASE does not start where it sees NEW's PYTHONPATH.
     """
-    monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
+    monkeypatch.setenv("PYTHONPATH", SUPPORT)
     old = python(tmp_path, "old", f'[ -z "$PYTHONPATH" ] && SLOWED= PYTHONPATH={SUPPORT} exec {sys.executable} "$@"')
 
     def run(shares, limit, minutes=5.0):
         (tmp_path / "slowed.json").write_text(json.dumps({str(SPEC): shares}))
         monkeypatch.setenv("SLOWED", str(tmp_path / "slowed.json"))
-        monkeypatch.syspath_prepend(str(SUPPORT))
         terms, said = Terms(limits=Limits(time=limit)), []
         found = run_gate(
             base, tmp_path / "new", terms, torch.device("cpu"), old, minutes, say=said.append, source=SOURCE

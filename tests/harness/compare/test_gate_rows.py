@@ -10,7 +10,7 @@ from attnbench.harness.compare.gate.rounds import read_rounds, rounds_of, rounds
 from attnbench.harness.compare.gate.rows import MOST_ROWS, chosen, gate_rows, repeatable
 from attnbench.harness.compare.pairs import rows_of
 from attnbench.harness.compare.terms import Terms
-from attnbench.spec import AttentionSpec
+from attnbench.problem.spec import AttentionSpec
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 

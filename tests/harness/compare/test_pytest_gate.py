@@ -8,14 +8,15 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from benchmarked import HEAD, SUPPORT, install, pytest_in
+from benchmarked import HEAD, install, pytest_in
+from places import SUPPORT
 
 # In the environment of the new code, NEW is set.  Each process that loads this adds a line.
 PROGRAM = """
 import os, time
 from pathlib import Path
 from planted import FakeForward
-from attnbench.kernel import Availability, Backend
+from attnbench.kernels.contract import Availability, Backend
 NEW = "NEW" in os.environ
 with Path(__file__).with_name("processes").open("a") as file:
     print("NEW" if NEW else "BASE", file=file)

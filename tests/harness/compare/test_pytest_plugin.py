@@ -11,9 +11,9 @@ import pytest
 from benchmarked import HEAD, install, pytest_in
 from pytest_benchmark.stats import Stats
 
-from attnbench.environment import Environment
 from attnbench.harness.results.records import Measurement, read_measurements
-from attnbench.spec import AttentionSpec
+from attnbench.problem.spec import AttentionSpec
+from attnbench.tables.environment import Environment
 
 MEASURING = (
     HEAD

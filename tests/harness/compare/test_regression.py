@@ -17,8 +17,8 @@ from attnbench.harness.compare.terms import Limits, Terms, Threshold, percentage
 from attnbench.harness.compare.times import CostChange, ratios
 from attnbench.harness.measure.clocks import Conditions, Range
 from attnbench.harness.results.visits import visit_medians
-from attnbench.plan import Plan
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.plan import Plan
+from attnbench.problem.spec import AttentionSpec
 
 FLASH = Plan("sdpa-flash:bf16")
 

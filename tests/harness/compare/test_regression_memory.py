@@ -2,17 +2,16 @@
 
 import gzip
 import json
-from pathlib import Path
 
 import pytest
 from compared import results, row
+from places import RESULTS
 
 from attnbench.harness.compare.memory import grown
 from attnbench.harness.compare.regression import compare_results
 from attnbench.harness.compare.terms import Limits, Terms, Threshold
 from attnbench.harness.results.records import Measurement
 
-RESULTS = Path(__file__).parents[3] / "results" / "nvidia-h200"
 MIB = 2**20
 
 
@@ -48,7 +47,7 @@ def test_unchanged_kernels_take_the_same():
     """Of two committed sets, from two GPUs and two states of the harness."""
     sets = []
     for name in ("inference", "inference-plans"):
-        with gzip.open(RESULTS / name / "measurements.jsonl.gz", "rt", encoding="utf-8") as file:
+        with gzip.open(RESULTS / "nvidia-h200" / name / "measurements.jsonl.gz", "rt", encoding="utf-8") as file:
             rows = [json.loads(line) for line in file]
         sets.append({(each["case"], each["plan"]): each for each in rows if each["status"] == "ok"})
     shared = sets[0].keys() & sets[1].keys()

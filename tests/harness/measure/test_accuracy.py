@@ -15,10 +15,10 @@ from pydantic import TypeAdapter, ValidationError
 from attnbench.errors import AttnbenchError
 from attnbench.harness.cases.inputs import draw
 from attnbench.harness.measure.accuracy import Detail, Truth, judged, relative_l2
-from attnbench.kernel import Saved
-from attnbench.mask import Mask
-from attnbench.registry import registry
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.contract import Saved
+from attnbench.kernels.registry import registry
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
 
 CPU = torch.device("cpu")
 REGISTRY = healthy()

@@ -12,10 +12,10 @@ from problems import masks, problems
 from attnbench.harness.cases.inputs import draw
 from attnbench.harness.measure.accuracy import Truth
 from attnbench.harness.measure.probes import LeakProbe, negate, same_bits, unnegated
-from attnbench.kernel import Saved
-from attnbench.mask import Mask
-from attnbench.registry import registry
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.contract import Saved
+from attnbench.kernels.registry import registry
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
 
 CPU = torch.device("cpu")
 CAUSAL = AttentionSpec.make(batch=1, heads=2, kv_heads=1, seqlen_q=200, head_dim=32, mask=Mask(right=0))

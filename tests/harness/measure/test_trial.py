@@ -16,11 +16,11 @@ from attnbench.harness.measure import trial
 from attnbench.harness.measure.bench import Bench, OpenCase
 from attnbench.harness.measure.probes import negate
 from attnbench.harness.measure.timing import Timer
-from attnbench.kernel import ForwardKernel, Result
-from attnbench.mask import Mask
-from attnbench.plan import Plan
-from attnbench.registry import Registry
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.contract import ForwardKernel, Result
+from attnbench.kernels.plan import Plan
+from attnbench.kernels.registry import Registry
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
 
 CAUSAL = Case("causal", AttentionSpec.make(batch=1, heads=2, seqlen_q=64, head_dim=16, mask=Mask(right=0)))
 TRAINING = Case("training", AttentionSpec.make(batch=1, heads=2, seqlen_q=32, head_dim=16, direction="training"))

@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 from patience import PATIENCE
 from torch import Tensor
 
-from attnbench.budget import class_bound
-from attnbench.capabilities import Device
-from attnbench.fp8 import Quantised
+from attnbench.choosing.budget import class_bound
 from attnbench.harness.cases.inputs import FAMILIES, Inputs, draw
 from attnbench.harness.measure import verdict
 from attnbench.harness.measure.accuracy import Detail, Judgement, Truth
 from attnbench.harness.measure.probes import negate, unnegated
 from attnbench.harness.measure.verdict import CHECKS, Evidence, Verdict, judge
-from attnbench.kernel import Operands, Saved
-from attnbench.mask import Mask
-from attnbench.plan import Plan
-from attnbench.registry import registry
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.capabilities import Device
+from attnbench.kernels.contract import Operands, Saved
+from attnbench.kernels.plan import Plan
+from attnbench.kernels.registry import registry
+from attnbench.problem.fp8 import Quantised
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
 from examples import examples
 
 CPU = torch.device("cpu")

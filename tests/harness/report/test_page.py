@@ -8,9 +8,11 @@ import pytest
 from fakes import an_environment
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from places import RESULTS
 from reported import CAUSAL, SQUARE, Structure, a_sweep, elsewhere, later, row, told
 from small_training import run_of
 
+from attnbench.choosing.regret import Asked
 from attnbench.errors import MisuseError
 from attnbench.harness.measure.accuracy import LARGEST_ERROR
 from attnbench.harness.report.page import commands, results
@@ -22,14 +24,13 @@ from attnbench.harness.report.page.render import page
 from attnbench.harness.report.page.results import Results, read_results
 from attnbench.harness.report.page.shapes import grids_of
 from attnbench.harness.report.page.standings import points_of, standings
-from attnbench.harness.training.arms import arms_of, compared
 from attnbench.harness.training.config import TrainConfig
-from attnbench.plan import Plan
-from attnbench.registry import registry
-from attnbench.regret import Asked
-from attnbench.table_entry import LONGEST_MS, SHORTEST_MS
+from attnbench.harness.training.judge.arms import arms_of, compared
+from attnbench.kernels.plan import Plan
+from attnbench.kernels.registry import registry
+from attnbench.tables.entry import LONGEST_MS, SHORTEST_MS
 
-H200 = Path(__file__).parents[3] / "results" / "nvidia-h200"
+H200 = RESULTS / "nvidia-h200"
 
 
 def machine(rows):
@@ -371,7 +372,7 @@ def test_the_light_colours_can_be_told_apart_by_their_values():
 
 
 def test_the_style_sheet_shows_the_default_question_without_a_script():
-    from attnbench.regret import QUESTIONS
+    from attnbench.choosing.regret import QUESTIONS
 
     style = (Path(results.__file__).parent / "page.css").read_text()
     assert f":root:not([data-budget]) .q{QUESTIONS.index(DEFAULT)}," in style

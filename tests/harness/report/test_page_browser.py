@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from places import RESULTS
 from reported import CAUSAL, SQUARE, a_sweep, elsewhere, row, told
 from small_training import run_of
 
 from attnbench.harness.report.page.render import page as rendered
 from attnbench.harness.report.page.results import Results, read_results
-from attnbench.registry import registry
+from attnbench.kernels.registry import registry
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright, as `tox -e browser` has it")
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -25,7 +26,7 @@ CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
 if CHROMIUM is None:
     pytest.skip(f"needs one of {', '.join(NAMES)} (Debian: apt-get install chromium)", allow_module_level=True)
 
-H200 = Path(__file__).parents[3] / "results" / "nvidia-h200"
+H200 = RESULTS / "nvidia-h200"
 WIDTHS = {"phone": 390, "desktop": 1440}
 # Playwright adds --headless and --no-sandbox, which Chromium needs to run as root.
 FLAGS = (

@@ -22,8 +22,8 @@ from attnbench.harness.results.records import Measurement
 from attnbench.harness.results.store import Store
 from attnbench.harness.sweep.progress import followed
 from attnbench.harness.sweep.run import Ended, Finished, run_sweep, tasks_of
-from attnbench.plan import Plan
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.plan import Plan
+from attnbench.problem.spec import AttentionSpec
 
 CPU = torch.device("cpu")
 LONG = REPORTED

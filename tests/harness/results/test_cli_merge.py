@@ -7,14 +7,14 @@ from datetime import datetime, timezone
 import command_line
 import pytest
 
-from attnbench.environment import Environment
 from attnbench.harness.results.condense import condense
 from attnbench.harness.results.records import Measurement, read_measurements
 from attnbench.harness.results.shards import Shard
 from attnbench.harness.results.store import MEASUREMENTS, Store
-from attnbench.plan import Plan
-from attnbench.spec import AttentionSpec
-from attnbench.table import Table
+from attnbench.kernels.plan import Plan
+from attnbench.problem.spec import AttentionSpec
+from attnbench.tables.environment import Environment
+from attnbench.tables.table import Table
 
 HERE = Environment(
     device_type="cuda", device_name="a GPU", torch="2.9.0", python="3.12.1", platform="Linux", cpu="a CPU", threads=2,

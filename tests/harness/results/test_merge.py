@@ -12,7 +12,7 @@ from attnbench.harness.results.condense import condense
 from attnbench.harness.results.merge import merge
 from attnbench.harness.results.records import read_measurements
 from attnbench.harness.results.store import MEASUREMENTS, Store
-from attnbench.table import Table
+from attnbench.tables.table import Table
 
 
 @settings(max_examples=30, deadline=None)

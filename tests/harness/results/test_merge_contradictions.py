@@ -8,7 +8,7 @@ from merged import HERE, PLANS, WHEN, parts, refused, row, spec
 
 from attnbench.errors import MisuseError
 from attnbench.harness.results.merge import merge
-from attnbench.table import Table
+from attnbench.tables.table import Table
 
 
 @pytest.mark.parametrize(

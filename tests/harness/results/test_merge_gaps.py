@@ -11,12 +11,12 @@ from attnbench.harness.results.condense import condense
 from attnbench.harness.results.merge import merge
 from attnbench.harness.results.records import read_measurements
 from attnbench.harness.results.store import MEASUREMENTS, Store
-from attnbench.table import Table
+from attnbench.tables.table import Table
 
 HOLDS_THE_LOCK = """
 import sys
 from pathlib import Path
-from attnbench.environment import Environment
+from attnbench.tables.environment import Environment
 from attnbench.harness.results.store import Store
 from attnbench.harness.results.records import read_measurements
 first = next(read_measurements(Path(sys.argv[1], "measurements.jsonl")))

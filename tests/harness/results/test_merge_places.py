@@ -13,7 +13,7 @@ from attnbench.harness.results.condense import condense
 from attnbench.harness.results.merge import merge
 from attnbench.harness.results.records import read_measurements
 from attnbench.harness.results.store import MEASUREMENTS
-from attnbench.table import Table
+from attnbench.tables.table import Table
 
 # Merges again and again, each time killed one call later, until it is through; prints how often that was.
 KILLED = """

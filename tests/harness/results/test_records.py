@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from attnbench.environment import Environment
 from attnbench.errors import MalformedFileError
 from attnbench.harness.results import records
 from attnbench.harness.results.records import SCHEMA, STATUSES, Measurement, read_measurements
 from attnbench.harness.results.store import recorded
-from attnbench.mask import Mask
-from attnbench.plan import Plan
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.plan import Plan
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
+from attnbench.tables.environment import Environment
 
 HERE = Environment(
     device_type="cpu", device_name="a CPU", torch="2.9.0", python="3.12.1", platform="Linux", cpu="a CPU", threads=2,

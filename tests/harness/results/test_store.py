@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from patience import PATIENCE
+from places import SUPPORT
 from planted import laboratory
 
 from attnbench.errors import MalformedFileError, MisuseError, OutputError
@@ -21,15 +22,14 @@ from attnbench.harness.results.records import read_measurements
 from attnbench.harness.results.store import MEASUREMENTS, Store
 from attnbench.harness.sweep.rows import passed_over
 from attnbench.harness.sweep.run import run_sweep, tasks_of
-from attnbench.plan import Plan
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.plan import Plan
+from attnbench.problem.spec import AttentionSpec
 from examples import examples
 
 CPU = torch.device("cpu")
 LAB = laboratory()
 HERE = LAB.environment
 SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=8, head_dim=16)
-SUPPORT = Path(__file__).parents[2] / "support"
 
 SWEEP = "import sys; from pathlib import Path; from test_store import sweep; sweep(Path(sys.argv[1]), 'planted:slow')"
 
@@ -191,7 +191,7 @@ def test_a_sweep_killed_at_random_moments_has_the_rows_of_an_undisturbed_one(tmp
     assert len(set(expected)) == len(expected) > 10
 
     moments, folder, left = random.Random(3), tmp_path / "killed", []
-    path = os.pathsep.join([str(SUPPORT), str(Path(__file__).parent)])
+    path = os.pathsep.join([SUPPORT, str(Path(__file__).parent)])
     for kill in range(examples(1, 20)):
         mark = f"{tmp_path}-{kill}"
         environ = {**os.environ, "ATTNBENCH_MARK": mark, "PYTHONPATH": path}

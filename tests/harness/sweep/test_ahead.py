@@ -16,9 +16,9 @@ from attnbench.harness.cases.case import Case
 from attnbench.harness.sweep import compile_ahead as module
 from attnbench.harness.sweep.compile_ahead import Ahead, usable_cores
 from attnbench.harness.sweep.worker_process import LostError
-from attnbench.plan import Plan
-from attnbench.registry import Registry
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.plan import Plan
+from attnbench.kernels.registry import Registry
+from attnbench.problem.spec import AttentionSpec
 
 SPEC = AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=8, direction="training")
 CASES = [Case(f"case{number}", SPEC, ("normal", "outlier")) for number in range(3)]

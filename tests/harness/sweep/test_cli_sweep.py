@@ -9,7 +9,7 @@ import pytest
 from attnbench.cli.sweep import SweepDtype
 from attnbench.harness.cases.case import SWEEP_DTYPES
 from attnbench.harness.results.records import Measurement
-from attnbench.table import Table
+from attnbench.tables.table import Table
 
 TINY = "- {batch: 1, heads: 1, seqlen_q: 128, head_dim: 128, direction: [forward, training]}\n"
 

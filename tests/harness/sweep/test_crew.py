@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE
+from places import SUPPORT
 from planted import CPU
 from stations import LONG, NOTED, noted, runs, wait_until
 
@@ -19,13 +20,12 @@ from attnbench.harness.measure.findings import Opened, Prepared
 from attnbench.harness.measure.timing import Timer
 from attnbench.harness.measure.worker import Setting
 from attnbench.harness.sweep.worker_process import LostError, Worker
-from attnbench.plan import Plan
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.plan import Plan
+from attnbench.problem.spec import AttentionSpec
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at through /proc")
 CASE = Case("tiny", AttentionSpec.make(batch=1, heads=1, seqlen_q=8, head_dim=8), ("normal",))
 SETTING = Setting("stations:harmful", Timer(CPU, visit=0.0, limit=0.0, patience=1.0), 1)
-SUPPORT = Path(__file__).parents[2] / "support"
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +242,7 @@ worker.ask("prepare", plan("locks"), seconds=1000.0)
 def test_a_sweep_that_is_killed_takes_its_workers_along(notes):
     """Even one in a loop that lets no other thread run."""
     before = len(noted(notes))
-    path = os.pathsep.join([str(SUPPORT), str(Path(__file__).parent)])
+    path = os.pathsep.join([SUPPORT, str(Path(__file__).parent)])
     sweep = subprocess.Popen([sys.executable, "-c", SWEEP], env={**os.environ, "PYTHONPATH": path})
     try:
         wait_until(lambda: len(noted(notes)) > before or sweep.poll() is not None)

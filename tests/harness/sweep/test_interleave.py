@@ -13,7 +13,7 @@ from planted import CPU
 from attnbench.harness.measure.findings import Visit
 from attnbench.harness.measure.timing import Timer
 from attnbench.harness.sweep.interleave import Samples, interleaved
-from attnbench.plan import Plan
+from attnbench.kernels.plan import Plan
 from examples import examples
 
 TIMER = Timer(CPU, visit=0.01, limit=0.4, patience=0.05, fewest=3)

@@ -15,9 +15,9 @@ from attnbench.harness.measure.setup import Laboratory
 from attnbench.harness.sweep import device_sweep as module
 from attnbench.harness.sweep.device_sweep import Doing, Line, StoppedError
 from attnbench.harness.sweep.worker_process import LostError
-from attnbench.plan import Plan
-from attnbench.registry import Registry
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.plan import Plan
+from attnbench.kernels.registry import Registry
+from attnbench.problem.spec import AttentionSpec
 
 CASE, NEXT = (
     Case(name, AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=8), ("normal",)) for name in ("one", "next")

@@ -9,8 +9,8 @@ from attnbench.harness.cases.case import Case
 from attnbench.harness.measure.findings import Findings, Opened, Prepared, Visit
 from attnbench.harness.sweep.backend_process import Seat
 from attnbench.harness.sweep.worker_process import LostError
-from attnbench.plan import Plan
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.plan import Plan
+from attnbench.problem.spec import AttentionSpec
 
 CASE, OTHER = (Case(name, AttentionSpec.make(batch=1, heads=1, seqlen_q=8, head_dim=8)) for name in ("one", "other"))
 A, B, C = (Plan.parse(f"x:bf16-{name}") for name in "abc")

@@ -13,10 +13,10 @@ from attnbench.harness.measure.peaks import PEAK_TFLOPS
 from attnbench.harness.results.condense import condense
 from attnbench.harness.results.store import Store
 from attnbench.harness.sweep.run import Ended, Finished, Started, run_sweep, tasks_of
-from attnbench.mask import Mask
-from attnbench.plan import Plan
-from attnbench.registry import Registry
-from attnbench.spec import AttentionSpec
+from attnbench.kernels.plan import Plan
+from attnbench.kernels.registry import Registry
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
 
 CPU = torch.device("cpu")
 FORWARD = Case("forward", AttentionSpec.make(batch=1, heads=2, seqlen_q=64, head_dim=16, mask=Mask(right=0)))

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnbench.errors import InputError
-from attnbench.harness.training import text
-from attnbench.harness.training.corpus import Corpus, load, samples_of
-from attnbench.harness.training.text import BOUNDARY, File, Text, files_under
+from attnbench.harness.training.data import text
+from attnbench.harness.training.data.corpus import Corpus, load, samples_of
+from attnbench.harness.training.data.text import BOUNDARY, File, Text, files_under
 
 TEXTS = st.lists(st.binary(min_size=0, max_size=40), min_size=1, max_size=12)
 

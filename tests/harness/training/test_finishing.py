@@ -8,8 +8,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from attnbench.harness.training.config import TrainConfig
-from attnbench.harness.training.finishing import checkpoint_blocks, compile_blocks
-from attnbench.harness.training.trainable import Trainable, build
+from attnbench.harness.training.models.blocks import checkpoint_blocks, compile_blocks
+from attnbench.harness.training.run.trainable import Trainable, build
 
 CONFIG = TrainConfig.make(seqlen=48, batch=2, policy="fp32")
 
@@ -60,7 +60,7 @@ def test_blocks_are_compiled_whole_and_once(attention: str, checkpointing: bool)
 
 def test_config_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    home = "attnbench.harness.training.trainable."
+    home = "attnbench.harness.training.run.trainable."
     monkeypatch.setattr(home + "checkpoint_blocks", lambda *_, **__: done.append("checkpointing"))
     monkeypatch.setattr(home + "compile_blocks", lambda *_, **__: done.append("compile"))
     settings: list[tuple[dict[str, Any], list[str]]] = [

@@ -7,8 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attnbench.harness.training.config import TrainConfig
 from attnbench.harness.training.flops import gpt_flops
-from attnbench.harness.training.gpt import SIZES
-from attnbench.harness.training.trainable import build
+from attnbench.harness.training.models.gpt import SIZES
+from attnbench.harness.training.run.trainable import build
 
 
 def no_products(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:

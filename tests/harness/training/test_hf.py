@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnbench.errors import InputError
 from attnbench.harness.training.config import TrainConfig
-from attnbench.harness.training.trainable import build
+from attnbench.harness.training.run.trainable import build
 
 transformers = pytest.importorskip("transformers")
 SMALL: dict[str, Any] = {

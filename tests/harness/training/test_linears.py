@@ -12,13 +12,13 @@ from torch import nn
 
 from attnbench.errors import InputError
 from attnbench.harness.training.config import TrainConfig
-from attnbench.harness.training.finishing import checkpoint_blocks
-from attnbench.harness.training.images import random_images
-from attnbench.harness.training.linears import convert_linears, refusal
-from attnbench.harness.training.trainable import build
-from attnbench.harness.training.vit import make_vit
-from attnbench.harness.training.vit_sizes import VIT_SIZES
-from attnbench.harness.training.vit_te import te_block
+from attnbench.harness.training.data.images import random_images
+from attnbench.harness.training.models.blocks import checkpoint_blocks
+from attnbench.harness.training.models.linears import convert_linears, refusal
+from attnbench.harness.training.models.vit import make_vit
+from attnbench.harness.training.models.vit_sizes import VIT_SIZES
+from attnbench.harness.training.models.vit_te import te_block
+from attnbench.harness.training.run.trainable import build
 
 CONFIG = TrainConfig.make(seqlen=32, batch=2)
 
@@ -64,7 +64,7 @@ def te(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     module.Linear, module.autocast, module.checkpoint = TeLinear, autocast, checkpoint
     monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
-    monkeypatch.setattr("attnbench.harness.training.trainable.refusal", lambda *_: None)
+    monkeypatch.setattr("attnbench.harness.training.run.trainable.refusal", lambda *_: None)
     return record
 
 

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnbench.errors import InputError, RefusedError
-from attnbench.harness.training.attending import Attend
 from attnbench.harness.training.config import TrainConfig
-from attnbench.harness.training.gpt import SIZES, Gpt
-from attnbench.harness.training.loss import head_loss, token_loss
-from attnbench.harness.training.optimisers import learning_rate, make_optimiser, set_rate
-from attnbench.harness.training.trainable import Trainable, build
+from attnbench.harness.training.models.attention import Attend
+from attnbench.harness.training.models.gpt import SIZES, Gpt
+from attnbench.harness.training.models.loss import head_loss, token_loss
+from attnbench.harness.training.run.optimisers import learning_rate, make_optimiser, set_rate
+from attnbench.harness.training.run.trainable import Trainable, build
 
 SHORT: dict[str, Any] = {"seqlen": 48, "batch": 2}
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from attnbench.errors import InputError
 from attnbench.harness.training.config import TrainConfig
-from attnbench.harness.training.optimisers import MasterWeights, learning_rate, make_optimiser, set_rate
-from attnbench.harness.training.policy import sharding_policy
-from attnbench.harness.training.trainable import build
+from attnbench.harness.training.run.optimisers import MasterWeights, learning_rate, make_optimiser, set_rate
+from attnbench.harness.training.run.policy import sharding_policy
+from attnbench.harness.training.run.trainable import build
 
 CONFIG = TrainConfig.make(seqlen=16, batch=1)
 

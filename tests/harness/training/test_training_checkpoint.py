@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from small_training import build_small, small
 
 from attnbench.errors import MalformedFileError, MisuseError, OutputError
-from attnbench.harness.training.checkpoint import load, newest, save, state_of
 from attnbench.harness.training.config import TrainConfig
-from attnbench.harness.training.history import History
-from attnbench.harness.training.loop import Conduct, train
-from attnbench.harness.training.optimisers import make_optimiser
-from attnbench.harness.training.parallel import Ranks
-from attnbench.harness.training.trainable import build
+from attnbench.harness.training.run.checkpoint import load, newest, save, state_of
+from attnbench.harness.training.run.history import History
+from attnbench.harness.training.run.loop import Conduct, train
+from attnbench.harness.training.run.optimisers import make_optimiser
+from attnbench.harness.training.run.parallel import Ranks
+from attnbench.harness.training.run.trainable import build
 
 ALONE = Ranks(torch.device("cpu"))
 STEPS = 24

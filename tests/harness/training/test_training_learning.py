@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from small_training import builder, gradient_times, not_a_number_after, rounded, run_of, session_of, small
 
 from attnbench.errors import InputError
-from attnbench.harness.training.curves import ending, gap_curve, smoothed, spikes
-from attnbench.harness.training.learning import RULES, TOLERANCE, Pair, judged, pairs_of
-from attnbench.harness.training.session import planned
+from attnbench.harness.training.judge.curves import ending, gap_curve, smoothed, spikes
+from attnbench.harness.training.judge.learning import RULES, TOLERANCE, Pair, judged, pairs_of
+from attnbench.harness.training.run.session import planned
 from examples import examples
 
 

@@ -12,12 +12,12 @@ from small_training import build_small, exact, rounded, small
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from attnbench.harness.training.attending import AttentionCore
-from attnbench.harness.training.attention_share import share_of_attention
-from attnbench.harness.training.loop import Conduct, train, warm_up_steps
-from attnbench.harness.training.parallel import Ranks
-from attnbench.harness.training.step_clock import StepClock
-from attnbench.harness.training.warning_signs import kurtosis, score_gradients, signs_of, underflow
+from attnbench.harness.training.models.attention import AttentionCore
+from attnbench.harness.training.run.attention_share import share_of_attention
+from attnbench.harness.training.run.loop import Conduct, train, warm_up_steps
+from attnbench.harness.training.run.parallel import Ranks
+from attnbench.harness.training.run.step_clock import StepClock
+from attnbench.harness.training.run.warning_signs import kurtosis, score_gradients, signs_of, underflow
 
 CPU = torch.device("cpu")
 
@@ -149,8 +149,8 @@ def test_watching_changes_nothing_of_what_is_learnt(tmp_path: Path, monkeypatch:
         return kept[-1].loss
 
     watched = losses()
-    monkeypatch.setattr("attnbench.harness.training.loop.signs_of", lambda *_: None)
-    monkeypatch.setattr("attnbench.harness.training.loop._MOST_WATCHED", 0)
+    monkeypatch.setattr("attnbench.harness.training.run.loop.signs_of", lambda *_: None)
+    monkeypatch.setattr("attnbench.harness.training.run.loop._MOST_WATCHED", 0)
     assert losses() == watched
 
 

@@ -18,11 +18,11 @@ from small_training import build_small, run_of, small
 
 from attnbench.errors import MisuseError
 from attnbench.harness.training.config import TrainConfig
-from attnbench.harness.training.history import History
-from attnbench.harness.training.loop import Conduct, train
-from attnbench.harness.training.parallel import Ranks, joined, spread
 from attnbench.harness.training.rows import ROWS, write_runs
-from attnbench.harness.training.trainable import build
+from attnbench.harness.training.run.history import History
+from attnbench.harness.training.run.loop import Conduct, train
+from attnbench.harness.training.run.parallel import Ranks, joined, spread
+from attnbench.harness.training.run.trainable import build
 
 STEPS = 8
 

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_training import HERE, run_of
 
-from attnbench.environment import Environment
 from attnbench.errors import InputError
-from attnbench.harness.training.arms import arms_of, compared, scaling_efficiency
-from attnbench.harness.training.plots import PAGE, PICTURE, write_plots
-from attnbench.harness.training.price import Offer, side_by_side
-from attnbench.harness.training.report import offers_of, report
+from attnbench.harness.training.judge.arms import arms_of, compared, scaling_efficiency
+from attnbench.harness.training.report.plots import PAGE, PICTURE, write_plots
+from attnbench.harness.training.report.price import Offer, side_by_side
+from attnbench.harness.training.report.summary import offers_of, report
 from attnbench.harness.training.rows import Share
+from attnbench.tables.environment import Environment
 
 CURVE = [3.0 - 0.005 * step for step in range(120)]
 

@@ -12,7 +12,7 @@ from small_training import build_small, builder, exact, not_a_number_after, run_
 
 from attnbench.errors import InputError, MalformedFileError, MisuseError, OutputError
 from attnbench.harness.training.rows import ROWS, Share, TrainingRun, read_runs, write_runs
-from attnbench.harness.training.session import planned
+from attnbench.harness.training.run.session import planned
 
 ANY = st.floats(-1e100, 1e100) | st.sampled_from([math.nan, math.inf, -math.inf])
 

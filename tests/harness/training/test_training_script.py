@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE
+from places import RESULTS
 
 from attnbench.harness.training.rows import TrainingRun, read_runs
 
-SCRIPT = Path(__file__).parents[3] / "results" / "nvidia-h200" / "training.sh"
+SCRIPT = RESULTS / "nvidia-h200" / "training.sh"
 
 
 def _start(out: Path) -> subprocess.Popen:

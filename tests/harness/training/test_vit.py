@@ -7,10 +7,10 @@ import torch
 
 from attnbench.errors import InputError
 from attnbench.harness.training.config import TrainConfig
-from attnbench.harness.training.images import random_images
-from attnbench.harness.training.trainable import build
-from attnbench.harness.training.vit import make_vit
-from attnbench.harness.training.vit_sizes import VIT_SIZES
+from attnbench.harness.training.data.images import random_images
+from attnbench.harness.training.models.vit import make_vit
+from attnbench.harness.training.models.vit_sizes import VIT_SIZES
+from attnbench.harness.training.run.trainable import build
 
 TINY = TrainConfig.make("vit-huge", size="tiny", batch=3, policy="fp32")
 

@@ -1,0 +1,1 @@
+"""Choosing a plan: evidence, budget, ranking, and what a choice costs."""

@@ -1,0 +1,194 @@
+"""The plan chosen for a spec, with every candidate and why it lost: data that also prints well."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..kernels.plan import Plan
+from ..problem.spec import AttentionSpec
+
+__all__ = ["Basis", "Candidate", "Choice", "Margin", "Trade", "Verdict"]
+
+Basis = Literal["measured", "predicted", "nearest", "rule", "frozen"]
+Verdict = Literal["chosen", "eligible", "inaccurate", "unmeasured", "not asked for", "refused", "unavailable"]
+_ORDER: tuple[Verdict, ...] = (
+    "chosen",
+    "eligible",
+    "inaccurate",
+    "unmeasured",
+    "not asked for",
+    "refused",
+    "unavailable",
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One plan that was considered.
+
+    ``reasons`` say why it was not chosen, one sentence each.  ``time_ms`` (median of the
+    whole call) and ``error`` (worst relative L2 over tensors and input families, and the
+    ``family`` it was seen in) are None where nothing was measured; ``basis`` says what they
+    rest on: ``measured`` at this very spec, ``predicted`` by the cost model (the error is then
+    the largest at the neighbours that speak for the plan, at the spec ``measured_at``),
+    ``nearest`` (predicted too, and chosen because it won at the nearest measured spec),
+    ``rule`` (the kernels' declared preference and error), or ``frozen`` (a file named the
+    plan, and nothing else was asked).
+
+    ``spread_ms`` is the interquartile range of a measured time, ``time_error`` the standard
+    error of the logarithm of a predicted one: 0.05 is about 5 %.  ``needs`` is the smallest
+    budget that admits the plan, FP8 opted into; None where no budget would.
+    """
+
+    plan: Plan
+    verdict: Verdict
+    reasons: tuple[str, ...] = ()
+    time_ms: float | None = None
+    error: float | None = None
+    family: str | None = None
+    basis: Basis = "rule"
+    measured_at: AttentionSpec | None = None
+    spread_ms: float | None = None
+    time_error: float | None = None
+    needs: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "plan": str(self.plan),
+            "verdict": self.verdict,
+            "reasons": list(self.reasons),
+            "time_ms": self.time_ms,
+            "spread_ms": self.spread_ms,
+            "time_error": self.time_error,
+            "error": _finite(self.error),
+            "family": self.family,
+            "basis": self.basis,
+            "measured_at": None if self.measured_at is None else self.measured_at.to_dict(),
+            "needs": _finite(self.needs),
+        }
+
+
+@dataclass(frozen=True)
+class Margin:
+    """How far the runner-up lies behind: ``gap`` is its time over the chosen plan's, minus one.
+
+    ``noise`` is what the gap must exceed to mean anything: the measurement noise of both, or
+    the error of their predictions.  A plan that won a tie may have a gap below zero.
+    """
+
+    runner_up: Plan
+    gap: float
+    noise: float
+
+    @property
+    def inside_noise(self) -> bool:
+        """Whether the two cannot be told apart by time."""
+        return self.gap <= self.noise
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "runner_up": str(self.runner_up),
+            "gap": self.gap,
+            "noise": self.noise,
+            "inside_noise": self.inside_noise,
+        }
+
+
+@dataclass(frozen=True)
+class Trade:
+    """What another budget would choose: ``plan`` under ``max_error``.
+
+    ``change`` is its time over the chosen plan's, minus one: below zero where a looser
+    budget saves time, above where a tighter one costs it.
+    """
+
+    max_error: float
+    plan: Plan
+    change: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {"max_error": self.max_error, "plan": str(self.plan), "change": self.change}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What ``attention`` runs for ``spec`` on ``device``, and what it was chosen from.
+
+    ``asked`` is the backend that was asked for and ``asked_by`` who asked (``argument``,
+    ``context``, ``ATTNBENCH_BACKEND`` or ``default``); ``budget`` is the largest error
+    that was accepted, None where a backend or plan was named and no ``max_error``: its error
+    is then held against nothing; ``basis`` is what the decision rests on: ``measured``, ``predicted``,
+    ``nearest``, ``rule``, ``explicit``, or ``frozen`` in the file ``frozen_in``.  ``margin``
+    is the lead over the runner-up, None where fewer than two plans have a time; ``trades``
+    say what other budgets would choose, the tightest first.  ``hint`` is what the user could
+    do for a better choice.
+    """
+
+    spec: AttentionSpec
+    device: str
+    plan: Plan
+    budget: float | None
+    basis: Literal["measured", "predicted", "nearest", "rule", "explicit", "frozen"]
+    candidates: tuple[Candidate, ...]
+    asked: str = "auto"
+    asked_by: str = "default"
+    hint: str | None = None
+    margin: Margin | None = None
+    trades: tuple[Trade, ...] = ()
+    frozen_in: str | None = None
+
+    @property
+    def chosen(self) -> Candidate:
+        """The candidate that won."""
+        return next(each for each in self.candidates if each.plan == self.plan)
+
+    @property
+    def ranked(self) -> list[Candidate]:
+        """The candidates, the chosen one first, then by verdict and time."""
+
+        def rank(each: Candidate) -> tuple[int, float, str]:
+            time = float("inf") if each.time_ms is None else each.time_ms
+            return _ORDER.index(each.verdict), time, str(each.plan)
+
+        return sorted(self.candidates, key=rank)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "spec": self.spec.to_dict(),
+            "device": self.device,
+            "plan": str(self.plan),
+            "budget": self.budget,
+            "basis": self.basis,
+            "frozen_in": self.frozen_in,
+            "asked": self.asked,
+            "asked_by": self.asked_by,
+            "hint": self.hint,
+            "margin": None if self.margin is None else self.margin.to_dict(),
+            "trades": [each.to_dict() for each in self.trades],
+            "candidates": [each.to_dict() for each in self.ranked],
+        }
+
+    def to_text(self, *, all: bool = False) -> str:
+        """The choice and a table of the plans that could run here, for a terminal; ``all`` adds the others."""
+        from .choice_text import choice_text  # attention() imports this module, and prints nothing
+
+        return choice_text(self, "simple", all)
+
+    def to_markdown(self, *, all: bool = False) -> str:
+        """The same for a pull request."""
+        from .choice_text import choice_text
+
+        return choice_text(self, "github", all)
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+
+def _finite(error: float | None) -> float | str | None:
+    """What JSON has no number for is a word, as it is in a table."""
+    return "inf" if error == float("inf") else error

@@ -1,0 +1,115 @@
+"""How a choice reads: what runs and by how much it leads, what the budget costs, and a line for every plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from ..text.digits import three_digits
+from .choice import Candidate, Choice, Verdict
+
+__all__ = ["choice_text"]
+
+_COLUMNS = ("plan", "verdict", "call ms", "error", "basis", "why not")
+_WIDTH = 70  # of the reasons on a terminal
+_CANNOT_RUN: tuple[Verdict, ...] = ("refused", "unavailable")
+
+
+def choice_text(choice: Choice, style: Literal["simple", "github"], all_plans: bool) -> str:
+    """The choice as lines of text, or of Markdown; what would steer a terminal is left out.
+
+    Plans that cannot run here are counted, and have lines of their own only with ``all_plans``.
+    """
+    from tabulate import tabulate
+
+    cell = _markdown if style == "github" else _printable
+    shown = [each for each in choice.ranked if all_plans or each.verdict not in _CANNOT_RUN]
+    rows = [[cell(each) for each in _row(candidate)] for candidate in shown]
+    widths = [*[None] * (len(_COLUMNS) - 1), _WIDTH if style == "simple" else None]
+    table = tabulate(rows, _COLUMNS, tablefmt=style, maxcolwidths=widths, disable_numparse=True)
+    before = [_printable(line) for line in _head(choice)]
+    after = [_printable(line) for line in (*([] if all_plans else _left_out(choice)), *_tail(choice))]
+    if style == "github":  # a line alone would be joined to the next one
+        before, after = ["- " + line for line in before], ["- " + line for line in after]
+    return "\n".join([*before, "", table, *(["", *after] if after else [])])
+
+
+def _head(choice: Choice) -> Iterator[str]:
+    said = f"asked for by {choice.asked_by}" if choice.basis == "explicit" else f"by {_basis(choice)}"
+    yield f"{choice.spec} on {choice.device}"
+    budget = "" if choice.budget is None else f", error budget {choice.budget:g}"
+    yield f"plan {choice.plan} ({said}){budget}"
+    margin = choice.margin
+    if margin is not None:
+        lead = f"{margin.gap:.1%} ahead of" if margin.gap >= 0 else f"{-margin.gap:.1%} behind"
+        meaning = "inside" if margin.inside_noise else "beyond"
+        kind = "noise" if choice.chosen.basis == "measured" else "error of the prediction"
+        yield f"{lead} {margin.runner_up}, {meaning} the {kind} of {margin.noise:.1%}"
+
+
+def _basis(choice: Choice) -> str:
+    if choice.basis == "predicted":
+        return "prediction from measured neighbours"
+    if choice.basis == "nearest" and choice.chosen.measured_at is not None:
+        return "the nearest measured shape, the predictions being too near one another"
+    if choice.basis == "frozen":
+        return f"the choices frozen in {choice.frozen_in}"
+    return {"measured": "measurement", "nearest": "the nearest measured shape"}.get(choice.basis, choice.basis)
+
+
+def _left_out(choice: Choice) -> Iterator[str]:
+    """How many plans cannot run here, and how to see them with their reasons."""
+    verdicts = [each.verdict for each in choice.candidates]
+    counts = [f"{number} {verdict}" for verdict in _CANNOT_RUN if (number := verdicts.count(verdict))]
+    if counts:
+        plans = "plan" if counts[0].startswith("1 ") and len(counts) == 1 else "plans"
+        yield f"not shown: {' and '.join(counts)} {plans}; `attnbench explain --all` or `to_text(all=True)` says why"
+
+
+def _tail(choice: Choice) -> Iterator[str]:
+    for trade in choice.trades:
+        if trade.change < 0:
+            effect = f"allow {trade.plan} and save {-trade.change:.0%}"
+        elif trade.change < 1:
+            effect = f"choose {trade.plan} and cost {trade.change:.0%}"
+        else:
+            effect = f"choose {trade.plan} and take {1 + trade.change:.1f} times as long"
+        instead = "" if trade.max_error == choice.budget else f" instead of {choice.budget:g}"
+        yield f"max_error={trade.max_error:g}{instead} would {effect}"
+    if choice.hint:
+        yield f"hint: {choice.hint}"
+
+
+def _row(each: Candidate) -> tuple[str, ...]:
+    return (
+        str(each.plan),
+        each.verdict,
+        "" if each.time_ms is None else f"{three_digits(each.time_ms)}{_doubt(each)}",
+        _error(each),
+        each.basis if each.time_ms is not None else "",
+        "; ".join(each.reasons),
+    )
+
+
+def _error(each: Candidate) -> str:
+    """The worst error seen and the input family, or what the kernels declare."""
+    if each.error is not None:
+        return f"{each.error:.2g} ({each.family})"
+    return "" if each.needs is None else f"{each.needs:.2g} (declared)"
+
+
+def _doubt(each: Candidate) -> str:
+    """How well the time is known: half the interquartile range, or the standard error of a prediction."""
+    assert each.time_ms, "asked only of plans with a time"
+    if each.spread_ms is not None:
+        return f" ± {each.spread_ms / each.time_ms / 2:.0%}"
+    return "" if each.time_error is None else f" ± {each.time_error:.0%}"
+
+
+def _printable(text: str) -> str:
+    """Files and plug-ins write some of it."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def _markdown(text: str) -> str:
+    return _printable(text).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")

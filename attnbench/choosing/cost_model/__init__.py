@@ -1,0 +1,1 @@
+"""How long a plan takes on a shape that was not measured."""

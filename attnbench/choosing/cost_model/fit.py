@@ -1,0 +1,200 @@
+"""One plan's times as a function of the spec, fitted to what was measured: a law, its residuals, and the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...problem.spec import AttentionSpec
+from ...tables.entry import Entry
+from .host import HostFloor
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    _Array = npt.NDArray[np.float64]
+
+__all__ = ["Fit", "Residual", "calibration"]
+
+# How far the logarithm of a time lies from the physical law, and how that carries over from one
+# spec to another.  Found on the rows of an H200 by choosing on half of them for the other half:
+# any of them halved or doubled changed the regret by at most 0.3 per cent.
+_CLASS_DEVIATION = 0.2  # of a class of specs: what a kernel reaches at its head dimension and mask
+_FIXED_DEVIATION = 0.8  # of its launch and bytes: a kernel may pad or transpose at some head dimensions
+_SIZE_DEVIATION = 0.12  # of one spec within its class
+_REACH_HEAD_DIM = 2.0  # doublings over which the deviations of classes forget one another
+_REACH_SIZE = 4.0  # doublings over which those of sizes do
+_OTHER_MASK, _OTHER_GROUPING = 0.8, 0.9  # the correlation that is left across them
+_REPEATED = 0.05  # how well a median is known whose samples hardly scatter: sweeps differ by more than they say
+_LARGEST_SPREAD = 0.3  # an entry that scatters by more counts for next to nothing already
+_SHORTEST = 1e-6  # ms
+_PRIOR_WEIGHT = 2.0  # how many residuals the expectation that the deviations above are right counts for
+_ROUNDS, _STEP = 8, 0.6  # of telling host from device; a full step may swing between two answers
+_ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+_MASKS = {"none": 0, "causal": 1, "window": 2}
+_TILE, _BLOCKS = 128, 128  # queries that a block of threads takes at once, and blocks that fill a data centre's GPU
+
+
+class Residual(NamedTuple):
+    """By how much a logarithm lies above what the other specs say, how far it should, and whether it says so at all.
+
+    ``heard`` is the probability that the call waited for the device, not for the host.
+    """
+
+    value: float
+    deviation: float
+    heard: float
+
+
+class Fit:
+    """One plan's law, its residual process, its host, and how well all did on each entry without that entry."""
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        import numpy as np  # attention() is imported without it
+
+        entries = sorted(entries, key=lambda each: str(each.spec))  # sums come out the same in whatever order
+        specs = [entry.spec for entry in entries]
+        times = np.log(np.array([entry.time_ms for entry in entries], dtype=float))
+        scatter = np.array([_scatter(entry) for entry in entries])
+        noise = _REPEATED**2 + np.nan_to_num(scatter) ** 2
+        self._host = HostFloor(times, scatter)
+        sites = times, noise / np.maximum(1 - self._host.waited, 1e-2)
+        means, variances = self._left_out(specs, times, *sites)
+        for _ in range(_ROUNDS):
+            self._host.weigh(means, variances, noise)
+            sites = _towards(sites, self._host.sites(means, variances, noise))
+            means, variances = self._left_out(specs, times, *sites)
+        self.residuals = {
+            spec: Residual(float(time - mean), math.sqrt(variance), 1 - float(waited))
+            for spec, time, mean, variance, waited in zip(
+                specs, times, means, variances + noise, self._host.waited, strict=True
+            )
+        }
+        self._calibration = calibration((each.value / each.deviation, each.heard) for each in self.residuals.values())
+
+    def _left_out(
+        self, specs: Sequence[AttentionSpec], times: _Array, sites: _Array, noise: _Array
+    ) -> tuple[_Array, _Array]:
+        """Fit the law and the process to the sites; (mean, variance) of the device at each spec without its own."""
+        import numpy as np
+
+        parts = np.array([_parts(spec) for spec in specs])
+        self._law = _non_negative(parts / np.exp(times)[:, None], _REPEATED / np.sqrt(noise))
+        self._places = np.array([self._place(spec) for spec in specs])
+        self._inverse = np.linalg.inv(_covariance(self._places, self._places) + np.diag(noise))
+        self._weights = self._inverse @ (sites - np.log(np.maximum(parts @ self._law, _SHORTEST)))
+        variances = 1.0 / np.diag(self._inverse)
+        return sites - self._weights * variances, np.maximum(variances - noise, 1e-6)
+
+    def predict(self, spec: AttentionSpec) -> tuple[float, float]:
+        """(median of the whole call, the longer of host and device, in ms; the standard error of its logarithm).
+
+        The time may be infinite far from what was measured.
+        """
+        device = self._device(spec)
+        median = self._host.longer(*device, 0.5)
+        return math.exp(median) if median < 700 else math.inf, self._calibration * self._spread(device)
+
+    def deviation(self, spec: AttentionSpec) -> float:
+        """The standard deviation of the logarithm of a time to be measured, before calibration."""
+        return self._spread(self._device(spec))
+
+    def _spread(self, device: tuple[float, float]) -> float:
+        """Half of how far apart the bounds of the middle two thirds lie."""
+        return (self._host.longer(*device, 5 / 6) - self._host.longer(*device, 1 / 6)) / 2
+
+    def _device(self, spec: AttentionSpec) -> tuple[float, float]:
+        """Mean and deviation of the logarithm of a time to be measured on the device."""
+        import numpy as np
+
+        place = np.array([self._place(spec)])
+        near = _covariance(place, self._places)
+        variance = (_covariance(place, place) - near @ self._inverse @ near.T)[0, 0]
+        law = math.log(max(float(np.dot(_parts(spec), self._law)), _SHORTEST))
+        return law + min(float((near @ self._weights)[0]), 50.0), math.sqrt(max(0.0, float(variance)) + _REPEATED**2)
+
+    def _place(self, spec: AttentionSpec) -> tuple[float, ...]:
+        """Where a spec lies, and the share of its time that the law gives to launch and bytes."""
+        launch, moved, computed = (part * factor for part, factor in zip(_parts(spec), self._law, strict=True))
+        return (*_place(spec), (launch + moved) / max(launch + moved + computed, _SHORTEST))
+
+
+def calibration(scores: Iterable[tuple[float, float]]) -> float:
+    """How many times the expected deviation the residuals are, drawn towards 1 where they are few; (score, weight)."""
+    squares = [(min(score * score, 100.0), weight) for score, weight in scores]  # one wild entry must not silence all
+    total = sum(weight for _, weight in squares) + _PRIOR_WEIGHT
+    return math.sqrt((sum(square * weight for square, weight in squares) + _PRIOR_WEIGHT) / total)
+
+
+def _towards(before: tuple[_Array, _Array], after: tuple[_Array, _Array]) -> tuple[_Array, _Array]:
+    """(values, variances) a step on the way from one to the other, in precisions and what they weigh."""
+    (old, was), (new, now) = before, after
+    precision = (1 - _STEP) / was + _STEP / now
+    return ((1 - _STEP) * old / was + _STEP * new / now) / precision, 1 / precision
+
+
+def _parts(spec: AttentionSpec) -> tuple[float, float, float]:
+    """What the law multiplies: 1 for the launch, gigabytes that must be read and written, tera-operations.
+
+    Where there are fewer blocks of queries than a GPU can work on at once, operations count
+    for as many more as it then stands idle for; a kernel that shares the keys of one block
+    among several is faster than that, which is for the residuals to say.
+    """
+    per_head = spec.head_dim + spec.head_dim_v
+    elements = spec.batch * (spec.heads * spec.seqlen_q + spec.kv_heads * spec.seqlen_kv) * per_head
+    passes = 3 if spec.training else 1  # a backward reads all of it again, and writes as much
+    busy = min(1.0, spec.batch * spec.heads * math.ceil(spec.seqlen_q / _TILE) / _BLOCKS)
+    return 1.0, elements * _ELEMENT_BYTES.get(spec.dtype, 1) * passes / 1e9, spec.flops / 1e12 / busy
+
+
+def _place(spec: AttentionSpec) -> tuple[float, ...]:
+    """Where a spec lies among others, in doublings; the mask and the grouping are numbered."""
+    sizes = (spec.head_dim, spec.head_dim_v, spec.batch * spec.heads, spec.seqlen_q, spec.seqlen_kv)
+    return (*(math.log2(size) for size in sizes), float(_MASKS[spec.mask.kind]), float(spec.group > 1))
+
+
+def _covariance(ones: _Array, others: _Array) -> _Array:
+    """Of the deviations from the law at every one of ``ones`` (n, 8) and ``others`` (m, 8): (n, m)."""
+    import numpy as np
+
+    apart = np.abs(ones[:, None, :] - others[None, :, :])
+    head_dim, head_dim_v, heads, queries, keys, mask, grouping, _ = np.moveaxis(apart, -1, 0)
+    classes = np.exp(-(head_dim + head_dim_v) / 2 / _REACH_HEAD_DIM)
+    classes = classes * np.where(mask > 0, _OTHER_MASK, 1.0) * np.where(grouping > 0, _OTHER_GROUPING, 1.0)
+    sizes = np.exp(-(heads + (queries + keys) / 2) / _REACH_SIZE)
+    fixed = ones[:, None, -1] * others[None, :, -1]
+    product: _Array = classes * (_CLASS_DEVIATION**2 + _SIZE_DEVIATION**2 * sizes + _FIXED_DEVIATION**2 * fixed)
+    return product
+
+
+def _scatter(entry: Entry) -> float:
+    """How far the middle half of the samples lies from their median, as a part of it; NaN where that is not known."""
+    assert entry.time_ms, "entries without a time are in no fit"
+    return math.nan if entry.spread_ms is None else min(0.5 * entry.spread_ms / entry.time_ms, _LARGEST_SPREAD)
+
+
+def _non_negative(columns: _Array, weights: _Array) -> _Array:
+    """The coefficients, none below 0, whose sum of columns is nearest to 1 in every row: weighted least squares.
+
+    There are so few columns that every subset is tried; the best one without a negative is
+    the answer.
+    """
+    import numpy as np
+
+    columns, target = columns * weights[:, None], weights
+    best, least = np.zeros(columns.shape[1]), math.inf
+    for count in range(1, columns.shape[1] + 1):
+        for chosen in combinations(range(columns.shape[1]), count):
+            part = columns[:, chosen]
+            scale = np.abs(part).max(axis=0)
+            if not scale.all():
+                continue
+            found = np.linalg.lstsq(part / scale, target, rcond=None)[0] / scale
+            error = float(np.sum((part @ found - target) ** 2))
+            if (found >= 0).all() and error < least * (1 - 1e-9):
+                best, least = np.zeros(columns.shape[1]), error
+                best[list(chosen)] = found
+    return best

@@ -1,0 +1,175 @@
+"""What the tables say of a plan at a spec: measured there, or vouched for and predicted by its neighbours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+
+from ..kernels.plan import Plan
+from ..problem.spec import AttentionSpec
+from ..tables.table import Entry, Table
+from ..tables.user_table import Known
+from .choice import Candidate, Verdict
+from .cost_model.predict import CostModel
+from .similarity import SpecClass, class_of, distance
+
+__all__ = ["MARGIN", "Evidence"]
+
+# By what factor the errors of an FP8 plan's neighbours must stay below the budget of a spec that
+# was not measured.  Of 704 errors on an H200 7 lay more than 10 % above the largest of those that
+# would have vouched for them, 2 by 31 %, with an unlucky draw of outliers.
+MARGIN = 1.3
+_NEAR = 2.0  # doublings: farther away, who won says less than a prediction
+
+
+class Evidence:
+    """The tables' view of one spec.
+
+    A plan measured at the spec is judged by that entry alone.  At a spec where it was not
+    measured it is vouched for by its entries in the class of the spec (``similarity``): all
+    those with at most as many keys, and the nearest one with more, must be within the budget
+    on every input family.  A plan that computes in FP8 must be so by a factor of ``MARGIN``,
+    and needs one with at least as many keys: errors may grow with their number.  Where a plan failed at a spec
+    that is nowhere larger, or at the nearest one, it is not vouched for.  Its time is then
+    predicted by the cost model.
+    """
+
+    def __init__(self, spec: AttentionSpec, known: Known) -> None:
+        self._spec = spec.replace(return_lse=False)  # returning the LSE changes neither time nor error
+        self._here = known.at(self._spec)
+        alike = class_of(self._spec)
+        # Where the spec was measured, that table speaks of its neighbours too: times of two machines must not meet.
+        # Elsewhere the one that knows most of the class: a single shape of the user's own must not hide a whole sweep.
+        tables = [table for table in known.tables if table.at(self._spec)][:1] or known.tables
+        holding = [each for table in tables if alike in (each := _index(_Same(table))).classes]
+        index = max(holding, key=lambda each: each.specs(alike), default=None)
+        self._class = {} if index is None else index.classes[alike]
+        self.model = None if index is None else index.model
+
+    def candidate(self, plan: Plan, budget: float) -> Candidate | None:
+        """The plan as ``eligible``, ``inaccurate`` or ``unmeasured``; None where nothing was found out about it."""
+        entry = self._here.get(plan)
+        if entry is not None:
+            return _measured(entry, budget)
+        entries = self._class.get(plan)
+        return None if not entries else self._neighbours(plan, entries, budget)
+
+    def nearest(self, plan: Plan, others: Iterable[Plan]) -> list[Candidate]:
+        """What was measured of a plan that was predicted, and of the others, at the nearest spec that has the plan.
+
+        Nothing where that is more than ``_NEAR`` doublings away: who won there says less than a prediction.
+        """
+        spec = min((entry.spec for entry in self._class[plan] if entry.usable), key=self._order)
+        if distance(spec, self._spec) > _NEAR:
+            return []
+        entries = [entry for each in {plan, *others} for entry in self._class.get(each, ()) if entry.spec == spec]
+        return [_measured(entry, entry.worst[0]) for entry in entries if entry.usable]
+
+    def _neighbours(self, plan: Plan, entries: list[Entry], budget: float) -> Candidate:
+        nearest = min(entries, key=lambda each: self._order(each.spec))
+        failed = [each for each in entries if not each.usable and (each is nearest or self._covers(each.spec))]
+        if failed:
+            worst = min(failed, key=lambda each: self._order(each.spec))
+            return Candidate(plan, "unmeasured", (f"at {worst.spec}: {worst.unusable}",))
+        usable = [each for each in entries if each.usable]
+        keys = self._spec.seqlen_kv
+        more = sorted({each.spec.seqlen_kv for each in usable if each.spec.seqlen_kv >= keys})
+        asked = [each for each in usable if each.spec.seqlen_kv <= (more[0] if more else keys)] or usable
+        witness = max(asked, key=lambda each: (each.worst, str(each.spec)))
+        error, family = witness.worst
+        prediction = None if self.model is None else self.model.predict(plan, self._spec)
+        if prediction is None:
+            return Candidate(plan, "unmeasured", ("nothing like this was measured of it",))
+        vouched = not plan.fp8 or bool(more)
+        needs = error * MARGIN if plan.fp8 else error
+        found = Candidate(
+            plan=plan,
+            verdict="eligible",
+            time_ms=prediction.time_ms,
+            error=error,
+            family=family,
+            basis="predicted",
+            measured_at=witness.spec,
+            time_error=prediction.error,
+            needs=needs if vouched else None,
+        )
+        if not needs <= budget:
+            doubt = f", times {MARGIN:g} for a shape that was not measured," if plan.fp8 else ""
+            reason = f"its error of {error:.3g} on {family} inputs at {witness.spec}{doubt} exceeds the budget"
+            return _lost(found, "inaccurate", f"{reason} of {budget:g}")
+        if not vouched:
+            most = max(each.spec.seqlen_kv for each in usable)
+            return _lost(
+                found, "unmeasured", f"measured only up to {most} keys, and FP8 errors may grow with their number"
+            )
+        return found
+
+    def _covers(self, other: AttentionSpec) -> bool:
+        """Whether the other spec is nowhere larger than this one."""
+        sizes = ("seqlen_q", "seqlen_kv")
+        fits = all(getattr(other, size) <= getattr(self._spec, size) for size in sizes)
+        return fits and other.batch * other.heads <= self._spec.batch * self._spec.heads
+
+    def _order(self, other: AttentionSpec) -> tuple[float, str]:
+        return distance(other, self._spec), str(other)
+
+
+def _measured(entry: Entry, budget: float) -> Candidate:
+    if entry.unusable is not None:
+        return Candidate(entry.plan, "unmeasured", (entry.unusable,))
+    error, family = entry.worst
+    found = Candidate(
+        plan=entry.plan,
+        verdict="eligible",
+        time_ms=entry.time_ms,
+        error=error,
+        family=family,
+        basis="measured",
+        measured_at=entry.spec,
+        spread_ms=entry.spread_ms,
+        needs=error,
+    )
+    if not error <= budget:
+        size = f"error of {error:.3g}" if math.isfinite(error) else "infinite error"
+        reason = f"its {size} on {family} inputs exceeds the budget of {budget:g}"
+        return _lost(found, "inaccurate", reason)
+    return found
+
+
+def _lost(candidate: Candidate, verdict: Verdict, reason: str) -> Candidate:
+    return replace(candidate, verdict=verdict, reasons=(reason,))
+
+
+class _Index:
+    """A table's entries by class and plan, refusals left out: those are asked of the kernels anew."""
+
+    def __init__(self, table: Table) -> None:
+        self.classes: dict[SpecClass, dict[Plan, list[Entry]]] = {}
+        for entry in table.entries.values():
+            if entry.kept:
+                self.classes.setdefault(class_of(entry.spec), {}).setdefault(entry.plan, []).append(entry)
+        self.model = CostModel(table.entries.values())
+
+    def specs(self, alike: SpecClass) -> int:
+        """How many specs of a class there are."""
+        return len({entry.spec for entries in self.classes[alike].values() for entry in entries})
+
+
+class _Same:
+    """A table as a key: the very object, which is kept alive as long as it is one."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.table is self.table
+
+    def __hash__(self) -> int:
+        return id(self.table)
+
+
+@lru_cache(maxsize=8)
+def _index(same: _Same) -> _Index:
+    return _Index(same.table)

@@ -1,0 +1,33 @@
+"""Who answers for the choices before any table is read: nobody, unless they are frozen.
+
+Apart from the freeze, so that a choice without one reads one attribute and loads nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..problem.spec import AttentionSpec
+    from .choice import Choice
+
+__all__ = ["Frozen"]
+
+
+class Frozen(Protocol):
+    """What an open freeze is asked."""
+
+    @property
+    def path(self) -> Path:
+        """The file that holds the choices."""
+
+    def choice(
+        self, spec: AttentionSpec, device: torch.device, backend: str, asked_by: str, fp8: bool, max_error: float | None
+    ) -> Choice:
+        """The choice that ``selector.choose`` is asked for."""
+
+
+frozen: Frozen | None = None

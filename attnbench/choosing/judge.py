@@ -1,0 +1,60 @@
+"""Whether a plan that can serve may run within the budget, and what is known of its time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from ..kernels.plan import Plan, backend_of
+from ..kernels.registry import Registry
+from .choice import Candidate
+from .evidence import Evidence
+
+__all__ = ["Judge"]
+
+_FP8_CLOSED = 'computes in FP8, which dtype="fp8" or a max_error opens'
+
+
+class Judge:
+    """Turns plans into candidates: was it asked for, is it accurate enough, how long does it take.
+
+    ``fp8`` tells whether FP8 was opted into; ``declared`` is the error that a plan declares for the
+    spec, which decides where nothing was measured; ``dropped`` says of a backend why what was
+    measured of it is not used here.
+    """
+
+    def __init__(
+        self,
+        evidence: Evidence,
+        budget: float,
+        fp8: bool,
+        known: Registry,
+        declared: Callable[[Plan], float],
+        dropped: Mapping[str, str] | None = None,
+    ) -> None:
+        self._evidence, self._budget, self._fp8, self._known = evidence, budget, fp8, known
+        self._declared, self._dropped = declared, dropped or {}
+
+    def __call__(self, plan: Plan, insisted: bool = False) -> Candidate:
+        """The plan, which can serve, as eligible or not; an insisted one has been asked for by its name."""
+        found = self._evidence.candidate(plan, self._budget) or self._by_rule(plan)
+        if plan.fp8 and not self._fp8 and not insisted:
+            return replace(found, verdict="not asked for", reasons=(_FP8_CLOSED,))
+        return found
+
+    def preference(self, plan: Plan) -> float:
+        """The place of a plan in the declared order of forwards; those that have none come last."""
+        declared = self._known.forward(plan.forward).preference
+        return float("inf") if declared is None else declared
+
+    def _by_rule(self, plan: Plan) -> Candidate:
+        if plan.fp8 or self._known.forward(plan.forward).preference is None:
+            why = [text for kernel in plan.kernels if (text := self._dropped.get(backend_of(kernel)))]
+            return Candidate(
+                plan, "unmeasured", tuple(why) or ("its time and error were never measured on this device",)
+            )
+        declared = self._declared(plan)
+        if not declared <= self._budget:
+            reason = f"declares an error of {declared:.3g}, beyond the budget of {self._budget:g}"
+            return Candidate(plan, "inaccurate", (reason,), needs=declared)
+        return Candidate(plan, "eligible", needs=declared)

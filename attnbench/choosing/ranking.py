@@ -1,0 +1,159 @@
+"""Which of the plans that may run wins: the fastest, where times differ by more than noise, and then who."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from ..kernels.plan import Plan
+from ..problem.spec import AttentionSpec
+from .choice import Candidate, Margin, Trade
+from .cost_model.predict import CostModel
+
+__all__ = ["Ranking", "noise", "rounded_up"]
+
+_FLOOR, _CEILING = 0.01, 0.03
+_AS_ACCURATE = 1.25  # errors that differ by less are those of one precision on other random numbers
+
+
+def noise(one: Candidate, other: Candidate) -> float:
+    """How far two measured times may lie apart, as a part of one, without one plan being faster.
+
+    Half the interquartile range is how far the middle half of a plan's samples lies from
+    their median; of two plans, added in quadrature.  Not below 1 %: from one sweep of an H200
+    to the next the time of a call moved by 1.1 % in the median.  Not above 3 %: a wide spread
+    comes of a GPU that changes its clock, and must not pass a plan that is plainly slower.
+    """
+    spreads = [
+        0.0 if each.spread_ms is None or not each.time_ms else each.spread_ms / each.time_ms for each in (one, other)
+    ]
+    return min(_CEILING, max(_FLOOR, math.hypot(*spreads) / 2))
+
+
+class Ranking:
+    """Picks among candidates of one spec.
+
+    ``preference`` is the order where nothing was measured, smallest first: the plan with the
+    smallest is the default plan, which runs on a machine of which nothing is known.
+    ``nearest(plan, plans)`` is what was measured of the plans at the nearest spec of the class
+    that has the first, ``model`` predicts where the spec itself was not measured.  The candidates' order plays no part.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        preference: Callable[[Plan], float],
+        nearest: Callable[[Plan, Iterable[Plan]], list[Candidate]],
+        model: CostModel | None,
+    ) -> None:
+        self._spec, self._preference, self._nearest, self._model = spec, preference, nearest, model
+
+    def winner(self, eligible: Sequence[Candidate]) -> Candidate:
+        """The one that runs; its basis says what decided.
+
+        Measured times decide beyond their ``noise``.  Within it the more accurate plan wins
+        (errors within a quarter count as equal), then the one first in the declared order,
+        so that sweeps which differ by noise choose alike.
+
+        A predicted time wins where it leads by more than the error of the prediction: over
+        the best measured plan of this spec, or else over the plan that won, by the same
+        rules, at the nearest measured spec.  Where it does not, that plan runs.
+
+        Plans without a time come last, in the declared order.
+        """
+        timed = [each for each in eligible if each.time_ms is not None]
+        if not timed:
+            return min(eligible, key=self._declared)
+        measured = [each for each in timed if each.basis == "measured"]
+        known = self._settled(measured) if measured else None
+        fastest = min(timed, key=_by_time)
+        if fastest.basis == "measured":
+            assert known is not None, "the fastest is one of them"
+            return known
+        if known is None:
+            there = self._nearest(fastest.plan, [each.plan for each in timed])
+            if not there:
+                return fastest
+            plan = self._settled(there).plan
+            known = replace(next(each for each in timed if each.plan == plan), basis="nearest")
+        if known.plan == fastest.plan or _gap(known, fastest) > self._error(known, fastest):
+            return fastest
+        return known
+
+    def margin(self, winner: Candidate, eligible: Iterable[Candidate]) -> Margin | None:
+        """The lead of the winner over the fastest of the others, None where either has no time."""
+        others = [each for each in eligible if each.plan != winner.plan and each.time_ms is not None]
+        if winner.time_ms is None or not others:
+            return None
+        second = min(others, key=_by_time)
+        return Margin(second.plan, math.expm1(_gap(second, winner)), self._error(second, winner))
+
+    def trades(self, winner: Candidate, budget: float, able: Iterable[Candidate]) -> tuple[Trade, ...]:
+        """What other budgets would choose from those ``able`` to serve, FP8 opted into, the tightest first.
+
+        Of the looser ones each that saves more than the one before; of the tighter ones only
+        the cheapest, the one that costs least.
+        """
+        if winner.time_ms is None:
+            return ()
+        able = list(able)
+        needs = {each.plan: each.needs for each in able if each.needs is not None and 0 < each.needs < math.inf}
+        able = [each for each in able if each.plan in needs]
+
+        def under(max_error: float) -> Iterator[Trade]:
+            admitted = [each for each in able if needs[each.plan] <= max_error]
+            other = self.winner(admitted) if admitted else winner
+            if other.time_ms is not None and other.plan != winner.plan:
+                yield Trade(max_error, other.plan, math.expm1(_gap(other, winner)))
+
+        steps = sorted({rounded_up(each) for each in needs.values()})
+        within = min(needs.get(winner.plan, 0.0), budget)
+        tighter = [trade for step in steps if step < within for trade in under(step)]
+        looser, best = [], -self._least_saving(winner)
+        # The budget itself is one of them: naming it opens FP8.
+        for trade in (trade for step in (budget, *steps) if step >= budget for trade in under(step)):
+            if trade.change < best:
+                looser.append(trade)
+                best = trade.change
+        return (*sorted(tighter, key=lambda trade: (trade.change, trade.max_error))[:1], *looser)
+
+    def _least_saving(self, winner: Candidate) -> float:
+        return max(noise(winner, winner), winner.time_error or 0.0)
+
+    def _settled(self, measured: Sequence[Candidate]) -> Candidate:
+        """Of measured plans the fastest, or of those that tie with it the more accurate, then the first declared."""
+        fastest = min(measured, key=_by_time)
+        tied = [each for each in measured if _gap(each, fastest) <= math.log1p(noise(each, fastest))]
+        accurate = min(each.error or 0.0 for each in tied) * _AS_ACCURATE
+        return min((each for each in tied if (each.error or 0.0) <= accurate), key=self._declared)
+
+    def _declared(self, candidate: Candidate) -> tuple[float, str]:
+        return self._preference(candidate.plan), str(candidate.plan)
+
+    def _error(self, one: Candidate, other: Candidate) -> float:
+        """How large the gap between two must be to mean anything."""
+        if one.basis == "measured" and other.basis == "measured":
+            return noise(one, other)
+        if self._model is not None and "measured" not in (one.basis, other.basis):
+            return self._model.gap_error(one.plan, other.plan, self._spec)
+        return max(_FLOOR, one.time_error or 0.0, other.time_error or 0.0)
+
+
+def _by_time(candidate: Candidate) -> tuple[float, str]:
+    return candidate.time_ms or 0.0, str(candidate.plan)
+
+
+def _gap(one: Candidate, other: Candidate) -> float:
+    """The logarithm of the ratio of their times."""
+    first, second = one.time_ms or 0.0, other.time_ms or 0.0
+    if first == second:
+        return 0.0
+    return math.log(first / second) if first and second else math.copysign(math.inf, first - second)
+
+
+def rounded_up(needed: float) -> float:
+    """The budget with two digits that is not below what is needed."""
+    unit = 10.0 ** (math.floor(math.log10(needed)) - 1)
+    rounded = float(f"{math.ceil(needed / unit - 1e-9) * unit:.2g}")
+    return rounded if rounded >= needed else float(f"{(math.ceil(needed / unit) + 1) * unit:.2g}")

@@ -1,0 +1,246 @@
+"""How much slower the selector's choices are than the best ones, on specs that it has not seen: held-out regret."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..kernels.plan import Plan
+from ..kernels.registry import Registry
+from ..problem.spec import AttentionSpec
+from ..tables.table import Entry, Table
+from ..tables.user_table import Known
+from .budget import class_bound, default_budget
+from .choice import Basis, Candidate
+from .evidence import Evidence
+from .judge import Judge
+from .ranking import Ranking
+from .similarity import class_of
+
+__all__ = [
+    "QUESTIONS",
+    "Asked",
+    "Score",
+    "Summary",
+    "chosen_at",
+    "geometric_mean",
+    "held_out",
+    "served",
+    "summarised",
+]
+
+GEOMETRIC_MEAN, WORST = 0.02, 0.15  # what a table's held-out regret must stay within
+STEADY = 0.03  # half the interquartile range over the median: beyond it a time cannot tell such regrets from none
+_SPLITS = 5
+
+
+class Asked(NamedTuple):
+    """What a caller may ask for beside the tensors: the FP8 plans, and a budget or None for the default one."""
+
+    fp8: bool
+    max_error: float | None = None
+
+    def budget(self, spec: AttentionSpec) -> float:
+        """The largest error that is accepted at this spec."""
+        return default_budget(spec, self.fp8) if self.max_error is None else self.max_error
+
+    def __str__(self) -> str:
+        if self.max_error is not None:
+            return f"max_error={self.max_error:g}"
+        return 'dtype="fp8"' if self.fp8 else "nothing"
+
+
+QUESTIONS = (Asked(False), Asked(True), Asked(True, 0.05), Asked(True, 0.1), Asked(True, 0.15))
+
+
+@dataclass(frozen=True)
+class Score:
+    """One choice, made without the spec's own entries, beside what was measured there.
+
+    ``regret`` is the time of the ``plan`` over that of the ``best`` eligible one, minus one:
+    best among those that the known half vouches for and that are accurate enough here.
+    ``caution`` is what it costs on top that an FP8 plan is not vouched for though it is
+    accurate enough here: the time of the best eligible one over that of the best accurate
+    one, minus one.  ``violated``: the plan's measured error exceeds the budget.  ``steady``:
+    the times of both plans are known well enough for the regret to be one.
+    """
+
+    spec: AttentionSpec
+    asked: Asked
+    plan: Plan
+    basis: Basis
+    best: Plan
+    regret: float
+    caution: float
+    violated: bool
+    steady: bool
+
+
+def held_out(
+    table: Table,
+    known: Registry,
+    *,
+    questions: Sequence[Asked] = QUESTIONS,
+    splits: int = _SPLITS,
+    seed: int = 0,
+    steady: float = STEADY,
+) -> Iterator[Score]:
+    """Choose for one half of the table's specs by the other half, and the other way round, in several random splits.
+
+    Specs are split class by class, so that of each class about half is known; the odd one
+    falls to either side.  One that is alone in its class is never scored: nothing would speak
+    for any plan.  What cannot be answered within a budget is not scored either.
+
+    The known half is used as it is.  A score is ``steady`` where neither its plan's time nor
+    the best one's scattered by more than that: between others a regret is mostly noise, and
+    the best of several unsteady times is the luckiest.
+    """
+    for split in range(splits):
+        half = _half(table, random.Random(f"{seed}/{split}"))
+        for choosing in (half, set(_specs(table)) - half):
+            yield from _scored(table, choosing, known, questions, steady)
+
+
+def _half(table: Table, chance: random.Random) -> set[AttentionSpec]:
+    classes: dict[str, list[AttentionSpec]] = defaultdict(list)
+    for spec in _specs(table):
+        classes[str(class_of(spec))].append(spec)
+    half: set[AttentionSpec] = set()
+    for name in sorted(classes):
+        specs = classes[name]
+        chance.shuffle(specs)
+        half.update(specs[: (len(specs) + chance.randrange(2)) // 2])
+    return half
+
+
+def _specs(table: Table) -> list[AttentionSpec]:
+    """The specs at which anything was measured, in an order of their own."""
+    return sorted({spec for (spec, _), entry in table.entries.items() if entry.usable}, key=str)
+
+
+def _scored(
+    table: Table, choosing: set[AttentionSpec], known: Registry, questions: Sequence[Asked], steady: float
+) -> Iterator[Score]:
+    seen = Table(table.environment, {key: entry for key, entry in table.entries.items() if key[0] in choosing})
+    classes = {class_of(spec) for spec in _specs(seen)}
+    for spec in _specs(table):
+        if spec in choosing or class_of(spec) not in classes:
+            continue
+        evidence = Evidence(spec, Known.of(seen))
+        here = served(table, spec, known)
+        for asked in questions:
+            chosen = chosen_at(spec, here, evidence, asked, known)
+            if chosen is not None:
+                yield _score(spec, here, asked, *chosen, steady)
+
+
+def chosen_at(
+    spec: AttentionSpec, here: Iterable[Plan], evidence: Evidence, asked: Asked, known: Registry
+) -> tuple[Candidate, set[Plan]] | None:
+    """(what the selector takes of the plans that served here, all that it could have taken), None where it has none."""
+    # What was not measured in the class of the spec counts as what it must be to deserve the status ok.
+    judge = Judge(evidence, asked.budget(spec), asked.fp8, known, lambda plan: class_bound(plan, spec))
+    eligible = [each for each in map(judge, here) if each.verdict == "eligible"]
+    if not eligible:
+        return None
+    ranking = Ranking(spec, judge.preference, evidence.nearest, evidence.model)
+    return ranking.winner(eligible), {each.plan for each in eligible}
+
+
+def _score(
+    spec: AttentionSpec,
+    here: dict[Plan, Entry],
+    asked: Asked,
+    chosen: Candidate,
+    eligible: set[Plan],
+    steady: float,
+) -> Score:
+    budget = asked.budget(spec)
+    times = {
+        plan: entry.time_ms or 0.0
+        for plan, entry in here.items()
+        if (asked.fp8 or not plan.fp8) and (entry.worst[0] <= budget or plan == chosen.plan)
+    }
+    best = min((plan for plan in times if plan in eligible), key=lambda plan: (times[plan], str(plan)))
+    return Score(
+        spec=spec,
+        asked=asked,
+        plan=chosen.plan,
+        basis=chosen.basis,
+        best=best,
+        regret=_over(times[chosen.plan], times[best]),
+        caution=_over(times[best], min(times.values())),
+        violated=not here[chosen.plan].worst[0] <= budget,
+        steady=max(_scatter(here[chosen.plan]), _scatter(here[best])) <= steady,
+    )
+
+
+def _scatter(entry: Entry) -> float:
+    """How far the middle half of a plan's samples lies from their median, as a part of it."""
+    return (entry.spread_ms or 0.0) / entry.time_ms / 2 if entry.time_ms else 0.0
+
+
+def _over(time: float, best: float) -> float:
+    return time / best - 1 if best else 0.0
+
+
+def served(table: Table, spec: AttentionSpec, known: Registry) -> dict[Plan, Entry]:
+    """The plans that were measured at a spec, of kernels that this installation knows, installed or not."""
+    return {
+        plan: entry
+        for plan, entry in table.at(spec).items()
+        if entry.usable and plan.forward in known.forwards and plan.backward in (None, *known.backwards)
+    }
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The regrets of a group of scores: geometric mean, 95th percentile and worst of the time ratios, minus one."""
+
+    name: str
+    specs: int
+    choices: int
+    geometric_mean: float
+    percentile_95: float
+    worst: float
+    violations: int
+    caution: float
+
+    @property
+    def passes(self) -> bool:
+        """Whether the group stays within the bounds that a table must keep."""
+        return self.geometric_mean <= GEOMETRIC_MEAN and self.worst <= WORST and not self.violations
+
+
+def summarised(
+    scores: Iterable[Score], key: Callable[[Score], str] = lambda score: score.spec.direction
+) -> list[Summary]:
+    """A summary of each group that ``key`` names, by name."""
+    groups: dict[str, list[Score]] = defaultdict(list)
+    for score in scores:
+        groups[key(score)].append(score)
+    return [_summary(name, groups[name]) for name in sorted(groups)]
+
+
+def _summary(name: str, scores: list[Score]) -> Summary:
+    regrets = sorted(score.regret for score in scores)
+    return Summary(
+        name=name,
+        specs=len({score.spec for score in scores}),
+        choices=len(scores),
+        geometric_mean=geometric_mean(1 + regret for regret in regrets) - 1,
+        percentile_95=regrets[math.ceil(0.95 * len(regrets)) - 1],
+        worst=regrets[-1],
+        violations=sum(score.violated for score in scores),
+        caution=geometric_mean(1 + score.caution for score in scores) - 1,
+    )
+
+
+def geometric_mean(ratios: Iterable[float]) -> float:
+    """Of positive ratios, at least one."""
+    logs = [math.log(ratio) for ratio in ratios]
+    return math.exp(math.fsum(logs) / len(logs))

@@ -1,0 +1,79 @@
+"""What choosing by measurement saves over always taking one backend, and over what torch takes by itself."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ..kernels.plan import Plan, backend_of
+from ..kernels.registry import Registry
+from ..problem.spec import Direction
+from ..tables.table import Table
+from ..tables.user_table import Known
+from .evidence import Evidence
+from .regret import Asked, chosen_at, geometric_mean, served
+
+__all__ = ["TORCH_DEFAULT", "Fixed", "against_fixed"]
+
+TORCH_DEFAULT = "torch's default"
+# The order in which torch.nn.functional.scaled_dot_product_attention tries its kernels on a GPU of compute capability
+# 9.0 with cuDNN after 9.15 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, priority_order, torch 2.11).
+_TORCH_ORDER = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "sdpa-math")
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """How always taking one ``backend`` compares with ``auto`` in one direction.
+
+    ``serves`` of ``specs`` specs it can do within the budget.  On those, ``slow_down`` is the
+    geometric mean of its time over that of the plan that auto chooses, minus one, and
+    ``worst`` the largest.
+    """
+
+    backend: str
+    direction: Direction
+    specs: int
+    serves: int
+    slow_down: float
+    worst: float
+
+
+def against_fixed(table: Table, known: Registry, asked: Asked) -> list[Fixed]:
+    """A row for each direction and backend, and for torch's default: the least slow-down first.
+
+    Auto chooses at every spec by what was measured there.  A backend is taken at its fastest
+    plan that auto could take too: its forward with any backward, within the budget, FP8 only
+    where it is asked for.  Torch's default is the first of its kernels, in its own order on a
+    Hopper GPU, that served.
+    """
+    ratios: dict[tuple[Direction, str], list[float]] = defaultdict(list)
+    specs: dict[Direction, int] = defaultdict(int)
+    for spec in sorted({spec for spec, _ in table.entries}, key=str):
+        here = served(table, spec, known)
+        chosen = chosen_at(spec, here, Evidence(spec, Known.of(table)), asked, known)
+        if chosen is None:
+            continue
+        specs[spec.direction] += 1
+        winner, eligible = chosen
+        times = {plan: here[plan].time_ms or 0.0 for plan in eligible}
+        for backend, time in _by_backend(times):
+            ratios[spec.direction, backend].append(time / times[winner.plan] if times[winner.plan] else 1.0)
+    rows = [
+        Fixed(backend, direction, specs[direction], len(each), geometric_mean(each) - 1, max(each) - 1)
+        for (direction, backend), each in ratios.items()
+    ]
+    return sorted(rows, key=lambda row: (row.direction, row.slow_down, row.backend))
+
+
+def _by_backend(times: dict[Plan, float]) -> Iterator[tuple[str, float]]:
+    backends = {backend_of(plan.forward) for plan in times}
+    for backend in sorted(backends):
+        yield backend, _fastest(times, backend, times)
+    if first := next((backend for backend in _TORCH_ORDER if backend in backends), None):
+        alone = [plan for plan in times if {backend_of(kernel) for kernel in plan.kernels} == {first}]
+        yield TORCH_DEFAULT, _fastest(times, first, alone or times)
+
+
+def _fastest(times: dict[Plan, float], backend: str, plans: Iterable[Plan]) -> float:
+    return min(times[plan] for plan in plans if backend_of(plan.forward) == backend)

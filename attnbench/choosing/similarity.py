@@ -1,0 +1,71 @@
+"""Which specs say something of one another: their classes, and how far apart two of one class lie."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..problem.spec import AttentionSpec, Direction, Granularity
+
+__all__ = ["SpecClass", "class_of", "distance", "sizes"]
+
+
+class SpecClass(NamedTuple):
+    """What must be equal for one spec's time and error to say something of another's.
+
+    Left open are the sizes: batch × heads, queries, keys, and how many query heads share a key
+    head where any do.
+    """
+
+    head_dim: int
+    head_dim_v: int
+    mask: str
+    grouped: bool
+    dtype: str
+    descale: Granularity | None
+    direction: Direction
+    softcap: float
+    scale: float
+    has_empty_rows: bool
+
+    def __str__(self) -> str:
+        sizes = (
+            f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}-dv{self.head_dim_v}",
+            self.dtype if self.descale is None else f"{self.dtype}-{self.descale}",
+        )
+        kinds = (
+            "" if self.mask == "none" else self.mask,
+            "grouped" if self.grouped else "",
+            f"cap{self.softcap!r}" if self.softcap else "",
+            f"scale{self.scale!r}" if self.scale != self.head_dim**-0.5 else "",
+            "with empty rows" if self.has_empty_rows else "",
+        )
+        return " ".join(filter(None, (*sizes, *kinds, self.direction)))
+
+
+@lru_cache(maxsize=4096)
+def class_of(spec: AttentionSpec) -> SpecClass:
+    """The class of a spec."""
+    return SpecClass(
+        head_dim=spec.head_dim,
+        head_dim_v=spec.head_dim_v,
+        mask=spec.mask.kind,
+        grouped=spec.group > 1,
+        dtype=spec.dtype,
+        descale=spec.descale,
+        direction=spec.direction,
+        softcap=spec.softcap,
+        scale=spec.scale,
+        has_empty_rows=spec.has_empty_rows,
+    )
+
+
+def sizes(spec: AttentionSpec) -> tuple[int, int, int, int]:
+    """What is left open within a class: batch × heads, queries, keys and group."""
+    return spec.batch * spec.heads, spec.seqlen_q, spec.seqlen_kv, spec.group
+
+
+def distance(one: AttentionSpec, other: AttentionSpec) -> float:
+    """Sum of the doublings that lie between them in batch × heads, queries, keys and group."""
+    return sum(abs(math.log2(a / b)) for a, b in zip(sizes(one), sizes(other), strict=True))

@@ -1,0 +1,111 @@
+"""How the operators of ``operators`` are differentiated, and mapped over: their rules under autograd and torch.func.
+
+torch.func wants an autograd.Function of a form that ``torch.library.register_autograd`` does not make, so under its
+transforms the same rules come as such a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..problem.tensor_kinds import refuse_tangents
+
+__all__ = ["derive", "map_backward", "map_forward", "save", "transformed", "underive"]
+
+_TENSORS = 6  # arguments in front of those that are no tensors: of both operators
+
+
+def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keep for the backward what it reads: q, k, v, out and the log-sum-exp."""
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.asked = inputs[_TENSORS:]
+    ctx.mark_non_differentiable(output[1])
+
+
+def derive(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of the forward operator's arguments, by the backward operator."""
+    return _gradients(torch.ops.attnbench.attention_backward, ctx, grad_out)
+
+
+def underive(ctx: Any, *_: Any) -> None:
+    """Refuse a second derivative."""
+    raise RuntimeError("attnbench::attention has no second derivative")
+
+
+def transformed(*given: Any) -> tuple[Tensor, Tensor]:
+    """The forward operator within transforms of torch.func."""
+    out, lse = _Forward.apply(*given)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+def map_forward(info: Any, in_dims: tuple[int | None, ...], *given: Any) -> Any:
+    """A map over the forward is a forward of a larger batch, for which a plan is chosen anew."""
+    if given[3] is not None:
+        raise InputError("attention of FP8 tensors has no vmap; give them a larger batch")
+    folded = _folded(info.batch_size, in_dims[:3], given[:3])
+    found = torch.ops.attnbench.attention(*folded, *given[3:])
+    return tuple(x.unflatten(0, (info.batch_size, -1)) for x in found), (0, 0)
+
+
+def map_backward(info: Any, in_dims: tuple[int | None, ...], *given: Any) -> Any:
+    """A map over the backward is a backward of a larger batch."""
+    folded = _folded(info.batch_size, in_dims[:_TENSORS], given[:_TENSORS])
+    found = torch.ops.attnbench.attention_backward(*folded, *given[_TENSORS:])
+    return tuple(x.unflatten(0, (info.batch_size, -1)) for x in found), (0, 0, 0)
+
+
+def _gradients(backward: Callable[..., tuple[Tensor, ...]], ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    if not ctx.asked[0]:
+        raise InputError("attnbench::attention was called with training=False, so no gradients can follow")
+    gradients = backward(grad_out, *ctx.saved_tensors, *ctx.asked)
+    wanted = zip(gradients, ctx.needs_input_grad, strict=False)
+    return (*(gradient if needed else None for gradient, needed in wanted), *[None] * (3 + len(ctx.asked)))
+
+
+def _folded(size: int, dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """Each tensor with the axis that is mapped over as a part of its batch; one that lacks it is repeated."""
+    return [
+        (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+        for x, dim in zip(tensors, dims, strict=True)
+    ]
+
+
+class _Forward(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*given: Any) -> Any:
+        return torch.ops.attnbench.attention(*given)
+
+    setup_context = staticmethod(save)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        refuse_tangents()
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _gradients(_Backward.apply, ctx, grad_out)
+
+
+class _Backward(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*given: Any) -> Any:
+        return torch.ops.attnbench.attention_backward(*given)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    backward = staticmethod(underive)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        refuse_tangents()

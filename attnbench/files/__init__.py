@@ -1,0 +1,1 @@
+"""Files: replaced whole, checked when read, and where a user keeps them."""

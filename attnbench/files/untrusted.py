@@ -1,0 +1,73 @@
+"""What every reader of a file begins with: that it is a file, and that it follows a schema which this version knows."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from .. import __version__
+from ..errors import MalformedFileError, NewerFileError
+from ..text.printable import brief
+
+__all__ = ["check_schema", "is_newer", "open_regular"]
+
+_SCHEMA = re.compile(r"(attnbench\.[a-z]{1,20})/([0-9]{1,9})", re.ASCII)
+_RELEASE = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9}){1,3}", re.ASCII)
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """The bytes of a regular file, or of one that a link names.
+
+    Nothing else that may lie there is waited for or read to its end.  Raises OSError where it
+    cannot be opened, MalformedFileError where it is no file.
+    """
+    try:
+        # A pipe without a writer would keep a plain open() waiting for ever.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except ValueError as error:  # a zero byte in the path
+        raise MalformedFileError(path, f"cannot be read: {error}") from None
+    found = stat.S_IFMT(os.fstat(handle).st_mode)
+    if found != stat.S_IFREG:
+        os.close(handle)
+        raise MalformedFileError(path, f"expected a file, not {_KINDS.get(found, 'a socket')}")
+    return os.fdopen(handle, "rb")
+
+
+def check_schema(path: Path, found: object, expected: str, line: int | None = None) -> None:
+    """Raise MalformedFileError unless the schema that a file names is ``expected``; NewerFileError where it is newer.
+
+    A schema is written ``attnbench.table/2``: what the file holds, and the version of its form.
+    """
+    if found == expected:
+        return
+    said = f'expected "schema": "{expected}"'
+    known, given = _SCHEMA.fullmatch(expected), _SCHEMA.fullmatch(found) if isinstance(found, str) else None
+    if known is None or given is None:
+        raise MalformedFileError(path, said if found is None else f"{said}, found {brief(found)}", line)
+    if known[1] != given[1]:
+        raise MalformedFileError(path, f'{said}, found "{found}", which is another kind of file', line)
+    if int(given[2]) < int(known[2]):
+        raise MalformedFileError(
+            path, f'{said}, found "{found}": an older attnbench wrote this file; make it again with {__version__}', line
+        )
+    raise NewerFileError(
+        path,
+        f'{said}, found "{found}": a newer attnbench wrote this file, which {__version__} cannot read; '
+        "upgrade attnbench",
+        line,
+    )
+
+
+def is_newer(version: object) -> bool:
+    """Whether this is the version of an attnbench that is newer than this one."""
+    theirs = _RELEASE.match(version) if isinstance(version, str) else None
+    ours = _RELEASE.match(__version__)
+    return bool(theirs and ours and _numbers(theirs[0]) > _numbers(ours[0]))
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")))

@@ -1,0 +1,1 @@
+"""Reproducible choices: a run's choices in a file."""

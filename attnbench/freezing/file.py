@@ -1,0 +1,219 @@
+"""Frozen choices as a file: a question and its plan a line, in a fixed order, bounded and checked as tables are."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import AttnbenchError, MalformedFileError
+from ..files.untrusted import check_schema
+from ..kernels.plan import Plan, backend_of
+from ..problem.spec import AttentionSpec
+from ..tables.files import locked, read_text, replace_text
+from ..tables.text import _decoded, _of, _order, _short, _spec, _text
+from ..text.printable import printable
+
+__all__ = ["SCHEMA", "Frozen", "FrozenPlan", "FrozenQuestion", "Stamp", "recording", "stamp_of"]
+
+SCHEMA = "attnbench.frozen/1"
+_LONGEST, _MOST_VERSIONS, _MOST_DEVICES = 300, 16, 16
+_FIELDS = {"device", "backend", "fp8", "max_error", "spec", "plan", "versions"}
+Stamp = tuple[int, int, int, int]
+_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}\n]')
+
+
+class FrozenQuestion(NamedTuple):
+    """Everything that a plan is chosen by, apart from what is known of the plans.
+
+    ``device`` is its type (``cuda``); ``fp8`` tells whether FP8 was opted into, ``max_error``
+    is the budget, None where the caller named none.
+    """
+
+    device: str
+    backend: str
+    fp8: bool
+    max_error: float | None
+    spec: AttentionSpec
+
+    @classmethod
+    def make(cls, device: str, spec: AttentionSpec, backend: str, fp8: bool, max_error: float | None) -> FrozenQuestion:
+        """The question in the one spelling that a file can hold."""
+        if max_error is not None:
+            max_error = math.inf if max_error > sys.float_info.max else float(max_error)
+        return cls(device, backend, fp8, max_error, spec)
+
+    @property
+    def opens_fp8(self) -> bool:
+        """Whether a plan that computes in FP8 may answer it: opted into, named, or asked with FP8 tensors."""
+        return self.fp8 or ":" in self.backend or self.spec.descale is not None
+
+    def __str__(self) -> str:
+        budget = "the default budget" if self.max_error is None else f"max_error={self.max_error:g}"
+        return f"{self.spec} on {self.device}, backend {self.backend}, FP8 {'open' if self.fp8 else 'closed'}, {budget}"
+
+
+class FrozenPlan(NamedTuple):
+    """The plan that answers a question, and the versions of its backends, and of what they stand on, where it did."""
+
+    plan: Plan
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """What a file holds: the model of each type of device, and the plan of each question."""
+
+    devices: Mapping[str, str] = field(default_factory=dict)
+    plans: Mapping[FrozenQuestion, FrozenPlan] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path) -> Frozen:
+        """Read a file.  Raises MalformedFileError with the line where it is none, OSError where it cannot be read."""
+        return _parsed(path, read_text(path))
+
+    def save(self, path: Path) -> Stamp | None:
+        """Write it, replacing the file in one step, and return the new one's stamp.  Raises OutputError."""
+        found = replace_text(path, _written(self))
+        return None if found is None else _stamp(found)
+
+    def joined(self, other: Frozen) -> Frozen:
+        """Both; of two plans for one question this one's counts."""
+        return Frozen({**other.devices, **self.devices}, {**other.plans, **self.plans})
+
+    def adding(self, model: str, question: FrozenQuestion, answer: FrozenPlan) -> Frozen:
+        """The same with an answer to one more question, on this model of a device."""
+        return replace(self, devices={**self.devices, question.device: model}, plans={**self.plans, question: answer})
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    """What changes whenever the file is replaced or written, None where there is none."""
+    try:
+        return _stamp(os.stat(path))
+    except OSError:
+        return None
+
+
+def recording(path: Path) -> AbstractContextManager[None]:
+    """Keep other writers of this file out, and clear away what killed ones have left.  Raises OutputError."""
+    return locked(path, path.with_name(f"{path.name}.lock"))  # in a folder of the user's, so it bears the whole name
+
+
+def _stamp(found: os.stat_result) -> Stamp:
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _written(content: Frozen) -> str:
+    """The text of a file; the same for the same choices in any order."""
+    head = json.dumps({"schema": SCHEMA, "devices": dict(sorted(content.devices.items()))}, indent=1)
+    lines = sorted(
+        _ordered(asked, answer.plan, tuple(sorted(answer.versions.items()))) for asked, answer in content.plans.items()
+    )
+    return head[:-2] + ',\n "choices": [\n' + ",\n".join(line for _, line in lines) + "\n]}\n"
+
+
+@lru_cache(maxsize=2**14)  # each new choice writes all lines again
+def _ordered(
+    asked: FrozenQuestion, plan: Plan, versions: tuple[tuple[str, str], ...]
+) -> tuple[tuple[object, ...], str]:
+    """(what a file's lines are sorted by, the line of a choice); what most questions share is left out."""
+    named = {"backend": asked.backend} if asked.backend != "auto" else {}
+    opened = {"fp8": True} if asked.fp8 else {}
+    budget = {} if asked.max_error is None else {"max_error": "inf" if asked.max_error == math.inf else asked.max_error}
+    fields = {"device": asked.device, "spec": _short(asked.spec), **named, **opened, **budget}
+    line = json.dumps({**fields, "plan": str(plan), "versions": dict(versions)}, allow_nan=False)
+    return (asked.device, _order(asked.spec), asked.backend, asked.fp8, asked.max_error or 0.0), line
+
+
+def _parsed(path: Path, text: str) -> Frozen:
+    data = _decoded(path, text)
+    if not isinstance(data, dict):
+        raise MalformedFileError(path, f'expected an object with "schema": "{SCHEMA}"')
+    check_schema(path, data.get("schema"), SCHEMA)
+    with _expected(path, 'an object with "schema", "devices" and "choices"', None):
+        if unknown := data.keys() - {"schema", "devices", "choices"}:
+            raise ValueError(f"there is {min(unknown)!r:.60} too")
+        devices = _texts(data["devices"], _MOST_DEVICES)
+        choices = _of(list, data["choices"])
+    plans: dict[FrozenQuestion, FrozenPlan] = {}
+    for number, fields in enumerate(choices):
+        with _expected(path, "a question and its plan", (text, number)):
+            question, answer = _choice(_of(dict, fields))
+            if question.device not in devices:
+                raise ValueError(f"the devices above lack {question.device!r:.60}")
+            if question in plans:
+                raise ValueError(f"{question} stands there twice")
+            plans[question] = answer
+    return Frozen(devices, plans)
+
+
+def _choice(fields: dict[str, Any]) -> tuple[FrozenQuestion, FrozenPlan]:
+    if unknown := fields.keys() - _FIELDS:
+        raise ValueError(f"there is {min(unknown)!r:.60} too")
+    device, backend, fp8 = fields["device"], fields.get("backend", "auto"), fields.get("fp8", False)
+    if not isinstance(fp8, bool):
+        raise ValueError(f"fp8 is true or false, not {fp8!r:.60}")
+    question = FrozenQuestion(
+        _text(device, _LONGEST), _text(backend, _LONGEST), fp8, _budget(fields.get("max_error")), _spec(fields["spec"])
+    )
+    plan = Plan.parse(_text(fields["plan"], _LONGEST))
+    if (plan.backward is not None) != question.spec.training:
+        raise ValueError(f"{plan} is no plan for the direction {question.spec.direction}")
+    if backend not in ("auto", plan.forward, backend_of(plan.forward)):
+        raise ValueError(f"{plan} is not of the backend {printable(backend)}")
+    if plan.fp8 and not question.opens_fp8:
+        raise ValueError(f"{plan} computes in FP8, which the question does not open")
+    return question, FrozenPlan(plan, _texts(fields["versions"], _MOST_VERSIONS))
+
+
+def _budget(value: Any) -> float | None:
+    if value is None:
+        return None
+    if value == "inf":
+        return math.inf
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"max_error is a number above 0, not {value!r:.60}")
+    return float(value)
+
+
+def _texts(value: Any, most: int) -> dict[str, str]:
+    found = _of(dict, value)
+    if len(found) > most:
+        raise ValueError(f"{len(found)} entries where {most} are the most")
+    return {_text(name, _LONGEST): printable(_text(text, _LONGEST)) for name, text in found.items()}
+
+
+@contextmanager
+def _expected(path: Path, what: str, place: tuple[str, int] | None) -> Iterator[None]:
+    """Turns whatever a part of the file provokes into a MalformedFileError, with the line of that choice."""
+    try:
+        yield
+    except (AttnbenchError, KeyError, TypeError, ValueError, OverflowError) as error:
+        found = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+        line = None if place is None else _line(*place)
+        raise MalformedFileError(path, f"expected {what}: {found}", line) from None
+
+
+def _line(text: str, number: int) -> int | None:
+    """The line on which this one of the choices begins, in JSON laid out in any way; None where it is no object."""
+    line, around = 1, ""
+    for token in _TOKENS.findall(text):
+        if token == "\n":
+            line += 1
+        elif token in ("{", "["):
+            if (around, token) == ("{[", "{"):
+                if number == 0:
+                    return line
+                number -= 1
+            around += token
+        elif token in ("}", "]"):
+            around = around[:-1]
+    return None

@@ -1,0 +1,273 @@
+"""``freeze``: the choices of a run in a file, so that all ranks and later runs choose alike.
+
+The fastest plan is a matter of measurement, and two machines, or one before and after a sweep, measure differently.
+Plans differ in their rounding, and FP8 ones in more; ranks of one training run that chose each for itself would compute
+different functions.  A frozen file is asked before any table, and what it does not hold is chosen once for everybody.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, get_args
+
+import torch
+
+from ..api import forget_choices
+from ..choosing import freeze_hook
+from ..choosing.budget import budget_of
+from ..choosing.choice import Candidate, Choice
+from ..choosing.demotion import demoted
+from ..choosing.selector import choose
+from ..errors import FrozenError, InputError, RefusedError, UnknownBackendError
+from ..kernels.capabilities import Device
+from ..kernels.devices import describe
+from ..kernels.plan import Plan, backend_of
+from ..kernels.registry import Registry, registry
+from ..problem.spec import AttentionSpec
+from ..tables.binding import _STANDS_ON
+from ..text.printable import printable
+from .file import Frozen, FrozenPlan, FrozenQuestion, Stamp, recording, stamp_of
+
+__all__ = ["Freeze", "freeze"]
+
+Missing = Literal["record", "raise", "choose"]
+
+
+class Freeze:
+    """What ``freeze`` returns: a context manager, or ``start`` and ``stop``.  It may be opened more than once.
+
+    ``path`` is the file, with links followed.
+    """
+
+    def __init__(self, path: str | PathLike[str], missing: Missing) -> None:
+        if missing not in get_args(Missing):
+            raise InputError(f"missing must be one of {', '.join(get_args(Missing))}, not {missing!r}")
+        try:
+            # A file that is replaced would take the place of a link to it, and other ranks follow the link.
+            self.path = Path(os.path.realpath(path))
+        except (TypeError, ValueError):
+            raise InputError(f"the path of a file is needed, not {path!r:.200}") from None
+        if not self.path.name:
+            raise InputError(f"{self.path} is a folder; name a file such as run.choices.json")
+        self.missing = missing
+        self._content = Frozen()
+        self._known: Stamp | None = None  # of the file whose choices are all in the content
+        self._lock = threading.Lock()
+
+    def start(self) -> Freeze:
+        """Answer every choice of this process by the file, in all threads, until ``stop``.
+
+        Raises FrozenError where the file cannot be read or is of another model of GPU,
+        MalformedFileError where it is damaged, InputError where choices are frozen already.
+        """
+        with _opening:
+            if freeze_hook.frozen is not None:
+                raise InputError(f"choices are frozen already, by {freeze_hook.frozen.path}; stop that first")
+            self._known = stamp_of(self.path)  # before it is read: what changes meanwhile is read again
+            self._content = self._read()
+            self._check_gpus()
+            freeze_hook.frozen = self
+        forget_choices()  # after that, so that nothing that was chosen before stays
+        return self
+
+    def stop(self) -> None:
+        """Choose by the tables again."""
+        with _opening:
+            if freeze_hook.frozen is not self:
+                return
+            freeze_hook.frozen = None
+        forget_choices()
+
+    def __enter__(self) -> Freeze:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def choice(
+        self, spec: AttentionSpec, device: torch.device, backend: str, asked_by: str, fp8: bool, max_error: float | None
+    ) -> Choice:
+        """What ``selector.choose`` answers while this is open: the file's plan, or one that the file holds afterwards.
+
+        Raises FrozenError where the file lacks the question and may not be added to, RefusedError where its
+        plan cannot serve here, and else what ``choose`` and ``Frozen`` raise.
+        """
+        # A registry of one's own is what tells choose that the tables are meant.
+        known = registry()
+        if ">" in backend or (":" in backend and not spec.training):  # there is nothing to choose
+            return choose(spec, device, backend=backend, asked_by=asked_by, fp8=fp8, max_error=max_error, known=known)
+        here = describe(device)
+        question = FrozenQuestion.make(here.type, spec, backend, fp8, max_error)
+        self._check_model(self._content, here.type, here.name)
+        answer = self._content.plans.get(question)
+        if answer is None and self.missing == "record":  # another rank may have been first
+            with self._lock:
+                answer = self._reread(here).plans.get(question)
+        if answer is None:
+            if self.missing == "raise":
+                raise FrozenError(
+                    f'{self.path} holds no choice for {question}; a run with missing="record" adds those that it '
+                    "makes, and the file can then be given to every rank"
+                )
+            chosen = choose(spec, device, backend=backend, asked_by=asked_by, fp8=fp8, max_error=max_error, known=known)
+            if self.missing == "choose":
+                return chosen
+            mine = FrozenPlan(chosen.plan, _versions(chosen.plan, known))
+            answer = self._record(question, mine, here)
+            if answer == mine:
+                hint = "; ".join(filter(None, (chosen.hint, self._hint)))
+                return replace(chosen, basis="frozen", frozen_in=str(self.path), hint=hint)
+        self._check(question, answer, here, known)
+        return Choice(
+            spec=spec,
+            device=str(device),
+            plan=answer.plan,
+            budget=budget_of(spec, backend, fp8, max_error),
+            basis="frozen",
+            candidates=(Candidate(answer.plan, "chosen", basis="frozen"),),
+            asked=backend,
+            asked_by=asked_by,
+            hint=self._hint,
+            frozen_in=str(self.path),
+        )
+
+    @property
+    def _hint(self) -> str:
+        return f"the choice is frozen in {self.path}"
+
+    def _read(self) -> Frozen:
+        try:
+            return Frozen.load(self.path)
+        except FileNotFoundError:
+            if self.missing == "record":
+                return Frozen()
+            raise FrozenError(f'there is no {self.path}; a run with missing="record" writes it') from None
+        except OSError as error:
+            raise FrozenError(f"{self.path} cannot be read: {error.strerror}") from None
+
+    def _record(self, question: FrozenQuestion, mine: FrozenPlan, here: Device) -> FrozenPlan:
+        """The answer that the file holds for the question from now on: this one, or that of whoever was first."""
+        with self._lock, recording(self.path):
+            content = self._reread(here)
+            if question not in content.plans:
+                content = content.adding(here.name, question, mine)
+                self._known = content.save(self.path)
+                self._content = content
+            return content.plans[question]
+
+    def _reread(self, here: Device) -> Frozen:
+        """What was known and what others have added since; a file that nobody has touched is not read."""
+        stamp = stamp_of(self.path)
+        if stamp is not None and stamp == self._known:
+            return self._content
+        found = self._read()
+        for kind, model in {**self._content.devices, here.type: here.name}.items():
+            self._check_model(found, kind, model)
+        self._content, self._known = self._content.joined(found), stamp
+        return self._content
+
+    def _check_gpus(self) -> None:
+        """Raise at once where this process has GPUs and none is of the file's model; never be the first to ask CUDA."""
+        model = self._content.devices.get("cuda")
+        if model is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            found = [describe(torch.device("cuda", number)).name for number in range(torch.cuda.device_count())]
+            if model not in found:
+                self._check_model(self._content, "cuda", found[0])
+
+    def _check_model(self, content: Frozen, kind: str, here: str) -> None:
+        model = content.devices.get(kind, here)
+        if model != here:
+            raise FrozenError(f"{self.path} was recorded on {model}, and this is {here}: keep a file for each")
+
+    def _check(self, question: FrozenQuestion, answer: FrozenPlan, here: Device, known: Registry) -> None:
+        """Raise RefusedError unless the plan can serve here as it did where it was recorded."""
+        plan, spec = answer.plan, question.spec
+        reasons = list(_obstacles(answer, spec, here, known))
+        if reasons:
+            plans = [each for each in known.plans(spec) if question.opens_fp8 or not each.fp8]
+            able = [str(each) for each in plans if each != plan and known.reasons(each, spec, here)[0] == "ok"]
+            raise RefusedError(f"{plan} (frozen in {self.path})", reasons, able)
+
+
+def freeze(path: str | PathLike[str], *, missing: Missing = "record") -> Freeze:
+    """Pin the choices of a run to a file, and repeat them from it: a context manager, or start() and stop().
+
+    While it is open, a question that the file holds (spec, model of the device, backend, FP8 opt-in and budget) is
+    answered by the file alone, whatever tables say or have come to say.  ``missing`` says what happens to others:
+
+    - ``record``: the plan is chosen as usual and added to the file, which need not exist at first.  Several ranks may
+      do so at once: of two answers the first written counts, and the other rank takes it over.  They must see one
+      file, on a file system with locks.
+    - ``raise``: FrozenError names the question.  Nothing is chosen that was not recorded, so ranks that have a copy
+      each cannot come apart, and neither can a later run.
+    - ``choose``: the plan is chosen as usual, by each rank for itself, and written nowhere.
+
+    A plan that the file names and that cannot serve here (refused, unavailable, another version of its backend, or
+    demoted by a guard) raises RefusedError with reasons; nothing falls back.  Another model of GPU raises FrozenError.
+    A call that names its plan, or without gradients its kernel, leaves nothing to choose, and needs no file.
+
+    It holds for this process, all its threads and compiled programs, which are compiled anew when it is opened and
+    closed; one can be open at a time.  Backwards belong inside: activation checkpointing chooses there once more.
+    A guard demotes nothing meanwhile: it warns, for a rank that changed its plan would be alone with that.
+
+    Raises InputError for arguments that cannot be.
+
+    >>> with attnbench.freeze("run.choices.json"):
+    ...     train()
+    """
+    return Freeze(path, missing)
+
+
+def _obstacles(answer: FrozenPlan, spec: AttentionSpec, here: Device, known: Registry) -> Iterator[str]:
+    """What keeps the plan from serving as it did, one sentence each."""
+    try:
+        reasons = known.reasons(answer.plan, spec, here)[1]
+    except UnknownBackendError as error:
+        reasons = [str(error)]
+    if reasons:
+        yield from reasons
+        return
+    now = _versions(answer.plan, known)
+    for name in sorted(now.keys() | answer.versions.keys()):
+        before, found = answer.versions.get(name, "unknown"), now.get(name, "unknown")
+        if before != found:
+            yield f"recorded with {name} {before}, here is {found}"
+    reason = demoted(answer.plan, spec)
+    if reason is not None:
+        yield reason
+
+
+def _versions(plan: Plan, known: Registry) -> dict[str, str]:
+    """The version of each backend of the plan, with what it comes from, and of the libraries that have its kernels."""
+    found: dict[str, str] = {}
+    for backend in map(backend_of, plan.kernels):
+        answer = known.availability(backend)
+        said = " from ".join(filter(None, (answer.version or "unknown", answer.origin)))
+        found[backend] = printable(said)[:_LONGEST]
+        for library in _STANDS_ON.get(backend, ()):
+            found[_LIBRARIES[library]] = _library(library)
+    return found
+
+
+def _library(name: str) -> str:
+    if name == "cudnn":
+        loaded: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        return str(loaded)
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "absent"
+
+
+_LIBRARIES = {"cudnn": "cuDNN", "triton": "Triton"}  # told from the backends of these names
+_LONGEST = 256  # characters of a version: what the file is held to
+_opening = threading.Lock()

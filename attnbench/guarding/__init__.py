@@ -1,0 +1,1 @@
+"""The runtime guard: a few rows of live answers beside exact attention."""

@@ -1,0 +1,65 @@
+"""What a guard has found: one tensor of one plan at one spec, further from exact attention than allowed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..kernels.plan import Plan
+from ..problem.spec import AttentionSpec
+
+__all__ = ["Breach"]
+
+
+@dataclass(frozen=True)
+class Breach:
+    """One finding, as a record.
+
+    ``tensor`` is out, dq, dk or dv; ``error`` its relative L2 on the rows of each check since the trouble began, as a
+    root mean square over these checks (infinite where something is not finite), and ``bound`` what was allowed.
+    ``evidence`` is how much likelier the rows are to come from a plan beyond the bound than from one within it
+    (infinite for what needs no statistics); ``call`` counts the passes of this plan and spec from 0, ``check`` those
+    that were checked from 1.  ``path`` is the file that holds the tensors, None where none was written.
+    """
+
+    plan: Plan
+    spec: AttentionSpec
+    device: str
+    tensor: str
+    error: float
+    bound: float
+    evidence: float
+    call: int
+    check: int
+    path: Path | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; what is infinite is the string ``inf``."""
+        return {
+            "plan": str(self.plan),
+            "spec": self.spec.to_dict(),
+            "device": self.device,
+            "tensor": self.tensor,
+            "error": _plain(self.error),
+            "bound": self.bound,
+            "evidence": _plain(self.evidence),
+            "call": self.call,
+            "check": self.check,
+            "path": None if self.path is None else str(self.path),
+        }
+
+    @property
+    def reason(self) -> str:
+        """What is wrong, without saying of which plan."""
+        wrong = f"is off by {self.error:.2g}" if math.isfinite(self.error) else "is not finite"
+        return f"its {self.tensor} {wrong} on live tensors, {self.bound:.2g} allowed"
+
+    def __str__(self) -> str:
+        kept = "" if self.path is None else f"; the tensors are in {self.path}"
+        return f"{self.plan} on {self.spec} ({self.device}), call {self.call}: {self.reason}{kept}"
+
+
+def _plain(value: float) -> float | str:
+    return value if math.isfinite(value) else "inf"

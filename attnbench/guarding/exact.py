@@ -1,0 +1,183 @@
+"""Exact attention of some queries of several heads, and exact gradients of some of their queries and keys.
+
+Heads, or groups of heads that share their keys, lie in the first axis.  On a GPU such a check costs what launching its
+operators costs, so these are few and large: the scale is a factor of a product, a mask is one comparison a side, and
+for dk and dv only what is as large as the scores is computed piece by piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from ..problem.spec import FP8_DTYPES, AttentionSpec
+
+__all__ = ["Piece", "exact_out", "hidden_keys", "key_gradients", "query_gradients", "reach", "stretches", "together",
+           "wide_dtype"]  # fmt: skip
+
+# Scores (or keys and values) alive at once, about three such tensors at a time: what is small is paid for in launches.
+_SCORES = {"cpu": 2**21, "cuda": 2**25}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Queries ``begin`` to ``end`` of a group, counted head after head, and the ``first`` to ``last`` key they see."""
+
+    begin: int
+    end: int
+    first: int
+    last: int
+
+
+def wide_dtype(spec: AttentionSpec, device: torch.device) -> torch.dtype:
+    """What a check computes in.
+
+    On a GPU, tensors of 16 and 8 bits are checked in FP32, which moves half of FP64's bytes: their products it (and
+    TF32, if the program allows it) holds exactly, and P alone is rounded, in TF32 by 3e-4.
+    """
+    narrow = spec.dtype in ("bf16", "fp16", *FP8_DTYPES)
+    return torch.float32 if device.type == "cuda" and narrow else torch.float64
+
+
+def together(spec: AttentionSpec, device: torch.device) -> int:
+    """How many heads' keys and values are computed with at once."""
+    return max(1, _SCORES[device.type] // (spec.seqlen_kv * (spec.head_dim + spec.head_dim_v)))
+
+
+def stretches(groups: int, spec: AttentionSpec, device: torch.device) -> list[list[Piece]]:
+    """All queries of so many groups: stretches whose q, dO and out are alive at once, of pieces whose scores are.
+
+    A stretch is some heads as a whole, or rows of one.
+    """
+    most, length = _SCORES[device.type] // groups, spec.seqlen_q
+    rows = max(1, most // 2 // (spec.head_dim + 2 * spec.head_dim_v))
+    size, whole = max(1, rows // length) * length, spec.group * length
+    return [
+        [Piece(*piece, *_reach(*piece, spec)) for piece in _ranges(*stretch, max(1, most // spec.seqlen_kv))]
+        for begin in range(0, whole, size)
+        for stretch in _ranges(begin, min(begin + size, whole), rows)
+    ]
+
+
+def reach(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """From the first key of any of the spans to the last; one key, which is hidden, where they have none."""
+    first, last = min(start for start, _ in spans), max(stop for _, stop in spans)
+    return (first, last) if first < last else (0, 1)
+
+
+def hidden_keys(keys: Tensor, start: Tensor, stop: Tensor, spec: AttentionSpec) -> Tensor | None:
+    """Which keys (..., keys) are hidden from queries that see those from ``start`` to ``stop``, (..., queries, 1) both.
+
+    (..., queries, keys), or None where the mask hides none.
+    """
+    early = None if spec.mask.left is None else keys < start
+    late = None if spec.mask.right is None else keys >= stop
+    return late if early is None else early if late is None else early.logical_or_(late)
+
+
+def exact_out(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, spec: AttentionSpec) -> Tensor:
+    """Out (G, queries, Dv) of q (G, queries, D), k (G, keys, D) and v (G, keys, Dv)."""
+    return _probabilities(q, k.mT, hidden, spec).bmm(v)
+
+
+def query_gradients(
+    q: Tensor, grad_out: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """dq (G, queries, D), and how long each would be if nothing cancelled (G, queries), in FP64."""
+    p = _probabilities(q, k.mT, hidden, spec)
+    dp = _product(grad_out, v.mT, spec.scale)
+    terms, lengths = _terms(q, k.mT, p, dp, (p * dp).sum(-1, keepdim=True), spec)
+    lengths.mul_(torch.linalg.vector_norm(k, dim=-1).unsqueeze(-2))
+    return terms.bmm(k), torch.linalg.vector_norm(lengths, dim=-1, dtype=torch.float64)
+
+
+def key_gradients(
+    q: Tensor, grad_out: Callable[[int, int], Tensor], k: Tensor, v: Tensor, keys: Tensor, picked: Tensor,
+    nearest: Sequence[Tensor], parts: Sequence[Sequence[Piece]], spec: AttentionSpec,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dk (G, picked, D), dv (G, picked, Dv) and how long each dk would be if nothing cancelled (G, picked), in FP64.
+
+    Of all ``keys``, counted from 0, those at ``picked`` (G, picked), from all queries: q (G, queries, D) holds the
+    group's heads one after the other, in any type, and ``grad_out`` gives from one of them to another, (G, ..., Dv).
+    ``nearest`` has, for each piece of ``parts``, where the picked keys (G, 1, picked) are among the piece's; any place
+    for a key that is none of those.
+    """
+    start, stop = _all_seen(spec, q.device)
+    at = picked.unsqueeze(-1)
+    k_picked, v_picked = (x.gather(1, at.expand(-1, -1, x.shape[-1])) for x in (k, v))
+    k_columns, places, found = k.mT, iter(nearest), []
+    for pieces in parts:
+        begin, end, counts = pieces[0].begin, pieces[-1].end, [piece.end - piece.begin for piece in pieces]
+        first, last, wide_q = start[begin:end], stop[begin:end], q[:, begin:end].to(k.dtype)
+        do = grad_out(begin, end).to(k.dtype)
+        p, out = do.new_empty(*do.shape[:2], picked.shape[1]), do.new_empty(do.shape)
+        split = (x.split_with_sizes(counts, -2) for x in (first, last, wide_q, p, out))
+        for piece, place, own_first, own_last, own_q, own_p, own_out in zip(pieces, places, *split, strict=False):
+            hidden = hidden_keys(keys[piece.first : piece.last], own_first, own_last, spec)
+            every = _probabilities(own_q, k_columns[..., piece.first : piece.last], hidden, spec)
+            torch.gather(every, 2, place.expand(-1, piece.end - piece.begin, -1), out=own_p)
+            own_out.baddbmm_(every, v[:, piece.first : piece.last], beta=0, alpha=spec.scale)
+            del every, hidden  # or they would live on beside the next piece's
+        hidden = hidden_keys(picked.unsqueeze(1), first, last, spec)
+        if hidden is not None:
+            p.masked_fill_(hidden, 0.0)
+        dp, delta = _product(do, v_picked.mT, spec.scale), out.mul_(do).sum(-1, keepdim=True)
+        terms, lengths = _terms(wide_q, k_picked.mT, p, dp, delta, spec)
+        lengths.mul_(torch.linalg.vector_norm(wide_q, dim=-1, keepdim=True))
+        length = torch.linalg.vector_norm(lengths, dim=1, dtype=torch.float64)
+        found.append((terms.mT.bmm(wide_q), p.mT.bmm(do), length))
+    dk, dv, length = zip(*found, strict=True)
+    return reduce(torch.add, dk), reduce(torch.add, dv), reduce(torch.hypot, length)
+
+
+def _probabilities(q: Tensor, k_columns: Tensor, hidden: Tensor | None, spec: AttentionSpec) -> Tensor:
+    """P (G, queries, keys) of q (G, queries, D) and k_columns (G, D, keys); 0 where a query sees no key."""
+    scores = _scores(q, k_columns, spec)
+    if spec.softcap:
+        scores.mul_(spec.softcap)
+    if hidden is None:
+        return scores.softmax(-1)
+    p = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+    return p.masked_fill_(hidden.all(-1, keepdim=True), 0.0) if spec.has_empty_rows else p
+
+
+def _scores(q: Tensor, k_columns: Tensor, spec: AttentionSpec) -> Tensor:
+    """Scaled q·k (G, queries, keys); with a cap, what that is multiplied by."""
+    if spec.softcap:
+        return _product(q, k_columns, spec.scale / spec.softcap).tanh_()
+    return _product(q, k_columns, spec.scale)
+
+
+def _terms(
+    q: Tensor, k_columns: Tensor, p: Tensor, dp: Tensor, delta: Tensor, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """Scaled dS (G, queries, keys) from scaled dp and delta, and its magnitude if nothing cancelled, with any sign."""
+    weight = p * (1 - _scores(q, k_columns, spec).square_()) if spec.softcap else p
+    return (dp - delta).mul_(weight), torch.copysign(delta, dp).add_(dp).mul_(weight)
+
+
+def _product(a: Tensor, b: Tensor, factor: float) -> Tensor:
+    return a.new_empty(a.shape[0], a.shape[1], b.shape[2]).baddbmm_(a, b, beta=0, alpha=factor)
+
+
+def _all_seen(spec: AttentionSpec, device: torch.device) -> tuple[Tensor, Tensor]:
+    """``Mask.span`` of all queries of a group (queries, 1), not clipped to the keys."""
+    mask, offset = spec.mask, spec.mask.offset(spec.seqlen_q, spec.seqlen_kv)
+    row = torch.arange(offset, offset + spec.seqlen_q, device=device).expand(spec.group, -1).reshape(-1, 1)
+    start = row if mask.left is None else row - mask.left
+    return start, row if mask.right is None else row + (mask.right + 1)
+
+
+def _ranges(begin: int, end: int, step: int) -> list[tuple[int, int]]:
+    return [(at, min(at + step, end)) for at in range(begin, end, step)]
+
+
+def _reach(begin: int, end: int, spec: AttentionSpec) -> tuple[int, int]:
+    """``reach`` of a piece: visible keys only move to the right with the row, unless a new head begins."""
+    (first, row), (last, other) = divmod(begin, spec.seqlen_q), divmod(end - 1, spec.seqlen_q)
+    rows = (row, other) if first == last else (0, spec.seqlen_q - 1)
+    return reach([spec.mask.span(each, spec.seqlen_q, spec.seqlen_kv) for each in rows])

@@ -1,0 +1,396 @@
+"""``guard``: now and then, a few rows of what attention answers, on live tensors, beside exact attention.
+
+An error that was measured on synthetic inputs is a promise about others.  The guard holds the plans that a program
+really runs to it, while it runs: every so many calls of each plan and spec some rows of the output, and of the
+gradients of its backward, are computed exactly (``guard_check``), and a sequence of such checks decides
+(``guard_evidence``) whether the plan is beyond its bound.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import warnings
+import weakref
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, TypeVar, get_args
+
+import torch
+from torch import Tensor
+
+from ..api import forget_choices
+from ..choosing.budget import class_bound
+from ..choosing.demotion import demote
+from ..dispatch.context import check_budget
+from ..errors import AttnbenchWarning, BreachError, BreachWarning, InputError, OutputError
+from ..kernels import guard_hook
+from ..kernels.contract import Operands
+from ..kernels.execution import Execution
+from ..kernels.guard_hook import Gradients
+from ..kernels.plan import Plan
+from ..problem.fp8 import Quantised
+from ..problem.spec import AttentionSpec
+from .breach import Breach
+from .breach_file import save_tensors
+from .check import Group, Part, Sums, aside, gradient_sums, out_sums, part, pick_groups, pick_rows
+from .significance import Detector
+
+__all__ = ["Guard", "guard"]
+
+OnBreach = Literal["warn", "raise", "demote"]
+_log = logging.getLogger("attnbench.guard")
+_log.addHandler(logging.NullHandler())  # a program that set up no logging reads the warnings, not a line a breach
+_MOST = 4096  # plans and specs that are remembered, and breaches: a program with ever new shapes has no end of them
+_GREETED = 64  # of which so many are checked at their first call; later ones at a random one of their first ``every``
+_Kind = Literal["out", "gradients"]
+_Drawn = TypeVar("_Drawn")
+
+
+@dataclass
+class _Case:
+    """A plan at a spec under a bound: its passes so far, and what checking them has shown."""
+
+    plan: Plan
+    spec: AttentionSpec
+    bound: float
+    calls: dict[_Kind, int]
+    due: dict[_Kind, int]
+    checks: int = 0
+    detectors: dict[str, Detector] = field(default_factory=dict)
+    saved: bool = False
+
+
+@dataclass
+class _Check:
+    """A check on its way from the device: its sums are on the host once ``done`` has happened."""
+
+    case: _Case
+    call: int
+    device: torch.device
+    sums: Sums
+    done: torch.cuda.Event | None
+    tensors: dict[str, Tensor | Quantised]
+
+
+@dataclass
+class _Sample:
+    """A forward whose gradients will be checked; what it reads is copied, so that nothing else is kept for it."""
+
+    guard: Guard
+    case: _Case
+    call: int
+    groups: list[Group]
+    part: Part
+    tensors: dict[str, Tensor | Quantised]
+
+    def derived(self, grad_out: Tensor, gradients: Gradients) -> None:
+        """Check them."""
+        self.guard._check_gradients(self, grad_out, gradients)
+
+
+@dataclass
+class _Prepared(threading.local):
+    """The operands that were made last in this thread, and of what; none of it is kept alive."""
+
+    operands: Callable[[], Operands | None] = lambda: None
+    given: tuple[Callable[[], Tensor | None], ...] = ()
+
+
+class Guard:
+    """What ``guard`` returns: a context manager, or ``start`` and ``stop``.  It may be opened more than once.
+
+    ``breaches`` is what was found, ``checks`` how many checks were read, and ``skipped`` why others told nothing.
+    """
+
+    def __init__(
+        self, every: int, max_error: float | None, on_breach: OnBreach, save_to: str | PathLike[str] | None, seed: int
+    ) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise InputError(f"every must be a number of calls, 1 or more, got {every!r}")
+        if on_breach not in get_args(OnBreach):
+            raise InputError(f"on_breach must be one of {', '.join(get_args(OnBreach))}, not {on_breach!r}")
+        check_budget(max_error)
+        self.every, self.max_error, self.on_breach = every, max_error, on_breach
+        self.save_to = None if save_to is None else Path(save_to)
+        self.checks = 0
+        self.skipped: Counter[str] = Counter()
+        self._breaches: deque[Breach] = deque(maxlen=_MOST)
+        self._random = random.Random(seed)
+        self._lock = threading.RLock()
+        self._cases: OrderedDict[tuple[Plan, AttentionSpec, float], _Case] = OrderedDict()
+        self._known: dict[int, tuple[Execution, _Case]] = {}
+        self._under_way: deque[_Check] = deque()
+        self._prepared = _Prepared()
+        self._warned: set[Plan] = set()
+
+    @property
+    def breaches(self) -> tuple[Breach, ...]:
+        """What was found so far, oldest first; the newest 4096."""
+        return tuple(self._breaches)
+
+    def start(self) -> Guard:
+        """Watch every pass of this process, in all threads, until ``stop``; guards around this one see none of it."""
+        with _opening:
+            if self in _open:
+                raise InputError("this guard is open already")
+            _open.append(self)
+            guard_hook.watcher = _open[-1]
+        return self
+
+    def stop(self) -> None:
+        """Watch no more, wait for the checks that are under way and act on them.
+
+        Raises BreachError, with ``on_breach="raise"``, for what those have found.
+        """
+        self._close()
+        self._read(wait=True)
+
+    def __enter__(self) -> Guard:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.stop()
+            return
+        self._close()
+        self._read(wait=True, quietly=True)  # the program's own error goes first
+
+    def _close(self) -> None:
+        with _opening:
+            if self in _open:
+                _open.remove(self)
+            guard_hook.watcher = _open[-1] if _open else None
+
+    def answered(
+        self, execution: Execution, operands: Operands | None, q: Tensor | Quantised, k: Tensor | Quantised,
+        v: Tensor | Quantised, out: Tensor,
+    ) -> None:  # fmt: skip
+        """A forward has run."""
+        if operands is not None and execution.backward is not None:
+            self.prepared(operands, *(x for x in (q, k, v) if isinstance(x, Tensor)))
+        turn = self._turn(execution, "out", out)
+        if turn is not None:
+            spec = execution.spec
+            picks = self._drawn(pick_rows, spec)
+            tensors = {"q": q, "k": k, "v": v} if self.save_to is not None else {}
+            self._check(*turn, out.device, lambda: out_sums(q, k, v, out, spec, picks), tensors)
+        if self._under_way and not _recorded(out):
+            self._read()
+
+    def prepared(self, operands: Operands, *given: Tensor) -> None:
+        """Operands were made of q, k, v, perhaps for a backward in this thread."""
+        self._prepared.operands = weakref.ref(operands)
+        self._prepared.given = tuple(weakref.ref(x) for x in given)
+
+    def sample(self, execution: Execution, q: Tensor, k: Tensor, v: Tensor) -> _Sample | None:
+        """A forward has run that may have a backward."""
+        turn = self._turn(execution, "gradients", q)
+        return None if turn is None else self._sampled(*turn, q, k, v)
+
+    def derived(self, execution: Execution, operands: Operands, grad_out: Tensor, gradients: Gradients) -> None:
+        """A backward has run that may follow operands of this thread's."""
+        if self._prepared.operands() is not operands:
+            return
+        given = [x for each in self._prepared.given if (x := each()) is not None]
+        turn = self._turn(execution, "gradients", grad_out) if len(given) == 3 else None
+        sample = None if turn is None else self._sampled(*turn, *given)
+        if sample is not None:
+            sample.derived(grad_out, gradients)
+
+    def _turn(self, execution: Execution, kind: _Kind, x: Tensor) -> tuple[_Case, int] | None:
+        """(case, number of the call) where this pass is to be checked; it is counted."""
+        if type(x) not in (Tensor, torch.nn.Parameter):  # what is traced or spread over devices has no rows to look at
+            return None
+        with self._lock:
+            case = self._case(execution)
+            call = case.calls[kind]
+            if call == case.due[kind]:
+                if _recorded(x):
+                    return None
+                case.due[kind] = call + self.every
+                case.calls[kind] += 1
+                return case, call
+            case.calls[kind] += 1
+            return None
+
+    def _case(self, execution: Execution) -> _Case:
+        known = self._known.get(id(execution))
+        if known is not None:
+            return known[1]
+        plan, spec = execution.plan, execution.spec
+        bound = self.max_error or execution.budget or class_bound(plan, spec)
+        case = self._cases.get((plan, spec, bound))
+        if case is None:
+            first = 0 if len(self._cases) < _GREETED else self._random.randrange(self.every)
+            case = _Case(plan, spec, bound, dict.fromkeys(get_args(_Kind), 0), dict.fromkeys(get_args(_Kind), first))
+            self._cases[plan, spec, bound] = case
+            if len(self._cases) > _MOST:
+                self._cases.popitem(last=False)
+        if len(self._known) >= _MOST:
+            self._known.clear()
+        self._known[id(execution)] = execution, case  # kept, so that its id stays its own
+        return case
+
+    def _drawn(self, pick: Callable[[AttentionSpec, random.Random], _Drawn], spec: AttentionSpec) -> _Drawn:
+        with self._lock:
+            return pick(spec, self._random)
+
+    def _sampled(self, case: _Case, call: int, q: Tensor, k: Tensor, v: Tensor) -> _Sample | None:
+        groups = self._drawn(pick_groups, case.spec)
+        try:
+            with aside(q.device):
+                own = part(groups, q, k, v)
+                whole = {"q": q, "k": k, "v": v} if self.save_to is not None else {}
+                return _Sample(self, case, call, groups, own, {name: x.detach().clone() for name, x in whole.items()})
+        except Exception as error:  # memory, most likely: the program goes on without this check
+            self._skip(type(error).__name__, str(error))
+            return None
+
+    def _check_gradients(self, sample: _Sample, grad_out: Tensor, gradients: Gradients) -> None:
+        if self not in _open or _recorded(grad_out):
+            return
+        sums = partial(gradient_sums, sample.part, sample.groups, grad_out, gradients, sample.case.spec)
+        tensors = {**sample.tensors, "grad_out": grad_out} if sample.tensors else {}
+        self._check(sample.case, sample.call, grad_out.device, sums, tensors)
+
+    def _check(
+        self, case: _Case, call: int, device: torch.device, sums: Callable[[], Sums],
+        tensors: dict[str, Tensor | Quantised],
+    ) -> None:  # fmt: skip
+        """Queue a check, and read it where that costs no waiting or the tensors have to be at hand."""
+        try:
+            with aside(device):
+                found, done = sums(), None
+                if device.type == "cuda":
+                    host = torch.empty(found.packed.shape, dtype=found.packed.dtype, pin_memory=True)
+                    found = replace(found, packed=host.copy_(found.packed, non_blocking=True))
+                    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    done.record()
+        except Exception as error:  # memory, most likely: the program goes on without this check
+            self._skip(type(error).__name__, str(error))
+            return
+        with self._lock:
+            self._under_way.append(_Check(case, call, device, found, done, tensors))
+        self._read(wait=bool(tensors))
+
+    def _read(self, wait: bool = False, quietly: bool = False) -> None:
+        """Act on the checks that are done, or on all."""
+        found: list[Breach] = []
+        with self._lock:
+            while self._under_way:
+                check = self._under_way[0]
+                if check.done is not None:
+                    if wait:
+                        check.done.synchronize()
+                    elif not check.done.query():  # type: ignore[no-untyped-call]
+                        break
+                found += self._judged(self._under_way.popleft())
+        errors = [error for each in found if (error := self._act(each)) is not None]
+        if errors and not quietly:
+            raise errors[0]
+
+    def _judged(self, check: _Check) -> list[Breach]:
+        case = check.case
+        usable, found = check.sums.read()
+        if not usable:
+            self._skip("values that are not finite went in, or gradients left the range of fp16")
+            return []
+        self.checks, case.checks = self.checks + 1, case.checks + 1
+        breaches = []
+        for name, sums in found.items():
+            detector = case.detectors.setdefault(name, Detector(case.bound))
+            finding = detector.add(*sums)
+            if finding is not None:
+                breaches.append(
+                    Breach(
+                        case.plan, case.spec, str(check.device), name, finding.error, case.bound, finding.evidence,
+                        check.call, case.checks,
+                    )
+                )  # fmt: skip
+        if breaches and check.tensors and self.save_to is not None and not case.saved:
+            case.saved = True
+            try:
+                path = save_tensors(self.save_to, breaches[0], check.tensors)
+                breaches = [replace(each, path=path) for each in breaches]
+            except OutputError as error:  # the breach is news all the same
+                self._skip("its tensors could not be written", str(error))
+        return breaches
+
+    def _act(self, breach: Breach) -> BreachError | None:
+        self._breaches.append(breach)
+        _log.warning("%s", breach, extra={"breach": breach.to_dict()})
+        if self.on_breach == "raise":
+            return BreachError(breach)
+        if self.on_breach == "demote" and demote(breach.plan, breach.spec, f"demoted by a guard: {breach.reason}"):
+            forget_choices()
+        with self._lock:
+            new = breach.plan not in self._warned
+            self._warned.add(breach.plan)
+        if new:
+            said = f"{breach}; what else is found of this plan is in Guard.breaches and in the log {_log.name}"
+            warnings.warn(said, BreachWarning, stacklevel=2)
+        return None
+
+    def _skip(self, reason: str, detail: str = "") -> None:
+        with self._lock:
+            self.skipped[reason] += 1
+            new = self.skipped[reason] == 1
+        if new:
+            said = f"a check fell short: {reason}{detail and f': {detail}'}"
+            _log.warning("%s", said)
+            warnings.warn(f"{said}; Guard.skipped counts such checks", AttnbenchWarning, stacklevel=2)
+
+
+def _recorded(x: Tensor) -> bool:
+    """Whether a CUDA graph is being recorded: it would replay a check, and nobody read it."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+_open: list[Guard] = []  # the innermost last
+_opening = threading.Lock()
+
+
+def guard(
+    every: int = 1000,
+    max_error: float | None = None,
+    on_breach: OnBreach = "warn",
+    *,
+    save_to: str | PathLike[str] | None = None,
+    seed: int = 0,
+) -> Guard:
+    """Hold the plans that run to their error, on the program's own tensors: a context manager, or start() and stop().
+
+    Of each plan and spec, named plans too, the first pass and every ``every``-th after it is checked: some queries of
+    some heads against exact attention, and when its backward comes, some rows of dq, dk and dv.  All threads and
+    compiled programs are watched; what a CUDA graph records or replays is not.  Of several open guards the one that was
+    opened last counts.
+
+    ``max_error`` is the largest relative L2 allowed, for out and gradients alike; None is the budget that the plan was
+    chosen under (for a named plan that of its precision).  One noisy check is no breach: the evidence of several is,
+    more the further they are beyond, or one check of what is ten times beyond or not finite.  Rows of dq and dk whose
+    sums cancel count as half as long as they would be otherwise, at the least.
+
+    On a breach, which is always logged to ``attnbench.guard``: ``warn`` warns once for each plan and spec; ``raise``
+    raises BreachError; ``demote`` warns, and from then on counts the plan as inaccurate at that spec in this process,
+    so that another is chosen, where it was not named; ``explain`` says so.  On a GPU nothing waits for a check: it is
+    read at a later call of any plan, or by ``stop``, and that is where BreachError is raised.
+
+    ``save_to`` is a folder for the tensors of each plan and spec's first breach (safetensors, which ``attnbench sweep
+    --preset`` measures all plans on); the program then waits for each check, and a copy of q, k, v is kept from a
+    checked forward to its backward.  Rows are drawn from a generator of the guard's own, from ``seed``.
+
+    Raises InputError for arguments that cannot be.
+
+    >>> with attnbench.guard(every=1000, on_breach="demote"):
+    ...     train()
+    """
+    return Guard(every, max_error, on_breach, save_to, seed)

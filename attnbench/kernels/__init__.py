@@ -1,0 +1,1 @@
+"""What can answer: the contract of a kernel, capabilities, plans, the registry, and running a plan."""

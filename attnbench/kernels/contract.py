@@ -1,0 +1,239 @@
+"""The contract of a kernel: what a backend module implements, and all that the rest may rely on.
+
+Importing a backend module must import no vendor package and no torch extension; that
+happens inside ``availability`` and ``run``.  Everything that vendors disagree on (layouts,
+descale shapes, causal alignment, output dtype, base of the LSE) ends inside the module.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..problem.dtypes import TO_TORCH
+from ..problem.fp8 import Quantised
+from ..problem.spec import AttentionSpec
+from .capabilities import Capabilities, Device
+
+__all__ = [
+    "Availability",
+    "Backend",
+    "BackwardKernel",
+    "ForwardKernel",
+    "Operands",
+    "Result",
+    "Saved",
+    "gradient_dtype",
+    "rounding_error",
+]
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether a backend can be used on this machine: the version found, or the reason it cannot.
+
+    ``origin`` names the distribution or build that answered; ``install`` is the command
+    that would add what is missing.
+    """
+
+    version: str | None = None
+    reason: str | None = None
+    origin: str | None = None
+    install: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the backend can be used."""
+        return self.reason is None
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What ``prepare`` made for ``run``.
+
+    ``q``, ``k``, ``v`` are what the kernel computes with, in logical order (B, H, S, D):
+    the tensors as given, or quantised.  ``native`` is whatever else ``run`` wants:
+    transposed copies, masks, descales in a vendor's shape.  No backward finds it: what a
+    backward wants of it goes into the forward's ``state``.
+    """
+
+    spec: AttentionSpec
+    q: Tensor | Quantised
+    k: Tensor | Quantised
+    v: Tensor | Quantised
+    native: Any = None
+
+    def kept(self) -> Operands:
+        """What is kept for a backward."""
+        return Operands(self.spec, self.q, self.k, self.v)
+
+    def tensors(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Q, K and V as the forward saw them: as they are, or dequantised into ``dtype`` (the gradients' by default).
+
+        A backward must work on these, never on the tensors from before the quantisation:
+        exp(S - LSE) sums to one over a row only for the S that made the LSE.
+        """
+        dtype = dtype or gradient_dtype(self.spec)
+        q, k, v = (x.dequantised(dtype) if isinstance(x, Quantised) else x for x in (self.q, self.k, self.v))
+        return q, k, v
+
+
+class Result(NamedTuple):
+    """A forward's answer: ``out`` (B, H, Sq, Dv) in the input's dtype (bf16 for FP8 input),
+    ``lse`` (B, H, Sq) natural log in fp32 or wider, minus infinity where no key is seen, None where the
+    kernel's row says so; ``state`` is for this backend's own backward alone."""
+
+    out: Tensor
+    lse: Tensor | None
+    state: Any = None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a backward is given: the operands, output, LSE and private state of the forward that ran."""
+
+    operands: Operands
+    out: Tensor
+    lse: Tensor | None
+    state: Any = None
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """What was asked."""
+        return self.operands.spec
+
+
+class _Kernel(ABC):
+    """What both passes share: a name, a row for each kind of device, and the evidence that it ran.
+
+    ``name`` is ``backend:precision``; ``rows`` maps a device type (``cpu``, ``cuda``) to its row.
+    ``declared_error`` is the relative L2 error against exact attention that normal inputs stay within, of
+    out for a forward, of dq, dk and dv for a backward; ``error_on`` says it of one spec.
+    ``preference`` orders kernels where nothing was measured, smallest first; None comes last, and
+    such a forward is never chosen unmeasured.
+    ``evidence`` maps a device type to a regular expression that the name of a profiled
+    operator or device kernel must match: proof that this kernel answered, and no other.
+    """
+
+    name: str
+    rows: Mapping[str, Capabilities]
+    declared_error: float
+    evidence: Mapping[str, str] = MappingProxyType({})
+    preference: int | None = None
+
+    def refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """Why this kernel cannot serve the spec on this device, one sentence each; none means that it can."""
+        row = self.rows.get(device.type)
+        if row is None:
+            return [f"runs on {' and '.join(self.rows)}, not on {device.type}"]
+        return row.refusals(spec, device) or self.further_refusals(spec, device)
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """What a row of facts cannot say; asked only when the row allows the spec."""
+        return []
+
+    def error_on(self, spec: AttentionSpec, device: Device) -> float:
+        """The error declared for a spec: never below that of rounding to the type that results are returned in.
+
+        Overridden where the error depends on more than the type.
+        """
+        return max(self.declared_error, rounding_error(spec))
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}>"
+
+
+class ForwardKernel(_Kernel):
+    """out = softmax(scale · q kᵀ, capped and masked) v, in one precision.
+
+    ``mixes`` says whether plans that pair an FP8 forward with the backwards of other backends are listed.
+    """
+
+    mixes: bool = True
+
+    @abstractmethod
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        """Quantise, transpose and pad q, k, v (B, H, S, D) of any strides into what ``run`` reads.
+
+        Tensors quantised beforehand arrive as they are, with their descales in
+        ``Quantised``; see ``prepare_quantised``.  The inputs are not changed.
+        """
+
+    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
+        """The same for FP8 tensors that came with descales.  Only kernels whose row names descales need it."""
+        raise TypeError(f"{self.name} declares no descales, so nothing quantised may reach it")
+
+    @abstractmethod
+    def run(self, operands: Operands) -> Result:
+        """The kernel itself.  Runs on the current stream, without synchronising."""
+
+
+class BackwardKernel(_Kernel):
+    """dq, dk, dv of a forward that has run.
+
+    ``follows`` names the forwards that it can follow, None for all.  ``needs_lse`` says
+    whether it reads the forward's LSE.
+    """
+
+    follows: tuple[str, ...] | None = None
+    needs_lse: bool = True
+
+    def cannot_follow(self, forward: ForwardKernel, device: Device) -> str | None:
+        """Why it cannot take over from ``forward`` on this device, or None."""
+        if self.follows is not None and forward.name not in self.follows:
+            return f"the backward {self.name} follows only {', '.join(self.follows)}"
+        row = forward.rows.get(device.type)
+        if self.needs_lse and row is not None and not row.lse:
+            return (
+                f"the backward {self.name} needs the log-sum-exp, which {forward.name} does not return on {device.type}"
+            )
+        return None
+
+    @abstractmethod
+    def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients (B, H, Sq, D), (B, Hkv, Skv, D), (B, Hkv, Skv, Dv) in the input's dtype.
+
+        ``grad_out`` (B, H, Sq, Dv) may have any strides.  Nothing that was saved is changed.
+        """
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A family of kernels: what an entry point of the group ``attnbench.backends`` names.
+
+    ``availability`` is asked once a process.  ``resolve`` makes kernels beyond the listed
+    ones from the precision part of a name (``fp8-token-hadamard``), or returns an empty
+    tuple; it is for families with more variants than a list should hold.  On the device types
+    of ``yardstick`` it is what others are held against, or an interpreter runs it for the reader:
+    a sweep measures it only where it is named.
+    ``compiles`` says that its kernels compile anew for every shape and leave that on the disk,
+    so that several processes may do it before anything is timed.
+    """
+
+    name: str
+    summary: str
+    availability: Callable[[], Availability]
+    kernels: tuple[ForwardKernel | BackwardKernel, ...]
+    resolve: Callable[[str], tuple[ForwardKernel | BackwardKernel, ...]] | None = None
+    yardstick: tuple[str, ...] = ()
+    compiles: bool = False
+
+
+def gradient_dtype(spec: AttentionSpec) -> torch.dtype:
+    """The dtype of out and of the gradients: the input's own, bf16 where the input is FP8."""
+    return TO_TORCH[spec.dtype] if spec.descale is None else torch.bfloat16
+
+
+def rounding_error(spec: AttentionSpec) -> float:
+    """The relative L2 error of rounding exact results to the type that they are returned in.
+
+    Of numbers that are normally distributed it is 0.21 times the type's epsilon (bf16: 0.0017), and up to a
+    quarter of it where they are few; no kernel that returns this type can declare less.
+    """
+    return torch.finfo(gradient_dtype(spec)).eps / 4

@@ -1,0 +1,65 @@
+"""torch devices as the rest of attnbench sees them."""
+
+from __future__ import annotations
+
+import threading
+from functools import lru_cache
+
+import torch
+
+from ..errors import InputError
+from ..text.printable import brief
+from .capabilities import Device
+
+__all__ = ["bind", "describe", "find"]
+
+_of_thread = threading.local()
+
+
+def bind(device: torch.device) -> None:
+    """Make a GPU's context this thread's, as a first call of the CUDA runtime does.
+
+    A library that encodes TMA descriptors with the driver, as FlashAttention-3 does, fails in a
+    thread that has made none: the descriptor is invalid, and the kernel that reads it loses the
+    GPU for the whole process.
+    """
+    if device.type != "cuda":
+        return
+    bound: set[torch.device] = _of_thread.__dict__.setdefault("bound", set())
+    if device not in bound:
+        # A call that may also be made while a CUDA graph is recorded.
+        torch.cuda.Event().record(torch.cuda.current_stream(device))  # type: ignore[no-untyped-call]
+        bound.add(device)
+
+
+@lru_cache(maxsize=64)
+def describe(device: torch.device) -> Device:
+    """The facts about a torch device that a refusal may depend on.  Asked once for each device."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return Device("cuda", properties.name, (properties.major, properties.minor))
+    return Device(device.type, device.type.upper())
+
+
+def find(name: str) -> torch.device:
+    """The device called ``auto`` (the first GPU, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``.
+
+    Raises InputError where the name is none or this machine has no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"a device is auto, cpu, cuda or cuda:N, not {brief(name)}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"attnbench measures on cpu and cuda, not on {device.type}")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise InputError(f"{name} was asked for, but torch sees no GPU here; `attnbench doctor` says more")
+        device = torch.device("cuda", device.index or 0)
+        if device.index >= torch.cuda.device_count():
+            raise InputError(f"{name} was asked for, but torch sees only {torch.cuda.device_count()} GPU(s) here")
+    elif device.index not in (None, 0):
+        raise InputError(f"there is one cpu, not {brief(name)}")
+    return device if device.type == "cuda" else torch.device("cpu")

@@ -1,0 +1,179 @@
+"""Running a plan: prepare, forward, and a backward that sees exactly what the forward saw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..problem.fp8 import Quantised
+from ..problem.spec import AttentionSpec
+from . import guard_hook
+from .contract import BackwardKernel, ForwardKernel, Operands, Result, Saved
+from .devices import bind
+from .plan import Plan
+
+__all__ = ["Execution"]
+
+_TENSORS = ("data", "descale", "mean")  # of a quantised operand
+
+
+@dataclass(frozen=True)
+class Execution:
+    """The kernels of a plan, ready to be called for one spec.
+
+    Every forward pass goes through ``answer`` and every backward pass through ``gradients``, whether it was called
+    eagerly, recorded for gradients or compiled; tensors quantised beforehand go through ``quantised``.
+    ``budget`` is the error that the plan was chosen under, None where nobody chose.  An open guard is told of each.
+    """
+
+    spec: AttentionSpec
+    forward: ForwardKernel
+    backward: BackwardKernel | None = None
+    budget: float | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The names of the kernels."""
+        return Plan(self.forward.name, None if self.backward is None else self.backward.name)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(out, lse) of q, k, v (B, H, S, D); out carries gradients where the spec asks for training."""
+        if self.backward is None:
+            return self.answer(q, k, v)[1][:2]
+        out, lse = _recorded(q, k, v, self)  # type: ignore[no-untyped-call]
+        return out, lse
+
+    def answer(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Operands, Result]:
+        """What the forward kernel computed with, and what it answered; nothing is recorded."""
+        if q.is_cuda:
+            bind(q.device)
+        forward = self.forward
+        if torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
+            with _as_written(q):
+                operands = forward.prepare(q, k, v, self.spec)
+                result = forward.run(operands)
+        else:
+            operands = forward.prepare(q, k, v, self.spec)
+            result = forward.run(operands)
+        watcher = guard_hook.watcher
+        if watcher is not None:
+            watcher.answered(self, operands, q, k, v, result.out)
+        return operands, result
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor) -> Operands:
+        """What the forward kernel computes with: the same each time, as long as q, k, v are."""
+        bind(q.device)
+        with _as_written(q):
+            operands = self.forward.prepare(q, k, v, self.spec)
+        watcher = guard_hook.watcher
+        if watcher is not None:
+            watcher.prepared(operands, q, k, v)
+        return operands
+
+    def gradients(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) of what a forward has saved, by the plan's backward kernel."""
+        assert self.backward is not None, "only a spec of a training direction is asked for gradients"
+        bind(grad_out.device)  # autograd's own thread
+        with _as_written(grad_out):
+            gradients = self.backward.run(saved, grad_out)
+        watcher = guard_hook.watcher
+        if watcher is not None:
+            watcher.derived(self, saved.operands, grad_out, gradients)
+        return gradients
+
+    def quantised(self, q: Quantised, k: Quantised, v: Quantised) -> tuple[Tensor, Tensor | None]:
+        """The same for tensors that were quantised beforehand; no gradients flow into those."""
+        bind(q.data.device)
+        with _as_written(q.data):
+            result = self.forward.run(self.forward.prepare_quantised(q, k, v, self.spec))
+        watcher = guard_hook.watcher
+        if watcher is not None:
+            watcher.answered(self, None, q, k, v, result.out)
+        return result[:2]
+
+
+def _as_written(x: Tensor) -> AbstractContextManager[object]:
+    """Kernels state their precision themselves; autocast must not turn their fp32 products into bf16 ones."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, execution: Execution) -> tuple[Tensor, Tensor | None]:
+        operands, (out, lse, state) = execution.answer(q, k, v)
+        q_, k_, v_ = (_Kept.of(x) for x in (operands.q, operands.k, operands.v))
+        ctx.spec, ctx.kept = operands.spec, (q_.of_what, k_.of_what, v_.of_what)
+        # Through save_for_backward, so that torch sees a tensor that is changed before the
+        # backward reads it; the private state belongs to the kernel.
+        ctx.save_for_backward(*q_.tensors, *k_.tensors, *v_.tensors, out, lse)
+        ctx.state, ctx.execution = state, execution
+        watcher = guard_hook.watcher
+        ctx.sample = None if watcher is None else watcher.sample(execution, q, k, v)
+        if lse is not None:
+            ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        *tensors, out, lse = ctx.saved_tensors
+        q, k, v = (_Kept(tensors[i * 3 : i * 3 + 3], of_what).operand() for i, of_what in enumerate(ctx.kept))
+        with torch.no_grad():
+            saved = Saved(Operands(ctx.spec, q, k, v), out, lse, ctx.state)
+            gradients = ctx.execution.gradients(saved, grad_out)
+            if ctx.sample is not None:
+                ctx.sample.derived(grad_out, gradients)
+        wanted = zip(gradients, ctx.needs_input_grad, strict=False)
+        found = [gradient if needed else None for gradient, needed in wanted]
+        if torch.is_grad_enabled():  # create_graph=True: somebody may differentiate these
+            found = [None if each is None else _Underived.apply(each, out, grad_out) for each in found]  # type: ignore[no-untyped-call]
+        return *found, None
+
+
+# What ``_Attention.apply`` comes to where no transform of torch.func is active, as none is here: ``attention`` has
+# asked for all its tensors what ``apply`` asks for each of its arguments once more.
+_recorded = super(torch.autograd.Function, _Attention).apply
+
+
+class _Underived(torch.autograd.Function):
+    """A gradient whose own derivative is refused, with respect to all that it depends on.
+
+    torch's ``once_differentiable`` refuses only where ``grad_out`` requires gradients, and lets a penalty on a
+    gradient of a plain sum pass for a constant.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, out: Tensor, grad_out: Tensor) -> Tensor:
+        return gradient.clone()  # a view made here could not be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:
+        raise RuntimeError("attnbench.attention has no second derivative")
+
+
+class _Kept(NamedTuple):
+    """An operand as autograd keeps it: its three tensors or None, and the class and other fields of a quantised one."""
+
+    tensors: Sequence[Tensor | None]
+    of_what: tuple[type[Quantised], dict[str, Any]] | None
+
+    @classmethod
+    def of(cls, x: Tensor | Quantised) -> _Kept:
+        if isinstance(x, Quantised):
+            tensors = x.data, x.descale, x.mean  # first: an operand may hold what it makes them of until they are read
+            return cls(tensors, (type(x), {name: value for name, value in vars(x).items() if name not in _TENSORS}))
+        return cls((x, None, None), None)
+
+    def operand(self) -> Tensor | Quantised:
+        if self.of_what is None:
+            assert self.tensors[0] is not None
+            return self.tensors[0]
+        kind, others = self.of_what
+        made = object.__new__(kind)
+        vars(made).update(others, **dict(zip(_TENSORS, self.tensors, strict=True)))  # the class is frozen
+        return made

@@ -1,0 +1,53 @@
+"""Whom an execution tells of its passes: nobody, unless a guard is open.
+
+Apart from the guard, so that a call without one reads one attribute and loads nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ..problem.fp8 import Quantised
+    from .contract import Operands
+    from .execution import Execution
+
+__all__ = ["Sample", "Watcher"]
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class Sample(Protocol):
+    """A forward of which the gradients are to be checked, with what the check needs of q, k and v."""
+
+    def derived(self, grad_out: Tensor, gradients: Gradients) -> None:
+        """Its backward has run."""
+
+
+class Watcher(Protocol):
+    """What an open guard is told.  Each method may raise BreachError, and nothing else."""
+
+    def answered(
+        self,
+        execution: Execution,
+        operands: Operands | None,
+        q: Tensor | Quantised,
+        k: Tensor | Quantised,
+        v: Tensor | Quantised,
+        out: Tensor,
+    ) -> None:
+        """A forward has run; without ``operands`` for a backward to name, none will."""
+
+    def prepared(self, operands: Operands, *given: Tensor) -> None:
+        """Operands were made of q, k and v, for a backward that this thread may be about to run."""
+
+    def sample(self, execution: Execution, q: Tensor, k: Tensor, v: Tensor) -> Sample | None:
+        """A forward has run whose backward may come later, in another thread; None where it will not be checked."""
+
+    def derived(self, execution: Execution, operands: Operands, grad_out: Tensor, gradients: Gradients) -> None:
+        """A backward has run; it is known by its operands, if it follows a forward that answered in this thread."""
+
+
+watcher: Watcher | None = None

@@ -1,0 +1,194 @@
+"""How tensors become FP8: formats, recipes, quantised tensors and the way back.
+
+Everything here is plain torch on any device: the definition that fused quantise kernels
+are tested against, not the fast way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..graph_pools import permanent
+from .dtypes import TO_TORCH
+from .spec import GRANULARITIES, Granularity
+
+__all__ = ["BLOCK", "LARGEST", "Quantised", "Recipe", "hadamard", "quantise", "quantise_with", "rotation_shrink"]
+
+Format = Literal["e4m3", "e5m2"]
+LARGEST: dict[str, float] = {"e4m3": 448.0, "e5m2": 57344.0}  # OCP FP8 (OFP8) specification, table 1
+BLOCK = 128  # tokens that share a scale in the block recipe: the tile of most kernels
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How Q, K and V become FP8.
+
+    ``granularity``: which elements share a scale: all of a ``tensor``; a (batch, ``head``);
+    a ``block`` of BLOCK tokens of a head; one ``token`` of a head.
+    ``rotation`` ``hadamard`` multiplies the head dimension of Q and K by one orthogonal
+    matrix, which leaves q·k alone and spreads outliers (FlashAttention-3, section 3.3).  What a rotated
+    head or tensor is scaled by is a bound on its largest magnitude; the others', the magnitude itself.
+    ``smoothing`` takes K's mean over its tokens away, which shifts a row of scores by a
+    constant and so leaves the softmax alone (SageAttention, section 4.2).
+    """
+
+    granularity: Granularity = "head"
+    format: Format = "e4m3"
+    rotation: Literal["none", "hadamard"] = "none"
+    smoothing: bool = False
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """An FP8 tensor that stands for ``data * descale``, back-rotated, plus ``mean``.
+
+    ``data`` is (B, H, S, D) in float8; ``descale`` is fp32 and broadcasts to it;
+    ``mean`` (B, H, 1, D) was taken away before quantising, None where nothing was.
+    """
+
+    data: Tensor
+    descale: Tensor
+    granularity: Granularity
+    rotated: bool = False
+    mean: Tensor | None = None
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """What the tensor stands for, (B, H, S, D) in ``dtype``, computed in fp32 (fp64 for fp64)."""
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        value = self.data.to(wide) * self.descale.to(wide)
+        if self.rotated:
+            value = _rotated(value, back=True)
+        if self.mean is not None:
+            value = value + self.mean.to(wide)
+        return value.to(dtype)
+
+
+def quantise(x: Tensor, recipe: Recipe, *, rotate: bool = False, smooth: bool = False) -> Quantised:
+    """Quantise x (B, H, S, D) with scales from its own largest magnitudes.
+
+    Where x is rotated and a head or a tensor shares a scale, the scale comes from ``_rotation_bound`` instead: no less
+    than the largest magnitude but for rounding, equal to it where one element of a row outweighs the others, about
+    two to three times it for normal numbers.  That needs no rotation, which a kernel would otherwise do twice, once to
+    find the scale; and FP8's numbers lose no bits to a scale that is larger, until they are subnormal.
+
+    ``rotate`` and ``smooth`` say whether the recipe's rotation and smoothing apply to this
+    operand: both to K, the rotation to Q, neither to V.  All-zero groups get the scale 1.
+    A group that holds something not finite comes out as NaN as a whole: nobody mistakes it for numbers.
+    Finite numbers that the rotation makes larger than fp32 can hold do so too where a token or a block of tokens
+    shares a scale; where a head or a tensor does, they saturate.
+    """
+    value = x.to(torch.float32)
+    mean = None
+    if smooth and recipe.smoothing:
+        mean = value.mean(dim=2, keepdim=True)
+        value = value - mean
+    rotated = rotate and recipe.rotation == "hadamard"
+    magnitudes = value
+    if rotated:
+        value = _rotated(value)
+        magnitudes = _rotation_bound(magnitudes) if recipe.granularity in ("head", "tensor") else value
+    amax = _group_amax(magnitudes, recipe.granularity)
+    # Below fp32's smallest normal number the quotient could round to 0, and 0 / 0 is no number.
+    smallest = torch.finfo(torch.float32).tiny
+    descale = torch.where(amax == 0, 1.0, _over(amax, LARGEST[recipe.format]).clamp_min(smallest))
+    data = quantise_with(value, descale, recipe.format)
+    return Quantised(data, descale, recipe.granularity, rotated, mean)
+
+
+def quantise_with(x: Tensor, descale: Tensor | float, format: Format) -> Tensor:
+    """x / descale rounded to nearest even in ``format`` and saturated at its largest finite value.
+
+    torch's own cast turns what is too large into NaN (e4m3) or infinity (e5m2); kernels saturate.
+    """
+    largest = LARGEST[format]
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))  # a quotient of 16 bits would be rounded twice
+    return _over(wide, descale).clamp(-largest, largest).to(TO_TORCH[format])
+
+
+def _over(x: Tensor, divisor: Tensor | float) -> Tensor:
+    """x / divisor as IEEE 754 rounds it, on every device alike.
+
+    On CUDA torch divides by a number of Python, or by a tensor of one element on the CPU, through the number's
+    rounded reciprocal, a last bit off now and then; by a tensor on the device it divides.  Filling one is a kernel:
+    unlike a copy from the host it waits for nothing and may be captured in a graph.
+    """
+    if not isinstance(divisor, Tensor):
+        divisor = torch.full((), divisor, dtype=x.dtype, device=x.device)
+    return x / divisor
+
+
+def _rotated(x: Tensor, *, back: bool = False) -> Tensor:
+    """x @ hadamard, or its transpose: what is too large for x's type becomes infinite, never NaN."""
+    matrix = hadamard(x.shape[-1], x.device).to(x.dtype)
+    small = rotation_shrink(x.shape[-1])
+    return x @ ((matrix.mT if back else matrix) * small) * (1.0 / small)
+
+
+def rotation_shrink(size: int) -> float:
+    """A power of two that no sum over a rotation's block overflows with, for it multiplies each of the terms.
+
+    Half the reciprocal of the block's size: finite terms then add up to half the largest number, rounding apart.
+    What it costs are last bits of numbers next to fp32's smallest, far below those that FP8's scales go down to.
+    """
+    return 0.5 / (size & -size)
+
+
+def _rotation_bound(x: Tensor) -> Tensor:
+    """What the magnitudes of x (B, H, S, D) in fp32 cannot exceed once rotated, (B, H, S, blocks of the rotation).
+
+    A rotated number is the sum of a block of x, each element with its sign, over √(block): no more than the sum of the
+    magnitudes.  Too large for fp32, it is the largest number there; NaN or infinite where an element of x is.
+    """
+    size = x.shape[-1]
+    block, small = size & -size, rotation_shrink(size)
+    sums = (x.abs() * small).view(*x.shape[:-1], size // block, block).sum(-1)
+    bound = (sums * (block**-0.5 / small)).clamp_max(torch.finfo(x.dtype).max)
+    return torch.where(sums.isfinite(), bound, sums)
+
+
+def hadamard(size: int, device: torch.device | str = "cpu") -> Tensor:
+    """The orthogonal rotation of a head dimension: diag(random ±1) · blocks of Hadamard / √(block).
+
+    (size, size) in fp32.  Where ``size`` is no power of two, the largest power of two that
+    divides it is the block, and the blocks stand on the diagonal.
+    """
+    if size < 1:
+        raise InputError(f"a rotation needs a positive size, got {size}")
+    return _hadamard(size, torch.device(device))
+
+
+@permanent
+def _hadamard(size: int, device: torch.device) -> Tensor:
+    block = size & -size
+    generator = torch.Generator("cpu").manual_seed(size)
+    matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
+    while matrix.shape[0] < block:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
+    drawn = torch.randint(0, 2, (size, 1), generator=generator, device="cpu")
+    blocks = torch.eye(size // block, dtype=torch.float32, device="cpu")
+    signs = drawn.to(torch.float32) * 2.0 - 1.0
+    rotation: Tensor = signs * torch.kron(blocks, matrix * block**-0.5)
+    return rotation.to(device)
+
+
+def _group_amax(x: Tensor, granularity: Granularity) -> Tensor:
+    """Largest magnitude of the group that each element belongs to, broadcastable to x (B, H, S, D)."""
+    magnitude = x.abs()
+    if granularity == "tensor":
+        return magnitude.amax().expand(1, 1, 1, 1)
+    if granularity == "head":
+        return magnitude.amax(dim=(2, 3), keepdim=True)
+    token = magnitude.amax(dim=3, keepdim=True)
+    if granularity == "token":
+        return token
+    if granularity == "block":
+        length = x.shape[2]
+        padded = torch.nn.functional.pad(token, (0, 0, 0, -length % BLOCK))
+        blocks = padded.view(*padded.shape[:2], -1, BLOCK, 1).amax(dim=3, keepdim=True)
+        return blocks.expand(-1, -1, -1, BLOCK, -1).flatten(2, 3)[:, :, :length]
+    raise InputError(f"granularity must be one of {', '.join(GRANULARITIES)}, not {granularity!r}")

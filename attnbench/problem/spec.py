@@ -1,0 +1,187 @@
+"""What is asked: one attention problem, frozen, hashable and JSON-able.  No torch here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from numbers import Real
+from typing import Any, Literal, get_args
+
+from ..errors import InputError
+from ..text.printable import brief
+from .mask import Mask
+
+__all__ = ["DTYPES", "FP8_DTYPES", "GRANULARITIES", "AttentionSpec", "Direction", "Granularity"]
+
+Direction = Literal["forward", "training"]
+Granularity = Literal["tensor", "head", "block", "token"]
+GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
+FP8_DTYPES = ("e4m3", "e5m2")
+DTYPES = ("fp64", "fp32", "bf16", "fp16", *FP8_DTYPES)
+_SIZES = ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_kv", "head_dim", "head_dim_v")
+_LARGEST_SIZE = 2**31 - 1  # the largest length that every library here can index; a typo beyond it allocates nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Shapes, type, mask and direction of one attention call.
+
+    q is (batch, heads, seqlen_q, head_dim), k (batch, kv_heads, seqlen_kv, head_dim) and
+    v (batch, kv_heads, seqlen_kv, head_dim_v); query head h reads key head
+    ``h // (heads // kv_heads)``.  ``scale`` multiplies q·k; ``softcap`` c turns a scaled
+    score s into ``c * tanh(s / c)``, and 0 means none.  ``dtype`` is what the tensors are
+    stored in; ``descale`` is the granularity of the scales that came with FP8 tensors,
+    None otherwise.  The mask is brought to one spelling, so that equal questions are equal specs.
+
+    Raises InputError where the numbers describe no attention.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    seqlen_q: int
+    seqlen_kv: int
+    head_dim: int
+    head_dim_v: int
+    dtype: str
+    scale: float
+    mask: Mask = field(default_factory=Mask)
+    softcap: float = 0.0
+    direction: Direction = "forward"
+    return_lse: bool = False
+    descale: Granularity | None = None
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _LARGEST_SIZE:
+                raise InputError(f"{name} must be a whole number from 1 to {_LARGEST_SIZE}, got {brief(size)}")
+        if self.heads % self.kv_heads:
+            raise InputError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        if self.dtype not in DTYPES:
+            raise InputError(f"dtype must be one of {', '.join(DTYPES)}, not {brief(self.dtype)}")
+        if self.direction not in get_args(Direction):
+            raise InputError(f"direction must be forward or training, not {brief(self.direction)}")
+        if not isinstance(self.return_lse, bool):
+            raise InputError(f"return_lse must be True or False, not {brief(self.return_lse)}")
+        if self.descale not in (None, *GRANULARITIES):
+            raise InputError(f"descale must be one of {', '.join(GRANULARITIES)}, not {brief(self.descale)}")
+        if (self.descale is not None) != (self.dtype in FP8_DTYPES):
+            raise InputError("FP8 tensors need descales, and tensors of other types take none")
+        if self.descale is not None and self.training:
+            raise InputError("no gradients flow into FP8 tensors; pass detached ones, or the tensors before quantising")
+        object.__setattr__(self, "scale", _finite("scale", self.scale))
+        object.__setattr__(self, "softcap", _finite("softcap", self.softcap))
+        if self.softcap < 0:
+            raise InputError(f"softcap must not be negative, got {self.softcap}; 0 or None means none")
+        object.__setattr__(self, "mask", self.mask.canonical(self.seqlen_q, self.seqlen_kv))
+
+    @classmethod
+    def make(
+        cls,
+        *,
+        batch: int,
+        heads: int,
+        seqlen_q: int,
+        head_dim: int,
+        kv_heads: int | None = None,
+        seqlen_kv: int | None = None,
+        head_dim_v: int | None = None,
+        dtype: str = "bf16",
+        scale: float | None = None,
+        **others: Any,
+    ) -> AttentionSpec:
+        """A spec with the usual defaults: as many key heads as heads, square, ``scale = head_dim ** -0.5``."""
+        if scale is None and isinstance(head_dim, int) and 0 < head_dim <= _LARGEST_SIZE:
+            scale = head_dim**-0.5
+        return cls(
+            batch=batch,
+            heads=heads,
+            kv_heads=heads if kv_heads is None else kv_heads,
+            seqlen_q=seqlen_q,
+            seqlen_kv=seqlen_q if seqlen_kv is None else seqlen_kv,
+            head_dim=head_dim,
+            head_dim_v=head_dim if head_dim_v is None else head_dim_v,
+            dtype=dtype,
+            scale=scale if scale is not None else 1.0,
+            **others,
+        )
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> AttentionSpec:
+        """The spec that ``to_dict`` wrote.  Raises InputError on a missing, unknown or impossible entry."""
+        if not isinstance(data, Mapping):
+            raise InputError(f"a spec is an object, not {type(data).__name__}")
+        known = {each.name for each in fields(cls)}
+        if unknown := sorted(set(data) - known, key=str):
+            raise InputError(f"a spec has no entry {brief(unknown[0])}")
+        mask = data.get("mask", {})
+        try:
+            return cls(**{**data, "mask": mask if isinstance(mask, Mask) else Mask(**mask)})
+        except TypeError as error:
+            raise InputError(f"not a spec: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, in plain JSON types."""
+        return asdict(self)
+
+    def replace(self, **changes: Any) -> AttentionSpec:
+        """The same spec with some fields changed."""
+        return replace(self, **changes)
+
+    @property
+    def group(self) -> int:
+        """How many query heads share one key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def training(self) -> bool:
+        """Whether gradients are asked for."""
+        return self.direction == "training"
+
+    @property
+    def has_empty_rows(self) -> bool:
+        """Whether the mask leaves some query without any key."""
+        return self.mask.has_empty_rows(self.seqlen_q, self.seqlen_kv)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of exact attention over the visible (query, key) pairs.
+
+        Forward: two products, 2·(D + Dv) a pair.  The backward counts 2.5 forwards (five
+        products where the forward has two), as FlashAttention's papers do; training is both.
+        """
+        area = self.mask.area(self.seqlen_q, self.seqlen_kv)
+        forward = 2.0 * self.batch * self.heads * area * (self.head_dim + self.head_dim_v)
+        return forward * 3.5 if self.training else forward
+
+    def __str__(self) -> str:
+        """A short name, the same for equal specs and different for different ones."""
+        parts = [f"b{self.batch}", f"h{self.heads}"]
+        if self.kv_heads != self.heads:
+            parts.append(f"kv{self.kv_heads}")
+        parts.append(f"s{self.seqlen_q}" if self.seqlen_q == self.seqlen_kv else f"q{self.seqlen_q}-k{self.seqlen_kv}")
+        parts.append(
+            f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}-dv{self.head_dim_v}"
+        )
+        parts.append(self.dtype if self.descale is None else f"{self.dtype}-{self.descale}")
+        if self.mask.kind != "none":
+            parts.append(str(self.mask))
+        if self.softcap:
+            parts.append(f"cap{self.softcap!r}")
+        if self.scale != self.head_dim**-0.5:
+            parts.append(f"scale{self.scale!r}")
+        if self.return_lse:
+            parts.append("lse")
+        return " ".join([*parts, self.direction])
+
+
+def _finite(name: str, value: object) -> float:
+    try:
+        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:  # a whole number beyond all floats
+        number = math.inf
+    if not math.isfinite(number):
+        raise InputError(f"{name} must be a finite number, got {brief(value)}")
+    return number

@@ -1,0 +1,108 @@
+"""What was found out about one plan at one spec, as it stands in a table."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from decimal import ROUND_CEILING, Decimal
+from functools import cached_property
+
+from ..kernels.plan import Plan
+from ..problem.spec import AttentionSpec
+
+__all__ = ["LONGEST_MS", "SHORTEST_MS", "STATUSES", "Entry"]
+
+STATUSES = ("ok", "inaccurate", "refused", "unavailable", "oom", "timeout", "crashed", "error")
+# Of any time: a nanosecond, which no clock here resolves, and eleven days.
+SHORTEST_MS, LONGEST_MS = 1e-6, 1e9
+_ASKED_LIVE = ("refused", "unavailable")  # what a kernel itself is asked at every choice
+_TIME_DIGITS, _SPREAD_DIGITS, _ERROR_DIGITS = 4, 2, 3
+_LONGEST_REASON = 200
+# The least worst error that a kernel in 8 bits had on an H200 is 0.0027, by the rounding of its 16-bit output alone.
+_LEAST_FP8_ERROR = 1e-4
+# Families without which an error says nothing of FP8 in a model: on normal inputs every kernel has 0.05, on outliers
+# some have three times as much.  Captured are a model's own tensors.
+_HARD = ("outlier", "captured:")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What was found out about one plan at one spec.
+
+    ``time_ms`` is the median of the whole call and ``spread_ms`` its interquartile range,
+    both None unless ``status`` is ``ok`` or ``inaccurate``.  ``errors`` maps an input family
+    to the worst relative L2 over out (and dq, dk, dv in training); infinite where something
+    was not finite.  ``reason`` says why the status is not ``ok``, and ``check`` names the
+    check that found a plan inaccurate: ``error`` where the errors exceed a bound, another
+    where something is wrong that the errors do not show.
+    """
+
+    spec: AttentionSpec
+    plan: Plan
+    status: str
+    time_ms: float | None = None
+    spread_ms: float | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+    reason: str | None = None
+    check: str | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether it can be chosen by, budget permitting."""
+        return self.unusable is None
+
+    @cached_property  # a choice asks each entry of its class several times
+    def unusable(self) -> str | None:
+        """Why the plan cannot be chosen by this entry, one sentence, or None where it can."""
+        if self.time_ms is None or not self.errors:
+            return f"{self.status} when it was measured: {self.reason}"
+        if self.check not in (None, "error"):
+            return f"inaccurate by the check {self.check!r} when it was measured: {self.reason}"
+        if self.plan.fp8 and not any(family.startswith(_HARD) for family in self.errors):
+            return "its error was never measured on inputs with outliers, nor on a model's own"
+        if self.plan.fp8 and self.worst[0] < _LEAST_FP8_ERROR:
+            return f"its error of {self.worst[0]:.2g} is less than 8 bits allow, and is not believed"
+        return None
+
+    @property
+    def worst(self) -> tuple[float, str]:
+        """The largest error and the input family it was seen in."""
+        return max((error, family) for family, error in self.errors.items())
+
+    @property
+    def kept(self) -> bool:
+        """Whether a table to choose by needs it: refusals and what is not installed are asked anew at every choice."""
+        return self.status not in _ASKED_LIVE
+
+    def shortened(self) -> Entry:
+        """The same with as many digits and words as a choice needs, so that files stay small and differ little.
+
+        Times have four digits and spreads two.  Errors have three and are rounded up, so that
+        none falls below what was measured, and with it below somebody's budget.
+        """
+        return replace(
+            self,
+            time_ms=_nearest(self.time_ms, _TIME_DIGITS),
+            spread_ms=_nearest(self.spread_ms, _SPREAD_DIGITS),
+            errors={family: _above(error, _ERROR_DIGITS) for family, error in self.errors.items()},
+            reason=None if self.reason is None else " ".join(self.reason.split())[:_LONGEST_REASON],
+        )
+
+    def renewed(self, newer: Entry) -> Entry:
+        """The newer entry, with the errors on input families that only this one, of the same plan and spec, has seen.
+
+        A sweep on fewer families takes nothing back of what is known of the others.
+        """
+        return newer if newer.time_ms is None else replace(newer, errors={**self.errors, **newer.errors})
+
+
+def _nearest(value: float | None, digits: int) -> float | None:
+    return None if value is None else float(f"{value:.{digits}g}")
+
+
+def _above(value: float, digits: int) -> float:
+    """The least number of so many digits that is not below the value."""
+    if not math.isfinite(value) or value == 0:
+        return value
+    exact = Decimal(repr(value))
+    return float(exact.quantize(Decimal((0, (1,), exact.adjusted() - digits + 1)), rounding=ROUND_CEILING))

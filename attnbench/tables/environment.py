@@ -1,0 +1,278 @@
+"""Where measurements were taken: what must match for them to be compared or used, and what is good to know."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError
+from ..text.printable import brief, printable
+from .nvml import Nvml
+
+if TYPE_CHECKING:
+    from torch import device as TorchDevice  # the class below has a field named torch
+
+    from ..kernels.registry import Registry
+
+__all__ = ["Environment", "own_commit"]
+
+_LONGEST = 256  # characters of any one fact: what comes from a file is bounded
+_MOST_BACKENDS = 256
+_NUMBERS = {"device_count": 2**20, "threads": 2**20, "clock_mhz": 2**20, "power_cap_w": 2**20, "memory_bytes": 2**60}
+_FORMS = {"uuid_hash": r"[0-9a-f]{12}", "commit": r"[0-9a-f]{7,64}(-dirty)?"}
+_GIT_PATIENCE = 5.0  # seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """One machine, device and set of installed versions.
+
+    ``device_name`` is the GPU's name, or the CPU's model; ``capability`` the compute
+    capability (``9.0``).  ``cuda`` is what torch was built for, ``cudnn`` what is loaded,
+    ``driver`` the kernel driver.  ``uuid_hash`` tells this GPU from another of its model
+    without disclosing its UUID; ``clock_mhz`` is the highest clock of its multiprocessors,
+    ``power_cap_w`` what the driver lets it draw, ``memory_bytes`` its memory.  ``threads``
+    is how many torch computes with on the CPU.  ``commit`` is attnbench's own, with
+    ``-dirty`` where the checkout differs from it, None where it was installed from a wheel.
+    ``backends`` holds the version of every backend that can be used here, ``origins`` the
+    distribution or build that it comes from, where the backend says so.  None means that
+    there is no such thing here, that nothing on this machine tells, or that the record is
+    older than the fact.
+    """
+
+    device_type: str
+    device_name: str
+    device_count: int = 1
+    capability: str | None = None
+    driver: str | None = None
+    uuid_hash: str | None = None
+    clock_mhz: int | None = None
+    power_cap_w: int | None = None
+    memory_bytes: int | None = None
+    cuda: str | None = None
+    cudnn: str | None = None
+    torch: str
+    triton: str | None = None
+    python: str
+    platform: str
+    cpu: str
+    threads: int
+    attnbench: str
+    commit: str | None = None
+    backends: Mapping[str, str] = field(default_factory=dict, hash=False)
+    origins: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            _check(each.name, getattr(self, each.name), optional=each.default is None)
+
+    @classmethod
+    def detect(cls, device: TorchDevice, registry: Registry) -> Environment:
+        """What this process would measure in: ``device`` (cpu or cuda) and the backends that the registry can use."""
+        import torch
+
+        from .. import __version__
+
+        gpu = device.type == "cuda"
+        loaded: Callable[[], int | None] = torch.backends.cudnn.version
+        cpu = _cpu_model()
+        properties = torch.cuda.get_device_properties(device) if gpu else None
+        answers = {name: registry.availability(name) for name in registry.backends}
+        found = {name: answer for name, answer in answers.items() if answer.ok}
+        uuid = str(properties.uuid) if properties else None
+        return cls(
+            device_type=device.type,
+            device_name=properties.name if properties else cpu,
+            device_count=torch.cuda.device_count() if gpu else 1,
+            capability=f"{properties.major}.{properties.minor}" if properties else None,
+            uuid_hash=hashlib.sha256(uuid.encode()).hexdigest()[:12] if uuid else None,
+            memory_bytes=properties.total_memory if properties else None,
+            cuda=torch.version.cuda if gpu else None,
+            cudnn=_cudnn(loaded()) if gpu else None,
+            torch=torch.__version__.partition("+")[
+                0
+            ],  # cuda says the rest, and a CPU build computes as a GPU build does
+            triton=_installed("triton"),
+            python=platform.python_version(),
+            platform=platform.platform()[:_LONGEST],
+            cpu=cpu,
+            threads=torch.get_num_threads(),
+            attnbench=__version__,
+            commit=own_commit(),
+            backends={name: (answer.version or "unknown")[:_LONGEST] for name, answer in found.items()},
+            origins={name: answer.origin[:_LONGEST] for name, answer in found.items() if answer.origin},
+            **(_told_by_driver(uuid) if uuid else {}),
+        )
+
+    @property
+    def hard(self) -> dict[str, str | int | None]:
+        """The facts that must match for results to be compared or used, whatever else is known.
+
+        What binds only where both sides know it, the backends' versions and origins and the
+        power cap, is compared in ``differences``: a backend that was added since takes
+        nothing away from what was measured of the others, and neither does a fact that an
+        older record lacks.
+        """
+        names = ["device_type", "device_name", "torch", "triton"]
+        names += ["capability", "cuda", "cudnn"] if self.device_type == "cuda" else ["threads"]
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def key(self) -> str:
+        """A short hash of ``hard``; an older record of this environment has the same.
+
+        Equal keys do not promise that nothing hard differs: ``differences`` says that.
+        """
+        return hashlib.sha256(json.dumps(self.hard, sort_keys=True).encode()).hexdigest()[:12]
+
+    def differences(self, other: Environment) -> tuple[list[str], list[str]]:
+        """(hard, soft): one sentence for each fact in which ``other`` differs from this one.
+
+        A sentence is one line of printable text, whatever the facts of a file hold.
+
+        A hard difference makes times or errors incomparable; a soft one is worth a note.
+        """
+        hard: list[str] = []
+        soft: list[str] = []
+        binding = self.hard.keys() | other.hard.keys()
+        if None not in (self.power_cap_w, other.power_cap_w):
+            binding |= {"power_cap_w"}
+        for each in fields(self):
+            mine, theirs = getattr(self, each.name), getattr(other, each.name)
+            if each.name not in ("backends", "origins") and mine != theirs:
+                (hard if each.name in binding else soft).append(f"{each.name} was {_said(mine)}, is {_said(theirs)}")
+        for name in sorted({*self.backends, *other.backends}):
+            before, now = self.backends.get(name), other.backends.get(name)
+            if before is None or now is None:
+                soft.append(f"the backend {_said(name)} {'was not' if before is None else 'is no longer'} available")
+                continue
+            if before != now:
+                hard.append(f"the backend {_said(name)} was {_said(before)}, is {_said(now)}")
+            came, comes = self.origins.get(name), other.origins.get(name)
+            if None not in (came, comes) and came != comes:
+                hard.append(f"the backend {_said(name)} came from {_said(came)}, comes from {_said(comes)}")
+        both = self.backends.keys() & other.backends.keys()
+        if unsure := sorted(both & (self.origins.keys() ^ other.origins.keys())):
+            soft.append(f"where {_said(', '.join(unsure))} come from is known on one side only")
+        return hard, soft
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every fact, in plain JSON types."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: object) -> Environment:
+        """The environment that ``to_dict`` wrote.  Raises InputError on missing, unknown or impossible entries."""
+        if not isinstance(data, Mapping):
+            raise InputError(f"an environment is a mapping, not {type(data).__name__}")
+        known = {each.name for each in fields(cls)}
+        if unknown := [name for name in data if name not in known]:
+            raise InputError(f"an environment has no entry {brief(unknown[0])}")
+        try:
+            return cls(**data)
+        except TypeError as error:
+            raise InputError(f"not an environment: {error}") from None
+
+
+def _check(name: str, value: object, *, optional: bool) -> None:
+    if name in ("backends", "origins"):
+        if not isinstance(value, Mapping) or len(value) > _MOST_BACKENDS:
+            raise InputError(f"an environment's {name} must be a mapping of at most {_MOST_BACKENDS} texts")
+        for backend, found in value.items():
+            _check(f"key in {name}", backend, optional=False)
+            _check(f"{name} entry of {brief(backend)}", found, optional=False)
+    elif value is None and optional:
+        return
+    elif name in _NUMBERS:
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _NUMBERS[name]:
+            raise InputError(f"an environment's {name} must be a positive number, not {brief(value)}")
+    elif not isinstance(value, str) or not 0 < len(value) <= _LONGEST:
+        raise InputError(f"an environment's {name} must be a text of 1 to {_LONGEST} characters, not {brief(value)}")
+    elif name in _FORMS and not re.fullmatch(_FORMS[name], value):
+        raise InputError(f"an environment's {name} has the form {_FORMS[name]}, not {brief(value)}")
+
+
+def _said(value: object) -> str:
+    return "absent" if value is None else printable(str(value))
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return version_of(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    """The processor's own name where Linux tells, else the architecture."""
+    try:
+        facts = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not Linux
+        return platform.processor() or platform.machine() or "unknown"
+    for line in facts.splitlines():
+        label, _, value = line.partition(":")
+        if label.strip() == "model name" and value.strip():
+            return value.strip()[:_LONGEST]
+    return platform.machine() or "unknown"
+
+
+def _cudnn(number: int | None) -> str | None:
+    """91900 is 9.19.0: the numbering of cuDNN since version 9."""
+    return None if number is None else f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def _told_by_driver(uuid: str) -> dict[str, Any]:
+    """What NVML tells of the GPU with this UUID; None where it is missing, has no access or does not tell."""
+    with Nvml() as nvml:
+        gpu = nvml.gpu(uuid)
+        return {
+            "driver": nvml.driver(),
+            "clock_mhz": gpu.highest_clock_mhz() if gpu else None,
+            "power_cap_w": gpu.power_cap_w() if gpu else None,
+        }
+
+
+def own_commit() -> str | None:
+    """The commit of the checkout that attnbench runs from, with ``-dirty`` where a tracked file differs from it.
+
+    None where it was installed from a wheel, or git does not tell.
+    """
+    return _commit_of(Path(__file__).resolve().parents[2])
+
+
+@cache
+def _commit_of(folder: Path) -> str | None:
+    """Asked once: a process computes with the code that it has loaded, whatever becomes of the files."""
+    if not (folder / ".git").exists():  # a wheel's folder may lie inside a repository of the user's: not ours to ask
+        return None
+    try:
+        if not re.search(
+            r'^name = "attnbench"$', (folder / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE
+        ):
+            return None
+    except (OSError, UnicodeDecodeError):
+        return None
+    # Variables such as GIT_DIR, set inside hooks, would point git at another repository; a
+    # damaged .git would send it looking further up.
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    bounded = {**outside, "GIT_CEILING_DIRECTORIES": str(folder.parent), "GIT_OPTIONAL_LOCKS": "0"}
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        run = subprocess.run(
+            command, env=bounded, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_GIT_PATIENCE
+        )
+    except (OSError, UnicodeDecodeError, subprocess.TimeoutExpired):
+        return None
+    said = run.stdout.strip()
+    return said if run.returncode == 0 and re.fullmatch(_FORMS["commit"], said) else None

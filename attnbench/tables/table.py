@@ -1,0 +1,109 @@
+"""Measurements condensed for choosing: one entry for each (spec, plan), bound to the environment they come from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from ..kernels.plan import Plan, backend_of
+from ..problem.spec import AttentionSpec
+from ..text.digits import three_digits
+from .entry import Entry
+from .environment import Environment
+from .files import read_text, replace_text
+from .text import parsed, written
+
+__all__ = ["Entry", "Table"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Entries by (spec, plan), and the environment in which they were measured."""
+
+    environment: Environment
+    entries: dict[tuple[AttentionSpec, Plan], Entry]
+
+    @classmethod
+    def from_entries(cls, environment: Environment, entries: Iterable[Entry]) -> Table:
+        """A table of the entries; of two for the same spec and plan, the later counts."""
+        return cls(environment, {(entry.spec, entry.plan): entry for entry in entries})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Table:
+        """Read a table file.  Raises MalformedFileError where it is none, or OSError where it cannot be read."""
+        return cls.from_entries(*parsed(Path(path), read_text(Path(path))))
+
+    def save(self, path: str | Path) -> None:
+        """Write the table, one plan a line in a fixed order, replacing the file in one step.  Raises OutputError."""
+        replace_text(Path(path), written(self.environment, self.entries.values()))
+
+    def condensed(self) -> Table:
+        """What a choice needs of it, in few digits: see ``Entry.kept`` and ``Entry.shortened``."""
+        return Table.from_entries(
+            self.environment, [entry.shortened() for entry in self.entries.values() if entry.kept]
+        )
+
+    def merged(self, newer: Table) -> Table:
+        """Both tables' entries, the newer one's where both have one (``Entry.renewed``), and its environment.
+
+        The environment takes over from the older one the versions of backends that it knows nothing of.
+        """
+        entries = dict(self.entries)
+        for key, entry in newer.entries.items():
+            entries[key] = entries[key].renewed(entry) if key in entries else entry
+        older, later = self.environment, newer.environment
+        used = {backend_of(kernel) for _, plan in self.entries for kernel in plan.kernels} - later.backends.keys()
+        environment = replace(
+            later,
+            backends={**_of(used, older.backends), **later.backends},
+            origins={**_of(used, older.origins), **later.origins},
+        )
+        return Table(environment, entries)
+
+    @property
+    def specs(self) -> Iterable[AttentionSpec]:
+        """Every spec that has an entry, once."""
+        return self._by_spec.keys()
+
+    def at(self, spec: AttentionSpec) -> dict[Plan, Entry]:
+        """The entries measured at this very spec."""
+        return self._by_spec.get(spec, {})
+
+    @cached_property
+    def _by_spec(self) -> dict[AttentionSpec, dict[Plan, Entry]]:
+        found: dict[AttentionSpec, dict[Plan, Entry]] = {}
+        for (spec, plan), entry in self.entries.items():
+            found.setdefault(spec, {})[plan] = entry
+        return found
+
+    def to_text(self) -> str:
+        """The entries for a terminal, fastest first within a spec."""
+        from tabulate import tabulate  # only people who look at tables need it
+
+        def rank(entry: Entry) -> tuple[str, float, str]:
+            return str(entry.spec), math.inf if entry.time_ms is None else entry.time_ms, str(entry.plan)
+
+        rows = [
+            [
+                str(entry.spec),
+                str(entry.plan),
+                entry.status,
+                "" if entry.time_ms is None else three_digits(entry.time_ms),
+                ", ".join(f"{family} {_said(error)}" for family, error in sorted(entry.errors.items())),
+            ]
+            for entry in sorted(self.entries.values(), key=rank)
+            if entry.time_ms is not None
+        ]
+        head = f"{self.environment.device_name}, torch {self.environment.torch}: {len(rows)} measured plans"
+        return head + "\n\n" + tabulate(rows, ["spec", "plan", "status", "call ms", "errors"], disable_numparse=True)
+
+
+def _said(error: float) -> str:
+    return f"{error:.2g}" if math.isfinite(error) else "infinite"
+
+
+def _of(names: Iterable[str], facts: Mapping[str, str]) -> dict[str, str]:
+    return {name: facts[name] for name in names if name in facts}

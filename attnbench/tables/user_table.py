@@ -1,0 +1,147 @@
+"""The tables that choices on a device rest on: the user's own, measured there, and the one that attnbench ships."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ..errors import AttnbenchWarning, InputError, MalformedFileError, NewerFileError, OutputError
+from ..files.user_folders import cache_folder
+from ..kernels.plan import Plan
+from ..kernels.registry import registry
+from ..problem.spec import AttentionSpec
+from .binding import Binding
+from .environment import Environment
+from .files import check_writable, locked
+from .shipped import file_name, shipped_table_path
+from .table import Entry, Table
+
+__all__ = ["Known", "check_user_table", "forget", "known_tables", "update_user_table", "user_table_path"]
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known by measurement on a device.
+
+    ``tables``: the user's first, then the shipped one, each without the entries that may not
+    be used here.  A spec stands in one of them alone, the user's where it was measured
+    there, because times of two machines must not meet in one choice.  ``note``: what there
+    is to say of them, or None.  ``dropped`` maps a backend to why its entries are not used.
+    """
+
+    tables: tuple[Table, ...] = ()
+    note: str | None = None
+    dropped: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, table: Table) -> Known:
+        """A table that somebody vouches for, used as it is."""
+        return cls((table,))
+
+    def at(self, spec: AttentionSpec) -> dict[Plan, Entry]:
+        """The entries measured at this very spec, by plan; none where it was not measured."""
+        return next((found for table in self.tables if (found := table.at(spec))), {})
+
+
+_known: dict[torch.device, Known] = {}
+
+
+def user_table_path(environment: Environment) -> Path:
+    """Where the table measured on this user's device lies: one file for each device model, in the cache folder.
+
+    Raises OutputError where this user has none.
+    """
+    return cache_folder() / "tables" / file_name(environment)
+
+
+def check_user_table(environment: Environment) -> None:
+    """Raise OutputError where ``update_user_table`` could not write now: better known before measuring."""
+    path = user_table_path(environment)
+    check_writable(path)
+    with locked(path):
+        pass
+
+
+def update_user_table(table: Table) -> Path:
+    """Merge the table into the user's own and return its path; several processes may do so at once.
+
+    Of what the file holds, that stays which may be used where the new entries were measured
+    (``Binding``); the rest, and a file that cannot be read, is replaced.  Raises OutputError
+    where the folder cannot be written, or the file is a newer attnbench's.
+    """
+    path = user_table_path(table.environment)
+    new = table.condensed()
+    with locked(path):
+        try:
+            before = Table.load(path)
+            new = Binding.between(before, table.environment).usable(before).merged(new)
+        except NewerFileError as error:
+            raise OutputError(f"your table stays as it is: {error}") from None
+        except (OSError, MalformedFileError, InputError):
+            pass  # none yet, or damaged
+        new.save(path)
+    forget()
+    return path
+
+
+def known_tables(device: torch.device) -> Known:
+    """What is known by measurement on this device, read once a process.
+
+    A file that is damaged and a user's table of which nothing may be used are misses with a
+    warning; what else may not be used, and soft differences, are said in the note.
+    """
+    known = _known  # what is read across a ``forget`` may be old, and is left behind with this one
+    found = known.get(device)
+    return known.setdefault(device, _read(device)) if found is None else found
+
+
+def _read(device: torch.device) -> Known:
+    here = Environment.detect(device, registry())
+    tables: list[Table] = []
+    notes: list[str] = []
+    dropped: dict[str, str] = {}
+    try:
+        own = user_table_path(here)
+    except OutputError:  # there is no folder where one could be
+        own = None
+    shipped = shipped_table_path(here)
+    for whose, path in (("your table", own), ("the table that attnbench ships", shipped)):
+        table = None if path is None else _loaded(whose, path)
+        if table is None:
+            continue
+        binding = Binding.between(table, here)
+        usable = binding.usable(table)
+        unused = [*binding.refused, *dict.fromkeys(binding.dropped.values())]
+        if usable.entries:
+            others = {spec for each in tables for spec in each.specs}
+            tables.append(
+                Table(usable.environment, {key: entry for key, entry in usable.entries.items() if key[0] not in others})
+            )
+            notes += [f"{whose} was measured where {'; '.join(binding.soft)}"] if binding.soft else []
+            notes += [f"{whose} is used in part: {'; '.join(unused)}"] if unused else []
+        elif unused:
+            notes.append(f"{whose} ({path}) is not used, run `attnbench sweep` for one of here: {'; '.join(unused)}")
+            if path == own:
+                warnings.warn(notes[-1], AttnbenchWarning, stacklevel=3)
+        dropped = {**binding.dropped, **dropped}
+    return Known(tuple(tables), "; ".join(notes) or None, dropped)
+
+
+def forget() -> None:
+    """Read the tables again when they are next needed."""
+    global _known
+    _known = {}
+
+
+def _loaded(whose: str, path: Path) -> Table | None:
+    try:
+        return Table.load(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, MalformedFileError) as error:
+        warnings.warn(f"{whose} cannot be used: {error}", AttnbenchWarning, stacklevel=4)
+        return None

@@ -1,0 +1,1 @@
+"""Text that people read: numbers, causes of failures, and values from anywhere made safe to print."""

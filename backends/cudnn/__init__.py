@@ -1,0 +1,1 @@
+"""cuDNN's attention through its front end."""

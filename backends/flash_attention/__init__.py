@@ -1,0 +1,1 @@
+"""FlashAttention 2, 3 and 4, from every distribution that has them."""

@@ -1,0 +1,157 @@
+"""``fa3``: FlashAttention-3 on Hopper, forward in FP8 and 16 bits, backward in 16 bits where the build has one.
+
+Shah et al., "FlashAttention-3" (arXiv 2407.08608); the source is ``hopper/`` of Dao-AILab/flash-attention.
+``fa3_origins`` says which distribution answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnbench.errors import InputError
+from attnbench.kernels.capabilities import Capabilities, Device
+from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved, gradient_dtype
+from attnbench.problem.dtypes import TO_TORCH
+from attnbench.problem.fp8 import Quantised
+from attnbench.problem.spec import AttentionSpec
+
+from ..common.fused import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
+from ..common.padding import padded
+from .fa3_operands import Native, dimensions, native, quantise_by_key_head, readable, refuse_spec, window
+from .fa3_origins import availability, chosen, library
+
+__all__ = ["BACKEND", "HOPPER", "PROFILED", "Fa3Backward", "Fa3Forward", "fp8_row"]
+
+HOPPER: Mapping[str, Any] = {"capability": (9, 0), "capability_below": (10, 0), "head_dims": (1, 256, 1)}
+# The device kernels as the profiler writes them.  The first type is the operands'; bf16 is other things' type, too.
+_TYPES = {"fp8": "float_e4m3_t", "bf16": "bfloat16_t", "fp16": "half_t"}
+PROFILED = {
+    precision: rf"FlashAttnFwdSm90(?:(?!{'|'.join(_TYPES.values())}).)*{name}" for precision, name in _TYPES.items()
+}
+_FP8_ERROR = 0.08  # 0.052 to 0.054 was measured on normal inputs, D 64 to 256; few keys and small D need more
+_OMITTED = {
+    "BACKWARD": "the build from {origin} has no backward",
+    "FP8": "the build from {origin} has no FP8",
+    "FP16": "the build from {origin} has no fp16",
+    "LOCAL": "the build from {origin} has no windows",
+    "SOFTCAP": "the build from {origin} has no softcap",
+}
+
+
+def fp8_row() -> Capabilities:
+    """The row of an FP8 forward: it quantises 16-bit tensors, and takes e4m3 with scales per tensor or head."""
+    return Capabilities(dtypes=("bf16", "fp16", "e4m3"), descales=("tensor", "head"), **HOPPER)
+
+
+def _omitted(needed: set[str]) -> list[str]:
+    """The parts that are needed and that the build in use was made without."""
+    build = chosen()
+    if build is None:
+        return []  # then nothing runs at all, and the availability says so
+    return [_OMITTED[part].format(origin=build.name) for part in sorted(needed & build.omissions())]
+
+
+def _needs(spec: AttentionSpec, precision: str) -> set[str]:
+    found = window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+    local = not isinstance(found, str) and not found.causal and (found.left >= 0 or found.right >= 0)
+    asked = {"FP8": precision == "fp8", "FP16": precision == "fp16", "LOCAL": local, "SOFTCAP": spec.softcap > 0}
+    return {part for part, needed in asked.items() if needed}
+
+
+class Fa3Forward(ForwardKernel):
+    """The operator ``fwd`` of the origin in use."""
+
+    preference = 8
+
+    def __init__(self, precision: str) -> None:
+        self.name = f"fa3:{precision}"
+        self.precision = precision
+        self.rows = {"cuda": fp8_row() if precision == "fp8" else Capabilities(dtypes=(precision,), **HOPPER)}
+        self.declared_error = _FP8_ERROR if precision == "fp8" else DECLARED_ERROR[precision]
+        self.evidence = {"cuda": PROFILED[precision]}
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """Windows that cannot be moved bottom-right, and what the build was made without."""
+        return refuse_spec(spec) + _omitted(_needs(spec, self.precision))
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        """FP8: e4m3 with a scale for each (batch, key head).  16 bits: views where TMA can load them."""
+        if self.precision == "fp8":
+            quantised = quantise_by_key_head(q, k, v, spec)
+            return Operands(spec, *quantised, native(*quantised, spec))
+        return Operands(spec, q, k, v, native(q, k, v, spec))
+
+    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
+        """The tensors as they are.  Raises InputError where one is rotated, smoothed or not e4m3.
+
+        With grouped heads and scales per head, each query head may have one of its own, which the library has
+        no room for; the key heads are then repeated.
+        """
+        return Operands(spec, q, k, v, native(q, k, v, spec, own_scales=False))
+
+    def run(self, operands: Operands) -> Result:
+        """The kernel on the current stream; out comes as bf16 from FP8 and is rounded to fp16 where that came in."""
+        given: Native = operands.native
+        spec, span = operands.spec, given.window
+        out, lse, *_ = library().forward(
+            given.q, given.k, given.v, *given.descales, spec.scale,
+            span.causal, span.left, span.right, spec.softcap,
+        )  # fmt: skip
+        return Result(out[..., : spec.head_dim_v].transpose(1, 2).to(gradient_dtype(spec)), lse)
+
+
+class Fa3Backward(BackwardKernel):
+    """The operator ``bwd``, on this or another forward's output and log-sum-exp."""
+
+    preference = 14
+    evidence: Mapping[str, str] = {"cuda": r"FlashAttnBwdSm90"}
+
+    def __init__(self, precision: str) -> None:
+        self.name = f"fa3:{precision}"
+        self.precision = precision
+        self.rows = {"cuda": Capabilities(dtypes=(precision,), **HOPPER)}
+        self.declared_error = DECLARED_GRADIENT_ERROR[precision]
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """Those of the forward, and builds without a backward."""
+        return refuse_spec(spec) + _omitted({"BACKWARD", *_needs(spec, self.precision)})
+
+    def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK, dV of what the forward saw; keys that no query sees get zeros."""
+        spec, lse = saved.spec, saved.lse
+        assert lse is not None
+        backward = library().backward
+        span = window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+        if backward is None or isinstance(span, str):
+            raise InputError(f"{self.name} refuses this: {'; '.join(_omitted({'BACKWARD'})) or span}")
+        size, _ = dimensions(spec.head_dim, spec.head_dim_v, fp8=False, backward=True)
+        q, k, v = saved.operands.tensors(TO_TORCH[self.precision])
+        dout, q, k, v, out = (
+            readable(padded(x, size)) for x in (grad_out, q, k[:, :, : span.keys], v[:, :, : span.keys], saved.out)
+        )
+        gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+        backward(
+            dout, q, k, v, out, lse.contiguous(), *gradients, spec.scale,
+            span.causal, span.left, span.right, spec.softcap,
+        )  # fmt: skip
+        unseen = spec.seqlen_kv - span.keys
+        if unseen:
+            gradients[1:] = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, unseen)) for x in gradients[1:]]
+        sizes = (spec.head_dim, spec.head_dim, spec.head_dim_v)
+        dq, dk, dv = (x[..., :d].transpose(1, 2) for x, d in zip(gradients, sizes, strict=True))
+        return dq, dk, dv
+
+
+BACKEND = Backend(
+    name="fa3",
+    summary="FlashAttention-3 on Hopper, FP8 and 16 bits",
+    availability=availability,
+    kernels=(
+        Fa3Forward("fp8"),
+        *(kernel(precision) for precision in ("bf16", "fp16") for kernel in (Fa3Forward, Fa3Backward)),
+    ),
+)

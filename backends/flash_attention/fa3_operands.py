@@ -1,0 +1,169 @@
+"""What FlashAttention-3's kernels read: masks as windows, FP8 with a scale for each key head, layouts for TMA."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnbench.errors import InputError
+from attnbench.problem.fp8 import Quantised, Recipe, quantise
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
+
+from ..common.padding import padded, rounded_up
+
+__all__ = ["Native", "Window", "dimensions", "native", "quantise_by_key_head", "readable", "refuse_spec", "window"]
+
+
+Triple = tuple[Quantised, Quantised, Quantised]
+
+
+class Window(NamedTuple):
+    """A mask as FlashAttention reads it: over the first ``keys`` keys, aligned bottom-right, -1 for unlimited."""
+
+    keys: int
+    left: int
+    right: int
+
+    @property
+    def causal(self) -> bool:
+        """Whether it is the mask that the kernels have a path of its own for."""
+        return self.left < 0 and self.right == 0
+
+
+class Native(NamedTuple):
+    """What ``run`` hands to the kernel: (B, S, H, D) tensors, descales (B, Hkv) in fp32 for FP8, the window."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    descales: tuple[Tensor | None, Tensor | None, Tensor | None]
+    window: Window
+
+
+def window(mask: Mask, seqlen_q: int, seqlen_kv: int) -> Window | str:
+    """The window that makes FlashAttention-3 compute ``mask``, or why there is none.
+
+    Its windows stand bottom-right.  A top-left one is moved there by the difference of the lengths; keys behind the
+    last one that any query sees are cut off, which leaves no negative right side.  Sides that reach beyond all keys
+    are lifted by the library, which changes nothing (mha_fwd in hopper/flash_api.cpp: left >= keys - 1, right >=
+    queries - 1).
+    """
+    if mask.kind == "none":
+        return Window(seqlen_kv, -1, -1)
+    keys = mask.span(seqlen_q - 1, seqlen_q, seqlen_kv)[1]
+    shift = keys - seqlen_q - mask.offset(seqlen_q, seqlen_kv)
+    left = -1 if mask.left is None else mask.left + shift
+    right = -1 if mask.right is None else mask.right - shift
+    if mask.left is not None and left < 0:
+        return "its window cannot end before the last key of the last query"
+    return Window(keys, left, right)
+
+
+def refuse_spec(spec: AttentionSpec) -> list[str]:
+    """What no build of FlashAttention-3 computes."""
+    reasons = []
+    found = window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+    if isinstance(found, str):
+        reasons.append(found)
+    if spec.scale <= 0:  # the row's maximum is taken before the scale is applied (hopper/softmax.h)
+        reasons.append(f"needs a positive scale, not {spec.scale}")
+    return reasons
+
+
+def dimensions(head_dim: int, head_dim_v: int, fp8: bool, backward: bool = False) -> tuple[int, int]:
+    """The head dimensions that q, k and v are padded to.
+
+    Rows must be multiples of 16 bytes; the library itself fills up to the sizes that it was compiled for.  V may
+    have its own size only where a kernel for that pair exists, (128, 192] with (96, 128]; everything else gets
+    the larger of both (for D <= 64 the library has kernels for wider V in 16 bits alone).
+    """
+    step = 16 if fp8 else 8
+    d, dv = rounded_up(head_dim, step), rounded_up(head_dim_v, step)
+    if not backward and 128 < d <= 192 and 96 < dv <= 128:
+        return d, dv
+    return max(d, dv), max(d, dv)
+
+
+def quantise_by_key_head(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Triple:
+    """Q, K and V in e4m3, with one scale for each (batch, key head): the query heads of a group share theirs."""
+    recipe = Recipe("head")
+    grouped = quantise(q.reshape(spec.batch, spec.kv_heads, spec.group * spec.seqlen_q, spec.head_dim), recipe)
+    shared = Quantised(
+        grouped.data.reshape(spec.batch, spec.heads, spec.seqlen_q, spec.head_dim),
+        grouped.descale.repeat_interleave(spec.group, dim=1),
+        "head",
+    )
+    return shared, quantise(k, recipe), quantise(v, recipe)
+
+
+def native(
+    q: Tensor | Quantised, k: Tensor | Quantised, v: Tensor | Quantised, spec: AttentionSpec, *, own_scales: bool = True
+) -> Native:
+    """The tensors (B, H, S, D) as the kernels read them: views where the strides allow it.
+
+    ``own_scales`` says that Q's descales are equal within each group of query heads, as ``quantise_by_key_head``
+    makes them.  Where they may differ (tensors quantised beforehand, with a scale for each query head), the key
+    heads are repeated so that every query head has one of its own: exact, and paid for here.
+    Raises InputError where FP8 tensors are not plain e4m3.
+    """
+    found = window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+    if isinstance(found, str):
+        raise InputError(found)
+    descales: tuple[Tensor | None, ...] = (None, None, None)
+    tensors: tuple[Tensor, ...]
+    if isinstance(q, Quantised) and isinstance(k, Quantised) and isinstance(v, Quantised):
+        _check_plain(q, k, v)
+        repeat = spec.group if q.granularity == "head" and not own_scales else 1
+        scales = [_by_head(x, spec.batch) for x in (q, k, v)]
+        if q.granularity == "head" and own_scales:
+            scales[0] = scales[0][:, :: spec.group]
+        heads = spec.kv_heads * repeat
+        scales[1:] = [x.repeat_interleave(repeat if x.shape[1] > 1 else 1, dim=1) for x in scales[1:]]
+        descales = tuple(x.expand(spec.batch, heads).contiguous() for x in scales)
+        tensors = (q.data, *(_repeated(x.data, repeat) for x in (k, v)))
+    else:
+        tensors = tuple(x for x in (q, k, v) if isinstance(x, Tensor))
+    fp8 = descales[0] is not None
+    d, dv = dimensions(spec.head_dim, spec.head_dim_v, fp8)
+    lengths = (spec.seqlen_q, found.keys, found.keys)
+    q_, k_, v_ = (
+        readable(padded(x[:, :, :length], size)) for x, length, size in zip(tensors, lengths, (d, d, dv), strict=True)
+    )
+    return Native(q_, k_, v_, (descales[0], descales[1], descales[2]), found)
+
+
+def readable(x: Tensor) -> Tensor:
+    """x (B, H, S, D) as (B, S, H, D) that TMA can load: a view where it can, else a contiguous copy.
+
+    The last axis must be contiguous; every other stride, that of axes of one element included, must be a positive
+    multiple of 16 bytes, and so must the address (cuTensorMapEncodeTiled in the CUDA driver API).
+    """
+    step = 16 // x.element_size()
+    fits = x.stride(-1) == 1 and all(stride > 0 and stride % step == 0 for stride in x.stride()[:-1])
+    if not fits or x.data_ptr() % 16:
+        return x.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    return x.transpose(1, 2)
+
+
+def _check_plain(q: Quantised, k: Quantised, v: Quantised) -> None:
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        if x.data.dtype != torch.float8_e4m3fn:
+            raise InputError(f"FlashAttention-3 computes in e4m3, {name} is {x.data.dtype}")
+        if x.rotated or x.mean is not None:
+            raise InputError(f"FlashAttention-3 takes descales alone, {name} is rotated or smoothed")
+        if x.granularity not in ("tensor", "head"):
+            raise InputError(f"FlashAttention-3 takes descales per tensor or head, {name}'s are per {x.granularity}")
+
+
+def _repeated(x: Tensor, times: int) -> Tensor:
+    """x (B, Hkv, S, D) with each head ``times`` times; through bytes, because float8 has few operators."""
+    return x if times == 1 else x.view(torch.uint8).repeat_interleave(times, dim=1).view(x.dtype)
+
+
+def _by_head(x: Quantised, batch: int) -> Tensor:
+    """Its descales as (B, H) or (B, 1)."""
+    descale = x.descale.to(torch.float32)
+    return descale.reshape(1, 1).expand(batch, 1) if x.granularity == "tensor" else descale.reshape(batch, -1)

@@ -1,0 +1,135 @@
+"""``fa3-vllm``: vLLM's FlashAttention-3, which adds up FP8 products in two levels, forward only.
+
+Another kernel than ``fa3`` in speed and in error: the short FP8 accumulator is promoted into fp32 as it goes
+(vllm-project/flash-attention), so that the error does not grow with the number of keys.  Varlen only: the batch is
+packed into one row of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnbench.kernels.capabilities import Capabilities, Device
+from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Operands, Result, gradient_dtype
+from attnbench.problem.fp8 import Quantised
+from attnbench.problem.spec import AttentionSpec
+
+from ..common.fused import DECLARED_ERROR
+from .fa3 import HOPPER, PROFILED, fp8_row
+from .fa3_operands import Native, native, quantise_by_key_head, refuse_spec
+from .fa3_operator import VARLEN, bound
+from .fa3_origins import installed
+
+__all__ = ["BACKEND", "VllmForward"]
+
+_INSTALL = "pip install vllm"
+_FP8_ERROR = 0.08  # that of fa3 on normal inputs, where the accumulator is not what limits
+
+
+class _Packed(NamedTuple):
+    """Operands in varlen layout: q (B·Sq, H, D), k and v (B·keys, Hkv, ·), and where each sequence starts."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    starts_q: Tensor
+    starts_k: Tensor
+    given: Native
+
+
+def _availability() -> Availability:
+    if torch.version.cuda is None:
+        return Availability(reason=f"torch {torch.__version__} was built without CUDA", install=_INSTALL)
+    version = installed("vllm", "vllm")
+    if version is None:
+        return Availability(reason="vllm is not installed", install=_INSTALL)
+    if not _extension():
+        return Availability(reason=f"vllm {version} was built without FlashAttention-3", origin="vllm")
+    return Availability(version=version, origin="vllm")
+
+
+def _extension() -> bool:
+    """Whether the wheel holds the extension, seen from its files: importing vllm takes seconds."""
+    spec = find_spec("vllm")
+    folders = spec.submodule_search_locations if spec is not None else None
+    return any(any(Path(folder, "vllm_flash_attn").glob("_vllm_fa3_C*")) for folder in folders or ())
+
+
+@cache
+def _forward() -> Callable[..., Any]:
+    """The operator, loaded once.
+
+    Raises ImportError or OSError where the extension does not fit this torch, OperatorError where it is unknown.
+    """
+    import_module("vllm.vllm_flash_attn._vllm_fa3_C")
+    return bound(torch.ops._vllm_fa3_C.fwd.default, VARLEN)
+
+
+class VllmForward(ForwardKernel):
+    """The operator ``_vllm_fa3_C::fwd`` on packed sequences of one length."""
+
+    preference = 30
+
+    def __init__(self, precision: str) -> None:
+        self.name = f"fa3-vllm:{precision}"
+        self.precision = precision
+        self.rows = {"cuda": fp8_row() if precision == "fp8" else Capabilities(dtypes=(precision,), **HOPPER)}
+        self.declared_error = _FP8_ERROR if precision == "fp8" else DECLARED_ERROR[precision]
+        self.evidence = {"cuda": PROFILED[precision]}
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """Windows that cannot be moved bottom-right, and more tokens than its 32-bit offsets count."""
+        reasons = refuse_spec(spec)
+        tokens = spec.batch * max(spec.seqlen_q, spec.seqlen_kv)
+        if tokens >= 2**31:
+            reasons.append(f"counts at most {2**31 - 1} tokens in a batch, this has {tokens}")
+        return reasons
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        """FP8: e4m3 with a scale for each (batch, key head); then packed, which copies (B, H, S, D) for B > 1."""
+        if self.precision == "fp8":
+            quantised = quantise_by_key_head(q, k, v, spec)
+            return Operands(spec, *quantised, _packed(native(*quantised, spec)))
+        return Operands(spec, q, k, v, _packed(native(q, k, v, spec)))
+
+    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
+        """The tensors as they are, packed; as ``fa3`` with grouped heads.  Raises InputError where not plain e4m3."""
+        return Operands(spec, q, k, v, _packed(native(q, k, v, spec, own_scales=False)))
+
+    def run(self, operands: Operands) -> Result:
+        """The kernel; its log-sum-exp comes as (H, B·Sq)."""
+        packed: _Packed = operands.native
+        spec, span = operands.spec, packed.given.window
+        out, lse, *_ = _forward()(
+            packed.q, packed.k, packed.v, *packed.given.descales, spec.scale,
+            span.causal, span.left, span.right, spec.softcap,
+            packed.starts_q, packed.starts_k, spec.seqlen_q, span.keys,
+        )  # fmt: skip
+        out = out.view(spec.batch, spec.seqlen_q, spec.heads, -1)[..., : spec.head_dim_v].transpose(1, 2)
+        lse = lse.view(spec.heads, spec.batch, spec.seqlen_q).transpose(0, 1)
+        return Result(out.to(gradient_dtype(spec)), lse)
+
+
+def _packed(given: Native) -> _Packed:
+    q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (given.q, given.k, given.v))
+    starts_q, starts_k = (
+        torch.arange(0, (x.shape[0] + 1) * x.shape[1], x.shape[1], dtype=torch.int32, device=x.device)
+        for x in (given.q, given.k)
+    )
+    return _Packed(q, k, v, starts_q, starts_k, given)
+
+
+BACKEND = Backend(
+    name="fa3-vllm",
+    summary="vLLM's FlashAttention-3: FP8 products added in two levels, varlen",
+    availability=_availability,
+    kernels=tuple(VllmForward(precision) for precision in ("fp8", "bf16", "fp16")),
+)

@@ -1,0 +1,270 @@
+"""FlashAttention-4 (``flash_attn.cute``): 16 bits in both passes on Hopper, FP8 forward on Blackwell alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from platformdirs import user_cache_path
+from torch import Tensor
+
+from attnbench.kernels.capabilities import Capabilities, Device
+from attnbench.kernels.contract import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
+from attnbench.problem.fp8 import Quantised, Recipe, quantise
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
+
+from ..common.fused import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, aligned, cuda_availability
+from ..common.padding import padded, rounded_up
+
+__all__ = ["BACKEND", "Window", "window_of"]
+
+_PRECISIONS = ("bf16", "fp16")
+_DISTRIBUTIONS = ("flash-attn-4", "nvidia-cutlass-dsl")
+_INSTALL = "pip install --pre flash-attn-4"
+_RECIPE = Recipe("head", "e4m3")
+_HOPPER = (9, 0)
+# Of the head dimensions, seen with 4.0.0b36 on an H200: the forward does not compile at 40 with 24, the backward is
+# right at 64, 96, 128, 192 and 256, and its dQ wrong at 80.
+_FORWARD_STEP, _BACKWARD_STEP = 16, 32
+# Those of Q and V that may differ; D = 16 with Dv = 128 read memory that was not its own.
+_UNEQUAL = (192, 128)
+_INT32 = 2**31 - 1  # the kernels address elements within a tensor in 32 bits
+_EVIDENCE_FORWARD = r"FlashAttentionForward"
+_EVIDENCE_BACKWARD = r"FlashAttentionBackwardSm"
+
+
+class Window(NamedTuple):
+    """A mask as FlashAttention-4 takes it: over the first ``keys`` keys, aligned bottom-right, None for unlimited."""
+
+    keys: int
+    causal: bool
+    left: int | None
+    right: int | None
+
+
+def window_of(mask: Mask, seqlen_q: int, seqlen_kv: int) -> Window | str:
+    """The window that makes FlashAttention-4 compute ``mask``, or why there is none.
+
+    Its windows are aligned bottom-right.  Keys behind the last one that any query sees are cut off, which turns the
+    other alignment into this one and leaves no negative right side; a negative left side would mean
+    that the last queries see no key, and two negative sides are read as no window at all.
+    """
+    if mask.kind == "none":
+        return Window(seqlen_kv, False, None, None)
+    keys = mask.span(seqlen_q - 1, seqlen_q, seqlen_kv)[1]
+    shift = keys - seqlen_q - mask.offset(seqlen_q, seqlen_kv)
+    left = None if mask.left is None else mask.left + shift
+    right = None if mask.right is None else mask.right - shift
+    if left is not None and left < 0:
+        return "its window cannot end before the last key of the last query"
+    if left is None and right == 0:
+        return Window(keys, True, None, None)
+    return Window(keys, False, left, right)
+
+
+class _Library(NamedTuple):
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+@cache
+def _library() -> _Library:
+    """The two passes below the autograd function; compiled kernels are kept on the disk.
+
+    The library reads both variables when it is imported.  Its default folder is shared by every user of the machine,
+    and what lies there is loaded as code.
+    """
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(user_cache_path("attnbench") / "fa4"))
+    from flash_attn.cute import interface
+
+    return _Library(interface._flash_attn_fwd, interface._flash_attn_bwd)
+
+
+def _availability() -> Availability:
+    """From the metadata alone: importing the library loads the CUTLASS compiler."""
+    found = cuda_availability()
+    if not found.ok:
+        return Availability(reason=found.reason, install=_INSTALL)
+    versions = {}
+    for distribution in _DISTRIBUTIONS:
+        try:
+            versions[distribution] = version(distribution)
+        except PackageNotFoundError:
+            return Availability(reason=f"{distribution} is not installed", install=_INSTALL)
+    origin = " with ".join(f"{name} {number}" for name, number in versions.items())
+    return Availability(version=versions[_DISTRIBUTIONS[0]], origin=origin)
+
+
+def _rows(precision: str) -> dict[str, Capabilities]:
+    # interface.py, _validate_head_dims: 16-byte rows of 8 to 256 elements on compute capability 9.x
+    row = Capabilities(dtypes=(precision,), capability=_HOPPER, head_dims=(8, 256, 8), max_elements=_INT32)
+    return {"cuda": row}
+
+
+def _refusals(spec: AttentionSpec, device: Device) -> list[str]:
+    reasons = []
+    if device.capability[0] != _HOPPER[0]:
+        reasons.append(f"is known here on compute capability 9.x only, {device.name} has another")
+    return reasons + _common_refusals(spec)
+
+
+def _common_refusals(spec: AttentionSpec) -> list[str]:
+    window = window_of(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+    reasons = [window] if isinstance(window, str) else []
+    if spec.scale <= 0:
+        reasons.append("takes the largest score of a row before it scales, so the scale must be positive")
+    return reasons
+
+
+class Fa4Forward(ForwardKernel):
+    """``flash_attn.cute.interface._flash_attn_fwd`` on 16-bit tensors."""
+
+    evidence: Mapping[str, str] = {"cuda": _EVIDENCE_FORWARD}
+
+    def __init__(self, precision: str) -> None:
+        self.name = f"fa4:{precision}"
+        self.rows = _rows(precision)
+        self.declared_error = DECLARED_ERROR[precision]
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """Other generations of GPU, windows that it cannot express, scales that are not positive."""
+        return _refusals(spec, device)
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        """Views (B, S, H, D) where strides and head dimensions allow it."""
+        return Operands(spec, q, k, v, _native(q, k, v, spec, _FORWARD_STEP))
+
+    def run(self, operands: Operands) -> Result:
+        """The first call of a shape class (dtype, head dimensions, group, kind of mask, softcap) compiles."""
+        return _forward(operands.spec, *operands.native)
+
+
+class Fa4Fp8Forward(ForwardKernel):
+    """The same on e4m3 tensors with a scale for each (batch, key head): it exists on Blackwell alone.
+
+    ``_flash_attn_fwd`` asserts compute capability 10.x for FP8, and refuses to carry gradients.
+    """
+
+    name = "fa4:fp8"
+    declared_error = 0.07
+    evidence: Mapping[str, str] = {"cuda": _EVIDENCE_FORWARD}
+    rows: Mapping[str, Capabilities] = {
+        "cuda": Capabilities(
+            dtypes=("bf16", "fp16"),
+            capability=(10, 0),
+            capability_below=(11, 0),
+            head_dims=(16, 128, 16),
+            max_elements=_INT32,
+        )
+    }
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """Windows that it cannot express, scales that are not positive."""
+        return _common_refusals(spec)
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        """e4m3 and descales (B, Hkv), those of Q too: the query heads of a group share one."""
+        grouped = q.reshape(spec.batch, spec.kv_heads, spec.group * spec.seqlen_q, spec.head_dim)
+        packed, quantised_k, quantised_v = (quantise(x.detach(), _RECIPE) for x in (grouped, k, v))
+        descales = tuple(x.descale.reshape(spec.batch, spec.kv_heads) for x in (packed, quantised_k, quantised_v))
+        data = packed.data.reshape(q.shape)
+        quantised_q = Quantised(data, packed.descale.repeat_interleave(spec.group, dim=1), packed.granularity)
+        native = _native(data, quantised_k.data, quantised_v.data, spec, _FORWARD_STEP)
+        return Operands(spec, quantised_q, quantised_k, quantised_v, (*native, *descales))
+
+    def run(self, operands: Operands) -> Result:
+        """Out in bf16 from the kernel, in the input's dtype from here."""
+        result = _forward(operands.spec, *operands.native)
+        dtype = torch.float16 if operands.spec.dtype == "fp16" else torch.bfloat16
+        return Result(result.out.to(dtype), result.lse)
+
+
+class Fa4Backward(BackwardKernel):
+    """``flash_attn.cute.interface._flash_attn_bwd``, after any forward that returns out and its log-sum-exp."""
+
+    preference = 5
+    evidence: Mapping[str, str] = {"cuda": _EVIDENCE_BACKWARD}
+
+    def __init__(self, precision: str) -> None:
+        self.name = f"fa4:{precision}"
+        self.rows = _rows(precision)
+        self.declared_error = DECLARED_GRADIENT_ERROR[precision]
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """Those of the forward."""
+        return _refusals(spec, device)
+
+    def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """On the Q, K, V that the forward computed with; rows without a key are known by their log-sum-exp."""
+        spec, lse = saved.spec, saved.lse
+        assert lse is not None
+        q, k, v = saved.operands.tensors()
+        q, k, v, window = _native(q, k, v, spec, _BACKWARD_STEP)
+        out, grad_out = (_bshd(padded(x.detach(), v.shape[-1])) for x in (saved.out, grad_out))
+        dq, dk, dv, *_ = _library().backward(
+            q, k, v, out, grad_out, lse.to(torch.float32).contiguous(),
+            softmax_scale=spec.scale, causal=window.causal, softcap=spec.softcap,
+            window_size_left=window.left, window_size_right=window.right,
+        )  # fmt: skip
+        unseen = spec.seqlen_kv - window.keys
+        if unseen:
+            dk, dv = (F.pad(x, (0, 0, 0, 0, 0, unseen)) for x in (dk, dv))
+        sizes = (spec.head_dim, spec.head_dim, spec.head_dim_v)
+        dq, dk, dv = (x[..., :size].transpose(1, 2) for x, size in zip((dq, dk, dv), sizes, strict=True))
+        return dq, dk, dv
+
+
+def _dimensions(spec: AttentionSpec, step: int) -> tuple[int, int]:
+    """The head dimensions that q, k and v are padded to: multiples of ``step``, and equal but for the known pair."""
+    d, dv = rounded_up(spec.head_dim, step), rounded_up(spec.head_dim_v, step)
+    return (d, dv) if (d, dv) == _UNEQUAL else (max(d, dv), max(d, dv))
+
+
+def _bshd(x: Tensor) -> Tensor:
+    # A stride of 0, as in the gradient of a sum, is another kernel to compile; a copy is cheaper.
+    return aligned(x.detach().contiguous() if 0 in x.stride() else x.detach()).transpose(1, 2)
+
+
+def _native(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, step: int) -> tuple[Tensor, Tensor, Tensor, Window]:
+    """(B, S, H, D) and the window: views where strides and head dimensions allow it."""
+    window = window_of(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+    if isinstance(window, str):
+        raise ValueError(window)
+    d, dv = _dimensions(spec, step)
+    q, k, v = (_bshd(padded(x.detach(), size)) for x, size in ((q, d), (k, d), (v, dv)))
+    return q, k[:, : window.keys], v[:, : window.keys], window
+
+
+def _forward(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: Window,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+) -> Result:
+    out, lse, *_ = _library().forward(
+        q, k, v, softmax_scale=spec.scale, causal=window.causal, softcap=spec.softcap,
+        window_size_left=window.left, window_size_right=window.right, return_lse=True,
+        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+    )  # fmt: skip
+    return Result(out[..., : spec.head_dim_v].transpose(1, 2), lse)
+
+
+BACKEND = Backend(
+    name="fa4",
+    summary="FlashAttention-4 in the CuTe DSL: 16 bits on Hopper, FP8 on Blackwell",
+    availability=_availability,
+    kernels=(*(kernel(precision) for precision in _PRECISIONS for kernel in (Fa4Forward, Fa4Backward)),
+             Fa4Fp8Forward()),
+    compiles=True,
+)  # fmt: skip

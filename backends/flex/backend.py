@@ -1,0 +1,374 @@
+"""torch's FlexAttention, compiled: 16 bits on CUDA and the CPU, and float8 on Ada and Hopper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch._dynamo.config
+import torch._functorch.config  # which torch itself imports only with its first compilation
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from attnbench.graph_pools import current_stream, outside_pools, permanent, recording
+from attnbench.kernels.capabilities import Capabilities, Device
+from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved, gradient_dtype
+from attnbench.kernels.devices import describe
+from attnbench.kernels.plan import precision_of
+from attnbench.problem.fp8 import Quantised, Recipe, quantise, quantise_with
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
+
+from ..common.fused import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, aligned, availability
+from .compiler import compiler_reason
+from .tiles import kernel_options
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import FlexKernelOptions
+
+__all__ = ["BACKEND", "BLOCK", "block_mask"]
+
+BLOCK = 128  # queries and keys of a block of the mask, FlexAttention's own default
+_PROGRAMS = 2**16  # compiled variants to keep in a process; dynamo's default of 8 is a guess at models, not at this
+_PRECISIONS = ("bf16", "fp16")
+_RECIPE = Recipe("head", "e4m3")
+_NO_FP8_GRADIENTS = "torch has no gradients of FlexAttention in float8; a 16-bit backward can follow flex:fp8"
+_ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class _Native:
+    """What the compiled function is called with.
+
+    ``descale`` (B, H, 1, 1) multiplies an FP8 output; ``options`` are the kernel's, its tile among them.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    blocks: BlockMask | None
+    score_mod: _ScoreMod | None
+    options: FlexKernelOptions
+    descale: Tensor | None = None
+
+
+def _attend(native: _Native, scale: float, lse: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    out, aux = flex_attention(
+        native.q,
+        native.k,
+        native.v,
+        score_mod=native.score_mod,
+        block_mask=native.blocks,
+        scale=scale,
+        enable_gqa=native.q.shape[1] != native.k.shape[1],
+        kernel_options=native.options.copy(),
+        return_aux=AuxRequest(lse=lse),
+    )
+    if native.descale is not None:
+        out = (out.to(torch.float32) * native.descale).to(dtype)
+    return out, aux.lse
+
+
+@cache
+def _compiled(device_type: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    # On CUDA fixed shapes spare the kernel its bounds checks; on the CPU they would only cost compilations.
+    return torch.compile(_attend, fullgraph=True, dynamic=device_type == "cpu")
+
+
+def _call(native: _Native, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Runs the compiled function; where it may not be compiled once more it raises, because of ``fullgraph``."""
+    device_type = native.q.device.type
+    with torch._dynamo.config.patch(recompile_limit=_PROGRAMS, accumulated_recompile_limit=_PROGRAMS):
+        return _compiled(device_type)(native, scale, device_type != "cpu", dtype)
+
+
+def block_mask(mask: Mask, seqlen_q: int, seqlen_kv: int, device: torch.device) -> BlockMask | None:
+    """The mask as FlexAttention takes it, None for no mask.
+
+    The blocks follow from the first and last visible key of a block's rows, without a matrix of all (query, key)
+    pairs, which ``create_block_mask`` would make.
+    """
+    if mask.kind == "none":
+        return None
+    if recording():
+        return _recorded_blocks(mask, seqlen_q, seqlen_kv, device)
+    return _kept_blocks(mask, seqlen_q, seqlen_kv, device, current_stream(device))
+
+
+@lru_cache(maxsize=16)
+def _kept_blocks(mask: Mask, seqlen_q: int, seqlen_kv: int, device: torch.device, stream: int) -> BlockMask:
+    """For this stream, which has made them before it reads them, and reads them before their memory is used again."""
+    return outside_pools(partial(_blocks, mask, seqlen_q, seqlen_kv, device), device)
+
+
+def _blocks(mask: Mask, seqlen_q: int, seqlen_kv: int, device: torch.device) -> BlockMask:
+    offset = mask.offset(seqlen_q, seqlen_kv)
+    low = offset - mask.left if mask.left is not None else -seqlen_q
+    high = offset + mask.right if mask.right is not None else seqlen_kv
+    # Every visible key j of query i has i + low <= j <= i + high.
+    top = torch.arange(0, seqlen_q, BLOCK, device=device)[:, None]
+    bottom = torch.clamp(top + BLOCK, max=seqlen_q) - 1
+    left = torch.arange(0, seqlen_kv, BLOCK, device=device)[None, :]
+    right = torch.clamp(left + BLOCK, max=seqlen_kv) - 1
+    visible = (top + low <= right) & (bottom + high >= left)
+    whole = (top + BLOCK <= seqlen_q) & (left + BLOCK <= seqlen_kv)
+    full = whole & (bottom + low <= left) & (top + high >= right)
+    counts, indices = _ordered(visible & ~full)
+    full_counts, full_indices = _ordered(full)
+    return BlockMask.from_kv_blocks(
+        counts,
+        indices,
+        full_counts,
+        full_indices,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_band(torch.tensor(low, device=device), torch.tensor(high, device=device)),
+        seq_lengths=(seqlen_q, seqlen_kv),
+    )
+
+
+_recorded_blocks = permanent(_blocks)
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks each row has (1, 1, rows) and which, the present ones first (1, 1, rows, columns)."""
+    order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True)
+    return blocks.sum(dim=-1).to(torch.int32)[None, None], order.to(torch.int32)[None, None].contiguous()
+
+
+def _band(low: Tensor, high: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    # Bounds as tensors and not as numbers: another window is then the same program.
+    def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key >= query + low) & (key <= query + high)
+
+    return mask_mod
+
+
+def _capped(cap: Tensor) -> _ScoreMod:
+    # FlexAttention hands over a score of the tensors' own type; in float8 a product of it
+    # would be cut off at 448, unless it is widened first, which costs nothing: registers hold fp32.
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return cap * torch.tanh(score.to(torch.float32) / cap)
+
+    return score_mod
+
+
+def _descaled(factor: Tensor) -> _ScoreMod:
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score.to(torch.float32) * factor[batch, head]
+
+    return score_mod
+
+
+def _descaled_and_capped(factor: Tensor, cap: Tensor) -> _ScoreMod:
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return cap * torch.tanh(score.to(torch.float32) * factor[batch, head] / cap)
+
+    return score_mod
+
+
+def _cap(spec: AttentionSpec, device: torch.device) -> Tensor | None:
+    return torch.full((), spec.softcap, dtype=torch.float32, device=device) if spec.softcap else None
+
+
+def _options(spec: AttentionSpec, device: torch.device, precision: str) -> FlexKernelOptions:
+    return cast("FlexKernelOptions", kernel_options(spec, describe(device).capability, precision))
+
+
+def _refusals(device: Device) -> list[str]:
+    reason = compiler_reason(device.type)
+    return [reason] if reason else []
+
+
+class FlexForward(ForwardKernel):
+    """``torch.compile(flex_attention)`` in 16 bits.
+
+    For training it records a graph, which only its own backward can follow.
+    """
+
+    preference = 50
+    evidence: Mapping[str, str] = {"cpu": r"Call CompiledFxGraph", "cuda": r"triton_tem_(?!\w*backward)"}
+
+    def __init__(self, precision: str) -> None:
+        self.name = f"flex:{precision}"
+        self.declared_error = DECLARED_ERROR[precision]
+        self.rows = {
+            "cpu": Capabilities(dtypes=(precision,), training=False, lse=False),
+            "cuda": Capabilities(dtypes=(precision,), capability=(8, 0), head_dims=(16, 256, 1)),
+        }
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """There must be something to compile with."""
+        return _refusals(device)
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        """The tensors as they are where rows are contiguous, the blocks of the mask, the cap and the tile."""
+        cap = _cap(spec, q.device)
+        blocks = block_mask(spec.mask, spec.seqlen_q, spec.seqlen_kv, q.device)
+        rows = partial(aligned, vector=q.element_size())
+        # Detached, because flex refuses leaves on the CPU even where no gradients are recorded.
+        q_, k_, v_ = (rows(x.detach()) for x in (q, k, v))
+        options = _options(spec, q.device, precision_of(self.name))
+        native = _Native(q_, k_, v_, blocks, None if cap is None else _capped(cap), options)
+        return Operands(spec, q, k, v, native)
+
+    def run(self, operands: Operands) -> Result:
+        """The compiled kernel; for training on leaves of its own, so that the caller's graph is left alone."""
+        native: _Native = operands.native
+        spec = operands.spec
+        if not spec.training:
+            with torch.no_grad():
+                return Result(*_call(native, spec.scale, native.q.dtype))
+        q, k, v = (x.detach().requires_grad_() for x in (native.q, native.k, native.v))
+        # The backward may be asked for twice, so it must not be compiled to write on what was saved for it.
+        with torch.enable_grad(), torch._functorch.config.patch(donated_buffer=False):
+            out, lse = _call(replace(native, q=q, k=k, v=v), spec.scale, native.q.dtype)
+        return Result(out.detach(), None if lse is None else lse.detach(), (out, (q, k, v)))
+
+
+class FlexBackward(BackwardKernel):
+    """The compiled backward of the graph that ``flex`` in the same precision recorded."""
+
+    needs_lse = False
+    evidence: Mapping[str, str] = {"cuda": r"triton_tem_\w*backward"}
+
+    def __init__(self, precision: str) -> None:
+        self.name = f"flex:{precision}"
+        self.declared_error = DECLARED_GRADIENT_ERROR[precision]
+        self.follows = (self.name,)
+        self.rows = {"cuda": Capabilities(dtypes=(precision,), capability=(8, 0), head_dims=(16, 256, 1))}
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """There must be something to compile with."""
+        return _refusals(device)
+
+    def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """autograd through the recorded graph, which stays for the next call."""
+        out, leaves = saved.state
+        with torch._functorch.config.patch(donated_buffer=False):  # looked at here too, before the graph may stay
+            dq, dk, dv = torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+        return dq, dk, dv
+
+
+class FlexFp8Forward(ForwardKernel):
+    """``torch.compile(flex_attention)`` on e4m3 tensors.
+
+    From 16 bits, Q and K are scaled against each other, by reciprocal factors that bring a
+    head's largest magnitudes together, so that their scores need no descale.  The descales
+    of tensors that were quantised beforehand are applied in a score modification.  The
+    kernel's output is e4m3 without a scale of its own; it stays in range because each row
+    is an average of V's, and V's descale multiplies it afterwards.
+    """
+
+    declared_error = 0.08
+    preference = None
+    evidence: Mapping[str, str] = {"cuda": r"triton_tem_(?!\w*backward)"}
+
+    def __init__(self) -> None:
+        self.name = "flex:fp8"
+        self.rows = {
+            "cuda": Capabilities(
+                dtypes=("bf16", "fp16", "e4m3"),
+                capability=(8, 9),
+                capability_below=(10, 0),
+                head_dims=(32, 256, 1),
+                descales=("tensor", "head"),
+            )
+        }
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """There must be something to compile with."""
+        return _refusals(device)
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        """Quantise each head."""
+        cap = _cap(spec, q.device)
+        score_mod = None if cap is None else _capped(cap)
+        return _laid_out(*_balanced(q, k, spec), quantise(v, _RECIPE), spec, score_mod)
+
+    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
+        """The tensors as they are, and the product of Q's and K's descales for each query head."""
+        factor = _per_query_head(q.descale, spec) * _per_query_head(k.descale, spec)
+        cap = _cap(spec, factor.device)
+        score_mod = _descaled(factor) if cap is None else _descaled_and_capped(factor, cap)
+        return _laid_out(q, k, v, spec, score_mod)
+
+    def run(self, operands: Operands) -> Result:
+        """The compiled kernel."""
+        spec = operands.spec
+        with torch.no_grad():
+            return Result(*_call(operands.native, spec.scale, gradient_dtype(spec)))
+
+
+class FlexFp8Backward(BackwardKernel):
+    """Listed for its reason: FlexAttention's gradients do not exist in float8, and no other precision stands in.
+
+    Its lowering multiplies out by grad_out in their own type, which no float8 product has (pytorch#154750).
+    """
+
+    name = "flex:fp8"
+    declared_error = 0.08
+    follows = ("flex:fp8",)
+
+    def __init__(self, rows: Mapping[str, Capabilities]) -> None:
+        self.rows = rows
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """Always refused."""
+        return [_NO_FP8_GRADIENTS]
+
+    def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Cannot be reached."""
+        raise NotImplementedError(_NO_FP8_GRADIENTS)
+
+
+def _laid_out(q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec, score_mod: _ScoreMod | None) -> Operands:
+    """Rows contiguous in Q and K, tokens contiguous in V: what FP8 products need below Blackwell."""
+    native = _Native(
+        q.data.contiguous(),
+        k.data.contiguous(),
+        v.data.mT.contiguous().mT,
+        block_mask(spec.mask, spec.seqlen_q, spec.seqlen_kv, q.data.device),
+        score_mod,
+        _options(spec, q.data.device, "fp8"),
+        _per_query_head(v.descale, spec)[..., None, None],
+    )
+    return Operands(spec, q, k, v, native)
+
+
+def _per_query_head(descale: Tensor, spec: AttentionSpec) -> Tensor:
+    """A descale per tensor or head as (B, H), contiguous."""
+    flat = descale.flatten(1)
+    if flat.shape[1] == spec.kv_heads:
+        flat = flat.repeat_interleave(spec.group, dim=1)
+    return flat.expand(spec.batch, spec.heads).contiguous()
+
+
+def _balanced(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[Quantised, Quantised]:
+    """Q and K in e4m3 with descales whose product is 1, one pair for each key head and its group of query heads."""
+    shape = (spec.batch, spec.kv_heads, 1, 1)
+    most_q = q.abs().reshape(spec.batch, spec.kv_heads, -1).amax(-1).to(torch.float32).view(shape)
+    most_k = k.abs().amax(dim=(2, 3), keepdim=True).to(torch.float32)
+    # All-zero heads need no balance; what is not finite stays visible in the data.
+    k_descale = torch.where((most_q > 0) & (most_k > 0), (most_k / most_q).sqrt(), 1.0)
+    q_descale = k_descale.reciprocal().repeat_interleave(spec.group, dim=1)
+    return (
+        Quantised(quantise_with(q.to(torch.float32), q_descale, "e4m3"), q_descale, "head"),
+        Quantised(quantise_with(k.to(torch.float32), k_descale, "e4m3"), k_descale, "head"),
+    )
+
+
+_FP8 = FlexFp8Forward()
+BACKEND = Backend(
+    name="flex",
+    summary="torch's FlexAttention, compiled by inductor",
+    availability=availability,
+    kernels=(
+        *(kernel(precision) for precision in _PRECISIONS for kernel in (FlexForward, FlexBackward)),
+        _FP8,
+        FlexFp8Backward(_FP8.rows),
+    ),
+    compiles=True,
+)

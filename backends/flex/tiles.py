@@ -1,0 +1,118 @@
+"""The tiles that FlexAttention's kernels run with, where one was measured to beat torch's default.
+
+Measured beforehand and committed: nothing is timed when a kernel is chosen or run.  ``tests/gpu/tune/tune_flex.py``
+measures the candidates in turns on a GPU and prints the entries of ``TILES``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from attnbench.problem.spec import AttentionSpec
+
+__all__ = ["SHORTEST", "TILES", "Direction", "Options", "TileKey", "kernel_options"]
+
+Options = Mapping[str, int | bool]
+Direction = Literal["forward", "backward"]
+
+SHORTEST = 128  # queries; torch gives fewer to a kernel for decoding, whose tiles mean something else
+
+
+class TileKey(NamedTuple):
+    """What a tile was measured for.
+
+    ``capability`` is CUDA's, of which one architecture has one; ``precision`` is bf16 (for fp16 too, whose
+    instructions are the same) or fp8.  ``head_dim`` is a power of two, to which the kernel fills up the larger of
+    Q's and V's.  ``mask`` is none or causal: a window runs the causal mask's program with other bounds.
+    """
+
+    capability: tuple[int, int]
+    precision: str
+    head_dim: int
+    mask: Literal["none", "causal"]
+    direction: Direction
+
+
+# Options by their names in torch's FlexKernelOptions.  A key that is not here runs with torch's default.
+# NVIDIA H200, torch 2.11.0+cu130, cold L2, 16,384 tokens a case, hidden size 2048, at 4k and 16k tokens a sequence.
+TILES: dict[TileKey, Options] = {
+    TileKey((9, 0), "bf16", 64, "none", "backward"): {
+        "BLOCK_M1": 64,
+        "BLOCK_N1": 64,
+        "BLOCK_M2": 64,
+        "BLOCK_N2": 64,
+        "num_warps": 4,
+        "num_stages": 3,
+    },
+    TileKey((9, 0), "bf16", 64, "causal", "backward"): {
+        "BLOCK_M1": 64,
+        "BLOCK_N1": 64,
+        "BLOCK_M2": 64,
+        "BLOCK_N2": 64,
+        "num_warps": 4,
+        "num_stages": 3,
+    },
+    TileKey((9, 0), "bf16", 256, "none", "backward"): {
+        "BLOCK_M1": 64,
+        "BLOCK_N1": 64,
+        "BLOCK_M2": 64,
+        "BLOCK_N2": 64,
+        "num_warps": 8,
+        "num_stages": 2,
+    },
+    TileKey((9, 0), "bf16", 256, "causal", "backward"): {
+        "BLOCK_M1": 64,
+        "BLOCK_N1": 64,
+        "BLOCK_M2": 64,
+        "BLOCK_N2": 64,
+        "num_warps": 8,
+        "num_stages": 2,
+    },
+    TileKey((9, 0), "bf16", 64, "none", "forward"): {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
+    TileKey((9, 0), "bf16", 64, "causal", "forward"): {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
+    TileKey((9, 0), "bf16", 128, "none", "forward"): {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
+    TileKey((9, 0), "bf16", 128, "causal", "forward"): {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
+    TileKey((9, 0), "bf16", 256, "none", "forward"): {
+        "BLOCK_M": 128,
+        "BLOCK_N": 64,
+        "num_warps": 8,
+        "num_stages": 2,
+        "USE_TMA": True,
+    },
+    TileKey((9, 0), "bf16", 256, "causal", "forward"): {
+        "BLOCK_M": 128,
+        "BLOCK_N": 64,
+        "num_warps": 8,
+        "num_stages": 2,
+        "USE_TMA": True,
+    },
+    TileKey((9, 0), "fp8", 64, "none", "forward"): {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3},
+    TileKey((9, 0), "fp8", 128, "none", "forward"): {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3},
+    TileKey((9, 0), "fp8", 128, "causal", "forward"): {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3},
+    TileKey((9, 0), "fp8", 256, "none", "forward"): {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3},
+    TileKey((9, 0), "fp8", 256, "causal", "forward"): {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3},
+}
+
+
+def kernel_options(
+    spec: AttentionSpec, capability: tuple[int, int], precision: str, tiles: Mapping[TileKey, Options] = TILES
+) -> dict[str, int | bool]:
+    """The ``kernel_options`` of ``flex_attention`` for a spec, empty where torch's default serves and nothing beats it.
+
+    Options of the forward are prefixed ``fwd_``, those of the backward ``bwd_``, as FlexKernelOptions has it; a
+    spec for training has both.
+    """
+    if spec.seqlen_q < SHORTEST:
+        # The kernel for decoding puts the queries of a whole group into one tile, which must fit a block of the mask.
+        unfit = spec.mask.kind != "none" and spec.group * spec.seqlen_q > SHORTEST
+        return {"FORCE_USE_FLEX_ATTENTION": True} if unfit else {}
+    size = 1 << (max(spec.head_dim, spec.head_dim_v) - 1).bit_length()
+    found: dict[str, int | bool] = {}
+    directions: tuple[Direction, ...] = ("forward", "backward") if spec.training else ("forward",)
+    for direction in directions:
+        mask: Literal["none", "causal"] = "none" if spec.mask.kind == "none" else "causal"
+        key = TileKey(capability, "fp8" if precision == "fp8" else "bf16", size, mask, direction)
+        prefix = "fwd_" if direction == "forward" else "bwd_"
+        found |= {prefix + name: value for name, value in tiles.get(key, {}).items()}
+    return found

@@ -1,0 +1,1 @@
+"""torch's own attention kernels, one backend each."""

@@ -1,0 +1,161 @@
+"""cuDNN's attention in 16 bits, as torch calls it, on CUDA."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from attnbench.kernels.capabilities import Capabilities, Device
+from attnbench.kernels.contract import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
+from attnbench.problem.spec import AttentionSpec
+
+from ..common.fused import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, aligned, cuda_availability, cuda_refusals
+
+__all__ = ["BACKEND"]
+
+_PRECISIONS = ("bf16", "fp16")
+_VECTOR = 16  # bytes that rows and storage start at multiples of
+_OWN = 712  # elements between two outermost places of q that are nobody's
+_ODD_LENGTHS = 91501  # cuDNN 9.15.1, the first that is right on lengths that are no multiple of 128 (pytorch#169849)
+
+
+_cudnn_version: Callable[[], int | None] = torch.backends.cudnn.version
+
+
+def _availability() -> Availability:
+    found = cuda_availability()
+    if found.ok and _cudnn_version() is None:
+        return Availability(reason=f"torch {torch.__version__} finds no cuDNN", origin="torch")
+    return found
+
+
+def _rows(precision: str) -> dict[str, Capabilities]:
+    row = Capabilities(
+        dtypes=(precision,),
+        capability=(8, 0),
+        head_dims=(8, 256, 8),
+        masks=("none", "causal"),
+        alignments=("top-left",),
+        softcap=False,
+        empty_rows=False,
+    )
+    return {"cuda": row}
+
+
+def _refusals(spec: AttentionSpec, device: Device) -> list[str]:
+    reasons = cuda_refusals(spec, device)
+    if device.capability != (9, 0) and max(spec.head_dim, spec.head_dim_v) > 128:
+        reasons.append(f"head dimensions above 128 need compute capability 9.0, {device.name} has another")
+    if spec.scale <= 0:
+        # Keys that fill up a tile are hidden before the scale is applied, so this holds without a mask, too.
+        reasons.append(f"hides keys before it scales, which needs a scale above 0, not {spec.scale}")
+    if spec.seqlen_kv == 1:
+        reasons.append("takes no single key")  # check_cudnn_tensor_shapes in torch's sdp_utils.cpp
+    version = _cudnn_version()
+    if version is not None and version < _ODD_LENGTHS and (spec.seqlen_q % 128 or spec.seqlen_kv % 128):
+        reasons.append(f"cuDNN {version} needs lengths that are multiples of 128")
+    return reasons
+
+
+class CudnnForward(ForwardKernel):
+    """``aten::_scaled_dot_product_cudnn_attention``."""
+
+    preference = 10
+    evidence: Mapping[str, str] = {"cuda": r"cudnn\w*sdpa(?!\w*bprop)"}
+
+    def __init__(self, precision: str) -> None:
+        self.name = f"sdpa-cudnn:{precision}"
+        self.rows = _rows(precision)
+        self.declared_error = DECLARED_ERROR[precision]
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """Limits of the GPU and of the cuDNN that torch found."""
+        return _refusals(spec, device)
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        """Views where the strides allow it; groups of heads are cuDNN's own."""
+        return Operands(spec, q, k, v, (aligned(q), aligned(k), aligned(v)))
+
+    def run(self, operands: Operands) -> Result:
+        """The operator; its log-sum-exp has an axis of one more."""
+        spec = operands.spec
+        q, k, v = operands.native
+        out, lse, *_ = torch._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, spec.mask.kind == "causal", False, scale=spec.scale
+        )
+        return Result(out, lse.view(spec.batch, spec.heads, spec.seqlen_q))
+
+
+class CudnnBackward(BackwardKernel):
+    """``aten::_scaled_dot_product_cudnn_attention_backward``."""
+
+    preference = 10
+    evidence: Mapping[str, str] = {"cuda": r"cudnn\w*sdpa\w*bprop"}
+
+    def __init__(self, precision: str) -> None:
+        self.name = f"sdpa-cudnn:{precision}"
+        self.rows = _rows(precision)
+        self.declared_error = DECLARED_GRADIENT_ERROR[precision]
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """Those of the forward."""
+        return _refusals(spec, device)
+
+    def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The operator, on this or another forward's output and log-sum-exp."""
+        spec, lse = saved.spec, saved.lse
+        assert lse is not None
+        q, k, v = (aligned(x) for x in saved.operands.tensors())
+        q = _apart(q)
+        out, grad_out = (_laid_out_as(q, x) for x in (saved.out, grad_out))
+        unused = torch.empty((), dtype=torch.int64, device=q.device)  # the dropout's random state
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            grad_out, q, k, v, out, lse.contiguous().unsqueeze(-1), unused, unused, None,
+            None, None, spec.seqlen_q, spec.seqlen_kv, 0.0, spec.mask.kind == "causal", scale=spec.scale,
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+def _laid_out_as(q: Tensor, x: Tensor) -> Tensor:
+    """x (B, H, S, D) densely with its axes in memory as q's are: what torch's own forward returns; else a copy.
+
+    torch 2.11 keeps the graphs of backward passes by the strides of q, k and v alone.  Another layout of the output or
+    of its gradient would run a graph that was made for the first, and give gradients of something else, silently.
+    """
+    dense = torch.empty_permuted(x.shape, _order(q), dtype=x.dtype, device=x.device)
+    return x if x.stride() == dense.stride() and x.data_ptr() % _VECTOR == 0 else dense.copy_(x)
+
+
+def _apart(q: Tensor) -> Tensor:
+    """q (B, H, S, D) in an order of axes of its own, with strides that no other caller of torch's operator has.
+
+    Graphs are the whole process's: one that ``F.scaled_dot_product_attention`` had made first, for another layout of
+    the output's gradient, would run here.  Where the outermost axis has one place its stride says nothing, and no byte
+    is copied.
+    """
+    order = _order(q)
+    outermost = order[0]
+    if q.shape[outermost] == 1:
+        strides = list(q.stride())
+        strides[outermost] += _OWN
+        return q.as_strided(q.shape, strides)
+    strides = list(torch.empty_permuted(q.shape, order, device="meta").stride())
+    strides[outermost] += _OWN
+    kept = torch.empty(q.shape[outermost] * strides[outermost], dtype=q.dtype, device=q.device)
+    return kept.as_strided(q.shape, strides).copy_(q)
+
+
+def _order(q: Tensor) -> list[int]:
+    """Its axes as they lie in memory, outermost first; one that q repeats, of stride 0, is no innermost one."""
+    return sorted(range(q.ndim), key=lambda axis: q.stride(axis) or math.inf, reverse=True)
+
+
+BACKEND = Backend(
+    name="sdpa-cudnn",
+    summary="cuDNN's attention in 16 bits, as torch calls it",
+    availability=_availability,
+    kernels=tuple(kernel(precision) for precision in _PRECISIONS for kernel in (CudnnForward, CudnnBackward)),
+)

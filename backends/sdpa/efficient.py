@@ -1,0 +1,145 @@
+"""torch's memory-efficient attention: xformers' CUTLASS kernels, on CUDA."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnbench.kernels.capabilities import Capabilities, Device
+from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
+
+from ..common.fused import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, aligned, cuda_availability, cuda_refusals
+
+__all__ = ["BACKEND", "Band", "causal_band"]
+
+_PRECISIONS = ("bf16", "fp16", "fp32")
+_FP32_ERROR = {"fp32": 1e-5}  # an FP32 product is a sum of three TF32 ones; its error has not been measured on a GPU
+_NO_MASK, _TOP_LEFT, _BOTTOM_RIGHT = 0, 1, 2  # CustomMaskType in torch's kernel_forward.h
+_LSE_BLOCK = 32  # kAlignLSE in torch's kernel_forward.h
+
+
+class Band(NamedTuple):
+    """A mask as the kernels take it: which diagonal bounds it, and how many keys up to there are seen, None for all."""
+
+    diagonal: int
+    width: int | None
+
+
+def causal_band(mask: Mask, seqlen_q: int, seqlen_kv: int) -> Band | str:
+    """The diagonal and width that make the kernels compute ``mask``, or why there are none."""
+    if mask.kind == "none":
+        return Band(_NO_MASK, None)
+    if mask.right is None:
+        return "its windows are limited to the right"
+    last = mask.offset(seqlen_q, seqlen_kv) + mask.right  # the last key that the first query sees
+    width = None if mask.left is None else mask.left + mask.right + 1
+    if last == 0:
+        return Band(_TOP_LEFT, width)
+    if last == seqlen_kv - seqlen_q:
+        return Band(_BOTTOM_RIGHT, width)
+    return "its windows end at one of the two diagonals"
+
+
+def _rows(precision: str) -> dict[str, Capabilities]:
+    # Where a block of queries sees no key at all the forward writes no output, so empty rows are undefined.
+    vector = 4 if precision == "fp32" else 8
+    row = Capabilities(
+        dtypes=(precision,), capability=(8, 0), head_dims=(vector, 65536, vector), softcap=False, empty_rows=False
+    )
+    return {"cuda": row}
+
+
+def _refusals(spec: AttentionSpec, device: Device) -> list[str]:
+    band = causal_band(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+    return cuda_refusals(spec, device) + ([band] if isinstance(band, str) else [])
+
+
+def _inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor, Band]:
+    band = causal_band(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+    if isinstance(band, str):
+        raise ValueError(band)
+    if spec.group > 1:
+        k, v = (x.repeat_interleave(spec.group, dim=1) for x in (k, v))
+    q, k, v = (aligned(x).transpose(1, 2) for x in (q, k, v))
+    return q, k, v, band
+
+
+class EfficientForward(ForwardKernel):
+    """``aten::_efficient_attention_forward``."""
+
+    preference = 30
+    evidence: Mapping[str, str] = {"cuda": r"fmha_cutlassF"}
+
+    def __init__(self, precision: str) -> None:
+        self.name = f"sdpa-efficient:{precision}"
+        self.rows = _rows(precision)
+        self.declared_error = {**DECLARED_ERROR, **_FP32_ERROR}[precision]
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """Masks that are no causal band."""
+        return _refusals(spec, device)
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        """Views where the strides allow it; K and V are repeated for the heads of a group, which cannot share them."""
+        return Operands(spec, q, k, v, _inputs(q, k, v, spec))
+
+    def run(self, operands: Operands) -> Result:
+        """The operator; the rows that pad its log-sum-exp are cut off."""
+        q, k, v, band = operands.native
+        spec = operands.spec
+        out, lse, *_ = torch.ops.aten._efficient_attention_forward(
+            q, k, v, None, None, None, None, None, 0.0, band.diagonal, True, scale=spec.scale, window_size=band.width
+        )
+        return Result(out.transpose(1, 2), lse[..., : spec.seqlen_q])
+
+
+class EfficientBackward(BackwardKernel):
+    """``aten::_efficient_attention_backward``."""
+
+    preference = 30
+    evidence: Mapping[str, str] = {"cuda": r"fmha_cutlassB"}
+
+    def __init__(self, precision: str) -> None:
+        self.name = f"sdpa-efficient:{precision}"
+        self.rows = _rows(precision)
+        self.declared_error = {**DECLARED_GRADIENT_ERROR, **_FP32_ERROR}[precision]
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """Those of the forward, and windows aligned bottom-right."""
+        reasons = _refusals(spec, device)
+        band = causal_band(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+        if isinstance(band, Band) and band.diagonal == _BOTTOM_RIGHT and band.width is not None:
+            # kernel_backward.h leaves the alignment out where it masks the window's left side
+            reasons.append("its window's left side is aligned top-left only")
+        return reasons
+
+    def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The operator, with the log-sum-exp padded as it reads it and the gradients of a group's keys added up."""
+        spec, lse = saved.spec, saved.lse
+        assert lse is not None
+        q, k, v, band = _inputs(*saved.operands.tensors(), spec)
+        padded = F.pad(lse, (0, -spec.seqlen_q % _LSE_BLOCK), value=math.inf).contiguous()
+        unused = torch.empty((), dtype=torch.int64)  # the dropout's random state
+        dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
+            aligned(grad_out).transpose(1, 2), q, k, v, None, saved.out.transpose(1, 2).contiguous(), None, None,
+            spec.seqlen_q, spec.seqlen_kv, padded, 0.0, unused, unused, band.diagonal, False,
+            scale=spec.scale, window_size=band.width,
+        )  # fmt: skip
+        if spec.group > 1:
+            dk, dv = (x.unflatten(2, (spec.kv_heads, spec.group)).sum(dim=3) for x in (dk, dv))
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+BACKEND = Backend(
+    name="sdpa-efficient",
+    summary="torch's memory-efficient attention (CUTLASS)",
+    availability=cuda_availability,
+    kernels=tuple(kernel(precision) for precision in _PRECISIONS for kernel in (EfficientForward, EfficientBackward)),
+)

@@ -1,0 +1,246 @@
+"""torch's own FlashAttention: FlashAttention-2 on CUDA, and the tiled kernel of the same name on the CPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnbench.kernels.capabilities import Capabilities, Device
+from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved, rounding_error
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
+
+from ..common.full_fp32 import full_fp32
+from ..common.fused import (
+    DECLARED_ERROR,
+    DECLARED_GRADIENT_ERROR,
+    MAX_SCORES,
+    aligned,
+    availability,
+    cuda_refusals,
+    dense_mask,
+)
+
+__all__ = ["BACKEND", "Window", "flash_window"]
+
+_PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
+_ON_CUDA = ("bf16", "fp16")
+
+
+class Window(NamedTuple):
+    """A mask as FlashAttention-2 takes it: over the first ``keys`` keys, aligned bottom-right, -1 for unlimited."""
+
+    keys: int
+    left: int
+    right: int
+
+
+def flash_window(mask: Mask, seqlen_q: int, seqlen_kv: int) -> Window | str:
+    """The window that makes FlashAttention-2 compute ``mask``, or why there is none.
+
+    Keys behind the last one that any query sees are cut off, which leaves no negative right side.  Sides as long as
+    the keys are lifted by the kernel (``mha_fwd`` in torch's flash_api.cpp) and then replaced by their number where
+    the other side is limited, which is not the same where there are more queries than keys.
+    """
+    if mask.kind == "none":
+        return Window(seqlen_kv, -1, -1)
+    keys = mask.span(seqlen_q - 1, seqlen_q, seqlen_kv)[1]
+    shift = keys - seqlen_q - mask.offset(seqlen_q, seqlen_kv)
+    left = -1 if mask.left is None else mask.left + shift
+    right = -1 if mask.right is None else mask.right - shift
+    if mask.left is not None and left < 0:
+        return "its window cannot end before the last key of the last query"
+    reach = seqlen_q - 1 if mask.right is None else right
+    if reach > keys or (reach == keys and mask.left is None):
+        return f"its window cannot reach {reach} keys to the right, beyond all {keys}"
+    return Window(keys, left, right)
+
+
+def _rows(precision: str) -> dict[str, Capabilities]:
+    cpu = Capabilities(dtypes=(precision,), head_dim_v=False, softcap=False)
+    if precision not in _ON_CUDA:
+        return {"cpu": cpu}
+    cuda = Capabilities(dtypes=(precision,), capability=(8, 0), head_dims=(8, 256, 8), head_dim_v=False, softcap=False)
+    return {"cpu": cpu, "cuda": cuda}
+
+
+def _refusals(spec: AttentionSpec, device: Device) -> list[str]:
+    if device.type == "cuda":
+        window = flash_window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+        # softmax.h of FlashAttention-2 multiplies minus infinity, its hidden keys, by the scale.
+        scale = (
+            [] if spec.scale > 0 else [f"hides keys before it scales, which needs a scale above 0, not {spec.scale}"]
+        )
+        return cuda_refusals(spec, device) + scale + ([window] if isinstance(window, str) else [])
+    pairs = spec.seqlen_q * spec.seqlen_kv
+    if not _cpu_causal(spec) and spec.mask.kind != "none" and pairs > MAX_SCORES:
+        return [f"needs this mask as a tensor, of {MAX_SCORES} elements at most; this one has {pairs}"]
+    return []
+
+
+def _cpu_causal(spec: AttentionSpec) -> bool:
+    """Whether the operator's own causal mask serves; it hides keys before the scale, which must not turn the sign."""
+    return spec.mask.kind == "causal" and spec.mask.alignment == "top-left" and spec.scale > 0
+
+
+def _cpu_mask(spec: AttentionSpec, q: Tensor) -> Tensor | None:
+    return None if _cpu_causal(spec) else dense_mask(spec.mask, spec.seqlen_q, spec.seqlen_kv, q.dtype, q.device)
+
+
+@lru_cache(maxsize=16)
+def _empty_rows(spec: AttentionSpec) -> Tensor:
+    """Which queries see no key, (Sq,), on the CPU."""
+    sizes = (spec.seqlen_q, spec.seqlen_kv)
+    spans = (spec.mask.span(row, *sizes) for row in range(spec.seqlen_q))
+    return torch.tensor([start == stop for start, stop in spans])
+
+
+class FlashForward(ForwardKernel):
+    """``aten::_flash_attention_forward`` on CUDA, ``aten::_scaled_dot_product_flash_attention_for_cpu`` on the CPU."""
+
+    preference = 20
+    evidence: Mapping[str, str] = {
+        "cpu": r"aten::_scaled_dot_product_flash_attention_for_cpu$",
+        "cuda": r"pytorch_flash::flash_fwd",
+    }
+
+    def __init__(self, precision: str) -> None:
+        self.name = f"sdpa-flash:{precision}"
+        self.rows = _rows(precision)
+        self.declared_error = DECLARED_ERROR[precision]
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """Windows that FlashAttention-2 cannot express, masks too large for the CPU."""
+        return _refusals(spec, device)
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        """Views where the strides allow it, and the mask as the device's operator takes it."""
+        if q.device.type == "cuda":
+            return Operands(spec, q, k, v, _cuda_inputs(q, k, v, spec))
+        size = q.element_size()
+        inputs = aligned(q, size), aligned(k, size), aligned(v, size)
+        empty = _empty_rows(spec) if spec.has_empty_rows else None
+        return Operands(spec, q, k, v, (*inputs, _cpu_mask(spec, q), empty))
+
+    def run(self, operands: Operands) -> Result:
+        """The operator; rows without a key get the log-sum-exp minus infinity, which neither operator gives them."""
+        spec = operands.spec
+        if operands.native[0].device.type == "cuda":
+            q, k, v, window = operands.native
+            out, lse, *_ = torch.ops.aten._flash_attention_forward(
+                q, k, v, None, None, spec.seqlen_q, window.keys, 0.0, False, False,
+                scale=spec.scale, window_size_left=window.left, window_size_right=window.right,
+            )  # fmt: skip
+            if spec.has_empty_rows:
+                lse = lse.masked_fill(lse == math.inf, -math.inf)
+            return Result(out.transpose(1, 2), lse)
+        q, k, v, mask, empty = operands.native
+        with full_fp32() if spec.dtype == "fp32" else nullcontext():
+            out, lse = torch._scaled_dot_product_flash_attention_for_cpu(  # torch.ops takes 3 µs more
+                q, k, v, 0.0, _cpu_causal(spec), attn_mask=mask, scale=spec.scale
+            )
+        if empty is not None:
+            lse = lse.masked_fill(empty, -math.inf)
+        return Result(out, lse)
+
+
+class FlashBackward(BackwardKernel):
+    """``aten::_flash_attention_backward`` on CUDA, ``…_flash_attention_for_cpu_backward`` on the CPU."""
+
+    preference = 20
+    evidence: Mapping[str, str] = {
+        "cpu": r"aten::_scaled_dot_product_flash_attention_for_cpu_backward$",
+        "cuda": r"pytorch_flash::flash_bwd",
+    }
+
+    def __init__(self, precision: str) -> None:
+        self.name = f"sdpa-flash:{precision}"
+        self.rows = _rows(precision)
+        self.declared_error = DECLARED_GRADIENT_ERROR[precision]
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """Those of the forward, and head dimensions whose backward needs more shared memory than small GPUs have."""
+        reasons = _refusals(spec, device)
+        # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120 in torch's sdp_utils.cpp
+        small = (8, 6) <= device.capability < (9, 0) or device.capability >= (12, 0)
+        if device.type == "cuda" and small and 192 < spec.head_dim <= 224:
+            reasons.append(f"has no backward for head_dim {spec.head_dim} on {device.name}")
+        return reasons
+
+    def error_on(self, spec: AttentionSpec, device: Device) -> float:
+        """On the CPU more with every tile and head: the operator adds gradients up in the type of the tensors."""
+        declared = super().error_on(spec, device)
+        return declared if device.type == "cuda" else math.hypot(declared, rounding_error(spec) * _roundings(spec))
+
+    def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The operator, on this or another forward's output and log-sum-exp."""
+        run = _backward_cuda if grad_out.device.type == "cuda" else _backward_cpu
+        return run(saved, grad_out)
+
+
+def _roundings(spec: AttentionSpec) -> float:
+    """How many roundings of a whole gradient those of the CPU's sums come to: half their number, in quadrature.
+
+    dk and dv are rounded after each tile of queries of each head of a group, dq after each tile of keys: tiles as
+    cpu_flash_attention_backward in torch's FlashAttentionKernel.cpp cuts them.
+    """
+    rows = 256 if spec.seqlen_q >= 768 else 64 if spec.seqlen_q >= 192 else 32
+    sums = max(spec.group * -(-spec.seqlen_q // rows), -(-spec.seqlen_kv // 512))
+    return math.sqrt(sums / 2)
+
+
+def _cuda_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor, Window]:
+    window = flash_window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+    if isinstance(window, str):
+        raise ValueError(window)
+    q, k, v = aligned(q).transpose(1, 2), aligned(k).transpose(1, 2), aligned(v).transpose(1, 2)
+    if window.keys < spec.seqlen_kv:
+        k, v = k[:, : window.keys], v[:, : window.keys]
+    return q, k, v, window
+
+
+def _backward_cuda(saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    spec, lse = saved.spec, saved.lse
+    assert lse is not None
+    q, k, v, window = _cuda_inputs(*saved.operands.tensors(), spec)
+    if spec.has_empty_rows:
+        lse = lse.masked_fill(lse == -math.inf, math.inf)  # the kernel wants exp(S - LSE) to be 0 there
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the dropout's random state
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        aligned(grad_out).transpose(1, 2), q, k, v, aligned(saved.out).transpose(1, 2), lse.contiguous(),
+        None, None, spec.seqlen_q, window.keys, 0.0, False, unused, unused,
+        scale=spec.scale, window_size_left=window.left, window_size_right=window.right,
+    )  # fmt: skip
+    unseen = spec.seqlen_kv - window.keys
+    if unseen:
+        dk, dv = (F.pad(x, (0, 0, 0, 0, 0, unseen)) for x in (dk, dv))
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _backward_cpu(saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    spec, lse = saved.spec, saved.lse
+    assert lse is not None
+    inputs = [aligned(x, x.element_size()) for x in (grad_out, *saved.operands.tensors(), saved.out)]
+    lse = lse.to(torch.float64 if spec.dtype == "fp64" else torch.float32)
+    if spec.has_empty_rows:
+        lse = lse.masked_fill(lse == -math.inf, 0.0)  # as the operator's forward has it; infinity would become NaN
+    with full_fp32() if spec.dtype == "fp32" else nullcontext():
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *inputs, lse, 0.0, _cpu_causal(spec), attn_mask=_cpu_mask(spec, inputs[1]), scale=spec.scale
+        )
+    return dq, dk, dv
+
+
+BACKEND = Backend(
+    name="sdpa-flash",
+    summary="torch's own FlashAttention (FlashAttention-2 on CUDA)",
+    availability=availability,
+    kernels=tuple(kernel(precision) for precision in _PRECISIONS for kernel in (FlashForward, FlashBackward)),
+)

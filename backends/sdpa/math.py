@@ -1,0 +1,113 @@
+"""torch's unfused SDPA: two matrix products around a softmax, with the whole score matrix in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from attnbench.kernels.capabilities import Capabilities, Device
+from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
+from attnbench.problem.spec import AttentionSpec
+
+from ..common.full_fp32 import full_fp32
+from ..common.fused import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, MAX_SCORES, availability, dense_mask
+
+__all__ = ["BACKEND"]
+
+_PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
+# 16-bit tensors are widened to FP32 and results rounded once: 0.0017 was seen in bf16, 0.00021 in fp16.
+_ROUNDED_ONCE = {"bf16": 0.002, "fp16": 0.00025}
+
+
+def _rows(precision: str) -> dict[str, Capabilities]:
+    row = Capabilities(dtypes=(precision,), softcap=False, lse=False)
+    return {"cpu": row, "cuda": row}
+
+
+def _backward_rows(precision: str) -> dict[str, Capabilities]:
+    row = Capabilities(dtypes=(precision,), softcap=False)
+    return {"cpu": row, "cuda": row}
+
+
+def _refusals(spec: AttentionSpec) -> list[str]:
+    scores = spec.batch * spec.heads * spec.seqlen_q * spec.seqlen_kv
+    if scores > MAX_SCORES:
+        return [f"keeps the score matrix in memory, of {MAX_SCORES} elements at most; this one has {scores}"]
+    return []
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
+    out: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+        q, k, v, mask, 0.0, False, scale=spec.scale, enable_gqa=spec.group > 1
+    )[0]
+    return out
+
+
+class MathForward(ForwardKernel):
+    """``aten::_scaled_dot_product_attention_math``, which returns no log-sum-exp."""
+
+    preference = 40
+    evidence: Mapping[str, str] = {
+        "cpu": r"aten::_scaled_dot_product_attention_math$",
+        "cuda": r"(?i)soft_?max\w*forward",
+    }
+
+    def __init__(self, precision: str) -> None:
+        self.name = f"sdpa-math:{precision}"
+        self.rows = _rows(precision)
+        self.declared_error = {**DECLARED_ERROR, **_ROUNDED_ONCE}[precision]
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """The score matrix must fit."""
+        return _refusals(spec)
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        """The tensors as they are, and the mask."""
+        return Operands(spec, q, k, v, dense_mask(spec.mask, spec.seqlen_q, spec.seqlen_kv, q.dtype, q.device))
+
+    def run(self, operands: Operands) -> Result:
+        """The operator itself, without a graph."""
+        q, k, v = operands.tensors()
+        with torch.no_grad(), full_fp32():
+            return Result(_attend(q, k, v, operands.native, operands.spec), None)
+
+
+class MathBackward(BackwardKernel):
+    """autograd through the same operator, run again: it reads neither the forward's output nor its log-sum-exp."""
+
+    preference = 40
+    needs_lse = False
+    evidence: Mapping[str, str] = {
+        "cpu": r"aten::_softmax_backward_data$",
+        "cuda": r"(?i)soft_?max\w*backward",
+    }
+
+    def __init__(self, precision: str) -> None:
+        self.name = f"sdpa-math:{precision}"
+        self.rows = _backward_rows(precision)
+        self.declared_error = {**DECLARED_GRADIENT_ERROR, **_ROUNDED_ONCE}[precision]
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """The score matrix must fit."""
+        return _refusals(spec)
+
+    def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The forward again on detached leaves, then its gradients."""
+        spec = saved.spec
+        q, k, v = (x.detach().requires_grad_() for x in saved.operands.tensors())
+        mask = dense_mask(spec.mask, spec.seqlen_q, spec.seqlen_kv, q.dtype, q.device)
+        with full_fp32():
+            with torch.enable_grad():
+                out = _attend(q, k, v, mask, spec)
+            dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad_out)
+        return dq, dk, dv
+
+
+BACKEND = Backend(
+    name="sdpa-math",
+    summary="torch's unfused attention: matrix products and a softmax",
+    availability=availability,
+    kernels=tuple(kernel(precision) for precision in _PRECISIONS for kernel in (MathForward, MathBackward)),
+)

@@ -1,0 +1,1 @@
+"""TransformerEngine's fused attention."""

@@ -1,0 +1,322 @@
+"""TransformerEngine's fused attention: 16 bits and FP8 with delayed scaling, both passes, on Hopper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnbench.kernels.capabilities import Capabilities, Device
+from attnbench.kernels.contract import (
+    Availability,
+    Backend,
+    BackwardKernel,
+    ForwardKernel,
+    Operands,
+    Result,
+    Saved,
+    gradient_dtype,
+)
+from attnbench.problem.fp8 import LARGEST, Quantised
+from attnbench.problem.spec import AttentionSpec
+
+from ..common.fused import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, cuda_availability
+from ..cudnn.limits import fp8_backward_refusals, fp8_refusals, refusals
+from . import library as te_library
+from .history import Histories
+from .library import Narrow, bshd, delayed, seqlens_of, widened
+
+__all__ = ["BACKEND"]
+
+_PRECISIONS = ("bf16", "fp16")
+_DISTRIBUTIONS = ("transformer-engine", "transformer-engine-torch")
+_INSTALL = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.20'"
+_LEAST = (2, 20)  # the first whose two calls take the arguments that te_library gives them
+_LEAST_CUDNN = 91501  # cuDNN 9.15.1, the first that is right on lengths that are no multiple of 128 (pytorch#169849)
+_HOPPER = (9, 0)
+_INT32 = 2**31 - 1
+_UNLIMITED = 2**31  # the 16-bit forward was right on an H200 at every head dimension tried, up to 1032
+_BACKWARD_SIZE = 128  # fused_attn.cpp, nvte_get_fused_attn_backend: FP8 training on sm90 has this head dimension alone
+_PEAK = 256.0  # P is at most 1; a power of two, so that scaling by it is exact
+_FORWARD_EVIDENCE = r"cudnn\w*sdpa(?!\w*bprop)"
+_BACKWARD_EVIDENCE = r"cudnn\w*sdpa\w*bprop"
+
+_cudnn_version: Callable[[], int | None] = torch.backends.cudnn.version
+_gradients = Histories(roles=2)  # of what cuDNN calls dP (our dS), and of dQ, dK and dV, which share a scale
+
+
+def _availability() -> Availability:
+    """From the metadata alone: importing TransformerEngine loads CUDA libraries."""
+    found = cuda_availability()
+    if not found.ok:
+        return Availability(reason=found.reason, install=_INSTALL)
+    versions = []
+    for distribution in _DISTRIBUTIONS:
+        try:
+            versions.append(version(distribution))
+        except PackageNotFoundError:
+            return Availability(reason=f"{distribution} is not installed", install=_INSTALL)
+    if (found_version := _numbers(versions[0])) < _LEAST:
+        least = ".".join(map(str, _LEAST))
+        return Availability(reason=f"needs {_DISTRIBUTIONS[0]} {least} or newer, found {versions[0]}", install=_INSTALL)
+    if found_version != _numbers(versions[1]):
+        differ = f"{_DISTRIBUTIONS[0]} {versions[0]} and {_DISTRIBUTIONS[1]} {versions[1]} do not belong together"
+        return Availability(reason=differ, install=_INSTALL)
+    cudnn = _cudnn_version()
+    if cudnn is None or cudnn < _LEAST_CUDNN:
+        return Availability(reason=f"needs cuDNN {_LEAST_CUDNN} or newer, torch finds {cudnn}")
+    return Availability(version=versions[0], origin=f"{_DISTRIBUTIONS[0]} {versions[0]} on cuDNN {cudnn}")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """The first two numbers of a version; ``dev`` and the like count as 0."""
+    return tuple(int(part) if part.isdecimal() else 0 for part in text.split("+")[0].split(".")[:2])
+
+
+def _row(precision: str, *, backward: bool = False) -> dict[str, Capabilities]:
+    row = Capabilities(
+        dtypes=(precision,),
+        capability=_HOPPER,
+        head_dims=(8, 256 if backward else _UNLIMITED, 8),
+        softcap=False,
+        empty_rows=False,
+        max_elements=_INT32,
+    )
+    return {"cuda": row}
+
+
+def _fp8_row(*, backward: bool = False) -> dict[str, Capabilities]:
+    row = Capabilities(
+        dtypes=(*_PRECISIONS, "e4m3"),
+        capability=_HOPPER,
+        head_dims=(16, _BACKWARD_SIZE if backward else 256, 16),
+        masks=("none", "causal"),
+        alignments=("top-left",),
+        softcap=False,
+        empty_rows=False,
+        max_elements=_INT32,
+        descales=("tensor",),
+    )
+    return {"cuda": row}
+
+
+def _refusals(spec: AttentionSpec, device: Device) -> list[str]:
+    """Rules of nvte_get_fused_attn_backend for cuDNN 9.7 and newer that the row cannot say."""
+    reasons = refusals(spec, device)
+    if spec.seqlen_q > spec.seqlen_kv:
+        if spec.mask.kind == "window":
+            reasons.append("a window needs at least as many keys as queries")
+        elif spec.mask.kind != "none" and spec.mask.alignment == "bottom-right":
+            reasons.append("the bottom-right alignment needs at least as many keys as queries")
+    return reasons
+
+
+class TeForward(ForwardKernel):
+    """``fused_attn_fwd`` on 16-bit tensors."""
+
+    evidence: Mapping[str, str] = {"cuda": _FORWARD_EVIDENCE}
+
+    def __init__(self, precision: str) -> None:
+        self.name = f"te:{precision}"
+        self.rows = _row(precision)
+        self.declared_error = DECLARED_ERROR[precision]
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """Other generations of GPU, and masks that want more keys than there are."""
+        return _refusals(spec, device)
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        """Dense (B, S, H, D), views of which the operands are."""
+        q, k, v = (bshd(x).transpose(1, 2) for x in (q, k, v))
+        return Operands(spec, q, k, v, seqlens_of(spec, q.device))
+
+    def run(self, operands: Operands) -> Result:
+        """The kernel; its statistics are the natural log-sum-exp."""
+        q, k, v = (x.transpose(1, 2) for x in operands.tensors())
+        out, lse = te_library.forward(operands.spec, q, k, v, operands.native, {})
+        return Result(out.transpose(1, 2), lse)
+
+
+class TeBackward(BackwardKernel):
+    """``fused_attn_bwd`` in 16 bits, after any forward that returns out and its log-sum-exp."""
+
+    preference = 12
+    evidence: Mapping[str, str] = {"cuda": _BACKWARD_EVIDENCE}
+
+    def __init__(self, precision: str) -> None:
+        self.name = f"te:{precision}"
+        self.rows = _row(precision, backward=True)
+        self.declared_error = DECLARED_GRADIENT_ERROR[precision]
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """Those of the forward, and a single query on a single key."""
+        reasons = _refusals(spec, device)
+        if spec.seqlen_q == spec.seqlen_kv == 1:
+            reasons.append("has no backward for one query on one key")
+        return reasons
+
+    def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """On the Q, K, V that the forward computed with."""
+        spec, lse = saved.spec, saved.lse
+        assert lse is not None
+        q, k, v, out, grad = (bshd(x) for x in (*saved.operands.tensors(), saved.out, grad_out))
+        seqlens = seqlens_of(spec, grad_out.device)
+        dq, dk, dv = te_library.backward(spec, q, k, v, out, grad, lse, seqlens, {})
+        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+class _Native(NamedTuple):
+    """What the FP8 forward reads besides Q, K, V: scales of P and O (1,), and where their maxima go, (2,), all fp32."""
+
+    seqlens: tuple[Tensor, Tensor]
+    scale_s: Tensor
+    scale_o: Tensor
+    amax: Tensor
+
+
+class _State(NamedTuple):
+    """The forward's output as the kernel rounded it, and what else both kernels are given."""
+
+    out: Narrow
+    scale_s: Tensor
+    seqlens: tuple[Tensor, Tensor]
+
+
+class TeFp8Forward(ForwardKernel):
+    """``fused_attn_fwd`` in e4m3 with one scale a tensor, as under ``DelayedScaling(fp8_dpa=True)``.
+
+    On Hopper the kernel writes O in e4m3 on a scale that it wants beforehand.  A row of O is a mean of V's rows, hence
+    |O| ≤ max |V|: V's own scale serves, and no O of an earlier step decides what becomes of this one.
+    """
+
+    name = "te:fp8"
+    rows: Mapping[str, Capabilities] = _fp8_row()
+    # Relative L2 on normal inputs; 0.055, causal, was measured on an H200.  Few keys need more.
+    declared_error = 0.08
+    evidence: Mapping[str, str] = {"cuda": _FORWARD_EVIDENCE}
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """Other generations of GPU, scales that are not positive, a single query, and a V that is wider than Q."""
+        return refusals(spec, device) + fp8_refusals(spec)
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        """e4m3 by TransformerEngine's cast, each tensor on its own largest magnitude."""
+        narrow_q, narrow_k, narrow_v = (Narrow.quantised(bshd(x)) for x in (q, k, v))
+        return _prepared(spec, narrow_q, narrow_k, narrow_v)
+
+    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
+        """The tensors as they are."""
+        narrow_q, narrow_k, narrow_v = (Narrow(bshd(x.data), _scalar(x.descale)) for x in (q, k, v))
+        return _prepared(spec, narrow_q, narrow_k, narrow_v)
+
+    def run(self, operands: Operands) -> Result:
+        """The kernel, and its output in the dtype that was asked for, by TransformerEngine's own cast."""
+        spec, native = operands.spec, operands.native
+        dtype = gradient_dtype(spec)
+        q, k, v = (x.storage(dtype) for x in _narrow(operands))
+        quantizers = {
+            "s_quantizer": delayed(native.scale_s, native.amax[:1]),
+            "o_quantizer": delayed(native.scale_o, native.amax[1:]),
+        }
+        out, lse = te_library.forward(spec, q, k, v, native.seqlens, quantizers)
+        state = _State(Narrow.of(out), native.scale_s, native.seqlens) if spec.training else None
+        return Result(widened(out, dtype), lse, state)
+
+
+class TeFp8Backward(BackwardKernel):
+    """``fused_attn_bwd`` on the operands and the rounded output of ``te:fp8``; dO and the gradients are e5m2.
+
+    The kernel rounds dS, dQ, dK and dV itself, on scales that follow from earlier steps: see ``te_history``.  Head
+    dimensions below 128, the only one that the kernel has, are padded with zeros here.
+    """
+
+    name = "te:fp8"
+    rows: Mapping[str, Capabilities] = _fp8_row(backward=True)
+    follows = ("te:fp8",)
+    # 0.106 was measured on an H200, causal.  Few or equal keys need more: there dO·V all but cancels against
+    # dO·O, and O has three bits behind the point.
+    declared_error = 0.2
+    evidence: Mapping[str, str] = {"cuda": _BACKWARD_EVIDENCE}
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """Other generations of GPU, scales that are not positive, and a last group of queries that is not whole."""
+        return refusals(spec, device) + fp8_backward_refusals(spec)
+
+    def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The first call of a spec runs the kernel twice: what it rounds itself has no history before."""
+        spec, state, lse = saved.spec, saved.state, saved.lse
+        assert lse is not None
+        dtype = gradient_dtype(spec)
+        grad = Narrow.quantised(bshd(grad_out), e5m2=True)
+        narrow = _narrow(saved.operands)
+        amax_q, amax_k, amax_v = (x.descale * LARGEST["e4m3"] for x in narrow)
+        bounds = _bounds(spec, amax_q, amax_k, amax_v, grad.descale * LARGEST["e5m2"])
+        q, k, v, out, do = (x.padded(_BACKWARD_SIZE).storage(dtype) for x in (*narrow, state.out, grad))
+        history = _gradients.of(spec, grad_out.device)
+        for _ in range(2 if history.cold else 1):
+            scales, amax = history.scales(bounds, LARGEST["e5m2"]), torch.zeros_like(bounds)
+            quantizers = {
+                "s_quantizer": delayed(state.scale_s, torch.zeros_like(state.scale_s)),
+                "dp_quantizer": delayed(scales[:1], amax[:1], e5m2=True),
+                "dqkv_quantizer": delayed(scales[1:], amax[1:], e5m2=True),
+            }
+            gradients = te_library.backward(spec, q, k, v, out, do, lse, state.seqlens, quantizers)
+            history.note(amax, bounds)
+        dq, dk, dv = (widened(x, dtype) for x in gradients)
+        return dq[..., : spec.head_dim], dk[..., : spec.head_dim], dv[..., : spec.head_dim_v]
+
+
+def _prepared(spec: AttentionSpec, q: Narrow, k: Narrow, v: Narrow) -> Operands:
+    device = q.data.device
+    native = _Native(
+        seqlens_of(spec, device),
+        torch.full((1,), _PEAK, dtype=torch.float32, device=device),
+        v.descale.reciprocal(),
+        torch.zeros(2, dtype=torch.float32, device=device),
+    )
+    return Operands(spec, _logical(q), _logical(k), _logical(v), native)
+
+
+def _logical(x: Narrow) -> Quantised:
+    return Quantised(x.data.transpose(1, 2), x.descale.view(1, 1, 1, 1), "tensor")
+
+
+def _narrow(operands: Operands) -> list[Narrow]:
+    narrow = []
+    for x in (operands.q, operands.k, operands.v):
+        assert isinstance(x, Quantised)
+        narrow.append(Narrow(x.data.transpose(1, 2), x.descale.view(1)))
+    return narrow
+
+
+def _scalar(descale: Tensor) -> Tensor:
+    return descale.detach().to(torch.float32).reshape(1).contiguous()
+
+
+def _bounds(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Tensor:
+    """Magnitudes (2,) that dS and the gradients cannot exceed, from the largest ones of Q, K, V and dO, each (1,).
+
+    With r = Dv · max|dO| · max|V|, both dOᵢ·Vⱼ and dOᵢ·Oᵢ are at most r, so |dSᵢⱼ| = Pᵢⱼ |dPᵢⱼ − Dᵢ| ≤ r / 2, because
+    a row of P sums to one; the scale counts only where it is above 1, since cuDNN may apply it after rounding.  Over
+    the n queries of a key, |dV| ≤ n · max|dO| and |dK| ≤ n · scale · (r / 2) · max|Q|; |dQ| ≤ scale · 2r · max|K|.
+    """
+    queries, scale = spec.seqlen_q * spec.group, abs(spec.scale)
+    reach = v * spec.head_dim_v
+    ds = reach * (0.5 * max(1.0, scale))
+    gradients = (reach * torch.maximum(q, k) * (scale * max(2.0, 0.5 * queries))).clamp_min(queries)
+    return torch.cat([ds, gradients]) * grad
+
+
+BACKEND = Backend(
+    name="te",
+    summary="TransformerEngine's fused attention: 16 bits and FP8 with delayed scaling, both passes",
+    availability=_availability,
+    kernels=(
+        *(kernel(precision) for precision in _PRECISIONS for kernel in (TeForward, TeBackward)),
+        TeFp8Forward(),
+        TeFp8Backward(),
+    ),
+)

@@ -1,0 +1,114 @@
+"""The FP8 backward of the ``triton`` backend: after our own FP8 forward, and any other that leaves plain e4m3.
+
+``triton:fp8`` computes S = QKᵀ and dP = dO·Vᵀ in FP8 and sums over tokens in bf16; ``triton:fp8-all`` sums over tokens
+in FP8 as well.  Both quantise dO per token and work from the very e4m3 numbers that the forward saw.  They are
+deterministic where dQ has a kernel of its own; where one kernel computes all gradients (``Tiles.fused``), dQ is added
+up in bf16 in no order and differs from run to run, unless torch was asked for deterministic algorithms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+
+from attnbench.errors import InputError
+from attnbench.kernels.capabilities import Capabilities, Device
+from attnbench.kernels.contract import BackwardKernel, Saved
+from attnbench.kernels.devices import describe
+from attnbench.problem.fp8 import Quantised
+from attnbench.problem.spec import AttentionSpec
+
+from ..interpreter import alone, misplaced
+from .tiles import Tiles, tiles_of
+
+__all__ = ["KERNELS", "TritonBackward"]
+
+# Forwards that leave e4m3 tensors with scales, neither smoothed nor in another format; every one of ours does.
+_FOLLOWED = (
+    "triton:fp8",
+    "triton:fp8-head",
+    "triton:fp8-onepass",
+    *(f"triton:fp8-{each}{turned}" for each in ("tensor", "block", "token") for turned in ("", "-hadamard")),
+    "fa3:fp8",
+    "fa3-vllm:fp8",
+    "torch-fp8:fp8",
+    "cudnn:fp8",
+    "te:fp8",
+    "flashinfer:fp8",
+    "flex:fp8",
+    *(f"emulated:fp8{options}" for options in ("", "-tensor", "-block", "-token", "-token-hadamard")),
+)
+_DTYPES = ("bf16", "fp16", "fp32")
+_MOST_HEADS = 65535  # of all batches: the second axis of a CUDA grid
+_LARGEST_HEAD = 128  # dK and dV of a block of 128 keys fill the registers of 8 warps
+
+
+class TritonBackward(BackwardKernel):
+    """Two kernels over FP8 operands, after a pass that quantises dO and copies what tensor cores cannot transpose."""
+
+    follows = _FOLLOWED
+
+    def __init__(self, name: str, *, narrow: bool, declared_error: float, tiles: Tiles | None = None) -> None:
+        """``narrow``: the sums over tokens are FP8 too.  ``tiles`` replaces the committed ones."""
+        self.name, self.narrow, self.tiles, self.declared_error = name, narrow, tiles, declared_error
+        self.rows = {
+            "cuda": Capabilities(dtypes=_DTYPES, capability=(9, 0), head_dims=(1, _LARGEST_HEAD, 1)),
+            "cpu": Capabilities(dtypes=_DTYPES, head_dims=(1, _LARGEST_HEAD, 1), emulated=True),
+        }
+        self.evidence = {"cuda": r"\b_?(narrow_)?(all|key|query)_gradients"}
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """A CPU without Triton's interpreter, a GPU with it, and more heads than a grid holds."""
+        reasons = misplaced(device)
+        if spec.batch * spec.heads > _MOST_HEADS:
+            reasons.append(f"takes at most {_MOST_HEADS} heads in all batches, not {spec.batch * spec.heads}")
+        return reasons
+
+    def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """dQ, dK, dV, contiguous.  Raises InputError where the operands are not plain e4m3."""
+        q, k, v = _plain(saved, self.name)
+        if saved.lse is None:
+            raise InputError(f"{self.name} needs the forward's log-sum-exp")
+        with alone(grad_out.device):
+            return _launch()(saved.spec, q, k, v, saved.out, saved.lse, grad_out.detach(), self._tiles, self.narrow)
+
+    def _tiles(self, spec: AttentionSpec, head_dim: int, device: torch.device) -> Tiles:
+        return self.tiles or _committed(spec, head_dim, device, self.narrow)
+
+
+@lru_cache(maxsize=1024)
+def _committed(spec: AttentionSpec, head_dim: int, device: torch.device, narrow: bool) -> Tiles:
+    return tiles_of(spec, head_dim, describe(device).capability, narrow)
+
+
+@cache
+def _launch() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Imported where a kernel runs, and but once: asking Python for a module again takes as long as a launch."""
+    from .launch import launch
+
+    return launch
+
+
+def _plain(saved: Saved, name: str) -> tuple[Quantised, Quantised, Quantised]:
+    """The operands, checked: e4m3, nothing subtracted, Q and K rotated together or not at all."""
+    operands = saved.operands
+    q, k, v = operands.q, operands.k, operands.v
+    if not (isinstance(q, Quantised) and isinstance(k, Quantised) and isinstance(v, Quantised)):
+        raise InputError(f"{name} follows FP8 forwards, and this one computed in 16 bits or more")
+    for label, x in {"q": q, "k": k, "v": v}.items():
+        if x.data.dtype != torch.float8_e4m3fn:
+            raise InputError(f"{name} computes in e4m3, {label} is {x.data.dtype}")
+        if x.mean is not None:
+            raise InputError(f"{name} knows no smoothing, and {label} had its mean taken away")
+    if q.rotated != k.rotated or v.rotated:
+        raise InputError(f"{name} takes Q and K rotated together, and V as it is")
+    return q, k, v
+
+
+KERNELS = (
+    TritonBackward("triton:fp8", narrow=False, declared_error=0.07),
+    TritonBackward("triton:fp8-all", narrow=True, declared_error=0.08),
+)

@@ -1,0 +1,246 @@
+"""Copies of FP8 operands as the backward's kernels read them: rows, widened rows, and transposed ones, in one launch.
+
+The kernels of the backward read whole tiles through TMA, without bounds: every tensor here is (heads, padded length,
+padded head dimension) in one piece, or its transpose, and zero behind the last token and the last dimension.
+An FP8 tensor core takes both operands with the axis that it sums over contiguous (PTX ISA, wgmma: only 16-bit
+types may be transposed), so a sum over tokens in FP8 reads a transposed copy, and one in bf16 a widened copy.
+Widening is exact: e4m3 has 3 mantissa bits, bf16 has 7.  For the Hopper kernels a transposed copy's tokens are
+interleaved, as registers hold the other operand (``backward_hopper_narrow``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...common.padding import rounded_up
+from ..launching import KEPT, Launch, Launches, addresses
+
+__all__ = ["PADDING", "Laid", "Wanted", "aligned", "lay_out", "lay_out_together", "padded", "ready"]
+
+PADDING = 128  # tokens; the largest tile
+_TOKENS = 64  # that one program copies
+_VECTOR = 16  # bytes: what TMA reads begins at multiples of it
+_SMALLEST = 32  # what an FP8 tensor core sums over at once
+
+
+class Laid(NamedTuple):
+    """An operand: ``data`` (B, H, S, D) e4m3; ``wide`` the same numbers in bf16; ``transposed`` (B, H, D, S).
+
+    S and D are padded; what was not asked for is None.  ``interleaved``: of each 16 tokens of ``transposed`` the order
+    is 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15.
+    """
+
+    data: Tensor
+    wide: Tensor | None
+    transposed: Tensor | None
+    interleaved: bool
+
+    def further(self, narrow: bool, *, interleaved: bool) -> Tensor:
+        """What a sum over tokens reads: the transposed copy for FP8, its tokens in that order, else the wide one."""
+        copy = self.transposed if narrow else self.wide
+        assert copy is not None
+        assert self.interleaved is (narrow and interleaved)
+        return copy
+
+
+class Wanted(NamedTuple):
+    """An e4m3 tensor x (B, H, S, D) of any strides and what is wanted of it beside its rows: the fields of ``Laid``.
+
+    ``zeros``: memory of bf16, as large as the wide copy, that gets zeros in passing.
+    """
+
+    x: Tensor
+    wide: bool = False
+    transposed: bool = False
+    interleaved: bool = False
+    zeros: Tensor | None = None
+
+
+class _Shapes(NamedTuple):
+    """Of what is laid out for a tensor."""
+
+    whole: tuple[int, ...]
+    across: tuple[int, ...]
+    there: bool  # whether x itself is its rows
+    busy: bool  # whether there is anything to copy
+
+
+class _Layout(NamedTuple):
+    """All that calls share whose tensors lie alike; no launch where every tensor is ready."""
+
+    shapes: tuple[_Shapes, ...]
+    launch: Launch | None
+
+
+def padded(size: int) -> int:
+    """The head dimension that a tile has: a power of two that an FP8 tensor core can sum over."""
+    return max(_SMALLEST, 1 << (size - 1).bit_length())
+
+
+def aligned(x: Tensor) -> bool:
+    """Whether x begins where TMA may begin to read."""
+    return not x.data_ptr() % _VECTOR
+
+
+def ready(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a tensor (B, H, S, D), if ``aligned``, lies as the kernels read it: padded, and in one piece."""
+    whole = (rounded_up(shape[2], PADDING), padded(shape[3])) == tuple(shape[2:])
+    return whole and _contiguous(shape, strides)
+
+
+@triton.jit
+def _token(place, interleaved: tl.constexpr):
+    """The token that stands at a place of a transposed copy, from where whole rows are read."""
+    if interleaved:
+        return (place & -16) + ((place >> 2) & 3) * 2 + ((place >> 1) & 1) * 8 + (place & 1)
+    return place
+
+
+class _Copy(NamedTuple):
+    """The memory of a copy: x, what is written in e4m3, in bf16 and transposed, and what gets zeros; or None."""
+
+    x: Any
+    data: Any
+    wide: Any
+    transposed: Any
+    zeros: Any
+
+
+class _Extent(NamedTuple):
+    """The numbers of a copy, each n as 2 n + 3.
+
+    Triton compiles anew for integers that are 1 or multiples of 16, which those never are.
+    """
+
+    first: Any  # the number of its first program
+    programs: Any
+    heads: Any  # of a batch entry
+    blocks: Any  # of tokens, the padded length's
+    length: Any
+
+
+@triton.jit
+def _copy_block(
+    job,
+    extent,
+    steps,
+    number,
+    size: tl.constexpr,
+    padded_size: tl.constexpr,
+    tokens: tl.constexpr,
+    interleaved: tl.constexpr,
+):
+    """Block ``number`` of a copy; ``steps`` are x's strides."""
+    heads, blocks, length = (extent.heads - 3) >> 1, (extent.blocks - 3) >> 1, (extent.length - 3) >> 1
+    head, padded_length = (number // blocks).to(tl.int64), blocks * tokens
+    row = number % blocks * tokens + tl.arange(0, tokens)
+    token = _token(row, interleaved)
+    column = tl.arange(0, padded_size)
+    place = job.x + head // heads * steps[0] + head % heads * steps[1]
+    place += token.to(tl.int64)[:, None] * steps[2] + column[None, :] * steps[3]
+    tile = tl.load(place, mask=(token < length)[:, None] & (column < size)[None, :], other=0.0)
+    flat = head * padded_length * padded_size + token.to(tl.int64)[:, None] * padded_size + column[None, :]
+    if job.data is not None:
+        tl.store(job.data + flat, tile)
+    if job.wide is not None:
+        tl.store(job.wide + flat, tile.to(tl.bfloat16))
+    if job.transposed is not None:
+        across = (head * padded_size + column.to(tl.int64)[:, None]) * padded_length + row[None, :]
+        tl.store(job.transposed + across, tl.trans(tile))
+    if job.zeros is not None:
+        tl.store(job.zeros + flat, tl.zeros([tokens, padded_size], job.zeros.dtype.element_ty))
+
+
+@triton.jit
+def _lay_out(
+    jobs,
+    extents,
+    steps,
+    sizes: tl.constexpr,
+    padded_sizes: tl.constexpr,
+    tokens: tl.constexpr,
+    interleaved: tl.constexpr,
+):
+    """Every copy of ``jobs``, ``tokens`` rows of a head by each program; the programs of a copy follow each other."""
+    program = tl.program_id(0)
+    for i in tl.static_range(len(sizes)):
+        number = program - ((extents[i].first - 3) >> 1)
+        if (number >= 0) & (number < ((extents[i].programs - 3) >> 1)):
+            _copy_block(jobs[i], extents[i], steps[i], number, sizes[i], padded_sizes[i], tokens, interleaved[i])
+
+
+_COPIES = Launches(_lay_out)
+
+
+def lay_out(x: Tensor, *, wide: bool = False, transposed: bool = False, interleaved: bool = False) -> Laid:
+    """One tensor; see ``lay_out_together``."""
+    return lay_out_together((Wanted(x, wide, transposed, interleaved),))[0]
+
+
+def lay_out_together(wanted: Sequence[Wanted]) -> list[Laid]:
+    """Tensors as the backward's kernels read them, in one launch at most; no copy of what already lies so."""
+    outlines = tuple(
+        [
+            (x.shape, x.stride(), x.dtype, aligned(x), *asked, None if zeros is None else zeros.dtype)
+            for x, *asked, zeros in wanted
+        ]
+    )
+    shapes, launch = _layout(outlines)
+    found, jobs, begins = [], [], 0
+    for (x, wide, transposed, interleaved, zeros), (whole, across, there, busy) in zip(wanted, shapes, strict=True):
+        data = None if there else torch.empty(whole, dtype=x.dtype, device=x.device)
+        widened = torch.empty(whole, dtype=torch.bfloat16, device=x.device) if wide else None
+        turned = torch.empty(across, dtype=x.dtype, device=x.device) if transposed else None
+        found.append(Laid(x if data is None else data, widened, turned, interleaved))
+        if busy:
+            job = _Copy(x, data, widened, turned, zeros)
+            jobs.append(job)
+            begins |= addresses(job)
+    if launch is not None:
+        launch((tuple(jobs),), begins)
+    return found
+
+
+@lru_cache(maxsize=KEPT)
+def _layout(outlines: tuple[tuple[Any, ...], ...]) -> _Layout:
+    """``outlines``: shape, strides, dtype, whether it is aligned, and what is wanted, by tensor."""
+    shapes: list[_Shapes] = []
+    extents: list[_Extent] = []
+    steps, sizes, padded_sizes, orders, programs = [], [], [], [], 0
+    for shape, strides, _, readable, wide, transposed, interleaved, zeroed in outlines:
+        batch, heads, length, size = shape
+        whole, long = padded(size), rounded_up(length, PADDING)
+        there = readable and ready(shape, strides)
+        busy = not there or wide or transposed or zeroed is not None
+        shapes.append(_Shapes((batch, heads, long, whole), (batch, heads, whole, long), there, busy))
+        if busy:
+            blocks = long // _TOKENS
+            numbers = programs, batch * heads * blocks, heads, blocks, length
+            extents.append(_Extent(*(2 * number + 3 for number in numbers)))
+            programs += numbers[1]
+            steps.append(strides)
+            sizes.append(size)
+            padded_sizes.append(whole)
+            orders.append(transposed and interleaved)
+    if not sizes:
+        return _Layout(tuple(shapes), None)
+    memory = tuple(each[2:] for each, shape in zip(outlines, shapes, strict=True) if shape.busy)
+    constants = tuple(extents), tuple(steps), tuple(sizes), tuple(padded_sizes), _TOKENS, tuple(orders)
+    return _Layout(tuple(shapes), _COPIES((programs, 1, 1), constants, memory))
+
+
+def _contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a tensor, none of whose sizes is 0, lies in one piece, as torch says it."""
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True

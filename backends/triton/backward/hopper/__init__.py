@@ -1,0 +1,1 @@
+"""The FP8 backward for Hopper, in Gluon."""

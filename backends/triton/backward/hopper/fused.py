@@ -1,0 +1,328 @@
+"""The Hopper kernel that makes dQ, dK and dV: one pass over the products for all three (Gluon).
+
+As in ``backward_hopper_keys`` a warp loads and two warpgroups with 64 keys each compute dK and dV.  What they have of
+dS serves for dQ too: five products where two kernels take seven.  dQ = dS·K sums over keys, and so over programs: each
+adds what its 128 keys give to a sum in global memory, in no order.  The kernel waits for these additions in the L2, and
+so they are in bf16: half the bytes of FP32, and a rounding at each, which is why dQ differs from run to run.
+
+As little as can be stands before and behind it in memory.  dO is read as it came where TMA can; a warpgroup widens the
+keys that it has, for dQ, in shared memory; and dS bears every factor of dQ, so that its sum is dQ itself.
+
+dS reaches the tensor cores through shared memory, for dQ transposed and from both warpgroups: of dQ each warpgroup
+makes half of the columns.  A block's dQ waits until the next block's dS is there: so neither warpgroup waits for the
+other, and they may be half a block apart, one with its exponentials and the other with its products.
+"""
+
+from __future__ import annotations
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..layout import BLOCK
+from .shared import (
+    CONSUMERS,
+    ROWS,
+    barrier_where,
+    operand,
+    span_of_queries,
+    store,
+    transposed_product,
+    turned,
+    visible_part,
+)
+
+__all__ = ["all_gradients_hopper"]
+
+_NEVER = gl.constexpr(1 << 30)  # behind every query
+_SHARED = gl.constexpr(BLOCK.bit_length() - 1)  # so many bits of a query are its place among those with one factor
+_STAGED = gl.constexpr(2)  # blocks of a warpgroup's dQ in shared memory, a power of two
+
+
+@gluon.jit
+def _load(
+    brought, group: gl.constexpr, block_m: gl.constexpr, left: gl.constexpr, right: gl.constexpr, rotated: gl.constexpr
+):
+    """Brings K and V of the program's keys, then block after block of the queries that see one of them."""
+    (
+        q, do, k, v, q_wide, do_wide, rows, turn,
+        keys, values, queries, grads, wide_queries, wide_grads, bases, deltas, turning,
+        held, narrow, wide, narrow_free, wide_free, turn_filled,
+        seqlen_q, seqlen_kv, padded_q, padded_kv, plane, before, after,
+    ) = brought  # fmt: skip
+    first_key, kv_head = gl.program_id(0) * (CONSUMERS * ROWS), gl.program_id(1)
+    key_row = kv_head * padded_kv + first_key
+    mbarrier.expect(held, CONSUMERS * (k.block_type.nbytes + v.block_type.nbytes))
+    for i in gl.static_range(CONSUMERS):
+        tma.async_copy_global_to_shared(k, [key_row + i * ROWS, 0], held, keys.index(i))
+        tma.async_copy_global_to_shared(v, [key_row + i * ROWS, 0], held, values.index(i))
+    span = span_of_queries(first_key, seqlen_q, seqlen_kv, before, after, block_m, left, right)
+    first, blocks = span[0], span[3]
+    turns = 0
+    for member in range(group):
+        row = (kv_head * group + member) * padded_q + first
+        for _step in range(blocks):
+            slot, phase = turns & 1, (turns >> 1) & 1 ^ 1
+            mbarrier.wait(narrow_free.index(slot), phase)
+            full = narrow.index(slot)
+            mbarrier.expect(full, q.block_type.nbytes + do.block_type.nbytes + 2 * rows.block_type.nbytes)
+            tma.async_copy_global_to_shared(q, [row, 0], full, queries.index(slot))
+            tma.async_copy_global_to_shared(rows, [row], full, bases.index(slot))
+            tma.async_copy_global_to_shared(do, [row, 0], full, grads.index(slot))
+            tma.async_copy_global_to_shared(rows, [plane + row], full, deltas.index(slot))
+            mbarrier.wait(wide_free.index(slot), phase)
+            full = wide.index(slot)
+            mbarrier.expect(full, q_wide.block_type.nbytes + do_wide.block_type.nbytes)
+            tma.async_copy_global_to_shared(do_wide, [row, 0], full, wide_grads.index(slot))
+            tma.async_copy_global_to_shared(q_wide, [row, 0], full, wide_queries.index(slot))
+            row += block_m
+            turns += 1
+    if rotated:  # over the queries, when nobody reads them any more
+        for more in gl.static_range(2):
+            mbarrier.wait(wide_free.index((turns + more) & 1), ((turns + more) >> 1) & 1 ^ 1)
+        mbarrier.expect(turn_filled, turn.block_type.nbytes)
+        tma.async_copy_global_to_shared(turn, [0, 0], turn_filled, turning)
+
+
+@gluon.jit
+def _widen(keys, wide_keys, which: gl.constexpr):
+    """Lays a warpgroup's keys down in bf16, which is exact: as its rows of both halves of the columns."""
+    part: gl.constexpr = wide_keys.shape[2]
+    # 16 columns to a thread, so that it reads and writes whole vectors.
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [512 // part, part // 16], [4, 1], [1, 0])
+    for half in gl.static_range(2):
+        tile = keys.slice(half * part, part, 1).load(layout).to(gl.bfloat16)
+        wide_keys.index(half).slice(which * ROWS, ROWS, 0).store(tile)
+
+
+@gluon.jit
+def _query_product(score_grads, wide_keys, layout: gl.constexpr):
+    """Starts dS · K for some of the columns; both have the keys as rows."""
+    rows: gl.constexpr = score_grads.shape[1]
+    columns: gl.constexpr = wide_keys.shape[1]
+    zeros = gl.zeros([rows, columns], gl.float32, layout)
+    return warpgroup_mma(score_grads.permute([1, 0]), wide_keys, zeros, use_acc=False, is_async=True)
+
+
+@builtin
+def _add_shared_to_global(tensor_desc, coord, src, _semantic=None):
+    """Starts to add a block of shared memory to the tensor from ``coord`` on; ``tma.store_wait`` waits for the reads.
+
+    Gluon's language has the copy alone, its compiler the addition too.
+    """
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+@gluon.jit
+def _add_queries(sums, dq, staged, turn, row, which: gl.constexpr):
+    """Adds dQ of a block to the sums from ``row`` on: a warpgroup's half of the columns."""
+    place = staged.index(which * _STAGED + (turn & (_STAGED - 1)))
+    tma.store_wait(_STAGED - 1)
+    place.store(dq.to(sums.dtype))
+    fence_async_shared()
+    _add_shared_to_global(sums, [row, which * dq.shape[1]], place)
+
+
+@gluon.jit
+def _sum_up(
+    which: gl.constexpr, given, group: gl.constexpr, block_m: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
+    ragged: gl.constexpr, rotated: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of 64 keys, and half the columns of what 128 keys add to dQ."""
+    (
+        dq_sums, dk_out, dv_out, rows, factors, k_descale,
+        keys, values, wide_keys, queries, grads, wide_queries, wide_grads, bases, deltas, score_grads, staged, turning,
+        held, narrow, wide, narrow_free, wide_free, grads_made, grads_free, turn_filled,
+        k_batch, k_head, kv_heads, seqlen_q, seqlen_kv, padded_q, plane, size, size_v, exponent, before, after,
+    ) = given  # fmt: skip
+    head_dim: gl.constexpr = keys.shape[2]
+    head_dim_v: gl.constexpr = values.shape[2]
+    part: gl.constexpr = wide_keys.shape[2]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_m, 32])
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, part, 16])
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, head_dim, 16])
+    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, head_dim_v, 16])
+    first_key, kv_head = gl.program_id(0) * (CONSUMERS * ROWS), gl.program_id(1)
+    first, whole, parted, blocks = span_of_queries(first_key, seqlen_q, seqlen_kv, before, after, block_m, left, right)
+    batch, own = (kv_head // kv_heads).to(gl.int64), kv_head % kv_heads
+    key = first_key + which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    since, upto = key - after if right else key * 0, key + before
+    if ragged:  # what lies behind the last key is seen by nobody, in any block
+        since = gl.where(key < seqlen_kv, since, _NEVER)
+        whole = gl.where(first_key + CONSUMERS * ROWS > seqlen_kv, _NEVER, whole)
+    k_own = gl.load(k_descale + batch * k_batch + own * k_head)
+    factor = exponent * k_own
+    k_tile, v_tile = keys.index(which), values.index(which)
+
+    dk = gl.zeros([ROWS, head_dim], gl.float32, dk_layout)
+    dv = gl.zeros([ROWS, head_dim_v], gl.float32, dv_layout)
+    turns, last_row = 0, 0
+    q_own = 1.0
+    # Before the first block there is none whose dS to multiply: zeros, with the queries that are there.
+    score_grads.index(1).slice(which * ROWS, ROWS, 0).store(gl.zeros([ROWS, block_m], gl.bfloat16, s_layout))
+    mbarrier.wait(held, 0)
+    _widen(k_tile, wide_keys, which)  # the other warpgroup's keys are there when its first dS is
+    fence_async_shared()
+    mbarrier.wait(narrow.index(0), 0)
+    s = warpgroup_mma_wait(0, [transposed_product(k_tile, queries.index(0), block_m, s_layout)])
+    mbarrier.wait(wide.index(0), 0)
+    for member in range(group):
+        following = gl.load(rows + 2 * plane + (kv_head * group + member) * padded_q)
+        change = q_own / following
+        q_own = following
+        own_factor = factor * q_own
+        for step in range(blocks):
+            slot, phase = turns & 1, (turns >> 1) & 1
+            other, other_phase = slot ^ 1, ((turns - 1) >> 1) & 1
+            start = first + step * block_m
+            row = (kv_head * group + member) * padded_q + start
+            # Early: it comes from memory, though it is the same for the next block or was for the last.
+            grad_factor = gl.load(factors + (row >> _SHARED))
+            dp = transposed_product(v_tile, grads.index(slot), block_m, s_layout)
+            # dK of the block before: dS out of registers would take twice as many, in halves, from turn to turn.
+            ds = score_grads.index(other).slice(which * ROWS, ROWS, 0)
+            dk = warpgroup_mma(ds, wide_queries.index(gl.where(turns > 0, other, slot)), dk, is_async=True)
+            base = bases.index(slot).load(gl.SliceLayout(0, s_layout))
+            p = gl.exp2(s * own_factor - base[None, :])
+            if left or right or ragged:  # noqa: SIM102 (where no block has an edge, there is no branch)
+                if (start < whole) | (start >= parted):
+                    p = visible_part(p, start, since, upto, right or ragged, left)
+            mbarrier.wait(wide.index(slot), phase)
+            p16 = operand(p, gl.DotOperandLayout(0, dv_layout, 2))
+            dp, dk = warpgroup_mma_wait(0, [dp, dk])
+            mbarrier.arrive(wide_free.index(other), count=1, pred=turns > 0)
+            if group > 1:  # noqa: SIM102 (of one head alone there is no branch)
+                if step == 0:  # so far dK is in units of the last head's descale
+                    dk = dk * change
+            dv = warpgroup_mma(p16, wide_grads.index(slot), dv, is_async=True)
+            delta = deltas.index(slot).load(gl.SliceLayout(0, s_layout))
+            ds16 = (p * (dp * grad_factor - delta[None, :])).to(gl.bfloat16)
+            mbarrier.wait(grads_free.index(slot), phase ^ 1)
+            score_grads.index(slot).slice(which * ROWS, ROWS, 0).store(ds16)
+            fence_async_shared()
+            mbarrier.arrive(grads_made.index(slot), count=1)
+            mbarrier.arrive(narrow_free.index(slot), count=1)
+            dv, p16 = warpgroup_mma_wait(0, [dv, p16])
+            # dQ of the block before, which in the first turn nobody adds; what is multiplied then are any numbers.
+            mbarrier.wait(grads_made.index(other), other_phase)
+            dq = _query_product(score_grads.index(other), wide_keys.index(which), dq_layout)
+            # After the last block its own scores are computed again, and nobody reads them.
+            over = (step == blocks - 1) & (member == group - 1)
+            next_turns = gl.where(over, turns, turns + 1)
+            mbarrier.wait(narrow.index(next_turns & 1), (next_turns >> 1) & 1)
+            s = transposed_product(k_tile, queries.index(next_turns & 1), block_m, s_layout)
+            dq = warpgroup_mma_wait(1, [dq])
+            mbarrier.arrive(grads_free.index(other), count=1, pred=turns > 0)
+            if turns > 0:
+                _add_queries(dq_sums, dq, staged, other, last_row, which)
+            s = warpgroup_mma_wait(0, [s])
+            last_row = row
+            turns += 1
+    last = (turns - 1) & 1
+    ds = score_grads.index(last).slice(which * ROWS, ROWS, 0)
+    dk = warpgroup_mma_wait(0, [warpgroup_mma(ds, wide_queries.index(last), dk, is_async=True)])
+    mbarrier.arrive(wide_free.index(last), count=1)
+    mbarrier.wait(grads_made.index(last), ((turns - 1) >> 1) & 1)
+    dq = warpgroup_mma_wait(0, [_query_product(score_grads.index(last), wide_keys.index(which), dq_layout)])
+    _add_queries(dq_sums, dq, staged, last, last_row, which)
+
+    if rotated:
+        mbarrier.wait(turn_filled, 0)
+        dk = turned(dk, turning, head_dim, dk_layout)
+    at = kv_head.to(gl.int64) * seqlen_kv
+    top = first_key + which * ROWS
+    store(dk_out, dk * (q_own / k_own), at, top, seqlen_kv, 0, size, dk_layout)
+    store(dv_out, dv, at, top, seqlen_kv, 0, size_v, dv_layout)
+    tma.store_wait(0)  # shared memory is the program's until it ends
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "k_batch", "k_head", "kv_heads", "seqlen_q", "seqlen_kv", "padded_q", "padded_kv", "plane", "before", "after",
+    ]
+)  # fmt: skip
+def all_gradients_hopper(
+    q, do, k, v, q_wide, do_wide, rows, turn, dq_sums, row_values, factors, k_descale, dk_out, dv_out,
+    k_batch, k_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size, size_v,
+    exponent, before, after,
+    group: gl.constexpr, left: gl.constexpr, right: gl.constexpr, ragged: gl.constexpr, rotated: gl.constexpr,
+    registers: gl.constexpr,
+):  # fmt: skip
+    """dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv), contiguous, of 128 keys of one key head, and their part of dQ.
+
+    ``dq_sums`` (B·H, padded Sq, padded D) bf16 is added to: dQ, rotated if Q was.  ``factors`` turn dO·v of the e4m3
+    numbers into the units of delta, in which dQ is dS · K of the e4m3 numbers.  ``ragged``: the last program's keys are
+    fewer.
+    """
+    block_m: gl.constexpr = q.block_type.shape[0]
+    head_dim: gl.constexpr = k.block_type.shape[1]
+    head_dim_v: gl.constexpr = v.block_type.shape[1]
+    keys = gl.allocate_shared_memory(k.dtype, [CONSUMERS, ROWS, head_dim], k.layout)
+    values = gl.allocate_shared_memory(v.dtype, [CONSUMERS, ROWS, head_dim_v], v.layout)
+    wide_keys = gl.allocate_shared_memory(
+        gl.bfloat16, [2, CONSUMERS * ROWS, head_dim // 2],
+        gl.NVMMASharedLayout(swizzle_byte_width=head_dim, element_bitwidth=16, rank=2),
+    )  # fmt: skip
+    queries = gl.allocate_shared_memory(q.dtype, [2, block_m, head_dim], q.layout)
+    grads = gl.allocate_shared_memory(do.dtype, [2, block_m, head_dim_v], do.layout)
+    wide_queries = gl.allocate_shared_memory(q_wide.dtype, [2, block_m, head_dim], q_wide.layout)
+    wide_grads = gl.allocate_shared_memory(do_wide.dtype, [2, block_m, head_dim_v], do_wide.layout)
+    bases = gl.allocate_shared_memory(rows.dtype, [2, block_m], rows.layout)
+    deltas = gl.allocate_shared_memory(rows.dtype, [2, block_m], rows.layout)
+    score_grads = gl.allocate_shared_memory(
+        gl.bfloat16, [2, CONSUMERS * ROWS, block_m],
+        gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2),
+    )  # fmt: skip
+    staged = gl.allocate_shared_memory(
+        dq_sums.dtype, [_STAGED * CONSUMERS, dq_sums.block_type.shape[0], dq_sums.block_type.shape[1]], dq_sums.layout
+    )
+    turning = wide_queries
+    if rotated:
+        turning = wide_queries._reinterpret(turn.dtype, [head_dim, head_dim], turn.layout)
+    held = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    turn_filled = barrier_where(rotated, held)
+    narrow = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    wide = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    narrow_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    wide_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    grads_made = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    grads_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(held, count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(narrow.index(i), count=1)
+        mbarrier.init(wide.index(i), count=1)
+        mbarrier.init(narrow_free.index(i), count=CONSUMERS)
+        mbarrier.init(wide_free.index(i), count=CONSUMERS)
+        mbarrier.init(grads_made.index(i), count=CONSUMERS)
+        mbarrier.init(grads_free.index(i), count=CONSUMERS)
+
+    brought = (
+        q, do, k, v, q_wide, do_wide, rows, turn,
+        keys, values, queries, grads, wide_queries, wide_grads, bases, deltas, turning,
+        held, narrow, wide, narrow_free, wide_free, turn_filled,
+        seqlen_q, seqlen_kv, padded_q, padded_kv, plane, before, after,
+    )  # fmt: skip
+    given = (
+        dq_sums, dk_out, dv_out, row_values, factors, k_descale,
+        keys, values, wide_keys, queries, grads, wide_queries, wide_grads, bases, deltas, score_grads, staged, turning,
+        held, narrow, wide, narrow_free, wide_free, grads_made, grads_free, turn_filled,
+        k_batch, k_head, kv_heads, seqlen_q, seqlen_kv, padded_q, plane, size, size_v, exponent, before, after,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_sum_up, (0, given, group, block_m, left, right, ragged, rotated)),
+            (_sum_up, (1, given, group, block_m, left, right, ragged, rotated)),
+            (_load, (brought, group, block_m, left, right, rotated)),
+        ],
+        [4, 1],
+        [registers, 24],
+    )

@@ -1,0 +1,222 @@
+"""The Hopper kernel that makes dK and dV: a warp of its own loads, two warpgroups with 64 keys each compute (Gluon).
+
+What it computes is said in ``backward_keys``; this is how.  K and V of a program's 128 keys stay in shared memory, and
+both warpgroups take the same queries, block by block, from a ring: in e4m3 for Sᵀ = K·Qᵀ and dPᵀ = V·dOᵀ, in bf16 for
+the sums.
+
+All products are asynchronous, and beneath everything that a warpgroup computes itself one of its products runs: dP and
+the last block's dK beneath the exponentials, dV beneath dS.  So it is dS, in 16 bits, that goes from block to block,
+and no product: ptxas serialises products that are under way where a loop begins again.  Registers decide the rest:
+the sums take 128 of 240, S, dP, P and dS up to 96.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from .shared import (
+    CONSUMERS,
+    ROWS,
+    advanced,
+    barrier_where,
+    operand,
+    span_of_queries,
+    store,
+    transposed_product,
+    turned,
+    visible_part,
+)
+
+__all__ = ["key_gradients_hopper"]
+
+
+@gluon.jit
+def _load(
+    brought, group: gl.constexpr, block_m: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
+    rotated: gl.constexpr,
+):  # fmt: skip
+    """Brings K and V of the program's keys, then block after block of the queries that see one of them."""
+    (
+        q, do, k, v, q_wide, do_wide, rows, turn,
+        keys, values, queries, grads, wide_queries, wide_grads, bases, deltas, turning,
+        held, narrow, wide, emptied, turn_filled,
+        seqlen_q, seqlen_kv, padded_q, padded_kv, plane, before, after,
+    ) = brought  # fmt: skip
+    first_key, kv_head = gl.program_id(0) * (CONSUMERS * ROWS), gl.program_id(1)
+    key_row = kv_head * padded_kv + first_key
+    mbarrier.expect(held, CONSUMERS * (k.block_type.nbytes + v.block_type.nbytes))
+    for i in gl.static_range(CONSUMERS):
+        tma.async_copy_global_to_shared(k, [key_row + i * ROWS, 0], held, keys.index(i))
+        tma.async_copy_global_to_shared(v, [key_row + i * ROWS, 0], held, values.index(i))
+    span = span_of_queries(first_key, seqlen_q, seqlen_kv, before, after, block_m, left, right)
+    first, blocks = span[0], span[3]
+    slot, phase = 0, 1
+    for member in range(group):
+        row = (kv_head * group + member) * padded_q + first
+        for _step in range(blocks):
+            mbarrier.wait(emptied.index(slot), phase)
+            full = narrow.index(slot)
+            mbarrier.expect(full, q.block_type.nbytes + do.block_type.nbytes + 2 * rows.block_type.nbytes)
+            tma.async_copy_global_to_shared(q, [row, 0], full, queries.index(slot))
+            tma.async_copy_global_to_shared(rows, [row], full, bases.index(slot))
+            tma.async_copy_global_to_shared(do, [row, 0], full, grads.index(slot))
+            tma.async_copy_global_to_shared(rows, [plane + row], full, deltas.index(slot))
+            full = wide.index(slot)
+            mbarrier.expect(full, q_wide.block_type.nbytes + do_wide.block_type.nbytes)
+            tma.async_copy_global_to_shared(do_wide, [row, 0], full, wide_grads.index(slot))
+            tma.async_copy_global_to_shared(q_wide, [row, 0], full, wide_queries.index(slot))
+            row += block_m
+            slot, phase = advanced(slot, phase, stages)
+    if rotated:  # over the queries, when nobody reads them any more
+        for _stage in gl.static_range(stages):
+            mbarrier.wait(emptied.index(slot), phase)
+            slot, phase = advanced(slot, phase, stages)
+        mbarrier.expect(turn_filled, turn.block_type.nbytes)
+        tma.async_copy_global_to_shared(turn, [0, 0], turn_filled, turning)
+
+
+@gluon.jit
+def _sum_up(
+    which: gl.constexpr, given, group: gl.constexpr, block_m: gl.constexpr, stages: gl.constexpr, left: gl.constexpr,
+    right: gl.constexpr, rotated: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of 64 keys."""
+    (
+        dk_out, dv_out, rows, k_descale, v_descale,
+        keys, values, queries, grads, wide_queries, wide_grads, bases, deltas, turning,
+        held, narrow, wide, emptied, turn_filled,
+        k_batch, k_head, v_batch, v_head, kv_heads, seqlen_q, seqlen_kv, padded_q, plane, size, size_v,
+        scale, exponent, before, after,
+    ) = given  # fmt: skip
+    head_dim: gl.constexpr = keys.shape[2]
+    head_dim_v: gl.constexpr = values.shape[2]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_m, 32])
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, head_dim, 16])
+    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, head_dim_v, 16])
+    first_key, kv_head = gl.program_id(0) * (CONSUMERS * ROWS), gl.program_id(1)
+    first, whole, parted, blocks = span_of_queries(first_key, seqlen_q, seqlen_kv, before, after, block_m, left, right)
+    batch, own = (kv_head // kv_heads).to(gl.int64), kv_head % kv_heads
+    key = first_key + which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    since, upto = key - after, key + before
+    factor = exponent * gl.load(k_descale + batch * k_batch + own * k_head)
+    k_tile, v_tile = keys.index(which), values.index(which)
+
+    dk = gl.zeros([ROWS, head_dim], gl.float32, dk_layout)
+    dv = gl.zeros([ROWS, head_dim_v], gl.float32, dv_layout)
+    slot, phase = 0, 0
+    q_own = 1.0
+    mbarrier.wait(held, 0)
+    mbarrier.wait(narrow.index(0), 0)
+    s = warpgroup_mma_wait(0, [transposed_product(k_tile, queries.index(0), block_m, s_layout)])
+    for member in range(group):
+        # dK so far is in units of the last head's descale.
+        following = gl.load(rows + 2 * plane + (kv_head * group + member) * padded_q)
+        dk = dk * (q_own / following)
+        q_own = following
+        own_factor = factor * q_own
+        # Before the first block there is none whose dS to multiply: zeros, with any queries that are there.
+        ds16 = operand(gl.zeros([ROWS, block_m], gl.float32, s_layout), gl.DotOperandLayout(0, dk_layout, 2))
+        # A value of its own: Triton takes a name for unchanged by a loop whose body assigns what it came in with.
+        previous = slot + 0
+        mbarrier.wait(wide.index(slot), phase)
+        for step in range(blocks):
+            start = first + step * block_m
+            dp = transposed_product(v_tile, grads.index(slot), block_m, s_layout)
+            dk = warpgroup_mma(ds16, wide_queries.index(previous), dk, is_async=True)
+            base = bases.index(slot).load(gl.SliceLayout(0, s_layout))
+            p = gl.exp2(s * own_factor - base[None, :])
+            if left or right:  # noqa: SIM102 (where no block has an edge, there is no branch)
+                if (start < whole) | (start >= parted):
+                    p = visible_part(p, start, since, upto, right, left)
+            mbarrier.wait(wide.index(slot), phase)
+            p16 = operand(p, gl.DotOperandLayout(0, dv_layout, 2))
+            dp, dk, ds16 = warpgroup_mma_wait(0, [dp, dk, ds16])
+            mbarrier.arrive(emptied.index(previous), count=1, pred=step > 0)
+            dv = warpgroup_mma(p16, wide_grads.index(slot), dv, is_async=True)
+            delta = deltas.index(slot).load(gl.SliceLayout(0, s_layout))
+            ds16 = operand(p * (dp - delta[None, :]), gl.DotOperandLayout(0, dk_layout, 2))
+            # After the last block its own scores are computed again, and nobody reads them.
+            over = (step == blocks - 1) & (member == group - 1)
+            next_slot, next_phase = advanced(slot, phase, stages)
+            next_slot, next_phase = gl.where(over, slot, next_slot), gl.where(over, phase, next_phase)
+            mbarrier.wait(narrow.index(next_slot), next_phase)
+            s = transposed_product(k_tile, queries.index(next_slot), block_m, s_layout)
+            s, dv = warpgroup_mma_wait(0, [s, dv])
+            previous, slot, phase = slot, next_slot, next_phase
+        dk = warpgroup_mma(ds16, wide_queries.index(previous), dk, is_async=True)
+        dk = warpgroup_mma_wait(0, [dk])
+        mbarrier.arrive(emptied.index(previous), count=1)
+
+    if rotated:
+        mbarrier.wait(turn_filled, 0)
+        dk = turned(dk, turning, head_dim, dk_layout)
+    unscaled = scale * q_own * gl.load(v_descale + batch * v_batch + own * v_head)
+    at = kv_head.to(gl.int64) * seqlen_kv
+    top = first_key + which * ROWS
+    store(dk_out, dk * unscaled, at, top, seqlen_kv, 0, size, dk_layout)
+    store(dv_out, dv, at, top, seqlen_kv, 0, size_v, dv_layout)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "k_batch", "k_head", "v_batch", "v_head", "kv_heads", "seqlen_q", "seqlen_kv", "padded_q", "padded_kv",
+        "plane", "before", "after",
+    ]
+)  # fmt: skip
+def key_gradients_hopper(
+    q, do, k, v, q_wide, do_wide, rows, turn, row_values, k_descale, v_descale, dk_out, dv_out,
+    k_batch, k_head, v_batch, v_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size, size_v,
+    scale, exponent, before, after,
+    group: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr, rotated: gl.constexpr,
+    registers: gl.constexpr,
+):  # fmt: skip
+    """dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv), contiguous, of 128 keys of one key head."""
+    block_m: gl.constexpr = q.block_type.shape[0]
+    head_dim: gl.constexpr = k.block_type.shape[1]
+    head_dim_v: gl.constexpr = v.block_type.shape[1]
+    keys = gl.allocate_shared_memory(k.dtype, [CONSUMERS, ROWS, head_dim], k.layout)
+    values = gl.allocate_shared_memory(v.dtype, [CONSUMERS, ROWS, head_dim_v], v.layout)
+    queries = gl.allocate_shared_memory(q.dtype, [stages, block_m, head_dim], q.layout)
+    grads = gl.allocate_shared_memory(do.dtype, [stages, block_m, head_dim_v], do.layout)
+    wide_queries = gl.allocate_shared_memory(q_wide.dtype, [stages, block_m, head_dim], q_wide.layout)
+    wide_grads = gl.allocate_shared_memory(do_wide.dtype, [stages, block_m, head_dim_v], do_wide.layout)
+    bases = gl.allocate_shared_memory(rows.dtype, [stages, block_m], rows.layout)
+    deltas = gl.allocate_shared_memory(rows.dtype, [stages, block_m], rows.layout)
+    turning = wide_queries
+    if rotated:
+        turning = wide_queries._reinterpret(turn.dtype, [head_dim, head_dim], turn.layout)
+    held = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    turn_filled = barrier_where(rotated, held)
+    narrow = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    wide = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    emptied = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(held, count=1)
+    for i in gl.static_range(stages):
+        mbarrier.init(narrow.index(i), count=1)
+        mbarrier.init(wide.index(i), count=1)
+        mbarrier.init(emptied.index(i), count=CONSUMERS)
+
+    brought = (
+        q, do, k, v, q_wide, do_wide, rows, turn,
+        keys, values, queries, grads, wide_queries, wide_grads, bases, deltas, turning,
+        held, narrow, wide, emptied, turn_filled,
+        seqlen_q, seqlen_kv, padded_q, padded_kv, plane, before, after,
+    )  # fmt: skip
+    given = (
+        dk_out, dv_out, row_values, k_descale, v_descale,
+        keys, values, queries, grads, wide_queries, wide_grads, bases, deltas, turning,
+        held, narrow, wide, emptied, turn_filled,
+        k_batch, k_head, v_batch, v_head, kv_heads, seqlen_q, seqlen_kv, padded_q, plane, size, size_v,
+        scale, exponent, before, after,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_sum_up, (0, given, group, block_m, stages, left, right, rotated)),
+            (_sum_up, (1, given, group, block_m, stages, left, right, rotated)),
+            (_load, (brought, group, block_m, stages, left, right, rotated)),
+        ],
+        [4, 1],
+        [registers, 24],
+    )

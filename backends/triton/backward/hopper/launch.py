@@ -1,0 +1,218 @@
+"""From prepared operands to launches of the backward's Hopper kernels: what they serve, descriptors, the grid.
+
+Importing this imports no Gluon: ``serves`` is asked first.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from attnbench.problem.spec import AttentionSpec
+
+from ...descriptors import Described, Shape, all_of, flipped, rows_of
+from ...forward.hopper import launch as forward
+from ...forward.hopper.launch import described, registers
+from ...launching import KEPT as MOST
+from ...launching import Launch, Launches, addresses
+from ..copies import padded
+from ..layout import BLOCK, PEAK, VECTORS
+from ..tiles import Ring
+
+if TYPE_CHECKING:
+    from ..launch import Layout, Prepared
+
+__all__ = ["KEPT", "MOST_SUMMED", "adds", "run_all", "run_keys", "run_queries", "serves"]
+
+KEPT = 128  # keys (or queries) that a program keeps: 64 for each of two warpgroups
+# Keys of the fused kernel, which rounds dQ's sums to bf16 at the addition of every 128.  Its error is as random steps
+# are, the root of how many there were: on an H200 dQ was off by 0.0138 (relative L2, no mask) after the 128 additions
+# of 16,384 keys, so that 32,768 leave 0.02, where FP8 itself costs 0.058.
+MOST_SUMMED = 32768
+_ROWS = 64
+_PART = 64  # columns of an e4m3 sum at a time, and so rows of a rotation's matrix
+_SIZES = (64, 128)  # padded head dimensions
+
+
+def serves(spec: AttentionSpec, *, per_token: bool) -> bool:
+    """Whether the Hopper kernels compute this where they run; the kernels in plain Triton compute the rest.
+
+    ``per_token`` says that tokens of Q, K or V have scales of their own.  Those and a soft cap want registers that the
+    Hopper kernels do not have.
+    """
+    fits = padded(spec.head_dim) in _SIZES and padded(spec.head_dim_v) in _SIZES
+    return fits and forward.serves(spec, per_token=per_token)
+
+
+@cache
+def adds() -> bool:
+    """Whether this Triton lets Gluon's functions add to memory by TMA, of which its language has no word yet."""
+    try:
+        from triton._C.libtriton import gluon_ir, ir
+        from triton.experimental.gluon.language import _core
+    except ImportError:
+        return False
+    needed = (gluon_ir.GluonOpBuilder, "create_async_tma_reduce"), (ir, "DESCRIPTOR_REDUCE_KIND"), (_core, "builtin")
+    return all(hasattr(place, name) for place, name in needed)
+
+
+def run_keys(given: Prepared, ring: Ring, narrow: bool, dk_out: Tensor, dv_out: Tensor) -> None:
+    """Writes dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv), contiguous, on the current stream."""
+    do, rows = given.gradient.laid, given.gradient.rows
+    tiles, start = _keys(given.layout, ring, narrow, dk_out.dtype)
+    tiled = (
+        given.q.data, do.data, given.k.data, given.v.data,
+        given.q.further(narrow, interleaved=True), do.further(narrow, interleaved=True), rows, _turn(given),
+    )  # fmt: skip
+    memory = rows, *_descales(given, narrow), given.k_scale, given.v_scale, dk_out, dv_out
+    start((*all_of(tiles, tiled), *memory), addresses(memory))
+
+
+@lru_cache(maxsize=MOST)
+def _keys(layout: Layout, ring: Ring, narrow: bool, dtype: torch.dtype) -> tuple[tuple[Described, ...], Launch]:
+    """What of the launch does not depend on memory."""
+    spec, tokens = layout.spec, ring.block
+    tiles = (
+        _tiles(layout.q, tokens), _tiles(layout.do, tokens), _tiles(layout.k, _ROWS), _tiles(layout.v, _ROWS),
+        _further(layout.q, tokens, narrow), _further(layout.do, tokens, narrow),
+        _pieces(layout, tokens), _turning(layout, narrow),
+    )  # fmt: skip
+    constants = (
+        *layout.k_steps[:2], *layout.v_steps[:2],
+        spec.kv_heads, spec.seqlen_q, spec.seqlen_kv, layout.padded_q, layout.padded_kv, layout.plane,
+        spec.head_dim, spec.head_dim_v, layout.scale, layout.exponent, layout.before, layout.after,
+        spec.group, ring.stages, *layout.edges, *_ends(layout, narrow),
+    )  # fmt: skip
+    # The descriptors' tiles are no constants of the call.
+    alike = dtype, ring.block, layout.head_dim, layout.head_dim_v
+    grid = -(-spec.seqlen_kv // KEPT), spec.batch * spec.kv_heads, 1
+    return tiles, _launches("keys", narrow)(grid, constants, alike, **_options())
+
+
+def run_all(given: Prepared, dq_sums: Tensor, dk_out: Tensor, dv_out: Tensor) -> None:
+    """Adds to dQ's sums (B, H, padded Sq, padded D) bf16, and writes dK and dV, contiguous, on the current stream.
+
+    What is given was prepared for this kernel.
+    """
+    do, rows = given.gradient.laid, given.gradient.rows
+    tiles, start = _all(given.layout, dk_out.dtype)
+    tiled = (
+        given.q.data, do.data, given.k.data, given.v.data,
+        given.q.further(False, interleaved=False), do.further(False, interleaved=False), rows, _turn(given), dq_sums,
+    )  # fmt: skip
+    memory = rows, given.gradient.descale, given.k_scale, dk_out, dv_out
+    start((*all_of(tiles, tiled), *memory), addresses(memory))
+
+
+@lru_cache(maxsize=MOST)
+def _all(layout: Layout, dtype: torch.dtype) -> tuple[tuple[Described, ...], Launch]:
+    """What of the launch does not depend on memory."""
+    spec = layout.spec
+    tiles = (
+        _tiles(layout.q, _ROWS), _tiles(layout.do, _ROWS), _tiles(layout.k, _ROWS), _tiles(layout.v, _ROWS),
+        _tiles(layout.q, _ROWS), _tiles(layout.do, _ROWS),
+        _pieces(layout, _ROWS), _turning(layout, narrow=False), _halves(layout.q, _ROWS),
+    )  # fmt: skip
+    constants = (
+        *layout.k_steps[:2],
+        spec.kv_heads, spec.seqlen_q, spec.seqlen_kv, layout.padded_q, layout.padded_kv, layout.plane,
+        spec.head_dim, spec.head_dim_v, layout.exponent, layout.before, layout.after, spec.group,
+        *layout.edges, spec.seqlen_kv % KEPT != 0, *_ends(layout, narrow=False),
+    )  # fmt: skip
+    alike = dtype, layout.head_dim, layout.head_dim_v
+    grid = -(-spec.seqlen_kv // KEPT), spec.batch * spec.kv_heads, 1
+    return tiles, _launches("all", narrow=False)(grid, constants, alike, **_options())
+
+
+def run_queries(given: Prepared, ring: Ring, narrow: bool, dq_out: Tensor) -> None:
+    """Writes dQ (B, H, Sq, D), contiguous, on the current stream."""
+    rows = given.gradient.rows
+    tiles, start = _queries(given.layout, ring, narrow, dq_out.dtype)
+    tiled = (
+        given.q.data, given.gradient.laid.data, given.k.data, given.v.data,
+        given.k.further(narrow, interleaved=True), _turn(given),
+    )  # fmt: skip
+    memory = rows, *_descales(given, narrow), given.k_scale, given.v_scale, dq_out
+    start((*all_of(tiles, tiled), *memory), addresses(memory))
+
+
+@lru_cache(maxsize=MOST)
+def _queries(layout: Layout, ring: Ring, narrow: bool, dtype: torch.dtype) -> tuple[tuple[Described, ...], Launch]:
+    """What of the launch does not depend on memory."""
+    spec = layout.spec
+    tiles = (
+        _tiles(layout.q, _ROWS), _tiles(layout.do, _ROWS), _tiles(layout.k, ring.block),
+        _tiles(layout.v, ring.block), _further(layout.k, ring.block, narrow), _turning(layout, narrow),
+    )  # fmt: skip
+    constants = (
+        *layout.k_steps[:2], *layout.v_steps[:2],
+        spec.heads, spec.group, spec.seqlen_q, spec.seqlen_kv, layout.padded_q, layout.padded_kv, layout.plane,
+        spec.head_dim, layout.scale, layout.exponent, layout.before, layout.after,
+        ring.stages, *layout.edges, spec.seqlen_kv % ring.block != 0, *_ends(layout, narrow),
+    )  # fmt: skip
+    alike = dtype, ring.block, layout.head_dim, layout.head_dim_v
+    grid = -(-spec.seqlen_q // KEPT), spec.batch * spec.heads, 1
+    return tiles, _launches("queries", narrow)(grid, constants, alike, **_options())
+
+
+@cache
+def _launches(kind: Literal["all", "keys", "queries"], narrow: bool) -> Launches:
+    if kind == "all":
+        from .fused import all_gradients_hopper
+
+        return Launches(all_gradients_hopper)
+    if narrow:
+        from .narrow_keys import narrow_key_gradients_hopper as keys
+        from .narrow_queries import narrow_query_gradients_hopper as queries
+    else:
+        from .keys import key_gradients_hopper as keys
+        from .queries import query_gradients_hopper as queries
+    return Launches(keys if kind == "keys" else queries)
+
+
+def _ends(layout: Layout, narrow: bool) -> tuple[int | float | bool, ...]:
+    """Rotation; queries that share dO's descale and P's peak, for e4m3; registers of a computing thread."""
+    return layout.rotated, *((BLOCK, PEAK) if narrow else ()), registers()[1]
+
+
+def _options() -> dict[str, int]:
+    return {"num_warps": 4, "maxnreg": registers()[0]}
+
+
+def _descales(given: Prepared, narrow: bool) -> tuple[Tensor, ...]:
+    """dO's: P in bf16 is as much larger as the wide copy is smaller, and no sum needs them."""
+    return (given.gradient.descale,) if narrow else ()
+
+
+def _tiles(shape: Shape, tokens: int) -> Described:
+    """Of (B, H, S, D) as a matrix (B·H·S, D), by so many tokens."""
+    return described(rows_of(shape), (tokens, shape[3]))
+
+
+def _halves(shape: Shape, tokens: int) -> Described:
+    """The same by half the columns."""
+    return described(rows_of(shape), (tokens, shape[3] // 2))
+
+
+def _further(shape: Shape, tokens: int, narrow: bool) -> Described:
+    """Of the copy of (B, H, S, D) that a sum over tokens reads: (B·H·D, S) for FP8, or widened (B·H·S, D)."""
+    return described(rows_of(flipped(shape)), (shape[3], tokens)) if narrow else _tiles(shape, tokens)
+
+
+def _turn(given: Prepared) -> Tensor:
+    """The rotation's matrix, or anything where nothing was rotated."""
+    return given.q.data if given.turn is None else given.turn
+
+
+def _turning(layout: Layout, narrow: bool) -> Described:
+    """Of ``_turn``, by parts where the sums are in parts."""
+    size = layout.head_dim
+    return _tiles((1, 1, size, size) if layout.rotated else layout.q, _PART if narrow else size)
+
+
+def _pieces(layout: Layout, tokens: int) -> Described:
+    """Of all vectors over the queries as one, by so many tokens."""
+    return described((VECTORS * layout.plane,), (tokens,))

@@ -1,0 +1,210 @@
+"""The Hopper kernel that makes dQ with e4m3 in all products: as ``backward_hopper_queries``, its sum in parts.
+
+What it computes is said in ``backward_keys``.  From a ring come K and V for S = Q·Kᵀ and dP = dO·Vᵀ, and K's transposed
+copy for the sum, all in e4m3.  dS goes from block to block: its product runs beneath the next exponentials, and S of
+the block after that beneath the next dS.  Three blocks are in use at that time: the ring needs three stages at least.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
+
+from .narrow import PART, added, narrow_operand, part_product, scaled, steps, store_parts, turned_parts, zero_parts
+from .shared import CONSUMERS, ROWS, advanced, barrier_where, span_of_keys, top_query, transposed_product, visible_part
+
+__all__ = ["narrow_query_gradients_hopper"]
+
+
+@gluon.jit
+def _load(
+    brought, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
+    rotated: gl.constexpr,
+):  # fmt: skip
+    """Brings Q and dO of the program's queries, then block after block of the keys that one of them sees."""
+    (
+        q, do, k, v, k_across, turn, queries, grads, keys, values, across_keys, turning,
+        held, upright, across, emptied, turn_filled,
+        group, seqlen_q, seqlen_kv, padded_q, padded_kv, before, after,
+    ) = brought  # fmt: skip
+    top, head = top_query(), gl.program_id(1)
+    row = head * padded_q + top
+    mbarrier.expect(held, CONSUMERS * (q.block_type.nbytes + do.block_type.nbytes))
+    for i in gl.static_range(CONSUMERS):
+        tma.async_copy_global_to_shared(q, [row + i * ROWS, 0], held, queries.index(i))
+        tma.async_copy_global_to_shared(do, [row + i * ROWS, 0], held, grads.index(i))
+    span = span_of_keys(top, seqlen_q, seqlen_kv, before, after, block_n, left, right)
+    kv_head, key = head // group, span[0]
+    slot, phase = 0, 1
+    for _step in range(span[3]):
+        row = kv_head * padded_kv + key
+        mbarrier.wait(emptied.index(slot), phase)
+        full = upright.index(slot)
+        mbarrier.expect(full, k.block_type.nbytes + v.block_type.nbytes)
+        tma.async_copy_global_to_shared(k, [row, 0], full, keys.index(slot))
+        tma.async_copy_global_to_shared(v, [row, 0], full, values.index(slot))
+        full = across.index(slot)
+        mbarrier.expect(full, k_across.block_type.nbytes)
+        place = kv_head * k_across.block_type.shape[0]
+        tma.async_copy_global_to_shared(k_across, [place, key], full, across_keys.index(slot))
+        key += block_n
+        slot, phase = advanced(slot, phase, stages)
+    if rotated:  # over the keys, when nobody reads them any more
+        for _stage in gl.static_range(stages):
+            mbarrier.wait(emptied.index(slot), phase)
+            slot, phase = advanced(slot, phase, stages)
+        parts: gl.constexpr = turning.shape[0]
+        mbarrier.expect(turn_filled, parts * turn.block_type.nbytes)
+        for i in gl.static_range(parts):
+            tma.async_copy_global_to_shared(turn, [i * turn.block_type.shape[0], 0], turn_filled, turning.index(i))
+
+
+@gluon.jit
+def _sum_up(
+    which: gl.constexpr, given, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
+    ragged: gl.constexpr, rotated: gl.constexpr, shared: gl.constexpr, peak: gl.constexpr,
+):  # fmt: skip
+    """dQ of 64 queries."""
+    (
+        dq_out, rows, descales, k_descale, v_descale, queries, grads, keys, values, across_keys, turning,
+        held, upright, across, emptied, turn_filled,
+        k_batch, k_head, v_batch, v_head, heads, group, seqlen_q, seqlen_kv, padded_q, plane, size,
+        scale, exponent, before, after,
+    ) = given  # fmt: skip
+    head_dim: gl.constexpr = queries.shape[2]
+    parts: gl.constexpr = head_dim // PART
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n, 32])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
+    left_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
+    top, head = top_query(), gl.program_id(1)
+    first, whole, parted, blocks = span_of_keys(top, seqlen_q, seqlen_kv, before, after, block_n, left, right)
+    batch, own = (head // heads).to(gl.int64), head % heads // group
+    query = top + which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    since = query - before
+    upto = gl.minimum(query + after if right else query + seqlen_kv, seqlen_kv - 1)
+    rows += head.to(gl.int64) * padded_q
+    base, delta = gl.load(rows + query), gl.load(rows + plane + query)
+    k_own = gl.load(k_descale + batch * k_batch + own * k_head)
+    factor = exponent * k_own * gl.load(rows + 2 * plane)
+    share = gl.load(descales + (head * padded_q + top) // shared) * (1.0 / peak)
+    q_tile, do_tile = queries.index(which), grads.index(which)
+
+    dq = zero_parts(parts, layout)
+    slot, phase = 0, 0
+    mbarrier.wait(held, 0)
+    mbarrier.wait(upright.index(0), 0)
+    s = warpgroup_mma_wait(0, [transposed_product(q_tile, keys.index(0), block_n, s_layout)])
+    # Before the first block there is none whose dS to multiply: zeros, with any keys that are there.
+    # It is in fp32 as long as no product takes it: Triton carries single bytes from block to block one by one.
+    ds = gl.zeros([ROWS, block_n], gl.float32, s_layout)
+    unit = steps(ds)
+    previous = 0
+    mbarrier.wait(across.index(0), 0)
+    for step in range(blocks):
+        start = first + step * block_n
+        # dP comes between the parts of dQ: it is wanted before the last of them.
+        ds8, tile = narrow_operand(ds, left_layout), across_keys.index(previous)
+        made = (part_product(ds8, tile, 0, layout),)
+        dp = transposed_product(do_tile, values.index(slot), block_n, s_layout)
+        for i in gl.static_range(1, parts):
+            made = made + (part_product(ds8, tile, i, layout),)  # noqa: RUF005
+        p = gl.exp2(s * factor - base[:, None])
+        if left or right or ragged:  # noqa: SIM102 (where no block has an edge, there is no branch)
+            if (start < whole) | (start >= parted):
+                p = visible_part(p, start, since, upto, left, right or ragged)
+        sums = (added(dq[0], warpgroup_mma_wait(parts, [made[0]]), unit),)
+        # After the last block its own scores are computed again, and nobody reads them.
+        over = step == blocks - 1
+        next_slot, next_phase = advanced(slot, phase, stages)
+        next_slot, next_phase = gl.where(over, slot, next_slot), gl.where(over, phase, next_phase)
+        dp = warpgroup_mma_wait(parts - 1, [dp])
+        mbarrier.wait(upright.index(next_slot), next_phase)
+        s = transposed_product(q_tile, keys.index(next_slot), block_n, s_layout)
+        ds = p * (dp - delta[:, None])
+        for i in gl.static_range(1, parts):
+            sums = sums + (added(dq[i], warpgroup_mma_wait(parts - i, [made[i]]), unit),)  # noqa: RUF005
+        dq = sums
+        mbarrier.arrive(emptied.index(previous), count=1, pred=step > 0)
+        unit = steps(ds)
+        ds = scaled(ds, unit)
+        mbarrier.wait(across.index(slot), phase)
+        s = warpgroup_mma_wait(0, [s])
+        previous, slot, phase = slot, next_slot, next_phase
+    sums = ()
+    ds8 = narrow_operand(ds, left_layout)
+    for i in gl.static_range(parts):
+        made = warpgroup_mma_wait(0, [part_product(ds8, across_keys.index(previous), i, layout)])
+        sums = sums + (added(dq[i], made, unit),)  # noqa: RUF005
+    dq = sums
+    mbarrier.arrive(emptied.index(previous), count=1)
+
+    width: gl.constexpr = head_dim if rotated else PART
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16 if rotated else 32])
+    if rotated:
+        mbarrier.wait(turn_filled, 0)
+        dq = turned_parts(dq, turning, parts, dq_layout)
+    unscaled = scale * share * k_own * gl.load(v_descale + batch * v_batch + own * v_head)
+    at = head.to(gl.int64) * seqlen_q
+    store_parts(dq_out, dq, unscaled, at, top + which * ROWS, seqlen_q, size, head_dim, dq_layout)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "k_batch", "k_head", "v_batch", "v_head", "heads", "group", "seqlen_q", "seqlen_kv", "padded_q", "padded_kv",
+        "plane", "before", "after",
+    ]
+)  # fmt: skip
+def narrow_query_gradients_hopper(
+    q, do, k, v, k_across, turn, row_values, descales, k_descale, v_descale, dq_out,
+    k_batch, k_head, v_batch, v_head, heads, group, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size,
+    scale, exponent, before, after,
+    stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr, ragged: gl.constexpr, rotated: gl.constexpr,
+    shared: gl.constexpr, peak: gl.constexpr, registers: gl.constexpr,
+):  # fmt: skip
+    """dQ (B, H, Sq, D), contiguous, of 128 queries of one head; ``ragged``: the last block of keys is not full.
+
+    ``k_across`` is the transposed copy with interleaved tokens.
+    """
+    block_n: gl.constexpr = k.block_type.shape[0]
+    head_dim: gl.constexpr = q.block_type.shape[1]
+    head_dim_v: gl.constexpr = do.block_type.shape[1]
+    queries = gl.allocate_shared_memory(q.dtype, [CONSUMERS, ROWS, head_dim], q.layout)
+    grads = gl.allocate_shared_memory(do.dtype, [CONSUMERS, ROWS, head_dim_v], do.layout)
+    keys = gl.allocate_shared_memory(k.dtype, [stages, block_n, head_dim], k.layout)
+    values = gl.allocate_shared_memory(v.dtype, [stages, block_n, head_dim_v], v.layout)
+    across_keys = gl.allocate_shared_memory(k_across.dtype, [stages, head_dim, block_n], k_across.layout)
+    turning = across_keys
+    if rotated:
+        turning = across_keys._reinterpret(turn.dtype, [head_dim // PART, PART, head_dim], turn.layout)
+    held = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    turn_filled = barrier_where(rotated, held)
+    upright = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    across = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    emptied = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(held, count=1)
+    for i in gl.static_range(stages):
+        mbarrier.init(upright.index(i), count=1)
+        mbarrier.init(across.index(i), count=1)
+        mbarrier.init(emptied.index(i), count=CONSUMERS)
+
+    brought = (
+        q, do, k, v, k_across, turn, queries, grads, keys, values, across_keys, turning,
+        held, upright, across, emptied, turn_filled,
+        group, seqlen_q, seqlen_kv, padded_q, padded_kv, before, after,
+    )  # fmt: skip
+    given = (
+        dq_out, row_values, descales, k_descale, v_descale, queries, grads, keys, values, across_keys, turning,
+        held, upright, across, emptied, turn_filled,
+        k_batch, k_head, v_batch, v_head, heads, group, seqlen_q, seqlen_kv, padded_q, plane, size,
+        scale, exponent, before, after,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_sum_up, (0, given, block_n, stages, left, right, ragged, rotated, shared, peak)),
+            (_sum_up, (1, given, block_n, stages, left, right, ragged, rotated, shared, peak)),
+            (_load, (brought, block_n, stages, left, right, rotated)),
+        ],
+        [4, 1],
+        [registers, 24],
+    )

@@ -1,0 +1,234 @@
+"""The kernel of the FP8 backward that makes dK and dV, by blocks of keys; dQ has its own, and nothing is atomic.
+
+S = QKᵀ and dP = dO·Vᵀ are FP8 products over the head dimension.  The sums over tokens, dV = Pᵀ·dO, dK = dSᵀ·Q and
+dQ = dS·K, take P and dS in bf16 with widened operands, or (``narrow``) in e4m3 with transposed ones.  P and dS stay in
+registers as the first operand of their products: the kernel over keys computes Sᵀ, the one over queries S.
+
+Descales go where they cost least.  Those of a head are numbers, Q's and K's in the exponent's factor and all in the
+last product; where they differ between tokens (``q_varies``, ``k_varies``, ``v_varies``) they are vectors that also
+scale dS before it is rounded.  dO's are one for each block of queries: P comes out of the exponential larger by it, or
+by PEAK where it is rounded to e4m3 (``Gradient.rows``), and so does dS, which then needs no factor of its own.
+Queries behind the last one have an infinite log-sum-exp: P is 0 there without a bounds check.
+
+In e4m3, each row of dS is scaled by its largest magnitude in the block, and each block's sum is a fresh accumulator,
+scaled back as it is added in fp32, so the tensor core's short accumulator (SageAttention2, arXiv 2411.10958,
+section 3.3) never outlasts a block.
+
+Masks come as ``before`` = left - offset and ``after`` = right + offset of ``problem.mask.Mask``: query i sees key j
+when i - before <= j <= i + after.  Blocks that see nothing are skipped, and only those on an edge are masked.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..arithmetic import bound, probabilities, product, steps, to_bf16, to_e4m3, turned, visible
+
+__all__ = ["key_gradients"]
+
+
+@triton.jit
+def _over_queries(
+    dk,
+    dv,
+    k,
+    v,
+    k_descale,
+    v_descale,
+    q_desc,
+    do_desc,
+    q_more,
+    do_more,
+    rows,
+    plane,
+    descales,
+    factor,
+    head,
+    padded_length,
+    key_start,
+    start,
+    stop,
+    before,
+    after,
+    cap,
+    masked: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    head_dim: tl.constexpr,
+    head_dim_v: tl.constexpr,
+    has_left: tl.constexpr,
+    has_right: tl.constexpr,
+    q_varies: tl.constexpr,
+    k_varies: tl.constexpr,
+    v_varies: tl.constexpr,
+    capped: tl.constexpr,
+    narrow: tl.constexpr,
+    peak: tl.constexpr,
+    shared: tl.constexpr,
+    stages: tl.constexpr,
+):
+    """Adds to dK and dV what the queries from ``start`` to ``stop`` of one head give."""
+    first = head * padded_length
+    for m in tl.range(bound(start), bound(stop), block_m, num_stages=stages):
+        row = rows + (first + m).to(tl.int64) + tl.arange(0, block_m)
+        q = q_desc.load([first + m, 0])
+        raw = tl.dot(k, tl.trans(q))
+        if k_varies:
+            raw *= k_descale[:, None]
+        if q_varies:
+            own = tl.load(row + 2 * plane)
+            raw *= (own * factor)[None, :]
+        else:
+            raw *= factor
+        p, slope = probabilities(raw, tl.load(row)[None, :], cap, capped)
+        if masked:
+            query = (m + tl.arange(0, block_m))[None, :]
+            key = (key_start + tl.arange(0, block_n))[:, None]
+            p = tl.where(visible(query, key, before, after, has_left, has_right), p, 0.0)
+        dp = tl.dot(v, tl.trans(do_desc.load([first + m, 0])))
+        if v_varies:
+            dp *= v_descale[:, None]
+        ds = p * (dp - tl.load(row + plane)[None, :])
+        if capped:
+            ds *= slope
+        if q_varies:
+            ds *= own[None, :]
+        # Both are rounded before either is summed up: fewer registers are alive beside a fresh accumulator.
+        if narrow:
+            share = tl.load(descales + (first + m) // shared) * (1.0 / peak)
+            step = steps(ds)
+            p8, ds8 = to_e4m3(p), to_e4m3(ds * (1.0 / step)[:, None])
+            dv += tl.dot(p8, tl.trans(do_more.load([head * head_dim_v, m]))) * share
+            dk += tl.dot(ds8, tl.trans(q_more.load([head * head_dim, m]))) * (step * share)[:, None]
+        else:
+            p16, ds16 = to_bf16(p), to_bf16(ds)
+            dv = product(p16, do_more.load([first + m, 0]), dv)
+            dk = product(ds16, q_more.load([first + m, 0]), dk)
+    return dk, dv
+
+
+@triton.jit
+def key_gradients(
+    q_desc,
+    do_desc,
+    k_desc,
+    v_desc,
+    q_more,
+    do_more,
+    rows,
+    descales,
+    k_descale,
+    v_descale,
+    turn,
+    dk_out,
+    dv_out,
+    plane,
+    k_batch,
+    k_head,
+    k_token,
+    v_batch,
+    v_head,
+    v_token,
+    kv_heads,
+    seqlen_q,
+    seqlen_kv,
+    padded_q,
+    padded_kv,
+    size,
+    size_v,
+    scale,
+    exponent,
+    before,
+    after,
+    cap,
+    group: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    head_dim: tl.constexpr,
+    head_dim_v: tl.constexpr,
+    has_left: tl.constexpr,
+    has_right: tl.constexpr,
+    q_varies: tl.constexpr,
+    k_varies: tl.constexpr,
+    v_varies: tl.constexpr,
+    capped: tl.constexpr,
+    rotated: tl.constexpr,
+    narrow: tl.constexpr,
+    peak: tl.constexpr,
+    shared: tl.constexpr,
+    stages: tl.constexpr,
+):
+    """dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv), contiguous, of one block of keys of one key head.
+
+    ``q_more`` and ``do_more`` are the widened copies, or the transposed ones where ``narrow``.  ``turn`` (D, D) takes
+    the gradient of a rotated K back, without the factor that ``scale`` has then.
+    """
+    n = tl.program_id(0) * block_n
+    kv_head = tl.program_id(1)
+    batch, own = (kv_head // kv_heads).to(tl.int64), (kv_head % kv_heads).to(tl.int64)
+    key = n + tl.arange(0, block_n)
+    real = key < seqlen_kv
+    k_place = k_descale + batch * k_batch + own * k_head
+    v_place = v_descale + batch * v_batch + own * v_head
+    k_own = tl.load(k_place + key.to(tl.int64) * k_token, mask=real, other=0.0) if k_varies else tl.load(k_place)
+    v_own = tl.load(v_place + key.to(tl.int64) * v_token, mask=real, other=0.0) if v_varies else tl.load(v_place)
+    k = k_desc.load([kv_head * padded_kv + n, 0])
+    v = v_desc.load([kv_head * padded_kv + n, 0])
+    dk = tl.zeros([block_n, head_dim], tl.float32)
+    dv = tl.zeros([block_n, head_dim_v], tl.float32)
+
+    last = tl.minimum(n + block_n, seqlen_kv) - 1
+    begin, end = 0, tl.cdiv(seqlen_q, block_m) * block_m
+    if has_right:
+        begin = tl.minimum(tl.maximum(n - after, 0) // block_m * block_m, end)
+    if has_left:
+        end = tl.maximum(tl.cdiv(tl.minimum(tl.maximum(last + before + 1, 0), seqlen_q), block_m) * block_m, begin)
+    whole_begin, whole_end = begin, end
+    if has_right:
+        whole_begin = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(last - after, 0), block_m) * block_m, begin), end)
+    if has_left:
+        whole_end = tl.maximum(tl.minimum(tl.maximum(n + before + 1, 0) // block_m * block_m, end), whole_begin)
+
+    q_own = 1.0
+    factor = exponent
+    if not k_varies:
+        factor *= k_own
+    for member in range(group):
+        head = kv_head * group + member
+        if not q_varies:
+            # dK so far is in units of the last head's descale.
+            following = tl.load(rows + 2 * plane + head.to(tl.int64) * padded_q)
+            dk *= q_own / following
+            q_own = following
+        own_factor = factor if q_varies else factor * q_own
+        if has_right:
+            dk, dv = _over_queries(
+                dk, dv, k, v, k_own, v_own, q_desc, do_desc, q_more, do_more, rows, plane, descales, own_factor,
+                head, padded_q, n, begin, whole_begin, before, after, cap, True, block_m, block_n, head_dim, head_dim_v,
+                has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
+            )  # fmt: skip
+        dk, dv = _over_queries(
+            dk, dv, k, v, k_own, v_own, q_desc, do_desc, q_more, do_more, rows, plane, descales, own_factor,
+            head, padded_q, n, whole_begin, whole_end, before, after, cap, False, block_m, block_n, head_dim,
+            head_dim_v, has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
+        )  # fmt: skip
+        if has_left:
+            dk, dv = _over_queries(
+                dk, dv, k, v, k_own, v_own, q_desc, do_desc, q_more, do_more, rows, plane, descales, own_factor,
+                head, padded_q, n, whole_end, end, before, after, cap, True, block_m, block_n, head_dim, head_dim_v,
+                has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
+            )  # fmt: skip
+
+    unscaled = scale * q_own
+    if not v_varies:
+        unscaled *= v_own
+    if rotated:
+        dk = turned(dk, turn, block_n, head_dim)
+    place = (kv_head.to(tl.int64) * seqlen_kv + key)[:, None]
+    column = tl.arange(0, head_dim)[None, :]
+    tl.store(dk_out + place * size + column, (dk * unscaled).to(dk_out.dtype.element_ty),
+             mask=real[:, None] & (column < size))  # fmt: skip
+    column = tl.arange(0, head_dim_v)[None, :]
+    tl.store(dv_out + place * size_v + column, dv.to(dv_out.dtype.element_ty),
+             mask=real[:, None] & (column < size_v))  # fmt: skip

@@ -1,0 +1,301 @@
+"""The FP8 backward's passes in order: dO with delta, copies, dK and dV, dQ.  Imports Triton."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from attnbench.graph_pools import permanent
+from attnbench.kernels.contract import gradient_dtype
+from attnbench.problem.fp8 import Quantised, hadamard
+from attnbench.problem.spec import AttentionSpec
+
+from ...common.padding import rounded_up
+from ..descales import in_fp32, steps
+from ..descriptors import Described, Shape, all_of, flipped, rows_of
+from ..forward.hopper import launch as forward_hopper_launch
+from ..launching import KEPT, Launch, Launches, addresses, on
+from .copies import PADDING, Laid, Wanted, lay_out_together, padded
+from .hopper import launch as hopper
+from .keys import key_gradients
+from .layout import BLOCK, LOG2E, PEAK, Gradient, lay_out_gradient
+from .queries import query_gradients
+from .sums import ROWS, finish_query_gradients
+from .tiles import Tile, Tiles
+
+__all__ = ["Layout", "Prepared", "launch", "prepared", "run_all", "run_keys", "run_queries"]
+
+
+class Layout:
+    """What calls share that ask for the same, with scales that lie alike.
+
+    Looked up once a call; what is kept of the launches is kept by it, whose own identity is quickly compared.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, rotated: bool, here: bool, scales: tuple[tuple[Sequence[int], Sequence[int]], ...]
+    ) -> None:
+        """``rotated``: Q and K were.  ``here``: on a GPU that runs the Hopper kernels.
+
+        ``scales``: shapes and strides of Q's, K's and V's descales.
+        """
+        self.spec, self.rotated = spec, rotated
+        by_query, by_key = (spec.batch, spec.heads, spec.seqlen_q), (spec.batch, spec.kv_heads, spec.seqlen_kv)
+        steps(*scales[0], *by_query)
+        # Strides (batch, head, token) of their descales.
+        self.k_steps, self.v_steps = (steps(*each, *by_key) for each in scales[1:])
+        varies = tuple(shape[2] > 1 for shape, _ in scales)
+        self.served = here and hopper.serves(spec, per_token=any(varies))
+        # Padded, and so the shapes of Q, dO, K and V as they are laid out.
+        self.head_dim, self.head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
+        self.padded_q, self.padded_kv = rounded_up(spec.seqlen_q, PADDING), rounded_up(spec.seqlen_kv, PADDING)
+        queries, keys = (spec.batch, spec.heads, self.padded_q), (spec.batch, spec.kv_heads, self.padded_kv)
+        self.q, self.do = (*queries, self.head_dim), (*queries, self.head_dim_v)
+        self.k, self.v = (*keys, self.head_dim), (*keys, self.head_dim_v)
+        self.plane = math.prod(queries)
+        mask, offset = spec.mask, spec.mask.offset(spec.seqlen_q, spec.seqlen_kv)
+        self.before = 0 if mask.left is None else mask.left - offset
+        self.after = 0 if mask.right is None else mask.right + offset
+        self.edges = mask.left is not None, mask.right is not None
+        self.scale = spec.scale * (_turn_factor(spec.head_dim) if rotated else 1.0)
+        # Whether the fused kernel's sums, which are in bf16, are dQ itself.
+        self.summed_in_place = not rotated and self.q == (*queries[:2], spec.seqlen_q, spec.head_dim)
+        # What turns an unscaled score into the exponent of 2: of exp(s), or of exp(2x) in the softcap's tanh(x).
+        self.exponent = LOG2E * (2.0 * spec.scale / spec.softcap if spec.softcap else spec.scale)
+        # What kind of program it takes: edges, whose scales vary, a soft cap, a rotation.
+        self.kinds = (*self.edges, *varies, spec.softcap > 0, rotated)
+
+
+class Prepared(NamedTuple):
+    """Everything that the two kernels read.
+
+    ``k_scale`` and ``v_scale`` are the descales as they came, in fp32; ``turn`` is the matrix that undoes a rotation.
+    ``sums``: zeros (B, H, padded Sq, padded D) in bf16 where the fused kernel is to run, which reads ``gradient`` in
+    units of its own and has no use for ``k.wide``.
+    """
+
+    layout: Layout
+    q: Laid
+    k: Laid
+    v: Laid
+    gradient: Gradient
+    k_scale: Tensor
+    v_scale: Tensor
+    turn: Tensor | None
+    sums: Tensor | None
+
+    @property
+    def served(self) -> bool:
+        """By the Hopper kernels, where a tile asks for them."""
+        return self.layout.served
+
+
+_KEYS, _QUERIES, _FINISH = Launches(key_gradients), Launches(query_gradients), Launches(finish_query_gradients)
+
+
+def prepared(
+    spec: AttentionSpec,
+    q: Quantised,
+    k: Quantised,
+    v: Quantised,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    narrow: bool,
+    tiles: Tiles,
+    *,
+    fused: bool = False,
+) -> Prepared:
+    """The passes over memory that stand before the products, in two launches; arguments as in ``Saved``.
+
+    ``narrow`` kernels for Hopper read their transposed copies in another order: ``tiles`` say which kernels will run.
+    ``fused``: for the fused kernel, if it serves, and for no other.
+    """
+    scales = [in_fp32(x.descale) for x in (q, k, v)]
+    device = grad_out.device
+    outlines = tuple([(x.shape, x.stride()) for x in scales])
+    layout = _layout(spec, q.rotated, forward_hopper_launch.runs_on(device), outlines)
+    by_key, by_query = (narrow and layout.served and tile.hopper is not None for tile in tiles[:2])
+    fused = fused and layout.served
+    gradient = lay_out_gradient(spec, grad_out, out, lse, scales, narrow=narrow, factor=layout.scale if fused else None)
+    sums = torch.empty(layout.q, dtype=torch.bfloat16, device=device) if fused else None
+    wanted = [
+        Wanted(q.data, not narrow, narrow, by_key, sums), Wanted(k.data, not (narrow or fused), narrow, by_query),
+        Wanted(v.data),
+    ]  # fmt: skip
+    if narrow:
+        wanted.append(Wanted(gradient.laid.data, False, True, by_key))
+    laid_q, laid_k, laid_v, *laid_do = lay_out_together(wanted)
+    if narrow:
+        gradient = gradient._replace(laid=laid_do[0])
+    turn = _turn(spec.head_dim, layout.head_dim, device) if q.rotated else None
+    return Prepared(layout, laid_q, laid_k, laid_v, gradient, scales[1], scales[2], turn, sums)
+
+
+_layout = lru_cache(maxsize=KEPT)(Layout)
+
+
+def run_keys(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv)."""
+    layout, do, rows = given.layout, given.gradient.laid, given.gradient.rows
+    dk_out, dv_out = _for_keys(layout.spec, dtype, rows.device)
+    if tile.hopper is not None and layout.served:
+        hopper.run_keys(given, tile.hopper, narrow, dk_out, dv_out)
+        return dk_out, dv_out
+    described, start = _for_keys_plain(layout, tile, narrow, dtype)
+    tiled = (
+        given.q.data, do.data, given.k.data, given.v.data,
+        given.q.further(narrow, interleaved=False), do.further(narrow, interleaved=False),
+    )  # fmt: skip
+    memory = rows, given.gradient.descale, given.k_scale, given.v_scale, given.turn, dk_out, dv_out
+    start((*all_of(described, tiled), *memory), addresses(memory))
+    return dk_out, dv_out
+
+
+@lru_cache(maxsize=KEPT)
+def _for_keys_plain(
+    layout: Layout, tile: Tile, narrow: bool, dtype: torch.dtype
+) -> tuple[tuple[Described, ...], Launch]:
+    """What of the plain kernel's launch does not depend on memory."""
+    spec, m, n, d, dv = layout.spec, tile.block_m, tile.block_n, layout.head_dim, layout.head_dim_v
+    described = (
+        _tiled(layout.q, m), _tiled(layout.do, m), _tiled(layout.k, n), _tiled(layout.v, n),
+        _across(layout.q, m) if narrow else _tiled(layout.q, m),
+        _across(layout.do, m) if narrow else _tiled(layout.do, m),
+    )  # fmt: skip
+    constants = (
+        layout.plane, *layout.k_steps, *layout.v_steps,
+        spec.kv_heads, spec.seqlen_q, spec.seqlen_kv, layout.padded_q, layout.padded_kv,
+        spec.head_dim, spec.head_dim_v, layout.scale, layout.exponent, layout.before, layout.after,
+        spec.softcap * LOG2E,
+        spec.group, m, n, d, dv, *layout.kinds, narrow, PEAK, BLOCK, tile.stages,
+    )  # fmt: skip
+    grid = -(-spec.seqlen_kv // n), spec.batch * spec.kv_heads, 1
+    return described, _KEYS(grid, constants, (dtype,), num_warps=tile.warps)
+
+
+def run_all(given: Prepared, sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ (B, H, Sq, D), dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv) by the fused kernel, which must serve.
+
+    ``given`` was prepared for it.  ``sums`` are zeros (B, H, padded Sq, padded D) in bf16; they become dQ where that is
+    bf16, needs no padding, and nothing was rotated, and are spent elsewhere.
+    dQ differs from run to run: programs add to it in no order, and every sum is rounded to bf16.
+    """
+    layout, device = given.layout, sums.device
+    spec = layout.spec
+    dk_out, dv_out = _for_keys(spec, dtype, device)
+    hopper.run_all(given, sums, dk_out, dv_out)
+    if layout.summed_in_place and dtype == sums.dtype:
+        return sums, dk_out, dv_out
+    dq_out = torch.empty((spec.batch, spec.heads, spec.seqlen_q, spec.head_dim), dtype=dtype, device=device)
+    memory = sums, given.turn, dq_out
+    _finishing(layout, dtype)(memory, addresses(memory))
+    return dq_out, dk_out, dv_out
+
+
+@lru_cache(maxsize=KEPT)
+def _finishing(layout: Layout, dtype: torch.dtype) -> Launch:
+    spec = layout.spec
+    constants = spec.seqlen_q, layout.padded_q, spec.head_dim, ROWS, layout.head_dim, layout.rotated
+    grid = -(-spec.seqlen_q // ROWS), spec.batch * spec.heads, 1
+    return _FINISH(grid, constants, (dtype,), num_warps=4)
+
+
+def _for_keys(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory for dK and dV."""
+    batch, heads, length = spec.batch, spec.kv_heads, spec.seqlen_kv
+    return (
+        torch.empty((batch, heads, length, spec.head_dim), dtype=dtype, device=device),
+        torch.empty((batch, heads, length, spec.head_dim_v), dtype=dtype, device=device),
+    )
+
+
+def run_queries(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -> Tensor:
+    """dQ (B, H, Sq, D)."""
+    layout, do, rows = given.layout, given.gradient.laid, given.gradient.rows
+    spec = layout.spec
+    shape = spec.batch, spec.heads, spec.seqlen_q, spec.head_dim
+    dq_out = torch.empty(shape, dtype=dtype, device=rows.device)
+    if tile.hopper is not None and layout.served:
+        hopper.run_queries(given, tile.hopper, narrow, dq_out)
+        return dq_out
+    described, start = _for_queries_plain(layout, tile, narrow, dtype)
+    tiled = given.q.data, do.data, given.k.data, given.v.data, given.k.further(narrow, interleaved=False)
+    memory = rows, given.gradient.descale, given.k_scale, given.v_scale, given.turn, dq_out
+    start((*all_of(described, tiled), *memory), addresses(memory))
+    return dq_out
+
+
+@lru_cache(maxsize=KEPT)
+def _for_queries_plain(
+    layout: Layout, tile: Tile, narrow: bool, dtype: torch.dtype
+) -> tuple[tuple[Described, ...], Launch]:
+    """What of the plain kernel's launch does not depend on memory."""
+    spec, m, n, d = layout.spec, tile.block_m, tile.block_n, layout.head_dim
+    described = (
+        _tiled(layout.q, m), _tiled(layout.do, m), _tiled(layout.k, n), _tiled(layout.v, n),
+        _across(layout.k, n) if narrow else _tiled(layout.k, n),
+    )  # fmt: skip
+    constants = (
+        layout.plane, *layout.k_steps, *layout.v_steps,
+        spec.heads, spec.group, spec.seqlen_q, spec.seqlen_kv, layout.padded_q, layout.padded_kv,
+        spec.head_dim, layout.scale, layout.exponent, layout.before, layout.after, spec.softcap * LOG2E,
+        m, n, d, spec.seqlen_kv % n != 0, *layout.kinds, narrow, PEAK, BLOCK, tile.stages,
+    )  # fmt: skip
+    grid = -(-spec.seqlen_q // m), spec.batch * spec.heads, 1
+    return described, _QUERIES(grid, constants, (dtype,), num_warps=tile.warps)
+
+
+@permanent
+def _turn(size: int, padded_size: int, device: torch.device) -> Tensor:
+    """The transpose of the rotation as signs and zeros in bf16, (padded_size, padded_size); see ``_turn_factor``."""
+    back = hadamard(size).mT
+    signs = F.pad(back / _turn_factor(size), (0, padded_size - size) * 2).round().to(torch.bfloat16).contiguous()
+    return signs.to(device)
+
+
+@lru_cache(maxsize=256)
+def _turn_factor(size: int) -> float:
+    """What the rotation's signs are to be multiplied by."""
+    return float(hadamard(size).abs().max())
+
+
+def launch(
+    spec: AttentionSpec,
+    q: Quantised,
+    k: Quantised,
+    v: Quantised,
+    out: Tensor,
+    lse: Tensor,
+    grad_out: Tensor,
+    choose: Callable[[AttentionSpec, int, torch.device], Tiles],
+    narrow: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK, dV in the gradients' dtype; ``choose`` has the tiles for a spec, padded head dimension and device."""
+    device, dtype = grad_out.device, gradient_dtype(spec)
+    tiles = choose(spec, padded(max(spec.head_dim, spec.head_dim_v)), device)
+    anyhow = spec.seqlen_kv <= hopper.MOST_SUMMED and not torch.are_deterministic_algorithms_enabled()
+    fused = tiles.fused and not narrow and anyhow and hopper.adds()
+    with on(device):
+        given = prepared(spec, q, k, v, out, lse, grad_out, narrow, tiles, fused=fused)
+        if given.sums is not None:
+            return run_all(given, given.sums, dtype)
+        dk, dv = run_keys(given, tiles.keys, narrow, dtype)
+        return run_queries(given, tiles.queries, narrow, dtype), dk, dv
+
+
+def _tiled(shape: Shape, tokens: int) -> Described:
+    """x (B, H, S, D) by so many tokens."""
+    return Described(TensorDescriptor.from_tensor, rows_of(shape), (tokens, shape[3]))
+
+
+def _across(shape: Shape, tokens: int) -> Described:
+    """The transposed copy (B, H, D, S) of x (B, H, S, D) by so many tokens."""
+    return Described(TensorDescriptor.from_tensor, rows_of(flipped(shape)), (shape[3], tokens))

@@ -1,0 +1,198 @@
+"""What stands before the FP8 backward's products: dO in e4m3 with delta, a number for each query, in one pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnbench.problem.spec import AttentionSpec
+
+from ...common.padding import rounded_up
+from ..arithmetic import to_bf16, to_e4m3
+from ..descales import steps
+from ..launching import KEPT, Launch, Launches, addresses
+from .copies import PADDING, Laid, aligned, padded, ready
+
+__all__ = ["BLOCK", "LOG2E", "PEAK", "VECTORS", "Gradient", "lay_out_gradient"]
+
+LOG2E = 1.4426950408889634
+PEAK = 256.0  # of P in e4m3: 448 is the largest number, and the rounding of the log-sum-exp may lift P above 1
+BLOCK = PADDING  # queries that share dO's descale; no tile is longer
+VECTORS = 3  # over the queries, in ``rows``
+_LARGEST = tl.constexpr(torch.finfo(torch.bfloat16).max)
+
+
+class Gradient(NamedTuple):
+    """dO as ``Laid`` has it, except that ``wide`` is dO itself over its descale in bf16.
+
+    ``descale`` (B, H, S / BLOCK) fp32: dO's, a power of two for each block of queries, so that dO over it is exact.
+    ``rows`` (3, B, H, S) fp32 describes the queries.  0: LSE·log2(e), less the exponent by which P is wanted larger,
+    infinite where no key is seen; 1: delta in units of dO·v as the e4m3 numbers give it (of V's descale too, where
+    that varies); 2: Q's descale.
+    P is wanted larger by dO's descale where the sums over tokens are wide, because ``wide`` is smaller by it, and
+    by PEAK where they are e4m3.
+
+    The fused kernel has dO itself for ``wide``, a copy only where that is not bf16 or lies otherwise, and P as it is.
+    For it ``descale`` is what dO·v is to be multiplied by, and delta was, so that dQ is dS · K of the e4m3 numbers:
+    it holds V's and K's descales and the score's scale too.
+    """
+
+    laid: Laid
+    descale: Tensor
+    rows: Tensor
+
+
+@triton.jit
+def _lay_out_gradient(
+    grad,
+    out,
+    lse,
+    q_descale,
+    k_descale,
+    v_descale,
+    data,
+    wide,
+    descales,
+    rows,
+    grad_batch,
+    grad_head,
+    grad_token,
+    grad_size,
+    out_batch,
+    out_head,
+    out_token,
+    out_size,
+    lse_batch,
+    lse_head,
+    lse_token,
+    q_batch,
+    q_head,
+    q_token,
+    k_batch,
+    k_head,
+    v_batch,
+    v_head,
+    heads,
+    group,
+    length,
+    size,
+    plane,
+    padded_length,
+    factor,
+    log2e: tl.constexpr,
+    log2_larger: tl.constexpr,
+    padded_size: tl.constexpr,
+    tokens: tl.constexpr,
+    v_varies: tl.constexpr,
+    write_wide: tl.constexpr,
+    fused: tl.constexpr,
+):
+    each = tl.program_id(1).to(tl.int64)
+    batch, head = each // heads, each % heads
+    token = (tl.program_id(0) * tokens + tl.arange(0, tokens)).to(tl.int64)
+    column = tl.arange(0, padded_size)
+    inside = token < length
+    both = inside[:, None] & (column < size)[None, :]
+    place = grad + batch * grad_batch + head * grad_head + token[:, None] * grad_token + column[None, :] * grad_size
+    exact = tl.load(place, mask=both, other=0.0).to(tl.float32)
+    largest = tl.max(tl.max(tl.abs(exact), 1), 0)
+    # The power of two that is not below largest / 448, and no smaller than fp32's smallest normal number.
+    bits = ((largest * (1.0 / 448.0)).to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    power = tl.where(largest == 0.0, 1.0, tl.maximum(bits, 0x00800000).to(tl.float32, bitcast=True))
+    scaled = exact * (1.0 / power)
+    narrow = to_e4m3(scaled)
+    flat = each * padded_length * padded_size + token[:, None] * padded_size + column[None, :]
+    tl.store(data + flat, narrow)
+    if write_wide:
+        if fused:  # of fp32's largest numbers a rounding to bf16 would make infinity
+            held = tl.minimum(tl.maximum(exact, -_LARGEST), _LARGEST)
+            tl.store(wide + flat, to_bf16(tl.where(tl.abs(exact) < float("inf"), held, exact)))
+        else:
+            tl.store(wide + flat, to_bf16(scaled))
+
+    place = out + batch * out_batch + head * out_head + token[:, None] * out_token + column[None, :] * out_size
+    seen = tl.load(place, mask=both, other=0.0).to(tl.float32)
+    # dO as dP sees it: what the rounding does to dO then cancels in dP - delta where the values of V agree.
+    delta = tl.sum(narrow.to(tl.float32) * seen, 1)
+    v_own = v_descale + batch * v_batch + head // group * v_head
+    descale = power
+    if fused:
+        unit = power * (factor * tl.load(k_descale + batch * k_batch + head // group * k_head))
+        delta = delta * unit
+        descale = unit * tl.load(v_own)
+    elif not v_varies:
+        delta = delta / tl.load(v_own)
+    tl.store(descales + each * (padded_length // tokens) + tl.program_id(0), descale)
+    own_lse = tl.load(lse + batch * lse_batch + head * lse_head + token * lse_token, mask=inside, other=0.0)
+    larger = tl.log2(power) if log2_larger is None else log2_larger
+    # exp2(s - infinity) is 0, for queries that see no key and for those behind the last one; NaN stays NaN.
+    seeing = inside & (own_lse != -float("inf"))
+    base = tl.where(seeing, own_lse.to(tl.float32) * log2e - larger, float("inf"))
+    q_own = tl.load(q_descale + batch * q_batch + head * q_head + token * q_token, mask=inside, other=0.0)
+    row = rows + each * padded_length + token
+    tl.store(row, base)
+    tl.store(row + plane, delta)
+    tl.store(row + 2 * plane, q_own)
+
+
+_GRADIENTS = Launches(_lay_out_gradient)
+
+
+def lay_out_gradient(
+    spec: AttentionSpec, grad_out: Tensor, out: Tensor, lse: Tensor, descales: Sequence[Tensor], *,
+    narrow: bool, factor: float | None = None,
+) -> Gradient:  # fmt: skip
+    """dO (B, H, Sq, Dv) of any strides in e4m3, and delta = rowsum(dO∘O), in one pass.
+
+    ``out`` (B, H, Sq, Dv) is what the forward returned, ``lse`` (B, H, Sq) its log-sum-exp, and the descales those of
+    Q, K and V, (B, heads, S, 1) or 1 for any axis.  ``narrow`` says that the kernels will read a transposed copy of dO,
+    which is not made here, else the wide one.  With ``factor`` it is the fused kernel that will, and dQ is that times
+    dS · K; no token of K or V may have a scale of its own then.
+    ptxas 12.8 loses bytes of a conversion to FP8 that two stores read, one of them transposed: on fp32 it did here.
+    """
+    inputs = grad_out, out, lse, *descales
+    whole, blocks, rows_shape, there, launch = _gradient(
+        spec, narrow, factor, aligned(grad_out), *[(x.dtype, x.stride()) for x in inputs[:3]],
+        *[(x.dtype, x.shape, x.stride()) for x in descales],
+    )  # fmt: skip
+    device = grad_out.device
+    data = torch.empty(whole, dtype=torch.float8_e4m3fn, device=device)
+    wide = None if narrow else grad_out if there else torch.empty(whole, dtype=torch.bfloat16, device=device)
+    descale = torch.empty(blocks, dtype=torch.float32, device=device)
+    rows = torch.empty(rows_shape, dtype=torch.float32, device=device)
+    memory = *inputs, data, data if narrow else wide, descale, rows
+    launch(memory, addresses(memory))
+    return Gradient(Laid(data, wide, None, False), descale, rows)
+
+
+@lru_cache(maxsize=KEPT)
+def _gradient(
+    spec: AttentionSpec, narrow: bool, factor: float | None, readable: bool,
+    grad: tuple[Any, ...], out: tuple[Any, ...], lse: tuple[Any, ...],
+    q: tuple[Any, ...], k: tuple[Any, ...], v: tuple[Any, ...],
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool, Launch]:  # fmt: skip
+    """Shapes of dO's copies, its descales and the rows, whether dO is its wide copy, and the launch.
+
+    For inputs of these dtypes, shapes and strides, and dO where TMA can read or not.
+    """
+    batch, heads, length, size = spec.batch, spec.heads, spec.seqlen_q, spec.head_dim_v
+    whole, long = padded(size), rounded_up(length, PADDING)
+    fused = factor is not None
+    there = fused and readable and grad[0] == torch.bfloat16 and ready((batch, heads, length, size), grad[1])
+    larger = 0.0 if fused else math.log2(PEAK) if narrow else None
+    constants = (
+        *grad[1], *out[1], *lse[1], *steps(q[1], q[2], batch, heads, length),
+        *[step for x in (k, v) for step in steps(x[1], x[2], batch, spec.kv_heads, spec.seqlen_kv)[:2]],
+        heads, spec.group, length, size, batch * heads * long, long, factor or 0.0,
+        LOG2E, larger, whole, BLOCK, v[1][2] > 1, not (narrow or there), fused,
+    )  # fmt: skip
+    dtypes = tuple(each[0] for each in (grad, out, lse, q, k, v))
+    launch = _GRADIENTS((long // BLOCK, batch * heads, 1), constants, dtypes, num_warps=8)
+    return (batch, heads, long, whole), (batch, heads, long // BLOCK), (VECTORS, batch, heads, long), there, launch

@@ -1,0 +1,205 @@
+"""The kernel of the FP8 backward that makes dQ, by blocks of queries; ``backward_keys`` says how both work."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..arithmetic import bound, probabilities, product, steps, to_bf16, to_e4m3, turned, visible
+
+__all__ = ["query_gradients"]
+
+
+@triton.jit
+def _over_keys(
+    dq,
+    q,
+    do,
+    base,
+    delta,
+    factor,
+    k_place,
+    k_token,
+    v_place,
+    v_token,
+    k_desc,
+    v_desc,
+    k_more,
+    kv_head,
+    padded_length,
+    seqlen_kv,
+    query_start,
+    start,
+    stop,
+    before,
+    after,
+    cap,
+    masked: tl.constexpr,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    head_dim: tl.constexpr,
+    has_left: tl.constexpr,
+    has_right: tl.constexpr,
+    q_varies: tl.constexpr,
+    k_varies: tl.constexpr,
+    v_varies: tl.constexpr,
+    capped: tl.constexpr,
+    narrow: tl.constexpr,
+    peak: tl.constexpr,
+    shared: tl.constexpr,
+    stages: tl.constexpr,
+):
+    """Adds to dQ what the keys from ``start`` to ``stop`` give."""
+    first = kv_head * padded_length
+    for n in tl.range(bound(start), bound(stop), block_n, num_stages=stages):
+        key = n + tl.arange(0, block_n)
+        k = k_desc.load([first + n, 0])
+        raw = tl.dot(q, tl.trans(k))
+        if k_varies:
+            k_own = tl.load(k_place + key.to(tl.int64) * k_token, mask=key < seqlen_kv, other=0.0)
+            raw *= k_own[None, :]
+        if q_varies:
+            raw *= factor[:, None]
+        else:
+            raw *= factor
+        p, slope = probabilities(raw, base[:, None], cap, capped)
+        if masked:
+            query = (query_start + tl.arange(0, block_m))[:, None]
+            sees = visible(query, key[None, :], before, after, has_left, has_right) & (key < seqlen_kv)[None, :]
+            p = tl.where(sees, p, 0.0)
+        v = v_desc.load([first + n, 0])
+        dp = tl.dot(do, tl.trans(v))
+        if v_varies:
+            dp *= tl.load(v_place + key.to(tl.int64) * v_token, mask=key < seqlen_kv, other=0.0)[None, :]
+        ds = p * (dp - delta[:, None])
+        if capped:
+            ds *= slope
+        if k_varies:
+            ds *= k_own[None, :]
+        if narrow:
+            step = steps(ds)
+            k_across = k_more.load([kv_head * head_dim, n])
+            dq += tl.dot(to_e4m3(ds * (1.0 / step)[:, None]), tl.trans(k_across)) * step[:, None]
+        else:
+            dq = product(to_bf16(ds), k_more.load([first + n, 0]), dq)
+    return dq
+
+
+@triton.jit
+def query_gradients(
+    q_desc,
+    do_desc,
+    k_desc,
+    v_desc,
+    k_more,
+    rows,
+    descales,
+    k_descale,
+    v_descale,
+    turn,
+    dq_out,
+    plane,
+    k_batch,
+    k_head,
+    k_token,
+    v_batch,
+    v_head,
+    v_token,
+    heads,
+    group,
+    seqlen_q,
+    seqlen_kv,
+    padded_q,
+    padded_kv,
+    size,
+    scale,
+    exponent,
+    before,
+    after,
+    cap,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    head_dim: tl.constexpr,
+    ragged: tl.constexpr,
+    has_left: tl.constexpr,
+    has_right: tl.constexpr,
+    q_varies: tl.constexpr,
+    k_varies: tl.constexpr,
+    v_varies: tl.constexpr,
+    capped: tl.constexpr,
+    rotated: tl.constexpr,
+    narrow: tl.constexpr,
+    peak: tl.constexpr,
+    shared: tl.constexpr,
+    stages: tl.constexpr,
+):
+    """dQ (B, H, Sq, D), contiguous, of one block of queries of one head.
+
+    ``k_more`` is the widened copy, or the transposed one where ``narrow``; ``ragged`` says that the last block of
+    keys is not full.
+    """
+    # With a causal mask the last queries have the most to do: they go first.
+    m = (tl.num_programs(0) - 1 - tl.program_id(0)) * block_m
+    head = tl.program_id(1)
+    batch, kv_head = (head // heads).to(tl.int64), head // group
+    own = (head % heads // group).to(tl.int64)
+    k_place = k_descale + batch * k_batch + own * k_head
+    v_place = v_descale + batch * v_batch + own * v_head
+    q = q_desc.load([head * padded_q + m, 0])
+    do = do_desc.load([head * padded_q + m, 0])
+    row = rows + (head * padded_q + m).to(tl.int64) + tl.arange(0, block_m)
+    base, delta = tl.load(row), tl.load(row + plane)
+    factor = tl.load(row + 2 * plane) if q_varies else tl.load(rows + 2 * plane + head.to(tl.int64) * padded_q)
+    factor *= exponent
+    unscaled = scale
+    if not k_varies:
+        k_own = tl.load(k_place)
+        factor *= k_own
+        unscaled *= k_own
+    if not v_varies:
+        unscaled *= tl.load(v_place)
+    if narrow:
+        unscaled *= tl.load(descales + (head * padded_q + m) // shared) * (1.0 / peak)
+    dq = tl.zeros([block_m, head_dim], tl.float32)
+
+    last = tl.minimum(m + block_m, seqlen_q) - 1
+    begin, end = 0, seqlen_kv
+    if has_left:
+        begin = tl.minimum(tl.maximum(m - before, 0), seqlen_kv) // block_n * block_n
+    if has_right:
+        end = tl.minimum(tl.maximum(last + after + 1, 0), seqlen_kv)
+    end = tl.maximum(tl.cdiv(end, block_n) * block_n, begin)
+    whole_begin, whole_end = begin, end
+    if has_left:
+        whole_begin = tl.minimum(tl.cdiv(tl.maximum(last - before, 0), block_n) * block_n, end)
+    if has_right:
+        whole_end = tl.minimum(tl.maximum(m + after + 1, 0) // block_n * block_n, end)
+    if ragged:
+        whole_end = tl.minimum(seqlen_kv // block_n * block_n, whole_end)
+    whole_end = tl.maximum(whole_end, whole_begin)
+
+    if has_left:
+        dq = _over_keys(
+            dq, q, do, base, delta, factor, k_place, k_token, v_place, v_token, k_desc, v_desc, k_more, kv_head,
+            padded_kv, seqlen_kv, m, begin, whole_begin, before, after, cap, True, block_m, block_n, head_dim,
+            has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
+        )  # fmt: skip
+    dq = _over_keys(
+        dq, q, do, base, delta, factor, k_place, k_token, v_place, v_token, k_desc, v_desc, k_more, kv_head,
+        padded_kv, seqlen_kv, m, whole_begin, whole_end, before, after, cap, False, block_m, block_n, head_dim,
+        has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
+    )  # fmt: skip
+    if has_right or ragged:
+        dq = _over_keys(
+            dq, q, do, base, delta, factor, k_place, k_token, v_place, v_token, k_desc, v_desc, k_more, kv_head,
+            padded_kv, seqlen_kv, m, whole_end, end, before, after, cap, True, block_m, block_n, head_dim,
+            has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
+        )  # fmt: skip
+
+    if rotated:
+        dq = turned(dq, turn, block_m, head_dim)
+    column = tl.arange(0, head_dim)[None, :]
+    query = m + tl.arange(0, block_m)
+    place = (head.to(tl.int64) * seqlen_q + query)[:, None] * size + column
+    tl.store(dq_out + place, (dq * unscaled).to(dq_out.dtype.element_ty),
+             mask=(query < seqlen_q)[:, None] & (column < size))  # fmt: skip

@@ -1,0 +1,40 @@
+"""dQ from the sums that the fused kernel for Hopper leaves in bf16, where those are not dQ itself."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..arithmetic import turned
+
+__all__ = ["ROWS", "finish_query_gradients"]
+
+ROWS = 64  # queries of a program
+
+
+@triton.jit
+def finish_query_gradients(
+    sums,
+    turn,
+    dq_out,
+    seqlen_q,
+    padded_q,
+    size,
+    block_m: tl.constexpr,
+    head_dim: tl.constexpr,
+    rotated: tl.constexpr,
+):
+    """dQ (B, H, Sq, D), contiguous, of a block of queries of one head; ``sums`` (B·H, padded Sq, padded D) bf16.
+
+    The rotation is undone, the padding left out, and the dtype is dQ's.
+    """
+    head = tl.program_id(1)
+    query = tl.program_id(0) * block_m + tl.arange(0, block_m)
+    column = tl.arange(0, head_dim)[None, :]
+    row = head.to(tl.int64) * padded_q + query
+    dq = tl.load(sums + row[:, None] * head_dim + column).to(tl.float32)
+    if rotated:
+        dq = turned(dq, turn, block_m, head_dim)
+    place = (head.to(tl.int64) * seqlen_q + query)[:, None] * size + column
+    tl.store(dq_out + place, dq.to(dq_out.dtype.element_ty),
+             mask=(query < seqlen_q)[:, None] & (column < size))  # fmt: skip

@@ -1,0 +1,100 @@
+"""The tiles that the FP8 backward's kernels run with, for each GPU, precision, head dimension and kind of mask.
+
+Committed beforehand: nothing is timed when a kernel is chosen or run.  ``tests/gpu/tune/tune_triton_backward.py``
+measures the candidates in turns on a GPU and prints the entries of ``TILES``.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from attnbench.problem.spec import AttentionSpec
+
+__all__ = ["DEFAULTS", "TILES", "Ring", "Tile", "TileKey", "Tiles", "tiles_of"]
+
+
+class Ring(NamedTuple):
+    """What passes by in a Hopper kernel: blocks of ``block`` tokens, ``stages`` of them in shared memory at a time.
+
+    Together they hold 128 tokens at least, and 256 where the sums are e4m3, for a rotation's matrix comes to lie there.
+    The kernel over blocks of queries needs three stages, the one over blocks of keys two.
+    """
+
+    block: int
+    stages: int
+
+
+class Tile(NamedTuple):
+    """``block_m`` queries × ``block_n`` keys at a time, by ``warps`` warps, with ``stages`` blocks in flight.
+
+    Blocks are powers of two from 32 to 128, the length that the operands are padded to.  With ``hopper`` it is the
+    Hopper kernel that computes, where it serves (``backward_hopper_launch.serves``), and this tile elsewhere.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    hopper: Ring | None = None
+
+
+class Tiles(NamedTuple):
+    """Those of the kernel over blocks of keys (dK, dV) and of the one over blocks of queries (dQ).
+
+    ``fused``: one Hopper kernel computes all three where it serves, the order of its sums may vary, and the keys are
+    few enough for sums in bf16 (``backward_hopper_launch.MOST_SUMMED``).
+    """
+
+    keys: Tile
+    queries: Tile
+    fused: bool = False
+
+
+class TileKey(NamedTuple):
+    """What tiles were measured for.
+
+    ``capability`` is CUDA's; ``narrow`` says that the sums over tokens are FP8 as well; ``head_dim`` is the larger
+    of Q's and V's, padded; ``mask`` is none or causal (a window runs the causal mask's program).
+    """
+
+    capability: tuple[int, int]
+    narrow: bool
+    head_dim: int
+    mask: Literal["none", "causal"]
+
+
+# Compiled for Hopper without spilled registers, one program a multiprocessor.  128 keys (or queries) stay while 64
+# queries (or keys) pass: with 64 and 64, what is read again from the L2 would take longer than the products.
+DEFAULTS: dict[tuple[bool, int], Tiles] = {
+    (False, 64): Tiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
+    (False, 128): Tiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
+    (True, 64): Tiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
+    (True, 128): Tiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
+}
+# On an H200 (Triton 3.6, cold L2, 16,384 tokens of width 2048), milliseconds of dK with dV and of dQ at 4k and 16k.
+# All at once: the ``fused`` kernel, and the two Hopper kernels together in its run.
+TILES: dict[TileKey, Tiles] = {
+    # 1.35 and 0.87, 5.08 and 3.50; all at once 2.15, 8.05 for 2.35, 9.09
+    TileKey((9, 0), False, 128, "none"): Tiles(Tile(64, 64, 4, 2, Ring(64, 3)), Tile(64, 64, 4, 3), fused=True),
+    # 0.83 and 0.51, 2.79 and 1.81; all at once 1.18, 4.00 for 1.41, 4.83
+    TileKey((9, 0), False, 128, "causal"): Tiles(Tile(64, 64, 4, 2, Ring(64, 3)), Tile(64, 64, 4, 3), fused=True),
+    # 1.71 and 1.08, 6.89 and 4.80; all at once 2.72, 10.5 for 3.12, 11.8
+    TileKey((9, 0), False, 64, "none"): Tiles(Tile(64, 64, 4, 3, Ring(64, 6)), Tile(64, 64, 4, 3), fused=True),
+    # 1.00 and 0.61, 3.46 and 2.38; all at once 1.57, 5.37 for 1.73, 6.20
+    TileKey((9, 0), False, 64, "causal"): Tiles(Tile(64, 64, 4, 2, Ring(64, 3)), Tile(64, 64, 4, 3), fused=True),
+    # 1.32 and 0.92, 5.12 and 3.57
+    TileKey((9, 0), True, 128, "none"): Tiles(Tile(64, 64, 4, 2, Ring(64, 5)), Tile(64, 128, 4, 2, Ring(64, 6))),
+    # 0.80 and 0.56, 2.63 and 1.88
+    TileKey((9, 0), True, 128, "causal"): Tiles(Tile(64, 64, 4, 2, Ring(64, 5)), Tile(64, 128, 4, 2, Ring(64, 6))),
+    # 1.80 and 1.36, 7.23 and 5.34
+    TileKey((9, 0), True, 64, "none"): Tiles(Tile(128, 64, 4, 3), Tile(64, 128, 4, 3)),
+    # 1.06 and 0.75, 3.55 and 2.81
+    TileKey((9, 0), True, 64, "causal"): Tiles(Tile(128, 64, 4, 3, Ring(64, 6)), Tile(64, 64, 4, 3)),
+}
+
+
+def tiles_of(spec: AttentionSpec, head_dim: int, capability: tuple[int, int], narrow: bool) -> Tiles:
+    """The tiles of a spec whose padded head dimension is ``head_dim``: measured ones, or what fits Hopper."""
+    mask: Literal["none", "causal"] = "none" if spec.mask.kind == "none" else "causal"
+    found = TILES.get(TileKey(capability, narrow, head_dim, mask))
+    return found or DEFAULTS[narrow, max(64, head_dim)]

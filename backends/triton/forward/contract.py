@@ -1,0 +1,258 @@
+"""The forward kernels of ``triton``: what each makes of Q, K and V before the attention kernel that they share."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache, lru_cache
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from attnbench.errors import InputError
+from attnbench.kernels.capabilities import Capabilities, Device
+from attnbench.kernels.contract import ForwardKernel, Operands, Result
+from attnbench.kernels.devices import describe
+from attnbench.problem.fp8 import Quantised, Recipe
+from attnbench.problem.spec import GRANULARITIES, AttentionSpec
+
+from ..interpreter import alone, misplaced
+from ..quantise.deferred import Deferred
+from .tiles import HEAD_DIMS, ONE_PASS, WIDE_SCORES, Tile, padded_size, tile_of
+
+if TYPE_CHECKING:
+    from .launch import Operand
+
+__all__ = ["RECIPES", "TritonForward", "TritonOnePass", "TritonWideScores"]
+
+_LARGEST_GRID = 2**31 - 1
+# Relative L2 on normal inputs; 0.051 to 0.054 was computed for 2048 keys, D 64 to 256, and few keys need more.
+_ERROR = 0.07
+RECIPES = {
+    "fp8": Recipe("head", rotation="hadamard"),
+    "fp8-head": Recipe("head"),
+    **{f"fp8-{each}": Recipe(each) for each in GRANULARITIES if each != "head"},
+    **{f"fp8-{each}-hadamard": Recipe(each, rotation="hadamard") for each in GRANULARITIES if each != "head"},
+}
+_MIXING = ("fp8", "fp8-token")  # with other backends' backwards: the most accurate, and the one without leaks
+
+
+class TritonForward(ForwardKernel):
+    """Q, K and V quantised by one recipe, and one kernel for all of them.
+
+    FP8 tensors that come with descales are taken as they are, whatever their granularity.  ``tile`` replaces the
+    committed one.
+    """
+
+    preference = 9
+    declared_error = _ERROR
+
+    def __init__(self, precision: str, tile: Tile | None = None) -> None:
+        self.name = f"triton:{precision}"
+        self.recipe = RECIPES[precision]
+        self.tile = tile
+        self.mixes = precision in _MIXING
+        row = {
+            "dtypes": ("bf16", "fp16", "fp32", "e4m3"),
+            "head_dims": (1, HEAD_DIMS[-1], 1),
+            "descales": GRANULARITIES,
+        }
+        self.rows = {
+            "cuda": Capabilities(capability=(9, 0), capability_below=(10, 0), **row),  # type: ignore[arg-type]
+            "cpu": Capabilities(**row, emulated=True),  # type: ignore[arg-type]
+        }
+        self.evidence = {"cuda": r"^triton_fp8_attention_forward", "cpu": rf"^{self.name}$"}
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """A CPU without the interpreter, a GPU with it, and more programs than a grid has."""
+        reasons = misplaced(device)
+        tile = self.tile or tile_of(spec, device.capability, per_key=self._per_key(spec))
+        programs = spec.batch * spec.heads * -(-spec.seqlen_q // tile.block_m)
+        if programs > _LARGEST_GRID:
+            reasons.append(f"starts at most {_LARGEST_GRID} programs, and this takes {programs}")
+        return reasons
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        """Q and K in rows and V transposed, in one launch, or two for scales of a head or a tensor.
+
+        For training V comes in rows as well, which the backward reads.  Its keys are transposed in the order that the
+        tile wants.
+        """
+        (forward, quantise), tile = _modules(), self._tile(spec, q.device)
+        request = quantise.Request
+        v_wanted = request(v.detach(), rows=spec.training, transposed=True, interleaved=tile.interleaved)
+        wanted = [request(q.detach(), rotate=True), request(k.detach(), rotate=True), v_wanted]
+        with alone(q.device):
+            made = quantise.quantised_together(wanted, self.recipe)
+        turned = self.recipe.rotation == "hadamard"
+        q_, k_ = (x.operand(self.recipe, rotated=turned) for x in made[:2])
+        v_, values = made[2].operand(self.recipe), made[2].transposed
+        assert values is not None, "it was asked for"
+        return _operands(spec, tile, q_, k_, v_, forward.Operand(values, v_.descale))
+
+    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
+        """The tensors as they are, and V transposed.
+
+        Raises InputError where one is smoothed or not e4m3, where V is rotated, or one of Q and K alone.
+        """
+        forward, _ = _modules()
+        for name, x in {"q": q, "k": k, "v": v}.items():
+            if x.data.dtype != torch.float8_e4m3fn:
+                raise InputError(f"{self.name} computes in e4m3, {name} is {x.data.dtype}")
+            if x.mean is not None:
+                raise InputError(f"{self.name} knows no smoothing, and {name} had its mean taken away")
+        if q.rotated != k.rotated or v.rotated:
+            raise InputError(f"{self.name} takes Q and K rotated together, and V as it is")
+        tile, values = self._tile(spec, q.data.device), forward.transposed(v.data)
+        if tile.interleaved:
+            values = forward.interleaved(values)
+        return _operands(spec, tile, q, k, v, forward.Operand(values, v.descale))
+
+    def run(self, operands: Operands) -> Result:
+        """The kernel on the current stream."""
+        forward, _ = _modules()
+        device = operands.native.v.device
+        label = torch.profiler.record_function(self.name) if device.type == "cpu" else nullcontext()
+        with label, alone(device):
+            result: Result = forward.attend(operands.native)
+        return result
+
+    def _tile(self, spec: AttentionSpec, device: torch.device) -> Tile:
+        return self.tile or _committed(spec, device, self._per_key(spec))
+
+    def _per_key(self, spec: AttentionSpec) -> bool:
+        return (spec.descale or self.recipe.granularity) in ("block", "token")
+
+
+class TritonWideScores(TritonForward):
+    """Q and K as they are, in 16 bits, and V by FlashAttention-3's recipe.
+
+    Scores cost twice as much and are exact.  The backwards of other backends follow it; ours reads Q and K in e4m3.
+    """
+
+    preference = 10
+    declared_error = 0.05  # 0.036 to 0.037 was computed for 2048 keys
+    mixes = False
+
+    def __init__(self, tile: Tile | None = None) -> None:
+        super().__init__("fp8-head", tile)
+        self.name, self.mixes = "triton:fp8-pv", False
+        self.rows = {device: replace(row, dtypes=("bf16", "fp16"), descales=()) for device, row in self.rows.items()}
+        self.evidence = {**self.evidence, "cpu": rf"^{self.name}$"}
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        """V transposed in e4m3, and in rows as well for training."""
+        (forward, quantise), tile = _modules(), self._tile(spec, q.device)
+        with alone(q.device):
+            made = quantise.quantised(
+                v.detach(), self.recipe, rows=spec.training, transposed=True, interleaved=tile.interleaved
+            )
+        v_ = made.operand(self.recipe)
+        assert made.transposed is not None, "it was asked for"
+        one = torch.ones(1, 1, 1, 1, device=q.device)
+        q, k = q.detach(), k.detach()
+        of = forward.Operand
+        native = forward.laid_out(spec, tile, of(q, one), of(k, one), of(made.transposed, v_.descale))
+        return Operands(spec, q, k, v_, native)
+
+    def _tile(self, spec: AttentionSpec, device: torch.device) -> Tile:
+        return self.tile or WIDE_SCORES[padded_size(max(spec.head_dim, spec.head_dim_v))]
+
+
+class TritonOnePass(TritonForward):
+    """Q as it is, which the attention kernel casts by row, and K and V in one pass, by blocks of keys.
+
+    Quantising reads and writes two tensors once, where scales of a head read three tensors twice.  On a CPU the same
+    numbers come from Q quantised by token and the plain kernel, which knows scales of tokens; and so they do for those
+    who read Q in e4m3, as a backward does.
+    """
+
+    preference = 11
+
+    def __init__(self, tile: Tile | None = None) -> None:
+        super().__init__("fp8-block", tile)
+        self.name, self.mixes = "triton:fp8-onepass", False
+        rows = {device: replace(row, dtypes=("bf16", "fp16"), descales=()) for device, row in self.rows.items()}
+        # Up to 64 the kernel that casts takes 1.2 to 1.4 times as long on an H200 as the plain one.
+        self.rows = {**rows, "cuda": replace(rows["cuda"], head_dims=(65, HEAD_DIMS[-1], 1), softcap=False)}
+        self.evidence = {**self.evidence, "cpu": rf"^{self.name}$"}
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """On a GPU also what the kernel that casts does not serve: the plain one is for a CPU."""
+        reasons = super().further_refusals(spec, device)
+        if device.type == "cuda" and spec.scale < 0:
+            reasons.append("casts Q in a kernel that takes no negative scale")
+        if device.type == "cuda" and not _gluon_is_known():
+            reasons.append("casts Q in a kernel that wants Triton 3.6 or later")
+        return reasons
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        """K in rows and V transposed, in one launch; for training V in rows as well."""
+        (forward, quantise), tile = _modules(), self._tile(spec, q.device)
+        q, request, of = q.detach(), quantise.Request, forward.Operand
+        v_wanted = request(v.detach(), rows=spec.training, transposed=True, interleaved=tile.interleaved)
+        with alone(q.device):
+            made = quantise.quantised_together([request(k.detach()), v_wanted], self.recipe, block=tile.block_n)
+        k_, v_ = (x.operand(self.recipe, block=tile.block_n) for x in made)
+        q_ = _by_token(q)
+        values = made[1].transposed
+        assert values is not None, "it was asked for"
+        if forward.casts(spec, tile, q.device):
+            native = forward.laid_out_by_block(
+                spec, tile, q, of(made[0].data, made[0].descale), of(values, made[1].descale)
+            )
+        else:
+            sides = of(q_.data, q_.descale), of(k_.data, k_.descale), of(values, v_.descale)
+            native = forward.laid_out(spec, tile, *sides)
+        return Operands(spec, q_, k_, v_, native)
+
+    def _tile(self, spec: AttentionSpec, device: torch.device) -> Tile:
+        if self.tile is not None:
+            return self.tile
+        return ONE_PASS[padded_size(max(spec.head_dim, spec.head_dim_v, 128)), spec.mask.kind == "none"]
+
+
+def _gluon_is_known() -> bool:
+    """Whether the Hopper kernels are for the Triton that is installed; where none is, that is said elsewhere."""
+    try:
+        from .hopper.launch import recent
+    except ImportError:
+        return True
+    return recent()
+
+
+def _by_token(q: Tensor) -> Quantised:
+    """Q as the attention kernel casts it."""
+    _, quantise = _modules()
+
+    @cache
+    def made() -> Quantised:
+        with alone(q.device):
+            each: Quantised = quantise.quantised(q, Recipe("token")).operand(Recipe("token"))
+        return each
+
+    return Deferred.of(lambda: made().data, lambda: made().descale, "token")
+
+
+def _operands(spec: AttentionSpec, tile: Tile, q: Quantised, k: Quantised, v: Quantised, values: Operand) -> Operands:
+    forward, _ = _modules()
+    native = forward.laid_out(
+        spec, tile, forward.Operand(q.data, q.descale), forward.Operand(k.data, k.descale), values
+    )
+    return Operands(spec, q, k, v, native)
+
+
+@cache
+def _modules() -> tuple[ModuleType, ModuleType]:
+    """``forward`` and ``quantise``, imported where a kernel runs and but once: asking for one again takes a while."""
+    from ..quantise import launch as quantise
+    from . import launch as forward
+
+    return forward, quantise
+
+
+@lru_cache(maxsize=1024)
+def _committed(spec: AttentionSpec, device: torch.device, per_key: bool) -> Tile:
+    return tile_of(spec, describe(device).capability, per_key=per_key)

@@ -1,0 +1,1 @@
+"""The FP8 forward for Hopper, in Gluon."""

@@ -1,0 +1,339 @@
+"""The forward kernel of ``triton`` for Hopper: warps of their own load, others compute (Gluon).
+
+What it computes is said in ``forward_kernel``; this is how.  One warp brings Q, and K and V block by block, into
+rings of shared memory; two warpgroups with 64 queries each compute on the same keys, so that K and V come from L2
+once for both (two programs of 64 queries would ask L2 for all it has at 900 TFLOPS).  A program goes on from tile to
+tile, and the next one's operands come while the last one's output is written.
+
+P·V starts at zero, and is added in FP32: one multiply-add an element, which rescaling would cost as well.  Where the
+warpgroups take ``turns``, one multiplies while the other takes exponentials (FlashAttention-3, arXiv 2407.08608,
+section 3.1).  What its section 3.2 adds, Q·Kᵀ of the next block beneath a warpgroup's own exponentials, was slower
+here on an H200: 128 keys are all that registers hold twice, and 256 at once need half as many of everything else.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from .order import after, span_of_keys, tile_at
+from .scales import at_least, cast_rows, number, set_number, unit_of
+from .softmax import HEADROOM, MINUS_INFINITY, ROWS, masked, spread, totals, weights
+
+__all__ = ["CONSUMERS", "triton_fp8_attention_forward_hopper"]
+
+CONSUMERS = gl.constexpr(2)  # warpgroups that compute
+_APART = gl.constexpr(128)  # head dimension up to which Q in 16 bits and in e4m3 both fit into shared memory
+_LOG2_E = gl.constexpr(1.4426950408889634)
+_LN_2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def _load(
+    brought, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr, casting: gl.constexpr
+):
+    """Brings the operands of every tile of this program."""
+    (
+        q, k, v, k_factors, v_factors, tiles, keys, values, numbers, filled, emptied, steps, factor_steps,
+        seqlen_q, seqlen_kv, programs, section, low, high, heads, group, head_dim_v,
+    ) = brought  # fmt: skip
+    q_by_batch, q_by_head, q_aside, k_by_batch, k_by_head, k_aside = steps
+    _, _, k_batch, k_head, v_batch, v_head = factor_steps
+    q_filled, k_filled, v_filled = filled
+    q_emptied, k_emptied, v_emptied = emptied
+    block_m: gl.constexpr = CONSUMERS * ROWS
+    slot, phase, q_phase = 0, 1, 1
+    for place in range(gl.program_id(0), programs * gl.cdiv(seqlen_q, block_m), gl.num_programs(0)):
+        head_index, top = tile_at(place, seqlen_q, programs, section, block_m, right)
+        span = span_of_keys(top, seqlen_q, seqlen_kv, low, high, block_m, block_n, left, right)
+        first, blocks = span[0], span[3]
+        batch, head = head_index // heads, head_index % heads
+        kv_head = head // group
+        q_row = batch * q_by_batch + head * q_by_head + top
+        for i in gl.static_range(CONSUMERS):
+            mbarrier.wait(q_emptied.index(i), q_phase)
+            mbarrier.expect(q_filled.index(i), q.block_type.nbytes)
+            tma.async_copy_global_to_shared(q, [q_row + i * ROWS, head * q_aside], q_filled.index(i), tiles.index(i))
+        q_phase ^= 1
+        k_row, k_column = batch * k_by_batch + kv_head * k_by_head + first, kv_head * k_aside
+        v_row = (batch * (heads // group) + kv_head) * head_dim_v
+        if casting:
+            k_factor = k_factors + batch.to(gl.int64) * k_batch + kv_head * k_head + first // block_n
+            v_factor = v_factors + batch.to(gl.int64) * v_batch + kv_head * v_head + first // block_n
+            unit = gl.load(v_factor)
+            # Of a name that starts as another's value the frontend carries the other through the loop.
+            most = unit * 1.0
+        for step in range(blocks):
+            mbarrier.wait(k_emptied.index(slot), phase)
+            if casting:
+                following, most = unit_of(most, gl.load(v_factor + step))
+                set_number(numbers[0].index(slot), gl.load(k_factor + step))
+                set_number(numbers[1].index(slot), following)
+                set_number(numbers[2].index(slot), unit / following)
+                unit = following
+            mbarrier.expect(k_filled.index(slot), k.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                k, [k_row + step * block_n, k_column], k_filled.index(slot), keys.index(slot)
+            )
+            mbarrier.wait(v_emptied.index(slot), phase)
+            mbarrier.expect(v_filled.index(slot), v.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                v, [v_row, first + step * block_n], v_filled.index(slot), values.index(slot)
+            )
+            slot, phase = after(slot, phase, stages)
+
+
+@gluon.jit
+def _scores(tile, keys, full, slot, phase, block_n: gl.constexpr, layout: gl.constexpr):
+    """Starts Q·Kᵀ of the block in ``slot``."""
+    mbarrier.wait(full.index(slot), phase)
+    zeros = gl.zeros([ROWS, block_n], gl.float32, layout)
+    return warpgroup_mma(tile, keys.index(slot).permute([1, 0]), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _products(p, value, part: gl.constexpr, index: gl.constexpr, layout: gl.constexpr):
+    """Starts P·V for a part of V's columns."""
+    zeros = gl.zeros([ROWS, part], gl.float32, layout)
+    columns = value.slice(index * part, part, 0).permute([1, 0])
+    return warpgroup_mma(p, columns, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _added(summed, product, decay):
+    """What was summed so far, decayed, and a block's product."""
+    return summed * spread(decay, summed) + product
+
+
+@gluon.jit
+def _summed(sums, p, decay, value, part: gl.constexpr, parts: gl.constexpr, layout: gl.constexpr):
+    """The sums with P·V of a block, two parts of V's columns under way at a time."""
+    added = ()
+    product = _products(p, value, part, 0, layout)
+    for i in gl.static_range(1, parts):
+        following = _products(p, value, part, i, layout)
+        product = warpgroup_mma_wait(1, [product])
+        added = added + (_added(sums[i - 1], product, decay),)  # noqa: RUF005
+        product = following
+    product = warpgroup_mma_wait(0, [product])
+    return added + (_added(sums[parts - 1], product, decay),)  # noqa: RUF005
+
+
+@gluon.jit
+def _attend(
+    which: gl.constexpr, given, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
+    part: gl.constexpr, parts: gl.constexpr, turns: gl.constexpr, full_width: gl.constexpr,
+    casting: gl.constexpr,
+):  # fmt: skip
+    """64 queries of every tile of this program."""
+    (
+        out, lse, q_factors, k_factors, v_factors, scale,
+        tiles, narrow, keys, values, numbers, filled, emptied, turn, factor_steps,
+        seqlen_q, seqlen_kv, programs, section, low, high, heads, group, head_dim_v,
+    ) = given  # fmt: skip
+    q_batch, q_head, k_batch, k_head, v_batch, v_head = factor_steps
+    q_filled, k_filled, v_filled = filled
+    q_emptied, k_emptied, v_emptied = emptied
+    block_m: gl.constexpr = CONSUMERS * ROWS
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n, 32])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, part, 32])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 4)
+    row = which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    apart: gl.constexpr = casting and tiles.shape[2] <= _APART
+    tile = tiles.index(which)
+    if apart:
+        tile = narrow.index(which)
+    elif casting:
+        tile = tile._reinterpret(keys.dtype, [ROWS, keys.shape[2]], keys.layout)
+    slot, phase, q_phase, turn_phase = 0, 0, 0, 1 if which == 0 else 0
+    for place in range(gl.program_id(0), programs * gl.cdiv(seqlen_q, block_m), gl.num_programs(0)):
+        head_index, top = tile_at(place, seqlen_q, programs, section, block_m, right)
+        first, whole, parted, blocks = span_of_keys(top, seqlen_q, seqlen_kv, low, high, block_m, block_n, left, right)
+        batch, head = (head_index // heads).to(gl.int64), head_index % heads
+        kv_head = head // group
+        if not casting:
+            factor = gl.load(q_factors + batch * q_batch + head * q_head) * (scale * _LOG2_E)
+            factor = at_least(factor * gl.load(k_factors + batch * k_batch + kv_head * k_head))
+            unit = gl.load(v_factors + batch * v_batch + kv_head * v_head)
+        query = top + row
+        since = query + low
+        upto = gl.minimum(query + high if right else query + seqlen_kv, seqlen_kv - 1)
+
+        sums = ()
+        for _part in gl.static_range(parts):
+            sums = sums + (gl.zeros([ROWS, part], gl.float32, o_layout),)  # noqa: RUF005
+        total = totals(gl.zeros([ROWS, block_n], gl.float32, s_layout))
+        peak = gl.full([ROWS], MINUS_INFINITY, gl.float32, gl.SliceLayout(1, s_layout))
+
+        mbarrier.wait(q_filled.index(which), q_phase)
+        if casting:
+            own = cast_rows(tiles.index(which), tile, s_layout) * (scale * _LOG2_E)
+            if apart:  # the next tile's may come
+                mbarrier.arrive(q_emptied.index(which), count=1)
+        turn_phase = _await_turn(turn, turn_phase, which, turns)
+        scores = _scores(tile, keys, k_filled, slot, phase, block_n, s_layout)
+        _pass_turn(turn, which, turns)
+        scores = warpgroup_mma_wait(0, [scores])
+        if casting:
+            factor = at_least(own * number(numbers[0].index(slot)))
+            unit, less = number(numbers[1].index(slot)), number(numbers[2].index(slot))
+        mbarrier.arrive(k_emptied.index(slot), count=1)
+        for step in range(blocks - 1):
+            start = first + step * block_n
+            next_slot, next_phase = after(slot, phase, stages)
+            if (start < whole) | (start >= parted):
+                scores = masked(scores, start, since, upto, left)
+            p, decay, peak, total = weights(scores, factor, peak, total, p_layout, casting)
+            if casting:
+                decay *= less
+            turn_phase = _await_turn(turn, turn_phase, which, turns)
+            mbarrier.wait(v_filled.index(slot), phase)
+            sums = _summed(sums, p, decay, values.index(slot), part, parts, o_layout)
+            coming = _scores(tile, keys, k_filled, next_slot, next_phase, block_n, s_layout)
+            if casting:  # read beneath the product
+                of_keys = number(numbers[0].index(next_slot))
+                unit, less = number(numbers[1].index(next_slot)), number(numbers[2].index(next_slot))
+            _pass_turn(turn, which, turns)
+            mbarrier.arrive(v_emptied.index(slot), count=1)
+            scores = warpgroup_mma_wait(0, [coming])
+            if casting:
+                factor = at_least(own * of_keys)
+            mbarrier.arrive(k_emptied.index(next_slot), count=1)
+            slot, phase = next_slot, next_phase
+        if not apart:
+            mbarrier.arrive(q_emptied.index(which), count=1)
+        q_phase ^= 1
+        start = first + (blocks - 1) * block_n
+        if (start < whole) | (start >= parted):
+            scores = masked(scores, start, since, upto, left)
+        p, decay, peak, total = weights(scores, factor, peak, total, p_layout, casting)
+        if casting:
+            decay *= less
+        turn_phase = _await_turn(turn, turn_phase, which, turns)
+        mbarrier.wait(v_filled.index(slot), phase)
+        sums = _summed(sums, p, decay, values.index(slot), part, parts, o_layout)
+        _pass_turn(turn, which, turns)
+        mbarrier.arrive(v_emptied.index(slot), count=1)
+        slot, phase = after(slot, phase, stages)
+
+        total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, s_layout))
+        empty = total < 1.0  # a row's greatest P is 2^8
+        share = unit / gl.where(empty, 1.0, total)
+        logarithm = (peak - HEADROOM + gl.log2(gl.where(empty, 1.0, total))) * _LN_2
+        at = head_index.to(gl.int64) * seqlen_q
+        gl.store(lse + at + query, gl.where(empty, MINUS_INFINITY, logarithm), mask=query < seqlen_q)
+        for i in gl.static_range(parts):
+            o = (sums[i] * spread(share, sums[i])).to(out.dtype.element_ty)
+            _store(out, o, at, top + which * ROWS, i * part, seqlen_q, head_dim_v, full_width)
+
+
+@gluon.jit
+def _await_turn(turn, phase, which: gl.constexpr, turns: gl.constexpr):
+    if turns:
+        mbarrier.wait(turn.index(which), phase)
+    return phase ^ 1
+
+
+@gluon.jit
+def _pass_turn(turn, which: gl.constexpr, turns: gl.constexpr):
+    if turns:
+        mbarrier.arrive(turn.index((which + 1) % CONSUMERS), count=1)
+
+
+@gluon.jit
+def _store(out, o, at, top, column, seqlen_q, head_dim_v, full_width: gl.constexpr):
+    """o as the rows of a head from ``top`` on and the columns from ``column`` on."""
+    across: gl.constexpr = min(o.shape[1] // 8, 16)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
+    o = gl.convert_layout(o, layout)
+    row = top + gl.arange(0, o.shape[0], gl.SliceLayout(1, layout))
+    column += gl.arange(0, o.shape[1], gl.SliceLayout(0, layout))
+    inside = (row < seqlen_q)[:, None]
+    if not full_width:
+        inside = inside & (column < head_dim_v)[None, :]
+    gl.store(out + at * head_dim_v + row[:, None] * head_dim_v + column[None, :], o, mask=inside)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "q_by_batch", "q_by_head", "q_aside", "k_by_batch", "k_by_head", "k_aside",
+        "q_factor_batch", "q_factor_head", "k_factor_batch", "k_factor_head", "v_factor_batch", "v_factor_head",
+        "seqlen_q", "seqlen_kv", "heads", "group", "programs", "section", "low", "high",
+    ]
+)  # fmt: skip
+def triton_fp8_attention_forward_hopper(
+    q, k, v, out, lse, q_factors, k_factors, v_factors, scale,
+    q_by_batch, q_by_head, q_aside, k_by_batch, k_by_head, k_aside,
+    q_factor_batch, q_factor_head, k_factor_batch, k_factor_head, v_factor_batch, v_factor_head,
+    seqlen_q, seqlen_kv, head_dim_v, heads, group, programs, section, low, high,
+    stages: gl.constexpr, parts: gl.constexpr, turns: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
+    full_width: gl.constexpr, registers: gl.constexpr,
+):  # fmt: skip
+    """Tiles of 128 queries of a head; each program takes every so many-th, as there are programs.
+
+    The arguments are those of ``triton_fp8_attention_forward``, with V's keys interleaved; ``registers`` are a
+    computing thread's.  Where Q has 16 bits the kernel casts it, nobody reads ``q_factors``, and ``k_factors`` and
+    ``v_factors`` have a number for each block of keys, in order.
+    """
+    casting: gl.constexpr = q.dtype != k.dtype
+    block_n: gl.constexpr = k.block_type.shape[0]
+    block_d: gl.constexpr = k.block_type.shape[1]
+    block_dv: gl.constexpr = v.block_type.shape[0]
+    tiles = gl.allocate_shared_memory(q.dtype, [CONSUMERS, ROWS, block_d], q.layout)
+    narrow = tiles
+    if casting and block_d <= _APART:
+        narrow = gl.allocate_shared_memory(k.dtype, [CONSUMERS, ROWS, block_d], k.layout)
+    keys = gl.allocate_shared_memory(k.dtype, [stages, block_n, block_d], k.layout)
+    values = gl.allocate_shared_memory(v.dtype, [stages, block_dv, block_n], v.layout)
+    # By block of keys: K's descale, the unit of the sums, and what makes those before it sums in that unit.
+    one: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
+    numbers = (
+        gl.allocate_shared_memory(gl.float32, [stages, 1], one),
+        gl.allocate_shared_memory(gl.float32, [stages, 1], one),
+        gl.allocate_shared_memory(gl.float32, [stages, 1], one),
+    )
+    q_filled = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_emptied = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    k_filled = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    k_emptied = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    v_filled = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    v_emptied = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    # Barriers that nobody uses are left out: backward_hopper_shared.barrier_where says why.
+    turn = q_filled
+    if turns:
+        turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(q_filled.index(i), count=1)
+        mbarrier.init(q_emptied.index(i), count=1)
+        if turns:
+            mbarrier.init(turn.index(i), count=1)
+    for i in gl.static_range(stages):
+        mbarrier.init(k_filled.index(i), count=1)
+        mbarrier.init(k_emptied.index(i), count=CONSUMERS)
+        mbarrier.init(v_filled.index(i), count=1)
+        mbarrier.init(v_emptied.index(i), count=CONSUMERS)
+
+    filled, emptied = (q_filled, k_filled, v_filled), (q_emptied, k_emptied, v_emptied)
+    steps = (q_by_batch, q_by_head, q_aside, k_by_batch, k_by_head, k_aside)
+    factor_steps = (q_factor_batch, q_factor_head, k_factor_batch, k_factor_head, v_factor_batch, v_factor_head)
+    part: gl.constexpr = block_dv // parts
+    given = (
+        out, lse, q_factors, k_factors, v_factors, scale,
+        tiles, narrow, keys, values, numbers, filled, emptied, turn, factor_steps,
+        seqlen_q, seqlen_kv, programs, section, low, high, heads, group, head_dim_v,
+    )  # fmt: skip
+    brought = (
+        q, k, v, k_factors, v_factors, tiles, keys, values, numbers, filled, emptied, steps, factor_steps,
+        seqlen_q, seqlen_kv, programs, section, low, high, heads, group, head_dim_v,
+    )  # fmt: skip
+    # Written out, because a tuple that has a name keeps no constants.
+    gl.warp_specialize(
+        [
+            (_attend, (0, given, block_n, stages, left, right, part, parts, turns, full_width, casting)),
+            (_attend, (1, given, block_n, stages, left, right, part, parts, turns, full_width, casting)),
+            (_load, (brought, block_n, stages, left, right, casting)),
+        ],
+        [4, 1],
+        [registers, 24],
+    )

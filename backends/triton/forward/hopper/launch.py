@@ -1,0 +1,113 @@
+"""From e4m3 operands to a launch of the Hopper kernel: what it serves, descriptors, how many programs run at once.
+
+Importing this imports no Gluon: ``serves`` is asked first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from attnbench.kernels.devices import describe
+from attnbench.problem.spec import AttentionSpec
+
+from ...descriptors import Described
+from ...launching import Launch
+from ..tiles import Tile, padded_size
+
+__all__ = ["BLOCK_M", "ROWS", "described", "launch", "programs_of", "recent", "registers", "runs_on", "serves"]
+
+ROWS = 64  # queries of a warpgroup
+_CONSUMERS = 2  # warpgroups that compute
+BLOCK_M = _CONSUMERS * ROWS
+_LEAST = (3, 6)  # of Triton: Gluon's interface changes from release to release
+_SWIZZLE = 128  # bytes: the widest pattern in which shared memory is read without conflicts
+_LOADER = 24  # registers of a thread that loads, as few as there can be
+_REGISTERS = 64 * 1024  # of a multiprocessor
+
+
+def serves(spec: AttentionSpec, *, per_token: bool) -> bool:
+    """Whether the Hopper kernel computes this where it runs; the kernel in ``forward_kernel`` computes the rest.
+
+    ``per_token`` says that tokens of Q, K or V have scales of their own: a product more a score, and registers that
+    the Hopper kernel does not have.  A soft cap asks for a second exponential, and a negative scale for least scores.
+    """
+    return spec.softcap == 0 and spec.scale >= 0 and not per_token
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether Gluon's kernels for Hopper run there."""
+    return device.type == "cuda" and describe(device).capability == (9, 0) and recent()
+
+
+def launch(
+    spec: AttentionSpec, tile: Tile, places: tuple[Any, ...], steps: tuple[Any, ...], section: int, device: torch.device
+) -> Launch:
+    """The kernel on matrices at these ``places`` (by batch entry, by head, aside) and factors at these ``steps``."""
+    from .kernel import triton_fp8_attention_forward_hopper
+
+    mask, offset = spec.mask, spec.mask.offset(spec.seqlen_q, spec.seqlen_kv)
+    even, most = registers()
+    constants = (
+        spec.scale, *places[0], *places[1], *(step for each in steps for step in each[:2]),
+        spec.seqlen_q, spec.seqlen_kv, spec.head_dim_v, spec.heads, spec.group, spec.batch * spec.heads, section,
+        0 if mask.left is None else offset - mask.left, 0 if mask.right is None else offset + mask.right,
+        tile.stages, tile.parts, tile.turns, mask.left is not None, mask.right is not None,
+        spec.head_dim_v == padded_size(spec.head_dim_v), tile.registers or most,
+    )  # fmt: skip
+    grid = programs_of(tile, spec, _multiprocessors(device)), 1, 1
+    return Launch(triton_fp8_attention_forward_hopper, grid, constants, {"num_warps": 4, "maxnreg": even})
+
+
+def programs_of(tile: Tile, spec: AttentionSpec, multiprocessors: int) -> int:
+    """One for each tile of queries where those are to be alone, else as many as run at once."""
+    tiles = spec.batch * spec.heads * -(-spec.seqlen_q // BLOCK_M)
+    alone = tile.alone_from is not None and spec.seqlen_kv >= tile.alone_from
+    return tiles if alone else min(tiles, multiprocessors)
+
+
+def registers() -> tuple[int, int]:
+    """A thread's registers when the kernel starts, and a computing one's afterwards, in eights.
+
+    The loading warp counts as four: registers are dealt to warpgroups.
+    """
+    warpgroups = _CONSUMERS + 1
+    even = _REGISTERS // (128 * warpgroups) // 8 * 8
+    return even, min(240, (even * warpgroups - _LOADER) // _CONSUMERS // 8 * 8)
+
+
+def described(shape: Sequence[int], block: Sequence[int], strides: Sequence[int] | None = None) -> Described:
+    """Descriptors of a vector or a matrix of this shape, by blocks of this one."""
+    return Described(_descriptor, shape, block, strides)
+
+
+def _descriptor(x: Tensor, block: list[int]) -> Any:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    size = x.element_size()
+    return TensorDescriptor.from_tensor(x, block, _layout(block[-1] * size if len(block) > 1 else 0, size, len(block)))
+
+
+@cache
+def _layout(width: int, size: int, rank: int) -> Any:
+    """Of a block in shared memory whose rows are ``width`` bytes, elements ``size`` of them."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return NVMMASharedLayout(swizzle_byte_width=min(width, _SWIZZLE), element_bitwidth=8 * size, rank=rank)
+
+
+@cache
+def recent() -> bool:
+    """Whether the kernels in Gluon are for the Triton that is installed."""
+    release = triton.__version__.split(".")[:2]
+    return all(part.isdigit() for part in release) and tuple(map(int, release)) >= _LEAST
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,79 @@
+"""Scales that the forward's Hopper kernel finds or follows itself: Q's by row, K's and V's by block of keys (Gluon).
+
+Q comes in 16 bits and is cast from shared memory into shared memory, a row's largest magnitude becoming e4m3's: what
+would be a pass over memory is a beginning of each tile.  K and V have a scale for each block of keys that the kernel
+takes at once, which one pass finds, where one for a head takes two.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from .softmax import to_e4m3
+
+__all__ = ["at_least", "cast_rows", "number", "set_number", "unit_of"]
+
+_INFINITY = gl.constexpr(0x7F800000)  # its bits, and no number's are greater
+_TINY = gl.constexpr(2.0**-126)  # below it a reciprocal is infinite
+_NEXT_TO_NOTHING = gl.constexpr(2.0**-80)
+_PROPAGATED = gl.constexpr(tl.PropagateNan.ALL)
+
+
+@gluon.jit
+def _divided(x, divisor, inverse):
+    """As ``quantise_numbers.divided``, so that a row is the same numbers as if it had been quantised before."""
+    quotient = x * inverse
+    return gl.fma(gl.fma(quotient, divisor, x * -1.0), inverse * -1.0, quotient)
+
+
+@gluon.jit
+def cast_rows(wide, narrow, layout: gl.constexpr):
+    """Writes the rows of ``wide`` to ``narrow`` in e4m3, and returns what each is to be multiplied by.
+
+    Both are in shared memory, perhaps at the same place.  ``layout`` is that of a matrix with the same rows.
+    A row that holds something not finite is NaN, or is multiplied by NaN or infinity.
+    """
+    across: gl.constexpr = wide.shape[1] // 8
+    blocked: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
+    x = wide.load(blocked).to(gl.float32)
+    bits = gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    largest = bits.to(gl.float32, bitcast=True)
+    descale = gl.maximum(_divided(largest, 448.0, 1.0 / 448.0), _TINY)
+    descale = gl.where(bits == 0, 1.0, gl.where(bits < _INFINITY, descale, largest))
+    narrow.store(to_e4m3(_divided(x, descale[:, None], (1.0 / descale)[:, None])))
+    fence_async_shared()
+    return gl.convert_layout(descale, gl.SliceLayout(1, layout))
+
+
+@gluon.jit
+def at_least(factor):
+    """A factor of scores above 0, because minus infinity times 0 is no number."""
+    return gl.maximum(factor, 1e-37, propagate_nan=_PROPAGATED)
+
+
+@gluon.jit
+def unit_of(most, descale):
+    """(the unit of what is summed from a block of this descale on, the largest descale so far).
+
+    Sums of P·V are in units of V's descale in the block that was added last.  A block next to nothing beside one
+    before it, 2^80 times smaller, counts as that much, so that sums in its unit, of 2^30 keys, stay numbers.
+    NaN stays, and makes what is summed NaN.
+    """
+    most = gl.maximum(most, descale)
+    return gl.maximum(descale, most * _NEXT_TO_NOTHING, propagate_nan=_PROPAGATED), most
+
+
+@gluon.jit
+def set_number(place, x):
+    """Writes a number to shared memory, for one warp."""
+    place.store(gl.full([1], x, gl.float32, gl.BlockedLayout([1], [32], [1], [0])))
+    fence_async_shared()
+
+
+@gluon.jit
+def number(place):
+    """What ``set_number`` wrote, for four warps."""
+    return gl.max(place.load(gl.BlockedLayout([1], [32], [4], [0])), 0)

@@ -1,0 +1,324 @@
+"""From e4m3 operands to a launch of the forward kernel: matrices, factors, bounds, the order of programs.
+
+Importing this imports Triton; ``triton`` (the module of the backend) does so only where a kernel runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from attnbench.kernels.contract import Result, gradient_dtype
+from attnbench.problem.spec import AttentionSpec
+
+from ...common.padding import padded, rounded_up
+from ..descales import in_fp32, steps
+from ..descriptors import Described, all_of
+from ..launching import KEPT, Launch, addresses, on
+from .hopper import launch as hopper
+from .kernel import triton_fp8_attention_forward
+from .tiles import DEFAULTS, Tile, padded_size
+
+__all__ = [
+    "Native",
+    "Operand",
+    "attend",
+    "casts",
+    "interleaved",
+    "laid_out",
+    "laid_out_by_block",
+    "retiled",
+    "transposed",
+]
+
+PADDING = 128  # keys of a transposed copy come in multiples of this
+_VECTOR = 16  # bytes: TMA wants rows and matrices to start at multiples of it
+_LEAST = 2.0**-85  # of V's descales: 2^8 over it, summed over 2^30 keys, stays within FP32
+_Outline = tuple[Sequence[int], Sequence[int]]  # a tensor's shape and strides
+_L2 = 32 * 2**20  # bytes of K and V that programs which run together may share; an H200 has 50 MiB, not all for them
+
+
+class Operand(NamedTuple):
+    """A tensor (B, H, S, D) of e4m3, Q and K perhaps of 16 bits, or V's transposed copy (B, Hkv, Dv, keys), and its
+    fp32 descale.
+
+    The descale broadcasts to (B, H, S, 1), S being 1 where tokens share it.
+    """
+
+    data: Tensor
+    descale: Tensor
+
+
+class Matrix(NamedTuple):
+    """An operand's memory as the kernel reads it: head h of batch b starts at (b·by_batch + h·by_head, h·aside)."""
+
+    rows: int
+    columns: int
+    stride: int
+    by_batch: int
+    by_head: int
+    aside: int
+
+
+class Factors(NamedTuple):
+    """Where descales (B, H, S or 1, 1), contiguous along S, lie: the strides of batch and head."""
+
+    by_batch: int
+    by_head: int
+    per_token: bool
+
+
+class Layout(NamedTuple):
+    """What calls share whose operands lie alike: the tile that serves, how what it loads is described, the launch."""
+
+    tile: Tile
+    described: tuple[Described, ...] | None
+    launch: Launch
+
+
+class Native(NamedTuple):
+    """All that the kernel is called with, but its outputs.
+
+    ``q`` and ``k`` (B, H, S, D) and ``v`` (B, Hkv, Dv, keys) are e4m3, Q and K perhaps of 16 bits.  ``descales`` are
+    Q's, K's and V's in fp32; where tokens have their own, V's are log2 of them, and ``inverses`` one over them.
+    ``pointers`` are Q, K and V as the kernel is given them.
+    """
+
+    spec: AttentionSpec
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    descales: tuple[Tensor, Tensor, Tensor]
+    inverses: Tensor
+    pointers: tuple[Any, ...]
+    layout: Layout
+
+    @property
+    def tile(self) -> Tile:
+        """That of the kernel that runs."""
+        return self.layout.tile
+
+
+def laid_out(spec: AttentionSpec, tile: Tile, q: Operand, k: Operand, v: Operand) -> Native:
+    """What ``attend`` reads.  Q and K are copied only where their rows are no matrix that TMA could load.
+
+    ``v.data`` is contiguous, its keys a multiple of 128 with zeros behind the last one, in the order that the tile
+    wants.  Raises InputError where descales fit their tensors nowhere.
+    """
+    size = padded_size(spec.head_dim)
+    by_query, by_key, by_value = (_in_rows(each.descale) for each in (q, k, v))
+    inverses = by_value
+    if by_value.shape[2] > 1:
+        descales = by_value.contiguous().clamp_min(_LEAST)
+        by_value, inverses = descales.log2(), descales.reciprocal()
+    operands = _loadable(q.data, size), _loadable(k.data, size), v.data
+    return _native(spec, tile, operands, (by_query, by_key, by_value), inverses)
+
+
+def casts(spec: AttentionSpec, tile: Tile, device: torch.device) -> bool:
+    """Whether the kernel that would run casts Q itself and takes scales of K and V by its own blocks of keys."""
+    return tile.hopper and hopper.runs_on(device) and hopper.serves(spec, per_token=False)
+
+
+def laid_out_by_block(spec: AttentionSpec, tile: Tile, q: Tensor, k: Operand, v: Operand) -> Native:
+    """What ``attend`` reads where it ``casts``: Q in 16 bits; K's and V's descales are (B, Hkv, blocks of keys, 1)."""
+    size = padded_size(spec.head_dim)
+    operands = _loadable(q, size), _loadable(k.data, size), v.data
+    return _native(spec, tile, operands, (k.descale, k.descale, v.descale), v.descale, casting=True)
+
+
+def retiled(native: Native, tile: Tile) -> Native:
+    """The same with another tile; V's keys change their order where that tile wants another."""
+    values = native.v
+    if tile.interleaved != native.tile.interleaved:
+        values = interleaved(values, back=native.tile.interleaved)
+    return _native(native.spec, tile, (native.q, native.k, values), native.descales, native.inverses)
+
+
+def transposed(x: Tensor) -> Tensor:
+    """V (B, H, S, D) in e4m3 as (B, H, D, S rounded up to 128) with zeros behind; the same bits."""
+    missing = rounded_up(x.shape[2], PADDING) - x.shape[2]
+    return F.pad(x.view(torch.uint8).mT, (0, missing)).contiguous().view(x.dtype)
+
+
+def interleaved(x: Tensor, *, back: bool = False) -> Tensor:
+    """x (..., keys) with each 16 keys in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, or back from it.
+
+    A thread that holds four keys of a row of scores holds 2t, 2t + 1, 2t + 8 and 2t + 9 (PTX ISA, the fragment of D
+    of wgmma.m64nNk32), and as an operand 4t to 4t + 3 (that of A).  With V's keys in this order P need not be
+    exchanged between threads.
+    """
+    axes = (4, 2, 2) if back else (2, 4, 2)
+    return x.reshape(*x.shape[:-1], -1, *axes).transpose(-3, -2).reshape(x.shape)
+
+
+def attend(native: Native) -> Result:
+    """(out, lse): out (B, H, Sq, Dv) in the gradients' dtype, lse (B, H, Sq) fp32, on the current stream."""
+    spec, q, k, v, descales, inverses, pointers, (tile, _, launch) = native
+    batch, heads, length, device = spec.batch, spec.heads, spec.seqlen_q, v.device
+    out = torch.empty((batch, heads, length, spec.head_dim_v), dtype=gradient_dtype(spec), device=device)
+    lse = torch.empty((batch, heads, length), dtype=torch.float32, device=device)
+    given = (out, lse, *descales) if tile.hopper else (out, lse, *descales, inverses)
+    with on(device):
+        launch((*pointers, *given), addresses((q, k, v, *given)))
+    return Result(out, lse)
+
+
+def _native(
+    spec: AttentionSpec,
+    tile: Tile,
+    operands: tuple[Tensor, Tensor, Tensor],
+    descales: tuple[Tensor, Tensor, Tensor],
+    inverses: Tensor,
+    casting: bool = False,
+) -> Native:
+    q, k, v = operands
+    outlines = [(x.shape, x.stride()) for x in (q, k, *descales)]
+    layout = _layout(spec, tile, v.shape, q.dtype, v.device, hopper.runs_on(v.device), casting, *outlines)
+    pointers = operands if layout.described is None else all_of(layout.described, operands)
+    return Native(spec, q, k, v, descales, inverses, pointers, layout)
+
+
+@lru_cache(maxsize=KEPT)
+def _layout(
+    spec: AttentionSpec,
+    tile: Tile,
+    values: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    here: bool,
+    casting: bool,
+    q: _Outline,
+    k: _Outline,
+    *descales: _Outline,
+) -> Layout:
+    """Of Q and K in ``dtype``, which are loadable; ``here``: on a GPU that runs the Hopper kernel.
+
+    ``casting``: it casts Q, which so has no descales, and those of K and V are of blocks.
+    """
+    heads = spec.heads, spec.kv_heads, spec.kv_heads
+    lengths = spec.seqlen_q, spec.seqlen_kv, spec.seqlen_kv
+    if casting:
+        heads = spec.kv_heads, spec.kv_heads, spec.kv_heads
+        lengths = (descales[0][0][2],) * 3
+    found = [steps(*each, spec.batch, *sizes) for each, *sizes in zip(descales, heads, lengths, strict=True)]
+    factors = tuple(Factors(by_batch, by_head, by_token > 0) for by_batch, by_head, by_token in found)
+    if not casting:
+        tile = _served(spec, tile, any(each.per_token for each in factors), here)
+    size, size_v = padded_size(spec.head_dim), padded_size(spec.head_dim_v)
+    by_query, by_key = _matrix(*q, size), _matrix(*k, size)
+    assert by_query is not None
+    assert by_key is not None
+    matrices = by_query, by_key
+    rows = values[0] * values[1] * values[2], values[3]
+    described = _described(tile, *matrices, rows, size, size_v)
+    if tile.hopper:
+        places = tuple(each[3:] for each in matrices)
+        return Layout(tile, described, hopper.launch(spec, tile, places, factors, _section(spec), device))
+    shapes = tuple((*each[3:], each.stride, each.rows, each.columns) for each in matrices)
+    return Layout(tile, described, _launch(spec, tile, (*shapes, rows), factors))
+
+
+def _described(
+    tile: Tile, q: Matrix, k: Matrix, v: tuple[int, int], size: int, size_v: int
+) -> tuple[Described, ...] | None:
+    """How Q, K and V are loaded, by blocks of a warpgroup's or a program's queries, and of keys; None by pointers."""
+    if not tile.tma:
+        return None
+    kind = hopper.described if tile.hopper else partial(Described, TensorDescriptor.from_tensor)
+    by_query = hopper.ROWS if tile.hopper else tile.block_m
+    return (
+        kind(q[:2], (by_query, size), (q.stride, 1)),
+        kind(k[:2], (tile.block_n, size), (k.stride, 1)),
+        kind(v, (size_v if tile.hopper else size_v // tile.parts, tile.block_n)),
+    )
+
+
+def _launch(spec: AttentionSpec, tile: Tile, shapes: tuple[Any, ...], factors: tuple[Factors, ...]) -> Launch:
+    """The kernel on matrices of these places and shapes, and these factors."""
+    mask, offset = spec.mask, spec.mask.offset(spec.seqlen_q, spec.seqlen_kv)
+    programs = spec.batch * spec.heads
+    size, size_v = padded_size(spec.head_dim), padded_size(spec.head_dim_v)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    if tile.registers is not None:
+        options["maxnreg"] = tile.registers
+    constants = (
+        spec.scale, spec.softcap or 1.0, *shapes[0], *shapes[1], *shapes[2],
+        *(step for each in factors for step in each[:2]),
+        spec.seqlen_q, spec.seqlen_kv, spec.head_dim_v, spec.heads, spec.group, programs, _section(spec),
+        0 if mask.left is None else offset - mask.left, 0 if mask.right is None else offset + mask.right,
+        tile.block_m, tile.block_n, size, size_v, tile.stages, tile.tma,
+        mask.left is not None, mask.right is not None, spec.seqlen_kv % tile.block_n != 0,
+        spec.head_dim_v == size_v, spec.softcap > 0, spec.scale < 0, *(each.per_token for each in factors),
+        tile.promotion, tile.parts, tile.interleaved,
+    )  # fmt: skip
+    grid = programs * -(-spec.seqlen_q // tile.block_m), 1, 1
+    return Launch(triton_fp8_attention_forward, grid, constants, options)
+
+
+def _served(spec: AttentionSpec, tile: Tile, per_token: bool, here: bool) -> Tile:
+    """The tile, or another for keys in the same order where it is the Hopper kernel's and that does not serve."""
+    if not tile.hopper or (here and hopper.serves(spec, per_token=per_token)):
+        return tile
+    size = padded_size(max(spec.head_dim, spec.head_dim_v))
+    return DEFAULTS[size]._replace(interleaved=tile.interleaved)
+
+
+def _section(spec: AttentionSpec) -> int:
+    """How many heads take turns.
+
+    Without a right side every block of queries costs the same, and a head's blocks run together.  With one the
+    longest blocks of many heads start first, as many heads as find their K and V in L2.
+    """
+    if spec.mask.right is None:
+        return 1
+    fitting = _L2 // (spec.seqlen_kv * (spec.head_dim + spec.head_dim_v))
+    return min(spec.batch * spec.heads, max(1, fitting) * spec.group)
+
+
+def _in_rows(descale: Tensor) -> Tensor:
+    """In fp32, and contiguous along the tokens where these have their own."""
+    data = in_fp32(descale)
+    return data if data.shape[2] == 1 or data.stride(2) == 1 else data.contiguous()
+
+
+def _loadable(x: Tensor, size: int) -> Tensor:
+    """x (B, H, S, D), or a copy whose rows are a matrix."""
+    if not x.data_ptr() % _VECTOR and _matrix(x.shape, x.stride(), size) is not None:
+        return x
+    whole = padded(x, rounded_up(x.shape[3], _VECTOR))
+    return whole.clone(memory_format=torch.contiguous_format)
+
+
+@lru_cache(maxsize=KEPT)
+def _matrix(shape: Sequence[int], strides: Sequence[int], size: int) -> Matrix | None:
+    """(B, H, S, D) as a matrix of rows: (B · H · S, D), or (B · S, H · D) where heads lie side by side; None if none.
+
+    ``size``: columns of a tile.
+    """
+    batch, heads, length, width = shape
+    if strides[3] != 1:
+        return None
+    stride = strides[2] if length > 1 else rounded_up(width, _VECTOR)
+    if stride % _VECTOR:
+        return None
+    if _steps(shape, strides, heads * length * stride, length * stride, stride) and stride >= width:
+        return Matrix(batch * heads * length, width, stride, heads * length, length, 0)
+    aside = strides[1] if heads > 1 else width
+    # A tile is as wide as the padded size, so what is beside a narrower head would be read as its own.
+    beside = width == size and aside >= width and not aside % _VECTOR and (heads - 1) * aside + width <= stride
+    if beside and _steps(shape, strides, length * stride, aside, stride):
+        return Matrix(batch * length, (heads - 1) * aside + width, stride, length, 0, aside)
+    return None
+
+
+def _steps(shape: Sequence[int], strides: Sequence[int], *expected: int) -> bool:
+    """Whether the strides of batch, head and token are these, wherever there is more than one."""
+    sizes = zip(shape, strides, expected, strict=False)
+    return all(size == 1 or stride == step for size, stride, step in sizes)

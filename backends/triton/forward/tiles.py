@@ -1,0 +1,128 @@
+"""The tiles that the forward kernel of ``triton`` runs with, by GPU, head dimension and mask.
+
+Measured beforehand and committed: nothing is timed when a kernel is chosen or run.  ``tests/gpu/tune/tune_triton.py``
+measures the candidates in turns on a GPU and prints the entries of ``TILES``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from attnbench.problem.spec import AttentionSpec
+
+__all__ = ["DEFAULTS", "HEAD_DIMS", "ONE_PASS", "TILES", "WIDE_SCORES", "Tile", "TileKey", "padded_size", "tile_of"]
+
+HEAD_DIMS = (64, 128, 256)  # that a block of keys has in shared memory, zeros behind what the tensors have
+
+
+class Tile(NamedTuple):
+    """How a program of the forward kernel computes.
+
+    ``block_m`` queries by ``block_n`` keys at a time, in ``warps`` warps, with ``stages`` blocks of keys under way.
+    ``promotion`` 0 adds each block's P·V, begun at zero, to the sum in FP32; N hands N to the compiler as
+    ``max_num_imprecise_acc``: it adds what N keys have come to.  P·V is computed for V's head dimension in
+    ``parts``, one after the other, which divides the registers of what is added.  ``registers`` bounds those of a
+    thread, None leaves them to the compiler.  ``tma`` loads by descriptors, else by pointers.  ``interleaved`` wants
+    the keys of V's transposed copy in the order of ``forward.interleaved``.
+
+    With ``hopper`` it is the Hopper kernel that computes, where it serves (``forward_hopper_launch.serves``): its
+    ``block_m`` is 128 and its keys are interleaved; ``warps`` and ``promotion`` say nothing to it.  ``turns`` lets one
+    of its warpgroups multiply while the other takes exponentials.  From ``alone_from`` keys on each of its tiles has a
+    program of its own, where else a program goes on from tile to tile: that hides where tiles begin and end, and deals
+    the unequal tiles of a causal mask out less evenly than the GPU does.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    promotion: int = 0
+    parts: int = 1
+    registers: int | None = None
+    tma: bool = True
+    interleaved: bool = False
+    hopper: bool = False
+    turns: bool = False
+    alone_from: int | None = None
+
+
+class TileKey(NamedTuple):
+    """What a tile was measured for.
+
+    ``capability`` is CUDA's; ``head_dim`` the larger of Q's and V's, padded.  ``mask`` is none or causal: a window
+    runs the causal mask's program with other bounds.  ``per_key`` says that keys have scales of their own, which take
+    registers and two more products a score.
+    """
+
+    capability: tuple[int, int]
+    head_dim: int
+    mask: Literal["none", "causal"]
+    per_key: bool
+
+
+# What fits on a Hopper multiprocessor several times, by shared memory (227 KiB) and registers without spills: four
+# programs at 64, three at 128; one at 256.
+DEFAULTS: Mapping[int, Tile] = {
+    64: Tile(64, 128, 4, 3),
+    128: Tile(64, 128, 4, 2),
+    256: Tile(128, 128, 8, 3, parts=4),
+}
+# Where Q and K have 16 bits, which take twice the shared memory; not yet tuned.
+WIDE_SCORES: Mapping[int, Tile] = {
+    64: Tile(64, 128, 4, 3, interleaved=True),
+    128: Tile(64, 128, 4, 2, interleaved=True),
+    256: Tile(64, 64, 4, 2, parts=4, interleaved=True),
+}
+# Where the kernel casts Q, and K and V have a scale for each of its blocks of keys: by head dimension, from 128 on, and
+# whether there is no mask.  Where the Hopper kernel does not run, so long are the blocks all the same.
+ONE_PASS: Mapping[tuple[int, bool], Tile] = {
+    (128, True): Tile(128, 256, 4, 2, interleaved=True, hopper=True, turns=True),
+    (128, False): Tile(128, 256, 4, 2, interleaved=True, hopper=True, turns=True, alone_from=8192),
+    (256, True): Tile(128, 128, 4, 2, parts=8, interleaved=True, hopper=True, turns=True),
+    (256, False): Tile(128, 128, 4, 2, parts=8, interleaved=True, hopper=True, alone_from=0),
+}
+# On an H200 (Triton 3.6, cold L2, 16,384 tokens of width 2048), TFLOPS at 16k / 4k / 1k tokens, beside FlashAttention-3
+# in the same run; with a scale for each key beside nothing.
+TILES: dict[TileKey, Tile] = {
+    # 653 632 558 beside 673 604 441
+    TileKey((9, 0), 64, "none", False): Tile(64, 128, 4, 3, interleaved=True),
+    # 639 566 379 beside 662 537 298
+    TileKey((9, 0), 64, "causal", False): Tile(64, 128, 4, 3, registers=128, interleaved=True),
+    # 1008 969 770 beside 955 916 744
+    TileKey((9, 0), 128, "none", False): Tile(128, 256, 4, 2, interleaved=True, hopper=True, turns=True),
+    # 934 793 509 beside 945 825 509; 880 where programs go on at 16k, 763 and 397 where they do not below
+    TileKey((9, 0), 128, "causal", False): Tile(
+        128, 256, 4, 2, interleaved=True, hopper=True, turns=True, alone_from=8192
+    ),
+    # 1221 1133 858 beside 1297 1237 1005
+    TileKey((9, 0), 256, "none", False): Tile(128, 128, 4, 2, parts=8, interleaved=True, hopper=True, turns=True),
+    # 1194 983 570 beside 1275 1109 713
+    TileKey((9, 0), 256, "causal", False): Tile(128, 128, 4, 2, parts=8, interleaved=True, hopper=True, alone_from=0),
+    # 453 450 399
+    TileKey((9, 0), 64, "none", True): Tile(64, 128, 4, 2, interleaved=True),
+    # 424 374 257
+    TileKey((9, 0), 64, "causal", True): Tile(64, 128, 4, 2, registers=168, interleaved=True),
+    # 681 666 601
+    TileKey((9, 0), 128, "none", True): Tile(64, 128, 4, 2, registers=168, interleaved=True),
+    # 603 551 365
+    TileKey((9, 0), 128, "causal", True): Tile(64, 128, 4, 2, registers=168, interleaved=True),
+    # 554 533 459
+    TileKey((9, 0), 256, "none", True): Tile(128, 128, 8, 2, parts=4, interleaved=True),
+    # 515 446 290
+    TileKey((9, 0), 256, "causal", True): Tile(128, 128, 8, 2, parts=2, interleaved=True),
+}
+
+
+def padded_size(size: int) -> int:
+    """The head dimension that a tile has: the smallest of HEAD_DIMS that is no smaller."""
+    return next(each for each in HEAD_DIMS if size <= each)
+
+
+def tile_of(
+    spec: AttentionSpec, capability: tuple[int, int], *, per_key: bool, tiles: Mapping[TileKey, Tile] = TILES
+) -> Tile:
+    """The tile of a spec: the measured one, or what fits Hopper."""
+    size = padded_size(max(spec.head_dim, spec.head_dim_v))
+    mask: Literal["none", "causal"] = "none" if spec.mask.kind == "none" else "causal"
+    return tiles.get(TileKey(capability, size, mask, per_key), DEFAULTS[size])

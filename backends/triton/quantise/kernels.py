@@ -1,0 +1,340 @@
+"""The kernels behind ``quantise``: one for the largest magnitudes, one for scales, cast and transposition.
+
+Each launch serves any number of tensors (``jobs``), so that Q, K and V share one grid and one tail.  A program has a
+tile of tokens of one head in its registers.  Where a transposed copy is wanted, it holds every fourth token in one
+sub-tile, or the tokens that an interleaved copy has four places apart: four of those give, without leaving the
+thread, 32-bit words of four tokens' bytes, and words cross the shared memory on their way to rows of tokens where
+single bytes would take four times the instructions.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .numbers import INFINITY, descale_of, divided, magnitude, narrow, turned_words
+
+__all__ = ["PADDING", "Job", "Size", "cast", "largest_magnitudes"]
+
+PADDING = 128  # tokens of a transposed copy come in multiples of this: the longest tile of keys that a forward takes
+
+_PADDING = tl.constexpr(PADDING)
+_LANES = tl.constexpr(256)  # partial magnitudes read at once
+_CHUNK = tl.constexpr(64)  # of the head dimension, in one product of the rotation
+# The interpreter's products of bf16 multiply bit patterns.
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+class Job(NamedTuple):
+    """One tensor's memory: what is read, x, mean, moved and signs; what is written; x's strides.  None for nothing."""
+
+    x: Any
+    data: Any  # (B, H, S, D rounded up to 16)
+    flipped: Any  # (B, H, D, S rounded up to PADDING)
+    descale: Any
+    partial: Any  # (B, H, chunks) int32: bits of magnitudes
+    mean: Any  # (B, H, D) fp32
+    moved: Any  # (B, H, D) fp32: mean @ signs
+    signs: Any  # (D, D): 0 and ± rotation_shrink(D), with which no sum overflows
+    factor: Any  # that makes ``signs`` orthogonal
+    far: Any  # None where the elements of a tile lie within 2^31 of each other
+    stride_b: Any
+    stride_h: Any
+    stride_s: Any
+    stride_d: Any
+
+
+class Size(NamedTuple):
+    """One tensor's numbers.
+
+    Kernels take them ``coded``: Triton compiles anew for integers that are 1 or multiples of 16, which these never
+    are, so that one compilation serves all lengths.
+    """
+
+    first: Any  # the number of its first program
+    programs: Any
+    heads: Any
+    seqlen: Any
+    tiles: Any  # of a head
+    chunks: Any  # of a head, each with one partial magnitude
+    beside: Any  # 1 where programs that follow each other have the heads of one place, 0 where the places of one head
+    inner: Any  # programs until the other of the two changes: ``heads`` or parts (tiles, chunks) of a head
+    outer: Any  # how often it changes in one batch entry
+    share: Any  # consecutive heads, over all batches, that have one scale
+
+    def coded(self) -> Size:
+        """Each number n as 2 n + 3."""
+        return Size(*(2 * number + 3 for number in self))
+
+
+@triton.jit
+def _decoded(code):
+    return Size(
+        (code.first - 3) >> 1,
+        (code.programs - 3) >> 1,
+        (code.heads - 3) >> 1,
+        (code.seqlen - 3) >> 1,
+        (code.tiles - 3) >> 1,
+        (code.chunks - 3) >> 1,
+        (code.beside - 3) >> 1,
+        (code.inner - 3) >> 1,
+        (code.outer - 3) >> 1,
+        (code.share - 3) >> 1,
+    )
+
+
+@triton.jit
+def _places(job, row, d):
+    """Where the elements (row, d) of a tile lie, from its first: in 32 bits, which take half the registers, or 64."""
+    if job.far is not None:
+        row, d = row.to(tl.int64), d.to(tl.int64)
+    return row[:, None] * job.stride_s + d[None, :] * job.stride_d
+
+
+@triton.jit
+def _turned_about(x, row, inside, job, dim: tl.constexpr, width: tl.constexpr):
+    """x @ signs for rows of x, in fp32.  Such products are exact, so 16 bits go to the tensor cores as they are."""
+    chunk: tl.constexpr = min(_CHUNK, width)
+    total = tl.zeros([row.shape[0], width], tl.float32)
+    out = tl.arange(0, width)
+    for start in tl.static_range(0, width, chunk):
+        k = start + tl.arange(0, chunk)
+        place = _places(job, row, k)
+        a = tl.load(x + place, inside[:, None] & (k < dim)[None, :], 0.0)
+        b = tl.load(job.signs + k[:, None] * dim + out[None, :], (k < dim)[:, None] & (out < dim)[None, :], 0.0)
+        if _INTERPRETED:
+            total = tl.dot(a.to(tl.float32), b.to(tl.float32), total)
+        else:
+            total = tl.dot(a, b, total, input_precision="tf32x3")
+    return total
+
+
+@triton.jit
+def _whereabouts(number, size):
+    """Batch entry, head and part of the head that a program has."""
+    # A division of integers takes 20 instructions, of unsigned ones 15: there are two.
+    slow = number.to(tl.uint32) // size.inner.to(tl.uint32)
+    fast = (number - slow.to(tl.int32) * size.inner).to(tl.int32)
+    batch = (slow // size.outer.to(tl.uint32)).to(tl.int32)
+    slow = slow.to(tl.int32) - batch * size.outer
+    return batch, tl.where(size.beside == 1, fast, slow), tl.where(size.beside == 1, slow, fast)
+
+
+@triton.jit
+def _values(
+    job, size, batch, head, start, row, dim: tl.constexpr, width: tl.constexpr, turn: tl.constexpr, policy: tl.constexpr
+):
+    """Rows ``start + row`` of a head as they are, or in fp32 less the mean or, with ``turn``, times ``signs``.
+
+    Zero outside.  Numbers of 16 bits stay such while a scale is looked for: half as many registers.
+    """
+    # 64 bits for what may lie far away; within a tile 32 mostly do.
+    x = job.x + batch.to(tl.int64) * job.stride_b + head.to(tl.int64) * job.stride_h
+    x += start.to(tl.int64) * job.stride_s
+    inside = start + row < size.seqlen
+    d = tl.arange(0, width)
+    mask = inside[:, None]
+    if dim != width:
+        mask = mask & (d < dim)[None, :]
+    if turn:
+        value, means = _turned_about(x, row, inside, job, dim, width), job.moved
+    else:
+        value = tl.load(x + _places(job, row, d), mask, 0.0, eviction_policy=policy)
+        means = job.mean
+    if means is not None:
+        mean = tl.load(means + (batch * size.heads + head).to(tl.int64) * dim + d, d < dim, 0.0)
+        value = tl.where(mask, value.to(tl.float32) - mean[None, :], 0.0)
+    return value
+
+
+@triton.jit
+def _in_full(bits, job):
+    """Bits of a magnitude, given those of it less the factor that a rotation's signs lack."""
+    if job.signs is not None:
+        bits = magnitude(bits.to(tl.float32, bitcast=True) * job.factor)
+    return bits
+
+
+@triton.jit
+def _shared_magnitude(job, size, head):
+    """The largest of the partial magnitudes that the first pass left for this head and those that share with it."""
+    base = job.partial + (head // size.share * size.share).to(tl.int64) * size.chunks
+    lane = tl.arange(0, _LANES)
+    bits = tl.zeros([_LANES], tl.int32)
+    start = 0
+    while start < size.share * size.chunks:  # the interpreter's ranges take no argument for a bound
+        bits = tl.maximum(bits, tl.load(base + start + lane, start + lane < size.share * size.chunks, 0))
+        start += _LANES
+    return tl.max(bits, 0)
+
+
+@triton.jit
+def _most(value):
+    """Bits of the largest magnitude in fp32, of values in fp32 or 16 bits: such need not be widened one by one."""
+    if value.dtype == tl.float32:
+        most = tl.max(magnitude(value))
+    else:
+        half = tl.max(value.to(tl.int16, bitcast=True) & 0x7FFF).to(tl.int16)
+        most = magnitude(half.to(value.dtype, bitcast=True).to(tl.float32))
+    return most
+
+
+@triton.jit
+def _widened(value):
+    return value.to(tl.float32)
+
+
+@triton.jit
+def _cast_tile(
+    job,
+    size,
+    number,
+    dim: tl.constexpr,
+    granularity: tl.constexpr,
+    largest: tl.constexpr,
+    rows: tl.constexpr,
+    step: tl.constexpr,
+    interleaved: tl.constexpr,
+):
+    """Scales, cast and copies of ``rows`` tokens of a head, in ``step`` sub-tiles, 4 with a transposed copy, else 1.
+
+    A word of the copy holds a token of each sub-tile.  Interleaved, the words of 16 tokens begin with the tokens
+    0 2 4 6, and after the one they begin with they hold the next one, the eighth and the ninth.
+    """
+    batch, h, tile = _whereabouts(number, size)
+    head, start = batch * size.heads + h, tile * rows
+    width: tl.constexpr = max(16, triton.next_power_of_2(dim))
+    pitch: tl.constexpr = (dim + 15) // 16 * 16
+    dtype: tl.constexpr = (job.data if job.flipped is None else job.flipped).dtype.element_ty
+    part: tl.constexpr = rows // step
+    d, place = tl.arange(0, width), tl.arange(0, part)
+    first_token = (place // 4) * 16 + (place % 4) * 2 if interleaved else place * step
+
+    tokens, values = (), ()
+    for j in tl.static_range(step):
+        token = first_token + (j % 2 + j // 2 * 8 if interleaved else j)
+        tokens += (token,)
+        values += (_values(job, size, batch, h, start, token, dim, width, job.signs is not None, "evict_first"),)
+
+    if granularity == "head" or granularity == "tensor":
+        descale = descale_of(_shared_magnitude(job, size, head), largest)
+        group = head // size.share if granularity == "tensor" else head
+        tl.store(job.descale + group, descale, (tile == 0) & ((granularity == "head") | (head == 0)))
+    if granularity == "block":
+        bits = tl.zeros([], tl.int32)
+        for j in tl.static_range(step):
+            bits = tl.maximum(bits, _most(values[j]))
+        descale = descale_of(_in_full(bits, job), largest)
+        blocks = (size.seqlen + rows - 1) // rows
+        tl.store(job.descale + head.to(tl.int64) * blocks + tile, descale, tile < blocks)
+
+    first = head.to(tl.int64) * size.seqlen + start
+    quotients = ()
+    for j in tl.static_range(step):
+        wide = _widened(values[j])
+        if granularity == "token":
+            each = descale_of(_in_full(tl.max(magnitude(wide), 1), job), largest)
+            tl.store(job.descale + first + tokens[j], each, start + tokens[j] < size.seqlen)
+            each = tl.broadcast_to(each[:, None], [part, width])
+            quotient = divided(wide, each, 1.0 / each)
+        else:
+            quotient = divided(wide, descale, 1.0 / descale)
+        if job.signs is not None:  # the factor last: infinite before it, a quotient would be NaN
+            quotient *= job.factor
+        quotients += (quotient,)
+
+    made = narrow(quotients, dtype) if job.flipped is None else turned_words(quotients, dtype)
+    if job.data is not None:
+        data = job.data.to(tl.pointer_type(tl.uint8)) + first * pitch
+        for j in tl.static_range(step):
+            mask = (start + tokens[j] < size.seqlen)[:, None]
+            if dim != width:
+                mask = mask & (d < dim)[None, :]
+            tl.store(data + (tokens[j][:, None] * pitch + d[None, :]), made[j], mask)
+    if job.flipped is not None:
+        words = (size.seqlen + _PADDING - 1) // _PADDING * (_PADDING // 4)  # of a row of the transposed copy
+        column = start // 4 + place
+        base = job.flipped.to(tl.pointer_type(tl.int32)) + head.to(tl.int64) * dim * words
+        mask = (column < words)[None, :]
+        if dim != width:
+            mask = mask & (d < dim)[:, None]
+        tl.store(base + d[:, None] * words + column[None, :], tl.trans(made[4]), mask)
+
+
+@triton.jit
+def cast(
+    jobs,
+    sizes,
+    dims: tl.constexpr,
+    granularity: tl.constexpr,
+    largest: tl.constexpr,
+    rows: tl.constexpr,
+    rows_flipped: tl.constexpr,
+    interleaved: tl.constexpr,
+    in_turns: tl.constexpr,
+):
+    """e4m3 or e5m2 data, transposed copies and scales of every job, ``rows`` tokens a program.
+
+    Scales per head or tensor come from ``largest_magnitudes``, whose last tiles are this launch's first: the L2 still
+    has them.  ``in_turns``: all jobs have as many programs, and those of the same number run together, so that a
+    multiprocessor has one that waits for memory beside one that transposes.
+    """
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    if in_turns:
+        program = program % len(dims) * (tl.num_programs(0) // len(dims)) + program // len(dims)
+    for i in tl.static_range(len(dims)):
+        job, size = jobs[i], _decoded(sizes[i])
+        number = program - size.first
+        if (number >= 0) & (number < size.programs):
+            if job.flipped is None:
+                _cast_tile(job, size, number, dims[i], granularity, largest, rows, 1, False)
+            else:
+                _cast_tile(job, size, number, dims[i], granularity, largest, rows_flipped, 4, interleaved[i])
+
+
+@triton.jit
+def _block_sums(value, dim: tl.constexpr):
+    """What no magnitude of value @ signs exceeds, for each row and block of the rotation."""
+    block: tl.constexpr = dim & -dim
+    value = tl.abs(value) * (0.5 / block)  # attnbench.problem.fp8.rotation_shrink
+    if block == value.shape[1]:
+        sums = tl.sum(value, 1)
+    else:
+        sums = tl.sum(tl.reshape(value, [value.shape[0], value.shape[1] // block, block]), 2)
+    return sums
+
+
+@triton.jit
+def _chunk_magnitude(job, size, number, dim: tl.constexpr, rows: tl.constexpr):
+    width: tl.constexpr = max(16, triton.next_power_of_2(dim))
+    batch, h, chunk = _whereabouts(number, size)
+    each = (size.tiles + size.chunks - 1) // size.chunks
+    tile = chunk * each
+    end = tl.minimum(tile + each, size.tiles)
+    peak = tl.zeros([], tl.int32)
+    while tile < end:
+        value = _values(job, size, batch, h, tile * rows, tl.arange(0, rows), dim, width, False, "")
+        if job.signs is not None:
+            value = _block_sums(value.to(tl.float32), dim)
+        peak = tl.maximum(peak, _most(value))
+        tile += 1
+    if job.signs is not None:  # what is finite stays so
+        peak = tl.where(peak < INFINITY, tl.minimum(_in_full(peak, job), INFINITY - 1), peak)
+    tl.store(job.partial + (batch * size.heads + h) * size.chunks + chunk, peak)
+
+
+@triton.jit
+def largest_magnitudes(jobs, sizes, dims: tl.constexpr, rows: tl.constexpr):
+    """For every job the bits of the largest magnitude in each chunk of each head: a program has one chunk.
+
+    Of what will be rotated, those of the bound that ``problem.fp8.quantise`` puts in its place, and nothing is
+    rotated here.  The tiles of a head are shared out evenly among its chunks.
+    """
+    program = tl.program_id(0)
+    for i in tl.static_range(len(dims)):
+        job, size = jobs[i], _decoded(sizes[i])
+        number = program - size.first
+        if (number >= 0) & (number < size.programs):
+            _chunk_magnitude(job, size, number, dims[i], rows)

@@ -1,0 +1,1 @@
+"""Whether a candidate learns as well as its baseline."""

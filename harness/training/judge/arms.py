@@ -1,0 +1,203 @@
+"""Runs that differ in nothing but their seed are one arm; a candidate's arm is held against its baseline's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..rows import Share, TrainingRun
+from .curves import ending
+from .learning import END, Learning, judged, pairs_of
+
+__all__ = ["Arm", "arms_of", "compared", "kinds_of", "scaling_efficiency", "title_of"]
+
+# What may differ between a candidate and its baseline: how it is computed, not what is learnt from what.
+_HOW = (
+    "attention",
+    "max_error",
+    "fp8",
+    "linears",
+    "block",
+    "policy",
+    "checkpointing",
+    "compile",
+    "optimiser",
+    "parallel",
+)
+_SPREAD = ("parallel", "policy")  # what belongs to the number of GPUs
+_ATTENTION = ("attention", "max_error", "fp8")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """``runs`` in the order of their seeds; ``label`` tells the arm from the others beside it.
+
+    ``time`` counts from 1 how often the same runs were shown: made again on the machine, or at another price.
+    """
+
+    label: str
+    runs: tuple[TrainingRun, ...]
+    time: int = 1
+
+    @property
+    def first(self) -> TrainingRun:
+        """The run that speaks for what all have in common."""
+        return self.runs[0]
+
+    @property
+    def baseline(self) -> bool:
+        """Whether others are held against it."""
+        return self.first.role == "baseline"
+
+    @property
+    def samples_ms(self) -> list[float]:
+        """The step times of all runs that count."""
+        return [taken for run in self.runs for taken in run.samples_ms]
+
+    @property
+    def median_ms(self) -> float | None:
+        """The median of ``samples_ms``; None where there are none."""
+        return float(np.median(self.samples_ms)) if self.samples_ms else None
+
+    @property
+    def units_per_second(self) -> float | None:
+        """Of all ranks, at the median step."""
+        return None if self.median_ms is None else self.first.units_per_step / self.median_ms * 1e3
+
+    @property
+    def mfu(self) -> float | None:
+        """The median over the runs."""
+        return _median([run.mfu for run in self.runs])
+
+    @property
+    def attention_share(self) -> float | None:
+        """The median over the runs."""
+        return _median([None if run.attention is None else run.attention.share for run in self.runs])
+
+    @property
+    def attention(self) -> Share | None:
+        """That of the first run that has one."""
+        return next((run.attention for run in self.runs if run.attention is not None), None)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The largest peak."""
+        return max((run.memory_bytes for run in self.runs if run.memory_bytes is not None), default=None)
+
+    @property
+    def end(self) -> float | None:
+        """The mean over the runs of the loss at their end."""
+        ends = [ending(run.loss, END) for run in self.runs if run.loss]
+        return float(np.mean(ends)) if ends else None
+
+
+def arms_of(runs: Sequence[TrainingRun]) -> list[Arm]:
+    """The arms in the order of their first runs, each with a label that no other has where settings differ."""
+    groups: dict[tuple[str, int], list[TrainingRun]] = {}
+    times: dict[str, int] = {}
+    for run in runs:
+        group = _group(run)
+        same = f"{run.seed} {group}"
+        times[same] = times.get(same, 0) + 1
+        groups.setdefault((group, times[same]), []).append(run)
+    firsts = [group[0] for group in groups.values()]
+    varying = [
+        name
+        for name in firsts[0].settings
+        if name not in (*_ATTENTION, "seed") and len({str(run.settings.get(name)) for run in firsts}) > 1
+    ] if firsts else []  # fmt: skip
+    machines = len({_machine(run) for run in firsts}) > 1
+    return [
+        Arm(_label(group[0], varying, machines, time), tuple(sorted(group, key=lambda run: run.seed)), time)
+        for (_, time), group in groups.items()
+    ]
+
+
+def kinds_of(runs: Sequence[TrainingRun]) -> list[list[TrainingRun]]:
+    """The runs by what is learnt from what, in the order of their first ones.
+
+    Runs of one kind may be held against one another, on whatever machine and however many GPUs.
+    """
+    kinds: dict[str, list[TrainingRun]] = {}
+    for run in runs:
+        kinds.setdefault(json.dumps(_without(run, (*_HOW, "seed")), sort_keys=True), []).append(run)
+    return list(kinds.values())
+
+
+def title_of(arms: Sequence[Arm]) -> str:
+    """What is trained; of arms of many kinds the first three."""
+    said = dict.fromkeys(
+        f"{run.settings.get('model')} {run.settings.get('size')}, {run.settings.get('seqlen')} tokens a sample, batch "
+        f"{run.settings.get('batch')}, {run.settings.get('steps')} steps on {run.environment.device_name}"
+        for run in (arm.first for arm in arms)
+    )
+    return "; ".join(list(said)[:3]) + ("; ..." if len(said) > 3 else "")
+
+
+def compared(arms: Sequence[Arm]) -> list[tuple[Arm, Arm, Learning]]:
+    """Each candidate with the baseline that is most like it, learns the same from the same, and the verdict."""
+    found = []
+    for arm in arms:
+        rivals = [each for each in arms if each.baseline and _learns_the_same(arm.first, each.first)]
+        if not arm.baseline and rivals:
+            nearest = min(rivals, key=lambda each: (each.time != arm.time, _differences(arm.first, each.first)))
+            found.append((arm, nearest, judged(pairs_of([*arm.runs, *nearest.runs]))))
+    return found
+
+
+def scaling_efficiency(arm: Arm, arms: Sequence[Arm]) -> float | None:
+    """Throughput of an arm's N ranks over N times that of the same arm on one; None where that was not run.
+
+    Each rank has the same batch in both (weak scaling).
+    """
+    if arm.first.world == 1 or arm.units_per_second is None:
+        return None
+    for each in arms:
+        alone = each.first.world == 1 and each.units_per_second is not None
+        if alone and _without(arm.first, (*_SPREAD, "seed")) == _without(each.first, (*_SPREAD, "seed")):
+            return arm.units_per_second / (arm.first.world * (each.units_per_second or 1.0))
+    return None
+
+
+def _group(run: TrainingRun) -> str:
+    return json.dumps([run.role, run.world, _machine(run), _without(run, ("seed",))], sort_keys=True)
+
+
+def _machine(run: TrainingRun) -> str:
+    return f"{run.environment.device_name} {run.environment.key}"
+
+
+def _without(run: TrainingRun, names: Sequence[str]) -> dict[str, object]:
+    return {name: value for name, value in run.settings.items() if name not in names}
+
+
+def _learns_the_same(one: TrainingRun, other: TrainingRun) -> bool:
+    left_out = (*_HOW, "seed")
+    same = one.world == other.world and _machine(one) == _machine(other)
+    return same and _without(one, left_out) == _without(other, left_out)
+
+
+def _differences(one: TrainingRun, other: TrainingRun) -> int:
+    return sum(one.settings.get(name) != other.settings.get(name) for name in _HOW)
+
+
+def _label(run: TrainingRun, varying: Sequence[str], machines: bool, time: int) -> str:
+    said = str(run.settings["attention"])
+    if run.settings.get("fp8"):
+        said += " fp8"
+    if run.settings.get("max_error") is not None:
+        said += f" max_error={run.settings['max_error']}"
+    said += "".join(f" {name}={run.settings.get(name)}" for name in varying)
+    if machines or run.world > 1:
+        said += f" on {f'{run.world} × ' if run.world > 1 else ''}{run.environment.device_name}"
+    if time > 1:
+        said += f" #{time}"
+    return said
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    told = [value for value in values if value is not None]
+    return float(np.median(told)) if told else None

@@ -1,0 +1,1 @@
+"""The models that are trained, and their parts."""

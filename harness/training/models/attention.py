@@ -1,0 +1,101 @@
+"""The attention of a model being trained: torch's own, or what ``attnbench.attention`` is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnbench.api import attention, explain
+from attnbench.errors import InputError
+
+from ..config import OWN, SDPA, TrainConfig
+
+__all__ = ["Attend", "Attending", "AttentionCore", "plans_noted"]
+
+
+# (q (B, H, S, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv), is_causal) to (B, H, S, Dv).  scale, window (keys before and
+# after) and softcap come by name, and only from models that ask for them.
+Attending = Callable[..., Tensor]
+
+
+class Attend:
+    """What the config asks for.  ``sdpa`` is torch's default choice among its own kernels, with nothing forced."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        if config.attention == OWN:
+            raise InputError("attention=own is computed inside TransformerEngine's block")
+        self._sdpa = config.attention == SDPA
+        self._asked: dict[str, Any] = {
+            "backend": config.attention,
+            "max_error": config.max_error,
+            "dtype": "fp8" if config.fp8 else None,
+        }
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        is_causal: bool,
+        *,
+        scale: float | None = None,
+        window: tuple[int | None, int | None] | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Raises InputError where torch's SDPA cannot say what is asked, and what ``attnbench.attention`` raises."""
+        if not self._sdpa:
+            out = attention(q, k, v, is_causal=is_causal, scale=scale, window=window, softcap=softcap, **self._asked)
+            assert isinstance(out, Tensor)
+            return out
+        self.check(window=window, softcap=softcap)
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+
+    def plan(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, **options: Any) -> str | None:
+        """The plan that a call with such tensors runs, None for torch's SDPA.  Raises what the call would raise."""
+        return None if self._sdpa else str(explain(q, k, v, is_causal=is_causal, **options, **self._asked).plan)
+
+    def check(self, *, window: object = None, softcap: object = None, **_: object) -> None:
+        """Raise InputError where torch's SDPA has no argument for what a model asks for."""
+        if self._sdpa and (window is not None or softcap is not None):
+            what = "a sliding window" if softcap is None else "a softcap"
+            raise InputError(f"it asks for {what}, which torch's SDPA has not; name attention=auto or a backend")
+
+
+@contextmanager
+def plans_noted(modules: Sequence[AttentionCore]) -> Iterator[list[str]]:
+    """The plans that the modules' calls run meanwhile, each once; asking again costs time, so not while it counts."""
+    noted: dict[str, None] = {}
+    asked: set[object] = set()
+    plans: list[str] = []
+
+    def note(module: AttentionCore, args: tuple[Any, ...], options: dict[str, Any], out: Tensor) -> None:
+        question = (*(x.shape for x in args[:3]), args[3], *sorted(options.items()))
+        if isinstance(module.attend, Attend) and question not in asked:
+            asked.add(question)
+            if (plan := module.attend.plan(*args, **options)) is not None:
+                noted[plan] = None
+
+    handles = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
+    try:
+        yield plans
+    finally:
+        for handle in handles:
+            handle.remove()
+        plans += noted
+
+
+class AttentionCore(nn.Module):
+    """Where each layer's attention passes through: a module without parameters, to be hooked and timed."""
+
+    def __init__(self, attend: Attending) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, **options: Any) -> Tensor:
+        """q (B, H, S, D), k and v (B, Hkv, S, D) to (B, H, S, D)."""
+        return self.attend(q, k, v, is_causal, **options)

@@ -1,0 +1,1 @@
+"""What training runs have to say."""

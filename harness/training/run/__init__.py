@@ -1,0 +1,1 @@
+"""One training run: its steps, its state, and its process."""

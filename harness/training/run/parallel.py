@@ -1,0 +1,126 @@
+"""One process or many: which rank this is, and a model spread over all of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from attnbench.errors import MisuseError
+from attnbench.kernels.devices import find
+
+from .policy import sharding_policy
+
+if TYPE_CHECKING:
+    from .trainable import Trainable
+
+__all__ = ["Ranks", "joined", "spread"]
+
+_PATIENCE = timedelta(minutes=30)  # compiling and the first step of a large model on one rank, while the others wait
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Rank ``rank`` of ``world``, which computes on ``device``."""
+
+    device: torch.device
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that writes and speaks."""
+        return self.rank == 0
+
+    def wait(self) -> None:
+        """Until every rank is here."""
+        if self.world > 1:
+            dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
+
+    def mean(self, value: Tensor) -> Tensor:
+        """The mean over all ranks of a tensor that each has, without waiting for the device."""
+        if self.world == 1:
+            return value
+        total = value.clone()
+        dist.all_reduce(total)
+        return total / self.world
+
+    def agreed(self, number: int) -> int:
+        """The first rank's number."""
+        if self.world == 1:
+            return number
+        told = torch.tensor(number, device=self.device)
+        dist.broadcast(told, 0)
+        return int(told)
+
+
+@contextmanager
+def joined(device: str, environ: Mapping[str, str] = os.environ) -> Iterator[Ranks]:
+    """This process among those that ``torchrun`` started; alone where it did not.
+
+    ``device`` is ``auto``, ``cpu``, ``cuda``, or alone ``cuda:N``; under torchrun each process
+    of a node takes the GPU of its local rank.  NCCL connects GPUs, gloo CPUs.  Raises
+    MisuseError where torchrun's variables are not numbers or not all there, or one GPU is
+    named for all ranks.
+    """
+    names, meeting = ("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("MASTER_ADDR", "MASTER_PORT")
+    if not all(name in environ for name in names):
+        yield Ranks(_current(find(device)))
+        return
+    try:
+        rank, world, local = (int(environ[name]) for name in names)
+    except ValueError:
+        raise MisuseError(f"{', '.join(names)} of torchrun are numbers") from None
+    if ":" in device:
+        raise MisuseError(f"under torchrun each process takes its own GPU; say --device cuda, not {device}")
+    if missing := [name for name in meeting if not environ.get(name)]:
+        raise MisuseError(f"{', '.join(names)} are set and {', '.join(missing)} not: torchrun sets all of them")
+    found = find(device)
+    if found.type == "cuda":
+        found = _current(find(f"cuda:{local}"))
+    dist.init_process_group("nccl" if found.type == "cuda" else "gloo", timeout=_PATIENCE)
+    try:
+        yield Ranks(found, rank, world)
+    finally:
+        dist.destroy_process_group()
+
+
+def _current(device: torch.device) -> torch.device:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def spread(trainable: Trainable, ranks: Ranks) -> None:
+    """Spread the model as its configuration says: DDP, or FSDP2 with every block a shard group of its own.
+
+    Raises MisuseError where ranks and configuration do not go together.
+    """
+    kind = trainable.config.parallel
+    if kind == "none":
+        if ranks.world > 1:
+            raise MisuseError(f"{ranks.world} processes were started; say --parallel ddp or fsdp2")
+        return
+    if not dist.is_initialized():
+        raise MisuseError(
+            f"--parallel {kind} is started by torchrun: torchrun --nproc-per-node N -m attnbench train ..."
+        )
+    if kind == "ddp":
+        trainable.module = DistributedDataParallel(
+            trainable.module, device_ids=[ranks.device] if ranks.device.type == "cuda" else None
+        )
+        return
+    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+    policy = sharding_policy(trainable.config)
+    for each in (*trainable.blocks, trainable.module):
+        fully_shard(each, mesh=mesh, mp_policy=policy)

@@ -1,0 +1,150 @@
+"""A config made into something that a loop can train: module, loss, data, and the parts that others measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from attnbench.errors import InputError
+
+from ..config import TrainConfig
+from ..data.corpus import Corpus, load, samples_of
+from ..data.images import random_images
+from ..flops import gpt_flops, vit_flops
+from ..models.attention import Attend, Attending, AttentionCore
+from ..models.blocks import checkpoint_blocks, compile_blocks
+from ..models.gpt import Gpt, gpt_size, initialise
+from ..models.huggingface import make_hf
+from ..models.linears import convert_linears, linears_context, refusal
+from ..models.vit import make_vit
+from ..models.vit_sizes import VIT_SIZES
+from ..models.vit_te import te_block
+from .policy import cast_weights, policy_context
+
+__all__ = ["Batch", "Trainable", "build", "finish"]
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass
+class Trainable:
+    """A model ready to train.  ``module(*batch)`` is its fp32 loss; a loop may put a wrapped one in its place.
+
+    ``blocks`` are the units to shard, and ``attention_modules`` where attention passes
+    through, called with q (B, H, S, D), k, v and ``is_causal`` (none where TransformerEngine's
+    block keeps its own).  ``flops_per_step`` is the stated model's count (flops.py) and
+    ``units_per_step`` the tokens or images, both of one rank.
+    """
+
+    config: TrainConfig
+    device: torch.device
+    module: nn.Module
+    blocks: Sequence[nn.Module]
+    attention_modules: Sequence[AttentionCore]
+    flops_per_step: float
+    units: Literal["tokens", "images"]
+    units_per_step: int
+    parameters: int
+    corpus: Corpus | None
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The mean loss of a batch, an fp32 scalar, in what policy and linears compute in."""
+        with policy_context(self.config, self.device), linears_context(self.config.linears):
+            loss: Tensor = self.module(*batch)
+        return loss
+
+    def batch(self, step: int, rank: int = 0, world: int = 1) -> Batch:
+        """What a rank of a world learns at a step (from 0 on), on the device: the same for equal seeds and data."""
+        numbers = samples_of(step, self.config.batch, rank, world)
+        if self.corpus is None:
+            return self._images(numbers, "train", self.config.seed)
+        return self._tokens([self.corpus.sample(self.config.seed, number) for number in numbers])
+
+    def validation(self, index: int, rank: int = 0, world: int = 1) -> Batch:
+        """A batch that is never learnt, the same for every seed."""
+        numbers = samples_of(index, self.config.batch, rank, world)
+        if self.corpus is None:
+            return self._images(numbers, "validation", 0)
+        return self._tokens([self.corpus.held_back(number) for number in numbers])
+
+    def _tokens(self, samples: list[Tensor]) -> Batch:
+        tokens = torch.stack(samples).to(self.device)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def _images(self, numbers: range, part: str, seed: int) -> Batch:
+        size = VIT_SIZES[self.config.size]
+        return random_images(seed, numbers, size.pixels, size.classes, self.device, part)
+
+
+def build(
+    config: TrainConfig, device: torch.device | str, *, attend: Attending | None = None, finished: bool = True
+) -> Trainable:
+    """The config's model on the device, its weights drawn from the seed alone.
+
+    ``attend`` takes the place of the attention that the config names.  Unless ``finished`` is
+    False, checkpointing and compilation are applied too.  Raises InputError on a device or
+    package that cannot serve the config, with the command that installs what is missing.
+    """
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if attend is not None and config.block == "te":
+        raise InputError("block=te has an attention of its own, and takes no other")
+    if reason := refusal(config.linears, device):
+        raise InputError(reason)
+    corpus = load(config.data, config.seqlen) if config.learns_text else None  # before the model: it fails sooner
+    made = _made(config, device, corpus, attend)
+    made.parameters = sum(each.numel() for each in made.module.parameters())
+    cast_weights(made.module, config)
+    if config.block == "plain":
+        convert_linears(made.blocks, config.linears, config.batch * config.seqlen)
+    if finished:
+        finish(made)
+    return made
+
+
+def finish(trainable: Trainable) -> None:
+    """Apply the config's checkpointing and compilation to the blocks, in place, before they are sharded."""
+    config = trainable.config
+    if config.checkpointing:
+        checkpoint_blocks(trainable.blocks, te=config.linears == "te-fp8" or config.block == "te")
+    if config.compile:
+        compile_blocks(trainable.blocks)
+
+
+def _made(config: TrainConfig, device: torch.device, corpus: Corpus | None, attend: Attending | None) -> Trainable:
+    cores: list[AttentionCore] = []
+    core = _maker(config, attend, cores)
+    tokens = config.batch * config.seqlen
+    if config.model == "gpt":
+        size = gpt_size(config)
+        with torch.device("meta"):
+            gpt = Gpt(size, core)
+        gpt = gpt.to_empty(device=device)
+        initialise(gpt, config.seed)
+        flops = gpt_flops(size, config.batch, config.seqlen)
+        return Trainable(config, device, gpt, list(gpt.blocks), cores, flops, "tokens", tokens, 0, corpus)
+    if config.model == "vit-huge":
+        shape = VIT_SIZES[config.size]
+        own = config.block == "te"
+        options = {"block_fn": te_block(device)} if own else {}
+        vit = make_vit(shape, device, config.seed, None if own else core, **options)
+        flops = vit_flops(shape, config.batch)
+        return Trainable(config, device, vit, vit.blocks, cores, flops, "images", config.batch, 0, None)
+    hf = make_hf(config.model.removeprefix("hf:"), config.seqlen, device, config.seed, core)
+    flops = hf.sample_flops * config.batch
+    return Trainable(config, device, hf, hf.blocks, hf.cores, flops, "tokens", tokens, 0, corpus)
+
+
+def _maker(config: TrainConfig, attend: Attending | None, made: list[AttentionCore]) -> Callable[[], AttentionCore]:
+    """Makes cores around the attention, and lists them."""
+
+    def core() -> AttentionCore:
+        made.append(AttentionCore(attend or Attend(config)))
+        return made[-1]
+
+    return core

@@ -1,0 +1,169 @@
+"""Early warnings from attention's own tensors: outliers in Q and K, gradients that FP8 would lose, gradients too long.
+
+Kurtosis of activations rises long before FP8 training fails (FOG, arXiv 2505.20524); dS is the tensor of the backward
+whose entries are smallest and whose errors dominate (SageBwd, arXiv 2603.02170).  Both are read off one extra forward
+and backward of a step's own batch, outside the timed steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..rows import Sign
+
+__all__ = ["kurtosis", "score_gradients", "signs_of", "underflow"]
+
+Format = Literal["e4m3", "e5m2"]
+_DTYPES: dict[Format, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_ROWS = 32  # of the scores of a head, evenly spread over the queries
+_HEADS = 4  # of those of all batches, evenly spread
+
+
+def kurtosis(x: Tensor) -> Tensor:
+    """E[x⁴] / E[x²]² of each head of ``x`` (B, H, S, D), as (B, H): 3 for normal numbers, S·D for a single spike."""
+    squares = x.detach().float().square()
+    squares = squares / squares.amax(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    mean = squares.mean(dim=(-2, -1))
+    return squares.square().mean(dim=(-2, -1)) / mean.square().clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def score_gradients(
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, rows: Tensor, is_causal: bool, scale: float
+) -> Tensor:
+    """dS of some rows of one head in fp32: P ∘ (dO Vᵀ − rowsum(dO ∘ O)), from exact attention.
+
+    ``q``, ``grad_out`` (R, D) are the queries number ``rows`` (R,); ``k``, ``v`` (S, D).
+    Answers (R, S), zero where the mask hides a key (FlashAttention-2, arXiv 2307.08691, equation 2).
+    """
+    q, k, v, grad_out = (x.detach().float() for x in (q, k, v, grad_out))
+    scores = q @ k.T * scale
+    if is_causal:
+        hidden = torch.arange(k.shape[0], device=k.device) > rows[:, None]
+        scores = scores.masked_fill(hidden, -math.inf)
+    weights = scores.softmax(dim=-1)
+    grad_weights = grad_out @ v.T
+    return weights * (grad_weights - (weights * grad_weights).sum(dim=-1, keepdim=True))
+
+
+def underflow(x: Tensor, format: Format) -> float:
+    """The share of the entries of ``x``, not zero, that become zero in the format, with one scale to its largest value.
+
+    0 where no entry is other than zero.
+    """
+    visible = x != 0
+    largest = x.abs().amax()
+    if not visible.any() or not torch.isfinite(largest):
+        return 0.0
+    scaled = (x.double() * (torch.finfo(_DTYPES[format]).max / largest.double())).float()
+    flushed = (scaled.to(_DTYPES[format]).float() == 0) & visible
+    return float(flushed.sum() / visible.sum())
+
+
+class _Picked(NamedTuple):
+    """What dS of some rows of one head needs, but dO."""
+
+    batch: int
+    head: int
+    rows: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    is_causal: bool
+    scale: float
+
+
+@dataclass
+class _Seen:
+    """What one module's pass showed."""
+
+    kurtosis_q: float = 0.0
+    kurtosis_k: float = 0.0
+    forwards: int = 0
+    picked: list[_Picked] = field(default_factory=list)
+    underflow: dict[Format, float] = field(default_factory=lambda: dict.fromkeys(_DTYPES, 0.0))
+    square: float = 0.0
+
+
+def signs_of(step: int, modules: Sequence[nn.Module], work: Callable[[], None]) -> Sign | None:
+    """The signs of one forward and backward, which ``work`` runs; None without attention modules.
+
+    ``modules`` are called with q (B, H, S, D), k and v (B, Hkv, S, D) and return out in q's
+    shape; ``is_causal`` is their fourth argument, or named, ``scale``, ``window`` and
+    ``softcap`` are named.
+    """
+    if not modules:
+        return None
+    seen = [_Seen() for _ in modules]
+    with _watched(modules, seen):
+        work()
+    return Sign(
+        step=step,
+        kurtosis_q=max(one.kurtosis_q for one in seen),
+        kurtosis_k=max(one.kurtosis_k for one in seen),
+        ds_underflow={name: max(one.underflow[name] for one in seen) for name in _DTYPES},
+        gradient_norm=math.sqrt(sum(one.square for one in seen)),
+    )
+
+
+@contextmanager
+def _watched(modules: Sequence[nn.Module], seen: Sequence[_Seen]) -> Iterator[None]:
+    handles: list[Any] = []
+    for module, own in zip(modules, seen, strict=True):
+        handles += [
+            module.register_forward_hook(_forward(own), with_kwargs=True),
+            module.register_full_backward_pre_hook(_output_gradient(own)),
+            module.register_full_backward_hook(_input_gradients(own)),
+        ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _forward(own: _Seen) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], out: Tensor) -> None:
+        own.forwards += 1
+        if own.forwards > 1:
+            return  # checkpointing computes it a second time
+        q, k, v = args[:3]
+        own.kurtosis_q, own.kurtosis_k = (float(kurtosis(x).amax()) for x in (q, k))
+        if options.get("window") is not None or options.get("softcap") is not None:
+            return  # dS is estimated for plain and causal softmax attention
+        causal = bool(options.get("is_causal", args[3] if len(args) > 3 else False))
+        scale = options.get("scale") or q.shape[-1] ** -0.5
+        batch, heads, queries = q.shape[:3]
+        rows = torch.linspace(0, queries - 1, min(_ROWS, queries), device=q.device).long()
+        for index in torch.linspace(0, batch * heads - 1, min(_HEADS, batch * heads)).long().tolist():
+            b, h = divmod(index, heads)
+            shared = h // (heads // k.shape[1])
+            with torch.no_grad():
+                q_rows, own_k, own_v = q[b, h, rows], k[b, shared].clone(), v[b, shared].clone()
+            own.picked.append(_Picked(b, h, rows, q_rows, own_k, own_v, causal, scale))
+
+    return hook
+
+
+def _output_gradient(own: _Seen) -> Callable[..., None]:
+    def hook(module: nn.Module, grads: tuple[Tensor | None, ...]) -> None:
+        if not grads or grads[0] is None:
+            return
+        for b, h, rows, q, k, v, is_causal, scale in own.picked:
+            scores = score_gradients(q, k, v, grads[0][b, h, rows], rows, is_causal, scale)
+            own.underflow = {name: max(own.underflow[name], underflow(scores, name)) for name in _DTYPES}
+
+    return hook
+
+
+def _input_gradients(own: _Seen) -> Callable[..., None]:
+    def hook(module: nn.Module, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...]) -> None:
+        own.square += sum(float(grad.detach().float().square().sum()) for grad in inputs[:3] if grad is not None)
+
+    return hook

@@ -1,0 +1,244 @@
+"""A budget is a promise: what runs keeps it, or an error says what the best plan reaches."""
+
+import json
+import math
+
+import pytest
+import torch
+from command_line import attnbench
+from dense import dense_attention, dense_gradients, relative_l2
+from fakes import FakeForward, an_environment, fake_backend, fake_registry
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnbench import AttentionSpec, Mask, Plan, attention, explain, freeze, use_backend
+from attnbench.choosing.selector import choose
+from attnbench.errors import BudgetError, InputError, NoPlanError
+from attnbench.kernels.capabilities import Device
+from attnbench.kernels.contract import rounding_error
+from attnbench.kernels.registry import registry
+from attnbench.problem.dtypes import TO_TORCH
+from attnbench.tables.table import Entry, Table
+
+CPU = torch.device("cpu")
+HERE = Device("cpu", "A CPU")
+WIDE = ("bf16", "fp16", "fp32", "fp64")
+
+
+def drawn(spec: AttentionSpec, seed: int = 0) -> list[torch.Tensor]:
+    """Normal q, k, v and dO."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = (spec.batch, spec.kv_heads, spec.seqlen_kv, spec.head_dim)
+    rows = (spec.batch, spec.heads, spec.seqlen_q, spec.head_dim)
+    return [torch.randn(each, generator=generator).to(TO_TORCH[spec.dtype]) for each in (rows, keys, keys, rows)]
+
+
+def square(dtype: str = "bf16", direction: str = "forward") -> AttentionSpec:
+    return AttentionSpec.make(batch=1, heads=2, seqlen_q=64, head_dim=32, dtype=dtype, direction=direction)
+
+
+def asked(spec: AttentionSpec, **more):
+    q, k, v, _ = drawn(spec)
+    leaves = [x.requires_grad_(spec.training) for x in (q, k, v)]
+    return explain(*leaves, is_causal=spec.mask.kind == "causal", **more)
+
+
+specs = st.builds(
+    lambda sizes, group, causal, **more: AttentionSpec.make(
+        batch=2, heads=2 * group, kv_heads=2, seqlen_q=sizes[0], seqlen_kv=sizes[0] if causal else sizes[1],
+        mask=Mask(right=0) if causal else Mask(), **more,
+    ),
+    st.tuples(st.integers(24, 80), st.integers(24, 80)), st.sampled_from([1, 3]), st.booleans(),
+    head_dim=st.sampled_from([16, 40, 64]), dtype=st.sampled_from(WIDE),
+    direction=st.sampled_from(["forward", "training"]),
+)  # fmt: skip
+budgets = st.floats(-17, -0.5).map(lambda power: 10**power)
+
+
+@settings(max_examples=30)
+@given(specs, budgets | st.sampled_from([0.0019, 0.002, 0.0025, 0.003, 0.005, 0.00024, 0.0005]), st.booleans())
+def test_what_runs_is_within_the_budget_or_nothing_runs(spec, budget, fp8):
+    q, k, v, grad_out = drawn(spec)
+    leaves = [x.requires_grad_(spec.training) for x in (q, k, v)]
+    more = {"max_error": budget, "dtype": None if fp8 else spec.dtype, "is_causal": spec.mask.kind == "causal"}
+    try:
+        out = attention(*leaves, **more)
+    except NoPlanError:
+        exact = Plan("reference:fp64", "reference:fp64" if spec.training else None)
+        assert budget < registry().declared_error(exact, spec, HERE), "a plan was there that declares to keep it"
+        return
+    errors = [relative_l2(out, dense_attention(q, k, v, spec)[0])]
+    if spec.training:
+        found = torch.autograd.grad(out, leaves, grad_out)
+        errors += map(relative_l2, found, dense_gradients(q, k, v, grad_out, spec))
+    assert max(errors) <= budget
+
+
+@pytest.mark.parametrize(("dtype", "budget"), [("bf16", 0.005), ("fp16", 0.0007), ("fp32", 3e-6), ("fp64", 1e-12)])
+@pytest.mark.parametrize("direction", ["forward", "training"])
+def test_a_default_kernel_that_keeps_a_budget_does_not_lose_to_a_slow_one(dtype, budget, direction):
+    spec = square(dtype, direction)
+    assert asked(spec, max_error=budget, dtype=dtype).plan == asked(spec).plan
+    assert str(asked(spec).plan).startswith(f"sdpa-flash:{dtype}")
+
+
+@pytest.mark.parametrize("direction", ["forward", "training"])
+def test_a_declared_error_is_never_below_the_rounding_of_what_is_returned(direction):
+    for dtype in WIDE:
+        spec = square(dtype, direction)
+        for plan in registry().plans(spec):
+            if plan.backward is not None or not spec.training:
+                assert registry().declared_error(plan, spec, HERE) >= rounding_error(spec) > 0, (plan, dtype)
+    coarse = AttentionSpec.make(batch=1, heads=1, seqlen_q=8, head_dim=8, dtype="e4m3", descale="head")
+    assert rounding_error(coarse) == rounding_error(square("bf16")), "the answer to float8 tensors is bf16"
+
+
+def test_gradients_that_are_added_up_in_16_bits_declare_more_with_every_sum():
+    """On a CPU sdpa-flash rounds dk and dv to bf16 after each tile of queries: more tiles, more error."""
+    plan = Plan("sdpa-flash:bf16", "sdpa-flash:bf16")
+    declared, found = [], []
+    for length in (128, 512, 4096):
+        spec = AttentionSpec.make(
+            batch=1, heads=1, seqlen_q=length, seqlen_kv=64, head_dim=16, dtype="bf16", direction="training"
+        )
+        q, k, v, grad_out = drawn(spec)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        gradients = torch.autograd.grad(attention(*leaves, backend=str(plan)), leaves, grad_out)
+        found.append(max(map(relative_l2, gradients, dense_gradients(q, k, v, grad_out, spec))))
+        declared.append(registry().declared_error(plan, spec, HERE))
+    assert found[-1] > declared[0], "one number for all lengths would not do"
+    assert all(error <= promise < 3 * error for error, promise in zip(found, declared, strict=True))
+    gpu = Device("cuda", "A GPU", (9, 0))
+    assert registry().declared_error(plan, spec, gpu) == registry().declared_error(
+        plan, square(direction="training"), gpu
+    )
+
+
+@pytest.fixture
+def allowing():
+    """Sets how short the numbers of FP32 products may be, by torch's older call or its newer one."""
+    older, newer = torch.get_float32_matmul_precision(), torch.backends.mkldnn.matmul
+
+    def allow(how: str) -> None:
+        if how == "newer":
+            newer.fp32_precision = "bf16"
+        else:
+            torch.set_float32_matmul_precision(how)
+
+    yield allow
+    torch.set_float32_matmul_precision("medium")  # both at once, so that neither is a mix
+    torch.set_float32_matmul_precision(older)
+
+
+@pytest.mark.parametrize("backend", ["sdpa-flash:fp32", "sdpa-math:fp32", "reference:fp32"])
+@pytest.mark.parametrize("how", ["medium", "newer"])
+def test_no_setting_of_torch_shortens_the_products_that_a_budget_was_declared_for(allowing, backend, how):
+    q, k, v, grad_out = drawn(square("fp32", "training"))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    answers = []
+    for setting in ("highest", how):
+        allowing(setting)
+        out = attention(*leaves, backend=backend)
+        answers.append([out, *torch.autograd.grad(out, leaves, grad_out)])
+        assert torch.backends.mkldnn.matmul.fp32_precision == {"highest": "ieee"}.get(setting, "bf16")
+    assert all(torch.equal(one, other) for one, other in zip(*answers, strict=True))
+
+
+@pytest.mark.parametrize("direction", ["forward", "training"])
+def test_a_budget_that_nothing_keeps_says_what_the_best_plan_reaches(direction):
+    spec = square(direction=direction)
+    with pytest.raises(NoPlanError) as caught:
+        asked(spec, max_error=1e-9)
+    first, *lines = str(caught.value).splitlines()
+    assert first.startswith(f"no plan stays within max_error=1e-09 for {spec} on ")
+    assert "reaches 0.002 (declared). Rounding results to bf16 alone costs 0.002" in first
+    assert first.endswith("pass max_error=0.002 or more, or fp64 tensors.")
+    assert asked(spec, max_error=0.002).plan
+    assert any("sdpa-flash:bf16" in line and "0.00" in line for line in lines)
+    assert not any("fa4" in line for line in lines), "what cannot run here is only counted"
+    assert any(plan.startswith("fa4") for plan in caught.value.reasons)
+
+
+def test_a_context_and_a_named_plan_are_held_to_it_too():
+    with use_backend(max_error=1e-9), pytest.raises(NoPlanError, match="max_error=1e-09"):
+        asked(square())
+    with pytest.raises(BudgetError) as caught:
+        asked(square(), max_error=0.0025, backend="sdpa-flash")
+    assert "It needs max_error=0.003 or more" in str(caught.value)
+    assert "Plans within it: reference:fp32, reference:fp64, sdpa-math:bf16." in str(caught.value)
+    with pytest.raises(BudgetError, match="max_error=1e-09"):
+        asked(square(), max_error=1e-9, backend="reference:fp64")
+
+
+@pytest.mark.parametrize("budget", [0, -0.1, -math.inf, math.nan, True, "0.1", 1e-400, 10**400])
+def test_a_budget_that_is_no_positive_number_is_named(budget):
+    with pytest.raises(InputError, match="max_error must be a positive relative error"):
+        asked(square(), max_error=budget)
+
+
+@pytest.mark.parametrize("budget", [5e-324, 1e-300])
+def test_the_smallest_budgets_are_kept_by_nothing(budget):
+    for dtype in WIDE:
+        with pytest.raises(NoPlanError, match="no plan stays within max_error="):
+            asked(square(dtype), max_error=budget)
+
+
+def test_the_command_line_says_it_in_one_sentence_and_fails():
+    shape = ("explain", "--heads", 2, "--seqlen", 64, "--head-dim", 32, "--device", "cpu")
+    run = attnbench(*shape, "--max-error", "1e-9", "--training")
+    assert run.returncode == 1
+    assert "no plan stays within max_error=1e-09" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert attnbench(*shape, "--max-error", "nan").returncode == 2
+
+
+def test_nothing_is_frozen_for_a_budget_that_nothing_keeps(tmp_path):
+    with freeze(tmp_path / "choices.json"), pytest.raises(NoPlanError, match="no plan stays within"):
+        asked(square(), max_error=1e-9)
+    assert not (tmp_path / "choices.json").exists()
+
+
+KNOWN = fake_registry(
+    fake_backend("slow", FakeForward("slow:bf16", preference=10)),
+    fake_backend("fast", FakeForward("fast:bf16", preference=20), FakeForward("fast:fp8")),
+)
+SPEC = square()
+
+
+def by(*entries: Entry, **more):
+    return choose(SPEC, CPU, known=KNOWN, table=Table.from_entries(an_environment(), entries), **more)
+
+
+def entry(plan: str, error: float, family: str = "normal") -> Entry:
+    return Entry(SPEC, Plan(plan), "ok", 1.0, 0.0, {family: error})
+
+
+def test_what_was_measured_is_what_the_best_plan_reaches():
+    rows = (entry("slow:bf16", 0.004), entry("fast:bf16", 0.0031, "outlier"))
+    with pytest.raises(NoPlanError) as caught:
+        by(*rows, max_error=0.003)
+    first = str(caught.value).partition("\n")[0]
+    assert first.endswith(
+        "the best, fast:bf16, reaches 0.0031 (measured on outlier inputs). Pass max_error=0.0031 or more."
+    )
+    assert str(by(*rows, max_error=0.0031).plan) == "fast:bf16"
+    with pytest.raises(NoPlanError, match=r"no plan stays within the default error budget of 0\.01 for"):
+        by(entry("slow:bf16", 0.02), entry("fast:bf16", 0.03))
+
+
+def test_where_only_fp8_could_run_the_error_says_how_to_admit_it():
+    known = fake_registry(fake_backend("fast", FakeForward("fast:fp8")))
+    with pytest.raises(NoPlanError, match='dtype="fp8" or a max_error admits'):
+        choose(SPEC, CPU, known=known)
+    with pytest.raises(NoPlanError, match="run `attnbench sweep`, or name one with backend="):
+        choose(SPEC, CPU, known=known, fp8=True)
+
+
+def test_a_named_plan_shows_no_budget_unless_one_was_named():
+    choice = asked(square(), backend="emulated:fp8")
+    assert "plan emulated:fp8 (asked for by argument)\n" in str(choice)
+    assert "budget" not in str(choice).partition("\n\n")[0]
+    assert json.loads(json.dumps(choice.to_dict()))["budget"] is None
+    held = asked(square(), backend="sdpa-flash", max_error=0.02)
+    assert "(asked for by argument), error budget 0.02\n" in str(held)
+    assert "(by rule), error budget 0.01\n" in str(asked(square()))

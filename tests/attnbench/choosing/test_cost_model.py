@@ -1,0 +1,180 @@
+"""The cost model: a law it must recover, an error that must be honest, and tables that must not break it."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnbench import AttentionSpec, Mask, Plan
+from attnbench.choosing.cost_model import predict as cost_model
+from attnbench.choosing.cost_model.predict import CostModel
+from attnbench.tables.table import Entry
+
+PLAN, OTHER = Plan("fast:bf16"), Plan("slow:bf16")
+CAUSAL = Mask(right=0)
+
+
+def spec(length: int = 1024, batch: int = 4, **more) -> AttentionSpec:
+    return AttentionSpec.make(**{"batch": batch, "heads": 16, "seqlen_q": length, "head_dim": 128, **more})
+
+
+def law(spec: AttentionSpec, launch: float = 0.05, rate: float = 500.0) -> float:
+    """ms: a launch and ``rate`` tera-operations a second."""
+    return launch + spec.flops / rate / 1e9
+
+
+def entry(at: AttentionSpec, time: float, plan: Plan = PLAN, **more) -> Entry:
+    return Entry(at, plan, "ok", time, 0.0, {"normal": 0.002}, **more)
+
+
+LENGTHS = (256, 512, 2048, 4096, 16384)
+
+
+def test_a_law_of_launch_and_rate_is_recovered_between_and_beyond_what_was_measured():
+    model = CostModel(entry(spec(length), law(spec(length))) for length in LENGTHS)
+    for length, within in ((1024, 0.02), (1500, 0.02), (8192, 0.02), (32768, 0.1)):
+        assert model.predict(PLAN, spec(length)).time_ms == pytest.approx(law(spec(length)), rel=within)
+    assert model.predict(PLAN, spec(2048, batch=8)).time_ms == pytest.approx(law(spec(2048, batch=8)), rel=0.1)
+
+
+def test_a_rate_of_its_own_at_each_head_dim_and_mask_is_learned_and_the_launch_shared():
+    """One spec of a class is enough to place it: what its other sizes take follows from the other classes."""
+    rates = {(64, Mask()): 400.0, (64, CAUSAL): 350.0, (128, Mask()): 600.0, (128, CAUSAL): 500.0}
+
+    def at(length, head_dim, mask):
+        return spec(length, head_dim=head_dim, mask=mask)
+
+    entries = [
+        entry(at(length, *key), law(at(length, *key), 0.3, rate)) for key, rate in rates.items() for length in LENGTHS
+    ]
+    alone = at(4096, 96, Mask())
+    model = CostModel([*entries, entry(alone, law(alone, 0.3, 450.0))])
+    for length in (512, 16384):
+        asked = at(length, 96, Mask())
+        assert model.predict(PLAN, asked).time_ms == pytest.approx(law(asked, 0.3, 450.0), rel=0.2)
+    assert model.predict(PLAN, at(4096, 80, Mask())) is None  # no spec of that class
+    assert model.predict(OTHER, alone) is None
+
+
+def test_measured_specs_are_followed_where_they_leave_the_law():
+    slow = {length: 1.3 if length == 2048 else 1.0 for length in LENGTHS}
+    model = CostModel(entry(spec(length), law(spec(length)) * slow[length]) for length in LENGTHS)
+    assert model.predict(PLAN, spec(2048)).time_ms == pytest.approx(1.3 * law(spec(2048)), rel=0.08)
+
+
+def test_the_error_is_honest_and_grows_with_the_distance():
+    """Over random plans whose times scatter around a law, about two in three must fall within one error."""
+    chance = random.Random(7)
+    scores = []
+    for _ in range(40):
+        launch, rate = chance.uniform(0.02, 0.5), chance.uniform(200, 800)
+        specs = [spec(length, mask=mask) for length in (*LENGTHS, 1024, 8192) for mask in (Mask(), CAUSAL)]
+        times = {each: law(each, launch, rate) * math.exp(chance.gauss(0, 0.06)) for each in specs}
+        asked = chance.choice(specs)
+        model = CostModel(entry(each, time) for each, time in times.items() if each != asked)
+        found = model.predict(PLAN, asked)
+        scores.append(abs(math.log(found.time_ms / times[asked])) / found.error)
+    assert 0.4 <= sum(score <= 1 for score in scores) / len(scores) <= 0.95
+    model = CostModel(entry(spec(length), law(spec(length))) for length in LENGTHS)
+    errors = [model.predict(PLAN, spec(*at)).error for at in ((2048,), (3000,), (65536,), (2048, 512))]
+    assert errors[0] < errors[1] < errors[2]
+    assert errors[0] < errors[3]
+
+
+def test_a_ratio_is_known_better_than_its_parts_where_both_are_slow_at_the_same_specs():
+    chance = random.Random(3)
+    shared = {length: math.exp(chance.gauss(0, 0.2)) for length in LENGTHS}
+
+    def both(second):
+        return CostModel(
+            entry(spec(length), law(spec(length)) * factor, plan)
+            for plan, bumps in ((PLAN, shared), (OTHER, second))
+            for length, factor in bumps.items()
+        )
+
+    alike, apart = both(shared), both({length: math.exp(chance.gauss(0, 0.2)) for length in LENGTHS})
+    asked = spec(1024)
+    assert alike.gap_error(PLAN, OTHER, asked) < 0.7 * apart.gap_error(PLAN, OTHER, asked)
+    assert alike.gap_error(PLAN, Plan("no:bf16"), asked) == math.inf
+
+
+def test_the_order_of_entries_changes_nothing():
+    entries = [entry(spec(length), law(spec(length)) * (1 + length % 7 / 50)) for length in LENGTHS]
+    one, other = CostModel(entries), CostModel(reversed(entries))
+    assert one.predict(PLAN, spec(3000)) == other.predict(PLAN, spec(3000))
+
+
+sizes = st.sampled_from([1, 2, 7, 128, 4096, 2**20, 2**31 - 1])
+hostile = st.builds(
+    lambda batch, queries, keys, mask, time, spread: Entry(
+        AttentionSpec.make(batch=batch, heads=2, seqlen_q=queries, seqlen_kv=keys, head_dim=64, mask=mask),
+        PLAN, "ok", time, spread, {"normal": 0.001},
+    ),
+    sizes, sizes, sizes, st.sampled_from([Mask(), CAUSAL, Mask(0, 0), Mask(right=0, alignment="bottom-right")]),
+    st.floats(0, 1e300), st.floats(0, 1e300),
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(hostile, max_size=12), hostile)
+def test_any_table_gives_a_finite_prediction_or_none(entries, asked):
+    found = CostModel(entries).predict(PLAN, asked.spec)
+    assert found is None or (0 < found.time_ms < math.inf and 0 < found.error < math.inf)
+
+
+@pytest.fixture
+def fitted(monkeypatch) -> list[int]:
+    """How many entries each fit is made from."""
+    found = []
+
+    class Counted(cost_model.Fit):
+        def __init__(self, entries):
+            found.append(len(entries))
+            super().__init__(entries)
+
+    monkeypatch.setattr(cost_model, "Fit", Counted)
+    return found
+
+
+def test_a_huge_table_costs_no_more_than_its_nearest_entries(fitted):
+    many = [
+        entry(spec(length, batch), law(spec(length, batch))) for length in range(64, 1664, 8) for batch in range(1, 16)
+    ]
+    assert CostModel(many).predict(PLAN, spec(1000, 4)).time_ms == pytest.approx(law(spec(1000, 4)), rel=0.01)
+    assert fitted == [256]
+
+
+def test_keys_that_grow_one_by_one_ask_a_huge_table_for_few_fits_in_any_order(fitted):
+    many = [entry(spec(length, batch), law(spec(length, batch))) for length in range(64, 1664, 8) for batch in (1, 4)]
+    lengths = list(range(700, 800))
+    forwards, backwards = (
+        {length: model.predict(PLAN, spec(length)) for length in order}
+        for model, order in ((CostModel(many), lengths), (CostModel(many), lengths[::-1]))
+    )
+    assert forwards == backwards
+    assert len(set(forwards.values())) == len(lengths)
+    assert len(fitted) <= 4
+
+
+def test_threads_that_crowd_one_another_out_are_all_answered(monkeypatch):
+    """Another thread's fits take the place of this one's in the moment in which it is kept."""
+
+    class Crowded(dict):
+        def __setitem__(self, key, value):
+            super().__setitem__(key, value)
+            self.clear()
+
+    model = CostModel([entry(spec(), law(spec()))])
+    monkeypatch.setattr(model, "_fits", Crowded())
+    assert model.predict(PLAN, spec(2048)) == CostModel([entry(spec(), law(spec()))]).predict(PLAN, spec(2048))
+
+
+def test_fits_that_are_kept_have_an_end(monkeypatch):
+    monkeypatch.setattr(cost_model, "_MOST_FITS", 2)
+    plans = [Plan(f"{name}:bf16") for name in "abcd"]
+    model = CostModel([entry(spec(), law(spec()), plan) for plan in plans])
+    found = {plan: model.predict(plan, spec(2048)) for plan in plans}
+    assert len(model._fits) == 2
+    assert {plan: model.predict(plan, spec(2048)) for plan in plans} == found

@@ -1,0 +1,134 @@
+"""Calls that waited for the host: told apart by what a made-up machine or the committed rows know of the device."""
+
+import math
+import random
+from statistics import NormalDist, median
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from places import RESULTS
+
+from attnbench import AttentionSpec, Mask, Plan
+from attnbench.choosing.cost_model.fit import Fit
+from attnbench.choosing.cost_model.host import HostFloor
+from attnbench.choosing.cost_model.predict import CostModel
+from attnbench.tables.table import Entry
+
+PLAN = Plan("some:bf16")
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+
+
+def spec(length: int, **more) -> AttentionSpec:
+    return AttentionSpec.make(**{"batch": 16384 // length, "heads": 16, "seqlen_q": length, "head_dim": 128, **more})
+
+
+def device(at: AttentionSpec) -> float:
+    return 0.02 + at.flops / 600e9
+
+
+def called(at: AttentionSpec, host: float, scatter: float = 0.2) -> Entry:
+    """A call that takes as long as the longer of the two; its samples scatter where that is the host."""
+    waited = host > device(at)
+    time = max(host, device(at))
+    return Entry(at, PLAN, "ok", time, time * (scatter if waited else 0.01), {"normal": 0.002})
+
+
+def slow_host(seed: int = 0, scatter: float = 0.2) -> list[Entry]:
+    """Two masks at all lengths; the host takes a third of a millisecond, now more and now less."""
+    chance = random.Random(seed)
+    specs = [spec(length, mask=mask) for length in LENGTHS for mask in (Mask(), Mask(right=0))]
+    return [called(at, math.exp(chance.gauss(math.log(0.3), 0.25)), scatter) for at in specs]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_the_host_hid_does_not_slow_down_the_shapes_beside_it(seed):
+    """Half of the calls of this plan waited: they may not make the first that did not look slower than it is."""
+    entries = slow_host(seed)
+    asked = spec(4096, mask=Mask(right=0))  # 0.48 ms, beside shorter ones that all waited
+    found = CostModel(each for each in entries if each.spec != asked).predict(PLAN, asked)
+    assert found.time_ms == pytest.approx(device(asked), rel=0.08)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_shortest_calls_take_as_long_as_the_host(seed):
+    found = CostModel(slow_host(seed)).predict(PLAN, spec(256))
+    assert found.time_ms == pytest.approx(0.3, rel=0.3)
+    assert found.time_ms > 2 * device(spec(256))
+
+
+def test_a_call_that_repeats_itself_is_believed_where_it_leaves_the_law_and_one_that_scatters_is_not():
+    def heard(scatter: float) -> float:
+        odd = spec(512)
+        entries = [called(spec(length), 0.0) for length in LENGTHS if length != 512]
+        slow = Entry(odd, PLAN, "ok", 2 * device(odd), scatter * 2 * device(odd), {"normal": 0.002})
+        return Fit([*entries, slow]).residuals[odd].heard
+
+    assert heard(0.002) > 0.8
+    assert heard(0.3) < 0.2
+
+
+def test_without_a_call_that_waited_the_host_is_not_seen():
+    entries = [called(spec(length), 0.0) for length in LENGTHS[1:]]
+    fit = Fit(entries)
+    assert all(each.heard > 0.9 for each in fit.residuals.values())
+    assert fit.predict(spec(512))[0] == pytest.approx(device(spec(512)), rel=0.1)
+
+
+def test_no_host_takes_as_long_as_a_long_call_however_that_scatters():
+    entries = [called(spec(length, batch=16), 0.0) for length in LENGTHS[-2:]]
+    unsteady = [Entry(each.spec, PLAN, "ok", each.time_ms, 0.9 * each.time_ms, each.errors) for each in entries]
+    assert CostModel(unsteady).predict(PLAN, spec(2048, batch=16)).time_ms < 0.3 * unsteady[0].time_ms
+
+
+def test_a_few_queries_leave_most_of_a_gpu_idle():
+    """From many queries a plan is known; one sixteenth of them takes as long where they all run at once."""
+
+    def of(queries: int, keys: int) -> AttentionSpec:
+        return spec(queries, batch=1, heads=8, seqlen_kv=keys, mask=Mask(right=0, alignment="bottom-right"))
+
+    entries = [called(of(2048, keys), 0.0) for keys in (16384, 32768, 65536, 131072)]
+    found = CostModel(entries).predict(PLAN, of(128, 131072))
+    assert found.time_ms == pytest.approx(entries[-1].time_ms, rel=0.2)
+
+
+@given(st.floats(-8, 8), st.floats(0.01, 2), st.floats(-8, 8), st.floats(0.05, 0.95))
+def test_the_longer_of_two_is_below_its_quantile_as_often_as_said(level, deviation, mean, share):
+    host = HostFloor(np.array([level]), np.array([0.01]))
+    bound = host.longer(mean, deviation, share)
+    host_alone = NormalDist(host.level, 0.35).cdf(bound)
+    assert host_alone * NormalDist(mean, deviation).cdf(bound) == pytest.approx(share, abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """(entry, ms of the device alone) of what two sweeps of an H200 measured."""
+    from attnbench.harness.results.condense import condense
+    from attnbench.harness.results.records import read_measurements
+    from attnbench.harness.results.store import recorded
+
+    found = []
+    for name in ("inference-plans", "training-plans"):
+        measured = [row for row in read_measurements(recorded(RESULTS / "nvidia-h200" / name)) if row.measured]
+        alone = {(row.spec, row.plan): _alone(row.time_ms) for row in measured}
+        found += [(each, alone[each.spec, each.plan]) for each in condense(measured) if each.usable]
+    return found
+
+
+def _alone(times: dict[str, list[float]]) -> float:
+    return sum(median(times[cost]) for cost in ("prepared", "backward") if cost in times)
+
+
+def test_calls_that_waited_on_an_h200_are_found_without_knowing_the_device_time(rows):
+    """Tables hold whole calls; the rows know how long the device took of each."""
+    model = CostModel(entry for entry, _ in rows)
+    doubted: dict[bool, list[bool]] = {True: [], False: []}
+    for entry, alone in rows:
+        if not 1.05 <= entry.time_ms / alone < 1.2:  # what waited a little is nobody's fault
+            fit = model._fit(entry.plan, entry.spec)
+            doubted[entry.time_ms > alone * 1.2].append(fit.residuals[entry.spec].heard < 0.5)
+    waited, steady = doubted[True], doubted[False]
+    assert min(len(waited), len(steady)) > 300
+    assert sum(waited) > 0.75 * len(waited)
+    assert sum(steady) < 0.12 * len(steady)

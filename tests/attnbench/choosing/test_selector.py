@@ -1,0 +1,390 @@
+"""The selector: fastest within the budget, nothing quietly, and reasons for everyone who lost."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from fakes import FakeBackward, FakeForward, an_environment, fake_backend, fake_registry
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnbench import AttentionSpec, Mask, Plan
+from attnbench.choosing import selector
+from attnbench.choosing.selector import choose
+from attnbench.errors import BudgetError, NoPlanError, RefusedError
+from attnbench.tables.table import Entry, Table
+from attnbench.tables.user_table import Known
+
+CPU = torch.device("cpu")
+KNOWN = fake_registry(
+    fake_backend("slow", FakeForward("slow:bf16", preference=10), FakeBackward("slow:bf16")),
+    fake_backend("fast", FakeForward("fast:bf16", preference=20), FakeBackward("fast:bf16"), FakeForward("fast:fp8")),
+    fake_backend("study", FakeForward("study:bf16", preference=None)),
+    fake_backend("gone", FakeForward("gone:bf16", preference=1), reason="not installed"),
+)
+
+
+def spec(**more) -> AttentionSpec:
+    return AttentionSpec.make(**{"batch": 1, "heads": 4, "seqlen_q": 1024, "head_dim": 64, **more})
+
+
+def table(*entries: Entry) -> Table:
+    return Table.from_entries(an_environment(), entries)
+
+
+def entry(plan: str, time: float, at: AttentionSpec | None = None, status: str = "ok", **errors: float) -> Entry:
+    return Entry(at or spec(), Plan.parse(plan), status, time, 0.0, errors or {"normal": 0.002})
+
+
+MEASURED = table(
+    entry("slow:bf16", 3.0),
+    entry("fast:bf16", 2.0),
+    entry("fast:fp8", 1.0, normal=0.05, outlier=0.09),
+)
+
+
+def pick(asked: AttentionSpec | None = None, **more):
+    return choose(asked or spec(), CPU, **{"known": KNOWN, "table": MEASURED, **more})
+
+
+def verdicts(choice) -> dict[str, str]:
+    return {str(each.plan): each.verdict for each in choice.candidates}
+
+
+def test_measured_times_decide_and_fp8_waits_to_be_asked():
+    choice = pick()
+    assert (str(choice.plan), choice.basis) == ("fast:bf16", "measured")
+    assert verdicts(choice) == {
+        "slow:bf16": "eligible", "fast:bf16": "chosen", "fast:fp8": "not asked for",
+        "study:bf16": "unmeasured", "gone:bf16": "unavailable",
+    }  # fmt: skip
+    slow = next(each for each in choice.candidates if str(each.plan) == "slow:bf16")
+    assert "1.5 times" in slow.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("budget", "plan"), [(None, "fast:fp8"), (0.1, "fast:fp8"), (0.089, "fast:bf16"), (0.06, "fast:bf16")]
+)
+def test_the_budget_holds_over_every_input_family(budget, plan):
+    choice = pick(fp8=True, max_error=budget)
+    assert str(choice.plan) == plan
+    if plan != "fast:fp8":
+        lost = next(each for each in choice.candidates if each.plan.fp8)
+        assert lost.verdict == "inaccurate"
+        assert "outlier" in lost.reasons[0]
+
+
+def test_unmeasured_machines_follow_the_declared_order_and_get_one_hint():
+    choice = pick(table=table())
+    assert (str(choice.plan), choice.basis) == ("slow:bf16", "rule")
+    assert "attnbench sweep" in choice.hint
+    assert verdicts(pick(table=table(), fp8=True))["fast:fp8"] == "unmeasured"
+
+
+@pytest.mark.parametrize("status", ["crashed", "timeout", "oom", "error"])
+def test_what_failed_when_it_was_measured_is_not_chosen(status):
+    failed = Entry(spec(), Plan("slow:bf16"), status, reason="it broke")
+    assert verdicts(pick(table=table(failed)))["slow:bf16"] == "unmeasured"
+    assert str(pick(table=table(failed)).plan) == "fast:bf16"
+
+
+def test_a_non_finite_error_is_never_within_a_budget():
+    wild = table(entry("fast:bf16", 0.1, normal=math.inf), entry("slow:bf16", 3.0))
+    assert str(pick(table=wild, max_error=1e9).plan) == "slow:bf16"
+
+
+def grid(**times: dict[int, float]) -> Table:
+    """Plans by name (``slow`` is slow:bf16, ``fp8`` fast:fp8), times by length."""
+    names = {"slow": "slow:bf16", "fast": "fast:bf16", "fp8": "fast:fp8"}
+    errors = {"fp8": {"normal": 0.05, "outlier": 0.09}}
+    return table(
+        *(
+            entry(names[name], time, spec(seqlen_q=length), **errors.get(name, {}))
+            for name, each in times.items()
+            for length, time in each.items()
+        )
+    )
+
+
+def test_a_shape_between_measured_ones_is_predicted():
+    both = grid(slow={1024: 1.0, 16384: 90.0}, fast={1024: 2.0, 16384: 50.0})
+    for length, plan in ((1100, "slow:bf16"), (14000, "fast:bf16")):
+        choice = pick(spec(seqlen_q=length), table=both)
+        assert (str(choice.plan), choice.basis) == (plan, "predicted")
+        assert choice.chosen.time_error > 0
+    for other in ({"head_dim": 128}, {"mask": Mask(None, 0)}, {"dtype": "fp16"}, {"scale": 0.5}, {"softcap": 3.0}):
+        assert pick(spec(seqlen_q=12000, **other), table=both).basis == "rule"
+
+
+def test_predictions_within_their_error_leave_it_to_the_nearest_measured_shape():
+    both = grid(slow={1024: 1.0, 16384: 240.0}, fast={1024: 1.02, 16384: 200.0})
+    for length, plan in ((1500, "slow:bf16"), (12000, "fast:bf16")):
+        choice = pick(spec(seqlen_q=length), table=both)
+        assert str(choice.plan) == plan
+    between = [pick(spec(seqlen_q=length), table=both) for length in range(1050, 4000, 50)]
+    assert {each.basis for each in between} == {"nearest", "predicted"}
+    for each in between:
+        if each.basis == "nearest":  # the other was predicted to be faster, but not by enough
+            assert str(each.plan) == "slow:bf16"
+            assert -each.margin.noise <= math.log1p(each.margin.gap) < 0
+            assert "within the error of the prediction" in next(
+                one.reasons[0] for one in each.candidates if one.plan == each.margin.runner_up
+            )
+        elif str(each.plan) == "fast:bf16":
+            slow = next(one for one in each.candidates if str(one.plan) == "slow:bf16")
+            near = abs(math.log2(each.spec.seqlen_q / 1024)) <= 1
+            assert not near or math.log(slow.time_ms / each.chosen.time_ms) > each.margin.noise
+
+
+def test_a_plan_that_was_measured_elsewhere_competes_where_others_were_measured():
+    """A prediction that leads by more than its error beats what was measured, one that leads by less does not."""
+    for time, plan in ((0.5, "fast:bf16"), (0.99, "slow:bf16")):
+        some = grid(slow={512: 0.25, 1024: 1.0, 2048: 4.0}, fast={512: time / 4, 2048: time * 4})
+        assert str(pick(table=some).plan) == plan
+
+
+def test_a_tie_goes_to_the_more_accurate_then_to_the_first_in_the_declared_order():
+    def tied(slow: float, fast: float, fp8: float) -> str:
+        return str(pick(table=grid(slow={1024: slow}, fast={1024: fast}, fp8={1024: fp8}), fp8=True).plan)
+
+    assert tied(1.005, 1.02, 1.0) == "slow:bf16"  # both are within noise of what they tie with
+    assert tied(1.02, 1.005, 1.0) == "fast:bf16"  # slow is not
+    assert tied(1.009, 1.0, 2.0) == "slow:bf16"  # declared before fast
+    assert tied(1.02, 1.02, 1.0) == "fast:fp8"
+    assert tied(1.0, 1.009, 1.009) == "slow:bf16"
+
+
+def test_the_more_accurate_of_two_that_tie_wins_whatever_the_declared_order_says():
+    known = fake_registry(
+        fake_backend("coarse", FakeForward("coarse:fp8", preference=1)),
+        fake_backend("fine", FakeForward("fine:bf16", preference=2)),
+    )
+    for error, plan in ((0.05, "fine:bf16"), (0.0024, "coarse:fp8")):  # a quarter more is as accurate
+        rows = table(entry("coarse:fp8", 1.0, outlier=error), entry("fine:bf16", 1.005))
+        assert str(pick(table=rows, known=known, fp8=True).plan) == plan
+
+
+def test_an_fp8_plan_is_not_taken_on_the_word_of_easy_inputs():
+    seen = {"normal": 0.05}
+    for families, plan in (
+        (seen, "slow:bf16"), ({**seen, "biased-v": 0.01}, "slow:bf16"),
+        ({**seen, "outlier": 0.09}, "fast:fp8"), ({"captured:a@1#0": 0.06}, "fast:fp8"),
+    ):  # fmt: skip
+        rows = table(entry("slow:bf16", 3.0), Entry(spec(), Plan("fast:fp8"), "ok", 1.0, 0.0, families))
+        for asked in (spec(), spec(batch=3)):
+            choice = pick(asked, table=rows, fp8=True)
+            assert str(choice.plan) == plan
+    assert "inputs with outliers" in str(pick(table=table(entry("slow:bf16", 3.0), entry("fast:fp8", 1.0)), fp8=True))
+
+
+def test_one_shape_of_the_user_s_own_hides_no_sweep_of_its_neighbours(monkeypatch):
+    """In the user's one spec slow wins; at all that ship, near the one that is asked, fast does."""
+    user = table(entry("slow:bf16", 1.0), entry("fast:bf16", 2.0))
+    lengths = [spec(seqlen_q=length) for length in (2048, 4096, 8192)]
+    shipped = table(
+        *(entry(f"{name}:bf16", time, at) for at in lengths for name, time in (("slow", 9.0), ("fast", 3.0)))
+    )
+    monkeypatch.setattr(selector, "known_tables", lambda device: Known((user, shipped)))
+    assert str(pick(table=None).plan) == "slow:bf16"
+    assert str(pick(spec(batch=2, seqlen_q=4096), table=None).plan) == "fast:bf16"
+
+
+def test_times_of_two_machines_do_not_meet_in_one_choice(monkeypatch):
+    user = table(entry("slow:bf16", 1.0))
+    shipped = table(*(entry("fast:bf16", 0.01, spec(seqlen_q=length)) for length in (512, 2048)))
+    monkeypatch.setattr(selector, "known_tables", lambda device: Known((user, shipped)))
+    assert str(pick(table=None).plan) == "slow:bf16"
+
+
+def test_noise_is_half_the_spread_of_both_between_its_bounds():
+    def winner(ratio: float, spread: float) -> str:
+        rows = [Entry(spec(), Plan(name), "ok", time, time * spread, {"normal": 0.002})
+                for name, time in (("slow:bf16", ratio), ("fast:bf16", 1.0))]  # fmt: skip
+        return str(pick(table=table(*rows)).plan)
+
+    assert [winner(1.009, 0.0), winner(1.011, 0.0)] == ["slow:bf16", "fast:bf16"]
+    assert [winner(1.019, 0.028), winner(1.021, 0.028)] == ["slow:bf16", "fast:bf16"]
+    assert [winner(1.029, 1.4), winner(1.031, 1.4)] == ["slow:bf16", "fast:bf16"]
+
+
+@pytest.mark.parametrize("flipped", [False, True])
+def test_repeated_sweeps_that_differ_by_noise_choose_alike(flipped):
+    pair = (1.0, 1.008) if flipped else (1.008, 1.0)
+    assert str(pick(table=grid(slow={1024: pair[0]}, fast={1024: pair[1]})).plan) == "slow:bf16"
+
+
+def test_fp8_is_not_trusted_with_more_keys_than_it_was_measured_with():
+    assert str(pick(spec(seqlen_kv=1000), fp8=True).plan) == "fast:fp8"
+    longer = pick(spec(seqlen_kv=1100), fp8=True)
+    assert str(longer.plan) == "fast:bf16"
+    assert verdicts(longer)["fast:fp8"] == "unmeasured"
+
+
+def test_an_error_is_never_interpolated_into():
+    """Within the budget here, beyond it there: what lies between, and what lies below, is not vouched for."""
+
+    def at(length, error):
+        return entry("fast:fp8", length / 1e4, spec(seqlen_q=length), normal=0.05, outlier=error)
+
+    rest = [entry("slow:bf16", length / 1e3, spec(seqlen_q=length)) for length in (512, 2048, 8192)]
+    rising = table(*rest, at(512, 0.06), at(2048, 0.075), at(8192, 0.2))
+    falling = table(*rest, at(512, 0.2), at(2048, 0.075), at(8192, 0.06))
+    for length, written, allowed in (
+        (512, rising, True), (2048, rising, True), (8192, rising, False), (1024, rising, True), (4096, rising, False),
+        (512, falling, False), (1024, falling, False), (2048, falling, True), (4096, falling, False),
+    ):  # fmt: skip
+        choice = pick(spec(seqlen_q=length), table=written, fp8=True, max_error=0.1)
+        assert choice.plan.fp8 == allowed, length
+    # 0.075 at a neighbour leaves too little room at a shape that was not measured.
+    assert pick(spec(seqlen_q=2048), table=rising, fp8=True, max_error=0.085).plan.fp8
+    assert not pick(spec(seqlen_q=1024), table=rising, fp8=True, max_error=0.085).plan.fp8
+
+
+@pytest.mark.parametrize("status", ["crashed", "timeout", "oom", "error"])
+def test_what_failed_on_a_shape_that_is_nowhere_larger_is_not_chosen_by_prediction(status):
+    times = grid(slow={512: 1.0, 4096: 70.0}, fast={512: 0.5, 4096: 35.0})
+
+    def with_failure(length):
+        failed = Entry(spec(seqlen_q=length), Plan("fast:bf16"), status, reason="it broke")
+        return Table(times.environment, {**times.entries, (failed.spec, failed.plan): failed})
+
+    assert str(pick(spec(seqlen_q=2500), table=times).plan) == "fast:bf16"
+    for length in (1024, 2400):
+        assert verdicts(pick(spec(seqlen_q=2500), table=with_failure(length)))["fast:bf16"] == "unmeasured"
+    assert str(pick(spec(seqlen_q=2500), table=with_failure(65536)).plan) == "fast:bf16"
+
+
+def test_returning_the_lse_asks_the_same_entries():
+    assert pick(spec(return_lse=True)).basis == "measured"
+
+
+def test_training_needs_a_backward_and_the_plan_names_it():
+    choice = pick(spec(direction="training"), table=table())
+    assert str(choice.plan) == "slow:bf16>slow:bf16"
+    assert verdicts(choice)["study:bf16>slow:bf16"] == "unmeasured"
+
+
+def test_a_name_goes_before_measurement_and_errors_are_errors():
+    assert str(pick(backend="slow").plan) == "slow:bf16"
+    assert str(pick(backend="study:bf16").plan) == "study:bf16"
+    assert str(pick(backend="fast:fp8").plan) == "fast:fp8"
+    assert str(pick(spec(direction="training"), backend="fast:fp8>slow:bf16").plan) == "fast:fp8>slow:bf16"
+    assert str(pick(spec(direction="training"), backend="study:bf16").plan).startswith("study:bf16>")
+    with pytest.raises(RefusedError, match="not installed") as caught:
+        pick(backend="gone")
+    assert set(caught.value.alternatives) == {"slow:bf16", "fast:bf16", "study:bf16"}
+    with pytest.raises(BudgetError, match="outlier"):
+        pick(backend="fast:fp8", max_error=0.08)
+    assert str(pick(backend="fast:fp8", max_error=0.1).plan) == "fast:fp8"
+    with pytest.raises(NoPlanError, match=r"the best, fast:bf16, reaches 0.002 \(measured on normal inputs\)") as none:
+        pick(max_error=1e-9)
+    assert none.value.reasons["gone:bf16"] == ("gone: not installed",)
+
+
+def test_where_no_plan_serves_those_that_could_be_asked_for_stand_before_those_that_cannot_run():
+    known = fake_registry(
+        fake_backend("gone", FakeForward("gone:bf16", preference=1), reason="not installed"),
+        fake_backend("fast", FakeForward("fast:fp8"), FakeForward("fast:bf16", preference=20)),
+    )
+    with pytest.raises(NoPlanError) as caught:
+        pick(known=known, max_error=1e-9)
+    assert list(caught.value.reasons) == ["fast:bf16", "fast:fp8", "gone:bf16"]
+
+
+LENGTHS = (256, 1024, 4096)
+plans = st.sampled_from(["slow:bf16", "fast:bf16", "fast:fp8"])
+errors = st.dictionaries(st.sampled_from(["normal", "outlier"]), st.floats(1e-3, 1.0), min_size=1)
+measured = st.builds(
+    lambda plan, time, spread, at, found: Entry(spec(seqlen_q=at), Plan.parse(plan), "ok", time, spread * time, found),
+    plans, st.floats(0.01, 100) | st.sampled_from([1.0, 1.01, 1.02]), st.floats(0, 2), st.sampled_from(LENGTHS), errors,
+)  # fmt: skip
+entries = st.lists(measured, max_size=12)
+lengths = st.sampled_from([256, 700, 1024, 5000])
+budgets = st.floats(1e-3, 1.0)
+
+
+def tried(*rows: Entry, length: int, **more):
+    """The choice, None where nothing may run."""
+    try:
+        return pick(spec(seqlen_q=length), table=table(*rows), **more)
+    except NoPlanError:
+        return None
+
+
+@given(entries, lengths, budgets, st.booleans())
+def test_no_choice_is_over_budget_or_in_fp8_unasked(rows, length, budget, fp8):
+    choice = tried(*rows, length=length, max_error=budget, fp8=fp8)
+    if choice is None:
+        return
+    assert sum(each.verdict == "chosen" for each in choice.candidates) == 1
+    assert fp8 or not choice.plan.fp8
+    own = {at.seqlen_kv: found for (at, plan), found in table(*rows).entries.items() if plan == choice.plan}
+    if length in own:
+        assert all(error <= budget for error in own[length].errors.values())
+    elif own:
+        up = min((keys for keys in own if keys >= length), default=None)
+        assert up is not None or not choice.plan.fp8
+        spoken_for = [found for keys, found in own.items() if keys <= (up or length)] or own.values()
+        assert all(error <= budget for found in spoken_for for error in found.errors.values())
+
+
+@given(entries, st.sampled_from(LENGTHS), budgets, st.booleans())
+def test_no_choice_at_a_measured_spec_is_slower_than_another_beyond_noise(rows, length, budget, fp8):
+    """The default plan, the first in the declared order, is one of those others."""
+    choice = tried(*rows, length=length, max_error=budget, fp8=fp8)
+    here = table(*rows).at(spec(seqlen_q=length))
+    able = [each for each in here.values() if each.usable]
+    rivals = [each for each in able if each.worst[0] <= budget and (fp8 or not each.plan.fp8)]
+    if rivals:
+        fastest = min(each.time_ms for each in rivals)
+        assert choice.chosen.time_ms <= 1.03 * fastest
+        if choice.plan in here and choice.plan.fp8:
+            assert not any(
+                each.time_ms <= fastest and each.worst[0] * 1.25 < here[choice.plan].worst[0] for each in rivals
+            )
+
+
+@given(entries, lengths, budgets, st.booleans(), st.randoms(use_true_random=False))
+def test_the_order_of_entries_does_not_matter(rows, length, budget, fp8, chance: random.Random):
+    last = list(table(*rows).entries.values())
+    once = tried(*last, length=length, max_error=budget, fp8=fp8)
+    chance.shuffle(last)
+    assert tried(*last, length=length, max_error=budget, fp8=fp8) == once
+
+
+@given(entries, lengths, budgets, budgets, st.booleans())
+def test_a_tighter_budget_holds_the_choice_to_it(rows, length, one, other, fp8):
+    loose, tight = (tried(*rows, length=length, max_error=each, fp8=fp8) for each in sorted((one, other), reverse=True))
+    if tight is None:
+        return
+    assert loose is not None
+    assert tight.chosen.error is None or tight.chosen.error <= min(one, other)
+    if tight.basis == loose.basis == "measured":
+        assert loose.chosen.time_ms <= 1.03 * tight.chosen.time_ms
+
+
+@given(entries, lengths, budgets, st.booleans(), st.sampled_from([-5, -1, 1, 13]))
+def test_the_unit_of_time_does_not_matter(rows, length, budget, fp8, power):
+    other = [replace(each, time_ms=each.time_ms * 2.0**power, spread_ms=each.spread_ms * 2.0**power) for each in rows]
+    once, again = (tried(*each, length=length, max_error=budget, fp8=fp8) for each in (rows, other))
+    assert (once and (once.plan, once.basis)) == (again and (again.plan, again.basis))
+
+
+@given(entries, lengths, budgets, st.booleans(), st.sampled_from(["slower", "inaccurate", "broken"]))
+def test_a_plan_that_cannot_win_changes_nothing(rows, length, budget, fp8, why):
+    before = tried(*rows, length=length, max_error=budget, fp8=fp8)
+    slowest = max((each.time_ms for each in rows), default=1.0)
+    newcomer = [
+        Entry(spec(seqlen_q=at), Plan("study:bf16"), "crashed", reason="it broke")
+        if why == "broken"
+        else entry("study:bf16", *((slowest * 50, spec(seqlen_q=at)) if why == "slower" else (1e-3, spec(seqlen_q=at))),
+                   normal=0.0001 if why == "slower" else 2.0)
+        for at in LENGTHS
+    ]  # fmt: skip
+    after = tried(*rows, *newcomer, length=length, max_error=budget, fp8=fp8)
+    if before is None or before.basis == "rule":
+        assert after is None or before is not None or after.plan == Plan("study:bf16")
+    else:
+        assert (after.plan, after.basis) == (before.plan, before.basis)

@@ -1,0 +1,147 @@
+"""What the commands answer: help, the backends that are here, explanations and the doctor's findings."""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import SHAPE, attnbench, process
+from typer.main import get_command
+
+from attnbench import __version__, explain
+from attnbench.cli import app
+from attnbench.cli.usable import obstacle
+from attnbench.kernels.capabilities import Device
+from attnbench.kernels.registry import registry
+
+CPU = Device("cpu", "CPU")
+
+
+def test_version_is_the_package_s() -> None:
+    run = attnbench("--version")
+    assert run.returncode == 0
+    assert run.stdout == f"attnbench {__version__}\n"
+
+
+def test_every_command_has_help_and_completion_is_offered() -> None:
+    top = attnbench("--help").stdout
+    commands = get_command(app).list_commands(None)
+    assert {"sweep", "backends", "explain", "doctor", "table"} <= {*commands}
+    for command in commands:
+        assert f"\n  {command} " in top
+        assert "Usage: attnbench" in attnbench(command, "--help").stdout
+    assert "--install-completion" in top
+
+
+def test_backends_lists_every_backend_with_a_reason_or_kernels() -> None:
+    run = attnbench("backends", "--device", "cpu", "--format", "json")
+    assert run.returncode == 0, run.stderr
+    listed = {each["name"]: each for each in json.loads(run.stdout)["backends"]}
+    assert listed.keys() == registry().backends.keys()
+    for name, each in listed.items():
+        assert each["available"] == registry().availability(name).ok
+        assert each["available"] or each["reason"]
+    reference = listed["reference"]["kernels"]
+    assert {(each["name"], each["pass"]) for each in reference} == {
+        (name, each) for name in ("reference:fp32", "reference:fp64") for each in ("forward", "backward")
+    }
+
+
+@pytest.mark.parametrize("format", ["table", "markdown"])
+def test_backends_prints_every_backend_with_its_kernels_or_why_not(format: str) -> None:
+    lines = attnbench("backends", "--device", "cpu", "--format", format).stdout.splitlines()
+    rows = [line.strip("| ") for line in lines]
+    for name in registry().backends:
+        own = [row for row in rows if row.split(maxsplit=1)[:1] == [name]]
+        assert own
+        usable = registry().availability(name).ok and obstacle(registry(), registry().backends[name], CPU) is None
+        assert usable == ("cannot be used" not in " ".join(own))
+    (reference,) = (row for row in rows if row.startswith("reference"))
+    assert "forward and backward" in reference
+    assert "fp64 fp32: takes fp64/fp32/bf16" in reference
+    if format == "markdown":
+        assert all(line.startswith("|") and line.endswith("|") for line in lines)
+
+
+def test_explain_agrees_with_the_api() -> None:
+    q = torch.randn(1, 4, 64, 32, dtype=torch.bfloat16)
+    kv = torch.randn(1, 2, 96, 32, dtype=torch.bfloat16)
+    expected = explain(q, kv, kv, is_causal=True, causal_alignment="bottom-right", dtype="fp8").to_dict()
+    run = attnbench(
+        "explain", *SHAPE, "--kv-heads", 2, "--seqlen-kv", 96, "--causal", "--causal-alignment", "bottom-right",
+        "--dtype", "fp8", "--device", "cpu", "--format", "json",
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == json.loads(json.dumps(expected))
+
+
+def test_explain_takes_windows_softcap_and_training() -> None:
+    run = attnbench(
+        "explain", *SHAPE, "--window", "16,inf", "--softcap", 30, "--training", "--device", "cpu", "--format", "json"
+    )
+    assert run.returncode == 0, run.stderr
+    spec = json.loads(run.stdout)["spec"]
+    assert (spec["mask"]["left"], spec["mask"]["right"]) == (16, None)
+    assert (spec["softcap"], spec["direction"]) == (30.0, "training")
+
+
+def test_explain_hears_the_variable_and_the_option_beats_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(*more: str) -> Mapping[str, str]:
+        run = attnbench("explain", *SHAPE, "--device", "cpu", "--format", "json", *more)
+        assert run.returncode == 0, run.stderr
+        answer: Mapping[str, str] = json.loads(run.stdout)
+        return answer
+
+    monkeypatch.setenv("ATTNBENCH_BACKEND", "reference")
+    assert chosen()["plan"].startswith("reference:")
+    assert chosen()["asked_by"] == "ATTNBENCH_BACKEND"
+    assert chosen("--backend", "sdpa-math")["plan"].startswith("sdpa-math:")
+
+
+@pytest.mark.parametrize("format", ["text", "markdown"])
+def test_explain_prints_the_plans_that_could_run_and_counts_the_others(format: str) -> None:
+    ask = ("explain", *SHAPE, "--device", "cpu", "--format")
+    run, every, data = (attnbench(*ask, *each) for each in ([format], [format, "--all"], ["json"]))
+    assert run.returncode == 0, run.stderr
+    found = {each["plan"]: each["verdict"] for each in json.loads(data.stdout)["candidates"]}
+    assert {"reference:fp32", "sdpa-math:bf16", "sdpa-math:fp32", "sdpa-cudnn:bf16"} <= {*found}
+
+    def shown(text: str) -> set[str]:
+        return {plan for plan in found if re.search(rf"^(\| )?{re.escape(plan)} ", text, re.MULTILINE)}
+
+    cannot = {plan for plan, verdict in found.items() if verdict in ("refused", "unavailable")}
+    assert shown(run.stdout) == {*found} - cannot
+    assert shown(every.stdout) == {*found}
+    counts = [list(found.values()).count(verdict) for verdict in ("refused", "unavailable")]
+    assert f"not shown: {counts[0]} refused and {counts[1]} unavailable plans; `attnbench explain --all`" in run.stdout
+    assert "not shown" not in every.stdout
+
+
+def test_doctor_tells_what_is_here_and_ends_with_a_verdict() -> None:
+    run = attnbench("doctor")
+    assert run.returncode == 0, run.stderr
+    for what in ("python", "torch", "triton", "NVIDIA driver", "C++ compiler", "reference", "table"):
+        assert any(line.startswith(f"{what} ") for line in run.stdout.splitlines()), what
+    verdict = run.stdout.splitlines()[-1]
+    assert verdict.startswith("verdict: ready")
+    assert "attnbench sweep" in verdict  # the tests' own cache folder holds no table
+
+
+def test_doctor_in_json_names_the_command_that_adds_what_is_missing() -> None:
+    report = json.loads(attnbench("doctor", "--format", "json").stdout)
+    table = next(each for each in report["findings"] if each["name"] == "table")
+    assert (table["status"], table["install"]) == ("missing", "attnbench sweep")
+    assert "reference" in report["usable"]
+
+
+def test_doctor_without_a_working_torch_says_so_and_fails(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')\n")
+    run = process("doctor", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert run.returncode == 1
+    assert "libcudart.so.13" in run.stdout
+    assert run.stdout.splitlines()[-1].startswith("verdict: nothing can run here")
+    assert "pip install torch" in run.stdout
+    assert run.stderr == ""

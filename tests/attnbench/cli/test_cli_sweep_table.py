@@ -1,0 +1,166 @@
+"""A sweep whose table cannot be written: said before anything is measured, and nothing that was measured is lost."""
+
+import os
+import subprocess
+import sys
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+from command_line import attnbench, named
+from merged import HERE, ROWS
+
+from attnbench.errors import OutputError
+from attnbench.harness.results.store import Store
+from attnbench.tables import files as table_files
+from attnbench.tables import user_table
+from attnbench.tables.table import Table
+from attnbench.tables.user_table import update_user_table, user_table_path
+
+sweep_command = import_module("attnbench.cli.sweep")
+
+
+@pytest.fixture
+def sweep(tmp_path, monkeypatch):
+    """The end of a sweep that measures ``ROWS``; (whether something was measured, what was said before that)."""
+
+    def run(*, update=True, meanwhile=lambda: None):
+        said_before = []
+
+        def measures(tasks, laboratories, store):
+            said_before.append(sys.stderr.getvalue() if hasattr(sys.stderr, "getvalue") else "")
+            meanwhile()
+            for row in ROWS:
+                store.append(row)
+                yield row
+
+        monkeypatch.setattr("attnbench.harness.sweep.run.run_sweep", measures)
+        monkeypatch.setattr("attnbench.harness.sweep.progress.followed", lambda events, console, verbose: events)
+        with Store(tmp_path / "a sweep", HERE) as store:
+            return sweep_command._measure(
+                [], [SimpleNamespace(environment=HERE)], store, "json", update=update, verbose=False
+            )
+
+    return run
+
+
+@pytest.fixture
+def no_cache(own_cache, monkeypatch):
+    """A file stands where the cache folder should be, which stops root, too."""
+    (own_cache / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own_cache / "file"))
+    return own_cache / "file"
+
+
+COMMAND = "`attnbench table build '{}'` puts these results into it"
+
+
+def test_an_unwritable_table_is_said_first_and_costs_nothing_but_the_table(sweep, no_cache, tmp_path, capsys):
+    before = []
+    assert sweep(meanwhile=lambda: before.append(capsys.readouterr().err))
+    said = capsys.readouterr()
+    command = COMMAND.format(tmp_path / "a sweep")
+    for text in (before[0], said.err):
+        assert "Not a directory" in text
+        assert command in text
+    assert said.out.count('"case"') == len(ROWS)
+    assert len(Table.load(tmp_path / "a sweep" / "table.json").entries) == len(ROWS)
+
+
+def test_the_command_that_is_named_builds_the_table_later(sweep, no_cache, own_cache, tmp_path, monkeypatch):
+    sweep()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own_cache / "cache"))
+    run = attnbench("table", "build", tmp_path / "a sweep")
+    assert run.returncode == 0, run.stderr
+    table = Table.load(user_table_path(HERE))
+    assert {str(plan) for _, plan in table.entries} == {"fa3:fp8", "sdpa-flash:bf16"}
+
+
+def test_a_disk_that_fills_while_it_measures(sweep, tmp_path, monkeypatch, capsys):
+    def fills():
+        def full(*_):
+            raise OutputError("the table cannot be written: No space left on device")
+
+        monkeypatch.setattr(user_table, "locked", full)
+
+    assert sweep(meanwhile=fills)
+    assert f"No space left on device; {COMMAND.format(tmp_path / 'a sweep')}" in capsys.readouterr().err
+
+
+def test_a_folder_that_takes_no_table_prints_what_was_measured_and_fails(sweep, tmp_path, monkeypatch, capsys):
+    def fills():
+        original = table_files.replace_file
+
+        def full(path, content):
+            if path.parent.name == "a sweep":
+                raise OutputError(f"{path} cannot be written: No space left on device")
+            return original(path, content)
+
+        monkeypatch.setattr(table_files, "replace_file", full)
+
+    with pytest.raises(OutputError, match="No space left on device; the rows are safe, --resume --out"):
+        sweep(meanwhile=fills)
+    assert capsys.readouterr().out.count('"case"') == len(ROWS)
+    assert user_table_path(HERE).exists()
+
+
+def test_no_table_neither_asks_for_a_place_nor_touches_what_is_there(sweep, no_cache, own_cache, monkeypatch, capsys):
+    assert sweep(update=False)
+    assert "was not updated, as asked" in capsys.readouterr().err
+    assert no_cache.read_text() == ""
+
+
+def test_no_table_leaves_the_user_s_table_as_it_was(sweep, capsys):
+    path = update_user_table(Table.from_entries(HERE, []))
+    before = path.read_bytes()
+    assert sweep(update=False)
+    assert path.read_bytes() == before
+
+
+def test_the_table_is_updated_although_nobody_reads_what_is_printed(sweep, monkeypatch):
+    def gone(*_):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(sweep_command, "print_json", gone)
+    with pytest.raises(BrokenPipeError):
+        sweep()
+    assert user_table_path(HERE).exists()
+
+
+def test_a_fresh_folder_that_cannot_be_made_is_an_error_before_anything_is_measured(own_cache, monkeypatch):
+    (own_cache / "file").write_text("")
+    monkeypatch.setenv("XDG_DATA_HOME", str(own_cache / "file"))
+    arguments = ("sweep", "--device", "cpu", "--backends", "sdpa-math")
+    named(attnbench(*arguments), 1, "cannot be written: Not a directory; name another with --out")
+
+
+@pytest.mark.parametrize("home", ["unknown to platformdirs", "as older versions say it"])
+def test_a_user_without_a_home(home, own_cache, monkeypatch, tmp_path):
+    def ask(_):
+        if home == "unknown to platformdirs":
+            raise RuntimeError("could not determine the home directory")
+        return user_table.Path("~/.cache/attnbench")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("attnbench.files.user_folders.user_cache_path", ask)
+    monkeypatch.setattr("attnbench.files.user_folders.user_data_path", ask)
+    run = attnbench("explain", "--heads", "1", "--seqlen", "8", "--head-dim", "8", "--device", "cpu")
+    assert run.returncode == 0, run.stderr
+    arguments = ("sweep", "--device", "cpu", "--backends", "sdpa-math")
+    named(attnbench(*arguments), 1, "no home folder to write in; set HOME or XDG_DATA_HOME")
+    with pytest.raises(OutputError, match="XDG_CACHE_HOME"):
+        update_user_table(Table.from_entries(HERE, []))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_whole_sweep_without_a_cache_and_without_standard_output(no_cache, tmp_path):
+    (tmp_path / "tiny.yaml").write_text("- {batch: 1, heads: 1, seqlen_q: 16, head_dim: 16, direction: forward}\n")
+    options = f"--device cpu --preset {tmp_path / 'tiny.yaml'} --backends sdpa-math:bf16 --out '{tmp_path / 'out put'}'"
+    command = ["sh", "-c", f"{sys.executable} -m attnbench sweep {options} >&-"]
+    run = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    warning, ending = run.stderr.splitlines()[0], run.stderr.splitlines()[-1]
+    for line in (warning, ending):
+        assert f"{COMMAND.format(tmp_path / 'out put')}, once it can be written" in line
+    assert "Traceback" not in run.stderr
+    assert len((tmp_path / "out put" / "measurements.jsonl").read_text().splitlines()) == 1

@@ -1,0 +1,96 @@
+"""What doctor and backends say can run here, and which commands they advise: none that would not help."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import attnbench, process
+
+from attnbench.cli.usable import command_for, obstacle
+from attnbench.kernels.capabilities import Capabilities, Device
+from attnbench.kernels.contract import Availability, Backend, ForwardKernel
+from attnbench.kernels.registry import Registry, registry
+
+CPU, OLD, NEW = Device("cpu", "CPU"), Device("cuda", "an old GPU", (7, 0)), Device("cuda", "a new GPU", (9, 0))
+WITHOUT_CUDA = pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")
+
+
+class Hopper(ForwardKernel):
+    """Asks its package when it is asked for more than its row says."""
+
+    name, declared_error = "vendor:fp8", 0.1
+
+    def __init__(self, further=()):
+        self.rows = {"cuda": Capabilities(dtypes=("bf16", "e4m3"), capability=(9, 0))}
+        self.further = further
+
+    def further_refusals(self, spec, device):
+        return list(self.further)
+
+    def prepare(self, q, k, v, spec):
+        raise NotImplementedError
+
+    def run(self, operands):
+        raise NotImplementedError
+
+
+def vendor(*kernels, **answer):
+    return Registry([Backend("vendor", "", lambda: Availability(**answer), kernels)])
+
+
+def asked(known, here):
+    backend = known.backends["vendor"]
+    return obstacle(known, backend, here), command_for(known, backend, here)
+
+
+def test_a_command_is_advised_where_it_helps_and_nowhere_else():
+    missing = {"reason": "vendor is not installed", "install": "pip install vendor"}
+    known = vendor(Hopper(["the package would have to be there to know"]), **missing)
+    assert asked(known, NEW) == (None, "pip install vendor")
+    reason, command = asked(known, OLD)
+    assert "compute capability 9.0" in reason
+    assert command is None
+    assert asked(known, CPU) == ("has no kernel for cpu", None)
+    assert asked(vendor(**missing), CPU) == (None, "pip install vendor")  # a plug-in that could not be loaded
+
+
+def test_what_is_installed_and_refuses_everything_cannot_run():
+    assert asked(vendor(Hopper(), version="1.0"), NEW) == (None, None)
+    assert asked(vendor(Hopper(["no compiler"]), version="1.0"), NEW) == ("no compiler", None)
+    assert asked(vendor(Hopper(["no compiler"]), Hopper2(), version="1.0"), NEW) == (None, None)
+
+
+class Hopper2(Hopper):
+    name = "vendor:bf16"
+
+
+@WITHOUT_CUDA
+def test_doctor_without_a_gpu_advises_no_command_that_cannot_help():
+    report = json.loads(attnbench("doctor", "--format", "json").stdout)
+    assert [each["install"] for each in report["findings"] if each["install"]] == ["attnbench sweep"]
+    assert "pip install" not in report["verdict"]
+    (others,) = (each for each in report["findings"] if each["name"] == "other backends")
+    assert {"fa3", "te", "sdpa-cudnn"} <= set(others["detail"].partition(":")[0].split(", "))
+    assert "NVIDIA GPU" in others["detail"]
+
+
+@WITHOUT_CUDA
+def test_backends_without_a_gpu_advises_no_command_that_cannot_help():
+    assert "pip install" not in attnbench("backends").stdout
+
+
+@pytest.mark.skipif(registry().availability("flex").reason is not None, reason="FlexAttention is not here")
+def test_doctor_and_backends_refuse_a_cache_folder_with_a_space(tmp_path: Path):
+    folder = tmp_path / "with space"
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder), "CUDA_VISIBLE_DEVICES": ""}
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        pytest.skip("FlexAttention refuses this CPU first")
+    report = json.loads(process("doctor", "--format", "json", env=env).stdout)
+    (found,) = (each for each in report["findings"] if each["name"] == "flex")
+    assert found["status"] == "missing"
+    assert str(folder) in found["detail"]
+    assert "TORCHINDUCTOR_CACHE_DIR" in found["detail"]
+    assert "flex" not in report["usable"]
+    assert "flex" not in report["verdict"]

@@ -1,0 +1,350 @@
+"""attention(), explain() and use_backend as a user meets them."""
+
+import threading
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+from dense import dense_attention, dense_gradients, relative_l2
+from fakes import FakeBackward, FakeForward
+from torch import Tensor
+
+import attnbench
+from attnbench import AttentionSpec, Mask, attention, explain, use_backend
+from attnbench.errors import BudgetError, InputError, NoPlanError, RefusedError, UnknownBackendError
+from attnbench.kernels.contract import Operands
+from attnbench.kernels.execution import Execution
+from attnbench.problem.fp8 import Recipe, quantise
+
+
+def tensors(batch=2, heads=4, kv_heads=2, sq=33, skv=47, d=32, dtype=torch.bfloat16, seed=0) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(batch, heads, sq, d), (batch, kv_heads, skv, d), (batch, kv_heads, skv, d)]
+    return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+
+
+def spec(q, k, v, **more) -> AttentionSpec:
+    return AttentionSpec.make(
+        batch=q.shape[0], heads=q.shape[1], kv_heads=k.shape[1], seqlen_q=q.shape[2], seqlen_kv=k.shape[2],
+        head_dim=q.shape[3], head_dim_v=v.shape[3], **more,
+    )  # fmt: skip
+
+
+def test_the_default_is_torchs_sdpa():
+    q, k, v = tensors()
+    ours = attention(q, k, v, is_causal=True)
+    theirs = torch.nn.functional.scaled_dot_product_attention(
+        q.double(), k.double().repeat_interleave(2, 1), v.double().repeat_interleave(2, 1), is_causal=True
+    )
+    assert ours.dtype == q.dtype
+    assert relative_l2(ours, theirs) < 0.01
+
+
+def test_alignments_differ_and_each_is_the_one_it_is_called():
+    q, k, v = tensors()
+    for alignment in ("top-left", "bottom-right"):
+        truth, lse = dense_attention(q, k, v, spec(q, k, v, mask=Mask(None, 0, alignment)))
+        out, found = attention(q, k, v, is_causal=True, causal_alignment=alignment, return_lse=True)
+        assert relative_l2(out, truth) < 0.01
+        assert found.dtype == torch.float32
+        assert torch.allclose(found.double(), lse, atol=1e-2)
+    assert relative_l2(attention(q, k, v, is_causal=True), truth) > 0.1
+
+
+def test_bshd_is_a_view_of_the_same_answer():
+    q, k, v = tensors()
+    seen: list[Tensor] = []
+    swapped = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if function in (Tensor.contiguous, Tensor.clone):
+                seen.append(out)
+            return out
+
+    with Watch():
+        out = attention(*swapped, layout="bshd", is_causal=True)
+    assert not seen
+    assert torch.equal(out.transpose(1, 2), attention(q, k, v, is_causal=True))
+
+
+@pytest.mark.parametrize("wanted", [(True, False, False), (False, True, True), (True, True, True)])
+def test_gradients_reach_those_that_want_them(wanted):
+    q, k, v = tensors(dtype=torch.float32)
+    leaves = [x.requires_grad_(each) for x, each in zip((q, k, v), wanted, strict=True)]
+    out = attention(*leaves, is_causal=True, softcap=5.0)
+    grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    out.backward(grad_out)
+    truth = dense_gradients(q, k, v, grad_out, spec(q, k, v, mask=Mask(None, 0), softcap=5.0))
+    for leaf, each, correct in zip(leaves, wanted, truth, strict=True):
+        assert (leaf.grad is not None) == each
+        if each:
+            assert relative_l2(leaf.grad, correct) < 1e-4
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_only_the_forward_reads_is_let_go_before_the_backward(training):
+    """Transposed copies are as large as what is kept, and a model holds every layer's until its backward."""
+    made = []
+
+    class Copying(FakeForward):
+        def prepare(self, q, k, v, spec):
+            made.append(torch.zeros(3))
+            return Operands(spec, q, k, v, native=made[-1])
+
+    q, k, v = tensors(dtype=torch.float32)
+    execution = Execution(
+        spec(q, k, v, direction="training" if training else "forward"),
+        Copying("copying:fp32"),
+        FakeBackward("fake:fp32") if training else None,
+    )
+    out, _ = execution(q.requires_grad_(), k, v)
+    assert out.requires_grad == training
+    held = weakref.ref(made.pop())
+    assert held() is None
+    if training:
+        out.sum().backward()
+        assert q.grad is not None
+
+
+def test_a_tensor_changed_between_the_passes_is_noticed():
+    q, k, v = tensors(dtype=torch.float32)
+    q.requires_grad_()
+    k = k.clone()
+    out = attention(q, k, v)
+    k.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_the_lse_carries_no_gradient_and_twice_is_refused():
+    q, k, v = tensors(dtype=torch.float32)
+    q.requires_grad_()
+    out, lse = attention(q, k, v, return_lse=True)
+    assert not lse.requires_grad
+    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference:fp32>reference:fp32", "emulated:fp8-tensor>reference:fp32"])
+@pytest.mark.parametrize("aside", [nullcontext, torch.autograd.graph.save_on_cpu])
+def test_a_penalty_on_a_gradient_is_no_constant(backend, aside):
+    q, k, v = tensors(dtype=torch.float32)
+    weight = torch.tensor(1.5, requires_grad=True)
+
+    def first():
+        with aside():
+            out = attention(weight * q, k, weight * v, backend=backend)
+        return out, *torch.autograd.grad(out.sum(), weight, create_graph=True)
+
+    out, gradient = first()
+    torch.autograd.grad(out.sum() + gradient.item(), weight)  # who differentiates the output alone is served
+    out, gradient = first()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(out.sum() + gradient.square(), weight)
+    out = attention(q, k.clone().requires_grad_(), v, backend=backend)
+    (gradient,) = torch.autograd.grad((weight * out).sum(), out, create_graph=True)
+    assert torch.autograd.grad(gradient.sum(), weight)[0] == out.numel()  # the attention is no part of that one
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head", "block", "token"])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_quantised_tensors_come_with_their_scales(granularity, layout):
+    q, k, v = tensors(sq=150, skv=200, dtype=torch.float32)
+    parts = [quantise(x * (1 + 3 * torch.rand(1)), Recipe(granularity)) for x in (q, k, v)]
+    truth, _ = dense_attention(*[x.dequantised(torch.float64) for x in parts], spec(q, k, v))
+    descales = []
+    for part in parts:
+        batch, heads, *_ = part.data.shape
+        scale = part.descale[..., 0]
+        scale = {
+            "tensor": scale.reshape(()) if granularity == "tensor" else None,
+            "head": scale.reshape(batch, heads) if granularity == "head" else None,
+            "block": scale[:, :, ::128] if granularity == "block" else None,
+            "token": scale,
+        }[granularity]
+        descales.append(scale)
+    data = [x.data if layout == "bhsd" else x.data.transpose(1, 2).contiguous() for x in parts]
+    names = dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
+    out = attention(*data, layout=layout, backend="reference:fp64", **names)
+    assert out.dtype == torch.bfloat16
+    out = out if layout == "bhsd" else out.transpose(1, 2)
+    assert relative_l2(out, truth) < 0.004
+    emulated = attention(*data, layout=layout, backend=f"emulated:fp8-{granularity}".replace("-head", ""), **names)
+    assert relative_l2(emulated if layout == "bhsd" else emulated.transpose(1, 2), truth) < 0.07
+
+
+def test_a_scale_for_each_key_head_serves_its_group():
+    q, k, v = tensors()
+    (q8, k8, v8) = (quantise(x, Recipe("head")) for x in (q, k, v))
+    shared = torch.tensor([[0.5, 2.0], [1.0, 3.0]])
+    scales = {"k_descale": k8.descale.view(2, 2), "v_descale": v8.descale.view(2, 2)}
+    per_kv = attention(q8.data, k8.data, v8.data, backend="reference:fp64", q_descale=shared, **scales)
+    per_q = attention(
+        q8.data, k8.data, v8.data, backend="reference:fp64", q_descale=shared.repeat_interleave(2, 1), **scales
+    )
+    assert torch.equal(per_kv, per_q)
+
+
+def test_fp8_is_opted_into():
+    q, k, v = tensors()
+    for closed in (explain(q, k, v), explain(q, k, v, dtype="bf16", max_error=0.5)):
+        assert all(not each.plan.fp8 for each in closed.candidates if each.verdict in ("chosen", "eligible"))
+        assert any(each.verdict == "not asked for" for each in closed.candidates)
+    for opened in (explain(q, k, v, dtype="fp8"), explain(q, k, v, max_error=0.5)):
+        assert not any(each.verdict == "not asked for" for each in opened.candidates)
+    assert relative_l2(attention(q, k, v, backend="emulated:fp8"), attention(q, k, v)) > 0.01
+    with pytest.raises(RefusedError, match="FP8"):
+        attention(q, k, v, backend="emulated")
+    assert explain(q, k, v, backend="emulated", dtype="fp8").plan.fp8
+
+
+def test_argument_beats_context_beats_variable(monkeypatch):
+    q, k, v = tensors()
+    monkeypatch.setenv("ATTNBENCH_BACKEND", "reference:fp64")
+    choice = explain(q, k, v)
+    assert (str(choice.plan), choice.asked_by, choice.basis) == ("reference:fp64", "ATTNBENCH_BACKEND", "explicit")
+    with use_backend("reference:fp32"):
+        assert str(explain(q, k, v).plan) == "reference:fp32"
+        assert str(explain(q, k, v, backend="sdpa-math").plan) == "sdpa-math:bf16"
+        with use_backend(max_error=0.2):
+            assert (str(explain(q, k, v).plan), explain(q, k, v).budget) == ("reference:fp32", 0.2)
+            assert explain(q, k, v, max_error=0.3).budget == 0.3
+    assert str(explain(q, k, v).plan) == "reference:fp64"
+    monkeypatch.setenv("ATTNBENCH_BACKEND", "nonsense")
+    with pytest.raises(UnknownBackendError, match="nonsense"):
+        attention(q, k, v)
+
+
+@pytest.mark.parametrize("wish", [{"backend": "nobody"}, {"backend": None}, {"dtype": "fp4"}, {"max_error": -1.0}])
+def test_a_context_that_cannot_be_is_refused_as_it_opens(wish):
+    with pytest.raises((InputError, UnknownBackendError)), use_backend(**wish):
+        pytest.fail("the block must not run")
+
+
+@pytest.mark.parametrize("backend", ["reference:fp32", "sdpa-math", "emulated:fp8"])
+def test_autocast_does_not_narrow_a_kernel(backend):
+    """Which may compute in fp32 what comes and goes in bf16."""
+    q, k, v = (x.requires_grad_() for x in tensors())
+    answers = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            out = attention(q, k, v, is_causal=True, backend=backend)
+            answers.append([out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))])
+    assert all(torch.equal(one, two) for one, two in zip(*answers, strict=True))
+
+
+def test_a_context_holds_for_its_own_thread():
+    q, k, v = tensors()
+    plans = []
+    with use_backend("reference:fp64"):
+        thread = threading.Thread(target=lambda: plans.append(str(explain(q, k, v).plan)))
+        thread.start()
+        thread.join()
+    assert plans != ["reference:fp64"]
+
+
+def test_an_explicit_choice_that_cannot_be_honoured_says_who_could():
+    q, k, v = tensors()
+    with pytest.raises(RefusedError) as caught:
+        attention(q, k, v, backend="sdpa-flash", softcap=3.0)
+    assert "softcap" in str(caught.value)
+    assert any(plan.startswith("reference") for plan in caught.value.alternatives)
+    with pytest.raises(RefusedError, match="fp32"):
+        attention(q, k, v, backend="sdpa-flash:fp32")
+    with pytest.raises(BudgetError, match="max_error"):
+        attention(q, k, v, backend="emulated:fp8", max_error=1e-6)
+    with pytest.raises(NoPlanError):
+        attention(q, k, v, max_error=1e-15)
+
+
+def test_a_plan_pairs_kernels_of_two_backends():
+    q, k, v = (x.requires_grad_() for x in tensors())
+    out = attention(q, k, v, backend="emulated:fp8>sdpa-flash:bf16")
+    grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    found = torch.autograd.grad(out, (q, k, v), grad_out)
+    truth = dense_gradients(q, k, v, grad_out, spec(q, k, v))
+    assert all(0.003 < relative_l2(each, correct) < 0.12 for each, correct in zip(found, truth, strict=True))
+    with torch.no_grad():  # the plan of a training run also serves its evaluation
+        assert relative_l2(attention(q, k, v, backend="emulated:fp8>sdpa-flash:bf16"), out) == 0
+
+
+def test_nan_in_is_nan_out():
+    q, k, v = tensors()
+    v[0, 0, 3, 5] = float("nan")
+    for backend in ("auto", "reference:fp32", "emulated:fp8"):
+        assert torch.isnan(attention(q, k, v, backend=backend)[0, 0]).any(), backend
+
+
+BAD = {
+    "rank": (lambda q, k, v: attention(q[0], k, v), "4 dimensions"),
+    "batch": (lambda q, k, v: attention(q[:1], k, v), "batch"),
+    "heads": (lambda q, k, v: attention(q[:, :3], k, v), "multiple of kv_heads"),
+    "no gqa": (lambda q, k, v: attention(q, k, v, enable_gqa=False), "enable_gqa"),
+    "head dim": (lambda q, k, v: attention(q[..., :8], k, v), "head dimension"),
+    "key length": (lambda q, k, v: attention(q, k, v[:, :, :5]), "length"),
+    "empty": (lambda q, k, v: attention(q[:, :, :0], k, v), "seqlen_q"),
+    "dtypes": (lambda q, k, v: attention(q.float(), k, v), "one dtype"),
+    "integer": (lambda q, k, v: attention(q.int(), k.int(), v.int()), "not supported"),
+    "device": (lambda q, k, v: attention(q.to("meta"), k.to("meta"), v.to("meta")), "cpu and cuda"),
+    "devices": (lambda q, k, v: attention(q, k.to("meta"), v), "one device"),
+    "no tensor": (lambda q, k, v: attention(q.tolist(), k, v), "torch.Tensor"),
+    "nan scale": (lambda q, k, v: attention(q, k, v, scale=float("nan")), "scale"),
+    "tensor scale": (lambda q, k, v: attention(q, k, v, scale=torch.tensor(0.1)), "scale"),
+    "softcap": (lambda q, k, v: attention(q, k, v, softcap=-2.0), "softcap"),
+    "window": (lambda q, k, v: attention(q, k, v, window=(-1, 0)), "window"),
+    "window right": (lambda q, k, v: attention(q, k, v, window=(3, -2), is_causal=True), "window"),
+    "window list": (lambda q, k, v: attention(q, k, v, window=[3, 2]), "window"),
+    "window one": (lambda q, k, v: attention(q, k, v, window=(3,)), "window"),
+    "alignment": (lambda q, k, v: attention(q, k, v, is_causal=True, causal_alignment="left"), "causal_alignment"),
+    "layout": (lambda q, k, v: attention(q, k, v, layout="sbhd"), "layout"),
+    "dtype": (lambda q, k, v: attention(q, k, v, dtype="fp4"), "dtype"),
+    "dtype other": (lambda q, k, v: attention(q, k, v, dtype=torch.float16), "dtype"),
+    "budget": (lambda q, k, v: attention(q, k, v, max_error=0), "max_error"),
+    "budget nan": (lambda q, k, v: attention(q, k, v, max_error=float("nan")), "max_error"),
+    "descale of bf16": (lambda q, k, v: attention(q, k, v, q_descale=torch.ones(1)), "float8"),
+    "descale missing": (lambda q, k, v: attention(*(x.to(torch.float8_e4m3fn) for x in (q, k, v))), "q_descale"),
+    "backend": (lambda q, k, v: attention(q, k, v, backend="sdpa-flas"), "did you mean sdpa-flash"),
+    "kernel": (lambda q, k, v: attention(q, k, v, backend="reference:fp46"), "did you mean reference:fp"),
+    "plan": (lambda q, k, v: attention(q, k, v, backend="reference:fp64>"), "kernel name"),
+    "backend type": (lambda q, k, v: attention(q, k, v, backend=3), "backend"),
+    "causal word": (lambda q, k, v: attention(q, k, v, is_causal="no"), "is_causal"),
+    "causal tensor": (lambda q, k, v: attention(q, k, v, is_causal=torch.tensor(True)), "is_causal"),
+    "grouped": (lambda q, k, v: attention(q, k, v, enable_gqa=None), "enable_gqa"),
+    "lse": (lambda q, k, v: explain(q, k, v, return_lse="no"), "return_lse"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gives_one_clear_error(case):
+    call, words = BAD[case]
+    with pytest.raises((InputError, UnknownBackendError), match=words) as caught:
+        call(*tensors())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("descale", [torch.ones(3), torch.ones(2, 2, 9), torch.ones(2, 2, dtype=torch.int64)])
+def test_descales_of_a_wrong_shape_or_type_are_refused(descale):
+    parts = [quantise(x, Recipe("head")) for x in tensors()]
+    good = {"q_descale": torch.ones(2, 4), "k_descale": torch.ones(2, 2), "v_descale": torch.ones(2, 2)}
+    for name in good:
+        with pytest.raises(InputError, match="descale"):
+            attention(*(x.data for x in parts), backend="reference:fp64", **{**good, name: descale})
+
+
+def test_a_choice_is_data_that_prints_well():
+    import json
+
+    q, k, v = tensors()
+    choice = explain(q, k, v, is_causal=True)
+    data = json.loads(json.dumps(choice.to_dict(), allow_nan=False))
+    assert AttentionSpec.from_dict(data["spec"]) == choice.spec
+    assert data["candidates"][0] == {**data["candidates"][0], "plan": str(choice.plan), "verdict": "chosen"}
+    assert {each.plan for each in choice.candidates} >= set(attnbench.kernels.registry.registry().plans(choice.spec))
+    for each in choice.candidates:
+        assert each.verdict == "chosen" or each.reasons, each
+    for text in (choice.to_text(all=True), choice.to_markdown(all=True)):
+        assert all(str(each.plan) in text for each in choice.candidates)

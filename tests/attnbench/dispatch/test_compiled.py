@@ -1,0 +1,391 @@
+"""attention under torch.compile and torch.export: one operator, the eager answer, no graph break."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attnbench import api, attention, use_backend
+from attnbench.dispatch import memory, operators
+from attnbench.errors import AttnbenchError, InputError
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Operands, Result, Saved
+from attnbench.problem.fp8 import Recipe, quantise
+
+PLANS = ["auto", "reference:fp32", "reference:fp64", "sdpa-math", "sdpa-flash", "emulated:fp8"]
+SPECS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "bottom right": {"is_causal": True, "causal_alignment": "bottom-right", "scale": 0.3},
+    "window": {"window": (4, 2)},
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Nothing that another test has compiled, and room for all that one compiles."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield
+    torch._dynamo.reset()
+
+
+def tensors(sq=9, skv=11, dtype=torch.bfloat16, seed=0, grad=False) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(2, 4, sq, 16), (2, 2, skv, 16), (2, 2, skv, 16)]
+    return tuple(torch.randn(shape, generator=generator).to(dtype).requires_grad_(grad) for shape in shapes)
+
+
+def compiled(function, **options):
+    return torch.compile(function, fullgraph=True, **{"backend": "aot_eager", **options})
+
+
+def step(function, x, **arguments) -> list[Tensor]:
+    out = function(*x, **arguments)
+    grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    return [out, *torch.autograd.grad(out, x, grad_out)]
+
+
+def same(one, two) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("plan", PLANS)
+def test_compiled_is_eager_to_the_bit(plan, spec):
+    arguments = {"backend": plan, **SPECS[spec]}
+    function = compiled(attention)
+    x = tensors()
+    assert torch.equal(function(*x, **arguments), attention(*x, **arguments))
+    if plan != "sdpa-math":  # which returns no log-sum-exp
+        assert same(*(each(*x, return_lse=True, **arguments) for each in (function, attention)))
+    x = tensors(grad=True)
+    assert same(step(function, x, **arguments), step(attention, x, **arguments))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_layouts_and_dtypes(dtype, layout):
+    """Between operations that inductor fuses, once: its compiler takes seconds."""
+    backend = "inductor" if (dtype, layout) == (torch.float32, "bshd") else "aot_eager"
+    x = tensors(dtype=dtype, grad=True)
+    if layout == "bshd":
+        x = tuple(each.detach().transpose(1, 2).contiguous().requires_grad_() for each in x)
+
+    def block(q, k, v):
+        out, lse = attention(q * 2, k, v, layout=layout, return_lse=True)
+        return (out + 1, lse) if out.dtype == q.dtype else None
+
+    outs = [function(*x) for function in (compiled(block, backend=backend), block)]
+    assert same(*outs)
+    assert not outs[0][1].requires_grad
+    grads = [torch.autograd.grad(out.sum(), x) for out, _ in outs]
+    assert same(*grads)
+
+
+def test_a_plan_of_two_backends_and_a_single_gradient():
+    q, k, v = tensors()
+    k.requires_grad_()
+    arguments = {"backend": "emulated:fp8>sdpa-flash:bf16", "is_causal": True}
+    grads = [torch.autograd.grad(f(q, k, v, **arguments).sum(), k) for f in (compiled(attention), attention)]
+    assert same(*grads)
+
+
+def test_tensors_quantised_beforehand():
+    parts = [quantise(x, Recipe("head")) for x in tensors()]
+    names = {f"{n}_descale": x.descale[..., 0, 0] for n, x in zip("qkv", parts, strict=True)}
+    data = [x.data for x in parts]
+    out = compiled(attention)(*data, backend="reference:fp32", **names)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, attention(*data, backend="reference:fp32", **names))
+
+
+def test_lengths_that_vary_need_one_graph():
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    function = compiled(lambda q, k, v: attention(q, k, v, is_causal=True), backend=counter)
+    for sq in (7, 12, 30):
+        x = tensors(sq=sq, skv=2 * sq, grad=True)
+        for each in x:
+            torch._dynamo.mark_dynamic(each, 2)
+        assert same(step(function, x), step(attention, x, is_causal=True))
+    assert counter.frame_count == 1
+    (graph,) = counter.graphs
+    assert [n.target for n in graph.graph.nodes if n.op == "call_function" and "attnbench" in str(n.target)] == [
+        torch.ops.attnbench.attention
+    ]
+
+
+def test_no_graph_breaks():
+    x = tensors(grad=True)
+    found = torch._dynamo.explain(lambda q, k, v: attention(q.sin(), k, v, is_causal=True).cos())(*x)
+    assert (found.graph_count, found.graph_break_count) == (1, 0), found.break_reasons
+
+
+def test_context_and_environment_are_noticed(monkeypatch):
+    x = tensors()
+    function = compiled(lambda *x: attention(*x))
+    answers = {}
+
+    def agree(name: str) -> None:
+        answers[name] = function(*x)
+        assert torch.equal(answers[name], attention(*x)), name
+
+    agree("nothing asked")
+    with use_backend("emulated:fp8"):
+        agree("context")
+        with use_backend("emulated:fp8-tensor"):
+            agree("inner context")
+    agree("nothing any more")
+    monkeypatch.setenv("ATTNBENCH_BACKEND", "emulated:fp8-token")
+    agree("variable")
+    monkeypatch.setenv("ATTNBENCH_BACKEND", "emulated:fp8-e5m2")
+    agree("another variable")
+    monkeypatch.delenv("ATTNBENCH_BACKEND")
+    agree("no variable")
+    kinds = ("nothing asked", "context", "inner context", "variable", "another variable")
+    assert len({answers[kind].float().sum().item() for kind in kinds}) == len(kinds)
+    seen = []
+
+    def elsewhere() -> None:
+        with use_backend("emulated:fp8-token"):
+            seen.append(function(*x))
+
+    thread = threading.Thread(target=elsewhere)
+    with use_backend("emulated:fp8"):
+        thread.start()
+        thread.join()
+    assert torch.equal(seen[0], answers["variable"])
+
+
+def test_a_budget_with_the_tensors_own_dtype_keeps_fp8_closed(monkeypatch):
+    asked = []
+    original = memory.decide
+    monkeypatch.setattr(memory, "decide", lambda question: asked.append(original(question)) or asked[-1])
+    x = tensors(sq=10)
+    for dtype in ("bf16", torch.bfloat16, "fp8", None):
+        compiled(attention)(*x, max_error=0.25, dtype=dtype)
+    closed = [any(each.verdict == "not asked for" for each in choice.candidates) for choice in asked]
+    assert closed == [True, False]  # two questions: the names of one dtype are one, and a budget opens as "fp8" does
+    assert all(choice.budget == 0.25 for choice in asked)
+
+
+def test_tasks_with_contexts_of_their_own_are_refused_not_answered_wrongly():
+    x = tensors()
+    function = compiled(lambda *x: attention(*x))
+
+    async def wisher(go: asyncio.Event, done: asyncio.Event) -> None:
+        with use_backend("emulated:fp8"):
+            go.set()
+            await done.wait()
+
+    async def caller() -> None:
+        go, done = asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(wisher(go, done))
+        await go.wait()
+        with pytest.raises(AttnbenchError, match="name backend"):
+            function(*x)
+        done.set()
+        await task
+
+    asyncio.run(caller())
+    assert torch.equal(function(*x), attention(*x))
+
+
+def test_a_backward_follows_its_forward_whatever_is_asked_for_in_between():
+    x = tensors(grad=True)
+    function = compiled(lambda *x: attention(*x))
+    with use_backend("emulated:fp8"):
+        out, expected = function(*x), step(attention, x)
+    api.forget_choices()
+    with use_backend("reference:fp64"):
+        function(*x)
+        grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+        found = torch.autograd.grad(out, x, grad_out)
+    assert same([out, *found], expected)
+
+
+def test_forgotten_choices_are_made_anew(monkeypatch):
+    x = tensors()
+    function = compiled(lambda *x: attention(*x))
+    function(*x)
+    asked = []
+    original = memory.decide
+    monkeypatch.setattr(memory, "decide", lambda question: asked.append(question) or original(question))
+    function(*x)
+    assert not asked
+    api.forget_choices()
+    function(*x)
+    assert len(asked) == 1
+
+
+class Stateful(ForwardKernel):
+    """A reference that hands its backward a state that is no tensor, as FlexAttention's recorded graph."""
+
+    name, declared_error = "reference:stateful", 1e-5
+
+    def __init__(self, inner: ForwardKernel) -> None:
+        self.inner, self.rows, self.runs = inner, inner.rows, 0
+
+    def prepare(self, q, k, v, spec) -> Operands:
+        return self.inner.prepare(q, k, v, spec)
+
+    def run(self, operands) -> Result:
+        self.runs += 1
+        return self.inner.run(operands)._replace(state=object())
+
+
+class Follower(BackwardKernel):
+    name, declared_error, follows = "reference:stateful", 1e-5, ("reference:stateful",)
+
+    def __init__(self, inner: BackwardKernel) -> None:
+        self.inner, self.rows = inner, inner.rows
+
+    def run(self, saved: Saved, grad_out):
+        assert saved.state is not None
+        return self.inner.run(saved, grad_out)
+
+
+def test_a_state_that_no_operator_can_return_is_made_again(monkeypatch):
+    known = memory.registry()
+    forward, backward = Stateful(known.forward("reference:fp32")), Follower(known.backward("reference:fp32"))
+    monkeypatch.setitem(known._forwards, forward.name, forward)
+    monkeypatch.setitem(known._backwards, backward.name, backward)
+    x = tensors(sq=8, grad=True)
+    found = step(compiled(attention), x, backend="reference:stateful>reference:stateful")
+    assert forward.runs == 2
+    assert same(found, step(attention, x, backend="reference:fp32>reference:fp32"))
+
+
+def test_twice_is_refused_and_errors_keep_their_words():
+    q, k, v = tensors(dtype=torch.float32, grad=True)
+    out = torch.ops.attnbench.attention(*arguments(q, k, v, training=True))[0]
+    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        gradient.sum().backward()
+    with pytest.raises(InputError, match="training=False"):
+        torch.ops.attnbench.attention(*arguments(q, k, v, training=False))[0].sum().backward()
+    function = compiled(attention)
+    with pytest.raises(InputError, match="scale must be a finite number"):
+        function(q, k, v, scale=float("nan"))
+    for words, bad in {"4 dimensions": (q[0], k, v), "multiple of kv_heads": (q[:, :3], k, v)}.items():
+        with pytest.raises(Exception, match=words):
+            compiled(attention)(*bad)
+    with pytest.raises(Exception, match="window must be a pair"):
+        function(q, k, v, window=(3, 4, 5))
+
+
+def arguments(q, k, v, *, training, lse=False, backend="sdpa-flash", descales=(None, None, None)):
+    shape = (True, 3, None, "bottom-right", 0.2, None, True)
+    return (q, k, v, *descales, training, *shape, lse, None, backend, None, "argument", "0")
+
+
+@pytest.mark.parametrize("backend", ["reference:fp64", "sdpa-flash", "emulated:fp8"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_opcheck(backend, grad):
+    q, k, v = tensors(grad=grad)
+    forward = arguments(q, k, v, training=grad, lse=not grad, backend=backend)
+    torch.library.opcheck(torch.ops.attnbench.attention.default, forward)
+    if grad:
+        out, lse = (x.detach() for x in torch.ops.attnbench.attention(*forward))
+        saved = (torch.randn_like(out), q.detach(), k.detach(), v.detach(), out, lse)
+        torch.library.opcheck(torch.ops.attnbench.attention_backward.default, (*saved, *forward[6:]))
+
+
+def test_opcheck_of_quantised_tensors():
+    parts = [quantise(x, Recipe("head")) for x in tensors()]
+    descales = tuple(x.descale[..., 0, 0].contiguous() for x in parts)
+    data = [x.data for x in parts]
+    call = arguments(*data, training=False, backend="reference:fp32", descales=descales)
+    # torch's own check of the schema multiplies what it is given, which float8 has no product for.
+    tests = ("test_faketensor", "test_autograd_registration", "test_aot_dispatch_static")
+    torch.library.opcheck(torch.ops.attnbench.attention.default, call, test_utils=tests)
+
+
+@pytest.mark.parametrize("plan", ["reference:fp32", "sdpa-math", "emulated:fp8"])
+def test_autocast_does_not_narrow_a_kernel(plan):
+    x = tensors(grad=True)
+    function = compiled(lambda *x: attention(*x, is_causal=True, backend=plan))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = step(function, x)
+    assert same(found, step(attention, x, is_causal=True, backend=plan))
+
+
+@pytest.mark.parametrize("plan", ["sdpa-flash", "emulated:fp8"])
+def test_checkpointing_changes_nothing(plan):
+    def block(q, k, v):
+        return attention(q * 1.5, k, v, is_causal=True, backend=plan).sin()
+
+    x = tensors(grad=True)
+    function = compiled(lambda *x: checkpoint(block, *x, use_reentrant=False))
+    assert same(step(function, x), step(block, x))
+
+
+def test_eight_threads_run_what_was_compiled():
+    function = compiled(lambda *x: attention(*x, is_causal=True, backend="emulated:fp8"))
+    problems = [tensors(seed=seed, grad=True) for seed in range(8)]
+    expected = [step(attention, x, is_causal=True, backend="emulated:fp8") for x in problems]
+    step(function, problems[0])
+    right: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda x=x, y=y: right.append(all(same(step(function, x), y) for _ in range(5))))
+        for x, y in zip(problems, expected, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert right == [True] * 8
+
+
+class Module(torch.nn.Module):
+    def forward(self, q, k, v):
+        return attention(q, k, v, is_causal=True)
+
+
+def called(program) -> list[object]:
+    (node,) = (n for n in program.graph.nodes if n.target is torch.ops.attnbench.attention.default)
+    return list(node.args)
+
+
+def test_an_export_of_fixed_shapes_holds_the_chosen_plan(tmp_path):
+    x = tensors()
+    with use_backend("emulated:fp8"):
+        program = torch.export.export(Module(), x)
+    assert "emulated:fp8" in called(program)
+    expected = attention(*x, is_causal=True, backend="emulated:fp8")
+    assert torch.equal(program.module()(*x), expected)
+    torch.export.save(program, tmp_path / "program.pt2")
+    torch.save((x, expected), tmp_path / "expected.pt")
+    script = """
+import sys, torch
+import attnbench.dispatch.operators
+x, expected = torch.load(sys.argv[1] + "/expected.pt")
+assert torch.equal(torch.export.load(sys.argv[1] + "/program.pt2").module()(*x), expected)
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_export_of_dynamic_shapes_chooses_where_it_runs(strict):
+    q, k, v = tensors()
+    length = torch.export.Dim("length", min=2, max=4096)
+    shapes = ({2: length}, None, None)
+    program = torch.export.export(Module(), (q, k, v), dynamic_shapes=shapes, strict=strict)
+    assert "auto" in called(program)
+    for sq in (5, 40):
+        longer = tensors(sq=sq)[0]
+        assert torch.equal(program.module()(longer, k, v), attention(longer, k, v, is_causal=True))
+
+
+def test_what_runs_is_what_was_asked_of_the_operator():
+    """The operators' own memory: the era keeps what was compiled before choices were forgotten."""
+    q, k, v = tensors(sq=6)
+    before = len(operators._programs)
+    for _ in range(2):
+        torch.ops.attnbench.attention(*arguments(q, k, v, training=False))
+    assert len(operators._programs) == before + 1

@@ -1,0 +1,249 @@
+"""The second call of a question: one look-up, under a key that misses nothing the choice depends on."""
+
+import sys
+import threading
+from contextlib import nullcontext
+
+import pytest
+import torch
+from patience import PATIENCE
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attnbench import api, attention, explain, use_backend
+from attnbench.dispatch import memory
+from attnbench.dispatch.memory import Memory
+from attnbench.errors import BudgetError, InputError, RefusedError, UnknownBackendError
+from attnbench.kernels.execution import Execution
+from attnbench.problem.fp8 import Recipe, quantise
+
+
+def tensors(sq=9, skv=11, heads=4, kv_heads=2, d=16, dtype=torch.bfloat16, seed=0) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(2, heads, sq, d), (2, kv_heads, skv, d), (2, kv_heads, skv, d)]
+    return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+
+
+@pytest.fixture
+def ran(monkeypatch) -> list[tuple[str, object]]:
+    """(forward kernel, spec) of every pass that ran."""
+    seen: list[tuple[str, object]] = []
+    for name in ("answer", "quantised"):
+        original = getattr(Execution, name)
+
+        def watched(self, *args, original=original):
+            seen.append((self.forward.name, self.spec))
+            return original(self, *args)
+
+        monkeypatch.setattr(Execution, name, watched)
+    return seen
+
+
+def test_a_choice_is_made_once(monkeypatch):
+    q, k, v = tensors()
+    first = attention(q, k, v)
+    monkeypatch.setattr(memory, "decide", lambda question: pytest.fail("asked again"))
+    assert torch.equal(attention(q.clone(), k.clone(), v.clone()), first)
+    with pytest.raises(pytest.fail.Exception):
+        attention(q, k, v, scale=0.5)
+
+
+CALLS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "bottom right": {"is_causal": True, "causal_alignment": "bottom-right"},
+    "window": {"window": (3, 2)},
+    "half a window": {"window": (3, None)},
+    "scale": {"scale": 0.5},
+    "softcap": {"softcap": 3.0},
+    "lse": {"return_lse": True},
+    "fp8": {"dtype": "fp8", "backend": "emulated"},
+    "kernel": {"backend": "emulated:fp8"},
+    "budget": {"max_error": 0.3, "backend": "auto"},
+    "backend": {"backend": "sdpa-math"},
+    "auto": {"backend": "auto"},
+}
+
+
+def test_every_argument_is_part_of_the_key(ran):
+    """Each call twice, in two orders, so that a forgotten part of the key would answer one with another's choice."""
+    q, k, v = tensors()
+    grads = [x.clone().requires_grad_() for x in (q, k, v)]
+    given = {
+        "as they are": (q, k, v),
+        "queries": (q[:, :, 1:], k, v),
+        "keys": (q, k[:, :, 1:], v[:, :, 1:]),
+        "values": (q, k, v[..., :8]),
+        "dtype": (q.float(), k.float(), v.float()),
+        "gradients of k": (q, grads[1], v),
+    }
+    calls = [(given["as they are"], arguments) for arguments in CALLS.values()]
+    calls += [(x, {}) for x in given.values()]
+    for x, arguments in [*calls, *reversed(calls)]:
+        choice = explain(*x, **{"backend": "reference", **arguments})
+        attention(*x, **{"backend": "reference", **arguments})
+        assert ran.pop() == (choice.plan.forward, choice.spec)
+    with torch.no_grad():
+        attention(q, grads[1], v, backend="reference")
+    assert ran.pop()[1] == explain(q, k, v).spec
+
+
+def test_layouts_and_grouping_are_part_of_the_key(ran):
+    x = torch.randn(2, 4, 4, 16)
+    attention(x, x, x)
+    attention(x[:, :, :2], x, x)
+    attention(x[:, :2], x[:, :2], x[:, :2])
+    attention(x[:, :2], x[:, :2], x[:, :2], layout="bshd")
+    sizes = [(spec.heads, spec.seqlen_q, spec.seqlen_kv) for _, spec in ran]
+    assert sizes == [(4, 4, 4), (4, 2, 4), (2, 4, 4), (4, 2, 2)]
+    attention(x, x[:, :2], x[:, :2])
+    with pytest.raises(ValueError, match="enable_gqa"):
+        attention(x, x[:, :2], x[:, :2], enable_gqa=False)
+
+
+def test_granularity_is_part_of_the_key(ran):
+    q, k, v = tensors()
+    for granularity in ("tensor", "head", "tensor"):
+        parts = [quantise(x, Recipe(granularity)) for x in (q, k, v)]
+        scales = [x.descale.reshape(-1) if granularity == "tensor" else x.descale[..., 0, 0] for x in parts]
+        names = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
+        attention(*(x.data for x in parts), backend="reference:fp32", **names)
+        assert ran.pop()[1].descale == granularity
+
+
+def test_context_and_environment_are_part_of_the_key(ran, monkeypatch):
+    q, k, v = tensors()
+
+    def plan() -> str:
+        attention(q, k, v)
+        return ran.pop()[0]
+
+    usual = plan()
+    with use_backend("emulated:fp8"):
+        assert plan() == "emulated:fp8"
+        monkeypatch.setenv("ATTNBENCH_BACKEND", "reference:fp64")
+        assert plan() == "emulated:fp8"
+    assert plan() == "reference:fp64"
+    monkeypatch.setenv("ATTNBENCH_BACKEND", "auto")
+    assert plan() == usual
+    monkeypatch.delenv("ATTNBENCH_BACKEND")
+    assert plan() == usual
+
+
+def test_what_only_refuses_is_part_of_the_key():
+    q, k, v = tensors()
+    attention(q, k, v, backend="emulated", dtype="fp8")
+    with pytest.raises(RefusedError, match="FP8"):
+        attention(q, k, v, backend="emulated")
+    attention(q, k, v, backend="emulated:fp8")
+    with pytest.raises(BudgetError, match="max_error"):
+        attention(q, k, v, backend="emulated:fp8", max_error=1e-6)
+    with pytest.raises(InputError, match="one dtype"):
+        attention(q.float(), k, v)
+    with pytest.raises(InputError, match="length"):
+        attention(q, k[:, :, 1:], v)
+
+
+def test_errors_are_not_remembered():
+    q, k, v = tensors()
+    for _ in range(2):
+        with pytest.raises(UnknownBackendError):
+            attention(q, k, v, backend="nobody")
+
+
+def test_forgetting_asks_again(monkeypatch):
+    q, k, v = tensors()
+    attention(q, k, v)
+    asked = []
+    original = memory.decide
+    monkeypatch.setattr(memory, "decide", lambda question: asked.append(question) or original(question))
+    attention(q, k, v)
+    assert not asked
+    api.forget_choices()
+    attention(q, k, v)
+    attention(q, k, v)
+    assert len(asked) == 1
+
+
+def test_a_memory_is_bounded_and_keeps_nothing_of_before_it_was_emptied():
+    kept: Memory[int] = Memory(size=3)
+    for n in range(5):
+        assert kept.remember((n,), n, kept.era) == n
+    assert list(kept.values()) == [2, 3, 4]
+    assert kept.remember((4,), 40, kept.era) == 4
+    before = kept.era
+    kept.forget()
+    assert kept.remember((9,), 9, before) == 9
+    assert not kept
+
+
+def test_eight_threads_ask_each_for_its_own():
+    plans = ["reference:fp32", "sdpa-math:bf16", "sdpa-flash:bf16", "emulated:fp8"]
+    problems = [(tensors(sq=sq, seed=sq), plan) for sq in (3, 5) for plan in plans]
+    truth = [attention(*x, backend=plan) for x, plan in problems]
+    api.forget_choices()
+    wrong: list[object] = []
+    together = threading.Barrier(len(problems))
+
+    def work(place: int) -> None:
+        x, plan = problems[place]
+        try:
+            with use_backend(plan):
+                together.wait(timeout=PATIENCE)
+                for _ in range(10):
+                    if not torch.equal(attention(*x), truth[place]):
+                        wrong.append(plan)
+        except Exception as error:  # a thread's error would be lost
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(len(problems))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("plan", ["auto", "sdpa-math", "emulated:fp8", "emulated:fp8>sdpa-flash:bf16"])
+def test_checkpointing_changes_nothing(plan, use_reentrant):
+    q, k, v = (x.requires_grad_() for x in tensors())
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q * 1.5, k, v, is_causal=True, backend=plan).sin()
+
+    answers = []
+    for run in (block, lambda *x: checkpoint(block, *x, use_reentrant=use_reentrant)):
+        for x in (q, k, v):
+            x.grad = None
+        out = run(q, k, v)
+        out.sum().backward()
+        answers.append([out, *(x.grad for x in (q, k, v))])
+    assert all(torch.equal(one, two) for one, two in zip(*answers, strict=True))
+
+
+def test_a_context_reaches_what_a_checkpoint_computes_again(ran):
+    """The backward runs outside of the block, on a GPU in another thread: checkpoint's context_fn brings it there."""
+    x = [each.requires_grad_() for each in tensors()]
+
+    def contexts():
+        return nullcontext(), use_backend("emulated:fp8")
+
+    with use_backend("emulated:fp8"):
+        out = checkpoint(attention, *x, use_reentrant=False, context_fn=contexts)
+    out.sum().backward()
+    assert [plan for plan, _ in ran] == ["emulated:fp8", "emulated:fp8"]
+
+
+@pytest.mark.parametrize(("training", "most"), [(False, 30), (True, 45)])
+def test_a_call_that_was_asked_before_runs_little_python(training, most):
+    """Of what a call costs over torch's own, most is calls of Python functions."""
+    x = tuple(each.requires_grad_(training) for each in tensors())
+    attention(*x)
+    calls = []
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_qualname) if event == "call" else None)
+    try:
+        attention(*x)
+    finally:
+        sys.setprofile(None)
+    assert len(calls) <= most, calls

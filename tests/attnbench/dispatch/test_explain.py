@@ -1,0 +1,169 @@
+"""What a choice tells: every plan and why, the lead and whether it means anything, what another budget would buy."""
+
+import json
+import math
+
+import pytest
+import torch
+from fakes import FakeBackward, FakeForward, an_environment, fake_backend, fake_registry
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnbench import AttentionSpec, Plan
+from attnbench.choosing.demotion import demote, pardon
+from attnbench.choosing.selector import choose
+from attnbench.errors import NoPlanError
+from attnbench.kernels.capabilities import Capabilities
+from attnbench.problem.spec import DTYPES
+from attnbench.tables.table import Entry, Table
+
+CPU = torch.device("cpu")
+SHORT = Capabilities(dtypes=DTYPES, head_dims=(8, 32, 8))
+KNOWN = fake_registry(
+    fake_backend("slow", FakeForward("slow:bf16", preference=10), FakeBackward("slow:bf16")),
+    fake_backend(
+        "fast", FakeForward("fast:bf16", preference=20), FakeForward("fast:fp8"), FakeForward("fast:fp8-token")
+    ),
+    fake_backend("gone", FakeForward("gone:bf16"), reason="it is not installed: pip install gone"),
+)
+SPEC = AttentionSpec.make(batch=1, heads=4, seqlen_q=1024, head_dim=64)
+
+
+def entry(plan: str, time: float, error: float, spread: float = 0.0, family: str = "normal", at=SPEC) -> Entry:
+    return Entry(at, Plan.parse(plan), "ok", time, spread * time, {family: error})
+
+
+def pick(*entries: Entry, spec: AttentionSpec = SPEC, known=KNOWN, **more):
+    return choose(spec, CPU, known=known, table=Table.from_entries(an_environment(), entries), **more)
+
+
+FOUR = (
+    entry("slow:bf16", 1.25, 0.002),
+    entry("fast:bf16", 1.0, 0.003, 0.02),
+    entry("fast:fp8", 0.86, 0.078, 0.04, "outlier"),
+    entry("fast:fp8-token", 0.5, 0.11, 0.04, "outlier"),
+)
+
+
+def test_what_another_budget_would_buy():
+    choice = pick(*FOUR, fp8=True, max_error=0.05)
+    assert [(each.max_error, str(each.plan), round(each.change, 2)) for each in choice.trades] == [
+        (0.002, "slow:bf16", 0.25), (0.078, "fast:fp8", -0.14), (0.11, "fast:fp8-token", -0.5),
+    ]  # fmt: skip
+    text = str(choice)
+    assert "max_error=0.078 instead of 0.05 would allow fast:fp8 and save 14%" in text
+    assert "max_error=0.002 instead of 0.05 would choose slow:bf16 and cost 25%" in text
+    assert "14%" not in str(pick(*FOUR[:2], fp8=True, max_error=0.05))
+
+
+def test_opening_fp8_at_the_same_budget_is_a_trade_too():
+    choice = pick(FOUR[0], entry("fast:fp8", 0.5, 0.009, 0.0, "outlier"))
+    assert "max_error=0.01 would allow fast:fp8 and save 60%" in str(choice)
+    assert (
+        str(pick(FOUR[0], entry("fast:fp8", 0.5, 0.009, 0.0, "outlier"), fp8=True, max_error=0.01).plan) == "fast:fp8"
+    )
+
+
+def test_what_saves_nothing_beyond_noise_is_no_trade():
+    assert not [each for each in pick(*FOUR[:2], entry("fast:fp8", 0.995, 0.07)).trades if each.change < 0]
+
+
+def test_the_margin_says_whether_it_means_anything():
+    lead = pick(*FOUR).margin
+    assert (str(lead.runner_up), lead.inside_noise) == ("slow:bf16", False)
+    assert lead.gap == pytest.approx(0.25)
+    assert "25.0% ahead of slow:bf16, beyond the noise of 1.0%" in str(pick(*FOUR))
+    tie = pick(entry("slow:bf16", 1.008, 0.002), entry("fast:bf16", 1.0, 0.002))
+    assert tie.margin.inside_noise
+    assert "0.8% behind fast:bf16, inside the noise of 1.0%" in str(tie)
+    assert pick(FOUR[0]).margin is None
+    assert pick().margin is None
+
+
+def test_every_plan_says_what_became_of_it():
+    refusing = fake_registry(*KNOWN.backends.values(), fake_backend("short", FakeForward("short:bf16", row=SHORT)))
+    broken = Entry(SPEC, Plan("fast:fp8-token"), "crashed", reason="illegal memory access")
+    data = pick(*FOUR[:3], broken, known=refusing, fp8=True, max_error=0.05).to_dict()
+    found = {each["plan"]: each for each in data["candidates"]}
+    assert {plan: each["verdict"] for plan, each in found.items()} == {
+        "fast:bf16": "chosen", "slow:bf16": "eligible", "fast:fp8": "inaccurate", "fast:fp8-token": "unmeasured",
+        "short:bf16": "refused", "gone:bf16": "unavailable",
+    }  # fmt: skip
+    assert "pip install gone" in found["gone:bf16"]["reasons"][0]
+    assert "illegal memory access" in found["fast:fp8-token"]["reasons"][0]
+    assert "0.078" in found["fast:fp8"]["reasons"][0]
+    assert "outlier" in found["fast:fp8"]["reasons"][0]
+    assert found["fast:bf16"] == {
+        **found["fast:bf16"], "basis": "measured", "time_ms": 1.0, "spread_ms": 0.02, "error": 0.003, "reasons": [],
+    }  # fmt: skip
+    assert data["margin"] == {"runner_up": "slow:bf16", "gap": 0.25, "noise": 0.01, "inside_noise": False}
+
+
+def test_a_prediction_is_told_from_a_measurement():
+    def at(length):
+        return SPEC.replace(seqlen_q=length, seqlen_kv=length)
+
+    rows = [entry(plan, length / 1000 * factor, 0.002, at=at(length))
+            for length in (512, 2048, 8192) for plan, factor in (("slow:bf16", 2.0), ("fast:bf16", 1.0))]  # fmt: skip
+    choice = pick(*rows, spec=at(1024))
+    assert choice.basis == choice.to_dict()["candidates"][0]["basis"] == "predicted"
+    assert "by prediction from measured neighbours" in str(choice)
+    assert "error of the prediction" in str(choice)
+
+
+def test_json_holds_what_it_has_no_number_for():
+    wild = entry("fast:bf16", 0.5, math.inf)
+    data = json.loads(json.dumps(pick(wild, FOUR[0]).to_dict(), allow_nan=False))
+    assert next(each for each in data["candidates"] if each["plan"] == "fast:bf16")["error"] == "inf"
+
+
+HOSTILE = "\x1b[2Jbroke\r\n| it <b>\u202eall"
+
+
+@pytest.mark.parametrize("render", ["to_text", "to_markdown"])
+def test_nothing_in_a_table_or_a_plug_in_steers_a_terminal_or_breaks_a_row(render):
+    evil = fake_registry(*KNOWN.backends.values(), fake_backend("evil", FakeForward("evil:bf16"), reason=HOSTILE))
+    crashed = Entry(SPEC, Plan("fast:fp8"), "crashed", reason=HOSTILE)
+    text = getattr(pick(FOUR[0], entry("fast:bf16", 9.0, 0.5, family=HOSTILE), crashed, known=evil), render)()
+    assert all(char.isprintable() or char == "\n" for char in text)
+    if render == "to_markdown":
+        rows = [line for line in text.split("\n") if line.startswith("|")]
+        assert {line.replace("\\|", "").count("|") for line in rows} == {7}
+        assert "<b>" not in text
+
+
+errors = st.floats(1e-3, 0.3)
+times = st.floats(0.1, 10)
+
+
+@given(st.tuples(*[st.tuples(times, errors)] * 4), errors, st.booleans())
+def test_a_trade_is_what_that_budget_chooses(measured, budget, fp8):
+    names = ("slow:bf16", "fast:bf16", "fast:fp8", "fast:fp8-token")
+    rows = [entry(name, *each) for name, each in zip(names, measured, strict=True)]
+    try:
+        choice = pick(*rows, fp8=fp8, max_error=budget)
+    except NoPlanError:
+        return
+    for trade in choice.trades:
+        other = pick(*rows, fp8=True, max_error=trade.max_error)
+        assert other.plan == trade.plan
+        assert trade.change == pytest.approx(other.chosen.time_ms / choice.chosen.time_ms - 1)
+        assert (trade.max_error >= budget) == (trade.change < 0) or trade.max_error < choice.chosen.error
+    saved = [each.change for each in choice.trades if each.max_error >= budget]
+    assert saved == sorted(saved, reverse=True)
+    best = pick(*rows, fp8=True, max_error=1.0)
+    if best.chosen.time_ms < 0.96 * choice.chosen.time_ms:
+        assert saved
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_no_budget_buys_a_plan_that_a_guard_has_found_wanting(fp8):
+    rows = (FOUR[0], entry("fast:fp8", 0.5, 0.009, 0.0, "outlier"))
+    demote(Plan("fast:fp8"), SPEC, "it was off by 0.3")
+    try:
+        choice = pick(*rows, fp8=fp8)
+    finally:
+        pardon()
+    assert str(choice.plan) == "slow:bf16"
+    assert choice.trades == ()
+    assert str(pick(*rows, fp8=True).plan) == "fast:fp8"

@@ -1,0 +1,63 @@
+"""The example of a training loop, run as a person would: by itself, once more by its file, and on two ranks."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from patience import PATIENCE
+from places import ROOT
+
+EXAMPLE = ROOT / "examples" / "training-loop" / "train.py"
+SMALL = ("--steps", 11, "--batch", 4, "--log-every", 5)
+FP8 = ("--backend", "emulated", "--max-error", 0, *SMALL)
+
+
+def losses(*arguments, ranks=1):
+    """What the example printed on the way: the loss of each step that it told."""
+    launcher = () if ranks == 1 else ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    done = subprocess.run(
+        [sys.executable, *launcher, EXAMPLE, *map(str, arguments)], capture_output=True, text=True, timeout=PATIENCE,
+        check=False, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"attention was checked [1-9]\d* times, and 0 times beyond its error", done.stdout)
+    return [float(loss) for loss in re.findall(r"^step \d+ loss (\d+\.\d+)", done.stdout, re.MULTILINE)]
+
+
+def choices(path):
+    return {each["plan"] for each in json.loads(path.read_text())["choices"]}
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory):
+    """The losses of a run with FP8 attention, and the file of its choices."""
+    path = tmp_path_factory.mktemp("run") / "fp8.json"
+    return losses(*FP8, "--choices", path), path
+
+
+def test_fp8_attention_learns_as_bf16_does(narrow, tmp_path):
+    found, path = narrow
+    wide = losses("--attention", "bf16", "--choices", tmp_path / "bf16.json", *SMALL)
+    assert len(wide) == 3
+    assert wide[0] > 1.3 * wide[-1]
+    assert found == pytest.approx(wide, rel=0.02)
+    assert found != wide
+    assert all(plan.startswith("sdpa-") for plan in choices(tmp_path / "bf16.json"))
+    assert all(plan.startswith("emulated:fp8") for plan in choices(path))
+
+
+@pytest.mark.exhaustive
+def test_a_later_run_repeats_it_by_its_file(narrow):
+    found, path = narrow
+    assert losses(*FP8, "--choices", path, "--missing", "raise") == found
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+@pytest.mark.exhaustive
+def test_two_ranks_learn_as_one_does(narrow, tmp_path):
+    assert losses(*FP8, "--choices", tmp_path / "two.json", ranks=2) == pytest.approx(narrow[0], rel=0.02)
+    assert len(choices(tmp_path / "two.json")) == 1

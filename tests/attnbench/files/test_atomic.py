@@ -1,0 +1,273 @@
+"""What replaces a file: whole or not at all, whatever stops it, and everything that a user keeps is written by it."""
+
+import ast
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from fakes import an_environment
+from hypothesis import given
+from hypothesis import strategies as st
+from merged import ROWS, part
+from places import ROOT
+from small_training import run_of
+
+from attnbench import AttentionSpec
+from attnbench.errors import OutputError
+from attnbench.files.atomic import Draft, clear_drafts, replace_file
+from attnbench.freezing.file import Frozen
+from attnbench.guarding.breach import Breach
+from attnbench.guarding.breach_file import save_tensors
+from attnbench.harness.capture.recorder import capture
+from attnbench.harness.training.report.plots import write_plots
+from attnbench.harness.training.rows import write_runs
+from attnbench.kernels.plan import Plan
+from attnbench.tables.table import Table
+
+SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=64, head_dim=32, dtype="fp32")
+BREACH = Breach(Plan("reference:fp32"), SPEC, "cpu", "out", 0.5, 0.1, 1e9, 0, 1)
+
+
+@contextmanager
+def full_after(size: int):
+    """A disk with room for so many bytes in one file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@given(st.lists(st.binary(max_size=50), min_size=1, max_size=3), st.none() | st.binary(max_size=50))
+def test_the_content_is_what_was_written_and_nothing_is_left_beside_it(tmp_path_factory, pieces, old):
+    path = tmp_path_factory.mktemp("draft") / "file.txt"
+    if old is not None:
+        path.write_bytes(old)
+    with Draft(path) as draft:
+        for piece in pieces:
+            draft.write(piece)
+        assert (path.read_bytes() if path.exists() else None) == old
+    assert path.read_bytes() == b"".join(pieces)
+    assert os.listdir(path.parent) == ["file.txt"]
+
+
+def test_a_block_that_raises_leaves_the_old_file_alone(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    draft = Draft(path)
+    draft.write(b"new")
+    with pytest.raises(KeyboardInterrupt), draft:
+        raise KeyboardInterrupt
+    assert (path.read_text(), os.listdir(tmp_path)) == ("old", ["file"])
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_permissions_are_those_of_the_old_file_or_of_the_umask(tmp_path, mask):
+    (tmp_path / "old").write_text("")
+    (tmp_path / "old").chmod(0o640)
+    before = os.umask(mask)
+    try:
+        for name in ("old", "new"):
+            replace_file(tmp_path / name, b"x")
+    finally:
+        os.umask(before)
+    modes = {name: stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("old", "new")}
+    assert modes == {"old": 0o640, "new": 0o666 & ~mask}
+
+
+def test_links_are_followed_and_stay_links(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "folder" / "file").write_text("old")
+    (tmp_path / "link").symlink_to("folder/file")
+    (tmp_path / "link to a link").symlink_to(tmp_path / "link")
+    (tmp_path / "dangling").symlink_to("other/new")
+    for name in ("link to a link", "dangling"):
+        replace_file(tmp_path / name, name.encode())
+        assert (tmp_path / name).is_symlink()
+    assert (tmp_path / "folder" / "file").read_text() == "link to a link"
+    assert (tmp_path / "other" / "new").read_text() == "dangling"
+    (tmp_path / "round").symlink_to("round")
+    with pytest.raises(OutputError, match="round cannot be written"):
+        replace_file(tmp_path / "round", b"")
+
+
+def test_pipes_and_devices_are_written_in_place(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    replace_file(tmp_path / "pipe", b"through the pipe")
+    assert os.read(reader, 100) == b"through the pipe"
+    os.close(reader)
+    replace_file(Path("/dev/null"), b"gone")
+    with pytest.raises(OutputError, match="/dev/full cannot be written: No space left"):
+        replace_file(Path("/dev/full"), b"x")
+    with pytest.raises(OutputError, match="expected a file"), Draft(Path("/dev/null")).by_name():
+        pytest.fail("a library that writes by name would replace the device")
+
+
+def test_standard_output_by_name_adds_to_what_the_shell_has_opened(tmp_path):
+    code = "import pathlib; from attnbench.files import atomic; atomic.replace_file(pathlib.Path('/dev/stdout'), b'2')"
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        file.write("1")
+        file.flush()
+        subprocess.run([sys.executable, "-c", code], stdout=file, check=True)
+        file.seek(0, os.SEEK_END)
+        file.write("3")
+    assert (log.read_text(), os.listdir(tmp_path)) == ("123", ["log"])
+    piped = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert piped.stdout == b"2"
+
+
+def test_what_cannot_be_written_is_said_with_its_path_and_reason(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    for path, reason in (("none/x", "No such file"), ("file/x", "Not a directory"), (".", "Is a directory")):
+        with pytest.raises(OutputError, match=f"{tmp_path / path} cannot be written: {reason}"):
+            Draft(tmp_path / path)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # to root everything is permitted
+    with pytest.raises(OutputError, match="file cannot be written: Permission denied"):
+        Draft(tmp_path / "file")
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_name_as_long_as_names_can_be(tmp_path):
+    for name in ("x" * 255, "ä" * 127):
+        replace_file(tmp_path / name, b"1")
+        assert (tmp_path / name).read_bytes() == b"1"
+        (tmp_path / f".{name[:50]}").write_text("of somebody else")
+        clear_drafts(tmp_path / name)
+    assert len(os.listdir(tmp_path)) == 4
+
+
+def _hanging(path: Path, at: str, reached) -> None:
+    def hang(*_):
+        reached.set()
+        time.sleep(600)
+
+    setattr(os, at, hang)
+    replace_file(path, b"new")
+
+
+@pytest.mark.parametrize("at", ["write", "fsync", "replace"])
+def test_a_process_that_is_killed_leaves_the_old_file_and_a_draft_that_can_be_cleared(tmp_path, at):
+    path = tmp_path / "file"
+    path.write_text("old")
+    context = multiprocessing.get_context("fork")
+    reached = context.Event()
+    writer = context.Process(target=_hanging, args=(path, at, reached))
+    writer.start()
+    assert reached.wait(60)
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.join(60)
+    assert path.read_text() == "old"
+    assert len(os.listdir(tmp_path)) == 2
+    clear_drafts(path)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def _record(path: Path) -> None:
+    q = torch.randn(1, 2, 64, 32)
+    with capture(path):
+        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+
+WRITERS = {
+    "table.json": lambda path: Table.from_entries(an_environment(), []).save(path),
+    "run.choices.json": lambda path: Frozen({"cpu": "x" * 200}).save(path),
+    "training.jsonl": lambda path: write_runs(path, [run_of([1.0])]),
+    "training.html": lambda path: write_plots([run_of([3, 2, 1])], path.parent),
+    "acts.safetensors": _record,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_writer_leaves_the_old_file_whole_on_a_full_disk(tmp_path, name):
+    path = tmp_path / name
+    with full_after(100), pytest.raises(OutputError, match="cannot be written"):
+        WRITERS[name](path)
+    assert os.listdir(tmp_path) == []
+    WRITERS[name](path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert path.name in before
+    with full_after(100), pytest.raises(OutputError, match="cannot be written"):
+        WRITERS[name](path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_the_tensors_of_a_breach_are_whole_or_not_there(tmp_path):
+    tensors = {name: torch.zeros(1, 2, 64, 32) for name in "qkv"}
+    with full_after(100), pytest.raises(OutputError, match="cannot be written"):
+        save_tensors(tmp_path, BREACH, tensors)
+    assert os.listdir(tmp_path) == []
+    assert [save_tensors(tmp_path, BREACH, tensors).name] == os.listdir(tmp_path)
+
+
+# Whole folders are moved at once by merge and checkpoint; a store only appends.
+OWN = {
+    "attnbench/files/atomic.py": {"replace"},
+    "attnbench/guarding/breach_file.py": {"save_file"},
+    "harness/capture/file.py": {"save_file"},
+    "harness/results/merge.py": {"rename"},
+    "harness/training/run/checkpoint.py": {"replace", "save_file"},
+    "harness/results/store.py": {"open"},
+    "attnbench/cli/streams.py": {"open"},
+}
+BY_NAME = {"write_text", "write_bytes", "save_file", "mkstemp", "NamedTemporaryFile"}
+
+
+def writes(source: str) -> set[str]:
+    """The calls that create or replace files, by their last name."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        called = node.func
+        name = called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
+        texts = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+        opens = name in ("open", "fdopen") and any(set(text) & set("wax+") and len(text) <= 3 for text in texts)
+        modes = name == "open" and any(isinstance(each, ast.Name) and each.id == "mode" for each in node.args)
+        on_os = isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id == "os"
+        moves = name in ("replace", "rename") and (on_os or (len(node.args) == 1 and not node.keywords))
+        draws = name == "savefig" and all(each.arg != "format" for each in node.keywords)
+        if opens or modes or moves or draws or name in BY_NAME:
+            found.add(name)
+    return found
+
+
+def test_no_other_place_writes_files():
+    found = {}
+    for folder in ("attnbench", "harness", "backends"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if names := writes(path.read_text(encoding="utf-8")):
+                found[str(path.relative_to(ROOT))] = names
+    assert found == OWN
+    calls = ("a.write_text('')", "open(a, 'wb')", "os.replace(a, b)", "a.rename(b)", "mkstemp()", "a.savefig('x')")
+    assert [len(writes(call)) for call in calls] == [1] * len(calls)
+
+
+def test_a_report_of_results_on_a_full_disk_leaves_the_page_that_was_there(tmp_path):
+    """The whole command, in a process of its own."""
+    results, page = part(tmp_path / "results", ROWS), tmp_path / "page.html"
+    page.write_text("the page of yesterday")
+    code = f"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+sys.argv = ["attnbench", "report", {json.dumps(str(results))}, "-o", {json.dumps(str(page))}]
+from attnbench.cli import main
+main()
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (1, f"attnbench: {page} cannot be written: File too large\n")
+    assert page.read_text() == "the page of yesterday"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["page.html", "results"]

@@ -1,0 +1,136 @@
+"""What every reader begins with: a file that is one, and messages that are short and steer nothing."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnbench import AttentionSpec, Mask, Plan
+from attnbench.errors import AttnbenchError, InputError, MalformedFileError
+from attnbench.files.untrusted import open_regular
+from attnbench.kernels.registry import registry
+from attnbench.tables.environment import Environment
+from attnbench.text.printable import brief, printable
+
+HUGE = 10**10_000  # which Python refuses to write out
+
+
+def kind_of(value: object) -> str:
+    """A parameter's name in a test's: pytest would write it out."""
+    return type(value).__name__
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.none().map(lambda _: HUGE) | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner),
+)
+
+
+@given(values)
+@settings(max_examples=50)
+def test_any_value_is_brief_and_printable(value: object) -> None:
+    assert brief(value).isprintable()
+    assert len(brief([[value] * 99] * 99)) <= 200
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (7, "7"), (-(10**17), "-100000000000000000"), (HUGE, "a number of 10,000 digits or more"), (True, "True"),
+        ("a", "'a'"), ("\x1b[2J", "'\\x1b[2J'"), (None, "None"), ("x" * 10**6, f"'{'x' * 27}...{'x' * 28}'"),
+    ],
+    ids=kind_of,
+)  # fmt: skip
+def test_how_a_value_is_said(value: object, said: str) -> None:
+    assert brief(value) == said
+
+
+@given(st.text())
+def test_what_is_printable_stays_and_nothing_else(text: str) -> None:
+    shown = printable(text)
+    assert shown.isprintable()
+    assert len(shown) == len(text)
+    assert all(one == other for one, other in zip(text, shown, strict=True) if one.isprintable())
+
+
+def test_an_errors_words_on_a_file_are_short_and_on_one_line() -> None:
+    error = MalformedFileError("rows.jsonl", "expected\n\x1b[2J" + "x" * 10**6, 3)
+    assert str(error).startswith("rows.jsonl:3: expected  [2Jxxx")
+    assert str(error).isprintable()
+    assert len(str(error)) < 600
+
+
+def test_a_file_and_a_link_to_one_are_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    for name in ("file", "link"):
+        with open_regular(tmp_path / name) as file:
+            assert file.read() == b"content"
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
+def test_what_is_no_file_is_named_and_not_waited_for(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "here"
+    {"folder": os.mkdir, "pipe": os.mkfifo, "device": lambda path: os.symlink("/dev/zero", path)}[kind](place)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(MalformedFileError, match=f"expected a file, not a {kind}"):
+        open_regular(place)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_cannot_be_opened_is_the_systems_error(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(tmp_path / "socket"))
+        for name in ("loop", "nowhere", "socket"):
+            with pytest.raises(OSError, match=name):
+                open_regular(tmp_path / name)
+    with pytest.raises(MalformedFileError, match="null byte"):
+        open_regular(tmp_path / "\0")
+
+
+SHAPE = {"batch": 1, "heads": 4, "seqlen_q": 64, "head_dim": 32}
+ENVIRONMENT = {
+    "device_type": "cpu", "device_name": "x", "torch": "2", "python": "3", "platform": "x", "cpu": "x", "threads": 1,
+    "attnbench": "0",
+}  # fmt: skip
+
+
+WRONG = [HUGE, -HUGE, "x" * 10**5, "\x1b[2J", [HUGE], {"\x1b": HUGE}, float("nan"), object()]
+
+
+@pytest.mark.parametrize("value", WRONG, ids=kind_of)
+@pytest.mark.parametrize(
+    "name", ["batch", "head_dim", "kv_heads", "scale", "softcap", "dtype", "direction", "return_lse"]
+)
+def test_a_spec_says_what_is_wrong_with_it_whatever_that_is(name: str, value: object) -> None:
+    with pytest.raises(InputError) as caught:
+        AttentionSpec.make(**{**SHAPE, name: value})
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Mask(left=-HUGE),
+        lambda: Mask(right=[HUGE]),
+        lambda: Mask(alignment="\x1b" * 10**5),
+        lambda: Environment.from_dict({**ENVIRONMENT, "threads": HUGE}),
+        lambda: Environment.from_dict({**ENVIRONMENT, "cpu": "\x1b" * 10**5}),
+        lambda: Environment.from_dict({**ENVIRONMENT, "\x1b" * 10**5: 1}),
+        lambda: Environment.from_dict({**ENVIRONMENT, "backends": {"\x1b" * 10**5: HUGE}}),
+        lambda: Environment.from_dict({**ENVIRONMENT, "commit": "\x1b"}),
+        lambda: Plan.parse("\x1b" * 10**5),
+        lambda: registry().backend("9" * 10**6),
+        lambda: registry().check("fa3:" + "9" * 10**6),
+    ],
+)
+def test_so_does_all_else_that_is_made_of_what_a_file_or_a_caller_says(make) -> None:
+    with pytest.raises(AttnbenchError) as caught:
+        make()
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1500

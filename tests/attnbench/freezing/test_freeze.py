@@ -1,0 +1,194 @@
+"""Frozen choices: what was chosen once is chosen again, whatever tables say, and what the file lacks is said."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from frozen_fakes import CPU, ENTRIES, SPECS, install, kernels, plans, planted, rewritten, spec, table
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnbench import Plan, freeze
+from attnbench.choosing import selector
+from attnbench.choosing.selector import choose
+from attnbench.errors import (
+    AttnbenchError,
+    BudgetError,
+    FrozenError,
+    MalformedFileError,
+    NoPlanError,
+    OutputError,
+    RefusedError,
+)
+from attnbench.tables.user_table import Known
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    with planted(monkeypatch) as use:
+        yield use
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    return tmp_path / "run.choices.json"
+
+
+# --- record and repeat ---
+
+QUESTIONS = st.fixed_dictionaries(
+    {
+        "spec": st.sampled_from(SPECS),
+        "backend": st.sampled_from(["auto", "auto", "slow", "fast", "fast:fp8", "fast:bf16"]),
+        "fp8": st.booleans(),
+        "max_error": st.sampled_from([None, 0.0025, 0.1, 1, 1e300, float("inf"), 10**400]),
+    }
+)
+ORDERS = st.permutations(list(ENTRIES)).flatmap(lambda order: st.integers(0, 3).map(lambda n: order[:n]))
+
+
+def ask(asked: dict):
+    try:
+        return choose(asked["spec"], CPU, backend=asked["backend"], fp8=asked["fp8"], max_error=asked["max_error"]).plan
+    except (BudgetError, NoPlanError, RefusedError, OverflowError) as error:  # OverflowError: 10**400 in a message
+        return type(error)
+
+
+@settings(max_examples=40)
+@given(st.lists(QUESTIONS, max_size=12), ORDERS, ORDERS, st.randoms(use_true_random=False))
+def test_what_was_recorded_is_chosen_again_whatever_the_table_and_the_order(asked, before, after, chance):
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        install(patch, kernels())
+        files = [Path(folder) / name for name in ("one.json", "other.json")]
+        patch.setattr(selector, "known_tables", lambda device: Known.of(table(*before)))
+        usual = [ask(each) for each in asked]
+        with freeze(files[0]):
+            assert [ask(each) for each in asked] == usual
+        shuffled = chance.sample(asked, len(asked))
+        with freeze(files[1]):
+            for each in shuffled:
+                ask(each)
+        if files[0].exists():
+            assert files[0].read_bytes() == files[1].read_bytes()
+        answered = [(each, plan) for each, plan in zip(asked, usual, strict=True) if isinstance(plan, Plan)]
+        if not files[0].exists():
+            return
+        patch.setattr(selector, "known_tables", lambda device: Known.of(table(*after)))
+        for missing in ("raise", "record", "choose"):
+            with freeze(files[0], missing=missing):
+                for each, plan in chance.sample(answered, len(answered)):
+                    named = ":" in each["backend"] and not each["spec"].training
+                    assert ask(each) == plan or named  # a kernel that is named is held to the budget by the table
+            assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_without_a_file_another_table_chooses_another_plan(fakes, path):
+    """What the property above would not show if the tables never mattered."""
+    for order in (("slow:bf16", "fast:bf16"), ("fast:bf16", "slow:bf16")):
+        fakes(*order)
+        assert str(choose(spec(), CPU).plan) == order[0]
+        with freeze(path):
+            assert str(choose(spec(), CPU).plan) == "slow:bf16"
+    assert plans(path) == ["slow:bf16"]
+
+
+def test_a_frozen_choice_reads_no_table(fakes, path, monkeypatch):
+    with freeze(path):
+        choose(spec(), CPU)
+    monkeypatch.setattr(selector, "known_tables", lambda device: pytest.fail("a table was read"))
+    with freeze(path, missing="raise"):
+        assert choose(spec(), CPU).basis == "frozen"
+
+
+def test_a_question_of_its_own_is_not_frozen(fakes, path):
+    """Who names a table or a registry asks about those."""
+    known = fakes()
+    with freeze(path, missing="record"):
+        assert choose(spec(), CPU, table=table("fast:bf16")).basis == "measured"
+        assert choose(spec(), CPU, known=known).basis == "rule"
+    assert not path.exists()
+
+
+def test_opting_in_and_the_budget_are_parts_of_the_question(fakes, path):
+    fakes("fast:fp8", "fast:bf16", "slow:bf16")
+    with freeze(path):
+        assert choose(spec(), CPU, fp8=True).plan.fp8
+        assert not choose(spec(), CPU, fp8=True, max_error=0.05).plan.fp8
+    with freeze(path, missing="choose"):
+        assert not choose(spec(), CPU).plan.fp8
+        assert not choose(spec(), CPU, fp8=True, max_error=0.05).plan.fp8
+    with freeze(path, missing="raise"):
+        for asked in ({}, {"fp8": True, "max_error": 0.07}, {"fp8": True, "backend": "fast"}):
+            with pytest.raises(FrozenError, match="holds no choice"):
+                choose(spec(), CPU, **asked)
+    rewritten(path, '"fp8": true, "max_error": 0.05, "plan": "fast:bf16"', '"plan": "fast:fp8"')
+    with pytest.raises(MalformedFileError, match="FP8, which the question does not open") as caught:
+        freeze(path).start()
+    assert path.read_text().splitlines()[caught.value.line - 1].count('"plan": "fast:fp8"') == 1
+
+
+# --- what the file lacks ---
+
+
+def test_a_missing_question_is_raised_recorded_or_chosen(fakes, path):
+    with freeze(path):
+        choose(spec(), CPU)
+    before = path.read_bytes()
+    with freeze(path, missing="raise"):
+        with pytest.raises(FrozenError, match=r"b1 h4 s7 d64 bf16 forward on cpu, .*FP8 closed.* missing=\"record\""):
+            choose(spec(seqlen_q=7), CPU)
+        assert choose(spec(), CPU).basis == "frozen"
+    with freeze(path, missing="choose"):
+        assert choose(spec(seqlen_q=7), CPU).basis == "rule"
+    assert path.read_bytes() == before
+    with freeze(path):
+        assert choose(spec(seqlen_q=7), CPU).basis == "frozen"
+    assert len(plans(path)) == 2
+
+
+@pytest.mark.parametrize("missing", ["raise", "choose"])
+def test_a_file_that_is_not_there_is_recorded_or_an_error(path, missing):
+    with pytest.raises(FrozenError, match=r"there is no .* writes it"):
+        freeze(path, missing=missing).start()
+    with freeze(path):
+        assert not path.exists()
+    assert not path.exists()  # nothing was asked
+
+
+def test_whole_plans_and_kernels_without_gradients_need_no_file(fakes, path):
+    with freeze(path):
+        choose(spec(), CPU)
+    with freeze(path, missing="raise"):
+        assert choose(spec(), CPU, backend="fast:fp8").basis == "explicit"
+        assert choose(spec(direction="training"), CPU, backend="fast:fp8>slow:bf16").basis == "explicit"
+        with pytest.raises(FrozenError):  # its backward is a choice
+            choose(spec(direction="training"), CPU, backend="fast:fp8")
+        with pytest.raises(FrozenError):
+            choose(spec(), CPU, backend="fast")
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_of_the_first_new_question(fakes, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FrozenError, match="cannot be read"):
+        freeze(tmp_path / "file" / "run.json").start()
+    (tmp_path / "made").mkdir()
+    with freeze(tmp_path / "made" / "run.json"):
+        (tmp_path / "made").rmdir()
+        (tmp_path / "made").write_text("")
+        with pytest.raises(AttnbenchError, match=r"run\.json"):
+            choose(spec(), CPU)
+
+
+def test_a_full_disk_is_an_error_and_leaves_the_old_file(fakes, path, monkeypatch):
+    with freeze(path):
+        choose(spec(), CPU)
+        before = path.read_bytes()
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(OutputError, match="No space left"):
+            choose(spec(seqlen_q=7), CPU)
+    assert path.read_bytes() == before

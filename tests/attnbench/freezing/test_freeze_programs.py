@@ -1,0 +1,234 @@
+"""Frozen choices in programs: explained, compiled, checkpointed, exported and guarded by what the file says."""
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from guarded import NAME, noise, plant
+from torch.utils.checkpoint import checkpoint
+
+from attnbench import api, attention, explain, freeze, guard
+from attnbench.cli import app
+from attnbench.dispatch import memory
+from attnbench.errors import AttnbenchWarning, FrozenError, InputError, RefusedError
+from attnbench.freezing.file import Frozen
+from attnbench.kernels.execution import Execution
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    return tmp_path / "run.choices.json"
+
+
+def tensors(sq=9, skv=11, dtype=torch.bfloat16, seed=0, grad=False) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(2, 4, sq, 16), (2, 2, skv, 16), (2, 2, skv, 16)]
+    return tuple(torch.randn(shape, generator=generator).to(dtype).requires_grad_(grad) for shape in shapes)
+
+
+@pytest.fixture
+def ran(monkeypatch) -> list[str]:
+    """The plan of every forward that ran."""
+    seen: list[str] = []
+    original = Execution.answer
+
+    def watched(self, *args):
+        seen.append(str(self.plan))
+        return original(self, *args)
+
+    monkeypatch.setattr(Execution, "answer", watched)
+    return seen
+
+
+def freeze_other(path: Path, *asked: dict, x=None) -> str:
+    """A file that names a plan which nothing here would choose, for each of these calls."""
+    with freeze(path):
+        for each in asked:
+            chosen = explain(*(x or tensors()), **each).plan
+            assert chosen.forward == "sdpa-flash:bf16"
+    path.write_text(path.read_text().replace("sdpa-flash", "sdpa-math"))
+    return str(chosen).replace("sdpa-flash", "sdpa-math")
+
+
+def test_explain_names_the_file(path):
+    x = tensors()
+    for missing in ("record", "raise"):
+        with freeze(path, missing=missing):
+            choice = explain(*x)
+        assert (choice.basis, choice.frozen_in) == ("frozen", str(path))
+        assert json.loads(json.dumps(choice.to_dict()))["frozen_in"] == str(path)
+        assert str(path) in choice.to_text()
+        assert str(path) in choice.to_markdown()
+    assert explain(*x).to_dict()["frozen_in"] is None
+
+
+def test_the_command_line_explains_by_a_file(path, capsys):
+    x = torch.zeros(1, 4, 64, 32, dtype=torch.bfloat16)
+    with freeze(path):
+        explain(x, x, x, backend="sdpa-math")
+    options = ["--heads", "4", "--head-dim", "32", "--device", "cpu", "--backend", "sdpa-math", "--format", "json"]
+    asked = ["explain", *options, "--frozen", str(path), "--seqlen"]
+    app([*asked, "64"], standalone_mode=False)
+    assert json.loads(capsys.readouterr().out)["frozen_in"] == str(path)
+    with pytest.raises(FrozenError, match="s65"):
+        app([*asked, "65"], standalone_mode=False)
+
+
+def test_memories_are_dropped_at_start_and_stop_and_used_in_between(path, ran, monkeypatch):
+    x = tensors()
+    other = freeze_other(path, {})
+    attention(*x)
+    with freeze(path, missing="raise"):
+        attention(*x)
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "decide", lambda question: pytest.fail("asked again"))
+            attention(*x)
+    attention(*x)
+    usual = str(explain(*x).plan)
+    assert usual != other
+    assert ran == [usual, other, other, usual]
+
+
+def test_compiled_programs_follow_the_file(path, ran):
+    torch._dynamo.reset()
+    x = tensors(grad=True)
+    function = torch.compile(lambda *x: attention(*x, is_causal=True), fullgraph=True, backend="aot_eager")
+    other = freeze_other(path, {"is_causal": True}, x=x)
+    expected = function(*x)
+    usual = ran.pop()
+    with freeze(path, missing="raise"):
+        found = function(*x)
+        grads = torch.autograd.grad(found.sum(), x)
+        eager = attention(*x, is_causal=True)
+        assert torch.equal(found, eager)
+        assert all(map(torch.equal, grads, torch.autograd.grad(eager.sum(), x)))
+        late = function(*x)
+        (grad,) = torch.autograd.grad(function(*x).sum(), x[:1])
+    assert {*ran} == {other}
+    assert torch.equal(torch.autograd.grad(late.sum(), x)[0], grad)  # a backward follows its forward
+    ran.clear()
+    assert torch.equal(function(*x), expected)
+    assert ran == [usual]
+    torch._dynamo.reset()
+
+
+def test_checkpoints_compute_again_what_the_file_says(path, ran):
+    x = tensors(grad=True)
+    other = freeze_other(path, {}, x=x)
+    with freeze(path, missing="raise"):
+        checkpoint(attention, *x, use_reentrant=False).sum().backward()
+    assert ran == [other] * 2
+
+
+def test_an_export_of_dynamic_shapes_asks_the_file_that_is_open(path, ran):
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v):
+            return attention(q, k, v)
+
+    q, k, v = tensors()
+    shapes = ({2: torch.export.Dim("length", min=2, max=64)}, None, None)
+    program = torch.export.export(Module(), (q, k, v), dynamic_shapes=shapes).module()
+    other = freeze_other(path, {})
+    for expected, context in (("sdpa-flash:bf16", contextlib.nullcontext()), (other, freeze(path)),
+                              ("sdpa-flash:bf16", contextlib.nullcontext())):  # fmt: skip
+        ran.clear()
+        with context:
+            program(q, k, v)
+            program(q, k, v)
+        assert ran == [expected] * 2
+
+
+def test_an_export_of_fixed_shapes_holds_the_frozen_plan(path):
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v):
+            return attention(q, k, v)
+
+    other = freeze_other(path, {})
+    with freeze(path, missing="raise"):
+        program = torch.export.export(Module(), tensors())
+    (node,) = [each for each in program.graph.nodes if each.target is torch.ops.attnbench.attention.default]
+    assert other in node.args
+
+
+@pytest.mark.parametrize("asked", [{"backend": "emulated:fp8"}, {"backend": "emulated", "dtype": "fp8"}, {}])
+def test_a_guard_is_told_the_same_bound(path, asked):
+    x = tensors(grad=True)
+    bounds = []
+    for _ in range(3):
+        attention(*x, **asked)
+        bounds.append({each.budget for each in api._executions.values()})
+        if len(bounds) < 3:
+            api.forget_choices()
+            if len(bounds) == 1:
+                session = freeze(path).start()
+    session.stop()
+    assert bounds[0] == bounds[1] == bounds[2]
+
+
+def test_one_freeze_is_open_at_a_time_and_ends_with_its_block(path, tmp_path, monkeypatch):
+    first, second = freeze(path), freeze(tmp_path / "other.json")
+    with first:
+        for each in (first, second):
+            with pytest.raises(InputError, match=r"frozen already, by .*run\.choices\.json"):
+                each.start()
+        second.stop()  # it is not the open one
+        explain(*tensors())
+    first.stop()
+    with first, pytest.raises(RefusedError):
+        explain(*tensors(), backend="sdpa-cudnn")
+    with contextlib.suppress(ZeroDivisionError), first:
+        assert explain(*tensors()).basis == "frozen"
+        raise ZeroDivisionError
+    assert explain(*tensors()).frozen_in is None
+
+
+def test_links_are_followed_and_folders_left(path, tmp_path, monkeypatch):
+    (tmp_path / "shared").mkdir()
+    path.symlink_to(tmp_path / "shared" / "run.json")
+    monkeypatch.chdir(tmp_path)
+    with freeze("run.choices.json"):
+        monkeypatch.chdir("/")
+        explain(*tensors())
+    assert path.is_symlink()
+    assert len(Frozen.load(tmp_path / "shared" / "run.json").plans) == 1
+
+
+@pytest.mark.filterwarnings("ignore::attnbench.errors.BreachWarning")
+def test_a_guard_warns_and_the_plan_stays(path, monkeypatch):
+    x = tensors()
+    with monkeypatch.context() as patch:
+        forward, _ = plant(patch)
+        with freeze(path), guard(every=1, on_breach="demote") as watch:
+            attention(*x)
+            forward.change = noise(1.0)
+            with pytest.warns(AttnbenchWarning, match=f"{NAME} stays .*because choices are frozen"):
+                attention(*x)
+            assert str(explain(*x).plan) == NAME
+        assert len(watch.breaches) == 1
+        assert str(explain(*x).plan) == NAME
+    api.forget_choices()
+
+
+@pytest.mark.parametrize("name", ["run.lock", "run[1].json", "*", "env"])
+def test_files_of_others_in_the_folder_stay(tmp_path, name):
+    others = [".env.local", ".run.choices.json.swp", f".{name}.swp", f".{name}.database", "run.json", "notes"]
+    for other in others:
+        (tmp_path / other).write_text(other)
+    with freeze(tmp_path / name):
+        explain(*tensors())
+    assert len(Frozen.load(tmp_path / name).plans) == 1
+    assert {each.name for each in tmp_path.iterdir()} == {*others, name, f"{name}.lock"}
+    assert all((tmp_path / other).read_text() == other for other in others)
+
+
+@pytest.mark.parametrize("bad", [None, 3.5, b"run.json", "a\0b", "/"])
+def test_paths_that_cannot_be(bad):
+    with pytest.raises(InputError):
+        freeze(bad)
+
+
+def test_missing_has_three_words(path):
+    with pytest.raises(InputError, match="record, raise, choose"):
+        freeze(path, missing="ignore")

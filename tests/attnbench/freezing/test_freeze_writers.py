@@ -1,0 +1,134 @@
+"""Several that record choices in one file at once: the plan that was written first is everybody's."""
+
+import threading
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from frozen_fakes import CPU, SPECS, plans, planted, rewritten, spec, table
+from patience import PATIENCE
+
+from attnbench import freeze
+from attnbench.choosing import selector
+from attnbench.choosing.selector import choose
+from attnbench.errors import MalformedFileError
+from attnbench.freezing import file as frozen_file
+from attnbench.freezing import freeze as freezing
+from attnbench.tables.user_table import Known
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    with planted(monkeypatch) as use:
+        yield use
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    return tmp_path / "run.choices.json"
+
+
+def test_the_first_plan_that_was_written_counts(fakes, path):
+    """Another rank, whose table knows better, records between our start and our question."""
+    fakes("slow:bf16", "fast:bf16")
+    with freeze(path):
+        choose(spec(), CPU)
+    theirs = path.read_text().replace("slow", "fast")
+    path.unlink()
+    with freeze(path):
+        path.write_text(theirs)
+        assert str(choose(spec(), CPU).plan) == "fast:bf16"
+        path.unlink()  # what this run follows is not lost with the file
+        choose(spec(seqlen_q=7), CPU)
+    assert plans(path) == ["fast:bf16", "slow:bf16"]
+
+
+def test_what_others_have_recorded_meanwhile_is_not_chosen_again(fakes, path, monkeypatch):
+    """Even by a rank that could not choose at all."""
+    with freeze(path):
+        choose(spec(), CPU)
+    before = path.read_bytes()
+    path.unlink()
+    with freeze(path):
+        path.write_bytes(before)
+        monkeypatch.setattr(freezing, "choose", lambda *_, **__: pytest.fail("chosen anew"))
+        assert str(choose(spec(), CPU).plan) == "slow:bf16"
+
+
+def test_a_run_that_is_alone_reads_and_spells_no_choice_again(fakes, path, monkeypatch):
+    """A growing cache of keys asks thousands of questions, and each writes the file."""
+    read, spelt = Mock(wraps=frozen_file.read_text), Mock(wraps=frozen_file._short)
+    monkeypatch.setattr(frozen_file, "read_text", read)
+    monkeypatch.setattr(frozen_file, "_short", spelt)
+    frozen_file._ordered.cache_clear()
+    with freeze(path):
+        for length in range(1, 21):
+            choose(spec(seqlen_q=length), CPU)
+        assert read.call_count <= 3
+        assert spelt.call_count == 20 == len(plans(path))
+        rewritten(path, "slow", "fast")
+        reads = read.call_count
+        choose(spec(seqlen_q=21), CPU)
+        assert read.call_count > reads  # what others write is seen
+
+
+def test_what_a_run_follows_it_follows_to_the_end(fakes, path):
+    with freeze(path):
+        choose(spec(), CPU)
+        rewritten(path, "slow", "fast")
+        choose(spec(seqlen_q=7), CPU)  # reads the file again
+        assert str(choose(spec(), CPU).plan) == "slow:bf16"
+
+
+def test_a_rank_that_loses_the_race_takes_the_winners_plan(fakes, path, monkeypatch):
+    """The other one writes while this one is choosing."""
+    fakes("slow:bf16", "fast:bf16")
+    with freeze(path):
+        choose(spec(), CPU)
+    theirs = path.read_text().replace("slow", "fast")
+    path.unlink()
+    original = freezing.choose
+
+    def slowly(*args, **rest):
+        found = original(*args, **rest)
+        path.write_text(theirs)
+        return found
+
+    monkeypatch.setattr(freezing, "choose", slowly)
+    with freeze(path):
+        choice = choose(spec(), CPU)
+    assert (str(choice.plan), choice.basis) == ("fast:bf16", "frozen")
+    assert path.read_text() == theirs
+
+
+def test_a_file_that_is_damaged_meanwhile_is_an_error_and_not_overwritten(fakes, path):
+    with freeze(path):
+        choose(spec(), CPU)
+        path.write_text(path.read_text()[:-5])
+        assert choose(spec(), CPU).basis == "frozen"
+        with pytest.raises(MalformedFileError):
+            choose(spec(seqlen_q=7), CPU)
+    assert not path.read_text().endswith("]}\n")
+
+
+def test_eight_threads_record_one_file(fakes, path, monkeypatch):
+    """Every other one knows another table."""
+    orders, mine = [("slow:bf16", "fast:bf16"), ("fast:bf16", "slow:bf16")], threading.local()
+    found: list[tuple[int, str]] = []
+    together = threading.Barrier(8)
+    monkeypatch.setattr(selector, "known_tables", lambda device: Known.of(mine.table))
+
+    def work(order: tuple[str, str]) -> None:
+        mine.table = table(*order)
+        together.wait(timeout=PATIENCE)
+        for place, one in enumerate(SPECS):
+            found.append((place, str(choose(one, CPU).plan)))
+
+    with freeze(path):
+        threads = [threading.Thread(target=work, args=(orders[number % 2],)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(found) == 8 * len(SPECS)
+    assert len(set(found)) == len(SPECS) == len(plans(path))

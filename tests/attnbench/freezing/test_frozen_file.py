@@ -1,0 +1,310 @@
+"""A frozen file from anywhere: it is read back as it was written, or an error says where, and never anything else."""
+
+import copy
+import json
+import math
+import os
+import random
+import resource
+import string
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnbench import AttentionSpec, Mask, Plan, freeze
+from attnbench.errors import InputError, MalformedFileError, OutputError
+from attnbench.freezing.file import SCHEMA, Frozen, FrozenPlan, FrozenQuestion
+from attnbench.freezing.freeze import FrozenError
+from attnbench.tables.files import LARGEST
+
+FILES = 3000
+WEIRD = [
+    None, True, False, 0, -1, 10**17, 10**400, 0.0, -0.5, 5e-324, 1e308, math.inf, math.nan, "", "inf", "nan", "auto",
+    "a:bf16", "a:fp8>a:bf16", ">", "\x00", "\x1b]0;x\x07", "\ud800", "\u202e", "x" * 3000, [], {}, [[]], [None],
+    {"": {}}, {"left": -1}, "../../etc/passwd", "__import__('os')",
+]  # fmt: skip
+TOKENS = [
+    b"{", b"}", b"[", b"]", b'"', b",", b":", b"\\", b"\x00", b"\xff", b"NaN", b"1e999", b"-", b"9" * 30, b"null",
+    b'"fp8": true, ', b"\\u0000", b"\\ud800", b"\xef\xbb\xbf", b"[" * 50, b"\n" * 40, b"0.0", b"-1", b"true",
+]  # fmt: skip
+
+
+def spec(**more) -> AttentionSpec:
+    return AttentionSpec.make(**{"batch": 1, "heads": 4, "seqlen_q": 1024, "head_dim": 64, **more})
+
+
+SPECS = st.builds(
+    spec,
+    batch=st.integers(1, 9),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    seqlen_q=st.integers(1, 2**31 - 1),
+    seqlen_kv=st.integers(1, 99) | st.none(),
+    head_dim_v=st.sampled_from([None, 8]),
+    dtype=st.sampled_from(["bf16", "fp16", "fp64"]),
+    scale=st.none() | st.floats(allow_nan=False, allow_infinity=False),
+    softcap=st.floats(0, 1e308),
+    mask=st.builds(Mask, st.none() | st.integers(0, 9), st.none() | st.integers(0, 9), st.just("bottom-right")),
+    direction=st.sampled_from(["forward", "training"]),
+    return_lse=st.booleans(),
+)
+WORDS = st.text(string.ascii_lowercase + string.digits, min_size=1, max_size=6)
+
+
+@st.composite
+def choices(draw) -> tuple[FrozenQuestion, FrozenPlan]:
+    asked = draw(SPECS)
+    family, fp8 = draw(WORDS), draw(st.booleans())
+    backend = draw(st.sampled_from(["auto", family]))
+    budget = draw(st.none() | st.floats(0, exclude_min=True))
+    kernel = f"{family}:{'fp8' if fp8 else 'bf16'}"
+    plan = Plan(kernel, "other:bf16" if asked.training else None)
+    question = FrozenQuestion.make(draw(st.sampled_from(["cpu", "cuda"])), asked, backend, fp8, budget)
+    versions = draw(st.dictionaries(WORDS, st.text(max_size=9).filter(str.isprintable), max_size=3))
+    return question, FrozenPlan(plan, versions)
+
+
+CHOICES = st.lists(choices(), max_size=6, unique_by=lambda item: item[0])
+
+
+@given(CHOICES, st.randoms(use_true_random=False))
+def test_it_is_read_back_as_it_was_written_in_any_order_and_layout(tmp_path_factory, found, chance):
+    folder = tmp_path_factory.getbasetemp()
+    content = Frozen({"cpu": "CPU", "cuda": "NVIDIA H200"}, dict(found))
+    content.save(folder / "one.json")
+    assert Frozen.load(folder / "one.json") == content
+    Frozen(dict(reversed(content.devices.items())), dict(chance.sample(found, len(found)))).save(folder / "other.json")
+    text = (folder / "one.json").read_text()
+    assert (folder / "other.json").read_text() == text
+    assert sum('"plan"' in line for line in text.splitlines()) == len(found)
+    for indent in (None, 4):
+        (folder / "other.json").write_text(json.dumps(json.loads(text), indent=indent))
+        assert Frozen.load(folder / "other.json") == content
+
+
+CONTENT = Frozen(
+    {"cpu": "CPU", "cuda": "NVIDIA H200"},
+    {
+        FrozenQuestion("cuda", "auto", True, 0.1, spec()): FrozenPlan(Plan("fa3:fp8"), {"fa3": "2.1 from a wheel"}),
+        FrozenQuestion("cuda", "auto", False, None, spec(direction="training", mask=Mask(None, 0))): FrozenPlan(
+            Plan("fa3:bf16", "fa4:bf16"), {"fa3": "2.1", "fa4": "4.0.0b36"}
+        ),
+        FrozenQuestion("cpu", "sdpa-math", False, None, spec(seqlen_q=7)): FrozenPlan(
+            Plan("sdpa-math:bf16"), {"sdpa-math": "2.9.0"}
+        ),
+        FrozenQuestion("cpu", "auto", False, 0.5, spec(kv_heads=2, dtype="fp16")): FrozenPlan(
+            Plan("sdpa-flash:fp16"), {"sdpa-flash": "2.9.0"}
+        ),
+    },
+)
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    """A good file."""
+    CONTENT.save(tmp_path / "run.choices.json")
+    return tmp_path / "run.choices.json"
+
+
+def nodes(data: object) -> list[tuple[object, object]]:
+    """Every (container, key) below."""
+    keys = data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
+    return [found for key in keys for found in ((data, key), *nodes(data[key]))]
+
+
+def restructured(whole: bytes, chance: random.Random) -> bytes:
+    """Values replaced, removed, renamed, moved or repeated."""
+    data = json.loads(whole)
+    for _ in range(chance.choice([1, 1, 1, 2, 4])):
+        places = nodes(data)
+        if not places:
+            break
+        container, key = chance.choice(places)
+        move = chance.randrange(5)
+        if move == 0:
+            del container[key]
+        elif move == 1 and isinstance(container, dict):
+            container[str(chance.choice(WEIRD))] = container.pop(key)
+        elif move == 2:
+            other, place = chance.choice(places)
+            container[key] = copy.deepcopy(other[place])
+        elif move == 3 and isinstance(container, list):
+            container.extend(copy.deepcopy(container))
+        else:
+            container[key] = chance.choice(WEIRD)
+    return json.dumps(data, indent=chance.choice([None, 1])).encode("utf-8", "surrogatepass")
+
+
+def flipped(whole: bytes, chance: random.Random) -> bytes:
+    data = bytearray(whole)
+    for _ in range(chance.choice([1, 1, 2, 8])):
+        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    return bytes(data)
+
+
+def spliced(whole: bytes, chance: random.Random) -> bytes:
+    at = chance.randrange(len(whole))
+    return whole[:at] + chance.choice(TOKENS) + whole[at + chance.choice([0, 0, 1, 9]) :]
+
+
+def test_thousands_of_damaged_files_are_errors_or_valid_choices(path):
+    whole, chance, good, said = path.read_bytes(), random.Random(0), 0, []
+    for number in range(FILES):
+        path.write_bytes([restructured, flipped, spliced][number % 3](whole, chance))
+        try:
+            content = Frozen.load(path)
+        except MalformedFileError as error:
+            said.append(str(error))
+            continue
+        good += 1
+        for question, answer in content.plans.items():  # what was read keeps the promises of a choice
+            assert question.device in content.devices
+            assert not answer.plan.fp8 or question.opens_fp8
+            assert question.spec.training == (answer.plan.backward is not None)
+            assert question.max_error is None or question.max_error > 0
+        content.save(path)
+        assert Frozen.load(path) == content
+    assert FILES / 100 < good < FILES * 0.7
+    assert all(words.startswith(str(path)) and words.isprintable() and len(words) < 500 for words in said)
+
+
+def test_a_file_that_was_cut_short_is_an_error_at_every_length(path):
+    whole = path.read_bytes()
+    for length in range(len(whole.rstrip())):
+        path.write_bytes(whole[:length])
+        with pytest.raises(MalformedFileError):
+            Frozen.load(path)
+        if length % 100 == 0:
+            with pytest.raises(MalformedFileError):
+                freeze(path).start()
+
+
+DAMAGE = {
+    "no field": ('"plan": "sdpa-math:bf16", ', "", "there is no 'plan'"),
+    "another field": ('"plan": "sdpa-math', '"plain": 1, "plan": "sdpa-math', "there is 'plain' too"),
+    "no plan": ('"sdpa-math:bf16"', '"sdpa-math"', "no kernel name"),
+    "a backward too many": ('"sdpa-math:bf16"', '"sdpa-math:bf16>a:bf16"', "no plan for the direction forward"),
+    "a backward too few": ('"fa3:bf16>fa4:bf16"', '"fa3:bf16"', "no plan for the direction training"),
+    "another backend": ('"sdpa-math:bf16"', '"sdpa-flash:bf16"', "not of the backend sdpa-math"),
+    "FP8 that nobody opened": ('"sdpa-flash:fp16"', '"fa3:fp8"', "FP8, which the question does not open"),
+    "a budget of none": ('"max_error": 0.5', '"max_error": 0', "a number above 0"),
+    "a word for a flag": ('"fp8": true', '"fp8": "true"', "fp8 is true or false"),
+    "a spec of none": ('"kv_heads": 2', '"kv_heads": 3', "must be a multiple"),
+    "what steers a terminal": ('"mask": {"right": 0}', r'"mask": {"\u001b[2J": 0}', "unexpected keyword"),
+    "another spelling of one question": ('"seqlen_q": 7', '"seqlen_q": 7, "kv_heads": 4', None),
+    "a device of none": ('"device": "cuda"', '"device": "xpu"', "the devices above lack 'xpu'"),
+}
+
+
+@pytest.mark.parametrize("indent", [0, 2])
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_an_error_names_the_line(path, kind, indent):
+    before, after, words = DAMAGE[kind]
+    assert before in path.read_text()
+    text = path.read_text().replace(before, after)
+    path.write_text(json.dumps(json.loads(text), indent=indent) if indent else text)
+    if words is None:
+        assert Frozen.load(path) == CONTENT
+        return
+    with pytest.raises(MalformedFileError, match=words) as caught:
+        Frozen.load(path)
+    assert str(caught.value).isprintable()
+    from_there = "\n".join(path.read_text().splitlines()[caught.value.line - 1 :]).lstrip()
+    choice = json.JSONDecoder().raw_decode(from_there)[0]  # what begins on that line
+    assert after in json.dumps(choice)
+    assert after or "plan" not in choice
+
+
+def test_a_question_that_stands_there_twice_is_an_error(path):
+    lines = path.read_text().splitlines()
+    lines.insert(9, lines[7].rstrip(",") + ",")
+    path.write_text("\n".join(lines))
+    with pytest.raises(MalformedFileError, match="stands there twice") as caught:
+        Frozen.load(path)
+    assert caught.value.line == 10
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "expected JSON"),
+        ("[]", SCHEMA),
+        ('{"schema": "attnbench.table/2"}', SCHEMA),
+        (f'{{"schema": "{SCHEMA}"}}', "there is no 'devices'"),
+        (f'{{"schema": "{SCHEMA}", "devices": {{}}, "choices": {{}}}}', "dict is not list"),
+        (f'{{"schema": "{SCHEMA}", "devices": {{}}, "choices": [], "more": 1}}', "there is 'more' too"),
+        (f'{{"schema": "{SCHEMA}", "devices": {{}}, "choices": [3]}}', "int is not dict"),
+        ("[" * 100_000, "nested deeper"),
+        ('{"a":' * 100_000, "nested deeper"),
+        ("[" + "0," * 2**21 + "0]", "too many parts"),
+        (
+            json.dumps({"schema": SCHEMA, "devices": dict.fromkeys(map(str, range(99)), "CPU"), "choices": []}),
+            "99 entries",
+        ),
+    ],
+)
+def test_what_is_no_frozen_file(path, text, words):
+    path.write_text(text)
+    with pytest.raises(MalformedFileError, match=words):
+        freeze(path).start()
+
+
+def test_huge_and_binary_files_are_not_read(path):
+    with path.open("wb") as file:
+        file.truncate(2**36)  # without a byte on the disk
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(MalformedFileError, match="at most"):
+        freeze(path).start()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 2**10  # KiB
+    path.write_bytes(b"\x80\x04\x95")
+    with pytest.raises(MalformedFileError, match="UTF-8"):
+        freeze(path).start()
+
+
+def test_more_choices_than_are_read_are_not_written(path):
+    before = path.read_bytes()
+    plan = FrozenPlan(Plan("a:bf16"), {"a": "1"})
+    lines = LARGEST // 150
+    many = Frozen(
+        {"cpu": "CPU"}, {FrozenQuestion("cpu", "auto", False, None, spec(seqlen_q=n)): plan for n in range(1, lines)}
+    )
+    with pytest.raises(OutputError, match="at most"):
+        many.save(path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "device", "loop", "dangling link", "closed"])
+def test_what_lies_in_its_place_is_never_waited_for(path, kind):
+    path.unlink()
+    makers = {
+        "fifo": lambda: os.mkfifo(path),
+        "folder": path.mkdir,
+        "device": lambda: path.symlink_to("/dev/zero"),
+        "loop": lambda: path.symlink_to(path),
+        "dangling link": lambda: path.symlink_to(path.parent / "nowhere"),
+        "closed": lambda: path.touch(mode=0o000),
+    }
+    makers[kind]()
+    if kind == "closed" and os.access(path, os.R_OK):
+        pytest.skip("this user may read everything")
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            freeze(path, missing="raise").start().stop()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive(), "it is waited for"
+    assert isinstance(failed[0], (MalformedFileError, FrozenError, InputError)), failed
+
+
+def test_a_number_keeps_its_value():
+    for budget, kept in ((1, 1.0), (10**400, math.inf), (math.inf, math.inf), (0.1, 0.1)):
+        question = FrozenQuestion.make("cpu", spec(), "auto", True, budget)
+        assert (question.max_error, type(question.max_error)) == (kept, float)

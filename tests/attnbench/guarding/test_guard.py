@@ -1,0 +1,315 @@
+"""The guard on live tensors: it finds what goes wrong, says so, acts, and leaves the program as it was."""
+
+import json
+import logging
+import math
+import warnings
+
+import pytest
+import torch
+from dense import dense_attention, dense_gradients, relative_l2
+from guarded import BOUND, NAME, PLAN, calls_until_found, in_one_head, noise, one_value, plant, step, tensors, within
+from safetensors import safe_open
+
+from attnbench import Plan, attention, explain, guard, use_backend
+from attnbench.api import forget_choices
+from attnbench.choosing import demotion as guard_demotion
+from attnbench.errors import BreachError, BreachWarning, BudgetError
+from attnbench.guarding import guard as guarding
+from attnbench.harness.capture.file import read_captured
+from attnbench.problem.fp8 import Recipe, quantise
+
+pytestmark = pytest.mark.filterwarnings("ignore::attnbench.errors.BreachWarning")
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """A forward and a backward that auto runs; afterwards nothing of them is left."""
+    with monkeypatch.context() as patch:
+        yield plant(patch)
+    guard_demotion.pardon()
+    forget_choices()
+
+
+HEALTHY = {
+    "auto": {},
+    "causal": {"is_causal": True, "backend": "sdpa-flash"},
+    "bottom right": {"is_causal": True, "causal_alignment": "bottom-right", "backend": "sdpa-math"},
+    "window": {"window": (9, 4), "softcap": 5.0, "scale": -0.4, "backend": "reference:fp32"},
+    "fp8": {"backend": "emulated:fp8"},
+    "mixed": {"backend": "emulated:fp8>sdpa-flash:bf16", "is_causal": True},
+    "sharp": {"scale": 8.0, "is_causal": True, "backend": "sdpa-flash"},
+}
+
+
+@pytest.mark.parametrize("case", HEALTHY)
+def test_a_plan_that_is_right_is_left_alone(case):
+    x = tensors(grad=True)
+    with guard(every=1) as watch:
+        for seed in range(15):
+            step(tensors(seed=seed, grad=True), **HEALTHY[case])
+        with torch.no_grad():
+            attention(*x, **HEALTHY[case])
+    assert not watch.breaches
+    assert not watch.skipped
+    assert watch.checks == 31
+
+
+def test_a_drift_is_found_when_it_comes(planted):
+    forward, _ = planted
+    x = tensors()
+    with guard(every=1) as watch:
+        forward.change = noise(0.9 * BOUND)
+        for _ in range(100):
+            attention(*x)
+        assert not watch.breaches
+        forward.change = noise(1.5 * BOUND)
+        assert calls_until_found(watch, x) <= 8
+    (found,) = watch.breaches
+    assert (str(found.plan), found.tensor, found.bound) == (NAME, "out", BOUND)
+    assert found.spec == explain(*x).spec
+    assert within(found.error, 1.5 * BOUND, 0.2)
+    assert found.call == found.check - 1
+
+
+def test_a_wrong_head_is_found(planted):
+    forward, _ = planted
+    forward.change = in_one_head(lambda x: x.flip(-1), head=3)
+    x = tensors(heads=8)
+    with guard(every=1) as watch:
+        assert calls_until_found(watch, x) <= 5
+
+
+@pytest.mark.parametrize("name", ["dq", "dk", "dv"])
+@pytest.mark.parametrize("where", ["everywhere", "one head"])
+def test_wrong_gradients_are_found_and_named(planted, name, where):
+    _, backward = planted
+    backward.changes[name] = noise(2 * BOUND) if where == "everywhere" else in_one_head(lambda x: x * 1.3)
+    x = tensors(grad=True)
+    with guard(every=1) as watch:
+        assert calls_until_found(watch, x, is_causal=True) <= 12
+    assert {each.tensor for each in watch.breaches} == {name}
+    assert {str(each.plan) for each in watch.breaches} == {PLAN}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
+def test_one_value_that_is_not_finite_is_found_at_once(planted, name, value):
+    forward, backward = planted
+    if name == "out":
+        forward.change = one_value(value)
+    else:
+        backward.changes[name] = one_value(value)
+    with guard(every=1) as watch:
+        step(tensors(grad=True))
+    assert watch.breaches[0].tensor == name
+    assert (watch.breaches[0].error, watch.breaches[0].evidence) == (math.inf, math.inf)
+
+
+def test_what_went_in_that_is_not_finite_is_no_breach():
+    x = tensors()
+    x[2][0, 0, 0, 0] = torch.nan
+    with guard(every=1) as watch:
+        assert attention(*x).isnan().any()
+    assert not watch.breaches
+    assert watch.checks == 0
+    assert sum(watch.skipped.values()) == 1
+
+
+def test_a_short_accumulator_fails_on_biased_values_only():
+    """The failure of FP8 kernels that add up many keys in few bits: right on zero-mean inputs, wrong on live ones."""
+    q, k, v = tensors(sq=32, skv=1024, d=32)
+    for shift, found in ((0.0, False), (2.0, True)):
+        for plan in ("emulated:fp8-acc8", "emulated:fp8-acc8p128"):
+            with guard(every=1) as watch:
+                for _ in range(4):
+                    attention(q, k, v + shift, backend=plan)
+            assert bool(watch.breaches) == (found and plan.endswith("acc8")), (shift, plan)
+
+
+@pytest.mark.parametrize("every", [1, 3, 7])
+def test_of_each_plan_and_spec_the_first_pass_and_every_so_many_after_it(every):
+    with guard(every=every) as watch:
+        for backend in ("sdpa-flash", "reference:fp32"):
+            for sq in (5, 6):
+                for number in range(1, 16):
+                    before = watch.checks
+                    step(tensors(sq=sq, grad=True), backend=backend)
+                    assert watch.checks - before == (2 if (number - 1) % every == 0 else 0), number
+
+
+def test_ever_new_shapes_are_not_all_checked():
+    with guard(every=50) as watch:
+        for sq in range(1, 265):
+            attention(*tensors(batch=1, heads=1, kv_heads=1, sq=sq, skv=4, d=4), backend="reference:fp32")
+    assert 64 <= watch.checks < 64 + 20
+
+
+def test_the_budget_of_the_choice_is_the_bound(planted):
+    forward, _ = planted
+    forward.change = noise(0.05)
+    q, k, v = tensors()
+    calls = [
+        ({}, {}, True),
+        ({"max_error": 0.1}, {}, False),
+        ({"max_error": 0.1, "backend": NAME}, {}, False),
+        ({}, {"max_error": 0.1}, False),
+        ({"max_error": 0.1}, {"max_error": 0.03}, True),
+    ]
+    for arguments, given, found in calls:
+        with guard(every=1, **given) as watch:
+            for _ in range(5):
+                attention(q, k, v, **arguments)
+        assert bool(watch.breaches) == found, (arguments, given)
+    with use_backend(max_error=0.1), guard(every=1) as watch:
+        attention(q, k, v)
+    assert not watch.breaches
+    forward.change = noise(0.0075)
+    for arguments, found in (({}, False), ({"max_error": 0.005}, True)):
+        with guard(every=1) as watch:
+            for _ in range(8):
+                attention(q, k, v, backend=NAME, **arguments)
+        assert bool(watch.breaches) == found, arguments
+
+
+def test_one_warning_for_a_plan_and_a_line_in_the_log_for_each_breach(planted, caplog):
+    forward, _ = planted
+    forward.change = noise(1.0)
+    with warnings.catch_warnings(record=True) as warned, guard(every=1) as watch:
+        warnings.simplefilter("always")
+        for sq in (5, 6):
+            for _ in range(3):
+                attention(*tensors(sq=sq))
+    assert len(watch.breaches) == 6
+    assert [each.category for each in warned] == [BreachWarning]
+    assert "Guard.breaches" in str(warned[0].message)
+    lines = [each for each in caplog.records if each.name == "attnbench.guard"]
+    assert [each.levelno for each in lines] == [logging.WARNING] * 6
+    for line, breach in zip(lines, watch.breaches, strict=True):
+        assert str(breach.spec) in line.getMessage()
+        assert NAME in line.getMessage()
+        assert json.loads(json.dumps(line.breach, allow_nan=False)) == breach.to_dict()
+
+
+def test_raise_raises_where_it_is_found(planted):
+    forward, backward = planted
+    x = tensors(grad=True)
+    with guard(every=1, on_breach="raise"):
+        step(x)
+        backward.changes["dk"] = noise(1.0)
+        out = attention(*x)
+        with pytest.raises(BreachError, match="dk is off by") as caught:
+            out.sum().backward()
+        assert caught.value.breach.tensor == "dk"
+        forward.change = one_value(math.nan)
+        with pytest.raises(BreachError, match="not finite"):
+            attention(*x)
+
+
+def test_demotion_changes_the_choice_and_explain_says_why(planted):
+    forward, _ = planted
+    x = tensors()
+    assert str(explain(*x).plan) == NAME
+    compiled = torch.compile(lambda *x: attention(*x), fullgraph=True, backend="aot_eager")
+    exact = attention(*x)
+    forward.change = noise(1.0)
+    with guard(every=1, on_breach="demote") as watch:
+        wrong = attention(*x)
+        right = attention(*x)
+        also_right = compiled(*x)
+    assert relative_l2(wrong, exact) > 0.5
+    assert relative_l2(right, exact) < BOUND
+    assert relative_l2(also_right, exact) < BOUND
+    assert len(watch.breaches) == 1
+    choice = explain(*x)
+    assert str(choice.plan) != NAME
+    (candidate,) = [each for each in choice.candidates if str(each.plan) == NAME]
+    assert candidate.verdict == "inaccurate"
+    assert "demoted by a guard: its out is off by" in candidate.reasons[0]
+    assert candidate.reasons[0] in choice.to_text().replace("\n", " ") or "demoted" in choice.to_text()
+    assert str(explain(*x, return_lse=True).plan) != NAME
+    assert str(explain(*tensors(sq=7)).plan) == NAME  # of another spec nothing was found
+    assert str(explain(*x, backend=NAME).plan) == NAME  # who names it has it
+    with pytest.raises(BudgetError, match="demoted"):
+        explain(*x, backend=NAME, max_error=0.5)
+    guard_demotion.pardon()
+    assert str(explain(*x).plan) == NAME
+
+
+def test_a_plan_that_was_not_asked_for_is_not_called_inaccurate(planted):
+    x = tensors()
+    guard_demotion.demote(Plan("emulated:fp8"), explain(*x).spec, "demoted")
+    for arguments, verdict in (({}, "not asked for"), ({"dtype": "fp8"}, "inaccurate")):
+        found = {str(each.plan): each.verdict for each in explain(*x, **arguments).candidates}
+        assert found["emulated:fp8"] == verdict
+
+
+def test_what_was_compiled_before_a_demotion_is_compiled_anew(planted):
+    forward, _ = planted
+    x = tensors()
+    exact = attention(*x)
+    compiled = torch.compile(lambda *x: attention(*x), fullgraph=True, backend="aot_eager")
+    with guard(every=1, on_breach="demote"):
+        compiled(*x)
+        forward.change = noise(1.0)
+        compiled(*x)
+        assert relative_l2(compiled(*x), exact) < BOUND
+
+
+def test_a_named_plan_that_is_demoted_goes_on_and_choices_are_made_anew_once(planted, monkeypatch):
+    forward, _ = planted
+    forward.change = noise(1.0)
+    anew = []
+    monkeypatch.setattr(guarding, "forget_choices", lambda: anew.append(1))
+    with guard(every=1, on_breach="demote") as watch:
+        for _ in range(4):
+            attention(*tensors(), backend=NAME)
+    assert len(watch.breaches) == 4
+    assert anew == [1]
+
+
+@pytest.mark.parametrize("name", ["out", "dq"])
+def test_saved_tensors_reproduce_the_error(planted, tmp_path, name):
+    forward, backward = planted
+    change = in_one_head(lambda x: x * 0)
+    if name == "out":
+        forward.change = change
+    else:
+        backward.changes["dq"] = change
+    x = tensors(grad=True)
+    expected = [each.detach().clone() for each in x]
+    with guard(every=1, save_to=tmp_path / "made" / "here") as watch:
+        for _ in range(12):
+            step(x, is_causal=True)
+    found = next(each for each in watch.breaches if each.path is not None)
+    assert found.tensor == name
+    assert list(found.path.parent.iterdir()) == [found.path]  # of each plan and spec the first
+    file = read_captured(found.path)
+    (call,) = file.calls
+    assert call.name == PLAN
+    assert call.spec == found.spec.replace(direction="forward" if name == "out" else "training")
+    kept = file.tensors(0)
+    assert all(torch.equal(kept[name], one) for name, one in zip("qkv", expected, strict=True))
+    with safe_open(found.path, "pt") as content:
+        assert json.loads(content.metadata()["attnbench.breach"]) == {**found.to_dict(), "path": None}
+    q, k, v = (kept[name].requires_grad_() for name in "qkv")
+    out = attention(q, k, v, is_causal=True, backend=PLAN)
+    if name == "out":
+        error = relative_l2(out, dense_attention(q, k, v, call.spec)[0])
+    else:
+        (dq,) = torch.autograd.grad(out, q, kept["grad_out"])
+        error = relative_l2(dq, dense_gradients(q, k, v, kept["grad_out"], call.spec)[0])
+    assert error > 10 * BOUND
+    assert within(found.error, error, 0.6)
+
+
+def test_tensors_that_came_in_fp8_are_saved_with_their_scales(planted, tmp_path):
+    forward, _ = planted
+    forward.change = noise(1.0)
+    parts = [quantise(x, Recipe("head")) for x in tensors()]
+    names = {f"{n}_descale": x.descale[..., 0, 0] for n, x in zip("qkv", parts, strict=True)}
+    with guard(every=1, save_to=tmp_path) as watch:
+        attention(*(x.data for x in parts), backend=NAME, **names)
+    with safe_open(watch.breaches[0].path, "pt") as file:
+        assert torch.equal(file.get_tensor("0.k").float(), parts[1].data.float())
+        assert torch.equal(file.get_tensor("0.k_descale"), parts[1].descale)

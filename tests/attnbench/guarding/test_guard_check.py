@@ -1,0 +1,284 @@
+"""The few rows that a guard computes: the same numbers as dense attention in FP64, and nothing that a program sees."""
+
+import weakref
+from random import Random
+
+import dense
+import pytest
+import torch
+from hypothesis import given, settings
+from problems import problems
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attnbench import AttentionSpec, Mask
+from attnbench.guarding import exact as guard_exact
+from attnbench.guarding.check import Sums, aside, gradient_sums, out_sums, part, pick_groups, pick_rows
+from attnbench.problem.fp8 import Recipe, quantise
+
+WRONG = 1.25
+
+
+def given_as_bhsd(problem) -> list[Tensor]:
+    x = problem.tensors()
+    return [each.transpose(1, 2) for each in x] if problem.layout == "bshd" else list(x)
+
+
+def read(sums: Sums) -> tuple[bool, dict[str, tuple[Tensor, Tensor]]]:
+    usable, found = sums.read()
+    return usable, {name: tuple(torch.tensor(x, dtype=torch.float64) for x in pair) for name, pair in found.items()}
+
+
+def agree(found: Tensor, truth: list[Tensor]) -> None:
+    """Sums of squares, head by head, with room for rounding beside the largest."""
+    expected = torch.stack([each.square().sum() for each in truth])
+    assert (found - expected).abs().max() <= 1e-8 * expected.max() + 1e-20, (found, expected)
+
+
+@settings(max_examples=60)
+@given(problem=problems())
+def test_rows_of_out_are_those_of_dense_attention(problem):
+    q, k, v, _ = given_as_bhsd(problem)
+    truth, _ = dense.dense_attention(q, k, v, problem.spec)
+    picks = pick_rows(problem.spec, Random(problem.seed))
+    usable, found = read(out_sums(q, k, v, truth * WRONG, problem.spec, picks))
+    rows = [truth[pick.batch, pick.head, list(pick.rows)] for pick in picks]
+    agree(found["out"][0], [(WRONG - 1) * each for each in rows])
+    agree(found["out"][1], rows)
+    assert usable
+
+
+@settings(max_examples=60)
+@given(problem=problems())
+def test_rows_of_gradients_are_those_of_dense_attention(problem):
+    spec = problem.spec
+    q, k, v, grad_out = given_as_bhsd(problem)
+    truth = dict(zip(("dq", "dk", "dv"), dense.dense_gradients(q, k, v, grad_out, spec), strict=True))
+    groups = pick_groups(spec, Random(problem.seed))
+    own = part(groups, q, k, v)
+    wrong = {name: x * WRONG for name, x in truth.items()}
+    _, found = read(gradient_sums(own, groups, grad_out, tuple(wrong.values()), spec))
+    rows: dict[str, list[Tensor]] = {"dq": [], "dk": [], "dv": []}
+    for group in groups:
+        places = [(group.kv_head * spec.group + head, row) for head, row in group.queries]
+        rows["dq"].append(torch.stack([truth["dq"][group.batch, head, row] for head, row in places]))
+        for name in ("dk", "dv"):
+            rows[name].append(truth[name][group.batch, group.kv_head, list(group.keys)])
+    for name, each in rows.items():
+        agree(found[name][0], [(WRONG - 1) * x for x in each])
+        size = torch.stack([x.square().sum() for x in each])
+        assert (found[name][1] >= size * (1 - 1e-8) - 1e-20).all(), name
+    agree(found["dv"][1], rows["dv"])
+
+
+@pytest.mark.parametrize(
+    ("heads", "sq", "skv", "d"),
+    [(4, 37, 53, 16), (4, 37, 331, 4), (12, 9, 173, 4)],
+    ids=["rows of a head", "pieces of those", "pieces of heads"],
+)
+def test_slices_of_the_queries_make_no_difference(monkeypatch, heads, sq, skv, d):
+    spec = AttentionSpec.make(
+        batch=2, heads=heads, kv_heads=2, seqlen_q=sq, seqlen_kv=skv, head_dim=d, mask=Mask(20, 3, "bottom-right"),
+        direction="training", dtype="fp32",
+    )  # fmt: skip
+    q, do = (torch.randn(2, heads, sq, d) for _ in range(2))
+    k, v = (torch.randn(2, 2, skv, d) for _ in range(2))
+    groups, picks = pick_groups(spec, Random(0)), pick_rows(spec, Random(0))
+    own = part(groups, q, k, v)
+    answers = []
+    for scores in (10**6, 700):
+        monkeypatch.setitem(guard_exact._SCORES, "cpu", scores)
+        answers.append(
+            [gradient_sums(own, groups, do, (q, k, v), spec).packed, out_sums(q, k, v, q, spec, picks).packed]
+        )
+    torch.testing.assert_close(*answers, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head", "block", "token"])
+def test_what_was_quantised_beforehand_is_what_counts(granularity):
+    spec = AttentionSpec.make(
+        batch=2, heads=4, kv_heads=2, seqlen_q=150, head_dim=16, dtype="e4m3", descale=granularity, mask=Mask(right=0)
+    )
+    shapes = [(2, 4, 150, 16), (2, 2, 150, 16), (2, 2, 150, 16)]
+    q, k, v = (quantise(torch.randn(shape) * 3, Recipe(granularity)) for shape in shapes)
+    truth, _ = dense.dense_attention(*(x.dequantised(torch.float64) for x in (q, k, v)), spec)
+    usable, found = read(out_sums(q, k, v, truth.float(), spec, pick_rows(spec, Random(0))))
+    assert usable
+    assert (found["out"][0] <= 1e-12 * found["out"][1]).all()
+
+
+def test_a_sum_that_cancels_is_as_long_as_its_terms():
+    """One key: dq and dk are nothing, and what rounding leaves there is no error; dv is as it is."""
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=5, seqlen_kv=1, head_dim=8, direction="training", dtype="fp32")
+    q, do = (torch.randn(1, 2, 5, 8) for _ in range(2))
+    k, v = (torch.randn(1, 2, 1, 8) for _ in range(2))
+    groups = pick_groups(spec, Random(0))
+    own = part(groups, q, k, v)
+    truth = dense.dense_gradients(q, k, v, do, spec)
+    assert truth[0].norm() < 1e-12
+    gradients = tuple(x + 1e-4 for x in truth)
+    _, found = read(gradient_sums(own, groups, do, gradients, spec))
+    assert all((found[name][0] <= (2e-3) ** 2 * found[name][1]).all() for name in ("dq", "dk"))
+    assert (found["dq"][1] > 0.01).all()
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(right=0)], ids=str)
+def test_sums_that_cancel_in_part_are_half_as_long_as_their_terms(mask):
+    spec = AttentionSpec.make(
+        batch=1, heads=4, kv_heads=2, seqlen_q=3, head_dim=8, mask=mask, direction="training", dtype="fp64"
+    )
+    q, do = (torch.randn(1, 4, 3, 8, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(1, 2, 3, 8, dtype=torch.float64) for _ in range(2))
+    gradients = dense.dense_gradients(q, k, v, do, spec)
+    every_k, every_v = (x.repeat_interleave(2, 1) for x in (k, v))
+    scores = q @ every_k.mT * spec.scale
+    p = (scores if mask.right is None else scores + torch.full((3, 3), -torch.inf).triu(1)).softmax(-1)
+    dp = do @ every_v.mT
+    squares = (spec.scale * p * (dp.abs() + (p * dp).sum(-1, keepdim=True).abs())).square()
+    of_dq = squares @ every_k.square().sum(-1, keepdim=True)
+    of_dk = (squares.mT @ q.square().sum(-1, keepdim=True)).view(1, 2, 2, 3, 1).sum(2)
+    groups = pick_groups(spec, Random(0))
+    _, found = read(gradient_sums(part(groups, q, k, v), groups, do, gradients, spec))
+    for name, gradient, length in (("dq", gradients[0], of_dq), ("dk", gradients[1], of_dk)):
+        exact = gradient.square().sum(-1, keepdim=True)
+        assert 0.2 < (exact < length / 4).double().mean() < 0.95
+        rows = torch.maximum(exact, length / 4)
+        expected = [
+            torch.stack([rows[0, 2 * group.kv_head + head, row] for head, row in group.queries])
+            if name == "dq"
+            else rows[0, group.kv_head, list(group.keys)]
+            for group in groups
+        ]
+        agree(found[name][1], [each.sqrt() for each in expected])
+
+
+def test_what_is_below_the_smallest_numbers_is_no_error():
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=5, head_dim=8, dtype="fp32")
+    q, k, v = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), torch.zeros(1, 2, 5, 8)
+    out = torch.full_like(v, torch.finfo(torch.float32).smallest_normal / 4)
+    _, found = read(out_sums(q, k, v, out, spec, pick_rows(spec, Random(0))))
+    assert (found["out"][0] > 0).all()
+    assert (found["out"][0] <= found["out"][1] / 16 * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize("place", ["q", "k", "v"])
+def test_what_is_not_finite_is_told_apart_by_where_it_came_from(place):
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=9, head_dim=8, dtype="fp32")
+    x = {name: torch.randn(1, 2, 9, 8) for name in "qkv"}
+    out, _ = dense.dense_attention(**x, spec=spec)
+    out[0, 1, 8, 7] = torch.nan
+    usable, found = read(out_sums(*x.values(), out, spec, pick_rows(spec, Random(0))))
+    assert usable
+    assert found["out"][0].isinf().any()
+    x[place][0, 0, 0, 0] = torch.inf
+    assert not read(out_sums(*x.values(), out, spec, pick_rows(spec, Random(0))))[0]
+
+
+def test_gradients_that_leave_fp16_are_nobodys_fault():
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=6, head_dim=8, direction="training", dtype="fp16")
+    x = [torch.randn(1, 1, 6, 8).half() for _ in range(4)]
+    groups = pick_groups(spec, Random(0))
+    own = part(groups, *x[:3])
+    for dtype, usable in ((torch.float16, False), (torch.bfloat16, True)):
+        gradients = tuple(torch.full((1, 1, 6, 8), torch.inf, dtype=dtype) for _ in range(3))
+        assert read(gradient_sums(own, groups, x[3], gradients, spec))[0] == usable
+
+
+def test_every_row_and_key_is_drawn_alike():
+    spec = AttentionSpec.make(batch=2, heads=4, kv_heads=2, seqlen_q=3, seqlen_kv=2, head_dim=8)
+    draw = Random(0)
+    rows = [(pick.batch, pick.head, row) for _ in range(300) for pick in pick_rows(spec, draw) for row in pick.rows]
+    groups = [group for _ in range(600) for group in pick_groups(spec, draw)]
+    queries = [(group.batch, group.kv_head, *query) for group in groups for query in group.queries]
+    keys = [(group.batch, group.kv_head, key) for group in groups for key in group.keys]
+    for drawn, count in ((rows, 2 * 4 * 3), (queries, 2 * 2 * 2 * 3), (keys, 2 * 2 * 2)):
+        shares = [drawn.count(each) * count / len(drawn) for each in set(drawn)]
+        assert len(shares) == count
+        assert all(0.8 < share < 1.2 for share in shares)
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_nothing_that_watches_or_changes_operators_reaches_the_check():
+    x = torch.randn(4, 4, requires_grad=True)
+    with Seen() as seen, torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
+        with aside(x.device):
+            y = x @ x
+            made = torch.zeros(3)
+        assert (y.dtype, y.requires_grad, made.device.type) == (torch.float32, False, "cpu")
+        assert not seen.names
+        assert (x @ x).dtype == torch.bfloat16
+    assert seen.names
+
+
+class Launched(TorchDispatchMode):
+    """What a GPU would be given to do, on tensors without data: operators, the most bytes alive at once, uploads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators = self.largest = self.peak = 0
+        self.alive: dict[int, int] = {}
+        self.waiting: list[bool] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if result.__class__ is not Tensor or not result.is_meta or function.is_view:
+            return result
+        storage = result.untyped_storage()
+        if storage._cdata not in self.alive:
+            self.alive[storage._cdata] = storage.nbytes()
+            weakref.finalize(storage, self.alive.pop, storage._cdata, None)
+            self.largest = max(self.largest, result.numel())
+            self.peak = max(self.peak, sum(self.alive.values()))
+        self.operators += "empty" not in str(function)
+        if isinstance(args[0], Tensor) and not args[0].is_meta:
+            self.waiting.append(not kwargs.get("non_blocking"))
+        return result
+
+
+def launched(monkeypatch, **sizes) -> tuple[AttentionSpec, list[Launched]]:
+    """Of a check of out, of what is kept for one of gradients, and of that."""
+    monkeypatch.setitem(guard_exact._SCORES, "meta", guard_exact._SCORES["cuda"])
+    spec = AttentionSpec.make(**{"batch": 1, "heads": 16, "seqlen_q": 8192, "head_dim": 128, **sizes})
+    q, k = (
+        torch.empty(spec.batch, heads, spec.seqlen_q, 128, dtype=torch.bfloat16, device="meta")
+        for heads in (spec.heads, spec.kv_heads)
+    )
+    groups = pick_groups(spec, Random(0))
+    with torch.no_grad(), Launched() as out:
+        out_sums(q, k, k, q, spec, pick_rows(spec, Random(0)))
+    with torch.no_grad(), Launched() as kept:
+        own = part(groups, q, k, k)
+    with torch.no_grad(), Launched() as gradients:
+        gradient_sums(own, groups, q, (q, k, k), spec)
+    return spec, [out, kept, gradients]
+
+
+@pytest.mark.parametrize(
+    ("mask", "most"), [(Mask(), (24, 4, 82)), (Mask(right=0), (26, 4, 96)), (Mask(1024, 0), (28, 4, 108))], ids=str
+)
+def test_a_check_takes_few_operators_and_waits_for_none(monkeypatch, mask, most):
+    """Its cost on a GPU hangs on that.  A tensor without data cannot be waited for: what asks for a number fails."""
+    _, found = launched(monkeypatch, mask=mask)
+    assert all(each.operators <= limit for each, limit in zip(found, most, strict=True)), [x.operators for x in found]
+    assert [each.waiting for each in found] == [[False]] * 3  # all places at once
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"mask": Mask(right=0)}, {"batch": 4, "seqlen_q": 2**15}, {"kv_heads": 1, "seqlen_q": 2**14}], ids=str
+)
+def test_what_a_check_makes_is_no_larger_than_a_piece(monkeypatch, sizes):
+    """However long the context is; and no smaller than it may be: what is small is paid for in operators."""
+    spec, (out, kept, gradients) = launched(monkeypatch, **sizes)
+    assert 2**22 <= out.largest <= 2**25
+    assert kept.largest == len(pick_groups(spec, Random(0))) * spec.group * spec.seqlen_q * spec.head_dim
+    assert 2**24 <= gradients.largest <= 2**25
+    assert max(out.peak, gradients.peak) <= 3.25 * 2**25 * 8

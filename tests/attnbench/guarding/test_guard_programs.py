@@ -1,0 +1,328 @@
+"""The guard in real programs: compiled, checkpointed, threaded, nested; it changes nothing and keeps nothing alive."""
+
+import gc
+import math
+import os
+import random
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+from guarded import NAME, in_one_head, noise, plant, step, tensors
+from places import SUPPORT
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import attnbench
+from attnbench import attention, guard
+from attnbench.api import forget_choices
+from attnbench.choosing import demotion as guard_demotion
+from attnbench.errors import AttnbenchWarning, BreachError, InputError
+from attnbench.guarding import guard as guarding
+from attnbench.guarding.check import Sums
+from attnbench.kernels import guard_hook
+from attnbench.problem.fp8 import Recipe, quantise
+
+pytestmark = pytest.mark.filterwarnings("ignore::attnbench.errors.BreachWarning")
+
+
+def test_a_program_without_logging_prints_one_warning(tmp_path):
+    code = """
+import pytest, torch
+from guarded import noise, plant, tensors
+from attnbench import attention, guard
+with pytest.MonkeyPatch.context() as patch:
+    forward, _ = plant(patch)
+    forward.change = noise(1.0)
+    with guard(every=1) as watch:
+        for length in range(5, 15):  # a new shape at each call, as packed batches have
+            attention(*tensors(sq=length))
+            attention(*tensors(sq=length))
+    assert len(watch.breaches) == 20
+"""
+    environ = {**os.environ, "PYTHONPATH": SUPPORT}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ)
+    assert run.stderr.count("is off by") == 1, run.stderr
+    assert run.stderr.count("\n") <= 2  # the warning, and the line that it points to
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """A forward and a backward that auto runs; afterwards nothing of them is left."""
+    with monkeypatch.context() as patch:
+        yield plant(patch)
+    guard_demotion.pardon()
+    forget_choices()
+
+
+def test_a_folder_that_cannot_be_written_costs_the_file_alone(planted, tmp_path):
+    forward, _ = planted
+    forward.change = noise(1.0)
+    (tmp_path / "file").write_text("in the way")
+    with guard(every=1, save_to=tmp_path / "file") as watch:
+        attention(*tensors())
+    assert watch.breaches[0].path is None
+    assert list(watch.skipped) == ["its tensors could not be written"]
+
+
+def test_quantised_tensors_are_watched(planted):
+    forward, _ = planted
+    parts = [quantise(x, Recipe("head")) for x in tensors()]
+    names = {f"{n}_descale": x.descale[..., 0, 0] for n, x in zip("qkv", parts, strict=True)}
+    for relative, found in ((0.05, False), (0.5, True)):
+        forward.change = noise(relative)
+        with guard(every=1) as watch:
+            for _ in range(3):
+                attention(*(x.data for x in parts), backend=NAME, **names)
+        assert bool(watch.breaches) == found
+        assert watch.checks == 3
+
+
+@pytest.mark.parametrize("state", [None, object()])
+@pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
+def test_compiled_programs_are_watched(planted, name, state):
+    forward, backward = planted
+    forward.state = state
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *x: attention(*x, is_causal=True), fullgraph=True, backend="aot_eager")
+    x = tensors(grad=True)
+    with guard(every=1) as watch:
+        step(x, compiled)
+        assert watch.checks >= 2
+        assert not watch.breaches
+        if name == "out":
+            forward.change = noise(1.0)
+        else:
+            backward.changes[name] = noise(1.0)
+        for _ in range(3):
+            step(x, compiled)
+    assert name in {each.tensor for each in watch.breaches}
+    if name != "out":
+        assert {each.tensor for each in watch.breaches} == {name}
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("plan", ["sdpa-math", "emulated:fp8>sdpa-flash:bf16"])
+def test_checkpointing_sees_no_difference(plan, use_reentrant, every):
+    def block(q, k, v):
+        return attention(q * 1.5, k, v, is_causal=True, backend=plan).sin()
+
+    def run() -> list[Tensor]:
+        x = tensors(grad=True)
+        out = x[0]
+        for _ in range(3):
+            out = checkpoint(block, out, *x[1:], use_reentrant=use_reentrant)
+        out.sum().backward()
+        return [out, *(each.grad for each in x)]
+
+    alone = run()
+    with guard(every=every) as watch:
+        watched = run()
+    assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
+    assert watch.checks > 0
+    assert not watch.breaches
+    assert not watch.skipped
+
+
+def test_the_programs_random_numbers_and_answers_are_its_own():
+    def run() -> list[object]:
+        torch.manual_seed(3)
+        random.seed(3)
+        found = step([torch.randn(2, 4, 30, 16).to(torch.bfloat16).requires_grad_() for _ in range(3)])
+        return [*found, torch.randn(5), torch.tensor([random.random()]), torch.get_rng_state()]
+
+    alone = run()
+    with guard(every=1):
+        watched = run()
+    assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
+
+
+@pytest.mark.parametrize("plan", ["sdpa-flash", "emulated:fp8"])
+def test_inputs_may_change_or_go_before_the_backward(plan):
+    x = tensors(grad=True)
+    with guard(every=1) as watch:
+        doubled = [each * 1.0 for each in x]
+        seen = [weakref.ref(each) for each in doubled]
+        out = attention(*doubled, backend=plan)
+        grad_out = torch.randn_like(out)
+        if plan == "emulated:fp8":  # which keeps copies; the guard too
+            with torch.no_grad():
+                for each in doubled:
+                    each.zero_()
+            del each
+        del doubled
+        gc.collect()
+        if plan == "emulated:fp8":
+            assert not any(each() is not None and each().untyped_storage().nbytes() for each in seen)
+        out.backward(grad_out)
+        sample = weakref.ref(out.grad_fn)
+        del out
+        gc.collect()
+        assert sample() is None
+    assert watch.checks == 2
+    assert not watch.breaches
+
+
+def test_nothing_is_kept_alive():
+    with guard(every=1) as watch:
+        x = tensors(grad=True)
+        seen = [weakref.ref(each) for each in [*x, *step(x)]]
+        with torch.no_grad():
+            attention(*x)
+        assert watch.checks == 3
+        del x
+        gc.collect()
+        assert not any(each() is not None for each in seen)
+
+
+def test_the_inner_guard_counts_and_each_may_be_stopped_in_any_order():
+    x = tensors()
+    outer, inner = guard(every=1).start(), guard(every=1).start()
+    attention(*x)
+    assert (outer.checks, inner.checks) == (0, 1)
+    outer.stop()
+    attention(*x)
+    assert (outer.checks, inner.checks) == (0, 2)
+    inner.stop()
+    attention(*x)
+    assert (outer.checks, inner.checks) == (0, 2)
+    assert guard_hook.watcher is None
+    with outer, inner:
+        attention(*x)
+    assert (outer.checks, inner.checks) == (0, 3)
+    with outer, pytest.raises(InputError, match="open already"):
+        outer.start()
+    assert guard_hook.watcher is None
+
+
+class Late:
+    """The event of a check that a GPU has not got to yet."""
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+
+def late(watch) -> guarding._Check:
+    """A check of a call of the guard's first case, under way, that will be found infinite."""
+    attention(*tensors())
+    sums = Sums(torch.tensor([1.0, torch.nan, *[0.0] * 8, *[1.0] * 8], dtype=torch.float64), 1, 8, {"out": 0.0})
+    check = guarding._Check(next(iter(watch._cases.values())), 1, torch.device("cpu"), sums, Late(), {})
+    watch._under_way.append(check)
+    return check
+
+
+def test_what_is_under_way_is_waited_for_at_the_end_and_no_sooner():
+    watch = guard(every=2, on_breach="raise").start()
+    check = late(watch)
+    attention(*tensors())
+    assert watch.checks == 1
+    with pytest.raises(BreachError, match="not finite"):
+        watch.stop()
+    assert check.done.waited
+    assert watch.checks == 2
+
+
+def test_the_programs_own_error_goes_first():
+    watch = guard(every=1, on_breach="raise")
+
+    def program() -> None:
+        with watch:
+            late(watch)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        program()
+    assert len(watch.breaches) == 1
+    assert guard_hook.watcher is None
+
+
+def test_a_backward_after_the_guard_is_closed_is_not_its_business(planted):
+    _, backward = planted
+    backward.changes["dq"] = noise(1.0)
+    x = tensors(grad=True)
+    with guard(every=1, on_breach="raise") as watch:
+        out = attention(*x)
+    out.sum().backward()
+    assert watch.checks == 1
+
+
+def test_a_check_that_fails_costs_itself_alone(monkeypatch, caplog):
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    x = tensors(grad=True)
+    expected = step(x)
+    for name in ("out_sums", "gradient_sums", "part"):
+        short = pytest.warns(AttnbenchWarning, match="a check fell short: OutOfMemoryError: no room")
+        with monkeypatch.context() as patch, short as said, guard(every=1) as watch:
+            patch.setattr(guarding, name, fail)
+            for _ in range(3):
+                assert all(torch.equal(a, b) for a, b in zip(step(x), expected, strict=True))
+        assert watch.skipped == {"OutOfMemoryError": 3}
+        assert len(said) == 1
+        assert watch.checks == 3
+    assert [each.getMessage() for each in caplog.records] == ["a check fell short: OutOfMemoryError: no room"] * 3
+
+
+def test_eight_threads_are_counted_together(planted):
+    _, backward = planted
+    backward.changes["dv"] = in_one_head(lambda x: x * math.nan, head=1)
+    watch, errors = guard(every=5).start(), []
+
+    def work(seed: int) -> None:
+        try:
+            for _ in range(25):
+                step(tensors(seed=seed, grad=True))
+        except Exception as error:  # a thread's error would be lost
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    watch.stop()
+    assert not errors
+    assert watch.checks == 2 * 8 * 25 // 5
+    assert {each.tensor for each in watch.breaches} == {"dv"}
+    assert len(watch.breaches) == 40
+
+
+@pytest.mark.parametrize("mode", ["inference", "autocast", "default device", "no grad"])
+def test_in_the_modes_that_programs_run_in(planted, mode):
+    forward, _ = planted
+    modes = {
+        "inference": torch.inference_mode(),
+        "autocast": torch.autocast("cpu", dtype=torch.bfloat16),
+        "default device": torch.device("meta"),
+        "no grad": torch.no_grad(),
+    }
+    x = tensors(dtype=torch.float32)
+    bound = 1e-2 if mode == "autocast" else 1e-4  # out is in bf16 there
+    for relative, found in ((bound / 100, False), (bound * 10, True)):
+        forward.change = noise(relative)
+        with guard(every=1, max_error=bound) as watch, modes[mode]:
+            attention(*x, backend=NAME)
+        assert bool(watch.breaches) == found, relative
+        assert not watch.skipped
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"every": 0}, {"every": 2.0}, {"every": True}, {"max_error": 0}, {"max_error": "1"}, {"on_breach": "shout"}],
+)
+def test_arguments_that_cannot_be_are_refused(arguments):
+    with pytest.raises(InputError):
+        guard(**arguments)
+
+
+def test_it_is_where_users_look_for_it():
+    assert attnbench.guard is guard
+    assert "guard" in dir(attnbench)

@@ -1,0 +1,141 @@
+"""When checks become a breach: hardly ever for a plan at its bound, soon for one beyond, whatever its rows are."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnbench.guarding.significance import Detector
+
+HEADS = 8
+BOUND = 0.05
+
+
+def even(draw: random.Random) -> float:
+    """Rows of 128 dimensions: all heads about alike."""
+    return draw.gammavariate(200, 1 / 200)
+
+
+def uneven(draw: random.Random) -> float:
+    """Some heads three times as wrong as others."""
+    return draw.choice((0.2, 0.6, 2.2)) * even(draw)
+
+
+def rare(draw: random.Random) -> float:
+    """Nearly all of the error in one head of twenty."""
+    return 19.05 if draw.random() < 0.05 else 0.05
+
+
+ROWS = {"even": even, "uneven": uneven, "rare": rare}
+
+
+def checks(draw, rows, relative, count):
+    """(errors, sizes) of checks of a plan whose relative L2 is ``relative`` times the bound; sizes vary too."""
+    for _ in range(count):
+        sizes = [draw.gammavariate(4, 3.0) for _ in range(HEADS)]
+        mean = math.fsum(sizes) / HEADS
+        yield [rows(draw) * (relative * BOUND) ** 2 * mean for _ in range(HEADS)], sizes
+
+
+def first_alarm(detector, stream) -> int | None:
+    return next((number for number, check in enumerate(stream, 1) if detector.add(*check)), None)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("relative", [0.5, 1.0])
+def test_a_plan_within_its_bound_raises_no_alarm_in_ten_thousand_checks(rows, relative):
+    draw = random.Random(rows)
+    assert first_alarm(Detector(BOUND), checks(draw, ROWS[rows], relative, 10_000)) is None
+
+
+def test_calls_that_vary_around_the_bound_raise_none_either():
+    draw, detector = random.Random(1), Detector(BOUND)
+    for _ in range(10_000):
+        (check,) = checks(draw, even, draw.choice((0.9, 1.1)), 1)
+        assert detector.add(*check) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "relative", "within"),
+    [("even", 1.5, 5), ("uneven", 1.5, 15), ("even", 2.0, 2), ("even", 4.0, 1), ("rare", 4.0, 30)],
+)
+@pytest.mark.parametrize("healthy", [0, 500])
+def test_a_plan_beyond_its_bound_is_found_soon_however_long_it_was_right(rows, relative, within, healthy):
+    found = []
+    for seed in range(20):
+        draw, detector = random.Random(seed), Detector(BOUND)
+        assert first_alarm(detector, checks(draw, even, 0.4, healthy)) is None
+        found.append(first_alarm(detector, checks(draw, ROWS[rows], relative, 200)) or 200)
+    assert sorted(found)[15] <= within, found
+
+
+@given(
+    st.lists(st.floats(0, 20), min_size=2, max_size=6),
+    st.sampled_from([0.05, 0.2, 0.5, 0.9]),
+)
+def test_one_head_of_a_plan_within_its_bound_is_evidence_of_nothing_on_average(shares, bet):
+    """The reason why alarms are rare: over any errors whose mean is allowed, the factor's mean is 1 at the most."""
+    mean = math.fsum(shares) / len(shares)
+    if mean == 0:
+        return
+    allowed = [share * 1.25 / mean for share in shares]
+    gains = []
+    for share in allowed:
+        detector = Detector(1.0)
+        place = (0.05, 0.2, 0.5, 0.9).index(bet)
+        if detector.add([share], [1.0]) is None:
+            gains.append(math.exp(detector._logs[place]))
+    assert len(gains) < len(allowed) or math.fsum(gains) / len(gains) <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_is_found_at_once(value):
+    detector = Detector(BOUND)
+    found = detector.add([0.0, value], [1.0, 1.0])
+    assert (found.error, found.evidence) == (math.inf, math.inf)
+
+
+def test_one_head_ten_times_beyond_is_found_at_once_after_any_past():
+    detector = Detector(BOUND)
+    assert first_alarm(detector, checks(random.Random(0), even, 0.2, 1000)) is None
+    errors = [0.0] * (HEADS - 1) + [(10.1 * BOUND) ** 2]
+    assert detector.add(errors, [1.0] * HEADS).evidence == math.inf
+
+
+def test_nothing_against_nothing_says_nothing_and_something_against_it_all():
+    detector = Detector(BOUND)
+    assert detector.add([0.0], [0.0]) is None
+    assert detector.add([1e-30], [0.0]).error == math.inf
+
+
+def test_the_error_is_that_of_the_rows_since_it_went_wrong():
+    detector = Detector(BOUND)
+    for check in checks(random.Random(0), even, 0.1, 50):
+        detector.add(*check)
+    for errors, sizes in checks(random.Random(1), even, 1.6, 50):
+        found = detector.add(errors, sizes)
+        if found:
+            break
+    assert abs(found.error / BOUND - 1.6) < 0.2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_alarm_never_names_an_error_that_is_allowed(seed):
+    """Checks of small rows (late keys under a causal mask) may be wrong where those of large ones are right."""
+    draw, detector, alarms = random.Random(seed), Detector(BOUND), []
+    for _ in range(2000):
+        small = draw.random() < 0.7
+        sizes = [(0.01 if small else 10.0) * draw.gammavariate(4, 3.0) for _ in range(HEADS)]
+        relative = (2.0 if small else 0.2) * BOUND
+        found = detector.add([uneven(draw) * relative**2 * size for size in sizes], sizes)
+        alarms += [] if found is None else [found.error]
+    assert alarms
+    assert min(alarms) > BOUND
+
+
+def test_after_an_alarm_it_starts_anew():
+    detector = Detector(BOUND)
+    assert detector.add([1.0], [1.0])
+    assert first_alarm(detector, checks(random.Random(3), even, 1.0, 1000)) is None

@@ -1,0 +1,283 @@
+"""The drop-in for torch's SDPA: what torch computes, for every call that means it, and nothing beyond the block."""
+
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import error
+from torch import nn
+
+from attnbench import attention, use_backend
+from attnbench.errors import AttnbenchWarning, InputError, NoPlanError, RefusedError, UnknownBackendError
+from attnbench.integrations.sdpa import replaced
+from attnbench.kernels.contract import Result
+from attnbench.kernels.registry import registry
+
+FP8 = {"backend": "emulated", "dtype": "fp8"}  # differs from torch by more than rounding, which shows who answered
+
+
+def tensor(*shape, seed=0, **options):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_(**options)
+
+
+def is_torchs(out, q):
+    return torch.equal(out, F.scaled_dot_product_attention(q, q, q))
+
+
+@st.composite
+def a_call(draw):
+    """Shapes of two to five axes, a mask in each of its spellings, and whether it can be served."""
+    axes = draw(st.integers(2, 5))
+    group, kv_heads = draw(st.sampled_from([(1, 1), (1, 2), (2, 2)])) if axes > 2 else (1, 1)
+    lead = tuple(draw(st.lists(st.integers(1, 2), min_size=max(0, axes - 3), max_size=max(0, axes - 3))))
+    seqlen_q, seqlen_kv = draw(st.integers(1, 7)), draw(st.integers(1, 7))
+    heads = () if axes == 2 else (kv_heads * group,)
+    q = (*lead, *heads, seqlen_q, 8)
+    k, v = ((*lead, *(heads and (kv_heads,)), seqlen_kv, size) for size in (8, draw(st.sampled_from([8, 4]))))
+    named = {"scale": draw(st.sampled_from([None, 0.3])), "enable_gqa": group > 1}
+    kind = draw(st.sampled_from(["none", "causal", "all", "tril", "window", "float", "padding", "bias"]))
+    seen, servable = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool), True
+    if kind == "causal":
+        named["is_causal"] = True
+    elif kind != "none":
+        if kind in ("tril", "float"):
+            seen = seen.tril()
+        elif kind == "window":
+            seen = seen.tril(1).triu(-2)
+            servable = bool(seen.any(-1).all())
+        elif kind == "padding":
+            seen = seen.clone()
+            seen[:, draw(st.integers(0, seqlen_kv - 1))] = False
+            servable = None  # the only key, or the last of few: a window may say the same
+        named["attn_mask"] = seen
+        if kind in ("float", "bias"):
+            named["attn_mask"] = torch.zeros(seqlen_q, seqlen_kv).masked_fill(~seen, -torch.inf)
+        if kind == "bias":
+            named["attn_mask"][0, 0] = 0.5
+            servable = False
+    return (q, k, v), named, servable
+
+
+@given(a_call())
+def test_outputs_and_gradients_are_torchs(call):
+    shapes, named, servable = call
+    inputs = [tensor(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+    with replaced("reference") as calls:
+        try:
+            out = F.scaled_dot_product_attention(*inputs, **named)
+        except InputError:
+            assert not servable
+            return
+        found = torch.autograd.grad(out.square().sum(), inputs)
+    assert calls.served == 1
+    assert servable is not False
+    wanted = F.scaled_dot_product_attention(*inputs, **named)
+    gradients = torch.autograd.grad(wanted.square().sum(), inputs)
+    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
+    for mine, theirs in zip(found, gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_fp8_is_opted_into_and_the_block_ends():
+    q = tensor(1, 2, 64, 16)
+    exact = F.scaled_dot_product_attention(q, q, q)
+    with replaced(**FP8) as calls:
+        out = torch.nn.functional.scaled_dot_product_attention(query=q, key=q, value=q)
+        assert 1e-3 < error(out, exact) < 0.12
+        assert calls.served == 1
+    assert is_torchs(F.scaled_dot_product_attention(q, q, q), q)
+    with replaced():
+        assert error(F.scaled_dot_product_attention(q, q, q), exact) < 1e-6
+        with use_backend(**FP8):
+            assert torch.equal(F.scaled_dot_product_attention(q, q, q), out)
+    with pytest.raises(ZeroDivisionError), replaced(**FP8):
+        _ = 1 / 0
+    assert is_torchs(F.scaled_dot_product_attention(q, q, q), q)
+
+
+def test_other_threads_are_left_alone():
+    q, outs = tensor(1, 2, 16, 16), []
+    with replaced(**FP8) as calls:
+        other = threading.Thread(target=lambda: outs.append(F.scaled_dot_product_attention(q, q, q)))
+        other.start()
+        other.join()
+    assert calls.served == 0
+    assert is_torchs(outs[0], q)
+
+
+def test_the_innermost_of_nested_blocks_holds():
+    q = tensor(1, 2, 16, 16)
+    with replaced(**FP8) as outer:
+        with replaced("reference") as inner:
+            out = F.scaled_dot_product_attention(q, q, q)
+        assert (outer.served, inner.served) == (0, 1)
+        F.scaled_dot_product_attention(q, q, q)
+        assert outer.served == 1
+        with pytest.warns(AttnbenchWarning, match="dropout"), replaced(otherwise="torch"):
+            F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)  # torch's, not the outer block's
+        assert outer.served == 1
+    assert error(out, F.scaled_dot_product_attention(q, q, q)) < 1e-6
+
+
+def test_kernels_that_call_sdpa_themselves_mean_torchs(monkeypatch):
+    kernel, asked = registry().forward("reference:fp32"), []
+
+    def run(operands):
+        asked.append(operands.spec)
+        q, k, v = operands.tensors()
+        return Result(F.scaled_dot_product_attention(q, k, v), torch.zeros(q.shape[:3]))
+
+    monkeypatch.setattr(kernel, "run", run)
+    q = tensor(1, 2, 16, 16).detach()
+    with replaced(**FP8) as calls:
+        out = attention(q, q, q, backend="reference:fp32")
+    assert is_torchs(out, q)
+    assert (len(asked), calls.served) == (1, 0)
+    with replaced("reference:fp32") as outer, replaced("reference:fp32") as inner:
+        out = F.scaled_dot_product_attention(q, q, q)
+    assert is_torchs(out, q)
+    assert (len(asked), outer.served, inner.served) == (2, 0, 1)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_multi_head_attention_is_seen_through(nested):
+    heads = nn.MultiheadAttention(16, 2, batch_first=True).eval()
+    x, causal = tensor(2, 6, 16), nn.Transformer.generate_square_subsequent_mask(6)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+
+    def outs():
+        return [
+            heads(x, x, x, need_weights=False)[0],
+            heads(x, x, x, need_weights=False, attn_mask=causal, is_causal=True)[0],
+            heads(x, x, x, need_weights=False, attn_mask=causal)[0],
+            layer(x, src_mask=causal),
+        ]
+
+    wanted = outs()
+    with replaced("reference") if nested else replaced(**FP8), replaced(**FP8) as calls:
+        found = outs()
+        assert calls.served == 4
+        with pytest.raises(InputError, match="pads, biases or blocks"):
+            heads(x, x, x, need_weights=False, key_padding_mask=torch.arange(6).expand(2, 6) > torch.tensor([[5], [3]]))
+        with pytest.raises(InputError, match="dropout"):
+            nn.MultiheadAttention(16, 2, dropout=0.1)(x, x, x, need_weights=False)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert 1e-4 < error(mine, theirs) < 0.12
+
+
+def test_what_cannot_be_served_is_refused_and_handed_on_only_where_that_was_asked_for():
+    q = tensor(1, 2, 6, 8)
+    hole = torch.ones(6, 6, dtype=torch.bool)
+    hole[3, 2] = False
+    nested = torch.nested.nested_tensor([torch.randn(3, 2, 8), torch.randn(5, 2, 8)], layout=torch.jagged)
+    nested = nested.transpose(1, 2)
+
+    class Own(torch.Tensor):
+        pass
+
+    for said, (args, named) in {
+        "pads, biases or blocks": ((q, q, q, hole), {}),
+        "tensors that are broadcast": ((q, q[:, :, None], q[:, :, None]), {}),
+        "nested tensors": ((nested, nested, nested), {}),
+        "tensors of classes of their own": ((q.detach().as_subclass(Own), q, q), {}),
+    }.items():
+        with replaced() as calls, pytest.raises(InputError, match=said):
+            F.scaled_dot_product_attention(*args, **named)
+        assert calls.served == 0
+        with pytest.warns(AttnbenchWarning, match=said), replaced(**FP8, otherwise="torch") as calls:
+            out = F.scaled_dot_product_attention(*args, **named)
+        assert (calls.served, calls.handed_on.total()) == (0, 1)
+        wanted = F.scaled_dot_product_attention(*args, **named)
+        assert nested is args[0] or torch.equal(out, wanted)
+    with replaced(), pytest.raises(InputError, match="dropout"):
+        F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+    with replaced(), pytest.raises(InputError, match="an attn_mask beside is_causal=True"):
+        F.scaled_dot_product_attention(q, q, q, ~hole, is_causal=True)
+
+
+def test_what_attention_refuses_is_refused_or_handed_on():
+    q = tensor(1, 2, 6, 8)
+    with replaced("sdpa-cudnn"), pytest.raises(RefusedError, match="Plans that can"):
+        F.scaled_dot_product_attention(q, q, q)
+    meta = torch.empty(1, 2, 6, 8, device="meta")
+    with replaced(), pytest.raises((InputError, NoPlanError), match="meta"):
+        F.scaled_dot_product_attention(meta, meta, meta)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with replaced("sdpa-cudnn", otherwise="torch") as calls:
+            outs = [F.scaled_dot_product_attention(q, q, q) for _ in range(2)]
+    assert all(is_torchs(out, q) for out in outs)
+    assert [str(each.message)[:67] for each in said] == [
+        "scaled_dot_product_attention: attention raises RefusedError: sdpa-c"
+    ]
+    assert dict(calls.handed_on) == {"attention raises RefusedError": 2}
+    assert str(calls) == (
+        "0 calls served by attnbench, 2 handed on to torch\n  2 attention raises RefusedError"
+    )  # fmt: skip
+    with pytest.raises(UnknownBackendError, match="sdpa-flash"), replaced("sdpa-flesh"):
+        pass
+    with pytest.raises(InputError, match="otherwise must be 'raise' or 'torch'"), replaced(otherwise="sdpa"):
+        pass
+
+
+def test_a_bias_that_is_learned_is_refused():
+    q = tensor(1, 2, 6, 8)
+    with replaced(), pytest.raises(InputError, match="biases"):
+        F.scaled_dot_product_attention(q, q, q, torch.zeros(6, 6, requires_grad=True))
+
+
+def test_autocast_casts_as_it_does_for_torch():
+    q, k = tensor(1, 2, 6, 8), tensor(1, 2, 6, 8, seed=1).to(torch.bfloat16)
+    wide = q.double()
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = F.scaled_dot_product_attention(q, k, k)
+        with replaced("reference"):
+            out = F.scaled_dot_product_attention(q, k, k)
+            assert F.scaled_dot_product_attention(wide, wide, wide).dtype == torch.float64
+    assert out.dtype == wanted.dtype == torch.bfloat16
+    assert error(out, wanted) < 0.02
+    with replaced(), pytest.raises(InputError, match="one dtype"):
+        F.scaled_dot_product_attention(q, k, k)
+
+
+def test_compiled_code_is_answered_as_the_block_around_it_says():
+    q = tensor(1, 2, 16, 16)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(str(graph.code))
+        return graph.forward
+
+    compiled = torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q).sin(), backend=backend, fullgraph=True)
+    exact = compiled(q)
+    with replaced(**FP8):
+        found = compiled(q)
+        (gradient,) = torch.autograd.grad(found.sum(), q)
+    assert 1e-3 < error(found, exact) < 0.12
+    assert 1e-4 < error(gradient, torch.autograd.grad(exact.sum(), q)[0]) < 0.12
+    assert torch.equal(compiled(q), exact)
+    assert [code.count("torch.ops.attnbench.attention") for code in graphs] == [0, 1]
+
+
+def test_a_mask_tensor_in_compiled_code_breaks_the_graph_or_is_handed_on():
+    q, mask = tensor(1, 2, 16, 16), torch.ones(16, 16, dtype=torch.bool).tril()
+    hole = mask.clone()
+    hole[3, 2] = False
+
+    def program(q, mask):
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    wanted = program(q, mask)
+    with replaced(**FP8):
+        compiled = torch.compile(program, backend="eager")
+        assert 1e-3 < error(compiled(q, mask), wanted) < 0.12
+        with pytest.raises(InputError, match="pads, biases or blocks"):
+            compiled(q, hole)
+    torch._dynamo.reset()
+    with pytest.warns(AttnbenchWarning, match="an attn_mask in compiled code"), replaced(otherwise="torch") as calls:
+        assert torch.equal(torch.compile(program, backend="eager", fullgraph=True)(q, hole), program(q, hole))
+    assert calls.handed_on["an attn_mask in compiled code"] == 1

@@ -1,0 +1,164 @@
+"""Models of transformers that treat masks, windows or the name of their attention in a way of their own."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import DECODER, SOFTCAPPED, TOKENS, WINDOWED, decoders, error, tokens
+
+from attnbench.errors import AttnbenchWarning, InputError
+from attnbench.integrations.transformers import register
+from attnbench.problem.mask import Mask
+
+transformers = pytest.importorskip("transformers", minversion="5", reason="transformers 5 is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore::attnbench.errors.AttnbenchWarning")
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+TABLES = {
+    "FalconConfig": {"vocab_size": TOKENS, **SMALL, "bos_token_id": 1, "eos_token_id": 2},
+    "Data2VecVisionConfig": {"image_size": 32, "patch_size": 8, **SMALL},
+    "SamConfig": {
+        "vision_config": {
+            "hidden_size": 32, "output_channels": 32, "num_pos_feats": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 32, "patch_size": 8, "mlp_dim": 32,
+        },
+        "prompt_encoder_config": {"hidden_size": 32, "image_size": 32, "patch_size": 8},
+        "mask_decoder_config": {"hidden_size": 32, "mlp_dim": 32},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_model_with_a_table_of_its_own_is_named_and_may_have_transformers_choice(kind):
+    register(backend="reference")
+    config = getattr(transformers, kind)(**TABLES[kind])
+    with pytest.raises(InputError, match=r"takes its attention from \w+ATTENTION_CLASSES, .* within .*replaced\(\)"):
+        transformers.AutoModel.from_config(copy.deepcopy(config), attn_implementation="attnbench")
+    calls = register(backend="reference", otherwise="sdpa")
+    with pytest.warns(AttnbenchWarning, match=r"ATTENTION_CLASSES, which has no 'attnbench'; such calls are handed on"):
+        model = transformers.AutoModel.from_config(copy.deepcopy(config), attn_implementation="attnbench")
+    assert model.config._attn_implementation == "sdpa"
+    assert calls.served == 0
+    transformers.AutoModel.from_config(copy.deepcopy(config), attn_implementation="eager")
+
+
+def test_a_part_that_names_another_attention_may_have_a_table():
+    calls = register(backend="reference")
+    config = transformers.SamConfig(**TABLES["SamConfig"])
+    parts = {"": "attnbench", "vision_config": "sdpa", "mask_decoder_config": "attnbench"}
+    model = transformers.SamModel._from_config(config, attn_implementation=parts).eval()
+    with torch.no_grad():
+        model(pixel_values=torch.randn(1, 3, 32, 32), input_points=torch.zeros(1, 1, 1, 2))
+    assert calls.served > 0
+
+
+def test_a_model_that_computes_attention_itself_is_named_and_has_masks_of_its_own():
+    """Its scores would have a mask of booleans added to them, which hides nothing."""
+    calls = register(backend="reference")
+    config = transformers.RemBertConfig(vocab_size=TOKENS, input_embedding_size=32, **SMALL)
+    with pytest.raises(InputError, match=r"RemBertModel computes attention itself, .* within .*replaced\(\)"):
+        transformers.AutoModel.from_config(copy.deepcopy(config), attn_implementation="attnbench")
+    calls = register(backend="reference", otherwise="sdpa")
+    with pytest.warns(AttnbenchWarning, match="RemBertModel computes attention itself"):
+        ours = transformers.AutoModel.from_config(copy.deepcopy(config), attn_implementation="attnbench").eval()
+    assert ours.config._attn_implementation == "eager"
+    model = transformers.AutoModel.from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    model.load_state_dict(ours.state_dict())
+    x, mask = tokens(length=12), torch.ones(2, 12, dtype=torch.long)
+    mask[0, 7:] = 0
+    assert error(ours(x, attention_mask=mask)[0], model(x, attention_mask=mask)[0]) < 1e-6
+    assert calls.served == 0
+
+
+def test_a_window_of_no_keys_is_none_to_layers_that_see_all():
+    calls = register(backend="reference")
+    experts = {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    }  # fmt: skip
+    model, ours = decoders("Qwen2MoeConfig", {**DECODER, **experts})
+    assert ours.config.sliding_window == 0
+    x = tokens()
+    assert error(ours(x).logits, model(x).logits) < 1e-5
+    assert calls.served == 2
+
+
+@pytest.mark.parametrize("length", [12, 16, 20])
+@pytest.mark.parametrize("kind", ["MistralConfig", "Gemma3TextConfig"])
+def test_a_window_beside_a_static_cache_is_handed_on_where_it_is_not_served(kind, length):
+    """``generate`` makes the masks before the forward, and makes them contiguous."""
+    calls = register(backend="reference", otherwise="sdpa")
+    model, ours = decoders(kind, WINDOWED)
+    x = tokens(length=length)
+    found = ours.generate(x, cache_implementation="static", **GREEDY)
+    assert torch.equal(found, model.generate(x, cache_implementation="static", **GREEDY))
+    assert calls.handed_on.total() > 0
+    assert (calls.served > 0) == (length >= 16)  # a prompt that fills the window is served
+
+
+def test_masks_that_a_model_joins_are_tensors_to_it():
+    text = {**WINDOWED, "sliding_window": 8}
+    vision = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": 32, "patch_size": 8,
+    }  # fmt: skip
+    config = transformers.T5Gemma2Config(encoder={"text_config": text, "vision_config": vision}, decoder=dict(text))
+    make = transformers.T5Gemma2ForConditionalGeneration._from_config
+    model = make(copy.deepcopy(config), attn_implementation="sdpa").eval()
+    calls = register(backend="reference", otherwise="sdpa")
+    ours = make(copy.deepcopy(config), attn_implementation="attnbench").eval()
+    ours.load_state_dict(model.state_dict())
+    x = tokens()
+    with torch.no_grad():
+        wanted, found = (each(input_ids=x, decoder_input_ids=x).logits for each in (model, ours))
+    assert error(found, wanted) < 1e-5
+    assert calls.handed_on.total() > 0
+
+
+@pytest.mark.parametrize("real", [(5, 20), (0, 15)])
+def test_a_softcap_with_padding_is_handed_on_to_the_models_eager_attention(real):
+    calls = register(backend="reference", otherwise="sdpa")
+    model, ours = decoders("Gemma2Config", SOFTCAPPED, "eager")
+    x, mask = tokens(length=20), torch.ones(2, 20, dtype=torch.long)
+    mask[0] = (torch.arange(20) >= real[0]) & (torch.arange(20) < real[1])
+    wanted, found = (each(x, attention_mask=mask).logits for each in (model, ours))
+    assert error(found, wanted) < 1e-5
+    assert (calls.served, calls.handed_on.total()) == (0, 2)
+    for layer in ours.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    torch.manual_seed(0)
+    dropped = ours.train()(x).logits  # causal, with no mask tensor
+    ours.set_attn_implementation("eager")
+    torch.manual_seed(0)
+    assert error(dropped, ours(x).logits) < 1e-5
+
+
+def test_packed_sequences_are_refused_beside_a_cache_too():
+    register(backend="reference")
+    model, ours = decoders("LlamaConfig", DECODER)
+    x, packed = tokens(length=12), torch.arange(6).repeat(2, 2)
+    with pytest.raises(InputError, match="packed sequences beside a cache"):
+        ours(x, position_ids=packed, use_cache=True)
+    shifted = torch.arange(5, 17)[None]
+    for named in ({"position_ids": shifted}, {"position_ids": packed, "attention_mask": torch.ones(2, 12)}):
+        assert error(ours(x, use_cache=True, **named).logits, model(x, use_cache=True, **named).logits) < 1e-5
+    calls = register(backend="reference", otherwise="sdpa")
+    found = ours(x, position_ids=packed, use_cache=True).logits
+    assert error(found, model(x, position_ids=packed, use_cache=True).logits) < 1e-5
+    assert (calls.served, calls.handed_on.total()) == (0, 2)
+
+
+def test_a_layers_mask_is_the_tensor_to_whoever_takes_it_so():
+    from attnbench.integrations.transformers_mask import LayerMask
+
+    mask = LayerMask(1, 0, "bottom-right", 2, 3, 5, torch.device("cpu"))
+    assert isinstance(mask, Mask)
+    rows = [mask.span(row, 3, 5) for row in range(3)]
+    wanted = torch.tensor([[start <= key < stop for key in range(5)] for start, stop in rows]).expand(2, 1, 3, 5)
+    assert mask.contiguous() is mask
+    assert mask.shape == wanted.shape
+    assert torch.equal(mask[:, :, :, :4], wanted[..., :4])
+    assert torch.equal(torch.cat([mask, wanted], dim=-1), torch.cat([wanted, wanted], dim=-1))
+    assert torch.equal(mask.to(torch.float32), wanted.float())
+    assert copy.deepcopy(mask) == mask

@@ -1,0 +1,151 @@
+"""What is kept between calls is made in a thread of its own: torch leads what a caller's thread allocates into a
+graph's pool while it warms up for a recording, and refuses to record where some of that is still held."""
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from attnbench import attention
+from attnbench.api import forget_choices
+from attnbench.errors import RefusedError
+from attnbench.graph_pools import outside_pools, permanent
+from attnbench.problem.fp8 import hadamard
+from attnbench.problem.mask import Mask
+
+CPU = torch.device("cpu")
+
+
+class Allocations(TorchDispatchMode):
+    """The memory that operators of this thread return, none of which it keeps alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, StorageWeakRef]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for each in tree_leaves(out):
+            if isinstance(each, Tensor) and each.untyped_storage()._cdata not in given:  # no view, not in place
+                self.found.append((str(function), StorageWeakRef(each.untyped_storage())))
+        return out
+
+    def held(self) -> list[str]:
+        gc.collect()
+        return [name for name, storage in self.found if not storage.expired()]
+
+
+@contextmanager
+def pool() -> Iterator[Allocations]:
+    """Nothing that this thread allocates in here may outlive the block."""
+    with Allocations() as allocations:
+        yield allocations
+    assert allocations.found
+    assert not allocations.held()
+
+
+def tensors(length: int) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(1, 2, length, 24, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+
+
+def step(x: tuple[Tensor, ...], plan: str) -> None:
+    out = attention(*x, window=(5, 1), backend=plan)
+    torch.autograd.grad(out.sum(), x)
+
+
+PLANS = ["sdpa-math", "sdpa-flash", "reference:fp32", "emulated:fp8", "emulated:fp8-hadamard>emulated:fp8-hadamard",
+         "triton:fp8>triton:fp8", "triton:fp8-head>triton:fp8-all"]  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_first_call_leaves_nothing_of_its_own_memory_behind(plan: str) -> None:
+    x = tensors(5 + PLANS.index(plan))  # of a length that no other test has asked for
+    try:
+        with pool():
+            step(x, plan)
+    except RefusedError as error:
+        pytest.skip(str(error))
+
+
+def test_memory_that_is_kept_is_found() -> None:
+    kept = []
+    with Allocations() as allocations:
+        kept.append(torch.zeros(3))
+        torch.ones(3)
+    assert allocations.held() == ["aten.zeros.default"]
+
+
+def test_a_flex_mask_is_kept_and_not_of_the_callers_memory() -> None:
+    from attnbench.backends.flex import backend as flex
+
+    with Allocations() as allocations:
+        made = flex.block_mask(Mask(left=7, right=0), 300, 310, CPU)
+    assert not allocations.held()
+    assert flex.block_mask(Mask(left=7, right=0), 300, 310, CPU) is made
+
+
+def test_scales_of_earlier_steps_are_kept_without_those_steps_memory() -> None:
+    from attnbench.backends.te.history import History
+
+    history = []
+    with pool():
+        history.append(History(2, CPU))
+        bounds = torch.ones(2)
+        for _ in range(3):
+            history[0].note(bounds * 0.5, bounds)
+            history[0].scales(bounds, 4.0)
+        del bounds
+
+
+def made_outside(make: Callable[[torch.device], Tensor]) -> Callable[[torch.device], Tensor]:
+    return lambda device: outside_pools(lambda: make(device), device)
+
+
+@pytest.mark.parametrize("wrap", [permanent, made_outside])
+def test_what_is_made_has_none_of_the_callers_modes(wrap: Callable[..., Callable[[torch.device], Tensor]]) -> None:
+    made = wrap(lambda device: torch.zeros(2))
+    with torch.inference_mode(), torch.device("meta"):
+        found = made(CPU)
+    assert found.device == CPU
+    assert not found.is_inference()
+
+
+def test_what_is_permanent_is_made_once_by_many_threads_and_an_error_is_not_kept() -> None:
+    calls, barrier = [], threading.Barrier(8)
+
+    @permanent
+    def make(number: int, device: torch.device) -> Tensor:
+        calls.append(number)
+        if len(calls) == 1:
+            raise ValueError("the first time")
+        return torch.full((1,), float(number), device=device)
+
+    with pytest.raises(ValueError, match="the first time"):
+        make(3, CPU)
+    found: list[Tensor] = []
+
+    def ask() -> None:
+        barrier.wait()
+        found.append(make(3, CPU))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert calls == [3, 3]
+    assert len({id(each) for each in found}) == 1
+
+
+def test_forgetting_choices_keeps_what_a_graph_may_have_recorded() -> None:
+    before = hadamard(12, CPU)
+    forget_choices()
+    assert hadamard(12, CPU) is before

@@ -1,0 +1,219 @@
+"""The registry: names, plans, reasons, and third parties that misbehave."""
+
+import pytest
+from fakes import ROW, FakeBackward, FakeForward, fake_backend, fake_registry
+
+from attnbench import AttentionSpec, Plan
+from attnbench.errors import AttnbenchError, UnknownBackendError
+from attnbench.kernels.capabilities import Capabilities, Device
+from attnbench.kernels.contract import Availability, Backend
+from attnbench.problem.spec import DTYPES
+
+CPU = Device("cpu", "A CPU")
+H200 = Device("cuda", "NVIDIA H200", (9, 0))
+
+
+def spec(**more) -> AttentionSpec:
+    return AttentionSpec.make(**{"batch": 1, "heads": 4, "seqlen_q": 64, "head_dim": 64, **more})
+
+
+def family(name: str, *precisions: str, backward: bool = True) -> Backend:
+    kernels = [FakeForward(f"{name}:{each}") for each in precisions]
+    return fake_backend(name, *kernels, *([FakeBackward(f"{name}:{each}") for each in precisions] if backward else []))
+
+
+def test_plans_pair_16_bit_kernels_at_home_and_fp8_forwards_with_everyone():
+    known = fake_registry(family("a", "bf16", "fp8"), family("b", "bf16", "fp16"), family("c", "fp8", backward=False))
+    assert [str(plan) for plan in known.plans(spec())] == ["a:bf16", "a:fp8", "b:bf16", "b:fp16", "c:fp8"]
+    training = {str(plan) for plan in known.plans(spec(direction="training"))}
+    assert training == {
+        "a:bf16>a:bf16", "b:bf16>b:bf16", "b:fp16>b:fp16",
+        "a:fp8>a:fp8", "a:fp8>a:bf16", "a:fp8>b:bf16",
+        "c:fp8>a:bf16", "c:fp8>b:bf16",
+    }  # fmt: skip
+
+
+def test_a_forward_goes_with_all_backwards_of_its_backend_that_follow_it_before_those_of_others():
+    mixing, alone = FakeForward("own:fp8"), FakeForward("own:fp8-head")
+    alone.mixes = False
+    both = ("own:fp8", "own:fp8-head")
+    own = fake_backend(
+        "own", mixing, alone, FakeForward("own:fp8-odd"),
+        FakeBackward("own:fp8", follows=both), FakeBackward("own:fp8-all", follows=both), FakeBackward("own:bf16"),
+    )  # fmt: skip
+    stranger = FakeBackward("b:fp8-own", follows=("own:fp8",))  # pairs with nobody else's forward unasked
+    known = fake_registry(family("a", "bf16"), fake_backend("b", FakeForward("b:bf16"), stranger), own)
+    training = spec(direction="training")
+    partners = {
+        forward: [plan.backward for plan in known.plans(training) if plan.forward == forward]
+        for forward in ("own:fp8", "own:fp8-head", "own:fp8-odd", "a:bf16")
+    }
+    kin = ["own:fp8", "own:fp8-all", "own:bf16"]
+    assert partners == {
+        "own:fp8": [*kin, "a:bf16", "b:fp8-own"],
+        "own:fp8-head": kin,
+        "own:fp8-odd": ["own:bf16", "a:bf16"],
+        "a:bf16": ["a:bf16"],
+    }
+    assert len(known.plans(training)) == len(set(known.plans(training)))
+    assert known.reasons(Plan.parse("own:fp8>own:fp8-all"), training, CPU) == ("ok", [])
+    assert known.plans_with("own:fp8", spec()) == [Plan("own:fp8")]
+
+
+def test_every_listed_kernel_stands_in_a_plan():
+    lonely = fake_backend("lonely", FakeForward("lonely:bf16"), FakeBackward("lonely:fp16", follows=("lonely:bf16",)))
+    known = fake_registry(family("a", "fp32"), lonely)
+    plans = known.plans(spec(direction="training"))
+    assert {plan.forward for plan in plans} == set(known.forwards)
+    assert {plan.backward for plan in plans} >= set(known.backwards)
+
+
+def test_reasons_tell_unavailable_from_refused():
+    only_64 = Capabilities(dtypes=("bf16",), head_dims=(64, 64, 1))
+    known = fake_registry(
+        fake_backend("gone", FakeForward("gone:bf16"), reason="not installed"),
+        fake_backend("here", FakeForward("here:bf16", row=only_64)),
+        fake_backend("back", FakeBackward("back:bf16")),
+    )
+    assert known.reasons(Plan("gone:bf16"), spec(), CPU) == ("unavailable", ["gone: not installed"])
+    assert known.reasons(Plan("here:bf16"), spec(), CPU) == ("ok", [])
+    status, reasons = known.reasons(Plan("here:bf16"), spec(head_dim=128, dtype="fp16"), CPU)
+    assert (status, len(reasons)) == ("refused", 2)
+    assert known.reasons(Plan("here:bf16"), spec(), H200) == ("refused", ["runs on cpu, not on cuda"])
+    status, reasons = known.reasons(Plan("here:bf16"), spec(direction="training"), CPU)
+    assert (status, reasons) == ("refused", ["the plan has no backward"])
+    assert known.reasons(Plan("here:bf16", "back:bf16"), spec(direction="training"), CPU) == ("ok", [])
+
+
+def test_a_backward_that_cannot_follow_says_so():
+    silent = FakeForward("silent:bf16", row=Capabilities(dtypes=DTYPES, lse=False))
+    known = fake_registry(
+        fake_backend("silent", silent),
+        fake_backend("own", FakeForward("own:bf16"), FakeBackward("own:bf16", follows=("own:bf16",))),
+        fake_backend("any", FakeBackward("any:bf16"), FakeBackward("any:fp32", needs_lse=False)),
+    )
+    training = spec(direction="training")
+    assert "log-sum-exp" in known.reasons(Plan("silent:bf16", "any:bf16"), training, CPU)[1][0]
+    assert known.reasons(Plan("silent:bf16", "any:fp32"), training, CPU)[0] == "ok"
+    assert "follows only own:bf16" in known.reasons(Plan("silent:bf16", "own:bf16"), training, CPU)[1][0]
+
+
+@pytest.mark.parametrize(
+    ("row", "change", "word"),
+    [
+        ({"capability": (10, 0)}, {}, "compute capability 10.0"),
+        ({"capability_below": (9, 0)}, {}, "only below compute capability 9.0"),
+        ({"head_dims": (32, 128, 8)}, {"head_dim": 256}, "outside 32 to 128"),
+        ({"head_dims": (32, 128, 8)}, {"head_dim": 36}, "no multiple of 8"),
+        ({"head_dims": (32, 128, 8)}, {"head_dim_v": 16}, "head_dim_v 16 is outside"),
+        ({"head_dim_v": False}, {"head_dim_v": 32}, "must equal head_dim"),
+        ({"masks": ("none",)}, {"mask": (None, 0)}, "no causal mask"),
+        ({"masks": ("none", "causal")}, {"mask": (3, 0)}, "no window mask"),
+        ({"alignments": ("top-left",)}, {"mask": (None, 0, "bottom-right"), "seqlen_kv": 80}, "bottom-right alignment"),
+        ({"gqa": False}, {"kv_heads": 2}, "grouped heads"),
+        ({"softcap": False}, {"softcap": 2.0}, "softcap"),
+        ({"empty_rows": False}, {"mask": (None, 0, "bottom-right"), "seqlen_kv": 8}, "see no key"),
+        ({"training": False}, {"direction": "training"}, "gradients"),
+        ({"lse": False}, {"return_lse": True}, "log-sum-exp"),
+        ({"max_elements": 1000}, {}, "1000 elements"),
+        ({"dtypes": ("fp16",)}, {}, "fp16 tensors, not bf16"),
+        ({"dtypes": DTYPES, "descales": ("head",)}, {"dtype": "e4m3", "descale": "token"}, "descales per head"),
+    ],
+)
+def test_each_limit_of_a_row_is_one_sentence_and_only_where_it_binds(row, change, word):
+    from attnbench import Mask
+
+    if "mask" in change:
+        change = {**change, "mask": Mask(*change["mask"])}
+    limited = Capabilities(**{"dtypes": ("bf16",), **row})
+    (reason,) = limited.refusals(spec(**change), H200)
+    assert word in reason
+    assert Capabilities(dtypes=DTYPES, descales=("head", "token")).refusals(spec(**change), H200) == []
+    if change:
+        assert limited.refusals(spec(), H200) == ([] if "bf16" in limited.dtypes else limited.refusals(spec(), H200))
+
+
+def test_alignment_binds_only_where_it_changes_something():
+    from attnbench import Mask
+
+    row = Capabilities(dtypes=("bf16",), alignments=("bottom-right",))
+    assert row.refusals(spec(mask=Mask(None, 0)), H200) == []
+    assert row.refusals(spec(mask=Mask(None, 0), seqlen_kv=80), H200) != []
+
+
+def test_unknown_names_offer_the_nearest():
+    known = fake_registry(family("sdpa-flash", "bf16"), family("flex", "bf16"))
+    for ask in (known.forward, known.backward):
+        with pytest.raises(UnknownBackendError, match="sdpa-flash:bf16"):
+            ask("sdpa-flash:bf61")
+    with pytest.raises(UnknownBackendError, match="did you mean flex"):
+        known.backend("flexx")
+    with pytest.raises(UnknownBackendError, match="flex, sdpa-flash"):
+        known.backend("zzz")
+
+
+def test_kernels_made_from_their_names_are_not_listed():
+    made = []
+
+    def resolve(precision):
+        if not precision.startswith("fp8-"):
+            return ()
+        made.append(precision)
+        return (FakeForward(f"maker:{precision}"), FakeBackward(f"maker:{precision}"))
+
+    known = fake_registry(fake_backend("maker", FakeForward("maker:fp8"), FakeBackward("maker:fp8"), resolve=resolve))
+    before = known.plans(spec(direction="training"))
+    assert known.forward("maker:fp8-token").name == "maker:fp8-token"
+    assert known.backward("maker:fp8-token").name == "maker:fp8-token"
+    assert made == ["fp8-token"]
+    assert known.plans(spec(direction="training")) == before
+    assert known.plans_with("maker:fp8-token", spec())[0] == Plan("maker:fp8-token")
+    with pytest.raises(UnknownBackendError):
+        known.forward("maker:other")
+
+
+def test_a_check_that_raises_costs_that_backend_alone():
+    def explode() -> Availability:
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    known = fake_registry(Backend("broken", "raises", explode, (FakeForward("broken:bf16"),)), family("fine", "bf16"))
+    status, reasons = known.reasons(Plan("broken:bf16"), spec(), CPU)
+    assert status == "unavailable"
+    assert "libcuda.so.1" in reasons[0]
+    assert known.reasons(Plan("fine:bf16"), spec(), CPU)[0] == "ok"
+
+
+def test_availability_is_asked_once():
+    asked = []
+    backend = Backend("once", "counts", lambda: asked.append(1) or Availability(version="1"), ())
+    known = fake_registry(backend)
+    assert [known.availability("once").version for _ in range(3)] == ["1"] * 3
+    assert len(asked) == 1
+
+
+def test_a_check_may_ask_for_another_backend():
+    known = fake_registry(family("a", "bf16"), Backend("b", "asks", lambda: known.availability("a"), ()))
+    assert known.availability("b").version == "1.0"
+
+
+def test_two_backends_of_one_name_and_foreign_kernels_are_errors():
+    with pytest.raises(AttnbenchError, match="two installed packages"):
+        fake_registry(family("a", "bf16"), family("a", "fp16"))
+    with pytest.raises(AttnbenchError, match="must not provide"):
+        fake_registry(fake_backend("a", FakeForward("b:bf16", row=ROW)))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "fa3", "fa3:", ":fp8", "fa3:fp8>", "fa3:fp8>fa4", "fa3:fp8>fa4:bf16>x:y", "FA3:fp8", "a b:c"]
+)
+def test_texts_that_are_no_plan(text):
+    with pytest.raises(UnknownBackendError):
+        Plan.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["fa3:fp8", "fa3:fp8>fa4:bf16", "sdpa-flash:bf16>sdpa-math:fp32", "emulated:fp8-token-e5m2"]
+)
+def test_plans_round_trip(text):
+    assert str(Plan.parse(text)) == text
+    assert Plan.parse(text).fp8 == ("fp8" in text)

@@ -1,0 +1,103 @@
+"""Mask tensors are recognised exactly: every mask there is, and nothing that differs from one in a single place."""
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from attnbench.problem import mask_of_tensor as module
+from attnbench.problem.mask import Mask
+from attnbench.problem.mask_of_tensor import mask_of_tensor
+
+SIZES = st.integers(1, 9)
+SIDES = st.none() | st.integers(0, 9)
+
+
+def visible(mask: Mask, seqlen_q: int, seqlen_kv: int) -> torch.Tensor:
+    rows, keys = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_kv)
+    centre = rows + mask.offset(seqlen_q, seqlen_kv)
+    seen = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool)
+    if mask.left is not None:
+        seen &= keys >= centre - mask.left
+    if mask.right is not None:
+        seen &= keys <= centre + mask.right
+    return seen
+
+
+def added(seen: torch.Tensor, hidden: float, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, hidden)
+
+
+@given(
+    SIDES,
+    SIDES,
+    st.sampled_from(("top-left", "bottom-right")),
+    SIZES,
+    SIZES,
+    st.sampled_from((None, -torch.inf, "least", -1e9)),
+    st.integers(1, 30),
+)
+def test_every_mask_is_found_again(left, right, alignment, seqlen_q, seqlen_kv, hidden, chunk):
+    mask = Mask(left, right, alignment)
+    assume(not mask.has_empty_rows(seqlen_q, seqlen_kv))
+    seen = visible(mask, seqlen_q, seqlen_kv)
+    tensor = seen
+    if hidden is not None:
+        dtype = torch.bfloat16 if hidden == "least" else torch.float32
+        tensor = added(seen, torch.finfo(dtype).min if hidden == "least" else hidden, dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_CHUNK", chunk)
+        found = mask_of_tensor(tensor.expand(2, 3, -1, -1), seqlen_q, seqlen_kv)
+    assert found is not None
+    assert torch.equal(visible(found, seqlen_q, seqlen_kv), seen)
+
+
+@given(SIDES, SIDES, st.integers(2, 9), st.integers(2, 9), st.data())
+def test_one_place_that_differs_makes_it_another_mask_or_none(left, right, seqlen_q, seqlen_kv, data):
+    mask = Mask(left, right)
+    assume(not mask.has_empty_rows(seqlen_q, seqlen_kv))
+    tensor = visible(mask, seqlen_q, seqlen_kv).repeat(2, 2, 1, 1)
+    place = tuple(data.draw(st.integers(0, size - 1)) for size in tensor.shape)
+    tensor[place] ^= True
+    assert mask_of_tensor(tensor, seqlen_q, seqlen_kv) is None  # the other heads still have the first mask
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_kv", "alignment"), [(6, 6, "top-left"), (3, 9, "bottom-right"), (6, 9, "top-left")]
+)
+def test_causal_is_called_causal(seqlen_q, seqlen_kv, alignment):
+    mask = Mask(right=0, alignment=alignment)
+    assert mask_of_tensor(visible(mask, seqlen_q, seqlen_kv), seqlen_q, seqlen_kv) == mask
+
+
+def test_a_cache_that_is_not_full_is_a_window_and_all_keys_are_no_mask():
+    seen = torch.arange(32) < 7
+    assert mask_of_tensor(seen, 1, 32) == Mask(right=6)
+    assert mask_of_tensor(torch.ones(1, 1, 1, 1, dtype=torch.bool), 4, 8) == Mask()
+
+
+CAUSAL = torch.ones(4, 4, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        added(CAUSAL, -100.0, torch.float32),  # exp(-100) is not 0
+        added(CAUSAL, -torch.inf, torch.float32) + 0.5 * torch.eye(4),
+        added(CAUSAL, torch.nan, torch.float32),
+        CAUSAL & torch.tensor([False, True, True, True]),  # padding on the left: the first row sees nothing
+        CAUSAL.new_zeros(4, 4),
+        torch.eye(4, dtype=torch.bool).flip(0),
+        torch.tensor([True, False, True, True]).expand(4, 4),
+        torch.stack([CAUSAL, CAUSAL.T]),
+        CAUSAL.new_zeros(0, 4, 4),
+    ],
+)
+def test_what_is_no_mask_of_ours(tensor):
+    assert mask_of_tensor(tensor, 4, 4) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize("shape", [(4, 0), (0, 4), (0, 0), (1, 0), (2, 3, 4, 0)])
+def test_a_mask_without_keys_or_queries_is_none_of_ours(shape, dtype):
+    assert mask_of_tensor(torch.ones(shape, dtype=dtype), max(shape[-2], 1) if shape[-1] == 0 else 0, shape[-1]) is None

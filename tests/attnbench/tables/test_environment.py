@@ -1,0 +1,327 @@
+"""Environments say what must match, what is good to know, and refuse nonsense."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import fake_nvml
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from places import ROOT, SUPPORT
+from planted import healthy
+
+from attnbench.errors import InputError
+from attnbench.kernels.contract import Availability, Backend
+from attnbench.kernels.registry import Registry
+from attnbench.tables.environment import Environment, own_commit
+from attnbench.tables.table import Table
+
+GPU = Environment(
+    device_type="cuda", device_name="NVIDIA H200", device_count=8, capability="9.0", driver="580.159", cuda="13.0",
+    cudnn="9.19.0", torch="2.11.0", triton="3.6.0", python="3.12.3", platform="Linux", cpu="a CPU", threads=16,
+    attnbench="0.1.0", backends={"fa3": "0.4.2", "fa4": "4.0"}, origins={"fa3": "sglang-kernel"},
+    uuid_hash="0123456789ab", clock_mhz=1980, power_cap_w=700, memory_bytes=150_754_820_096, commit="7968c17372e6",
+)  # fmt: skip
+CPU = replace(GPU, device_type="cpu", device_name="a CPU", device_count=1, capability=None, cuda=None, cudnn=None)
+
+
+def test_this_machine_is_described_and_compares_equal_to_itself():
+    here = Environment.detect(torch.device("cpu"), healthy())
+    assert here.device_type == "cpu"
+    assert here.device_name == here.cpu
+    assert torch.__version__.startswith(here.torch)
+    assert "+" not in here.torch
+    assert here.threads == torch.get_num_threads()
+    assert set(here.backends) == {"reference", "wide", "small", "picky"}
+    again = Environment.from_dict(json.loads(json.dumps(here.to_dict())))
+    assert again == here
+    assert again.key == here.key
+    assert hash(again) == hash(here)
+    assert here.differences(again) == ([], [])
+
+
+ONE, TWO = "00000000-aaaa-bbbb-cccc-000000000001", "00000000-aaaa-bbbb-cccc-000000000002"
+
+
+def test_a_gpu_is_described_by_its_own_nvml_facts(monkeypatch):
+    other = fake_nvml.Board(f"GPU-{TWO}", highest=1755, cap=350_000)
+    fake = fake_nvml.install(monkeypatch, other, fake_nvml.Board(f"GPU-{ONE}", highest=1980, cap=700_000))
+    fake_nvml.pretend_cuda(monkeypatch, ONE, TWO)
+    first, second = (Environment.detect(torch.device("cuda", index), Registry(())) for index in range(2))
+    assert (first.clock_mhz, first.power_cap_w) == (1980, 700)
+    assert (second.clock_mhz, second.power_cap_w) == (1755, 350)
+    assert first.memory_bytes == 150_754_820_096
+    assert first.driver == "580.159.04"
+    assert first.uuid_hash == hashlib.sha256(ONE.encode()).hexdigest()[:12]
+    assert first.uuid_hash != second.uuid_hash
+    assert ONE not in json.dumps(first.to_dict())
+    assert Environment.from_dict(json.loads(json.dumps(first.to_dict()))) == first
+    assert fake.sessions == 0
+
+
+@pytest.mark.parametrize("fault", ["no library", "no driver", "another GPU", "no answer"])
+def test_what_nvml_does_not_tell_is_none(monkeypatch, fault):
+    failing = dict.fromkeys(["highest", "cap"], fake_nvml.NOT_SUPPORTED)
+    board = fake_nvml.Board(f"GPU-{TWO if fault == 'another GPU' else ONE}", failing=failing)
+    fake_nvml.install(monkeypatch, board, start="Driver Not Loaded" if fault == "no driver" else None)
+    if fault == "no library":
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    fake_nvml.pretend_cuda(monkeypatch, ONE)
+    here = Environment.detect(torch.device("cuda", 0), Registry(()))
+    assert here.clock_mhz is here.power_cap_w is None
+    assert (here.driver is None) == (fault in ("no library", "no driver"))
+    assert here.uuid_hash is not None
+
+
+def test_a_cpu_has_no_gpu_facts(monkeypatch):
+    fake_nvml.install(monkeypatch, fake_nvml.Board(f"GPU-{ONE}"))
+    here = Environment.detect(torch.device("cpu"), Registry(()))
+    assert here.uuid_hash is here.clock_mhz is here.power_cap_w is here.memory_bytes is here.driver is None
+
+
+def test_origins_are_those_of_usable_backends_that_say_so():
+    answers = {
+        "told": Availability(version="1", origin="a-distribution"),
+        "untold": Availability(version="1"),
+        "absent": Availability(reason="it is not there", origin="a-distribution"),
+        "garrulous": Availability(version="1" * 999, origin="x" * 999),
+    }
+    backends = [Backend(name, "a backend", lambda answer=answer: answer, ()) for name, answer in answers.items()]
+    here = Environment.detect(torch.device("cpu"), Registry(backends))
+    assert set(here.backends) == {"told", "untold", "garrulous"}
+    assert here.origins == {"told": "a-distribution", "garrulous": "x" * 256}
+
+
+@pytest.mark.parametrize("name", ["device_name", "capability", "cuda", "cudnn", "torch", "triton"])
+def test_what_binds_on_a_gpu(name):
+    other = replace(GPU, **{name: "9.9"})
+    assert other.key != GPU.key
+    hard, soft = GPU.differences(other)
+    assert hard == [f"{name} was {getattr(GPU, name)}, is 9.9"]
+    assert soft == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("driver", "1.0"),
+        ("python", "3.13"),
+        ("threads", 3),
+        ("device_count", 1),
+        ("uuid_hash", "0" * 12),
+        ("clock_mhz", 1755),
+        ("memory_bytes", 1),
+        ("commit", "abcdef0-dirty"),
+    ],
+)
+def test_what_does_not_bind_on_a_gpu(name, value):
+    other = replace(GPU, **{name: value})
+    assert other.key == GPU.key
+    assert GPU.differences(other) == ([], [f"{name} was {getattr(GPU, name)}, is {value}"])
+
+
+def test_the_number_of_threads_binds_on_a_cpu():
+    other = replace(CPU, threads=1)
+    assert other.key != CPU.key
+    assert CPU.differences(other)[0] == ["threads was 16, is 1"]
+
+
+def test_another_version_of_a_backend_is_hard_and_another_backend_soft():
+    other = replace(GPU, backends={"fa3": "0.5", "te": "2.0"})
+    hard, soft = GPU.differences(other)
+    assert hard == ["the backend fa3 was 0.4.2, is 0.5"]
+    assert soft == ["the backend fa4 is no longer available", "the backend te was not available"]
+
+
+def older(environment: Environment) -> Environment:
+    """As a record from before these facts were taken has it."""
+    facts = environment.to_dict()
+    for name in ("uuid_hash", "clock_mhz", "power_cap_w", "memory_bytes", "commit", "origins"):
+        del facts[name]
+    return Environment.from_dict(facts)
+
+
+def test_another_power_cap_is_hard_where_both_know_theirs():
+    other = replace(GPU, power_cap_w=500)
+    assert GPU.differences(other) == (["power_cap_w was 700, is 500"], [])
+    assert GPU.differences(replace(GPU, power_cap_w=None)) == ([], ["power_cap_w was 700, is absent"])
+
+
+def test_another_origin_of_a_backend_is_hard_where_both_know_it():
+    other = replace(GPU, origins={"fa3": "flash-attn-3", "fa4": "flash-attn-4"})
+    hard, soft = GPU.differences(other)
+    assert hard == ["the backend fa3 came from sglang-kernel, comes from flash-attn-3"]
+    assert soft == ["where fa4 come from is known on one side only"]
+    gone = replace(GPU, backends={"fa4": "4.0"}, origins={})
+    assert GPU.differences(gone) == ([], ["the backend fa3 is no longer available"])
+
+
+@pytest.mark.parametrize("environment", [GPU, CPU])
+def test_an_older_record_of_the_same_machine_stays_usable(environment):
+    before = older(environment)
+    assert before.key == environment.key
+    for one, another in ((before, environment), (environment, before)):
+        hard, soft = one.differences(another)
+        assert hard == []
+        assert len(soft) == 6
+    assert before.differences(older(environment)) == ([], [])
+
+
+def test_the_committed_table_binds_as_it_did_when_it_was_written():
+    taken_in = Table.load(ROOT / "results/nvidia-h200/quick/table.json").environment
+    assert taken_in.key == "8e4db5d8fc57"
+    assert Environment.from_dict(taken_in.to_dict()) == taken_in
+
+
+def git(folder: Path, *command: str) -> str:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main", "-c", "commit.gpgsign=false"]
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    run = subprocess.run(["git", "-C", folder, *who, *command], env=outside, check=True, capture_output=True, text=True)
+    return run.stdout.strip()
+
+
+def checkout(folder: Path, pyproject: str = '[project]\nname = "attnbench"\n') -> Path:
+    """A repository with a package in it; returns where that package's module environment would lie."""
+    (folder / "attnbench").mkdir(parents=True)
+    (folder / "attnbench" / "environment.py").write_text("pass\n")
+    (folder / "pyproject.toml").write_text(pyproject)
+    git(folder, "init")
+    git(folder, "add", ".")
+    git(folder, "commit", "-m", "all of it")
+    return folder / "attnbench" / "environment.py"
+
+
+def commit_at(monkeypatch, module: Path) -> str | None:
+    monkeypatch.setattr("attnbench.tables.environment.__file__", str(module))
+    return own_commit()
+
+
+def test_the_commit_is_that_of_the_checkout_and_says_where_it_differs(monkeypatch, tmp_path):
+    clean, untracked, changed = (checkout(tmp_path / name) for name in ("clean", "untracked", "changed"))
+    (untracked.parent / "results.jsonl").write_text("{}\n")
+    changed.write_text("something else\n")
+    head = git(clean.parents[1], "rev-parse", "HEAD")
+    assert commit_at(monkeypatch, clean) == head[:12]
+    assert commit_at(monkeypatch, untracked) == git(untracked.parents[1], "rev-parse", "HEAD")[:12]
+    assert commit_at(monkeypatch, changed) == git(changed.parents[1], "rev-parse", "HEAD")[:12] + "-dirty"
+    assert Environment.detect(torch.device("cpu"), Registry(())).commit == own_commit()
+
+
+def test_a_worktree_is_a_checkout_too(monkeypatch, tmp_path):
+    module = checkout(tmp_path / "main")
+    git(module.parents[1], "worktree", "add", str(tmp_path / "other"))
+    head = git(module.parents[1], "rev-parse", "HEAD")
+    assert commit_at(monkeypatch, tmp_path / "other" / "attnbench" / "environment.py") == head[:12]
+
+
+def test_no_repository_but_attnbench_is_asked(monkeypatch, tmp_path):
+    other = checkout(tmp_path / "other", '[project]\nname = "theirs"\n')
+    installed = other.parents[1] / "site-packages" / "attnbench" / "environment.py"
+    installed.parent.mkdir(parents=True)
+    (other.parents[1] / "site-packages" / "pyproject.toml").write_text('[project]\nname = "attnbench"\n')
+    spy = tmp_path / "bin" / "git"
+    spy.parent.mkdir()
+    spy.write_text(f"#!/bin/sh\necho asked >> {tmp_path}/asked\n")
+    spy.chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(spy.parent))
+        assert commit_at(patch, other) is None
+        assert commit_at(patch, installed) is None
+        assert not (tmp_path / "asked").exists()
+    damaged = other.parents[1] / "vendored" / "attnbench" / "environment.py"
+    (damaged.parents[1] / ".git").mkdir(parents=True)
+    (damaged.parents[1] / "pyproject.toml").write_text('[project]\nname = "attnbench"\n')
+    assert commit_at(monkeypatch, damaged) is None
+
+
+def test_a_hook_of_another_repository_does_not_lead_astray(monkeypatch, tmp_path):
+    module, other = checkout(tmp_path / "ours"), checkout(tmp_path / "theirs")
+    other.write_text("another commit\n")
+    git(other.parents[1], "commit", "-am", "another commit")
+    monkeypatch.setenv("GIT_DIR", str(other.parents[1] / ".git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(other.parents[1]))
+    assert commit_at(monkeypatch, module) == git(module.parents[1], "rev-parse", "HEAD")[:12]
+
+
+def test_without_git_there_is_no_commit(monkeypatch, tmp_path):
+    module = checkout(tmp_path / "checkout")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert commit_at(monkeypatch, module) is None
+
+
+DOCTOR = f"""
+import fake_nvml, pytest
+from attnbench.cli.doctor import doctor
+patch = pytest.MonkeyPatch()
+fake_nvml.install(patch, fake_nvml.Board("GPU-{TWO}"), fake_nvml.Board("GPU-{ONE}", highest=1755, cap=350_000))
+fake_nvml.pretend_cuda(patch, "{ONE}", "{TWO}")
+patch.setattr("torch.utils._triton.has_triton", lambda: True)  # asks a CUDA runtime, which this torch lacks
+doctor(format="json")
+"""
+
+
+def test_doctor_shows_the_facts_of_each_gpu():
+    support = os.pathsep.join([SUPPORT, os.environ.get("PYTHONPATH", "")])
+    run = subprocess.run(
+        [sys.executable, "-c", DOCTOR], env={**os.environ, "PYTHONPATH": support}, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    found = {each["name"]: each["detail"] for each in json.loads(run.stdout)["findings"]}
+    assert found["NVIDIA driver"] == "580.159.04"
+    assert found["cuda:0"].endswith("140 GiB, up to 1755 MHz, power cap 350 W")
+    assert found["cuda:1"].endswith("140 GiB, up to 1980 MHz, power cap 700 W")
+    assert own_commit() is None or f"commit {own_commit()}" in found["attnbench"]
+
+
+@given(
+    st.sampled_from(sorted(GPU.to_dict())),
+    st.none() | st.integers() | st.lists(st.integers()) | st.text() | st.floats(),
+)
+def test_any_value_is_an_environment_or_an_input_error(name, value):
+    data = {**GPU.to_dict(), name: value}
+    try:
+        found = Environment.from_dict(data)
+    except InputError as error:
+        said = str(error)
+        assert name in said
+    else:
+        assert found.to_dict()[name] == value
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [],
+        None,
+        {},
+        {**GPU.to_dict(), "colour": "red"},
+        {**GPU.to_dict(), "torch": None},
+        {**GPU.to_dict(), "torch": ""},
+        {**GPU.to_dict(), "driver": 580.1},
+        {**GPU.to_dict(), "threads": 0},
+        {**GPU.to_dict(), "threads": True},
+        {**GPU.to_dict(), "cpu": "x" * 257},
+        {**GPU.to_dict(), "backends": ["fa3"]},
+        {**GPU.to_dict(), "backends": {"fa3": 3}},
+        {**GPU.to_dict(), "backends": {str(number): "1" for number in range(257)}},
+        {**GPU.to_dict(), "origins": {str(number): "1" for number in range(257)}},
+        {**GPU.to_dict(), "origins": {"fa3": None}},
+        {**GPU.to_dict(), "origins": None},
+        {**GPU.to_dict(), "uuid_hash": "GPU-00000000-aaaa"},
+        {**GPU.to_dict(), "commit": "HEAD"},
+        {**GPU.to_dict(), "commit": "0123456789ab-dirty\n"},
+        {**GPU.to_dict(), "clock_mhz": 0},
+        {**GPU.to_dict(), "clock_mhz": 1980.0},
+        {**GPU.to_dict(), "power_cap_w": 2**20},
+        {**GPU.to_dict(), "memory_bytes": 2**60},
+    ],
+)
+def test_nonsense_is_refused(wrong):
+    with pytest.raises(InputError):
+        Environment.from_dict(wrong)

@@ -1,0 +1,384 @@
+"""Tables: read back what was written, few digits that never flatter, and never believe a file."""
+
+import json
+import math
+import os
+import re
+import threading
+from dataclasses import replace
+from decimal import Decimal
+
+import pytest
+from fakes import an_environment
+from hypothesis import example, given
+from hypothesis import strategies as st
+from problems import problems
+
+from attnbench import AttentionSpec, Plan
+from attnbench.errors import MalformedFileError, OutputError
+from attnbench.tables.files import LARGEST
+from attnbench.tables.table import Entry, Table
+
+SPEC = AttentionSpec.make(batch=1, heads=4, seqlen_q=1024, head_dim=64)
+families = st.text(st.characters(exclude_categories=("C", "Z")), max_size=20)
+entries = st.builds(
+    Entry,
+    spec=problems().map(lambda problem: problem.spec),
+    plan=st.sampled_from([Plan("a:bf16"), Plan("b:fp8", "a:bf16"), Plan("b:fp8")]),
+    status=st.sampled_from(["ok", "inaccurate", "crashed", "refused"]),
+    time_ms=st.none() | st.floats(1e-6, 1e9),
+    spread_ms=st.none() | st.floats(0, 1e6),
+    errors=st.dictionaries(families, st.just(0.0) | st.floats(1e-100, allow_nan=False), max_size=3),
+    reason=st.none() | families,
+    check=st.none() | st.sampled_from(["error", "stale"]),
+)
+
+
+def one(plan: str = "a:bf16", time: float = 1.0, **more) -> Entry:
+    return Entry(
+        **{"spec": SPEC, "plan": Plan.parse(plan), "status": "ok", "time_ms": time, "errors": {"normal": 0.01}, **more}
+    )
+
+
+@given(st.lists(entries, max_size=6))
+def test_a_table_reads_back_as_it_was_written(tmp_path_factory, found):
+    path = tmp_path_factory.mktemp("table") / "deep" / "table.json"
+    table = Table.from_entries(an_environment(), found)
+    table.save(path)
+    assert Table.load(path) == table
+    assert [each.name for each in path.parent.iterdir()] == ["table.json"]
+    assert Table.load(path).condensed().condensed() == table.condensed()
+
+
+@given(st.lists(entries, max_size=4), st.lists(entries, max_size=4), st.randoms())
+def test_the_file_is_the_same_whatever_the_order(tmp_path_factory, apart, together, random):
+    unique = {(each.spec, each.plan): each for each in [*apart, *(replace(each, spec=SPEC) for each in together)]}
+    found = list(unique.values())
+    folder = tmp_path_factory.mktemp("table")
+    Table.from_entries(an_environment(), found).save(folder / "a")
+    random.shuffle(found)
+    Table.from_entries(an_environment(backends={"slow": "1.0", "fast": "1.0"}), found).save(folder / "b")
+    assert (folder / "a").read_bytes() == (folder / "b").read_bytes()
+
+
+def test_a_plan_is_a_line_and_a_new_time_changes_no_other(tmp_path):
+    other = AttentionSpec.make(batch=2, heads=4, seqlen_q=1024, head_dim=64)
+    before = [one(), one("b:fp8", 2.0), one("a:bf16", spec=other)]
+    Table.from_entries(an_environment(), before).save(tmp_path / "a")
+    Table.from_entries(an_environment(), [one(), one("b:fp8", 3.0), before[2]]).save(tmp_path / "b")
+    lines = [(tmp_path / name).read_text().splitlines() for name in "ab"]
+    changed = [pair for pair in zip(*lines, strict=True) if pair[0] != pair[1]]
+    assert [before.replace("2.0", "3.0") == after for before, after in changed] == [True]
+
+
+@given(st.floats(0, allow_nan=False))
+@example(0.12)
+@example(0.12000000000000001)
+@example(5e-324)
+@example(1.7976931348623157e308)
+def test_errors_are_rounded_up_and_by_little(error):
+    (rounded,) = one(errors={"normal": error}).shortened().errors.values()
+    assert rounded >= error
+    if math.isfinite(rounded):
+        assert len(Decimal(repr(rounded)).normalize().as_tuple().digits) <= 3
+        assert Decimal(rounded) <= Decimal(error) * Decimal("1.0100001") or error < 1e-300
+    assert one(errors={"normal": rounded}).shortened().errors == {"normal": rounded}
+
+
+@given(st.floats(1e-6, 1e9))
+def test_times_keep_four_digits(time):
+    entry = one(time=time, spread_ms=time).shortened()
+    assert entry.time_ms == pytest.approx(time, rel=5.001e-4)
+    assert entry.spread_ms == pytest.approx(time, rel=5.001e-2)
+    assert len(Decimal(repr(entry.time_ms)).normalize().as_tuple().digits) <= 4
+
+
+def test_condensing_drops_what_is_asked_live_and_keeps_what_failed():
+    statuses = ("ok", "inaccurate", "refused", "unavailable", "oom", "timeout", "crashed", "error")
+    found = [
+        Entry(SPEC, Plan(f"{status}:bf16"), status, reason="a  reason\nof many lines " + 500 * "x")
+        for status in statuses
+    ]
+    kept = Table.from_entries(an_environment(), found).condensed()
+    assert {entry.status for entry in kept.entries.values()} == set(statuses) - {"refused", "unavailable"}
+    assert all(
+        entry.reason.startswith("a reason of many lines x") and len(entry.reason) == 200
+        for entry in kept.entries.values()
+    )
+
+
+def test_merging_takes_the_newer_entry_and_keeps_what_only_the_older_saw():
+    older = Table.from_entries(
+        an_environment(backends={"a": "1", "b": "1", "c": "1"}, origins={"b": "x"}),
+        [
+            one(errors={"normal": 0.05, "outlier": 0.3}), one("b:fp8"), one("d:bf16"),
+            one("e:bf16", spec=SPEC.replace(batch=2)), one("f:bf16"),
+        ],
+    )  # fmt: skip
+    failed = Entry(SPEC, Plan("f:bf16"), "crashed", reason="it broke")
+    newer = Table.from_entries(
+        an_environment(backends={"a": "1", "d": "1"}, driver="2"), [one(time=2.0, errors={"normal": 0.04}), failed]
+    )
+    merged = older.merged(newer)
+    assert merged.at(SPEC)[Plan("a:bf16")] == one(time=2.0, errors={"normal": 0.04, "outlier": 0.3})
+    assert merged.at(SPEC)[Plan("f:bf16")] == failed
+    assert len(merged.entries) == 5
+    assert merged.environment == an_environment(backends={"a": "1", "b": "1", "d": "1"}, origins={"b": "x"}, driver="2")
+    assert set(merged.specs) == {SPEC, SPEC.replace(batch=2)}
+    assert merged.at(SPEC.replace(batch=3)) == {}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"time_ms": None, "status": "oom", "reason": "no room"}, "oom when it was measured: no room"),
+        ({"errors": {}}, "when it was measured"),
+        ({"status": "inaccurate", "check": "stale", "reason": "old"}, "the check 'stale' .* old"),
+        ({"plan": "a:fp8", "errors": {"outlier": 0.0}}, "less than 8 bits allow"),
+        ({"plan": "a:fp8", "errors": {"normal": 0.05}}, "never measured on inputs with outliers"),
+        ({"plan": "a:fp8-token>b:bf16", "errors": {"normal": 9e-5, "outlier": 1e-9}}, "less than 8 bits"),
+    ],
+)
+def test_what_cannot_be_chosen_by_says_why(more, said):
+    entry = one(**more)
+    assert not entry.usable
+    assert re.search(said, entry.unusable)
+
+
+def test_what_can_be_chosen_by():
+    for entry in (
+        one(), one(errors={"normal": 0.0}), one("a:fp8", errors={"normal": 0.0, "outlier": 2.8e-3}),
+        one("a:fp8", errors={"captured:acts.safetensors@1a2b3c4d#3": 0.05}),
+        one(status="inaccurate", check="error", reason="0.2 is beyond 0.1"), one(errors={"normal": math.inf}),
+    ):  # fmt: skip
+        assert entry.usable
+
+
+def good(**change) -> dict:
+    plan = {"time_ms": 1.0, "spread_ms": 0.1, "errors": {"normal": 0.01}}
+    spec = {"batch": 1, "heads": 4, "seqlen_q": 1024, "head_dim": 64, "dtype": "bf16", "direction": "forward"}
+    plans = {"a:bf16": {**plan, **change}}
+    return {
+        "schema": "attnbench.table/2",
+        "environment": an_environment().to_dict(),
+        "specs": [{"spec": spec, "plans": plans}],
+    }
+
+
+def named(name: str) -> dict:
+    data = good()
+    (plan,) = data["specs"][0]["plans"].values()
+    data["specs"][0]["plans"] = {name: plan}
+    return data
+
+
+def asked(**change) -> dict:
+    data = good()
+    data["specs"][0]["spec"].update(change)
+    return data
+
+
+def where(**change) -> dict:
+    data = good()
+    data["environment"].update(change)
+    return data
+
+
+def test_the_table_that_the_broken_ones_are_made_of_is_none_of_them(tmp_path):
+    (tmp_path / "table").write_text(json.dumps(good()))
+    assert Table.load(tmp_path / "table").entries == {(SPEC, Plan("a:bf16")): one(spread_ms=0.1)}
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ([], "schema"),
+        ({**good(), "schema": "attnbench.table/1"}, "attnbench.table/2"),
+        (where(device_type=3), "an environment"),
+        (where(more="x"), "an environment"),
+        (where(backends={"a": 3}), "an environment"),
+        (where(backends={"\x1b[2J": 3}), "backends entry of"),
+        (where(threads=10**17), "an environment"),
+        ({**good(), "specs": 3}, "specs"),
+        ({**good(), "specs": [3]}, r"specs\[0\]"),
+        ({**good(), "specs": [{}]}, r"specs\[0\].*no 'spec'"),
+        ({**good(), "specs": good()["specs"] * 2}, r"specs\[1\].*twice"),
+        (good(time_ms=-1), r"specs\[0\], 'a:bf16'.*-1"),
+        (good(time_ms=0), "no number from 1e-06"),
+        (good(time_ms=1e300), "1e300|1e\\+300"),
+        (good(time_ms=True), "True"),
+        (good(time_ms="1"), "'1'"),
+        (good(spread_ms=-0.1), "-0.1"),
+        (good(errors={"normal": -0.1}), "-0.1"),
+        (good(errors={"normal": None}), "None"),
+        (good(errors={"normal": []}), r"\[\]"),
+        (good(errors=7), "int is not dict"),
+        (good(errors=dict.fromkeys(map(str, range(65)), 0.1)), "65 input families"),
+        (good(errors={"x" * 201: 0.1}), "200 characters"),
+        (good(status="splendid"), "splendid"),
+        (good(status=[]), r"\[\]"),
+        (good(reason="x" * 2001), "2000 characters"),
+        (good(check=[]), "no text"),
+        (good(more=1), "'more'"),
+        (named("a"), "kernel name"),
+        (named("a:bf16>"), "kernel name"),
+        (named("a:bf16>b:bf16>c:bf16"), "kernel name"),
+        (named("a:" + "b" * 200), "200 characters"),
+        (asked(batch=0), "batch"),
+        (asked(batch=True), "batch"),
+        (asked(seqlen_kv=2**31), "seqlen_kv"),
+        (asked(heads=3, kv_heads=2), "multiple"),
+        (asked(dtype=[]), "dtype"),
+        (asked(scale="x"), "scale"),
+        (asked(mask=[]), "list is not dict"),
+        (asked(mask={"left": -1}), "left"),
+        (asked(mask={"top": 1}), "top"),
+        (asked(mask={"alignment": []}), "alignment"),
+        (asked(mask={"\x1b[2J" + "x" * 2000: 1}), "unexpected keyword"),
+        (asked(return_lse=[]), "return_lse"),
+        (asked(return_lse=1), "return_lse"),
+        (asked(descale={}), "descale"),
+        (asked(more=1), "'more'"),
+    ],
+)
+def test_what_is_no_table_is_one_named_error(tmp_path, data, words):
+    text_is_no_table(tmp_path / "table", json.dumps(data), words)
+
+
+def text_is_no_table(path, text, words):
+    path.write_text(text)
+    with pytest.raises(MalformedFileError, match=words) as caught:
+        Table.load(path)
+    assert len(str(caught.value)) < 500
+    assert str(caught.value).isprintable()
+
+
+TEXT = json.dumps(good())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "table:1: expected JSON"),
+        ("{\n\n  oops", "table:3: expected JSON"),
+        ("[" * 7 + "]" * 7, "schema"),
+        ("[" * 9 + "]" * 9, "deeper than 8"),
+        ("[" * 1_000_000, "deeper than 8"),
+        ('{"a":' * 1_000_000, "deeper than 8"),
+        ('["\\\\", "\\"", "[[[[[[[[[[[[[", ' + "[" * 7 + "]" * 8, "schema"),
+        ('["\\\\", ' + "[" * 9 + "]" * 10, "deeper than 8"),
+        ("[" + "{}," * 500_000 + "{}]", "too many parts"),
+        ("[" + "1," * 1_100_000 + "1]", "too many parts"),
+        ('["' + '\\"' * 3_000_000, "expected JSON"),
+        (TEXT.replace("1024", "9" * 1000), "1000 digits"),
+        (TEXT.replace("1024", "NaN"), "NaN"),
+        (TEXT.replace("0.01", "NaN"), "NaN"),
+        (TEXT.replace("0.01", "-Infinity"), "Infinity"),
+        (TEXT.replace("0.01", "1e999"), "infinite"),
+        (TEXT.replace("0.1", "1e999"), "no number"),
+        (TEXT.replace('"batch": 1', '"batch": 1, "batch": 2'), "'batch' stands twice"),
+        (TEXT.replace("a:bf16", "a:\\u001b[2Jbf16"), "kernel name"),
+        (TEXT.replace('"batch"', '"\\ud800\\u001b]0;x"'), "a spec has no entry"),
+        (TEXT.replace('"device_name"', '"\\u0007\\u202e"'), "an environment"),
+    ],
+)
+def test_texts_that_are_made_to_hurt_are_named_errors(tmp_path, text, words):
+    text_is_no_table(tmp_path / "table", text, words)
+
+
+def test_names_that_would_steer_a_terminal_lose_what_does(tmp_path):
+    errors = {"nor\x1bmal": 0.01, "nor\ud800mal": 0.5, "inf": "inf", "0": 0, "tiny": 5e-324}
+    data = good(errors=errors, reason="a\nb\u202ec", check="\x07")
+    (tmp_path / "table").write_text(json.dumps(data))
+    (entry,) = Table.load(tmp_path / "table").entries.values()
+    assert entry.errors == {"nor mal": 0.5, "inf": math.inf, "0": 0.0, "tiny": 1e-100}
+    assert (entry.reason, entry.check) == ("a b c", " ")
+
+
+def test_bytes_that_are_no_text_and_files_without_end(tmp_path):
+    path = tmp_path / "table"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(MalformedFileError, match="UTF-8"):
+        Table.load(path)
+    with path.open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(MalformedFileError, match=f"at most {LARGEST} bytes"):
+        Table.load(path)
+
+
+def test_what_is_no_file_is_neither_waited_for_nor_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link to a pipe").symlink_to(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    outcomes = {}
+
+    def load(name: str) -> None:
+        try:
+            Table.load(tmp_path / name)
+        except (OSError, MalformedFileError) as error:
+            outcomes[name] = error
+
+    for name in ("pipe", "link to a pipe", "zero", "folder", "loop"):
+        reader = threading.Thread(target=load, args=(name,), daemon=True)
+        reader.start()
+        reader.join(20)
+        assert not reader.is_alive(), f"{name} is waited for"
+    assert {name for name, error in outcomes.items() if isinstance(error, MalformedFileError)} == {
+        "pipe", "link to a pipe", "zero", "folder",
+    }  # fmt: skip
+    assert isinstance(outcomes["loop"], OSError)
+
+
+def test_a_link_to_a_table_is_followed(tmp_path):
+    Table.from_entries(an_environment(), [one()]).save(tmp_path / "table")
+    (tmp_path / "link").symlink_to(tmp_path / "table")
+    assert Table.load(tmp_path / "link") == Table.load(tmp_path / "table")
+
+
+def test_a_file_that_is_changed_while_it_is_read_is_not_believed(tmp_path, monkeypatch):
+    path = tmp_path / "table"
+    Table.from_entries(an_environment(), [one()]).save(path)
+    answers, real = [], os.fstat
+
+    def fstat(handle):
+        if answers:
+            with path.open("a") as file:
+                file.write("\n")
+        answers.append(real(handle))
+        return answers[-1]
+
+    monkeypatch.setattr("attnbench.tables.files.os.fstat", fstat)
+    with pytest.raises(MalformedFileError, match="stays as it is"):
+        Table.load(path)
+
+
+def test_a_table_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    with pytest.raises(OutputError):
+        Table.from_entries(an_environment(), [one()]).save("/proc/nowhere/table.json")
+    folder = tmp_path / "a file"
+    folder.write_text("")
+    with pytest.raises(OutputError):
+        Table.from_entries(an_environment(), [one()]).save(folder / "table.json")
+    path = tmp_path / "tables" / "table.json"
+    Table.from_entries(an_environment(), [one()]).save(path)
+    before = path.read_bytes()
+    many = [one(spec=SPEC.replace(batch=batch), reason="x" * 2000) for batch in range(1, 4100)]
+    with pytest.raises(OutputError, match="at most"):
+        Table.from_entries(an_environment(), many).save(path)
+    for call in ("fsync", "replace"):
+        for error in (OSError(28, "No space left on device"), KeyboardInterrupt()):
+            with monkeypatch.context() as patch:
+                patch.setattr(f"attnbench.tables.files.os.{call}", raising(error))
+                with pytest.raises(OutputError if isinstance(error, OSError) else KeyboardInterrupt):
+                    Table.from_entries(an_environment(), [one(time=2.0)]).save(path)
+            assert path.read_bytes() == before
+            assert os.listdir(path.parent) == ["table.json"]
+
+
+def raising(error: BaseException):
+    def call(*_):
+        raise error
+
+    return call

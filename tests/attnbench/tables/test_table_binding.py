@@ -1,0 +1,172 @@
+"""Which entries of a table may be used elsewhere: another device none, another release of a backend not its own."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnbench import AttentionSpec, Plan
+from attnbench.tables.binding import Binding, release_of
+from attnbench.tables.environment import Environment
+from attnbench.tables.table import Entry, Table
+
+SPEC = AttentionSpec.make(batch=1, heads=4, seqlen_q=1024, head_dim=64, direction="training")
+THERE = Environment(
+    device_type="cuda", device_name="NVIDIA H200", device_count=1, capability="9.0", driver="580.1",
+    uuid_hash="0" * 12, clock_mhz=1980, power_cap_w=700, memory_bytes=150 * 10**9, cuda="13.0", cudnn="9.19.0",
+    torch="2.11.0", triton="3.6.0", python="3.12.3", platform="Linux", cpu="A CPU", threads=16, attnbench="0.1.0",
+    commit="abcdef0",
+    backends={
+        "sdpa-flash": "2.11.0+cu130", "sdpa-cudnn": "2.11.0+cu130", "flex": "2.11.0+cu130", "te": "2.20.2",
+        "fa3": "0.4.2.post2", "fa4": "4.0.0b36", "triton": "3.6.0",
+    },
+    origins={
+        "sdpa-flash": "torch", "sdpa-cudnn": "torch", "te": "transformer-engine 2.20.2 on cuDNN 91900", "fa3": "sglang",
+        "fa4": "flash-attn-4 4.0.0b36 with nvidia-cutlass-dsl 4.8.1",
+    },
+)  # fmt: skip
+PLANS = ("sdpa-flash:bf16", "sdpa-cudnn:bf16", "flex:bf16", "te:fp8", "fa3:fp8>fa4:bf16", "fa4:bf16", "triton:fp8")
+TABLE = Table.from_entries(THERE, [Entry(SPEC, Plan.parse(plan), "ok", 1.0, 0.0, {"normal": 0.1}) for plan in PLANS])
+
+
+def binding(table: Table = TABLE, **changes) -> Binding:
+    return Binding.between(table, replace(THERE, **changes))
+
+
+def unused(found: Binding) -> set[str]:
+    return {str(plan) for _, plan in TABLE.entries.keys() - found.usable(TABLE).entries.keys()}
+
+
+def installed(**versions: str) -> dict[str, dict[str, str]]:
+    return {"backends": {**THERE.backends, **{name.replace("_", "-"): found for name, found in versions.items()}}}
+
+
+def upgraded(torch: str, local: str = "+cu130") -> dict[str, object]:
+    resident = dict.fromkeys(("sdpa_flash", "sdpa_cudnn", "flex"), torch + local)
+    return {"torch": torch, **installed(**resident)}
+
+
+def test_the_same_environment_and_another_gpu_of_the_model_say_nothing():
+    assert binding() == binding(uuid_hash="1" * 12, commit="1234567-dirty") == Binding()
+    assert Binding().usable(TABLE) == TABLE
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"device_name": "NVIDIA H100 80GB HBM3"},
+        {"device_name": "NVIDIA H200 NVL"},
+        {"device_name": "NVIDIA H20"},
+        {"capability": "10.0"},
+        {"capability": None},
+        {"device_type": "cpu"},
+    ],
+)
+def test_another_device_refuses_all(changes):
+    ((name, value),) = changes.items()
+    found = binding(**changes)
+    assert found.refused[0] == f"{name} was {getattr(THERE, name)}, is {value or 'absent'}"
+    assert found.usable(TABLE).entries == {}
+
+
+def test_on_a_cpu_the_number_of_threads_is_the_device():
+    cpu = replace(THERE, device_type="cpu", device_name="A CPU", capability=None)
+    table = Table(cpu, TABLE.entries)
+    assert Binding.between(table, replace(cpu, threads=1)).refused == ("threads was 16, is 1",)
+    assert binding(threads=1).refused == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "gone", "said"),
+    [
+        (installed(te="2.21.0"), {"te:fp8"}, "measured with te 2.20.2, here is 2.21.0"),
+        (installed(te="3.20.2"), {"te:fp8"}, "measured with te 2.20.2, here is 3.20.2"),
+        (installed(te="2.20.2rc1"), {"te:fp8"}, "measured with te 2.20.2, here is 2.20.2rc1"),
+        (installed(te="unknown"), {"te:fp8"}, "here is unknown"),
+        (installed(fa4="4.0.0b37"), {"fa4:bf16", "fa3:fp8>fa4:bf16"}, "measured with fa4 4.0.0b36, here is 4.0.0b37"),
+        (installed(fa3="0.5.0"), {"fa3:fp8>fa4:bf16"}, "measured with fa3"),
+        ({"cudnn": "9.20.0"}, {"te:fp8", "sdpa-cudnn:bf16"}, "measured with cudnn 9.19.0, here is 9.20.0"),
+        ({"cudnn": None}, {"te:fp8", "sdpa-cudnn:bf16"}, "here is absent"),
+        ({"triton": "3.7.0"}, {"flex:bf16", "triton:fp8"}, "measured with triton 3.6.0, here is 3.7.0"),
+        (upgraded("2.12.0"), {"sdpa-flash:bf16", "sdpa-cudnn:bf16", "flex:bf16"}, "here is 2.12.0+cu130"),
+        (upgraded("2.11.0.dev20260101"), {"sdpa-flash:bf16", "sdpa-cudnn:bf16", "flex:bf16"}, "dev20260101"),
+        ({"origins": {"fa3": "flash-attn-3"}}, {"fa3:fp8>fa4:bf16"}, "from sglang, here it comes from flash-attn-3"),
+        (
+            {"origins": {"te": "transformer-engine 2.20.2 on cuDNN 92000"}},
+            {"te:fp8"},
+            "here it comes from transformer-engine 2.20.2 on cuDNN 92000",
+        ),
+        (
+            {"origins": {"fa4": "flash-attn-4 4.0.0b36 with nvidia-cutlass-dsl 4.9.0"}},
+            {"fa4:bf16", "fa3:fp8>fa4:bf16"},
+            "cutlass-dsl 4.9.0",
+        ),
+    ],
+)
+def test_another_release_takes_the_entries_of_that_backend_alone(changes, gone, said):
+    found = binding(**changes)
+    assert found.refused == ()
+    assert unused(found) == gone
+    assert set(found.dropped) <= {kernel.partition(":")[0] for plan in gone for kernel in plan.split(">")}
+    assert any(said in reason for reason in found.dropped.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (installed(te="2.20.9"), ["te was 2.20.2, is 2.20.9"]),
+        (installed(fa3="0.4.3"), ["fa3 was 0.4.2.post2, is 0.4.3"]),
+        ({"origins": {"te": "transformer-engine 2.20.9 on cuDNN 91905"}}, []),
+        ({"origins": {}}, []),
+        (upgraded("2.11.1"), ["torch was 2.11.0, is 2.11.1"]),
+        (upgraded("2.11.0", "+cpu"), []),
+        ({"cudnn": "9.19.3"}, ["cudnn was 9.19.0, is 9.19.3"]),
+        ({"triton": "3.6.1"}, ["triton was 3.6.0, is 3.6.1"]),
+        ({"driver": "590.1", "cuda": "13.1"}, ["driver was 580.1, is 590.1", "cuda was 13.0, is 13.1"]),
+        ({"clock_mhz": 1700, "power_cap_w": 500}, ["clock_mhz was 1980, is 1700", "power_cap_w was 700, is 500"]),
+        ({"device_count": 8, "python": "3.13", "platform": "x"}, 3),
+        ({"threads": 4, "cpu": "B", "attnbench": "0.2.0", "memory_bytes": 1}, 4),
+        ({"driver": None, "power_cap_w": None}, []),
+    ],
+)
+def test_what_matters_less_is_used_and_said(changes, said):
+    found = binding(**changes)
+    assert unused(found) == set()
+    assert found.dropped == {}
+    assert len(found.soft) == said if isinstance(said, int) else list(found.soft) == said
+
+
+def test_a_backend_that_is_not_installed_needs_no_word_and_one_of_unknown_version_is_dropped():
+    assert binding(backends={}) == Binding()
+    silent = Table(replace(THERE, backends={}), TABLE.entries)
+    found = binding(silent)
+    assert found.usable(silent).entries == {}
+    assert "unknown version of te" in found.dropped["te"]
+
+
+def test_what_a_file_calls_things_cannot_steer_a_terminal():
+    table = Table(replace(THERE, device_name="\x1b[2J", driver="\n"), TABLE.entries)
+    assert all(sentence.isprintable() for sentence in binding(table).refused)
+    table = Table(replace(THERE, driver="\n", backends={**THERE.backends, "te": "\x1b"}), TABLE.entries)
+    found = binding(table)
+    assert all(sentence.isprintable() for sentence in (*found.soft, *found.dropped.values()))
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [
+        ("2.20.1", "2.20"), ("2.20", "2.20"), ("0.4.2.post2", "0.4"), ("2.11.0+cu130", "2.11"), ("3.6.0.1", "3.6"),
+        ("4.0.0b36", "4.0.0b36"), ("2.12.0.dev20260101+cu130", "2.12.0.dev20260101+cu130"), ("2.0rc1", "2.0rc1"),
+        ("9", "9"), ("unknown", "unknown"), ("sglang 0.4.2", "sglang 0.4.2"), ("", ""),
+    ],
+)  # fmt: skip
+def test_a_release_is_two_numbers_of_a_final_version(version, release):
+    assert release_of(version) == release
+
+
+@given(st.text(max_size=30) | st.from_regex(r"[0-9]{1,12}(\.[0-9]{1,12}){0,4}(\.?(a|b|rc|dev|post)[0-9]+)?(\+x)?"))
+def test_a_release_is_asked_of_any_text(version):
+    release = release_of(version)
+    assert release == version or version.lstrip("0").startswith(release.partition(".")[0].lstrip("0"))
+    assert release_of(release) == release

@@ -1,0 +1,274 @@
+"""``attnbench table build``: several sweeps become one table, and the shipped one comes from the committed rows."""
+
+import gzip
+import json
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fakes import an_environment
+from places import ROOT
+
+from attnbench import AttentionSpec
+from attnbench.errors import AttnbenchError, MisuseError, OutputError
+from attnbench.harness.results.condense import joined
+from attnbench.harness.results.records import Measurement
+from attnbench.harness.results.store import Store
+from attnbench.kernels.registry import registry
+from attnbench.tables.environment import Environment
+from attnbench.tables.shipped import file_name
+from attnbench.tables.table import Table
+from attnbench.tables.user_table import forget, known_tables, user_table_path
+
+SHIPPED = sorted((ROOT / "attnbench" / "tables").iterdir())
+sweep_command = import_module("attnbench.cli.sweep")
+COMMANDS = re.findall(
+    r"^attnbench table build (.+) -o (attnbench/tables/\S+)$", (ROOT / "docs" / "tables.md").read_text(), re.MULTILINE
+)
+SPEC = AttentionSpec.make(batch=1, heads=4, seqlen_q=1024, head_dim=64)
+HERE = an_environment()
+BEGAN = datetime(2026, 1, 1, tzinfo=timezone.utc)
+
+
+def row(plan: str = "fast:bf16", hours: float = 0, call: float = 1.0, status: str = "ok", **more) -> Measurement:
+    numbers = {
+        "time_ms": {"call": [call]}, "error": {"normal": {"out": 0.01}}, "bound": 0.1, "declared_error": 0.1,
+        "truth": "exact", "timer": "a clock", "drawn_on": "cpu",
+    }  # fmt: skip
+    facts = {
+        "case": "a case", "spec": SPEC, "plan": plan, "status": status, "started": BEGAN + timedelta(hours=hours),
+        "environment": HERE, "reason": None if status == "ok" else "it is so", **more,
+    }  # fmt: skip
+    return Measurement(**{**(numbers if status in ("ok", "inaccurate") else {}), **facts})
+
+
+def times(table: Table) -> dict[str, float | None]:
+    return {str(plan): entry.time_ms for (_, plan), entry in table.entries.items()}
+
+
+def test_of_several_sweeps_the_newest_row_counts_whatever_their_order():
+    old = [row(call=1.0), row("slow:bf16", hours=5, call=5.0)]
+    new = [row(hours=1, call=2.0), row("slow:bf16", hours=1, call=6.0)]
+    for sweeps in ({"old": old, "new": new}, {"new": new, "old": old}):
+        assert times(joined(sweeps)) == {"fast:bf16": 2.0, "slow:bf16": 5.0}
+
+
+def test_a_newer_sweep_on_fewer_families_takes_nothing_back():
+    wide = row(error={"normal": {"out": 0.02}, "biased-v": {"out": 0.3}})
+    table = joined({"wide": [wide], "narrow": [row(hours=1, call=2.0)]})
+    (entry,) = table.entries.values()
+    assert (entry.time_ms, entry.errors) == (2.0, {"normal": 0.01, "biased-v": 0.3})
+
+
+@pytest.mark.parametrize("status", ["crashed", "oom", "timeout", "error"])
+def test_a_plan_that_failed_when_it_was_last_measured_has_failed(status):
+    failed = row(hours=1, status=status)
+    (entry,) = joined({"one": [row()], "two": [failed]}).entries.values()
+    assert (entry.status, entry.time_ms, entry.errors) == (status, None, {})
+    (entry,) = joined({"one": [row(hours=2)], "two": [failed]}).entries.values()
+    assert entry.status == "ok"
+
+
+def test_two_cases_of_one_sweep_that_ask_the_same_count_as_the_worse():
+    layers = [row(call=3.0, error={"a": {"out": 0.01}}), row(hours=1, call=2.0, error={"b": {"out": 0.2}}, case="b")]
+    (entry,) = joined({"one": layers}).entries.values()
+    assert (entry.time_ms, entry.errors) == (3.0, {"a": 0.01, "b": 0.2})
+    beyond, stale = (row(call=3.0, status="inaccurate", check=check, case=check) for check in ("error", "stale"))
+    crashed = row(case="c", status="crashed")
+    for one, other in ((row(), crashed), (row(), stale), (beyond, crashed), (beyond, stale), (stale, crashed)):
+        for cases in ([one, other], [other, one]):
+            (entry,) = joined({"one": cases}).entries.values()
+            assert not entry.usable
+
+
+def test_the_check_that_found_a_plan_inaccurate_is_kept():
+    (entry,) = joined({"one": [row(status="inaccurate", check="stale")]}).condensed().entries.values()
+    assert (entry.check, entry.usable) == ("stale", False)
+    (entry,) = joined({"one": [row(status="inaccurate", check="error")]}).condensed().entries.values()
+    assert (entry.check, entry.usable) == ("error", True)
+
+
+def test_the_environment_is_the_newest_row_s_with_every_backend_that_any_knew():
+    first = replace(HERE, backends={"fast": "1.0"}, origins={"fast": "a"}, driver="1", commit="abcdef0")
+    later = replace(HERE, backends={"slow": "1.0"}, origins={"slow": "b"}, driver="2", commit="1234567-dirty")
+    sweeps = {"one": [row(hours=1, environment=later)], "two": [row("slow:bf16", environment=first)]}
+    table = joined(sweeps)
+    assert len(table.entries) == 2
+    assert table.environment == replace(
+        later, backends={"fast": "1.0", "slow": "1.0"}, origins={"fast": "a", "slow": "b"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"device_name": "NVIDIA H100"}, "device_name was A CPU, is NVIDIA H100"),
+        ({"torch": "2.9.1"}, "torch was 2.9.0, is 2.9.1"),
+        ({"backends": {"fast": "1.1"}}, "the backend fast was 1.0, is 1.1"),
+    ],
+)
+def test_sweeps_that_must_not_be_mixed_are_refused_with_the_reason(changes, said):
+    with pytest.raises(MisuseError, match=f"one and two: .*must not be mixed.*{said}"):
+        joined({"one": [row()], "two": [row(environment=replace(HERE, **changes))]})
+    with pytest.raises(MisuseError, match=r"^one: .*must not be mixed"):
+        joined({"one": [row(), row(environment=replace(HERE, **changes))]})
+
+
+def test_nothing_is_misuse():
+    with pytest.raises(MisuseError, match="one and two holds no measurement"):
+        joined({"one": [], "two": []})
+
+
+# --- the command ---
+
+
+def folder(path: Path, *rows: Measurement) -> Path:
+    path.mkdir()
+    (path / "measurements.jsonl").write_text("".join(each.to_line() + "\n" for each in rows))
+    return path
+
+
+def build(*arguments: object) -> None:
+    from attnbench.cli.table import app
+
+    app([str(each) for each in ("build", *arguments)], standalone_mode=False)
+
+
+def test_the_command_takes_folders_and_files_and_says_what_it_wrote(tmp_path, capsys):
+    one, two = (
+        folder(tmp_path / "one", row()),
+        folder(tmp_path / "two", row("slow:bf16"), row("gone:bf16", status="refused")),
+    )
+    build(one, two / "measurements.jsonl", "-o", tmp_path / "table.json")
+    assert times(Table.load(tmp_path / "table.json")) == {"fast:bf16": 1.0, "slow:bf16": 1.0}
+    assert "2 entries from" in capsys.readouterr().out
+    with pytest.raises(AttnbenchError, match="must not be mixed"):
+        build(one, folder(tmp_path / "three", row(environment=replace(HERE, torch="9.9"))), "-o", tmp_path / "no.json")
+    assert not (tmp_path / "no.json").exists()
+
+
+def test_without_a_file_it_goes_into_the_user_s_own(tmp_path):
+    build(folder(tmp_path / "one", row(call=1.0)))
+    build(folder(tmp_path / "two", row("slow:bf16", call=2.0)))
+    assert times(Table.load(user_table_path(HERE))) == {"fast:bf16": 1.0, "slow:bf16": 2.0}
+
+
+def test_a_row_that_changed_changes_its_line_alone(tmp_path):
+    rows = [row(), row("slow:bf16"), row(spec=SPEC.replace(batch=2), case="b")]
+    build(folder(tmp_path / "one", *rows), "-o", tmp_path / "a.json")
+    build(folder(tmp_path / "two", rows[2], row("slow:bf16", call=9.0), rows[0]), "-o", tmp_path / "b.json")
+    before, after = ((tmp_path / name).read_text().splitlines() for name in ("a.json", "b.json"))
+    (pair,) = [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]]
+    assert "slow:bf16" in pair[0]
+    assert '"time_ms": 9.0' in pair[1]
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), OutputError("no room"), None])
+def test_only_a_sweep_that_ends_writes_tables(stop, monkeypatch, tmp_path, capsys):
+    def run_sweep(tasks, laboratories, store):
+        store.append(row())
+        if stop is not None:
+            raise stop
+        yield store.rows[0]
+
+    monkeypatch.setattr("attnbench.harness.sweep.run.run_sweep", run_sweep)
+    monkeypatch.setattr("attnbench.harness.sweep.progress.followed", lambda events, console, verbose: events)
+    with Store(tmp_path / "out", HERE) as store, pytest.raises(type(stop)) if stop else nullcontext():
+        sweep_command._measure([], [SimpleNamespace(environment=HERE)], store, "json", update=True, verbose=False)
+    written = (tmp_path / "out" / "table.json").exists(), user_table_path(HERE).exists()
+    assert written == ((True, True) if stop is None else (False, False))
+
+
+# --- the shipped tables ---
+
+
+def test_the_shipped_tables_come_from_the_committed_rows(tmp_path):
+    """By the commands in docs/tables.md, byte by byte."""
+    assert sorted(Path(file).name for _, file in COMMANDS) == [path.name for path in SHIPPED]
+    for results, file in COMMANDS:
+        rebuilt = tmp_path / Path(file).name
+        build(*(ROOT / each for each in shlex.split(results)), "-o", rebuilt)
+        assert rebuilt.read_bytes() == (ROOT / file).read_bytes()
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_a_shipped_table_is_small_and_known_and_named_after_its_device(path):
+    table = Table.load(path)
+    assert path.stat().st_size < 2**20
+    assert path.name == file_name(table.environment)
+    assert table.condensed() == table
+    for _, plan in table.entries:
+        registry().forward(plan.forward)  # raises where there is no such kernel
+        assert plan.backward is None or registry().backward(plan.backward)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_a_shipped_table_is_used_on_its_gpu_and_on_no_other(path, monkeypatch):
+    table = Table.load(path)
+    device = torch.device("cuda", 0)
+
+    def on(environment: Environment):
+        monkeypatch.setattr(Environment, "detect", classmethod(lambda *_: environment))
+        forget()
+        return known_tables(device)
+
+    known = on(table.environment)
+    assert [each.entries for each in known.tables] == [table.entries]
+    assert known.note is None
+    assert "driver was" in on(replace(table.environment, driver="1.0")).note
+    for other in ("NVIDIA H100 80GB HBM3", "NVIDIA H800", "NVIDIA H20", "NVIDIA H200 NVL", "NVIDIA B200"):
+        elsewhere = replace(table.environment, device_name=other)
+        assert on(elsewhere).tables == ()
+        mine = user_table_path(elsewhere)
+        table.save(mine)
+        with pytest.warns(UserWarning, match=f"is not used.*device_name was .*, is {other}"):
+            assert on(elsewhere).tables == ()
+    forget()
+
+
+def test_neither_importing_nor_choosing_on_a_cpu_reads_a_shipped_table():
+    code = f"""
+import builtins, os, sys
+opened = []
+sys.addaudithook(lambda event, given: opened.append(str(given[0])) if event == "open" else None)
+import torch, attnbench
+attnbench.explain(*(torch.randn(1, 2, 8, 16) for _ in range(3)))
+print([path for path in opened if {str(ROOT / "attnbench" / "tables")!r} in path])
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_the_shipped_tables_say_what_the_rows_say():
+    """Worked out anew from the raw lines: the newest row's median, and no error below one that was measured."""
+    for results, file in COMMANDS:
+        rows: dict[tuple[str, str], dict] = {}
+        for each in shlex.split(results):
+            (records,) = (ROOT / each).glob("measurements.jsonl*")
+            unpacked = gzip.decompress(records.read_bytes()) if records.suffix == ".gz" else records.read_bytes()
+            for line in unpacked.splitlines():
+                data = json.loads(line)
+                key = json.dumps(data["spec"]), data["plan"]
+                if data["started"] > rows.get(key, {"started": ""})["started"]:
+                    rows[key] = data
+        entries = Table.load(ROOT / file).entries
+        failed = [row for row in rows.values() if row["status"] in ("refused", "unavailable")]
+        assert len(entries) == len(rows) - len(failed)
+        for (spec, plan), entry in entries.items():
+            row = rows[json.dumps(spec.to_dict()), str(plan)]
+            assert entry.status == row["status"]
+            if entry.time_ms is not None:
+                assert entry.time_ms == pytest.approx(statistics.median(row["time_ms"]["call"]), rel=5.001e-4)
+            for family, errors in row["error"].items():
+                worst = max(float(error) for name, error in errors.items() if name != "lse")
+                assert worst <= entry.errors[family] <= worst * 1.0101

@@ -1,0 +1,289 @@
+"""Thousands of files that are no table, or no honest one: each is a miss with one warning, or chosen by as promised.
+
+Every file goes the way that a user's own goes: from the cache folder through the loader into a choice.
+"""
+
+import copy
+import json
+import math
+import os
+import random
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from fakes import FakeBackward, FakeForward, an_environment, fake_backend, fake_registry
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnbench import AttentionSpec, Mask, Plan
+from attnbench.choosing.selector import choose
+from attnbench.errors import AttnbenchWarning, NoPlanError
+from attnbench.tables.environment import Environment
+from attnbench.tables.table import Entry, Table
+from attnbench.tables.user_table import forget, known_tables, user_table_path
+from examples import examples
+
+CPU = torch.device("cpu")
+HERE = an_environment()
+KNOWN = fake_registry(
+    fake_backend("slow", FakeForward("slow:bf16", preference=10), FakeBackward("slow:bf16")),
+    fake_backend("fast", FakeForward("fast:bf16", preference=20), FakeBackward("fast:bf16"), FakeForward("fast:fp8")),
+)
+FILES, BATCHES = examples(2_000, 10_000), 10
+
+
+def spec(**more) -> AttentionSpec:
+    return AttentionSpec.make(**{"batch": 1, "heads": 4, "seqlen_q": 1024, "head_dim": 64, **more})
+
+
+def entry(plan: str, time: float, at: AttentionSpec, **errors: float) -> Entry:
+    return Entry(at, Plan.parse(plan), "ok", time, 0.01, errors)
+
+
+TABLE = Table.from_entries(
+    HERE,
+    [
+        made
+        for at in (spec(), spec(seqlen_q=4096, mask=Mask(None, 0)), spec(kv_heads=2, direction="training"))
+        for tail in ([">slow:bf16"] if at.training else [""])
+        for made in (
+            entry(f"slow:bf16{tail}", 3.0, at, normal=0.002),
+            entry(f"fast:bf16{tail}", 2.0, at, normal=0.002, outlier=0.003),
+            entry(f"fast:fp8{tail}", 1.0, at, normal=0.05, outlier=0.09),
+        )
+    ]
+    + [Entry(spec(batch=2), Plan("fast:bf16"), "crashed", reason="it broke")],
+)
+ASKED = [spec(), spec(kv_heads=2, direction="training"), spec(seqlen_q=3000, mask=Mask(None, 0)), spec(head_dim=128)]
+WEIRD = [
+    None, True, False, 0, -1, 1, 10**17, 10**400, -(10**19), 2**31, 0.0, -0.0, 5e-324, 1e-7, 1e308, math.inf, -math.inf,
+    math.nan, "", "inf", "nan", "a:bf16", "fast:fp8", "fast:fp8>", ">", "\x00", "\x1b]0;x\x07", "\ud800", "\u202e",
+    "x" * 3000, [], {}, [[]], [None], {"": {}}, {"left": -1}, {"normal": 0}, {"__proto__": 1}, "../../etc/passwd",
+]  # fmt: skip
+TOKENS = [
+    b"{", b"}", b"[", b"]", b'"', b",", b":", b"\\", b"\x00", b"\xff", b"NaN", b"1e999", b"-", b"9" * 30, b"null",
+    b'"batch": 7, ', b"\\u0000", b"\\ud800", b"\xef\xbb\xbf", b"[" * 50, b"\n" * 40, b"0.0", b"-1", b"true",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    monkeypatch.setattr(Environment, "detect", classmethod(lambda *_: HERE))
+    path = user_table_path(HERE)
+    TABLE.save(path)
+    forget()
+    yield path
+    forget()
+
+
+def nodes(data: object) -> list[tuple[object, object]]:
+    """Every (container, key) below."""
+    keys = data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
+    return [found for key in keys for found in ((data, key), *nodes(data[key]))]
+
+
+def restructured(whole: bytes, chance: random.Random) -> bytes:
+    """The table with some of its values replaced, removed, renamed, moved or repeated."""
+    data = json.loads(whole)
+    for _ in range(chance.choice([1, 1, 1, 2, 4])):
+        places = nodes(data)
+        if not places:
+            break
+        container, key = chance.choice(places)
+        move = chance.randrange(6)
+        if move == 0:
+            del container[key]
+        elif move == 1 and isinstance(container, dict):
+            container[str(chance.choice(WEIRD))] = container.pop(key)
+        elif move == 2:
+            other, place = chance.choice(places)
+            container[key] = copy.deepcopy(other[place])
+        elif move == 3 and isinstance(container, list):
+            container.extend(copy.deepcopy(container) * chance.choice([1, 3]))
+        elif move == 4 and isinstance(container[key], (int, float)):
+            container[key] = container[key] * chance.choice([-1, 0, 1e-9, 1e-3, 7, 1e9, 2**40])
+        else:
+            container[key] = chance.choice(WEIRD)
+    return json.dumps(data, indent=chance.choice([None, 1])).encode("utf-8", "surrogatepass")
+
+
+def flipped(whole: bytes, chance: random.Random) -> bytes:
+    data = bytearray(whole)
+    for _ in range(chance.choice([1, 1, 2, 8])):
+        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    return bytes(data)
+
+
+def truncated(whole: bytes, chance: random.Random) -> bytes:
+    return whole[: chance.randrange(len(whole))]
+
+
+def spliced(whole: bytes, chance: random.Random) -> bytes:
+    """A piece of the table or a token in the place of another piece."""
+    start, stop, here = (chance.randrange(len(whole)) for _ in range(3))
+    piece = chance.choice([whole[start:stop], chance.choice(TOKENS), chance.choice(TOKENS) * 5])
+    return whole[:here] + piece + whole[here + chance.choice([0, len(piece), 1, 40]) :]
+
+
+def digit(whole: bytes, chance: random.Random) -> bytes:
+    """One digit made another, so that most are still tables."""
+    places = [place for place, byte in enumerate(whole) if 48 <= byte <= 57]
+    place = chance.choice(places)
+    return whole[:place] + chance.choice([b"0", b"9", b"-", b".", b"e", b"99"]) + whole[place + 1 :]
+
+
+def recoded(whole: bytes, chance: random.Random) -> bytes:
+    return whole.decode().encode(chance.choice(["utf-16", "utf-32", "utf-8-sig", "utf-7", "cp037"]))
+
+
+MUTATIONS = [restructured] * 4 + [flipped, flipped, truncated, spliced, spliced, digit, digit, recoded]
+
+
+def outcome(path: Path) -> str:
+    """What came of the file that lies there: ``missed`` with one warning, or ``used`` without one."""
+    forget()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        known = known_tables(CPU)
+    assert all(each.category is AttnbenchWarning and str(each.message).isprintable() for each in caught)
+    assert len(caught) <= 1
+    if caught:
+        assert known.tables == ()
+    for number, asked in enumerate(ASKED[:1] if caught else ASKED):
+        for fp8 in (False, True):
+            promised(asked, fp8, shown=fp8 and number == 0 and not caught)
+    return "missed" if caught else "used"
+
+
+def promised(asked: AttentionSpec, fp8: bool, shown: bool) -> None:
+    """Whatever the table says: a choice that keeps to the rules, or that nothing is accurate enough."""
+    try:
+        choice = choose(asked, CPU, fp8=fp8, known=KNOWN)
+    except NoPlanError:
+        return
+    assert choice.plan in KNOWN.plans(asked)
+    assert fp8 or not choice.plan.fp8
+    entries = known_tables(CPU).at(asked)
+    if choice.plan in entries:
+        assert entries[choice.plan].usable
+        assert entries[choice.plan].worst[0] <= choice.budget
+    elif choice.plan.fp8:
+        assert 0 < choice.chosen.error <= choice.budget  # vouched for by its neighbours, never by rule
+    if shown:
+        assert choice.to_text().replace("\n", "").isprintable()
+        json.dumps(choice.to_dict(), allow_nan=False)
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_hostile_files_crash_nothing(here, batch):
+    whole = here.read_bytes()
+    outcomes: Counter[str] = Counter()
+    for number in range(batch * FILES // BATCHES, (batch + 1) * FILES // BATCHES):
+        chance = random.Random(number)
+        here.write_bytes(MUTATIONS[number % len(MUTATIONS)](whole, chance))
+        outcomes[outcome(here)] += 1
+    assert outcomes.total() == FILES // BATCHES
+    assert (
+        min(outcomes["missed"], outcomes["used"]) > FILES // BATCHES // 20
+    )  # the mutations are neither too mild nor too rough
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(WEIRD),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=examples(100, 400))
+@given(st.data())
+def test_any_json_in_any_place_crashes_nothing(data):
+    path = user_table_path(HERE)
+    TABLE.save(path)
+    table = {"a": json.loads(path.read_bytes())}
+    container, key = data.draw(st.sampled_from(nodes(table)))
+    container[key] = data.draw(json_values)
+    path.write_text(json.dumps(table["a"]), errors="surrogatepass")
+    outcome(path)
+
+
+def lying(**change) -> None:
+    """The table with one FP8 entry changed."""
+    path = user_table_path(HERE)
+    data = json.loads(path.read_bytes())
+    (plans,) = [each["plans"] for each in data["specs"] if each["spec"] == {**short(spec())}]
+    plans["fast:fp8"].update(change)
+    path.write_text(json.dumps(data))
+    forget()
+
+
+def short(asked: AttentionSpec) -> dict:
+    return {"batch": asked.batch, "heads": 4, "seqlen_q": 1024, "head_dim": 64, "dtype": "bf16", "direction": "forward"}
+
+
+def test_the_honest_table_is_chosen_by():
+    assert str(choose(spec(), CPU, fp8=True, known=KNOWN).plan) == "fast:fp8"
+    assert str(choose(spec(), CPU, known=KNOWN).plan) == "fast:bf16"
+
+
+@pytest.mark.parametrize(
+    ("change", "plan"),
+    [
+        ({"time_ms": -1.0}, "slow:bf16"),  # the whole file is not believed, and the rules hold
+        ({"time_ms": 0.0}, "slow:bf16"),
+        ({"errors": {"normal": 0.0}}, "fast:bf16"),
+        ({"errors": {}}, "fast:bf16"),
+        ({"errors": {"normal": 1e-9, "outlier": 9e-5}}, "fast:bf16"),
+        ({"errors": {"normal": 0.05, "outlier": "inf"}}, "fast:bf16"),
+        ({"errors": {"normal": 0.05, "a new one": 0.3}}, "fast:bf16"),
+        ({"status": "crashed", "time_ms": None}, "fast:bf16"),
+        ({"status": "inaccurate", "check": "stale"}, "fast:bf16"),
+    ],
+)
+def test_a_claim_that_cannot_be_is_not_chosen_by(change, plan):
+    lying(**change)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", AttnbenchWarning)
+        assert str(choose(spec(), CPU, fp8=True, known=KNOWN).plan) == plan
+    assert not choose(spec(), CPU, known=KNOWN).plan.fp8
+
+
+def test_plans_that_nobody_knows_and_specs_beyond_all_bounds_change_nothing():
+    largest = 2**31 - 1
+    sizes = {"batch": largest, "heads": largest, "kv_heads": 1, "seqlen_q": largest, "seqlen_kv": largest}
+    strange = [
+        Entry(asked, plan, "ok", 1e-6, 0.0, {"normal": 1e-3})
+        for asked in (spec(), spec(**sizes), spec(**sizes, mask=Mask(10**17, 0)), spec(seqlen_q=1, mask=Mask(0, 0)))
+        for plan in (Plan("unheard.of:fp8"), Plan("fast:fp9"), Plan("slow:bf16", "fast:int8"), Plan("gone:bf16"))
+    ]
+    installed = an_environment(backends={**HERE.backends, "unheard.of": "1.0", "gone": "1.0"})
+    Table(installed, {**TABLE.entries, **Table.from_entries(HERE, strange).entries}).save(user_table_path(HERE))
+    forget()
+    for asked in (*ASKED, spec(seqlen_q=largest), spec(batch=largest, heads=largest, seqlen_kv=largest)):
+        choice = choose(asked, CPU, known=KNOWN)
+        assert choice.plan in KNOWN.plans(asked)
+        assert not choice.plan.fp8
+    assert str(choose(spec(), CPU, fp8=True, known=KNOWN).plan) == "fast:fp8"
+
+
+def test_a_file_that_may_not_be_read_is_a_miss(here, monkeypatch):
+    real = os.open
+
+    def refusing(path, *more, **others):
+        if Path(path) == here:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *more, **others)
+
+    monkeypatch.setattr(os, "open", refusing)
+    assert outcome(here) == "missed"
+
+
+def test_a_folder_a_pipe_and_a_device_are_misses(here):
+    for make in (os.mkdir, os.mkfifo, lambda path: os.symlink("/dev/zero", path), lambda path: os.symlink(path, path)):
+        here.unlink(missing_ok=True)
+        make(here)
+        assert outcome(here) == "missed"
+        here.rmdir() if here.is_dir() else here.unlink()

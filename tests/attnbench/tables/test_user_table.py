@@ -1,0 +1,377 @@
+"""The user's own table: several writers, killed writers, full disks, and what of it may be used here."""
+
+import fcntl
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from fakes import FakeForward, an_environment, fake_backend, fake_registry
+from patience import PATIENCE
+
+from attnbench import AttentionSpec, Plan, explain
+from attnbench.choosing.selector import choose
+from attnbench.errors import AttnbenchWarning, OutputError
+from attnbench.kernels.registry import registry
+from attnbench.tables import files as table_files
+from attnbench.tables.environment import Environment
+from attnbench.tables.files import locked
+from attnbench.tables.table import Entry, Table
+from attnbench.tables.user_table import Known, forget, known_tables, update_user_table, user_table_path
+
+CPU = torch.device("cpu")
+SPEC = AttentionSpec.make(batch=1, heads=4, seqlen_q=1024, head_dim=64)
+PROCESSES, ROUNDS = 8, 5
+
+
+@pytest.fixture(autouse=True)
+def unread():
+    forget()
+    yield
+    forget()
+
+
+def here() -> Environment:
+    return Environment.detect(CPU, registry())
+
+
+def one(plan: str = "sdpa-math:bf16", time_ms: float = 1.0, spec: AttentionSpec = SPEC, **more) -> Entry:
+    return Entry(spec, Plan.parse(plan), **{"status": "ok", "time_ms": time_ms, "errors": {"normal": 0.01}, **more})
+
+
+def table(*entries: Entry, environment: Environment | None = None) -> Table:
+    return Table.from_entries(environment or here(), entries)
+
+
+def other(**changes) -> Environment:
+    """This environment with other facts."""
+    return Environment.from_dict({**here().to_dict(), **changes})
+
+
+# --- many writers ---
+
+
+def _writer(number: int, start) -> None:
+    start.wait()
+    for turn in range(ROUNDS):
+        update_user_table(
+            table(
+                *(one(f"writer{number}:bf16", 1.0 + turn, SPEC.replace(batch=batch)) for batch in range(1, turn + 2)),
+                environment=an_environment(backends={f"writer{number}": "1.0"}),
+            )
+        )
+
+
+def test_eight_processes_write_one_table_and_every_read_on_the_way_is_whole():
+    context = multiprocessing.get_context("fork")
+    start, path, reads = context.Event(), user_table_path(an_environment()), []
+    writers = [context.Process(target=_writer, args=(number, start)) for number in range(PROCESSES)]
+    for writer in writers:
+        writer.start()
+    start.set()
+    while any(writer.is_alive() for writer in writers):
+        if path.exists():
+            reads.append(len(Table.load(path).entries))  # raises on half a table
+    assert [writer.exitcode for writer in writers] == [0] * PROCESSES
+    assert reads == sorted(reads)  # a writer that overlooked another's entries would shrink it
+    written = Table.load(path)
+    assert {(plan.forward, spec.batch, entry.time_ms) for (spec, plan), entry in written.entries.items()} == {
+        (f"writer{number}:bf16", batch, float(ROUNDS)) for number in range(PROCESSES) for batch in range(1, ROUNDS + 1)
+    }
+    assert len(written.environment.backends) == PROCESSES
+    assert sorted(os.listdir(path.parent)) == ["a-cpu.json", "a-cpu.lock"]
+
+
+def _hanging(at: str, reached) -> None:
+    def hang(*_):
+        reached.set()
+        time.sleep(600)
+
+    setattr(table_files.os, at, hang)
+    update_user_table(table(one(time_ms=2.0)))
+
+
+@pytest.mark.parametrize("at", ["fsync", "replace"])
+def test_a_writer_that_is_killed_leaves_the_old_table_and_no_lock(at):
+    path = update_user_table(table(one()))
+    before = path.read_bytes()
+    context = multiprocessing.get_context("fork")
+    reached = context.Event()
+    writer = context.Process(target=_hanging, args=(at, reached))
+    writer.start()
+    assert reached.wait(PATIENCE)
+    assert len(os.listdir(path.parent)) == 3  # table, lock and what the writer was writing
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.join(PATIENCE)
+    assert path.read_bytes() == before
+    update_user_table(table(one(time_ms=3.0)))  # would wait for ever on a lock that lasts
+    assert [entry.time_ms for entry in Table.load(path).entries.values()] == [3.0]
+    assert len(os.listdir(path.parent)) == 2
+
+
+def test_a_disk_that_is_full_leaves_the_old_table(monkeypatch):
+    path = update_user_table(table(one()))
+    before = path.read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    for call in ("fsync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(table_files.os, call, full)
+            with pytest.raises(OutputError, match="No space left"):
+                update_user_table(table(one(time_ms=2.0)))
+    assert path.read_bytes() == before
+    assert len(os.listdir(path.parent)) == 2
+    assert known_tables(CPU).at(SPEC)[Plan("sdpa-math:bf16")].time_ms == 1.0
+
+
+def test_a_file_system_without_locks_keeps_tables_whole(monkeypatch):
+    def unsupported(*_):
+        raise OSError(37, "No locks available")
+
+    path = update_user_table(table(one()))
+    scratch = path.parent / f".{path.name}.of-another-writer"
+    scratch.write_text("")
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    update_user_table(table(one("sdpa-flash:bf16")))
+    assert len(Table.load(path).entries) == 2
+    assert scratch.exists()  # who has no lock does not know that nobody is writing it
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/dev/null", path)])
+def test_what_lies_in_the_place_of_the_lock_does_no_harm(make):
+    path = update_user_table(table(one()))
+    lock = path.with_suffix(".lock")
+    lock.unlink()
+    make(lock)
+    writer = threading.Thread(target=update_user_table, args=(table(one(time_ms=2.0)),), daemon=True)
+    writer.start()
+    writer.join(20)
+    assert not writer.is_alive(), "it is waited for"
+    assert [entry.time_ms for entry in Table.load(path).entries.values()] == [2.0]
+
+
+def test_a_folder_that_cannot_be_written_is_an_output_error(own_cache, monkeypatch):
+    (own_cache / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own_cache / "file"))
+    with pytest.raises(OutputError, match="cannot be written"):
+        update_user_table(table(one()))
+
+
+# --- what stays of it, and what may be used ---
+
+
+def test_it_grows_and_lets_go_of_what_another_version_measured():
+    path = update_user_table(table(one(), one("reference:bf16", 5.0)))
+    assert path == user_table_path(here())
+    update_user_table(table(one(time_ms=2.0)))
+    assert {str(each.plan): each.time_ms for each in Table.load(path).entries.values()} == {
+        "sdpa-math:bf16": 2.0, "reference:bf16": 5.0,
+    }  # fmt: skip
+    newer = other(backends={**here().backends, "reference": "99.1"})
+    update_user_table(table(one(time_ms=3.0), environment=newer))
+    assert {str(each.plan): each.time_ms for each in Table.load(path).entries.values()} == {"sdpa-math:bf16": 3.0}
+    update_user_table(table(one("reference:bf16"), environment=other(threads=here().threads + 1)))
+    assert {str(each.plan) for each in Table.load(path).entries.values()} == {"reference:bf16"}
+
+
+def test_it_holds_few_digits_and_no_refusals():
+    refused = Entry(SPEC, Plan("flex:bf16"), "refused", reason="will not")
+    path = update_user_table(table(one(time_ms=1.23456, errors={"normal": 0.0123456}), refused))
+    (entry,) = Table.load(path).entries.values()
+    assert (entry.time_ms, entry.errors) == (1.235, {"normal": 0.0124})
+
+
+def test_entries_of_another_version_are_not_used_and_the_others_are():
+    versions = {**here().backends, "reference": "99.1"}
+    update_user_table(table(one(), one("reference:bf16"), environment=other(backends=versions)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        known = known_tables(CPU)
+    assert set(known.at(SPEC)) == {Plan("sdpa-math:bf16")}
+    assert known.dropped == {"reference": f"measured with reference 99.1, here is {here().backends['reference']}"}
+    assert "used in part: measured with reference 99.1" in known.note
+
+
+def test_explain_says_which_version_was_measured(monkeypatch):
+    monkeypatch.setattr(Environment, "detect", classmethod(lambda *_: an_environment(backends={"fast": "1.10"})))
+    plans = [one("fast:fp8"), one("slow:bf16"), one("slow:fp8", time_ms=9.0)]
+    table(*plans, environment=an_environment(backends={"fast": "1.9", "slow": "1.0"})).save(user_table_path(here()))
+    kernels = {name: [FakeForward(f"{name}:{kind}") for kind in ("bf16", "fp8")] for name in ("fast", "slow")}
+    installed = fake_registry(*(fake_backend(name, *each) for name, each in kernels.items()))
+    choice = choose(SPEC, CPU, fp8=True, known=installed)
+    assert str(choice.plan) == "slow:bf16"
+    (dropped,) = [each for each in choice.candidates if str(each.plan) == "fast:fp8"]
+    assert (dropped.verdict, dropped.reasons) == ("unmeasured", ("measured with fast 1.9, here is 1.10",))
+    assert "measured with fast 1.9, here is 1.10" in choice.hint
+
+
+def test_a_table_of_which_nothing_may_be_used_is_refused_with_a_warning():
+    path = user_table_path(here())
+    for environment, said in (
+        (other(device_name="NVIDIA H200"), "device_name was NVIDIA H200"),
+        (other(threads=here().threads + 1), "threads was"),
+        (other(backends={"sdpa-math": "1.0"}), "measured with sdpa-math 1.0"),
+    ):
+        table(one(), environment=environment).save(path)
+        forget()
+        with pytest.warns(AttnbenchWarning, match=f"is not used, run `attnbench sweep` .*{said}"):
+            assert known_tables(CPU).tables == ()
+
+
+def test_a_soft_difference_is_used_and_said():
+    update_user_table(table(one(), environment=other(python="3.9.1")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        known = known_tables(CPU)
+    assert len(known.at(SPEC)) == 1
+    assert known.note == f"your table was measured where python was 3.9.1, is {here().python}"
+    q = torch.randn(1, 2, 8, 16)
+    assert "python was 3.9.1" in explain(q, q, q).hint
+
+
+def test_a_damaged_table_is_a_miss_with_one_warning_and_is_replaced():
+    path = update_user_table(table(one()))
+    path.write_text("{")
+    forget()
+    with pytest.warns(AttnbenchWarning, match="your table cannot be used: .*expected JSON") as caught:
+        assert known_tables(CPU) == known_tables(CPU) == Known()
+    assert len(caught) == 1
+    update_user_table(table(one()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(known_tables(CPU).at(SPEC)) == 1
+
+
+def test_what_was_read_while_the_table_was_written_is_not_kept(monkeypatch):
+    """A thread asks, and while it reads the old file another one has measured."""
+    update_user_table(table(one()))
+    load = Table.load
+    with monkeypatch.context() as patch:
+
+        def slow(path):
+            found = load(path)
+            patch.undo()
+            update_user_table(table(one(time_ms=2.0)))
+            return found
+
+        patch.setattr(Table, "load", slow)
+        known_tables(CPU)
+    assert known_tables(CPU).at(SPEC)[Plan("sdpa-math:bf16")].time_ms == 2.0
+    assert known_tables(CPU) is known_tables(CPU)
+
+
+def test_threads_that_ask_at_once_are_given_one_table(monkeypatch):
+    """Each table has a cost model of its own, fitted anew."""
+    update_user_table(table(one()))
+    load, together = Table.load, threading.Barrier(4)
+
+    def at_once(path):
+        found = load(path)
+        together.wait(timeout=PATIENCE)
+        return found
+
+    monkeypatch.setattr(Table, "load", at_once)
+    with ThreadPoolExecutor(4) as pool:
+        assert len({id(known) for known in pool.map(known_tables, [CPU] * 4)}) == 1
+
+
+def test_a_table_with_more_backends_than_an_environment_holds_is_replaced():
+    many = {f"b{number}": "1.0" for number in range(256)}
+    path = user_table_path(here())
+    table(*(one(f"{name}:bf16") for name in many), environment=other(backends=many, origins={})).save(path)
+    update_user_table(table(one()))
+    assert len(Table.load(path).entries) == 1
+
+
+def test_no_table_is_no_news():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert known_tables(CPU) == Known()
+
+
+# --- the user's before the shipped one ---
+
+H200 = replace(
+    an_environment(), device_type="cuda", device_name="NVIDIA H200", capability="9.0",
+    backends={"fast": "1.0", "slow": "1.0"},
+)  # fmt: skip
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def on_an_h200(monkeypatch, tmp_path):
+    """This process believes to be on an H200 for which attnbench ships the table that the test saves."""
+    monkeypatch.setattr(Environment, "detect", classmethod(lambda *_: H200))
+    monkeypatch.setattr("attnbench.tables.shipped._FOLDER", tmp_path)
+    return tmp_path / "nvidia-h200.json"
+
+
+def test_a_spec_that_the_user_measured_is_the_user_s_alone(on_an_h200):
+    elsewhere, only = SPEC.replace(batch=2), SPEC.replace(batch=3)
+    shipped = [one(f"{name}:bf16", 1.0, spec) for name in ("fast", "slow") for spec in (SPEC, elsewhere)]
+    table(*shipped, environment=replace(H200, uuid_hash="0" * 12, commit="abcdef0")).save(on_an_h200)
+    known = known_tables(GPU)
+    assert [len(each.entries) for each in known.tables] == [4]
+    assert known.note is None
+    update_user_table(table(one("slow:bf16", 7.0), one("slow:bf16", 8.0, only), environment=H200))
+    known = known_tables(GPU)
+    assert {str(plan): entry.time_ms for plan, entry in known.at(SPEC).items()} == {"slow:bf16": 7.0}
+    assert {str(plan): entry.time_ms for plan, entry in known.at(elsewhere).items()} == {
+        "fast:bf16": 1.0,
+        "slow:bf16": 1.0,
+    }
+    assert [set(each.specs) for each in known.tables] == [{SPEC, only}, {elsewhere}]
+    assert known.at(SPEC.replace(batch=9)) == {}
+
+
+def test_what_may_not_be_used_of_the_user_s_leaves_its_spec_to_the_shipped_one(on_an_h200):
+    table(one("fast:bf16", 1.0), environment=H200).save(on_an_h200)
+    old = replace(H200, backends={"fast": "0.9", "slow": "1.0"})
+    update_user_table(table(one("fast:bf16", 7.0), one("slow:bf16", 8.0, SPEC.replace(batch=2)), environment=old))
+    known = known_tables(GPU)
+    assert known.at(SPEC)[Plan("fast:bf16")].time_ms == 1.0
+    assert known.at(SPEC.replace(batch=2))[Plan("slow:bf16")].time_ms == 8.0
+    assert "your table is used in part: measured with fast 0.9, here is 1.0" in known.note
+
+
+def test_a_damaged_shipped_table_costs_itself_alone(on_an_h200):
+    on_an_h200.write_text("{")
+    update_user_table(table(one("fast:bf16"), environment=H200))
+    with pytest.warns(AttnbenchWarning, match="the table that attnbench ships cannot be used"):
+        known = known_tables(GPU)
+    assert len(known.tables) == 1
+
+
+def test_a_shipped_table_of_another_gpu_under_this_one_s_name_is_refused(on_an_h200):
+    table(one("fast:bf16"), environment=replace(H200, device_name="NVIDIA H100 80GB HBM3")).save(on_an_h200)
+    known = known_tables(GPU)
+    assert known.tables == ()
+    assert "device_name was NVIDIA H100 80GB HBM3, is NVIDIA H200" in known.note
+
+
+def test_a_cpu_looks_for_no_shipped_table(monkeypatch, tmp_path):
+    monkeypatch.setattr("attnbench.tables.shipped._FOLDER", tmp_path)
+    (tmp_path / user_table_path(here()).name).write_text(json.dumps("no table"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert known_tables(CPU) == Known()
+
+
+def test_a_writer_clears_away_its_own_leavings_and_nobody_else_s(tmp_path):
+    path = tmp_path / "run[1].json"
+    left = tmp_path / ".run[1].json.attnbench-k3j2"
+    others = [tmp_path / ".run[1].json.swp", tmp_path / ".run1.json.attnbench-x"]
+    for each in (left, *others):
+        each.write_text("x")
+    with locked(path):
+        assert not left.exists()
+        assert all(each.exists() for each in others)

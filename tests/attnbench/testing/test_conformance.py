@@ -1,0 +1,215 @@
+"""check_backend: honest backends pass, and every planted fault is named by the one check that is about it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from unconforming import BACKWARDS, FORWARDS, ROW, Backward, Changed, Forward, no_grouped_windows
+
+from attnbench import AttentionSpec
+from attnbench.backends.reference import BACKEND as REFERENCE
+from attnbench.choosing import selector
+from attnbench.errors import AttnbenchError, UnknownBackendError
+from attnbench.kernels.capabilities import Capabilities
+from attnbench.kernels.contract import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result
+from attnbench.kernels.registry import Registry
+from attnbench.testing import Report, check_backend, conformance
+from attnbench.testing.conformance_checks import CHECKS
+from attnbench.testing.faults import BACKEND as PLANTED
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors this small gain nothing from threads, which on a busy machine wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def check(*kernels: ForwardKernel | BackwardKernel) -> Report:
+    found = Availability(version="1")
+    return check_backend(
+        "mine", "cpu", known=Registry([REFERENCE, Backend("mine", "a test's", lambda: found, kernels)]), quiet=True
+    )
+
+
+@cache
+def examined(name: str) -> Report:
+    return check(FORWARDS[name][0]()) if name in FORWARDS else check(*BACKWARDS[name][0]())
+
+
+@pytest.mark.parametrize("name", [*FORWARDS, *BACKWARDS])
+def test_a_planted_fault_is_named_by_the_check_that_is_about_it(name: str) -> None:
+    _, expected, said = (FORWARDS | BACKWARDS)[name]  # type: ignore[operator]
+    report = examined(name)
+    assert [each.check for each in report.failures] == [expected], str(report)
+    (failure,) = report.failures
+    assert said in failure.said
+    assert failure.look
+    assert not report.ok
+
+
+def test_every_check_that_a_cpu_can_make_has_a_fault() -> None:
+    named = {expected for _, expected, _ in (*FORWARDS.values(), *BACKWARDS.values())}
+    assert named == {each.name for each in CHECKS if each.on is None}
+
+
+def test_an_honest_backend_passes_every_check_that_a_cpu_can_make() -> None:
+    report = check(Forward(), Backward())
+    assert report.ok, str(report)
+    passed = {each.check for each in report.findings if each.outcome == "passed"}
+    assert passed == {each.name for each in CHECKS if each.on is None}
+    assert {each.check for each in report.findings if each.outcome == "skipped"} == {
+        "stream", "shared GPU", "CUDA graph",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sdpa-math:bf16",
+        "emulated:fp8-token-hadamard",
+        pytest.param("reference:fp32", marks=pytest.mark.exhaustive),
+        pytest.param("emulated:fp8", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_our_own_kernels_pass(name: str) -> None:
+    report = check_backend(name, "cpu", quiet=True)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        "planted:fp8-zeros",
+        "planted:fp8-spoils",
+        pytest.param("planted:fp8-scale", marks=pytest.mark.exhaustive),
+        pytest.param("planted:fp8-nan", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_harness_s_own_faults_are_found(kernel: str) -> None:
+    from attnbench.kernels.registry import registry
+
+    known = Registry([*registry().backends.values(), PLANTED])
+    report = check_backend(kernel, "cpu", known=known, quiet=True)
+    names = {each.check for each in report.failures}
+    assert names == {"inputs" if kernel.endswith("spoils") else "out"}, str(report)
+
+
+def test_a_backward_that_serves_less_than_its_forward_keeps_the_contract() -> None:
+    """What the forward serves alone, as FP8 tensors are, never asks for the backward."""
+
+    class Narrow(Backward):
+        rows: Mapping[str, Capabilities] = {"cpu": replace(ROW, head_dims=(8, 16, 8))}
+
+    report = check(Forward(), Narrow())
+    assert not [each for each in report.failures if each.check == "refusals"], str(report)
+
+
+@pytest.mark.parametrize("after", [1, 26, 100])
+def test_a_kernel_that_loses_the_gpu_is_told_with_its_spec_and_nothing_else_is_asked(
+    after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it happens while a spec that fails is made smaller: the 26th run, after 22 that are not judged."""
+    ran: list[AttentionSpec] = []
+
+    class Losing(Forward):
+        def run(self, operands: Operands) -> Result:
+            assert len(ran) < after, "asked although the GPU is lost"
+            ran.append(operands.spec)
+            result = super().run(operands)
+            return Result(result.out * 2, result.lse) if after == 26 else result
+
+    reason = "AcceleratorError: CUDA error: an illegal memory access was encountered"
+    monkeypatch.setattr(conformance, "_gone", lambda device: reason if len(ran) >= after else None)
+    report = check(Losing())
+    (failure,) = report.failures
+    assert failure.said.endswith(reason)
+    assert failure.spec == ran[-1]
+    later = report.findings[report.findings.index(failure) + 1 :]
+    assert later
+    assert all(each.outcome == "skipped" and failure.check in each.said for each in later)
+
+
+def test_the_spec_that_fails_is_a_small_one() -> None:
+    spec = examined("zeros").failures[0].spec
+    assert spec is not None
+    assert (spec.batch, spec.heads, spec.seqlen_q, spec.seqlen_kv, spec.head_dim) == (1, 1, 1, 1, 8)
+
+
+def test_the_same_seed_gives_the_same_report() -> None:
+    first, again = (check(Changed(no_grouped_windows)) for _ in range(2))
+    assert str(first) == str(again)
+
+
+def test_the_report_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    check_backend("reference:fp32", "cpu")
+    printed = capsys.readouterr().out
+    assert re.search(r"passed +alignment +\d+ specs", printed)
+    assert "0 failed" in printed
+
+
+def test_what_cannot_be_used_is_an_error_with_the_reason() -> None:
+    gone = Backend("mine", "", lambda: Availability(reason="no such wheel", install="pip install it"), (Forward(),))
+    with pytest.raises(AttnbenchError, match="no such wheel; add it with: pip install it"):
+        check_backend("mine", "cpu", known=Registry([REFERENCE, gone]))
+    with pytest.raises(UnknownBackendError):
+        check_backend("nobody", "cpu")
+
+
+def test_a_backend_that_refuses_everything_has_shown_nothing() -> None:
+    kernel = Forward()
+    kernel.rows = {"cuda": ROW}
+    report = check(kernel)
+    assert not report.failures
+    assert not report.ok
+
+
+def test_a_report_to_keep_says_where_it_was_made_and_what_to_mend() -> None:
+    report = examined("window")
+    text = report.to_markdown()
+    assert text.startswith("# Conformance of `mine`\n")
+    assert f"**{report.summary}**" in text
+    assert f"| torch | {report.environment.torch} |" in text
+    (failure,) = report.failures
+    assert f"smallest spec: `{failure.spec}`" in text
+    assert "| window | **failed** |" in text
+    assert failure.look in text
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert all(len(re.findall(r"(?<!\\)\|", line)) in (3, 4) for line in tables)
+
+
+def test_what_a_library_says_cannot_break_a_report() -> None:
+    class Shouting(Forward):
+        def run(self, operands: Operands) -> Result:
+            raise RuntimeError("|a|<b>\x1b[31m" + "x" * 1000)
+
+    report = check(Shouting())
+    assert {each.check for each in report.failures} == {"runs"}
+    for text in (str(report), report.to_markdown()):
+        assert "\x1b" not in text
+        assert max(map(len, text.splitlines())) < 700
+    assert "\\|a\\|&lt;b>" in report.to_markdown()
+
+
+def test_a_plan_s_every_backend_must_be_there() -> None:
+    backward = Backward()
+    backward.name = "gone:fp64"
+    gone = Backend("gone", "", lambda: Availability(reason="no such wheel"), (backward,))
+    with pytest.raises(AttnbenchError, match="gone cannot be used here"):
+        check_backend("reference:fp32>gone:fp64", "cpu", known=Registry([REFERENCE, gone]))
+
+
+def test_what_this_machine_s_user_has_measured_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(device: torch.device) -> None:
+        raise AssertionError("the user's own table was asked for")
+
+    monkeypatch.setattr(selector, "known_tables", read)
+    monkeypatch.setattr(conformance, "CHECKS", tuple(each for each in CHECKS if each.name == "refusals"))
+    assert check(Forward()).ok

@@ -1,0 +1,162 @@
+"""Another process at work on a device: there while it is asked for, gone with whoever asked, or said why it is not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from stations import wait_until
+from unconforming import Backward, Forward
+
+from attnbench import AttentionSpec, Mask, Plan
+from attnbench.backends.reference import BACKEND as REFERENCE
+from attnbench.kernels.contract import Availability, Backend, Operands, Result
+from attnbench.kernels.registry import Registry
+from attnbench.testing import conformance_conduct as conduct
+from attnbench.testing.conformance_subject import Subject
+from attnbench.testing.neighbour import NeighbourError, neighbour
+
+CPU = torch.device("cpu")
+SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=9, head_dim=8, dtype="fp32", mask=Mask(right=0))
+# Prints the number of its neighbour and waits.
+ASKING = """
+import os, sys, time, torch
+from attnbench.testing.neighbour import neighbour
+before = set(os.listdir("/proc"))
+with neighbour(torch.device("cpu")):
+    for each in set(os.listdir("/proc")) - before:
+        try:
+            if each.isdigit() and int(open(f"/proc/{each}/stat").read().rpartition(")")[2].split()[1]) == os.getpid():
+                print(each, flush=True)
+        except OSError:
+            pass
+    time.sleep(600)
+"""
+linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks /proc for processes")
+
+
+def fields_of(process: int | str) -> list[str] | None:
+    """Those of /proc/[pid]/stat behind the name: state, parent, ...; None where it has ended."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else fields
+
+
+def seconds_of(process: int) -> float:
+    """Of the processor that a process had."""
+    fields = fields_of(process)
+    assert fields is not None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def children() -> set[int]:
+    processes = {int(each): fields_of(each) for each in os.listdir("/proc") if each.isdigit()}
+    return {each for each, fields in processes.items() if fields is not None and int(fields[1]) == os.getpid()}
+
+
+@linux
+def test_it_is_at_work_until_the_end() -> None:
+    before = children()
+    with neighbour(CPU):
+        (process,) = children() - before
+        had = seconds_of(process)
+        wait_until(lambda: seconds_of(process) > had)
+    assert children() <= before
+
+
+@linux
+def test_it_ends_with_whoever_asked_for_it() -> None:
+    """Killed, so that nothing of its own could have told the neighbour."""
+    with subprocess.Popen([sys.executable, "-c", ASKING], stdout=subprocess.PIPE, text=True) as asking:
+        assert asking.stdout is not None
+        process = int(asking.stdout.readline())
+        assert fields_of(process) is not None
+        asking.send_signal(signal.SIGKILL)
+        asking.wait()
+    wait_until(lambda: fields_of(process) is None)
+
+
+def test_why_there_is_none_is_said_and_none_is_left() -> None:
+    with pytest.raises(NeighbourError, match="another process cannot work on meta: "), neighbour(torch.device("meta")):
+        pytest.fail("it opened")
+
+
+@linux
+def test_it_imports_nothing_from_where_it_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('another torch')", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    with neighbour(CPU):
+        pass
+
+
+@pytest.mark.exhaustive
+@linux
+def test_an_exception_ends_it_too() -> None:
+    before = children()
+    with pytest.raises(ZeroDivisionError), neighbour(CPU):
+        raise ZeroDivisionError
+    assert children() <= before
+
+
+def shared(forward: Forward, monkeypatch: pytest.MonkeyPatch, direction: str = "forward") -> tuple[str | None, str]:
+    """What the conformance check that has a neighbour finds of a kernel, and what it notes."""
+    monkeypatch.setattr(conduct, "_SHARING_SECONDS", 0.2)
+    backend = Backend("mine", "a test's", lambda: Availability(version="1"), (forward, Backward()))
+    plan = Plan(forward.name, Backward.name if direction == "training" else None)
+    subject = Subject(plan, CPU, Registry([REFERENCE, backend]))
+    found = conduct.shared(subject, SPEC.replace(direction=direction))
+    return found, "; ".join(subject.notes.get("shared GPU", []))
+
+
+@linux
+@pytest.mark.parametrize("direction", ["training", pytest.param("forward", marks=pytest.mark.exhaustive)])
+def test_a_kernel_that_minds_no_neighbour_passes(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, noted = shared(Forward(), monkeypatch, direction)
+    assert found is None
+    assert int(noted.removesuffix(" calls beside another process")) >= 16
+
+
+@linux
+def test_a_kernel_that_is_wrong_beside_a_neighbour_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call of many, so that each is looked at."""
+
+    class Jumpy(Forward):
+        beside = 0
+
+        def run(self, operands: Operands) -> Result:
+            out, lse, _ = super().run(operands)
+            self.beside += bool(children() - before)
+            return Result(out * 2 if self.beside == 5 else out, lse)
+
+    before = children()
+    found, _ = shared(Jumpy(), monkeypatch)
+    assert found is not None
+    assert found.startswith("beside another process on the GPU, in one of 16 calls, out is off by 1")
+
+
+@pytest.mark.exhaustive
+@linux
+def test_one_that_answers_in_other_bits_and_right_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Restless(Forward):
+        calls = 0
+
+        def run(self, operands: Operands) -> Result:
+            out, lse, _ = super().run(operands)
+            self.calls += 1
+            return Result(out * (1 + self.calls % 2 * 2.0**-20), lse)
+
+    assert shared(Restless(), monkeypatch)[0] is None
+
+
+def test_where_nobody_else_may_use_the_device_that_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conduct, "neighbour", lambda device: neighbour(torch.device("meta")))
+    found, noted = shared(Forward(), monkeypatch)
+    assert found is None
+    assert noted.startswith("not asked: another process cannot work on meta: ")

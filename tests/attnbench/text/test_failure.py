@@ -1,0 +1,99 @@
+"""One line of an exception holds the cause, wherever compilers and frameworks have wrapped it."""
+
+import subprocess
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnbench.text.failure import in_one_line
+
+COMPILER = """C++ compile error
+
+Command:
+g++ /tmp/main.cpp -Werror=all -o /tmp/main.so
+
+Output:
+/tmp/a b/vec.h:245:13: warning: overflow in conversion
+{line}
+collect2: error: ld returned 1 exit status
+"""
+
+
+class CompilerError(RuntimeError):
+    """As torch's: the cause is an attribute, and the message repeats it behind a first line that says nothing."""
+
+    def __init__(self, inner):
+        super().__init__(f"backend='inductor' raised:\n{type(inner).__name__}: {inner}")
+        self.inner_exception = inner
+
+
+def raised(outer, inner=None):
+    """The exception as it arrives, with its traceback."""
+    try:
+        try:
+            if inner is not None:
+                raise inner
+        except BaseException as cause:
+            raise outer from cause
+        raise outer
+    except type(outer) as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "g++: fatal error: b/main.cpp: No such file or directory",
+        "/usr/bin/ld: cannot find -ltorch: No such file or directory",
+        "kernel.cu(12): error: identifier x is undefined",
+        "ptxas error   : Entry function uses too much shared data",
+    ],
+)
+def test_the_line_of_the_compiler_that_says_what_is_wrong_survives(line):
+    inner = raised(RuntimeError(COMPILER.format(line=line)), subprocess.CalledProcessError(1, ["g++"]))
+    assert in_one_line(inner) == f"RuntimeError: C++ compile error: {line}"
+    assert in_one_line(CompilerError(inner)) == f"CompilerError: RuntimeError: C++ compile error: {line}"
+
+
+def test_what_says_nothing_says_where_it_was_raised():
+    try:
+        raise AssertionError
+    except AssertionError as error:
+        silent = error
+    said = in_one_line(CompilerError(raised(RuntimeError("AssertionError:\n  target: flex_attention"), silent)))
+    assert said.startswith("CompilerError: AssertionError in test_failure.py:")
+    assert said.endswith("raise AssertionError")
+    assert in_one_line(KeyError()) == "KeyError"
+
+
+def test_an_explicit_cause_stands_behind_unless_the_message_has_it():
+    cause = OSError("no space is left")
+    assert (
+        in_one_line(raised(ValueError("cannot load"), cause))
+        == "ValueError: cannot load (caused by OSError: no space is left)"
+    )
+    assert (
+        in_one_line(raised(ValueError("cannot load: no space is left"), cause))
+        == "ValueError: cannot load: no space is left"
+    )
+
+
+def test_what_was_being_handled_is_no_cause():
+    error = RuntimeError("out of registers\nand more")
+    error.__context__ = KeyError("key")
+    assert in_one_line(error) == "RuntimeError: out of registers"
+
+
+@given(st.lists(st.text(), max_size=4), st.booleans())
+def test_it_is_one_line_of_bounded_length(texts, wrapped):
+    error = RuntimeError("\n".join(texts))
+    said = in_one_line(CompilerError(error) if wrapped else raised(ValueError(":"), error))
+    assert len(said.splitlines()) == 1
+    assert len(said) < 1500
+
+
+def test_a_ring_of_causes_ends():
+    one, other = RuntimeError("one:"), RuntimeError("other:")
+    one.__cause__, other.__cause__ = other, one
+    assert in_one_line(one).startswith("RuntimeError")

@@ -1,0 +1,95 @@
+"""What the emulated kernels are called and list, and what of theirs is refused."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from emulating import RECIPES, both, tensors
+
+from attnbench.backends.emulated import BACKEND, emulate
+from attnbench.backends.emulated_arithmetic import Accumulator
+from attnbench.errors import InputError, UnknownBackendError
+from attnbench.kernels.capabilities import Device
+from attnbench.kernels.contract import ForwardKernel, Operands
+from attnbench.kernels.registry import Registry
+from attnbench.problem.fp8 import Quantised, Recipe
+from attnbench.problem.spec import AttentionSpec
+
+CPU = Device("cpu", "CPU")
+
+
+def test_every_recipe_has_one_name_and_comes_back_from_it():
+    registry = Registry([BACKEND])
+    names = set()
+    widths = [Accumulator(), Accumulator(13), Accumulator(10, 512)]
+    for recipe, accumulator in itertools.product(RECIPES, widths):
+        forward, backward = emulate(recipe, accumulator)
+        again = registry.forward(forward.name), registry.backward(backward.name)
+        assert [(x.recipe, x.accumulator, x.name) for x in again] == [(recipe, accumulator, forward.name)] * 2
+        names.add(forward.name)
+    assert len(names) == len(RECIPES) * len(widths)
+    assert emulate(Recipe("token", "e5m2", "hadamard", True), Accumulator(13, 512))[0].name == (
+        "emulated:fp8-token-e5m2-hadamard-smooth-acc13p512"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("fp8-hadamard-token", "'emulated:fp8-token-hadamard'"),
+        ("fp8-head", "'emulated:fp8'"),
+        ("fp8-e4m3", "'emulated:fp8'"),
+        ("fp8-acc013", "'emulated:fp8-acc13'"),
+        ("fp8-tensor-block", "granularity twice"),
+        ("fp8-acc13-acc14", "accumulator twice"),
+        ("fp8-tokens", "unknown option 'tokens'.*hadamard"),
+        ("fp8-acc13p100", "multiple of 128"),
+        ("fp8-acc13p0", "multiple of 128"),
+        ("fp8-acc2", "3 to 17"),
+        ("fp8-acc18", "3 to 17"),
+        ("fp8-", "unknown option ''"),
+        ("bf16", "no kernel is named 'emulated:bf16'"),
+    ],
+)
+def test_names_that_are_none_say_what_would_be_one(name, says):
+    with pytest.raises(UnknownBackendError, match=says):
+        Registry([BACKEND]).forward(f"emulated:{name}")
+
+
+def test_listed_kernels_come_in_pairs_and_none_is_chosen_unmeasured():
+    assert BACKEND.availability().ok
+    forwards = [kernel for kernel in BACKEND.kernels if isinstance(kernel, ForwardKernel)]
+    backwards = [kernel for kernel in BACKEND.kernels if not isinstance(kernel, ForwardKernel)]
+    assert [kernel.name for kernel in forwards] == [kernel.name for kernel in backwards]
+    assert all(kernel.preference is None for kernel in forwards)
+    assert [kernel.name for kernel in forwards if kernel.mixes] == ["emulated:fp8"]
+
+
+def test_what_was_quantised_otherwise_is_refused():
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=4, head_dim=8, dtype="e4m3", descale="head")
+    q = Quantised(torch.ones(1, 1, 4, 8).to(torch.float8_e4m3fn), torch.ones(1, 1, 1, 1), "head")
+    assert "e5m2" in " ".join(emulate(Recipe(format="e5m2"))[0].refusals(spec, CPU))
+    for recipe in (Recipe(rotation="hadamard"), Recipe(smoothing=True)):
+        assert all(kernel.refusals(spec, CPU) for kernel in emulate(recipe))
+    with pytest.raises(InputError, match="computes in e5m2"):
+        emulate(Recipe(format="e5m2"))[0].prepare_quantised(q, q, q, spec)
+    for odd in (replace(q, rotated=True), replace(q, mean=torch.zeros(1, 1, 1, 8))):
+        with pytest.raises(InputError, match="k is rotated or smoothed"):
+            emulate()[0].prepare_quantised(q, odd, q, spec)
+    with pytest.raises(InputError, match="its own prepare"):
+        emulate()[0].run(Operands(spec, *[torch.ones(1, 1, 4, 8)] * 3))
+    capped = AttentionSpec.make(batch=1, heads=1, seqlen_q=4, head_dim=8, softcap=5.0)
+    assert emulate(Recipe(smoothing=True))[0].refusals(capped, CPU)
+    assert not emulate()[0].refusals(capped, CPU)
+
+
+def test_profile_shows_which_kernel_answered():
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=8, head_dim=8, dtype="fp32")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        both(Recipe("token"), spec, *tensors(spec))
+    assert [event.name for event in profile.events() if event.name.startswith("emulated:")] == [
+        "emulated:fp8-token"
+    ] * 2

@@ -1,0 +1,117 @@
+"""``fa2``: both passes through an interface of flash-attn 2.8's signatures.  The library itself never ran here."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from importlib import metadata
+
+import pytest
+import standins_fa as standins
+import torch
+from dense import dense_attention, dense_gradients, gradient_sizes
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from problems import Problem, problems
+from torch import Tensor
+
+from attnbench.backends.flash_attention import fa2
+from attnbench.kernels.capabilities import Device
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Operands, Saved
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
+
+H200 = Device("cuda", "NVIDIA H200", (9, 0))
+FORWARDS = {kernel.name: kernel for kernel in fa2.BACKEND.kernels if isinstance(kernel, ForwardKernel)}
+BACKWARDS = {kernel.name: kernel for kernel in fa2.BACKEND.kernels if isinstance(kernel, BackwardKernel)}
+FLASH_ATTN = {
+    "flash_attn_2_cuda": {},
+    "flash_attn": {},
+    "flash_attn__flash_attn_interface": {
+        "_flash_attn_forward": standins.fa2_forward,
+        "_flash_attn_backward": standins.fa2_backward,
+    },
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def with_cuda() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.version, "cuda", "13.0")
+        yield
+
+
+def error(got: Tensor, want: Tensor, size: float = 0.0) -> float:
+    difference = (got.double() - want).norm().item()
+    return difference / max(want.norm().item(), 0.1 * size, 1e-30) if math.isfinite(difference) else math.inf
+
+
+@given(problems(("bf16", "fp16")), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_both_passes_agree_with_dense_fp64(problem: Problem, foreign: bool) -> None:
+    spec = problem.spec
+    forward, backward = FORWARDS[f"fa2:{spec.dtype}"], BACKWARDS[f"fa2:{spec.dtype}"]
+    assume(not forward.refusals(spec, H200))
+    assert backward.refusals(spec, H200) == []
+    q, k, v, grad = (x if problem.layout == "bhsd" else x.transpose(1, 2) for x in problem.tensors())
+    before = [x.clone() for x in (q, k, v, grad)]
+    truth, truth_lse = dense_attention(q, k, v, spec)
+    with standins.modules(**FLASH_ATTN):
+        operands = forward.prepare(q, k, v, spec)
+        result = forward.run(operands)
+        saved = Saved(operands, *result)
+        if foreign:
+            saved = Saved(Operands(spec, q, k, v), truth.to(q.dtype), truth_lse.float())
+        gradients = backward.run(saved, grad)
+    assert (result.out.dtype, result.out.shape) == (q.dtype, truth.shape)
+    assert error(result.out, truth, 0.1 * v.double().norm().item()) <= forward.declared_error
+    seen = truth_lse > -math.inf
+    assert torch.equal(result.lse > -math.inf, seen)
+    assert error(result.lse[seen], truth_lse[seen], 10.0) <= forward.declared_error
+    sizes = gradient_sizes(q, k, v, grad, spec)
+    for found, wanted, size in zip(gradients, dense_gradients(q, k, v, grad, spec), sizes, strict=True):
+        assert (found.dtype, found.shape) == (q.dtype, wanted.shape)
+        assert error(found, wanted, size) <= 2 * backward.declared_error
+    assert all(torch.equal(x, old) for x, old in zip((q, k, v, grad), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"head_dim": 264, "head_dim_v": 264}, "outside 1 to 256"),
+        ({"seqlen_q": 999, "mask": Mask(right=0)}, "beyond all"),
+        ({"seqlen_q": 999, "mask": Mask(left=5, right=0)}, "last key"),
+        ({"scale": -1.0}, "positive scale"),
+        ({"batch": 2**16}, "takes at most"),
+        ({"dtype": "fp32"}, "takes bf16 tensors"),
+    ],
+)
+def test_refusals_of_both_passes(changes: dict[str, object], sentence: str) -> None:
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, seqlen_kv=256, head_dim=64, direction="training")
+    for kernel in (FORWARDS["fa2:bf16"], BACKWARDS["fa2:bf16"]):
+        assert kernel.refusals(spec, H200) == []
+        assert sentence in " ".join(kernel.refusals(spec.replace(**changes), H200))
+        assert "needs compute capability" in kernel.refusals(spec, Device("cuda", "a V100", (7, 0)))[0]
+
+
+def test_availability_wants_a_version_whose_interface_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fa2.BACKEND.availability().reason == "flash-attn is not installed"
+    for version, ok in {"2.8.3": True, "2.8.3.post1": True, "2.7.4": False, "3.0.0": False, "unknown": False}.items():
+        monkeypatch.setattr(metadata, "version", lambda _, version=version: version)
+        with standins.modules(**FLASH_ATTN):
+            found = fa2.BACKEND.availability()
+        assert found.ok == ok
+        assert ok or version in (found.reason or "")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "without CUDA" in (fa2.BACKEND.availability().reason or "")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+
+def test_the_evidence_tells_it_from_torch_s_own_copy() -> None:
+    ours = "void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4, false>, false, true>"
+    theirs = ours.replace("flash::", "pytorch_flash::")
+    pattern = FORWARDS["fa2:bf16"].evidence["cuda"]
+    assert re.search(pattern, ours)
+    assert not re.search(pattern, theirs)
+    assert not re.search(BACKWARDS["fa2:bf16"].evidence["cuda"], ours)

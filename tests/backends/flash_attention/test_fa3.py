@@ -1,0 +1,362 @@
+"""``fa3``: what it computes through operators of each origin's schema, what it refuses, and where it comes from."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import standins_fa as standins
+import torch
+from dense import dense_attention, dense_gradients, gradient_sizes
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from problems import Problem, problems
+from torch import Tensor
+
+from attnbench.backends.flash_attention import fa3, fa3_origins
+from attnbench.backends.flash_attention.fa3_operands import dimensions, readable, window
+from attnbench.backends.flash_attention.fa3_operator import FORWARD, OperatorError, bound
+from attnbench.errors import InputError
+from attnbench.kernels.capabilities import Device
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Operands, Saved
+from attnbench.problem.dtypes import TO_TORCH
+from attnbench.problem.fp8 import Quantised, Recipe, quantise
+from attnbench.problem.mask import ALIGNMENTS, Mask
+from attnbench.problem.spec import AttentionSpec
+
+H200 = Device("cuda", "NVIDIA H200", (9, 0))
+FORWARDS = {kernel.name: kernel for kernel in fa3.BACKEND.kernels if isinstance(kernel, ForwardKernel)}
+BACKWARDS = {kernel.name: kernel for kernel in fa3.BACKEND.kernels if isinstance(kernel, BackwardKernel)}
+SGLANG = {"sgl_kernel": {}, "sgl_kernel__flash_ops": {}}
+CONFIG = {f"FLASHATTENTION_DISABLE_{part}": False for part in ("BACKWARD", "FP8", "FP16", "LOCAL", "SOFTCAP")}
+
+
+@pytest.fixture(autouse=True)
+def nothing_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> Iterator[None]:
+    monkeypatch.delenv(fa3_origins.VARIABLE, raising=False)
+    monkeypatch.setenv("KERNELS_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    standins.define()
+    forget()
+    yield
+    sys.modules.pop("flash_attn_interface", None)
+    forget()
+
+
+def forget() -> None:
+    fa3_origins._chosen.cache_clear()
+    fa3_origins.interface.cache_clear()
+    fa3_origins._loaded.cache_clear()
+
+
+def official(**flags: bool) -> dict[str, dict[str, object]]:
+    changed = {f"FLASHATTENTION_DISABLE_{name}": off for name, off in flags.items()}
+    return {"flash_attn_interface": {}, "flash_attn_config": {"CONFIG": {"build_flags": CONFIG | changed}}}
+
+
+def error(got: Tensor, want: Tensor, size: float = 0.0) -> float:
+    difference = (got.double() - want).norm().item()
+    return difference / max(want.norm().item(), 0.1 * size, 1e-30) if math.isfinite(difference) else math.inf
+
+
+def tensors(problem: Problem) -> tuple[Tensor, ...]:
+    return tuple(x if problem.layout == "bhsd" else x.transpose(1, 2) for x in problem.tensors())
+
+
+@given(problems(("bf16", "fp16")), st.booleans(), st.booleans())
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_sixteen_bits_agree_with_dense_fp64(problem: Problem, foreign: bool, sglang: bool) -> None:
+    """Forward through both schemas, backward through the official one, after its own and an exact forward."""
+    spec = problem.spec
+    forget()
+    with standins.modules(**(SGLANG if sglang else official())):
+        forward, backward = FORWARDS[f"fa3:{spec.dtype}"], BACKWARDS[f"fa3:{spec.dtype}"]
+        assume(not forward.refusals(spec, H200))
+        q, k, v, grad = tensors(problem)
+        before = [x.clone() for x in (q, k, v, grad)]
+        truth, truth_lse = dense_attention(q, k, v, spec)
+        operands = forward.prepare(q, k, v, spec)
+        result = forward.run(operands)
+        assert (result.out.dtype, result.out.shape) == (q.dtype, truth.shape)
+        assert error(result.out, truth, 0.1 * v.double().norm().item()) <= forward.declared_error
+        seen = truth_lse > -math.inf
+        assert torch.equal(result.lse > -math.inf, seen)
+        assert error(result.lse[seen], truth_lse[seen], 10.0) <= forward.declared_error
+        if sglang:
+            assert backward.refusals(spec, H200) == ["the build from sglang has no backward"]
+            return
+        assert backward.refusals(spec, H200) == []
+        saved = Saved(operands, *result)
+        if foreign:
+            saved = Saved(Operands(spec, q, k, v), truth.to(q.dtype), truth_lse.float())
+        sizes = gradient_sizes(q, k, v, grad, spec)
+        exact = dense_gradients(q, k, v, grad, spec)
+        for found, wanted, size in zip(backward.run(saved, grad), exact, sizes, strict=True):
+            assert (found.dtype, found.shape) == (q.dtype, wanted.shape)
+            assert error(found, wanted, size) <= 2 * backward.declared_error
+        assert all(torch.equal(x, old) for x, old in zip((q, k, v, grad), before, strict=True))
+
+
+@given(problems(("bf16", "fp16")))
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_fp8_is_exact_attention_on_what_it_quantised(problem: Problem) -> None:
+    """The stand-in computes exactly, so what is left is the rounding of the output."""
+    spec = problem.spec.replace(direction="forward")
+    forward = FORWARDS["fa3:fp8"]
+    with standins.modules(**SGLANG):
+        assume(not forward.refusals(spec, H200))
+        q, k, v, _ = tensors(problem)
+        operands = forward.prepare(q, k, v, spec)
+        result = forward.run(operands)
+    truth, lse = dense_attention(*operands.tensors(torch.float64), spec)
+    seen = lse > -math.inf
+    assert result.out.dtype == q.dtype
+    assert error(result.out, truth) <= 0.004
+    assert error(result.lse[seen], lse[seen], 1.0) <= 1e-5
+    for given_, stands in zip((q, k, v), operands.tensors(torch.float64), strict=True):
+        assert error(stands, given_.double()) <= 0.05
+    grouped = operands.q.descale.view(spec.batch, spec.kv_heads, spec.group)
+    assert torch.equal(grouped, grouped[..., :1].expand_as(grouped))
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_descales_that_came_with_the_tensors_are_used_for_each_head(granularity: str, kv_heads: int) -> None:
+    spec = AttentionSpec.make(
+        batch=2, heads=6, kv_heads=kv_heads, seqlen_q=20, seqlen_kv=33, head_dim=40, dtype="e4m3",
+        descale=granularity, mask=Mask(right=0),
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(3)
+    operands = []
+    for heads, length in ((6, 20), (kv_heads, 33), (kv_heads, 33)):
+        x = quantise(torch.randn(2, heads, length, 40, generator=generator), Recipe(granularity))
+        shape = (1, 1, 1, 1) if granularity == "tensor" else (2, heads, 1, 1)
+        operands.append(Quantised(x.data, torch.rand(shape, generator=generator) * 0.02, granularity))
+    forward = FORWARDS["fa3:fp8"]
+    with standins.modules(**SGLANG):
+        assert forward.refusals(spec, H200) == []
+        result = forward.run(forward.prepare_quantised(*operands, spec))
+    truth, lse = dense_attention(*(x.dequantised(torch.float64) for x in operands), spec)
+    assert result.out.dtype == torch.bfloat16
+    assert error(result.out, truth) <= 0.004
+    assert error(result.lse, lse) <= 1e-5
+
+
+def test_tensors_that_are_not_plain_e4m3_are_no_input() -> None:
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=4, head_dim=16, dtype="e4m3", descale="head")
+    x = quantise(torch.randn(1, 1, 4, 16), Recipe("head"))
+    rotated = quantise(torch.randn(1, 1, 4, 16), Recipe("head", rotation="hadamard"), rotate=True)
+    wrong = quantise(torch.randn(1, 1, 4, 16), Recipe("head", "e5m2"))
+    for other, said in ((rotated, "rotated"), (wrong, "e5m2")):
+        with pytest.raises(InputError, match=said):
+            FORWARDS["fa3:fp8"].prepare_quantised(x, other, x, spec)
+
+
+def test_windows_are_the_mask_as_flash_attention_3_reads_them() -> None:
+    served = refused = 0
+    sides = [None, *range(7)]
+    for sq, skv, left, right, alignment in itertools.product(range(1, 7), range(1, 7), sides, sides, ALIGNMENTS):
+        mask = Mask(left, right, alignment).canonical(sq, skv)
+        found = window(mask, sq, skv)
+        if isinstance(found, str):
+            assert sq > skv  # some last query sees no key, and its window would have to end before them
+            refused += 1
+            continue
+        keys, low, high = found
+        low, high = (-1 if low >= keys - 1 else low), (-1 if high >= sq - 1 else high)  # mha_fwd
+        sees = standins.bottom_right(sq, keys, low, high)
+        rows = [list(range(*mask.span(row, sq, skv))) for row in range(sq)]
+        assert [row.nonzero().flatten().tolist() for row in sees] == rows, (mask, sq, skv)
+        served += 1
+    assert served > 10 * refused > 0
+
+
+@given(st.integers(1, 256), st.integers(1, 256), st.booleans(), st.booleans())
+def test_padded_dimensions_are_the_library_s(d: int, dv: int, fp8: bool, backward: bool) -> None:
+    wide, wide_v = dimensions(d, dv, fp8, backward)
+    step = 16 if fp8 else 8
+    assert wide % step == wide_v % step == 0
+    assert d <= wide <= 256
+    assert dv <= wide_v <= 256
+    if wide != wide_v:
+        assert not backward
+        assert 128 < wide <= 192
+        assert 96 < wide_v <= 128
+    if d == dv:
+        assert wide < d + step
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_only_what_tma_cannot_load_is_copied(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 4, 8, 32).to(dtype)
+    for fits in (x, x.transpose(1, 2).contiguous().transpose(1, 2), x[:, :, ::2], x[:, 1:2]):
+        assert readable(fits).data_ptr() == fits.data_ptr()
+    odd = torch.randn(2, 4, 8, 33).to(dtype)
+    for broken in (x[:, :1].expand(2, 4, 8, 32), x.mT.contiguous().mT, odd[..., :32], odd[:, :, :1, :32]):
+        copy = readable(broken)
+        assert copy.data_ptr() != broken.data_ptr()
+        assert all(stride * copy.element_size() % 16 == 0 for stride in copy.stride()[:-1])
+        assert torch.equal(copy.float(), broken.transpose(1, 2).float())
+
+
+def test_refusals() -> None:
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=9, seqlen_kv=4, head_dim=64)
+    fp8, bf16 = FORWARDS["fa3:fp8"], FORWARDS["fa3:bf16"]
+    with standins.modules(**SGLANG):
+        for kernel in (fp8, bf16):
+            assert kernel.refusals(spec, H200) == []
+            assert "last key" in kernel.refusals(spec.replace(mask=Mask(left=1, right=0)), H200)[0]
+            assert "positive scale" in kernel.refusals(spec.replace(scale=0.0), H200)[0]
+            assert "outside" in kernel.refusals(spec.replace(head_dim=257, head_dim_v=257), H200)[0]
+            assert "exists only below" in kernel.refusals(spec, Device("cuda", "a B200", (10, 0)))[0]
+            assert "needs compute capability" in kernel.refusals(spec, Device("cuda", "an L4", (8, 9)))[0]
+            assert kernel.refusals(spec, Device("cpu", "CPU")) == ["runs on cuda, not on cpu"]
+        assert "not per token" in fp8.refusals(spec.replace(dtype="e4m3", descale="token"), H200)[0]
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "changes"),
+    [
+        ("FP8", "fa3:fp8", {}),
+        ("FP16", "fa3:fp16", {"dtype": "fp16"}),
+        ("LOCAL", "fa3:bf16", {"mask": Mask(left=3, right=0)}),
+        ("SOFTCAP", "fa3:bf16", {"softcap": 3.0}),
+        ("BACKWARD", "fa3:bf16", {"direction": "training"}),
+    ],
+)
+def test_what_a_build_leaves_out_is_refused(flag: str, name: str, changes: dict[str, object]) -> None:
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=16, head_dim=64).replace(**changes)
+    kernel = BACKWARDS[name] if flag == "BACKWARD" else FORWARDS[name]
+    with standins.modules(**official()):
+        assert kernel.refusals(spec, H200) == []
+    forget()
+    with standins.modules(**official(**{flag: True})):
+        assert "the build from official has no" in kernel.refusals(spec, H200)[0]
+
+
+def test_the_first_origin_found_answers_and_a_named_one_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = fa3.BACKEND.availability()
+    assert (found.ok, found.install) == (False, fa3_origins.INSTALL)
+    with standins.modules(**SGLANG, **official()):
+        forget()
+        assert fa3.BACKEND.availability().origin == "official"
+        monkeypatch.setenv(fa3_origins.VARIABLE, "sglang")
+        assert fa3.BACKEND.availability().origin == "sglang"
+        monkeypatch.setenv(fa3_origins.VARIABLE, "hub")
+        assert "hub" in (fa3.BACKEND.availability().reason or "")
+        monkeypatch.setenv(fa3_origins.VARIABLE, "somewhere")
+        assert "must be one of official, repackaged, sglang, fa3-fwd, hub" in (fa3.BACKEND.availability().reason or "")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.delenv(fa3_origins.VARIABLE)
+    assert "without CUDA" in (fa3.BACKEND.availability().reason or "")
+
+
+def wheel(folder: Path, name: str, module: str, source: str) -> None:
+    """What pip leaves of a wheel that holds one module."""
+    (folder / f"{module}.py").write_text(source)
+    facts = folder / f"{name.replace('-', '_')}-3.1.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 3.1\n")
+    (facts / "top_level.txt").write_text(f"{module}\n")
+
+
+@pytest.mark.parametrize(
+    ("distribution", "origin"), [("flash_attn_3", "official"), ("tokenspeed-fa3", "tokenspeed-fa3")]
+)
+def test_a_renamed_distribution_is_not_official(
+    distribution: str, origin: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wheel(tmp_path, distribution, "flash_attn_interface", "")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = fa3.BACKEND.availability()
+    assert (found.ok, found.version, found.origin) == (True, "3.1", origin), found.reason
+    assert fa3_origins.chosen() == fa3_origins.interface()
+    monkeypatch.setenv(fa3_origins.VARIABLE, "repackaged")
+    forget()
+    assert fa3.BACKEND.availability().ok == (origin != "official")
+
+
+def test_a_prebuilt_wheel_that_does_not_fit_this_cuda_is_unavailable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lacking = "libcudart.so.13: cannot open shared object file"
+    wheel(tmp_path, "tokenspeed-fa3", "flash_attn_interface", f"raise ImportError({lacking!r})")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = fa3.BACKEND.availability()
+    assert not found.ok
+    assert found.reason == f"tokenspeed-fa3 3.1 could not be loaded: ImportError: {lacking}"
+
+
+def test_the_forward_only_wheel_names_its_own_module_and_configuration() -> None:
+    """``fa3-fwd`` 0.0.3 is built without windows, fp16 and backward, under names of its own."""
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=16, head_dim=64)
+    flags = {"FLASHATTENTION_DISABLE_LOCAL": True, "FLASHATTENTION_DISABLE_BACKWARD": True}
+    with standins.modules(fa3_fwd={}, fa3_fwd___C={}, fa3_fwd_config={"CONFIG": {"build_flags": flags}}):
+        assert fa3.BACKEND.availability().origin == "fa3-fwd"
+        forward = FORWARDS["fa3:fp8"]
+        assert forward.refusals(spec, H200) == []
+        assert forward.refusals(spec.replace(mask=Mask(left=3, right=0)), H200) == [
+            "the build from fa3-fwd has no windows"
+        ]
+        q, k, v, _ = Problem(spec, "bhsd", False, 0).tensors()
+        operands = forward.prepare(q, k, v, spec)
+        truth, _ = dense_attention(*operands.tensors(torch.float64), spec)
+        assert error(forward.run(operands).out, truth) <= 0.004
+
+
+def test_the_hub_is_asked_only_where_its_kernel_is_cached_or_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def get_kernel(name: str, version: int) -> object:
+        asked.append((name, version))
+        raise OSError("no network")
+
+    with standins.modules(kernels={"get_kernel": get_kernel}):
+        assert fa3.BACKEND.availability().reason
+        assert asked == []
+        forget()
+        monkeypatch.setenv(fa3_origins.VARIABLE, "hub")
+        assert "no network" in (fa3.BACKEND.availability().reason or "")
+        assert asked == [("kernels-community/flash-attn3", 1)]
+
+
+def test_an_operator_with_other_arguments_is_not_called_by_guess() -> None:
+    library = torch.library.Library("attnbench_test_fa3", "FRAGMENT")
+    library.define(f"lacks({standins.FWD['sgl_kernel'].replace('softcap', 'cap')}) -> Tensor[]")
+    library.define(f"adds({standins.FWD['sgl_kernel']}, int mode) -> Tensor[]")
+    with pytest.raises(OperatorError, match="no argument softcap"):
+        bound(torch.ops.attnbench_test_fa3.lacks.default, FORWARD)
+    with pytest.raises(OperatorError, match="mode"):
+        bound(torch.ops.attnbench_test_fa3.adds.default, FORWARD)
+
+
+def test_the_evidence_tells_precisions_and_passes_apart() -> None:
+    main = "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::{}<flash::Collective<2, {}, float>>>>"
+    seen = {
+        "fa3:fp8": main.format("FlashAttnFwdSm90", "cutlass::float_e4m3_t, flash::Epilogue<cutlass::bfloat16_t>"),
+        "fa3:bf16": main.format("FlashAttnFwdSm90", "cutlass::bfloat16_t"),
+        "fa3:fp16": main.format("FlashAttnFwdSm90", "cutlass::half_t"),
+        "backward": main.format("FlashAttnBwdSm90", "cutlass::bfloat16_t"),
+    }
+    for name, text in seen.items():
+        matching = [each for each, kernel in FORWARDS.items() if re.search(kernel.evidence["cuda"], text)]
+        assert matching == ([name] if name in FORWARDS else [])
+
+
+def test_an_fp8_forward_hands_the_backward_what_it_saw() -> None:
+    spec = AttentionSpec.make(batch=1, heads=4, kv_heads=2, seqlen_q=24, head_dim=32, direction="training")
+    q, k, v, grad = Problem(spec, "bhsd", False, 0).tensors()
+    with standins.modules(**official()):
+        operands = FORWARDS["fa3:fp8"].prepare(q, k, v, spec)
+        result = FORWARDS["fa3:fp8"].run(operands)
+        found = BACKWARDS["fa3:bf16"].run(Saved(operands, *result), grad)
+    exact = dense_gradients(*operands.tensors(torch.float64), grad, spec)
+    assert all(error(x, y) < 0.02 for x, y in zip(found, exact, strict=True))
+    assert all(x.dtype == TO_TORCH[spec.dtype] for x in found)

@@ -1,0 +1,91 @@
+"""``fa3-vllm``: packed sequences through an operator of vLLM's schema, and when it is available."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import standins_fa as standins
+import torch
+from dense import dense_attention, relative_l2
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from problems import Problem, problems
+
+from attnbench.backends.flash_attention import fa3_vllm
+from attnbench.kernels.capabilities import Device
+from attnbench.kernels.contract import BackwardKernel
+from attnbench.problem.fp8 import Quantised, Recipe, quantise
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
+
+H200 = Device("cuda", "NVIDIA H200", (9, 0))
+FORWARDS = {kernel.name: kernel for kernel in fa3_vllm.BACKEND.kernels}
+VLLM = {"vllm": {}, "vllm__vllm_flash_attn": {}, "vllm__vllm_flash_attn___vllm_fa3_C": {}}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def operators() -> None:
+    standins.define()
+
+
+@given(problems(("bf16", "fp16")), st.booleans())
+@settings(max_examples=50, deadline=None)
+def test_it_computes_exact_attention_on_what_it_was_given(problem: Problem, fp8: bool) -> None:
+    spec = problem.spec.replace(direction="forward")
+    kernel = FORWARDS["fa3-vllm:fp8" if fp8 else f"fa3-vllm:{spec.dtype}"]
+    assume(not kernel.refusals(spec, H200))
+    q, k, v, _ = (x if problem.layout == "bhsd" else x.transpose(1, 2) for x in problem.tensors())
+    with standins.modules(**VLLM):
+        operands = kernel.prepare(q, k, v, spec)
+        result = kernel.run(operands)
+    out, lse = dense_attention(*operands.tensors(torch.float64), spec)
+    seen = lse > -math.inf
+    assert (result.out.dtype, result.out.shape) == (q.dtype, out.shape)
+    assert relative_l2(result.out, out) <= 0.004 or out.norm() == 0
+    assert (result.lse.dtype, result.lse.shape) == (torch.float32, lse.shape)
+    assert torch.equal(result.lse > -math.inf, seen)
+    torch.testing.assert_close(result.lse[seen].double(), lse[seen], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "head"])
+def test_descales_of_any_size_are_used(granularity: str) -> None:
+    spec = AttentionSpec.make(
+        batch=2, heads=4, kv_heads=2, seqlen_q=17, seqlen_kv=30, head_dim=64, dtype="e4m3", descale=granularity
+    )
+    given_ = []
+    for heads, length in ((4, 17), (2, 30), (2, 30)):
+        x = quantise(torch.randn(2, heads, length, 64), Recipe(granularity))
+        scale = torch.rand((1, 1, 1, 1) if granularity == "tensor" else (2, heads, 1, 1)) * 0.02
+        given_.append(Quantised(x.data, scale, granularity))
+    kernel = FORWARDS["fa3-vllm:fp8"]
+    assert kernel.refusals(spec, H200) == []
+    with standins.modules(**VLLM):
+        result = kernel.run(kernel.prepare_quantised(*given_, spec))
+    assert relative_l2(result.out, dense_attention(*(x.dequantised(torch.float64) for x in given_), spec)[0]) < 0.004
+
+
+def test_refusals_and_the_lack_of_a_backward() -> None:
+    assert not any(isinstance(kernel, BackwardKernel) for kernel in fa3_vllm.BACKEND.kernels)
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=9, seqlen_kv=4, head_dim=64)
+    kernel = FORWARDS["fa3-vllm:fp8"]
+    assert kernel.refusals(spec, H200) == []
+    assert "last key" in kernel.refusals(spec.replace(mask=Mask(left=1, right=0)), H200)[0]
+    assert "tokens" in kernel.refusals(spec.replace(batch=2**20, seqlen_q=2**11), H200)[0]
+    assert "not per block" in kernel.refusals(spec.replace(dtype="e4m3", descale="block"), H200)[0]
+
+
+def test_availability_looks_at_the_files_and_imports_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert fa3_vllm.BACKEND.availability().reason == "vllm is not installed"
+    package = tmp_path / "vllm" / "vllm_flash_attn"
+    package.mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "without FlashAttention-3" in (fa3_vllm.BACKEND.availability().reason or "")
+    (package / "_vllm_fa3_C.abi3.so").touch()
+    found = fa3_vllm.BACKEND.availability()
+    assert (found.ok, found.origin) == (True, "vllm")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "without CUDA" in (fa3_vllm.BACKEND.availability().reason or "")

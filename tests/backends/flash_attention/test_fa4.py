@@ -1,0 +1,188 @@
+"""FlashAttention-4 behind the contract, against a stand-in of its interface: masks, layouts, pairs, refusals."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from dense import dense_attention, dense_gradients, gradient_sizes, relative_l2
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from problems import Problem, masks, problems
+from standins_graph import INTERFACE, tensors_of
+from sweep import distance
+
+from attnbench.backends.flash_attention import fa4
+from attnbench.kernels.capabilities import Device
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Operands, Saved
+from attnbench.problem.fp8 import Recipe, quantise
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
+
+H200 = Device("cuda", "NVIDIA H200", (9, 0))
+B200 = Device("cuda", "NVIDIA B200", (10, 0))
+A100 = Device("cuda", "NVIDIA A100", (8, 0))
+FORWARDS = {k.name: k for k in fa4.BACKEND.kernels if isinstance(k, ForwardKernel)}
+BACKWARDS = {k.name: k for k in fa4.BACKEND.kernels if isinstance(k, BackwardKernel)}
+SPEC = AttentionSpec.make(batch=2, heads=4, kv_heads=2, seqlen_q=33, seqlen_kv=41, head_dim=64)
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fa4, "_library", lambda: fa4._Library(INTERFACE._flash_attn_fwd, INTERFACE._flash_attn_bwd))
+
+
+@given(problems(("bf16", "fp16")))
+def test_it_refuses_or_agrees_with_the_truth_in_both_passes(problem: Problem) -> None:
+    spec = problem.spec
+    q, k, v, grad = tensors_of(problem)
+    forward, backward = FORWARDS[f"fa4:{spec.dtype}"], BACKWARDS[f"fa4:{spec.dtype}"]
+    assume(forward.refusals(spec, H200) == [])
+    out, lse = dense_attention(q, k, v, spec)
+    operands = forward.prepare(q, k, v, spec)
+    result = forward.run(operands)
+    assert result.out.dtype == q.dtype
+    assert distance(result.out, out, 0.1 * v.double().norm().item()) <= forward.declared_error
+    torch.testing.assert_close(result.lse.double(), lse, atol=1e-4, rtol=1e-4)
+    assert backward.refusals(spec, H200) == []
+    found = backward.run(Saved(operands, *result), grad)
+    truth = dense_gradients(q, k, v, grad, spec)
+    for each, wanted, size in zip(found, truth, gradient_sizes(q, k, v, grad, spec), strict=True):
+        assert each.shape == wanted.shape
+        assert distance(each, wanted, size) <= 2 * backward.declared_error
+
+
+@given(masks(), st.integers(1, 50), st.integers(1, 50))
+def test_a_window_shows_each_query_the_same_keys(mask: Mask, sq: int, skv: int) -> None:
+    window = fa4.window_of(mask.canonical(sq, skv), sq, skv)
+    spans = [mask.span(row, sq, skv) for row in range(sq)]
+    if isinstance(window, str):
+        assert spans[-1][0] == spans[-1][1]  # it says that the last query sees no key
+        return
+    assert window.left is None or window.left >= 0
+    assert window.right is None or window.right >= 0
+    right = 0 if window.causal else window.right
+    for row, (start, stop) in enumerate(spans):
+        centre = row + window.keys - sq
+        first = 0 if window.left is None else max(0, centre - window.left)
+        last = window.keys if right is None else min(window.keys, centre + right + 1)
+        assert list(range(first, last)) == list(range(start, stop))
+
+
+def test_keys_that_no_query_sees_get_no_gradient() -> None:
+    spec = SPEC.replace(mask=Mask(right=0), seqlen_q=20, direction="training")
+    q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
+    operands = FORWARDS["fa4:bf16"].prepare(q, k, v, spec)
+    _, dk, dv = BACKWARDS["fa4:bf16"].run(Saved(operands, *FORWARDS["fa4:bf16"].run(operands)), grad)
+    assert dk.shape == k.shape
+    assert dk[:, :, :20].any()
+    assert not dk[:, :, 20:].any()
+    assert not dv[:, :, 20:].any()
+
+
+def test_after_an_fp8_forward_the_backward_works_on_what_that_one_saw() -> None:
+    spec = SPEC.replace(direction="training")
+    q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
+    q = q * 40  # so that the originals would make another softmax
+    quantised = [quantise(x, Recipe("head")) for x in (q, k, v)]
+    seen = [x.dequantised(torch.bfloat16) for x in quantised]
+    out, lse = dense_attention(*seen, spec)
+    saved = Saved(Operands(spec, *quantised), out.bfloat16(), lse.float())
+    for each, wanted in zip(BACKWARDS["fa4:bf16"].run(saved, grad), dense_gradients(*seen, grad, spec), strict=True):
+        assert relative_l2(each, wanted) <= 0.02
+    assert relative_l2(dense_gradients(q, k, v, grad, spec)[1], dense_gradients(*seen, grad, spec)[1]) > 0.05
+
+
+def test_the_gradient_of_a_sum_and_leaves_that_need_gradients() -> None:
+    spec = SPEC.replace(direction="training")
+    q, k, v, _ = (x.requires_grad_() for x in tensors_of(Problem(spec, "bshd", True, 0)))
+    grad = torch.ones((), dtype=torch.bfloat16).expand(q.shape)
+    operands = FORWARDS["fa4:bf16"].prepare(q, k, v, spec)
+    result = FORWARDS["fa4:bf16"].run(operands)
+    assert not result.out.requires_grad
+    dq, *_ = BACKWARDS["fa4:bf16"].run(Saved(operands, *result), grad)
+    assert relative_l2(dq, dense_gradients(q, k, v, grad, spec)[0]) <= 0.02
+
+
+def test_nothing_is_copied_that_the_kernel_can_read() -> None:
+    q, k, v, _ = tensors_of(Problem(SPEC, "bhsd", False, 0))
+    native = FORWARDS["fa4:bf16"].prepare(q, k, v, SPEC).native
+    assert [x.data_ptr() for x in native[:3]] == [x.data_ptr() for x in (q, k, v)]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_fp8_on_blackwell_uses_the_descales_of_each_group(dtype: str) -> None:
+    spec = SPEC.replace(dtype=dtype)
+    q, k, v, _ = tensors_of(Problem(spec, "bhsd", False, 0))
+    for x in (q, k, v):
+        x *= torch.logspace(-1, 1, x.shape[0] * x.shape[1]).view(*x.shape[:2], 1, 1).to(x.dtype)
+    forward = FORWARDS["fa4:fp8"]
+    assert forward.refusals(spec, B200) == []
+    operands = forward.prepare(q, k, v, spec)
+    result = forward.run(operands)
+    truth, lse = dense_attention(*operands.tensors(torch.float64), spec)
+    assert result.out.dtype == q.dtype
+    assert relative_l2(result.out, truth) <= 0.01
+    torch.testing.assert_close(result.lse.double(), lse, atol=1e-3, rtol=1e-3)
+    assert all(descale.unique().numel() > 1 for descale in operands.native[4:])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "changes", "device", "reason"),
+    [
+        ("fa4:fp8", {}, H200, "needs compute capability 10.0, NVIDIA H200 has 9.0"),
+        ("fa4:bf16", {}, B200, "9.x only"),
+        ("fa4:bf16", {}, A100, "needs compute capability 9.0"),
+        ("fa4:bf16", {"head_dim": 20, "head_dim_v": 20}, H200, "no multiple of 8"),
+        ("fa4:bf16", {"head_dim": 264}, H200, "outside 8 to 256"),
+        ("fa4:bf16", {"dtype": "fp16"}, H200, "takes bf16"),
+        ("fa4:bf16", {"scale": -0.1}, H200, "must be positive"),
+        ("fa4:bf16", {"seqlen_q": 60, "mask": Mask(left=3)}, H200, "cannot end before the last key"),
+        ("fa4:bf16", {"batch": 2**20, "seqlen_q": 2**10}, H200, "indexes at most"),
+    ],
+)
+def test_refusals(kernel: str, changes: dict[str, object], device: Device, reason: str) -> None:
+    assert reason in "; ".join(FORWARDS[kernel].refusals(SPEC.replace(**changes), device))
+    if kernel in BACKWARDS:
+        assert reason in "; ".join(BACKWARDS[kernel].refusals(SPEC.replace(**changes), device))
+
+
+def test_what_is_missing_is_named_with_the_command_that_adds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    found: dict[str, str] = {}
+
+    def version(name: str) -> str:
+        if name not in found:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found[name]
+
+    monkeypatch.setattr(fa4, "version", version)
+    assert "flash-attn-4 is not installed" in (fa4._availability().reason or "")
+    found["flash-attn-4"] = "4.0.0b36"
+    assert "nvidia-cutlass-dsl is not installed" in (fa4._availability().reason or "")
+    assert "flash-attn-4" in (fa4._availability().install or "")
+    found["nvidia-cutlass-dsl"] = "4.8.1"
+    assert fa4._availability().ok
+    assert fa4._availability().version == "4.0.0b36"
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "without CUDA" in (fa4._availability().reason or "")
+
+
+def test_compiled_kernels_are_kept_in_a_folder_of_the_user(tmp_path: Path) -> None:
+    package = tmp_path / "flash_attn" / "cute"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "interface.py").write_text("import os\n_flash_attn_fwd = _flash_attn_bwd = dict(os.environ)\n")
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from attnbench.backends import fa4\n"
+        "assert not any(name.startswith(('flash_attn', 'cutlass')) for name in sys.modules)\n"
+        "seen = fa4._library().forward\n"
+        "assert seen['FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED'] == '1'\n"
+        "assert 'attnbench' in seen['FLASH_ATTENTION_CUTE_DSL_CACHE_DIR']\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)

@@ -1,0 +1,295 @@
+"""Compiled FlexAttention: what it computes on the CPU, its blocks, its compilations, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from dense import dense_attention, relative_l2
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from needs import needs_avx2
+from problems import Problem, masks
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.profiler import ProfilerActivity, profile
+
+from attnbench.backends.flex import backend as flex
+from attnbench.backends.flex.compiler import compiler_reason
+from attnbench.kernels.capabilities import Device
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Saved
+from attnbench.kernels.registry import registry
+from attnbench.problem.fp8 import Recipe, quantise
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
+
+CPU = Device("cpu", "CPU")
+H200 = Device("cuda", "NVIDIA H200", (9, 0))
+B200 = Device("cuda", "NVIDIA B200", (10, 0))
+FORWARDS = {k.name: k for k in flex.BACKEND.kernels if isinstance(k, ForwardKernel)}
+BACKWARDS = {k.name: k for k in flex.BACKEND.kernels if isinstance(k, BackwardKernel)}
+CAUSAL_END = Mask(right=0, alignment="bottom-right")
+
+
+def spec_of(seqlen_q: int, seqlen_kv: int, mask: Mask, **more: object) -> AttentionSpec:
+    sizes = {"batch": 1, "heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": "bf16", **more}
+    return AttentionSpec.make(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, mask=mask, **sizes)
+
+
+def out_of(spec: AttentionSpec, strided: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """What flex makes of normal tensors, and the truth."""
+    q, k, v, _ = Problem(spec, "bhsd", strided, 0).tensors()
+    forward = FORWARDS[f"flex:{spec.dtype}"]
+    assert forward.refusals(spec, CPU) == []
+    result = forward.run(forward.prepare(q, k, v, spec))
+    assert result.lse is None
+    assert result.out.dtype == q.dtype
+    return result.out, dense_attention(q, k, v, spec)[0]
+
+
+# More variants than dynamo keeps by default (8).
+SPECS = [
+    spec_of(64, 64, Mask()),
+    spec_of(130, 257, Mask()),
+    spec_of(257, 130, CAUSAL_END),  # rows without a key
+    spec_of(300, 140, Mask(left=7, right=3)),  # rows without a key
+    spec_of(257, 300, Mask(left=40, alignment="bottom-right"), batch=2),
+    spec_of(130, 257, CAUSAL_END, softcap=2.0, scale=0.9),
+    spec_of(130, 130, Mask(), softcap=0.5, scale=0.9),
+    spec_of(130, 130, Mask(right=0), head_dim_v=24),
+    spec_of(1, 257, CAUSAL_END),
+    spec_of(130, 257, Mask(right=0), dtype="fp16", scale=-0.3),
+]
+
+
+@needs_avx2
+@pytest.mark.parametrize(
+    ("kept", "specs"),
+    [(1, [SPECS[5], SPECS[2]]), pytest.param(8, SPECS, marks=pytest.mark.exhaustive)],
+    ids=["one", "eight"],
+)
+def test_more_programs_than_dynamo_keeps_still_run_compiled_and_agree_with_the_truth(
+    kept: int, specs: list[AttentionSpec]
+) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for spec in specs:
+        with torch._dynamo.config.patch(recompile_limit=kept):
+            out, truth = out_of(spec)
+        assert relative_l2(out, truth) <= FORWARDS[f"flex:{spec.dtype}"].declared_error, str(spec)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > kept
+    spec = specs[-2]
+    q, k, v, _ = Problem(spec, "bhsd", False, 0).tensors()
+    operands = FORWARDS["flex:bf16"].prepare(q, k, v, spec)
+    with profile(activities=[ProfilerActivity.CPU]) as ran:
+        FORWARDS["flex:bf16"].run(operands)
+    names = {event.key for event in ran.key_averages()}
+    assert any(re.search(FORWARDS["flex:bf16"].evidence["cpu"], name) for name in names)
+    assert not any(re.fullmatch(r"aten::(bmm|matmul|_softmax)", name) for name in names)  # the eager one's operators
+
+
+@needs_avx2
+def test_where_no_more_may_be_compiled_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(flex, "_PROGRAMS", 1)
+    out_of(spec_of(64, 64, Mask()))
+    with pytest.raises(Exception, match="fullgraph"):
+        out_of(spec_of(64, 64, Mask(), heads=2))
+
+
+@needs_avx2
+def test_another_window_length_or_cap_is_the_same_program() -> None:
+    torch._dynamo.reset()
+    out_of(spec_of(130, 257, Mask(left=7, right=3), softcap=2.0))
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    out, truth = out_of(spec_of(140, 399, Mask(left=90, right=0), softcap=0.4))
+    assert relative_l2(out, truth) <= 0.01
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+
+
+@needs_avx2
+def test_tensors_of_any_strides() -> None:
+    out, truth = out_of(spec_of(130, 257, Mask()), strided=True)
+    assert relative_l2(out, truth) <= 0.01
+
+
+@needs_avx2
+def test_inputs_that_need_gradients_are_served_where_none_are_asked_for() -> None:
+    spec = spec_of(64, 64, Mask())
+    q, k, v, _ = (x.requires_grad_() for x in Problem(spec, "bhsd", False, 0).tensors())
+    forward = FORWARDS["flex:bf16"]
+    assert not forward.run(forward.prepare(q, k, v, spec)).out.requires_grad
+
+
+@given(masks(), st.integers(1, 600), st.integers(1, 600))
+@settings(max_examples=60)
+def test_blocks_are_those_of_create_block_mask(mask: Mask, sq: int, skv: int) -> None:
+    spec = spec_of(sq, skv, mask)
+    blocks = flex.block_mask(spec.mask, sq, skv, torch.device("cpu"))
+    if blocks is None:
+        assert spec.mask.kind == "none"
+        return
+    query, key = torch.arange(sq)[:, None], torch.arange(skv)[None, :]
+    zero = torch.zeros((), dtype=torch.int64)
+    sees = torch.zeros(sq, skv, dtype=torch.bool)
+    for row in range(sq):
+        start, stop = spec.mask.span(row, sq, skv)
+        sees[row, start:stop] = True
+    assert torch.equal(blocks.mask_mod(zero, zero, query, key), sees)
+    theirs = create_block_mask(lambda b, h, i, j: sees[i, j], None, None, sq, skv, device="cpu")
+    for counts, indices in (("kv_num_blocks", "kv_indices"), ("full_kv_num_blocks", "full_kv_indices")):
+        assert torch.equal(getattr(blocks, counts), getattr(theirs, counts))
+        for row, count in enumerate(getattr(blocks, counts).flatten().tolist()):
+            ours, want = (getattr(each, indices)[0, 0, row, :count].sort().values for each in (blocks, theirs))
+            assert torch.equal(ours, want)
+
+
+def test_blocks_of_a_long_window_take_no_matrix_of_pairs() -> None:
+    length = 2**17  # a matrix of pairs would be 16 GiB
+    blocks = flex.block_mask(Mask(left=1000, right=0), length, length, torch.device("cpu"))
+    assert blocks is not None
+    assert int(blocks.kv_num_blocks.max()) <= 3
+
+
+def test_training_and_the_log_sum_exp_are_refused_on_the_cpu_because_flex_has_neither_there() -> None:
+    spec = spec_of(64, 64, Mask())
+    forward = FORWARDS["flex:bf16"]
+    assert forward.refusals(spec.replace(return_lse=True), CPU) == ["returns no log-sum-exp"]
+    assert forward.refusals(spec.replace(direction="training"), CPU) == ["no gradients can follow"]
+    assert BACKWARDS["flex:bf16"].refusals(spec.replace(direction="training"), CPU) == ["runs on cuda, not on cpu"]
+    q, k, v, _ = Problem(spec, "bhsd", False, 0).tensors()
+    with pytest.raises(Exception, match="CPU"):
+        forward.run(forward.prepare(q, k, v, spec.replace(direction="training")))
+    native = forward.prepare(q, k, v, spec).native
+    with pytest.raises(Exception, match="return_lse"):
+        torch.compile(flex._attend, fullgraph=True)(native, spec.scale, True, torch.bfloat16)
+
+
+def test_fp64_is_not_offered_because_flex_refuses_it() -> None:
+    assert not any(name.endswith("fp64") for name in FORWARDS)
+    spec = spec_of(64, 64, Mask(), dtype="fp64")
+    q, k, v, _ = Problem(spec, "bhsd", False, 0).tensors()
+    forward = FORWARDS["flex:bf16"]
+    assert forward.refusals(spec, CPU) == ["takes bf16 tensors, not fp64"]
+    with pytest.raises(Exception, match=r"torch\.float64"):
+        forward.run(forward.prepare(q, k, v, spec))
+
+
+@needs_avx2
+def test_without_a_compiler_it_says_what_to_install() -> None:
+    with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        assert "g++" in refused_afresh(CPU)
+
+
+def refused_afresh(device: Device) -> str:
+    """The one refusal of a machine that is asked again what it has to compile with."""
+    compiler_reason.cache_clear()
+    try:
+        (reason,) = FORWARDS["flex:bf16"].refusals(spec_of(64, 64, Mask()), device)
+    finally:
+        compiler_reason.cache_clear()
+    return reason
+
+
+def test_paths_that_split_the_compilers_command_line_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spaced = str(tmp_path / "a b")
+    for path in ("torch", "Python"):
+        with monkeypatch.context() as patch:
+            patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+            if path == "torch":
+                patch.setattr(torch, "__path__", [spaced])
+            else:
+                patch.setattr("sysconfig.get_path", lambda name: spaced)
+            assert f"no {path} with a space in its path, {spaced}" in refused_afresh(CPU)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", spaced)
+    assert f"{spaced}; name another in TORCHINDUCTOR_CACHE_DIR" in refused_afresh(CPU)
+
+
+def test_a_cache_folder_that_cannot_be_written_is_refused_on_every_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "folder"))
+    for device in (CPU, Device("cuda", "GPU", (9, 0))):
+        assert "cannot write its cache folder" in refused_afresh(device)
+
+
+def test_the_backward_follows_its_own_forward_alone() -> None:
+    for name, backward in BACKWARDS.items():
+        assert backward.cannot_follow(FORWARDS[name], H200) is None
+        other = "flex:bf16" if name == "flex:fp8" else "flex:fp8"
+        assert backward.cannot_follow(FORWARDS[other], H200) is not None
+
+
+def test_an_fp8_backward_is_refused_for_a_reason_and_16_bits_can_follow() -> None:
+    spec = spec_of(64, 64, Mask(), head_dim=64, direction="training")
+    backward = BACKWARDS["flex:fp8"]
+    assert backward.refusals(spec, H200) == [
+        "torch has no gradients of FlexAttention in float8; a 16-bit backward can follow flex:fp8"
+    ]
+    forward = FORWARDS["flex:fp8"]
+    with pytest.raises(NotImplementedError, match="no gradients"):
+        backward.run(Saved(forward.prepare(*Problem(spec, "bhsd", False, 0).tensors()[:3], spec), None, None), None)
+    plans = {str(plan) for plan in registry().plans_with("flex:fp8", spec)}
+    assert {"flex:fp8>flex:fp8", "flex:fp8>sdpa-flash:bf16"} <= plans
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "sentence"),
+    [
+        (CPU, {}, "runs on cuda, not on cpu"),
+        (Device("cuda", "an A100", (8, 0)), {}, "needs compute capability 8.9"),
+        (B200, {}, "only below compute capability 10.0"),
+        (H200, {"head_dim": 24, "head_dim_v": 24}, "outside 32 to 256"),
+        (H200, {"dtype": "e5m2", "descale": "head"}, "not e5m2"),
+        (H200, {"dtype": "e4m3", "descale": "block"}, "not per block"),
+    ],
+)
+def test_limits_of_fp8(device: Device, changes: dict[str, object], sentence: str) -> None:
+    spec = spec_of(64, 64, Mask(), head_dim=64).replace(**changes)
+    assert sentence in " ".join(FORWARDS["flex:fp8"].refusals(spec, device))
+
+
+@pytest.mark.parametrize("given", ["bf16", "tensor", "head"])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_the_fp8_operands_stand_for_the_attention_that_was_asked_for(given: str, softcap: float) -> None:
+    """The arithmetic around the kernel, which needs no GPU: factors, cap and layouts, put through plain products."""
+    spec = spec_of(64, 80, Mask(), head_dim=32, batch=2, softcap=softcap)
+    q, k, v, _ = Problem(spec, "bhsd", False, 0).tensors()
+    gains = torch.tensor([0.02, 3.0])[None, :, None, None]  # heads of different magnitudes need factors of their own
+    k, v = k * gains, v * gains
+    forward = FORWARDS["flex:fp8"]
+    if given == "bf16":
+        operands = forward.prepare(q, k, v, spec)
+    else:
+        operands = forward.prepare_quantised(*(quantise(x, Recipe(given)) for x in (q, k, v)), spec)
+    native = operands.native
+    assert native.v.stride(-2) == 1  # V with its tokens contiguous
+    assert native.q.stride(-1) == native.k.stride(-1) == 1
+    shared = native.k.double().repeat_interleave(spec.group, 1)
+    scores = native.q.double() @ shared.mT * spec.scale
+    if native.score_mod is not None:
+        sizes = enumerate(scores.shape)
+        index = [torch.arange(n).view([-1 if axis == i else 1 for i in range(4)]) for axis, n in sizes]
+        scores = native.score_mod(scores, *index).double()
+    assert (native.score_mod is None) == (given == "bf16" and not softcap)
+    out = scores.softmax(-1) @ native.v.double().repeat_interleave(spec.group, 1) * native.descale
+    truth = dense_attention(*operands.tensors(), spec)[0]  # of the dequantised tensors, in bf16
+    assert relative_l2(out, truth) < 0.01
+    if given == "bf16":
+        assert relative_l2(out, dense_attention(q, k, v, spec)[0]) < 0.08
+        most = [x.float().abs().unflatten(1, (spec.kv_heads, -1)).amax(dim=(2, 3, 4)) for x in (native.q, native.k)]
+        assert torch.allclose(*most, rtol=0.1)  # brought together, which keeps both away from the ends of e4m3
+
+
+@pytest.mark.parametrize("hole", ["q", "k", "v"])
+def test_fp8_operands_of_nothing_and_of_nan(hole: str) -> None:
+    spec = spec_of(8, 8, Mask(), head_dim=32)
+    tensors = dict(zip("qkv", Problem(spec, "bhsd", False, 0).tensors(), strict=False))
+    for value in (0.0, float("nan")):
+        given = {**tensors, hole: torch.full_like(tensors[hole], value)}
+        found = dict(zip("qkv", FORWARDS["flex:fp8"].prepare(**given, spec=spec).tensors(), strict=True))
+        assert torch.equal(found[hole].nan_to_num(7.0), torch.full_like(found[hole], 7.0 if value else 0.0))

@@ -1,0 +1,209 @@
+"""The tiles of FlexAttention: which one a spec gets, that it reaches the kernel, and how the table is made."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from types import ModuleType
+
+import pytest
+import torch
+from dense import dense_attention, relative_l2
+from needs import needs_avx2
+from places import TESTS
+from problems import Problem
+from torch.nn.attention.flex_attention import AuxOutput
+
+from attnbench.backends.flex import backend as flex
+from attnbench.backends.flex.tiles import TILES, TileKey, kernel_options
+from attnbench.kernels.capabilities import Device
+from attnbench.kernels.contract import ForwardKernel
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
+
+H200 = Device("cuda", "NVIDIA H200", (9, 0))
+FORWARDS = {k.name: k for k in flex.BACKEND.kernels if isinstance(k, ForwardKernel)}
+TUNER = TESTS / "gpu" / "tune" / "tune_flex.py"
+
+
+def spec_of(seqlen_q: int, seqlen_kv: int, mask: Mask, **more: object) -> AttentionSpec:
+    sizes = {"batch": 1, "heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": "bf16", **more}
+    return AttentionSpec.make(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, mask=mask, **sizes)
+
+
+HOPPER = (9, 0)
+TILE = {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3}
+BACKWARD_TILE = {"BLOCK_M1": 64, "BLOCK_N1": 128, "BLOCK_M2": 128, "BLOCK_N2": 64, "num_warps": 8, "num_stages": 2}
+MEASURED = {
+    TileKey(HOPPER, "bf16", 128, "none", "forward"): TILE,
+    TileKey(HOPPER, "bf16", 128, "none", "backward"): BACKWARD_TILE,
+    TileKey(HOPPER, "fp8", 64, "causal", "forward"): {**TILE, "num_warps": 8},
+}
+
+
+def test_a_measured_tile_is_used_for_what_runs_the_same_program() -> None:
+    spec = spec_of(4096, 4096, Mask(), head_dim=128)
+    forward = {f"fwd_{name}": value for name, value in TILE.items()}
+    backward = {f"bwd_{name}": value for name, value in BACKWARD_TILE.items()}
+    assert kernel_options(spec, HOPPER, "bf16", MEASURED) == forward
+    assert kernel_options(spec, HOPPER, "fp16", MEASURED) == forward
+    assert kernel_options(spec.replace(direction="training"), HOPPER, "bf16", MEASURED) == forward | backward
+    smaller = spec_of(4096, 100, Mask(), head_dim=80, head_dim_v=96)  # both are filled up to 128
+    assert kernel_options(smaller, HOPPER, "bf16", MEASURED) == forward
+    for mask in (Mask(right=0), Mask(left=100, right=7)):
+        windowed = spec_of(4096, 4096, mask, head_dim=64)
+        assert kernel_options(windowed, HOPPER, "fp8", MEASURED)["fwd_num_warps"] == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "capability", "precision"),
+    [
+        ({"mask": Mask(right=0)}, HOPPER, "bf16"),
+        ({"head_dim": 129}, HOPPER, "bf16"),
+        ({"head_dim_v": 256}, HOPPER, "bf16"),
+        ({"seqlen_q": 127}, HOPPER, "bf16"),  # torch's kernel for decoding
+        ({}, (8, 0), "bf16"),
+        ({}, HOPPER, "fp8"),
+    ],
+)
+def test_what_was_not_measured_runs_with_torch_s_default(
+    changes: dict[str, object], capability: tuple[int, int], precision: str
+) -> None:
+    spec = spec_of(4096, 4096, Mask(), head_dim=128).replace(**changes)
+    assert kernel_options(spec, capability, precision, MEASURED) == {}
+
+
+@pytest.mark.parametrize(
+    ("queries", "group", "mask", "unfit"),
+    [(64, 2, Mask(right=0), False), (65, 2, Mask(right=0), True), (127, 1, Mask(right=0), False),
+     (127, 8, Mask(), False), (17, 8, Mask(left=5), True)],
+)  # fmt: skip
+def test_a_group_that_no_block_of_the_mask_holds_is_not_given_to_the_kernel_for_decoding(
+    queries: int, group: int, mask: Mask, unfit: bool
+) -> None:
+    """Whose tile is the power of two from queries times group on, and must divide the mask's block of 128."""
+    spec = AttentionSpec.make(
+        batch=1, heads=8, kv_heads=8 // group, seqlen_q=queries, seqlen_kv=512, head_dim=64, mask=mask
+    )
+    assert kernel_options(spec, HOPPER, "bf16") == ({"FORCE_USE_FLEX_ATTENTION": True} if unfit else {})
+
+
+def faults(tiles: Mapping[TileKey, Mapping[str, object]]) -> list[TileKey]:
+    """Entries that torch would refuse, or silently not use."""
+    wrong = []
+    for key, options in tiles.items():
+        blocks = (
+            {"BLOCK_M", "BLOCK_N"} if key.direction == "forward" else {"BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"}
+        )
+        sizes = [options.get(name) for name in blocks]
+        allowed = {*blocks, "num_warps", "num_stages"} | ({"USE_TMA"} if key.direction == "forward" else set())
+        fine = (
+            set(options) <= allowed
+            and all(
+                isinstance(size, int) and flex.BLOCK % size == 0 for size in sizes
+            )  # the mask's blocks hold whole tiles
+            and key.precision in ("bf16", "fp8")
+            and key.head_dim & (key.head_dim - 1) == 0
+            and (
+                key.direction == "forward"
+                or (options["BLOCK_N1"] % options["BLOCK_M1"], options["BLOCK_M2"] % options["BLOCK_N2"]) == (0, 0)
+            )
+        )
+        wrong += [] if fine else [key]
+    return wrong
+
+
+def test_every_committed_tile_is_one_that_the_kernel_takes() -> None:
+    assert faults(TILES) == []
+    assert faults(MEASURED) == []
+    key = TileKey(HOPPER, "bf16", 128, "none", "forward")
+    assert faults({key: {**TILE, "BLOCK_M": 96}}) == [key]
+    assert faults({key: {**TILE, "BLOCK_M1": 64}}) == [key]
+
+
+@pytest.mark.parametrize("name", ["flex:bf16", "flex:fp8"])
+def test_the_tile_reaches_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through prepare, and from there into the call: torch's own check of its options sees them."""
+    tiles = {
+        TileKey(
+            HOPPER, "fp8" if name == "flex:fp8" else "bf16", 16 if name == "flex:bf16" else 32, "none", "forward"
+        ): TILE
+    }
+    monkeypatch.setattr(flex, "kernel_options", partial(kernel_options, tiles=tiles))
+    monkeypatch.setattr(flex, "describe", lambda device: H200)
+    spec = spec_of(128, 128, Mask(), head_dim=16 if name == "flex:bf16" else 32)
+    forward = FORWARDS[name]
+    native = forward.prepare(*Problem(spec, "bhsd", False, 0).tensors()[:3], spec).native
+    assert native.options == {f"fwd_{option}": value for option, value in TILE.items()}
+    seen: list[object] = []
+    monkeypatch.setattr(
+        flex, "flex_attention", lambda q, k, v, **given: seen.append(given) or (q, AuxOutput(None, None))
+    )
+    flex._attend(native, spec.scale, False, torch.bfloat16)
+    assert seen[0]["kernel_options"] == native.options
+
+
+@needs_avx2
+def test_options_do_not_keep_the_kernel_from_compiling() -> None:
+    """What torch makes of them on a CPU is nothing, but tracing and its guards are the same as on a GPU."""
+    spec = spec_of(128, 128, Mask())
+    q, k, v, _ = Problem(spec, "bhsd", False, 0).tensors()
+    native = FORWARDS["flex:bf16"].prepare(q, k, v, spec).native
+    compiled = torch.compile(flex._attend, fullgraph=True, dynamic=False)
+    options = {f"fwd_{name}": value for name, value in {**TILE, "USE_TMA": False}.items()}
+    with torch.no_grad():
+        out, _ = compiled(replace(native, options=options), spec.scale, False, torch.bfloat16)
+    assert relative_l2(out, dense_attention(q, k, v, spec)[0]) <= 0.01
+
+
+@pytest.fixture(scope="module")
+def tuner() -> ModuleType:
+    found = importlib.util.spec_from_file_location("tune_flex", TUNER)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules["tune_flex"] = module  # dataclasses look their module up
+    found.loader.exec_module(module)
+    return module
+
+
+def test_the_tuner_tries_only_tiles_that_the_kernel_takes(tuner: ModuleType) -> None:
+    keys = tuner.cells(HOPPER)
+    assert len(set(keys)) == 18
+    for key in keys:
+        default, *others = tuner.candidates(key)
+        assert default == {}
+        assert len(others) >= 5
+        assert len({tuple(each.items()) for each in others}) == len(others)
+        for each in others:
+            assert faults({key: each}) == []
+
+
+@pytest.mark.parametrize(
+    ("short", "long", "number"),
+    [
+        ({0: 1.0, 1: 0.9, 2: 0.8}, {0: 10.0, 1: 9.0, 2: 8.5}, 2),
+        ({0: 1.0, 1: 0.9, 2: 0.7}, {0: 10.0, 1: 9.0, 2: 10.2}, 1),  # 2 loses at the longer length
+        ({0: 1.0, 1: 0.99}, {0: 10.0, 1: 9.9}, None),  # a gain too small to tell
+        ({0: 1.0, 1: 0.5}, {0: 10.0}, None),  # not measured at both
+        ({1: 0.5}, {1: 5.0}, None),  # no default to hold it against
+    ],
+)
+def test_a_tile_is_committed_where_it_gains_and_loses_nowhere(
+    tuner: ModuleType, short: dict[int, float], long: dict[int, float], number: int | None
+) -> None:
+    assert tuner.chosen([short, long]) == number
+
+
+def test_finalists_are_the_default_and_the_fastest(tuner: ModuleType) -> None:
+    assert tuner.finalists({0: 5.0, 1: 4.0, 2: 6.0, 3: 1.0, 4: 2.0, 5: 9.0}) == [0, 3, 4, 1]
+    assert tuner.finalists({1: 4.0}) == []
+
+
+def test_what_the_tuner_prints_can_be_committed(tuner: ModuleType) -> None:
+    key = TileKey(HOPPER, "bf16", 128, "causal", "forward")
+    options = {**TILE, "USE_TMA": True}
+    assert eval(f"{{{tuner.entry(key, options)}}}", {"TileKey": TileKey}) == {key: options}

@@ -1,0 +1,198 @@
+"""The Hopper kernel of ``triton`` without a GPU: what it serves, who gets which registers, and that it compiles well.
+
+What it computes is tested in test_triton_hopper_forward.py, emulated, and in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from compiled_for_hopper import SHARED_MEMORY, idle_barriers
+from dense import dense_attention, relative_l2
+
+from attnbench.kernels.capabilities import Device
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
+
+pytest.importorskip("triton", minversion="3.6")
+
+import triton
+
+from attnbench.backends.triton.forward import launch as triton_forward
+from attnbench.backends.triton.forward.hopper import launch as hopper
+from attnbench.backends.triton.forward.launch import Operand, interleaved, laid_out, transposed
+from attnbench.backends.triton.forward.tiles import ONE_PASS, TILES, Tile, TileKey
+from attnbench.backends.triton.interpreter import interpreted
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=70, head_dim=64, mask=Mask(right=0))
+TILE = Tile(128, 128, 4, 3, interleaved=True, hopper=True)
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+# Compiles kernels for sm_90, as json on stdin says, and prints what came of each.
+COMPILE = """
+import json, subprocess, sys, tempfile
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
+from attnbench.backends.triton.forward.hopper.kernel import triton_fp8_attention_forward_hopper as kernel
+
+def descriptor(rows, columns, bits=8):
+    layout = NVMMASharedLayout(swizzle_byte_width=min(columns * bits // 8, 128), element_bitwidth=bits, rank=2)
+    return f"tensordesc<{'fp8e4nv' if bits == 8 else 'bf16'}[{rows}, {columns}],{layout!r}>"
+
+tools, found = sys.argv[1], []
+for head_dim, block_n, bits, maxnreg, constants in json.load(sys.stdin):
+    types = dict(q=descriptor(64, head_dim, bits), k=descriptor(block_n, head_dim), v=descriptor(head_dim, block_n),
+                 out="*bf16", lse="*fp32", q_factors="*fp32", k_factors="*fp32", v_factors="*fp32", scale="fp32")
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("out", "lse", "head_dim_v")}
+    source = GluonASTSource(kernel, signature, {(names.index(name),): x for name, x in constants.items()}, aligned)
+    options = dict(num_warps=4, maxnreg=maxnreg)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    with tempfile.TemporaryDirectory() as folder:
+        with open(f"{folder}/k.ptx", "w") as file:
+            file.write(made.asm["ptx"])
+        command = [f"{tools}/ptxas", "-v", "--gpu-name=sm_90a", f"{folder}/k.ptx", "-o", f"{folder}/k.cubin"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        command = [f"{tools}/cuobjdump", "-sass", f"{folder}/k.cubin"]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found.append(dict(said=said, code=code, shared=made.metadata.shared, ttgir=made.asm["ttgir"]))
+print(json.dumps(found))
+"""
+
+
+def test_every_register_is_dealt_once_and_no_eight_are_left_for_every_warpgroup() -> None:
+    even, most = hopper.registers()
+    assert even % 8 == most % 8 == 0
+    assert even < most <= 255
+    assert 128 * even * 3 <= 64 * 1024
+    assert most * 2 + 24 <= even * 3
+    assert most == 240 or (most + 8) * 2 + 24 > even * 3
+
+
+def test_a_program_has_one_tile_from_as_many_keys_on_as_the_tile_says() -> None:
+    """Three tiles of 128 queries for each of 2 x 2 heads."""
+    spec = AttentionSpec.make(batch=2, heads=2, seqlen_q=257, seqlen_kv=1000, head_dim=64)
+    found = [hopper.programs_of(TILE._replace(alone_from=keys), spec, 5) for keys in (None, 1001, 1000, 0)]
+    assert found == [5, 5, 12, 12]
+    assert hopper.programs_of(TILE, spec, 132) == 12
+
+
+def test_every_hopper_tile_is_one_that_the_kernel_takes() -> None:
+    tiles = [tile for tile in (*TILES.values(), *ONE_PASS.values()) if tile.hopper]
+    assert tiles
+    assert all(tile.block_m == hopper.BLOCK_M and tile.interleaved and tile.tma for tile in tiles)
+
+
+def test_what_it_serves() -> None:
+    assert hopper.serves(SPEC, per_token=False)
+    assert not hopper.serves(SPEC, per_token=True)
+    assert not hopper.serves(replace(SPEC, softcap=5.0), per_token=False)
+    assert not hopper.serves(replace(SPEC, scale=-0.1), per_token=False)
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "runs"),
+    [((9, 0), "3.6.0", True), ((9, 0), "3.10.1", True), ((9, 0), "3.5.1", False), ((8, 9), "3.6.0", False),
+     ((10, 0), "3.6.0", False), ((9, 0), "main", False)],
+)  # fmt: skip
+def test_it_is_for_hopper_and_a_triton_that_it_was_written_for(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], version: str, runs: bool
+) -> None:
+    monkeypatch.setattr(hopper, "describe", lambda device: Device(device.type, "a GPU", capability))
+    monkeypatch.setattr(triton, "__version__", version)
+    monkeypatch.setattr(hopper, "recent", hopper.recent.__wrapped__)
+    assert hopper.runs_on(GPU) is runs
+    assert not hopper.runs_on(CPU)
+
+
+@pytest.mark.skipif(not interpreted(), reason="kernels are compiled here, which the tests in tests/gpu run")
+def test_where_it_does_not_serve_the_other_kernel_does() -> None:
+    generator = torch.Generator().manual_seed(0)
+    data = [torch.randn(1, 2, 70, 64, generator=generator).to(torch.float8_e4m3fn) for _ in range(3)]
+    one = torch.ones(1, 1, 1, 1)
+    q, k, v = (Operand(x, one) for x in data)
+    native = laid_out(SPEC, TILE, q, k, Operand(interleaved(transposed(v.data)), one))
+    assert not native.tile.hopper
+    assert native.tile.interleaved
+    exact, _ = dense_attention(*(x.double() for x in data), SPEC)
+    assert relative_l2(triton_forward.attend(native).out, exact) < 0.05
+
+
+def _compiled(folder: Path, *kernels: tuple[int, int, int, int, dict[str, object]]) -> list[dict[str, str]]:
+    if not all((TOOLS / name).exists() for name in ("ptxas", "cuobjdump")):
+        pytest.skip("this Triton brings no ptxas")
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(TOOLS)], input=json.dumps(kernels), env=environment | {
+            "TRITON_CACHE_DIR": str(folder)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def _kernel(head_dim: int, tile: Tile, bits: int = 8, **more: object) -> tuple[int, int, int, int, dict[str, object]]:
+    """``bits``: of Q."""
+    even, most = hopper.registers()
+    constants = {
+        "stages": tile.stages, "parts": tile.parts, "turns": tile.turns,
+        "left": False, "right": False, "full_width": True, "registers": most,
+    }  # fmt: skip
+    return head_dim, tile.block_n, bits, even, constants | more
+
+
+WIDE = TILES[TileKey((9, 0), 128, "none", False)]
+KERNELS = (
+    _kernel(128, WIDE, left=True, right=True),
+    _kernel(128, ONE_PASS[128, False], 16, left=True, right=True),
+)
+OTHERS = (
+    _kernel(64, TILE, right=True, full_width=False),
+    _kernel(128, WIDE),
+    _kernel(128, ONE_PASS[128, True], 16),
+)
+
+
+@pytest.mark.parametrize(
+    "kernels", [KERNELS, pytest.param(OTHERS, marks=pytest.mark.exhaustive)], ids=["masked", "others"]
+)
+def test_the_matrix_products_stay_asynchronous_and_nothing_spills(
+    kernels: tuple[tuple[int, int, int, int, dict[str, object]], ...], tmp_path: Path
+) -> None:
+    for found, (head_dim, block_n, bits, _, _) in zip(_compiled(tmp_path, *kernels), kernels, strict=True):
+        assert "C75" not in found["said"], found["said"]  # wgmma that ptxas waits for one by one
+        assert " 0 bytes spill stores, 0 bytes spill loads" in found["said"]
+        assert int(found["shared"]) <= SHARED_MEMORY
+        assert not idle_barriers(found["ttgir"])
+        # Q·Kᵀ of the first block and of the next, P·V of a block and of the last, 32 numbers of the sum at a time:
+        # 32 of the head dimension in Q·Kᵀ, 32 keys in P·V.
+        products = 2 * 2 * (head_dim + block_n) // 32
+        assert len(re.findall(r"QGMMA", found["code"])) == products
+        # Q's own bytes are taken apart once a tile.
+        assert len(re.findall(r"PRMT", found["code"])) <= (8 if bits == 8 else 80), "bytes of P change their places"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_wide_heads_compile(mask: Literal["none", "causal"], tmp_path: Path) -> None:
+    causal = mask == "causal"
+    kernels = (
+        _kernel(256, TILES[TileKey((9, 0), 256, mask, False)], right=causal),
+        _kernel(256, ONE_PASS[256, not causal], 16, right=causal),
+    )
+    for found in _compiled(tmp_path, *kernels):
+        assert "C75" not in found["said"], found["said"]
+        assert int(found["shared"]) <= SHARED_MEMORY
+        assert not idle_barriers(found["ttgir"])

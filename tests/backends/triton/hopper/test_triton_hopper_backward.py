@@ -1,0 +1,378 @@
+"""The backward's Hopper kernels without a GPU: emulated against FP64, and what they serve.
+
+The emulator runs the very functions that Gluon compiles; what it leaves out, layouts and the pipelines of matrix
+products, is asked of the compiler in test_triton_hopper_backward_compiled.py and of a GPU in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from backwards import LONG, check, exactly_eight_bits, make, saved
+from dense import dense_gradients
+from gluon_data import Block, Descriptor, Shared
+from gluon_on_cpu import DeadlockError, emulated
+from gluon_partitions import Kernel, specialize
+from hopper_backward import KERNELS, on_cpu, sums_off
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attnbench import AttentionSpec, Mask
+from attnbench.kernels.contract import Saved, gradient_dtype
+from attnbench.problem.fp8 import Recipe
+from examples import every_pair, examples
+
+pytest.importorskip("triton", minversion="3.6")
+
+from attnbench.backends.triton import interpreter
+from attnbench.backends.triton.backward.contract import TritonBackward
+from attnbench.backends.triton.backward.hopper import launch as hopper
+from attnbench.backends.triton.backward.tiles import TILES, Ring, Tile, Tiles
+from attnbench.backends.triton.launching import Launch
+
+HEAD = Recipe("head")
+ALLOWED = {False: 0.01, True: 0.06}  # by whether the sums are e4m3, as for the plain kernels
+SAME = 0.005  # of the plain kernels' answers in e4m3, where a rounding may fall the other way
+needs_interpreter = pytest.mark.skipif(not interpreter.interpreted(), reason="the passes before the kernels run here")
+
+
+LAUNCHED: list[str] = []
+_MODES = random.Random(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _on_cpu() -> Iterator[None]:
+    """Hopper is here, and its kernels are emulated; which were launched is in ``LAUNCHED``."""
+    with on_cpu(lambda: _MODES.random() < 0.5, lambda name, given: LAUNCHED.append(name)):
+        yield
+
+
+def kernel(
+    keys: Ring | None = Ring(64, 4),  # noqa: B008
+    queries: Ring | None = Ring(64, 4),  # noqa: B008
+    narrow: bool = False,
+    fused: bool = False,
+) -> TritonBackward:
+    tiles = Tiles(Tile(64, 64, 4, 2, keys), Tile(64, 64, 4, 2, queries), fused)
+    return TritonBackward("triton:fp8", narrow=narrow, declared_error=0.1, tiles=tiles)
+
+
+def check_on_hopper(given_: Saved, grad_out: Tensor, by: TritonBackward | None = None) -> None:
+    by = by or kernel()
+    assert by.tiles is not None
+    LAUNCHED.clear()
+    check(by, given_, grad_out, ALLOWED[by.narrow] + (sums_off(given_.spec) if by.tiles.fused else 0.0))
+    rings = {"run_keys": by.tiles.keys.hopper, "run_queries": by.tiles.queries.hopper}
+    assert (["run_all"] if by.tiles.fused else [name for name, ring in rings.items() if ring]) == LAUNCHED
+
+
+def check_against_plain(given_: Saved, grad_out: Tensor, by: TritonBackward) -> None:
+    """In e4m3, where what FP64 allows hides half a rounding."""
+    plain = kernel(None, None, narrow=True).run(given_, grad_out)
+    for x, wanted in zip(by.run(given_, grad_out), plain, strict=True):
+        assert (x.float() - wanted.float()).norm() <= SAME * wanted.float().norm() + 1e-6
+
+
+WAYS: dict[str, dict[str, bool]] = {"bf16 sums": {}, "e4m3 sums": {"narrow": True}, "fused": {"fused": True}}
+any_way = pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> AttentionSpec:
+    """Up to four blocks long, of every mask, grouping and head dimension that the kernels serve."""
+    kv_heads, seqlen_q = draw(st.integers(1, 2)), draw(st.integers(1, 280))
+    side = st.one_of(st.none(), st.just(0), st.integers(0, 300))
+    return AttentionSpec.make(
+        batch=draw(st.integers(1, 2)),
+        heads=kv_heads * draw(st.integers(1, 3)),
+        kv_heads=kv_heads,
+        seqlen_q=seqlen_q,
+        seqlen_kv=draw(st.one_of(st.just(seqlen_q), st.integers(1, 280))),
+        head_dim=draw(st.sampled_from([64, 128, 40, 100])),
+        head_dim_v=draw(st.sampled_from([64, 128, 33])),
+        dtype=draw(st.sampled_from(["bf16", "fp16", "fp32"])),
+        mask=draw(st.builds(Mask, side, side, st.sampled_from(["top-left", "bottom-right"]))),
+        direction="training",
+    )
+
+
+@needs_interpreter
+@settings(
+    max_examples=examples(10, 60), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.target]
+)
+@given(
+    spec=specs(),
+    recipe=st.builds(Recipe, st.sampled_from(["head", "tensor"]), rotation=st.sampled_from(["none", "hadamard"])),
+    how=st.sampled_from(list(WAYS.values())),
+    more=st.integers(0, 2),
+    seed=st.integers(0, 2**31),
+)
+def test_any_small_problem_agrees_with_fp64_on_its_operands(
+    spec: AttentionSpec, recipe: Recipe, how: dict[str, bool], more: int, seed: int
+) -> None:
+    generator, dtype = torch.Generator().manual_seed(seed), gradient_dtype(spec)
+    by_query, by_key = (spec.heads, spec.seqlen_q), (spec.kv_heads, spec.seqlen_kv)
+    sizes = [
+        (*by_query, spec.head_dim),
+        (*by_key, spec.head_dim),
+        (*by_key, spec.head_dim_v),
+        (*by_query, spec.head_dim_v),
+    ]
+    q, k, v, grad_out = (torch.randn(spec.batch, *size, generator=generator).to(dtype) for size in sizes)
+    given_ = saved(spec, q, k, v, (recipe,) * 3)
+    least = (4, 4) if how.get("narrow") else (2, 3)
+    rings = (Ring(64, stages + more) for stages in least)
+    check_on_hopper(given_, exactly_eight_bits(grad_out), kernel(*rings, **how))
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("problem", "way"), every_pair(LONG, list(WAYS)))
+def test_blocks_are_skipped_and_masked_as_the_mask_says(problem: tuple[int, int, Mask], way: str) -> None:
+    (seqlen_q, seqlen_kv, mask), how = problem, WAYS[way]
+    spec, (q, k, v, grad_out) = make(seqlen_q, seqlen_kv, mask=mask, head_dim=64)
+    given_ = saved(spec, q, k, v, (HEAD,) * 3)
+    check_on_hopper(given_, grad_out, kernel(**how))
+    if how.get("narrow"):
+        check_against_plain(given_, grad_out, kernel(narrow=True))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("fused", [False, True])
+def test_keys_behind_the_last_count_for_nothing_where_all_scores_are_far_below_theirs(fused: bool) -> None:
+    """Theirs are 0, and so far above the log-sum-exp that fp32 has no such P."""
+    spec, (q, k, v, grad_out) = make(90, 70, head_dim=64)
+    q, k = q / 8 + 4, k / 8 - 4
+    given_ = saved(spec, q, k, v, (HEAD,) * 3)
+    assert given_.lse is not None
+    assert given_.lse.max() < -100
+    check_on_hopper(given_, grad_out, kernel(fused=fused))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("fused", [False, True])
+def test_queries_without_a_key_get_zeros_and_spoil_nothing(fused: bool) -> None:
+    spec, (q, k, v, grad_out) = make(330, 130, mask=Mask(right=0, alignment="bottom-right"), head_dim=64)
+    given_ = saved(spec, q, k, v, (HEAD,) * 3)
+    dq, dk, dv = kernel(fused=fused).run(given_, grad_out)
+    assert not dq[:, :, :200].any()
+    assert all(torch.isfinite(x).all() for x in (dq, dk, dv))
+
+
+@needs_interpreter
+@any_way
+def test_each_head_of_a_group_has_a_scale_of_its_own(how: dict[str, bool]) -> None:
+    spec, (q, k, v, grad_out) = make(200, 150, heads=3, head_dim=64)
+    q = q * torch.tensor([1.0, 30.0, 0.01])[:, None, None].to(q.dtype)
+    check_on_hopper(saved(spec, q, k, v, (HEAD,) * 3), grad_out, kernel(**how))
+
+
+@needs_interpreter
+def test_whoever_asks_torch_for_deterministic_algorithms_gets_the_same_bits_each_time() -> None:
+    spec, (q, k, v, grad_out) = make(70, 90, head_dim=64)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    LAUNCHED.clear()
+    try:
+        check(kernel(fused=True), saved(spec, q, k, v, (HEAD,) * 3), grad_out, ALLOWED[False])
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert LAUNCHED == ["run_keys", "run_queries"]
+
+
+@needs_interpreter
+@pytest.mark.parametrize("more", [0, 1])
+def test_dq_is_summed_in_bf16_over_no_more_keys_than_that_may_cost(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, (q, k, v, grad_out) = make(70, 256 + more, head_dim=64)
+    monkeypatch.setattr(hopper, "MOST_SUMMED", 256)
+    LAUNCHED.clear()
+    kernel(fused=True).run(saved(spec, q, k, v, (HEAD,) * 3), grad_out)
+    assert (["run_keys", "run_queries"] if more else ["run_all"]) == LAUNCHED
+
+
+@needs_interpreter
+@pytest.mark.parametrize("mean", [2.0, 8.0])
+def test_what_dqs_sums_lose_stays_far_below_what_fp8_does_where_keys_have_a_mean(mean: float) -> None:
+    """Partial sums are then longer than dQ, from which the mean cancels, and so are their roundings."""
+    spec, (q, k, v, grad_out) = make(64, 1024, heads=1, kv_heads=1, head_dim=64, dtype="fp32")
+    k = k + mean
+    exact = dense_gradients(q, k, v, grad_out, spec)[0]
+    given_ = saved(spec, q, k, v, (HEAD,) * 3)
+    off = [
+        float((kernel(fused=fused).run(given_, grad_out)[0].double() - exact).norm() / exact.norm())
+        for fused in (True, False)
+    ]
+    assert off[0] < 1.02 * off[1]
+
+
+@needs_interpreter
+def test_a_triton_that_cannot_add_to_memory_by_tma_runs_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, (q, k, v, grad_out) = make(70, 90, head_dim=64)
+    from triton._C.libtriton import gluon_ir
+
+    assert hopper.adds()
+    with monkeypatch.context() as patch:
+        patch.setattr(gluon_ir, "GluonOpBuilder", object)
+        hopper.adds.cache_clear()
+        LAUNCHED.clear()
+        check(kernel(fused=True), saved(spec, q, k, v, (HEAD,) * 3), grad_out, ALLOWED[False])
+    hopper.adds.cache_clear()
+    assert LAUNCHED == ["run_keys", "run_queries"]
+
+
+@needs_interpreter
+def test_the_roundings_of_dqs_sums_grow_as_random_steps_do() -> None:
+    """The two kernels sum in FP32.  Half the bound is what sums that are random themselves leave.
+
+    All scales are powers of two, so that one dS is another's multiple and rounded alike.
+    """
+    off = []
+    for seqlen_kv in (128, 512, 8192):
+        spec, (q, k, v, grad_out) = make(64, seqlen_kv, heads=1, kv_heads=1, head_dim=64, dtype="fp32")
+        k, v = (x.float() * (3.5 / x.abs().amax().float()) for x in (k, v))
+        given_ = saved(spec, q, k, v, (HEAD,) * 3)
+        dq, wanted = (kernel(fused=fused).run(given_, grad_out)[0].double() for fused in (True, False))
+        off.append(float((dq - wanted).norm() / wanted.norm()) / sums_off(spec))
+    assert min(off) >= 0.4
+    assert max(off) <= 1
+
+
+@needs_interpreter
+@any_way
+def test_each_block_of_queries_has_a_descale_of_its_own(how: dict[str, bool]) -> None:
+    """Powers of two, so that the gradient of the output stays exact."""
+    spec, (q, k, v, grad_out) = make(420, 150, head_dim=64)
+    larger = 2.0 ** (torch.arange(420) // 128 * 3)[:, None]
+    given_, grad_out = saved(spec, q, k, v, (HEAD,) * 3), (grad_out * larger).to(q.dtype)
+    check_on_hopper(given_, grad_out, kernel(**how))
+    if how.get("narrow"):
+        check_against_plain(given_, grad_out, kernel(narrow=True))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("rings", [(Ring(64, 4), None), (None, Ring(64, 4))], ids=["keys", "queries"])
+def test_one_of_the_kernels_may_be_plain(rings: tuple[Ring | None, Ring | None]) -> None:
+    """In e4m3 each reads transposed copies in its own order."""
+    spec, (q, k, v, grad_out) = make(150, 200, head_dim=64)
+    check_on_hopper(saved(spec, q, k, v, (HEAD,) * 3), grad_out, kernel(*rings, narrow=True))
+
+
+@needs_interpreter
+def test_longer_blocks_may_pass_by() -> None:
+    spec, (q, k, v, grad_out) = make(300, 420, mask=Mask(left=200, right=0, alignment="bottom-right"), head_dim=64)
+    check_on_hopper(saved(spec, q, k, v, (HEAD,) * 3), grad_out, kernel(Ring(128, 2), Ring(128, 3)))
+
+
+@needs_interpreter
+@any_way
+def test_what_memory_held_before_spoils_nothing(how: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums begin at zero and padding is zero, whoever had the memory."""
+    spec, (q, k, v, grad_out) = make(150, 200, head_dim=64, head_dim_v=40)
+    given_, empty = saved(spec, q, k, v, (HEAD,) * 3), torch.empty
+
+    def used(*said: Any, **more: Any) -> Tensor:
+        x = empty(*said, **more)
+        if x.is_floating_point() and x.ndim:
+            x.view(torch.uint8).fill_(0xFF)  # no number in any type
+        return x
+
+    monkeypatch.setattr(torch, "empty", used)
+    check_on_hopper(given_, grad_out, kernel(**how))
+
+
+@needs_interpreter
+@any_way
+def test_it_takes_four_launches(how: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device waits for the host where calls are short, and a launch is what takes the host longest."""
+    spec, (q, k, v, grad_out) = make(150, 200, head_dim=64)
+    given_, started, start = saved(spec, q, k, v, (HEAD,) * 3), [], Launch.__call__
+
+    def starting(launch: Launch, *said: Any) -> None:
+        started.append(launch.kernel.__name__)
+        start(launch, *said)
+
+    monkeypatch.setattr(Launch, "__call__", starting)
+    kernel(**how).run(given_, grad_out)
+    assert started[:2] == ["_lay_out_gradient", "_lay_out"]
+    if how.get("fused"):
+        assert started[2:] == ["all_gradients_hopper", "finish_query_gradients"]
+    else:
+        both = ["key_gradients_hopper", "query_gradients_hopper"]
+        assert [name.removeprefix("narrow_") for name in started[2:]] == both
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("too_early", [False, True])
+def test_what_is_staged_is_added_before_it_is_overwritten(too_early: bool, late: bool) -> None:
+    """And the emulator sees it where it is not: the GPU may read a block as late as it is waited for."""
+    sums, wanted = torch.zeros(256, 64, dtype=torch.bfloat16), torch.arange(1.0, 257.0).bfloat16()[:, None]
+    with emulated(lambda: late, *KERNELS):
+        fused = importlib.import_module("attnbench.backends.triton.backward.hopper.fused")
+        tma = fused.tma
+        if too_early:
+            fused.__dict__["tma"] = SimpleNamespace(store_wait=lambda pending: tma.store_wait(pending + 1))
+
+        def work() -> None:
+            staged = Shared.allocate(torch.bfloat16, (4, 64, 64))
+            for turn, block in enumerate(wanted.expand(256, 64).split(64)):
+                fused._add_queries(Descriptor(sums, (64, 64)), Block(block.float()), staged, turn, 64 * turn, 0)
+            tma.store_wait(0)
+
+        Kernel(lambda: specialize([(work, ()), (int, ())], [1], [24]), lambda: late)[1, 1, 1](num_warps=4, maxnreg=24)
+    assert torch.equal(sums, wanted.expand(256, 64)) != (late and too_early)
+
+
+@needs_interpreter
+def test_partitions_that_wait_for_each_other_are_found() -> None:
+    """Three blocks of keys are in use at a time, which two stages do not hold."""
+    spec, (q, k, v, grad_out) = make(70, 400, head_dim=64)
+    with pytest.raises(DeadlockError):
+        kernel(queries=Ring(64, 2)).run(saved(spec, q, k, v, (HEAD,) * 3), grad_out)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("more", "recipes", "narrow"),
+    [
+        ({}, (Recipe("token"), HEAD, HEAD), False),
+        ({}, (HEAD, Recipe("token"), HEAD), False),
+        ({}, (HEAD, HEAD, Recipe("block")), False),
+        ({}, (Recipe("token"), HEAD, HEAD), True),
+        ({"softcap": 3.0}, (HEAD,) * 3, False),
+        ({"scale": -0.1}, (HEAD,) * 3, False),
+        ({"head_dim": 32}, (HEAD,) * 3, False),
+        ({"head_dim_v": 32}, (HEAD,) * 3, False),
+    ],
+    ids=[
+        "q tokens",
+        "k tokens",
+        "v blocks",
+        "e4m3 sums, q tokens",
+        "softcap",
+        "negative",
+        "narrow head",
+        "narrow values",
+    ],
+)
+def test_what_they_do_not_serve_the_plain_kernels_do(
+    more: dict[str, Any], recipes: tuple[Recipe, ...], narrow: bool
+) -> None:
+    spec, (q, k, v, grad_out) = make(70, 90, **{"head_dim": 64, **more})
+    LAUNCHED.clear()
+    check(kernel(narrow=narrow), saved(spec, q, k, v, recipes), grad_out, ALLOWED[narrow])
+    assert not LAUNCHED
+
+
+def test_every_committed_ring_is_one_that_the_kernels_take() -> None:
+    for key, tiles in TILES.items():
+        for tile, stages in ((tiles.keys, 2), (tiles.queries, 3)):
+            if tile.hopper is not None:
+                assert tile.hopper.stages >= stages
+                assert tile.hopper.block * tile.hopper.stages >= (256 if key.narrow else 128)
+                assert tile.hopper.block in (64, 128)

@@ -1,0 +1,169 @@
+"""What compilers make of the backward's Hopper kernels: asynchronous products, no spills, rings that go round."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", minversion="3.6")
+
+import triton
+from compiled_for_hopper import SHARED_MEMORY, idle_barriers
+
+from attnbench.backends.triton.backward.layout import BLOCK, PEAK
+from attnbench.backends.triton.backward.tiles import Ring
+from attnbench.backends.triton.forward.hopper import launch as forward_hopper_launch
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+# Compiles kernels for sm_90, as json on stdin says, and prints what came of each.
+COMPILE = """
+import json, subprocess, sys, tempfile
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
+from attnbench.backends.triton.backward.hopper.launch import _launches
+
+def descriptor(kind, *block):
+    bits = {"fp8e4nv": 8, "bf16": 16, "fp32": 32}[kind]
+    swizzle = min(block[1] * bits // 8, 128) if len(block) > 1 else 0
+    layout = NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=len(block))
+    return f"tensordesc<{kind}[{', '.join(map(str, block))}],{layout!r}>"
+
+tools, found = sys.argv[1], []
+for kind, d, block, narrow, maxnreg, constants in json.load(sys.stdin):
+    kernel = _launches(kind, narrow)._kernel
+    by_query, by_key = (64, block) if kind == "queries" else (block, 64)
+    types = dict.fromkeys(("q", "do"), descriptor("fp8e4nv", by_query, d))
+    types |= dict.fromkeys(("k", "v"), descriptor("fp8e4nv", by_key, d))
+    types |= dict.fromkeys(("q_wide", "do_wide", "k_wide"), descriptor("bf16", block, d))
+    types |= dict(dq_sums=descriptor("bf16", block, d // 2))
+    types |= dict.fromkeys(("q_across", "do_across", "k_across"), descriptor("fp8e4nv", d, block))
+    types |= dict.fromkeys(("row_values", "descales", "factors", "k_descale", "v_descale"), "*fp32")
+    types |= dict(turn=descriptor("bf16", 64 if narrow else d, d))
+    types |= dict.fromkeys(("dq_out", "dk_out", "dv_out"), "*bf16") | dict(rows=descriptor("fp32", block))
+    types |= dict(scale="fp32", exponent="fp32")
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
+               if signature[name].startswith("*") or name in ("size", "size_v")}
+    source = GluonASTSource(kernel, signature, {(names.index(name),): x for name, x in constants.items()}, aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4, maxnreg=maxnreg))
+    with tempfile.TemporaryDirectory() as folder:
+        with open(f"{folder}/k.ptx", "w") as file:
+            file.write(made.asm["ptx"])
+        command = [f"{tools}/ptxas", "-v", "--gpu-name=sm_90a", f"{folder}/k.ptx", "-o", f"{folder}/k.cubin"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        command = [f"{tools}/cuobjdump", "-sass", f"{folder}/k.cubin"]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found.append(dict(said=said, code=code, shared=made.metadata.shared, ttgir=made.asm["ttgir"]))
+print(json.dumps(found))
+"""
+
+
+def _kernel(kind: str, head_dim: int, ring: Ring, narrow: bool = False, **more: object) -> tuple[object, ...]:
+    even, most = forward_hopper_launch.registers()
+    constants: dict[str, object] = {"left": False, "right": False, "rotated": False, "registers": most}
+    constants |= {} if kind == "all" else {"stages": ring.stages}
+    constants |= {} if kind == "keys" else {"ragged": False}
+    constants |= {} if kind == "queries" else {"group": 1}
+    constants |= more | ({"shared": BLOCK, "peak": PEAK} if narrow else {})
+    return kind, head_dim, ring.block, narrow, even, constants
+
+
+def _loops(ttgir: str) -> list[list[str]]:
+    """The lines of every loop that has no loop within, from the one that says what it carries on."""
+    lines, found = ttgir.splitlines(), []
+    for begin, line in enumerate(lines):
+        if "scf.for" in line:
+            indent = line[: len(line) - len(line.lstrip())]
+            end = next(i for i in range(begin + 1, len(lines)) if lines[i].startswith(indent + "}"))
+            if not any("scf.for" in each for each in lines[begin + 1 : end]):
+                found.append(lines[begin:end])
+    return found
+
+
+def _check_rings(ttgir: str, numbers: int) -> None:
+    """Every loop goes round its ring: Triton keeps a variable out of a loop that it takes for unchanged.
+
+    It does so where the loop assigns the value that the variable came with, as in ``previous, slot = slot, other``
+    after ``previous = slot``, and the loop then stays at the first slot.  ``numbers``: slot, phase and previous slot.
+    """
+    loops = _loops(ttgir)
+    assert len(loops) == 3  # of two warpgroups and of the warp that loads
+    for head, *body in loops:
+        made = {match[1] for match in (re.match(r"\s*(%[\w#]+)(?::\d+)? =", line) for line in body) if match}
+        barriers = [match[1] for match in map(re.compile(r"(?:arrive|wait)_barrier (%\w+)").search, body) if match]
+        assert len(barriers) >= 1
+        assert set(barriers) <= made, "a barrier of the first slot, in every turn"
+        if any("warp_group_dot" in line for line in body):
+            carried = head[head.index("->") :]
+            assert len(re.findall(r"\bi32\b", carried[: carried.rindex(":")])) == numbers
+
+
+# Each kernel in each way of summing, with masks but for one, at the head dimension that compiles sooner.
+KERNELS = (
+    _kernel("keys", 64, Ring(64, 4), right=True, left=True),
+    _kernel("queries", 64, Ring(64, 4)),
+    _kernel("keys", 64, Ring(64, 4), True, right=True, left=True, group=4),
+    _kernel("queries", 64, Ring(64, 4), True, left=True, right=True, ragged=True),
+    _kernel("all", 64, Ring(64, 2), left=True, right=True, ragged=True, rotated=True),
+)
+OTHERS = (
+    _kernel("keys", 128, Ring(64, 3), right=True, rotated=True, group=4),
+    _kernel("queries", 128, Ring(64, 4), True, right=True, rotated=True),
+    _kernel("all", 128, Ring(64, 2), right=True, rotated=True, group=4),
+    _kernel("keys", 128, Ring(64, 4)),
+    _kernel("queries", 128, Ring(64, 6), left=True, right=True, ragged=True, rotated=True),
+    _kernel("keys", 128, Ring(64, 5), True, rotated=True),
+    _kernel("keys", 128, Ring(64, 4), True, right=True, rotated=True),
+    _kernel("queries", 128, Ring(64, 6), True, rotated=True),
+    _kernel("all", 128, Ring(64, 2)),
+)
+
+
+@pytest.mark.parametrize(
+    "kernels", [KERNELS, pytest.param(OTHERS, marks=pytest.mark.exhaustive)], ids=["one of each", "others"]
+)
+def test_the_matrix_products_stay_asynchronous_and_nothing_spills(
+    kernels: tuple[tuple[object, ...], ...], tmp_path: Path
+) -> None:
+    if not all((TOOLS / name).exists() for name in ("ptxas", "cuobjdump")):
+        pytest.skip("this Triton brings no ptxas")
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(TOOLS)], input=json.dumps(kernels), env=environment | {
+            "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for found, (kind, head_dim, block, narrow, _, constants) in zip(json.loads(done.stdout), kernels, strict=True):
+        assert isinstance(constants, dict)
+        assert "C75" not in found["said"], found["said"]  # wgmma that ptxas waits for one by one
+        # In e4m3, and where all is in one, a mask's bounds and what waits for the end may lie in memory at head
+        # dimension 128.
+        spilled = [int(x) for x in re.findall(r"(\d+) bytes spill stores", found["said"])]
+        more = 80 if kind == "all" else 96 if narrow and constants["right"] else 0
+        assert max(spilled) <= (more if head_dim == 128 else 0)
+        assert int(found["shared"]) <= SHARED_MEMORY
+        assert not idle_barriers(found["ttgir"])
+        _check_rings(found["ttgir"], 2 if (kind, narrow) in (("keys", True), ("all", False)) else 3)
+        # S of the first block, dP and S in the loop, 32 of the head dimension at a time; the sums, 16 or (in e4m3) 32
+        # tokens and 64 columns at a time, in the loop, and the last block's dK or dQ behind it, unless dK waits for
+        # nothing; where all is in one, dQ of 128 keys in the loop and behind it; the rotation.  For each of two
+        # warpgroups.
+        tokens = block // 32 * (head_dim // 64) if narrow else block // 16
+        sums = 3 if kind != "queries" and not narrow else 2
+        turns = head_dim // 16 if constants["rotated"] else 0
+        assert len(re.findall("QGMMA", found["code"])) == 2 * (3 * head_dim // 32 + (sums * tokens if narrow else 0))
+        both = 2 * 128 // 16 if kind == "all" else 0
+        assert len(re.findall("HGMMA", found["code"])) == 2 * (turns + both + (0 if narrow else sums * tokens))
+        if kind == "all":  # dQ is added block by block, in the loop and behind it, and dS is laid down by stmatrix
+            assert len(re.findall(r"UTMAREDG\.2D\.ADD", found["code"])) == 2 * 2
+            assert "STSM" in found["code"]

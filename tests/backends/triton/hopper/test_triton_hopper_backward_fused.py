@@ -1,0 +1,231 @@
+"""What the fused Hopper kernel reads and writes where it lies, without a GPU: dO, K and dQ have no copies then."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import dense
+import pytest
+import torch
+from backwards import check, exactly_eight_bits, make, saved
+from hopper_backward import on_cpu, sums_off
+from torch import Tensor
+
+from attnbench import AttentionSpec, Mask
+from attnbench.kernels.contract import Saved
+from attnbench.problem.fp8 import Recipe
+
+pytest.importorskip("triton", minversion="3.6")
+
+from attnbench.backends.triton.backward.contract import TritonBackward
+from attnbench.backends.triton.backward.launch import Prepared
+from attnbench.backends.triton.backward.tiles import Ring, Tile, Tiles
+from attnbench.backends.triton.interpreter import interpreted
+from attnbench.backends.triton.launching import Launch
+
+pytestmark = pytest.mark.skipif(not interpreted(), reason="the passes before the kernel run here")
+HEAD, ROTATED = Recipe("head"), Recipe("head", rotation="hadamard")
+ALLOWED = 0.01  # as for the plain kernels with sums in bf16
+_TILE = Tile(64, 64, 4, 2, Ring(64, 2))
+KERNEL = TritonBackward("triton:fp8", narrow=False, declared_error=0.1, tiles=Tiles(_TILE, _TILE, fused=True))
+_MODES = random.Random(0)
+Ran = list[tuple[str, Prepared]]
+
+
+@pytest.fixture
+def ran() -> Iterator[Ran]:
+    """The Hopper kernels that ran, and on what."""
+    found: Ran = []
+    with on_cpu(lambda: _MODES.random() < 0.5, lambda *said: found.append(said)):
+        yield found
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that were launched."""
+    found, start = [], Launch.__call__
+
+    def starting(launch: Launch, *said: Any) -> None:
+        found.append(launch.kernel.__name__)
+        start(launch, *said)
+
+    monkeypatch.setattr(Launch, "__call__", starting)
+    return found
+
+
+def problem(seqlen_q: int = 256, recipe: Recipe = HEAD, **more: Any) -> tuple[Saved, Tensor]:
+    """What a forward leaves and the output's gradient, whose size is another every 128 queries."""
+    spec, (q, k, v, grad) = make(seqlen_q, 200, **{"head_dim": 64, **more})
+    grad = grad * 2.0 ** -(torch.arange(seqlen_q) // 128 * 3)[:, None]
+    return saved(spec, q, k, v, (recipe, recipe, HEAD)), grad.to(torch.bfloat16)
+
+
+def checked(given: Saved, grad: Tensor, ran: Ran) -> Prepared:
+    """What the fused kernel ran on, its gradients being right and dO untouched."""
+    kept = grad.clone()
+    ran.clear()
+    check(KERNEL, given, grad, ALLOWED + sums_off(given.spec))
+    assert torch.equal(grad, kept)
+    ((name, prepared),) = ran
+    assert name == "run_all"
+    return prepared
+
+
+def beside(x: Tensor) -> Tensor:
+    """The same numbers, heads side by side in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def wider(x: Tensor) -> Tensor:
+    """The same numbers, with others behind each row."""
+    return torch.cat([x, torch.ones_like(x)], 3)[..., : x.shape[3]]
+
+
+def moved(x: Tensor) -> Tensor:
+    """The same numbers, from a place on where TMA cannot begin to read."""
+    memory = torch.zeros(x.numel() + 8, dtype=x.dtype)
+    there = (memory[1:] if memory.data_ptr() % 16 == 0 else memory)[: x.numel()].view(x.shape)
+    assert there.data_ptr() % 16
+    return there.copy_(x)
+
+
+def test_what_lies_right_has_no_copy_and_dq_is_summed_where_it_is_returned(
+    ran: Ran, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Q's wide copy is all that bf16 numbers get memory for, beside the gradients; every shape is another."""
+    spec, (q, k, v, grad) = make(256, 384, head_dim=64, head_dim_v=128)
+    given, empty, made = saved(spec, q, k, v, (HEAD,) * 3), torch.empty, []
+
+    def allocated(*said: Any, **more: Any) -> Tensor:
+        x = empty(*said, **more)
+        if x.dtype == torch.bfloat16:
+            made.append(tuple(x.shape))
+        return x
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", allocated)
+        dq, dk, dv = KERNEL.run(given, grad)
+    ((_, prepared),) = ran
+    assert prepared.gradient.laid.wide is not None
+    assert prepared.sums is not None
+    assert prepared.gradient.laid.wide.data_ptr() == grad.data_ptr()
+    assert prepared.sums.data_ptr() == dq.data_ptr()
+    assert prepared.k.wide is None
+    wanted = [tuple(x.shape) for x in (q, dq, dk, dv)]
+    assert sorted(made) == sorted(wanted)
+    assert launched == ["_lay_out_gradient", "_lay_out", "all_gradients_hopper"]
+    checked(given, grad, ran)
+
+
+@pytest.mark.parametrize(
+    ("change", "more"),
+    [
+        (beside, {}),
+        (wider, {}),
+        (moved, {}),
+        (torch.Tensor.half, {"dtype": "fp16"}),
+        (torch.Tensor.float, {"dtype": "fp32"}),
+        (torch.Tensor.contiguous, {"seqlen_q": 200}),
+        (torch.Tensor.contiguous, {"head_dim_v": 40}),
+    ],
+    ids=["heads beside", "longer rows", "not aligned", "fp16", "fp32", "ragged", "padded"],
+)
+@pytest.mark.parametrize("mask", [Mask(), Mask(right=0)], ids=str)
+def test_a_gradient_that_lies_otherwise_or_is_not_bf16_is_copied(
+    change: Callable[[Tensor], Tensor], more: dict[str, Any], mask: Mask, ran: Ran
+) -> None:
+    given, grad = problem(mask=mask, **more)
+    found = checked(given, change(grad), ran).gradient.laid.wide
+    assert found is not None
+    assert found.dtype == torch.bfloat16
+    length, size = grad.shape[2:]
+    assert torch.equal(found[:, :, :length, :size], grad)
+    assert not found[:, :, length:].any()
+    assert not found[..., size:].any()
+
+
+def test_the_same_gradient_in_place_and_copied_gives_the_same_bits(ran: Ran) -> None:
+    """Calls alike but for where dO lies follow each other, so that none may get the other's launch."""
+    given, grad = problem(mask=Mask(right=0))
+    places = [grad, moved(grad), beside(grad), grad]
+    found = [KERNEL.run(given, each) for each in places]
+    read = [prepared.gradient.laid.further(False, interleaved=False) for _, prepared in ran]
+    in_place = [x.data_ptr() == each.data_ptr() for x, each in zip(read, places, strict=True)]
+    assert in_place == [True, False, False, True]
+    for each in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(each, found[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("more", "in_place"),
+    [
+        ({}, True),
+        ({"seqlen_q": 128, "head_dim": 128, "mask": Mask(left=40, right=3)}, True),
+        ({"head_dim_v": 33}, True),
+        ({"recipe": ROTATED}, False),
+        ({"seqlen_q": 192}, False),
+        ({"head_dim": 40}, False),
+        ({"dtype": "fp16"}, False),
+        ({"dtype": "fp32", "recipe": ROTATED}, False),
+    ],
+    ids=["plain", "another head dimension", "padded V", "rotated", "ragged", "padded", "fp16", "fp32, rotated"],
+)
+def test_dq_has_a_pass_behind_it_only_where_the_sums_are_not_dq(
+    more: dict[str, Any], in_place: bool, ran: Ran, launched: list[str]
+) -> None:
+    given, grad = problem(batch=2, **more)
+    checked(given, grad, ran)
+    assert launched[3:] == ([] if in_place else ["finish_query_gradients"])
+
+
+@pytest.mark.parametrize("recipe", [HEAD, ROTATED], ids=["as it is", "rotated"])
+def test_each_head_of_the_keys_has_scales_of_its_own(recipe: Recipe, ran: Ran) -> None:
+    """dS bears those of K and V, and dK is freed from them again."""
+    spec, (q, k, v, grad) = make(256, 150, batch=2, heads=4, kv_heads=2, head_dim=64)
+    k = k * torch.tensor([1.0, 0.03, 5.0, 0.2]).view(2, 2, 1, 1)
+    v = v * torch.tensor([0.01, 30.0, 1.0, 1e4]).view(2, 2, 1, 1)
+    given = saved(spec, q, k.bfloat16(), v.bfloat16(), (recipe, recipe, HEAD))
+    checked(given, grad, ran)
+    found = KERNEL.run(given, grad)
+    for batch, head in ((0, 0), (0, 1), (1, 0), (1, 1)):  # the largest must not hide the others
+        q_heads, kv_heads = slice(2 * head, 2 * head + 2), slice(head, head + 1)
+        exact = [x[batch : batch + 1] for x in given.operands.tensors(torch.float64)]
+        one = spec.replace(batch=1, heads=2, kv_heads=1)
+        parts = exact[0][:, q_heads], exact[1][:, kv_heads], exact[2][:, kv_heads], grad[batch : batch + 1, q_heads]
+        truth = dense.dense_gradients(*parts, one)
+        for x, wanted, heads in zip(found, truth, (q_heads, kv_heads, kv_heads), strict=True):
+            assert dense.relative_l2(x[batch : batch + 1, heads], wanted) < 0.03
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("exponent", [-90, 60, 110])
+def test_the_size_of_the_gradient_costs_no_accuracy(exponent: int, dtype: str, ran: Ran) -> None:
+    given, grad = problem(dtype=dtype)
+    plain = KERNEL.run(given, grad)
+    for x, y in zip(KERNEL.run(given, grad * 2.0**exponent), plain, strict=True):
+        assert dense.relative_l2(x, y.double() * 2.0**exponent) < 0.002
+
+
+@pytest.mark.parametrize(("operand", "exponent"), [("k", -60), ("k", 20), ("v", -60), ("v", 60)])
+def test_the_size_of_keys_and_values_costs_no_accuracy(operand: str, exponent: int, ran: Ran) -> None:
+    """What K is larger by, Q is smaller by, so that P is the same."""
+    spec, (q, k, v, grad) = make(128, 200, head_dim=64)
+    plain = KERNEL.run(saved(spec, q, k, v, (HEAD,) * 3), grad)
+    larger, sizes = 2.0**exponent, {"k": (1, -1), "v": (1, 1)}[operand]
+    changed = (q / larger, k * larger, v) if operand == "k" else (q, k, v * larger)
+    found = KERNEL.run(saved(spec, *changed, (HEAD,) * 3), grad)
+    for x, y, size in zip(found, plain, (*sizes, 0), strict=True):
+        assert dense.relative_l2(x, y.double() * larger**size) < 0.002
+
+
+def test_the_largest_numbers_of_fp32_do_not_become_infinite_in_bf16(ran: Ran) -> None:
+    given, grad = problem(dtype="fp32")
+    grad = exactly_eight_bits(grad.float()) * 2.0**-10
+    grad[0, 0, 5] = torch.finfo(torch.float32).max
+    spec: AttentionSpec = given.spec
+    truth = dense.dense_gradients(*given.operands.tensors(torch.float64), grad, spec)
+    for x, wanted in zip(KERNEL.run(given, grad), truth, strict=True):
+        assert torch.isfinite(x).all()
+        assert dense.relative_l2(x, wanted) < 0.02

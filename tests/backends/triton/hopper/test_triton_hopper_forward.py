@@ -1,0 +1,241 @@
+"""What the Hopper forward computes, emulated: against dense FP64 on what was quantised, whatever is asynchronous."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from dense import dense_attention, relative_l2
+from gluon_on_cpu import emulated
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnbench.backends.triton import TritonForward, TritonOnePass
+from attnbench.backends.triton.forward.tiles import ONE_PASS, Tile
+from attnbench.backends.triton.interpreter import interpreted
+from attnbench.kernels.capabilities import Device
+from attnbench.kernels.contract import Operands, Result
+from attnbench.problem.fp8 import Quantised, Recipe, quantise
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
+from examples import examples
+
+pytest.importorskip("triton", minversion="3.6")
+if not interpreted():
+    pytest.skip("kernels are compiled here, which the tests in tests/gpu run", allow_module_level=True)
+
+from attnbench.backends.triton.forward import launch as triton_forward
+from attnbench.backends.triton.forward.hopper import launch as hopper
+from attnbench.backends.triton.quantise import launch as triton_quantise
+
+MODULES = [
+    f"attnbench.backends.triton.{name}"
+    for name in ("forward_hopper", "forward_hopper_order", "forward_hopper_scales", "forward_hopper_softmax")
+]
+SMALL = Tile(128, 64, 4, 2, parts=2, interleaved=True, hopper=True, turns=True)
+LONE = Tile(128, 128, 4, 3, interleaved=True, hopper=True, alone_from=0)
+_LATE: list[bool] = [True]
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Three multiprocessors, whose Gluon is the emulator's."""
+
+    def emulating(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **named: Any) -> Any:
+            with emulated(lambda: _LATE[0], *MODULES):
+                return function(*args, **named)
+
+        return run
+
+    monkeypatch.setattr(hopper, "runs_on", lambda device: True)
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 3)
+    for name in ("_native", "attend"):
+        monkeypatch.setattr(triton_forward, name, emulating(getattr(triton_forward, name)))
+    yield
+    _LATE[0] = True
+
+
+def tensors(spec: AttentionSpec, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    dtype = torch.float16 if spec.dtype == "fp16" else torch.bfloat16
+
+    def normal(heads: int, length: int, size: int) -> torch.Tensor:
+        return torch.randn(spec.batch, heads, length, size, generator=generator).to(dtype)
+
+    return (
+        normal(spec.heads, spec.seqlen_q, spec.head_dim),
+        normal(spec.kv_heads, spec.seqlen_kv, spec.head_dim),
+        normal(spec.kv_heads, spec.seqlen_kv, spec.head_dim_v),
+    )
+
+
+def agrees(operands: Operands, result: Result, off: float = 0.04) -> None:
+    """Up to the rounding of P, with a log-sum-exp of the very scores."""
+    assert operands.native.tile.hopper
+    out, lse = dense_attention(*operands.tensors(torch.float64), operands.spec)
+    assert relative_l2(result.out, out) <= off
+    seen = lse > -math.inf
+    assert torch.equal(result.lse > -math.inf, seen)
+    torch.testing.assert_close(result.lse[seen].double(), lse[seen], rtol=1e-5, atol=2e-5)
+
+
+MASKS = st.sampled_from(
+    [Mask(), Mask(right=0), Mask(right=0, alignment="bottom-right"), Mask(left=90, right=3), Mask(left=70)]
+)
+
+
+@given(
+    spec=st.builds(
+        lambda mask, **said: AttentionSpec.make(mask=mask, heads=4, **said),
+        mask=MASKS,
+        batch=st.integers(1, 2),
+        kv_heads=st.sampled_from([1, 2, 4]),
+        seqlen_q=st.integers(1, 300),
+        seqlen_kv=st.integers(1, 400),
+        head_dim=st.sampled_from([40, 64, 128]),
+        head_dim_v=st.sampled_from([24, 64, 128]),
+        dtype=st.sampled_from(["bf16", "fp16"]),
+    ),
+    kernel=st.sampled_from(
+        [TritonOnePass(SMALL), TritonOnePass(LONE), TritonForward("fp8-head", SMALL), TritonForward("fp8", LONE)]
+    ),
+    late=st.booleans(),
+)
+@settings(max_examples=examples(4, 50), deadline=None)
+def test_it_computes_exact_attention_on_what_was_quantised(
+    spec: AttentionSpec, kernel: TritonForward, late: bool
+) -> None:
+    _LATE[0] = late
+    operands = kernel.prepare(*tensors(spec), spec)
+    agrees(operands, kernel.run(operands), 0.06)
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(right=0)], ids=["none", "causal"])
+@pytest.mark.parametrize(
+    ("head_dim", "late"),
+    [
+        (64, True),
+        (128, False),
+        pytest.param(128, True, marks=pytest.mark.exhaustive),
+        pytest.param(256, True, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_committed_tiles_of_one_pass(head_dim: int, late: bool, mask: Mask) -> None:
+    _LATE[0] = late
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=260, seqlen_kv=530, head_dim=head_dim, mask=mask)
+    kernel = TritonOnePass()
+    operands = kernel.prepare(*tensors(spec), spec)
+    assert operands.native.tile == ONE_PASS[max(head_dim, 128), mask.kind == "none"]
+    agrees(operands, kernel.run(operands))
+
+
+def test_the_kernel_casts_queries_to_the_numbers_of_the_token_recipe() -> None:
+    """With one key the log-sum-exp is the score: a number of Q that is rounded otherwise changes it by 0.001 or so."""
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=140, seqlen_kv=1, head_dim=64)
+    q, k, v = tensors(spec)
+    q[0, 0, 3] = 0.0
+    q[0, 0, 4] *= 1e-38
+    q[0, 1, 5] *= 1e30
+    kernel = TritonOnePass(SMALL)
+    found = kernel.run(kernel.prepare(q, k, v, spec)).lse
+    assert found is not None
+    rows, keys = quantise(q, Recipe("token")), quantise(k, Recipe("block"))
+    scores = (rows.dequantised(torch.float64) @ keys.dequantised(torch.float64).mT)[..., 0] * spec.scale
+    torch.testing.assert_close(found.double(), scores, rtol=3e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(1.0, 1e-6, 1.0, 1e6), (1e-20, 1.0, 1e20, 1e-20), (0.0, 1e-6, 0.0, 1e-3), (1e30, 1e-30, 1e30, 1.0)],
+    ids=str,
+)
+def test_blocks_of_values_of_all_sizes_have_units_of_their_own(sizes: tuple[float, ...]) -> None:
+    """Rows that see one block alone are right in its own size, down to 2^-70 of the largest value of the head."""
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=256, head_dim=64, mask=Mask(left=20, right=0))
+    q, k, v = tensors(spec)
+    for i, size in enumerate(sizes):
+        v[:, :, 64 * i : 64 * (i + 1)] *= size
+    kernel = TritonOnePass(SMALL)
+    operands = kernel.prepare(q, k, v, spec)
+    found = kernel.run(operands).out
+    exact, _ = dense_attention(*operands.tensors(torch.float64), spec)
+    assert bool(torch.isfinite(found).all())
+    for i in range(4):
+        rows = slice(64 * i + 21, 64 * (i + 1))  # that see this block alone
+        off = (found[:, :, rows].double() - exact[:, :, rows]).norm()
+        assert off <= 0.05 * exact[:, :, rows].norm() + 2.0**-70 * v.double().abs().max() * (
+            max(sizes) > 1e20 * sizes[i]
+        )
+
+
+def test_scores_too_small_for_fp32_are_alike() -> None:
+    """Each row's factor is 0 in FP32, and the mask's minus infinity times 0 would be no number."""
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=130, head_dim=64, mask=Mask(right=0))
+    q, k, v = tensors(spec)
+    kernel = TritonOnePass(SMALL)
+    operands = kernel.prepare(q * 1e-30, k * 1e-30, v, spec)
+    agrees(operands, kernel.run(operands))
+
+
+@pytest.mark.parametrize("what", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_what_is_not_finite_stays_visible(which: int, what: float) -> None:
+    """In a row of Q for that row; in K and V for every row that sees the block."""
+    spec = AttentionSpec.make(batch=1, heads=2, kv_heads=2, seqlen_q=130, seqlen_kv=130, head_dim=64)
+    operands = tensors(spec)
+    operands[which][0, 1, 70, 5] = what
+    kernel = TritonOnePass(SMALL)
+    out = kernel.run(kernel.prepare(*operands, spec)).out
+    assert bool(torch.isfinite(out[0, 0]).all())
+    hit = ~torch.isfinite(out[0, 1]).all(-1)
+    if which == 0:
+        assert hit.nonzero().flatten().tolist() == [70]
+    else:
+        assert bool(hit.all())
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"softcap": 5.0}, "has no softcap"),
+        ({"scale": -0.1}, "no negative scale"),
+        ({"head_dim": 64, "head_dim_v": 64}, "head_dim 64"),
+        ({"dtype": "fp32"}, "fp32"),
+    ],
+    ids=str,
+)
+def test_on_a_gpu_one_pass_refuses_what_its_kernel_does_not_serve(changes: dict[str, Any], sentence: str) -> None:
+    spec, h200 = AttentionSpec.make(batch=1, heads=2, seqlen_q=140, head_dim=128), Device("cuda", "H200", (9, 0))
+    before = TritonOnePass().refusals(spec, h200)
+    assert not any(sentence in each for each in before)
+    assert sentence in " ".join(TritonOnePass().refusals(spec.replace(**changes), h200))
+
+
+@pytest.mark.parametrize(("known", "refused"), [(True, 0), (False, 1)])
+def test_on_a_gpu_one_pass_wants_the_triton_that_the_kernel_is_for(
+    known: bool, refused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper, "recent", lambda: known)
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=140, head_dim=128)
+    said = TritonOnePass().further_refusals(spec, Device("cuda", "H200", (9, 0)))
+    assert sum("Triton 3.6" in each for each in said) == refused
+
+
+def test_queries_in_e4m3_are_made_for_those_who_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    before = triton_quantise.quantised
+    monkeypatch.setattr(triton_quantise, "quantised", lambda *args: made.append(args) or before(*args))
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=140, head_dim=64)
+    q, k, v = tensors(spec)
+    kernel = TritonOnePass(SMALL)
+    operands = kernel.prepare(q, k, v, spec)
+    kernel.run(operands)
+    assert not made
+    assert isinstance(operands.q, Quantised)
+    assert torch.equal(operands.q.dequantised(torch.float32), quantise(q, Recipe("token")).dequantised(torch.float32))
+    assert operands.q.data is operands.q.data
+    assert len(made) == 1

@@ -1,0 +1,359 @@
+"""Fused quantisation under Triton's interpreter, against ``attnbench.problem.fp8`` bit for bit and against FP64."""
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from quantising import bits, bound, laid_out
+
+from attnbench.backends.triton.launching import Launch
+from attnbench.backends.triton.quantise import launch as triton_quantise
+from attnbench.backends.triton.quantise import numbers as quantise_numbers
+from attnbench.backends.triton.quantise.launch import Request, Tiles, quantised, quantised_together
+from attnbench.errors import InputError
+from attnbench.problem.dtypes import TO_TORCH
+from attnbench.problem.fp8 import BLOCK, LARGEST, Recipe, hadamard, quantise
+from attnbench.problem.spec import GRANULARITIES
+
+SHARED = ("head", "tensor")
+HALF_ULP = {"e4m3": (2.0**-4, 2.0**-10), "e5m2": (2.0**-3, 2.0**-17)}  # of normal numbers, of subnormal ones
+ORDER = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]  # of 16 tokens in an interleaved copy
+TILES = [Tiles(16, 64, 4, 16), Tiles(64, 64, 4, 64), Tiles(32, 128, 8, 128)]
+
+dtypes = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
+shapes = st.tuples(
+    st.integers(1, 2), st.integers(1, 3), st.sampled_from([1, 2, 63, 128, 129, 200]), st.sampled_from([8, 16, 20, 64])
+)
+
+
+layouts = st.sampled_from(["bhsd", "bshd", "bhds", "sbhd", "gaps"])
+
+
+def expected(x, recipe, group=1):
+    """``attnbench.problem.fp8``'s answer, with the scale of a head shared by ``group`` of them."""
+    b, h, s, d = x.shape
+    if recipe.granularity != "head":
+        return quantise(x, recipe)
+    whole = quantise(x.reshape(b, h // group, group * s, d), recipe)
+    descale = whole.descale.repeat_interleave(group, dim=1)
+    return type(whole)(whole.data.reshape(x.shape), descale, "head")
+
+
+def complete(result, length):
+    """The transposed copy holds what the rows hold, and zeros behind."""
+    assert result.transposed.is_contiguous()
+    assert result.transposed.shape[3] == math.ceil(length / 128) * 128
+    ordered = found = bits(result.transposed)
+    if result.interleaved:
+        ordered = torch.empty_like(found)
+        ordered.unflatten(3, (-1, 16))[..., ORDER] = found.unflatten(3, (-1, 16))
+    assert torch.equal(ordered[..., :length].mT, bits(result.data.contiguous()))
+    assert not ordered[..., length:].any()
+
+
+@settings(max_examples=40)
+@given(
+    shape=shapes,
+    group=st.integers(1, 3),
+    layout=layouts,
+    dtype=dtypes,
+    granularity=st.sampled_from(GRANULARITIES),
+    format=st.sampled_from(["e4m3", "e5m2"]),
+    copies=st.sampled_from([(True, False), (True, True), (False, True)]),
+    interleaved=st.booleans(),
+    tiles=st.sampled_from(TILES),
+    exponent=st.sampled_from([0, 0, -10, 5]),
+    seed=st.integers(0, 99),
+)
+def test_it_is_the_definition_bit_for_bit(
+    shape, group, layout, dtype, granularity, format, copies, interleaved, tiles, exponent, seed
+):
+    b, h, s, d = shape
+    x = laid_out((b, h * group, s, d), layout, dtype, seed, exponent)
+    before, recipe, (rows, transposed) = x.clone(), Recipe(granularity, format), copies
+    request = Request(x, rows, transposed, group, interleaved=interleaved)
+    (found,) = quantised_together([request], recipe, tiles)
+    wanted = expected(x, recipe, group)
+    assert torch.equal(x, before)
+    assert (found.data.dtype, found.data.shape) == (TO_TORCH[format], x.shape)
+    assert torch.equal(bits(found.data.contiguous()), bits(wanted.data))
+    counts = {"tensor": (1, 1, 1), "head": (b, h * group, 1), "token": (b, h * group, s)}
+    assert found.descale.shape == (*counts.get(granularity, (b, h * group, math.ceil(s / BLOCK))), 1)
+    operand = found.operand(recipe)
+    assert torch.equal(operand.descale.expand(b, h * group, s, 1), wanted.descale.expand(b, h * group, s, 1))
+    assert torch.equal(operand.dequantised(torch.float32), wanted.dequantised(torch.float32))
+    if rows:
+        assert found.data.stride()[3] == 1
+        assert found.data.stride()[2] == math.ceil(d / 16) * 16
+        assert found.data.data_ptr() % 16 == 0
+    if transposed:
+        assert found.interleaved == interleaved
+        complete(found, s)
+    else:
+        assert found.transposed is None
+
+
+@pytest.mark.parametrize("block", [64, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_blocks_of_other_lengths_are_heads_of_their_own(block, dtype):
+    x = laid_out((2, 3, 300, 32), "bshd", dtype, 5, 0)
+    x[0, 1, :block] = 0
+    (found,) = quantised_together([Request(x, transposed=True)], Recipe("block"), block=block)
+    operand = found.operand(Recipe("block"), block=block)
+    complete(found, 300)
+    for start in range(0, 300, block):
+        part = slice(start, start + block)
+        wanted = quantise(x[:, :, part], Recipe("head"))
+        assert torch.equal(bits(found.data[:, :, part].contiguous()), bits(wanted.data))
+        assert torch.equal(found.descale[:, :, start // block], wanted.descale[:, :, 0])
+        assert torch.equal(operand.dequantised(torch.float32)[:, :, part], wanted.dequantised(torch.float32))
+
+
+@settings(max_examples=30)
+@given(
+    shape=shapes,
+    layout=layouts,
+    dtype=dtypes,
+    granularity=st.sampled_from(GRANULARITIES),
+    format=st.sampled_from(["e4m3", "e5m2"]),
+    rotation=st.sampled_from(["none", "hadamard"]),
+    smoothing=st.booleans(),
+    transposed=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_rotated_and_smoothed_it_is_half_an_ulp_from_the_truth(
+    shape, layout, dtype, granularity, format, rotation, smoothing, transposed, seed
+):
+    x = laid_out(shape, layout, dtype, seed) + 3
+    recipe = Recipe(granularity, format, rotation, smoothing)
+    found = quantised(x, recipe, transposed=transposed, rotate=True, smooth=True)
+    truth = x.double()
+    if smoothing:
+        assert (found.mean.double() - truth.mean(2, keepdim=True)).abs().max() < 1e-5 * truth.abs().max()
+        truth = truth - found.mean.double()
+    moved = truth
+    if rotation == "hadamard":
+        truth = truth @ hadamard(x.shape[3]).double()
+    operand = found.operand(recipe, rotated=rotation == "hadamard")
+    descale = operand.descale.double()
+    noise = 1e-5 * truth.abs().amax((2, 3), keepdim=True) + 1e-6 * x.abs().max()  # of sums in fp32
+    relative, absolute = HALF_ULP[format]
+    error = (found.data.double() * descale - truth).abs()
+    assert torch.all(error <= torch.maximum(relative * truth.abs(), absolute * descale) + noise)
+    largest = truth.abs() if rotation == "none" or granularity not in SHARED else bound(moved)
+    reach = descale * LARGEST[format]  # the scales are no larger than they have to be
+    assert torch.all((truth.abs() <= reach + noise).flatten())
+    assert torch.all(reach.amin() <= largest.max() + noise) or not moved.any()
+    back = (operand.dequantised(torch.float64) - x.double()).norm(dim=3)
+    assert torch.all(back <= (error.norm(dim=3) + 1e-5 * (x.double().norm(dim=3) + truth.norm(dim=3))))
+    if transposed:
+        complete(found, shape[2])
+
+
+@settings(max_examples=30)
+@given(
+    shape=shapes,
+    layout=layouts,
+    dtype=dtypes,
+    granularity=st.sampled_from(GRANULARITIES),
+    smoothing=st.booleans(),
+    tiles=st.sampled_from(TILES),
+    seed=st.integers(0, 99),
+)
+def test_rotated_it_is_the_definition_but_for_last_bits(shape, layout, dtype, granularity, smoothing, tiles, seed):
+    """Of the scale, and of sums: few numbers, next to the middle between two of FP8's, go to the other one."""
+    assume(shape[2] > 1 or not smoothing)  # one token less its mean is what rounding leaves
+    x = laid_out(shape, layout, dtype, seed)
+    recipe = Recipe(granularity, "e4m3", "hadamard", smoothing)
+    (found,) = quantised_together([Request(x, rotate=True, smooth=True)], recipe, tiles)
+    wanted = quantise(x, recipe, rotate=True, smooth=True)
+    ours, theirs = (each.descale.expand(*shape[:3], 1) for each in (found.operand(recipe), wanted))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5 if smoothing else 1e-6, atol=0)
+    here, there = found.data.double(), wanted.data.double()
+    assert torch.all((here - there).abs() <= torch.maximum(there.abs() / 8, torch.tensor(2.0**-9)) * 1.001 + 1e-3)
+    assert (here != there).double().mean() < (0.02 if smoothing else 0.002)
+
+
+def test_before_the_scale_of_a_head_is_known_nothing_is_rotated(monkeypatch):
+    """The first pass is as cheap as without a rotation: it works where there are no signs to be multiplied with."""
+    passes, memory = [], []
+    monkeypatch.setattr(Launch, "__call__", lambda launch, first, addresses: passes.append((launch, first)))
+    x = laid_out((1, 2, 100, 32), "bhsd", torch.bfloat16)
+    quantised(x, Recipe("head", rotation="hadamard"), rotate=True)
+    monkeypatch.undo()
+    for launch, ((job,),) in passes[:1]:
+        nothing = job._replace(signs=torch.full_like(job.signs, math.nan))
+        launch(((nothing,),), 1)
+        memory.append(job.partial.view(torch.float32))
+    assert [launch.kernel.__name__ for launch, _ in passes] == ["largest_magnitudes", "cast"]
+    torch.testing.assert_close(memory[0].amax((0, 2)).double(), bound(x.double()).amax((0, 2, 3)), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("rotation", ["none", "hadamard"])
+def test_what_the_recipe_has_applies_only_where_it_is_asked_for(rotation):
+    x = laid_out((1, 2, 40, 32), "bhsd", torch.float32)
+    recipe = Recipe("token", rotation=rotation, smoothing=True)
+    found = quantised(x, recipe)
+    assert found.mean is None
+    assert torch.equal(bits(found.data), bits(quantise(x, recipe).data))
+    assert quantised(x, Recipe("token"), rotate=True, smooth=True).mean is None
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize("layout", ["bshd", "gaps"])
+@pytest.mark.parametrize("first", [0, 1], ids=["of two lengths", "alike"])
+def test_together_is_the_same_as_one_by_one(granularity, layout, first):
+    """Programs of tensors that are alike run in turns, those of others one tensor after the other."""
+    recipe = Recipe(granularity, rotation="hadamard")
+    q = laid_out((2, 3, 70, 32), layout, torch.bfloat16, 1)
+    k = laid_out((2, 1, 133, 32), "bshd", torch.bfloat16, 2)
+    v = laid_out((2, 1, 133, 48), "bhsd", torch.float32, 3)
+    requests = [Request(q, group=3, rotate=True), Request(k, transposed=True, rotate=True)]
+    requests += [Request(v, False, True), Request(v, True, True, interleaved=True)]
+    for request, found in zip(requests[first:], quantised_together(requests[first:], recipe), strict=True):
+        x, *keywords = request
+        alone = quantised(x, recipe, **dict(zip(Request._fields[1:], keywords, strict=True)))
+        assert torch.equal(bits(found.data.contiguous()), bits(alone.data.contiguous()))
+        assert torch.equal(found.descale, alone.descale)
+        assert (found.transposed is None) == (alone.transposed is None)
+        if found.transposed is not None:
+            assert torch.equal(bits(found.transposed), bits(alone.transposed))
+
+
+def test_an_operand_without_rows_puts_its_tokens_in_order_when_they_are_read():
+    recipe = Recipe("block")
+    x = laid_out((1, 2, 150, 16), "bhsd", torch.bfloat16)
+    operand = quantised(x, recipe, rows=False, transposed=True, interleaved=True).operand(recipe)
+    wanted = quantise(x, recipe)
+    assert "data" not in vars(operand), "nobody has read it"
+    other = replace(operand, descale=2 * operand.descale)
+    assert torch.equal(bits(operand.data.contiguous()), bits(wanted.data))
+    assert operand.data is operand.data
+    assert torch.equal(operand.dequantised(torch.float32), wanted.dequantised(torch.float32))
+    assert torch.equal(other.dequantised(torch.float32), 2 * wanted.dequantised(torch.float32))
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+def test_the_assembly_turns_four_tokens(format):
+    """The interpreter has no PTX: here each instruction of it is one of Python, as the PTX ISA describes it."""
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)) * 100  # tokens, and places of the head dimension
+    wanted = x.to(TO_TORCH[format]).view(torch.uint8).tolist()
+    text = {"e4m3": quantise_numbers._E4M3, "e5m2": quantise_numbers._E5M2}[format].value
+    values = {f"${8 + i}": number for i, number in enumerate(x.flatten().tolist())}
+    for line in text.strip("{} ").split(";"):
+        name, into, *rest = re.findall(r"[$.\w]+", line) or [".reg", ""]
+        if name.startswith("cvt"):
+            assert name == f"cvt.rn.satfinite.{format}x2.f32"
+            pair = torch.tensor([values[rest[1]], values[rest[0]]]).to(TO_TORCH[format]).view(torch.uint8)
+            values[into] = pair.tolist()
+        elif name == "mov.b32":
+            values[into] = [byte for each in rest for byte in values[each]]
+        elif name == "prmt.b32":
+            both, digits = values[rest[0]] + values[rest[1]], int(rest[2], 16)
+            values[into] = [both[digits >> 4 * i & 15] for i in range(4)]
+        else:
+            assert name == ".reg"
+    assert [values[f"${i}"] for i in range(4)] == wanted
+    assert [values[f"${4 + i}"] for i in range(4)] == [list(column) for column in zip(*wanted, strict=True)]
+
+
+@settings(max_examples=10)
+@given(length=st.integers(2, 200), rotation=st.sampled_from(["none", "hadamard"]), data=st.data())
+def test_no_token_depends_on_a_later_one(length, rotation, data):
+    cut = data.draw(st.integers(1, length - 1))
+    x = laid_out((1, 2, length, 16), "bhsd", torch.bfloat16)
+    other = x.clone()
+    other[:, :, cut:] *= -300
+    recipe = Recipe("token", rotation=rotation)
+    ours, theirs = (quantised(each, recipe, transposed=True, rotate=True) for each in (x, other))
+    assert torch.equal(bits(ours.data[:, :, :cut]), bits(theirs.data[:, :, :cut]))
+    assert torch.equal(bits(ours.transposed[..., :cut]), bits(theirs.transposed[..., :cut]))
+    assert torch.equal(ours.descale[:, :, :cut], theirs.descale[:, :, :cut])
+    assert not torch.equal(ours.descale[:, :, cut:], theirs.descale[:, :, cut:])
+
+
+@pytest.mark.parametrize("granularity", SHARED)
+@pytest.mark.parametrize(("heads", "length", "most"), [(24, 40, 1024), (2, 300, 4), (3, 130, 1)])
+def test_many_partial_magnitudes_are_one(monkeypatch, granularity, heads, length, most):
+    """More of them than are read at once, and programs that have several tiles each."""
+    monkeypatch.setattr(triton_quantise, "_MOST_PARTIAL", most)
+    triton_quantise._layout.cache_clear()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(4, heads, length, 16, generator=generator)
+    x[3, heads - 1, length - 1, 5] = -50.0
+    recipe = Recipe(granularity)
+    (found,) = quantised_together([Request(x)], recipe, Tiles(64, 64, 4, 16))
+    wanted = quantise(x, recipe)
+    assert torch.equal(found.descale, wanted.descale)
+    assert torch.equal(bits(found.data), bits(wanted.data))
+    triton_quantise._layout.cache_clear()
+
+
+@pytest.mark.parametrize("axis", [2, 3])
+@pytest.mark.parametrize(("granularity", "rotation"), [("token", "none"), ("head", "hadamard")])
+def test_rows_and_columns_farther_apart_than_32_bits_count(tmp_path, axis, granularity, rotation):
+    """A file with holes stands for a tensor of more than 2^31 elements, most of which nobody touches."""
+    strides = [1, 1, 1, 1]
+    strides[axis] = 2**29 + 8
+    strides[5 - axis] = 2
+    size = sum(stride * (count - 1) for stride, count in zip(strides, (1, 1, 6, 6), strict=True)) + 1
+    memory = torch.from_file(str(tmp_path / "far"), shared=True, size=size, dtype=torch.float16)
+    x = memory.as_strided((1, 1, 6, 6), strides)
+    x.copy_(laid_out((1, 1, 6, 6), "bhsd", torch.float16))
+    near, recipe = x.contiguous(), Recipe(granularity, rotation=rotation)
+    ours, wanted = (quantised(each, recipe, transposed=True, rotate=True) for each in (x, near))
+    assert torch.equal(bits(ours.data.contiguous()), bits(wanted.data.contiguous()))
+    assert torch.equal(bits(ours.transposed), bits(wanted.transposed))
+    assert torch.equal(ours.descale, wanted.descale)
+
+
+@pytest.mark.parametrize("axes", [(0,), (1,), (2,), (3,), (0, 1, 2, 3)])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_what_is_broadcast_is_read_where_it_lies(axes, granularity):
+    shape = (2, 3, 130, 20)
+    x = laid_out([1 if axis in axes else size for axis, size in enumerate(shape)], "bhsd", torch.bfloat16)
+    recipe = Recipe(granularity)
+    found = quantised(x.expand(shape), recipe, transposed=True)
+    wanted = quantise(x.expand(shape), recipe)
+    assert torch.equal(bits(found.data.contiguous()), bits(wanted.data.contiguous()))
+    assert torch.equal(found.operand(recipe).descale.expand(2, 3, 130, 1), wanted.descale.expand(2, 3, 130, 1))
+    complete(found, 130)
+
+
+def test_the_second_call_copies_nothing_from_the_host(monkeypatch):
+    """Which the capture of a graph forbids; and what the first call keeps, in whatever mode, serves all others."""
+    recipe = Recipe("head", rotation="hadamard", smoothing=True)
+    x = laid_out((1, 1, 9, 52), "bhsd", torch.float32)
+    with torch.inference_mode():
+        first = quantised(x, recipe, rotate=True, smooth=True)
+    monkeypatch.setattr(triton_quantise, "hadamard", lambda *_: pytest.fail("the rotation was asked for again"))
+    again = quantised(x.requires_grad_(), recipe, rotate=True, smooth=True)
+    assert torch.equal(bits(first.data.contiguous()), bits(again.data.contiguous()))
+    assert torch.equal(first.mean, again.mean)
+
+
+def test_gradients_do_not_flow_into_it():
+    x = laid_out((1, 1, 9, 16), "bhsd", torch.float32).requires_grad_()
+    found = quantised(x, Recipe("token", rotation="hadamard", smoothing=True), rotate=True, smooth=True)
+    assert not any(each.requires_grad for each in (found.data, found.descale, found.mean))
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        (Request(torch.zeros(2, 3, 4)), "B, H, S, D"),
+        (Request(torch.zeros(1, 1, 0, 8)), "not empty"),
+        (Request(torch.zeros(1, 1, 4, 8, dtype=torch.float64)), "float64"),
+        (Request(torch.zeros(1, 3, 4, 8), group=2), "groups of 2"),
+        (Request(torch.zeros(1, 3, 4, 8), group=0), "groups of 0"),
+        (Request(torch.zeros(1, 3, 4, 8), rows=False), "rows, a transposed copy or both"),
+        (Request(torch.zeros(1, 3, 4, 8, device="meta")), "one device"),
+    ],
+)
+def test_what_has_no_answer_is_an_error(request_, said):
+    with pytest.raises(InputError, match=said):
+        quantised_together([Request(torch.zeros(1, 1, 4, 8)), request_], Recipe("head"))

@@ -1,0 +1,284 @@
+"""The FP8 backward under Triton's interpreter: against dense FP64 on the very operands, and what it refuses."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import dense
+import pytest
+import torch
+from backwards import LONG, check, exactly_eight_bits, make, saved
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from problems import Problem, problems
+
+from attnbench import Mask
+from attnbench.backends.emulated import BACKEND as EMULATED
+from attnbench.backends.sdpa.flash import BACKEND as SDPA
+from attnbench.backends.triton import BACKEND, TritonForward
+from attnbench.backends.triton.backward.contract import KERNELS, TritonBackward
+from attnbench.backends.triton.backward.tiles import DEFAULTS, TILES, Tile, TileKey, Tiles, tiles_of
+from attnbench.backends.triton.forward.contract import RECIPES
+from attnbench.errors import InputError
+from attnbench.kernels.capabilities import Capabilities, Device
+from attnbench.kernels.contract import ForwardKernel, Saved
+from attnbench.kernels.registry import Registry
+from attnbench.problem.fp8 import Quantised, Recipe, quantise
+from examples import every_pair, examples
+
+pytest.importorskip("triton")
+WIDE, NARROW = KERNELS
+CPU = Device("cpu", "CPU")
+END = "bottom-right"
+GRANULARITIES = ["tensor", "head", "block", "token"]
+# Beside the operands' and dO's rounding, which the truth of these tests has too: bf16 or e4m3 for P and dS.
+ALLOWED = {"triton:fp8": 0.01, "triton:fp8-all": 0.06}
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@settings(max_examples=examples(8, 40), phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.target])
+@given(
+    problem=problems(dtypes=("bf16", "fp16", "fp32")),
+    granularities=st.tuples(*[st.sampled_from(GRANULARITIES)] * 3),
+    rotated=st.booleans(),
+)
+def test_any_small_problem_agrees_with_fp64_on_its_operands(
+    kernel: TritonBackward, problem: Problem, granularities: tuple[str, ...], rotated: bool
+) -> None:
+    q, k, v, grad_out = (x.transpose(1, 2) if problem.layout == "bshd" else x for x in problem.tensors())
+    rotation = "hadamard" if rotated else "none"
+    recipes = tuple(Recipe(each, rotation=rotation) for each in granularities)
+    grad_out.copy_(exactly_eight_bits(grad_out))
+    kept = grad_out.clone()
+    check(kernel, saved(problem.spec, q, k, v, recipes), grad_out, ALLOWED[kernel.name])
+    assert torch.equal(grad_out, kept)
+
+
+@pytest.mark.parametrize(("problem", "kernel"), every_pair(LONG, KERNELS))
+def test_blocks_are_skipped_and_masked_as_the_mask_says(problem: tuple[int, int, Mask], kernel: TritonBackward) -> None:
+    seqlen_q, seqlen_kv, mask = problem
+    spec, (q, k, v, grad_out) = make(seqlen_q, seqlen_kv, mask=mask)
+    tiles = Tiles(Tile(32, 64, 4, 2), Tile(64, 32, 4, 2))
+    tiled = TritonBackward(kernel.name, narrow=kernel.narrow, declared_error=0.1, tiles=tiles)
+    check(tiled, saved(spec, q, k, v, (Recipe("head"),) * 3), grad_out, ALLOWED[kernel.name])
+
+
+@pytest.mark.parametrize("tile", [(128, 128), (128, 32), (32, 128), (64, 64)], ids=str)
+def test_every_tile_gives_the_same_gradients(tile: tuple[int, int]) -> None:
+    spec, (q, k, v, grad_out) = make(200, 170, mask=Mask(right=0), head_dim=64, head_dim_v=24)
+    each = Tile(*tile, 4, 2)
+    kernel = TritonBackward("triton:fp8", narrow=False, declared_error=0.1, tiles=Tiles(each, each))
+    check(kernel, saved(spec, q, k, v, (Recipe("token"), Recipe("head"), Recipe("head"))), grad_out, 0.01)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_queries_without_a_key_get_zeros_and_spoil_nothing(kernel: TritonBackward) -> None:
+    spec, (q, k, v, grad_out) = make(200, 130, mask=Mask(right=0, alignment=END))
+    given_ = saved(spec, q, k, v, (Recipe("head"),) * 3)
+    assert torch.isneginf(given_.lse[:, :, :70]).all()
+    dq, dk, dv = kernel.run(given_, grad_out)
+    assert not dq[:, :, :70].any()
+    assert all(torch.isfinite(x).all() for x in (dq, dk, dv))
+    check(kernel, given_, grad_out, ALLOWED[kernel.name])
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_a_constant_gradient_and_zeros_are_read_as_they_lie(kernel: TritonBackward) -> None:
+    spec, (q, k, v, _) = make(70, 90)
+    given_ = saved(spec, q, k, v, (Recipe("head"),) * 3)
+    ones = torch.ones(1, dtype=torch.bfloat16).expand(1, 2, 70, 32)
+    pairs = zip(kernel.run(given_, ones), kernel.run(given_, ones.clone()), strict=True)
+    assert all(torch.equal(x, y) for x, y in pairs)
+    check(kernel, given_, ones, ALLOWED[kernel.name])
+    assert not any(x.any() for x in kernel.run(given_, torch.zeros_like(ones)))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("exponent", [-30, 40])
+def test_the_size_of_the_gradient_costs_no_accuracy(kernel: TritonBackward, exponent: int) -> None:
+    """dO's scale is a power of two, so powers of two go through without a rounding of their own."""
+    spec, (q, k, v, grad_out) = make(64, 64)
+    given_ = saved(spec, q, k, v, (Recipe("head"),) * 3)
+    plain = kernel.run(given_, grad_out)
+    scaled = kernel.run(given_, grad_out * 2.0**exponent)
+    for x, y in zip(plain, scaled, strict=True):
+        assert dense.relative_l2(y, x.double() * 2.0**exponent) < 0.002
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(("kind", "allowed"), [("normal", 0.08), ("outlier", 0.15)])
+def test_the_error_against_the_original_tensors(kernel: TritonBackward, kind: str, allowed: float) -> None:
+    spec, tensors = make(384, 384, heads=1, head_dim=128, mask=Mask(right=0))
+    generator = torch.Generator().manual_seed(3)
+    q, k, v, grad_out = (torch.randn(x.shape, generator=generator) for x in tensors)
+    if kind == "outlier":
+        q, k, v, grad_out = (
+            x + 10 * torch.randn(x.shape, generator=generator) * (torch.rand(x.shape, generator=generator) < 0.001)
+            for x in (q, k, v, grad_out)
+        )
+    q, k, v, grad_out = (x.to(torch.bfloat16) for x in (q, k, v, grad_out))
+    found = kernel.run(saved(spec, q, k, v, (Recipe("token"),) * 3), grad_out)
+    for x, wanted in zip(found, dense.dense_gradients(q, k, v, grad_out, spec), strict=True):
+        assert dense.relative_l2(x, wanted) <= allowed
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_it_takes_over_from_another_forward(kernel: TritonBackward) -> None:
+    """From the emulated one, whose operands are laid out by its callers: here (B, S, H, D) in memory."""
+    spec, tensors = make(100, 130, heads=4, kv_heads=2)
+    q, k, v, grad_out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors)
+    forward = next(each for each in EMULATED.kernels if each.name == "emulated:fp8")
+    assert isinstance(forward, ForwardKernel)
+    assert kernel.cannot_follow(forward, CPU) is None
+    operands = forward.prepare(q, k, v, spec)
+    before = [x.data.clone() for x in (operands.q, operands.k, operands.v) if isinstance(x, Quantised)]
+    found = kernel.run(Saved(operands, *forward.run(operands)[:2]), grad_out)
+    for x, wanted in zip(found, dense.dense_gradients(q, k, v, grad_out, spec), strict=True):
+        assert dense.relative_l2(x, wanted) < 2 * kernel.declared_error
+    after = [x.data for x in (operands.q, operands.k, operands.v) if isinstance(x, Quantised)]
+    assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_two_threads_get_what_one_gets(kernel: TritonBackward) -> None:
+    """The interpreter, which serves one thread at a time, is no reason to serve one caller."""
+    spec, (q, k, v, grad_out) = make(70, 90)
+    given_ = saved(spec, q, k, v, (Recipe("head"),) * 3)
+    alone = kernel.run(given_, grad_out)
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(lambda _: kernel.run(given_, grad_out), range(6)):
+            assert all(torch.equal(x, y) for x, y in zip(found, alone, strict=True))
+
+
+def test_after_our_own_forward_few_keys_leave_dq_as_exact_as_many() -> None:
+    """Relative to gradients whose parts do not cancel, which over two keys they may do by chance."""
+    forward = TritonForward("fp8")
+    for seqlen_kv in (1, 2, 3, 5, 8):
+        errors = []
+        for seed in range(examples(2, 6)):
+            spec, tensors = make(1, seqlen_kv, heads=1, head_dim=64)
+            generator = torch.Generator().manual_seed(seed)
+            q, k, v, grad_out = (torch.randn(x.shape, generator=generator).to(torch.bfloat16) for x in tensors)
+            operands = forward.prepare(q, k, v, spec)
+            dq, _, _ = WIDE.run(Saved(operands, *forward.run(operands)[:2]), grad_out)
+            wanted, _, _ = dense.dense_gradients(q, k, v, grad_out, spec)
+            size = 0.1 * dense.gradient_sizes(q, k, v, grad_out, spec)[0]
+            errors.append((dq.double() - wanted).norm().item() / max(wanted.norm().item(), size))
+        assert max(errors) <= 2 * WIDE.declared_error, (seqlen_kv, errors)
+
+
+def test_v_is_ready_for_the_backward_where_gradients_are_asked_for() -> None:
+    spec, (q, k, v, _) = make(20, 128)
+    for direction, ready in (("training", True), ("forward", False)):
+        operands = TritonForward("fp8").prepare(q, k, v, spec.replace(direction=direction))
+        assert isinstance(operands.v, Quantised)
+        assert operands.v.data.is_contiguous() is ready
+
+
+class _Forward(ForwardKernel):
+    def __init__(self, name: str, lse: bool = True) -> None:
+        self.name, self.declared_error = name, 0.1
+        self.rows = {"cpu": Capabilities(dtypes=("bf16",), lse=lse)}
+
+    def prepare(self, q, k, v, spec):
+        raise NotImplementedError
+
+    def run(self, operands):
+        raise NotImplementedError
+
+
+def test_it_follows_every_fp8_forward_of_ours_and_no_16_bit_one() -> None:
+    ours = [f"triton:{precision}" for precision in (*RECIPES, "fp8-onepass")]
+    for name in (*ours, "fa3:fp8"):
+        assert WIDE.cannot_follow(_Forward(name), CPU) is None
+    for name in ("fa3:bf16", "emulated:fp8-e5m2", "sage:int8"):
+        assert "follows only" in str(WIDE.cannot_follow(_Forward(name), CPU))
+    assert "log-sum-exp" in str(WIDE.cannot_follow(_Forward("fa3:fp8", lse=False), CPU))
+
+
+def test_each_forward_of_ours_is_planned_with_both_backwards_first() -> None:
+    spec, _ = make(20, 30)
+    known = Registry([SDPA, BACKEND])
+    both = ["triton:fp8", "triton:fp8-all"]
+    for forward in BACKEND.kernels:
+        if isinstance(forward, ForwardKernel) and forward.name in KERNELS[0].follows:
+            partners = [plan.backward for plan in known.plans_with(forward.name, spec)]
+            assert partners[:2] == both
+            assert (len(partners) > 2) is forward.mixes
+    made = known.plans_with("triton:fp8-block", spec)
+    assert [plan.backward for plan in made][:2] == both
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter's arithmetic with what is no number
+def test_what_is_no_number_is_not_taken_for_a_query_without_keys() -> None:
+    spec, (q, k, v, grad_out) = make(40, 50)
+    given_ = saved(spec, q, k, v, (Recipe("head"),) * 3)
+    given_.lse[0, 1, 3] = torch.nan
+    dq, _, _ = WIDE.run(given_, grad_out)
+    assert dq[0, 1, 3].isnan().all()
+    assert dq[0, 0].isfinite().all()
+
+
+def test_what_is_no_plain_e4m3_is_an_error_with_a_reason() -> None:
+    spec, (q, k, v, grad_out) = make(20, 30)
+    plain = saved(spec, q, k, v, (Recipe("head"),) * 3)
+    operands = plain.operands
+    e5m2, smooth = Recipe("head", "e5m2"), Recipe("token", smoothing=True)
+    wrong = {
+        "16 bits": replace(operands, q=q),
+        "e4m3, v is torch.float8_e5m2": replace(operands, v=quantise(v, e5m2)),
+        "smoothing, and k": replace(operands, k=quantise(k, smooth, smooth=True)),
+        "rotated together": replace(operands, q=quantise(q, Recipe(rotation="hadamard"), rotate=True)),
+        "descales": replace(operands, v=replace(operands.v, descale=torch.ones(1, 1, 7, 1))),
+    }
+    for said, each in wrong.items():
+        with pytest.raises(InputError, match=said):
+            WIDE.run(Saved(each, plain.out, plain.lse), grad_out)
+    with pytest.raises(InputError, match="log-sum-exp"):
+        WIDE.run(Saved(operands, plain.out, None), grad_out)
+
+
+def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, _ = make(20, 30)
+    assert WIDE.refusals(spec, CPU) == []
+    assert "129 is outside" in WIDE.refusals(make(2, 2, head_dim=129)[0], CPU)[0]
+    many = spec.replace(batch=40000)
+    assert "65535 heads" in WIDE.refusals(many, CPU)[0]
+    old = Device("cuda", "an older GPU", (8, 9))
+    assert "compute capability 9.0" in WIDE.refusals(spec, old)[0]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "TRITON_INTERPRET" in WIDE.refusals(spec, Device("cuda", "H200", (9, 0)))[0]
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert "interpreter" in WIDE.refusals(spec, CPU)[0]
+    assert WIDE.refusals(spec, Device("cuda", "H200", (9, 0))) == []
+
+
+def test_copies_hold_the_same_numbers_and_what_lies_right_is_not_copied() -> None:
+    from attnbench.backends.triton.backward.copies import lay_out
+
+    x = quantise(torch.randn(2, 3, 150, 24), Recipe("token")).data
+    laid = lay_out(x.transpose(1, 2).contiguous().transpose(1, 2), wide=True, transposed=True)
+    assert laid.wide is not None
+    assert laid.transposed is not None
+    assert (laid.data.shape, laid.transposed.shape) == ((2, 3, 256, 32), (2, 3, 32, 256))
+    wanted = torch.zeros(2, 3, 256, 32)
+    wanted[:, :, :150, :24] = x.float()
+    for each in (laid.data, laid.wide, laid.transposed.view(torch.uint8).mT.contiguous().view(x.dtype)):
+        assert torch.equal(each.float(), wanted)
+    ready = torch.zeros(2, 3, 256, 64, dtype=torch.float8_e4m3fn)
+    assert lay_out(ready).data.data_ptr() == ready.data_ptr()
+
+
+def test_tiles_are_the_committed_ones_else_what_fits() -> None:
+    for tiles in [*TILES.values(), *DEFAULTS.values()]:
+        for tile in (tiles.keys, tiles.queries):
+            assert {tile.block_m, tile.block_n} <= {32, 64, 128}
+            assert tile.warps in (4, 8)
+    causal, window = make(9, 9, mask=Mask(right=0))[0], make(9, 9, mask=Mask(left=2))[0]
+    for key, tiles in TILES.items():
+        if key.mask == "causal":
+            assert tiles_of(causal, key.head_dim, key.capability, key.narrow) == tiles
+            assert tiles_of(window, key.head_dim, key.capability, key.narrow) == tiles
+    assert TileKey((1, 0), True, 64, "none") not in TILES
+    assert tiles_of(causal, 32, (1, 0), True) == DEFAULTS[True, 64]

@@ -1,0 +1,67 @@
+"""Operands that are made when they are read: trained through, and what of them stays until the backward."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from dense import dense_gradients, relative_l2
+from torch import Tensor
+
+from attnbench import AttentionSpec, attention
+from attnbench.backends.triton.interpreter import interpreted
+from attnbench.backends.triton.quantise.deferred import Deferred
+
+pytest.importorskip("triton")
+if not interpreted():
+    pytest.skip("kernels are compiled here, which the tests in tests/gpu run", allow_module_level=True)
+
+from attnbench.backends.triton.quantise import launch as quantise
+
+
+def test_each_tensor_is_made_once_and_its_function_let_go() -> None:
+    made: list[str] = []
+
+    def of(name: str) -> Tensor:
+        made.append(name)
+        return torch.zeros(1)
+
+    found = Deferred.of(lambda: of("data"), lambda: of("descale"), "token")
+    assert not made
+    assert found.descale is found.descale
+    assert found.data is found.data
+    assert made == ["descale", "data"]
+    assert set(vars(found)) == {"data", "descale", "granularity", "rotated", "mean"}
+
+
+@pytest.mark.parametrize("forward", ["triton:fp8-onepass", "triton:fp8-block"])
+def test_a_layer_keeps_neither_its_inputs_nor_the_forwards_copies(
+    forward: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=140, head_dim=64, direction="training")
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 2, 140, 64, generator=generator).to(torch.bfloat16) for _ in range(4)]
+    held: list[weakref.ref[Tensor]] = []
+    before = quantise.quantised_together
+
+    def watched(requests: Sequence[quantise.Request], *args: Any, **named: Any) -> list[quantise.Quantisation]:
+        made = before(requests, *args, **named)
+        copies = [each.transposed for each in made if each.transposed is not None]
+        held.extend(weakref.ref(x) for x in (*(request.x for request in requests), *copies))
+        return made
+
+    monkeypatch.setattr(quantise, "quantised_together", watched)
+    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    out = attention(*leaves, scale=spec.scale, backend=f"{forward}>triton:fp8")
+    gc.collect()
+    assert held
+    assert [x for x in held if x() is not None] == []
+    out.backward(inputs[3])
+    exact = dense_gradients(*(x.double() for x in inputs[:3]), inputs[3].double(), spec)
+    for leaf, wanted in zip(leaves, exact, strict=True):
+        assert leaf.grad is not None
+        assert relative_l2(leaf.grad, wanted) < 0.1

@@ -1,0 +1,399 @@
+"""The forward of ``triton`` under Triton's interpreter: dense FP64, layouts, leaks, refusals."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from dense import dense_attention, relative_l2
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from problems import Problem, problems
+
+from attnbench.backends import triton as backend
+from attnbench.backends.reference import BACKEND as REFERENCE
+from attnbench.backends.triton.forward.contract import RECIPES
+from attnbench.backends.triton.interpreter import interpreted
+from attnbench.errors import InputError, UnknownBackendError
+from attnbench.kernels.capabilities import Device
+from attnbench.kernels.contract import Operands, Result
+from attnbench.kernels.registry import Registry
+from attnbench.problem.fp8 import Quantised, Recipe, quantise
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import GRANULARITIES, AttentionSpec
+from attnbench.testing import check_backend, conformance
+from attnbench.testing.conformance_checks import CHECKS
+from examples import every_pair, examples
+
+pytest.importorskip("triton")
+if not interpreted():
+    pytest.skip("kernels are compiled here, which the tests in tests/gpu run", allow_module_level=True)
+
+from attnbench.backends.triton.forward import launch as triton_forward
+from attnbench.backends.triton.forward import tiles as triton_tiles
+from attnbench.backends.triton.forward.tiles import Tile, TileKey
+
+H200 = Device("cuda", "NVIDIA H200", (9, 0))
+CPU = Device("cpu", "CPU")
+WIDE, ONE_PASS = "fp8-pv", "fp8-onepass"
+NAMES = (*RECIPES, WIDE, ONE_PASS)
+TILES = (
+    Tile(64, 128, 4, 3),
+    Tile(32, 32, 4, 2, promotion=32),
+    Tile(64, 32, 4, 2, tma=False),
+    Tile(16, 64, 4, 2, tma=False, parts=2, interleaved=True),
+    Tile(32, 64, 4, 2, parts=4, interleaved=True),
+)
+_ROUNDING = 2.0**-4  # of a number to e4m3's three mantissa bits, at most
+_SPARE = 0.005  # bf16 outputs, FP32 sums, numbers of P below e4m3's normal ones
+
+
+def forward(name: str, tile: Tile | None = None) -> backend.TritonForward:
+    named = {WIDE: backend.TritonWideScores, ONE_PASS: backend.TritonOnePass}
+    return named[name](tile) if name in named else backend.TritonForward(name, tile)
+
+
+def agrees(operands: Operands, result: Result) -> None:
+    """With exact attention on the operands, up to the rounding of P: relative to attention on |V|, not a mere norm."""
+    spec = operands.spec
+    q, k, v = operands.tensors(torch.float64)
+    out, lse = dense_attention(q, k, v, spec)
+    sizes, _ = dense_attention(q, k, v.abs(), spec)
+    seen = lse > -math.inf
+    assert result.out.shape == out.shape
+    assert bool(((result.out.double() - out).abs() <= (_ROUNDING + _SPARE) * sizes + 1e-12).all())
+    assert relative_l2(result.out, out) <= 0.05 or out.numel() < 1000
+    assert (result.lse.dtype, result.lse.shape) == (torch.float32, lse.shape)
+    assert torch.equal(result.lse > -math.inf, seen)
+    torch.testing.assert_close(result.lse[seen].double(), lse[seen], rtol=1e-5, atol=1e-5)
+
+
+def tensors(spec: AttentionSpec, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (
+        (spec.heads, spec.seqlen_q, spec.head_dim),
+        (spec.kv_heads, spec.seqlen_kv, spec.head_dim),
+        (spec.kv_heads, spec.seqlen_kv, spec.head_dim_v),
+    )
+    return [torch.randn(spec.batch, *size, generator=generator).to(torch.bfloat16) for size in sizes]
+
+
+@given(problems(("bf16", "fp16", "fp32")), st.sampled_from(NAMES), st.sampled_from(TILES))
+@settings(max_examples=examples(6, 60), deadline=None)
+def test_it_computes_exact_attention_on_what_it_quantised(problem: Problem, name: str, tile: Tile) -> None:
+    kernel, spec = forward(name, tile), problem.spec
+    assume(name not in (WIDE, ONE_PASS) or spec.dtype != "fp32")
+    q, k, v, _ = (x if problem.layout == "bhsd" else x.transpose(1, 2) for x in problem.tensors())
+    assert kernel.refusals(spec, CPU) == []
+    before = [x.clone() for x in (q, k, v)]
+    operands = kernel.prepare(q, k, v, spec)
+    result = kernel.run(operands)
+    agrees(operands, result)
+    assert result.out.dtype == q.dtype
+    assert all(torch.equal(x, old) for x, old in zip((q, k, v), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "mask", "lengths"),
+    every_pair(
+        ["fp8", "fp8-token", WIDE, ONE_PASS],
+        [
+            Mask(),
+            Mask(right=0),
+            Mask(right=0, alignment="bottom-right"),
+            Mask(left=150, right=11, alignment="bottom-right"),
+            Mask(left=40),
+            Mask(left=0, right=0),
+            Mask(right=140),
+        ],
+        [(130, 333), (333, 130), (1, 300), (200, 256)],
+    ),
+)
+def test_blocks_of_keys_are_skipped_masked_and_whole(name: str, lengths: tuple[int, int], mask: Mask) -> None:
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=lengths[0], seqlen_kv=lengths[1], head_dim=64, mask=mask)
+    kernel = forward(name, Tile(64, 64, 4, 2))
+    operands = kernel.prepare(*tensors(spec), spec)
+    agrees(operands, kernel.run(operands))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tma"),
+    every_pair([(80, 80), (96, 96), (192, 128), (256, 256), (64, 256), (5, 7)], [True, False]),
+)
+def test_head_dimensions(sizes: tuple[int, int], tma: bool) -> None:
+    head_dim, head_dim_v = sizes
+    spec = AttentionSpec.make(
+        batch=1, heads=2, kv_heads=1, seqlen_q=33, seqlen_kv=50, head_dim=head_dim, head_dim_v=head_dim_v,
+        mask=Mask(right=0, alignment="bottom-right"), softcap=5.0,
+    )  # fmt: skip
+    kernel = backend.TritonForward("fp8", Tile(32, 32, 4, 2, tma=tma))
+    operands = kernel.prepare(*tensors(spec), spec)
+    agrees(operands, kernel.run(operands))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3, 3.0])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_any_scale(scale: float, softcap: float) -> None:
+    spec = AttentionSpec.make(
+        batch=1, heads=1, seqlen_q=70, seqlen_kv=40, head_dim=64, scale=scale, softcap=softcap,
+        mask=Mask(right=0, alignment="bottom-right"),
+    )  # fmt: skip
+    for name in ("fp8", "fp8-token", WIDE):
+        kernel = forward(name)
+        operands = kernel.prepare(*tensors(spec), spec)
+        agrees(operands, kernel.run(operands))
+
+
+@given(
+    st.sampled_from(GRANULARITIES), st.sampled_from([1, 2]), st.sampled_from([64, 24]), st.sampled_from(TILES),
+    st.sampled_from(["bhsd", "bshd", "sbhd"]), st.integers(0, 2**31),
+)  # fmt: skip
+@settings(max_examples=examples(6, 50), deadline=None)
+def test_descales_of_any_size_are_used(
+    granularity: str, kv_heads: int, head_dim: int, tile: Tile, layout: str, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    spec = AttentionSpec.make(
+        batch=2, heads=4, kv_heads=kv_heads, seqlen_q=17, seqlen_kv=150, head_dim=head_dim, dtype="e4m3",
+        descale=granularity, mask=Mask(right=0, alignment="bottom-right"),
+    )  # fmt: skip
+    inputs = []
+    for index, (heads, length) in enumerate(((4, 17), (kv_heads, 150), (kv_heads, 150))):
+        x = quantise(torch.randn(2, heads, length, head_dim, generator=generator), Recipe(granularity))
+        low, high = (-30.0, 4.0) if index == 2 else (-9.0, -6.0)
+        exponent = low + (high - low) * torch.rand(x.descale.shape, generator=generator)
+        if granularity == "block":
+            exponent = exponent[:, :, ::128].repeat_interleave(128, dim=2)[:, :, :length]
+        order = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "sbhd": (2, 0, 1, 3)}[layout]
+        back = [order.index(axis) for axis in range(4)]
+        data = x.data.view(torch.uint8).permute(order).contiguous().permute(back).view(torch.float8_e4m3fn)
+        inputs.append(Quantised(data, 2.0**exponent, granularity))
+    kernel = backend.TritonForward("fp8", tile)
+    assert kernel.refusals(spec, H200) == [] or interpreted()
+    operands = kernel.prepare_quantised(*inputs, spec)
+    result = kernel.run(operands)
+    assert result.out.dtype == torch.bfloat16
+    agrees(operands, result)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_rows_that_tma_can_read_are_not_copied(layout: str) -> None:
+    spec = AttentionSpec.make(batch=2, heads=4, kv_heads=2, seqlen_q=9, seqlen_kv=20, head_dim=64, dtype="e4m3",
+                              descale="tensor")  # fmt: skip
+    inputs = []
+    for heads, length in ((4, 9), (2, 20), (2, 20)):
+        shape = (2, heads, length, 64) if layout == "bhsd" else (2, length, heads, 64)
+        x = torch.randint(0, 100, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        inputs.append(Quantised(x if layout == "bhsd" else x.transpose(1, 2), torch.ones(1, 1, 1, 1) / 9, "tensor"))
+    kernel = backend.TritonForward("fp8")
+    operands = kernel.prepare_quantised(*inputs, spec)
+    native = operands.native
+    assert [x.data_ptr() for x in (native.q, native.k)] == [x.data.data_ptr() for x in inputs[:2]]
+    agrees(operands, kernel.run(operands))
+
+
+@pytest.mark.parametrize(("name", "safe"), [("fp8-token", True), ("fp8-token-hadamard", True), ("fp8-head", False)])
+def test_no_output_depends_on_later_tokens(name: str, safe: bool) -> None:
+    """Bit for bit; scales of a head are no such recipe, which shows that the test would notice."""
+    spec = AttentionSpec.make(batch=1, heads=2, kv_heads=1, seqlen_q=100, head_dim=64, mask=Mask(right=0))
+    kernel = backend.TritonForward(name, Tile(32, 64, 4, 2))
+    inputs = tensors(spec)
+    first = kernel.run(kernel.prepare(*inputs, spec))
+    for at in (1, 40, 63, 64):
+        changed = [torch.cat([x[:, :, :at], 1000.0 * x[:, :, at:].flip(2)], 2) for x in inputs]
+        second = kernel.run(kernel.prepare(*changed, spec))
+        same = torch.equal(first.out[:, :, :at], second.out[:, :, :at])
+        assert same or not safe
+        assert torch.equal(first.lse[:, :, :at], second.lse[:, :, :at]) or not safe
+    assert same == safe
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-token", WIDE])
+def test_what_is_not_finite_stays_visible(name: str) -> None:
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=20, head_dim=64, mask=Mask(right=0))
+    kernel = forward(name)
+    for index in range(3):
+        inputs = tensors(spec)
+        inputs[index][0, 1, 0, 3] = math.nan
+        out = kernel.run(kernel.prepare(*inputs, spec)).out
+        assert bool(out[0, 0].isfinite().all())
+        assert bool(out[0, 1, 0].isnan().all())
+
+
+def test_the_order_of_interleaved_keys_is_undone() -> None:
+    keys = torch.arange(64, dtype=torch.uint8).repeat(3, 1)
+    moved = triton_forward.interleaved(keys)
+    assert moved[0, :16].tolist() == [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
+    assert torch.equal(triton_forward.interleaved(moved, back=True), keys)
+
+
+def test_another_tile_gives_the_same_answer() -> None:
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=70, seqlen_kv=140, head_dim=64)
+    kernel = backend.TritonForward("fp8", TILES[0])
+    operands = kernel.prepare(*tensors(spec), spec)
+    for tile in TILES:
+        native = triton_forward.retiled(operands.native, tile)
+        agrees(operands, triton_forward.attend(native))
+        agrees(operands, triton_forward.attend(triton_forward.retiled(native, TILES[0])))
+
+
+def test_every_size_has_a_tile_and_a_measured_one_goes_first() -> None:
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=8, head_dim=80, head_dim_v=200, mask=Mask(left=2))
+    assert [triton_tiles.padded_size(size) for size in (1, 64, 65, 128, 129, 256)] == [64, 64, 128, 128, 256, 256]
+    mine = Tile(64, 64, 4, 4)
+    table = {TileKey((9, 0), 256, "causal", False): mine}
+    assert triton_tiles.tile_of(spec, (9, 0), per_key=False, tiles=table) is mine
+    assert triton_tiles.tile_of(spec, (9, 0), per_key=True, tiles=table) is triton_tiles.DEFAULTS[256]
+    assert triton_tiles.tile_of(spec, (9, 9), per_key=False, tiles=table) is triton_tiles.DEFAULTS[256]
+
+
+def test_heads_take_turns_only_where_their_keys_fit() -> None:
+    spec = AttentionSpec.make(batch=2, heads=16, kv_heads=8, seqlen_q=4096, head_dim=128)
+    assert triton_forward._section(spec) == 1
+    causal = spec.replace(mask=Mask(right=0))
+    assert triton_forward._section(causal) == 32
+    assert triton_forward._section(causal.replace(seqlen_kv=2**17)) == 2
+    assert triton_forward._section(causal.replace(seqlen_kv=2**19)) == 2
+
+
+@pytest.mark.parametrize(
+    "heads_in_turn",
+    [2, 3, pytest.param(1, marks=pytest.mark.exhaustive), pytest.param(6, marks=pytest.mark.exhaustive)],
+)
+def test_every_program_has_a_block_of_its_own(heads_in_turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the section: one that does not divide the heads leaves a shorter last one."""
+    monkeypatch.setattr(triton_forward, "_section", lambda _: heads_in_turn)
+    monkeypatch.setattr(triton_forward, "_layout", triton_forward._layout.__wrapped__)  # no section is kept
+    spec = AttentionSpec.make(batch=2, heads=3, seqlen_q=40, head_dim=64, mask=Mask(right=0))
+    kernel = backend.TritonForward("fp8", Tile(16, 32, 4, 2))
+    operands = kernel.prepare(*tensors(spec), spec)
+    agrees(operands, kernel.run(operands))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"head_dim": 264, "head_dim_v": 264}, "outside 1 to 256"),
+        ({"dtype": "fp64"}, "takes bf16, fp16, fp32, e4m3 tensors"),
+        ({"dtype": "e5m2", "descale": "head"}, "not e5m2"),
+        ({"batch": 2**21, "heads": 64, "kv_heads": 64, "seqlen_q": 2048}, "programs"),
+    ],
+)
+def test_refusals(changes: dict[str, object], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    kernel = backend.TritonForward("fp8")
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64)
+    assert kernel.refusals(spec, H200) == []
+    assert sentence in " ".join(kernel.refusals(spec.replace(**changes), H200))
+    for other in (Device("cuda", "an A100", (8, 0)), Device("cuda", "a B200", (10, 0))):
+        assert "compute capability" in kernel.refusals(spec, other)[0]
+    assert "TRITON_INTERPRET=1" in kernel.refusals(spec, CPU)[0]
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "TRITON_INTERPRET" in kernel.refusals(spec, H200)[0]
+
+
+def test_tensors_that_are_not_plain_are_an_error() -> None:
+    kernel = backend.TritonForward("fp8")
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=8, head_dim=16, dtype="e4m3", descale="head")
+    x = torch.randn(1, 1, 8, 16)
+    plain, e5m2 = quantise(x, Recipe()), quantise(x, Recipe(format="e5m2"))
+    smooth = quantise(x, Recipe(smoothing=True), smooth=True)
+    rotated = quantise(x, Recipe(rotation="hadamard"), rotate=True)
+    for wrong, sentence in (
+        ((e5m2, plain, plain), "q is torch.float8_e5m2"),
+        ((plain, smooth, plain), "no smoothing"),
+        ((plain, rotated, plain), "rotated together"),
+        ((plain, plain, rotated), "V as it is"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            kernel.prepare_quantised(*wrong, spec)
+    operands = kernel.prepare_quantised(rotated, rotated, plain, spec)
+    agrees(operands, kernel.run(operands))
+
+
+def test_recipes_by_name() -> None:
+    known = Registry([backend.BACKEND])
+    assert known.forward("triton:fp8").recipe == Recipe("head", rotation="hadamard")
+    assert known.forward("triton:fp8-head").recipe == Recipe("head")
+    assert known.forward("triton:fp8-block-hadamard").recipe == Recipe("block", rotation="hadamard")
+    assert "triton:fp8-block-hadamard" not in known.forwards
+    with pytest.raises(UnknownBackendError, match="there are fp8, fp8-head"):
+        known.forward("triton:fp8-hadamard-token")
+
+
+def test_availability_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert backend.BACKEND.availability().ok
+    for version, sentence in ((None, "not installed"), ("3.3.1", "no descriptors made on the host")):
+        monkeypatch.setattr(backend, "installed", lambda *_, version=version: version)
+        found = backend.BACKEND.availability()
+        assert sentence in (found.reason or "")
+        assert "triton>=3.4" in (found.install or "")
+    for version in ("3.4.0", "3.10.0+git1", "unknown"):
+        monkeypatch.setattr(backend, "installed", lambda *_, version=version: version)
+        assert backend.BACKEND.availability().ok
+
+
+def test_looking_at_the_backend_imports_no_triton() -> None:
+    looked = (
+        "import sys; from attnbench.backends.triton import BACKEND; from attnbench import AttentionSpec;"
+        "from attnbench.kernels.capabilities import Device; assert BACKEND.availability().version;"
+        "spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=8, head_dim=64);"
+        "[k.refusals(spec, Device('cpu', 'CPU')) for k in BACKEND.kernels]; assert 'triton' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", looked], check=True)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "outliers"),
+    [
+        (64, False),
+        (128, True),
+        *(
+            pytest.param(*each, marks=pytest.mark.exhaustive)
+            for each in ((64, True), (128, False), (256, False), (256, True))
+        ),
+    ],
+)
+def test_scores_of_16_bits_leave_the_error_of_p_and_v(head_dim: int, outliers: bool) -> None:
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=32, seqlen_kv=1024, head_dim=head_dim)
+    q, k, v = tensors(spec)
+    if outliers:  # one number in a thousand, ten times as large
+        q, k, v = (torch.where(torch.rand(x.shape) < 0.001, 10 * x, x) for x in (q, k, v))
+    operands = forward(WIDE).prepare(q, k, v, spec)
+    out = forward(WIDE).run(operands).out
+    quantised_v = operands.tensors()[2]
+    rounding_of_p = 0.026  # half a step of e4m3, root mean square, and the little that the sums add
+    assert relative_l2(out, dense_attention(q.double(), k.double(), quantised_v.double(), spec)[0]) <= rounding_of_p
+    assert relative_l2(out, dense_attention(q.double(), k.double(), v.double(), spec)[0]) <= 0.04
+    scores_too = forward("fp8-head").run(forward("fp8-head").prepare(q, k, v, spec)).out
+    if not outliers:  # they leave one key to a row, and the weight of one key has no error
+        assert relative_l2(scores_too, dense_attention(q.double(), k.double(), quantised_v.double(), spec)[0]) > 0.03
+
+
+def test_for_training_v_alone_is_quantised_and_q_and_k_are_the_callers() -> None:
+    spec = AttentionSpec.make(batch=1, heads=2, kv_heads=1, seqlen_q=20, head_dim=64, direction="training")
+    q, k, v = tensors(spec)
+    operands = forward(WIDE).prepare(q.requires_grad_(), k, v, spec)
+    assert [x.data_ptr() for x in (operands.q, operands.k)] == [q.data_ptr(), k.data_ptr()]
+    assert not operands.q.requires_grad
+    assert relative_l2(operands.tensors()[2], v) < 0.04
+    follows = [each.name for each in Registry([REFERENCE, backend.BACKEND]).backwards.values()
+               if each.cannot_follow(forward(WIDE), CPU) is None]  # fmt: skip
+    assert "reference:fp32" in follows
+    assert not [name for name in follows if name.startswith("triton")]
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("fp8", 1), *(pytest.param(name, 99, marks=pytest.mark.exhaustive) for name in ("fp8", "fp8-token", WIDE))],
+)
+def test_it_keeps_the_contract(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On at most so many specs a check."""
+    few = tuple(replace(each, count=min(each.count, most)) for each in CHECKS if most > 1 or not each.typical)
+    monkeypatch.setattr(conformance, "CHECKS", few)
+    alone = replace(backend.BACKEND, kernels=(forward(name),))
+    assert check_backend(f"triton:{name}", "cpu", known=Registry([REFERENCE, alone]), quiet=True).ok

@@ -1,0 +1,306 @@
+"""What calls of the ``triton`` backend keep for those alike: never another call's answer, and looked up again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from backwards import make, saved
+from torch import Tensor
+
+from attnbench import AttentionSpec, Mask
+from attnbench.errors import InputError
+from attnbench.kernels.contract import Saved
+from attnbench.problem.fp8 import Quantised, Recipe, quantise
+
+pytest.importorskip("triton")
+
+from attnbench.backends.triton import TritonForward
+from attnbench.backends.triton.backward import copies as backward_copies
+from attnbench.backends.triton.backward import launch as backward_launch
+from attnbench.backends.triton.backward import layout as backward_layout
+from attnbench.backends.triton.backward.contract import TritonBackward
+from attnbench.backends.triton.backward.copies import Wanted, lay_out, lay_out_together
+from attnbench.backends.triton.backward.hopper import launch as backward_hopper_launch
+from attnbench.backends.triton.backward.tiles import Ring, Tile, Tiles
+from attnbench.backends.triton.forward import launch as forward
+from attnbench.backends.triton.forward.hopper import launch as forward_hopper_launch
+from attnbench.backends.triton.forward.tiles import Tile as ForwardTile
+from attnbench.backends.triton.interpreter import interpreted
+from attnbench.backends.triton.launching import Launch
+
+pytestmark = pytest.mark.skipif(not interpreted(), reason="kernels run here, under the interpreter")
+MODULES = (backward_copies, backward_hopper_launch, backward_launch, backward_layout, forward)
+TILE = Tile(64, 64, 4, 2)
+FORWARD_TILE = ForwardTile(16, 32, 4, 2)
+HEAD = Recipe("head")
+
+
+def forget() -> None:
+    """As in a new process."""
+    for module in MODULES:
+        for each in vars(module).values():
+            if hasattr(each, "cache_clear"):
+                each.cache_clear()
+
+
+class Started(NamedTuple):
+    """A launch, and what it was called with."""
+
+    launch: Launch
+    first: tuple[Any, ...]
+    addresses: int
+
+    def __str__(self) -> str:
+        """All that a launch may not have from another call."""
+        kernel, *said = (getattr(self.launch, name) for name in ("kernel", "grid", "constants", "options"))
+        return f"{kernel.__name__} {said} {program_of(self.first)} {self.addresses % 16}"
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
+    """Every launch from here on, none of which runs."""
+    found: list[Started] = []
+    monkeypatch.setattr(Launch, "__call__", lambda *said: found.append(Started(*said)))
+    return found
+
+
+def program_of(argument: Any) -> Any:
+    """What of an argument a compiled kernel was compiled for, or a launch must hold for it."""
+    if isinstance(argument, Tensor):
+        return argument.dtype
+    if isinstance(argument, tuple):
+        return tuple(map(program_of, argument))
+    if hasattr(argument, "block_shape"):
+        shapes = tuple(tuple(x) for x in (argument.shape, argument.strides, argument.block_shape))
+        return type(argument), argument.base.dtype, shapes
+    return argument
+
+
+def moved(x: Tensor) -> Tensor:
+    """The same numbers, from a place that is no multiple of 16 bytes on."""
+    memory = torch.zeros(x.numel() + 16 // x.element_size() + 1, dtype=x.dtype)
+    begin = -memory.data_ptr() % 16 // x.element_size() + 1
+    there = memory[begin : begin + x.numel()].view(x.shape)
+    assert there.data_ptr() % 16
+    return there.copy_(x)
+
+
+def beside(x: Tensor) -> Tensor:
+    """The same numbers, heads side by side in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def wider(x: Tensor) -> Tensor:
+    """The same numbers, with others behind each row."""
+    return torch.cat([x, torch.ones_like(x)], 3)[..., : x.shape[3]]
+
+
+Change = Callable[[Quantised], Quantised]
+MEMORY: dict[str, Callable[[Tensor], Tensor]] = {"moved": moved, "beside": beside, "wider": wider}
+DATA: dict[str, Change] = {
+    name: lambda x, to=to: replace(x, data=to(x.data.view(torch.uint8)).view(x.data.dtype))
+    for name, to in MEMORY.items()
+}
+DESCALES: dict[str, Change] = {
+    "moved": lambda x: replace(x, descale=moved(x.descale)),
+    "apart": lambda x: replace(x, descale=torch.stack([x.descale, -x.descale], -1)[..., 0]),
+    "fp64": lambda x: replace(x, descale=x.descale.double()),
+    "every token's": lambda x: replace(x, descale=x.descale.expand(-1, -1, x.data.shape[2], -1).contiguous()),
+    "one for all": lambda x: replace(x, descale=x.descale[:1, :1]),
+}
+
+
+def variants() -> list[tuple[str, Saved, Tensor]]:
+    """One question in many layouts; those that share a scale of one head with another are other questions."""
+    spec, (q, k, v, grad) = make(70, 90, batch=2, heads=4, kv_heads=2, head_dim=64, mask=Mask(right=0))
+    plain = saved(spec, q, k, v, (HEAD,) * 3)
+    operands, out, lse = plain.operands, plain.out, plain.lse
+    assert lse is not None
+    found = [("plain", plain, grad)]
+    for operand in "qkv":
+        for name, change in {**DATA, **{f"descale {each}": to for each, to in DESCALES.items()}}.items():
+            changed = replace(operands, **{operand: change(getattr(operands, operand))})
+            found.append((f"{operand} {name}", Saved(changed, out, lse), grad))
+    for name, to in MEMORY.items():
+        found.append((f"out {name}", Saved(operands, to(out), lse), grad))
+        found.append((f"grad {name}", plain, to(grad)))
+    found.append(("lse beside", Saved(operands, out, beside(lse[..., None])[..., 0]), grad))
+    found.append(("fp32 out", Saved(operands, out.float(), lse), grad))
+    found.append(("fp32 grad", plain, grad.float()))
+    found.append(("constant grad", plain, torch.ones(1, dtype=grad.dtype).expand(grad.shape)))
+    for dtype in ("fp16", "fp32"):
+        other = saved(spec.replace(dtype=dtype), q, k, v, (HEAD,) * 3)
+        found.append((dtype, Saved(other.operands, out, lse), grad))
+    tokens = saved(spec, q, k, v, (Recipe("token"),) * 3)
+    found.append(("tokens", tokens, grad))
+    return found
+
+
+def check(run: Callable[[Saved, Tensor], object], started: list[Started]) -> None:
+    """Each variant starts what it would as the first of a process, and no launch starts two kinds of memory."""
+    cases, wanted = variants(), []
+    for _, given, grad in cases:
+        forget()
+        started.clear()
+        run(given, grad)
+        wanted.append([str(each) for each in started])
+    assert len({tuple(each) for each in wanted}) > 10, "the variants are as good as one"
+    forget()
+    kinds: dict[int, set[Any]] = {}
+    launches = []  # which keep their identity as long as they live
+    for (name, given, grad), each in zip(cases, wanted, strict=True):
+        started.clear()
+        run(given, grad)
+        assert [str(each) for each in started] == each, name
+        launches += started
+    for launch, first, _ in launches:
+        kinds.setdefault(id(launch), set()).add(program_of(first))
+    assert all(len(each) == 1 for each in kinds.values())
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["wide", "narrow"])
+@pytest.mark.parametrize("hopper", [False, True])
+def test_no_backward_gets_the_launch_of_memory_that_lies_otherwise(
+    narrow: bool, hopper: bool, started: list[Started], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if hopper:
+        pytest.importorskip("triton", minversion="3.6")
+        monkeypatch.setattr(forward_hopper_launch, "runs_on", lambda device: True)
+    tile = Tile(64, 64, 4, 2, Ring(64, 4))
+    kernel = TritonBackward("triton:fp8", narrow=narrow, declared_error=0.1, tiles=Tiles(tile, tile, not narrow))
+    check(kernel.run, started)
+
+
+def test_no_forward_gets_the_launch_of_memory_that_lies_otherwise(started: list[Started]) -> None:
+    kernel = TritonForward("fp8-head", FORWARD_TILE)
+
+    def run(given: Saved, _: Tensor) -> None:
+        operands = given.operands
+        kernel.run(kernel.prepare_quantised(operands.q, operands.k, operands.v, _e4m3_spec(given.spec)))
+
+    check(run, started)
+
+
+def test_calls_alike_look_their_launches_up(started: list[Started]) -> None:
+    kernel = TritonBackward("triton:fp8", narrow=False, declared_error=0.1, tiles=Tiles(TILE, TILE))
+    forward_ = TritonForward("fp8", FORWARD_TILE)
+    spec, (q, k, v, grad) = make(70, 90, head_dim=64)
+    found = []
+    for _ in range(2):
+        started.clear()
+        operands = forward_.prepare(q.clone(), k.clone(), v.clone(), spec)
+        result = forward_.run(operands)
+        kernel.run(Saved(operands, result.out, result.lse), grad.clone())
+        found.append([each.launch for each in started])
+    assert [id(x) for x in found[0]] == [id(x) for x in found[1]]
+    names = [x.kernel.__name__ for x in found[0]]
+    assert names[-4:] == ["_lay_out_gradient", "_lay_out", "key_gradients", "query_gradients"]
+
+
+def test_threads_with_problems_of_their_own_get_their_own_answers() -> None:
+    kernel = TritonBackward("triton:fp8", narrow=False, declared_error=0.1, tiles=Tiles(TILE, TILE))
+    spec, tensors = make(70, 90)
+    problems = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        q, k, v, grad = (torch.randn_like(x) for x in tensors)
+        problems.append((saved(spec, q, k, v, (HEAD,) * 3), grad))
+    wanted = [kernel.run(*each) for each in problems]
+    forget()
+    with ThreadPoolExecutor(4) as pool:
+        for found, answer in zip(pool.map(lambda each: kernel.run(*each), problems), wanted, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(found, answer, strict=True))
+
+
+def test_a_gpu_that_runs_the_hopper_kernels_has_another_layout_than_one_that_does_not() -> None:
+    spec, (q, k, v, _) = make(70, 90, head_dim=64)
+    scales = tuple((x.shape, x.stride()) for x in (quantise(x, HEAD).descale for x in (q, k, v)))
+    found = [backward_launch._layout(spec, False, here, scales).served for here in (True, False, True)]
+    assert found == [True, False, True]
+
+
+def _e4m3(shape: tuple[int, ...], seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+
+
+def test_tensors_laid_out_together_are_those_laid_out_alone_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, start = [], Launch.__call__
+    monkeypatch.setattr(Launch, "__call__", lambda *said: (launches.append(said[0]), start(*said)))
+    zeros = torch.full((2, 3, 256, 64), torch.nan, dtype=torch.bfloat16)
+    ready = _e4m3((1, 2, 128, 64))
+    wanted = [
+        Wanted(_e4m3((2, 3, 150, 40)), wide=True, zeros=zeros),
+        Wanted(ready),
+        Wanted(_e4m3((1, 2, 300, 128)).mT.contiguous().mT, transposed=True, interleaved=True),
+        Wanted(beside(_e4m3((2, 1, 7, 33)))),
+        Wanted(ready, wide=True, transposed=True),
+    ]
+    found = lay_out_together(wanted)
+    assert len(launches) == 1
+    assert not zeros.any()
+    assert found[1].data.data_ptr() == found[4].data.data_ptr() == ready.data_ptr()
+    for together, (x, wide, transposed, order, _) in zip(found, wanted, strict=True):
+        alone = lay_out(x, wide=wide, transposed=transposed, interleaved=order)
+        for a, b in zip(together[:3], alone[:3], strict=True):
+            assert (a is None) is (b is None)
+            assert a is None or torch.equal(a.float(), b.float())
+    launches.clear()
+    lay_out_together([Wanted(ready), Wanted(ready)])
+    assert not launches
+
+
+def test_rows_that_are_ready_are_copied_where_tma_could_not_read_them() -> None:
+    ready = _e4m3((1, 2, 128, 64))
+    off = moved(ready.view(torch.uint8)).view(ready.dtype)
+    for x in (ready, off, ready):
+        found = lay_out(x, wide=True)
+        assert (found.data.data_ptr() == x.data_ptr()) is (x is ready)
+        assert torch.equal(found.data.float(), x.float())
+
+
+def test_copies_of_another_format_are_another_launch(started: list[Started]) -> None:
+    x = _e4m3((1, 2, 150, 64))
+    lay_out(x)
+    lay_out(x.view(torch.float8_e5m2))
+    assert started[0].launch is not started[1].launch
+
+
+@pytest.mark.parametrize("operand", "qkv")
+def test_descales_that_fit_nowhere_are_an_error_forward_and_backward(operand: str) -> None:
+    spec, (q, k, v, grad) = make(70, 90, heads=4, kv_heads=2, head_dim=64)
+    plain = saved(spec, q, k, v, (HEAD,) * 3)
+    for shape in ((1, 3, 1, 1), (1, 1, 7, 1), (2, 1, 1, 1), (1, 1, 1, 64)):
+        wrong = replace(getattr(plain.operands, operand), descale=torch.ones(shape))
+        operands = replace(plain.operands, **{operand: wrong})
+        with pytest.raises(InputError, match="descales"):
+            TritonBackward("triton:fp8", narrow=False, declared_error=0.1).run(
+                Saved(operands, plain.out, plain.lse), grad
+            )
+        with pytest.raises(InputError, match="descales"):
+            TritonForward("fp8", FORWARD_TILE).prepare_quantised(operands.q, operands.k, operands.v, _e4m3_spec(spec))
+
+
+def _e4m3_spec(spec: AttentionSpec) -> AttentionSpec:
+    return spec.replace(direction="forward", dtype="e4m3", descale="head")
+
+
+def test_another_gpu_of_another_kind_is_asked_about_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=70, head_dim=64)
+    x, one = _e4m3((1, 2, 70, 64)), torch.ones(1, 1, 1, 1)
+    tile = ForwardTile(128, 128, 4, 3, interleaved=True, hopper=True)
+    operand = forward.Operand(x, one)
+    values = forward.Operand(forward.transposed(x), one)
+    monkeypatch.setattr(forward_hopper_launch, "_multiprocessors", lambda device: 132)
+    found = []
+    for here in (False, True, False):
+        monkeypatch.setattr(forward_hopper_launch, "runs_on", lambda device, here=here: here)
+        monkeypatch.setattr(forward_hopper_launch, "described", lambda *said: lambda x: x)
+        monkeypatch.setattr(forward_hopper_launch, "launch", lambda *said: None)
+        found.append(forward.laid_out(spec, tile, operand, operand, values).tile.hopper)
+    assert found == [False, True, False]

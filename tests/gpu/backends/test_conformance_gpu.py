@@ -1,0 +1,117 @@
+"""The conformance suite on a GPU: installed backends pass, and what only a GPU shows is found by name."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnbench.kernels.capabilities import Capabilities
+from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Operands, Result
+from attnbench.kernels.registry import Registry, registry
+from attnbench.problem.spec import AttentionSpec
+from attnbench.testing import Report, check_backend
+from attnbench.testing.faults import Late
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
+]
+
+
+def check(kernel: ForwardKernel) -> Report:
+    name = kernel.name.partition(":")[0]
+    mine = Backend(name, "a test's", lambda: Availability(version="1"), (kernel,))
+    return check_backend(name, "cuda", known=Registry([*registry().backends.values(), mine]))
+
+
+class Misbehaving(ForwardKernel):
+    """Has the operands of ``reference:fp32``, whose answer it spoils on a GPU."""
+
+    declared_error = 0.004
+    rows = {"cuda": Capabilities(dtypes=("bf16",))}  # noqa: RUF012
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        return registry().forward("reference:fp32").prepare(q, k, v, spec)
+
+
+class OwnStream(Misbehaving):
+    """Computes on a stream of its own and joins the legacy default stream alone, not the caller's."""
+
+    name = "own-stream:fp32"
+
+    def run(self, operands: Operands) -> Result:
+        stream = torch.cuda.Stream()
+        torch.cuda.default_stream().synchronize()
+        with torch.cuda.stream(stream):
+            result = registry().forward("reference:fp32").run(operands)
+        stream.synchronize()
+        return result
+
+
+class Frozen(Misbehaving):
+    """Records a graph of the tensors of the call before, which a replay then reads for ever."""
+
+    name = "frozen:fp32"
+    before: Operands | None = None
+
+    def run(self, operands: Operands) -> Result:
+        if not torch.cuda.is_current_stream_capturing():
+            self.before = Operands(operands.spec, *(x.clone() for x in operands.tensors()))
+        elif self.before is not None:
+            operands = self.before
+        return registry().forward("reference:fp32").run(operands)
+
+
+class Hasty(Misbehaving):
+    """Waits half as long again as it takes alone, and then leaves its output as it is."""
+
+    name = "hasty:fp32"
+    usual: float | None = None
+
+    def run(self, operands: Operands) -> Result:
+        begins, ends = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begins.record()
+        torch.cuda._sleep(5_000_000)  # cycles: some 3 ms, in which another process has the GPU as well
+        ends.record()
+        ends.synchronize()
+        took = begins.elapsed_time(ends)
+        self.usual = took if self.usual is None else min(took, self.usual)
+        out, lse, state = registry().forward("reference:fp32").run(operands)
+        return Result(out if took < 1.5 * self.usual else torch.zeros_like(out), lse, state)
+
+
+@pytest.mark.parametrize("name", [name for name in registry().backends if name != "emulated"])
+def test_an_installed_backend_conforms(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a process of its own: a graph that cannot be recorded, or a crash, leaves one unfit for the next backend."""
+    if reason := registry().availability(name).reason:
+        pytest.skip(reason)
+    command = [sys.executable, "-m", "attnbench", "check", name, "--device", "cuda", "-o", str(tmp_path / "report.md")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    with capsys.disabled():
+        print(f"\n{run.stdout}{run.stderr}")
+    if re.search(r"^0 passed, 0 failed", run.stdout, re.MULTILINE):
+        pytest.skip("it has no kernel for this GPU")
+    assert run.returncode == 0
+    assert torch.cuda.get_device_name(0) in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
+def test_work_on_a_stream_of_its_own_is_found() -> None:
+    assert "stream" in {each.check for each in check(OwnStream()).failures}
+
+
+def test_a_result_that_comes_late_is_found() -> None:
+    assert not check(Late("fp8-late")).ok
+
+
+def test_what_a_process_beside_it_breaks_is_found() -> None:
+    assert "shared GPU" in {each.check for each in check(Hasty()).failures}
+
+
+def test_a_graph_that_does_not_see_new_values_is_found() -> None:
+    assert {each.check for each in check(Frozen()).failures} == {"CUDA graph"}

@@ -1,0 +1,256 @@
+"""FlashAttention-3 on a Hopper GPU, ours and vLLM's: against dense FP64, against direct calls, and lifted refusals.
+
+Each family skips, and says so, where its library is not installed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from dataclasses import replace
+
+import dense
+import pytest
+import torch
+from gpu_times import in_turns
+from sweep import Sweep, Truth, visible
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from attnbench import AttentionSpec, Mask
+from attnbench.backends.flash_attention import fa3, fa3_origins, fa3_vllm
+from attnbench.backends.flash_attention.fa3_operands import native
+from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Operands, Saved
+from attnbench.kernels.devices import describe
+from attnbench.problem.fp8 import Quantised
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
+]
+FAMILIES = (fa3.BACKEND, fa3_vllm.BACKEND)
+FORWARDS = {k.name: k for family in FAMILIES for k in family.kernels if isinstance(k, ForwardKernel)}
+BACKWARDS = {k.name: k for family in FAMILIES for k in family.kernels if isinstance(k, BackwardKernel)}
+DEVICE = torch.device("cuda", 0)
+
+HEAD_DIMS = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (64, 128), (40, 40), (5, 7)]
+LENGTHS = [(256, 256), (257, 257), (130, 333), (333, 130), (200, 330), (1, 200), (77, 1)]
+MASKS = [
+    Mask(),
+    Mask(right=0),
+    Mask(right=0, alignment="bottom-right"),
+    Mask(left=37, right=0),
+    Mask(left=37, right=11),
+    Mask(left=150, right=11, alignment="bottom-right"),
+    Mask(left=37),
+    Mask(right=19, alignment="bottom-right"),
+]
+GROUPS = [1, 4, 8]
+
+
+def specs(dtype: str) -> list[AttentionSpec]:
+    rows = itertools.product(LENGTHS, MASKS, HEAD_DIMS)
+    made = [
+        AttentionSpec.make(
+            batch=2, heads=8, kv_heads=8 // GROUPS[i % 3], seqlen_q=sq, seqlen_kv=skv, head_dim=d, head_dim_v=dv,
+            dtype=dtype, mask=mask, direction="training", scale=d**-0.5 * (1.0 if i % 5 else 0.6),
+            softcap=0.0 if i % 7 else 5.0,
+        )
+        for i, ((sq, skv), mask, (d, dv)) in enumerate(rows)
+    ]  # fmt: skip
+    return list(dict.fromkeys(made))[:: 1 if dtype == "bf16" else 4]
+
+
+def present(family: Backend) -> None:
+    reason = family.availability().reason
+    if reason is not None:
+        pytest.skip(f"{family.name}: {reason}")
+
+
+@pytest.fixture(autouse=True)
+def fast_truth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "visible", visible)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_each_kernel_refuses_or_agrees_with_dense_fp64(
+    family: Backend, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FP8 twice: against the truth, and against exact attention on what it quantised, where less is allowed."""
+    present(family)
+    sweep = Sweep(DEVICE)
+    names = [k.name for k in family.kernels if isinstance(k, ForwardKernel) and k.name.endswith((":fp8", f":{dtype}"))]
+    floor = Sweep(DEVICE)
+    for index, spec in enumerate(specs(dtype)):
+        truth = Truth.of(spec, index, DEVICE)
+        for name in names:
+            few = name.endswith(":fp8") and spec.seqlen_q * spec.head_dim_v < 64  # a mean over too few to bound
+            ran = (floor if few else sweep).forward(_Replayed(FORWARDS[name], 0.2) if few else FORWARDS[name], truth)
+            if ran is not None and name.endswith(":fp8"):
+                seen = ran[0].tensors(torch.float64)
+                out, lse = dense.dense_attention(*seen, spec)
+                floor.forward(_Replayed(FORWARDS[name]), replace(truth, out=out, lse=lse))
+            elif ran is not None and name in BACKWARDS:
+                saved = Saved(ran[0], *ran[1]) if index % 3 else sweep.exact(truth)
+                sweep.backward(BACKWARDS[name], truth, saved)
+    with capsys.disabled():
+        print(f"\n{family.name} {dtype}\n{sweep.report()}\nagainst exact attention on the quantised\n{floor.report()}")
+    assert not any(sweep.faults.values())
+    assert not any(floor.faults.values())
+    assert all(sweep.served[f"{name} fwd"] for name in names)
+
+
+class _Replayed(ForwardKernel):
+    """A forward under another error; the tighter one is for what is left beside Q, K and V: P and the accumulator."""
+
+    def __init__(self, kernel: ForwardKernel, error: float = 0.05) -> None:
+        self.name, self.rows, self.kernel = kernel.name, kernel.rows, kernel
+        self.declared_error = error
+
+    def further_refusals(self, spec, device) -> list[str]:
+        return self.kernel.further_refusals(spec, device)
+
+    def prepare(self, q, k, v, spec) -> Operands:
+        return self.kernel.prepare(q, k, v, spec)
+
+    def run(self, operands: Operands):
+        return self.kernel.run(operands)
+
+
+@pytest.mark.parametrize("name", [name for name in FORWARDS if name.endswith(":fp8")])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_descales_of_random_size_are_used(name: str, kv_heads: int) -> None:
+    present(FAMILIES[name.startswith("fa3-vllm")])
+    spec = AttentionSpec.make(
+        batch=3, heads=8, kv_heads=kv_heads, seqlen_q=200, seqlen_kv=300, head_dim=128, dtype="e4m3", descale="head"
+    )
+    inputs = [
+        Quantised(
+            (torch.randn(3, heads, length, 128, device=DEVICE) * 100).clamp(-448, 448).to(torch.float8_e4m3fn),
+            torch.rand(3, heads, 1, 1, device=DEVICE) * 0.02 + 0.001,
+            "head",
+        )
+        for heads, length in ((8, 200), (kv_heads, 300), (kv_heads, 300))
+    ]
+    result = FORWARDS[name].run(FORWARDS[name].prepare_quantised(*inputs, spec))
+    out, lse = dense.dense_attention(*(x.dequantised(torch.float64) for x in inputs), spec)
+    assert dense.relative_l2(result.out, out) < 0.05
+    assert dense.relative_l2(result.lse, lse) < 0.001
+
+
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+@pytest.mark.parametrize("length", [4096, 16384])
+def test_our_layer_costs_nothing(precision: str, length: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """The library called directly with operands made beforehand, interleaved with ours, within 3 %."""
+    present(fa3.BACKEND)
+    if fa3_origins.chosen().name != "sglang":
+        pytest.skip("the direct call below is that of sgl_kernel")
+    spec = AttentionSpec.make(batch=16384 // length, heads=16, seqlen_q=length, head_dim=128, mask=Mask(right=0))
+    q, k, v = (torch.randn(spec.batch, length, 16, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    kernel = FORWARDS[f"fa3:{precision}"]
+    operands = kernel.prepare(*(x.transpose(1, 2) for x in (q, k, v)), spec)
+    made = operands.native
+    none = [None] * 17
+    from sgl_kernel import flash_ops  # noqa: F401
+
+    def direct() -> object:
+        return torch.ops.sgl_kernel.fwd.default(
+            made.q, made.k, made.v, *none, *made.descales, spec.scale, True, -1, -1, 0, 0.0, True, None, 1, None, 0,
+            None,
+        )  # fmt: skip
+
+    ours, theirs = in_turns([lambda: kernel.run(operands), direct])
+    with capsys.disabled():
+        print(f"\nfa3:{precision} {length}: ours {ours:.4f} ms, direct {theirs:.4f} ms, {ours / theirs - 1:+.2%}")
+    assert ours <= 1.03 * theirs
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_the_profiler_shows_that_kernel(name: str) -> None:
+    present(FAMILIES[name.startswith("fa3-vllm")])
+    dtype = "bf16" if name.endswith(":fp8") else name.partition(":")[2]
+    spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=512, head_dim=128, dtype=dtype)
+    q, k, v, _ = Truth.of(spec, 0, DEVICE).inputs
+    operands = FORWARDS[name].prepare(q, k, v, spec)
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        FORWARDS[name].run(operands)
+        torch.cuda.synchronize()
+    ran = [event.key for event in seen.key_averages()]
+    ours = [key for key in ran if "FlashAttn" in key]
+    for other in ("fp8", "bf16", "fp16"):
+        matches = any(re.search(fa3.PROFILED[other], key) for key in ran)
+        assert matches == name.endswith(f":{other}"), (other, ours)
+
+
+def test_more_than_2_to_the_31_elements() -> None:
+    present(fa3.BACKEND)
+    length = 2**20 + 2**14
+    spec = AttentionSpec.make(batch=1, heads=16, kv_heads=1, seqlen_q=length, seqlen_kv=256, head_dim=128)
+    assert length * 16 * 128 > 2**31
+    q = torch.randn(1, 16, length, 128, device=DEVICE, dtype=torch.bfloat16)
+    k, v = (torch.randn(1, 1, 256, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    for name in ("fa3:bf16", "fa3:fp8"):
+        assert FORWARDS[name].refusals(spec, describe(DEVICE)) == []
+        out = FORWARDS[name].run(FORWARDS[name].prepare(q, k, v, spec)).out
+        for rows in (slice(0, 300), slice(length - 300, length)):
+            part = spec.replace(seqlen_q=300)
+            truth, _ = dense.dense_attention(q[:, :, rows], k, v, part)
+            assert dense.relative_l2(out[:, :, rows], truth) < FORWARDS[name].declared_error
+        del out
+
+
+def _called(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    given = native(q, k, v, spec)
+    return fa3_origins.library().forward(
+        given.q, given.k, given.v, *given.descales, spec.scale, given.window.causal, *given.window[1:], spec.softcap
+    )[0].transpose(1, 2)  # fmt: skip
+
+
+def test_a_scale_that_is_not_positive_is_refused_because_the_answer_is_wrong() -> None:
+    present(fa3.BACKEND)
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64, mask=Mask(right=0), scale=-40.0)
+    assert "positive scale" in FORWARDS["fa3:bf16"].refusals(spec, describe(DEVICE))[0]
+    q, k, v, _ = Truth.of(spec, 0, DEVICE).inputs
+    assert not dense.relative_l2(_called(q, k, v, spec), dense.dense_attention(q, k, v, spec)[0]) < 0.01
+
+
+def test_a_window_that_ends_before_the_keys_is_refused_because_minus_one_means_unlimited() -> None:
+    present(fa3.BACKEND)
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=9, seqlen_kv=4, head_dim=64, mask=Mask(left=1, right=0))
+    assert "last key" in FORWARDS["fa3:bf16"].refusals(spec, describe(DEVICE))[0]
+    q, k, v, _ = Truth.of(spec, 0, DEVICE).inputs
+    args = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    out = fa3_origins.library().forward(*args, None, None, None, spec.scale, False, 1 + 4 - 9, 5, 0.0)[0]
+    assert not dense.relative_l2(out.transpose(1, 2), dense.dense_attention(q, k, v, spec)[0]) < 0.01
+
+
+def test_head_dims_above_256_are_refused_because_the_library_has_none() -> None:
+    present(fa3.BACKEND)
+    q = torch.randn(1, 64, 2, 264, device=DEVICE, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="head dimension at most"):
+        fa3_origins.library().forward(q, q, q, None, None, None, 0.1, False, -1, -1, 0.0)
+
+
+def test_a_build_without_a_backward_has_no_operator_for_it() -> None:
+    present(fa3.BACKEND)
+    origin = fa3_origins.chosen()
+    if "BACKWARD" not in origin.omissions():
+        pytest.skip(f"the build from {origin.name} has a backward")
+    assert not hasattr(origin.load(), "bwd")
+
+
+def test_the_capability_is_refused_elsewhere_because_the_library_fails() -> None:
+    present(fa3.BACKEND)
+    if torch.cuda.get_device_capability(DEVICE)[0] == 9:
+        pytest.skip("this GPU is served")
+    q = torch.randn(1, 64, 2, 64, device=DEVICE, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError):
+        fa3_origins.library().forward(q, q, q, None, None, None, 0.1, False, -1, -1, 0.0)
+
+
+def test_a_hub_download_is_not_started_unasked() -> None:
+    if os.environ.get(fa3_origins.VARIABLE) == "hub":
+        pytest.skip("the hub was asked for")
+    assert fa3.BACKEND.availability().origin != "hub" or fa3_origins._hub_cached()

@@ -1,0 +1,178 @@
+"""SageAttention on a GPU, whichever of its two libraries is installed: dense FP64, the library itself, evidence."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from importlib import import_module
+
+import dense
+import pytest
+import torch
+from gpu_times import in_turns
+from sweep import Sweep, Truth, visible
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from attnbench import AttentionSpec, Mask
+from attnbench.backends import sage
+from attnbench.kernels.contract import ForwardKernel, Operands, Result
+from attnbench.kernels.devices import describe
+
+_FOUND = sage.BACKEND.availability()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
+    pytest.mark.skipif(not _FOUND.ok, reason=str(_FOUND.reason)),
+]
+OLD = _FOUND.version == "1.0.6"
+KERNEL = sage.SageInt8Forward() if OLD else sage.SageFp8Forward()
+DEVICE = torch.device("cuda", 0)
+HEADS = [(64, 64, 1), (80, 80, 4), (96, 96, 1), (128, 128, 8), (128, 64, 2), (5, 7, 1)]
+LENGTHS = [(256, 256), (257, 257), (64, 64), (130, 384), (333, 64), (1, 200), (63, 63)]
+MASKS = [Mask(), Mask(right=0)]
+
+
+@pytest.fixture(autouse=True)
+def fast_truth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "visible", visible)
+
+
+class _Floor(ForwardKernel):
+    """The kernel under a tighter error: beside Q, K and V only P is rounded, to FP16 or e4m3."""
+
+    name, rows, declared_error = KERNEL.name, KERNEL.rows, 0.01 if OLD else 0.05
+
+    def further_refusals(self, spec, device) -> list[str]:
+        return KERNEL.further_refusals(spec, device)
+
+    def prepare(self, q, k, v, spec) -> Operands:
+        return KERNEL.prepare(q, k, v, spec)
+
+    def run(self, operands: Operands) -> Result:
+        return KERNEL.run(operands)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_it_refuses_or_agrees_with_dense_fp64(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep, floor = Sweep(DEVICE), Sweep(DEVICE)
+    made = [
+        AttentionSpec.make(batch=2, heads=8, kv_heads=8 // group, seqlen_q=sq, seqlen_kv=skv, head_dim=d, head_dim_v=dv,
+                           dtype=dtype, mask=mask)
+        for (sq, skv), mask, (d, dv, group) in itertools.product(LENGTHS, MASKS, HEADS)
+    ]  # fmt: skip
+    for index, spec in enumerate(dict.fromkeys(made)):
+        truth = Truth.of(spec, index, DEVICE)
+        ran = sweep.forward(KERNEL, truth)
+        if ran is not None:
+            out, lse = dense.dense_attention(*ran[0].tensors(torch.float64), spec)
+            floor.forward(_Floor(), replace(truth, out=out, lse=lse))
+    with capsys.disabled():
+        print(f"\n{dtype}\n{sweep.report()}\nagainst exact attention on the quantised\n{floor.report()}")
+    assert not any(sweep.faults.values())
+    assert not any(floor.faults.values())
+    assert sweep.served[f"{KERNEL.name} fwd"] > 20
+
+
+def _inputs(spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (spec.batch, spec.heads, spec.seqlen_q, spec.head_dim)
+    q, k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    return q, k, v
+
+
+def _whole(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    """The library's own top-level function, which quantises and computes; 1.0.6 changes K."""
+    core = import_module("sageattention.core")
+    causal = spec.mask.kind == "causal"
+    if OLD:
+        return core.sageattn(q, k.clone(), v, is_causal=causal, sm_scale=spec.scale)
+    return core.sageattn_qk_int8_pv_fp8_cuda_sm90(q, k, v, is_causal=causal, sm_scale=spec.scale)
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(right=0)])
+def test_the_parts_make_what_the_library_makes(mask: Mask) -> None:
+    spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=1024, head_dim=128, mask=mask)
+    q, k, v = _inputs(spec)
+    ours = KERNEL.run(KERNEL.prepare(q, k, v, spec)).out
+    assert torch.equal(ours, _whole(q, k, v, spec))
+
+
+@pytest.mark.parametrize("length", [4096, 16384])
+def test_our_layer_costs_nothing(length: int, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = AttentionSpec.make(batch=16384 // length, heads=16, seqlen_q=length, head_dim=128, mask=Mask(right=0))
+    q, k, v = _inputs(spec)
+    operands = KERNEL.prepare(q, k, v, spec)
+    run, prepare, ours, theirs = in_turns(
+        [
+            lambda: KERNEL.run(operands),
+            lambda: KERNEL.prepare(q, k, v, spec),
+            lambda: KERNEL.run(KERNEL.prepare(q, k, v, spec)),
+            lambda: _whole(q, k, v, spec),
+        ]
+    )
+    with capsys.disabled():
+        print(f"\n{KERNEL.name} {length}: run {run:.3f} ({spec.flops / run / 1e9:.0f} TFLOPS), prepare {prepare:.3f}, "
+              f"both {ours:.3f}, the library's call {theirs:.3f} ms")  # fmt: skip
+    assert run < theirs
+    assert OLD or ours <= 1.25 * theirs  # ours also makes the log-sum-exp; 1.0.6 is given a copy of K here
+
+
+def test_the_profiler_shows_the_kernel() -> None:
+    spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=512, head_dim=128)
+    operands = KERNEL.prepare(*_inputs(spec), spec)
+    KERNEL.run(operands)
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        KERNEL.run(operands)
+        torch.cuda.synchronize()
+    names = [event.key for event in seen.key_averages()]
+    assert any(re.search(KERNEL.evidence["cuda"], name) for name in names), names
+
+
+def test_it_is_ordered_on_a_stream_that_is_not_the_default_one() -> None:
+    """The inputs are written late on that stream: a kernel launched beside it would read what was there before."""
+    spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=1024, head_dim=128, mask=Mask(right=0))
+    inputs = _inputs(spec)
+    want = KERNEL.run(KERNEL.prepare(*inputs, spec)).out
+    late = [torch.zeros_like(x) for x in inputs]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(100_000_000)
+        for x, value in zip(late, inputs, strict=True):
+            x.copy_(value)
+        got = KERNEL.run(KERNEL.prepare(*late, spec)).out
+        got = got.clone()
+    torch.cuda.synchronize()
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_zeros_stay_numbers(where: str) -> None:
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=192, head_dim=64, mask=Mask(right=0))
+    q, k, v = _inputs(spec)
+    {"q": q, "k": k, "v": v}[where][..., 5 if where == "v" else slice(None)] = 0
+    out = KERNEL.run(KERNEL.prepare(q, k, v, spec)).out
+    truth, _ = dense.dense_attention(q, k, v, spec)
+    assert dense.relative_l2(out, truth) < KERNEL.declared_error
+
+
+def test_what_is_refused_really_fails_or_is_wrong() -> None:
+    base = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64)
+    unequal = base.replace(seqlen_q=128, mask=Mask(right=0, alignment="bottom-right"))
+    wrong = [base.replace(seqlen_kv=200)] if OLD else [unequal, base.replace(scale=-40.0, mask=Mask(right=0))]
+    for spec in (unequal, *wrong):
+        assert KERNEL.refusals(spec, describe(DEVICE))
+    for spec in wrong:
+        truth = Truth.of(spec, 0, DEVICE)
+        out = KERNEL.run(KERNEL.prepare(*truth.inputs[:3], spec)).out
+        assert not dense.relative_l2(out, truth.out) < KERNEL.declared_error, spec
+    if OLD:
+        with pytest.raises(AssertionError, match="must be equal"):
+            KERNEL.run(KERNEL.prepare(*Truth.of(unequal, 0, DEVICE).inputs[:3], unequal))
+
+
+def test_head_dims_above_128_are_refused_because_the_library_refuses_them() -> None:
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=64, head_dim=136)
+    q, k, v = _inputs(spec)
+    with pytest.raises((AssertionError, ValueError)):
+        _whole(q, k, v, spec)

@@ -1,0 +1,179 @@
+"""torch's SDPA kernels on a GPU: each refuses a spec or agrees with dense FP64 on it, and is what really ran."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import dense
+import pytest
+import torch
+from sweep import Sweep, Truth, visible
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
+
+from attnbench import AttentionSpec, Mask
+from attnbench.backends.sdpa import cudnn as sdpa_cudnn
+from attnbench.backends.sdpa import efficient as sdpa_efficient
+from attnbench.backends.sdpa import flash as sdpa_flash
+from attnbench.backends.sdpa import math as sdpa_math
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Saved
+from attnbench.kernels.devices import describe
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
+]
+FAMILIES = (sdpa_flash.BACKEND, sdpa_cudnn.BACKEND, sdpa_efficient.BACKEND, sdpa_math.BACKEND)
+KERNELS = [kernel for family in FAMILIES for kernel in family.kernels if "cuda" in kernel.rows]
+FORWARDS = {kernel.name: kernel for kernel in KERNELS if isinstance(kernel, ForwardKernel)}
+BACKWARDS = {kernel.name: kernel for kernel in KERNELS if isinstance(kernel, BackwardKernel)}
+
+HEAD_DIMS = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (64, 128)]
+LENGTHS = [(256, 256), (257, 257), (130, 333), (333, 130), (200, 330), (1, 200), (77, 1)]
+MASKS = [
+    Mask(),
+    Mask(right=0),
+    Mask(right=0, alignment="bottom-right"),
+    Mask(left=37, right=0),
+    Mask(left=37, right=0, alignment="bottom-right"),
+    Mask(left=37, right=11),
+    Mask(left=150, right=11, alignment="bottom-right"),
+    Mask(left=37),
+    Mask(right=19, alignment="bottom-right"),
+]
+GROUPS = [1, 4, 8]
+SHARE = {"bf16": 1, "fp16": 5, "fp32": 5, "fp64": 17}  # every how many specs a precision takes
+
+
+def specs(dtype: str) -> list[AttentionSpec]:
+    """Every head dimension with every length and mask; groups rotate."""
+    rows = itertools.product(LENGTHS, MASKS, HEAD_DIMS)
+    made = [
+        AttentionSpec.make(
+            batch=2, heads=8, kv_heads=8 // GROUPS[i % 3], seqlen_q=sq, seqlen_kv=skv, head_dim=d, head_dim_v=dv,
+            dtype=dtype, mask=mask, direction="training", scale=d**-0.5 if i % 5 else 0.21,
+        )
+        for i, ((sq, skv), mask, (d, dv)) in enumerate(rows)
+    ]  # fmt: skip
+    return list(dict.fromkeys(made))[:: SHARE[dtype]]  # a mask that cuts nothing is the same spec as none
+
+
+@pytest.fixture(autouse=True)
+def fast_truth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "visible", visible)
+
+
+@pytest.mark.parametrize("dtype", SHARE)
+def test_each_kernel_refuses_or_agrees_with_dense_fp64(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A backward is fed by its own forward's result and by an exact one's, in turns."""
+    sweep = Sweep(torch.device("cuda", 0))
+    names = [name for name in FORWARDS if name.endswith(f":{dtype}")]
+    for index, spec in enumerate(specs(dtype)):
+        truth = Truth.of(spec, index, sweep.device)
+        for name in names:
+            ran = sweep.forward(FORWARDS[name], truth)
+            if ran is not None and (index % 3 or not BACKWARDS[name].needs_lse):
+                sweep.backward(BACKWARDS[name], truth, Saved(ran[0], *ran[1]))
+            elif ran is not None:
+                sweep.backward(BACKWARDS[name], truth, sweep.exact(truth))
+    with capsys.disabled():
+        print(f"\n{dtype}\n{sweep.report()}")
+    assert not any(sweep.faults.values())
+    assert all(sweep.served[f"{name} {way}"] for name in names for way in ("fwd", "bwd"))
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_the_profiler_shows_that_kernel_and_no_other(name: str) -> None:
+    device = torch.device("cuda", 0)
+    spec = AttentionSpec.make(
+        batch=2, heads=8, seqlen_q=512, head_dim=64, dtype=name.partition(":")[2], direction="training"
+    )
+    forward, backward = FORWARDS[name], BACKWARDS[name]
+    assert forward.refusals(spec, describe(device)) == []
+    q, k, v, grad = Truth.of(spec, 0, device).inputs
+    operands = forward.prepare(q, k, v, spec)
+    result = forward.run(operands)
+    ran = []
+    for call in (lambda: forward.run(operands), lambda: backward.run(Saved(operands, *result), grad)):
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+            call()
+            torch.cuda.synchronize()
+        ran.append({event.key for event in seen.key_averages()})
+    assert any(re.search(forward.evidence["cuda"], key) for key in ran[0]), sorted(ran[0])
+    assert any(re.search(backward.evidence["cuda"], key) for key in ran[1]), sorted(ran[1])
+    others = {kernel.evidence["cuda"] for kernel in KERNELS} - {forward.evidence["cuda"]}
+    assert not any(re.search(pattern, key) for pattern in others for key in ran[0]), sorted(ran[0])
+
+
+@pytest.mark.parametrize("name", [name for name in FORWARDS if not name.startswith("sdpa-math")])
+def test_nothing_copies_what_the_operator_can_read(name: str) -> None:
+    device = torch.device("cuda", 0)
+    spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=512, head_dim=64, dtype=name.partition(":")[2])
+    for index in (0, 1):
+        q, k, v, _ = Truth.of(spec, index, device).inputs
+        before = torch.cuda.memory_allocated(device)
+        operands = FORWARDS[name].prepare(q, k, v, spec)
+        assert torch.cuda.memory_allocated(device) == before, operands.native
+        del operands  # or the next round would count its inputs
+
+
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+@pytest.mark.parametrize("mask", [Mask(), Mask(right=0)], ids=["no mask", "causal"])
+def test_flash_needs_the_scale_above_zero_that_it_asks_for(mask: Mask, scale: float) -> None:
+    """257 keys are no multiple of its tile: those that fill it up are hidden, with or without a mask."""
+    device = torch.device("cuda", 0)
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=257, head_dim=64, mask=mask, scale=scale)
+    forward = FORWARDS["sdpa-flash:bf16"]
+    assert forward.refusals(spec, describe(device)) != []
+    truth = Truth.of(spec, 0, device)
+    out = forward.run(forward.prepare(*truth.inputs[:3], spec)).out
+    assert not dense.relative_l2(out, dense.dense_attention(*truth.inputs[:3], spec)[0]) < 0.1
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+def test_cudnn_s_gradients_hold_where_torch_s_own_calls_came_first(batch: int, head_dim: int) -> None:
+    """A call of torch's own with a gradient in another layout leaves a graph that ours must not run."""
+    spec = AttentionSpec.make(batch=batch, heads=4, seqlen_q=200, head_dim=head_dim, direction="training")
+    generator = torch.Generator("cuda").manual_seed(head_dim)
+
+    def normal(extra: int = 0) -> torch.Tensor:
+        shape = batch, 200, 4 * head_dim + extra
+        x = torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)[..., : 4 * head_dim]
+        return x.unflatten(-1, (4, head_dim)).transpose(1, 2)
+
+    q, k, v = (normal().requires_grad_() for _ in range(3))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        for extra in (64, 0):  # a slice of a wider tensor first
+            scaled_dot_product_attention(q, k, v).backward(normal(extra))
+    operands = (forward := FORWARDS["sdpa-cudnn:bf16"]).prepare(q.detach(), k.detach(), v.detach(), spec)
+    out, lse, state = forward.run(operands)
+    for extra in (0, 64):
+        grad_out = normal(extra)
+        found = BACKWARDS["sdpa-cudnn:bf16"].run(Saved(operands, out, lse, state), grad_out)
+        wanted = dense.dense_gradients(q.detach(), k.detach(), v.detach(), grad_out, spec)
+        for mine, true in zip(found, wanted, strict=True):
+            assert dense.relative_l2(mine, true) < 0.01
+
+
+@pytest.mark.parametrize("layouts", list(itertools.permutations(["bhsd", "bshd"])), ids="-".join)
+def test_cudnn_s_gradients_hold_in_every_layout_of_the_output_and_its_gradient(layouts: tuple[str, str]) -> None:
+    """torch keeps a graph for the strides of q, k and v; a second layout of the others must not run the first's."""
+    spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=640, head_dim=128, mask=Mask(right=0), direction="training")
+    generator = torch.Generator("cuda").manual_seed(3)
+
+    def normal() -> torch.Tensor:
+        return torch.randn(2, 8, 640, 128, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+    q, k, v, grad_out = (normal() for _ in range(4))
+    wanted = dense.dense_gradients(q, k, v, grad_out, spec)
+    forward, backward = FORWARDS["sdpa-cudnn:bf16"], BACKWARDS["sdpa-cudnn:bf16"]
+    operands = forward.prepare(q, k, v, spec)
+    out, lse, state = forward.run(operands)
+    for layout in layouts:
+        laid = [x if layout == "bhsd" else x.transpose(1, 2).contiguous().transpose(1, 2) for x in (out, grad_out)]
+        found = backward.run(Saved(operands, laid[0], lse, state), laid[1])
+        for mine, true in zip(found, wanted, strict=True):
+            assert dense.relative_l2(mine, true) < 0.01

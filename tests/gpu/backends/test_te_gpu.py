@@ -1,0 +1,317 @@
+"""TransformerEngine on a Hopper GPU: dense FP64, evidence, warm steps, its own module, refusals lifted, costs."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+
+import dense
+import pytest
+import torch
+from gpu_times import in_turns
+from sweep import Sweep, Truth, visible
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from attnbench import AttentionSpec, Mask
+from attnbench.backends.cudnn import backend as cudnn
+from attnbench.backends.flash_attention import fa4
+from attnbench.backends.sdpa import cudnn as sdpa_cudnn
+from attnbench.backends.te import backend as te
+from attnbench.backends.te import library as te_library
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Saved
+from attnbench.kernels.devices import describe
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
+    pytest.mark.skipif(not te.BACKEND.availability().ok, reason=str(te.BACKEND.availability().reason)),
+]
+FORWARDS = {k.name: k for k in te.BACKEND.kernels if isinstance(k, ForwardKernel)}
+BACKWARDS = {k.name: k for k in te.BACKEND.kernels if isinstance(k, BackwardKernel)}
+FP8, FP8_BACKWARD = FORWARDS["te:fp8"], BACKWARDS["te:fp8"]
+END, CAUSAL = "bottom-right", Mask(right=0)
+HEADS = [
+    (64, 64, 1),
+    (80, 80, 1),
+    (96, 96, 4),
+    (128, 128, 1),
+    (128, 128, 8),
+    (192, 128, 1),
+    (256, 256, 2),
+    (256, 128, 1),
+]
+LENGTHS = [(256, 256), (257, 257), (144, 333), (333, 130), (336, 130), (1, 200), (77, 1)]
+MASKS = [Mask(), CAUSAL, Mask(right=0, alignment=END), Mask(left=37, right=11), Mask(left=150, alignment=END),
+         Mask(left=0, right=0)]  # fmt: skip
+
+
+def specs() -> list[AttentionSpec]:
+    rows = itertools.product(HEADS, LENGTHS, MASKS)
+    made = [
+        AttentionSpec.make(batch=2, heads=8, kv_heads=8 // group, seqlen_q=sq, seqlen_kv=skv, head_dim=d, head_dim_v=dv,
+                           mask=mask, direction="training", scale=d**-0.5 * (1.0, 0.7, 1.3)[i % 3])
+        for i, ((d, dv, group), (sq, skv), mask) in enumerate(rows)
+    ]  # fmt: skip
+    return list(dict.fromkeys(made))
+
+
+@pytest.fixture(autouse=True)
+def fast_truth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "visible", visible)
+
+
+def step(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """O, dQ, dK, dV of one FP8 training step."""
+    operands = FP8.prepare(q, k, v, spec)
+    result = FP8.run(operands)
+    return (result.out, *FP8_BACKWARD.run(Saved(operands, *result), grad))
+
+
+@pytest.mark.parametrize("name", ["te:bf16", "te:fp8"])
+def test_it_refuses_or_agrees_with_dense_fp64(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The 16-bit backward is fed by its own forward's result and by an exact one's, in turns."""
+    sweep = Sweep(torch.device("cuda", 0))
+    random_state = torch.cuda.get_rng_state()
+    for index, spec in enumerate(specs()):
+        truth = Truth.of(spec, index, sweep.device)
+        ran = sweep.forward(FORWARDS[name], truth)
+        if ran is not None:
+            own = index % 3 or BACKWARDS[name].follows is not None
+            sweep.backward(BACKWARDS[name], truth, Saved(ran[0], *ran[1]) if own else sweep.exact(truth))
+    with capsys.disabled():
+        print(f"\n{sweep.report()}")
+    assert not any(sweep.faults.values())
+    assert all(sweep.served[f"{name} {way}"] > 10 for way in ("fwd", "bwd"))
+    assert torch.equal(torch.cuda.get_rng_state(), random_state)
+
+
+@pytest.mark.parametrize("name", ["te:bf16", "te:fp8"])
+def test_the_profiler_shows_cudnns_kernel(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the environment tells TransformerEngine's modules to take another implementation."""
+    for variable, value in {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "1", "NVTE_UNFUSED_ATTN": "1"}.items():
+        monkeypatch.setenv(variable, value)
+    spec = AttentionSpec.make(batch=1, heads=8, seqlen_q=512, head_dim=128, direction="training")
+    q, k, v, grad = Truth.of(spec, 0, torch.device("cuda", 0)).inputs
+    forward, backward = FORWARDS[name], BACKWARDS[name]
+    operands = forward.prepare(q, k, v, spec)
+    result = forward.run(operands)
+    for kernel, call in ((forward, lambda: forward.run(operands)),
+                         (backward, lambda: backward.run(Saved(operands, *result), grad))):  # fmt: skip
+        call()
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            call()
+            torch.cuda.synchronize()
+        names = sorted({event.key for event in seen.key_averages()})
+        with capsys.disabled():
+            print(f"\n{kernel!r}: {[each[:80] for each in names]}")
+        assert any(re.search(kernel.evidence["cuda"], name) for name in names), names
+
+
+@pytest.mark.parametrize("mask", [Mask(), CAUSAL], ids=str)
+def test_the_error_is_the_same_in_the_first_step_and_in_the_tenth(
+    mask: Mask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=2048, head_dim=128, mask=mask, direction="training")
+    truth = Truth.of(spec, 0, torch.device("cuda", 0))
+    wanted = (truth.out, *truth.gradients)
+    for number in range(1, 11):
+        errors = [dense.relative_l2(x, y) for x, y in zip(step(spec, *truth.inputs), wanted, strict=True)]
+        if number in (1, 2, 10):
+            with capsys.disabled():
+                print(f"\n{mask} step {number}: O, dQ, dK, dV {[round(error, 4) for error in errors]}")
+        assert errors[0] <= FP8.declared_error
+        assert max(errors[1:]) <= FP8_BACKWARD.declared_error
+
+
+def test_a_caller_with_other_magnitudes_gets_scales_of_its_own() -> None:
+    spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=512, head_dim=128, mask=CAUSAL, direction="training")
+    truth = Truth.of(spec, 0, torch.device("cuda", 0))
+    q, k, v, grad = truth.inputs
+    for factor in (2.0**-10, 1.0, 2.0**8, 2.0**-7):  # powers of two, so that the truth scales exactly
+        out, dq, dk, dv = step(spec, q, k, v * factor, grad * factor)
+        found = (out / factor, dq / factor**2, dk / factor**2, dv / factor)
+        for each, wanted in zip(found, (truth.out, *truth.gradients), strict=True):
+            assert dense.relative_l2(each, wanted) <= FP8_BACKWARD.declared_error
+
+
+def test_the_maxima_that_the_kernels_report_are_below_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=2048, head_dim=128, mask=CAUSAL, direction="training")
+    q, k, v, grad = Truth.of(spec.replace(seqlen_q=256, seqlen_kv=256), 0, torch.device("cuda", 0)).inputs
+    q, k, v, grad = (x.repeat(1, 1, 8, 1) for x in (q, k, v, grad))
+    for _ in range(3):
+        step(spec, q, k, v, grad)
+    operands = FP8.prepare(q, k, v, spec)
+    out = FP8.run(operands).out
+    amax_s, amax_o = operands.native.amax.tolist()
+    ratios = te._gradients.of(spec, q.device)._largest.tolist()
+    with capsys.disabled():
+        print(f"\namax of P {amax_s}, of O {amax_o}, max |O| {out.abs().max().item()}, dS and dQKV over bound {ratios}")
+    assert 0 < amax_s <= 1.01
+    assert amax_o == pytest.approx(out.abs().max().item(), rel=0.1)
+    assert all(0 < ratio <= 1 for ratio in ratios)
+
+
+def test_an_fp8_forward_with_a_sixteen_bit_backward(capsys: pytest.CaptureFixture[str]) -> None:
+    """te:bf16, and every other backward here that can follow, each on what the forward computed with."""
+    device = torch.device("cuda", 0)
+    spec = AttentionSpec.make(batch=2, heads=8, kv_heads=4, seqlen_q=512, head_dim=64, mask=CAUSAL,
+                              direction="training")  # fmt: skip
+    truth = Truth.of(spec, 0, device)
+    operands = FP8.prepare(*truth.inputs[:3], spec)
+    saved = Saved(operands, *FP8.run(operands))
+    exact = dense.dense_gradients(*operands.tensors(), truth.inputs[3], spec)
+    here = [module.BACKEND for module in (te, cudnn, fa4, sdpa_cudnn) if module.BACKEND.availability().ok]
+    kernels = [each for backend in here for each in backend.kernels if each.name == f"{backend.name}:bf16"]
+    for backward in (each for each in kernels if isinstance(each, BackwardKernel)):
+        if backward.refusals(spec, describe(device)) or backward.cannot_follow(FP8, describe(device)):
+            continue
+        found = backward.run(saved, truth.inputs[3])
+        errors = [dense.relative_l2(x, y) for x, y in zip(found, exact, strict=True)]
+        with capsys.disabled():
+            print(f"\nte:fp8>{backward.name}: dQ, dK, dV {[round(error, 4) for error in errors]}")
+        assert max(errors) <= FP8.declared_error
+
+
+CANNOT = [
+    ("fp8", {"mask": Mask(left=37, right=0)}),
+    ("fp8", {"seqlen_q": 128, "mask": Mask(right=0, alignment=END)}),
+    ("fp8", {"head_dim": 72, "head_dim_v": 72}),
+    ("bf16", {"seqlen_q": 300, "mask": Mask(left=280, right=11)}),
+    ("bf16", {"seqlen_q": 333, "seqlen_kv": 130, "mask": Mask(right=260, alignment=END)}),
+    ("fp8", {"head_dim": 272, "head_dim_v": 272}),
+    ("bf16", {"mask": CAUSAL, "scale": -0.1}),
+    ("fp8", {"mask": CAUSAL, "scale": -0.1}),
+    ("fp8", {"seqlen_q": 1}),
+]
+
+
+@pytest.mark.parametrize(("precision", "changes"), CANNOT)
+def test_what_is_refused_really_fails_or_is_wrong(precision: str, changes: dict[str, object]) -> None:
+    device = torch.device("cuda", 0)
+    spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=256, head_dim=64, direction="training").replace(**changes)
+    forward = FORWARDS[f"te:{precision}"]
+    assert forward.refusals(spec, describe(device))
+    truth = Truth.of(spec, 1, device)  # as (B, S, H, D), in which most of the refusals hold
+    out, failure = None, ""
+    try:
+        out = forward.run(forward.prepare(*truth.inputs[:3], spec)).out
+    except RuntimeError as error:
+        failure = str(error)
+    assert failure or dense.relative_l2(out, truth.out) > 2 * forward.declared_error
+
+
+REFUSED_BACKWARDS = [("te:fp8", 64, 64), ("te:fp8", 256, 256)]
+
+
+@pytest.mark.parametrize(("name", "size", "size_v"), REFUSED_BACKWARDS)
+def test_a_backward_that_is_refused_really_fails(
+    name: str, size: int, size_v: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FP8 at 64 is not refused here: without the padding that serves it, it would have to be."""
+    monkeypatch.setattr(te_library.Narrow, "padded", lambda self, size: self)
+    spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=256, head_dim=size, head_dim_v=size_v, direction="training")
+    truth = Truth.of(spec, 0, torch.device("cuda", 0))
+    assert (size == 64) or BACKWARDS[name].refusals(spec, describe(torch.device("cuda", 0)))
+    operands = FORWARDS[name].prepare(*truth.inputs[:3], spec)
+    saved = Saved(operands, *FORWARDS[name].run(operands))
+    with pytest.raises(RuntimeError):
+        BACKWARDS[name].run(saved, truth.inputs[3])
+
+
+WIDER_V = """
+import torch
+from attnbench import AttentionSpec
+from attnbench.kernels.registry import registry
+spec = AttentionSpec.make(batch=2, heads=1, seqlen_q=118, head_dim=16, head_dim_v=192)
+q, k, v = (torch.randn(2, 1, 118, size, device="cuda", dtype=torch.bfloat16) for size in (16, 16, 192))
+kernel = registry().forward("KERNEL:fp8")
+for _ in range(20):
+    out = kernel.run(kernel.prepare(q, k, v, spec)).out
+torch.cuda.synchronize()
+exact = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
+print(float((out.double() - exact).norm() / exact.norm()))
+"""
+
+
+def test_a_v_wider_than_q_is_refused_because_the_gpu_is_lost_or_the_answer_wrong() -> None:
+    """In a process of its own, which an illegal memory access ends."""
+    program = WIDER_V.replace("KERNEL", "te")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0 or not float(done.stdout) < 0.16, done.stdout
+
+
+@pytest.mark.parametrize("name", ["te:bf16", "te:fp8"])
+@pytest.mark.parametrize("seqlen", [4096, 16384])
+def test_our_layer_costs_nothing(name: str, seqlen: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside the library's call with operands made beforehand; FP8 with its own cast of O to 16 bits, as modules do."""
+    spec = AttentionSpec.make(batch=16384 // seqlen, heads=16, seqlen_q=seqlen, head_dim=128, direction="training",
+                              mask=CAUSAL)  # fmt: skip
+    shape = (spec.batch, seqlen, 16, 128)
+    rows = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    q, k, v, grad = (x.transpose(1, 2) for x in rows)
+    forward, backward, fp8 = FORWARDS[name], BACKWARDS[name], name == "te:fp8"
+    operands = forward.prepare(q, k, v, spec)
+    saved = Saved(operands, *forward.run(operands))
+    library, seqlens = te_library.library(), te_library.seqlens_of(spec, q.device)
+    implementation = library.backends["FP8" if fp8 else "F16_arbitrary_seqlen"]
+    quantizers, inputs = {}, rows[:3]
+    if fp8:
+        scales = (operands.native.scale_s, operands.native.scale_o)
+        s, o = (te_library.delayed(scale, torch.zeros(1, device="cuda")) for scale in scales)
+        quantizers, inputs = {"s_quantizer": s, "o_quantizer": o}, [x.storage(q.dtype) for x in te._narrow(operands)]
+
+    def direct() -> object:
+        out, *_ = library.forward(
+            True, seqlen, seqlen, *seqlens, *inputs, q.dtype, implementation, attn_scale=spec.scale,
+            qkv_layout="bshd_bshd_bshd", o_format="bshd", attn_mask_type="causal", window_size=(-1, 0), **quantizers,
+        )  # fmt: skip
+        return out.dequantize(dtype=q.dtype) if fp8 else out
+
+    ours, library_alone, prepare, gradients = in_turns([
+        lambda: forward.run(operands),
+        direct,
+        lambda: forward.prepare(q, k, v, spec),
+        lambda: backward.run(saved, grad),
+    ])  # fmt: skip
+    with capsys.disabled():
+        print(f"\n{name} {seqlen}: run {ours:.3f}, direct {library_alone:.3f}, prepare {prepare:.3f}, "
+              f"backward {gradients:.3f} ms")  # fmt: skip
+    assert ours <= 1.03 * library_alone
+
+
+@pytest.mark.parametrize("seqlen", [4096, 16384])
+def test_beside_transformer_engines_own_module(
+    seqlen: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A whole FP8 training step through DotProductAttention, warmed, and one of ours: device time and errors."""
+    for variable in ("NVTE_FLASH_ATTN", "NVTE_UNFUSED_ATTN"):
+        monkeypatch.setenv(variable, "0")
+    import transformer_engine.pytorch as module
+    from transformer_engine.common.recipe import DelayedScaling
+
+    spec = AttentionSpec.make(batch=16384 // seqlen, heads=16, seqlen_q=seqlen, head_dim=128, direction="training",
+                              mask=CAUSAL)  # fmt: skip
+    rows = [torch.randn(spec.batch, seqlen, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    leaves = [x.requires_grad_() for x in rows[:3]]
+    attention = module.DotProductAttention(16, 128, qkv_format="bshd", attn_mask_type="causal")
+    recipe = DelayedScaling(fp8_dpa=True)
+
+    def theirs() -> tuple[Tensor, ...]:
+        with module.autocast(enabled=True, recipe=recipe):
+            out = attention(*leaves)
+        return (out.detach(), *torch.autograd.grad(out, leaves, rows[3].reshape(out.shape)))
+
+    def ours() -> tuple[Tensor, ...]:
+        return step(spec, *(x.transpose(1, 2) for x in rows))
+
+    times = in_turns([theirs, ours], rounds=10)
+    mine = [x.transpose(1, 2) for x in ours()]
+    apart = [dense.relative_l2(x, y.reshape(x.shape)) for x, y in zip(mine, theirs(), strict=True)]
+    with capsys.disabled():
+        print(f"\n{seqlen}: module {times[0]:.3f}, ours {times[1]:.3f} ms; apart {[round(each, 4) for each in apart]}")
+    assert max(apart) <= FP8_BACKWARD.declared_error + 0.05

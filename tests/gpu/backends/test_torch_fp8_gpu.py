@@ -1,0 +1,212 @@
+"""torch's quantised attention on a Hopper GPU: dense FP64, the activated operator, direct calls, lifted refusals.
+
+Where ``flash_attn_interface`` is not installed and ``sgl_kernel`` is, the latter's FlashAttention-3 stands in under
+the name ``flash_attn_3::fwd``: torch's own code and the same kernel then run, from another build.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import dense
+import pytest
+import standins_fa
+import torch
+from gpu_times import in_turns
+from sweep import Sweep, Truth, visible
+from torch import Tensor
+from torch.nn import attention
+from torch.profiler import ProfilerActivity, profile
+
+from attnbench import AttentionSpec, Mask
+from attnbench.backends import torch_fp8
+from attnbench.backends.flash_attention.fa3_origins import installed
+from attnbench.kernels.contract import ForwardKernel, Operands, Result
+from attnbench.kernels.devices import describe
+from attnbench.problem.fp8 import Quantised
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
+]
+KERNEL = torch_fp8.TorchFp8Forward()
+DEVICE = torch.device("cuda", 0)
+END = "bottom-right"
+HEADS = [(64, 64, 1), (80, 80, 4), (96, 96, 1), (128, 128, 8), (192, 128, 1), (192, 192, 2), (256, 256, 1), (5, 7, 1)]
+LENGTHS = [(256, 256), (257, 257), (130, 333), (333, 130), (1, 200), (77, 1)]
+MASKS = [Mask(), Mask(right=0), Mask(right=0, alignment=END), Mask(left=37, right=0), Mask(left=150, right=11,
+         alignment=END), Mask(left=37)]  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def flash_attn_interface() -> Iterator[None]:
+    if torch_fp8.BACKEND.availability().ok:
+        yield
+        return
+    if not torch_fp8._declared() or installed("sgl_kernel") is None:
+        pytest.skip(str(torch_fp8.BACKEND.availability().reason))
+    library = torch.library.Library("flash_attn_3", "FRAGMENT")
+    library.define(f"fwd({standins_fa.FWD['flash_attn_3']}) -> Tensor[]")
+    library.define(f"bwd({standins_fa.BWD}) -> Tensor[]")  # torch asks that it is there; nothing here calls it
+    library.impl("fwd", _by_sglang, "CUDA")
+    with standins_fa.modules(flash_attn_interface={}):
+        torch_fp8._forward.cache_clear()
+        torch_fp8._forward()
+        yield
+        torch_fp8._forward.cache_clear()
+
+
+def _by_sglang(*values: object) -> list[Tensor]:
+    from sgl_kernel import flash_ops  # noqa: F401
+
+    arguments = torch.ops.flash_attn_3.fwd.default._schema.arguments
+    given = [*values, *(each.default_value for each in arguments[len(values) :])]
+    found = torch.ops.sgl_kernel.fwd.default(*given, None)
+    return [torch.empty(0) if x is None else x for x in found]  # what it did not need, a list of tensors cannot hold
+
+
+@pytest.fixture(autouse=True)
+def fast_truth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "visible", visible)
+
+
+class _Floor(ForwardKernel):
+    """The kernel under a tighter error: what is left beside Q, K and V is P in e4m3 and the accumulator."""
+
+    name, rows, declared_error = KERNEL.name, KERNEL.rows, 0.05
+
+    def further_refusals(self, spec, device) -> list[str]:
+        return KERNEL.further_refusals(spec, device)
+
+    def prepare(self, q, k, v, spec) -> Operands:
+        return KERNEL.prepare(q, k, v, spec)
+
+    def run(self, operands: Operands) -> Result:
+        return KERNEL.run(operands)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_it_refuses_or_agrees_with_dense_fp64(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep, floor = Sweep(DEVICE), Sweep(DEVICE)
+    made = [
+        AttentionSpec.make(batch=2, heads=8, kv_heads=8 // group, seqlen_q=sq, seqlen_kv=skv, head_dim=d, head_dim_v=dv,
+                           dtype=dtype, mask=mask, scale=d**-0.5 * (1.0 if i % 5 else 0.7))
+        for i, ((sq, skv), mask, (d, dv, group)) in enumerate(itertools.product(LENGTHS, MASKS, HEADS))
+    ]  # fmt: skip
+    for index, spec in enumerate(list(dict.fromkeys(made))[:: 1 if dtype == "bf16" else 4]):
+        truth = Truth.of(spec, index, DEVICE)
+        ran = sweep.forward(KERNEL, truth)
+        if ran is not None:
+            out, lse = dense.dense_attention(*ran[0].tensors(torch.float64), spec)
+            floor.forward(_Floor(), replace(truth, out=out, lse=lse))
+    with capsys.disabled():
+        print(f"\n{dtype}\n{sweep.report()}\nagainst exact attention on the quantised\n{floor.report()}")
+    assert not any(sweep.faults.values())
+    assert not any(floor.faults.values())
+    assert sweep.served[f"{KERNEL.name} fwd"] > 20
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_descales_of_random_size_are_used(kv_heads: int) -> None:
+    spec = AttentionSpec.make(batch=3, heads=8, kv_heads=kv_heads, seqlen_q=200, seqlen_kv=300, head_dim=128,
+                              dtype="e4m3", descale="head")  # fmt: skip
+    inputs = [
+        Quantised((torch.randn(3, heads, length, 128, device=DEVICE) * 100).clamp(-448, 448).to(torch.float8_e4m3fn),
+                  torch.rand(3, heads, 1, 1, device=DEVICE) * 0.02 + 0.001, "head")
+        for heads, length in ((8, 200), (kv_heads, 300), (kv_heads, 300))
+    ]  # fmt: skip
+    result = KERNEL.run(KERNEL.prepare_quantised(*inputs, spec))
+    out, lse = dense.dense_attention(*(x.dequantised(torch.float64) for x in inputs), spec)
+    assert dense.relative_l2(result.out, out) < 0.05
+    assert dense.relative_l2(result.lse, lse) < 0.001
+
+
+def _operands(length: int, mask: Mask) -> tuple[AttentionSpec, Operands]:
+    spec = AttentionSpec.make(batch=16384 // length, heads=16, seqlen_q=length, head_dim=128, mask=mask)
+    q, k, v = (
+        torch.randn(spec.batch, length, 16, 128, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2) for _ in range(3)
+    )
+    return spec, KERNEL.prepare(q, k, v, spec)
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(right=0)])
+def test_it_is_what_activating_registers_and_nothing_is_activated(mask: Mask) -> None:
+    spec, operands = _operands(4096, mask)
+    ours = KERNEL.run(operands)
+    assert attention.current_flash_attention_impl() is None
+    given = operands.native
+    attention.activate_flash_attention_impl("FA3")
+    try:
+        theirs = torch.ops.aten._scaled_dot_product_flash_attention.quantized(
+            *(x.transpose(1, 2) for x in (given.q, given.k, given.v)), *given.descales, 0.0, mask.kind == "causal",
+            False, scale=spec.scale,
+        )  # fmt: skip
+    finally:
+        attention.restore_flash_attention_impl()
+    assert torch.equal(ours.out, theirs[0])
+    assert torch.equal(ours.lse, theirs[1])
+
+
+@pytest.mark.parametrize("length", [4096, 16384])
+def test_our_layer_costs_nothing(length: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """The activated operator called directly with operands made beforehand, interleaved with ours, within 3 %."""
+    spec, operands = _operands(length, Mask(right=0))
+    given = operands.native
+    attention.activate_flash_attention_impl("FA3")
+    try:
+        ours, theirs = in_turns([
+            lambda: KERNEL.run(operands),
+            lambda: torch.ops.aten._flash_attention_forward.quantized(
+                given.q, given.k, given.v, None, None, length, length, 0.0, True, False, *given.descales,
+                scale=spec.scale,
+            ),
+        ])  # fmt: skip
+    finally:
+        attention.restore_flash_attention_impl()
+    with capsys.disabled():
+        print(f"\n{length}: ours {ours:.4f} ms, direct {theirs:.4f} ms, {ours / theirs - 1:+.2%}")
+    assert ours <= 1.03 * theirs
+
+
+def test_the_profiler_shows_the_fp8_kernel() -> None:
+    _, operands = _operands(4096, Mask())
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        KERNEL.run(operands)
+        torch.cuda.synchronize()
+    names = [event.key for event in seen.key_averages()]
+    assert any(re.search(KERNEL.evidence["cuda"], name) for name in names), names
+
+
+def test_softcap_is_refused_because_the_operator_has_none() -> None:
+    names = {argument.name for argument in torch.ops.aten._flash_attention_forward.quantized._schema.arguments}
+    assert {"q_descale", "scale", "window_size_left"} <= names
+    assert "softcap" not in names
+
+
+def test_a_scale_that_is_not_positive_is_refused_because_the_answer_is_wrong() -> None:
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64, mask=Mask(right=0), scale=-40.0)
+    assert "positive scale" in KERNEL.refusals(spec, describe(DEVICE))[0]
+    q, k, v, _ = Truth.of(spec, 0, DEVICE).inputs
+    operands = KERNEL.prepare(q, k, v, spec)
+    out, _ = dense.dense_attention(*operands.tensors(torch.float64), spec)
+    assert not dense.relative_l2(KERNEL.run(operands).out, out) < 0.2
+
+
+def test_head_dims_above_256_are_refused_because_the_library_has_none() -> None:
+    x = torch.zeros(1, 64, 2, 272, device=DEVICE).to(torch.float8_e4m3fn)
+    one = torch.ones(1, 2, device=DEVICE)
+    with pytest.raises(RuntimeError, match="head dimension at most"):
+        torch_fp8._forward()(x, x, x, None, None, 64, 64, 0.0, False, False, one, one, one, scale=0.1)
+
+
+def test_other_capabilities_are_refused_because_torch_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.nn.attention import _fa3
+
+    monkeypatch.setattr(_fa3, "_get_device_major", lambda _: 10)
+    x = torch.zeros(1, 64, 2, 64, device=DEVICE).to(torch.float8_e4m3fn)
+    one = torch.ones(1, 2, device=DEVICE)
+    with pytest.raises(RuntimeError, match="compute capability 9"):
+        torch_fp8._forward()(x, x, x, None, None, 64, 64, 0.0, False, False, one, one, one, scale=0.1)

@@ -1,0 +1,386 @@
+"""Every figure of docs/ is made from committed rows or from the code, or stands here as one that is not."""
+
+import gzip
+import inspect
+import json
+import math
+import re
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from types import ModuleType
+
+import pytest
+from markdown_it import MarkdownIt
+from places import ROOT
+
+from attnbench.choosing.evidence import MARGIN
+from attnbench.cli.train import train
+from attnbench.guarding.significance import Detector
+from attnbench.harness.compare.regression import compare_results
+from attnbench.harness.compare.terms import Terms
+from attnbench.harness.measure.clocks import Watch
+from attnbench.harness.measure.timing import Cost
+from attnbench.harness.results.records import Measurement
+from attnbench.harness.training.judge.arms import Arm
+from attnbench.harness.training.judge.curves import ending
+from attnbench.harness.training.judge.learning import END, LEAST_SEEDS, LEAST_STEPS
+from attnbench.kernels.registry import registry
+from attnbench.tables import entry as table_entry
+from attnbench.tables.entry import Entry
+
+DOCS = ROOT / "docs"
+PAGES = {page.relative_to(DOCS).as_posix(): page for page in sorted(DOCS.rglob("*.md"))}
+
+
+def _loaded() -> ModuleType:
+    spec = spec_from_file_location("docs_figures", DOCS / "figures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+figures = _loaded()
+
+
+def row(sweep: str, spec: str, plan: str) -> Measurement:
+    found: list[Measurement] = [
+        each for each in figures.rows(sweep) if (str(each.spec), str(each.plan)) == (spec, plan)
+    ]
+    return max(found, key=lambda each: each.started)
+
+
+def took(sweep: str, spec: str, plan: str, cost: Cost) -> float:
+    return statistics.median(row(sweep, spec, plan).time_ms[cost])
+
+
+LONG = "b1 h16 s16384 d128 bf16 forward"
+FACT = "b4 h16 s4096 d128 bf16 forward"
+FEW = "b1 h8 q128-k{} d128 bf16 causal/bottom-right forward"
+MANY = "b1 h8 q2048-k{} d128 bf16 causal/bottom-right forward"
+
+
+def tflops(plan: str) -> float:
+    spec = row("facts", LONG, plan).spec
+    products = 4 * spec.batch * spec.heads * spec.seqlen_q * spec.seqlen_kv * spec.head_dim
+    return products / took("facts", LONG, plan, "kernel") / 1e9
+
+
+def drift(spec: str, keys: int, plan: str, family: str = "biased-v") -> float:
+    return row("keys", spec.format(keys), plan).error[family]["out"]
+
+
+def normal(kernel: str) -> tuple[float, float]:
+    entries: Sequence[Entry] = [
+        entry
+        for entry in figures.shipped().entries.values()
+        if str(entry.plan) == kernel and entry.spec.direction == "forward" and "normal" in entry.errors
+    ]
+    errors = [entry.errors["normal"] for entry in entries]
+    return min(errors), max(errors)
+
+
+def from_facts_to_inference() -> list[float]:
+    """How much longer medians of a kernel on a spec are in the second sweep: twentieths of all there are."""
+    before, after = (
+        {
+            (each.spec, each.plan): statistics.median(each.time_ms["kernel"])
+            for each in figures.rows(sweep)
+            if each.time_ms
+        }
+        for sweep in ("facts", "inference")
+    )
+    changes = [after[key] / before[key] - 1 for key in before.keys() & after.keys()]
+    return statistics.quantiles(changes, n=20, method="inclusive")
+
+
+def farthest_errors() -> float:
+    """How far errors of a kernel on a spec, family and tensor lie apart between sweeps, at most, as a share."""
+    seen: dict[tuple[object, ...], dict[str, float]] = {}
+    for sweep in ("quick", "facts", "inference", "training", "step"):
+        for each in figures.rows(sweep):
+            for family, errors in each.error.items():
+                for tensor, error in errors.items():
+                    if 1e-6 < error < math.inf:  # the rounding of FP32
+                        seen.setdefault((each.spec, each.plan, family, tensor), {})[sweep] = error
+    return max(max(found.values()) / min(found.values()) - 1 for found in seen.values())
+
+
+@cache
+def visible_in(sweep: str) -> list[float]:
+    """What each row of a sweep could have shown, had another been like it."""
+    rows = {each.key: each for each in figures.rows(sweep)}
+    outcomes = compare_results(rows, rows, Terms()).outcomes
+    return [each.visible for each in outcomes if each.visible is not None]
+
+
+@cache
+def memories() -> list[float]:
+    """How far the memory of a call of one plan on one case lies apart in two sweeps."""
+    one, other = (
+        {each.key: each.memory_bytes for each in figures.rows(sweep) if each.memory_bytes}
+        for sweep in ("inference", "inference-plans")
+    )
+    return [max(one[key] / other[key], other[key] / one[key]) for key in one.keys() & other.keys()]
+
+
+def planted(device: str) -> list[float]:
+    """Of slow-downs made on purpose: rows and runs, the shortest and longest run, then by size those found of all."""
+    with gzip.open(DOCS.parent / "results" / device / "gate" / "power.jsonl.gz", "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    seconds = {each["run"]: round(each["run_seconds"]) for each in rows}
+    told = [len(rows) / len(seconds), len(seconds), min(seconds.values()), max(seconds.values())]
+    for size in sorted({each["planted"] for each in rows if each["planted"]}):
+        found = [each["verdict"] for each in rows if each["planted"] == size]
+        assert set(found) <= {"slower", "open"}
+        told += [found.count("slower"), len(found)]
+    others = [each["verdict"] for each in rows if not each["planted"]]
+    return [*told, others.count("slower"), len(others)]
+
+
+def declared(kernel: str) -> float:
+    return registry().forward(kernel).declared_error
+
+
+# Page, the sentence with its figures as groups, and what they are now.
+def speed(seqlen: int, attention: str, linears: str = "bf16") -> float:
+    """Tokens a second of GPT."""
+    asked = {"seqlen": seqlen, "attention": attention, "linears": linears, "fp8": False}
+    (arm,) = (arm for arm in figures.arms("throughput") if asked.items() <= arm.first.settings.items())
+    return float(arm.units_per_second)
+
+
+def vit(linears: str) -> Arm:
+    """ViT-Huge without TransformerEngine's block."""
+    asked = {"block": "plain", "linears": linears}
+    (arm,) = (arm for arm in figures.arms("vit") if asked.items() <= arm.first.settings.items())
+    return arm
+
+
+def in_step(arm: Arm) -> float:
+    """Milliseconds of a step that the device spends on attention."""
+    return arm.attention.forward_ms + arm.attention.backward_ms
+
+
+HELD: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
+    (
+        "backends/sdpa-flash.md",
+        r"(\d+) TFLOPS forward at 16k keys \(D = 128, bf16, no mask, H200\), where cuDNN reaches (\d+)\.",
+        lambda: (tflops("sdpa-flash:bf16"), tflops("sdpa-cudnn:bf16")),
+    ),
+    (
+        "backends/fa3.md",
+        r"Declared error on normal inputs: ([\d.]+) \(([\d.]+) to ([\d.]+) was measured",
+        lambda: (declared("fa3:fp8"), *normal("fa3:fp8")),
+    ),
+    (
+        "backends/fa3.md",
+        r"when V has a mean: ([\d.]+) at 64k keys and ([\d.]+) at 128k with a mean of 0.5, against ([\d.]+) on normal",
+        lambda: (
+            drift(MANY, 65536, "fa3:fp8"),
+            drift(MANY, 131072, "fa3:fp8"),
+            drift(MANY, 65536, "fa3:fp8", "normal"),
+        ),
+    ),
+    (
+        "backends/fa3.md",
+        r"on 64k keys take ([\d.]+) ms, where .* does not split, takes ([\d.]+)\. .* of 0.5 in V is ([\d.]+) and not "
+        r"([\d.]+) \(",
+        lambda: (
+            took("keys", FEW.format(65536), "fa3:fp8", "kernel"),
+            took("keys", FEW.format(65536), "flashinfer:fp8", "kernel"),
+            drift(FEW, 65536, "fa3:fp8"),
+            drift(FEW, 65536, "flashinfer:fp8"),
+        ),
+    ),
+    (
+        "backends/flex.md",
+        r"Declared error on normal inputs: ([\d.]+) \(([\d.]+) to ([\d.]+) was measured",
+        lambda: (declared("flex:fp8"), *normal("flex:fp8")),
+    ),
+    (
+        "backends/flex.md",
+        r"([\d.]+) ms for the kernel and ([\d.]+) ms for the whole call",
+        lambda: (took("facts", FACT, "flex:fp8", "kernel"), took("facts", FACT, "flex:fp8", "call")),
+    ),
+    (
+        "backends/emulated.md",
+        r"Declared error on normal inputs: ([\d.]+) for O and ([\d.]+) for gradients in e4m3, ([\d.]+) and ([\d.]+) in",
+        lambda: [
+            kernel.declared_error
+            for name in ("emulated:fp8", "emulated:fp8-e5m2")
+            for kernel in (registry().forward(name), registry().backward(name))
+        ],
+    ),
+    (
+        "compare.md",
+        r"of one kernel on one spec differ by −(\d+) % to \+(\d+) % \(the middle 90 %\)",
+        lambda: (-100 * from_facts_to_inference()[0], 100 * from_facts_to_inference()[-1]),
+    ),
+    ("compare.md", r"at most (\d+) % apart", lambda: (100 * farthest_errors(),)),
+    (
+        "compare.md",
+        r"a slow-down of ([\d.]+) % would have been found in the best row and of ([\d.]+) % in the median one",
+        lambda: [100 * each(visible_in("quick")) for each in (min, statistics.median)],
+    ),
+    (
+        "compare.md",
+        r"of (\d+) rows that two committed sets share none differs by more than ([\d.]+) %",
+        lambda: (len(memories()), 100 * (max(memories()) - 1)),
+    ),
+    (
+        "ci.md",
+        r"an H200, (\d+) rows, limit 3 %, (\d+) runs of (\d+) to (\d+) s" + 4 * r"[ |]+(\d+) of (\d+)",
+        lambda: planted("nvidia-h200"),
+    ),
+    (
+        "ci.md",
+        r"two cores, (\d+) rows, limit 5 %, (\d+) runs of (\d+) to (\d+) s[ |]+not asked" + 3 * r"[ |]+(\d+) of (\d+)",
+        lambda: planted("amd-epyc"),
+    ),
+    (
+        "end-to-end.md",
+        r"(\d+) % of a step at 8k and (\d+) % at 32k beside",
+        lambda: [100 * (speed(seqlen, "auto") / speed(seqlen, "sdpa") - 1) for seqlen in (8192, 32768)],
+    ),
+    (
+        "end-to-end.md",
+        r"bring (\d+) to (\d+) % at 32k",
+        lambda: [100 * (speed(32768, name, "te-fp8") / speed(32768, name) - 1) for name in ("auto", "sdpa")],
+    ),
+    (
+        "end-to-end.md",
+        r"the device works (\d+) of (\d+) ms, less than the plain model's (\d+),",
+        lambda: (vit("te-fp8").attention.busy_ms, vit("te-fp8").median_ms, vit("bf16").attention.busy_ms),
+    ),
+    (
+        "end-to-end.md",
+        r"took ([\d.]+) times as long .* \(([\d.]+) for ([\d.]+) ms a step\)",
+        lambda: (in_step(vit("te-fp8")) / in_step(vit("bf16")), in_step(vit("te-fp8")), in_step(vit("bf16"))),
+    ),
+    (
+        "end-to-end.md",
+        r"ended at ([\d.]+) and ([\d.]+), the two kernels' at ([\d.]+) and ([\d.]+)\.",
+        lambda: [
+            ending(run.loss, END)
+            for folder in ("learning-fused", "learning/triton")
+            for run in figures.arms(folder)[0].runs[:2]
+        ],
+    ),
+    ("budget.md", r"by a margin of ([\d.]+),", lambda: (MARGIN,)),
+    ("tables.md", r"an error below ([\d.]+), which 8 bits", lambda: (table_entry._LEAST_FP8_ERROR,)),
+    ("ci.md", r"every (\d+) ms into the row", lambda: (1000 * inspect.signature(Watch).parameters["every"].default,)),
+]
+# Figures that no committed row holds: seen while a backend was written, measured by its tuner, rules, mere examples.
+ELSEWHERE = {
+    "backends/cudnn.md": ["are 0.75 off"],
+    "backends/te.md": ["are 0.75 off", "more than 256 times over"],
+    "backends/fa3-vllm.md": ["556 to 650 TFLOPS at D = 64, 693 to 893 at 128, 359 to 1104 at 256"],
+    "backends/flex.md": ["458 TFLOPS in bf16 and 602 in FP8", "at least 2 % faster than torch's default"],
+    "budget.md": ["0.05 says that", "within 0.06, FP8", "for bf16 tensors 0.002"],
+    "integrations.md": ["0.17 ms a call at 512", "0.35 ms at 2,048 and 0.60 ms at 8,192"],
+    # How far sweeps of the same kernels lie apart, and thresholds.
+    "compare.md": [
+        *("(the middle 90 %)", "−13 % to +10 %"),
+        *("25 %", "1.5 %", "3 %", "1 % for", "95 %", "100 % unless", "5 %", "10 %", "30 %", "50 %", "0.021", "2.1 %"),
+    ],
+    "ci.md": ["more than 3 % from run to run", "3 % 5 % 10 %", "limit 3 %", "limit 5 %", "of 5 %, of", "all of 10 %"],
+    "concepts.md": ["95 % interval"],
+    "end-to-end.md": [
+        "95 % interval is within 4 %",
+        "cannot tell 0.25 %",
+        "buy 32 % more on a p5, and FP8 another 20 %",
+    ],
+}
+# Its figures are those of its tuners, of the interpreter and of results/nvidia-h200/triton.md.
+NOT_LOOKED_AT = {"backends/triton.md"}
+FIGURE = re.compile(r"(?<![\w.])(?:\d[\d.,]*\s?(?:%|(?:ms|µs|TFLOPS|TB/s|GB/s|times)(?!\w))|0\.\d\d+(?!\w|\.\d))")
+
+
+def prose(page: str) -> str:
+    """What stands in the page's own words, on one line."""
+    text = PAGES[page].read_text(encoding="utf-8")
+    return " ".join(figures.BLOCK.sub("", text).split())
+
+
+def without_code(page: str) -> str:
+    """The same without code, links' addresses and quoted blocks."""
+    text = figures.BLOCK.sub("", PAGES[page].read_text(encoding="utf-8"))
+    inline = (token for token in MarkdownIt("commonmark").enable("table").parse(text) if token.type == "inline")
+    words = (" ".join(each.content if each.type == "text" else "" for each in token.children or ()) for token in inline)
+    return " ".join(" ".join(words).split())
+
+
+@pytest.mark.parametrize("page", [name for name, path in PAGES.items() if "<!-- figures" in path.read_text("utf-8")])
+def test_tables_are_what_their_command_writes(page: str) -> None:
+    text = PAGES[page].read_text(encoding="utf-8")
+    assert figures.written(text) == text, "python docs/figures.py writes it anew"
+
+
+def test_every_table_is_in_a_page() -> None:
+    used = {each["name"] for path in PAGES.values() for each in figures.BLOCK.finditer(path.read_text("utf-8"))}
+    assert used == set(figures.FIGURES)
+    assert len(used) == sum(path.read_text("utf-8").count("<!-- figures:") for path in PAGES.values())
+
+
+@pytest.mark.parametrize(("page", "sentence", "truths"), HELD, ids=[each[0] for each in HELD])
+def test_figures_in_sentences_are_those_of_the_rows_or_the_code(
+    page: str, sentence: str, truths: Callable[[], Sequence[float]]
+) -> None:
+    (shown,) = re.finditer(sentence, prose(page))
+    for figure, truth in zip(shown.groups(), truths(), strict=True):
+        assert float(figure) == round(truth, len(figure.partition(".")[2])), (figure, truth)
+
+
+@pytest.mark.parametrize("page", sorted(set(PAGES) - NOT_LOOKED_AT))
+def test_no_figure_is_held_by_nothing(page: str) -> None:
+    text = without_code(page)
+    held = {
+        found.start(group)
+        for name, sentence, _ in HELD
+        if name == page
+        for found in re.finditer(sentence, text)
+        for group in range(1, found.re.groups + 1)
+    }
+    for snippet in ELSEWHERE.get(page, []):
+        places = [found.span() for found in re.finditer(re.escape(snippet), text)]
+        assert places, f"{snippet} is not there and needs no exception"
+        held |= {place for start, stop in places for place in range(start, stop)}
+    assert [found[0] for found in FIGURE.finditer(text) if found.start() not in held] == []
+
+
+def test_a_page_says_that_its_kernel_never_ran_where_no_row_has_it() -> None:
+    ran = {
+        kernel
+        for sweep in ("facts", "quick", "keys", "inference", "training")
+        for each in figures.rows(sweep)
+        if each.time_ms
+        for kernel in each.plan.kernels
+    }
+    for page, start in (("fa2", "fa2:"), ("sage", "sage:int8-fp8"), ("flashinfer", "flashinfer:"), ("fa3", "fa3:")):
+        said = "has not run on our GPU machine" in prose(f"backends/{page}.md")
+        assert said != any(kernel.startswith(start) for kernel in ran), page
+
+
+def test_what_the_training_page_says_of_defaults() -> None:
+    defaults = {name: each.default for name, each in inspect.signature(train).parameters.items()}
+    text = prose("training.md")
+    assert ("takes three seeds, which is the default, and a hundred steps, which is more" in text) == (
+        LEAST_SEEDS == 3 == defaults["seeds"] and LEAST_STEPS == 100 > defaults["steps"]
+    )
+    assert ("thirty steps" in text) == (defaults["steps"] == 30)
+    assert f"`{defaults['policy']}` (fp32 weights" in text
+
+
+def test_what_the_guard_page_says_of_evidence() -> None:
+    """Ten times beyond is a finding at the first check, twice as far is none."""
+    text = prose("guard.md")
+    assert "a head that is ten times beyond, needs no second look" in text
+    assert "one check beyond the bound is no breach" in text
+    assert Detector(0.1).add([1.0] * 8, [1.0] * 8) is not None
+    assert Detector(0.1).add([0.04] * 8, [1.0] * 8) is None

@@ -1,0 +1,180 @@
+"""Every figure of the README's tables is a committed measurement's."""
+
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+from command_line import attnbench
+from places import ROOT
+
+from attnbench.choosing.evidence import Evidence
+from attnbench.choosing.regret import Asked, chosen_at, held_out, summarised
+from attnbench.choosing.regret_fixed import against_fixed
+from attnbench.harness.results.records import Measurement, read_measurements
+from attnbench.kernels.registry import registry
+from attnbench.tables.table import Table
+from attnbench.tables.user_table import Known
+
+README = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+HEAD = re.compile(r"\| (b\d.*?) \| (kernel|backward) \| (call) \| error \|")
+ROW = re.compile(r"\| `(.+?)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) / ([\d.]+) \|")
+KEYS = re.compile(r"\| b1 h8 q(\d+) d128, V with a mean.* \| (\d+)k keys \| (\d+)k keys \| (\d+)k keys \|")
+DRIFT = re.compile(r"\| (`.+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|")
+ALWAYS = re.compile(r"\| (?:`(\S+)`|(torch's default)) ((?:\| (?:[\d.]+, [\d.]+)? ){4})\|")
+REGRET = re.compile(
+    r"costs ([\d.]+) % over the best .* \(([\d.]+) % at worst; training ([\d.]+) % and ([\d.]+) %\)"
+    r".* (\d+) of (\d+) choices"
+)
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[tuple[str, str], Measurement]:
+    """By case and plan, the newest; what a case's entry was called stands before the spec."""
+    folders = [ROOT / "results/nvidia-h200" / name for name in ("facts", "keys", "forward", "inference", "training")]
+    files = [file for folder in folders for file in folder.glob("measurements.jsonl*")]
+    measured = [row for file in files for row in read_measurements(file) if row.measured]
+    return {(str(row.spec), str(row.plan)): row for row in sorted(measured, key=lambda row: row.started)}
+
+
+def worst(row: Measurement, family: str) -> float:
+    return max(error for name, error in row.error[family].items() if name != "lse")
+
+
+def agrees(figure: str, truth: float) -> bool:
+    return float(figure) == round(truth, len(figure.partition(".")[2]))
+
+
+def test_times_and_errors_come_from_committed_results(rows: dict[tuple[str, str], Measurement]) -> None:
+    case, costs, seen = "", [], 0
+    for line in README:
+        if head := HEAD.fullmatch(line):
+            case, costs = head[1], [head[2], head[3]]
+        elif shown := ROW.fullmatch(line):
+            row, figures = rows[case, shown[1]], shown.groups()[1:]
+            truths = [statistics.median(row.time_ms[cost]) for cost in costs]
+            truths += [worst(row, family) for family in ("normal", "outlier")]
+            for figure, truth in zip(figures, truths, strict=True):
+                assert agrees(figure, truth), (case, shown[1], figure, truth)
+            seen += 1
+    assert seen >= 9
+
+
+def test_drift_over_keys_comes_from_committed_results(rows: dict[tuple[str, str], Measurement]) -> None:
+    queries, keys, seen = 0, [], 0
+    for line in README:
+        if head := KEYS.fullmatch(line):
+            queries, *keys = int(head[1]), *(int(each) * 1024 for each in head.groups()[1:])
+        elif keys and (shown := DRIFT.fullmatch(line)) and not ROW.fullmatch(line):
+            for plan in re.findall("`(.+?)`", shown[1]):
+                for count, figure in zip(keys, shown.groups()[1:], strict=True):
+                    lengths = f"q{queries}-k{count}" if queries != count else f"s{count}"
+                    mask = "causal/bottom-right" if queries != count else "causal"
+                    case = f"b1 h8 {lengths} d128 bf16 {mask} forward"
+                    truth = rows[case, plan].error["biased-v"]["out"]
+                    assert agrees(figure, truth), (case, plan, figure, truth)
+                    seen += 1
+    assert seen >= 21
+
+
+def test_sentences_say_what_the_rows_of_their_tables_say(rows: dict[tuple[str, str], Measurement]) -> None:
+    def cost(case: str, plan: str, name: str) -> float:
+        return statistics.median(rows[case, plan].time_ms[name])
+
+    text = " ".join(README)
+    long = "b1 h16 s16384 d128 bf16 forward"
+    assert "calls of two of them are slower than all of those" in text
+    assert "takes more than half as long as the kernel that it feeds" in text
+    wide = [cost(long, plan, "call") for case, plan in rows if case == long and plan in ("fa3:bf16", "fa4:bf16")]
+    for plan in ("fa3:fp8", "cudnn:fp8"):
+        kernel = cost(long, plan, "kernel")
+        assert 0.5 < (cost(long, plan, "prepared") - kernel) / kernel < 0.7
+        assert cost(long, plan, "call") > max(*wide, cost(long, "sdpa-cudnn:bf16", "call"))
+    for plan in ("te:fp8", "triton:fp8"):
+        assert cost(long, plan, "call") < min(wide)
+    quarter = "b4 h16 s4096 d128 bf16 causal forward"
+    assert "at this length; at a quarter of it under a causal mask only where heads share keys" in text
+    ours = "triton:fp8", "triton:fp8-onepass"
+    assert min(cost(quarter, plan, "call") for plan in ours) > cost(quarter, "fa3:bf16", "call")
+    shared = quarter.replace("h16", "h16 kv4")
+    assert min(cost(shared, plan, "call") for plan in ours) < cost(shared, "fa3:bf16", "call")
+    assert "at 64k it is then ten times as fast as those that do not, and drifts a tenth as far" in text
+    few = "b1 h8 q128-k65536 d128 bf16 causal/bottom-right forward"
+    for plan in ("flashinfer:fp8", "flex:fp8"):
+        assert 9 <= cost(few, plan, "kernel") / cost(few, "fa3:fp8", "kernel") <= 12
+        drifts = [rows[few, each].error["biased-v"]["out"] for each in (plan, "fa3:fp8")]
+        assert 9 <= drifts[0] / drifts[1] <= 12
+    step, own, best = "b1 h16 s16384 d128 bf16 causal training", "triton:fp8>triton:fp8", "fa3:bf16>fa4:bf16"
+    shown = re.search(
+        r"FP8 is (\d+) % off, .* of (\d+) % for FP8 training.* are (\d+) % off at most, and (\d+) % faster", text
+    )
+    assert shown
+    other = rows[step, "te:fp8>te:fp8"]
+    truths = (
+        worst(other, "outlier"), other.bound, max(worst(rows[step, own], family) for family in ("normal", "outlier")),
+        1 - cost(step, own, "call") / cost(step, best, "call"),
+    )  # fmt: skip
+    for figure, truth in zip(shown.groups(), truths, strict=True):
+        assert agrees(figure, 100 * truth), (figure, truth)
+    spec, table = rows[step, own].spec, Table.load(ROOT / "attnbench/tables/nvidia-h200.json")
+    chosen = chosen_at(spec, table.at(spec), Evidence(spec, Known.of(table)), Asked(True), registry())
+    assert chosen
+    assert str(chosen[0].plan) == own
+
+
+def test_what_choosing_saves_comes_from_the_table_that_ships() -> None:
+    table = Table.load(ROOT / "attnbench/tables/nvidia-h200.json")
+    columns = [(fp8, direction) for fp8 in (False, True) for direction in ("forward", "training")]
+    truths = {
+        (row.backend, fp8, row.direction): f"{1 + row.slow_down:.2f}, {1 + row.worst:.2f}"
+        for fp8 in (False, True)
+        for row in against_fixed(table, registry(), Asked(fp8))
+    }
+    shown = [found for line in README if (found := ALWAYS.fullmatch(line))]
+    for each in shown:
+        cells = [cell.strip() for cell in each[3].split("|")[1:]]
+        assert cells == [truths.get((each[1] or each[2], *column), "") for column in columns]
+    assert len(shown) >= 8
+
+
+@pytest.mark.exhaustive
+def test_the_regret_is_that_of_the_table_that_ships() -> None:
+    made = list(held_out(Table.load(ROOT / "attnbench/tables/nvidia-h200.json"), registry(), seed=0))
+    scores = [score for score in made if score.steady]
+    forward, training = summarised(scores)
+    truths = [100 * share for each in (forward, training) for share in (each.geometric_mean, each.worst)]
+    shown = REGRET.search(" ".join(README))
+    assert shown
+    for figure, truth in zip(shown.groups(), [*truths, len(scores), len(made)], strict=True):
+        assert agrees(figure, truth), (figure, truth)
+    assert not any(score.violated for score in made)
+
+
+def test_the_page_that_is_linked_tells_the_same_regret() -> None:
+    page = re.sub(r"<[^>]+>", " ", (ROOT / "results/nvidia-h200/report.html").read_text(encoding="utf-8"))
+    told = dict(re.findall(r" (forward|training)\s+\d+\s+\d+\s+(\S+%\s+\S+%\s+\S+%)\s+0\b", page))
+    shown = REGRET.search(" ".join(README))
+    assert shown
+    for direction, mean, worst_ in (("forward", *shown.groups()[:2]), ("training", *shown.groups()[2:4])):
+        first, _, last = told[direction].split()
+        # The page counts with the rows' own times, the table with rounded ones.
+        assert (float(first[:-1]), float(last[:-1])) == pytest.approx((float(mean), float(worst_)), abs=0.11)
+
+
+def test_the_picture_is_of_the_rows_of_the_table_that_ships(tmp_path: Path) -> None:
+    """Label by label; where they stand is the drawing library's."""
+    command = re.search(
+        r"attnbench table build (.+) -o attnbench/tables/nvidia-h200.json",
+        (ROOT / "docs/tables.md").read_text(encoding="utf-8"),
+    )
+    assert command
+    folders = [ROOT / each for each in command[1].split()]
+    made = tmp_path / "made.svg"
+    done = attnbench("report", *folders, "--format", "svg", "--figure", "winners", "-o", made)
+    assert done.returncode == 0, done.stderr
+    labels = [
+        re.findall(r">([^<>]+)</text>", picture.read_text(encoding="utf-8"))
+        for picture in (made, ROOT / "docs/what-wins.svg")
+    ]
+    assert len(labels[0]) > 100
+    assert labels[0] == labels[1]

@@ -1,0 +1,131 @@
+"""A plan that goes wrong when it is told to, for the guard's tests: first in the order, so that auto runs it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnbench import api, attention
+from attnbench.choosing import demotion as guard_demotion
+from attnbench.kernels.contract import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
+from attnbench.kernels.registry import registry
+from attnbench.problem.fp8 import Quantised
+
+NAME = "planted:bf16"
+PLAN = f"{NAME}>{NAME}"
+BOUND = 0.01  # of bf16, which the planted plan is named after
+
+
+class Planted(ForwardKernel):
+    """Exact attention in FP32, then ``change``; ``state`` goes to the backward."""
+
+    name, declared_error, preference = NAME, 1e-3, -1
+
+    def __init__(self) -> None:
+        self.inner = registry().forward("reference:fp32")
+        self.rows = {"cpu": self.inner.rows["cpu"], "cuda": self.inner.rows["cuda"]}
+        self.change: Callable[[Tensor], Tensor] = lambda out: out
+        self.state: object = None
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec) -> Operands:
+        return self.inner.prepare(q, k, v, spec)
+
+    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec) -> Operands:
+        return self.inner.prepare_quantised(q, k, v, spec)
+
+    def run(self, operands: Operands) -> Result:
+        out, lse, _ = self.inner.run(operands)
+        return Result(self.change(out), lse, self.state)
+
+
+class PlantedBackward(BackwardKernel):
+    """Its gradients, each changed by what ``changes`` holds for it."""
+
+    name, declared_error, follows = NAME, 1e-3, (NAME,)
+
+    def __init__(self) -> None:
+        self.inner = registry().backward("reference:fp32")
+        self.rows = {"cpu": self.inner.rows["cpu"], "cuda": self.inner.rows["cuda"]}
+        self.changes: dict[str, Callable[[Tensor], Tensor]] = {}
+
+    def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        named = zip(("dq", "dk", "dv"), self.inner.run(saved, grad_out), strict=True)
+        dq, dk, dv = (self.changes.get(name, lambda x: x)(x) for name, x in named)
+        return dq, dk, dv
+
+
+def plant(patch: pytest.MonkeyPatch) -> tuple[Planted, PlantedBackward]:
+    """Register both for as long as the patch holds; every choice, and every demotion, is made anew."""
+    forward, backward = Planted(), PlantedBackward()
+    known = registry()
+    backend = Backend("planted", "faults on demand", lambda: Availability(version="1.0"), (forward, backward))
+    patch.setitem(known.backends, "planted", backend)
+    patch.setitem(known._forwards, NAME, forward)
+    patch.setitem(known._backwards, NAME, backward)
+    patch.setattr(known, "_names", {*known._names, NAME})
+    guard_demotion.pardon()
+    api.forget_choices()
+    return forward, backward
+
+
+def noise(relative: float, seed: int = 0) -> Callable[[Tensor], Tensor]:
+    """Adds an error of this relative L2, other numbers at every call."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+
+    def change(x: Tensor) -> Tensor:
+        error = torch.randn(x.shape, generator=generator, device="cpu").to(x)
+        return x + error * (relative * x.norm() / error.norm())
+
+    return change
+
+
+def in_one_head(change: Callable[[Tensor], Tensor], head: int = 0) -> Callable[[Tensor], Tensor]:
+    """The change in that head alone."""
+
+    def changed(x: Tensor) -> Tensor:
+        x = x.clone()
+        x[:, head] = change(x[:, head])
+        return x
+
+    return changed
+
+
+def one_value(value: float) -> Callable[[Tensor], Tensor]:
+    """The last element of all becomes this."""
+
+    def change(x: Tensor) -> Tensor:
+        x = x.clone()
+        x[-1, -1, -1, -1] = value
+        return x
+
+    return change
+
+
+def within(one: float, other: float, share: float) -> bool:
+    """Whether two numbers are that close, in shares of the second."""
+    return math.isclose(one, other, rel_tol=0, abs_tol=share * abs(other))
+
+
+def tensors(batch=2, heads=4, kv_heads=2, sq=40, skv=56, d=16, dtype=torch.bfloat16, seed=0, grad=False):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(batch, heads, sq, d), (batch, kv_heads, skv, d), (batch, kv_heads, skv, d)]
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_(grad) for shape in shapes]
+
+
+def step(x, function=attention, **arguments) -> list[Tensor]:
+    out = function(*x, **arguments)
+    grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    return [out, *torch.autograd.grad(out, x, grad_out)]
+
+
+def calls_until_found(watch, x, most=60, **arguments) -> int:
+    """How many steps it takes until the guard has found something."""
+    for number in range(1, most + 1):
+        (step if x[0].requires_grad else attention)(*([x] if x[0].requires_grad else x), **arguments)
+        if watch.breaches:
+            return number
+    pytest.fail("nothing was found")

@@ -1,0 +1,85 @@
+"""A registry of kernels whose order by time is planted, all in one worker, and a program that is tuned with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from planted import CPU, REFERENCE, FakeBackward, FakeForward, backend, same, slowly
+
+import attnbench.kernels.registry
+from attnbench import AttentionSpec
+from attnbench.harness.autotune import run as autotune
+from attnbench.harness.measure.timing import Timer
+from attnbench.kernels.registry import Registry
+
+SOURCE = "paced:paced"
+HOW = "PACED_BREAKS"  # how paced:bf16-breaks breaks: it dies or hangs
+HANG_SECONDS = 600.0
+SLOW, FAST = 0.03, 0.01
+
+
+def breaking(value: Any) -> Any:
+    how = os.environ.get(HOW)
+    if how == "dies":
+        os._exit(7)
+    return slowly(HANG_SECONDS if how == "hangs" else SLOW, value)
+
+
+def paced() -> Registry:
+    """What runs where nothing is known is slow, another is faster, and the fastest computes in FP8."""
+    changes = {
+        "paced:bf16-slow": partial(slowly, SLOW),
+        "paced:bf16-breaks": breaking,
+        "paced:bf16-fast": partial(slowly, FAST),
+        "paced:fp8": same,
+    }
+    forwards = [FakeForward(name, change) for name, change in changes.items()]
+    for place, forward in enumerate(forwards):
+        if not forward.name.endswith("fp8"):
+            forward.preference, forward.declared_error = place, 0.005
+    backwards = [FakeBackward(each.name) for each in forwards if not each.name.endswith("fp8")]
+    for backward in backwards:
+        backward.declared_error = 0.005
+    return Registry([REFERENCE, backend(*forwards, *backwards)])
+
+
+def install(set_attribute: Any = setattr) -> None:
+    """Make it what this process and its workers have, and measure in haste."""
+    known = paced()
+    set_attribute(attnbench.kernels.registry, "_load", lambda: iter(known.backends.values()))
+    attnbench.kernels.registry.registry.cache_clear()
+    set_attribute(autotune, "INSTALLED", SOURCE)
+    set_attribute(Timer, "for_device", staticmethod(lambda device: Timer(device, visit=0.0, limit=0.05, patience=1.0)))
+
+
+def spec(length: int = 32, **more: Any) -> AttentionSpec:
+    return AttentionSpec.make(batch=1, heads=2, seqlen_q=length, head_dim=16, **more)
+
+
+def main(lengths: list[int], ready: Path, start: Path) -> None:
+    """One of several processes: says what it measured, what it skipped, and what it then chooses."""
+    torch.set_num_threads(1)
+    install()
+    tuned = autotune.autotune(seconds=120)
+    ready.touch()
+    while not start.exists():
+        time.sleep(0.01)
+    tuned.measure([spec(length) for length in lengths], "cpu")
+    chosen = {length: attnbench.choosing.selector.choose(spec(length), CPU) for length in lengths}
+    said = {
+        "measured": [each.spec.seqlen_q for each in tuned.measured],
+        "skipped": {each.seqlen_q: why for each, why in tuned.skipped.items()},
+        "chosen": {length: (str(choice.plan), choice.basis) for length, choice in chosen.items()},
+    }
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main([int(each) for each in sys.argv[3:]], Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,168 @@
+"""A registry of small backends for the harness's tests: an exact one, and ones with planted faults."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from patience import PATIENCE
+from torch import Tensor
+
+from attnbench.backends.reference import BACKEND as REFERENCE
+from attnbench.harness.measure.setup import Laboratory, registry_of
+from attnbench.harness.measure.timing import Timer
+from attnbench.kernels.capabilities import Capabilities
+from attnbench.kernels.contract import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
+from attnbench.kernels.registry import Registry
+from attnbench.problem.fp8 import Recipe, quantise
+from attnbench.problem.spec import AttentionSpec
+from attnbench.tables.environment import Environment
+
+CPU = torch.device("cpu")
+ROW = Capabilities(dtypes=("bf16", "fp16", "fp32", "fp64"))
+Change = Callable[[Any], Any]
+
+
+def same(value: Any) -> Any:
+    return value
+
+
+class FakeForward(ForwardKernel):
+    """The exact answer, changed; quantised beforehand where its precision is fp8."""
+
+    def __init__(
+        self,
+        name: str,
+        change: Change = same,
+        row: Capabilities = ROW,
+        evidence: Mapping[str, str] | None = None,
+        change_lse: Change = same,
+    ) -> None:
+        self.name, self.rows, self.declared_error = name, {"cpu": row}, 0.06
+        self.evidence = evidence or {}
+        self.change, self.change_lse = change, change_lse
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        if self.name.endswith(":fp8"):
+            q8, k8, v8 = (quantise(x, Recipe()) for x in (q, k, v))
+            return Operands(spec, q8, k8, v8)
+        return Operands(spec, q, k, v)
+
+    def run(self, operands: Operands) -> Result:
+        out, lse, _ = EXACT.run(operands)
+        return Result(self.change(out), self.change_lse(lse))
+
+
+class FakeBackward(BackwardKernel):
+    def __init__(self, name: str, change: Change = same) -> None:
+        self.name, self.rows, self.declared_error, self.change = name, {"cpu": ROW}, 0.06, change
+
+    def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = EXACT_BACKWARD.run(saved, grad_out)
+        return self.change(dq), dk, dv
+
+
+EXACT = next(kernel for kernel in REFERENCE.kernels if isinstance(kernel, ForwardKernel))
+EXACT_BACKWARD = next(kernel for kernel in REFERENCE.kernels if isinstance(kernel, BackwardKernel))
+
+
+def backend(*kernels: ForwardKernel | BackwardKernel, reason: str | None = None, resolve: Any = None) -> Backend:
+    name = kernels[0].name.partition(":")[0]
+    found = Availability(version=None if reason else "1.0", reason=reason)
+    return Backend(name, "a fake", lambda: found, kernels, resolve)
+
+
+def fail(error: BaseException) -> Change:
+    def change(_: Any) -> Any:
+        raise error
+
+    return change
+
+
+def slowly(seconds: float, value: Any) -> Any:
+    time.sleep(seconds)
+    return value
+
+
+def healthy(delay: float = 0.0) -> Registry:
+    """Two kernels that serve, one that refuses, one that is missing."""
+    change = partial(slowly, delay) if delay else same
+    narrow = Capabilities(dtypes=("fp32",))
+    return Registry(
+        [
+            REFERENCE,
+            backend(FakeForward("wide:bf16", change), FakeBackward("wide:bf16")),
+            backend(FakeForward("small:fp8", change)),
+            backend(FakeForward("picky:fp32", row=narrow)),
+            backend(FakeForward("absent:fp8"), reason="the package is not installed"),
+        ]
+    )
+
+
+# What the kernel of that precision does, the status of its row, and what the reason says.
+FAULTS: dict[str, tuple[ForwardKernel, str, str]] = {
+    kernel.name: (kernel, status, said)
+    for kernel, status, said in (
+        (
+            FakeForward("bad:bf16-raises", fail(RuntimeError("no such tile\nand a long traceback"))),
+            "error",
+            "no such tile",
+        ),
+        (FakeForward("bad:bf16-memory", fail(torch.OutOfMemoryError("tried to allocate 1 TiB"))), "oom", "1 TiB"),
+        (FakeForward("bad:bf16-quits", fail(SystemExit(0))), "error", "SystemExit"),
+        (FakeForward("bad:bf16-base", change_lse=lambda lse: lse / 0.6931), "inaccurate", "lse on"),
+        (FakeForward("bad:bf16-shape", lambda out: out[:, :, 1:]), "error", "shape"),
+        (FakeForward("bad:fp8-scaled", lambda out: out * 2), "inaccurate", "out on"),
+        (FakeForward("bad:bf16-other", evidence={"cpu": "flash_attention"}), "error", "did not run"),
+        (FakeForward("bad:bf16-nothing", lambda out: None), "error", "Attribute"),
+    )
+}
+# The same for backwards, which follow any forward.
+BACKWARD_FAULTS: dict[str, tuple[BackwardKernel, str, str | None]] = {
+    kernel.name: (kernel, status, said)
+    for kernel, status, said in (
+        (FakeBackward("bad:bf16-scaled", lambda dq: dq * 1.05), "inaccurate", "dq on"),
+        (FakeBackward("bad:bf16-nan", lambda dq: dq * math.nan), "inaccurate", "infinite"),
+        (FakeBackward("bad:bf16-refuses", fail(RuntimeError("no"))), "error", "RuntimeError: no"),
+        (FakeBackward("bad:bf16-right"), "ok", None),
+    )
+}
+
+
+def faulty() -> Registry:
+    """Faulty kernels beside a good one, all in one process."""
+    bad = (*(kernel for kernel, *_ in FAULTS.values()), *(kernel for kernel, *_ in BACKWARD_FAULTS.values()))
+    return Registry([REFERENCE, backend(*bad, FakeForward("bad:bf16-good"))])
+
+
+REPORTED = "emulated-at-length:fp8-long"
+
+
+def reported() -> Registry:
+    """Everything that a report has to fit in."""
+    narrow = Capabilities(dtypes=("fp32",))
+    return Registry(
+        [
+            REFERENCE,
+            backend(FAULTS["bad:fp8-scaled"][0], FAULTS["bad:bf16-raises"][0]),
+            backend(FakeForward(REPORTED), FakeBackward(REPORTED)),
+            *(backend(FakeForward(f"picky{number}:fp8", row=narrow)) for number in range(20)),
+            backend(FakeForward("absent:fp8"), reason="its package | `is` not\x1b[31m installed"),
+        ]
+    )
+
+
+def slow() -> Registry:
+    """``healthy``, each call of which takes a while."""
+    return healthy(delay=0.01)
+
+
+def laboratory(source: str = "planted:healthy", **changes: Any) -> Laboratory:
+    """A CPU that is measured in haste."""
+    timer = Timer(CPU, visit=0.0, limit=0.05, patience=1.0)
+    here = Environment.detect(CPU, registry_of(source))
+    return Laboratory(CPU, here, timer, source=source, **{"seconds": PATIENCE, **changes})

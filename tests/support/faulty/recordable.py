@@ -1,0 +1,34 @@
+"""Kernels for a GPU of which one waits for the device while it runs, so that no CUDA graph can be recorded of it."""
+
+from __future__ import annotations
+
+import torch
+from planted import REFERENCE, ROW, FakeForward, backend
+from torch import Tensor
+
+from attnbench.kernels.registry import Registry
+
+
+class Recordable(FakeForward):
+    def __init__(self, name: str, waits: bool = False) -> None:
+        super().__init__(name, _waiting if waits else _launching)
+        self.rows = {"cuda": ROW}
+
+
+def _launching(out: Tensor) -> Tensor:
+    """Many short launches, so that the host is what takes long and a replay is tried."""
+    for _ in range(20):
+        out = out * 1.0
+    return out
+
+
+def _waiting(out: Tensor) -> Tensor:
+    out = _launching(out)
+    torch.cuda.synchronize(out.device)
+    return out
+
+
+def recordable() -> Registry:
+    """Two honest kernels, and one that waits, in one backend."""
+    kernels = (Recordable(f"graph:bf16-{name}", name == "waits") for name in ("one", "waits", "two"))
+    return Registry([REFERENCE, backend(*kernels)])

@@ -1,0 +1,110 @@
+"""What the tests of autotune tune: paced kernels in this process, calls of them, and rows that need no measuring."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import paced
+import pytest
+import torch
+from paced import spec
+from planted import laboratory
+from torch import Tensor
+
+from attnbench import AttentionSpec, api
+from attnbench.harness.autotune import run as tuning
+from attnbench.harness.autotune.deadline import Work
+from attnbench.harness.results.records import Measurement
+from attnbench.harness.sweep.run import Finished
+from attnbench.kernels.plan import Plan
+from attnbench.kernels.registry import registry
+from attnbench.tables.table import Table
+from attnbench.tables.user_table import user_table_path
+
+SLOW, FAST, FP8 = "paced:bf16-slow", "paced:bf16-fast", "paced:fp8"
+BREAKS = "paced:bf16-breaks"
+
+
+@contextmanager
+def paced_kernels() -> Iterator[None]:
+    """Kernels of which the first in the declared order is the slowest."""
+    with pytest.MonkeyPatch.context() as patch:
+        paced.install(patch.setattr)
+        api.forget_choices()
+        yield
+    registry.cache_clear()
+    api.forget_choices()
+
+
+def measuring_nothing(patch: pytest.MonkeyPatch) -> list[Work]:
+    """Nothing is measured; the answer lists what would have been, in order."""
+    works: list[Work] = []
+
+    def nothing(lab: Any, work: Sequence[Work], deadline: float) -> Iterator[Finished]:
+        works.extend(work)
+        yield from ()
+
+    patch.setattr(tuning, "measured_within", nothing)
+    return works
+
+
+def rows_of(*lengths: int) -> list[Measurement]:
+    """Of the specs of these lengths, as they would be measured with the slow plan and the fast one."""
+    here, now = laboratory(paced.SOURCE).environment, datetime.now(timezone.utc)
+    return [
+        Measurement(
+            case=str(spec(length)), spec=spec(length), plan=Plan(plan), status="ok",
+            time_ms=dict.fromkeys(("kernel", "prepared", "call"), [1e3 * seconds] * 5),
+            error={"normal": {"out": 0.002}, "outlier": {"out": 0.002}}, bound=0.01, declared_error=0.005,
+            truth="fp64", timer="perf_counter", drawn_on="cpu", started=now, environment=here,
+        )
+        for length in lengths
+        for plan, seconds in ((SLOW, paced.SLOW), (FAST, paced.FAST))
+    ]  # fmt: skip
+
+
+def replayed(
+    rows: Sequence[Measurement], calls: list[list[AttentionSpec]] | None = None, most: int | None = None
+) -> Callable[..., Iterator[Finished]]:
+    """Instead of measuring: the rows of the specs and plans that are to be measured, in ``calls`` which specs."""
+
+    def measured(lab: Any, work: Sequence[Work], deadline: float) -> Iterator[Finished]:
+        if calls is not None:
+            calls.append([case.spec for case, _ in work])
+        wanted = [(case.spec, plan) for case, plans in work for plan in plans]
+        for index, row in enumerate([row for row in rows if (row.spec, row.plan) in wanted][:most]):
+            yield Finished(index, len(wanted), row, resumed=False)
+
+    return measured
+
+
+def tensors(length: int = 32, grad: bool = False) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    shape = (1, 2, length, 16)
+    return [torch.randn(shape, generator=generator).bfloat16().requires_grad_(grad) for _ in range(3)]
+
+
+def own_path() -> Path:
+    return user_table_path(laboratory(paced.SOURCE).environment)
+
+
+def entries(path: Path) -> dict[AttentionSpec, set[str]]:
+    """The plans of each spec."""
+    found: dict[AttentionSpec, set[str]] = {}
+    for asked, plan in Table.load(path).entries:
+        found.setdefault(asked, set()).add(str(plan))
+    return found
+
+
+def children() -> set[str]:
+    """The processes that this one has started and that still run."""
+    found: set[str] = set()
+    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
+        with suppress(FileNotFoundError):  # a thread that has just ended
+            found |= set((task / "children").read_text().split())
+    return found

@@ -1,0 +1,337 @@
+"""Kernels for the conformance suite, each with one fault, and the check that must name it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnbench import AttentionSpec, Mask
+from attnbench.backends.reference import BACKEND as REFERENCE
+from attnbench.kernels.capabilities import Capabilities, Device
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Operands, Result, Saved
+from attnbench.problem.fp8 import Quantised
+
+ROW = Capabilities(dtypes=("bf16", "fp32", "e4m3"), head_dims=(8, 64, 8), descales=("head",))
+ROWS = {"cpu": ROW}
+EXACT = next(kernel for kernel in REFERENCE.kernels if isinstance(kernel, ForwardKernel))
+EXACT_BACKWARD = next(kernel for kernel in REFERENCE.kernels if isinstance(kernel, BackwardKernel))
+
+
+class Forward(ForwardKernel):
+    """The exact answer in FP64; a fault overrides one method."""
+
+    name = "mine:fp64"
+    declared_error = 0.004  # of bf16 outputs and of the tests' small problems
+    rows: Mapping[str, Capabilities] = ROWS
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        return EXACT.prepare(q, k, v, spec)
+
+    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
+        return EXACT.prepare_quantised(q, k, v, spec)
+
+    def run(self, operands: Operands) -> Result:
+        out, lse, _ = EXACT.run(operands)
+        return Result(out, lse.float())
+
+
+class Backward(BackwardKernel):
+    """Exact gradients; a fault overrides ``run``."""
+
+    name = "mine:fp64"
+    declared_error = 0.004
+    rows: Mapping[str, Capabilities] = ROWS
+
+    def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return EXACT_BACKWARD.run(saved, grad_out)
+
+
+class Mistaken(Forward):
+    """Answers another question than the one asked."""
+
+    def __init__(self, change: Callable[[AttentionSpec], AttentionSpec]) -> None:
+        self.change = change
+
+    def run(self, operands: Operands) -> Result:
+        return super().run(replace(operands, spec=self.change(operands.spec)))
+
+
+class Changed(Forward):
+    """The right answer, changed."""
+
+    def __init__(self, change: Callable[[Operands, Result], Result]) -> None:
+        self.change = change
+
+    def run(self, operands: Operands) -> Result:
+        return self.change(operands, super().run(operands))
+
+
+class Moody(Forward):
+    asked = 0
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        self.asked += 1
+        return ["is in no mood"] if self.asked % 2 else []
+
+
+class Wordy(Forward):
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        return ["has no such tile. Try another one."] if spec.head_dim == 40 else []
+
+
+class Overconfident(Forward):
+    """Its row should have refused softcap."""
+
+    def run(self, operands: Operands) -> Result:
+        if operands.spec.softcap:
+            raise RuntimeError("no kernel image\nand a traceback")
+        return super().run(operands)
+
+
+class Impatient(Forward):
+    """Scales K where it lies."""
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        k.mul_(-1)
+        return super().prepare(q, k, v, spec)
+
+
+class Remembering(Forward):
+    def __init__(self) -> None:
+        self.seen: dict[Any, Operands] = {}
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        key = (q.data_ptr(), q.stride(), spec)
+        if key not in self.seen:
+            self.seen = {key: Operands(spec, q.clone(), k.clone(), v.clone())}
+        return self.seen[key]
+
+
+class Buffered(Forward):
+    """One output buffer for every call with a shape."""
+
+    def __init__(self) -> None:
+        self.buffer: Tensor | None = None
+
+    def run(self, operands: Operands) -> Result:
+        result = super().run(operands)
+        if self.buffer is None or self.buffer.shape != result.out.shape or self.buffer.dtype != result.out.dtype:
+            self.buffer = torch.empty_like(result.out)
+        return result._replace(out=self.buffer.copy_(result.out))
+
+
+class Restless(Forward):
+    """Another answer from the fourth call with a spec on; no other check calls so often."""
+
+    seen = 0
+    last: AttentionSpec | None = None
+
+    def run(self, operands: Operands) -> Result:
+        result = super().run(operands)
+        return result._replace(out=result.out * 1.5) if self._repeated(operands) else result
+
+    def _repeated(self, operands: Operands) -> bool:
+        self.seen = self.seen + 1 if operands.spec == self.last else 0
+        self.last = operands.spec
+        return self.seen >= 3
+
+
+class Consuming(Forward):
+    """Clears its operands once it has read them."""
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        return super().prepare(q, k, v.clone(), spec)
+
+    def run(self, operands: Operands) -> Result:
+        result = super().run(operands)
+        operands.tensors()[2].zero_()
+        return result
+
+
+class Drawing(Forward):
+    """Takes a number from the caller's generator."""
+
+    def run(self, operands: Operands) -> Result:
+        torch.rand(1)
+        return super().run(operands)
+
+
+class Absorbing(Forward):
+    """Multiplies V by its descale where the descale lies."""
+
+    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
+        operands = super().prepare_quantised(q, k, replace(v, descale=v.descale.clone()), spec)
+        v.descale.mul_(1.001)
+        return operands
+
+
+class DenseFp8(Forward):
+    """Reads FP8 memory as if it were contiguous."""
+
+    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
+        read = [replace(x, data=x.data.as_strided(x.data.shape, torch.empty(x.data.shape).stride())) for x in (q, k, v)]
+        return super().prepare_quantised(*read, spec)
+
+
+class Shared(Forward):
+    """Hands its operands from prepare to run through an attribute."""
+
+    operands: Operands | None = None
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        self.operands = super().prepare(q, k, v, spec)
+        time.sleep(0.002)
+        return self.operands
+
+    def run(self, operands: Operands) -> Result:
+        held, self.operands = self.operands, None
+        return super().run(operands if held is None else held)
+
+
+class Hoarding(Forward):
+    def __init__(self) -> None:
+        self.kept: list[Operands] = []
+
+    def run(self, operands: Operands) -> Result:
+        self.kept.append(operands)
+        return super().run(operands)
+
+
+class Dense(Forward):
+    """Reads memory as if it were contiguous."""
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        def read(x: Tensor) -> Tensor:
+            return x if x.stride(-1) == 1 else x.as_strided(x.shape, torch.empty(x.shape).stride())
+
+        return super().prepare(read(q), read(k), read(v), spec)
+
+
+class Undescaled(Forward):
+    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
+        return super().prepare_quantised(q, replace(k, descale=torch.ones_like(k.descale)), v, spec)
+
+
+def dealt(operands: Operands, result: Result) -> Result:
+    """Query head h reads key head h % kv_heads."""
+    spec = operands.spec
+    if spec.group == 1:
+        return result
+    order = torch.arange(spec.heads).view(spec.kv_heads, spec.group).mT.flatten()
+    q, k, v = operands.tensors()
+    out, lse, _ = EXACT.run(Operands(spec, q[:, order], k, v))
+    back = torch.argsort(order)
+    return Result(out[:, back], lse[:, back].float())
+
+
+def one_key_more(spec: AttentionSpec) -> AttentionSpec:
+    mask = spec.mask
+    if mask.left is None:
+        return spec
+    return spec.replace(mask=Mask(mask.left + 1, mask.right, mask.alignment))
+
+
+def top_left(spec: AttentionSpec) -> AttentionSpec:
+    return spec.replace(mask=Mask(spec.mask.left, spec.mask.right)) if not spec.has_empty_rows else spec
+
+
+def absent_as_zero(_: Operands, result: Result) -> Result:
+    assert result.lse is not None
+    return result._replace(lse=torch.where(result.lse == -torch.inf, 0.0, result.lse))
+
+
+def no_grouped_windows(operands: Operands, result: Result) -> Result:
+    spec = operands.spec
+    both = spec.group > 1 and spec.mask.kind != "none"
+    return result._replace(out=result.out * 2) if both else result
+
+
+def only(feature: Callable[[AttentionSpec], bool]) -> Callable[[Operands, Result], Result]:
+    """Out doubled where the feature is there."""
+    return lambda operands, result: result._replace(out=result.out * 2) if feature(operands.spec) else result
+
+
+# The kernel, the check that must name it, and what the check must say.
+FORWARDS: dict[str, tuple[Callable[[], ForwardKernel], str, str]] = {
+    "moody": (Moody, "refusals", "asked again"),
+    "wordy": (Wordy, "refusals", "more than one sentence"),
+    "overconfident": (Overconfident, "runs", "no kernel image"),
+    "wrong dtype": (lambda: Changed(lambda _, r: r._replace(out=r.out.double())), "returned", "float64"),
+    "wrong layout": (lambda: Changed(lambda _, r: r._replace(out=r.out.transpose(1, 2))), "returned", "shape"),
+    "half-precision LSE": (lambda: Changed(lambda _, r: r._replace(lse=r.lse.half())), "returned", "float16"),
+    "no LSE": (lambda: Changed(lambda _, r: r._replace(lse=None)), "returned", "lse is None"),
+    "in place": (Impatient, "inputs", "k changed"),
+    "drawing": (Drawing, "torch's state", "random state"),
+    "zeros": (lambda: Changed(lambda _, r: r._replace(out=r.out * 0)), "out", "out is off by 1"),
+    "one row": (
+        lambda: Changed(lambda _, r: r._replace(out=r.out.index_fill(2, torch.tensor([0]), 0))),
+        "out",
+        "out",
+    ),
+    "boasting": (
+        lambda: Changed(lambda _, r: r._replace(out=r.out * 1.006)),
+        "declared error",
+        "0.006, 0.004 declared",
+    ),
+    "base 2": (lambda: Changed(lambda _, r: r._replace(lse=r.lse / 0.6931472)), "LSE", "base 2"),
+    "empty rows": (lambda: Changed(absent_as_zero), "empty rows", "lse"),
+    "restless": (Restless, "repeated calls", "call"),
+    "consuming": (Consuming, "repeated calls", "second run on the same operands"),
+    "remembering": (Remembering, "new values", "negated"),
+    "buffered": (Buffered, "results kept", "out of the first call"),
+    "lengths": (lambda: Changed(only(lambda s: s.seqlen_q != s.seqlen_kv)), "lengths", "out"),
+    "causal": (lambda: Mistaken(lambda s: s.replace(mask=Mask()) if s.mask.kind == "causal" else s), "causal", "out"),
+    "alignment": (lambda: Mistaken(top_left), "alignment", "that of the mask causal"),
+    "window": (lambda: Mistaken(one_key_more), "window", "that of the mask"),
+    "grouping": (lambda: Changed(dealt), "grouping", "h %"),
+    "softcap": (lambda: Mistaken(lambda s: s.replace(softcap=0.0)), "softcap", "is off by"),
+    "scale": (lambda: Mistaken(lambda s: s.replace(scale=s.head_dim**-0.5)), "scale", "is off by"),
+    "head_dim_v": (lambda: Changed(only(lambda s: s.head_dim != s.head_dim_v)), "head_dim_v", "out"),
+    "descales": (Undescaled, "descales", "k_descale = 1"),
+    "descales in place": (Absorbing, "descales", "v or its descale changed"),
+    "FP8 strides": (DenseFp8, "descales", "with FP8 views"),
+    "strides": (Dense, "strides", "with every second column"),
+    "threads": (Shared, "threads", "two threads"),
+    "memory": (Hoarding, "memory", "alive"),
+    "combinations": (lambda: Changed(no_grouped_windows), "combinations", "out"),
+}
+
+
+class Scaled(Backward):
+    def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = super().run(saved, grad_out)
+        return dq * 1.05, dk, dv
+
+
+class Spoiling(Backward):
+    def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gradients = super().run(saved, grad_out)
+        saved.out.zero_()
+        return gradients
+
+
+class Freeing(Backward):
+    """A state that only the first backward finds."""
+
+    def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gradients = super().run(saved, grad_out)
+        if saved.state is not None and saved.state.pop("again", None) is None:
+            gradients = (torch.zeros_like(gradients[0]), *gradients[1:])
+        return gradients
+
+
+class Stateful(Forward):
+    def run(self, operands: Operands) -> Result:
+        return super().run(operands)._replace(state={"again": True})
+
+
+BACKWARDS: dict[str, tuple[Callable[[], tuple[ForwardKernel, BackwardKernel]], str, str]] = {
+    "gradient times 1.05": (lambda: (Forward(), Scaled()), "gradients", "dq is off by 0.0"),
+    "saved out is changed": (lambda: (Forward(), Spoiling()), "inputs", "out changed"),
+    "works once": (lambda: (Stateful(), Freeing()), "autograd", "second backward"),
+}

@@ -1,0 +1,70 @@
+"""Problems for an FP8 backward, what an exact FP8 forward leaves for it, and its gradients against FP64."""
+
+from __future__ import annotations
+
+import dense
+import torch
+from torch import Tensor
+
+from attnbench import AttentionSpec, Mask
+from attnbench.kernels.contract import BackwardKernel, Operands, Saved, gradient_dtype
+from attnbench.problem.fp8 import Recipe, quantise
+
+__all__ = ["LONG", "check", "exactly_eight_bits", "make", "saved"]
+
+# Longer than every tile, so that blocks are skipped, whole, and cut on both sides.
+LONG = [
+    (300, 300, Mask(right=0)),
+    (200, 420, Mask(right=0, alignment="bottom-right")),
+    (420, 200, Mask(right=0, alignment="bottom-right")),
+    (257, 390, Mask(left=70, right=0)),
+    (390, 257, Mask(left=150, right=140)),
+    (300, 140, Mask(left=20, alignment="bottom-right")),
+    (330, 128, Mask(left=5, right=3)),
+    (129, 300, Mask(right=19)),
+    (256, 256, Mask()),
+    (130, 300, Mask()),
+]
+
+
+def exactly_eight_bits(x: Tensor) -> Tensor:
+    """x (B, H, S, D) rounded to quarters up to 2, which e4m3 holds with any power of two for a scale."""
+    return (x.float().clamp(-2, 2) * 4).round().div(4).to(x.dtype)
+
+
+def make(seqlen_q: int, seqlen_kv: int, **more: object) -> tuple[AttentionSpec, tuple[Tensor, ...]]:
+    """A spec, and q, k, v and the output's gradient in bf16, the last one in numbers that e4m3 has."""
+    said = {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 32, "direction": "training", **more}
+    spec = AttentionSpec.make(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, **said)
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(heads: int, length: int, size: int) -> Tensor:
+        return torch.randn(spec.batch, heads, length, size, generator=generator).to(torch.bfloat16)
+
+    q = normal(spec.heads, seqlen_q, spec.head_dim)
+    k = normal(spec.kv_heads, seqlen_kv, spec.head_dim)
+    v = normal(spec.kv_heads, seqlen_kv, spec.head_dim_v)
+    return spec, (q, k, v, exactly_eight_bits(normal(spec.heads, seqlen_q, spec.head_dim_v)))
+
+
+def saved(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, recipes: tuple[Recipe, ...]) -> Saved:
+    """What an exact FP8 forward would leave: operands, and out and log-sum-exp of exactly those."""
+    quantised = (
+        quantise(q, recipes[0], rotate=True), quantise(k, recipes[1], rotate=True, smooth=True), quantise(v, recipes[2])
+    )  # fmt: skip
+    operands = Operands(spec, *quantised)
+    out, lse = dense.dense_attention(*operands.tensors(torch.float64), spec)
+    return Saved(operands, out.to(gradient_dtype(spec)), lse.float())
+
+
+def check(kernel: BackwardKernel, given: Saved, grad_out: Tensor, allowed: float) -> None:
+    """Each gradient within ``allowed`` of FP64 on the operands, relative to it and to a tenth of what cancels in it."""
+    spec = given.spec
+    tensors = given.operands.tensors(torch.float64)
+    truth = dense.dense_gradients(*tensors, grad_out, spec)
+    sizes = dense.gradient_sizes(*tensors, grad_out, spec)
+    found = kernel.run(given, grad_out)
+    for name, x, wanted, size in zip(("dq", "dk", "dv"), found, truth, sizes, strict=True):
+        assert (x.shape, x.dtype) == (wanted.shape, gradient_dtype(spec)), name
+        error = (x.double() - wanted).norm().item()
+        assert error <= allowed * max(wanted.norm().item(), 0.1 * size, 1e-6), (name, error, wanted.norm(), size)

@@ -1,0 +1,62 @@
+"""One rank that trains the small model, as torchrun starts it; says every step, and writes its losses."""
+
+import faulthandler
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+from patience import PATIENCE
+from small_training import build_small, small
+
+from attnbench.harness.training.run.history import History
+from attnbench.harness.training.run.loop import Conduct, train
+from attnbench.harness.training.run.parallel import joined
+
+EVERY = 3  # steps between checkpoints
+
+
+def main(folder: Path, settings: dict, pause: float) -> None:
+    faulthandler.dump_traceback_later(PATIENCE / 2, exit=True)  # one that hangs says where, before it is ended
+    torch.set_num_threads(1)
+    with joined("cpu") as ranks:
+
+        def told(history: History) -> None:
+            if ranks.first:
+                print(history.steps, flush=True)
+            time.sleep(pause)
+
+        trainable = build_small(small(**settings), ranks.device, dropout=ranks.world == 1)
+        conduct = Conduct(folder / "checkpoints", EVERY)
+        kept = []
+        train(trainable, ranks, conduct, lambda history: (kept.append(history), told(history)), resume=True)
+        if ranks.first:
+            history = kept[-1]
+            said = {"loss": history.loss, "grad_norm": history.grad_norm, "resumed_at": history.resumed_at}
+            (folder / "found.json").write_text(json.dumps(said))
+
+
+def together(folder: Path, settings: dict, world: int) -> None:
+    """As many ranks, forked from this process, which has loaded torch for all; exits with 1 where one of them fails."""
+    ranks = []
+    for rank in range(world):
+        if not (pid := os.fork()):
+            os.environ.update(WORLD_SIZE=str(world), RANK=str(rank), LOCAL_RANK=str(rank))
+            try:
+                main(folder, settings, 0.0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        ranks.append(pid)
+    ended = [os.waitpid(pid, 0)[1] for pid in ranks]
+    sys.exit(any(ended))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 4:
+        together(Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[4]))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]), float(sys.argv[3]))

@@ -1,0 +1,64 @@
+"""pytest sessions in folders of their own, for the tests of the plug-in that hands our times to pytest-benchmark."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from patience import PATIENCE
+from places import SUPPORT
+
+
+def alone() -> dict[str, str]:
+    """The environment without what says that xdist is on, where pytest-benchmark measures nothing."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+
+
+def pytest_in(folder: Path, *arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A pytest session in the folder, for which a backend that lies in it is installed, with these variables set."""
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(folder), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        cwd=folder,
+        env={**alone(), "PYTHONPATH": os.pathsep.join([str(folder), SUPPORT]), **environ},
+        check=False,
+    )
+
+
+# A backend that answers after a while, one kernel of which ends its process.
+PLANTED = """
+import os, time
+from planted import FakeBackward, FakeForward
+from attnbench.kernels.contract import Availability, Backend
+slow = FakeForward('planted:bf16', lambda out: time.sleep(0.005) or out)
+dies = FakeForward('planted:fp16', lambda out: os._exit(9))
+kernels = (slow, dies, FakeForward('planted:fp8'), FakeBackward('planted:bf16'))
+BACKEND = Backend('planted', 'for a test', lambda: Availability(version='1.0'), kernels)
+"""
+
+
+def install(folder: Path, program: str = PLANTED) -> None:
+    """Install a program's backend ``planted`` for sessions in the folder."""
+    (folder / "planted_plugin.py").write_text(program)
+    info = folder / "planted_plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planted_plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[attnbench.backends]\nplanted = planted_plugin:BACKEND\n")
+
+
+# How a file of tests begins that measures.
+HEAD = """
+from pathlib import Path
+import pytest
+from attnbench import AttentionSpec
+
+SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=32, head_dim=16)
+
+def keep(row):
+    with Path("rows.jsonl").open("a") as file:
+        file.write(row.to_line() + "\\n")
+"""

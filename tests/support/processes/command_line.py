@@ -1,0 +1,64 @@
+"""The command line run in this process or in one of its own, and what an error of it looks like."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any, NamedTuple
+
+import pytest
+from patience import PATIENCE
+
+from attnbench.cli import main
+from attnbench.tables import user_table
+
+SHAPE = ("--heads", "4", "--seqlen", "64", "--head-dim", "32")
+
+
+class Run(NamedTuple):
+    """What a command printed and the code it ended with."""
+
+    returncode: int | str | None
+    stdout: str
+    stderr: str
+
+
+def attnbench(*arguments: object) -> Run:
+    """Runs the command in this process, which has paid for importing torch, as the console script would."""
+    user_table.forget()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(io.StringIO()) as out,
+        redirect_stderr(io.StringIO()) as err,
+    ):
+        patch.setattr(sys, "argv", ["attnbench", *map(str, arguments)])
+        patch.setattr(warnings, "formatwarning", warnings.formatwarning)  # main sets its own
+        with pytest.raises(SystemExit) as end:
+            main()
+    return Run(end.value.code, out.getvalue(), err.getvalue())
+
+
+def process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs the command in a process of its own, for what only a process can show."""
+    command = [sys.executable, "-m", "attnbench", *arguments]
+    return subprocess.run(
+        command, **{"capture_output": True, "text": True, "timeout": PATIENCE, "check": False, **options}
+    )
+
+
+def fails(run: Run | subprocess.CompletedProcess[str], code: int, *said: str) -> None:
+    """It ended with this exit code and said so on standard error, without a traceback."""
+    assert run.returncode == code, run.stderr
+    assert "Traceback" not in run.stderr
+    for each in said:
+        assert each in run.stderr
+
+
+def named(run: Run | subprocess.CompletedProcess[str], code: int, *said: str) -> None:
+    """The same for an error of ours: one line that begins with the program's name."""
+    fails(run, code, *said)
+    assert run.stderr.startswith("attnbench: ")
+    assert run.stderr.count("\n") == 1, run.stderr

@@ -1,0 +1,212 @@
+"""Workers for tests: one without a process, whose answers are chosen, and a registry of kernels that do harm in one."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from patience import PATIENCE
+from planted import FakeForward, backend
+
+from attnbench.backends.reference import BACKEND as REFERENCE
+from attnbench.harness.sweep.worker_process import LostError
+from attnbench.kernels.registry import Registry
+
+NOTED = "ATTNBENCH_TEST_NOTED"  # the file in which a kernel notes the processes that it is and makes
+LONG = 1000.0
+
+
+class Station:
+    """A worker that lives in the test.  ``answer`` is asked in its stead; a LostError that ``died`` ends it."""
+
+    def __init__(self, answer: Callable[..., object]) -> None:
+        self.answer = answer
+        self.alive, self.generation = False, 0
+        self.asked: list[tuple[Any, ...]] = []
+
+    def start(self) -> None:
+        if not self.alive:
+            self.alive = True
+            self.generation += 1
+
+    def ask(self, method: str, *arguments: object, seconds: float) -> Any:
+        self.start()
+        self.asked.append((self.generation, method, *arguments))
+        try:
+            return self.answer(method, *arguments)
+        except LostError as lost:
+            self.alive = not lost.died
+            raise
+
+    def close(self) -> None:
+        self.alive = False
+
+    def kill(self) -> None:
+        self.close()
+
+
+def noted(path: Path) -> list[int]:
+    """The processes that a kernel noted there, oldest first."""
+    return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+def runs(pid: int) -> bool:
+    """Whether the process runs: neither gone, nor dead and waiting for its parent to notice."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = PATIENCE) -> None:
+    deadline = time.perf_counter() + seconds
+    while not is_so():
+        assert time.perf_counter() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def _note(pid: int) -> None:
+    with open(os.environ[NOTED], "a") as file:
+        file.write(f"{pid}\n")
+
+
+def _raises(error: BaseException) -> Callable[[Any], Any]:
+    def act(_: Any) -> Any:
+        raise error
+
+    return act
+
+
+def _prints(text: str) -> Callable[[Any], Any]:
+    def act(value: Any) -> Any:
+        print(text)
+        return value
+
+    return act
+
+
+def _prints_and_fails(_: Any) -> Any:
+    print("said by the one that failed")
+    raise ValueError("no")
+
+
+def _chats(value: Any) -> Any:
+    os.write(1, bytes(range(256)) * 4 + b"\n\xff\xfe\x1b[31m\x00\n")
+    return value
+
+
+def _floods(value: Any) -> Any:
+    for _ in range(64):
+        os.write(2, b"flood " * 2**14)
+    return value
+
+
+def _writes(value: Any) -> Any:
+    os.write(1, b'{"not": "a row"}\n')
+    return value
+
+
+def _reads_stdin(value: Any) -> Any:
+    assert sys.stdin.read() == ""
+    return value
+
+
+def _leaves(value: Any) -> Any:
+    print("printed before leaving")
+    print("last words before leaving", file=sys.stderr)
+    os._exit(7)
+
+
+def _dies_answering(value: Any) -> Any:
+    """The length of an answer, half of it, and no more."""
+    for descriptor in range(3, 64):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                os.write(descriptor, (1000).to_bytes(4, "big") + bytes(500))
+    os._exit(9)
+
+
+def _segfaults(value: Any) -> Any:
+    ctypes.string_at(0)
+    return value
+
+
+def _chats_and_dies(value: Any) -> Any:
+    os.write(1, b"\x00\xff\xfe junk \x1b[31m\n")
+    os.kill(os.getpid(), signal.SIGKILL)
+    return value
+
+
+def _child() -> int:
+    return subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({LONG})"]).pid
+
+
+def _hangs(value: Any) -> Any:
+    """With a child, and deaf to everything but SIGKILL."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    _note(os.getpid())
+    _note(_child())
+    time.sleep(LONG)
+    return value
+
+
+def _is_killed_with_child(value: Any) -> Any:
+    _note(_child())
+    os.kill(os.getpid(), signal.SIGKILL)
+    return value
+
+
+def _forks_and_is_killed(value: Any) -> Any:
+    pid = os.fork()
+    if not pid:
+        time.sleep(LONG)
+    _note(pid)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return value
+
+
+def _holds_the_lock(value: Any) -> Any:
+    """A loop in C, in which no other thread of the interpreter and no handler of a signal gets its turn."""
+    _note(os.getpid())
+    sum(range(10**14))
+    return value
+
+
+ACTS: dict[str, Callable[[Any], Any]] = {
+    "fine": lambda value: value,
+    "raises": _raises(RuntimeError("the first line\nthe second line")),
+    "silent": _raises(KeyError()),
+    "memory": _raises(MemoryError("no more")),
+    "allocates": _raises(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")),
+    "interrupts": _raises(KeyboardInterrupt()),
+    "prints": _prints("said by the one that went well"),
+    "says-and-fails": _prints_and_fails,
+    "chats": _chats,
+    "floods": _floods,
+    "writes": _writes,
+    "reads": _reads_stdin,
+    "leaves": _leaves,
+    "segfaults": _segfaults,
+    "dies-answering": _dies_answering,
+    "chats-and-dies": _chats_and_dies,
+    "hangs": _hangs,
+    "killed": _is_killed_with_child,
+    "forks": _forks_and_is_killed,
+    "locks": _holds_the_lock,
+}
+
+
+def harmful() -> Registry:
+    """A kernel ``act:bf16-NAME`` for everything in ACTS."""
+    return Registry([REFERENCE, backend(*(FakeForward(f"act:bf16-{name}", act) for name, act in ACTS.items()))])
