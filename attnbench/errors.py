@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from .text.printable import printable
-
-if TYPE_CHECKING:
-    from .guarding.breach import Breach
 
 __all__ = [
     "AttnbenchError",
@@ -46,9 +43,9 @@ class BreachWarning(AttnbenchWarning):
 
 
 class BreachError(AttnbenchError, RuntimeError):
-    """The same as an error, for ``guard(on_breach="raise")``; ``breach`` is the record."""
+    """The same as an error, for ``guard(on_breach="raise")``; ``breach`` is its ``guarding.breach.Breach``."""
 
-    def __init__(self, breach: Breach) -> None:
+    def __init__(self, breach: Any) -> None:
         self.breach = breach
         super().__init__(str(breach))
 

@@ -2,116 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..kernels.plan import Plan
 from ..problem.spec import AttentionSpec
+from ..text.digits import three_digits
+from .candidate import ORDER, Candidate, Margin, Trade, Verdict
 
-__all__ = ["Basis", "Candidate", "Choice", "Margin", "Trade", "Verdict"]
+__all__ = ["Choice"]
 
-Basis = Literal["measured", "predicted", "nearest", "rule", "frozen"]
-Verdict = Literal["chosen", "eligible", "inaccurate", "unmeasured", "not asked for", "refused", "unavailable"]
-_ORDER: tuple[Verdict, ...] = (
-    "chosen",
-    "eligible",
-    "inaccurate",
-    "unmeasured",
-    "not asked for",
-    "refused",
-    "unavailable",
-)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One plan that was considered.
-
-    ``reasons`` say why it was not chosen, one sentence each.  ``time_ms`` (median of the
-    whole call) and ``error`` (worst relative L2 over tensors and input families, and the
-    ``family`` it was seen in) are None where nothing was measured; ``basis`` says what they
-    rest on: ``measured`` at this very spec, ``predicted`` by the cost model (the error is then
-    the largest at the neighbours that speak for the plan, at the spec ``measured_at``),
-    ``nearest`` (predicted too, and chosen because it won at the nearest measured spec),
-    ``rule`` (the kernels' declared preference and error), or ``frozen`` (a file named the
-    plan, and nothing else was asked).
-
-    ``spread_ms`` is the interquartile range of a measured time, ``time_error`` the standard
-    error of the logarithm of a predicted one: 0.05 is about 5 %.  ``needs`` is the smallest
-    budget that admits the plan, FP8 opted into; None where no budget would.
-    """
-
-    plan: Plan
-    verdict: Verdict
-    reasons: tuple[str, ...] = ()
-    time_ms: float | None = None
-    error: float | None = None
-    family: str | None = None
-    basis: Basis = "rule"
-    measured_at: AttentionSpec | None = None
-    spread_ms: float | None = None
-    time_error: float | None = None
-    needs: float | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        return {
-            "plan": str(self.plan),
-            "verdict": self.verdict,
-            "reasons": list(self.reasons),
-            "time_ms": self.time_ms,
-            "spread_ms": self.spread_ms,
-            "time_error": self.time_error,
-            "error": _finite(self.error),
-            "family": self.family,
-            "basis": self.basis,
-            "measured_at": None if self.measured_at is None else self.measured_at.to_dict(),
-            "needs": _finite(self.needs),
-        }
-
-
-@dataclass(frozen=True)
-class Margin:
-    """How far the runner-up lies behind: ``gap`` is its time over the chosen plan's, minus one.
-
-    ``noise`` is what the gap must exceed to mean anything: the measurement noise of both, or
-    the error of their predictions.  A plan that won a tie may have a gap below zero.
-    """
-
-    runner_up: Plan
-    gap: float
-    noise: float
-
-    @property
-    def inside_noise(self) -> bool:
-        """Whether the two cannot be told apart by time."""
-        return self.gap <= self.noise
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        return {
-            "runner_up": str(self.runner_up),
-            "gap": self.gap,
-            "noise": self.noise,
-            "inside_noise": self.inside_noise,
-        }
-
-
-@dataclass(frozen=True)
-class Trade:
-    """What another budget would choose: ``plan`` under ``max_error``.
-
-    ``change`` is its time over the chosen plan's, minus one: below zero where a looser
-    budget saves time, above where a tighter one costs it.
-    """
-
-    max_error: float
-    plan: Plan
-    change: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        return {"max_error": self.max_error, "plan": str(self.plan), "change": self.change}
+_COLUMNS = ("plan", "verdict", "call ms", "error", "basis", "why not")
+_WIDTH = 70  # of the reasons on a terminal
+_CANNOT_RUN: tuple[Verdict, ...] = ("refused", "unavailable")
 
 
 @dataclass(frozen=True)
@@ -152,7 +56,7 @@ class Choice:
 
         def rank(each: Candidate) -> tuple[int, float, str]:
             time = float("inf") if each.time_ms is None else each.time_ms
-            return _ORDER.index(each.verdict), time, str(each.plan)
+            return ORDER.index(each.verdict), time, str(each.plan)
 
         return sorted(self.candidates, key=rank)
 
@@ -175,20 +79,111 @@ class Choice:
 
     def to_text(self, *, all: bool = False) -> str:
         """The choice and a table of the plans that could run here, for a terminal; ``all`` adds the others."""
-        from .choice_text import choice_text  # attention() imports this module, and prints nothing
-
-        return choice_text(self, "simple", all)
+        return _text(self, "simple", all)
 
     def to_markdown(self, *, all: bool = False) -> str:
         """The same for a pull request."""
-        from .choice_text import choice_text
-
-        return choice_text(self, "github", all)
+        return _text(self, "github", all)
 
     def __str__(self) -> str:
         return self.to_text()
 
 
-def _finite(error: float | None) -> float | str | None:
-    """What JSON has no number for is a word, as it is in a table."""
-    return "inf" if error == float("inf") else error
+def _text(choice: Choice, style: Literal["simple", "github"], all_plans: bool) -> str:
+    """The choice as lines of text, or of Markdown; what would steer a terminal is left out.
+
+    Plans that cannot run here are counted, and have lines of their own only with ``all_plans``.
+    """
+    from tabulate import tabulate  # attention() imports this module, and prints nothing
+
+    cell = _markdown if style == "github" else _printable
+    shown = [each for each in choice.ranked if all_plans or each.verdict not in _CANNOT_RUN]
+    rows = [[cell(each) for each in _row(candidate)] for candidate in shown]
+    widths = [*[None] * (len(_COLUMNS) - 1), _WIDTH if style == "simple" else None]
+    table = tabulate(rows, _COLUMNS, tablefmt=style, maxcolwidths=widths, disable_numparse=True)
+    before = [_printable(line) for line in _head(choice)]
+    after = [_printable(line) for line in (*([] if all_plans else _left_out(choice)), *_tail(choice))]
+    if style == "github":  # a line alone would be joined to the next one
+        before, after = ["- " + line for line in before], ["- " + line for line in after]
+    return "\n".join([*before, "", table, *(["", *after] if after else [])])
+
+
+def _head(choice: Choice) -> Iterator[str]:
+    said = f"asked for by {choice.asked_by}" if choice.basis == "explicit" else f"by {_basis(choice)}"
+    yield f"{choice.spec} on {choice.device}"
+    budget = "" if choice.budget is None else f", error budget {choice.budget:g}"
+    yield f"plan {choice.plan} ({said}){budget}"
+    margin = choice.margin
+    if margin is not None:
+        lead = f"{margin.gap:.1%} ahead of" if margin.gap >= 0 else f"{-margin.gap:.1%} behind"
+        meaning = "inside" if margin.inside_noise else "beyond"
+        kind = "noise" if choice.chosen.basis == "measured" else "error of the prediction"
+        yield f"{lead} {margin.runner_up}, {meaning} the {kind} of {margin.noise:.1%}"
+
+
+def _basis(choice: Choice) -> str:
+    if choice.basis == "predicted":
+        return "prediction from measured neighbours"
+    if choice.basis == "nearest" and choice.chosen.measured_at is not None:
+        return "the nearest measured shape, the predictions being too near one another"
+    if choice.basis == "frozen":
+        return f"the choices frozen in {choice.frozen_in}"
+    return {"measured": "measurement", "nearest": "the nearest measured shape"}.get(choice.basis, choice.basis)
+
+
+def _left_out(choice: Choice) -> Iterator[str]:
+    """How many plans cannot run here, and how to see them with their reasons."""
+    verdicts = [each.verdict for each in choice.candidates]
+    counts = [f"{number} {verdict}" for verdict in _CANNOT_RUN if (number := verdicts.count(verdict))]
+    if counts:
+        plans = "plan" if counts[0].startswith("1 ") and len(counts) == 1 else "plans"
+        yield f"not shown: {' and '.join(counts)} {plans}; `attnbench explain --all` or `to_text(all=True)` says why"
+
+
+def _tail(choice: Choice) -> Iterator[str]:
+    for trade in choice.trades:
+        if trade.change < 0:
+            effect = f"allow {trade.plan} and save {-trade.change:.0%}"
+        elif trade.change < 1:
+            effect = f"choose {trade.plan} and cost {trade.change:.0%}"
+        else:
+            effect = f"choose {trade.plan} and take {1 + trade.change:.1f} times as long"
+        instead = "" if trade.max_error == choice.budget else f" instead of {choice.budget:g}"
+        yield f"max_error={trade.max_error:g}{instead} would {effect}"
+    if choice.hint:
+        yield f"hint: {choice.hint}"
+
+
+def _row(each: Candidate) -> tuple[str, ...]:
+    return (
+        str(each.plan),
+        each.verdict,
+        "" if each.time_ms is None else f"{three_digits(each.time_ms)}{_doubt(each)}",
+        _error(each),
+        each.basis if each.time_ms is not None else "",
+        "; ".join(each.reasons),
+    )
+
+
+def _error(each: Candidate) -> str:
+    """The worst error seen and the input family, or what the kernels declare."""
+    if each.error is not None:
+        return f"{each.error:.2g} ({each.family})"
+    return "" if each.needs is None else f"{each.needs:.2g} (declared)"
+
+
+def _doubt(each: Candidate) -> str:
+    """How well the time is known: half the interquartile range, or the standard error of a prediction."""
+    assert each.time_ms, "asked only of plans with a time"
+    if each.spread_ms is not None:
+        return f" ± {each.spread_ms / each.time_ms / 2:.0%}"
+    return "" if each.time_error is None else f" ± {each.time_error:.0%}"
+
+
+def _printable(text: str) -> str:
+    """Files and plug-ins write some of it."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def _markdown(text: str) -> str:
+    return _printable(text).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")

@@ -11,7 +11,7 @@ from ..kernels.plan import Plan
 from ..problem.spec import AttentionSpec
 from ..tables.table import Entry, Table
 from ..tables.user_table import Known
-from .choice import Candidate, Verdict
+from .candidate import Candidate, Verdict
 from .cost_model.predict import CostModel
 from .similarity import SpecClass, class_of, distance
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..kernels.plan import Plan, backend_of
 from ..kernels.registry import Registry
-from .choice import Candidate
+from .candidate import Candidate
 from .evidence import Evidence
 
 __all__ = ["Judge"]

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..kernels.plan import Plan
 from ..problem.spec import AttentionSpec
-from .choice import Candidate, Margin, Trade
+from .candidate import Candidate, Margin, Trade
 from .cost_model.predict import CostModel
 
 __all__ = ["Ranking", "noise", "rounded_up"]

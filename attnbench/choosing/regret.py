@@ -15,7 +15,7 @@ from ..problem.spec import AttentionSpec
 from ..tables.table import Entry, Table
 from ..tables.user_table import Known
 from .budget import class_bound, default_budget
-from .choice import Basis, Candidate
+from .candidate import Basis, Candidate
 from .evidence import Evidence
 from .judge import Judge
 from .ranking import Ranking

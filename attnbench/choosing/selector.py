@@ -18,7 +18,8 @@ from ..tables.user_table import Known, known_tables
 from ..text.digits import three_digits
 from . import freeze_hook
 from .budget import budget_of, default_budget
-from .choice import Candidate, Choice, Verdict
+from .candidate import Candidate, Verdict
+from .choice import Choice
 from .demotion import demoted
 from .evidence import Evidence
 from .judge import Judge

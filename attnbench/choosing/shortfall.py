@@ -10,7 +10,7 @@ from ..kernels.contract import gradient_dtype, rounding_error
 from ..problem.dtypes import FROM_TORCH
 from ..problem.spec import AttentionSpec
 from .budget import default_budget
-from .choice import Candidate
+from .candidate import Candidate
 from .ranking import rounded_up
 
 __all__ = ["no_plan", "over_budget"]

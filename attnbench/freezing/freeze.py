@@ -22,7 +22,8 @@ import torch
 from ..api import forget_choices
 from ..choosing import freeze_hook
 from ..choosing.budget import budget_of
-from ..choosing.choice import Candidate, Choice
+from ..choosing.candidate import Candidate
+from ..choosing.choice import Choice
 from ..choosing.demotion import demoted
 from ..choosing.selector import choose
 from ..errors import FrozenError, InputError, RefusedError, UnknownBackendError

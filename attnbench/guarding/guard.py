@@ -32,8 +32,7 @@ from ..dispatch.context import check_budget
 from ..errors import AttnbenchWarning, BreachError, BreachWarning, InputError, OutputError
 from ..kernels import guard_hook
 from ..kernels.contract import Operands
-from ..kernels.execution import Execution
-from ..kernels.guard_hook import Gradients
+from ..kernels.guard_hook import Executed, Gradients
 from ..kernels.plan import Plan
 from ..problem.fp8 import Quantised
 from ..problem.spec import AttentionSpec
@@ -125,7 +124,7 @@ class Guard:
         self._random = random.Random(seed)
         self._lock = threading.RLock()
         self._cases: OrderedDict[tuple[Plan, AttentionSpec, float], _Case] = OrderedDict()
-        self._known: dict[int, tuple[Execution, _Case]] = {}
+        self._known: dict[int, tuple[Executed, _Case]] = {}
         self._under_way: deque[_Check] = deque()
         self._prepared = _Prepared()
         self._warned: set[Plan] = set()
@@ -171,7 +170,7 @@ class Guard:
             guard_hook.watcher = _open[-1] if _open else None
 
     def answered(
-        self, execution: Execution, operands: Operands | None, q: Tensor | Quantised, k: Tensor | Quantised,
+        self, execution: Executed, operands: Operands | None, q: Tensor | Quantised, k: Tensor | Quantised,
         v: Tensor | Quantised, out: Tensor,
     ) -> None:  # fmt: skip
         """A forward has run."""
@@ -191,12 +190,12 @@ class Guard:
         self._prepared.operands = weakref.ref(operands)
         self._prepared.given = tuple(weakref.ref(x) for x in given)
 
-    def sample(self, execution: Execution, q: Tensor, k: Tensor, v: Tensor) -> _Sample | None:
+    def sample(self, execution: Executed, q: Tensor, k: Tensor, v: Tensor) -> _Sample | None:
         """A forward has run that may have a backward."""
         turn = self._turn(execution, "gradients", q)
         return None if turn is None else self._sampled(*turn, q, k, v)
 
-    def derived(self, execution: Execution, operands: Operands, grad_out: Tensor, gradients: Gradients) -> None:
+    def derived(self, execution: Executed, operands: Operands, grad_out: Tensor, gradients: Gradients) -> None:
         """A backward has run that may follow operands of this thread's."""
         if self._prepared.operands() is not operands:
             return
@@ -206,7 +205,7 @@ class Guard:
         if sample is not None:
             sample.derived(grad_out, gradients)
 
-    def _turn(self, execution: Execution, kind: _Kind, x: Tensor) -> tuple[_Case, int] | None:
+    def _turn(self, execution: Executed, kind: _Kind, x: Tensor) -> tuple[_Case, int] | None:
         """(case, number of the call) where this pass is to be checked; it is counted."""
         if type(x) not in (Tensor, torch.nn.Parameter):  # what is traced or spread over devices has no rows to look at
             return None
@@ -222,7 +221,7 @@ class Guard:
             case.calls[kind] += 1
             return None
 
-    def _case(self, execution: Execution) -> _Case:
+    def _case(self, execution: Executed) -> _Case:
         known = self._known.get(id(execution))
         if known is not None:
             return known[1]

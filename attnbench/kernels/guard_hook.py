@@ -5,18 +5,38 @@ Apart from the guard, so that a call without one reads one attribute and loads n
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from ..problem.fp8 import Quantised
-    from .contract import Operands
-    from .execution import Execution
+from ..problem.fp8 import Quantised
+from ..problem.spec import AttentionSpec
+from .contract import BackwardKernel, Operands
+from .plan import Plan
 
-__all__ = ["Sample", "Watcher"]
+__all__ = ["Executed", "Gradients", "Sample", "Watcher"]
 
 Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class Executed(Protocol):
+    """The part of an ``Execution`` that a watcher reads."""
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """What was asked."""
+
+    @property
+    def plan(self) -> Plan:
+        """What runs."""
+
+    @property
+    def backward(self) -> BackwardKernel | None:
+        """None where no gradients are wanted."""
+
+    @property
+    def budget(self) -> float | None:
+        """The error that the plan was chosen under; None where nobody chose."""
 
 
 class Sample(Protocol):
@@ -31,7 +51,7 @@ class Watcher(Protocol):
 
     def answered(
         self,
-        execution: Execution,
+        execution: Executed,
         operands: Operands | None,
         q: Tensor | Quantised,
         k: Tensor | Quantised,
@@ -43,10 +63,10 @@ class Watcher(Protocol):
     def prepared(self, operands: Operands, *given: Tensor) -> None:
         """Operands were made of q, k and v, for a backward that this thread may be about to run."""
 
-    def sample(self, execution: Execution, q: Tensor, k: Tensor, v: Tensor) -> Sample | None:
+    def sample(self, execution: Executed, q: Tensor, k: Tensor, v: Tensor) -> Sample | None:
         """A forward has run whose backward may come later, in another thread; None where it will not be checked."""
 
-    def derived(self, execution: Execution, operands: Operands, grad_out: Tensor, gradients: Gradients) -> None:
+    def derived(self, execution: Executed, operands: Operands, grad_out: Tensor, gradients: Gradients) -> None:
         """A backward has run; it is known by its operands, if it follows a forward that answered in this thread."""
 
 

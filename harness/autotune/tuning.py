@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from attnbench.choosing.choice import Candidate, Choice
+from attnbench.choosing.candidate import Candidate
+from attnbench.choosing.choice import Choice
 from attnbench.choosing.selector import choose
 from attnbench.errors import InputError, MalformedFileError, MisuseError, NoPlanError, OutputError
 from attnbench.kernels.plan import Plan, backend_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,13 +17,11 @@ from attnbench.kernels.plan import Plan
 
 from .accuracy import TensorName
 from .findings import Findings, Judgements, Side, Visit
+from .open_case import OpenCase
 from .probes import LeakProbe, negate, same_bits, unnegated
 from .replay import RecordingError, replay_of
 from .timing import COSTS, Cost, Timer
 from .trace import mismatch, shortened, traced
-
-if TYPE_CHECKING:
-    from .bench import OpenCase
 
 __all__ = ["Trial"]
 

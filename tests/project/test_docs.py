@@ -21,7 +21,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from places import ROOT
 
-from attnbench.choosing.choice import Basis
+from attnbench.choosing.candidate import Basis
 from attnbench.cli import app
 from attnbench.harness.cases.inputs import FAMILIES
 from attnbench.harness.results.records import STATUSES

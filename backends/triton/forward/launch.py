@@ -21,6 +21,7 @@ from ...common.padding import padded, rounded_up
 from ..descales import in_fp32, steps
 from ..descriptors import Described, all_of
 from ..launching import KEPT, Launch, addresses, on
+from ..quantise.interleaving import interleaved
 from .hopper import launch as hopper
 from .kernel import triton_fp8_attention_forward
 from .tiles import DEFAULTS, Tile, padded_size
@@ -30,7 +31,6 @@ __all__ = [
     "Operand",
     "attend",
     "casts",
-    "interleaved",
     "laid_out",
     "laid_out_by_block",
     "retiled",
@@ -145,17 +145,6 @@ def transposed(x: Tensor) -> Tensor:
     """V (B, H, S, D) in e4m3 as (B, H, D, S rounded up to 128) with zeros behind; the same bits."""
     missing = rounded_up(x.shape[2], PADDING) - x.shape[2]
     return F.pad(x.view(torch.uint8).mT, (0, missing)).contiguous().view(x.dtype)
-
-
-def interleaved(x: Tensor, *, back: bool = False) -> Tensor:
-    """x (..., keys) with each 16 keys in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, or back from it.
-
-    A thread that holds four keys of a row of scores holds 2t, 2t + 1, 2t + 8 and 2t + 9 (PTX ISA, the fragment of D
-    of wgmma.m64nNk32), and as an operand 4t to 4t + 3 (that of A).  With V's keys in this order P need not be
-    exchanged between threads.
-    """
-    axes = (4, 2, 2) if back else (2, 4, 2)
-    return x.reshape(*x.shape[:-1], -1, *axes).transpose(-3, -2).reshape(x.shape)
 
 
 def attend(native: Native) -> Result:

@@ -27,9 +27,9 @@ from attnbench.problem.fp8 import BLOCK, LARGEST, Quantised, Recipe, hadamard, r
 from attnbench.problem.spec import Granularity
 
 from ...common.padding import rounded_up
-from ..forward.launch import interleaved
 from ..launching import Launch, addresses, on
 from .deferred import Deferred
+from .interleaving import interleaved
 from .kernels import PADDING, Job, Size, cast, largest_magnitudes
 
 __all__ = ["TILES", "Quantisation", "Request", "Tiles", "quantised", "quantised_together", "tiles_for"]
@@ -72,7 +72,7 @@ class Quantisation(NamedTuple):
 
     ``rows`` (B, H, S, D) in FP8: D bytes that begin at multiples of 16 bytes.  ``transposed`` (B, H, D, S rounded up
     to 128) holds the same numbers and zeros behind them, with ``interleaved`` each 16 tokens in the order of
-    ``forward.interleaved``.  Either is None where it was not asked for.  ``descale`` fp32: (1, 1, 1, 1) for a tensor,
+    ``interleaving``.  Either is None where it was not asked for.  ``descale`` fp32: (1, 1, 1, 1) for a tensor,
     (B, H, 1, 1) for a head, (B, H, ⌈S / 128⌉, 1) for blocks, (B, H, S, 1) for tokens.  ``mean`` (B, H, 1, D) fp32
     was taken away.
     """
@@ -121,7 +121,7 @@ class Request(NamedTuple):
     ``rows`` and ``transposed``: which copies are written, at least one.  ``group`` consecutive heads share the scale
     of a head (the query heads of a key head); scales of tokens and blocks are each head's own.  ``rotate`` and
     ``smooth``: whether the recipe's rotation and smoothing apply, as in ``problem.fp8.quantise``.  ``interleaved``:
-    whether the tokens of the transposed copy have the order of ``forward.interleaved``.
+    whether the tokens of the transposed copy have the order of ``interleaving.interleaved``.
     """
 
     x: Tensor

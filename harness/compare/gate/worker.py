@@ -19,7 +19,7 @@ from attnbench.problem.spec import AttentionSpec
 from attnbench.tables.environment import own_commit
 
 from ...cases.case import Case
-from ...measure.bench import OpenCase
+from ...measure.open_case import OpenCase
 from ...measure.setup import registry_of
 from ...measure.timing import Cost, Timer
 from ...measure.trial import Trial

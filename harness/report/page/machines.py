@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from attnbench.choosing.choice import Candidate, Margin
+from attnbench.choosing.candidate import Candidate, Margin
 from attnbench.choosing.evidence import Evidence
 from attnbench.choosing.ranking import Ranking
 from attnbench.choosing.regret import QUESTIONS, Asked

@@ -23,8 +23,8 @@ from attnbench.errors import InputError
 from attnbench.problem.mask import Mask
 
 from ..data.corpus import BYTE_TOKENS
-from ..flops import attention_flops, matrix_flops
 from .attention import Attend, AttentionCore
+from .flops import attention_flops, matrix_flops
 from .loss import token_loss
 
 __all__ = ["HfModel", "make_hf"]

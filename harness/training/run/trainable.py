@@ -14,9 +14,9 @@ from attnbench.errors import InputError
 from ..config import TrainConfig
 from ..data.corpus import Corpus, load, samples_of
 from ..data.images import random_images
-from ..flops import gpt_flops, vit_flops
 from ..models.attention import Attend, Attending, AttentionCore
 from ..models.blocks import checkpoint_blocks, compile_blocks
+from ..models.flops import gpt_flops, vit_flops
 from ..models.gpt import Gpt, gpt_size, initialise
 from ..models.huggingface import make_hf
 from ..models.linears import convert_linears, linears_context, refusal

@@ -13,7 +13,8 @@ from attnbench.errors import AttnbenchError
 from attnbench.harness.cases.case import Case
 from attnbench.harness.cases.inputs import draw
 from attnbench.harness.measure import trial
-from attnbench.harness.measure.bench import Bench, OpenCase
+from attnbench.harness.measure.bench import Bench
+from attnbench.harness.measure.open_case import OpenCase
 from attnbench.harness.measure.probes import negate
 from attnbench.harness.measure.timing import Timer
 from attnbench.kernels.contract import ForwardKernel, Result

@@ -28,7 +28,7 @@ from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.fp8 import Recipe, quantise
 
 if TYPE_CHECKING:
-    from attnbench.backends.triton.backward.launch import Prepared
+    from attnbench.backends.triton.backward.operands import Prepared
 
 __all__ = [
     "CASES",

@@ -6,7 +6,7 @@ Importing this imports no Gluon: ``serves`` is asked first.
 from __future__ import annotations
 
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,10 +20,8 @@ from ...launching import KEPT as MOST
 from ...launching import Launch, Launches, addresses
 from ..copies import padded
 from ..layout import BLOCK, PEAK, VECTORS
+from ..operands import Layout, Prepared
 from ..tiles import Ring
-
-if TYPE_CHECKING:
-    from ..launch import Layout, Prepared
 
 __all__ = ["KEPT", "MOST_SUMMED", "adds", "run_all", "run_keys", "run_queries", "serves"]
 

@@ -20,7 +20,7 @@ from attnbench.problem.fp8 import Recipe
 pytest.importorskip("triton", minversion="3.6")
 
 from attnbench.backends.triton.backward.contract import TritonBackward
-from attnbench.backends.triton.backward.launch import Prepared
+from attnbench.backends.triton.backward.operands import Prepared
 from attnbench.backends.triton.backward.tiles import Ring, Tile, Tiles
 from attnbench.backends.triton.interpreter import interpreted
 from attnbench.backends.triton.launching import Launch

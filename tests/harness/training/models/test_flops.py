@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnbench.harness.training.config import TrainConfig
-from attnbench.harness.training.flops import gpt_flops
+from attnbench.harness.training.models.flops import gpt_flops
 from attnbench.harness.training.models.gpt import SIZES
 from attnbench.harness.training.run.trainable import build
 

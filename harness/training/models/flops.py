@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from attnbench.problem.mask import Mask
 
-from .models.gpt import GptSize
-from .models.vit_sizes import VitSize
+from .gpt import GptSize
+from .vit_sizes import VitSize
 
 __all__ = ["attention_flops", "gpt_flops", "matrix_flops", "vit_flops"]
 

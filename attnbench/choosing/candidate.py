@@ -1,0 +1,119 @@
+"""One plan that was considered for a choice: its time, its error, its verdict, and why it lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..kernels.plan import Plan
+from ..problem.spec import AttentionSpec
+
+__all__ = ["ORDER", "Basis", "Candidate", "Margin", "Trade", "Verdict"]
+
+Basis = Literal["measured", "predicted", "nearest", "rule", "frozen"]
+Verdict = Literal["chosen", "eligible", "inaccurate", "unmeasured", "not asked for", "refused", "unavailable"]
+ORDER: tuple[Verdict, ...] = (
+    "chosen",
+    "eligible",
+    "inaccurate",
+    "unmeasured",
+    "not asked for",
+    "refused",
+    "unavailable",
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One plan that was considered.
+
+    ``reasons`` say why it was not chosen, one sentence each.  ``time_ms`` (median of the
+    whole call) and ``error`` (worst relative L2 over tensors and input families, and the
+    ``family`` it was seen in) are None where nothing was measured; ``basis`` says what they
+    rest on: ``measured`` at this very spec, ``predicted`` by the cost model (the error is then
+    the largest at the neighbours that speak for the plan, at the spec ``measured_at``),
+    ``nearest`` (predicted too, and chosen because it won at the nearest measured spec),
+    ``rule`` (the kernels' declared preference and error), or ``frozen`` (a file named the
+    plan, and nothing else was asked).
+
+    ``spread_ms`` is the interquartile range of a measured time, ``time_error`` the standard
+    error of the logarithm of a predicted one: 0.05 is about 5 %.  ``needs`` is the smallest
+    budget that admits the plan, FP8 opted into; None where no budget would.
+    """
+
+    plan: Plan
+    verdict: Verdict
+    reasons: tuple[str, ...] = ()
+    time_ms: float | None = None
+    error: float | None = None
+    family: str | None = None
+    basis: Basis = "rule"
+    measured_at: AttentionSpec | None = None
+    spread_ms: float | None = None
+    time_error: float | None = None
+    needs: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "plan": str(self.plan),
+            "verdict": self.verdict,
+            "reasons": list(self.reasons),
+            "time_ms": self.time_ms,
+            "spread_ms": self.spread_ms,
+            "time_error": self.time_error,
+            "error": _finite(self.error),
+            "family": self.family,
+            "basis": self.basis,
+            "measured_at": None if self.measured_at is None else self.measured_at.to_dict(),
+            "needs": _finite(self.needs),
+        }
+
+
+@dataclass(frozen=True)
+class Margin:
+    """How far the runner-up lies behind: ``gap`` is its time over the chosen plan's, minus one.
+
+    ``noise`` is what the gap must exceed to mean anything: the measurement noise of both, or
+    the error of their predictions.  A plan that won a tie may have a gap below zero.
+    """
+
+    runner_up: Plan
+    gap: float
+    noise: float
+
+    @property
+    def inside_noise(self) -> bool:
+        """Whether the two cannot be told apart by time."""
+        return self.gap <= self.noise
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "runner_up": str(self.runner_up),
+            "gap": self.gap,
+            "noise": self.noise,
+            "inside_noise": self.inside_noise,
+        }
+
+
+@dataclass(frozen=True)
+class Trade:
+    """What another budget would choose: ``plan`` under ``max_error``.
+
+    ``change`` is its time over the chosen plan's, minus one: below zero where a looser
+    budget saves time, above where a tighter one costs it.
+    """
+
+    max_error: float
+    plan: Plan
+    change: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {"max_error": self.max_error, "plan": str(self.plan), "change": self.change}
+
+
+def _finite(error: float | None) -> float | str | None:
+    """What JSON has no number for is a word, as it is in a table."""
+    return "inf" if error == float("inf") else error

@@ -1,0 +1,90 @@
+"""A case while its plans are measured: its inputs, drawn once, and the truth that answers are held against."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnbench.kernels.contract import Operands
+from attnbench.kernels.registry import Registry
+from attnbench.problem.fp8 import Quantised
+
+from ..cases.case import Case
+from ..cases.inputs import Inputs, draw
+from .accuracy import Floor, Truth
+
+__all__ = ["OpenCase"]
+
+
+class OpenCase:
+    """The inputs of every family and their truths; and one set of buffers, where every kernel finds its inputs.
+
+    Because the buffers stay where they are while what is in them changes, a kernel that
+    remembers its inputs by their address is found out.
+    """
+
+    def __init__(self, case: Case, registry: Registry, device: torch.device) -> None:
+        self.case, self.registry, self.device = case, registry, device
+        self.inputs = {family: draw(case.spec, family, device) for family in case.families}
+        self.truths: dict[str, Truth] = {}
+        first = self.inputs[case.families[0]]
+        grad_out = None if first.grad_out is None else first.grad_out.clone()
+        self._floors: dict[str, tuple[str, list[Tensor] | None, Floor | None]] = {}
+        self.buffers = Inputs(first.q.clone(), first.k.clone(), first.v.clone(), grad_out, first.drawn_on)
+
+    def take_truths(self) -> None:
+        """Compute the truth of every family."""
+        for family, inputs in self.inputs.items():
+            self.truths[family] = Truth.of(self.case.spec, inputs, self.registry)
+
+    def exact_on(self, family: str, forward: str, operands: Operands) -> Floor | None:
+        """Exact attention on a forward's operands; kept for its next plan, whose backward is another."""
+        if family in self._floors:
+            before, seen, floor = self._floors[family]
+            if before == forward and seen is not None and _same(seen, operands):
+                return floor
+        floor = self.truths[family].exact_on(operands)
+        self._floors[family] = forward, _kept(operands), floor
+        return floor
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The buffers of q, k, v and, in training, grad_out."""
+        return _tensors(self.buffers)
+
+    def load(self, family: str) -> None:
+        """Put the inputs of a family into the buffers."""
+        for buffer, x in zip(self.tensors, _tensors(self.inputs[family]), strict=True):
+            buffer.copy_(x)
+
+    def load_first(self) -> None:
+        """Put back what every request must find, whatever the one before left when it failed."""
+        self.load(self.case.families[0])
+
+    def unchanged(self, family: str) -> bool:
+        """Whether the buffers still hold the inputs of the family, bit for bit."""
+        return all(
+            torch.equal(buffer, x) for buffer, x in zip(self.tensors, _tensors(self.inputs[family]), strict=True)
+        )
+
+
+def _quantised(operands: Operands) -> list[Tensor] | None:
+    """The numbers of the operands, None where one of them is not quantised."""
+    parts = [x for x in (operands.q, operands.k, operands.v) if isinstance(x, Quantised)]
+    return [x for part in parts for x in (part.data.view(torch.uint8), part.descale)] if len(parts) == 3 else None
+
+
+def _kept(operands: Operands) -> list[Tensor] | None:
+    """A copy, because a kernel may write its next operands where these are."""
+    numbers = _quantised(operands)
+    return None if numbers is None else [x.clone() for x in numbers]
+
+
+def _same(seen: list[Tensor], operands: Operands) -> bool:
+    """Whether the operands are those again: a kernel's scales may follow what it has seen."""
+    numbers = _quantised(operands)
+    return numbers is not None and all(map(torch.equal, seen, numbers))
+
+
+def _tensors(inputs: Inputs) -> list[Tensor]:
+    return [x for x in (inputs.q, inputs.k, inputs.v, inputs.grad_out) if x is not None]
