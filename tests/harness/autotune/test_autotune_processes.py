@@ -1,6 +1,7 @@
 """autotune in several processes that share a table: one measures at a time, the others find what it has measured."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ import time
 import paced
 import pytest
 from paced import spec
+from places import SUPPORT
 from planted import laboratory
 from tunable import FAST, SLOW, measuring_nothing, own_path, paced_kernels, rows_of, tensors
 
@@ -36,7 +38,10 @@ def test_of_two_processes_one_measures_and_the_other_finds_it_in_the_table(tmp_p
     commands = [(tmp_path / f"ready{number}", lengths) for number, lengths in enumerate(((32, 48), (48,)))]
     running = [
         subprocess.Popen(
-            [sys.executable, paced.__file__, ready, start, *map(str, lengths)], stdout=subprocess.PIPE, text=True
+            [sys.executable, paced.__file__, ready, start, *map(str, lengths)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": SUPPORT},
         )
         for ready, lengths in commands
     ]

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from patience import PATIENCE
+from places import SUPPORT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,7 +31,7 @@ def run_ranks(script: str, arguments: Sequence[Sequence[str]], caches: Path) -> 
     processes = [
         subprocess.Popen(
             [sys.executable, script, *own], stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "XDG_CACHE_HOME": str(caches / f"cache-{rank}")},
+            env={**os.environ, "PYTHONPATH": SUPPORT, "XDG_CACHE_HOME": str(caches / f"cache-{rank}")},
         )
         for rank, own in enumerate(arguments)
     ]  # fmt: skip

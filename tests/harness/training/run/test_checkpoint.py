@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import training_ranks
+from places import SUPPORT
 from safetensors.torch import load_file, save_file
 from small_training import build_small, small
 
@@ -38,7 +39,8 @@ def _here(folder: Path, **settings) -> History:
 def _killed(folder: Path, after: int, **settings) -> None:
     """A process of its own, which SIGKILL ends once it has taken so many steps."""
     command = [sys.executable, training_ranks.__file__, str(folder), json.dumps(settings), "0.02"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    environ = {**os.environ, "PYTHONPATH": SUPPORT}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
         assert process.stdout is not None
         for count, _line in enumerate(process.stdout, start=1):
             if count == after:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import training_ranks
 from patience import PATIENCE
+from places import SUPPORT
 from small_training import build_small, run_of, small
 
 from attnbench.errors import MisuseError
@@ -41,7 +42,7 @@ def _ranks(folder: Path, world: int, **settings) -> dict:
     """Every rank with what torchrun tells it; what the first one found."""
     folder.mkdir(exist_ok=True)
     said = json.dumps({"steps": STEPS, "lr": 0.003} | settings)
-    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    shared = {**os.environ, "PYTHONPATH": SUPPORT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     command = [sys.executable, training_ranks.__file__, str(folder), said, "0", str(world)]
     assert subprocess.run(command, env=shared, stdout=subprocess.DEVNULL, timeout=PATIENCE).returncode == 0
     return json.loads((folder / "found.json").read_text())
