@@ -5,7 +5,7 @@ Processes are kept from run to run where the gate keeps them.  A line a row of e
 and the rounds of the rows that were not slowed to OUT/rounds.jsonl.  With ``--record`` nothing is slowed, and every row
 is visited as often in each of as many processes as a gate starts at the most: what simulations draw from.
 
-    PYTHONPATH=tests/support python tests/gpu/gate_power.py OUT --device cuda --seconds 400 --fail-on 0.03
+    PYTHONPATH=tests/support/faulty python tests/gpu/gate_power.py OUT --device cuda --seconds 400 --fail-on 0.03
 """
 
 from __future__ import annotations
