@@ -14,7 +14,16 @@ from platformdirs import user_cache_path
 from torch import Tensor
 
 from attnbench.kernels.capabilities import Capabilities, Device
-from attnbench.kernels.contract import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
+from attnbench.kernels.contract import (
+    Availability,
+    Backend,
+    BackwardKernel,
+    ForwardKernel,
+    Inputs,
+    Operands,
+    Result,
+    Saved,
+)
 from attnbench.problem.fp8 import Quantised, Recipe, quantise
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
@@ -137,8 +146,9 @@ class Fa4Forward(ForwardKernel):
         """Other generations of GPU, windows that it cannot express, scales that are not positive."""
         return _refusals(spec, device)
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Views (B, S, H, D) where strides and head dimensions allow it."""
+        q, k, v = inputs.unquantised()
         return Operands(spec, q, k, v, _native(q, k, v, spec, _FORWARD_STEP))
 
     def run(self, operands: Operands) -> Result:
@@ -169,8 +179,9 @@ class Fa4Fp8Forward(ForwardKernel):
         """Windows that it cannot express, scales that are not positive."""
         return _common_refusals(spec)
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """e4m3 and descales (B, Hkv), those of Q too: the query heads of a group share one."""
+        q, k, v = inputs.unquantised()
         grouped = q.reshape(spec.batch, spec.kv_heads, spec.group * spec.seqlen_q, spec.head_dim)
         packed, quantised_k, quantised_v = (quantise(x.detach(), _RECIPE) for x in (grouped, k, v))
         descales = tuple(x.descale.reshape(spec.batch, spec.kv_heads) for x in (packed, quantised_k, quantised_v))

@@ -15,6 +15,7 @@ from attnbench.kernels.contract import (
     Backend,
     BackwardKernel,
     ForwardKernel,
+    Inputs,
     Operands,
     Result,
     Saved,
@@ -128,8 +129,9 @@ class TeForward(ForwardKernel):
         """Other generations of GPU, and masks that want more keys than there are."""
         return _refusals(spec, device)
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Dense (B, S, H, D), views of which the operands are."""
+        q, k, v = inputs.unquantised()
         q, k, v = (bshd(x).transpose(1, 2) for x in (q, k, v))
         return Operands(spec, q, k, v, seqlens_of(spec, q.device))
 
@@ -202,15 +204,14 @@ class TeFp8Forward(ForwardKernel):
         """Other generations of GPU, scales that are not positive, a single query, and a V that is wider than Q."""
         return refusals(spec, device) + fp8_refusals(spec)
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
-        """e4m3 by TransformerEngine's cast, each tensor on its own largest magnitude."""
-        narrow_q, narrow_k, narrow_v = (Narrow.quantised(bshd(x)) for x in (q, k, v))
-        return _prepared(spec, narrow_q, narrow_k, narrow_v)
-
-    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
-        """The tensors as they are."""
-        narrow_q, narrow_k, narrow_v = (Narrow(bshd(x.data), _scalar(x.descale)) for x in (q, k, v))
-        return _prepared(spec, narrow_q, narrow_k, narrow_v)
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
+        """e4m3 by TransformerEngine's cast, each tensor on its own largest magnitude, or as the caller quantised it."""
+        given = inputs.quantised()
+        if given is None:
+            q, k, v = (Narrow.quantised(bshd(x)) for x in inputs.unquantised())
+        else:
+            q, k, v = (Narrow(bshd(x.data), _scalar(x.descale)) for x in given)
+        return _prepared(spec, q, k, v)
 
     def run(self, operands: Operands) -> Result:
         """The kernel, and its output in the dtype that was asked for, by TransformerEngine's own cast."""
