@@ -103,6 +103,7 @@ class FlashInferForward(ForwardKernel):
     """``FP8PrefillWithKVCacheKernel``."""
 
     name = "flashinfer:fp8"
+    leaves = "e4m3"
     preference = 32
     declared_error = 0.08  # that of fa3: the same products, sums and roundings
     rows: Mapping[str, Capabilities] = {

@@ -279,4 +279,5 @@ BACKEND = Backend(
     summary="SageAttention: INT8 QK, FP16 or FP8 PV, forward",
     availability=_availability,
     kernels=(SageInt8Forward(), SageFp8Forward()),
+    built_on=("triton",),
 )

@@ -84,6 +84,7 @@ class TorchFp8Forward(ForwardKernel):
     """``aten::_flash_attention_forward.quantized``."""
 
     name = "torch-fp8:fp8"
+    leaves = "e4m3"
     preference = 15
     declared_error = _ERROR
     rows: Mapping[str, Capabilities] = {

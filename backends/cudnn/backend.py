@@ -218,6 +218,7 @@ class CudnnFp8Forward(ForwardKernel):
     """
 
     name = "cudnn:fp8"
+    leaves = "e4m3"
     rows: Mapping[str, Capabilities] = _fp8_row()
     # Relative L2 on normal inputs; 0.060 and, causal, 0.055 were measured on an H200.  Few keys need more.
     declared_error = 0.08
@@ -322,4 +323,5 @@ BACKEND = Backend(
         CudnnFp8Forward(),
         CudnnFp8Backward(),
     ),
+    built_on=("cudnn",),
 )

@@ -70,6 +70,7 @@ class Fa3Forward(ForwardKernel):
     def __init__(self, precision: str) -> None:
         self.name = f"fa3:{precision}"
         self.precision = precision
+        self.leaves = "e4m3" if precision == "fp8" else None
         self.rows = {"cuda": fp8_row() if precision == "fp8" else Capabilities(dtypes=(precision,), **HOPPER)}
         self.declared_error = _FP8_ERROR if precision == "fp8" else DECLARED_ERROR[precision]
         self.evidence = {"cuda": PROFILED[precision]}

@@ -263,6 +263,7 @@ class FlexFp8Forward(ForwardKernel):
     """
 
     declared_error = 0.08
+    leaves = "e4m3"
     preference = None
     evidence: Mapping[str, str] = {"cuda": r"triton_tem_(?!\w*backward)"}
 
@@ -371,4 +372,5 @@ BACKEND = Backend(
         FlexFp8Backward(_FP8.rows),
     ),
     compiles=True,
+    built_on=("triton",),
 )

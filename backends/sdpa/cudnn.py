@@ -158,4 +158,6 @@ BACKEND = Backend(
     summary="cuDNN's attention in 16 bits, as torch calls it",
     availability=_availability,
     kernels=tuple(kernel(precision) for precision in _PRECISIONS for kernel in (CudnnForward, CudnnBackward)),
+    built_on=("cudnn",),
+    sdpa_order=0,  # priority_order in torch's sdp_utils.cpp (2.11) with cuDNN after 9.15
 )

@@ -142,4 +142,5 @@ BACKEND = Backend(
     summary="torch's memory-efficient attention (CUTLASS)",
     availability=cuda_availability,
     kernels=tuple(kernel(precision) for precision in _PRECISIONS for kernel in (EfficientForward, EfficientBackward)),
+    sdpa_order=2,  # see ``sdpa/cudnn.py``
 )

@@ -243,4 +243,5 @@ BACKEND = Backend(
     summary="torch's own FlashAttention (FlashAttention-2 on CUDA)",
     availability=availability,
     kernels=tuple(kernel(precision) for precision in _PRECISIONS for kernel in (FlashForward, FlashBackward)),
+    sdpa_order=1,  # see ``sdpa/cudnn.py``
 )

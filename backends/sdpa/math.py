@@ -110,4 +110,5 @@ BACKEND = Backend(
     summary="torch's unfused attention: matrix products and a softmax",
     availability=availability,
     kernels=tuple(kernel(precision) for precision in _PRECISIONS for kernel in (MathForward, MathBackward)),
+    sdpa_order=3,  # see ``sdpa/cudnn.py``
 )

@@ -193,6 +193,7 @@ class TeFp8Forward(ForwardKernel):
     """
 
     name = "te:fp8"
+    leaves = "e4m3"
     rows: Mapping[str, Capabilities] = _fp8_row()
     # Relative L2 on normal inputs; 0.055, causal, was measured on an H200.  Few keys need more.
     declared_error = 0.08
@@ -319,4 +320,5 @@ BACKEND = Backend(
         TeFp8Forward(),
         TeFp8Backward(),
     ),
+    built_on=("cudnn",),
 )

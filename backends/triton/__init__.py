@@ -57,4 +57,5 @@ BACKEND = Backend(
     resolve=_resolve,
     yardstick=("cpu",),
     compiles=True,
+    built_on=("triton",),
 )

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnbench import AttentionSpec, Plan
+from attnbench.kernels.registry import registry
 from attnbench.tables.binding import Binding, release_of
 from attnbench.tables.environment import Environment
 from attnbench.tables.table import Entry, Table
@@ -31,7 +32,7 @@ TABLE = Table.from_entries(THERE, [Entry(SPEC, Plan.parse(plan), "ok", 1.0, 0.0,
 
 
 def binding(table: Table = TABLE, **changes) -> Binding:
-    return Binding.between(table, replace(THERE, **changes))
+    return Binding.between(table, replace(THERE, **changes), registry())
 
 
 def unused(found: Binding) -> set[str]:
@@ -73,7 +74,7 @@ def test_another_device_refuses_all(changes):
 def test_on_a_cpu_the_number_of_threads_is_the_device():
     cpu = replace(THERE, device_type="cpu", device_name="A CPU", capability=None)
     table = Table(cpu, TABLE.entries)
-    assert Binding.between(table, replace(cpu, threads=1)).refused == ("threads was 16, is 1",)
+    assert Binding.between(table, replace(cpu, threads=1), registry()).refused == ("threads was 16, is 1",)
     assert binding(threads=1).refused == ()
 
 
