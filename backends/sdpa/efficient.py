@@ -15,7 +15,10 @@ from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, O
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
-from ..common.fused import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, aligned, cuda_availability, cuda_refusals
+from ..common.cuda_limits import cuda_refusals
+from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
+from ..common.installed import cuda_availability
+from ..common.layout import aligned
 
 __all__ = ["BACKEND", "Band", "causal_band"]
 
