@@ -13,6 +13,7 @@ from .choosing.choice import Choice
 from .dispatch import operators
 from .dispatch.memory import Memory, execution_of
 from .dispatch.question import Question, ask, check_askable, decide
+from .kernels.contract import Inputs
 from .kernels.devices import describe
 from .kernels.execution import Execution
 from .problem.mask import Alignment
@@ -106,13 +107,14 @@ def attention(
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if q_descale is None or k_descale is None or v_descale is None:
-        out, lse = execution(q, k, v)
+        inputs = Inputs(q, k, v)
     else:
-        out, lse = execution.quantised(
+        inputs = Inputs(
             quantised("q", q, q_descale, execution.spec),
             quantised("k", k, k_descale, execution.spec),
             quantised("v", v, v_descale, execution.spec),
         )
+    out, lse = execution(inputs)
     if layout == "bshd":
         out = out.transpose(1, 2)
     if not return_lse:

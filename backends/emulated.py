@@ -27,7 +27,16 @@ from torch import Tensor
 
 from attnbench.errors import InputError, UnknownBackendError
 from attnbench.kernels.capabilities import Capabilities, Device
-from attnbench.kernels.contract import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
+from attnbench.kernels.contract import (
+    Availability,
+    Backend,
+    BackwardKernel,
+    ForwardKernel,
+    Inputs,
+    Operands,
+    Result,
+    Saved,
+)
 from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.fp8 import BLOCK, Quantised, Recipe, quantise
 from attnbench.problem.spec import GRANULARITIES, AttentionSpec
@@ -79,18 +88,20 @@ class EmulatedForward(ForwardKernel):
         """What would take minutes."""
         return _too_much(spec, self.accumulator)
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
-        """Q, K and V quantised by the recipe."""
-        return Operands(spec, *_quantised(q, k, v, self.recipe))
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
+        """Q, K and V quantised by the recipe, or as the caller quantised them.
 
-    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
-        """The tensors as they are.  Raises InputError where one is rotated, smoothed or not in the recipe's format."""
-        for name, x in {"q": q, "k": k, "v": v}.items():
+        Raises InputError where one of those is rotated, smoothed or not in the recipe's format.
+        """
+        given = inputs.quantised()
+        if given is None:
+            return Operands(spec, *_quantised(*inputs.unquantised(), self.recipe))
+        for name, x in zip("qkv", given, strict=True):
             if x.data.dtype != TO_TORCH[self.recipe.format]:
                 raise InputError(f"{self.name} computes in {self.recipe.format}, {name} is {x.data.dtype}")
             if x.rotated or x.mean is not None:
                 raise InputError(f"{self.name} takes descales alone, {name} is rotated or smoothed")
-        return Operands(spec, q, k, v)
+        return Operands(spec, *given)
 
     def run(self, operands: Operands) -> Result:
         """Out in the gradients' dtype, and the LSE of the dequantised operands."""

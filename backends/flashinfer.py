@@ -23,7 +23,7 @@ from torch import Tensor
 from attnbench.errors import InputError
 from attnbench.graph_pools import permanent
 from attnbench.kernels.capabilities import Capabilities, Device
-from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Operands, Result, gradient_dtype
+from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Inputs, Operands, Result, gradient_dtype
 from attnbench.problem.fp8 import Quantised, Recipe, quantise
 from attnbench.problem.spec import AttentionSpec
 
@@ -126,12 +126,12 @@ class FlashInferForward(ForwardKernel):
             reasons.append(f"takes at most {_MAX_GRID} heads of all batches, this has {spec.batch * spec.heads}")
         return reasons
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
-        """e4m3 with a scale for each (batch, head) of Q, K and V."""
-        return self.prepare_quantised(quantise(q, _RECIPE), quantise(k, _RECIPE), quantise(v, _RECIPE), spec)
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
+        """e4m3 with a scale for each (batch, head) of Q, K and V, the batch folded into the heads.
 
-    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
-        """The tensors as they are, the batch folded into the heads.  Raises InputError where one is not plain e4m3."""
+        Raises InputError where a tensor that the caller quantised is not plain e4m3.
+        """
+        q, k, v = inputs.quantised() or (quantise(x, _RECIPE) for x in inputs.unquantised())
         found = bottom_right(spec.mask, spec.seqlen_q, spec.seqlen_kv)
         if isinstance(found, str):
             raise InputError(found)

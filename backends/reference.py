@@ -18,12 +18,12 @@ from attnbench.kernels.contract import (
     Backend,
     BackwardKernel,
     ForwardKernel,
+    Inputs,
     Operands,
     Result,
     Saved,
     gradient_dtype,
 )
-from attnbench.problem.fp8 import Quantised
 from attnbench.problem.spec import DTYPES, GRANULARITIES, AttentionSpec
 
 from .common.full_fp32 import full_fp32
@@ -49,13 +49,12 @@ class ReferenceForward(ForwardKernel):
         self.preference = 90
         self._wide = _WIDE[precision]
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
-        """Nothing to prepare: conversion happens a slice at a time."""
-        return Operands(spec, q, k, v)
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
+        """Nothing to prepare: conversion happens a slice at a time.
 
-    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
-        """Kept as they are; the answer is the floor: exact attention on what the FP8 tensors stand for."""
-        return Operands(spec, q, k, v)
+        Of tensors that the caller quantised the answer is the floor: exact attention on what they stand for.
+        """
+        return Operands(spec, inputs.q, inputs.k, inputs.v)
 
     def run(self, operands: Operands) -> Result:
         """out rounded once, from the wide type to the input's; lse stays in the wide type."""

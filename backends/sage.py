@@ -29,7 +29,7 @@ from torch import Tensor
 from attnbench.errors import InputError
 from attnbench.graph_pools import recording
 from attnbench.kernels.capabilities import Capabilities, Device
-from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Operands, Result
+from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Inputs, Operands, Result
 from attnbench.problem.spec import AttentionSpec
 
 from .common.cuda_limits import cuda_refusals
@@ -140,8 +140,9 @@ class SageInt8Forward(ForwardKernel):
             reasons.append(f"counts keys beyond the last in blocks of 64 without a mask, and has {spec.seqlen_kv}")
         return reasons
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Q and K in INT8, a scale for 128 queries and one for 64 keys; V in fp16, in which P·V is computed."""
+        q, k, v = inputs.unquantised()
         size = _size(spec, _TRITON_SIZES)
         q, k, v = (_rows_contiguous(padded(x, size)) for x in (q, k, v))
         mean = k.mean(dim=2, keepdim=True)
@@ -195,11 +196,12 @@ class SageFp8Forward(ForwardKernel):
             reasons.append(f"needs a positive scale, not {spec.scale}")
         return reasons
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Q and K in INT8, a scale for the rows of each thread; V transposed in e4m3, a scale for each channel.
 
         Also what K's mean adds to each row's log-sum-exp, of the Q that the kernel sees.
         """
+        q, k, v = inputs.unquantised()
         size = _size(spec, _BUILT_SIZES)
         q, k, v = (aligned(padded(x, size)) for x in (q, k, v))
         mean = k.mean(dim=2, keepdim=True)

@@ -15,11 +15,9 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from attnbench.kernels.capabilities import Capabilities, Device
-from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Operands, Result, gradient_dtype
-from attnbench.problem.fp8 import Quantised
+from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Inputs, Operands, Result, gradient_dtype
 from attnbench.problem.spec import AttentionSpec
 
 from .common.installed import without_cuda
@@ -99,14 +97,14 @@ class TorchFp8Forward(ForwardKernel):
         build = interface()
         return refuse_spec(spec) + ([] if build is None else _omitted(spec, build.omissions()))
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
-        """e4m3 with a scale for each (batch, key head), laid out (B, S, H, D), descales (B, Hkv) in fp32."""
-        quantised = quantise_by_key_head(q, k, v, spec)
-        return Operands(spec, *quantised, native(*quantised, spec))
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
+        """e4m3 with a scale for each (batch, key head), laid out (B, S, H, D), descales (B, Hkv) in fp32.
 
-    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
-        """The tensors as they are; as ``fa3`` with grouped heads.  Raises InputError where one is not plain e4m3."""
-        return Operands(spec, q, k, v, native(q, k, v, spec, own_scales=False))
+        Tensors that the caller quantised are taken as ``fa3`` takes them; InputError where one is not plain e4m3.
+        """
+        given = inputs.quantised()
+        made = given or quantise_by_key_head(*inputs.unquantised(), spec)
+        return Operands(spec, *made, native(*made, spec, own_scales=given is None))
 
     def run(self, operands: Operands) -> Result:
         """The kernel; out comes as bf16 and is rounded to fp16 where that came in, the log-sum-exp is natural."""

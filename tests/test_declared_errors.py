@@ -98,8 +98,8 @@ class Declaring(FakeForward):
     def __init__(self, declared: float) -> None:
         super().__init__("mine:bf16", row=Capabilities(dtypes=("bf16",)), declared=declared)
 
-    def prepare(self, q, k, v, spec):
-        return REFERENCE.kernels[0].prepare(q, k, v, spec)
+    def prepare(self, inputs, spec):
+        return REFERENCE.kernels[0].prepare(inputs, spec)
 
     def run(self, operands: Operands) -> Result:
         out, lse, _ = REFERENCE.kernels[0].run(operands)

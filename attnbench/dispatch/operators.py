@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling, is_exporting
 
 from ..errors import InputError
-from ..kernels.contract import Saved
+from ..kernels.contract import Inputs, Saved
 from ..kernels.execution import Execution
 from ..problem.dtypes import FROM_TORCH
 from ..problem.mask import Alignment
@@ -196,17 +196,19 @@ def _forward(
         check_traced()
     program = _program(q, k, v, (q_descale, k_descale, v_descale), asked)
     execution = program.execution
-    state = None
-    if asked.training:
-        out, lse, state = execution.answer(q, k, v)[1]
-    elif q_descale is None or k_descale is None or v_descale is None:
-        out, lse = execution(q, k, v)
+    if q_descale is None or k_descale is None or v_descale is None:
+        inputs = Inputs(q, k, v)
     else:
-        out, lse = execution.quantised(
+        inputs = Inputs(
             quantised("q", q, q_descale, execution.spec),
             quantised("k", k, k_descale, execution.spec),
             quantised("v", v, v_descale, execution.spec),
         )
+    state = None
+    if asked.training:
+        out, lse, state = execution.answer(inputs)[1]
+    else:
+        out, lse = execution(inputs)
     shape, dtype = _lse(q, asked)
     if state is not None or (lse is not None and lse.dtype != dtype):
         program.carried = "nothing"
@@ -226,10 +228,10 @@ def _backward(
     program = _program(q, k, v, (None, None, None), _Asked(*rest))
     execution = program.execution
     if program.carried == "nothing":
-        operands, answer = execution.answer(q, k, v)
+        operands, answer = execution.answer(Inputs(q, k, v))
         saved = Saved(operands, *answer)
     else:
-        saved = Saved(execution.prepare(q, k, v), out, lse if program.carried == "out and lse" else None)
+        saved = Saved(execution.prepare(Inputs(q, k, v)), out, lse if program.carried == "out and lse" else None)
     dq, dk, dv = (_rows(x) for x in execution.gradients(saved, grad_out))
     return dq, dk, dv
 

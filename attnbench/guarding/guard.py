@@ -31,7 +31,7 @@ from ..choosing.demotion import demote
 from ..dispatch.context import check_budget
 from ..errors import AttnbenchWarning, BreachError, BreachWarning, InputError, OutputError
 from ..kernels import guard_hook
-from ..kernels.contract import Operands
+from ..kernels.contract import Inputs, Operands
 from ..kernels.guard_hook import Executed, Gradients
 from ..kernels.plan import Plan
 from ..problem.fp8 import Quantised
@@ -169,29 +169,28 @@ class Guard:
                 _open.remove(self)
             guard_hook.watcher = _open[-1] if _open else None
 
-    def answered(
-        self, execution: Executed, operands: Operands | None, q: Tensor | Quantised, k: Tensor | Quantised,
-        v: Tensor | Quantised, out: Tensor,
-    ) -> None:  # fmt: skip
+    def answered(self, execution: Executed, operands: Operands, inputs: Inputs, out: Tensor) -> None:
         """A forward has run."""
-        if operands is not None and execution.backward is not None:
-            self.prepared(operands, *(x for x in (q, k, v) if isinstance(x, Tensor)))
+        if execution.backward is not None:
+            self.prepared(operands, inputs)
         turn = self._turn(execution, "out", out)
         if turn is not None:
             spec = execution.spec
             picks = self._drawn(pick_rows, spec)
+            q, k, v = inputs.q, inputs.k, inputs.v
             tensors = {"q": q, "k": k, "v": v} if self.save_to is not None else {}
             self._check(*turn, out.device, lambda: out_sums(q, k, v, out, spec, picks), tensors)
         if self._under_way and not _recorded(out):
             self._read()
 
-    def prepared(self, operands: Operands, *given: Tensor) -> None:
-        """Operands were made of q, k, v, perhaps for a backward in this thread."""
+    def prepared(self, operands: Operands, inputs: Inputs) -> None:
+        """Operands were made of the inputs, perhaps for a backward in this thread."""
         self._prepared.operands = weakref.ref(operands)
-        self._prepared.given = tuple(weakref.ref(x) for x in given)
+        self._prepared.given = tuple(weakref.ref(x) for x in inputs.unquantised())
 
-    def sample(self, execution: Executed, q: Tensor, k: Tensor, v: Tensor) -> _Sample | None:
+    def sample(self, execution: Executed, inputs: Inputs) -> _Sample | None:
         """A forward has run that may have a backward."""
+        q, k, v = inputs.unquantised()
         turn = self._turn(execution, "gradients", q)
         return None if turn is None else self._sampled(*turn, q, k, v)
 

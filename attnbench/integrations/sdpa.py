@@ -163,6 +163,6 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _OURS: frozenset[CodeType] = frozenset(
     each.__code__
     for each in (
-        Execution.answer, Execution.prepare, Execution.gradients, Execution.quantised, _Replacing._sdpa,
+        Execution.answer, Execution.prepare, Execution.gradients, _Replacing._sdpa,
     )
 )  # fmt: skip

@@ -26,6 +26,7 @@ __all__ = [
     "Backend",
     "BackwardKernel",
     "ForwardKernel",
+    "Inputs",
     "Library",
     "Operands",
     "Result",
@@ -55,6 +56,37 @@ class Availability:
     def ok(self) -> bool:
         """Whether the backend can be used."""
         return self.reason is None
+
+
+class Inputs(NamedTuple):
+    """The tensors of one call, as ``prepare`` takes them.
+
+    ``q`` (B, H, Sq, D), ``k`` (B, Hkv, Skv, D) and ``v`` (B, Hkv, Skv, Dv) have any strides.  All three are
+    ``Quantised`` where the caller quantised them, which only kernels are given whose row names descales.
+    """
+
+    q: Tensor | Quantised
+    k: Tensor | Quantised
+    v: Tensor | Quantised
+
+    def unquantised(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v.  Raises TypeError where the caller quantised them."""
+        q, k, v = self.q, self.k, self.v
+        if isinstance(q, Quantised) or isinstance(k, Quantised) or isinstance(v, Quantised):
+            raise TypeError("this kernel declares no descales, so nothing quantised may reach it")
+        return q, k, v
+
+    def quantised(self) -> tuple[Quantised, Quantised, Quantised] | None:
+        """q, k, v where the caller quantised them, else None."""
+        q, k, v = self.q, self.k, self.v
+        if isinstance(q, Quantised) and isinstance(k, Quantised) and isinstance(v, Quantised):
+            return q, k, v
+        return None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.q.data.device if isinstance(self.q, Quantised) else self.q.device
 
 
 @dataclass(frozen=True)
@@ -169,16 +201,8 @@ class ForwardKernel(_Kernel):
     leaves: str | None = None
 
     @abstractmethod
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
-        """Quantise, transpose and pad q, k, v (B, H, S, D) of any strides into what ``run`` reads.
-
-        Tensors quantised beforehand arrive as they are, with their descales in
-        ``Quantised``; see ``prepare_quantised``.  The inputs are not changed.
-        """
-
-    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
-        """The same for FP8 tensors that came with descales.  Only kernels whose row names descales need it."""
-        raise TypeError(f"{self.name} declares no descales, so nothing quantised may reach it")
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
+        """Quantise, transpose and pad the inputs into what ``run`` reads.  They are not changed."""
 
     @abstractmethod
     def run(self, operands: Operands) -> Result:

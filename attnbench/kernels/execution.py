@@ -13,7 +13,7 @@ from torch import Tensor
 from ..problem.fp8 import Quantised
 from ..problem.spec import AttentionSpec
 from . import guard_hook
-from .contract import BackwardKernel, ForwardKernel, Operands, Result, Saved
+from .contract import BackwardKernel, ForwardKernel, Inputs, Operands, Result, Saved
 from .devices import bind
 from .plan import Plan
 
@@ -27,7 +27,7 @@ class Execution:
     """The kernels of a plan, ready to be called for one spec.
 
     Every forward pass goes through ``answer`` and every backward pass through ``gradients``, whether it was called
-    eagerly, recorded for gradients or compiled; tensors quantised beforehand go through ``quantised``.
+    eagerly, recorded for gradients or compiled.
     ``budget`` is the error that the plan was chosen under, None where nobody chose.  An open guard is told of each.
     """
 
@@ -41,72 +41,65 @@ class Execution:
         """The names of the kernels."""
         return Plan(self.forward.name, None if self.backward is None else self.backward.name)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(out, lse) of q, k, v (B, H, S, D); out carries gradients where the spec asks for training."""
+    def __call__(self, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+        """(out, lse) of the inputs; out carries gradients where the spec asks for training."""
         if self.backward is None:
-            return self.answer(q, k, v)[1][:2]
-        out, lse = _recorded(q, k, v, self)  # type: ignore[no-untyped-call]
+            return self.answer(inputs)[1][:2]
+        out, lse = _recorded(*inputs.unquantised(), inputs, self)  # type: ignore[no-untyped-call]
         return out, lse
 
-    def answer(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Operands, Result]:
+    def answer(self, inputs: Inputs) -> tuple[Operands, Result]:
         """What the forward kernel computed with, and what it answered; nothing is recorded."""
-        if q.is_cuda:
-            bind(q.device)
-        forward = self.forward
-        if torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
-            with _as_written(q):
-                operands = forward.prepare(q, k, v, self.spec)
+        device, forward = inputs.device, self.forward
+        if device.type == "cuda":
+            bind(device)
+        if torch.is_autocast_enabled(device.type):
+            with _as_written(device):
+                operands = forward.prepare(inputs, self.spec)
                 result = forward.run(operands)
         else:
-            operands = forward.prepare(q, k, v, self.spec)
+            operands = forward.prepare(inputs, self.spec)
             result = forward.run(operands)
         watcher = guard_hook.watcher
         if watcher is not None:
-            watcher.answered(self, operands, q, k, v, result.out)
+            watcher.answered(self, operands, inputs, result.out)
         return operands, result
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor) -> Operands:
-        """What the forward kernel computes with: the same each time, as long as q, k, v are."""
-        bind(q.device)
-        with _as_written(q):
-            operands = self.forward.prepare(q, k, v, self.spec)
+    def prepare(self, inputs: Inputs) -> Operands:
+        """What the forward kernel computes with: the same each time, as long as the inputs are."""
+        bind(inputs.device)
+        with _as_written(inputs.device):
+            operands = self.forward.prepare(inputs, self.spec)
         watcher = guard_hook.watcher
         if watcher is not None:
-            watcher.prepared(operands, q, k, v)
+            watcher.prepared(operands, inputs)
         return operands
 
     def gradients(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of what a forward has saved, by the plan's backward kernel."""
         assert self.backward is not None, "only a spec of a training direction is asked for gradients"
         bind(grad_out.device)  # autograd's own thread
-        with _as_written(grad_out):
+        with _as_written(grad_out.device):
             gradients = self.backward.run(saved, grad_out)
         watcher = guard_hook.watcher
         if watcher is not None:
             watcher.derived(self, saved.operands, grad_out, gradients)
         return gradients
 
-    def quantised(self, q: Quantised, k: Quantised, v: Quantised) -> tuple[Tensor, Tensor | None]:
-        """The same for tensors that were quantised beforehand; no gradients flow into those."""
-        bind(q.data.device)
-        with _as_written(q.data):
-            result = self.forward.run(self.forward.prepare_quantised(q, k, v, self.spec))
-        watcher = guard_hook.watcher
-        if watcher is not None:
-            watcher.answered(self, None, q, k, v, result.out)
-        return result[:2]
 
-
-def _as_written(x: Tensor) -> AbstractContextManager[object]:
+def _as_written(device: torch.device) -> AbstractContextManager[object]:
     """Kernels state their precision themselves; autocast must not turn their fp32 products into bf16 ones."""
-    device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    enabled = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if enabled else nullcontext()
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, execution: Execution) -> tuple[Tensor, Tensor | None]:
-        operands, (out, lse, state) = execution.answer(q, k, v)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, execution: Execution
+    ) -> tuple[Tensor, Tensor | None]:
+        """``inputs`` holds q, k and v, which torch wants one by one: gradients flow into them."""
+        operands, (out, lse, state) = execution.answer(inputs)
         q_, k_, v_ = (_Kept.of(x) for x in (operands.q, operands.k, operands.v))
         ctx.spec, ctx.kept = operands.spec, (q_.of_what, k_.of_what, v_.of_what)
         # Through save_for_backward, so that torch sees a tensor that is changed before the
@@ -114,7 +107,7 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(*q_.tensors, *k_.tensors, *v_.tensors, out, lse)
         ctx.state, ctx.execution = state, execution
         watcher = guard_hook.watcher
-        ctx.sample = None if watcher is None else watcher.sample(execution, q, k, v)
+        ctx.sample = None if watcher is None else watcher.sample(execution, inputs)
         if lse is not None:
             ctx.mark_non_differentiable(lse)
         return out, lse
@@ -132,7 +125,7 @@ class _Attention(torch.autograd.Function):
         found = [gradient if needed else None for gradient, needed in wanted]
         if torch.is_grad_enabled():  # create_graph=True: somebody may differentiate these
             found = [None if each is None else _Underived.apply(each, out, grad_out) for each in found]  # type: ignore[no-untyped-call]
-        return *found, None
+        return *found, None, None
 
 
 # What ``_Attention.apply`` comes to where no transform of torch.func is active, as none is here: ``attention`` has

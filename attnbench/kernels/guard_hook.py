@@ -9,9 +9,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..problem.fp8 import Quantised
 from ..problem.spec import AttentionSpec
-from .contract import BackwardKernel, Operands
+from .contract import BackwardKernel, Inputs, Operands
 from .plan import Plan
 
 __all__ = ["Executed", "Gradients", "Sample", "Watcher"]
@@ -40,7 +39,7 @@ class Executed(Protocol):
 
 
 class Sample(Protocol):
-    """A forward of which the gradients are to be checked, with what the check needs of q, k and v."""
+    """A forward of which the gradients are to be checked, with what the check needs of its inputs."""
 
     def derived(self, grad_out: Tensor, gradients: Gradients) -> None:
         """Its backward has run."""
@@ -52,18 +51,16 @@ class Watcher(Protocol):
     def answered(
         self,
         execution: Executed,
-        operands: Operands | None,
-        q: Tensor | Quantised,
-        k: Tensor | Quantised,
-        v: Tensor | Quantised,
+        operands: Operands,
+        inputs: Inputs,
         out: Tensor,
     ) -> None:
-        """A forward has run; without ``operands`` for a backward to name, none will."""
+        """A forward has run; a backward names its operands."""
 
-    def prepared(self, operands: Operands, *given: Tensor) -> None:
-        """Operands were made of q, k and v, for a backward that this thread may be about to run."""
+    def prepared(self, operands: Operands, inputs: Inputs) -> None:
+        """Operands were made of the inputs, for a backward that this thread may be about to run."""
 
-    def sample(self, execution: Executed, q: Tensor, k: Tensor, v: Tensor) -> Sample | None:
+    def sample(self, execution: Executed, inputs: Inputs) -> Sample | None:
         """A forward has run whose backward may come later, in another thread; None where it will not be checked."""
 
     def derived(self, execution: Executed, operands: Operands, grad_out: Tensor, gradients: Gradients) -> None:

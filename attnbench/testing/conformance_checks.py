@@ -214,7 +214,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         name="descales",
         wrong=descaled,
-        look="prepare_quantised: all three descales, in the library's shape, for the right heads",
+        look="prepare, of quantised tensors: all three descales, in the library's shape, for the right heads",
         only="forward",
         after=("out", "LSE", "repeated calls"),
     ),

@@ -15,11 +15,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..choosing.selector import choose
 from ..errors import RefusedError
-from ..harness.cases.inputs import Inputs
+from ..harness.cases.inputs import Drawn
 from ..harness.measure.accuracy import TensorName
 from ..harness.measure.probes import negate, same_bits, unnegated
 from ..harness.measure.replay import RecordingError, replay_of
-from ..kernels.contract import Saved
+from ..kernels.contract import Inputs, Saved
 from ..kernels.devices import bind
 from ..kernels.execution import Execution
 from ..problem.fp8 import Quantised
@@ -86,7 +86,7 @@ def untouched(subject: Subject, spec: AttentionSpec) -> str | None:
     inputs = inputs_of(spec, subject.device)
     given = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
     before = {name: x.clone() for name, x in given.items()}
-    operands = subject.forward.prepare(inputs.q, inputs.k, inputs.v, spec)
+    operands = subject.forward.prepare(inputs.qkv, spec)
     result = subject.forward.run(operands)
     if subject.backward is not None and inputs.grad_out is not None:
         for name, x in zip("qkv", (operands.q, operands.k, operands.v), strict=True):
@@ -161,7 +161,7 @@ def repeated(subject: Subject, spec: AttentionSpec) -> str | None:
         if said := subject.wrong(spec, again, truth):
             return f"call {number} on the same inputs: {said}"
         bits = bits and all(same_bits(x, again[name]) for name, x in first.items())
-    operands = subject.forward.prepare(inputs.q, inputs.k, inputs.v, spec)
+    operands = subject.forward.prepare(inputs.qkv, spec)
     for turn in ("first", "second"):
         if said := subject.wrong(spec, subject.answers_of(operands, inputs.grad_out), truth):
             return f"the {turn} run on the same operands: {said}"
@@ -178,7 +178,7 @@ def threaded(subject: Subject, spec: AttentionSpec) -> str | None:
     barrier = threading.Barrier(2)
     said: list[str] = []
 
-    def work(mine: Inputs, back: Callable[[dict[TensorName, Tensor]], dict[TensorName, Tensor]]) -> None:
+    def work(mine: Drawn, back: Callable[[dict[TensorName, Tensor]], dict[TensorName, Tensor]]) -> None:
         try:
             bind(subject.device)  # as attention() does
             for _ in range(_ROUNDS):
@@ -246,7 +246,7 @@ def differentiated(subject: Subject, spec: AttentionSpec) -> str | None:
     truth = truth_of(subject, spec, inputs)
     execution = Execution(spec, subject.forward, subject.backward)
     leaves = [x.detach().clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    out, lse = execution(*leaves)
+    out, lse = execution(Inputs(*leaves))
     if not out.requires_grad:
         return "out carries no gradient"
     if lse is not None and lse.requires_grad:
@@ -258,14 +258,14 @@ def differentiated(subject: Subject, spec: AttentionSpec) -> str | None:
             return f"through autograd {turn}{said}"
     for index, name in enumerate(names):
         mine = [x.detach().clone().requires_grad_(each == index) for each, x in enumerate(leaves)]
-        execution(*mine)[0].backward(inputs.grad_out)  # type: ignore[no-untyped-call]
+        execution(Inputs(*mine))[0].backward(inputs.grad_out)  # type: ignore[no-untyped-call]
         if [x.grad is not None for x in mine] != [each == index for each in range(3)]:
             return f"where {name} alone is wanted, other gradients come"
         only = mine[index].grad
         if only is None or subject.wrong(spec, {name: only}, truth):
             return f"where {name} alone is wanted, it is another one"
     with torch.no_grad():
-        if execution(*leaves)[0].requires_grad:
+        if execution(Inputs(*leaves))[0].requires_grad:
             return "out carries a gradient in no_grad"
     return None
 
@@ -277,7 +277,7 @@ def on_another_stream(subject: Subject, spec: AttentionSpec) -> str | None:
     subject.answers(spec, inputs)
     grad_out = None if inputs.grad_out is None else torch.zeros_like(inputs.grad_out)
     q, k, v = (torch.zeros_like(x) for x in (inputs.q, inputs.k, inputs.v))
-    late = Inputs(q, k, v, grad_out, inputs.drawn_on)
+    late = Drawn(q, k, v, grad_out, inputs.drawn_on)
     stream = torch.cuda.Stream(subject.device)  # type: ignore[no-untyped-call]
     torch.cuda.synchronize(subject.device)
     with torch.cuda.stream(stream):
@@ -341,7 +341,7 @@ def captured(subject: Subject, spec: AttentionSpec) -> str | None:
     return None if said is None else f"in a replay on negated inputs {said}"
 
 
-def _all(inputs: Inputs) -> list[Tensor]:
+def _all(inputs: Drawn) -> list[Tensor]:
     return [x for x in (inputs.q, inputs.k, inputs.v, inputs.grad_out) if x is not None]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..harness.measure.accuracy import TensorName, relative_l2
 from ..harness.measure.probes import same_bits
-from ..kernels.contract import gradient_dtype
+from ..kernels.contract import Inputs, gradient_dtype
 from ..problem.fp8 import BLOCK, Quantised, quantise_with
 from ..problem.mask import Alignment, Mask
 from ..problem.spec import AttentionSpec
@@ -42,7 +42,7 @@ _DATA_DEVIATION = 64.0  # of the numbers stored in FP8: far from the smallest, a
 def returned(subject: Subject, spec: AttentionSpec) -> str | None:
     """Dtypes, shapes, device of what comes back, and memory of its own."""
     inputs = inputs_of(spec, subject.device)
-    operands = subject.forward.prepare(inputs.q, inputs.k, inputs.v, spec)
+    operands = subject.forward.prepare(inputs.qkv, spec)
     found = subject.answers_of(operands, inputs.grad_out)
     rows = (spec.batch, spec.heads, spec.seqlen_q)
     keys = (spec.batch, spec.kv_heads, spec.seqlen_kv)
@@ -204,7 +204,7 @@ def descaled(subject: Subject, spec: AttentionSpec) -> str | None:
     if said is not None:
         return said
     before = [(x.data.clone(), x.descale.clone()) for x in given]
-    subject.forward.run(subject.forward.prepare_quantised(*given, spec))
+    subject.forward.run(subject.forward.prepare(Inputs(*given), spec))
     for name, x, (data, descale) in zip("qkv", given, before, strict=True):
         if not (same_bits(x.data, data) and same_bits(x.descale, descale)):
             return f"{name} or its descale changed during the call"
@@ -222,7 +222,7 @@ _Triple = tuple[Quantised, Quantised, Quantised]
 
 
 def _descaled(subject: Subject, spec: AttentionSpec, given: _Triple) -> str | None:
-    result = subject.forward.run(subject.forward.prepare_quantised(*given, spec))
+    result = subject.forward.run(subject.forward.prepare(Inputs(*given), spec))
     found: dict[TensorName, Tensor] = {"out": result.out}
     if result.lse is not None:
         found["lse"] = result.lse

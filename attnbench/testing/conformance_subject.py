@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..harness.cases.inputs import Inputs, draw
+from ..harness.cases.inputs import Drawn, draw
 from ..harness.measure.accuracy import TensorName, Truth, judged
 from ..kernels.capabilities import Capabilities, Device
 from ..kernels.contract import BackwardKernel, ForwardKernel, Operands, Saved, gradient_dtype
@@ -236,9 +236,9 @@ class Subject:
         served = (spec for spec in drawn if not self.refusals(spec) and not (avoided and spec.has_empty_rows))
         return list(dict.fromkeys(served))[:count]
 
-    def answers(self, spec: AttentionSpec, inputs: Inputs) -> dict[TensorName, Tensor]:
+    def answers(self, spec: AttentionSpec, inputs: Drawn) -> dict[TensorName, Tensor]:
         """Out and LSE, and the gradients of a training plan, each pass called as the contract has it."""
-        return self.answers_of(self.forward.prepare(inputs.q, inputs.k, inputs.v, spec), inputs.grad_out)
+        return self.answers_of(self.forward.prepare(inputs.qkv, spec), inputs.grad_out)
 
     def answers_of(self, operands: Operands, grad_out: Tensor | None = None) -> dict[TensorName, Tensor]:
         """The same for operands that are prepared."""
@@ -298,20 +298,20 @@ def _gradient_error(name: TensorName, value: Tensor, exact: Tensor, truth: Truth
     return error if math.isfinite(error) else math.inf
 
 
-def inputs_of(spec: AttentionSpec, device: torch.device) -> Inputs:
+def inputs_of(spec: AttentionSpec, device: torch.device) -> Drawn:
     """The normal inputs of a spec; the same on every call."""
     return draw(spec, "normal", device)
 
 
-def truth_of(subject: Subject, spec: AttentionSpec, inputs: Inputs) -> Truth:
+def truth_of(subject: Subject, spec: AttentionSpec, inputs: Drawn) -> Truth:
     """Exact attention on all heads of these inputs."""
     return Truth.of(spec, inputs, subject.registry, largest=_ALL)
 
 
-def wide_inputs(q: Quantised, k: Quantised, v: Quantised) -> Inputs:
+def wide_inputs(q: Quantised, k: Quantised, v: Quantised) -> Drawn:
     """What quantised tensors stand for, in FP64."""
     wide_q, wide_k, wide_v = (x.dequantised(torch.float64) for x in (q, k, v))
-    return Inputs(wide_q, wide_k, wide_v, None, "cpu")
+    return Drawn(wide_q, wide_k, wide_v, None, "cpu")
 
 
 def shrunk(spec: AttentionSpec, fails: Callable[[AttentionSpec], bool]) -> AttentionSpec:

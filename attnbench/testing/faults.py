@@ -20,7 +20,16 @@ import torch
 from torch import Tensor
 
 from attnbench.kernels.capabilities import Capabilities
-from attnbench.kernels.contract import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
+from attnbench.kernels.contract import (
+    Availability,
+    Backend,
+    BackwardKernel,
+    ForwardKernel,
+    Inputs,
+    Operands,
+    Result,
+    Saved,
+)
 from attnbench.kernels.plan import Plan
 from attnbench.kernels.registry import Registry
 from attnbench.kernels.registry import registry as installed
@@ -67,9 +76,9 @@ class Planted(ForwardKernel):
         """What would be right."""
         return installed().forward(self.base)
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """As the honest kernel does."""
-        return self.honest.prepare(q, k, v, spec)
+        return self.honest.prepare(inputs, spec)
 
     def run(self, operands: Operands) -> Result:
         """As the honest kernel does; calls are counted."""
@@ -140,23 +149,23 @@ class Remembering(Planted):
         super().__init__(name)
         self.seen: dict[tuple[int, AttentionSpec], Operands] = {}
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """What was prepared for this address."""
-        return self.seen.setdefault((q.data_ptr(), spec), super().prepare(q, k, v, spec))
+        q = inputs.unquantised()[0]
+        return self.seen.setdefault((q.data_ptr(), spec), super().prepare(inputs, spec))
 
 
 class Wide(Planted):
     """Shows FP8 operands and computes with the tensors from before: a bf16 kernel under an FP8 name."""
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """FP8 operands for show."""
-        return replace(super().prepare(q, k, v, spec), native=(q, k, v))
+        return replace(super().prepare(inputs, spec), native=inputs)
 
     def run(self, operands: Operands) -> Result:
         """Exact attention on the originals."""
         exact = installed().forward(_EXACT)
-        q, k, v = operands.native
-        return exact.run(exact.prepare(q, k, v, operands.spec))
+        return exact.run(exact.prepare(operands.native, operands.spec))
 
 
 class Masquerading(Planted):
@@ -196,10 +205,10 @@ class Late(Planted):
 class Spoiling(Planted):
     """Works in place on what belongs to the caller."""
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Honest operands, of inputs that are scaled on the way."""
-        operands = super().prepare(q, k, v, spec)
-        k *= 0.5
+        operands = super().prepare(inputs, spec)
+        inputs.unquantised()[1].mul_(0.5)
         return operands
 
 
@@ -230,7 +239,7 @@ class PlantedBackward(BackwardKernel):
         """The gradients, dQ changed."""
         spec = saved.spec
         exact = installed().forward(_EXACT)
-        operands = exact.prepare(*saved.operands.tensors(), spec)
+        operands = exact.prepare(Inputs(*saved.operands.tensors()), spec)
         out, lse, state = exact.run(operands)
         dq, dk, dv = installed().backward(_EXACT).run(Saved(operands, out, lse, state), grad_out)
         return dq * self.factor, dk, dv

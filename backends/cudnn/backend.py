@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnbench.graph_pools import permanent
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import Availability, Backend, Operands, Result, Saved, gradient_dtype
+from attnbench.kernels.contract import Availability, Backend, Inputs, Operands, Result, Saved, gradient_dtype
 from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.fp8 import Quantised, Recipe, quantise
 from attnbench.problem.spec import AttentionSpec
@@ -97,11 +97,12 @@ class CudnnForward(common.CudnnForward):
 
     backend = "cudnn"
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Views where the strides allow it, and the graph."""
-        inputs = {"q": _readable(q), "k": _readable(k), "v": _readable(v)}
-        graph = _graph("sdpa", inputs, _forward_outputs(spec, TO_TORCH[spec.dtype]), spec)
-        return Operands(spec, q, k, v, _Native(graph, inputs))
+        q, k, v = inputs.unquantised()
+        ports = {"q": _readable(q), "k": _readable(k), "v": _readable(v)}
+        graph = _graph("sdpa", ports, _forward_outputs(spec, TO_TORCH[spec.dtype]), spec)
+        return Operands(spec, q, k, v, _Native(graph, ports))
 
     def run(self, operands: Operands) -> Result:
         """The graph; cuDNN's statistics are the natural log-sum-exp with an axis of one more."""
@@ -133,20 +134,16 @@ class CudnnFp8Forward(common.CudnnFp8Forward):
 
     backend = "cudnn"
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """e4m3 with one scale a tensor, and the graph."""
-        narrow_q, narrow_k, narrow_v = (quantise(x.detach(), _RECIPE) for x in (q, k, v))
-        return self.prepare_quantised(narrow_q, narrow_k, narrow_v, spec)
-
-    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
-        """The tensors as they are, and the graph."""
-        inputs = {name: _readable(x.data) for name, x in {"q": q, "k": k, "v": v}.items()}
-        inputs |= {f"descale_{name}": scalar(x.descale, 1, 1, 1, 1) for name, x in {"q": q, "k": k, "v": v}.items()}
-        device = inputs["q"].device
-        inputs |= {"descale_s": _constant(1 / PEAK, device), "scale_s": _constant(PEAK, device)}
-        inputs["scale_o"] = inputs["descale_v"].reciprocal()
+        q, k, v = inputs.quantised() or (quantise(x.detach(), _RECIPE) for x in inputs.unquantised())
+        ports = {name: _readable(x.data) for name, x in {"q": q, "k": k, "v": v}.items()}
+        ports |= {f"descale_{name}": scalar(x.descale, 1, 1, 1, 1) for name, x in {"q": q, "k": k, "v": v}.items()}
+        device = inputs.device
+        ports |= {"descale_s": _constant(1 / PEAK, device), "scale_s": _constant(PEAK, device)}
+        ports["scale_o"] = ports["descale_v"].reciprocal()
         outputs = (*_forward_outputs(spec, torch.float8_e4m3fn), _ONE, _ONE)
-        return Operands(spec, q, k, v, _Native(_graph("sdpa_fp8", inputs, outputs, spec), inputs))
+        return Operands(spec, q, k, v, _Native(_graph("sdpa_fp8", ports, outputs, spec), ports))
 
     def run(self, operands: Operands) -> Result:
         """The graph, and its output times V's descale in the dtype that was asked for."""

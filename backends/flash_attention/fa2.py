@@ -18,7 +18,16 @@ from torch import Tensor
 
 from attnbench.errors import InputError
 from attnbench.kernels.capabilities import Capabilities, Device
-from attnbench.kernels.contract import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
+from attnbench.kernels.contract import (
+    Availability,
+    Backend,
+    BackwardKernel,
+    ForwardKernel,
+    Inputs,
+    Operands,
+    Result,
+    Saved,
+)
 from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.spec import AttentionSpec
 
@@ -92,8 +101,9 @@ class Fa2Forward(ForwardKernel):
         """Windows that FlashAttention-2 cannot express."""
         return _refusals(spec, device)
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Views where the strides and the head dimensions allow it, else padded copies."""
+        q, k, v = inputs.unquantised()
         return Operands(spec, q, k, v, _native(q, k, v, spec))
 
     def run(self, operands: Operands) -> Result:

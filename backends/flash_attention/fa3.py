@@ -14,9 +14,17 @@ from torch import Tensor
 
 from attnbench.errors import InputError
 from attnbench.kernels.capabilities import Capabilities, Device
-from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved, gradient_dtype
+from attnbench.kernels.contract import (
+    Backend,
+    BackwardKernel,
+    ForwardKernel,
+    Inputs,
+    Operands,
+    Result,
+    Saved,
+    gradient_dtype,
+)
 from attnbench.problem.dtypes import TO_TORCH
-from attnbench.problem.fp8 import Quantised
 from attnbench.problem.spec import AttentionSpec
 
 from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
@@ -80,20 +88,19 @@ class Fa3Forward(ForwardKernel):
         """Windows that cannot be moved bottom-right, and what the build was made without."""
         return refuse_spec(spec) + _omitted(_needs(spec, self.precision))
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
-        """FP8: e4m3 with a scale for each (batch, key head).  16 bits: views where TMA can load them."""
-        if self.precision == "fp8":
-            quantised = quantise_by_key_head(q, k, v, spec)
-            return Operands(spec, *quantised, native(*quantised, spec))
-        return Operands(spec, q, k, v, native(q, k, v, spec))
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
+        """FP8: e4m3 with a scale for each (batch, key head).  16 bits: views where TMA can load them.
 
-    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
-        """The tensors as they are.  Raises InputError where one is rotated, smoothed or not e4m3.
-
-        With grouped heads and scales per head, each query head may have one of its own, which the library has
-        no room for; the key heads are then repeated.
+        Of tensors that the caller quantised, with grouped heads and scales per head, each query head may have one of
+        its own, which the library has no room for; the key heads are then repeated.  Raises InputError where one is
+        rotated, smoothed or not e4m3.
         """
-        return Operands(spec, q, k, v, native(q, k, v, spec, own_scales=False))
+        if self.precision != "fp8":
+            q, k, v = inputs.unquantised()
+            return Operands(spec, q, k, v, native(q, k, v, spec))
+        given = inputs.quantised()
+        made = given or quantise_by_key_head(*inputs.unquantised(), spec)
+        return Operands(spec, *made, native(*made, spec, own_scales=given is None))
 
     def run(self, operands: Operands) -> Result:
         """The kernel on the current stream; out comes as bf16 from FP8 and is rounded to fp16 where that came in."""

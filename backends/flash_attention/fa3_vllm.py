@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from attnbench.kernels.capabilities import Capabilities, Device
-from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Operands, Result, gradient_dtype
-from attnbench.problem.fp8 import Quantised
+from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Inputs, Operands, Result, gradient_dtype
 from attnbench.problem.spec import AttentionSpec
 
 from ..common.declared_errors import DECLARED_ERROR
@@ -85,16 +84,17 @@ class VllmForward(ForwardKernel):
             reasons.append(f"counts at most {2**31 - 1} tokens in a batch, this has {tokens}")
         return reasons
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
-        """FP8: e4m3 with a scale for each (batch, key head); then packed, which copies (B, H, S, D) for B > 1."""
-        if self.precision == "fp8":
-            quantised = quantise_by_key_head(q, k, v, spec)
-            return Operands(spec, *quantised, _packed(native(*quantised, spec)))
-        return Operands(spec, q, k, v, _packed(native(q, k, v, spec)))
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
+        """FP8: e4m3 with a scale for each (batch, key head); then packed, which copies (B, H, S, D) for B > 1.
 
-    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
-        """The tensors as they are, packed; as ``fa3`` with grouped heads.  Raises InputError where not plain e4m3."""
-        return Operands(spec, q, k, v, _packed(native(q, k, v, spec, own_scales=False)))
+        Tensors that the caller quantised are taken as ``fa3`` takes them; InputError where one is not plain e4m3.
+        """
+        if self.precision != "fp8":
+            q, k, v = inputs.unquantised()
+            return Operands(spec, q, k, v, _packed(native(q, k, v, spec)))
+        given = inputs.quantised()
+        made = given or quantise_by_key_head(*inputs.unquantised(), spec)
+        return Operands(spec, *made, _packed(native(*made, spec, own_scales=given is None)))
 
     def run(self, operands: Operands) -> Result:
         """The kernel; its log-sum-exp comes as (H, B·Sq)."""

@@ -12,7 +12,16 @@ from platformdirs import user_cache_path
 from torch import Tensor
 
 from attnbench.kernels.capabilities import Capabilities, Device
-from attnbench.kernels.contract import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
+from attnbench.kernels.contract import (
+    Availability,
+    Backend,
+    BackwardKernel,
+    ForwardKernel,
+    Inputs,
+    Operands,
+    Result,
+    Saved,
+)
 from attnbench.problem.spec import AttentionSpec
 
 from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
@@ -102,8 +111,9 @@ class Fa4Forward(ForwardKernel):
         """Other generations of GPU, windows that it cannot express, scales that are not positive."""
         return _refusals(spec, device)
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Views (B, S, H, D) where strides and head dimensions allow it."""
+        q, k, v = inputs.unquantised()
         return Operands(spec, q, k, v, _native(q, k, v, spec, _FORWARD_STEP))
 
     def run(self, operands: Operands) -> Result:
@@ -134,9 +144,10 @@ class Fa4Fp8Forward(ForwardKernel):
         """Windows that it cannot express, scales that are not positive."""
         return _common_refusals(spec)
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """e4m3 and descales (B, Hkv), those of Q too: the query heads of a group share one."""
-        quantised = quantise_by_key_head(q.detach(), k.detach(), v.detach(), spec)
+        q, k, v = (x.detach() for x in inputs.unquantised())
+        quantised = quantise_by_key_head(q, k, v, spec)
         scales = (quantised[0].descale[:, :: spec.group], quantised[1].descale, quantised[2].descale)
         descales = (x.reshape(spec.batch, spec.kv_heads).contiguous() for x in scales)
         native = _native(*(x.data for x in quantised), spec, _FORWARD_STEP)

@@ -15,7 +15,16 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from attnbench.graph_pools import current_stream, outside_pools, permanent, recording
 from attnbench.kernels.capabilities import Capabilities, Device
-from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved, gradient_dtype
+from attnbench.kernels.contract import (
+    Backend,
+    BackwardKernel,
+    ForwardKernel,
+    Inputs,
+    Operands,
+    Result,
+    Saved,
+    gradient_dtype,
+)
 from attnbench.kernels.devices import describe
 from attnbench.kernels.plan import precision_of
 from attnbench.problem.fp8 import Quantised, Recipe, quantise, quantise_with
@@ -205,8 +214,9 @@ class FlexForward(ForwardKernel):
         """There must be something to compile with."""
         return _refusals(device)
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """The tensors as they are where rows are contiguous, the blocks of the mask, the cap and the tile."""
+        q, k, v = inputs.unquantised()
         cap = _cap(spec, q.device)
         blocks = block_mask(spec.mask, spec.seqlen_q, spec.seqlen_kv, q.device)
         rows = partial(aligned, vector=q.element_size())
@@ -285,18 +295,16 @@ class FlexFp8Forward(ForwardKernel):
         """There must be something to compile with."""
         return _refusals(device)
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
-        """Quantise each head."""
-        cap = _cap(spec, q.device)
-        score_mod = None if cap is None else _capped(cap)
-        return _laid_out(*_balanced(q, k, spec), quantise(v, _RECIPE), spec, score_mod)
-
-    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
-        """The tensors as they are, and the product of Q's and K's descales for each query head."""
-        factor = _per_query_head(q.descale, spec) * _per_query_head(k.descale, spec)
-        cap = _cap(spec, factor.device)
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
+        """Each head quantised; or as the caller did it, with the product of Q's and K's descales by query head."""
+        cap, given = _cap(spec, inputs.device), inputs.quantised()
+        if given is None:
+            q, k, v = inputs.unquantised()
+            score_mod = None if cap is None else _capped(cap)
+            return _laid_out(*_balanced(q, k, spec), quantise(v, _RECIPE), spec, score_mod)
+        factor = _per_query_head(given[0].descale, spec) * _per_query_head(given[1].descale, spec)
         score_mod = _descaled(factor) if cap is None else _descaled_and_capped(factor, cap)
-        return _laid_out(q, k, v, spec, score_mod)
+        return _laid_out(*given, spec, score_mod)
 
     def run(self, operands: Operands) -> Result:
         """The compiled kernel."""

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from attnbench.kernels.capabilities import Capabilities, Device
-from attnbench.kernels.contract import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
+from attnbench.kernels.contract import (
+    Availability,
+    Backend,
+    BackwardKernel,
+    ForwardKernel,
+    Inputs,
+    Operands,
+    Result,
+    Saved,
+)
 from attnbench.problem.spec import AttentionSpec
 
 from ..common.cuda_limits import cuda_refusals
@@ -74,8 +83,9 @@ class CudnnForward(ForwardKernel):
         """Limits of the GPU and of the cuDNN that torch found."""
         return _refusals(spec, device)
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Views where the strides allow it; groups of heads are cuDNN's own."""
+        q, k, v = inputs.unquantised()
         return Operands(spec, q, k, v, (aligned(q), aligned(k), aligned(v)))
 
     def run(self, operands: Operands) -> Result:

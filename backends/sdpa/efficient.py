@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnbench.kernels.capabilities import Capabilities, Device
-from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
+from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Inputs, Operands, Result, Saved
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
@@ -89,8 +89,9 @@ class EfficientForward(ForwardKernel):
         """Masks that are no causal band."""
         return _refusals(spec, device)
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Views where the strides allow it; K and V are repeated for the heads of a group, which cannot share them."""
+        q, k, v = inputs.unquantised()
         return Operands(spec, q, k, v, _inputs(q, k, v, spec))
 
     def run(self, operands: Operands) -> Result:

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from attnbench.kernels.capabilities import Capabilities, Device
-from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved, rounding_error
+from attnbench.kernels.contract import (
+    Backend,
+    BackwardKernel,
+    ForwardKernel,
+    Inputs,
+    Operands,
+    Result,
+    Saved,
+    rounding_error,
+)
 from attnbench.problem.spec import AttentionSpec
 
 from ..common.cuda_limits import cuda_refusals
@@ -85,14 +94,15 @@ class FlashForward(ForwardKernel):
         """Windows that FlashAttention-2 cannot express, masks too large for the CPU."""
         return _refusals(spec, device)
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Views where the strides allow it, and the mask as the device's operator takes it."""
+        q, k, v = inputs.unquantised()
         if q.device.type == "cuda":
             return Operands(spec, q, k, v, _cuda_inputs(q, k, v, spec))
         size = q.element_size()
-        inputs = aligned(q, size), aligned(k, size), aligned(v, size)
+        readable = aligned(q, size), aligned(k, size), aligned(v, size)
         empty = _empty_rows(spec) if spec.has_empty_rows else None
-        return Operands(spec, q, k, v, (*inputs, _cpu_mask(spec, q), empty))
+        return Operands(spec, q, k, v, (*readable, _cpu_mask(spec, q), empty))
 
     def run(self, operands: Operands) -> Result:
         """The operator; rows without a key get the log-sum-exp minus infinity, which neither operator gives them."""

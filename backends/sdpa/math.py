@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnbench.kernels.capabilities import Capabilities, Device
-from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
+from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Inputs, Operands, Result, Saved
 from attnbench.problem.spec import AttentionSpec
 
 from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
@@ -65,8 +65,9 @@ class MathForward(ForwardKernel):
         """The score matrix must fit."""
         return _refusals(spec)
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """The tensors as they are, and the mask."""
+        q, k, v = inputs.unquantised()
         return Operands(spec, q, k, v, dense_mask(spec.mask, spec.seqlen_q, spec.seqlen_kv, q.dtype, q.device))
 
     def run(self, operands: Operands) -> Result:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnbench.kernels.contract import Availability, Backend, Operands, Result, Saved, gradient_dtype
+from attnbench.kernels.contract import Availability, Backend, Inputs, Operands, Result, Saved, gradient_dtype
 from attnbench.problem.fp8 import LARGEST, Quantised
 from attnbench.problem.spec import AttentionSpec
 
@@ -63,8 +63,9 @@ class TeForward(CudnnForward):
     backend = "te"
     left_open = False  # nvte_get_fused_attn_backend for cuDNN 9.7 and newer
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Dense (B, S, H, D), views of which the operands are."""
+        q, k, v = inputs.unquantised()
         q, k, v = (bshd(x).transpose(1, 2) for x in (q, k, v))
         return Operands(spec, q, k, v, seqlens_of(spec, q.device))
 
@@ -118,15 +119,14 @@ class TeFp8Forward(CudnnFp8Forward):
     backend = "te"
     masks = _FP8_MASKS
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
-        """e4m3 by TransformerEngine's cast, each tensor on its own largest magnitude."""
-        narrow_q, narrow_k, narrow_v = (Narrow.quantised(bshd(x)) for x in (q, k, v))
-        return _prepared(spec, narrow_q, narrow_k, narrow_v)
-
-    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
-        """The tensors as they are."""
-        narrow_q, narrow_k, narrow_v = (Narrow(bshd(x.data), scalar(x.descale, 1)) for x in (q, k, v))
-        return _prepared(spec, narrow_q, narrow_k, narrow_v)
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
+        """e4m3 by TransformerEngine's cast, each tensor on its own largest magnitude, or as the caller quantised it."""
+        given = inputs.quantised()
+        if given is None:
+            q, k, v = (Narrow.quantised(bshd(x)) for x in inputs.unquantised())
+        else:
+            q, k, v = (Narrow(bshd(x.data), scalar(x.descale, 1)) for x in given)
+        return _prepared(spec, q, k, v)
 
     def run(self, operands: Operands) -> Result:
         """The kernel, and its output in the dtype that was asked for, by TransformerEngine's own cast."""

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from attnbench.kernels.capabilities import Capabilities, Device
-from attnbench.kernels.contract import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
+from attnbench.kernels.contract import (
+    Availability,
+    Backend,
+    BackwardKernel,
+    ForwardKernel,
+    Inputs,
+    Operands,
+    Result,
+    Saved,
+)
 from attnbench.problem.spec import AttentionSpec
 
 __all__ = ["BACKEND"]
@@ -82,11 +91,11 @@ class NaiveForward(ForwardKernel):
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         return _refuse_large(spec)
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         # Quantise, transpose or pad here: attnbench times it apart from the kernel.  An FP8
         # kernel returns `attnbench.problem.fp8.Quantised` operands, so that the backward is given
         # what the forward saw.  The tensors arrive as (B, H, S, D), with any strides.
-        return Operands(spec, q, k, v)
+        return Operands(spec, *inputs.unquantised())
 
     def run(self, operands: Operands) -> Result:
         spec = operands.spec

@@ -9,7 +9,7 @@ import torch
 
 from attnbench.choosing.choice import Choice
 from attnbench.dispatch.question import Question, settled
-from attnbench.kernels.contract import Operands, Result
+from attnbench.kernels.contract import Inputs, Operands, Result
 from attnbench.kernels.execution import Execution
 from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.spec import AttentionSpec
@@ -55,9 +55,9 @@ class _Counted(Execution):
 
     asked: Asked = field(kw_only=True, compare=False, repr=False)
 
-    def answer(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Operands, Result]:
+    def answer(self, inputs: Inputs) -> tuple[Operands, Result]:
         self.asked.calls += 1  # several threads may lose a count; it is for an order
-        return super().answer(q, k, v)
+        return super().answer(inputs)
 
 
 class AskedSpecs:

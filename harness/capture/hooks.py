@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from attnbench.errors import InputError
+from attnbench.kernels.contract import Inputs
 from attnbench.kernels.execution import Execution
 from attnbench.problem.dtypes import FROM_TORCH
 from attnbench.problem.mask import Mask
@@ -75,7 +76,6 @@ def watched(seen: Callable[[Callable[[], Call]], None]) -> Iterator[None]:
         for name in _FUSED:
             watch.replace(torch, name, _counting(watch, getattr(torch, name), f"torch's fused {name.strip('_')}"))
         watch.replace(Execution, "__call__", _recording_execution(watch))
-        watch.replace(Execution, "quantised", _counting(watch, Execution.quantised, "FP8 tensors"))
         for handle in (
             register_module_forward_pre_hook(watch.enter),
             register_module_forward_hook(watch.leave, always_call=True),
@@ -254,14 +254,18 @@ def _sdpa_call(
 
 def _recording_execution(watch: _Watch) -> Callable[..., tuple[Tensor, Tensor | None]]:
     original = Execution.__call__
+    counted: Callable[..., tuple[Tensor, Tensor | None]] = _counting(watch, original, "FP8 tensors")
 
     @functools.wraps(original)
-    def execute(self: Execution, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor | None]:
+    def execute(self: Execution, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         if watch.off:
-            return original(self, q, k, v)
+            return original(self, inputs)
+        if inputs.quantised() is not None:
+            return counted(self, inputs)
+        q, k, v = inputs.unquantised()
         # Kernels that are compiled stay so: some cannot run otherwise.
         with watch.within(), torch.compiler.set_stance("default"):
-            out, lse = original(self, q, k, v)
+            out, lse = original(self, inputs)
         watch.note(lambda: Call(self.spec.replace(return_lse=False), q, k, v, out, lambda x: x, watch.path))
         return out, lse
 

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from attnbench.errors import InputError
+from attnbench.kernels.contract import Inputs
 from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.spec import AttentionSpec
 
 from ..capture.file import CapturedFamily
 
-__all__ = ["DEFAULT_FAMILIES", "FAMILIES", "Inputs", "draw"]
+__all__ = ["DEFAULT_FAMILIES", "FAMILIES", "Drawn", "draw"]
 
 _OUTLIERS = 0.001  # the share of elements that get a second, ten times larger term: N(0, 100) has deviation 10
 _OUTLIER_DEVIATION = 10.0
@@ -41,7 +42,7 @@ _Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Inputs:
+class Drawn:
     """q (B, H, Sq, D), k (B, Hkv, Skv, D), v (B, Hkv, Skv, Dv) and, in training, grad_out (B, H, Sq, Dv).
 
     ``drawn_on`` is the device type whose generator made them, cpu where they were read from a
@@ -54,8 +55,13 @@ class Inputs:
     grad_out: Tensor | None
     drawn_on: Literal["cpu", "cuda"]
 
+    @property
+    def qkv(self) -> Inputs:
+        """What a kernel's ``prepare`` takes of them."""
+        return Inputs(self.q, self.k, self.v)
 
-def draw(spec: AttentionSpec, family: str, device: torch.device) -> Inputs:
+
+def draw(spec: AttentionSpec, family: str, device: torch.device) -> Drawn:
     """The inputs of a family, contiguous, in the spec's dtype on ``device``; the same on every call.
 
     Drawn by torch's CPU generator up to 2**24 elements in all, by the device's own beyond
@@ -79,9 +85,9 @@ def draw(spec: AttentionSpec, family: str, device: torch.device) -> Inputs:
     return _inputs(drawn, spec, device, "cuda" if source.type == "cuda" else "cpu")
 
 
-def _inputs(drawn: _Tensors, spec: AttentionSpec, device: torch.device, drawn_on: Literal["cpu", "cuda"]) -> Inputs:
+def _inputs(drawn: _Tensors, spec: AttentionSpec, device: torch.device, drawn_on: Literal["cpu", "cuda"]) -> Drawn:
     x = {name: values.to(TO_TORCH[spec.dtype]).to(device) for name, values in drawn.items()}
-    return Inputs(x["q"], x["k"], x["v"], x.get("grad_out"), drawn_on)
+    return Drawn(x["q"], x["k"], x["v"], x.get("grad_out"), drawn_on)
 
 
 def _normal(spec: AttentionSpec, shapes: _Shapes, generator: torch.Generator) -> _Tensors:

@@ -20,12 +20,12 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer
 from torch import Tensor
 
 from attnbench.errors import AttnbenchError
-from attnbench.kernels.contract import Operands, Saved
+from attnbench.kernels.contract import Inputs, Operands, Saved
 from attnbench.kernels.registry import Registry
 from attnbench.problem.fp8 import Quantised
 from attnbench.problem.spec import AttentionSpec
 
-from ..cases.inputs import Inputs
+from ..cases.inputs import Drawn
 
 __all__ = [
     "LARGEST_ERROR",
@@ -203,7 +203,7 @@ class Truth:
     def of(
         cls,
         spec: AttentionSpec,
-        inputs: Inputs,
+        inputs: Drawn,
         registry: Registry,
         largest: float | None = None,
         precision: Precision | None = None,
@@ -349,7 +349,7 @@ def _exact(
     q, k, v = (x.to(wide) for x in qkv)
     part = spec.replace(batch=q.shape[0], heads=spec.group, kv_heads=1, dtype=precision)
     with torch.no_grad():
-        operands = registry.forward(name).prepare(q, k, v, part)
+        operands = registry.forward(name).prepare(Inputs(q, k, v), part)
         out, lse, state = registry.forward(name).run(operands)
         if lse is None:
             raise AttnbenchError(f"{name} returned no log-sum-exp")

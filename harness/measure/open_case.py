@@ -10,7 +10,7 @@ from attnbench.kernels.registry import Registry
 from attnbench.problem.fp8 import Quantised
 
 from ..cases.case import Case
-from ..cases.inputs import Inputs, draw
+from ..cases.inputs import Drawn, draw
 from .accuracy import Floor, Truth
 
 __all__ = ["OpenCase"]
@@ -30,7 +30,7 @@ class OpenCase:
         first = self.inputs[case.families[0]]
         grad_out = None if first.grad_out is None else first.grad_out.clone()
         self._floors: dict[str, tuple[str, list[Tensor] | None, Floor | None]] = {}
-        self.buffers = Inputs(first.q.clone(), first.k.clone(), first.v.clone(), grad_out, first.drawn_on)
+        self.buffers = Drawn(first.q.clone(), first.k.clone(), first.v.clone(), grad_out, first.drawn_on)
 
     def take_truths(self) -> None:
         """Compute the truth of every family."""
@@ -86,5 +86,5 @@ def _same(seen: list[Tensor], operands: Operands) -> bool:
     return numbers is not None and all(map(torch.equal, seen, numbers))
 
 
-def _tensors(inputs: Inputs) -> list[Tensor]:
+def _tensors(inputs: Drawn) -> list[Tensor]:
     return [x for x in (inputs.q, inputs.k, inputs.v, inputs.grad_out) if x is not None]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnbench.errors import AttnbenchError
-from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Operands, Saved, gradient_dtype
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Operands, Saved, gradient_dtype
 from attnbench.kernels.execution import Execution
 from attnbench.kernels.plan import Plan
 
@@ -61,7 +61,7 @@ class Trial:
         passed = self._proved if prove else _unseen
         inputs, spec = self.case.buffers, self.case.case.spec
         with torch.no_grad():
-            operands = self.forward.prepare(inputs.q, inputs.k, inputs.v, spec)
+            operands = self.forward.prepare(inputs.qkv, spec)
             out, lse, state = passed("forward", self.forward, partial(self.forward.run, operands))
             values: _Values = {"out": out}
             if lse is not None:
@@ -145,12 +145,13 @@ class Trial:
 
     def _make_steps(self) -> dict[Cost, Callable[[], object]]:
         inputs, spec, forward = self.case.buffers, self.case.case.spec, self.forward
+        given = inputs.qkv
         with torch.no_grad():
             # Copies: the buffers are written between visits, and prepare may have handed on what it was given.
-            operands = forward.prepare(inputs.q.clone(), inputs.k.clone(), inputs.v.clone(), spec)
+            operands = forward.prepare(Inputs(*(x.clone() for x in given.unquantised())), spec)
             steps: dict[Cost, Callable[[], object]] = {
                 "kernel": partial(forward.run, operands),
-                "prepared": lambda: forward.run(forward.prepare(inputs.q, inputs.k, inputs.v, spec)),
+                "prepared": lambda: forward.run(forward.prepare(given, spec)),
             }
             if self.backward is not None:
                 assert inputs.grad_out is not None, "training inputs come with one"
@@ -263,22 +264,23 @@ def _unseen(side: Side, kernel: ForwardKernel | BackwardKernel, run: Callable[[]
 
 
 def _forward_of(execution: Execution, case: OpenCase) -> Callable[[], Tensor]:
-    inputs = (case.buffers.q, case.buffers.k, case.buffers.v)
-    leaves = [x.detach().requires_grad_() for x in inputs] if execution.spec.training else list(inputs)
-    return lambda: execution(*leaves)[0]
+    inputs = case.buffers.qkv
+    if execution.spec.training:
+        inputs = Inputs(*(x.detach().requires_grad_() for x in inputs.unquantised()))
+    return lambda: execution(inputs)[0]
 
 
 def _call_of(execution: Execution, case: OpenCase) -> Callable[[], object]:
     """What a user pays for: the forward, and in training the backward with it."""
     inputs, grad_out = case.buffers, case.buffers.grad_out
     if execution.backward is None:
-        return partial(execution, inputs.q, inputs.k, inputs.v)
+        return partial(execution, inputs.qkv)
     assert grad_out is not None, "training inputs come with one"
-    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    leaves = [x.detach().requires_grad_() for x in inputs.qkv.unquantised()]
 
     def call() -> object:
         with torch.enable_grad():
             # Not .backward(): that would add to .grad, a cost of its own from the second time on.
-            return torch.autograd.grad(execution(*leaves)[0], leaves, grad_out)
+            return torch.autograd.grad(execution(Inputs(*leaves))[0], leaves, grad_out)
 
     return call

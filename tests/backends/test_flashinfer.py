@@ -20,7 +20,7 @@ from torch import Tensor
 from attnbench.backends import flashinfer
 from attnbench.errors import InputError
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import BackwardKernel
+from attnbench.kernels.contract import BackwardKernel, Inputs
 from attnbench.problem.fp8 import Quantised, Recipe, quantise
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
@@ -82,7 +82,7 @@ def test_it_computes_exact_attention_on_what_it_quantised(problem: Problem, caus
     assume(not KERNEL.refusals(spec, H200))
     q, k, v, _ = (x if problem.layout == "bhsd" else x.transpose(1, 2) for x in problem.tensors())
     before = [x.clone() for x in (q, k, v)]
-    operands = KERNEL.prepare(q, k, v, spec)
+    operands = KERNEL.prepare(Inputs(q, k, v), spec)
     result = KERNEL.run(operands)
     out, lse = dense_attention(*operands.tensors(torch.float64), spec)
     seen = lse > -math.inf
@@ -105,7 +105,7 @@ def test_descales_of_any_size_are_used(granularity: str, dims: tuple[int, int], 
         shape = (1, 1, 1, 1) if granularity == "tensor" else (2, heads, 1, 1)
         inputs.append(Quantised(x.data, torch.rand(shape, generator=generator) * 0.02 + 1e-4, granularity))
     assert KERNEL.refusals(spec, H200) == []
-    result = KERNEL.run(KERNEL.prepare_quantised(*inputs, spec))
+    result = KERNEL.run(KERNEL.prepare(Inputs(*inputs), spec))
     out, lse = dense_attention(*(x.dequantised(torch.float64) for x in inputs), spec)
     assert result.out.dtype == torch.bfloat16
     assert relative_l2(result.out, out) < 0.004
@@ -149,8 +149,8 @@ def test_refusals(changes: dict[str, object], sentence: str) -> None:
 @pytest.mark.parametrize("recipe", [Recipe("head", "e5m2"), Recipe("token"), Recipe("head", rotation="hadamard")])
 def test_tensors_that_are_not_plain_are_an_error(recipe: Recipe) -> None:
     x = quantise(torch.randn(1, 1, 8, 16), recipe, rotate=True)
-    with pytest.raises(InputError, match="FlashInfer (takes|computes)"):
-        KERNEL.prepare_quantised(x, x, x, AttentionSpec.make(batch=1, heads=1, seqlen_q=8, head_dim=16))
+    with pytest.raises(InputError, match=r"FlashInfer (takes|computes)"):
+        KERNEL.prepare(Inputs(x, x, x), AttentionSpec.make(batch=1, heads=1, seqlen_q=8, head_dim=16))
 
 
 def test_availability_wants_a_version_that_hides_keys_and_a_compiler(

@@ -22,7 +22,7 @@ from torch import Tensor
 from attnbench.backends import reference, sage
 from attnbench.errors import InputError
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import BackwardKernel
+from attnbench.kernels.contract import BackwardKernel, Inputs
 from attnbench.kernels.execution import Execution
 from attnbench.kernels.plan import Plan
 from attnbench.problem.mask import Mask
@@ -206,7 +206,7 @@ def test_a_build_whose_kernel_is_hidden_by_its_tracing_stand_in_computes_all_the
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=70, head_dim=64)
     q, k, v, _ = Problem(spec, "bhsd", False, 0).tensors()
     with library("2.2.0"):
-        result = FP8.run(FP8.prepare(q, k, v, spec))
+        result = FP8.run(FP8.prepare(Inputs(q, k, v), spec))
     truth, lse = dense_attention(q, k, v, spec)
     assert (result.out.double() - truth).norm() <= FP8.declared_error * truth.norm()
     assert (result.lse.double() - lse).norm() <= FP8.declared_error * lse.norm()
@@ -215,7 +215,7 @@ def test_a_build_whose_kernel_is_hidden_by_its_tracing_stand_in_computes_all_the
 def test_what_no_graph_can_record_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=70, head_dim=64)
     with library("2.2.0"):
-        operands = FP8.prepare(*Problem(spec, "bhsd", False, 0).tensors()[:3], spec)
+        operands = FP8.prepare(Inputs(*Problem(spec, "bhsd", False, 0).tensors()[:3]), spec)
         monkeypatch.setattr(sage, "recording", lambda: True)
         with pytest.raises(InputError, match="a CUDA graph cannot record"):
             FP8.run(operands)
@@ -246,7 +246,7 @@ def test_it_computes_exact_attention_on_what_it_quantised(kernel, version: str, 
         assume(not kernel.refusals(spec, H200))
         q, k, v, _ = (x if problem.layout == "bhsd" else x.transpose(1, 2) for x in problem.tensors())
         before = [x.clone() for x in (q, k, v)]
-        operands = kernel.prepare(q, k, v, spec)
+        operands = kernel.prepare(Inputs(q, k, v), spec)
         result = kernel.run(operands)
     seen = operands.tensors(torch.float64)
     assert [x.shape for x in seen] == [q.shape, k.shape, v.shape]
@@ -269,7 +269,7 @@ def test_what_quantising_costs_is_within_the_declared_error(kernel, version: str
     generator = torch.Generator().manual_seed(head_dim)
     q, k, v = (torch.randn(1, h, 320, head_dim, generator=generator).bfloat16() for h in (2, 1, 1))
     with library(version):
-        out = kernel.run(kernel.prepare(q, k, v, spec)).out
+        out = kernel.run(kernel.prepare(Inputs(q, k, v), spec)).out
     error = relative_l2(out, dense_attention(q, k, v, spec)[0])
     assert 0.1 * kernel.declared_error < error < kernel.declared_error
 
@@ -280,7 +280,7 @@ def test_a_mean_of_k_costs_nothing_and_stays_in_the_log_sum_exp(kernel, version:
     q, v = (torch.randn(2, h, 128, 64).to(torch.float16) for h in (4, 2))
     k = (torch.randn(2, 2, 128, 64) + 8 * torch.randn(2, 2, 1, 64)).to(torch.float16)
     with library(version):
-        operands = kernel.prepare(q, k, v, spec)
+        operands = kernel.prepare(Inputs(q, k, v), spec)
         result = kernel.run(operands)
     assert relative_l2(result.out, dense_attention(q, k, v, spec)[0]) < kernel.declared_error
     if result.lse is not None:
@@ -297,8 +297,8 @@ def test_a_backward_that_follows_sees_what_the_forward_saw() -> None:
     grad = torch.randn(2, 4, 150, 40).to(torch.float16)
     backward = next(kernel for kernel in reference.BACKEND.kernels if isinstance(kernel, BackwardKernel))
     with library("2.2.0"):
-        seen = FP8.prepare(q.detach(), k.detach(), v.detach(), spec).tensors(torch.float64)
-        out, _ = Execution(spec, FP8, backward)(q, k, v)
+        seen = FP8.prepare(Inputs(q.detach(), k.detach(), v.detach()), spec).tensors(torch.float64)
+        out, _ = Execution(spec, FP8, backward)(Inputs(q, k, v))
         found = torch.autograd.grad(out, (q, k, v), grad)
     for got, want in zip(found, dense_gradients(*seen, grad, spec), strict=True):
         assert relative_l2(got, want) < 0.02
@@ -310,7 +310,7 @@ def test_a_channel_of_zeros_in_v_stays_one() -> None:
     q, k, v = (torch.randn(1, 1, 40, 64).bfloat16() for _ in range(3))
     v[..., 5] = 0
     with library("2.2.0"):
-        out = FP8.run(FP8.prepare(q, k, v, spec)).out
+        out = FP8.run(FP8.prepare(Inputs(q, k, v), spec)).out
     assert torch.isfinite(out).all()
     assert (out[..., 5] == 0).all()
 
@@ -357,7 +357,7 @@ def test_a_refused_length_is_one_that_the_library_gets_wrong() -> None:
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=70, head_dim=64)
     q, k, v = (torch.randn(1, 1, 70, 64).bfloat16() for _ in range(3))
     with library("1.0.6"):
-        out = INT8.run(INT8.prepare(q, k, v, spec)).out
+        out = INT8.run(INT8.prepare(Inputs(q, k, v), spec)).out
     assert relative_l2(out, dense_attention(q, k, v, spec)[0]) > INT8.declared_error
 
 

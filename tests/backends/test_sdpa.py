@@ -24,7 +24,7 @@ from attnbench.backends.sdpa import flash as sdpa_flash
 from attnbench.backends.sdpa import math as sdpa_math
 from attnbench.backends.sdpa.efficient import Band, causal_band
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Operands, Saved
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Operands, Saved
 from attnbench.kernels.registry import registry
 from attnbench.problem.mask import ALIGNMENTS, Mask
 from attnbench.problem.spec import AttentionSpec
@@ -71,7 +71,7 @@ def test_cpu_kernels_agree_with_dense_fp64(problem: Problem, family: str, foreig
     before = [x.clone() for x in (q, k, v, grad)]
     truth, truth_lse = dense_attention(q, k, v, spec)
 
-    operands = forward.prepare(q, k, v, spec)
+    operands = forward.prepare(Inputs(q, k, v), spec)
     result = forward.run(operands)
     assert result.out.dtype == q.dtype
     assert result.out.shape == truth.shape
@@ -101,7 +101,7 @@ def test_nothing_else_answers(name: str) -> None:
     spec = small(name.partition(":")[2])
     forward, backward = FORWARDS[name], BACKWARDS[name]
     q, k, v, grad = tensors(spec)
-    operands = forward.prepare(q, k, v, spec)
+    operands = forward.prepare(Inputs(q, k, v), spec)
     with profile(activities=[ProfilerActivity.CPU]) as first:
         result = forward.run(operands)
     with profile(activities=[ProfilerActivity.CPU]) as second:
@@ -206,7 +206,7 @@ def test_head_dims_that_differ_are_refused_by_flash_because_it_fails_on_them() -
     assert forward.refusals(spec, CPU) == ["head_dim_v (16) must equal head_dim (8)"]
     q, k, v, _ = tensors(spec)
     with pytest.raises(RuntimeError, match="same head size"):
-        forward.run(forward.prepare(q, k, v, spec))
+        forward.run(forward.prepare(Inputs(q, k, v), spec))
 
 
 @pytest.mark.parametrize("name", ["sdpa-flash:fp32", "sdpa-math:fp32"])
@@ -216,7 +216,7 @@ def test_softcap_is_refused_because_it_would_be_left_out(name: str) -> None:
     assert forward.refusals(spec, CPU) == ["has no softcap"]
     q, k, v, _ = tensors(spec)
     scores = spec.softcap * torch.tanh(q @ k.mT * spec.scale / spec.softcap)
-    assert error(forward.run(forward.prepare(q, k, v, spec)).out, (scores.softmax(-1) @ v).double()) > 0.01
+    assert error(forward.run(forward.prepare(Inputs(q, k, v), spec)).out, (scores.softmax(-1) @ v).double()) > 0.01
 
 
 def test_other_dtypes_are_refused_because_the_answer_would_be_of_another_precision() -> None:
@@ -224,7 +224,7 @@ def test_other_dtypes_are_refused_because_the_answer_would_be_of_another_precisi
     forward = FORWARDS["sdpa-flash:fp32"]
     assert forward.refusals(spec, CPU) == ["takes fp32 tensors, not bf16"]
     q, k, v, _ = tensors(spec)
-    assert forward.run(forward.prepare(q, k, v, spec)).out.dtype == torch.bfloat16
+    assert forward.run(forward.prepare(Inputs(q, k, v), spec)).out.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", ["sdpa-efficient:bf16", "sdpa-cudnn:bf16"])
@@ -234,7 +234,7 @@ def test_kernels_of_the_gpu_are_refused_on_the_cpu_because_torch_has_none_there(
     assert forward.refusals(spec, CPU) == ["runs on cuda, not on cpu"]
     q, k, v, _ = tensors(spec)
     with pytest.raises(NotImplementedError, match="CPU"):
-        forward.run(forward.prepare(q, k, v, spec))
+        forward.run(forward.prepare(Inputs(q, k, v), spec))
 
 
 def test_score_matrices_beyond_memory_are_refused_before_anything_is_allocated() -> None:

@@ -21,7 +21,7 @@ from attnbench.backends.te import backend as te
 from attnbench.backends.te import history as te_history
 from attnbench.backends.te import library as te_library
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Saved
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
 from attnbench.kernels.execution import Execution
 from attnbench.problem.fp8 import Recipe, quantise
 from attnbench.problem.mask import Mask
@@ -50,7 +50,7 @@ def test_sixteen_bits_refuse_or_agree_with_the_truth_in_both_passes(problem: Pro
     forward, backward = FORWARDS[f"te:{spec.dtype}"], BACKWARDS[f"te:{spec.dtype}"]
     assume(forward.refusals(spec, H200) == [])
     out, lse = dense_attention(q, k, v, spec)
-    operands = forward.prepare(q, k, v, spec)
+    operands = forward.prepare(Inputs(q, k, v), spec)
     result = forward.run(operands)
     assert result.out.dtype == q.dtype
     assert distance(result.out, out, 0.1 * v.double().norm().item()) <= forward.declared_error
@@ -88,7 +88,7 @@ def test_fp8_stays_within_its_declared_error_from_the_first_step_on(sizes: dict[
     out, _ = dense_attention(q, k, v, spec)
     truth = dense_gradients(q, k, v, grad, spec)
     for _ in range(4):
-        operands = FP8.prepare(q, k, v, spec)
+        operands = FP8.prepare(Inputs(q, k, v), spec)
         result = FP8.run(operands)
         assert result.out.dtype == q.dtype
         assert relative_l2(result.out, out) <= FP8.declared_error
@@ -108,7 +108,7 @@ def test_what_came_before_does_not_decide_the_answer() -> None:
     alike = v[:, :, :1].expand_as(v), grad[:, :, :1].expand_as(grad)
     for factor, (values, onto) in itertools.product((1e-3, 1.0, 300.0, 1e-2), ((v, grad), alike)):
         inputs = (q, k, values * factor, onto * factor)
-        operands = FP8.prepare(*inputs[:3], spec)
+        operands = FP8.prepare(Inputs(*inputs[:3]), spec)
         result = FP8.run(operands)
         assert relative_l2(result.out, dense_attention(*inputs[:3], spec)[0]) <= FP8.declared_error
         found = FP8_BACKWARD.run(Saved(operands, *result), inputs[3])
@@ -143,7 +143,7 @@ def test_the_first_backward_of_a_spec_runs_twice_and_no_other(monkeypatch: pytes
         q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
         for count in wanted:
             calls.clear()
-            operands = FP8.prepare(q, k, v, spec)
+            operands = FP8.prepare(Inputs(q, k, v), spec)
             FP8_BACKWARD.run(Saved(operands, *FP8.run(operands)), grad)
             assert len(calls) == count
 
@@ -171,12 +171,13 @@ def test_zeros_are_answered_with_zeros_and_leave_the_history_alone() -> None:
     spec = training(head_dim=128, seqlen_q=64)
     zeros = [torch.zeros_like(x) for x in tensors_of(Problem(spec, "bhsd", False, 0))]
     for _ in range(2):
-        operands = FP8.prepare(*zeros[:3], spec)
+        operands = FP8.prepare(Inputs(*zeros[:3]), spec)
         result = FP8.run(operands)
         for each in (result.out, *FP8_BACKWARD.run(Saved(operands, *result), zeros[3])):
             assert torch.equal(each, torch.zeros_like(each))
     q, k, v, _ = tensors_of(Problem(spec, "bhsd", False, 0))
-    assert relative_l2(FP8.run(FP8.prepare(q, k, v, spec)).out, dense_attention(q, k, v, spec)[0]) <= FP8.declared_error
+    out = FP8.run(FP8.prepare(Inputs(q, k, v), spec)).out
+    assert relative_l2(out, dense_attention(q, k, v, spec)[0]) <= FP8.declared_error
 
 
 def test_what_is_not_finite_does_not_spoil_the_next_call() -> None:
@@ -192,7 +193,7 @@ def test_what_is_not_finite_does_not_spoil_the_next_call() -> None:
     poisoned = v.clone()
     poisoned[0, 0, 0, 0] = math.nan
     for values in (v, poisoned, v):
-        operands = FP8.prepare(q, k, values, spec)
+        operands = FP8.prepare(Inputs(q, k, values), spec)
         found = FP8_BACKWARD.run(Saved(operands, *FP8.run(operands)), grad)
     for each, wanted in zip(found, dense_gradients(q, k, v, grad, spec), strict=True):
         assert relative_l2(each, wanted) <= FP8_BACKWARD.declared_error
@@ -204,7 +205,7 @@ def test_while_a_graph_is_recorded_nothing_is_noted(monkeypatch: pytest.MonkeyPa
     recording = False
 
     def step() -> None:
-        operands = FP8.prepare(q, k, v, spec)
+        operands = FP8.prepare(Inputs(q, k, v), spec)
         FP8_BACKWARD.run(Saved(operands, *FP8.run(operands)), grad)
 
     for module in (te_history, te_library):
@@ -232,7 +233,7 @@ def test_a_first_call_in_inference_mode_leaves_a_history_that_others_can_write()
     q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
     for mode in (True, False, True, False):
         with torch.inference_mode(mode):
-            operands = FP8.prepare(q, k, v, spec)
+            operands = FP8.prepare(Inputs(q, k, v), spec)
             FP8_BACKWARD.run(Saved(operands, *FP8.run(operands)), grad)
     history = te._gradients._kept[(spec, torch.device("cpu"), 0)]
     assert history._steps == 4  # of five: the last one's is folded in when the next one asks
@@ -246,7 +247,7 @@ def test_two_threads_share_a_history() -> None:
 
     def work(sign: float) -> None:
         for _ in range(5):
-            operands = FP8.prepare(q, k, v * sign, spec)
+            operands = FP8.prepare(Inputs(q, k, v * sign), spec)
             found = FP8_BACKWARD.run(Saved(operands, *FP8.run(operands)), grad * sign)
             errors.extend(relative_l2(x, y) for x, y in zip(found, (*truth[:2], truth[2] * sign), strict=True))
 
@@ -273,7 +274,7 @@ def test_nothing_that_is_given_changes_and_autograd_carries_it() -> None:
         leaves = [x.detach().requires_grad_() for x in tensors_of(Problem(spec, "bshd", True, 0))[:3]]
         before = [x.detach().clone() for x in leaves]
         grad = torch.ones((), dtype=torch.bfloat16).expand(leaves[0].shape)
-        out, lse = Execution(spec, FORWARDS[name], BACKWARDS[name])(*leaves)
+        out, lse = Execution(spec, FORWARDS[name], BACKWARDS[name])(Inputs(*leaves))
         assert out.requires_grad
         assert not lse.requires_grad
         found = torch.autograd.grad(out, leaves, grad)
@@ -288,7 +289,7 @@ def test_tensors_quantised_beforehand_keep_their_descales() -> None:
     quantised = [quantise(x * factor, Recipe("tensor")) for x, factor in ((q, 0.3), (k, 7.0), (v, 50.0))]
     spec = SPEC.replace(dtype="e4m3", descale="tensor")
     assert FP8.refusals(spec, H200) == []
-    result = FP8.run(FP8.prepare_quantised(*quantised, spec))
+    result = FP8.run(FP8.prepare(Inputs(*quantised), spec))
     assert result.out.dtype == torch.bfloat16
     truth, _ = dense_attention(*(x.dequantised(torch.float64) for x in quantised), spec)
     assert relative_l2(result.out, truth) <= FP8.declared_error
@@ -302,7 +303,7 @@ def test_an_fp8_forward_may_be_followed_by_the_sixteen_bit_backward(head_dim: in
     backward = BACKWARDS["te:bf16"]
     assert FP8.refusals(spec, H200) == backward.refusals(spec, H200) == []
     assert backward.cannot_follow(FP8, H200) is None
-    operands = FP8.prepare(q, k, v, spec)
+    operands = FP8.prepare(Inputs(q, k, v), spec)
     result = FP8.run(operands)
     seen = operands.tensors()
     for each, wanted in zip(backward.run(Saved(operands, *result), grad), dense_gradients(*seen, grad, spec),

@@ -19,7 +19,7 @@ from attnbench.backends import torch_fp8
 from attnbench.backends.flash_attention import fa3_origins
 from attnbench.errors import InputError
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import BackwardKernel
+from attnbench.kernels.contract import BackwardKernel, Inputs
 from attnbench.problem.fp8 import Quantised, Recipe, quantise
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
@@ -62,7 +62,7 @@ def test_it_computes_exact_attention_on_what_it_quantised(problem: Problem) -> N
     assume(not KERNEL.refusals(spec, H200))
     q, k, v, _ = (x if problem.layout == "bhsd" else x.transpose(1, 2) for x in problem.tensors())
     before = [x.clone() for x in (q, k, v)]
-    operands = KERNEL.prepare(q, k, v, spec)
+    operands = KERNEL.prepare(Inputs(q, k, v), spec)
     result = KERNEL.run(operands)
     out, lse = dense_attention(*operands.tensors(torch.float64), spec)
     seen = lse > -math.inf
@@ -87,7 +87,7 @@ def test_descales_of_any_size_are_used(granularity: str, kv_heads: int, seed: in
         shape = (1, 1, 1, 1) if granularity == "tensor" else (2, heads, 1, 1)
         inputs.append(Quantised(x.data, torch.rand(shape, generator=generator) * 0.02 + 1e-4, granularity))
     assert KERNEL.refusals(spec, H200) == []
-    result = KERNEL.run(KERNEL.prepare_quantised(*inputs, spec))
+    result = KERNEL.run(KERNEL.prepare(Inputs(*inputs), spec))
     out, lse = dense_attention(*(x.dequantised(torch.float64) for x in inputs), spec)
     assert result.out.dtype == torch.bfloat16
     assert relative_l2(result.out, out) < 0.004
@@ -100,7 +100,7 @@ def test_nothing_is_activated_in_torch() -> None:
     q, k, v = (torch.randn(1, 2, 9, 64, dtype=torch.bfloat16) for _ in range(3))
     operators = ("aten::_flash_attention_forward", "aten::_flash_attention_forward.quantized")
     before = [torch._C._dispatch_dump(name) for name in operators]
-    KERNEL.run(KERNEL.prepare(q, k, v, spec))
+    KERNEL.run(KERNEL.prepare(Inputs(q, k, v), spec))
     assert LAST  # torch's function ran
     assert torch.nn.attention.current_flash_attention_impl() is None
     assert [torch._C._dispatch_dump(name) for name in operators] == before
@@ -143,7 +143,7 @@ def test_tensors_that_are_not_plain_are_an_error() -> None:
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=8, head_dim=16, dtype="e5m2", descale="head")
     x = quantise(torch.randn(1, 1, 8, 16), Recipe("head", "e5m2"))
     with pytest.raises(InputError, match="e4m3"):
-        KERNEL.prepare_quantised(x, x, x, spec)
+        KERNEL.prepare(Inputs(x, x, x), spec)
 
 
 def test_availability_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

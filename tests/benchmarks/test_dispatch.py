@@ -14,6 +14,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from attnbench import attention, explain
+from attnbench.kernels.contract import Inputs
 from attnbench.kernels.registry import registry
 
 PLANS = ("auto", "sdpa-math", "sdpa-flash")
@@ -53,7 +54,7 @@ def test_dispatch(benchmark: BenchmarkFixture, plan: str) -> None:
     kernel = registry().forward(choice.plan.forward)
 
     def chosen() -> torch.Tensor:
-        return kernel.run(kernel.prepare(q, k, v, choice.spec)).out
+        return kernel.run(kernel.prepare(Inputs(q, k, v), choice.spec)).out
 
     def ours() -> torch.Tensor:
         out = attention(q, k, v, is_causal=True, backend=plan)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnbench.errors import InputError
 from attnbench.kernels.capabilities import Capabilities, Device
-from attnbench.kernels.contract import ForwardKernel, Operands, Result
+from attnbench.kernels.contract import ForwardKernel, Inputs, Operands, Result
 from attnbench.kernels.devices import describe
 from attnbench.problem.fp8 import Quantised, Recipe
 from attnbench.problem.spec import GRANULARITIES, AttentionSpec
@@ -80,12 +80,16 @@ class TritonForward(ForwardKernel):
             reasons.append(f"starts at most {_LARGEST_GRID} programs, and this takes {programs}")
         return reasons
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Q and K in rows and V transposed, in one launch, or two for scales of a head or a tensor.
 
         For training V comes in rows as well, which the backward reads.  Its keys are transposed in the order that the
-        tile wants.
+        tile wants.  Of tensors that the caller quantised V alone is touched.
         """
+        given = inputs.quantised()
+        if given is not None:
+            return self._laid_out(*given, spec)
+        q, k, v = inputs.unquantised()
         (forward, quantise), tile = _modules(), self._tile(spec, q.device)
         request = quantise.Request
         v_wanted = request(v.detach(), rows=spec.training, transposed=True, interleaved=tile.interleaved)
@@ -98,7 +102,7 @@ class TritonForward(ForwardKernel):
         assert values is not None, "it was asked for"
         return _operands(spec, tile, q_, k_, v_, forward.Operand(values, v_.descale))
 
-    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
+    def _laid_out(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
         """The tensors as they are, and V transposed.
 
         Raises InputError where one is smoothed or not e4m3, where V is rotated, or one of Q and K alone.
@@ -149,8 +153,9 @@ class TritonWideScores(TritonForward):
         self.rows = {device: replace(row, dtypes=("bf16", "fp16"), descales=()) for device, row in self.rows.items()}
         self.evidence = {**self.evidence, "cpu": rf"^{self.name}$"}
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """V transposed in e4m3, and in rows as well for training."""
+        q, k, v = inputs.unquantised()
         (forward, quantise), tile = _modules(), self._tile(spec, q.device)
         with alone(q.device):
             made = quantise.quantised(
@@ -195,8 +200,9 @@ class TritonOnePass(TritonForward):
             reasons.append("casts Q in a kernel that wants Triton 3.6 or later")
         return reasons
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """K in rows and V transposed, in one launch; for training V in rows as well."""
+        q, k, v = inputs.unquantised()
         (forward, quantise), tile = _modules(), self._tile(spec, q.device)
         q, request, of = q.detach(), quantise.Request, forward.Operand
         v_wanted = request(v.detach(), rows=spec.training, transposed=True, interleaved=tile.interleaved)

@@ -29,7 +29,7 @@ class Hopper(ForwardKernel):
     def further_refusals(self, spec, device):
         return list(self.further)
 
-    def prepare(self, q, k, v, spec):
+    def prepare(self, inputs, spec):
         raise NotImplementedError
 
     def run(self, operands):

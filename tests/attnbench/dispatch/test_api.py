@@ -90,7 +90,8 @@ def test_what_only_the_forward_reads_is_let_go_before_the_backward(training):
     made = []
 
     class Copying(FakeForward):
-        def prepare(self, q, k, v, spec):
+        def prepare(self, inputs, spec):
+            q, k, v = inputs.unquantised()
             made.append(torch.zeros(3))
             return Operands(spec, q, k, v, native=made[-1])
 

@@ -230,8 +230,8 @@ class Stateful(ForwardKernel):
     def __init__(self, inner: ForwardKernel) -> None:
         self.inner, self.rows, self.runs = inner, inner.rows, 0
 
-    def prepare(self, q, k, v, spec) -> Operands:
-        return self.inner.prepare(q, k, v, spec)
+    def prepare(self, inputs, spec) -> Operands:
+        return self.inner.prepare(inputs, spec)
 
     def run(self, operands) -> Result:
         self.runs += 1

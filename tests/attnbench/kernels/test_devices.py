@@ -8,6 +8,7 @@ import torch
 
 from attnbench import AttentionSpec
 from attnbench.kernels import devices, execution
+from attnbench.kernels.contract import Inputs
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -46,6 +47,6 @@ def test_a_plan_binds_the_thread_before_each_pass(monkeypatch: pytest.MonkeyPatc
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=8, head_dim=16, direction="training")
     plan = execution.Execution(spec, noted("forward"), noted("backward"))  # type: ignore[arg-type]
     on_gpu = SimpleNamespace(is_cuda=True, device=FIRST)
-    plan.answer(on_gpu, on_gpu, on_gpu)  # type: ignore[arg-type]
+    plan.answer(Inputs(on_gpu, on_gpu, on_gpu))  # type: ignore[arg-type]
     plan.gradients(SimpleNamespace(), on_gpu)  # type: ignore[arg-type]
     assert happened == [FIRST, "forward prepares", "forward runs", FIRST, "backward runs"]

@@ -24,7 +24,7 @@ from attnbench.backends.cudnn import backend as cudnn
 from attnbench.backends.cudnn import graphs as cudnn_graphs
 from attnbench.backends.cudnn.scales import gradient_bounds
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Operands, Saved
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Operands, Saved
 from attnbench.problem.fp8 import Recipe, quantise
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
@@ -56,7 +56,7 @@ def test_sixteen_bits_refuse_or_agree_with_the_truth_in_both_passes(problem: Pro
     forward, backward = FORWARDS[f"cudnn:{spec.dtype}"], BACKWARDS[f"cudnn:{spec.dtype}"]
     assume(forward.refusals(spec, H200) == [])
     out, lse = dense_attention(q, k, v, spec)
-    operands = forward.prepare(q, k, v, spec)
+    operands = forward.prepare(Inputs(q, k, v), spec)
     result = forward.run(operands)
     assert result.out.dtype == q.dtype
     assert distance(result.out, out, 0.1 * v.double().norm().item()) <= forward.declared_error
@@ -88,7 +88,7 @@ def test_fp8_stays_within_its_declared_error_in_both_passes(sizes: dict[str, obj
     q, k, v, grad = tensors_of(Problem(spec, "bshd", True, 3))
     v, grad = v * spread, grad * (0.1 / spread)
     assert FP8.refusals(spec, H200) == FP8_BACKWARD.refusals(spec, H200) == []
-    operands = FP8.prepare(q, k, v, spec)
+    operands = FP8.prepare(Inputs(q, k, v), spec)
     result = FP8.run(operands)
     assert result.out.dtype == q.dtype
     out, _ = dense_attention(q, k, v, spec)
@@ -107,7 +107,8 @@ def test_the_fp8_forward_goes_to_256(head_dim: int) -> None:
     spec = SPEC.replace(head_dim=head_dim, head_dim_v=head_dim, scale=head_dim**-0.5)
     q, k, v, _ = tensors_of(Problem(spec, "bhsd", False, 0))
     assert FP8.refusals(spec, H200) == []
-    assert relative_l2(FP8.run(FP8.prepare(q, k, v, spec)).out, dense_attention(q, k, v, spec)[0]) <= FP8.declared_error
+    out = FP8.run(FP8.prepare(Inputs(q, k, v), spec)).out
+    assert relative_l2(out, dense_attention(q, k, v, spec)[0]) <= FP8.declared_error
 
 
 def test_tensors_quantised_beforehand_keep_their_descales() -> None:
@@ -115,7 +116,7 @@ def test_tensors_quantised_beforehand_keep_their_descales() -> None:
     quantised = [quantise(x * factor, Recipe("tensor")) for x, factor in ((q, 0.3), (k, 7.0), (v, 50.0))]
     spec = SPEC.replace(dtype="e4m3", descale="tensor")
     assert FP8.refusals(spec, H200) == []
-    result = FP8.run(FP8.prepare_quantised(*quantised, spec))
+    result = FP8.run(FP8.prepare(Inputs(*quantised), spec))
     assert result.out.dtype == torch.bfloat16
     truth, _ = dense_attention(*(x.dequantised(torch.float64) for x in quantised), spec)
     assert relative_l2(result.out, truth) <= FP8.declared_error
@@ -125,7 +126,7 @@ def test_tensors_quantised_beforehand_keep_their_descales() -> None:
 def test_zeros_are_answered_with_zeros() -> None:
     spec = SPEC.replace(direction="training")
     q, k, v, grad = (torch.zeros_like(x) for x in tensors_of(Problem(spec, "bhsd", False, 0)))
-    operands = FP8.prepare(q, k, v, spec)
+    operands = FP8.prepare(Inputs(q, k, v), spec)
     result = FP8.run(operands)
     for each in (result.out, *FP8_BACKWARD.run(Saved(operands, *result), grad)):
         assert torch.equal(each, torch.zeros_like(each))
@@ -170,12 +171,12 @@ def test_a_graph_is_built_once_for_a_problem_and_again_for_another() -> None:
     before = PyGraph.built
     for seed in (0, 1):
         q, k, v, _ = tensors_of(Problem(SPEC, "bhsd", False, seed))
-        forward.run(forward.prepare(q, k, v, SPEC))
+        forward.run(forward.prepare(Inputs(q, k, v), SPEC))
     assert PyGraph.built == before + 1
     spec = SPEC.replace(mask=CAUSAL)
-    forward.run(forward.prepare(q, k, v, spec))
+    forward.run(forward.prepare(Inputs(q, k, v), spec))
     assert PyGraph.built == before + 2
-    forward.run(forward.prepare(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)), spec))
+    forward.run(forward.prepare(Inputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))), spec))
     assert PyGraph.built == before + 3
     assert cudnn_graphs.graph_of.cache_info().maxsize is not None
 
@@ -192,7 +193,7 @@ def test_two_threads_share_a_graph_and_no_handle(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(PyGraph, "execute", watched)
     q, k, v, _ = tensors_of(Problem(SPEC, "bhsd", False, 0))
     forward = FORWARDS["cudnn:bf16"]
-    operands = forward.prepare(q, k, v, SPEC)
+    operands = forward.prepare(Inputs(q, k, v), SPEC)
     outs: list[torch.Tensor] = []
     threads = [threading.Thread(target=lambda: outs.append(forward.run(operands).out)) for _ in range(2)]
     for thread in threads:
@@ -223,7 +224,7 @@ def test_a_declined_heuristic_keeps_no_tensor_of_the_call_alive(monkeypatch: pyt
     def step() -> list[weakref.ref[torch.Tensor]]:
         q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
         forward, backward = FORWARDS["cudnn:bf16"], BACKWARDS["cudnn:bf16"]
-        operands = forward.prepare(q, k, v, spec)
+        operands = forward.prepare(Inputs(q, k, v), spec)
         result = forward.run(operands)
         backward.run(Saved(operands, *result), grad)
         return [weakref.ref(x) for x in (q, k, v, grad, result.out, result.lse)]
@@ -240,7 +241,7 @@ def test_an_engine_that_is_not_cudnns_may_not_answer(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(PyGraph, "selected_engine", "sdpa_fwd_prefill_sm90")
     q, k, v, _ = tensors_of(Problem(SPEC, "bhsd", False, 0))
     with pytest.raises(RuntimeError, match="sdpa_fwd_prefill_sm90"):
-        FORWARDS["cudnn:bf16"].prepare(q, k, v, SPEC)
+        FORWARDS["cudnn:bf16"].prepare(Inputs(q, k, v), SPEC)
 
 
 def test_the_gradient_of_a_sum_and_leaves_that_need_gradients() -> None:
@@ -248,7 +249,7 @@ def test_the_gradient_of_a_sum_and_leaves_that_need_gradients() -> None:
     q, k, v, _ = (x.requires_grad_() for x in tensors_of(Problem(spec, "bshd", True, 0)))
     grad = torch.ones((), dtype=torch.bfloat16).expand(q.shape)
     for name in ("cudnn:bf16", "cudnn:fp8"):
-        operands = FORWARDS[name].prepare(q, k, v, spec)
+        operands = FORWARDS[name].prepare(Inputs(q, k, v), spec)
         result = FORWARDS[name].run(operands)
         assert not result.out.requires_grad
         gradients = BACKWARDS[name].run(Saved(operands, *result), grad)

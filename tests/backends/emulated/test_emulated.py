@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from attnbench.backends import emulated_arithmetic
 from attnbench.backends.emulated import BACKEND, emulate
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import Operands, Saved
+from attnbench.kernels.contract import Inputs, Operands, Saved
 from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.fp8 import Quantised, Recipe, quantise_with
 from attnbench.problem.mask import Mask
@@ -118,7 +118,7 @@ def test_outliers_cost_what_the_recipes_are_known_to_cost():
     errors = {}
     for name in ("fp8-tensor", "fp8", "fp8-token", "fp8-hadamard", "fp8-e5m2"):
         forward = BACKEND.resolve(name)[0]
-        errors[name] = relative_l2(forward.run(forward.prepare(*inputs, spec)).out, truth)
+        errors[name] = relative_l2(forward.run(forward.prepare(Inputs(*inputs), spec)).out, truth)
     assert 0.06 < errors["fp8"] < 0.11
     assert errors["fp8-token"] < 0.8 * errors["fp8"]
     assert errors["fp8-hadamard"] < 0.7 * errors["fp8-tensor"]
@@ -162,7 +162,7 @@ def test_given_descales_are_honoured_whatever_their_granularity(spec, format, gr
     q, k, v = map(given_with_descale, inputs)
     forward, _ = emulate(Recipe(format=format))
     assert forward.refusals(spec, CPU) == []
-    operands = forward.prepare_quantised(q, k, v, spec)
+    operands = forward.prepare(Inputs(q, k, v), spec)
     out, lse, _ = forward.run(operands)
     exact = [x.data.double() * x.descale.double() for x in (q, k, v)]
     truth, true_lse, p, _ = dense(*exact, spec, torch.zeros_like(out))
@@ -178,11 +178,11 @@ def test_future_tokens_change_no_bit_of_the_past_with_token_scales():
     q, k, v, _ = tensors(spec)
     for name, leaks in (("fp8-token", False), ("fp8-token-hadamard", False), ("fp8", True)):
         forward = BACKEND.resolve(name)[0]
-        past = forward.run(forward.prepare(q, k, v, spec))
+        past = forward.run(forward.prepare(Inputs(q, k, v), spec))
         changed = [x.clone() for x in (q, k, v)]
         for x in changed:
             x[:, :, 150:] *= 37.0
-        again = forward.run(forward.prepare(*changed, spec))
+        again = forward.run(forward.prepare(Inputs(*changed), spec))
         same = torch.equal(past.out[:, :, :150], again.out[:, :, :150])
         assert same is not leaks, name
 
@@ -228,7 +228,7 @@ def test_what_is_not_finite_stays_visible():
         inputs = tensors(spec)
         inputs[which][0, 0, 7, 3] = bad
         forward, backward = BACKEND.resolve(name)
-        operands = forward.prepare(*inputs[:3], spec)
+        operands = forward.prepare(Inputs(*inputs[:3]), spec)
         out, lse, _ = forward.run(operands)
         assert not out[0, 0, 7].isfinite().all()
         assert out[0, 1].isfinite().all()

@@ -8,7 +8,7 @@ from emulating import both, tensors
 
 from attnbench.backends.emulated import emulate
 from attnbench.backends.emulated_arithmetic import Accumulator
-from attnbench.kernels.contract import Saved
+from attnbench.kernels.contract import Inputs, Saved
 from attnbench.problem.fp8 import Recipe
 from attnbench.problem.spec import AttentionSpec
 
@@ -37,7 +37,7 @@ def test_narrow_accumulator_reaches_every_product_of_the_backward():
         spec = spec.replace(head_dim_v=v.shape[3], dtype="fp32", direction="training")
         grad_out = tensors(spec, 9)[3]
         forward, exact = emulate()
-        operands = forward.prepare(q, k, v, spec)
+        operands = forward.prepare(Inputs(q, k, v), spec)
         out, lse, _ = forward.run(operands)
         narrow = emulate(accumulator=Accumulator(7))[1]
         pairs = zip(*(kernel.run(Saved(operands, out, lse), grad_out) for kernel in (exact, narrow)), strict=True)

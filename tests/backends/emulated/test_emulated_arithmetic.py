@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from attnbench.backends.emulated import BACKEND
 from attnbench.backends.emulated_arithmetic import Accumulator, rounded
+from attnbench.kernels.contract import Inputs
 from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.fp8 import quantise_with
 from attnbench.problem.spec import AttentionSpec
@@ -62,7 +63,7 @@ def test_narrow_accumulator_loses_what_the_hardware_loses_and_promotion_mends_it
         v += 0.5
         for name in ("fp8", "fp8-acc13", "fp8-acc13p512", "fp8-acc10"):
             forward = BACKEND.resolve(name)[0]
-            operands = forward.prepare(q, k, v, spec)
+            operands = forward.prepare(Inputs(q, k, v), spec)
             out = forward.run(operands).out.double()
             seen_q, seen_k, seen_v = (x.double() for x in operands.tensors())
             truth = torch.softmax(seen_q @ seen_k.mT * spec.scale, -1) @ seen_v
@@ -77,13 +78,13 @@ def test_memory_stays_bounded_with_sixteen_thousand_keys():
     script = """
 import resource, torch
 from attnbench.backends.emulated import emulate
-from attnbench.kernels.contract import Saved
+from attnbench.kernels.contract import Inputs, Saved
 from attnbench.problem.spec import AttentionSpec
 def go(queries, keys):
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=queries, seqlen_kv=keys, head_dim=32)
     q, k = torch.randn(1, 1, queries, 32).bfloat16(), torch.randn(1, 1, keys, 32).bfloat16()
     forward, backward = emulate()
-    operands = forward.prepare(q, k, k, spec)
+    operands = forward.prepare(Inputs(q, k, k), spec)
     out, lse, _ = forward.run(operands)
     backward.run(Saved(operands, out, lse), q)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

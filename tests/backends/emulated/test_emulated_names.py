@@ -13,7 +13,7 @@ from attnbench.backends.emulated import BACKEND, emulate
 from attnbench.backends.emulated_arithmetic import Accumulator
 from attnbench.errors import InputError, UnknownBackendError
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import ForwardKernel, Operands
+from attnbench.kernels.contract import ForwardKernel, Inputs, Operands
 from attnbench.kernels.registry import Registry
 from attnbench.problem.fp8 import Quantised, Recipe
 from attnbench.problem.spec import AttentionSpec
@@ -75,10 +75,10 @@ def test_what_was_quantised_otherwise_is_refused():
     for recipe in (Recipe(rotation="hadamard"), Recipe(smoothing=True)):
         assert all(kernel.refusals(spec, CPU) for kernel in emulate(recipe))
     with pytest.raises(InputError, match="computes in e5m2"):
-        emulate(Recipe(format="e5m2"))[0].prepare_quantised(q, q, q, spec)
+        emulate(Recipe(format="e5m2"))[0].prepare(Inputs(q, q, q), spec)
     for odd in (replace(q, rotated=True), replace(q, mean=torch.zeros(1, 1, 1, 8))):
         with pytest.raises(InputError, match="k is rotated or smoothed"):
-            emulate()[0].prepare_quantised(q, odd, q, spec)
+            emulate()[0].prepare(Inputs(q, odd, q), spec)
     with pytest.raises(InputError, match="its own prepare"):
         emulate()[0].run(Operands(spec, *[torch.ones(1, 1, 4, 8)] * 3))
     capped = AttentionSpec.make(batch=1, heads=1, seqlen_q=4, head_dim=8, softcap=5.0)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attnbench.backends.flash_attention import fa2
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Operands, Saved
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Operands, Saved
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
@@ -58,7 +58,7 @@ def test_both_passes_agree_with_dense_fp64(problem: Problem, foreign: bool) -> N
     before = [x.clone() for x in (q, k, v, grad)]
     truth, truth_lse = dense_attention(q, k, v, spec)
     with standins.modules(**FLASH_ATTN):
-        operands = forward.prepare(q, k, v, spec)
+        operands = forward.prepare(Inputs(q, k, v), spec)
         result = forward.run(operands)
         saved = Saved(operands, *result)
         if foreign:

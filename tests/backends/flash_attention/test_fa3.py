@@ -22,7 +22,7 @@ from attnbench.backends.flash_attention.fa3_operands import dimensions, readable
 from attnbench.backends.flash_attention.fa3_operator import FORWARD, OperatorError, bound
 from attnbench.errors import InputError
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Operands, Saved
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Operands, Saved
 from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.fp8 import Quantised, Recipe, quantise
 from attnbench.problem.mask import Mask
@@ -79,7 +79,7 @@ def test_sixteen_bits_agree_with_dense_fp64(problem: Problem, foreign: bool, sgl
         q, k, v, grad = tensors(problem)
         before = [x.clone() for x in (q, k, v, grad)]
         truth, truth_lse = dense_attention(q, k, v, spec)
-        operands = forward.prepare(q, k, v, spec)
+        operands = forward.prepare(Inputs(q, k, v), spec)
         result = forward.run(operands)
         assert (result.out.dtype, result.out.shape) == (q.dtype, truth.shape)
         assert error(result.out, truth, 0.1 * v.double().norm().item()) <= forward.declared_error
@@ -110,7 +110,7 @@ def test_fp8_is_exact_attention_on_what_it_quantised(problem: Problem) -> None:
     with standins.modules(**SGLANG):
         assume(not forward.refusals(spec, H200))
         q, k, v, _ = tensors(problem)
-        operands = forward.prepare(q, k, v, spec)
+        operands = forward.prepare(Inputs(q, k, v), spec)
         result = forward.run(operands)
     truth, lse = dense_attention(*operands.tensors(torch.float64), spec)
     seen = lse > -math.inf
@@ -139,7 +139,7 @@ def test_descales_that_came_with_the_tensors_are_used_for_each_head(granularity:
     forward = FORWARDS["fa3:fp8"]
     with standins.modules(**SGLANG):
         assert forward.refusals(spec, H200) == []
-        result = forward.run(forward.prepare_quantised(*operands, spec))
+        result = forward.run(forward.prepare(Inputs(*operands), spec))
     truth, lse = dense_attention(*(x.dequantised(torch.float64) for x in operands), spec)
     assert result.out.dtype == torch.bfloat16
     assert error(result.out, truth) <= 0.004
@@ -153,7 +153,7 @@ def test_tensors_that_are_not_plain_e4m3_are_no_input() -> None:
     wrong = quantise(torch.randn(1, 1, 4, 16), Recipe("head", "e5m2"))
     for other, said in ((rotated, "rotated"), (wrong, "e5m2")):
         with pytest.raises(InputError, match=said):
-            FORWARDS["fa3:fp8"].prepare_quantised(x, other, x, spec)
+            FORWARDS["fa3:fp8"].prepare(Inputs(x, other, x), spec)
 
 
 @given(st.integers(1, 256), st.integers(1, 256), st.booleans(), st.booleans())
@@ -284,7 +284,7 @@ def test_the_forward_only_wheel_names_its_own_module_and_configuration() -> None
             "the build from fa3-fwd has no windows"
         ]
         q, k, v, _ = Problem(spec, "bhsd", False, 0).tensors()
-        operands = forward.prepare(q, k, v, spec)
+        operands = forward.prepare(Inputs(q, k, v), spec)
         truth, _ = dense_attention(*operands.tensors(torch.float64), spec)
         assert error(forward.run(operands).out, truth) <= 0.004
 
@@ -334,7 +334,7 @@ def test_an_fp8_forward_hands_the_backward_what_it_saw() -> None:
     spec = AttentionSpec.make(batch=1, heads=4, kv_heads=2, seqlen_q=24, head_dim=32, direction="training")
     q, k, v, grad = Problem(spec, "bhsd", False, 0).tensors()
     with standins.modules(**official()):
-        operands = FORWARDS["fa3:fp8"].prepare(q, k, v, spec)
+        operands = FORWARDS["fa3:fp8"].prepare(Inputs(q, k, v), spec)
         result = FORWARDS["fa3:fp8"].run(operands)
         found = BACKWARDS["fa3:bf16"].run(Saved(operands, *result), grad)
     exact = dense_gradients(*operands.tensors(torch.float64), grad, spec)

@@ -15,7 +15,7 @@ from problems import Problem, problems
 
 from attnbench.backends.flash_attention import fa3_vllm
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import BackwardKernel
+from attnbench.kernels.contract import BackwardKernel, Inputs
 from attnbench.problem.fp8 import Quantised, Recipe, quantise
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
@@ -38,7 +38,7 @@ def test_it_computes_exact_attention_on_what_it_was_given(problem: Problem, fp8:
     assume(not kernel.refusals(spec, H200))
     q, k, v, _ = (x if problem.layout == "bhsd" else x.transpose(1, 2) for x in problem.tensors())
     with standins.modules(**VLLM):
-        operands = kernel.prepare(q, k, v, spec)
+        operands = kernel.prepare(Inputs(q, k, v), spec)
         result = kernel.run(operands)
     out, lse = dense_attention(*operands.tensors(torch.float64), spec)
     seen = lse > -math.inf
@@ -62,7 +62,7 @@ def test_descales_of_any_size_are_used(granularity: str) -> None:
     kernel = FORWARDS["fa3-vllm:fp8"]
     assert kernel.refusals(spec, H200) == []
     with standins.modules(**VLLM):
-        result = kernel.run(kernel.prepare_quantised(*given_, spec))
+        result = kernel.run(kernel.prepare(Inputs(*given_), spec))
     assert relative_l2(result.out, dense_attention(*(x.dequantised(torch.float64) for x in given_), spec)[0]) < 0.004
 
 

@@ -17,7 +17,7 @@ from sweep import distance
 
 from attnbench.backends.flash_attention import fa4
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Operands, Saved
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Operands, Saved
 from attnbench.problem.fp8 import Recipe, quantise
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
@@ -42,7 +42,7 @@ def test_it_refuses_or_agrees_with_the_truth_in_both_passes(problem: Problem) ->
     forward, backward = FORWARDS[f"fa4:{spec.dtype}"], BACKWARDS[f"fa4:{spec.dtype}"]
     assume(forward.refusals(spec, H200) == [])
     out, lse = dense_attention(q, k, v, spec)
-    operands = forward.prepare(q, k, v, spec)
+    operands = forward.prepare(Inputs(q, k, v), spec)
     result = forward.run(operands)
     assert result.out.dtype == q.dtype
     assert distance(result.out, out, 0.1 * v.double().norm().item()) <= forward.declared_error
@@ -58,7 +58,7 @@ def test_it_refuses_or_agrees_with_the_truth_in_both_passes(problem: Problem) ->
 def test_keys_that_no_query_sees_get_no_gradient() -> None:
     spec = SPEC.replace(mask=Mask(right=0), seqlen_q=20, direction="training")
     q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
-    operands = FORWARDS["fa4:bf16"].prepare(q, k, v, spec)
+    operands = FORWARDS["fa4:bf16"].prepare(Inputs(q, k, v), spec)
     _, dk, dv = BACKWARDS["fa4:bf16"].run(Saved(operands, *FORWARDS["fa4:bf16"].run(operands)), grad)
     assert dk.shape == k.shape
     assert dk[:, :, :20].any()
@@ -83,7 +83,7 @@ def test_the_gradient_of_a_sum_and_leaves_that_need_gradients() -> None:
     spec = SPEC.replace(direction="training")
     q, k, v, _ = (x.requires_grad_() for x in tensors_of(Problem(spec, "bshd", True, 0)))
     grad = torch.ones((), dtype=torch.bfloat16).expand(q.shape)
-    operands = FORWARDS["fa4:bf16"].prepare(q, k, v, spec)
+    operands = FORWARDS["fa4:bf16"].prepare(Inputs(q, k, v), spec)
     result = FORWARDS["fa4:bf16"].run(operands)
     assert not result.out.requires_grad
     dq, *_ = BACKWARDS["fa4:bf16"].run(Saved(operands, *result), grad)
@@ -92,7 +92,7 @@ def test_the_gradient_of_a_sum_and_leaves_that_need_gradients() -> None:
 
 def test_nothing_is_copied_that_the_kernel_can_read() -> None:
     q, k, v, _ = tensors_of(Problem(SPEC, "bhsd", False, 0))
-    native = FORWARDS["fa4:bf16"].prepare(q, k, v, SPEC).native
+    native = FORWARDS["fa4:bf16"].prepare(Inputs(q, k, v), SPEC).native
     assert [x.data_ptr() for x in native[:3]] == [x.data_ptr() for x in (q, k, v)]
 
 
@@ -104,7 +104,7 @@ def test_fp8_on_blackwell_uses_the_descales_of_each_group(dtype: str) -> None:
         x *= torch.logspace(-1, 1, x.shape[0] * x.shape[1]).view(*x.shape[:2], 1, 1).to(x.dtype)
     forward = FORWARDS["fa4:fp8"]
     assert forward.refusals(spec, B200) == []
-    operands = forward.prepare(q, k, v, spec)
+    operands = forward.prepare(Inputs(q, k, v), spec)
     result = forward.run(operands)
     truth, lse = dense_attention(*operands.tensors(torch.float64), spec)
     assert result.out.dtype == q.dtype

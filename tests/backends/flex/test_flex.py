@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from attnbench.backends.flex import backend as flex
 from attnbench.backends.flex.compiler import compiler_reason
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Saved
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
 from attnbench.kernels.registry import registry
 from attnbench.problem.fp8 import Recipe, quantise
 from attnbench.problem.mask import Mask
@@ -42,7 +42,7 @@ def out_of(spec: AttentionSpec, strided: bool = False) -> tuple[torch.Tensor, to
     q, k, v, _ = Problem(spec, "bhsd", strided, 0).tensors()
     forward = FORWARDS[f"flex:{spec.dtype}"]
     assert forward.refusals(spec, CPU) == []
-    result = forward.run(forward.prepare(q, k, v, spec))
+    result = forward.run(forward.prepare(Inputs(q, k, v), spec))
     assert result.lse is None
     assert result.out.dtype == q.dtype
     return result.out, dense_attention(q, k, v, spec)[0]
@@ -81,7 +81,7 @@ def test_more_programs_than_dynamo_keeps_still_run_compiled_and_agree_with_the_t
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > kept
     spec = specs[-2]
     q, k, v, _ = Problem(spec, "bhsd", False, 0).tensors()
-    operands = FORWARDS["flex:bf16"].prepare(q, k, v, spec)
+    operands = FORWARDS["flex:bf16"].prepare(Inputs(q, k, v), spec)
     with profile(activities=[ProfilerActivity.CPU]) as ran:
         FORWARDS["flex:bf16"].run(operands)
     names = {event.key for event in ran.key_averages()}
@@ -119,7 +119,7 @@ def test_inputs_that_need_gradients_are_served_where_none_are_asked_for() -> Non
     spec = spec_of(64, 64, Mask())
     q, k, v, _ = (x.requires_grad_() for x in Problem(spec, "bhsd", False, 0).tensors())
     forward = FORWARDS["flex:bf16"]
-    assert not forward.run(forward.prepare(q, k, v, spec)).out.requires_grad
+    assert not forward.run(forward.prepare(Inputs(q, k, v), spec)).out.requires_grad
 
 
 @given(masks(), st.integers(1, 600), st.integers(1, 600))
@@ -160,8 +160,8 @@ def test_training_and_the_log_sum_exp_are_refused_on_the_cpu_because_flex_has_ne
     assert BACKWARDS["flex:bf16"].refusals(spec.replace(direction="training"), CPU) == ["runs on cuda, not on cpu"]
     q, k, v, _ = Problem(spec, "bhsd", False, 0).tensors()
     with pytest.raises(Exception, match="CPU"):
-        forward.run(forward.prepare(q, k, v, spec.replace(direction="training")))
-    native = forward.prepare(q, k, v, spec).native
+        forward.run(forward.prepare(Inputs(q, k, v), spec.replace(direction="training")))
+    native = forward.prepare(Inputs(q, k, v), spec).native
     with pytest.raises(Exception, match="return_lse"):
         torch.compile(flex._attend, fullgraph=True)(native, spec.scale, True, torch.bfloat16)
 
@@ -173,7 +173,7 @@ def test_fp64_is_not_offered_because_flex_refuses_it() -> None:
     forward = FORWARDS["flex:bf16"]
     assert forward.refusals(spec, CPU) == ["takes bf16 tensors, not fp64"]
     with pytest.raises(Exception, match=r"torch\.float64"):
-        forward.run(forward.prepare(q, k, v, spec))
+        forward.run(forward.prepare(Inputs(q, k, v), spec))
 
 
 @needs_avx2
@@ -231,8 +231,9 @@ def test_an_fp8_backward_is_refused_for_a_reason_and_16_bits_can_follow() -> Non
         "torch has no gradients of FlexAttention in float8; a 16-bit backward can follow flex:fp8"
     ]
     forward = FORWARDS["flex:fp8"]
+    operands = forward.prepare(Inputs(*Problem(spec, "bhsd", False, 0).tensors()[:3]), spec)
     with pytest.raises(NotImplementedError, match="no gradients"):
-        backward.run(Saved(forward.prepare(*Problem(spec, "bhsd", False, 0).tensors()[:3], spec), None, None), None)
+        backward.run(Saved(operands, None, None), None)
     plans = {str(plan) for plan in registry().plans_with("flex:fp8", spec)}
     assert {"flex:fp8>flex:fp8", "flex:fp8>sdpa-flash:bf16"} <= plans
 
@@ -263,9 +264,9 @@ def test_the_fp8_operands_stand_for_the_attention_that_was_asked_for(given: str,
     k, v = k * gains, v * gains
     forward = FORWARDS["flex:fp8"]
     if given == "bf16":
-        operands = forward.prepare(q, k, v, spec)
+        operands = forward.prepare(Inputs(q, k, v), spec)
     else:
-        operands = forward.prepare_quantised(*(quantise(x, Recipe(given)) for x in (q, k, v)), spec)
+        operands = forward.prepare(Inputs(*(quantise(x, Recipe(given)) for x in (q, k, v))), spec)
     native = operands.native
     assert native.v.stride(-2) == 1  # V with its tokens contiguous
     assert native.q.stride(-1) == native.k.stride(-1) == 1
@@ -288,8 +289,8 @@ def test_the_fp8_operands_stand_for_the_attention_that_was_asked_for(given: str,
 @pytest.mark.parametrize("hole", ["q", "k", "v"])
 def test_fp8_operands_of_nothing_and_of_nan(hole: str) -> None:
     spec = spec_of(8, 8, Mask(), head_dim=32)
-    tensors = dict(zip("qkv", Problem(spec, "bhsd", False, 0).tensors(), strict=False))
+    tensors = dict(zip("qkv", Problem(spec, "bhsd", False, 0).tensors()[:3], strict=True))
     for value in (0.0, float("nan")):
         given = {**tensors, hole: torch.full_like(tensors[hole], value)}
-        found = dict(zip("qkv", FORWARDS["flex:fp8"].prepare(**given, spec=spec).tensors(), strict=True))
+        found = dict(zip("qkv", FORWARDS["flex:fp8"].prepare(Inputs(**given), spec).tensors(), strict=True))
         assert torch.equal(found[hole].nan_to_num(7.0), torch.full_like(found[hole], 7.0 if value else 0.0))

@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import AuxOutput
 from attnbench.backends.flex import backend as flex
 from attnbench.backends.flex.tiles import TILES, TileKey, kernel_options
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import ForwardKernel
+from attnbench.kernels.contract import ForwardKernel, Inputs
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
@@ -136,7 +136,7 @@ def test_the_tile_reaches_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(flex, "describe", lambda device: H200)
     spec = spec_of(128, 128, Mask(), head_dim=16 if name == "flex:bf16" else 32)
     forward = FORWARDS[name]
-    native = forward.prepare(*Problem(spec, "bhsd", False, 0).tensors()[:3], spec).native
+    native = forward.prepare(Inputs(*Problem(spec, "bhsd", False, 0).tensors()[:3]), spec).native
     assert native.options == {f"fwd_{option}": value for option, value in TILE.items()}
     seen: list[object] = []
     monkeypatch.setattr(
@@ -151,7 +151,7 @@ def test_options_do_not_keep_the_kernel_from_compiling() -> None:
     """What torch makes of them on a CPU is nothing, but tracing and its guards are the same as on a GPU."""
     spec = spec_of(128, 128, Mask())
     q, k, v, _ = Problem(spec, "bhsd", False, 0).tensors()
-    native = FORWARDS["flex:bf16"].prepare(q, k, v, spec).native
+    native = FORWARDS["flex:bf16"].prepare(Inputs(q, k, v), spec).native
     compiled = torch.compile(flex._attend, fullgraph=True, dynamic=False)
     options = {f"fwd_{name}": value for name, value in {**TILE, "USE_TMA": False}.items()}
     with torch.no_grad():

@@ -22,7 +22,7 @@ from attnbench.backends.triton.backward.tiles import DEFAULTS, TILES, Tile, Tile
 from attnbench.backends.triton.forward.contract import RECIPES
 from attnbench.errors import InputError
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import ForwardKernel, Saved
+from attnbench.kernels.contract import ForwardKernel, Inputs, Saved
 from attnbench.kernels.registry import Registry, registry
 from attnbench.problem.fp8 import Quantised, Recipe, quantise
 from examples import every_pair, examples
@@ -131,7 +131,7 @@ def test_it_takes_over_from_another_forward(kernel: TritonBackward) -> None:
     forward = next(each for each in EMULATED.kernels if each.name == "emulated:fp8")
     assert isinstance(forward, ForwardKernel)
     assert kernel.cannot_follow(forward, CPU) is None
-    operands = forward.prepare(q, k, v, spec)
+    operands = forward.prepare(Inputs(q, k, v), spec)
     before = [x.data.clone() for x in (operands.q, operands.k, operands.v) if isinstance(x, Quantised)]
     found = kernel.run(Saved(operands, *forward.run(operands)[:2]), grad_out)
     for x, wanted in zip(found, dense.dense_gradients(q, k, v, grad_out, spec), strict=True):
@@ -160,7 +160,7 @@ def test_after_our_own_forward_few_keys_leave_dq_as_exact_as_many() -> None:
             spec, tensors = make(1, seqlen_kv, heads=1, head_dim=64)
             generator = torch.Generator().manual_seed(seed)
             q, k, v, grad_out = (torch.randn(x.shape, generator=generator).to(torch.bfloat16) for x in tensors)
-            operands = forward.prepare(q, k, v, spec)
+            operands = forward.prepare(Inputs(q, k, v), spec)
             dq, _, _ = WIDE.run(Saved(operands, *forward.run(operands)[:2]), grad_out)
             wanted, _, _ = dense.dense_gradients(q, k, v, grad_out, spec)
             size = 0.1 * dense.gradient_sizes(q, k, v, grad_out, spec)[0]
@@ -171,7 +171,7 @@ def test_after_our_own_forward_few_keys_leave_dq_as_exact_as_many() -> None:
 def test_v_is_ready_for_the_backward_where_gradients_are_asked_for() -> None:
     spec, (q, k, v, _) = make(20, 128)
     for direction, ready in (("training", True), ("forward", False)):
-        operands = TritonForward("fp8").prepare(q, k, v, spec.replace(direction=direction))
+        operands = TritonForward("fp8").prepare(Inputs(q, k, v), spec.replace(direction=direction))
         assert isinstance(operands.v, Quantised)
         assert operands.v.data.is_contiguous() is ready
 

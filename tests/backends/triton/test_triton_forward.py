@@ -20,7 +20,7 @@ from attnbench.backends.triton.forward.contract import RECIPES
 from attnbench.backends.triton.interpreter import interpreted
 from attnbench.errors import InputError, UnknownBackendError
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import Operands, Result
+from attnbench.kernels.contract import Inputs, Operands, Result
 from attnbench.kernels.registry import Registry
 from attnbench.problem.fp8 import Quantised, Recipe, quantise
 from attnbench.problem.mask import Mask
@@ -90,7 +90,7 @@ def test_it_computes_exact_attention_on_what_it_quantised(problem: Problem, name
     q, k, v, _ = (x if problem.layout == "bhsd" else x.transpose(1, 2) for x in problem.tensors())
     assert kernel.refusals(spec, CPU) == []
     before = [x.clone() for x in (q, k, v)]
-    operands = kernel.prepare(q, k, v, spec)
+    operands = kernel.prepare(Inputs(q, k, v), spec)
     result = kernel.run(operands)
     agrees(operands, result)
     assert result.out.dtype == q.dtype
@@ -116,7 +116,7 @@ def test_it_computes_exact_attention_on_what_it_quantised(problem: Problem, name
 def test_blocks_of_keys_are_skipped_masked_and_whole(name: str, lengths: tuple[int, int], mask: Mask) -> None:
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=lengths[0], seqlen_kv=lengths[1], head_dim=64, mask=mask)
     kernel = forward(name, Tile(64, 64, 4, 2))
-    operands = kernel.prepare(*tensors(spec), spec)
+    operands = kernel.prepare(Inputs(*tensors(spec)), spec)
     agrees(operands, kernel.run(operands))
 
 
@@ -131,7 +131,7 @@ def test_head_dimensions(sizes: tuple[int, int], tma: bool) -> None:
         mask=Mask(right=0, alignment="bottom-right"), softcap=5.0,
     )  # fmt: skip
     kernel = backend.TritonForward("fp8", Tile(32, 32, 4, 2, tma=tma))
-    operands = kernel.prepare(*tensors(spec), spec)
+    operands = kernel.prepare(Inputs(*tensors(spec)), spec)
     agrees(operands, kernel.run(operands))
 
 
@@ -144,7 +144,7 @@ def test_any_scale(scale: float, softcap: float) -> None:
     )  # fmt: skip
     for name in ("fp8", "fp8-token", WIDE):
         kernel = forward(name)
-        operands = kernel.prepare(*tensors(spec), spec)
+        operands = kernel.prepare(Inputs(*tensors(spec)), spec)
         agrees(operands, kernel.run(operands))
 
 
@@ -174,7 +174,7 @@ def test_descales_of_any_size_are_used(
         inputs.append(Quantised(data, 2.0**exponent, granularity))
     kernel = backend.TritonForward("fp8", tile)
     assert kernel.refusals(spec, H200) == [] or interpreted()
-    operands = kernel.prepare_quantised(*inputs, spec)
+    operands = kernel.prepare(Inputs(*inputs), spec)
     result = kernel.run(operands)
     assert result.out.dtype == torch.bfloat16
     agrees(operands, result)
@@ -190,7 +190,7 @@ def test_rows_that_tma_can_read_are_not_copied(layout: str) -> None:
         x = torch.randint(0, 100, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
         inputs.append(Quantised(x if layout == "bhsd" else x.transpose(1, 2), torch.ones(1, 1, 1, 1) / 9, "tensor"))
     kernel = backend.TritonForward("fp8")
-    operands = kernel.prepare_quantised(*inputs, spec)
+    operands = kernel.prepare(Inputs(*inputs), spec)
     native = operands.native
     assert [x.data_ptr() for x in (native.q, native.k)] == [x.data.data_ptr() for x in inputs[:2]]
     agrees(operands, kernel.run(operands))
@@ -202,10 +202,10 @@ def test_no_output_depends_on_later_tokens(name: str, safe: bool) -> None:
     spec = AttentionSpec.make(batch=1, heads=2, kv_heads=1, seqlen_q=100, head_dim=64, mask=Mask(right=0))
     kernel = backend.TritonForward(name, Tile(32, 64, 4, 2))
     inputs = tensors(spec)
-    first = kernel.run(kernel.prepare(*inputs, spec))
+    first = kernel.run(kernel.prepare(Inputs(*inputs), spec))
     for at in (1, 40, 63, 64):
         changed = [torch.cat([x[:, :, :at], 1000.0 * x[:, :, at:].flip(2)], 2) for x in inputs]
-        second = kernel.run(kernel.prepare(*changed, spec))
+        second = kernel.run(kernel.prepare(Inputs(*changed), spec))
         same = torch.equal(first.out[:, :, :at], second.out[:, :, :at])
         assert same or not safe
         assert torch.equal(first.lse[:, :, :at], second.lse[:, :, :at]) or not safe
@@ -219,7 +219,7 @@ def test_what_is_not_finite_stays_visible(name: str) -> None:
     for index in range(3):
         inputs = tensors(spec)
         inputs[index][0, 1, 0, 3] = math.nan
-        out = kernel.run(kernel.prepare(*inputs, spec)).out
+        out = kernel.run(kernel.prepare(Inputs(*inputs), spec)).out
         assert bool(out[0, 0].isfinite().all())
         assert bool(out[0, 1, 0].isnan().all())
 
@@ -234,7 +234,7 @@ def test_the_order_of_interleaved_keys_is_undone() -> None:
 def test_another_tile_gives_the_same_answer() -> None:
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=70, seqlen_kv=140, head_dim=64)
     kernel = backend.TritonForward("fp8", TILES[0])
-    operands = kernel.prepare(*tensors(spec), spec)
+    operands = kernel.prepare(Inputs(*tensors(spec)), spec)
     for tile in TILES:
         native = triton_forward.retiled(operands.native, tile)
         agrees(operands, triton_forward.attend(native))
@@ -270,7 +270,7 @@ def test_every_program_has_a_block_of_its_own(heads_in_turn: int, monkeypatch: p
     monkeypatch.setattr(triton_forward, "_layout", triton_forward._layout.__wrapped__)  # no section is kept
     spec = AttentionSpec.make(batch=2, heads=3, seqlen_q=40, head_dim=64, mask=Mask(right=0))
     kernel = backend.TritonForward("fp8", Tile(16, 32, 4, 2))
-    operands = kernel.prepare(*tensors(spec), spec)
+    operands = kernel.prepare(Inputs(*tensors(spec)), spec)
     agrees(operands, kernel.run(operands))
 
 
@@ -310,8 +310,8 @@ def test_tensors_that_are_not_plain_are_an_error() -> None:
         ((plain, plain, rotated), "V as it is"),
     ):
         with pytest.raises(InputError, match=sentence):
-            kernel.prepare_quantised(*wrong, spec)
-    operands = kernel.prepare_quantised(rotated, rotated, plain, spec)
+            kernel.prepare(Inputs(*wrong), spec)
+    operands = kernel.prepare(Inputs(rotated, rotated, plain), spec)
     agrees(operands, kernel.run(operands))
 
 
@@ -363,13 +363,13 @@ def test_scores_of_16_bits_leave_the_error_of_p_and_v(head_dim: int, outliers: b
     q, k, v = tensors(spec)
     if outliers:  # one number in a thousand, ten times as large
         q, k, v = (torch.where(torch.rand(x.shape) < 0.001, 10 * x, x) for x in (q, k, v))
-    operands = forward(WIDE).prepare(q, k, v, spec)
+    operands = forward(WIDE).prepare(Inputs(q, k, v), spec)
     out = forward(WIDE).run(operands).out
     quantised_v = operands.tensors()[2]
     rounding_of_p = 0.026  # half a step of e4m3, root mean square, and the little that the sums add
     assert relative_l2(out, dense_attention(q.double(), k.double(), quantised_v.double(), spec)[0]) <= rounding_of_p
     assert relative_l2(out, dense_attention(q.double(), k.double(), v.double(), spec)[0]) <= 0.04
-    scores_too = forward("fp8-head").run(forward("fp8-head").prepare(q, k, v, spec)).out
+    scores_too = forward("fp8-head").run(forward("fp8-head").prepare(Inputs(q, k, v), spec)).out
     if not outliers:  # they leave one key to a row, and the weight of one key has no error
         assert relative_l2(scores_too, dense_attention(q.double(), k.double(), quantised_v.double(), spec)[0]) > 0.03
 
@@ -377,7 +377,7 @@ def test_scores_of_16_bits_leave_the_error_of_p_and_v(head_dim: int, outliers: b
 def test_for_training_v_alone_is_quantised_and_q_and_k_are_the_callers() -> None:
     spec = AttentionSpec.make(batch=1, heads=2, kv_heads=1, seqlen_q=20, head_dim=64, direction="training")
     q, k, v = tensors(spec)
-    operands = forward(WIDE).prepare(q.requires_grad_(), k, v, spec)
+    operands = forward(WIDE).prepare(Inputs(q.requires_grad_(), k, v), spec)
     assert [x.data_ptr() for x in (operands.q, operands.k)] == [q.data_ptr(), k.data_ptr()]
     assert not operands.q.requires_grad
     assert relative_l2(operands.tensors()[2], v) < 0.04

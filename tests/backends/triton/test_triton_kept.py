@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnbench import AttentionSpec, Mask
 from attnbench.errors import InputError
-from attnbench.kernels.contract import Saved
+from attnbench.kernels.contract import Inputs, Saved
 from attnbench.problem.fp8 import Quantised, Recipe, quantise
 
 pytest.importorskip("triton")
@@ -181,7 +181,7 @@ def test_no_forward_gets_the_launch_of_memory_that_lies_otherwise(started: list[
 
     def run(given: Saved, _: Tensor) -> None:
         operands = given.operands
-        kernel.run(kernel.prepare_quantised(operands.q, operands.k, operands.v, _e4m3_spec(given.spec)))
+        kernel.run(kernel.prepare(Inputs(operands.q, operands.k, operands.v), _e4m3_spec(given.spec)))
 
     check(run, started)
 
@@ -193,7 +193,7 @@ def test_calls_alike_look_their_launches_up(started: list[Started]) -> None:
     found = []
     for _ in range(2):
         started.clear()
-        operands = forward_.prepare(q.clone(), k.clone(), v.clone(), spec)
+        operands = forward_.prepare(Inputs(q.clone(), k.clone(), v.clone()), spec)
         result = forward_.run(operands)
         kernel.run(Saved(operands, result.out, result.lse), grad.clone())
         found.append([each.launch for each in started])
@@ -283,7 +283,7 @@ def test_descales_that_fit_nowhere_are_an_error_forward_and_backward(operand: st
                 Saved(operands, plain.out, plain.lse), grad
             )
         with pytest.raises(InputError, match="descales"):
-            TritonForward("fp8", FORWARD_TILE).prepare_quantised(operands.q, operands.k, operands.v, _e4m3_spec(spec))
+            TritonForward("fp8", FORWARD_TILE).prepare(Inputs(operands.q, operands.k, operands.v), _e4m3_spec(spec))
 
 
 def _e4m3_spec(spec: AttentionSpec) -> AttentionSpec:

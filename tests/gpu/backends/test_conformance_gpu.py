@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from attnbench.kernels.capabilities import Capabilities
-from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Operands, Result
+from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Inputs, Operands, Result
 from attnbench.kernels.registry import Registry, registry
 from attnbench.problem.spec import AttentionSpec
 from attnbench.testing import Report, check_backend
@@ -36,8 +35,8 @@ class Misbehaving(ForwardKernel):
     declared_error = 0.004
     rows = {"cuda": Capabilities(dtypes=("bf16",))}  # noqa: RUF012
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
-        return registry().forward("reference:fp32").prepare(q, k, v, spec)
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
+        return registry().forward("reference:fp32").prepare(inputs, spec)
 
 
 class OwnStream(Misbehaving):

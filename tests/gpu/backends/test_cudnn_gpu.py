@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from attnbench import AttentionSpec, Mask
 from attnbench.backends.cudnn import backend as cudnn
 from attnbench.backends.cudnn import graphs as cudnn_graphs
-from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Saved
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
 from attnbench.kernels.devices import describe
 
 pytestmark = [
@@ -79,7 +79,7 @@ def test_the_profiler_shows_cudnns_kernel(name: str) -> None:
     spec = AttentionSpec.make(batch=1, heads=8, seqlen_q=512, head_dim=128, direction="training")
     q, k, v, grad = Truth.of(spec, 0, torch.device("cuda", 0)).inputs
     forward, backward = FORWARDS[name], BACKWARDS[name]
-    operands = forward.prepare(q, k, v, spec)
+    operands = forward.prepare(Inputs(q, k, v), spec)
     result = forward.run(operands)
     for kernel, call in ((forward, lambda: forward.run(operands)),
                          (backward, lambda: backward.run(Saved(operands, *result), grad))):  # fmt: skip
@@ -95,7 +95,7 @@ def test_the_maxima_that_cudnn_reports_are_below_what_the_scales_assume(capsys: 
     spec = AttentionSpec.make(batch=1, heads=8, seqlen_q=4096, head_dim=128, mask=Mask(right=0))
     q, k, v, _ = Truth.of(spec.replace(seqlen_q=512, seqlen_kv=512), 0, torch.device("cuda", 0)).inputs
     q, k, v = (x.repeat(1, 1, 8, 1) for x in (q, k, v))
-    operands = FORWARDS["cudnn:fp8"].prepare(q, k, v, spec)
+    operands = FORWARDS["cudnn:fp8"].prepare(Inputs(q, k, v), spec)
     graph, inputs = operands.native
     found = graph.run(inputs)
     with capsys.disabled():
@@ -125,7 +125,7 @@ def test_what_is_refused_really_fails_or_is_wrong(precision: str, changes: dict[
     truth = Truth.of(spec, 1, device)  # as (B, S, H, D), in which most of the refusals hold
     out, failure = None, ""
     try:
-        out = forward.run(forward.prepare(*truth.inputs[:3], spec)).out
+        out = forward.run(forward.prepare(Inputs(*truth.inputs[:3]), spec)).out
     except Exception as error:  # cuDNN's own, which exists only where its front end does
         failure = f"{type(error).__name__} {error}"
     assert "upport" in failure or (
@@ -140,7 +140,7 @@ def test_the_fp8_backward_has_no_other_head_dimension_than_128(size: int, monkey
     assert BACKWARDS["cudnn:fp8"].refusals(spec, describe(torch.device("cuda", 0)))
     monkeypatch.setattr(cudnn, "_BACKWARD_SIZE", size)
     truth = Truth.of(spec, 0, torch.device("cuda", 0))
-    operands = FORWARDS["cudnn:fp8"].prepare(*truth.inputs[:3], spec)
+    operands = FORWARDS["cudnn:fp8"].prepare(Inputs(*truth.inputs[:3]), spec)
     saved = Saved(operands, *FORWARDS["cudnn:fp8"].run(operands))
     with pytest.raises(Exception, match="hidden_dim"):
         BACKWARDS["cudnn:fp8"].run(saved, truth.inputs[3])
@@ -149,12 +149,13 @@ def test_the_fp8_backward_has_no_other_head_dimension_than_128(size: int, monkey
 WIDER_V = """
 import torch
 from attnbench import AttentionSpec
+from attnbench.kernels.contract import Inputs
 from attnbench.kernels.registry import registry
 spec = AttentionSpec.make(batch=2, heads=1, seqlen_q=118, head_dim=16, head_dim_v=192)
 q, k, v = (torch.randn(2, 1, 118, size, device="cuda", dtype=torch.bfloat16) for size in (16, 16, 192))
 kernel = registry().forward("KERNEL:fp8")
 for _ in range(20):
-    out = kernel.run(kernel.prepare(q, k, v, spec)).out
+    out = kernel.run(kernel.prepare(Inputs(q, k, v), spec)).out
 torch.cuda.synchronize()
 exact = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
 print(float((out.double() - exact).norm() / exact.norm()))
@@ -177,7 +178,7 @@ def test_our_layer_costs_nothing(name: str, seqlen: int, capsys: pytest.CaptureF
     shape = (spec.batch, seqlen, 16, 128)
     q, k, v, grad = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))
     forward, backward = FORWARDS[name], BACKWARDS[name]
-    operands = forward.prepare(q, k, v, spec)
+    operands = forward.prepare(Inputs(q, k, v), spec)
     saved = Saved(operands, *forward.run(operands))
     graph, inputs = operands.native
     library, handle = graph._graph, cudnn_graphs._handle(q.device)
@@ -187,7 +188,7 @@ def test_our_layer_costs_nothing(name: str, seqlen: int, capsys: pytest.CaptureF
         lambda: forward.run(operands),
         lambda: graph.run(inputs),
         lambda: library.execute(buffers, workspace, handle=handle),
-        lambda: forward.prepare(q, k, v, spec),
+        lambda: forward.prepare(Inputs(q, k, v), spec),
         lambda: backward.run(saved, grad),
     ])  # fmt: skip
     with capsys.disabled():

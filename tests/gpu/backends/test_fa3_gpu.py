@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from attnbench import AttentionSpec, Mask
 from attnbench.backends.flash_attention import fa3, fa3_origins, fa3_vllm
 from attnbench.backends.flash_attention.fa3_operands import native
-from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Operands, Saved
+from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Inputs, Operands, Saved
 from attnbench.kernels.devices import describe
 from attnbench.problem.fp8 import Quantised
 
@@ -112,8 +112,8 @@ class _Replayed(ForwardKernel):
     def further_refusals(self, spec, device) -> list[str]:
         return self.kernel.further_refusals(spec, device)
 
-    def prepare(self, q, k, v, spec) -> Operands:
-        return self.kernel.prepare(q, k, v, spec)
+    def prepare(self, inputs, spec) -> Operands:
+        return self.kernel.prepare(inputs, spec)
 
     def run(self, operands: Operands):
         return self.kernel.run(operands)
@@ -134,7 +134,7 @@ def test_descales_of_random_size_are_used(name: str, kv_heads: int) -> None:
         )
         for heads, length in ((8, 200), (kv_heads, 300), (kv_heads, 300))
     ]
-    result = FORWARDS[name].run(FORWARDS[name].prepare_quantised(*inputs, spec))
+    result = FORWARDS[name].run(FORWARDS[name].prepare(Inputs(*inputs), spec))
     out, lse = dense.dense_attention(*(x.dequantised(torch.float64) for x in inputs), spec)
     assert dense.relative_l2(result.out, out) < 0.05
     assert dense.relative_l2(result.lse, lse) < 0.001
@@ -150,7 +150,7 @@ def test_our_layer_costs_nothing(precision: str, length: int, capsys: pytest.Cap
     spec = AttentionSpec.make(batch=16384 // length, heads=16, seqlen_q=length, head_dim=128, mask=Mask(right=0))
     q, k, v = (torch.randn(spec.batch, length, 16, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
     kernel = FORWARDS[f"fa3:{precision}"]
-    operands = kernel.prepare(*(x.transpose(1, 2) for x in (q, k, v)), spec)
+    operands = kernel.prepare(Inputs(*(x.transpose(1, 2) for x in (q, k, v))), spec)
     made = operands.native
     none = [None] * 17
     from sgl_kernel import flash_ops  # noqa: F401
@@ -173,7 +173,7 @@ def test_the_profiler_shows_that_kernel(name: str) -> None:
     dtype = "bf16" if name.endswith(":fp8") else name.partition(":")[2]
     spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=512, head_dim=128, dtype=dtype)
     q, k, v, _ = Truth.of(spec, 0, DEVICE).inputs
-    operands = FORWARDS[name].prepare(q, k, v, spec)
+    operands = FORWARDS[name].prepare(Inputs(q, k, v), spec)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         FORWARDS[name].run(operands)
         torch.cuda.synchronize()
@@ -193,7 +193,7 @@ def test_more_than_2_to_the_31_elements() -> None:
     k, v = (torch.randn(1, 1, 256, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     for name in ("fa3:bf16", "fa3:fp8"):
         assert FORWARDS[name].refusals(spec, describe(DEVICE)) == []
-        out = FORWARDS[name].run(FORWARDS[name].prepare(q, k, v, spec)).out
+        out = FORWARDS[name].run(FORWARDS[name].prepare(Inputs(q, k, v), spec)).out
         for rows in (slice(0, 300), slice(length - 300, length)):
             part = spec.replace(seqlen_q=300)
             truth, _ = dense.dense_attention(q[:, :, rows], k, v, part)

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends.flash_attention import fa4
-from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Saved
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
 from attnbench.kernels.devices import describe
 
 pytestmark = [
@@ -64,7 +64,7 @@ def test_the_profiler_shows_this_kernel() -> None:
     spec = AttentionSpec.make(batch=1, heads=8, seqlen_q=512, head_dim=128, direction="training")
     q, k, v, grad = Truth.of(spec, 0, torch.device("cuda", 0)).inputs
     forward, backward = FORWARDS["fa4:bf16"], BACKWARDS["fa4:bf16"]
-    operands = forward.prepare(q, k, v, spec)
+    operands = forward.prepare(Inputs(q, k, v), spec)
     result = forward.run(operands)
     for kernel, call in ((forward, lambda: forward.run(operands)),
                          (backward, lambda: backward.run(Saved(operands, *result), grad))):  # fmt: skip
@@ -81,7 +81,7 @@ def test_fp8_really_fails_here(head_dim: int) -> None:
     device = torch.device("cuda", 0)
     spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=256, head_dim=head_dim)
     assert FORWARDS["fa4:fp8"].refusals(spec, describe(device))
-    operands = FORWARDS["fa4:fp8"].prepare(*Truth.of(spec, 0, device).inputs[:3], spec)
+    operands = FORWARDS["fa4:fp8"].prepare(Inputs(*Truth.of(spec, 0, device).inputs[:3]), spec)
     with pytest.raises(AssertionError, match="SM100"):
         FORWARDS["fa4:fp8"].run(operands)
 
@@ -91,7 +91,7 @@ def test_a_head_dimension_that_is_refused_really_fails() -> None:
     forward = FORWARDS["fa4:bf16"]
     assert forward.refusals(spec, describe(torch.device("cuda", 0)))
     with pytest.raises(AssertionError, match="not supported on SM90"):
-        forward.run(forward.prepare(*Truth.of(spec, 0, torch.device("cuda", 0)).inputs[:3], spec))
+        forward.run(forward.prepare(Inputs(*Truth.of(spec, 0, torch.device("cuda", 0)).inputs[:3]), spec))
 
 
 def test_the_backward_needs_the_padding_of_its_head_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,7 @@ def test_the_backward_needs_the_padding_of_its_head_dimension(monkeypatch: pytes
     spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=256, head_dim=80, direction="training")
     truth = Truth.of(spec, 0, torch.device("cuda", 0))
     forward, backward = FORWARDS["fa4:bf16"], BACKWARDS["fa4:bf16"]
-    operands = forward.prepare(*truth.inputs[:3], spec)
+    operands = forward.prepare(Inputs(*truth.inputs[:3]), spec)
     saved = Saved(operands, *forward.run(operands))
     assert dense.relative_l2(backward.run(saved, truth.inputs[3])[0], truth.gradients[0]) < 0.02
     monkeypatch.setattr(fa4, "_BACKWARD_STEP", 8)
@@ -114,7 +114,7 @@ def test_our_layer_costs_nothing(seqlen: int, capsys: pytest.CaptureFixture[str]
     rows = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     q, k, v, grad = (x.transpose(1, 2) for x in rows)
     forward, backward = FORWARDS["fa4:bf16"], BACKWARDS["fa4:bf16"]
-    operands = forward.prepare(q, k, v, spec)
+    operands = forward.prepare(Inputs(q, k, v), spec)
     result = forward.run(operands)
     saved, library = Saved(operands, *result), fa4._library()
     out, lse = library.forward(*rows[:3], softmax_scale=spec.scale, causal=True, return_lse=True)[:2]

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends import flashinfer
-from attnbench.kernels.contract import ForwardKernel, Operands, Result
+from attnbench.kernels.contract import ForwardKernel, Inputs, Operands, Result
 from attnbench.kernels.devices import describe
 from attnbench.problem.fp8 import Quantised
 
@@ -48,8 +48,8 @@ class _Floor(ForwardKernel):
     def further_refusals(self, spec, device) -> list[str]:
         return KERNEL.further_refusals(spec, device)
 
-    def prepare(self, q, k, v, spec) -> Operands:
-        return KERNEL.prepare(q, k, v, spec)
+    def prepare(self, inputs, spec) -> Operands:
+        return KERNEL.prepare(inputs, spec)
 
     def run(self, operands: Operands) -> Result:
         return KERNEL.run(operands)
@@ -87,7 +87,7 @@ def test_descales_of_random_size_are_used(kv_heads: int) -> None:
                   torch.rand(3, heads, 1, 1, device=DEVICE) * 0.02 + 0.001, "head")
         for heads in (8, kv_heads, kv_heads)
     ]  # fmt: skip
-    result = KERNEL.run(KERNEL.prepare_quantised(*inputs, spec))
+    result = KERNEL.run(KERNEL.prepare(Inputs(*inputs), spec))
     out, lse = dense.dense_attention(*(x.dequantised(torch.float64) for x in inputs), spec)
     assert dense.relative_l2(result.out, out) < 0.05
     assert dense.relative_l2(result.lse, lse) < 0.001
@@ -98,7 +98,7 @@ def test_our_layer_costs_little(length: int, capsys: pytest.CaptureFixture[str])
     """The library called directly with operands made beforehand; ours also turns the log-sum-exp into a natural one."""
     spec = AttentionSpec.make(batch=16384 // length, heads=16, seqlen_q=length, head_dim=128, mask=Mask(right=0))
     q, k, v = (torch.randn(spec.batch, 16, length, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
-    operands = KERNEL.prepare(q, k, v, spec)
+    operands = KERNEL.prepare(Inputs(q, k, v), spec)
     made = operands.native
     ours, theirs = in_turns([
         lambda: KERNEL.run(operands),
@@ -113,7 +113,7 @@ def test_our_layer_costs_little(length: int, capsys: pytest.CaptureFixture[str])
 
 def test_the_profiler_shows_the_fp8_kernel_on_the_current_stream() -> None:
     spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=512, head_dim=128)
-    operands = KERNEL.prepare(*Truth.of(spec, 0, DEVICE).inputs[:3], spec)
+    operands = KERNEL.prepare(Inputs(*Truth.of(spec, 0, DEVICE).inputs[:3]), spec)
     want = KERNEL.run(operands).out
     with profile(activities=[ProfilerActivity.CUDA]) as seen, torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(50_000_000)
@@ -128,7 +128,7 @@ def test_the_profiler_shows_the_fp8_kernel_on_the_current_stream() -> None:
 def test_a_scale_that_is_not_positive_is_refused_because_the_answer_is_wrong() -> None:
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64, mask=Mask(right=0), scale=-40.0)
     assert "positive scale" in KERNEL.refusals(spec, describe(DEVICE))[0]
-    operands = KERNEL.prepare(*Truth.of(spec, 0, DEVICE).inputs[:3], spec)
+    operands = KERNEL.prepare(Inputs(*Truth.of(spec, 0, DEVICE).inputs[:3]), spec)
     out, _ = dense.dense_attention(*operands.tensors(torch.float64), spec)
     assert not dense.relative_l2(KERNEL.run(operands).out, out) < 0.2
 
@@ -148,7 +148,7 @@ def test_more_than_2_to_the_31_elements() -> None:
     assert length * 16 * 128 > 2**31
     q = torch.randn(1, 16, length, 128, device=DEVICE, dtype=torch.bfloat16)
     k, v = (torch.randn(1, 1, 256, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    out = KERNEL.run(KERNEL.prepare(q, k, v, spec)).out
+    out = KERNEL.run(KERNEL.prepare(Inputs(q, k, v), spec)).out
     for rows in (slice(0, 300), slice(length - 300, length)):
         truth, _ = dense.dense_attention(q[:, :, rows], k, v, spec.replace(seqlen_q=300))
         assert dense.relative_l2(out[:, :, rows], truth) < KERNEL.declared_error

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends.flex import backend as flex
-from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Saved
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
 from attnbench.kernels.devices import describe
 from attnbench.problem.fp8 import Recipe, quantise
 
@@ -101,7 +101,7 @@ def test_tensors_quantised_beforehand(granularity: str, softcap: float) -> None:
     if forward.refusals(given, describe(device)):
         pytest.skip("this GPU has no FP8 FlexAttention")
     q, k, v, _ = Truth.of(FP8_SPECS[1], 1, device).inputs
-    operands = forward.prepare_quantised(*(quantise(x, Recipe(granularity)) for x in (q, k, v)), given)
+    operands = forward.prepare(Inputs(*(quantise(x, Recipe(granularity)) for x in (q, k, v))), given)
     result = forward.run(operands)
     truth, _ = dense.dense_attention(*operands.tensors(torch.float64), given)
     assert result.out.dtype == torch.bfloat16
@@ -118,7 +118,7 @@ def test_float8_serves_a_backward_of_another_backend() -> None:
         pytest.skip("this GPU has no FP8 FlexAttention")
     backward = next(k for k in BACKEND.kernels if isinstance(k, BackwardKernel) and k.name.endswith(":bf16"))
     truth = Truth.of(spec, 0, device)
-    operands = forward.prepare(*truth.inputs[:3], spec)
+    operands = forward.prepare(Inputs(*truth.inputs[:3]), spec)
     found = backward.run(Saved(operands, *forward.run(operands)), truth.inputs[3])
     for each, wanted in zip(found, truth.gradients, strict=True):
         assert dense.relative_l2(each, wanted) <= 0.15
@@ -132,7 +132,7 @@ def test_the_refused_float8_backward_fails() -> None:
         pytest.skip("this GPU has no FP8 FlexAttention")
     assert "no gradients" in backward.refusals(spec, describe(device))[0]
     q, k, v, grad = Truth.of(spec, 0, device).inputs
-    native = forward.prepare(q, k, v, spec).native
+    native = forward.prepare(Inputs(q, k, v), spec).native
     leaves = [x.detach().requires_grad_() for x in (native.q, native.k, native.v)]
     lifted = replace(native, q=leaves[0], k=leaves[1], v=leaves[2])
 
@@ -153,7 +153,7 @@ def test_refused_head_dimensions_fail(name: str, head_dim: int) -> None:
     assert any("head_dim" in reason for reason in forward.refusals(spec, describe(device)))
     truth = Truth.of(spec, 0, device)
     try:
-        out = forward.run(forward.prepare(*truth.inputs[:3], spec)).out
+        out = forward.run(forward.prepare(Inputs(*truth.inputs[:3]), spec)).out
     except Exception:  # whatever the compiler says, it did not run
         return
     assert dense.relative_l2(out, truth.out) > 2 * forward.declared_error, "it runs and is right: no refusal is needed"
@@ -167,7 +167,7 @@ def test_the_profiler_shows_the_compiled_kernels(name: str) -> None:
     if forward.refusals(spec, describe(device)):
         pytest.skip("this GPU has no FP8 FlexAttention")
     q, k, v, grad = Truth.of(spec, 0, device).inputs
-    operands = forward.prepare(q, k, v, spec)
+    operands = forward.prepare(Inputs(q, k, v), spec)
     saved = Saved(operands, *forward.run(operands))
     calls = [(forward, lambda: forward.run(operands))]
     if backward is not None:

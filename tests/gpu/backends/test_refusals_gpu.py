@@ -12,7 +12,7 @@ from sweep import Truth, distance
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends.common.mask_tensor import MAX_SCORES
-from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Saved
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
 from attnbench.kernels.devices import describe
 from attnbench.kernels.registry import registry
 from attnbench.problem.dtypes import TO_TORCH
@@ -48,10 +48,10 @@ def test_a_kernel_of_another_dtype_is_another_kernel(name: str) -> None:
     q, k, v, _ = Truth.of(spec, 0, DEVICE).inputs
     assert kernel.refusals(spec, describe(DEVICE))
     try:
-        out = kernel.run(kernel.prepare(q, k, v, spec)).out
+        out = kernel.run(kernel.prepare(Inputs(q, k, v), spec)).out
     except (RuntimeError, TypeError, AssertionError, KeyError, ValueError):
         return
-    assert torch.equal(out, sibling.run(sibling.prepare(q, k, v, spec)).out)
+    assert torch.equal(out, sibling.run(sibling.prepare(Inputs(q, k, v), spec)).out)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
@@ -61,7 +61,7 @@ def test_flash_attention_in_torch_has_these_types_on_the_cpu_alone(dtype: str) -
     assert "runs on cpu, not on cuda" in "; ".join(kernel.refusals(spec, describe(DEVICE)))
     q, k, v = (torch.randn(2, 8, 256, 64, dtype=TO_TORCH[dtype], device=DEVICE) for _ in range(3))
     with pytest.raises((RuntimeError, NotImplementedError)):
-        kernel.run(kernel.prepare(q, k, v, spec))
+        kernel.run(kernel.prepare(Inputs(q, k, v), spec))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_what_torch_s_forward_refuses_fails_or_is_wrong(name: str, changes: dict
     assert kernel.refusals(spec, describe(DEVICE))
     truth = Truth.of(spec, 1, DEVICE)
     try:
-        out = kernel.run(kernel.prepare(*truth.inputs[:3], spec)).out
+        out = kernel.run(kernel.prepare(Inputs(*truth.inputs[:3]), spec)).out
     except RuntimeError:
         return
     assert not dense.relative_l2(out, truth.out) < 2 * kernel.declared_error
@@ -102,7 +102,7 @@ def test_what_only_a_backward_refuses_fails_or_is_wrong(name: str, changes: dict
     assert forward.refusals(spec, describe(DEVICE)) == []
     assert backward.refusals(spec, describe(DEVICE))
     truth = Truth.of(spec, 1, DEVICE)
-    operands = forward.prepare(*truth.inputs[:3], spec)
+    operands = forward.prepare(Inputs(*truth.inputs[:3]), spec)
     saved = Saved(operands, *forward.run(operands))
     try:
         found = backward.run(saved, truth.inputs[3])
@@ -119,7 +119,7 @@ def test_only_the_last_queries_are_wrong_where_they_make_no_whole_group(name: st
     forward, backward = present(name), registry().backward(name)
     spec = BASE.replace(head_dim=128, head_dim_v=128, seqlen_q=1000)
     truth = Truth.of(spec, 1, DEVICE)
-    operands = forward.prepare(*truth.inputs[:3], spec)
+    operands = forward.prepare(Inputs(*truth.inputs[:3]), spec)
     dq, *_ = backward.run(Saved(operands, *forward.run(operands)), truth.inputs[3])
     whole = spec.seqlen_q // 16 * 16
     right, wrong = (
@@ -141,7 +141,7 @@ def test_a_forward_without_a_log_sum_exp_returns_none() -> None:
         if kernel.refusals(spec, describe(DEVICE)):
             continue
         q, k, v, _ = Truth.of(spec, 0, DEVICE).inputs
-        assert kernel.run(kernel.prepare(q, k, v, spec)).lse is None, name
+        assert kernel.run(kernel.prepare(Inputs(q, k, v), spec)).lse is None, name
         seen += 1
     assert seen
 
@@ -157,9 +157,9 @@ def test_the_unfused_kernels_hold_the_score_matrix_that_they_are_limited_by() ->
     q = x[:, :, :16384]
     before = torch.cuda.memory_allocated(DEVICE)
     torch.cuda.reset_peak_memory_stats(DEVICE)
-    kernel.run(kernel.prepare(q, q, q, spec))
+    kernel.run(kernel.prepare(Inputs(q, q, q), spec))
     assert torch.cuda.max_memory_allocated(DEVICE) - before >= 2 * 2 * scores
     long = spec.replace(seqlen_q=131072, seqlen_kv=131072)
     with pytest.raises(torch.cuda.OutOfMemoryError):
-        kernel.run(kernel.prepare(x, x, x, long))
+        kernel.run(kernel.prepare(Inputs(x, x, x), long))
     torch.cuda.empty_cache()

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends import sage
-from attnbench.kernels.contract import ForwardKernel, Operands, Result
+from attnbench.kernels.contract import ForwardKernel, Inputs, Operands, Result
 from attnbench.kernels.devices import describe
 
 _FOUND = sage.BACKEND.availability()
@@ -47,8 +47,8 @@ class _Floor(ForwardKernel):
     def further_refusals(self, spec, device) -> list[str]:
         return KERNEL.further_refusals(spec, device)
 
-    def prepare(self, q, k, v, spec) -> Operands:
-        return KERNEL.prepare(q, k, v, spec)
+    def prepare(self, inputs, spec) -> Operands:
+        return KERNEL.prepare(inputs, spec)
 
     def run(self, operands: Operands) -> Result:
         return KERNEL.run(operands)
@@ -94,7 +94,7 @@ def _whole(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
 def test_the_parts_make_what_the_library_makes(mask: Mask) -> None:
     spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=1024, head_dim=128, mask=mask)
     q, k, v = _inputs(spec)
-    ours = KERNEL.run(KERNEL.prepare(q, k, v, spec)).out
+    ours = KERNEL.run(KERNEL.prepare(Inputs(q, k, v), spec)).out
     assert torch.equal(ours, _whole(q, k, v, spec))
 
 
@@ -102,12 +102,12 @@ def test_the_parts_make_what_the_library_makes(mask: Mask) -> None:
 def test_our_layer_costs_nothing(length: int, capsys: pytest.CaptureFixture[str]) -> None:
     spec = AttentionSpec.make(batch=16384 // length, heads=16, seqlen_q=length, head_dim=128, mask=Mask(right=0))
     q, k, v = _inputs(spec)
-    operands = KERNEL.prepare(q, k, v, spec)
+    operands = KERNEL.prepare(Inputs(q, k, v), spec)
     run, prepare, ours, theirs = in_turns(
         [
             lambda: KERNEL.run(operands),
-            lambda: KERNEL.prepare(q, k, v, spec),
-            lambda: KERNEL.run(KERNEL.prepare(q, k, v, spec)),
+            lambda: KERNEL.prepare(Inputs(q, k, v), spec),
+            lambda: KERNEL.run(KERNEL.prepare(Inputs(q, k, v), spec)),
             lambda: _whole(q, k, v, spec),
         ]
     )
@@ -120,7 +120,7 @@ def test_our_layer_costs_nothing(length: int, capsys: pytest.CaptureFixture[str]
 
 def test_the_profiler_shows_the_kernel() -> None:
     spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=512, head_dim=128)
-    operands = KERNEL.prepare(*_inputs(spec), spec)
+    operands = KERNEL.prepare(Inputs(*_inputs(spec)), spec)
     KERNEL.run(operands)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         KERNEL.run(operands)
@@ -133,14 +133,14 @@ def test_it_is_ordered_on_a_stream_that_is_not_the_default_one() -> None:
     """The inputs are written late on that stream: a kernel launched beside it would read what was there before."""
     spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=1024, head_dim=128, mask=Mask(right=0))
     inputs = _inputs(spec)
-    want = KERNEL.run(KERNEL.prepare(*inputs, spec)).out
+    want = KERNEL.run(KERNEL.prepare(Inputs(*inputs), spec)).out
     late = [torch.zeros_like(x) for x in inputs]
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(100_000_000)
         for x, value in zip(late, inputs, strict=True):
             x.copy_(value)
-        got = KERNEL.run(KERNEL.prepare(*late, spec)).out
+        got = KERNEL.run(KERNEL.prepare(Inputs(*late), spec)).out
         got = got.clone()
     torch.cuda.synchronize()
     assert torch.equal(got, want)
@@ -151,7 +151,7 @@ def test_zeros_stay_numbers(where: str) -> None:
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=192, head_dim=64, mask=Mask(right=0))
     q, k, v = _inputs(spec)
     {"q": q, "k": k, "v": v}[where][..., 5 if where == "v" else slice(None)] = 0
-    out = KERNEL.run(KERNEL.prepare(q, k, v, spec)).out
+    out = KERNEL.run(KERNEL.prepare(Inputs(q, k, v), spec)).out
     truth, _ = dense.dense_attention(q, k, v, spec)
     assert dense.relative_l2(out, truth) < KERNEL.declared_error
 
@@ -164,11 +164,11 @@ def test_what_is_refused_really_fails_or_is_wrong() -> None:
         assert KERNEL.refusals(spec, describe(DEVICE))
     for spec in wrong:
         truth = Truth.of(spec, 0, DEVICE)
-        out = KERNEL.run(KERNEL.prepare(*truth.inputs[:3], spec)).out
+        out = KERNEL.run(KERNEL.prepare(Inputs(*truth.inputs[:3]), spec)).out
         assert not dense.relative_l2(out, truth.out) < KERNEL.declared_error, spec
     if OLD:
         with pytest.raises(AssertionError, match="must be equal"):
-            KERNEL.run(KERNEL.prepare(*Truth.of(unequal, 0, DEVICE).inputs[:3], unequal))
+            KERNEL.run(KERNEL.prepare(Inputs(*Truth.of(unequal, 0, DEVICE).inputs[:3]), unequal))
 
 
 def test_head_dims_above_128_are_refused_because_the_library_refuses_them() -> None:

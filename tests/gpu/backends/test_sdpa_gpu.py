@@ -18,7 +18,7 @@ from attnbench.backends.sdpa import cudnn as sdpa_cudnn
 from attnbench.backends.sdpa import efficient as sdpa_efficient
 from attnbench.backends.sdpa import flash as sdpa_flash
 from attnbench.backends.sdpa import math as sdpa_math
-from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Saved
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
 from attnbench.kernels.devices import describe
 
 pytestmark = [
@@ -93,7 +93,7 @@ def test_the_profiler_shows_that_kernel_and_no_other(name: str) -> None:
     forward, backward = FORWARDS[name], BACKWARDS[name]
     assert forward.refusals(spec, describe(device)) == []
     q, k, v, grad = Truth.of(spec, 0, device).inputs
-    operands = forward.prepare(q, k, v, spec)
+    operands = forward.prepare(Inputs(q, k, v), spec)
     result = forward.run(operands)
     ran = []
     for call in (lambda: forward.run(operands), lambda: backward.run(Saved(operands, *result), grad)):
@@ -114,7 +114,7 @@ def test_nothing_copies_what_the_operator_can_read(name: str) -> None:
     for index in (0, 1):
         q, k, v, _ = Truth.of(spec, index, device).inputs
         before = torch.cuda.memory_allocated(device)
-        operands = FORWARDS[name].prepare(q, k, v, spec)
+        operands = FORWARDS[name].prepare(Inputs(q, k, v), spec)
         assert torch.cuda.memory_allocated(device) == before, operands.native
         del operands  # or the next round would count its inputs
 
@@ -128,7 +128,7 @@ def test_flash_needs_the_scale_above_zero_that_it_asks_for(mask: Mask, scale: fl
     forward = FORWARDS["sdpa-flash:bf16"]
     assert forward.refusals(spec, describe(device)) != []
     truth = Truth.of(spec, 0, device)
-    out = forward.run(forward.prepare(*truth.inputs[:3], spec)).out
+    out = forward.run(forward.prepare(Inputs(*truth.inputs[:3]), spec)).out
     assert not dense.relative_l2(out, dense.dense_attention(*truth.inputs[:3], spec)[0]) < 0.1
 
 
@@ -148,7 +148,7 @@ def test_cudnn_s_gradients_hold_where_torch_s_own_calls_came_first(batch: int, h
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         for extra in (64, 0):  # a slice of a wider tensor first
             scaled_dot_product_attention(q, k, v).backward(normal(extra))
-    operands = (forward := FORWARDS["sdpa-cudnn:bf16"]).prepare(q.detach(), k.detach(), v.detach(), spec)
+    operands = (forward := FORWARDS["sdpa-cudnn:bf16"]).prepare(Inputs(q.detach(), k.detach(), v.detach()), spec)
     out, lse, state = forward.run(operands)
     for extra in (0, 64):
         grad_out = normal(extra)
@@ -170,7 +170,7 @@ def test_cudnn_s_gradients_hold_in_every_layout_of_the_output_and_its_gradient(l
     q, k, v, grad_out = (normal() for _ in range(4))
     wanted = dense.dense_gradients(q, k, v, grad_out, spec)
     forward, backward = FORWARDS["sdpa-cudnn:bf16"], BACKWARDS["sdpa-cudnn:bf16"]
-    operands = forward.prepare(q, k, v, spec)
+    operands = forward.prepare(Inputs(q, k, v), spec)
     out, lse, state = forward.run(operands)
     for layout in layouts:
         laid = [x if layout == "bhsd" else x.transpose(1, 2).contiguous().transpose(1, 2) for x in (out, grad_out)]

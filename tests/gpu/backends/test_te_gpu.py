@@ -21,7 +21,7 @@ from attnbench.backends.flash_attention import fa4
 from attnbench.backends.sdpa import cudnn as sdpa_cudnn
 from attnbench.backends.te import backend as te
 from attnbench.backends.te import library as te_library
-from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Saved
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
 from attnbench.kernels.devices import describe
 
 pytestmark = [
@@ -65,7 +65,7 @@ def fast_truth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def step(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     """O, dQ, dK, dV of one FP8 training step."""
-    operands = FP8.prepare(q, k, v, spec)
+    operands = FP8.prepare(Inputs(q, k, v), spec)
     result = FP8.run(operands)
     return (result.out, *FP8_BACKWARD.run(Saved(operands, *result), grad))
 
@@ -98,7 +98,7 @@ def test_the_profiler_shows_cudnns_kernel(
     spec = AttentionSpec.make(batch=1, heads=8, seqlen_q=512, head_dim=128, direction="training")
     q, k, v, grad = Truth.of(spec, 0, torch.device("cuda", 0)).inputs
     forward, backward = FORWARDS[name], BACKWARDS[name]
-    operands = forward.prepare(q, k, v, spec)
+    operands = forward.prepare(Inputs(q, k, v), spec)
     result = forward.run(operands)
     for kernel, call in ((forward, lambda: forward.run(operands)),
                          (backward, lambda: backward.run(Saved(operands, *result), grad))):  # fmt: skip
@@ -145,7 +145,7 @@ def test_the_maxima_that_the_kernels_report_are_below_what_is_assumed(capsys: py
     q, k, v, grad = (x.repeat(1, 1, 8, 1) for x in (q, k, v, grad))
     for _ in range(3):
         step(spec, q, k, v, grad)
-    operands = FP8.prepare(q, k, v, spec)
+    operands = FP8.prepare(Inputs(q, k, v), spec)
     out = FP8.run(operands).out
     amax_s, amax_o = operands.native.amax.tolist()
     ratios = te._gradients.of(spec, q.device)._largest.tolist()
@@ -162,7 +162,7 @@ def test_an_fp8_forward_with_a_sixteen_bit_backward(capsys: pytest.CaptureFixtur
     spec = AttentionSpec.make(batch=2, heads=8, kv_heads=4, seqlen_q=512, head_dim=64, mask=CAUSAL,
                               direction="training")  # fmt: skip
     truth = Truth.of(spec, 0, device)
-    operands = FP8.prepare(*truth.inputs[:3], spec)
+    operands = FP8.prepare(Inputs(*truth.inputs[:3]), spec)
     saved = Saved(operands, *FP8.run(operands))
     exact = dense.dense_gradients(*operands.tensors(), truth.inputs[3], spec)
     here = [module.BACKEND for module in (te, cudnn, fa4, sdpa_cudnn) if module.BACKEND.availability().ok]
@@ -199,7 +199,7 @@ def test_what_is_refused_really_fails_or_is_wrong(precision: str, changes: dict[
     truth = Truth.of(spec, 1, device)  # as (B, S, H, D), in which most of the refusals hold
     out, failure = None, ""
     try:
-        out = forward.run(forward.prepare(*truth.inputs[:3], spec)).out
+        out = forward.run(forward.prepare(Inputs(*truth.inputs[:3]), spec)).out
     except RuntimeError as error:
         failure = str(error)
     assert failure or dense.relative_l2(out, truth.out) > 2 * forward.declared_error
@@ -217,7 +217,7 @@ def test_a_backward_that_is_refused_really_fails(
     spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=256, head_dim=size, head_dim_v=size_v, direction="training")
     truth = Truth.of(spec, 0, torch.device("cuda", 0))
     assert (size == 64) or BACKWARDS[name].refusals(spec, describe(torch.device("cuda", 0)))
-    operands = FORWARDS[name].prepare(*truth.inputs[:3], spec)
+    operands = FORWARDS[name].prepare(Inputs(*truth.inputs[:3]), spec)
     saved = Saved(operands, *FORWARDS[name].run(operands))
     with pytest.raises(RuntimeError):
         BACKWARDS[name].run(saved, truth.inputs[3])
@@ -226,12 +226,13 @@ def test_a_backward_that_is_refused_really_fails(
 WIDER_V = """
 import torch
 from attnbench import AttentionSpec
+from attnbench.kernels.contract import Inputs
 from attnbench.kernels.registry import registry
 spec = AttentionSpec.make(batch=2, heads=1, seqlen_q=118, head_dim=16, head_dim_v=192)
 q, k, v = (torch.randn(2, 1, 118, size, device="cuda", dtype=torch.bfloat16) for size in (16, 16, 192))
 kernel = registry().forward("KERNEL:fp8")
 for _ in range(20):
-    out = kernel.run(kernel.prepare(q, k, v, spec)).out
+    out = kernel.run(kernel.prepare(Inputs(q, k, v), spec)).out
 torch.cuda.synchronize()
 exact = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
 print(float((out.double() - exact).norm() / exact.norm()))
@@ -255,7 +256,7 @@ def test_our_layer_costs_nothing(name: str, seqlen: int, capsys: pytest.CaptureF
     rows = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     q, k, v, grad = (x.transpose(1, 2) for x in rows)
     forward, backward, fp8 = FORWARDS[name], BACKWARDS[name], name == "te:fp8"
-    operands = forward.prepare(q, k, v, spec)
+    operands = forward.prepare(Inputs(q, k, v), spec)
     saved = Saved(operands, *forward.run(operands))
     library, seqlens = te_library.library(), te_library.seqlens_of(spec, q.device)
     implementation = library.backends["FP8" if fp8 else "F16_arbitrary_seqlen"]
@@ -275,7 +276,7 @@ def test_our_layer_costs_nothing(name: str, seqlen: int, capsys: pytest.CaptureF
     ours, library_alone, prepare, gradients = in_turns([
         lambda: forward.run(operands),
         direct,
-        lambda: forward.prepare(q, k, v, spec),
+        lambda: forward.prepare(Inputs(q, k, v), spec),
         lambda: backward.run(saved, grad),
     ])  # fmt: skip
     with capsys.disabled():

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from attnbench import AttentionSpec, Mask
 from attnbench.backends import torch_fp8
 from attnbench.backends.common.installed import installed
-from attnbench.kernels.contract import ForwardKernel, Operands, Result
+from attnbench.kernels.contract import ForwardKernel, Inputs, Operands, Result
 from attnbench.kernels.devices import describe
 from attnbench.problem.fp8 import Quantised
 
@@ -81,8 +81,8 @@ class _Floor(ForwardKernel):
     def further_refusals(self, spec, device) -> list[str]:
         return KERNEL.further_refusals(spec, device)
 
-    def prepare(self, q, k, v, spec) -> Operands:
-        return KERNEL.prepare(q, k, v, spec)
+    def prepare(self, inputs, spec) -> Operands:
+        return KERNEL.prepare(inputs, spec)
 
     def run(self, operands: Operands) -> Result:
         return KERNEL.run(operands)
@@ -118,7 +118,7 @@ def test_descales_of_random_size_are_used(kv_heads: int) -> None:
                   torch.rand(3, heads, 1, 1, device=DEVICE) * 0.02 + 0.001, "head")
         for heads, length in ((8, 200), (kv_heads, 300), (kv_heads, 300))
     ]  # fmt: skip
-    result = KERNEL.run(KERNEL.prepare_quantised(*inputs, spec))
+    result = KERNEL.run(KERNEL.prepare(Inputs(*inputs), spec))
     out, lse = dense.dense_attention(*(x.dequantised(torch.float64) for x in inputs), spec)
     assert dense.relative_l2(result.out, out) < 0.05
     assert dense.relative_l2(result.lse, lse) < 0.001
@@ -129,7 +129,7 @@ def _operands(length: int, mask: Mask) -> tuple[AttentionSpec, Operands]:
     q, k, v = (
         torch.randn(spec.batch, length, 16, 128, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2) for _ in range(3)
     )
-    return spec, KERNEL.prepare(q, k, v, spec)
+    return spec, KERNEL.prepare(Inputs(q, k, v), spec)
 
 
 @pytest.mark.parametrize("mask", [Mask(), Mask(right=0)])
@@ -190,7 +190,7 @@ def test_a_scale_that_is_not_positive_is_refused_because_the_answer_is_wrong() -
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64, mask=Mask(right=0), scale=-40.0)
     assert "positive scale" in KERNEL.refusals(spec, describe(DEVICE))[0]
     q, k, v, _ = Truth.of(spec, 0, DEVICE).inputs
-    operands = KERNEL.prepare(q, k, v, spec)
+    operands = KERNEL.prepare(Inputs(q, k, v), spec)
     out, _ = dense.dense_attention(*operands.tensors(torch.float64), spec)
     assert not dense.relative_l2(KERNEL.run(operands).out, out) < 0.2
 

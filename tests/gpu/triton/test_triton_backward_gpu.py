@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from attnbench import AttentionSpec, Mask
 from attnbench.backends.triton.backward.contract import KERNELS, TritonBackward
 from attnbench.backends.triton.backward.tiles import Tile, Tiles
-from attnbench.kernels.contract import Operands, Saved, gradient_dtype
+from attnbench.kernels.contract import Inputs, Operands, Saved, gradient_dtype
 from attnbench.kernels.devices import describe
 from attnbench.kernels.registry import registry
 from attnbench.problem.fp8 import Recipe, quantise
@@ -154,7 +154,7 @@ def peers(spec: AttentionSpec) -> dict[str, Callable[[], object]]:
             continue
         shape = (spec.batch, spec.seqlen_q, spec.heads, spec.head_dim)
         q, k, v, grad = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))
-        operands = forward.prepare(q, k, v, spec)
+        operands = forward.prepare(Inputs(q, k, v), spec)
         saved = Saved(operands, *forward.run(operands))
         calls[name] = lambda backward=backward, saved=saved, grad=grad: backward.run(saved, grad)
     return calls

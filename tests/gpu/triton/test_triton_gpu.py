@@ -21,7 +21,7 @@ from attnbench.backends import triton as backend
 from attnbench.backends.triton.forward.tiles import WIDE_SCORES, Tile
 from attnbench.backends.triton.interpreter import interpreted
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import ForwardKernel, Operands, Result
+from attnbench.kernels.contract import ForwardKernel, Inputs, Operands, Result
 from attnbench.kernels.devices import bind, describe
 from attnbench.kernels.registry import registry
 from attnbench.problem.fp8 import Quantised
@@ -72,8 +72,8 @@ class _Within(ForwardKernel):
     def further_refusals(self, spec, device) -> list[str]:
         return self.kernel.further_refusals(spec, device)
 
-    def prepare(self, q, k, v, spec) -> Operands:
-        return self.kernel.prepare(q, k, v, spec)
+    def prepare(self, inputs, spec) -> Operands:
+        return self.kernel.prepare(inputs, spec)
 
     def run(self, operands: Operands) -> Result:
         return self.kernel.run(operands)
@@ -117,7 +117,7 @@ def test_every_kind_of_tile(name: str, tile: Tile) -> None:
         spec = AttentionSpec.make(batch=1, heads=4, kv_heads=2, seqlen_q=300, head_dim=head_dim, mask=mask)
         kernel = backend.TritonForward(name, tile)
         q, k, v, _ = Truth.of(spec, 1, DEVICE).inputs
-        operands = kernel.prepare(q, k, v, spec)
+        operands = kernel.prepare(Inputs(q, k, v), spec)
         result = kernel.run(operands)
         out, lse = dense.dense_attention(*operands.tensors(torch.float64), spec)
         assert dense.relative_l2(result.out, out) < 0.045
@@ -131,7 +131,7 @@ def test_scores_of_16_bits(head_dim: int, mask: Mask, capsys: pytest.CaptureFixt
     spec = AttentionSpec.make(batch=1, heads=4, kv_heads=2, seqlen_q=2048, head_dim=head_dim, mask=mask)
     q, k, v, _ = Truth.of(spec, 1, DEVICE).inputs
     kernels = [backend.TritonForward("fp8-head", WIDE_SCORES[head_dim]), backend.TritonWideScores()]
-    results = [kernel.run(kernel.prepare(q, k, v, spec)) for kernel in kernels]
+    results = [kernel.run(kernel.prepare(Inputs(q, k, v), spec)) for kernel in kernels]
     out, lse = dense.dense_attention(q.double(), k.double(), v.double(), spec)
     errors = [dense.relative_l2(result.out, out) for result in results]
     with capsys.disabled():
@@ -155,7 +155,7 @@ def test_descales_of_random_size_are_used(granularity: str, kv_heads: int) -> No
             descale = descale[:, :, ::128].repeat_interleave(128, dim=2)[:, :, :length]
         inputs.append(Quantised(data.transpose(1, 2), descale, granularity))
     kernel = backend.TritonForward("fp8")
-    result = kernel.run(kernel.prepare_quantised(*inputs, spec))
+    result = kernel.run(kernel.prepare(Inputs(*inputs), spec))
     out, lse = dense.dense_attention(*(x.dequantised(torch.float64) for x in inputs), spec)
     assert dense.relative_l2(result.out, out) < 0.045
     assert dense.relative_l2(result.lse, lse) < 1e-4
@@ -176,7 +176,7 @@ def test_the_error_on_normal_and_outlier_inputs(name: str, capsys: pytest.Captur
     errors = []
     for family in ("normal", "outlier"):
         q, k, v = (_drawn(family, 1, 4, 4096, 128) for _ in range(3))
-        out = kernel.run(kernel.prepare(q, k, v, spec)).out
+        out = kernel.run(kernel.prepare(Inputs(q, k, v), spec)).out
         errors.append(dense.relative_l2(out, _exact(q, k, v, spec.scale)))
     with capsys.disabled():
         print(f"\n{kernel.name}: normal {errors[0]:.4f}, outlier {errors[1]:.4f}")
@@ -207,7 +207,7 @@ def test_one_pass_agrees_with_what_it_quantised_and_repeats_itself(spec: Attenti
     q = torch.randn(spec.batch, spec.heads, spec.seqlen_q, spec.head_dim, device=DEVICE).to(dtype)
     k, v = (torch.randn(spec.batch, spec.kv_heads, *size, device=DEVICE) for size in sizes)
     v[:, :, 256:] *= 100.0
-    operands = kernel.prepare(q, k.to(dtype), v.to(dtype), spec)
+    operands = kernel.prepare(Inputs(q, k.to(dtype), v.to(dtype)), spec)
     first, *more = (kernel.run(operands) for _ in range(3))
     out, lse = dense.dense_attention(*operands.tensors(torch.float64), spec)
     assert operands.native.tile.hopper
@@ -224,16 +224,16 @@ def test_runs_in_a_row_are_alike_whatever_lay_in_their_memory(head_dim: int, nam
     spec = AttentionSpec.make(batch=1, heads=8, seqlen_q=16384, head_dim=head_dim, mask=Mask(right=0))
     kernel = backend.TritonOnePass() if name == "fp8-onepass" else backend.TritonForward(name)
     inputs = [torch.randn(1, 8, 16384, head_dim, device=DEVICE).bfloat16() for _ in range(3)]
-    first = kernel.run(kernel.prepare(*inputs, spec)).out.clone()
+    first = kernel.run(kernel.prepare(Inputs(*inputs), spec)).out.clone()
     assert bool(torch.isfinite(first).all())
     wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
     for i in range(1, 41):
-        held = kernel.run(kernel.prepare(*inputs, spec))
+        held = kernel.run(kernel.prepare(Inputs(*inputs), spec))
         for x in inputs:
             x.neg_()
         for size in (first.nbytes, first.nbytes // 2, first.nbytes // 2, 4096, 512):
             torch.full((size,), 255, dtype=torch.uint8, device=DEVICE)
-        out = kernel.run(kernel.prepare(*inputs, spec)).out
+        out = kernel.run(kernel.prepare(Inputs(*inputs), spec)).out
         wrong += (out * (-1) ** i != first).any() | (held.out * (-1) ** (i - 1) != first).any()
     assert int(wrong) == 0
 
@@ -255,7 +255,7 @@ def test_the_error_does_not_grow_with_the_keys(name: str, head_dim: int, capsys:
         spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, seqlen_kv=length, head_dim=head_dim)
         q, k, v = (torch.randn(1, 2, n, head_dim, device=DEVICE).to(torch.bfloat16) for n in (256, length, length))
         v = v + 0.5
-        out = kernel.run(kernel.prepare(q, k, v, spec)).out
+        out = kernel.run(kernel.prepare(Inputs(q, k, v), spec)).out
         errors[length] = dense.relative_l2(out, _exact(q, k, v, spec.scale, 64))
     with capsys.disabled():
         print(f"\n{kernel.name} D={head_dim}: {errors}")
@@ -267,10 +267,10 @@ def test_no_output_depends_on_later_tokens(name: str, safe: bool) -> None:
     spec = AttentionSpec.make(batch=1, heads=4, kv_heads=2, seqlen_q=1000, head_dim=128, mask=Mask(right=0))
     kernel = backend.TritonForward(name)
     inputs = Truth.of(spec, 0, DEVICE).inputs[:3]
-    first = kernel.run(kernel.prepare(*inputs, spec))
+    first = kernel.run(kernel.prepare(Inputs(*inputs), spec))
     for at in (1, 63, 64, 500):
         changed = [torch.cat([x[:, :, :at], 1000 * x[:, :, at:].flip(2)], 2) for x in inputs]
-        second = kernel.run(kernel.prepare(*changed, spec))
+        second = kernel.run(kernel.prepare(Inputs(*changed), spec))
         assert torch.equal(first.out[:, :, :at], second.out[:, :, :at]) == safe
 
 
@@ -282,9 +282,9 @@ def test_the_profiler_shows_the_kernel_and_no_copy(layout: str) -> None:
     q, k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
     if layout == "bshd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    kernel.run(kernel.prepare(q, k, v, spec))
+    kernel.run(kernel.prepare(Inputs(q, k, v), spec))
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        operands = kernel.prepare(q, k, v, spec)
+        operands = kernel.prepare(Inputs(q, k, v), spec)
         torch.cuda.synchronize()
     prepared = [event.key for event in seen.key_averages() if event.device_time > 0]
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
@@ -303,7 +303,7 @@ def test_more_than_2_to_the_31_elements() -> None:
     q = torch.randn(1, 16, length, 128, device=DEVICE, dtype=torch.bfloat16)
     k, v = (torch.randn(1, 1, 256, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     kernel = backend.TritonForward("fp8-token")
-    out = kernel.run(kernel.prepare(q, k, v, spec)).out
+    out = kernel.run(kernel.prepare(Inputs(q, k, v), spec)).out
     for rows in (slice(0, 300), slice(length - 300, length)):
         truth, _ = dense.dense_attention(q[:, :, rows], k, v, spec.replace(seqlen_q=300))
         assert dense.relative_l2(out[:, :, rows], truth) < kernel.declared_error
@@ -322,7 +322,7 @@ def test_head_dimensions_above_256_are_refused_because_no_tile_fits() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_tiles, "HEAD_DIMS", (64, 128, 256, 512))
         try:
-            out = kernel.run(kernel.prepare(q, k, v, spec)).out
+            out = kernel.run(kernel.prepare(Inputs(q, k, v), spec)).out
         except (OutOfResources, CompilationError, RuntimeError):
             return
     pytest.fail(f"512 runs, with an error of {dense.relative_l2(out, dense.dense_attention(q, k, v, spec)[0]):.3g}")
@@ -356,7 +356,7 @@ def test_speed_beside_its_peers(head_dim: int, length: int, mask: Mask, capsys: 
                 kernels[name] = kernel
     calls = {}
     for name, kernel in kernels.items():
-        operands = kernel.prepare(q, k, v, spec)
+        operands = kernel.prepare(Inputs(q, k, v), spec)
         calls[name] = lambda kernel=kernel, operands=operands: kernel.run(operands)
     times = _interleaved(calls)
     with capsys.disabled():

@@ -32,7 +32,7 @@ from attnbench import AttentionSpec, Mask
 from attnbench.backends.flex import backend as flex
 from attnbench.backends.flex.tiles import Options, TileKey
 from attnbench.harness.measure.timing import Timer
-from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Operands, Saved
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Operands, Saved
 
 LENGTHS = (4096, 16384)
 HEAD_DIMS = (64, 128, 256)
@@ -147,7 +147,7 @@ class Bench:
         q, k, v, grad_out = self._inputs(job)
         prepared = self.operands.get(job[:2])
         if prepared is None:
-            prepared = self.operands[job[:2]] = kernel.prepare(q, k, v, spec)
+            prepared = self.operands[job[:2]] = kernel.prepare(Inputs(q, k, v), spec)
         prefix = "fwd_" if job.key.direction == "forward" else "bwd_"
         named = {prefix + name: value for name, value in options.items()}
         operands = replace(prepared, native=replace(prepared.native, options=named))

@@ -31,7 +31,7 @@ from attnbench import AttentionSpec, Mask
 from attnbench.backends.triton import TritonForward
 from attnbench.backends.triton.forward.tiles import DEFAULTS, HEAD_DIMS, Tile, TileKey
 from attnbench.harness.measure.timing import Timer
-from attnbench.kernels.contract import Operands
+from attnbench.kernels.contract import Inputs, Operands
 
 LENGTHS = (1024, 4096, 16384)
 MIDDLE = 4096
@@ -111,7 +111,7 @@ def inputs_of(head_dim: int, length: int) -> tuple[Tensor, ...]:
 
 @cache
 def operands_of(key: TileKey, length: int) -> Operands:
-    return kernel_of(key).prepare(*inputs_of(key.head_dim, length), spec_of(key, length))
+    return kernel_of(key).prepare(Inputs(*inputs_of(key.head_dim, length)), spec_of(key, length))
 
 
 @cache

@@ -14,6 +14,7 @@ from attnbench.errors import AttnbenchError
 from attnbench.harness.capture import recorder as capture_module
 from attnbench.harness.capture.file import read_captured
 from attnbench.harness.capture.recorder import capture
+from attnbench.kernels.contract import Inputs
 from attnbench.kernels.execution import Execution
 from attnbench.problem.mask import Mask
 
@@ -191,7 +192,7 @@ def test_kernels_of_ours_that_use_sdpa_or_compile_run_as_ever(file):
     q, k, v = qkv()
     kernel = FakeForward("fake:fp32", change=lambda out: attend(q, k, v) + compiled(torch.zeros(1)))
     with capture(file) as recorder:
-        out, _ = Execution(spec, kernel)(q, k, v)
+        out, _ = Execution(spec, kernel)(Inputs(q, k, v))
     assert torch.equal(out, attend(q, k, v) + 1)
     assert recorder.seen == 1
 

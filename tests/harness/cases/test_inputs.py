@@ -63,10 +63,7 @@ def fp8_errors(spec, family, *precisions):
     inputs = draw(spec, family, CPU)
     truth = Truth.of(spec, inputs, registry())
     kernels = [registry().forward(f"emulated:{precision}") for precision in precisions]
-    return [
-        truth.judge({"out": kernel.run(kernel.prepare(inputs.q, inputs.k, inputs.v, spec)).out})["out"].error
-        for kernel in kernels
-    ]
+    return [truth.judge({"out": kernel.run(kernel.prepare(inputs.qkv, spec)).out})["out"].error for kernel in kernels]
 
 
 def kurtosis(x):

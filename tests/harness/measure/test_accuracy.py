@@ -39,7 +39,7 @@ def answers(spec: AttentionSpec) -> dict[str, torch.Tensor]:
     """The exact kernel's values for the whole spec, in bf16."""
     inputs = draw(spec, "normal", CPU)
     forward = REGISTRY.forward("wide:bf16")
-    operands = forward.prepare(inputs.q, inputs.k, inputs.v, spec)
+    operands = forward.prepare(inputs.qkv, spec)
     out, lse, _ = forward.run(operands)
     gradients = REGISTRY.backward("wide:bf16").run(Saved(operands, out, lse), inputs.grad_out)
     return {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
@@ -139,11 +139,11 @@ def test_the_floor_is_the_error_of_the_operands_alone():
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=128, direction="training")
     inputs = draw(spec, "normal", CPU)
     truth = Truth.of(spec, inputs, REGISTRY)
-    exact = truth.exact_on(FakeForward("small:fp8").prepare(inputs.q, inputs.k, inputs.v, spec))
+    exact = truth.exact_on(FakeForward("small:fp8").prepare(inputs.qkv, spec))
     floor = {name: judgement.error for name, judgement in exact.judgements.items()}
     assert 0.03 < floor["out"] < 0.06
     assert all(0.02 < floor[name] < 0.1 for name in ("dq", "dk", "dv"))
-    assert truth.exact_on(FakeForward("wide:bf16").prepare(inputs.q, inputs.k, inputs.v, spec)) is None
+    assert truth.exact_on(FakeForward("wide:bf16").prepare(inputs.qkv, spec)) is None
 
 
 def test_a_wrong_shape_is_said():
@@ -294,7 +294,7 @@ def test_one_key_leaves_no_gradient_and_a_kernel_is_not_blamed_for_the_rounding_
     truth = Truth.of(spec, inputs, registry())
     assert not truth.values["dq"].any()
     forward, backward = registry().forward("emulated:fp8"), registry().backward("emulated:fp8")
-    operands = forward.prepare(inputs.q, inputs.k, inputs.v, spec)
+    operands = forward.prepare(inputs.qkv, spec)
     out, lse, state = forward.run(operands)
     dq, dk, dv = backward.run(Saved(operands, out, lse, state), inputs.grad_out)
     values = {"dq": dq, "dk": dk, "dv": dv}
@@ -335,7 +335,7 @@ def test_own_errors_are_those_against_dense_attention_on_the_operands():
     inputs = draw(spec, "outlier", CPU)
     truth = Truth.of(spec, inputs, registry())
     forward = registry().forward("emulated:fp8-token-hadamard-smooth")
-    operands = forward.prepare(inputs.q, inputs.k, inputs.v, spec)
+    operands = forward.prepare(inputs.qkv, spec)
     floor = truth.exact_on(operands)
     used = operands.tensors(torch.float64)
     out, lse = dense_attention(*used, spec)
@@ -352,7 +352,7 @@ def test_an_fp8_kernel_differs_from_exact_attention_on_its_operands_by_the_round
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=128, seqlen_kv=512, head_dim=64)
     inputs = draw(spec, "outlier", CPU)
     truth, forward = Truth.of(spec, inputs, registry()), registry().forward("emulated:fp8")
-    operands = forward.prepare(inputs.q, inputs.k, inputs.v, spec)
+    operands = forward.prepare(inputs.qkv, spec)
     out, lse, _ = forward.run(operands)
     error, own = (each.judge({"out": out, "lse": lse}) for each in (truth, truth.exact_on(operands)))
     assert error["lse"].error > 1e-3
@@ -364,7 +364,7 @@ def test_an_fp8_kernel_differs_from_exact_attention_on_its_operands_by_the_round
 def test_nothing_is_kept_of_input_buffers_that_are_filled_anew():
     inputs = draw(SPEC, "normal", CPU)
     truth = Truth.of(SPEC, inputs, REGISTRY)
-    operands = FakeForward("small:fp8").prepare(inputs.q, inputs.k, inputs.v, SPEC)
+    operands = FakeForward("small:fp8").prepare(inputs.qkv, SPEC)
     before = truth.exact_on(operands)
     for x in (inputs.q, inputs.k, inputs.v, inputs.grad_out):
         x.fill_(7.0)
@@ -374,7 +374,7 @@ def test_nothing_is_kept_of_input_buffers_that_are_filled_anew():
 
 def test_where_nothing_is_quantised_there_is_no_floor():
     inputs = draw(SPEC, "normal", CPU)
-    operands = FakeForward("wide:bf16").prepare(inputs.q, inputs.k, inputs.v, SPEC)
+    operands = FakeForward("wide:bf16").prepare(inputs.qkv, SPEC)
     assert Truth.of(SPEC, inputs, REGISTRY).exact_on(operands) is None
 
 

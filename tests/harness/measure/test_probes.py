@@ -104,9 +104,9 @@ def test_a_scale_over_the_sequence_leaks_and_one_for_each_token_does_not(left, a
         "reference:fp32": False,
     }.items():
         kernel, inputs = registry().forward(name), draw(spec, "normal", CPU)
-        before, lse, _ = kernel.run(kernel.prepare(inputs.q, inputs.k, inputs.v, spec))
+        before, lse, _ = kernel.run(kernel.prepare(inputs.qkv, spec))
         probe.change(inputs.q, inputs.k, inputs.v)
-        after, lse_after, _ = kernel.run(kernel.prepare(inputs.q, inputs.k, inputs.v, spec))
+        after, lse_after, _ = kernel.run(kernel.prepare(inputs.qkv, spec))
         assert (probe.leak(before, after) > 0) == leaks, name
         assert lse is None or (probe.leak(lse, lse_after) > 0) == leaks, name
         assert not torch.equal(before[:, :, probe.rows :], after[:, :, probe.rows :]), name
@@ -164,7 +164,7 @@ def test_fp8_kernels_answer_negated_inputs_to_the_last_bit(name):
     forward, backward = registry().forward(name), registry().backward(name)
 
     def answers():
-        operands = forward.prepare(inputs.q, inputs.k, inputs.v, spec)
+        operands = forward.prepare(inputs.qkv, spec)
         out, lse, state = forward.run(operands)
         gradients = backward.run(Saved(operands, out, lse, state), inputs.grad_out)
         return {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
@@ -178,10 +178,10 @@ def test_fp8_kernels_answer_negated_inputs_to_the_last_bit(name):
 def test_whatever_is_kept_from_the_call_before_has_the_wrong_sign():
     inputs = draw(CAUSAL, "normal", CPU)
     truth, kernel = Truth.of(CAUSAL, inputs, registry()), registry().forward("emulated:fp8-token")
-    before = kernel.prepare(inputs.q, inputs.k, inputs.v, CAUSAL)
+    before = kernel.prepare(inputs.qkv, CAUSAL)
     fresh = kernel.run(before).out
     negate(inputs.q, inputs.k, inputs.v)
-    now = kernel.prepare(inputs.q, inputs.k, inputs.v, CAUSAL)
+    now = kernel.prepare(inputs.qkv, CAUSAL)
 
     def error(q, k, v):
         operands = type(now)(CAUSAL, q, k, v)

@@ -38,10 +38,11 @@ class Watching(ForwardKernel):
         self.name, self.rows, self.declared_error = "watching:bf16", {"cpu": planted.ROW}, 0.06
         self.act, self.seen, self.runs = act, [], 0
 
-    def prepare(self, q, k, v, spec):
+    def prepare(self, inputs, spec):
+        q, k, v = inputs.unquantised()
         self.seen.append(((q.data_ptr(), k.data_ptr(), v.data_ptr()), [x.detach().clone() for x in (q, k, v)]))
         self.act(len(self.seen), q, k, v)
-        return planted.EXACT.prepare(q, k, v, spec)
+        return planted.EXACT.prepare(inputs, spec)
 
     def run(self, operands):
         self.runs += 1
@@ -150,9 +151,9 @@ def test_a_result_that_is_no_memory_of_its_own_is_judged_as_it_is(monkeypatch, h
     """Results are filled with NaN between runs, one number that stands for many too; inputs are not."""
 
     class HandsBack(Watching):
-        def prepare(self, q, k, v, spec):
-            self.q = q
-            return super().prepare(q, k, v, spec)
+        def prepare(self, inputs, spec):
+            self.q = inputs.q
+            return super().prepare(inputs, spec)
 
         def run(self, operands):
             return super().run(operands)._replace(out=handed_back(self.q))
@@ -312,13 +313,14 @@ def test_a_backward_that_fails_is_raised_before_anything_is_timed(monkeypatch):
 class Remembered(FakeForward):
     """Quantises an input once for each version of it, as autograd counts them."""
 
-    def prepare(self, q, k, v, spec):
+    def prepare(self, inputs, spec):
+        q = inputs.q
         seen = self.__dict__.setdefault("seen", {})
         self.prepared = getattr(self, "prepared", 0)
         key = (q.data_ptr(), q._version)
         if key not in seen:
             self.prepared += 1
-            seen[key] = super().prepare(q, k, v, spec)
+            seen[key] = super().prepare(inputs, spec)
         return seen[key]
 
 

@@ -15,7 +15,7 @@ from patience import PATIENCE
 from torch import Tensor
 
 from attnbench.choosing.budget import class_bound
-from attnbench.harness.cases.inputs import FAMILIES, Inputs, draw
+from attnbench.harness.cases.inputs import FAMILIES, Drawn, draw
 from attnbench.harness.measure import verdict
 from attnbench.harness.measure.accuracy import Detail, Judgement, Truth
 from attnbench.harness.measure.probes import negate, unnegated
@@ -37,9 +37,9 @@ Values = dict[str, Tensor]
 Change = Callable[[Values], object]
 
 
-def answers(plan: Plan, inputs: Inputs, spec: AttentionSpec) -> tuple[Operands, Values]:
+def answers(plan: Plan, inputs: Drawn, spec: AttentionSpec) -> tuple[Operands, Values]:
     forward = registry().forward(plan.forward)
-    operands = forward.prepare(inputs.q, inputs.k, inputs.v, spec)
+    operands = forward.prepare(inputs.qkv, spec)
     out, lse, state = forward.run(operands)
     values = {"out": out}
     if lse is not None:

@@ -11,9 +11,17 @@ from torch import Tensor
 
 from attnbench import api, attention
 from attnbench.choosing import demotion as guard_demotion
-from attnbench.kernels.contract import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
+from attnbench.kernels.contract import (
+    Availability,
+    Backend,
+    BackwardKernel,
+    ForwardKernel,
+    Inputs,
+    Operands,
+    Result,
+    Saved,
+)
 from attnbench.kernels.registry import registry
-from attnbench.problem.fp8 import Quantised
 
 NAME = "planted:bf16"
 PLAN = f"{NAME}>{NAME}"
@@ -31,11 +39,8 @@ class Planted(ForwardKernel):
         self.change: Callable[[Tensor], Tensor] = lambda out: out
         self.state: object = None
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec) -> Operands:
-        return self.inner.prepare(q, k, v, spec)
-
-    def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec) -> Operands:
-        return self.inner.prepare_quantised(q, k, v, spec)
+    def prepare(self, inputs: Inputs, spec) -> Operands:
+        return self.inner.prepare(inputs, spec)
 
     def run(self, operands: Operands) -> Result:
         out, lse, _ = self.inner.run(operands)

@@ -16,7 +16,16 @@ from attnbench.backends.reference import BACKEND as REFERENCE
 from attnbench.harness.measure.setup import Laboratory, registry_of
 from attnbench.harness.measure.timing import Timer
 from attnbench.kernels.capabilities import Capabilities
-from attnbench.kernels.contract import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
+from attnbench.kernels.contract import (
+    Availability,
+    Backend,
+    BackwardKernel,
+    ForwardKernel,
+    Inputs,
+    Operands,
+    Result,
+    Saved,
+)
 from attnbench.kernels.registry import Registry
 from attnbench.problem.fp8 import Recipe, quantise
 from attnbench.problem.spec import AttentionSpec
@@ -46,7 +55,8 @@ class FakeForward(ForwardKernel):
         self.evidence = evidence or {}
         self.change, self.change_lse = change, change_lse
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
+        q, k, v = inputs.unquantised()
         if self.name.endswith(":fp8"):
             q8, k8, v8 = (quantise(x, Recipe()) for x in (q, k, v))
             return Operands(spec, q8, k8, v8)

@@ -55,10 +55,10 @@ def _slow_forward(kernel: Any) -> None:
     prepare, run = kernel.prepare, kernel.run
     waits: dict[object, Callable[[float], None]] = {}
 
-    def slow_prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: object) -> Any:
-        operands = prepare(q, k, v, spec)
+    def slow_prepare(inputs: Any, spec: object) -> Any:
+        operands = prepare(inputs, spec)
         if spec not in waits and _share(spec, kernel.name, 0):
-            waits[spec] = _wait(lambda: run(prepare(q, k, v, spec)), q.device)
+            waits[spec] = _wait(lambda: run(prepare(inputs, spec)), inputs.device)
         return operands
 
     def slow_run(operands: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 from attnbench import AttentionSpec, Mask
 from attnbench.backends.reference import BACKEND as REFERENCE
 from attnbench.kernels.capabilities import Capabilities, Device
-from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Operands, Result, Saved
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Operands, Result, Saved
 from attnbench.problem.fp8 import Quantised
 
 ROW = Capabilities(dtypes=("bf16", "fp32", "e4m3"), head_dims=(8, 64, 8), descales=("head",))
@@ -29,11 +29,17 @@ class Forward(ForwardKernel):
     declared_error = 0.004  # of bf16 outputs and of the tests' small problems
     rows: Mapping[str, Capabilities] = ROWS
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
-        return EXACT.prepare(q, k, v, spec)
+    def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
+        given = inputs.quantised()
+        if given is None:
+            return self.prepare_tensors(*inputs.unquantised(), spec)
+        return self.prepare_quantised(*given, spec)
+
+    def prepare_tensors(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        return EXACT.prepare(Inputs(q, k, v), spec)
 
     def prepare_quantised(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
-        return EXACT.prepare_quantised(q, k, v, spec)
+        return EXACT.prepare(Inputs(q, k, v), spec)
 
     def run(self, operands: Operands) -> Result:
         out, lse, _ = EXACT.run(operands)
@@ -96,16 +102,16 @@ class Overconfident(Forward):
 class Impatient(Forward):
     """Scales K where it lies."""
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare_tensors(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
         k.mul_(-1)
-        return super().prepare(q, k, v, spec)
+        return super().prepare_tensors(q, k, v, spec)
 
 
 class Remembering(Forward):
     def __init__(self) -> None:
         self.seen: dict[Any, Operands] = {}
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare_tensors(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
         key = (q.data_ptr(), q.stride(), spec)
         if key not in self.seen:
             self.seen = {key: Operands(spec, q.clone(), k.clone(), v.clone())}
@@ -144,8 +150,8 @@ class Restless(Forward):
 class Consuming(Forward):
     """Clears its operands once it has read them."""
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
-        return super().prepare(q, k, v.clone(), spec)
+    def prepare_tensors(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        return super().prepare_tensors(q, k, v.clone(), spec)
 
     def run(self, operands: Operands) -> Result:
         result = super().run(operands)
@@ -183,8 +189,8 @@ class Shared(Forward):
 
     operands: Operands | None = None
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
-        self.operands = super().prepare(q, k, v, spec)
+    def prepare_tensors(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+        self.operands = super().prepare_tensors(q, k, v, spec)
         time.sleep(0.002)
         return self.operands
 
@@ -205,11 +211,11 @@ class Hoarding(Forward):
 class Dense(Forward):
     """Reads memory as if it were contiguous."""
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
+    def prepare_tensors(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
         def read(x: Tensor) -> Tensor:
             return x if x.stride(-1) == 1 else x.as_strided(x.shape, torch.empty(x.shape).stride())
 
-        return super().prepare(read(q), read(k), read(v), spec)
+        return super().prepare_tensors(read(q), read(k), read(v), spec)
 
 
 class Undescaled(Forward):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnbench import AttentionSpec
-from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Operands, Result, Saved, gradient_dtype
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Operands, Result, Saved, gradient_dtype
 from attnbench.kernels.devices import describe
 from attnbench.problem.dtypes import TO_TORCH
 
@@ -80,7 +80,7 @@ class Sweep:
         if not self._serves(kernel, spec, f"{kernel.name} fwd"):
             return None
         try:
-            operands = kernel.prepare(q, k, v, spec)
+            operands = kernel.prepare(Inputs(q, k, v), spec)
             result = kernel.run(operands)
             self._compare(f"{kernel.name} fwd", spec, "out", result.out, truth.out, kernel.declared_error,
                           0.1 * v.double().norm().item())  # fmt: skip

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnbench.backends.emulated import emulate
 from attnbench.backends.emulated_arithmetic import Accumulator
-from attnbench.kernels.contract import Operands, Saved
+from attnbench.kernels.contract import Inputs, Operands, Saved
 from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.fp8 import Recipe
 from attnbench.problem.spec import AttentionSpec
@@ -81,6 +81,6 @@ def both(
 ) -> tuple[Operands, Tensor, Tensor, tuple[Tensor, ...]]:
     """The operands, out, lse and gradients of the kernels of a recipe."""
     forward, backward = emulate(recipe, accumulator)
-    operands = forward.prepare(q, k, v, spec)
+    operands = forward.prepare(Inputs(q, k, v), spec)
     out, lse, state = forward.run(operands)
     return operands, out, lse, backward.run(Saved(operands, out, lse, state), grad_out)

@@ -6,7 +6,16 @@ import torch
 from torch import Tensor
 
 from attnbench.kernels.capabilities import Capabilities
-from attnbench.kernels.contract import Availability, Backend, BackwardKernel, ForwardKernel, Operands, Result, Saved
+from attnbench.kernels.contract import (
+    Availability,
+    Backend,
+    BackwardKernel,
+    ForwardKernel,
+    Inputs,
+    Operands,
+    Result,
+    Saved,
+)
 from attnbench.kernels.registry import Registry
 from attnbench.problem.spec import DTYPES, GRANULARITIES
 from attnbench.tables.environment import Environment
@@ -22,7 +31,8 @@ class FakeForward(ForwardKernel):
         self.name, self.rows, self.preference, self.declared_error = name, {"cpu": row}, preference, declared
         self.leaves, self.error_growth = leaves, error_growth
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, spec) -> Operands:
+    def prepare(self, inputs: Inputs, spec) -> Operands:
+        q, k, v = inputs.unquantised()
         return Operands(spec, q, k, v)
 
     def run(self, operands: Operands) -> Result:

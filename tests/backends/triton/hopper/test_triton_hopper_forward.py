@@ -17,7 +17,7 @@ from attnbench.backends.triton import TritonForward, TritonOnePass
 from attnbench.backends.triton.forward.tiles import ONE_PASS, Tile
 from attnbench.backends.triton.interpreter import interpreted
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import Operands, Result
+from attnbench.kernels.contract import Inputs, Operands, Result
 from attnbench.problem.fp8 import Quantised, Recipe, quantise
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
@@ -110,7 +110,7 @@ def test_it_computes_exact_attention_on_what_was_quantised(
     spec: AttentionSpec, kernel: TritonForward, late: bool
 ) -> None:
     _LATE[0] = late
-    operands = kernel.prepare(*tensors(spec), spec)
+    operands = kernel.prepare(Inputs(*tensors(spec)), spec)
     agrees(operands, kernel.run(operands), 0.06)
 
 
@@ -128,7 +128,7 @@ def test_committed_tiles_of_one_pass(head_dim: int, late: bool, mask: Mask) -> N
     _LATE[0] = late
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=260, seqlen_kv=530, head_dim=head_dim, mask=mask)
     kernel = TritonOnePass()
-    operands = kernel.prepare(*tensors(spec), spec)
+    operands = kernel.prepare(Inputs(*tensors(spec)), spec)
     assert operands.native.tile == ONE_PASS[max(head_dim, 128), mask.kind == "none"]
     agrees(operands, kernel.run(operands))
 
@@ -141,7 +141,7 @@ def test_the_kernel_casts_queries_to_the_numbers_of_the_token_recipe() -> None:
     q[0, 0, 4] *= 1e-38
     q[0, 1, 5] *= 1e30
     kernel = TritonOnePass(SMALL)
-    found = kernel.run(kernel.prepare(q, k, v, spec)).lse
+    found = kernel.run(kernel.prepare(Inputs(q, k, v), spec)).lse
     assert found is not None
     rows, keys = quantise(q, Recipe("token")), quantise(k, Recipe("block"))
     scores = (rows.dequantised(torch.float64) @ keys.dequantised(torch.float64).mT)[..., 0] * spec.scale
@@ -160,7 +160,7 @@ def test_blocks_of_values_of_all_sizes_have_units_of_their_own(sizes: tuple[floa
     for i, size in enumerate(sizes):
         v[:, :, 64 * i : 64 * (i + 1)] *= size
     kernel = TritonOnePass(SMALL)
-    operands = kernel.prepare(q, k, v, spec)
+    operands = kernel.prepare(Inputs(q, k, v), spec)
     found = kernel.run(operands).out
     exact, _ = dense_attention(*operands.tensors(torch.float64), spec)
     assert bool(torch.isfinite(found).all())
@@ -177,7 +177,7 @@ def test_scores_too_small_for_fp32_are_alike() -> None:
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=130, head_dim=64, mask=Mask(right=0))
     q, k, v = tensors(spec)
     kernel = TritonOnePass(SMALL)
-    operands = kernel.prepare(q * 1e-30, k * 1e-30, v, spec)
+    operands = kernel.prepare(Inputs(q * 1e-30, k * 1e-30, v), spec)
     agrees(operands, kernel.run(operands))
 
 
@@ -189,7 +189,7 @@ def test_what_is_not_finite_stays_visible(which: int, what: float) -> None:
     operands = tensors(spec)
     operands[which][0, 1, 70, 5] = what
     kernel = TritonOnePass(SMALL)
-    out = kernel.run(kernel.prepare(*operands, spec)).out
+    out = kernel.run(kernel.prepare(Inputs(*operands), spec)).out
     assert bool(torch.isfinite(out[0, 0]).all())
     hit = ~torch.isfinite(out[0, 1]).all(-1)
     if which == 0:
@@ -232,7 +232,7 @@ def test_queries_in_e4m3_are_made_for_those_who_read_them(monkeypatch: pytest.Mo
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=140, head_dim=64)
     q, k, v = tensors(spec)
     kernel = TritonOnePass(SMALL)
-    operands = kernel.prepare(q, k, v, spec)
+    operands = kernel.prepare(Inputs(q, k, v), spec)
     kernel.run(operands)
     assert not made
     assert isinstance(operands.q, Quantised)
