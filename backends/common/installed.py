@@ -46,14 +46,16 @@ def installed(module: str, *distributions: str) -> str | None:
     return "unknown"
 
 
-def versions_of(*distributions: str) -> list[str] | str:
-    """The version of each distribution, or the sentence that names the first that is not installed."""
+def versions_of(install: str, *distributions: str) -> list[str] | Availability:
+    """The version of each distribution, or the answer of a backend where one, or CUDA, is missing."""
+    if missing := without_cuda(install):
+        return missing
     versions = []
     for distribution in distributions:
         try:
             versions.append(metadata.version(distribution))
         except metadata.PackageNotFoundError:
-            return f"{distribution} is not installed"
+            return Availability(reason=f"{distribution} is not installed", install=install)
     return versions
 
 

@@ -17,7 +17,7 @@ from attnbench.problem.spec import AttentionSpec
 
 from ..common import cudnn_attention as common
 from ..common.cudnn_attention import BACKWARD_SIZE, PEAK, PRECISIONS, cudnn_version, scalar, too_old
-from ..common.installed import versions_of, without_cuda
+from ..common.installed import versions_of
 from ..common.layout import aligned, padded
 from .graphs import Band, Graph, Layout, Question, graph_of, laid_out
 from .scales import descale_of, gradient_bounds, too_long
@@ -32,11 +32,9 @@ _GRADIENT_RECIPE = Recipe("tensor", "e5m2")  # cuDNN rounds dS to the type of dO
 
 def _availability() -> Availability:
     """From the metadata alone: importing the front end loads cuDNN."""
-    if missing := without_cuda(_INSTALL):
-        return missing
-    versions = versions_of(_DISTRIBUTION)
-    if isinstance(versions, str):
-        return Availability(reason=versions, install=_INSTALL)
+    versions = versions_of(_INSTALL, _DISTRIBUTION)
+    if isinstance(versions, Availability):
+        return versions
     if reason := too_old():
         return Availability(reason=reason, origin=_DISTRIBUTION)
     return Availability(version=versions[0], origin=f"{_DISTRIBUTION} {versions[0]} on cuDNN {cudnn_version()}")

@@ -25,7 +25,7 @@ from attnbench.kernels.contract import (
 from attnbench.problem.spec import AttentionSpec
 
 from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
-from ..common.installed import versions_of, without_cuda
+from ..common.installed import versions_of
 from ..common.layout import aligned, padded, rounded_up, whole_gradients
 from ..common.windows import Window, bottom_right
 from .fa3_operands import quantise_by_key_head
@@ -67,11 +67,9 @@ def _library() -> _Library:
 
 def _availability() -> Availability:
     """From the metadata alone: importing the library loads the CUTLASS compiler."""
-    if missing := without_cuda(_INSTALL):
-        return missing
-    versions = versions_of(*_DISTRIBUTIONS)
-    if isinstance(versions, str):
-        return Availability(reason=versions, install=_INSTALL)
+    versions = versions_of(_INSTALL, *_DISTRIBUTIONS)
+    if isinstance(versions, Availability):
+        return versions
     origin = " with ".join(f"{name} {number}" for name, number in zip(_DISTRIBUTIONS, versions, strict=True))
     return Availability(version=versions[0], origin=origin)
 
@@ -146,12 +144,11 @@ class Fa4Fp8Forward(ForwardKernel):
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """e4m3 and descales (B, Hkv), those of Q too: the query heads of a group share one."""
-        q, k, v = (x.detach() for x in inputs.unquantised())
-        quantised = quantise_by_key_head(q, k, v, spec)
-        scales = (quantised[0].descale[:, :: spec.group], quantised[1].descale, quantised[2].descale)
+        q_, k_, v_ = (x.detach() for x in inputs.unquantised())
+        q, k, v = quantise_by_key_head(q_, k_, v_, spec)
+        scales = (q.descale[:, :: spec.group], k.descale, v.descale)
         descales = (x.reshape(spec.batch, spec.kv_heads).contiguous() for x in scales)
-        native = _native(*(x.data for x in quantised), spec, _FORWARD_STEP)
-        return Operands(spec, *quantised, (*native, *descales))
+        return Operands(spec, q, k, v, (*_native(q.data, k.data, v.data, spec, _FORWARD_STEP), *descales))
 
     def run(self, operands: Operands) -> Result:
         """Out in bf16 from the kernel, in the input's dtype from here."""

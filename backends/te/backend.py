@@ -23,7 +23,7 @@ from ..common.cudnn_attention import (
     scalar,
     too_old,
 )
-from ..common.installed import release, versions_of, without_cuda
+from ..common.installed import release, versions_of
 from . import library as te_library
 from .history import Histories
 from .library import Narrow, bshd, delayed, seqlens_of, widened
@@ -40,11 +40,9 @@ _gradients = Histories(roles=2)  # of what cuDNN calls dP (our dS), and of dQ, d
 
 def _availability() -> Availability:
     """From the metadata alone: importing TransformerEngine loads CUDA libraries."""
-    if missing := without_cuda(_INSTALL):
-        return missing
-    versions = versions_of(*_DISTRIBUTIONS)
-    if isinstance(versions, str):
-        return Availability(reason=versions, install=_INSTALL)
+    versions = versions_of(_INSTALL, *_DISTRIBUTIONS)
+    if isinstance(versions, Availability):
+        return versions
     found = release(versions[0])
     if found is None or found < _LEAST:
         least = ".".join(map(str, _LEAST))

@@ -52,7 +52,7 @@ class TritonForward(ForwardKernel):
 
     preference = 9
     declared_error = _ERROR
-    leaves = "e4m3"
+    leaves: str | None = "e4m3"
 
     def __init__(self, precision: str, tile: Tile | None = None) -> None:
         self.name = f"triton:{precision}"
