@@ -81,6 +81,7 @@ class EmulatedForward(ForwardKernel):
         self.name = _name(recipe, accumulator)
         self.rows = _rows(recipe)
         self.mixes = self.name == "emulated:fp8"
+        self.leaves = recipe.format if recipe.format == "e4m3" and not recipe.smoothing else None
         self.declared_error = _ERRORS[recipe.format][0]
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:

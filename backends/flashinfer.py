@@ -27,10 +27,11 @@ from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Inp
 from attnbench.problem.fp8 import Quantised, Recipe, quantise
 from attnbench.problem.spec import AttentionSpec
 
-from .common.padding import padded
+from .common.installed import has_file, installed, release, without_cuda
+from .common.layout import padded
+from .common.windows import bottom_right
 from .flash_attention.fa3 import HOPPER
-from .flash_attention.fa3_operands import window
-from .flash_attention.fa3_origins import installed
+from .flash_attention.fa3_operands import check_plain
 
 __all__ = ["BACKEND", "FlashInferForward"]
 
@@ -52,13 +53,13 @@ class _Native(NamedTuple):
 
 
 def _availability() -> Availability:
-    if torch.version.cuda is None:
-        return Availability(reason=f"torch {torch.__version__} was built without CUDA", install=_INSTALL)
+    if missing := without_cuda(_INSTALL):
+        return missing
     version = installed("flashinfer", "flashinfer-python")
     if version is None:
         return Availability(reason="flashinfer is not installed", install=_INSTALL)
-    parts = version.split(".")[:2]
-    if not all(part.isdigit() for part in parts) or not _KNOWN <= tuple(map(int, parts)) < (1,):
+    found = release(version)
+    if found is None or not _KNOWN <= found < (1, 0):
         reason = f"flashinfer {version} is not 0.7 or a later 0.x: older ones do not hide keys from FP8 queries"
         return Availability(reason=reason, origin="flashinfer-python", install=_INSTALL)
     if not _compiled() and not _compiler():
@@ -69,11 +70,7 @@ def _availability() -> Availability:
 
 def _compiled() -> bool:
     """Whether kernels compiled beforehand are there, in a package of their own or in this one."""
-    spec = find_spec("flashinfer")
-    folders = spec.submodule_search_locations if spec is not None else None
-    return find_spec("flashinfer_jit_cache") is not None or any(
-        Path(folder, "data", "aot").is_dir() for folder in folders or ()
-    )
+    return find_spec("flashinfer_jit_cache") is not None or has_file("flashinfer", "data/aot")
 
 
 def _compiler() -> bool:
@@ -103,6 +100,7 @@ class FlashInferForward(ForwardKernel):
     """``FP8PrefillWithKVCacheKernel``."""
 
     name = "flashinfer:fp8"
+    leaves = "e4m3"
     preference = 32
     declared_error = 0.08  # that of fa3: the same products, sums and roundings
     rows: Mapping[str, Capabilities] = {
@@ -119,7 +117,7 @@ class FlashInferForward(ForwardKernel):
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """Causal masks that are a window bottom-right, scales that are not positive, too many heads for a grid."""
         reasons = []
-        found = window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+        found = bottom_right(spec.mask, spec.seqlen_q, spec.seqlen_kv)
         if isinstance(found, str) or found.right > 0:
             reasons.append(f"has no top-left alignment for {spec.seqlen_q} queries on {spec.seqlen_kv} keys")
         if spec.scale <= 0:  # the row's maximum is taken before the scale is applied (attention_updater.cuh)
@@ -134,14 +132,10 @@ class FlashInferForward(ForwardKernel):
         Raises InputError where a tensor that the caller quantised is not plain e4m3.
         """
         q, k, v = inputs.quantised() or (quantise(x, _RECIPE) for x in inputs.unquantised())
-        found = window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+        found = bottom_right(spec.mask, spec.seqlen_q, spec.seqlen_kv)
         if isinstance(found, str):
             raise InputError(found)
-        for name, x in {"q": q, "k": k, "v": v}.items():
-            if x.data.dtype != torch.float8_e4m3fn or x.rotated or x.mean is not None:
-                raise InputError(f"FlashInfer takes e4m3 and descales alone, {name} is another")
-            if x.granularity not in ("tensor", "head"):
-                raise InputError(f"FlashInfer takes descales per tensor or head, {name}'s are per {x.granularity}")
+        check_plain("FlashInfer", q, k, v)
         size = next(size for size in _SIZES if max(spec.head_dim, spec.head_dim_v) <= size)
         cut = (q.data, k.data[:, :, : found.keys], v.data[:, :, : found.keys])
         q_, k_, v_ = (_folded(padded(x, size)) for x in cut)

@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,9 +32,9 @@ from attnbench.kernels.capabilities import Capabilities, Device
 from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Inputs, Operands, Result
 from attnbench.problem.spec import AttentionSpec
 
-from .common.fused import aligned, cuda_refusals
-from .common.padding import padded, rounded_up
-from .flash_attention.fa3_origins import installed
+from .common.cuda_limits import cuda_refusals
+from .common.installed import has_file, installed, release, without_cuda
+from .common.layout import aligned, padded, rounded_up
 from .sage_operands import BY_THREAD_K, BY_THREAD_Q, Channels, Rows, row_scales
 
 __all__ = ["BACKEND", "SageFp8Forward", "SageInt8Forward"]
@@ -59,8 +57,8 @@ _SHARED: Mapping[str, Any] = {
 
 
 def _availability() -> Availability:
-    if torch.version.cuda is None:
-        return Availability(reason=f"torch {torch.__version__} was built without CUDA", install=_INSTALL)
+    if missing := without_cuda(_INSTALL):
+        return missing
     version = installed("sageattention", "sageattention")
     if version is None:
         reason = "sageattention is not installed; 1.0.6 brings sage:int8, a build of 2.2 from source sage:int8-fp8"
@@ -68,7 +66,7 @@ def _availability() -> Availability:
     if not (_is_triton(version) or _is_built(version)):
         reason = f"sageattention {version} is neither {_TRITON} nor 2.2 or a later 2.x"
         return Availability(reason=reason, origin="sageattention", install=_INSTALL)
-    if _is_built(version) and not _extension():
+    if _is_built(version) and not has_file("sageattention", "_qattn_sm90*"):
         reason = f"sageattention {version} was built without its kernel for compute capability 9.0"
         return Availability(reason=reason, origin="sageattention", install=_BUILD)
     return Availability(version=version, origin="sageattention")
@@ -79,15 +77,8 @@ def _is_triton(version: str) -> bool:
 
 
 def _is_built(version: str) -> bool:
-    parts = version.split(".")[:2]
-    return len(parts) == 2 and all(part.isdigit() for part in parts) and _BUILT <= tuple(map(int, parts)) < (3,)
-
-
-def _extension() -> bool:
-    """Whether the build holds the kernel, seen from its files: importing the package imports Triton."""
-    spec = find_spec("sageattention")
-    folders = spec.submodule_search_locations if spec is not None else None
-    return any(any(Path(folder).glob("_qattn_sm90*")) for folder in folders or ())
+    found = release(version)
+    return found is not None and _BUILT <= found < (3, 0)
 
 
 @cache
@@ -281,4 +272,5 @@ BACKEND = Backend(
     summary="SageAttention: INT8 QK, FP16 or FP8 PV, forward",
     availability=_availability,
     kernels=(SageInt8Forward(), SageFp8Forward()),
+    built_on=("triton",),
 )

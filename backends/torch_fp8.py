@@ -20,8 +20,10 @@ from attnbench.kernels.capabilities import Capabilities, Device
 from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Inputs, Operands, Result, gradient_dtype
 from attnbench.problem.spec import AttentionSpec
 
+from .common.installed import without_cuda
+from .common.windows import bottom_right
 from .flash_attention.fa3 import HOPPER, PROFILED
-from .flash_attention.fa3_operands import Native, native, quantise_by_key_head, refuse_spec, window
+from .flash_attention.fa3_operands import Native, native, quantise_by_key_head, refuse_spec
 from .flash_attention.fa3_origins import INSTALL, interface
 
 __all__ = ["BACKEND", "TorchFp8Forward"]
@@ -34,8 +36,8 @@ _ERROR = 0.08  # that of fa3: the same kernel on the same operands
 
 
 def _availability() -> Availability:
-    if torch.version.cuda is None:
-        return Availability(reason=f"torch {torch.__version__} was built without CUDA", origin="torch")
+    if missing := without_cuda(origin="torch"):
+        return missing
     if not _declared():
         reason = f"torch {torch.__version__} has no quantised attention"
         return Availability(reason=reason, origin="torch", install=_INSTALL_TORCH)
@@ -72,8 +74,8 @@ def _forward() -> Callable[..., Any]:
 
 def _omitted(spec: AttentionSpec, given: frozenset[str]) -> list[str]:
     """The parts that the spec needs and that the installed ``flash_attn_interface`` was made without."""
-    found = window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
-    local = not isinstance(found, str) and not found.causal and (found.left >= 0 or found.right >= 0)
+    found = bottom_right(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+    local = not isinstance(found, str) and found.local
     needed = {"FP8", "LOCAL"} if local else {"FP8"}
     return [f"flash_attn_interface {_OMITTED[part]}" for part in sorted(needed & given)]
 
@@ -82,6 +84,7 @@ class TorchFp8Forward(ForwardKernel):
     """``aten::_flash_attention_forward.quantized``."""
 
     name = "torch-fp8:fp8"
+    leaves = "e4m3"
     preference = 15
     declared_error = _ERROR
     rows: Mapping[str, Capabilities] = {

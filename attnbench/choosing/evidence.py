@@ -30,8 +30,9 @@ class Evidence:
     A plan measured at the spec is judged by that entry alone.  At a spec where it was not
     measured it is vouched for by its entries in the class of the spec (``similarity``): all
     those with at most as many keys, and the nearest one with more, must be within the budget
-    on every input family.  A plan that computes in FP8 must be so by a factor of ``MARGIN``,
-    and needs one with at least as many keys: errors may grow with their number.  Where a plan failed at a spec
+    on every input family.  A plan that computes in FP8 must be so by a factor of ``MARGIN``.  Where none has as
+    many keys, its error counts as what it grows to by then, and nothing vouches for a plan whose growth is
+    not known.  Where a plan failed at a spec
     that is nowhere larger, or at the nearest one, it is not vouched for.  Its time is then
     predicted by the cost model.
     """
@@ -48,13 +49,16 @@ class Evidence:
         self._class = {} if index is None else index.classes[alike]
         self.model = None if index is None else index.model
 
-    def candidate(self, plan: Plan, budget: float) -> Candidate | None:
-        """The plan as ``eligible``, ``inaccurate`` or ``unmeasured``; None where nothing was found out about it."""
+    def candidate(self, plan: Plan, budget: float, growth: float | None) -> Candidate | None:
+        """The plan as ``eligible``, ``inaccurate`` or ``unmeasured``; None where nothing was found out about it.
+
+        ``growth`` is the factor by which its error grows where the keys double, None where that is not known.
+        """
         entry = self._here.get(plan)
         if entry is not None:
             return _measured(entry, budget)
         entries = self._class.get(plan)
-        return None if not entries else self._neighbours(plan, entries, budget)
+        return None if not entries else self._neighbours(plan, entries, budget, growth)
 
     def nearest(self, plan: Plan, others: Iterable[Plan]) -> list[Candidate]:
         """What was measured of a plan that was predicted, and of the others, at the nearest spec that has the plan.
@@ -67,7 +71,7 @@ class Evidence:
         entries = [entry for each in {plan, *others} for entry in self._class.get(each, ()) if entry.spec == spec]
         return [_measured(entry, entry.worst[0]) for entry in entries if entry.usable]
 
-    def _neighbours(self, plan: Plan, entries: list[Entry], budget: float) -> Candidate:
+    def _neighbours(self, plan: Plan, entries: list[Entry], budget: float, growth: float | None) -> Candidate:
         nearest = min(entries, key=lambda each: self._order(each.spec))
         failed = [each for each in entries if not each.usable and (each is nearest or self._covers(each.spec))]
         if failed:
@@ -82,8 +86,9 @@ class Evidence:
         prediction = None if self.model is None else self.model.predict(plan, self._spec)
         if prediction is None:
             return Candidate(plan, "unmeasured", ("nothing like this was measured of it",))
-        vouched = not plan.fp8 or bool(more)
-        needs = error * MARGIN if plan.fp8 else error
+        most = max(each.spec.seqlen_kv for each in usable)
+        grown = 1.0 if keys <= most else None if growth is None else growth ** math.log2(keys / most)
+        needs = error * (MARGIN if plan.fp8 else 1.0) * (grown or 1.0)
         found = Candidate(
             plan=plan,
             verdict="eligible",
@@ -93,14 +98,14 @@ class Evidence:
             basis="predicted",
             measured_at=witness.spec,
             time_error=prediction.error,
-            needs=needs if vouched else None,
+            needs=None if grown is None else needs,
         )
         if not needs <= budget:
             doubt = f", times {MARGIN:g} for a shape that was not measured," if plan.fp8 else ""
+            doubt += f" and {grown:.3g} for more keys than were measured," if grown not in (None, 1.0) else ""
             reason = f"its error of {error:.3g} on {family} inputs at {witness.spec}{doubt} exceeds the budget"
             return _lost(found, "inaccurate", f"{reason} of {budget:g}")
-        if not vouched:
-            most = max(each.spec.seqlen_kv for each in usable)
+        if grown is None:
             return _lost(
                 found, "unmeasured", f"measured only up to {most} keys, and FP8 errors may grow with their number"
             )

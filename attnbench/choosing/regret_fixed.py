@@ -17,9 +17,6 @@ from .regret import Asked, chosen_at, geometric_mean, served
 __all__ = ["TORCH_DEFAULT", "Fixed", "against_fixed"]
 
 TORCH_DEFAULT = "torch's default"
-# The order in which torch.nn.functional.scaled_dot_product_attention tries its kernels on a GPU of compute capability
-# 9.0 with cuDNN after 9.15 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, priority_order, torch 2.11).
-_TORCH_ORDER = ("sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "sdpa-math")
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ def against_fixed(table: Table, known: Registry, asked: Asked) -> list[Fixed]:
         specs[spec.direction] += 1
         winner, eligible = chosen
         times = {plan: here[plan].time_ms or 0.0 for plan in eligible}
-        for backend, time in _by_backend(times):
+        for backend, time in _by_backend(times, known):
             ratios[spec.direction, backend].append(time / times[winner.plan] if times[winner.plan] else 1.0)
     rows = [
         Fixed(backend, direction, specs[direction], len(each), geometric_mean(each) - 1, max(each) - 1)
@@ -66,11 +63,12 @@ def against_fixed(table: Table, known: Registry, asked: Asked) -> list[Fixed]:
     return sorted(rows, key=lambda row: (row.direction, row.slow_down, row.backend))
 
 
-def _by_backend(times: dict[Plan, float]) -> Iterator[tuple[str, float]]:
+def _by_backend(times: dict[Plan, float], known: Registry) -> Iterator[tuple[str, float]]:
     backends = {backend_of(plan.forward) for plan in times}
     for backend in sorted(backends):
         yield backend, _fastest(times, backend, times)
-    if first := next((backend for backend in _TORCH_ORDER if backend in backends), None):
+    declared = {name: place for name in backends if (place := known.backend(name).sdpa_order) is not None}
+    if first := min(declared, key=declared.__getitem__, default=None):
         alone = [plan for plan in times if {backend_of(kernel) for kernel in plan.kernels} == {first}]
         yield TORCH_DEFAULT, _fastest(times, first, alone or times)
 

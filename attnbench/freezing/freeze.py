@@ -28,11 +28,11 @@ from ..choosing.demotion import demoted
 from ..choosing.selector import choose
 from ..errors import FrozenError, InputError, RefusedError, UnknownBackendError
 from ..kernels.capabilities import Device
+from ..kernels.contract import Library
 from ..kernels.devices import describe
 from ..kernels.plan import Plan, backend_of
 from ..kernels.registry import Registry, registry
 from ..problem.spec import AttentionSpec
-from ..tables.binding import _STANDS_ON
 from ..text.printable import printable
 from .file import Frozen, FrozenPlan, FrozenQuestion, Stamp, recording, stamp_of
 
@@ -254,12 +254,12 @@ def _versions(plan: Plan, known: Registry) -> dict[str, str]:
         answer = known.availability(backend)
         said = " from ".join(filter(None, (answer.version or "unknown", answer.origin)))
         found[backend] = printable(said)[:_LONGEST]
-        for library in _STANDS_ON.get(backend, ()):
+        for library in known.backend(backend).built_on:
             found[_LIBRARIES[library]] = _library(library)
     return found
 
 
-def _library(name: str) -> str:
+def _library(name: Library) -> str:
     if name == "cudnn":
         loaded: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
         return str(loaded)
@@ -269,6 +269,6 @@ def _library(name: str) -> str:
         return "absent"
 
 
-_LIBRARIES = {"cudnn": "cuDNN", "triton": "Triton"}  # told from the backends of these names
+_LIBRARIES: dict[Library, str] = {"cudnn": "cuDNN", "triton": "Triton"}  # told from the backends of these names
 _LONGEST = 256  # characters of a version: what the file is held to
 _opening = threading.Lock()

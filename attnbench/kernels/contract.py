@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -27,12 +27,16 @@ __all__ = [
     "BackwardKernel",
     "ForwardKernel",
     "Inputs",
+    "Library",
     "Operands",
     "Result",
     "Saved",
     "gradient_dtype",
     "rounding_error",
 ]
+
+Library = Literal["cudnn", "triton"]
+_LIBRARIES: tuple[Library, ...] = get_args(Library)
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,8 @@ class _Kernel(ABC):
     ``name`` is ``backend:precision``; ``rows`` maps a device type (``cpu``, ``cuda``) to its row.
     ``declared_error`` is the relative L2 error against exact attention that normal inputs stay within, of
     out for a forward, of dq, dk and dv for a backward; ``error_on`` says it of one spec.
+    ``error_growth`` is the factor by which the error of a kernel in 8 bits grows, at most and on inputs of any
+    family, where the number of keys doubles; None: not known, so that nothing measured vouches for more keys.
     ``preference`` orders kernels where nothing was measured, smallest first; None comes last, and
     such a forward is never chosen unmeasured.
     ``evidence`` maps a device type to a regular expression that the name of a profiled
@@ -156,6 +162,7 @@ class _Kernel(ABC):
     name: str
     rows: Mapping[str, Capabilities]
     declared_error: float
+    error_growth: float | None = None
     evidence: Mapping[str, str] = MappingProxyType({})
     preference: int | None = None
 
@@ -185,9 +192,13 @@ class ForwardKernel(_Kernel):
     """out = softmax(scale · q kᵀ, capped and masked) v, in one precision.
 
     ``mixes`` says whether plans that pair an FP8 forward with the backwards of other backends are listed.
+    ``leaves`` names what a backward may rely on in the operands, beyond their dequantised values; None: nothing.
+    ``"e4m3"`` stands for ``Quantised`` Q, K and V in that format with scales of any granularity: none is smoothed,
+    V is not rotated, and Q and K are rotated together or not at all.
     """
 
     mixes: bool = True
+    leaves: str | None = None
 
     @abstractmethod
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
@@ -201,17 +212,22 @@ class ForwardKernel(_Kernel):
 class BackwardKernel(_Kernel):
     """dq, dk, dv of a forward that has run.
 
-    ``follows`` names the forwards that it can follow, None for all.  ``needs_lse`` says
-    whether it reads the forward's LSE.
+    ``follows`` names the forwards that it can follow, each by its own name (``te:fp8``) or by what it ``leaves``
+    (``e4m3``); None stands for all.  ``needs_lse`` says whether it reads the forward's LSE.
     """
 
     follows: tuple[str, ...] | None = None
     needs_lse: bool = True
 
+    def accepts(self, forward: ForwardKernel) -> bool:
+        """Whether ``follows`` names the forward or what it leaves."""
+        return self.follows is None or forward.name in self.follows or forward.leaves in self.follows
+
     def cannot_follow(self, forward: ForwardKernel, device: Device) -> str | None:
         """Why it cannot take over from ``forward`` on this device, or None."""
-        if self.follows is not None and forward.name not in self.follows:
-            return f"the backward {self.name} follows only {', '.join(self.follows)}"
+        if not self.accepts(forward):
+            known = (each if ":" in each else f"forwards that leave {each}" for each in self.follows or ())
+            return f"the backward {self.name} follows only {', '.join(known)}"
         row = forward.rows.get(device.type)
         if self.needs_lse and row is not None and not row.lse:
             return (
@@ -238,6 +254,12 @@ class Backend:
     a sweep measures it only where it is named.
     ``compiles`` says that its kernels compile anew for every shape and leave that on the disk,
     so that several processes may do it before anything is timed.
+    ``built_on`` names the libraries that choose or compile the kernels: what was measured with another
+    release of one is not used, and a frozen choice is refused.  Libraries that attnbench does not know belong
+    into the ``origin`` of the availability, with their versions.
+    ``sdpa_order`` is the place at which ``torch.nn.functional.scaled_dot_product_attention`` tries these kernels on
+    a GPU of compute capability 9.0, smallest first; None: it does not call them.
+    Raises ValueError for a library that is not known.
     """
 
     name: str
@@ -247,6 +269,13 @@ class Backend:
     resolve: Callable[[str], tuple[ForwardKernel | BackwardKernel, ...]] | None = None
     yardstick: tuple[str, ...] = ()
     compiles: bool = False
+    built_on: tuple[Library, ...] = ()
+    sdpa_order: int | None = None
+
+    def __post_init__(self) -> None:
+        for library in self.built_on:
+            if library not in _LIBRARIES:
+                raise ValueError(f"a backend can be built on {' or '.join(_LIBRARIES)}, not on {library!r}")
 
 
 def gradient_dtype(spec: AttentionSpec) -> torch.dtype:

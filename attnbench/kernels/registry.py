@@ -136,7 +136,7 @@ class Registry:
             return plans
         paired = {plan.backward for plan in plans}
         alone = [name for name in self._listed(self._backwards) if name not in paired]
-        return plans + [Plan(self._leader(name), name) for name in alone]
+        return plans + [Plan(self.leader(name), name) for name in alone]
 
     def plans_with(self, forward: str, spec: AttentionSpec) -> list[Plan]:
         """The plans of ``plans`` that start with this forward, which may be one made from its name."""
@@ -161,7 +161,7 @@ class Registry:
             if name == forward:
                 continue
             kin = backend_of(name) == backend_of(forward)
-            if kin and kernel.follows is not None and forward in kernel.follows:
+            if kin and kernel.follows is not None and kernel.accepts(self._forwards[forward]):
                 own.append(name)
             elif kernel.follows is None and precision_of(name) == wanted:
                 (own if kin else others).append(name)
@@ -169,10 +169,15 @@ class Registry:
             return own
         return [*own, *others] or [None]
 
-    def _leader(self, backward: str) -> str:
-        """A forward for a backward that no forward asked for: one that it names, or any."""
-        follows = self._backwards[backward].follows
-        return follows[0] if follows else next(iter(self._forwards))
+    def leader(self, backward: str) -> str:
+        """A forward for a backward that no forward asked for: one that it names, else one that it accepts, or any.
+
+        Raises UnknownBackendError.
+        """
+        kernel = self.backward(backward)
+        named = [each for each in kernel.follows or () if ":" in each]
+        accepted = [name for name, forward in self.forwards.items() if kernel.accepts(forward)]
+        return [*named, *accepted, *self.forwards][0]
 
     def reasons(self, plan: Plan, spec: AttentionSpec, device: Device) -> tuple[str, list[str]]:
         """(status, sentences): ``ok`` and none, or ``unavailable`` or ``refused`` and why.
@@ -196,6 +201,22 @@ class Registry:
             cannot = None if refused or reasons else backward.cannot_follow(forward, device)
             reasons += refused + ([cannot] if cannot else [])
         return ("refused" if reasons else "ok"), reasons
+
+    def error_growth(self, plan: Plan) -> float | None:
+        """By what factor the plan's error grows where the keys double: 1 where no kernel of it computes in 8 bits.
+
+        None where one of those does not say, or is not known here.
+        """
+        growths: list[float | None] = [1.0]
+        try:
+            if Plan(plan.forward).fp8:
+                growths.append(self.forward(plan.forward).error_growth)
+            if plan.backward is not None and Plan(plan.backward).fp8:
+                growths.append(self.backward(plan.backward).error_growth)
+        except UnknownBackendError:
+            return None
+        known = [each for each in growths if each is not None]
+        return max(known) if len(known) == len(growths) else None
 
     def declared_error(self, plan: Plan, spec: AttentionSpec, device: Device) -> float:
         """The largest error that a kernel of the plan declares for the spec.  Raises UnknownBackendError."""

@@ -12,17 +12,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..kernels.plan import backend_of
+from ..kernels.registry import Registry
 from ..text.printable import printable
 from .environment import Environment
 from .table import Table
 
 __all__ = ["Binding", "release_of"]
 
-# What the kernels of a backend are chosen or compiled by, beside the version that it has itself.
-_STANDS_ON = {
-    "sdpa-cudnn": ("cudnn",), "cudnn": ("cudnn",), "te": ("cudnn",),
-    "flex": ("triton",), "sage": ("triton",), "triton": ("triton",),
-}  # fmt: skip
 # What may differ, and is said where both sides know it.  Which GPU of its model it was, and
 # which commit of attnbench, differ nearly always and say nothing.
 _SOFT = (
@@ -48,12 +44,12 @@ class Binding:
     soft: tuple[str, ...] = ()
 
     @classmethod
-    def between(cls, table: Table, here: Environment) -> Binding:
-        """What binds the table in the environment ``here``.
+    def between(cls, table: Table, here: Environment, known: Registry) -> Binding:
+        """What binds the table in the environment ``here``, whose backends are those of ``known``.
 
         Another device (type, model, compute capability; on a CPU the number of threads, too)
         refuses all of it.  A backend binds the entries of its plans by its own release and
-        origin, by that of cuDNN or Triton where its kernels come from there, and by torch's
+        origin, by those of the libraries that it is built on, and by torch's
         where it is a part of torch, whose version it then has.  Releases are compared by
         ``release_of``.  Entries of a backend whose version then is unknown are dropped; a
         backend that is not installed here needs no word, for its plans are unavailable.
@@ -67,7 +63,8 @@ class Binding:
         soft = list(_differing([name for name in _SOFT if name not in names], there, here, known=True))
         for backend in sorted({backend_of(kernel) for _, plan in table.entries for kernel in plan.kernels}):
             if backend in here.backends:
-                hard, gentle = _of_backend(backend, there, here)
+                built_on = known.backends[backend].built_on if backend in known.backends else ()
+                hard, gentle = _of_backend(backend, built_on, there, here)
                 soft += gentle
                 if hard:
                     dropped[backend] = hard[0]
@@ -95,14 +92,16 @@ def release_of(version: str) -> str:
     return f"{int(match[1])}.{int(match[2])}" if match else version
 
 
-def _of_backend(backend: str, there: Environment, here: Environment) -> tuple[list[str], list[str]]:
+def _of_backend(
+    backend: str, built_on: tuple[str, ...], there: Environment, here: Environment
+) -> tuple[list[str], list[str]]:
     """(hard, soft) differences of a backend that is installed here."""
     before, now = there.backends.get(backend), here.backends[backend]
     if before is None:
         return [f"measured with an unknown version of {backend}, here is {printable(now)}"], []
     hard, soft = [], []
     pairs: list[tuple[str, str | None, str | None]] = [(backend, before, now)]
-    pairs += [(name, getattr(there, name), getattr(here, name)) for name in _STANDS_ON.get(backend, ())]
+    pairs += [(name, getattr(there, name), getattr(here, name)) for name in built_on]
     for name, old, new in pairs:
         if _release(old) != _release(new):
             hard.append(f"measured with {name} {_said(old)}, here is {_said(new)}")

@@ -78,7 +78,7 @@ def update_user_table(table: Table) -> Path:
     with locked(path):
         try:
             before = Table.load(path)
-            new = Binding.between(before, table.environment).usable(before).merged(new)
+            new = Binding.between(before, table.environment, registry()).usable(before).merged(new)
         except NewerFileError as error:
             raise OutputError(f"your table stays as it is: {error}") from None
         except (OSError, MalformedFileError, InputError):
@@ -113,7 +113,7 @@ def _read(device: torch.device) -> Known:
         table = None if path is None else _loaded(whose, path)
         if table is None:
             continue
-        binding = Binding.between(table, here)
+        binding = Binding.between(table, here, registry())
         usable = binding.usable(table)
         unused = [*binding.refused, *dict.fromkeys(binding.dropped.values())]
         if usable.entries:

@@ -86,8 +86,8 @@ def _plans(name: str, backend: Backend, known: Registry) -> list[Plan]:
         backwards = [name] if name in known.backwards else []
     pairs = []
     for each in backwards:
-        follows = known.backward(each).follows
-        pairs.append(Plan(each if each in forwards else follows[0] if follows else _EXACT, each))
+        other = _EXACT if known.backward(each).follows is None else known.leader(each)
+        pairs.append(Plan(each if each in forwards else other, each))
     return [Plan(each) for each in forwards] + pairs
 
 

@@ -2,111 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attnbench.graph_pools import permanent
-from attnbench.kernels.capabilities import Capabilities, Device
-from attnbench.kernels.contract import (
-    Availability,
-    Backend,
-    BackwardKernel,
-    ForwardKernel,
-    Inputs,
-    Operands,
-    Result,
-    Saved,
-    gradient_dtype,
-)
+from attnbench.kernels.capabilities import Device
+from attnbench.kernels.contract import Availability, Backend, Inputs, Operands, Result, Saved, gradient_dtype
 from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.fp8 import Quantised, Recipe, quantise
 from attnbench.problem.spec import AttentionSpec
 
-from ..common.fused import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, aligned, cuda_availability
+from ..common import cudnn_attention as common
+from ..common.cudnn_attention import BACKWARD_SIZE, PEAK, PRECISIONS, cudnn_version, scalar, too_old
+from ..common.installed import versions_of
+from ..common.layout import aligned, padded
 from .graphs import Band, Graph, Layout, Question, graph_of, laid_out
-from .limits import fp8_backward_refusals, fp8_refusals, refusals
 from .scales import descale_of, gradient_bounds, too_long
 
 __all__ = ["BACKEND"]
 
-_PRECISIONS = ("bf16", "fp16")
 _DISTRIBUTION = "nvidia-cudnn-frontend"
 _INSTALL = "pip install nvidia-cudnn-frontend"
-_LEAST_CUDNN = 91501  # cuDNN 9.15.1, the first that is right on lengths that are no multiple of 128 (pytorch#169849)
-_HOPPER = (9, 0)
-_INT32 = 2**31 - 1
 _RECIPE = Recipe("tensor", "e4m3")
 _GRADIENT_RECIPE = Recipe("tensor", "e5m2")  # cuDNN rounds dS to the type of dO, whose bounds want a wide range
-_UNLIMITED = 2**31  # the 16-bit forward was right on an H200 at every head dimension tried, up to 32768
-_BACKWARD_SIZE = 128  # sdpa_fp8_bwd.h: "hidden_dim shoud be equal to 128" below compute capability 10.0
-_PEAK = 256.0  # P is at most 1; a power of two, so that scaling by it is exact
-_FORWARD_EVIDENCE = r"cudnn\w*sdpa(?!\w*bprop)"
-_BACKWARD_EVIDENCE = r"cudnn\w*sdpa\w*bprop"
-
-
-_cudnn_version: Callable[[], int | None] = torch.backends.cudnn.version
 
 
 def _availability() -> Availability:
     """From the metadata alone: importing the front end loads cuDNN."""
-    found = cuda_availability()
-    if not found.ok:
-        return Availability(reason=found.reason, install=_INSTALL)
-    try:
-        front_end = version(_DISTRIBUTION)
-    except PackageNotFoundError:
-        return Availability(reason=f"{_DISTRIBUTION} is not installed", install=_INSTALL)
-    cudnn = _cudnn_version()
-    if cudnn is None or cudnn < _LEAST_CUDNN:
-        return Availability(reason=f"needs cuDNN {_LEAST_CUDNN} or newer, torch finds {cudnn}", origin=_DISTRIBUTION)
-    return Availability(version=front_end, origin=f"{_DISTRIBUTION} {front_end} on cuDNN {cudnn}")
+    versions = versions_of(_INSTALL, _DISTRIBUTION)
+    if isinstance(versions, Availability):
+        return versions
+    if reason := too_old():
+        return Availability(reason=reason, origin=_DISTRIBUTION)
+    return Availability(version=versions[0], origin=f"{_DISTRIBUTION} {versions[0]} on cuDNN {cudnn_version()}")
 
 
 def _band(spec: AttentionSpec) -> Band:
     left, right = spec.mask.left, spec.mask.right
     return Band(None if left is None else left + 1, right, spec.mask.alignment == "bottom-right")
-
-
-def _refusals(spec: AttentionSpec, device: Device) -> list[str]:
-    """What no node computes on this GPU."""
-    reasons = refusals(spec, device)
-    if spec.seqlen_q > spec.seqlen_kv:  # sdpa_support_surface.h
-        if spec.mask.left is not None:
-            reasons.append("a window needs at least as many keys as queries")
-        elif spec.mask.kind != "none" and spec.mask.alignment == "bottom-right":
-            reasons.append("the bottom-right alignment needs at least as many keys as queries")
-    return reasons
-
-
-def _row(precision: str, *, backward: bool = False) -> dict[str, Capabilities]:
-    row = Capabilities(
-        dtypes=(precision,),
-        capability=_HOPPER,
-        head_dims=(8, 256 if backward else _UNLIMITED, 8),
-        softcap=False,
-        empty_rows=False,
-        max_elements=_INT32,
-    )
-    return {"cuda": row}
-
-
-def _fp8_row(*, backward: bool = False) -> dict[str, Capabilities]:
-    row = Capabilities(
-        dtypes=_PRECISIONS if backward else (*_PRECISIONS, "e4m3"),
-        capability=_HOPPER,
-        head_dims=(16, _BACKWARD_SIZE if backward else 256, 16),
-        alignments=("top-left",),
-        softcap=False,
-        empty_rows=False,
-        max_elements=_INT32,
-        descales=() if backward else ("tensor",),
-    )
-    return {"cuda": row}
 
 
 class _Native(NamedTuple):
@@ -154,19 +90,10 @@ def _constant(value: float, device: torch.device) -> Tensor:
     return torch.full((1, 1, 1, 1), value, dtype=torch.float32, device=device)
 
 
-class CudnnForward(ForwardKernel):
+class CudnnForward(common.CudnnForward):
     """The node ``sdpa`` on 16-bit tensors."""
 
-    evidence: Mapping[str, str] = {"cuda": _FORWARD_EVIDENCE}
-
-    def __init__(self, precision: str) -> None:
-        self.name = f"cudnn:{precision}"
-        self.rows = _row(precision)
-        self.declared_error = DECLARED_ERROR[precision]
-
-    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Other generations of GPU, scales that are not positive, masks that want more keys than there are."""
-        return _refusals(spec, device)
+    backend = "cudnn"
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Views where the strides allow it, and the graph."""
@@ -182,23 +109,11 @@ class CudnnForward(ForwardKernel):
         return Result(found["o"], found["stats"].squeeze(-1))
 
 
-class CudnnBackward(BackwardKernel):
+class CudnnBackward(common.CudnnBackward):
     """The node ``sdpa_backward``, after any forward that returns out and its log-sum-exp."""
 
+    backend = "cudnn"
     preference = 8
-    evidence: Mapping[str, str] = {"cuda": _BACKWARD_EVIDENCE}
-
-    def __init__(self, precision: str) -> None:
-        self.name = f"cudnn:{precision}"
-        self.rows = _row(precision, backward=True)
-        self.declared_error = DECLARED_GRADIENT_ERROR[precision]
-
-    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Those of the forward, and a single query on a single key."""
-        reasons = _refusals(spec, device)
-        if spec.seqlen_q == spec.seqlen_kv == 1:
-            reasons.append("has no backward for one query on one key")
-        return reasons
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """On the Q, K, V that the forward computed with."""
@@ -212,30 +127,18 @@ class CudnnBackward(BackwardKernel):
         return found["dQ"], found["dK"], found["dV"]
 
 
-class CudnnFp8Forward(ForwardKernel):
-    """The node ``sdpa_fp8`` with one scale a tensor.
+class CudnnFp8Forward(common.CudnnFp8Forward):
+    """The node ``sdpa_fp8``; V's descale is the output's too."""
 
-    On Hopper its output is e4m3, so its scale must be known beforehand.  A row of the output is a mean of V's rows,
-    hence |O| ≤ max |V|: V's own descale serves, without a history.
-    """
-
-    name = "cudnn:fp8"
-    rows: Mapping[str, Capabilities] = _fp8_row()
-    # Relative L2 on normal inputs; 0.060 and, causal, 0.055 were measured on an H200.  Few keys need more.
-    declared_error = 0.08
-    evidence: Mapping[str, str] = {"cuda": _FORWARD_EVIDENCE}
-
-    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Those of 16 bits, a single query, and a V that is wider than Q."""
-        return _refusals(spec, device) + fp8_refusals(spec)
+    backend = "cudnn"
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """e4m3 with one scale a tensor, and the graph."""
         q, k, v = inputs.quantised() or (quantise(x.detach(), _RECIPE) for x in inputs.unquantised())
         ports = {name: _readable(x.data) for name, x in {"q": q, "k": k, "v": v}.items()}
-        ports |= {f"descale_{name}": _scalar(x.descale) for name, x in {"q": q, "k": k, "v": v}.items()}
+        ports |= {f"descale_{name}": scalar(x.descale, 1, 1, 1, 1) for name, x in {"q": q, "k": k, "v": v}.items()}
         device = inputs.device
-        ports |= {"descale_s": _constant(1 / _PEAK, device), "scale_s": _constant(_PEAK, device)}
+        ports |= {"descale_s": _constant(1 / PEAK, device), "scale_s": _constant(PEAK, device)}
         ports["scale_o"] = ports["descale_v"].reciprocal()
         outputs = (*_forward_outputs(spec, torch.float8_e4m3fn), _ONE, _ONE)
         return Operands(spec, q, k, v, _Native(_graph("sdpa_fp8", ports, outputs, spec), ports))
@@ -251,23 +154,16 @@ class CudnnFp8Forward(ForwardKernel):
         return Result(out, found["stats"].squeeze(-1), state)
 
 
-class CudnnFp8Backward(BackwardKernel):
-    """The node ``sdpa_fp8_backward`` on the operands and the rounded output of ``cudnn:fp8``.
+class CudnnFp8Backward(common.CudnnFp8Backward):
+    """The node ``sdpa_fp8_backward``; all gradients have scales from bounds: see ``cudnn/scales.py``."""
 
-    Head dimensions below 128, the only one that cuDNN has, are padded with zeros here.  dO and all gradients
-    are e5m2, on scales from bounds: see ``cudnn_scales``.
-    """
-
-    name = "cudnn:fp8"
-    rows: Mapping[str, Capabilities] = _fp8_row(backward=True)
-    follows = ("cudnn:fp8",)
+    backend = "cudnn"
     declared_error = 0.15  # three roundings to e5m2 of 0.05 each, and the forward's
-    evidence: Mapping[str, str] = {"cuda": _BACKWARD_EVIDENCE}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Those of 16 bits, queries that make no whole groups, so many tokens that bounds leave nothing."""
+        """So many tokens that bounds leave nothing, too."""
         reason = too_long(spec)
-        return _refusals(spec, device) + ([reason] if reason else []) + fp8_backward_refusals(spec)
+        return super().further_refusals(spec, device) + ([reason] if reason else [])
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Every scale is computed on the device, none is read back."""
@@ -284,14 +180,14 @@ class CudnnFp8Backward(BackwardKernel):
         grad = quantise(grad_out, _GRADIENT_RECIPE)
         bounds = gradient_bounds(q, k, v, grad_out, spec)
         descales = {f"d{x}": descale_of(bound) for x, bound in zip("PQKV", bounds, strict=True)}
-        inputs = {name: _padded(forward[name]) for name in "qkv"}
-        inputs |= {"o": _padded(saved.state.out), "dO": _padded(_readable(grad.data))}
+        inputs = {name: _wide(forward[name]) for name in "qkv"}
+        inputs |= {"o": _wide(saved.state.out), "dO": _wide(_readable(grad.data))}
         inputs["stats"] = lse.contiguous().unsqueeze(-1)
         inputs |= {f"descale_{name}": forward[f"descale_{name}"] for name in "qkv"}
-        inputs |= {"descale_o": forward["descale_v"], "descale_dO": _scalar(grad.descale)}
+        inputs |= {"descale_o": forward["descale_v"], "descale_dO": scalar(grad.descale, 1, 1, 1, 1)}
         inputs |= {"descale_s": forward["descale_s"], "descale_dP": descales["dP"], "scale_s": forward["scale_s"]}
         inputs |= {f"scale_{name}": descales[name].reciprocal() for name in ("dQ", "dK", "dV", "dP")}
-        size = _BACKWARD_SIZE
+        size = BACKWARD_SIZE
         outputs = (*_gradient_outputs(spec, size, size, torch.float8_e5m2), _ONE, _ONE, _ONE, _ONE)
         found = _graph("sdpa_fp8_backward", inputs, outputs, spec).run(inputs)
         dtype = gradient_dtype(spec)
@@ -299,16 +195,9 @@ class CudnnFp8Backward(BackwardKernel):
         return dq[..., : spec.head_dim], dk[..., : spec.head_dim], dv[..., : spec.head_dim_v]
 
 
-def _scalar(descale: Tensor) -> Tensor:
-    return descale.detach().to(torch.float32).reshape(1, 1, 1, 1).contiguous()
-
-
-def _padded(x: Tensor) -> Tensor:
-    """x (B, H, S, D) in FP8, with zeros up to the one head dimension that the backward has."""
-    if x.shape[-1] == _BACKWARD_SIZE:
-        return x
-    padded = F.pad(x.transpose(1, 2).view(torch.uint8), (0, _BACKWARD_SIZE - x.shape[-1]))  # 0 is 0.0 in FP8
-    return padded.view(x.dtype).transpose(1, 2)
+def _wide(x: Tensor) -> Tensor:
+    """x (B, H, S, D), laid out (B, S, H, ·), with the one head dimension that the backward has."""
+    return padded(x.transpose(1, 2), BACKWARD_SIZE).transpose(1, 2)
 
 
 BACKEND = Backend(
@@ -316,8 +205,9 @@ BACKEND = Backend(
     summary="cuDNN's attention graphs: 16 bits and per-tensor FP8, both passes",
     availability=_availability,
     kernels=(
-        *(kernel(precision) for precision in _PRECISIONS for kernel in (CudnnForward, CudnnBackward)),
+        *(kernel(precision) for precision in PRECISIONS for kernel in (CudnnForward, CudnnBackward)),
         CudnnFp8Forward(),
         CudnnFp8Backward(),
     ),
+    built_on=("cudnn",),
 )

@@ -14,7 +14,6 @@ from importlib import import_module
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attnbench.errors import InputError
@@ -32,10 +31,11 @@ from attnbench.kernels.contract import (
 from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.spec import AttentionSpec
 
-from ..common.fused import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, aligned, cuda_refusals
-from ..common.padding import padded, rounded_up
-from ..sdpa.flash import Window, flash_window
-from .fa3_origins import installed
+from ..common.cuda_limits import cuda_refusals
+from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
+from ..common.installed import installed, release, without_cuda
+from ..common.layout import aligned, padded, rounded_up, whole_gradients
+from ..common.windows import Window, flash2_window
 
 __all__ = ["BACKEND", "Fa2Backward", "Fa2Forward"]
 
@@ -45,13 +45,13 @@ _INSTALL = "pip install --no-build-isolation 'flash-attn>=2.8,<3'"
 
 
 def _availability() -> Availability:
-    if torch.version.cuda is None:
-        return Availability(reason=f"torch {torch.__version__} was built without CUDA", install=_INSTALL)
+    if missing := without_cuda(_INSTALL):
+        return missing
     version = installed("flash_attn_2_cuda", "flash-attn")
     if version is None:
         return Availability(reason="flash-attn is not installed", install=_INSTALL)
-    parts = version.split(".")
-    if not all(part.isdigit() for part in parts[:2]) or not _KNOWN <= tuple(map(int, parts[:2])) < (3,):
+    found = release(version)
+    if found is None or not _KNOWN <= found < (3, 0):
         return Availability(reason=f"flash-attn {version} is not 2.8 or a later 2.x", install=_INSTALL)
     return Availability(version=version, origin="flash-attn")
 
@@ -68,7 +68,7 @@ def _row(precision: str) -> dict[str, Capabilities]:
 
 def _refusals(spec: AttentionSpec, device: Device) -> list[str]:
     reasons = cuda_refusals(spec, device)
-    window = flash_window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+    window = flash2_window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
     if isinstance(window, str):
         reasons.append(window)
     if spec.scale <= 0:  # the row's maximum is taken before the scale is applied (csrc/flash_attn/src/softmax.h)
@@ -78,7 +78,7 @@ def _refusals(spec: AttentionSpec, device: Device) -> list[str]:
 
 def _native(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor, Window]:
     """(B, S, H, D) views with one head dimension for all, a multiple of 8; keys that no query sees cut off."""
-    window = flash_window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+    window = flash2_window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
     if isinstance(window, str):
         raise InputError(window)
     size = rounded_up(max(spec.head_dim, spec.head_dim_v), 8)
@@ -143,18 +143,13 @@ class Fa2Backward(BackwardKernel):
         if spec.has_empty_rows:
             lse = lse.masked_fill(lse == -math.inf, math.inf)  # the kernel wants exp(S - LSE) to be 0 there
         dout, out = (aligned(padded(x, q.shape[-1])).transpose(1, 2) for x in (grad_out, saved.out))
-        gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         _interface()._flash_attn_backward(
-            dout, q, k, v, out, lse.contiguous(), *gradients, 0.0, spec.scale, causal=False,
+            dout, q, k, v, out, lse.contiguous(), dq, dk, dv, 0.0, spec.scale, causal=False,
             window_size_left=window.left, window_size_right=window.right, softcap=spec.softcap,
             alibi_slopes=None, deterministic=False, rng_state=None,
         )  # fmt: skip
-        unseen = spec.seqlen_kv - window.keys
-        if unseen:
-            gradients[1:] = [F.pad(x, (0, 0, 0, 0, 0, unseen)) for x in gradients[1:]]
-        sizes = (spec.head_dim, spec.head_dim, spec.head_dim_v)
-        dq, dk, dv = (x[..., :d].transpose(1, 2) for x, d in zip(gradients, sizes, strict=True))
-        return dq, dk, dv
+        return whole_gradients((dq, dk, dv), spec)
 
 
 BACKEND = Backend(

@@ -27,9 +27,10 @@ from attnbench.kernels.contract import (
 from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.spec import AttentionSpec
 
-from ..common.fused import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
-from ..common.padding import padded
-from .fa3_operands import Native, dimensions, native, quantise_by_key_head, readable, refuse_spec, window
+from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
+from ..common.layout import padded, whole_gradients
+from ..common.windows import bottom_right
+from .fa3_operands import Native, dimensions, native, quantise_by_key_head, readable, refuse_spec
 from .fa3_origins import availability, chosen, library
 
 __all__ = ["BACKEND", "HOPPER", "PROFILED", "Fa3Backward", "Fa3Forward", "fp8_row"]
@@ -64,8 +65,8 @@ def _omitted(needed: set[str]) -> list[str]:
 
 
 def _needs(spec: AttentionSpec, precision: str) -> set[str]:
-    found = window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
-    local = not isinstance(found, str) and not found.causal and (found.left >= 0 or found.right >= 0)
+    found = bottom_right(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+    local = not isinstance(found, str) and found.local
     asked = {"FP8": precision == "fp8", "FP16": precision == "fp16", "LOCAL": local, "SOFTCAP": spec.softcap > 0}
     return {part for part, needed in asked.items() if needed}
 
@@ -78,6 +79,7 @@ class Fa3Forward(ForwardKernel):
     def __init__(self, precision: str) -> None:
         self.name = f"fa3:{precision}"
         self.precision = precision
+        self.leaves = "e4m3" if precision == "fp8" else None
         self.rows = {"cuda": fp8_row() if precision == "fp8" else Capabilities(dtypes=(precision,), **HOPPER)}
         self.declared_error = _FP8_ERROR if precision == "fp8" else DECLARED_ERROR[precision]
         self.evidence = {"cuda": PROFILED[precision]}
@@ -132,7 +134,7 @@ class Fa3Backward(BackwardKernel):
         spec, lse = saved.spec, saved.lse
         assert lse is not None
         backward = library().backward
-        span = window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+        span = bottom_right(spec.mask, spec.seqlen_q, spec.seqlen_kv)
         if backward is None or isinstance(span, str):
             raise InputError(f"{self.name} refuses this: {'; '.join(_omitted({'BACKWARD'})) or span}")
         size, _ = dimensions(spec.head_dim, spec.head_dim_v, fp8=False, backward=True)
@@ -140,17 +142,12 @@ class Fa3Backward(BackwardKernel):
         dout, q, k, v, out = (
             readable(padded(x, size)) for x in (grad_out, q, k[:, :, : span.keys], v[:, :, : span.keys], saved.out)
         )
-        gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         backward(
-            dout, q, k, v, out, lse.contiguous(), *gradients, spec.scale,
+            dout, q, k, v, out, lse.contiguous(), dq, dk, dv, spec.scale,
             span.causal, span.left, span.right, spec.softcap,
         )  # fmt: skip
-        unseen = spec.seqlen_kv - span.keys
-        if unseen:
-            gradients[1:] = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, unseen)) for x in gradients[1:]]
-        sizes = (spec.head_dim, spec.head_dim, spec.head_dim_v)
-        dq, dk, dv = (x[..., :d].transpose(1, 2) for x, d in zip(gradients, sizes, strict=True))
-        return dq, dk, dv
+        return whole_gradients((dq, dk, dv), spec)
 
 
 BACKEND = Backend(

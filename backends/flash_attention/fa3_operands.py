@@ -9,28 +9,15 @@ from torch import Tensor
 
 from attnbench.errors import InputError
 from attnbench.problem.fp8 import Quantised, Recipe, quantise
-from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
-from ..common.padding import padded, rounded_up
+from ..common.layout import padded, rounded_up
+from ..common.windows import Window, bottom_right
 
-__all__ = ["Native", "Window", "dimensions", "native", "quantise_by_key_head", "readable", "refuse_spec", "window"]
+__all__ = ["Native", "check_plain", "dimensions", "native", "quantise_by_key_head", "readable", "refuse_spec"]
 
 
 Triple = tuple[Quantised, Quantised, Quantised]
-
-
-class Window(NamedTuple):
-    """A mask as FlashAttention reads it: over the first ``keys`` keys, aligned bottom-right, -1 for unlimited."""
-
-    keys: int
-    left: int
-    right: int
-
-    @property
-    def causal(self) -> bool:
-        """Whether it is the mask that the kernels have a path of its own for."""
-        return self.left < 0 and self.right == 0
 
 
 class Native(NamedTuple):
@@ -43,29 +30,14 @@ class Native(NamedTuple):
     window: Window
 
 
-def window(mask: Mask, seqlen_q: int, seqlen_kv: int) -> Window | str:
-    """The window that makes FlashAttention-3 compute ``mask``, or why there is none.
-
-    Its windows stand bottom-right.  A top-left one is moved there by the difference of the lengths; keys behind the
-    last one that any query sees are cut off, which leaves no negative right side.  Sides that reach beyond all keys
-    are lifted by the library, which changes nothing (mha_fwd in hopper/flash_api.cpp: left >= keys - 1, right >=
-    queries - 1).
-    """
-    if mask.kind == "none":
-        return Window(seqlen_kv, -1, -1)
-    keys = mask.span(seqlen_q - 1, seqlen_q, seqlen_kv)[1]
-    shift = keys - seqlen_q - mask.offset(seqlen_q, seqlen_kv)
-    left = -1 if mask.left is None else mask.left + shift
-    right = -1 if mask.right is None else mask.right - shift
-    if mask.left is not None and left < 0:
-        return "its window cannot end before the last key of the last query"
-    return Window(keys, left, right)
-
-
 def refuse_spec(spec: AttentionSpec) -> list[str]:
-    """What no build of FlashAttention-3 computes."""
+    """What no build of FlashAttention-3 computes.
+
+    Sides of a window that reach beyond all keys are lifted by the library, which changes nothing (mha_fwd in
+    hopper/flash_api.cpp: left >= keys - 1, right >= queries - 1).
+    """
     reasons = []
-    found = window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+    found = bottom_right(spec.mask, spec.seqlen_q, spec.seqlen_kv)
     if isinstance(found, str):
         reasons.append(found)
     if spec.scale <= 0:  # the row's maximum is taken before the scale is applied (hopper/softmax.h)
@@ -109,13 +81,13 @@ def native(
     heads are repeated so that every query head has one of its own: exact, and paid for here.
     Raises InputError where FP8 tensors are not plain e4m3.
     """
-    found = window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+    found = bottom_right(spec.mask, spec.seqlen_q, spec.seqlen_kv)
     if isinstance(found, str):
         raise InputError(found)
     descales: tuple[Tensor | None, ...] = (None, None, None)
     tensors: tuple[Tensor, ...]
     if isinstance(q, Quantised) and isinstance(k, Quantised) and isinstance(v, Quantised):
-        _check_plain(q, k, v)
+        check_plain("FlashAttention-3", q, k, v)
         repeat = spec.group if q.granularity == "head" and not own_scales else 1
         scales = [_by_head(x, spec.batch) for x in (q, k, v)]
         if q.granularity == "head" and own_scales:
@@ -148,14 +120,15 @@ def readable(x: Tensor) -> Tensor:
     return x.transpose(1, 2)
 
 
-def _check_plain(q: Quantised, k: Quantised, v: Quantised) -> None:
+def check_plain(library: str, q: Quantised, k: Quantised, v: Quantised) -> None:
+    """Raise InputError unless the tensors are e4m3 with descales per tensor or head, neither rotated nor smoothed."""
     for name, x in {"q": q, "k": k, "v": v}.items():
         if x.data.dtype != torch.float8_e4m3fn:
-            raise InputError(f"FlashAttention-3 computes in e4m3, {name} is {x.data.dtype}")
+            raise InputError(f"{library} computes in e4m3, {name} is {x.data.dtype}")
         if x.rotated or x.mean is not None:
-            raise InputError(f"FlashAttention-3 takes descales alone, {name} is rotated or smoothed")
+            raise InputError(f"{library} takes descales alone, {name} is rotated or smoothed")
         if x.granularity not in ("tensor", "head"):
-            raise InputError(f"FlashAttention-3 takes descales per tensor or head, {name}'s are per {x.granularity}")
+            raise InputError(f"{library} takes descales per tensor or head, {name}'s are per {x.granularity}")
 
 
 def _repeated(x: Tensor, times: int) -> Tensor:

@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module, metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ import torch
 
 from attnbench.kernels.contract import Availability
 
+from ..common.installed import installed, without_cuda
 from .fa3_operator import BACKWARD, FORWARD, OperatorError, bound
 
 __all__ = [
@@ -40,7 +40,6 @@ __all__ = [
     "Library",
     "availability",
     "chosen",
-    "installed",
     "interface",
     "library",
 ]
@@ -73,21 +72,6 @@ class Build:
     load: Callable[[], Any]
     omissions: Callable[[], frozenset[str]]
     verify: bool = False
-
-
-def installed(module: str, *distributions: str) -> str | None:
-    """The version of a top-level module that can be imported, "unknown" where no distribution says; else None."""
-    try:
-        if find_spec(module) is None:
-            return None
-    except (ImportError, ValueError):  # ValueError: something in sys.modules that has no spec
-        return None
-    for distribution in distributions:
-        try:
-            return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
-    return "unknown"
 
 
 @lru_cache(maxsize=1)
@@ -204,8 +188,8 @@ def availability() -> Availability:
     wanted = os.environ.get(VARIABLE, "")
     if wanted and wanted not in ORIGINS:
         return Availability(reason=f"{VARIABLE} is {wanted!r}; it must be one of {', '.join(ORIGINS)}")
-    if torch.version.cuda is None:
-        return Availability(reason=f"torch {torch.__version__} was built without CUDA", install=INSTALL)
+    if missing := without_cuda(INSTALL):
+        return missing
     build = chosen()
     if build is None:
         if wanted:

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +19,11 @@ from attnbench.kernels.capabilities import Capabilities, Device
 from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Inputs, Operands, Result, gradient_dtype
 from attnbench.problem.spec import AttentionSpec
 
-from ..common.fused import DECLARED_ERROR
+from ..common.declared_errors import DECLARED_ERROR
+from ..common.installed import has_file, installed, without_cuda
 from .fa3 import HOPPER, PROFILED, fp8_row
 from .fa3_operands import Native, native, quantise_by_key_head, refuse_spec
 from .fa3_operator import VARLEN, bound
-from .fa3_origins import installed
 
 __all__ = ["BACKEND", "VllmForward"]
 
@@ -45,21 +43,14 @@ class _Packed(NamedTuple):
 
 
 def _availability() -> Availability:
-    if torch.version.cuda is None:
-        return Availability(reason=f"torch {torch.__version__} was built without CUDA", install=_INSTALL)
+    if missing := without_cuda(_INSTALL):
+        return missing
     version = installed("vllm", "vllm")
     if version is None:
         return Availability(reason="vllm is not installed", install=_INSTALL)
-    if not _extension():
+    if not has_file("vllm", "vllm_flash_attn/_vllm_fa3_C*"):
         return Availability(reason=f"vllm {version} was built without FlashAttention-3", origin="vllm")
     return Availability(version=version, origin="vllm")
-
-
-def _extension() -> bool:
-    """Whether the wheel holds the extension, seen from its files: importing vllm takes seconds."""
-    spec = find_spec("vllm")
-    folders = spec.submodule_search_locations if spec is not None else None
-    return any(any(Path(folder, "vllm_flash_attn").glob("_vllm_fa3_C*")) for folder in folders or ())
 
 
 @cache
@@ -80,6 +71,7 @@ class VllmForward(ForwardKernel):
     def __init__(self, precision: str) -> None:
         self.name = f"fa3-vllm:{precision}"
         self.precision = precision
+        self.leaves = "e4m3" if precision == "fp8" else None
         self.rows = {"cuda": fp8_row() if precision == "fp8" else Capabilities(dtypes=(precision,), **HOPPER)}
         self.declared_error = _FP8_ERROR if precision == "fp8" else DECLARED_ERROR[precision]
         self.evidence = {"cuda": PROFILED[precision]}

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from platformdirs import user_cache_path
 from torch import Tensor
 
@@ -24,19 +22,19 @@ from attnbench.kernels.contract import (
     Result,
     Saved,
 )
-from attnbench.problem.fp8 import Quantised, Recipe, quantise
-from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
-from ..common.fused import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, aligned, cuda_availability
-from ..common.padding import padded, rounded_up
+from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
+from ..common.installed import versions_of
+from ..common.layout import aligned, padded, rounded_up, whole_gradients
+from ..common.windows import Window, bottom_right
+from .fa3_operands import quantise_by_key_head
 
-__all__ = ["BACKEND", "Window", "window_of"]
+__all__ = ["BACKEND"]
 
 _PRECISIONS = ("bf16", "fp16")
 _DISTRIBUTIONS = ("flash-attn-4", "nvidia-cutlass-dsl")
 _INSTALL = "pip install --pre flash-attn-4"
-_RECIPE = Recipe("head", "e4m3")
 _HOPPER = (9, 0)
 # Of the head dimensions, seen with 4.0.0b36 on an H200: the forward does not compile at 40 with 24, the backward is
 # right at 64, 96, 128, 192 and 256, and its dQ wrong at 80.
@@ -46,35 +44,6 @@ _UNEQUAL = (192, 128)
 _INT32 = 2**31 - 1  # the kernels address elements within a tensor in 32 bits
 _EVIDENCE_FORWARD = r"FlashAttentionForward"
 _EVIDENCE_BACKWARD = r"FlashAttentionBackwardSm"
-
-
-class Window(NamedTuple):
-    """A mask as FlashAttention-4 takes it: over the first ``keys`` keys, aligned bottom-right, None for unlimited."""
-
-    keys: int
-    causal: bool
-    left: int | None
-    right: int | None
-
-
-def window_of(mask: Mask, seqlen_q: int, seqlen_kv: int) -> Window | str:
-    """The window that makes FlashAttention-4 compute ``mask``, or why there is none.
-
-    Its windows are aligned bottom-right.  Keys behind the last one that any query sees are cut off, which turns the
-    other alignment into this one and leaves no negative right side; a negative left side would mean
-    that the last queries see no key, and two negative sides are read as no window at all.
-    """
-    if mask.kind == "none":
-        return Window(seqlen_kv, False, None, None)
-    keys = mask.span(seqlen_q - 1, seqlen_q, seqlen_kv)[1]
-    shift = keys - seqlen_q - mask.offset(seqlen_q, seqlen_kv)
-    left = None if mask.left is None else mask.left + shift
-    right = None if mask.right is None else mask.right - shift
-    if left is not None and left < 0:
-        return "its window cannot end before the last key of the last query"
-    if left is None and right == 0:
-        return Window(keys, True, None, None)
-    return Window(keys, False, left, right)
 
 
 class _Library(NamedTuple):
@@ -98,17 +67,11 @@ def _library() -> _Library:
 
 def _availability() -> Availability:
     """From the metadata alone: importing the library loads the CUTLASS compiler."""
-    found = cuda_availability()
-    if not found.ok:
-        return Availability(reason=found.reason, install=_INSTALL)
-    versions = {}
-    for distribution in _DISTRIBUTIONS:
-        try:
-            versions[distribution] = version(distribution)
-        except PackageNotFoundError:
-            return Availability(reason=f"{distribution} is not installed", install=_INSTALL)
-    origin = " with ".join(f"{name} {number}" for name, number in versions.items())
-    return Availability(version=versions[_DISTRIBUTIONS[0]], origin=origin)
+    versions = versions_of(_INSTALL, *_DISTRIBUTIONS)
+    if isinstance(versions, Availability):
+        return versions
+    origin = " with ".join(f"{name} {number}" for name, number in zip(_DISTRIBUTIONS, versions, strict=True))
+    return Availability(version=versions[0], origin=origin)
 
 
 def _rows(precision: str) -> dict[str, Capabilities]:
@@ -125,7 +88,7 @@ def _refusals(spec: AttentionSpec, device: Device) -> list[str]:
 
 
 def _common_refusals(spec: AttentionSpec) -> list[str]:
-    window = window_of(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+    window = bottom_right(spec.mask, spec.seqlen_q, spec.seqlen_kv)
     reasons = [window] if isinstance(window, str) else []
     if spec.scale <= 0:
         reasons.append("takes the largest score of a row before it scales, so the scale must be positive")
@@ -181,14 +144,11 @@ class Fa4Fp8Forward(ForwardKernel):
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """e4m3 and descales (B, Hkv), those of Q too: the query heads of a group share one."""
-        q, k, v = inputs.unquantised()
-        grouped = q.reshape(spec.batch, spec.kv_heads, spec.group * spec.seqlen_q, spec.head_dim)
-        packed, quantised_k, quantised_v = (quantise(x.detach(), _RECIPE) for x in (grouped, k, v))
-        descales = tuple(x.descale.reshape(spec.batch, spec.kv_heads) for x in (packed, quantised_k, quantised_v))
-        data = packed.data.reshape(q.shape)
-        quantised_q = Quantised(data, packed.descale.repeat_interleave(spec.group, dim=1), packed.granularity)
-        native = _native(data, quantised_k.data, quantised_v.data, spec, _FORWARD_STEP)
-        return Operands(spec, quantised_q, quantised_k, quantised_v, (*native, *descales))
+        q_, k_, v_ = (x.detach() for x in inputs.unquantised())
+        q, k, v = quantise_by_key_head(q_, k_, v_, spec)
+        scales = (q.descale[:, :: spec.group], k.descale, v.descale)
+        descales = (x.reshape(spec.batch, spec.kv_heads).contiguous() for x in scales)
+        return Operands(spec, q, k, v, (*_native(q.data, k.data, v.data, spec, _FORWARD_STEP), *descales))
 
     def run(self, operands: Operands) -> Result:
         """Out in bf16 from the kernel, in the input's dtype from here."""
@@ -221,15 +181,9 @@ class Fa4Backward(BackwardKernel):
         out, grad_out = (_bshd(padded(x.detach(), v.shape[-1])) for x in (saved.out, grad_out))
         dq, dk, dv, *_ = _library().backward(
             q, k, v, out, grad_out, lse.to(torch.float32).contiguous(),
-            softmax_scale=spec.scale, causal=window.causal, softcap=spec.softcap,
-            window_size_left=window.left, window_size_right=window.right,
+            softmax_scale=spec.scale, softcap=spec.softcap, **_sides(window),
         )  # fmt: skip
-        unseen = spec.seqlen_kv - window.keys
-        if unseen:
-            dk, dv = (F.pad(x, (0, 0, 0, 0, 0, unseen)) for x in (dk, dv))
-        sizes = (spec.head_dim, spec.head_dim, spec.head_dim_v)
-        dq, dk, dv = (x[..., :size].transpose(1, 2) for x, size in zip((dq, dk, dv), sizes, strict=True))
-        return dq, dk, dv
+        return whole_gradients((dq, dk, dv), spec)
 
 
 def _dimensions(spec: AttentionSpec, step: int) -> tuple[int, int]:
@@ -243,9 +197,15 @@ def _bshd(x: Tensor) -> Tensor:
     return aligned(x.detach().contiguous() if 0 in x.stride() else x.detach()).transpose(1, 2)
 
 
+def _sides(window: Window) -> dict[str, Any]:
+    """As FlashAttention-4 takes it: None for an unlimited side, and no side beside the causal mask."""
+    left, right = (None if window.causal or side < 0 else side for side in (window.left, window.right))
+    return {"causal": window.causal, "window_size_left": left, "window_size_right": right}
+
+
 def _native(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, step: int) -> tuple[Tensor, Tensor, Tensor, Window]:
     """(B, S, H, D) and the window: views where strides and head dimensions allow it."""
-    window = window_of(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+    window = bottom_right(spec.mask, spec.seqlen_q, spec.seqlen_kv)
     if isinstance(window, str):
         raise ValueError(window)
     d, dv = _dimensions(spec, step)
@@ -264,8 +224,7 @@ def _forward(
     v_descale: Tensor | None = None,
 ) -> Result:
     out, lse, *_ = _library().forward(
-        q, k, v, softmax_scale=spec.scale, causal=window.causal, softcap=spec.softcap,
-        window_size_left=window.left, window_size_right=window.right, return_lse=True,
+        q, k, v, softmax_scale=spec.scale, softcap=spec.softcap, **_sides(window), return_lse=True,
         q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
     )  # fmt: skip
     return Result(out[..., : spec.head_dim_v].transpose(1, 2), lse)

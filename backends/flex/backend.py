@@ -31,7 +31,9 @@ from attnbench.problem.fp8 import Quantised, Recipe, quantise, quantise_with
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
-from ..common.fused import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, aligned, availability
+from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
+from ..common.installed import torch_availability
+from ..common.layout import aligned
 from .compiler import compiler_reason
 from .tiles import kernel_options
 
@@ -273,6 +275,7 @@ class FlexFp8Forward(ForwardKernel):
     """
 
     declared_error = 0.08
+    leaves = "e4m3"
     preference = None
     evidence: Mapping[str, str] = {"cuda": r"triton_tem_(?!\w*backward)"}
 
@@ -372,11 +375,12 @@ _FP8 = FlexFp8Forward()
 BACKEND = Backend(
     name="flex",
     summary="torch's FlexAttention, compiled by inductor",
-    availability=availability,
+    availability=torch_availability,
     kernels=(
         *(kernel(precision) for precision in _PRECISIONS for kernel in (FlexForward, FlexBackward)),
         _FP8,
         FlexFp8Backward(_FP8.rows),
     ),
     compiles=True,
+    built_on=("triton",),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -21,22 +21,21 @@ from attnbench.kernels.contract import (
 )
 from attnbench.problem.spec import AttentionSpec
 
-from ..common.fused import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, aligned, cuda_availability, cuda_refusals
+from ..common.cuda_limits import cuda_refusals
+from ..common.cudnn_attention import BACKWARD_EVIDENCE, FORWARD_EVIDENCE, LEAST, PRECISIONS, cudnn_version
+from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
+from ..common.installed import cuda_availability
+from ..common.layout import aligned
 
 __all__ = ["BACKEND"]
 
-_PRECISIONS = ("bf16", "fp16")
 _VECTOR = 16  # bytes that rows and storage start at multiples of
 _OWN = 712  # elements between two outermost places of q that are nobody's
-_ODD_LENGTHS = 91501  # cuDNN 9.15.1, the first that is right on lengths that are no multiple of 128 (pytorch#169849)
-
-
-_cudnn_version: Callable[[], int | None] = torch.backends.cudnn.version
 
 
 def _availability() -> Availability:
     found = cuda_availability()
-    if found.ok and _cudnn_version() is None:
+    if found.ok and cudnn_version() is None:
         return Availability(reason=f"torch {torch.__version__} finds no cuDNN", origin="torch")
     return found
 
@@ -63,8 +62,8 @@ def _refusals(spec: AttentionSpec, device: Device) -> list[str]:
         reasons.append(f"hides keys before it scales, which needs a scale above 0, not {spec.scale}")
     if spec.seqlen_kv == 1:
         reasons.append("takes no single key")  # check_cudnn_tensor_shapes in torch's sdp_utils.cpp
-    version = _cudnn_version()
-    if version is not None and version < _ODD_LENGTHS and (spec.seqlen_q % 128 or spec.seqlen_kv % 128):
+    version = cudnn_version()
+    if version is not None and version < LEAST and (spec.seqlen_q % 128 or spec.seqlen_kv % 128):
         reasons.append(f"cuDNN {version} needs lengths that are multiples of 128")
     return reasons
 
@@ -73,7 +72,7 @@ class CudnnForward(ForwardKernel):
     """``aten::_scaled_dot_product_cudnn_attention``."""
 
     preference = 10
-    evidence: Mapping[str, str] = {"cuda": r"cudnn\w*sdpa(?!\w*bprop)"}
+    evidence: Mapping[str, str] = {"cuda": FORWARD_EVIDENCE}
 
     def __init__(self, precision: str) -> None:
         self.name = f"sdpa-cudnn:{precision}"
@@ -103,7 +102,7 @@ class CudnnBackward(BackwardKernel):
     """``aten::_scaled_dot_product_cudnn_attention_backward``."""
 
     preference = 10
-    evidence: Mapping[str, str] = {"cuda": r"cudnn\w*sdpa\w*bprop"}
+    evidence: Mapping[str, str] = {"cuda": BACKWARD_EVIDENCE}
 
     def __init__(self, precision: str) -> None:
         self.name = f"sdpa-cudnn:{precision}"
@@ -167,5 +166,7 @@ BACKEND = Backend(
     name="sdpa-cudnn",
     summary="cuDNN's attention in 16 bits, as torch calls it",
     availability=_availability,
-    kernels=tuple(kernel(precision) for precision in _PRECISIONS for kernel in (CudnnForward, CudnnBackward)),
+    kernels=tuple(kernel(precision) for precision in PRECISIONS for kernel in (CudnnForward, CudnnBackward)),
+    built_on=("cudnn",),
+    sdpa_order=0,  # priority_order in torch's sdp_utils.cpp (2.11) with cuDNN after 9.15
 )

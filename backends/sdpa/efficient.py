@@ -15,7 +15,10 @@ from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, I
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
-from ..common.fused import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, aligned, cuda_availability, cuda_refusals
+from ..common.cuda_limits import cuda_refusals
+from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
+from ..common.installed import cuda_availability
+from ..common.layout import aligned
 
 __all__ = ["BACKEND", "Band", "causal_band"]
 
@@ -143,4 +146,5 @@ BACKEND = Backend(
     summary="torch's memory-efficient attention (CUTLASS)",
     availability=cuda_availability,
     kernels=tuple(kernel(precision) for precision in _PRECISIONS for kernel in (EfficientForward, EfficientBackward)),
+    sdpa_order=2,  # see ``sdpa/cudnn.py``
 )

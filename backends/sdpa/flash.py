@@ -6,10 +6,8 @@ import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attnbench.kernels.capabilities import Capabilities, Device
@@ -23,53 +21,20 @@ from attnbench.kernels.contract import (
     Saved,
     rounding_error,
 )
-from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
+from ..common.cuda_limits import cuda_refusals
+from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
 from ..common.full_fp32 import full_fp32
-from ..common.fused import (
-    DECLARED_ERROR,
-    DECLARED_GRADIENT_ERROR,
-    MAX_SCORES,
-    aligned,
-    availability,
-    cuda_refusals,
-    dense_mask,
-)
+from ..common.installed import torch_availability
+from ..common.layout import aligned, whole_gradients
+from ..common.mask_tensor import MAX_SCORES, dense_mask
+from ..common.windows import Window, flash2_window
 
-__all__ = ["BACKEND", "Window", "flash_window"]
+__all__ = ["BACKEND"]
 
 _PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 _ON_CUDA = ("bf16", "fp16")
-
-
-class Window(NamedTuple):
-    """A mask as FlashAttention-2 takes it: over the first ``keys`` keys, aligned bottom-right, -1 for unlimited."""
-
-    keys: int
-    left: int
-    right: int
-
-
-def flash_window(mask: Mask, seqlen_q: int, seqlen_kv: int) -> Window | str:
-    """The window that makes FlashAttention-2 compute ``mask``, or why there is none.
-
-    Keys behind the last one that any query sees are cut off, which leaves no negative right side.  Sides as long as
-    the keys are lifted by the kernel (``mha_fwd`` in torch's flash_api.cpp) and then replaced by their number where
-    the other side is limited, which is not the same where there are more queries than keys.
-    """
-    if mask.kind == "none":
-        return Window(seqlen_kv, -1, -1)
-    keys = mask.span(seqlen_q - 1, seqlen_q, seqlen_kv)[1]
-    shift = keys - seqlen_q - mask.offset(seqlen_q, seqlen_kv)
-    left = -1 if mask.left is None else mask.left + shift
-    right = -1 if mask.right is None else mask.right - shift
-    if mask.left is not None and left < 0:
-        return "its window cannot end before the last key of the last query"
-    reach = seqlen_q - 1 if mask.right is None else right
-    if reach > keys or (reach == keys and mask.left is None):
-        return f"its window cannot reach {reach} keys to the right, beyond all {keys}"
-    return Window(keys, left, right)
 
 
 def _rows(precision: str) -> dict[str, Capabilities]:
@@ -82,7 +47,7 @@ def _rows(precision: str) -> dict[str, Capabilities]:
 
 def _refusals(spec: AttentionSpec, device: Device) -> list[str]:
     if device.type == "cuda":
-        window = flash_window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+        window = flash2_window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
         # softmax.h of FlashAttention-2 multiplies minus infinity, its hidden keys, by the scale.
         scale = (
             [] if spec.scale > 0 else [f"hides keys before it scales, which needs a scale above 0, not {spec.scale}"]
@@ -207,7 +172,7 @@ def _roundings(spec: AttentionSpec) -> float:
 
 
 def _cuda_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor, Window]:
-    window = flash_window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+    window = flash2_window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
     if isinstance(window, str):
         raise ValueError(window)
     q, k, v = aligned(q).transpose(1, 2), aligned(k).transpose(1, 2), aligned(v).transpose(1, 2)
@@ -228,10 +193,7 @@ def _backward_cuda(saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tens
         None, None, spec.seqlen_q, window.keys, 0.0, False, unused, unused,
         scale=spec.scale, window_size_left=window.left, window_size_right=window.right,
     )  # fmt: skip
-    unseen = spec.seqlen_kv - window.keys
-    if unseen:
-        dk, dv = (F.pad(x, (0, 0, 0, 0, 0, unseen)) for x in (dk, dv))
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+    return whole_gradients((dq, dk, dv), spec)
 
 
 def _backward_cpu(saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -251,6 +213,7 @@ def _backward_cpu(saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tenso
 BACKEND = Backend(
     name="sdpa-flash",
     summary="torch's own FlashAttention (FlashAttention-2 on CUDA)",
-    availability=availability,
+    availability=torch_availability,
     kernels=tuple(kernel(precision) for precision in _PRECISIONS for kernel in (FlashForward, FlashBackward)),
+    sdpa_order=1,  # see ``sdpa/cudnn.py``
 )

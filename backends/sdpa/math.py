@@ -11,8 +11,10 @@ from attnbench.kernels.capabilities import Capabilities, Device
 from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Inputs, Operands, Result, Saved
 from attnbench.problem.spec import AttentionSpec
 
+from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
 from ..common.full_fp32 import full_fp32
-from ..common.fused import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, MAX_SCORES, availability, dense_mask
+from ..common.installed import torch_availability
+from ..common.mask_tensor import MAX_SCORES, dense_mask
 
 __all__ = ["BACKEND"]
 
@@ -109,6 +111,7 @@ class MathBackward(BackwardKernel):
 BACKEND = Backend(
     name="sdpa-math",
     summary="torch's unfused attention: matrix products and a softmax",
-    availability=availability,
+    availability=torch_availability,
     kernels=tuple(kernel(precision) for precision in _PRECISIONS for kernel in (MathForward, MathBackward)),
+    sdpa_order=3,  # see ``sdpa/cudnn.py``
 )

@@ -2,132 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnbench.kernels.capabilities import Capabilities, Device
-from attnbench.kernels.contract import (
-    Availability,
-    Backend,
-    BackwardKernel,
-    ForwardKernel,
-    Inputs,
-    Operands,
-    Result,
-    Saved,
-    gradient_dtype,
-)
+from attnbench.kernels.contract import Availability, Backend, Inputs, Operands, Result, Saved, gradient_dtype
 from attnbench.problem.fp8 import LARGEST, Quantised
 from attnbench.problem.spec import AttentionSpec
 
-from ..common.fused import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, cuda_availability
-from ..cudnn.limits import fp8_backward_refusals, fp8_refusals, refusals
+from ..common.cudnn_attention import (
+    BACKWARD_SIZE,
+    PEAK,
+    PRECISIONS,
+    CudnnBackward,
+    CudnnForward,
+    CudnnFp8Backward,
+    CudnnFp8Forward,
+    cudnn_version,
+    scalar,
+    too_old,
+)
+from ..common.installed import release, versions_of
 from . import library as te_library
 from .history import Histories
 from .library import Narrow, bshd, delayed, seqlens_of, widened
 
 __all__ = ["BACKEND"]
 
-_PRECISIONS = ("bf16", "fp16")
 _DISTRIBUTIONS = ("transformer-engine", "transformer-engine-torch")
 _INSTALL = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.20'"
 _LEAST = (2, 20)  # the first whose two calls take the arguments that te_library gives them
-_LEAST_CUDNN = 91501  # cuDNN 9.15.1, the first that is right on lengths that are no multiple of 128 (pytorch#169849)
-_HOPPER = (9, 0)
-_INT32 = 2**31 - 1
-_UNLIMITED = 2**31  # the 16-bit forward was right on an H200 at every head dimension tried, up to 1032
-_BACKWARD_SIZE = 128  # fused_attn.cpp, nvte_get_fused_attn_backend: FP8 training on sm90 has this head dimension alone
-_PEAK = 256.0  # P is at most 1; a power of two, so that scaling by it is exact
-_FORWARD_EVIDENCE = r"cudnn\w*sdpa(?!\w*bprop)"
-_BACKWARD_EVIDENCE = r"cudnn\w*sdpa\w*bprop"
+_FP8_MASKS = ("none", "causal")
 
-_cudnn_version: Callable[[], int | None] = torch.backends.cudnn.version
 _gradients = Histories(roles=2)  # of what cuDNN calls dP (our dS), and of dQ, dK and dV, which share a scale
 
 
 def _availability() -> Availability:
     """From the metadata alone: importing TransformerEngine loads CUDA libraries."""
-    found = cuda_availability()
-    if not found.ok:
-        return Availability(reason=found.reason, install=_INSTALL)
-    versions = []
-    for distribution in _DISTRIBUTIONS:
-        try:
-            versions.append(version(distribution))
-        except PackageNotFoundError:
-            return Availability(reason=f"{distribution} is not installed", install=_INSTALL)
-    if (found_version := _numbers(versions[0])) < _LEAST:
+    versions = versions_of(_INSTALL, *_DISTRIBUTIONS)
+    if isinstance(versions, Availability):
+        return versions
+    found = release(versions[0])
+    if found is None or found < _LEAST:
         least = ".".join(map(str, _LEAST))
         return Availability(reason=f"needs {_DISTRIBUTIONS[0]} {least} or newer, found {versions[0]}", install=_INSTALL)
-    if found_version != _numbers(versions[1]):
+    if found != release(versions[1]):
         differ = f"{_DISTRIBUTIONS[0]} {versions[0]} and {_DISTRIBUTIONS[1]} {versions[1]} do not belong together"
         return Availability(reason=differ, install=_INSTALL)
-    cudnn = _cudnn_version()
-    if cudnn is None or cudnn < _LEAST_CUDNN:
-        return Availability(reason=f"needs cuDNN {_LEAST_CUDNN} or newer, torch finds {cudnn}")
-    return Availability(version=versions[0], origin=f"{_DISTRIBUTIONS[0]} {versions[0]} on cuDNN {cudnn}")
+    if reason := too_old():
+        return Availability(reason=reason)
+    return Availability(version=versions[0], origin=f"{_DISTRIBUTIONS[0]} {versions[0]} on cuDNN {cudnn_version()}")
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    """The first two numbers of a version; ``dev`` and the like count as 0."""
-    return tuple(int(part) if part.isdecimal() else 0 for part in text.split("+")[0].split(".")[:2])
-
-
-def _row(precision: str, *, backward: bool = False) -> dict[str, Capabilities]:
-    row = Capabilities(
-        dtypes=(precision,),
-        capability=_HOPPER,
-        head_dims=(8, 256 if backward else _UNLIMITED, 8),
-        softcap=False,
-        empty_rows=False,
-        max_elements=_INT32,
-    )
-    return {"cuda": row}
-
-
-def _fp8_row(*, backward: bool = False) -> dict[str, Capabilities]:
-    row = Capabilities(
-        dtypes=(*_PRECISIONS, "e4m3"),
-        capability=_HOPPER,
-        head_dims=(16, _BACKWARD_SIZE if backward else 256, 16),
-        masks=("none", "causal"),
-        alignments=("top-left",),
-        softcap=False,
-        empty_rows=False,
-        max_elements=_INT32,
-        descales=("tensor",),
-    )
-    return {"cuda": row}
-
-
-def _refusals(spec: AttentionSpec, device: Device) -> list[str]:
-    """Rules of nvte_get_fused_attn_backend for cuDNN 9.7 and newer that the row cannot say."""
-    reasons = refusals(spec, device)
-    if spec.seqlen_q > spec.seqlen_kv:
-        if spec.mask.kind == "window":
-            reasons.append("a window needs at least as many keys as queries")
-        elif spec.mask.kind != "none" and spec.mask.alignment == "bottom-right":
-            reasons.append("the bottom-right alignment needs at least as many keys as queries")
-    return reasons
-
-
-class TeForward(ForwardKernel):
+class TeForward(CudnnForward):
     """``fused_attn_fwd`` on 16-bit tensors."""
 
-    evidence: Mapping[str, str] = {"cuda": _FORWARD_EVIDENCE}
-
-    def __init__(self, precision: str) -> None:
-        self.name = f"te:{precision}"
-        self.rows = _row(precision)
-        self.declared_error = DECLARED_ERROR[precision]
-
-    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Other generations of GPU, and masks that want more keys than there are."""
-        return _refusals(spec, device)
+    backend = "te"
+    left_open = False  # nvte_get_fused_attn_backend for cuDNN 9.7 and newer
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Dense (B, S, H, D), views of which the operands are."""
@@ -142,23 +74,12 @@ class TeForward(ForwardKernel):
         return Result(out.transpose(1, 2), lse)
 
 
-class TeBackward(BackwardKernel):
+class TeBackward(CudnnBackward):
     """``fused_attn_bwd`` in 16 bits, after any forward that returns out and its log-sum-exp."""
 
+    backend = "te"
+    left_open = False
     preference = 12
-    evidence: Mapping[str, str] = {"cuda": _BACKWARD_EVIDENCE}
-
-    def __init__(self, precision: str) -> None:
-        self.name = f"te:{precision}"
-        self.rows = _row(precision, backward=True)
-        self.declared_error = DECLARED_GRADIENT_ERROR[precision]
-
-    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Those of the forward, and a single query on a single key."""
-        reasons = _refusals(spec, device)
-        if spec.seqlen_q == spec.seqlen_kv == 1:
-            reasons.append("has no backward for one query on one key")
-        return reasons
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """On the Q, K, V that the forward computed with."""
@@ -187,22 +108,14 @@ class _State(NamedTuple):
     seqlens: tuple[Tensor, Tensor]
 
 
-class TeFp8Forward(ForwardKernel):
+class TeFp8Forward(CudnnFp8Forward):
     """``fused_attn_fwd`` in e4m3 with one scale a tensor, as under ``DelayedScaling(fp8_dpa=True)``.
 
-    On Hopper the kernel writes O in e4m3 on a scale that it wants beforehand.  A row of O is a mean of V's rows, hence
-    |O| ≤ max |V|: V's own scale serves, and no O of an earlier step decides what becomes of this one.
+    V's scale serves for O, so that no O of an earlier step decides what becomes of this one.
     """
 
-    name = "te:fp8"
-    rows: Mapping[str, Capabilities] = _fp8_row()
-    # Relative L2 on normal inputs; 0.055, causal, was measured on an H200.  Few keys need more.
-    declared_error = 0.08
-    evidence: Mapping[str, str] = {"cuda": _FORWARD_EVIDENCE}
-
-    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Other generations of GPU, scales that are not positive, a single query, and a V that is wider than Q."""
-        return refusals(spec, device) + fp8_refusals(spec)
+    backend = "te"
+    masks = _FP8_MASKS
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """e4m3 by TransformerEngine's cast, each tensor on its own largest magnitude, or as the caller quantised it."""
@@ -210,7 +123,7 @@ class TeFp8Forward(ForwardKernel):
         if given is None:
             q, k, v = (Narrow.quantised(bshd(x)) for x in inputs.unquantised())
         else:
-            q, k, v = (Narrow(bshd(x.data), _scalar(x.descale)) for x in given)
+            q, k, v = (Narrow(bshd(x.data), scalar(x.descale, 1)) for x in given)
         return _prepared(spec, q, k, v)
 
     def run(self, operands: Operands) -> Result:
@@ -227,24 +140,17 @@ class TeFp8Forward(ForwardKernel):
         return Result(widened(out, dtype), lse, state)
 
 
-class TeFp8Backward(BackwardKernel):
+class TeFp8Backward(CudnnFp8Backward):
     """``fused_attn_bwd`` on the operands and the rounded output of ``te:fp8``; dO and the gradients are e5m2.
 
-    The kernel rounds dS, dQ, dK and dV itself, on scales that follow from earlier steps: see ``te_history``.  Head
-    dimensions below 128, the only one that the kernel has, are padded with zeros here.
+    The kernel rounds dS, dQ, dK and dV itself, on scales that follow from earlier steps: see ``te/history.py``.
     """
 
-    name = "te:fp8"
-    rows: Mapping[str, Capabilities] = _fp8_row(backward=True)
-    follows = ("te:fp8",)
+    backend = "te"
+    masks = _FP8_MASKS
     # 0.106 was measured on an H200, causal.  Few or equal keys need more: there dO·V all but cancels against
     # dO·O, and O has three bits behind the point.
     declared_error = 0.2
-    evidence: Mapping[str, str] = {"cuda": _BACKWARD_EVIDENCE}
-
-    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Other generations of GPU, scales that are not positive, and a last group of queries that is not whole."""
-        return refusals(spec, device) + fp8_backward_refusals(spec)
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The first call of a spec runs the kernel twice: what it rounds itself has no history before."""
@@ -255,7 +161,7 @@ class TeFp8Backward(BackwardKernel):
         narrow = _narrow(saved.operands)
         amax_q, amax_k, amax_v = (x.descale * LARGEST["e4m3"] for x in narrow)
         bounds = _bounds(spec, amax_q, amax_k, amax_v, grad.descale * LARGEST["e5m2"])
-        q, k, v, out, do = (x.padded(_BACKWARD_SIZE).storage(dtype) for x in (*narrow, state.out, grad))
+        q, k, v, out, do = (x.padded(BACKWARD_SIZE).storage(dtype) for x in (*narrow, state.out, grad))
         history = _gradients.of(spec, grad_out.device)
         for _ in range(2 if history.cold else 1):
             scales, amax = history.scales(bounds, LARGEST["e5m2"]), torch.zeros_like(bounds)
@@ -274,7 +180,7 @@ def _prepared(spec: AttentionSpec, q: Narrow, k: Narrow, v: Narrow) -> Operands:
     device = q.data.device
     native = _Native(
         seqlens_of(spec, device),
-        torch.full((1,), _PEAK, dtype=torch.float32, device=device),
+        torch.full((1,), PEAK, dtype=torch.float32, device=device),
         v.descale.reciprocal(),
         torch.zeros(2, dtype=torch.float32, device=device),
     )
@@ -291,10 +197,6 @@ def _narrow(operands: Operands) -> list[Narrow]:
         assert isinstance(x, Quantised)
         narrow.append(Narrow(x.data.transpose(1, 2), x.descale.view(1)))
     return narrow
-
-
-def _scalar(descale: Tensor) -> Tensor:
-    return descale.detach().to(torch.float32).reshape(1).contiguous()
 
 
 def _bounds(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Tensor:
@@ -316,8 +218,9 @@ BACKEND = Backend(
     summary="TransformerEngine's fused attention: 16 bits and FP8 with delayed scaling, both passes",
     availability=_availability,
     kernels=(
-        *(kernel(precision) for precision in _PRECISIONS for kernel in (TeForward, TeBackward)),
+        *(kernel(precision) for precision in PRECISIONS for kernel in (TeForward, TeBackward)),
         TeFp8Forward(),
         TeFp8Backward(),
     ),
+    built_on=("cudnn",),
 )

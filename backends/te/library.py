@@ -20,7 +20,7 @@ from attnbench.kernels.contract import gradient_dtype
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
-from ..common.padding import padded
+from ..common.layout import padded
 
 __all__ = [
     "Diagonal",

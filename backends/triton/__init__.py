@@ -15,7 +15,7 @@ from __future__ import annotations
 from attnbench.errors import UnknownBackendError
 from attnbench.kernels.contract import Availability, Backend, BackwardKernel, ForwardKernel
 
-from ..flash_attention.fa3_origins import installed
+from ..common.installed import installed, release
 from .backward import contract as backward
 from .forward.contract import RECIPES, TritonForward, TritonOnePass, TritonWideScores
 
@@ -30,8 +30,8 @@ def _availability() -> Availability:
     version = installed("triton", "triton", "pytorch-triton")
     if version is None:
         return Availability(reason="triton is not installed", install=_INSTALL)
-    parts = version.split(".")[:2]
-    if len(parts) == 2 and all(part.isdigit() for part in parts) and tuple(map(int, parts)) < _LEAST:
+    found = release(version)
+    if found is not None and found < _LEAST:
         reason = f"triton {version} has no descriptors made on the host; 3.4 has them"
         return Availability(reason=reason, origin="triton", install=_INSTALL)
     return Availability(version=version, origin="triton")
@@ -57,4 +57,5 @@ BACKEND = Backend(
     resolve=_resolve,
     yardstick=("cpu",),
     compiles=True,
+    built_on=("triton",),
 )

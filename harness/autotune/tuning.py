@@ -18,7 +18,7 @@ from attnbench.choosing.choice import Choice
 from attnbench.choosing.selector import choose
 from attnbench.errors import InputError, MalformedFileError, MisuseError, NoPlanError, OutputError
 from attnbench.kernels.plan import Plan, backend_of
-from attnbench.kernels.registry import Registry
+from attnbench.kernels.registry import Registry, registry
 from attnbench.problem.spec import AttentionSpec
 from attnbench.tables.binding import Binding
 from attnbench.tables.environment import Environment
@@ -76,7 +76,7 @@ def own_table(environment: Environment) -> Table:
         table = Table.load(user_table_path(environment))
     except (OSError, MalformedFileError, InputError):
         return Table(environment, {})
-    return Binding.between(table, environment).usable(table)
+    return Binding.between(table, environment, registry()).usable(table)
 
 
 @dataclass(frozen=True)

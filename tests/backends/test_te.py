@@ -351,8 +351,8 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         return found[name]
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(te, "_cudnn_version", lambda: 91900)
-    monkeypatch.setattr(te, "version", installed)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(importlib.metadata, "version", installed)
     assert te._availability().ok
     for changed, reason in (
         ({"transformer-engine-torch": "2.19.0"}, "do not belong together"),
@@ -362,7 +362,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         found.update(changed)
         assert reason in (te._availability().reason or "")
         found.update(kept)
-    monkeypatch.setattr(te, "_cudnn_version", lambda: 91400)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91400)
     assert "91501" in (te._availability().reason or "")
     del found["transformer-engine-torch"]
     assert "transformer-engine-torch is not installed" in (te._availability().reason or "")

@@ -26,21 +26,6 @@ from .tiles import Tiles, tiles_of
 
 __all__ = ["KERNELS", "TritonBackward"]
 
-# Forwards that leave e4m3 tensors with scales, neither smoothed nor in another format; every one of ours does.
-_FOLLOWED = (
-    "triton:fp8",
-    "triton:fp8-head",
-    "triton:fp8-onepass",
-    *(f"triton:fp8-{each}{turned}" for each in ("tensor", "block", "token") for turned in ("", "-hadamard")),
-    "fa3:fp8",
-    "fa3-vllm:fp8",
-    "torch-fp8:fp8",
-    "cudnn:fp8",
-    "te:fp8",
-    "flashinfer:fp8",
-    "flex:fp8",
-    *(f"emulated:fp8{options}" for options in ("", "-tensor", "-block", "-token", "-token-hadamard")),
-)
 _DTYPES = ("bf16", "fp16", "fp32")
 _MOST_HEADS = 65535  # of all batches: the second axis of a CUDA grid
 _LARGEST_HEAD = 128  # dK and dV of a block of 128 keys fill the registers of 8 warps
@@ -49,7 +34,7 @@ _LARGEST_HEAD = 128  # dK and dV of a block of 128 keys fill the registers of 8 
 class TritonBackward(BackwardKernel):
     """Two kernels over FP8 operands, after a pass that quantises dO and copies what tensor cores cannot transpose."""
 
-    follows = _FOLLOWED
+    follows = ("e4m3",)
 
     def __init__(self, name: str, *, narrow: bool, declared_error: float, tiles: Tiles | None = None) -> None:
         """``narrow``: the sums over tokens are FP8 too.  ``tiles`` replaces the committed ones."""

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...common.padding import rounded_up
+from ...common.layout import rounded_up
 from ..launching import KEPT, Launch, Launches, addresses
 
 __all__ = ["PADDING", "Laid", "Wanted", "aligned", "lay_out", "lay_out_together", "padded", "ready"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnbench.problem.spec import AttentionSpec
 
-from ...common.padding import rounded_up
+from ...common.layout import rounded_up
 from ..arithmetic import to_bf16, to_e4m3
 from ..descales import steps
 from ..launching import KEPT, Launch, Launches, addresses

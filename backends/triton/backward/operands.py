@@ -12,7 +12,7 @@ from torch import Tensor
 from attnbench.problem.fp8 import hadamard
 from attnbench.problem.spec import AttentionSpec
 
-from ...common.padding import rounded_up
+from ...common.layout import rounded_up
 from ..descales import steps
 from .copies import PADDING, Laid, padded
 from .layout import LOG2E, Gradient

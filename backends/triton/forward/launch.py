@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attnbench.kernels.contract import Result, gradient_dtype
 from attnbench.problem.spec import AttentionSpec
 
-from ...common.padding import padded, rounded_up
+from ...common.layout import padded, rounded_up
 from ..descales import in_fp32, steps
 from ..descriptors import Described, all_of
 from ..launching import KEPT, Launch, addresses, on

@@ -26,7 +26,7 @@ from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.fp8 import BLOCK, LARGEST, Quantised, Recipe, hadamard, rotation_shrink
 from attnbench.problem.spec import Granularity
 
-from ...common.padding import rounded_up
+from ...common.layout import rounded_up
 from ..launching import Launch, addresses, on
 from .deferred import Deferred
 from .interleaving import interleaved

@@ -192,7 +192,7 @@ def _answer(table: Table, spec: AttentionSpec, asked: Asked, known: Registry) ->
     candidates: dict[Plan, Candidate] = {}
     for plan, entry in table.at(spec).items():
         if entry.kept and (asked.fp8 or not plan.fp8):
-            found = evidence.candidate(plan, asked.budget(spec))
+            found = evidence.candidate(plan, asked.budget(spec), known.error_growth(plan))
             if found is not None:
                 candidates[plan] = found
     eligible = [each for each in candidates.values() if each.verdict == "eligible"]

@@ -26,8 +26,8 @@ SHIPPED = ROOT / "attnbench" / "tables" / "nvidia-h200.json"
 KNOWN = fake_registry(
     fake_backend("near", FakeForward("near:bf16", preference=10), FakeBackward("near:bf16")),
     fake_backend("far", FakeForward("far:bf16", preference=20), FakeForward("far:fp8"), FakeBackward("far:bf16")),
-    fake_backend("sdpa-flash", FakeForward("sdpa-flash:bf16"), FakeBackward("sdpa-flash:bf16")),
-    fake_backend("sdpa-cudnn", FakeForward("sdpa-cudnn:bf16"), FakeBackward("sdpa-cudnn:bf16")),
+    fake_backend("sdpa-flash", FakeForward("sdpa-flash:bf16"), FakeBackward("sdpa-flash:bf16"), sdpa_order=1),
+    fake_backend("sdpa-cudnn", FakeForward("sdpa-cudnn:bf16"), FakeBackward("sdpa-cudnn:bf16"), sdpa_order=0),
 )
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 # A short launch and a low rate, the other way round, and a plan in 8 bits: (ms, ms per tera-operation, error).

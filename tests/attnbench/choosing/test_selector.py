@@ -222,6 +222,17 @@ def test_fp8_is_not_trusted_with_more_keys_than_it_was_measured_with():
     assert verdicts(longer)["fast:fp8"] == "unmeasured"
 
 
+@pytest.mark.parametrize(("growth", "longest"), [(1.0, 2**20), (1.2, 2048), (2.0, 1024)])
+def test_an_fp8_error_grows_with_the_keys_as_its_kernel_declares(growth, longest):
+    """Of a budget of 0.15, 0.09 and the margin leave a factor of 1.28."""
+    fp8 = FakeForward("fast:fp8", error_growth=growth)
+    known = fake_registry(fake_backend("slow", FakeForward("slow:bf16")), fake_backend("fast", fp8))
+    for keys in (1024, 2048, 4096, 2**20):
+        found = pick(spec(seqlen_kv=keys), fp8=True, max_error=0.15, known=known)
+        assert found.plan.fp8 is (keys <= longest), keys
+        assert verdicts(found)["fast:fp8"] == ("chosen" if found.plan.fp8 else "inaccurate")
+
+
 def test_an_error_is_never_interpolated_into():
     """Within the budget here, beyond it there: what lies between, and what lies below, is not vouched for."""
 

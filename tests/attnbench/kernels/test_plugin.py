@@ -168,18 +168,99 @@ def test_a_plug_in_that_cannot_be_imported_costs_its_own_row_alone(tmp_path: Pat
         "moody_plugin",
         "from attnbench.kernels.contract import Backend\nBACKEND = Backend('moody', 'raises', lambda: 1 / 0, ())\n",
     )
+    plug_in(
+        tmp_path,
+        "alien",
+        "alien_plugin",
+        "from attnbench.kernels.contract import Availability, Backend\n"
+        "BACKEND = Backend('alien', 'built on another', Availability, (), built_on=('cutlass',))\n",
+    )
     listed, doctor = commands(tmp_path, LIST, ("doctor",))
     found = by_name(listed)
     for name, reason in {
         "brittle": "No module named 'a_library_that_is_not_there'",
         "wrong": "wrong_plugin:BACKEND",
         "moody": "ZeroDivisionError",
+        "alien": "a backend can be built on cudnn or triton, not on 'cutlass'",
     }.items():
         assert not found[name]["available"]
         assert reason in found[name]["reason"]
     assert found["reference"]["available"]
     assert doctor.returncode == 0
     assert "a_library_that_is_not_there" in doctor.stdout
+
+
+# A backend that declares what attnbench cannot know of it: Triton compiles it, and what its operands are in FP8.
+DECLARING = """
+from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Operands, Result
+from attnbench.kernels.registry import registry
+from attnbench.kernels.capabilities import Capabilities
+from attnbench.problem.fp8 import Recipe, quantise
+
+class Forward(ForwardKernel):
+    rows = {"cpu": Capabilities(dtypes=("bf16",))}
+    declared_error = 0.1
+
+    def __init__(self, name, leaves):
+        self.name, self.leaves = name, leaves
+
+    def prepare(self, inputs, spec):
+        return Operands(spec, *(quantise(x.detach(), Recipe("token")) for x in inputs.unquantised()))
+
+    def run(self, operands):
+        return registry().forward("reference:fp32").run(Operands(operands.spec, *operands.tensors()))
+
+BACKEND = Backend("mine", "a third party's", lambda: Availability(version="1.0"),
+                  (Forward("mine:fp8", "e4m3"), Forward("mine:fp8-odd", None)), built_on=("triton",))
+"""
+DECLARED = """
+import json, torch
+from dataclasses import replace
+from attnbench import AttentionSpec, Plan, attention
+from attnbench.errors import RefusedError
+from attnbench.kernels.registry import registry
+from attnbench.tables.binding import Binding
+from attnbench.tables.environment import Environment
+from attnbench.tables.table import Entry, Table
+
+known = registry()
+there = replace(Environment.detect(torch.device("cpu"), known), triton="3.6.0")
+spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=64, head_dim=16)
+entries = [Entry(spec, Plan(name), "ok", 1.0, 0.0, {"normal": 0.1}) for name in ("mine:fp8", "reference:fp32")]
+table = Table.from_entries(there, entries)
+used = [
+    sorted(str(plan) for _, plan in Binding.between(table, replace(there, triton=version), known).usable(table).entries)
+    for version in ("3.6.1", "3.7.0")
+]
+
+torch.manual_seed(0)
+q, k, v, grad = (torch.randn(1, 2, 64, 16, dtype=torch.bfloat16) for _ in range(4))
+
+def gradients(backend):
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    return torch.autograd.grad(attention(*leaves, backend=backend), leaves, grad)
+
+pairs = zip(gradients("mine:fp8>triton:fp8"), gradients("reference:fp32>reference:fp32"))
+errors = [float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs]
+try:
+    gradients("mine:fp8-odd>triton:fp8")
+    refused = None
+except RefusedError as error:
+    refused = str(error)
+print(json.dumps([used, errors, refused]))
+"""
+
+
+def test_what_a_third_party_declares_counts_as_ours_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    plug_in(tmp_path, "mine", "mine_plugin", DECLARING)
+    done = run("-c", DECLARED, site=tmp_path)
+    assert done.returncode == 0, done.stderr
+    used, errors, refused = json.loads(done.stdout)
+    assert used == [["mine:fp8", "reference:fp32"], ["reference:fp32"]]
+    assert all(0.001 < error < 0.15 for error in errors), errors
+    assert "follows only forwards that leave e4m3" in refused
 
 
 def test_a_plug_in_that_takes_a_name_is_a_clear_error(tmp_path: Path) -> None:

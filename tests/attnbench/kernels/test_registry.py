@@ -98,6 +98,36 @@ def test_a_backward_that_cannot_follow_says_so():
     assert "follows only own:bf16" in known.reasons(Plan("silent:bf16", "own:bf16"), training, CPU)[1][0]
 
 
+def test_a_backward_follows_whatever_leaves_what_it_reads():
+    known = fake_registry(
+        fake_backend("a", FakeForward("a:fp8", leaves="int8 rows"), FakeForward("a:bf16")),
+        fake_backend("b", FakeForward("b:fp8", leaves="e4m3")),
+        fake_backend(
+            "own",
+            FakeBackward("own:fp8", follows=("a:bf16", "e4m3")),
+            FakeBackward("own:int8", follows=("int8 rows",)),
+        ),
+    )
+    training = spec(direction="training")
+    for forward, backward in (("b:fp8", "own:fp8"), ("a:bf16", "own:fp8"), ("a:fp8", "own:int8")):
+        assert known.reasons(Plan(forward, backward), training, CPU) == ("ok", [])
+    refused = known.reasons(Plan("a:fp8", "own:fp8"), training, CPU)[1]
+    assert refused == ["the backward own:fp8 follows only a:bf16, forwards that leave e4m3"]
+    assert [known.leader(f"own:{each}") for each in ("fp8", "int8")] == ["a:bf16", "a:fp8"]
+    assert {Plan("a:bf16", "own:fp8"), Plan("a:fp8", "own:int8")} <= set(known.plans(training))
+
+
+def test_a_plan_grows_as_the_worst_of_its_8_bit_kernels_that_all_must_say():
+    steady, growing = FakeForward("a:fp8", error_growth=1.0), FakeForward("a:int8", error_growth=1.5)
+    known = fake_registry(fake_backend("a", steady, growing, FakeForward("a:fp8-x"), FakeForward("a:bf16")),
+                          fake_backend("b", FakeBackward("b:fp8"), FakeBackward("b:bf16")))  # fmt: skip
+    plans = {
+        "a:bf16": 1.0, "a:bf16>b:bf16": 1.0, "a:fp8": 1.0, "a:int8>b:bf16": 1.5, "a:fp8-x": None, "a:fp8>b:fp8": None,
+        "a:bf16>b:fp8": None, "unknown:fp8": None, "unknown:bf16": 1.0,
+    }  # fmt: skip
+    assert {text: known.error_growth(Plan.parse(text)) for text in plans} == plans
+
+
 @pytest.mark.parametrize(
     ("row", "change", "word"),
     [

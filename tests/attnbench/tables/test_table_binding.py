@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnbench import AttentionSpec, Plan
+from attnbench.kernels.registry import registry
 from attnbench.tables.binding import Binding, release_of
 from attnbench.tables.environment import Environment
 from attnbench.tables.table import Entry, Table
@@ -19,19 +20,23 @@ THERE = Environment(
     commit="abcdef0",
     backends={
         "sdpa-flash": "2.11.0+cu130", "sdpa-cudnn": "2.11.0+cu130", "flex": "2.11.0+cu130", "te": "2.20.2",
-        "fa3": "0.4.2.post2", "fa4": "4.0.0b36", "triton": "3.6.0",
+        "fa3": "0.4.2.post2", "fa4": "4.0.0b36", "triton": "3.6.0", "cudnn": "1.32.0", "sage": "1.0.6",
     },
     origins={
         "sdpa-flash": "torch", "sdpa-cudnn": "torch", "te": "transformer-engine 2.20.2 on cuDNN 91900", "fa3": "sglang",
         "fa4": "flash-attn-4 4.0.0b36 with nvidia-cutlass-dsl 4.8.1",
     },
 )  # fmt: skip
-PLANS = ("sdpa-flash:bf16", "sdpa-cudnn:bf16", "flex:bf16", "te:fp8", "fa3:fp8>fa4:bf16", "fa4:bf16", "triton:fp8")
+PLANS = (
+    "sdpa-flash:bf16", "sdpa-cudnn:bf16", "flex:bf16", "te:fp8", "fa3:fp8>fa4:bf16", "fa4:bf16", "triton:fp8",
+    "cudnn:bf16", "sage:int8",
+)  # fmt: skip
+ON_CUDNN, ON_TRITON = {"te:fp8", "sdpa-cudnn:bf16", "cudnn:bf16"}, {"flex:bf16", "triton:fp8", "sage:int8"}
 TABLE = Table.from_entries(THERE, [Entry(SPEC, Plan.parse(plan), "ok", 1.0, 0.0, {"normal": 0.1}) for plan in PLANS])
 
 
 def binding(table: Table = TABLE, **changes) -> Binding:
-    return Binding.between(table, replace(THERE, **changes))
+    return Binding.between(table, replace(THERE, **changes), registry())
 
 
 def unused(found: Binding) -> set[str]:
@@ -73,7 +78,7 @@ def test_another_device_refuses_all(changes):
 def test_on_a_cpu_the_number_of_threads_is_the_device():
     cpu = replace(THERE, device_type="cpu", device_name="A CPU", capability=None)
     table = Table(cpu, TABLE.entries)
-    assert Binding.between(table, replace(cpu, threads=1)).refused == ("threads was 16, is 1",)
+    assert Binding.between(table, replace(cpu, threads=1), registry()).refused == ("threads was 16, is 1",)
     assert binding(threads=1).refused == ()
 
 
@@ -86,9 +91,9 @@ def test_on_a_cpu_the_number_of_threads_is_the_device():
         (installed(te="unknown"), {"te:fp8"}, "here is unknown"),
         (installed(fa4="4.0.0b37"), {"fa4:bf16", "fa3:fp8>fa4:bf16"}, "measured with fa4 4.0.0b36, here is 4.0.0b37"),
         (installed(fa3="0.5.0"), {"fa3:fp8>fa4:bf16"}, "measured with fa3"),
-        ({"cudnn": "9.20.0"}, {"te:fp8", "sdpa-cudnn:bf16"}, "measured with cudnn 9.19.0, here is 9.20.0"),
-        ({"cudnn": None}, {"te:fp8", "sdpa-cudnn:bf16"}, "here is absent"),
-        ({"triton": "3.7.0"}, {"flex:bf16", "triton:fp8"}, "measured with triton 3.6.0, here is 3.7.0"),
+        ({"cudnn": "9.20.0"}, ON_CUDNN, "measured with cudnn 9.19.0, here is 9.20.0"),
+        ({"cudnn": None}, ON_CUDNN, "here is absent"),
+        ({"triton": "3.7.0"}, ON_TRITON, "measured with triton 3.6.0, here is 3.7.0"),
         (upgraded("2.12.0"), {"sdpa-flash:bf16", "sdpa-cudnn:bf16", "flex:bf16"}, "here is 2.12.0+cu130"),
         (upgraded("2.11.0.dev20260101"), {"sdpa-flash:bf16", "sdpa-cudnn:bf16", "flex:bf16"}, "dev20260101"),
         ({"origins": {"fa3": "flash-attn-3"}}, {"fa3:fp8>fa4:bf16"}, "from sglang, here it comes from flash-attn-3"),

@@ -312,14 +312,14 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(cudnn, "_cudnn_version", lambda: 91900)
-    monkeypatch.setattr(cudnn, "version", missing)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(importlib.metadata, "version", missing)
     found = cudnn._availability()
     assert "not installed" in (found.reason or "")
     assert found.install == "pip install nvidia-cudnn-frontend"
-    monkeypatch.setattr(cudnn, "version", lambda name: "1.32.0")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.32.0")
     assert cudnn._availability().ok
-    monkeypatch.setattr(cudnn, "_cudnn_version", lambda: 91400)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91400)
     assert "91501" in (cudnn._availability().reason or "")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "without CUDA" in (cudnn._availability().reason or "")

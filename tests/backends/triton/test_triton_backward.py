@@ -21,9 +21,9 @@ from attnbench.backends.triton.backward.contract import KERNELS, TritonBackward
 from attnbench.backends.triton.backward.tiles import DEFAULTS, TILES, Tile, TileKey, Tiles, tiles_of
 from attnbench.backends.triton.forward.contract import RECIPES
 from attnbench.errors import InputError
-from attnbench.kernels.capabilities import Capabilities, Device
+from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import ForwardKernel, Inputs, Saved
-from attnbench.kernels.registry import Registry
+from attnbench.kernels.registry import Registry, registry
 from attnbench.problem.fp8 import Quantised, Recipe, quantise
 from examples import every_pair, examples
 
@@ -176,25 +176,19 @@ def test_v_is_ready_for_the_backward_where_gradients_are_asked_for() -> None:
         assert operands.v.data.is_contiguous() is ready
 
 
-class _Forward(ForwardKernel):
-    def __init__(self, name: str, lse: bool = True) -> None:
-        self.name, self.declared_error = name, 0.1
-        self.rows = {"cpu": Capabilities(dtypes=("bf16",), lse=lse)}
-
-    def prepare(self, inputs, spec):
-        raise NotImplementedError
-
-    def run(self, operands):
-        raise NotImplementedError
-
-
-def test_it_follows_every_fp8_forward_of_ours_and_no_16_bit_one() -> None:
-    ours = [f"triton:{precision}" for precision in (*RECIPES, "fp8-onepass")]
-    for name in (*ours, "fa3:fp8"):
-        assert WIDE.cannot_follow(_Forward(name), CPU) is None
-    for name in ("fa3:bf16", "emulated:fp8-e5m2", "sage:int8"):
-        assert "follows only" in str(WIDE.cannot_follow(_Forward(name), CPU))
-    assert "log-sum-exp" in str(WIDE.cannot_follow(_Forward("fa3:fp8", lse=False), CPU))
+def test_it_follows_every_forward_that_leaves_plain_e4m3_and_no_other() -> None:
+    known = registry()
+    theirs = {
+        "fa3:fp8", "fa3-vllm:fp8", "torch-fp8:fp8", "cudnn:fp8", "te:fp8", "flashinfer:fp8", "flex:fp8",
+        *(f"emulated:fp8{options}" for options in ("", "-tensor", "-block", "-token", "-token-hadamard")),
+    }  # fmt: skip
+    ours = {name for name in known.forwards if name.startswith("triton:")} - {"triton:fp8-pv"}
+    for kernel in KERNELS:
+        assert {name for name, forward in known.forwards.items() if kernel.accepts(forward)} == theirs | ours
+        assert all(kernel.cannot_follow(TritonForward(precision), CPU) is None for precision in RECIPES)
+        assert "forwards that leave e4m3" in str(kernel.cannot_follow(known.forward("sage:int8-fp8"), CPU))
+    made = {"emulated:fp8-acc13": True, "emulated:fp8-smooth": False, "emulated:fp8-tensor-e5m2": False}
+    assert {name: WIDE.accepts(known.forward(name)) for name in made} == made
 
 
 def test_each_forward_of_ours_is_planned_with_both_backwards_first() -> None:
@@ -202,7 +196,7 @@ def test_each_forward_of_ours_is_planned_with_both_backwards_first() -> None:
     known = Registry([SDPA, BACKEND])
     both = ["triton:fp8", "triton:fp8-all"]
     for forward in BACKEND.kernels:
-        if isinstance(forward, ForwardKernel) and forward.name in KERNELS[0].follows:
+        if isinstance(forward, ForwardKernel) and KERNELS[0].accepts(forward):
             partners = [plan.backward for plan in known.plans_with(forward.name, spec)]
             assert partners[:2] == both
             assert (len(partners) > 2) is forward.mixes

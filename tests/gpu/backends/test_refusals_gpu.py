@@ -11,7 +11,7 @@ import torch
 from sweep import Truth, distance
 
 from attnbench import AttentionSpec, Mask
-from attnbench.backends.common.fused import MAX_SCORES
+from attnbench.backends.common.mask_tensor import MAX_SCORES
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
 from attnbench.kernels.devices import describe
 from attnbench.kernels.registry import registry

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends import torch_fp8
-from attnbench.backends.flash_attention.fa3_origins import installed
+from attnbench.backends.common.installed import installed
 from attnbench.kernels.contract import ForwardKernel, Inputs, Operands, Result
 from attnbench.kernels.devices import describe
 from attnbench.problem.fp8 import Quantised

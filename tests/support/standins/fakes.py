@@ -25,9 +25,11 @@ ROW = Capabilities(dtypes=DTYPES, descales=GRANULARITIES)
 
 class FakeForward(ForwardKernel):
     def __init__(
-        self, name: str, *, row: Capabilities = ROW, preference: int | None = 50, declared: float = 0.001
-    ) -> None:
+        self, name: str, *, row: Capabilities = ROW, preference: int | None = 50, declared: float = 0.001,
+        leaves: str | None = None, error_growth: float | None = None,
+    ) -> None:  # fmt: skip
         self.name, self.rows, self.preference, self.declared_error = name, {"cpu": row}, preference, declared
+        self.leaves, self.error_growth = leaves, error_growth
 
     def prepare(self, inputs: Inputs, spec) -> Operands:
         q, k, v = inputs.unquantised()
@@ -47,8 +49,9 @@ class FakeBackward(BackwardKernel):
         return tuple(torch.zeros_like(x) for x in saved.operands.tensors())
 
 
-def fake_backend(name: str, *kernels, reason: str | None = None, resolve=None) -> Backend:
-    return Backend(name, f"a fake called {name}", lambda: Availability(version="1.0", reason=reason), kernels, resolve)
+def fake_backend(name: str, *kernels, reason: str | None = None, **declared) -> Backend:
+    availability = Availability(version="1.0", reason=reason)
+    return Backend(name, f"a fake called {name}", lambda: availability, kernels, **declared)
 
 
 def fake_registry(*backends: Backend) -> Registry:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnbench.backends.common.padding import padded, rounded_up
+from attnbench.backends.common.layout import padded, rounded_up
 
 
 @given(st.integers(1, 600), st.sampled_from([1, 8, 16, 64]))

@@ -8,6 +8,7 @@ from attnbench.backends.cudnn import backend as cudnn
 from attnbench.backends.te import backend as te
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel
+from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0))
@@ -49,3 +50,10 @@ def test_what_the_fp8_forward_alone_lacks(backend: Backend, changes: dict[str, o
     assert forward_of(backend, "fp8").refusals(SPEC, H200) == []
     assert reason in "; ".join(forward_of(backend, "fp8").refusals(SPEC.replace(**changes), H200))
     assert forward_of(backend, "bf16").refusals(SPEC.replace(**changes), H200) == []
+
+
+def test_windows_without_a_left_side_have_more_queries_than_keys_with_the_front_end_alone() -> None:
+    spec = SPEC.replace(seqlen_q=97, mask=Mask(right=5))
+    for kernel_of in (forward_of, backward_of):
+        assert kernel_of(cudnn.BACKEND, "bf16").refusals(spec, H200) == []
+        assert "as many keys as queries" in "; ".join(kernel_of(te.BACKEND, "bf16").refusals(spec, H200))

@@ -1,0 +1,182 @@
+"""cuDNN's attention on Hopper, whoever calls it: what it serves, what it gets wrong, and how a profile shows it.
+
+Each limit was seen on an H200 with cuDNN 9.19.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnbench.kernels.capabilities import Capabilities, Device
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel
+from attnbench.problem.spec import AttentionSpec
+
+from .declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
+
+__all__ = [
+    "BACKWARD_EVIDENCE",
+    "BACKWARD_SIZE",
+    "FORWARD_EVIDENCE",
+    "LEAST",
+    "PEAK",
+    "PRECISIONS",
+    "CudnnBackward",
+    "CudnnForward",
+    "CudnnFp8Backward",
+    "CudnnFp8Forward",
+    "cudnn_version",
+    "scalar",
+    "too_old",
+]
+
+PRECISIONS = ("bf16", "fp16")
+LEAST = 91501  # cuDNN 9.15.1, the first that is right on lengths that are no multiple of 128 (pytorch#169849)
+# sdpa_fp8_bwd.h, "hidden_dim shoud be equal to 128" below compute capability 10.0; so nvte_get_fused_attn_backend
+BACKWARD_SIZE = 128
+PEAK = 256.0  # P is at most 1; a power of two, so that scaling by it is exact
+FORWARD_EVIDENCE = r"cudnn\w*sdpa(?!\w*bprop)"
+BACKWARD_EVIDENCE = r"cudnn\w*sdpa\w*bprop"
+_HOPPER = (9, 0)
+_INT32 = 2**31 - 1
+_UNLIMITED = 2**31  # the 16-bit forward was right on an H200 at every head dimension tried, up to 32768
+_GROUP = 16  # queries
+
+
+def cudnn_version() -> int | None:
+    """The cuDNN that torch has loaded, 91900 for 9.19.0; None where it finds none."""
+    found: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return found
+
+
+def too_old() -> str | None:
+    """Why the cuDNN that torch has loaded cannot be used, or None."""
+    found = cudnn_version()
+    return f"needs cuDNN {LEAST} or newer, torch finds {found}" if found is None or found < LEAST else None
+
+
+def scalar(descale: Tensor, *shape: int) -> Tensor:
+    """A descale of a whole tensor in fp32, dense in this shape of one element."""
+    return descale.detach().to(torch.float32).reshape(shape).contiguous()
+
+
+class CudnnForward(ForwardKernel):
+    """A forward in 16 bits of the backend ``backend``.
+
+    ``left_open``: windows without a left side may have more queries than keys.
+    """
+
+    backend: str
+    left_open: bool = True
+    evidence: Mapping[str, str] = {"cuda": FORWARD_EVIDENCE}
+
+    def __init__(self, precision: str) -> None:
+        self.name = f"{self.backend}:{precision}"
+        self.rows = _row((precision,), (8, _UNLIMITED, 8))
+        self.declared_error = DECLARED_ERROR[precision]
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """Other generations of GPU, scales that are not positive, masks that want more keys than there are."""
+        return _refusals(spec, device, self.left_open)
+
+
+class CudnnBackward(BackwardKernel):
+    """A backward in 16 bits, after any forward that returns out and its log-sum-exp."""
+
+    backend: str
+    left_open: bool = True
+    evidence: Mapping[str, str] = {"cuda": BACKWARD_EVIDENCE}
+
+    def __init__(self, precision: str) -> None:
+        self.name = f"{self.backend}:{precision}"
+        self.rows = _row((precision,), (8, 256, 8))
+        self.declared_error = DECLARED_GRADIENT_ERROR[precision]
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """Those of the forward, and a single query on a single key."""
+        one = spec.seqlen_q == spec.seqlen_kv == 1
+        reasons = ["has no backward for one query on one key"] if one else []
+        return _refusals(spec, device, self.left_open) + reasons
+
+
+class CudnnFp8Forward(ForwardKernel):
+    """A forward in e4m3 with one scale a tensor.
+
+    On Hopper its output is e4m3, so its scale must be known beforehand.  A row of the output is a mean of V's rows,
+    hence |O| ≤ max |V|: V's own scale serves, without a history.
+    """
+
+    backend: str
+    masks: tuple[str, ...] = ("none", "causal", "window")
+    leaves = "e4m3"
+    # Relative L2 on normal inputs; 0.060 and, causal, 0.055 were measured on an H200.  Few keys need more.
+    declared_error = 0.08
+    evidence: Mapping[str, str] = {"cuda": FORWARD_EVIDENCE}
+
+    def __init__(self) -> None:
+        self.name = f"{self.backend}:fp8"
+        self.rows = _fp8_row((*PRECISIONS, "e4m3"), 256, self.masks, descales=("tensor",))
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """Those of 16 bits, a single query, and a V that is wider than Q."""
+        reasons = _refusals(spec, device)
+        if spec.seqlen_q == 1:
+            reasons.append("has no FP8 kernel for a single query")
+        if spec.head_dim_v > spec.head_dim:
+            reasons.append("reads memory that is not its own where head_dim_v is larger than head_dim")
+        return reasons
+
+
+class CudnnFp8Backward(BackwardKernel):
+    """A backward on the operands and the rounded output of the forward in e4m3; dO and the gradients are e5m2.
+
+    Head dimensions below 128, the only one that cuDNN has, are padded with zeros by the backend.
+    """
+
+    backend: str
+    masks: tuple[str, ...] = ("none", "causal", "window")
+    evidence: Mapping[str, str] = {"cuda": BACKWARD_EVIDENCE}
+
+    def __init__(self) -> None:
+        self.name = f"{self.backend}:fp8"
+        self.follows = (self.name,)
+        self.rows = _fp8_row(PRECISIONS, BACKWARD_SIZE, self.masks)
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """Those of 16 bits, and the queries of a last group that is not whole.
+
+        Their rows of dQ were 0.75 off, whatever the number of keys and the head dimension, and no other row: among
+        1000 queries that is 0.07 of the whole, which a relative error of the tensor hides behind its 0.11.
+        """
+        reasons = _refusals(spec, device)
+        if spec.seqlen_q % _GROUP:
+            reasons.append(f"gets dQ wrong for the last queries where they are no multiple of {_GROUP}")
+        return reasons
+
+
+def _row(dtypes: tuple[str, ...], head_dims: tuple[int, int, int], **more: Any) -> dict[str, Capabilities]:
+    limits = {"capability": _HOPPER, "softcap": False, "empty_rows": False, "max_elements": _INT32, **more}
+    return {"cuda": Capabilities(dtypes=dtypes, head_dims=head_dims, **limits)}
+
+
+def _fp8_row(dtypes: tuple[str, ...], largest: int, masks: tuple[str, ...], **more: Any) -> dict[str, Capabilities]:
+    return _row(dtypes, (16, largest, 16), masks=masks, alignments=("top-left",), **more)
+
+
+def _refusals(spec: AttentionSpec, device: Device, left_open: bool = True) -> list[str]:
+    """What no kernel computes; of the masks, as sdpa_support_surface.h has it."""
+    reasons = []
+    if device.capability[0] != _HOPPER[0]:
+        reasons.append(f"is known here on compute capability 9.x only, {device.name} has another")
+    if spec.scale <= 0:
+        # Keys that fill up a tile are hidden before the scale is applied, so this holds without a mask, too.
+        reasons.append(f"hides keys before it scales, which needs a scale above 0, not {spec.scale}")
+    if spec.seqlen_q > spec.seqlen_kv:
+        if spec.mask.left is not None or (spec.mask.kind == "window" and not left_open):
+            reasons.append("a window needs at least as many keys as queries")
+        elif spec.mask.kind != "none" and spec.mask.alignment == "bottom-right":
+            reasons.append("the bottom-right alignment needs at least as many keys as queries")
+    return reasons

@@ -1,0 +1,62 @@
+"""Layouts that kernels read: rows on multiples of a vector, and head dimensions that a kernel was built for.
+
+A head dimension is padded with zeros behind the last one, cut off again afterwards.  Zeros add nothing to q·k, and a
+zero column of V is a zero column of the output, so padding changes no number as long as the scale is the spec's own
+and not the one that a library derives from the padded size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnbench.problem.spec import AttentionSpec
+
+__all__ = ["aligned", "padded", "rounded_up", "whole_gradients"]
+
+
+def rounded_up(size: int, step: int) -> int:
+    """The smallest multiple of ``step`` that is no smaller than ``size``."""
+    return -(-size // step) * step
+
+
+def padded(x: Tensor, size: int) -> Tensor:
+    """x (..., D) as it is where D is ``size``, else a copy (..., size) with zeros behind; float8 keeps its bits.
+
+    Raises ValueError where x is larger than ``size`` already: cutting would change the answer.
+    """
+    missing = size - x.shape[-1]
+    if missing < 0:
+        raise ValueError(f"a head dimension of {x.shape[-1]} does not fit into {size}")
+    if missing == 0:
+        return x
+    if x.element_size() == 1:  # no padding is defined on float8; zero is the byte 0 in every format
+        return F.pad(x.view(torch.uint8), (0, missing)).view(x.dtype)
+    return F.pad(x, (0, missing))
+
+
+def aligned(x: Tensor, vector: int = 16) -> Tensor:
+    """x (B, H, S, D) as it is where rows can be read ``vector`` bytes at a time, else a copy laid out (B, S, H, D).
+
+    Kernels load vectors without checking: rows must be contiguous, and rows and storage start at a multiple of them.
+    """
+    step = max(1, vector // x.element_size())
+    batch, head, token, last = x.stride()
+    if last == 1 and not (batch % step or head % step or token % step or x.data_ptr() % vector):
+        return x  # as most are: what follows takes three times as long
+    strides = [stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
+    contiguous = x.stride(-1) == 1 or x.shape[-1] == 1
+    if contiguous and not any(stride % step for stride in strides) and x.data_ptr() % vector == 0:
+        return x
+    return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def whole_gradients(gradients: tuple[Tensor, Tensor, Tensor], spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK and dV (B, H, S, D) of (B, S, H, ·): without padded head dimensions, with zeros for keys cut off."""
+    unseen = spec.seqlen_kv - gradients[1].shape[1]
+    sizes = (spec.head_dim, spec.head_dim, spec.head_dim_v)
+    dq, dk, dv = (x[..., :size] for x, size in zip(gradients, sizes, strict=True))
+    if unseen:
+        dk, dv = (F.pad(x, (0, 0, 0, 0, 0, unseen)) for x in (dk, dv))
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

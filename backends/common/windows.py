@@ -1,0 +1,60 @@
+"""Masks as FlashAttention's kernels take them: windows over the first keys, aligned bottom-right."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from attnbench.problem.mask import Mask
+
+__all__ = ["Window", "bottom_right", "flash2_window"]
+
+
+class Window(NamedTuple):
+    """A window over the first ``keys`` keys, aligned bottom-right; -1 stands for an unlimited side."""
+
+    keys: int
+    left: int
+    right: int
+
+    @property
+    def causal(self) -> bool:
+        """Whether it is the causal mask, for which kernels have a path of their own."""
+        return self.left < 0 and self.right == 0
+
+    @property
+    def local(self) -> bool:
+        """Whether a side is limited, other than as in the causal mask."""
+        return not self.causal and (self.left >= 0 or self.right >= 0)
+
+
+def bottom_right(mask: Mask, seqlen_q: int, seqlen_kv: int) -> Window | str:
+    """The window that makes a kernel with bottom-right windows compute ``mask``, or why there is none.
+
+    A top-left window is moved by the difference of the lengths.  Keys behind the last one that any query sees are cut
+    off, which leaves no negative right side.  A negative left side would mean that the last queries see no key, and
+    kernels read it as an unlimited one.
+    """
+    if mask.kind == "none":
+        return Window(seqlen_kv, -1, -1)
+    keys = mask.span(seqlen_q - 1, seqlen_q, seqlen_kv)[1]
+    shift = keys - seqlen_q - mask.offset(seqlen_q, seqlen_kv)
+    left = -1 if mask.left is None else mask.left + shift
+    right = -1 if mask.right is None else mask.right - shift
+    if mask.left is not None and left < 0:
+        return "its window cannot end before the last key of the last query"
+    return Window(keys, left, right)
+
+
+def flash2_window(mask: Mask, seqlen_q: int, seqlen_kv: int) -> Window | str:
+    """The same for FlashAttention-2, whose windows cannot reach beyond all keys.
+
+    The kernel lifts sides as long as the keys (``mha_fwd`` in torch's flash_api.cpp) and then replaces them by the
+    number of keys where the other side is limited, which is not the same where there are more queries than keys.
+    """
+    window = bottom_right(mask, seqlen_q, seqlen_kv)
+    if isinstance(window, str) or mask.kind == "none":
+        return window
+    reach = seqlen_q - 1 if mask.right is None else window.right
+    if reach > window.keys or (reach == window.keys and mask.left is None):
+        return f"its window cannot reach {reach} keys to the right, beyond all {window.keys}"
+    return window
