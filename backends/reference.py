@@ -24,6 +24,7 @@ from attnbench.kernels.contract import (
     Saved,
     gradient_dtype,
 )
+from attnbench.problem.exact import product, score_gradients, scores
 from attnbench.problem.spec import DTYPES, GRANULARITIES, AttentionSpec
 
 from .common.full_fp32 import full_fp32
@@ -65,10 +66,12 @@ class ReferenceForward(ForwardKernel):
         with full_fp32():
             for b, heads, k, v in _groups(spec, all_k, all_v, self._wide):
                 for rows, keys, hidden in _tiles(spec, out.device):
-                    q = all_q[b, heads, rows].to(self._wide)
-                    scores, _ = _scores(q, k[keys], hidden, spec)
-                    lse[b, heads, rows] = scores.logsumexp(-1)
-                    out[b, heads, rows] = (_probabilities(scores, lse[b, heads, rows]) @ v[keys]).to(out.dtype)
+                    q = _folded(all_q[b, heads, rows], self._wide)
+                    s = scores(q, k[:, keys], hidden, spec)
+                    own_lse = s.logsumexp(-1)
+                    lse[b, heads, rows] = own_lse.view(spec.group, -1)
+                    own_out = _probabilities(s, own_lse).bmm(v[:, keys])
+                    out[b, heads, rows] = own_out.view(spec.group, -1, spec.head_dim_v).to(out.dtype)
         return Result(out, lse)
 
 
@@ -95,33 +98,32 @@ class ReferenceBackward(BackwardKernel):
             for b, heads, k, v in _groups(spec, all_k, all_v, self._wide):
                 wide_dk, wide_dv = torch.zeros_like(k), torch.zeros_like(v)
                 for rows, keys, hidden in _tiles(spec, grad_out.device):
-                    q, do = (x[b, heads, rows].to(self._wide) for x in (all_q, grad_out))
-                    scores, slope = _scores(q, k[keys], hidden, spec)
-                    p = _probabilities(scores, saved.lse[b, heads, rows].to(self._wide))
-                    wide_dv[keys] += torch.einsum("hqk,hqd->kd", p, do)
-                    dp = do @ v[keys].mT
-                    ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * spec.scale
-                    if slope is not None:
-                        ds = ds * slope
-                    dq[b, heads, rows] = (ds @ k[keys]).to(dq.dtype)
-                    wide_dk[keys] += torch.einsum("hqk,hqd->kd", ds, q)
+                    q, do = (_folded(x[b, heads, rows], self._wide) for x in (all_q, grad_out))
+                    own_k, own_v = k[:, keys], v[:, keys]
+                    lse = saved.lse[b, heads, rows].to(self._wide).reshape(1, -1)
+                    p = _probabilities(scores(q, own_k, hidden, spec), lse)
+                    wide_dv[:, keys] += p.mT.bmm(do)
+                    dp = product(do, own_v.mT, spec.scale)
+                    ds, _ = score_gradients(q, own_k, p, dp, (p * dp).sum(-1, keepdim=True), spec)
+                    dq[b, heads, rows] = ds.bmm(own_k).view(spec.group, -1, spec.head_dim).to(dq.dtype)
+                    wide_dk[:, keys] += ds.mT.bmm(q)
                 group = heads.start // spec.group
-                dk[b, group], dv[b, group] = wide_dk.to(dk.dtype), wide_dv.to(dv.dtype)
+                dk[b, group], dv[b, group] = wide_dk[0].to(dk.dtype), wide_dv[0].to(dv.dtype)
         return dq, dk, dv
 
 
 def _groups(
     spec: AttentionSpec, k: Tensor, v: Tensor, wide: torch.dtype
 ) -> Iterator[tuple[int, slice, Tensor, Tensor]]:
-    """Each (batch, key head): its index, the query heads that read it, and its K and V (Skv, D) made wide."""
+    """Each (batch, key head): its index, the query heads that read it, and its K and V (1, Skv, D) made wide."""
     for b in range(spec.batch):
         for g in range(spec.kv_heads):
             heads = slice(g * spec.group, (g + 1) * spec.group)
-            yield b, heads, k[b, g].to(wide), v[b, g].to(wide)
+            yield b, heads, k[b, g : g + 1].to(wide), v[b, g : g + 1].to(wide)
 
 
 def _tiles(spec: AttentionSpec, device: torch.device) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Slices of queries with the keys that any of them sees, and which (query, key) of the tile are hidden."""
+    """Slices of queries with the keys that any of them sees, and which (group · rows, keys) of the tile are hidden."""
     step = max(1, _SCORES[device.type] // (spec.group * spec.seqlen_kv))
     for first in range(0, spec.seqlen_q, step):
         last = min(first + step, spec.seqlen_q) - 1
@@ -130,37 +132,19 @@ def _tiles(spec: AttentionSpec, device: torch.device) -> Iterator[tuple[slice, s
         )
         # Rows without any key still need one, hidden, for their sums to be defined.
         start, stop = (start, stop) if start < stop else (0, 1)
-        yield slice(first, last + 1), slice(start, stop), _hidden(spec, first, last + 1, start, stop, device)
+        rows = torch.arange(first, last + 1, device=device).repeat(spec.group)
+        hidden = spec.mask.hidden(rows, torch.arange(start, stop, device=device), spec.seqlen_q, spec.seqlen_kv)
+        yield slice(first, last + 1), slice(start, stop), hidden
 
 
-def _hidden(spec: AttentionSpec, first: int, last: int, start: int, stop: int, device: torch.device) -> Tensor | None:
-    mask = spec.mask
-    if mask.kind == "none":
-        return None
-    centre = torch.arange(first, last, device=device)[:, None] + mask.offset(spec.seqlen_q, spec.seqlen_kv)
-    key = torch.arange(start, stop, device=device)[None, :]
-    hidden = torch.zeros(last - first, stop - start, dtype=torch.bool, device=device)
-    if mask.left is not None:
-        hidden |= key < centre - mask.left
-    if mask.right is not None:
-        hidden |= key > centre + mask.right
-    return hidden
+def _folded(x: Tensor, wide: torch.dtype) -> Tensor:
+    """(1, group · rows, D) of x (group, rows, D), made wide: heads that share their keys as queries of one."""
+    return x.to(wide).reshape(1, -1, x.shape[-1])
 
 
-def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
-    """(group, rows, keys): scaled, capped, masked scores, and the cap's derivative where there is a cap."""
-    scores, slope = (q @ k.mT) * spec.scale, None
-    if spec.softcap:
-        bent = torch.tanh(scores / spec.softcap)
-        scores, slope = spec.softcap * bent, 1 - bent * bent
-    if hidden is not None:
-        scores.masked_fill_(hidden, -torch.inf)
-    return scores, slope
-
-
-def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+def _probabilities(s: Tensor, lse: Tensor) -> Tensor:
     """exp(scores - lse), 0 in rows that see no key."""
-    return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
+    return torch.exp(s - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
 
 
 BACKEND = Backend(

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..problem.exact import exact_out
 from ..problem.fp8 import Quantised
 from ..problem.spec import AttentionSpec
-from .exact import exact_out, hidden_keys, key_gradients, query_gradients, reach, stretches, together, wide_dtype
+from .gradients import key_gradients, query_gradients, reach, stretches, together, wide_dtype
 
 __all__ = ["Group", "Part", "Pick", "Sums", "aside", "gradient_sums", "out_sums", "part", "pick_groups", "pick_rows"]
 
@@ -164,7 +165,7 @@ def out_sums(
         some = slice(begin, begin + count)
         first, last = reach([place[4:] for place in places[begin * rows : (begin + count) * rows]])
         keys, values = (_slices(x, batch[some, 0], kv_head[some, 0], first, last, wide) for x in (k, v))
-        hidden = hidden_keys(torch.arange(first, last, device=out.device), start[some], stop[some], spec)
+        hidden = spec.mask.outside(torch.arange(first, last, device=out.device), start[some], stop[some])
         lengths.append(_compared(found[some], exact_out(queries[some], keys, values, hidden, spec)))
     given = [number for x in (q, k, v) for number in _largest(x)]
     return Sums(_packed([*given, *_largest(out)], lengths), len(given), rows, {"out": _least(out)})
@@ -212,7 +213,7 @@ def _gradient_lengths(
     first, last = reach([place[7:] for place in places])
     q_rows, do_rows = own.q[number, line].to(k.dtype), grad_out[batch, head, row].to(k.dtype)
     keys = torch.arange(spec.seqlen_kv, device=device)
-    hidden = hidden_keys(keys[first:last], start.mT, stop.mT, spec)
+    hidden = spec.mask.outside(keys[first:last], start.mT, stop.mT)
     dq, dq_length = query_gradients(q_rows, do_rows, k[:, first:last], v[:, first:last], hidden, spec)
     do = partial(_lines, _by_group(grad_out, spec.kv_heads), batch[:, 0], kv_head[:, 0])
     dk, dv, dk_length = key_gradients(own.q, do, k, v, keys, key, near, parts, spec)

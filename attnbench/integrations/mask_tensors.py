@@ -96,14 +96,9 @@ def hidden(
 
 def dense(mask: Mask, seqlen_q: int, seqlen_kv: int, device: torch.device | str | None) -> Tensor:
     """The mask as SDPA is told: (Sq, Skv), true where a key is seen."""
-    query = torch.arange(seqlen_q, device=device)[:, None] + mask.offset(seqlen_q, seqlen_kv)
-    key = torch.arange(seqlen_kv, device=device)
-    seen = torch.ones(seqlen_q, seqlen_kv, dtype=torch.bool, device=device)
-    if mask.left is not None:
-        seen = seen & (key >= query - mask.left)
-    if mask.right is not None:
-        seen = seen & (key <= query + mask.right)
-    return seen
+    rows, keys = (torch.arange(count, device=device) for count in (seqlen_q, seqlen_kv))
+    unseen = mask.hidden(rows, keys, seqlen_q, seqlen_kv)
+    return rows.new_ones(seqlen_q, seqlen_kv, dtype=torch.bool) if unseen is None else ~unseen
 
 
 _kept_on_cpu = lru_cache(maxsize=16)(dense)

@@ -21,6 +21,7 @@ from attnbench.problem.mask import Mask
 
 from .calls import Calls, chosen
 from .mask_tensors import MaskTensors, dense
+from .transformers_layer import asked_mask, asks_causal
 from .transformers_mask import Asked, LayerMask, UnservableError, told
 from .transformers_models import watch_models
 
@@ -28,13 +29,6 @@ __all__ = ["register"]
 
 _INSTALL = "pip install 'transformers>=4.53'"
 _PACKED = "packed sequences beside a cache, which transformers takes for one (use_cache=False tells them apart)"
-_LAYER_MASK = "a mask tensor that is none, causal or a window not"
-
-# What changes the function that a layer computes, and SDPA does not know either: attention sinks, keys of a paged
-# cache, sparse choices of keys, the lengths of packed sequences, weights that nobody computes.
-_UNKNOWN = (
-    "s_aux", "sinks", "cache", "indexer", "indices", "block_indices", "cu_seq_lens_q", "cu_seq_lens_k", "head_mask",
-)  # fmt: skip
 
 
 def register(
@@ -75,6 +69,9 @@ def register(
     theirs: Any = sdpa_attention_forward
     tensors = MaskTensors()
 
+    def read(tensor: Tensor, seqlen_q: int, seqlen_kv: int) -> Mask | None:
+        return None if calls.hands_on else tensors.read(tensor, seqlen_q, seqlen_kv)
+
     def attend(
         module: nn.Module,
         query: Tensor,
@@ -90,31 +87,17 @@ def register(
         **others: Any,
     ) -> tuple[Tensor, None]:
         """q (B, H, Sq, D), k and v (B, Hkv, Skv, D) to (B, Sq, H, Dv)."""
-        for each in _UNKNOWN:
-            if others.get(each) is not None:
-                raise InputError(f"{type(module).__name__} wants {each}, which attnbench does not know")
-        if others.get("output_attentions"):
-            raise InputError("output_attentions=True wants probabilities, which no kernel here keeps")
-        seqlen_q, seqlen_kv = query.shape[2], key.shape[2]
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        reason = "dropout" if dropout else "a bias of positions" if position_bias is not None else None
-        mask = attention_mask
-        if mask is None:
-            if sliding_window and seqlen_kv > sliding_window:  # 0 is none to Qwen2-MoE
-                layer = type(module).__name__
-                raise InputError(f"{layer} has a sliding window of {sliding_window} keys, and no mask was made for it")
-            mask = Mask(right=0) if causal and seqlen_q > 1 else Mask()
-        elif isinstance(mask, Tensor) and reason is None:
-            mask = None if calls.hands_on else tensors.read(attention_mask, seqlen_q, seqlen_kv)
-            reason = _LAYER_MASK if mask is None else None
-        elif not isinstance(mask, (LayerMask, Tensor)):
-            raise InputError(f"{type(module).__name__} has a mask of the class {type(mask).__name__}")
-        if reason is None:
+        try:
+            mask = asked_mask(
+                module, query.shape[2], key.shape[2], attention_mask, read, dropout=dropout, is_causal=is_causal,
+                sliding_window=sliding_window, position_bias=position_bias, **others,
+            )  # fmt: skip
+        except UnservableError as reason:
+            calls.refuse(str(reason))
+        else:
             out = calls.attend(query, key, value, mask, scale=scaling, softcap=softcap or None)
             if out is not None:
                 return out.transpose(1, 2).contiguous(), None
-        else:
-            calls.refuse(reason)
         if isinstance(attention_mask, LayerMask):
             attention_mask = attention_mask.tensor()
         options: dict[str, Any] = {} if position_bias is None else {"position_bias": position_bias}
@@ -123,7 +106,10 @@ def register(
             function = _eager(module)
             if function is None:
                 raise InputError(f"{type(module).__name__} has a softcap, which transformers' SDPA does not know")
-            attention_mask, options["softcap"] = _added(attention_mask, causal, query, key), softcap
+            attention_mask, options["softcap"] = (
+                _added(attention_mask, asks_causal(module, is_causal), query, key),
+                softcap,
+            )
         answer = function(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **options
         )

@@ -198,12 +198,12 @@ def _is_window(asked: Asked, mask: Mask) -> bool:
         shown = _shown(asked.visible, 1, torch.tensor([query], device="cpu"), keys).flatten()
     except (RuntimeError, IndexError):  # it looks at tensors of the model's device or of the batch's length
         return False
-    assert mask.left is not None, "a window has one here"
-    wanted = (keys >= query - mask.left) & (keys <= query + (mask.right or 0))
+    unseen = mask.hidden(torch.tensor([query], device="cpu"), keys, 1, 1)
+    assert unseen is not None, "a window hides something"
     if is_compiling():
-        _assert((shown == wanted).all(), "the layers attend in chunks")
+        _assert((shown != unseen[0]).all(), "the layers attend in chunks")
         return True
-    return torch.equal(shown, wanted)
+    return torch.equal(shown, ~unseen[0])
 
 
 def _shown(visible: _Visible, batch: int, queries: Tensor, keys: Tensor) -> Tensor:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from ..errors import InputError
 from ..text.printable import brief
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["ALIGNMENTS", "Alignment", "Mask"]
 
@@ -59,6 +62,28 @@ class Mask:
         start = 0 if self.left is None else min(max(0, centre - self.left), seqlen_kv)
         stop = seqlen_kv if self.right is None else min(seqlen_kv, centre + self.right + 1)
         return start, max(start, stop)
+
+    def edges(self, rows: Tensor, seqlen_q: int, seqlen_kv: int) -> tuple[Tensor, Tensor]:
+        """``span`` of each of ``rows``, not clipped to the keys; the rows as they are for a side without a limit."""
+        offset = self.offset(seqlen_q, seqlen_kv)
+        start = rows if self.left is None else rows + (offset - self.left)
+        return start, rows if self.right is None else rows + (offset + self.right + 1)
+
+    def outside(self, keys: Tensor, start: Tensor, stop: Tensor) -> Tensor | None:
+        """Which ``keys`` (..., keys) are hidden from queries that see those from ``start`` to ``stop``, (..., rows, 1).
+
+        (..., rows, keys), or None where the mask hides nothing.  One operator a side: on a GPU, each is a launch.
+        """
+        early = None if self.left is None else keys < start
+        late = None if self.right is None else keys >= stop
+        return late if early is None else early if late is None else early.logical_or_(late)
+
+    def hidden(self, rows: Tensor, keys: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor | None:
+        """Which ``keys`` (keys,) are hidden from the queries ``rows`` (rows,), both numbers counted from 0.
+
+        (rows, keys), or None where the mask hides nothing.
+        """
+        return self.outside(keys, *self.edges(rows.unsqueeze(-1), seqlen_q, seqlen_kv))
 
     def area(self, seqlen_q: int, seqlen_kv: int) -> int:
         """How many (query, key) pairs are visible: the work that exact attention has to do."""

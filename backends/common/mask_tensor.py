@@ -36,11 +36,8 @@ def _kept_mask(
 
 
 def _mask(mask: Mask, seqlen_q: int, seqlen_kv: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    query = torch.arange(seqlen_q, device=device)[:, None] + mask.offset(seqlen_q, seqlen_kv)
-    key = torch.arange(seqlen_kv, device=device)[None, :]
-    hidden = torch.zeros(seqlen_q, seqlen_kv, dtype=torch.bool, device=device)
-    if mask.left is not None:
-        hidden |= key < query - mask.left
-    if mask.right is not None:
-        hidden |= key > query + mask.right
+    hidden = mask.hidden(
+        torch.arange(seqlen_q, device=device), torch.arange(seqlen_kv, device=device), seqlen_q, seqlen_kv
+    )
+    assert hidden is not None, "made for masks that hide something"
     return torch.zeros(seqlen_q, seqlen_kv, dtype=dtype, device=device).masked_fill_(hidden, -math.inf)

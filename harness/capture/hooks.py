@@ -27,6 +27,7 @@ from attnbench.errors import InputError
 from attnbench.kernels.contract import Inputs
 from attnbench.kernels.execution import Execution
 from attnbench.problem.dtypes import FROM_TORCH
+from attnbench.problem.exact import exact_out
 from attnbench.problem.mask import Mask
 from attnbench.problem.mask_of_tensor import mask_of_tensor
 from attnbench.problem.spec import AttentionSpec
@@ -309,18 +310,14 @@ def _eager_call(watch: _Watch, result: Any, arguments: dict[str, Any]) -> Call:
 @torch.no_grad()
 def _eager_error(call: Call) -> float:
     """The relative L2 error of the first and the last row of an output: a model's function may do as it likes."""
-    spec, rows = call.spec, sorted({0, call.spec.seqlen_q - 1})
+    spec, rows = call.spec, torch.tensor([0, call.spec.seqlen_q - 1], device=call.q.device)
     with torch.autocast(call.q.device.type, enabled=False):
-        k, v = (x.float().repeat_interleave(spec.group, dim=1) for x in (call.k, call.v))
-        scores = call.q[:, :, rows].float() @ k.transpose(-1, -2) * spec.scale
-        if spec.softcap:
-            scores = spec.softcap * torch.tanh(scores / spec.softcap)
-        for place, row in enumerate(rows):
-            start, stop = spec.mask.span(row, spec.seqlen_q, spec.seqlen_kv)
-            scores[:, :, place, :start] = -torch.inf
-            scores[:, :, place, stop:] = -torch.inf
-        expected = scores.softmax(-1) @ v
-        found = call.arranged(call.out)[:, :, rows].float()
+        k, v = (x.float().flatten(0, 1) for x in (call.k, call.v))
+        q = call.q[:, :, rows].float().reshape(len(k), -1, spec.head_dim)  # heads that share their keys together
+        keys = torch.arange(spec.seqlen_kv, device=q.device)
+        hidden = spec.mask.hidden(rows.repeat(spec.group), keys, spec.seqlen_q, spec.seqlen_kv)
+        expected = exact_out(q, k, v, hidden, spec)
+        found = call.arranged(call.out)[:, :, rows].float().reshape(expected.shape)
         return float((found - expected).norm() / expected.norm())
 
 

@@ -1,11 +1,9 @@
 """Any causal language model of transformers, by its config and with random weights, around our attention.
 
-Its attention layers call a function that transformers looks up by the name ``attnbench``,
-which this module registers; nothing else of transformers is touched.  Samples are whole, so
-no mask tensor is ever made: what a mask would have shown is asked of transformers once, on
-building, and compared with what the layers tell their attention.  Dropout is 0, as in
-pre-training today: both runs of a pair compute the same function.  The loss is the next
-token's alone, without what routers of experts may add.
+Its attention layers call a function that transformers looks up by the name ``attnbench-train``, which this module
+registers; nothing else of transformers is touched.  Samples are whole, so no mask tensor is ever made: what each layer
+hides is asked once, on building, and kept.  Dropout is 0, as in pre-training today: both runs of a pair compute the
+same function.  The loss is the next token's alone, without what routers of experts may add.
 """
 
 from __future__ import annotations
@@ -20,6 +18,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnbench.errors import InputError
+from attnbench.integrations.transformers_layer import asked_mask
+from attnbench.integrations.transformers_mask import Asked, LayerMask, UnservableError, told
 from attnbench.problem.mask import Mask
 
 from ..data.corpus import BYTE_TOKENS
@@ -31,12 +31,19 @@ __all__ = ["HfModel", "make_hf"]
 
 _INSTALL = "pip install 'transformers>=4.53'"
 _NAME = "attnbench-train"
-_CORE = "attnbench_core"
+_CORE, _MASK = "attnbench_core", "attnbench_mask"
 
-_Visible = Callable[..., Any]  # (batch, head, query, keys) to which keys are visible: transformers' mask functions
-_asked: ContextVar[list[_Visible | None] | None] = ContextVar("attnbench_hf_asked", default=None)
-# What models hand to attention beyond q, k, v and masks: sinks, biases of positions, key caches, sparse choices.
-_UNKNOWN = ("s_aux", "position_bias", "cache", "indexer")
+
+class _Call(NamedTuple):
+    layer: nn.Module
+    heads: int
+    head_dim: int
+    head_dim_v: int
+    mask: Mask
+    options: dict[str, Any]
+
+
+_calls: ContextVar[list[_Call] | None] = ContextVar("attnbench_hf_calls", default=None)
 
 
 class HfModel(nn.Module):
@@ -92,7 +99,10 @@ def make_hf(name: str, seqlen: int, device: torch.device, seed: int, core: Calla
                 raise
             raise InputError(f"{name} cannot be served: it knows no attention but its own") from None
     model.train()
-    return _served(model, name, seqlen, core)
+    try:
+        return _served(model, seqlen, core)
+    except InputError as error:
+        raise InputError(f"{name} cannot be served: {error}") from None
 
 
 def _transformers() -> Any:
@@ -127,128 +137,85 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Any,
     scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
     softcap: float | None = None,
-    is_causal: bool | None = None,
-    **others: Any,
+    **asked: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: q (B, H, S, D) and k, v (B, Hkv, S, D) to (B, S, H, D)."""
-    core = getattr(module, _CORE, None)
-    if core is None:
-        raise InputError(f"{type(module).__name__} calls attention, and is not named as an attention layer")
-    for name in _UNKNOWN:
-        if others.get(name) is not None:
-            raise InputError(f"its {type(module).__name__} wants {name}, which no kernel here knows")
-    if dropout:
-        raise InputError(f"its {type(module).__name__} wants dropout")
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    """transformers' attention function: q (B, H, S, D) and k, v (B, H or fewer, S, D) to (B, S, H, D)."""
+    name, seqlen = type(module).__name__, query.shape[2]
+    mask = getattr(module, _MASK, None) if attention_mask is None else attention_mask
+    try:
+        mask = asked_mask(module, seqlen, key.shape[2], mask, lambda *_: None, **asked)
+    except UnservableError as reason:
+        raise InputError(f"its {name} asks for {reason}") from None
     options: dict[str, Any] = {}
     if scaling is not None:
         options["scale"] = float(scaling)
     if softcap:
         options["softcap"] = float(softcap)
-    if sliding_window is not None and sliding_window < query.shape[2]:
-        options["window"] = (sliding_window - 1, 0 if causal else sliding_window - 1)
-    if isinstance(core.attend, _Noting):
-        options["marker"] = attention_mask
-    elif attention_mask is not None:
-        raise InputError(f"its {type(module).__name__} has a mask tensor")
+    core = getattr(module, _CORE, None)
+    if core is None:
+        if key.shape[2] != seqlen:
+            raise InputError(f"its {name} has {seqlen} queries and {key.shape[2]} keys")
+        mask = mask.canonical(seqlen, seqlen)
+    if mask.kind == "window":
+        options["window"] = (mask.left, mask.right)
+    if core is None:
+        return _noted(_Call(module, query.shape[1], query.shape[3], value.shape[3], mask, options), query), None
     if torch.is_autocast_enabled(query.device.type):  # as torch's own attention is cast; rotation has left fp32
         query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
-    return core(query, key, value, bool(causal), **options).transpose(1, 2), None
+    return core(query, key, value, mask.right == 0, **options).transpose(1, 2), None
 
 
-def _mask(*_: Any, mask_function: _Visible | None = None, **others: Any) -> Tensor | None:
-    """transformers' mask function: no tensor, since attention is told what to hide.
+def _noted(call: _Call, query: Tensor) -> Tensor:
+    """Zeros in the place of attention, for a layer of a new model that is asked what it computes."""
+    name, calls = type(call.layer).__name__, _calls.get()
+    if calls is None:
+        raise InputError(f"its {name} calls attention, and did not when the model was built")
+    if any(each.layer is call.layer and each.mask != call.mask for each in calls):
+        raise InputError(f"its {name} asks for several masks")
+    calls.append(call)
+    return query.new_zeros(query.shape[0], query.shape[2], call.heads, call.head_dim_v)
 
-    While a new model is asked what it hides, a number in the shape of a mask, which leads
-    from the layer that it is handed to back to the function.
-    """
-    asked = _asked.get()
-    if asked is None:
+
+def _mask(*positions: Any, **named: Any) -> LayerMask | None:
+    """transformers' mask function: what a new model hides, and later nothing, since its layers keep what they hide."""
+    if _calls.get() is None or named.get("local_size") == 0:  # a window of layers that the model does not have
         return None
-    asked.append(mask_function)
-    return torch.full((1, 1, 1, 1), float(len(asked) - 1))
+    try:
+        return told(Asked.of(*positions, **named), right_padding=False, hands_on=False)
+    except UnservableError as reason:
+        raise InputError(f"it asks for {reason}") from None
 
 
-class _Call(NamedTuple):
-    heads: int
-    head_dim: int
-    head_dim_v: int
-    mask: Mask
-    options: dict[str, Any]
+def _served(model: Any, seqlen: int, core: Callable[[], AttentionCore]) -> HfModel:
+    """The model with a core in every attention layer, and the mask that the layer asks for beside it."""
+    calls, flops = _asked(model, seqlen)
+    layers = {id(call.layer): call for call in calls}
+    cores = [core() for _ in layers]
+    for call, own in zip(layers.values(), cores, strict=True):
+        if isinstance(own.attend, Attend):
+            own.attend.check(**call.options)
+        setattr(call.layer, _CORE, own)
+        setattr(call.layer, _MASK, call.mask)
+    flops += matrix_flops(model.get_output_embeddings().weight.numel(), seqlen)
+    flops += sum(attention_flops(1, call.heads, seqlen, call.head_dim, call.head_dim_v, call.mask) for call in calls)
+    return HfModel(model, _blocks(model, [call.layer for call in layers.values()]), cores, flops)
 
 
-class _Noting:
-    """Attention that computes nothing, and notes what it is asked for and whether that is all that is hidden."""
-
-    def __init__(self, layer: nn.Module, calls: list[tuple[nn.Module, _Call]], meant: list[_Visible | None]) -> None:
-        self._layer, self._calls, self._meant = layer, calls, meant
-
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, *, marker: Tensor | None, **options: Any
-    ) -> Tensor:
-        name, seqlen = type(self._layer).__name__, q.shape[2]
-        if seqlen != k.shape[2]:
-            raise InputError(f"its {name} has {seqlen} queries and {k.shape[2]} keys")
-        left, right = options.get("window", (None, 0 if is_causal else None))
-        mask = Mask(left, right).canonical(seqlen, seqlen)
-        visible = None if marker is None or marker.numel() != 1 else self._meant[int(marker.item())]
-        if visible is None:
-            raise InputError(f"its {name} has a mask that was not made by transformers' mask functions")
-        if not _is_meant(mask, visible, seqlen, q.device):
-            raise InputError(f"its {name} asks for the mask {mask}, and its mask tensor would have hidden other keys")
-        self._calls.append((self._layer, _Call(q.shape[1], q.shape[3], v.shape[3], mask, options)))
-        return q.new_zeros(*q.shape[:3], v.shape[3])
-
-
-def _is_meant(mask: Mask, visible: _Visible, seqlen: int, device: torch.device) -> bool:
-    """Whether a mask function of transformers shows the same keys, at a few queries."""
-    keys = torch.arange(seqlen, device=device)
-    for row in sorted({0, seqlen // 3, seqlen // 2, seqlen - 1}):
-        start, stop = mask.span(row, seqlen, seqlen)
-        shown = torch.as_tensor(visible(0, 0, keys[row], keys), device=device).expand(seqlen)
-        if not torch.equal(shown, (keys >= start) & (keys < stop)):
-            return False
-    return True
-
-
-def _served(model: Any, name: str, seqlen: int, core: Callable[[], AttentionCore]) -> HfModel:
-    """The model with a core in every attention layer, after one forward pass that tells what those are asked for."""
-    calls: list[tuple[nn.Module, _Call]] = []
-    meant: list[_Visible | None] = []
-    for module in list(model.modules()):
-        if "Attention" in type(module).__name__:
-            setattr(module, _CORE, AttentionCore(_Noting(module, calls, meant)))
-    token = _asked.set(meant)
+def _asked(model: Any, seqlen: int) -> tuple[list[_Call], float]:
+    """What its layers ask of attention in one forward pass, and the other operations of a training step of a sample."""
+    calls: list[_Call] = []
+    token = _calls.set(calls)
     try:
         with torch.no_grad(), _counted_experts(model), FlopCounterMode(display=False) as counter:
             model.base_model(input_ids=torch.zeros(1, seqlen, dtype=torch.long, device=model.device), use_cache=False)
-    except InputError as error:
-        raise InputError(f"{name} cannot be served: {error}") from None
     finally:
-        _asked.reset(token)
+        _calls.reset(token)
     if not calls:
-        raise InputError(f"{name} cannot be served: {type(model).__name__} computes its attention itself")
-    layers = {id(layer): layer for layer, _ in calls}
-    for module in list(model.modules()):
-        if hasattr(module, _CORE) and id(module) not in layers:
-            delattr(module, _CORE)
-    cores = [core() for _ in layers]
-    if isinstance(attend := cores[0].attend, Attend):
-        for _, call in calls:
-            try:
-                attend.check(**call.options)
-            except InputError as error:
-                raise InputError(f"{name} cannot be served: {error}") from None
-    for layer, own in zip(layers.values(), cores, strict=True):
-        setattr(layer, _CORE, own)
-    flops = 3.0 * counter.get_total_flops() + matrix_flops(model.get_output_embeddings().weight.numel(), seqlen)
-    flops += sum(attention_flops(1, call.heads, seqlen, call.head_dim, call.head_dim_v, call.mask) for _, call in calls)
-    return HfModel(model, _blocks(model, name, list(layers.values())), cores, flops)
+        raise InputError(f"{type(model).__name__} computes its attention itself")
+    return calls, 3.0 * counter.get_total_flops()
 
 
 @contextmanager
@@ -265,11 +232,11 @@ def _counted_experts(model: Any) -> Iterator[None]:
         model.set_experts_implementation(before)
 
 
-def _blocks(model: nn.Module, name: str, layers: Sequence[nn.Module]) -> list[nn.Module]:
+def _blocks(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
     """The list of modules that holds all attention layers between its members."""
     for candidates in model.modules():
         if isinstance(candidates, nn.ModuleList):
             inside = {id(part) for part in candidates.modules()}
             if all(id(layer) in inside for layer in layers):
                 return list(candidates)
-    raise InputError(f"{name} cannot be served: its attention layers stand in no common list of blocks")
+    raise InputError("its attention layers stand in no common list of blocks")

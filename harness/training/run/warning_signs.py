@@ -16,6 +16,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from attnbench.problem import exact
+from attnbench.problem.exact import probabilities, product
+from attnbench.problem.spec import AttentionSpec
+from attnbench.problem.tensors import mask_of
+
 from ..rows import Sign
 
 __all__ = ["kurtosis", "score_gradients", "signs_of", "underflow"]
@@ -34,22 +39,16 @@ def kurtosis(x: Tensor) -> Tensor:
     return squares.square().mean(dim=(-2, -1)) / mean.square().clamp_min(torch.finfo(torch.float32).tiny)
 
 
-def score_gradients(
-    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, rows: Tensor, is_causal: bool, scale: float
-) -> Tensor:
-    """dS of some rows of one head in fp32: P ∘ (dO Vᵀ − rowsum(dO ∘ O)), from exact attention.
+def score_gradients(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, rows: Tensor, spec: AttentionSpec) -> Tensor:
+    """Scale · dS of some rows of one head in fp32, from exact attention.
 
     ``q``, ``grad_out`` (R, D) are the queries number ``rows`` (R,); ``k``, ``v`` (S, D).
-    Answers (R, S), zero where the mask hides a key (FlashAttention-2, arXiv 2307.08691, equation 2).
+    Answers (R, S), zero where the mask hides a key.
     """
-    q, k, v, grad_out = (x.detach().float() for x in (q, k, v, grad_out))
-    scores = q @ k.T * scale
-    if is_causal:
-        hidden = torch.arange(k.shape[0], device=k.device) > rows[:, None]
-        scores = scores.masked_fill(hidden, -math.inf)
-    weights = scores.softmax(dim=-1)
-    grad_weights = grad_out @ v.T
-    return weights * (grad_weights - (weights * grad_weights).sum(dim=-1, keepdim=True))
+    q, k, v, grad_out = (x.detach().float()[None] for x in (q, k, v, grad_out))
+    hidden = spec.mask.hidden(rows, torch.arange(spec.seqlen_kv, device=k.device), spec.seqlen_q, spec.seqlen_kv)
+    p, dp = probabilities(q, k, hidden, spec), product(grad_out, v.mT, spec.scale)
+    return exact.score_gradients(q, k, p, dp, (p * dp).sum(dim=-1, keepdim=True), spec)[0][0]
 
 
 def underflow(x: Tensor, format: Format) -> float:
@@ -75,8 +74,7 @@ class _Picked(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    is_causal: bool
-    scale: float
+    spec: AttentionSpec
 
 
 @dataclass
@@ -135,18 +133,20 @@ def _forward(own: _Seen) -> Callable[..., None]:
             return  # checkpointing computes it a second time
         q, k, v = args[:3]
         own.kurtosis_q, own.kurtosis_k = (float(kurtosis(x).amax()) for x in (q, k))
-        if options.get("window") is not None or options.get("softcap") is not None:
-            return  # dS is estimated for plain and causal softmax attention
-        causal = bool(options.get("is_causal", args[3] if len(args) > 3 else False))
-        scale = options.get("scale") or q.shape[-1] ** -0.5
-        batch, heads, queries = q.shape[:3]
+        batch, heads, queries, head_dim = q.shape
+        causal = options.get("is_causal", args[3] if len(args) > 3 else False)
+        spec = AttentionSpec.make(
+            batch=batch, heads=heads, kv_heads=k.shape[1], seqlen_q=queries, seqlen_kv=k.shape[2], head_dim=head_dim,
+            head_dim_v=v.shape[3], dtype="fp32", scale=options.get("scale"), softcap=options.get("softcap") or 0.0,
+            mask=mask_of(causal, options.get("window"), "top-left"),
+        )  # fmt: skip
         rows = torch.linspace(0, queries - 1, min(_ROWS, queries), device=q.device).long()
         for index in torch.linspace(0, batch * heads - 1, min(_HEADS, batch * heads)).long().tolist():
             b, h = divmod(index, heads)
-            shared = h // (heads // k.shape[1])
+            shared = h // spec.group
             with torch.no_grad():
                 q_rows, own_k, own_v = q[b, h, rows], k[b, shared].clone(), v[b, shared].clone()
-            own.picked.append(_Picked(b, h, rows, q_rows, own_k, own_v, causal, scale))
+            own.picked.append(_Picked(b, h, rows, q_rows, own_k, own_v, spec))
 
     return hook
 
@@ -155,8 +155,8 @@ def _output_gradient(own: _Seen) -> Callable[..., None]:
     def hook(module: nn.Module, grads: tuple[Tensor | None, ...]) -> None:
         if not grads or grads[0] is None:
             return
-        for b, h, rows, q, k, v, is_causal, scale in own.picked:
-            scores = score_gradients(q, k, v, grads[0][b, h, rows], rows, is_causal, scale)
+        for b, h, rows, q, k, v, spec in own.picked:
+            scores = score_gradients(q, k, v, grads[0][b, h, rows], rows, spec)
             own.underflow = {name: max(own.underflow[name], underflow(scores, name)) for name in _DTYPES}
 
     return hook

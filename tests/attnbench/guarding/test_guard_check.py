@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnbench import AttentionSpec, Mask
-from attnbench.guarding import exact as guard_exact
+from attnbench.guarding import gradients as guard_gradients
 from attnbench.guarding.check import Sums, aside, gradient_sums, out_sums, part, pick_groups, pick_rows
 from attnbench.problem.fp8 import Recipe, quantise
 
@@ -87,7 +87,7 @@ def test_slices_of_the_queries_make_no_difference(monkeypatch, heads, sq, skv, d
     own = part(groups, q, k, v)
     answers = []
     for scores in (10**6, 700):
-        monkeypatch.setitem(guard_exact._SCORES, "cpu", scores)
+        monkeypatch.setitem(guard_gradients._SCORES, "cpu", scores)
         answers.append(
             [gradient_sums(own, groups, do, (q, k, v), spec).packed, out_sums(q, k, v, q, spec, picks).packed]
         )
@@ -246,7 +246,7 @@ class Launched(TorchDispatchMode):
 
 def launched(monkeypatch, **sizes) -> tuple[AttentionSpec, list[Launched]]:
     """Of a check of out, of what is kept for one of gradients, and of that."""
-    monkeypatch.setitem(guard_exact._SCORES, "meta", guard_exact._SCORES["cuda"])
+    monkeypatch.setitem(guard_gradients._SCORES, "meta", guard_gradients._SCORES["cuda"])
     spec = AttentionSpec.make(**{"batch": 1, "heads": 16, "seqlen_q": 8192, "head_dim": 128, **sizes})
     q, k = (
         torch.empty(spec.batch, heads, spec.seqlen_q, 128, dtype=torch.bfloat16, device="meta")

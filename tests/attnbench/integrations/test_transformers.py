@@ -154,7 +154,7 @@ def test_a_mask_of_ones_own_is_looked_at_once_for_all_layers(calls, monkeypatch)
     assert error(ours(x, attention_mask=mask)[0], model(x)[0]) < 1e-5
     assert len(seen) == 1
     mask[0, 0, 5, 2] = False
-    with pytest.raises(InputError, match="a mask tensor that is none, causal or a window not"):
+    with pytest.raises(InputError, match="a mask tensor other than none, causal or a window"):
         ours(x, attention_mask=mask)
 
 

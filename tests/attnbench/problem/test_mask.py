@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from dense import visible
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,13 +16,16 @@ lengths = st.integers(1, 40)
 
 
 @given(masks(), lengths, lengths)
-def test_span_area_and_empty_rows_are_what_counting_says(mask, seqlen_q, seqlen_kv):
+def test_span_hidden_keys_area_and_empty_rows_are_what_counting_says(mask, seqlen_q, seqlen_kv):
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, head_dim=8, mask=mask)
     sees = visible(spec)
     for mask_ in (mask, spec.mask):
         for row in range(seqlen_q):
             start, stop = mask_.span(row, seqlen_q, seqlen_kv)
             assert [j for j in range(seqlen_kv) if sees[row, j]] == list(range(start, stop))
+        rows = torch.tensor([seqlen_q - 1, *range(seqlen_q)])
+        hidden = mask_.hidden(rows, torch.arange(seqlen_kv), seqlen_q, seqlen_kv)
+        assert hidden is None if mask_.kind == "none" else torch.equal(~hidden, sees[rows])
         assert mask_.area(seqlen_q, seqlen_kv) == int(sees.sum())
         assert mask_.has_empty_rows(seqlen_q, seqlen_kv) == bool((~sees.any(1)).any())
 

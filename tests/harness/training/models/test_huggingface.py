@@ -10,6 +10,8 @@ from torch import Tensor
 
 from attnbench.errors import InputError
 from attnbench.harness.training.config import TrainConfig
+from attnbench.harness.training.models import huggingface
+from attnbench.harness.training.models.blocks import compile_blocks
 from attnbench.harness.training.run.trainable import build
 
 transformers = pytest.importorskip("transformers")
@@ -80,7 +82,7 @@ def test_the_loss_is_that_of_transformers_own_attention(tmp_path: Path, kind: st
         (
             "Llama4TextConfig",
             {**SMALL, "attention_chunk_size": 16, "num_local_experts": 2, "intermediate_size_mlp": 96},
-            "asks for the mask causal, and its mask tensor would have hidden other keys",
+            "it asks for attention in chunks",
         ),
         ("T5Config", {"vocab_size": 300, "d_model": 64}, "makes no causal language model"),
         (
@@ -95,6 +97,48 @@ def test_the_loss_is_that_of_transformers_own_attention(tmp_path: Path, kind: st
 def test_what_cannot_be_served_is_said(tmp_path: Path, kind: str, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         build(config(tmp_path, kind, settings), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("sinks", "wants sinks, which attnbench does not know"),
+        ("head_mask", "wants head_mask"),
+        ("indices", "wants indices"),
+        ("block_indices", "wants block_indices"),
+        ("cu_seq_lens_q", "wants cu_seq_lens_q"),
+        ("position_bias", "asks for a bias of positions"),
+        ("attention_mask", "asks for a mask tensor"),
+    ],
+)
+def test_what_a_layer_asks_for_beside_its_mask_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, said: str
+) -> None:
+    """On building, and in a step, where a layer asks for it then."""
+    layer = transformers.models.llama.modeling_llama.LlamaAttention
+    forward, new = layer.forward, {given: torch.ones(2)}
+    served = build(config(tmp_path / "served", "LlamaConfig", SMALL), "cpu")
+    monkeypatch.setattr(layer, "forward", lambda self, *args, **named: forward(self, *args, **{**named, **new}))
+    with pytest.raises(InputError, match=f"cannot be served: (its )?LlamaAttention {said}"):
+        build(config(tmp_path / "new", "LlamaConfig", SMALL), "cpu")
+    with pytest.raises(InputError, match=f"LlamaAttention {said}"):
+        served.loss(served.batch(0))
+    new.clear()
+    assert served.loss(served.batch(0)).isfinite()
+
+
+def test_masks_are_asked_for_once_and_layers_are_handed_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainable = build(config(tmp_path, "MistralConfig", {**SMALL, **WINDOWED}), "cpu")
+    monkeypatch.delattr(huggingface, "told")
+    attention, handed = transformers.models.mistral.modeling_mistral.MistralAttention, []
+    for module in trainable.module.modules():
+        if isinstance(module, attention):
+            module.register_forward_pre_hook(lambda _, args, named: handed.append(named), with_kwargs=True)
+    loss = trainable.loss(trainable.batch(0))
+    assert [each["attention_mask"] for each in handed] == [None, None]
+    torch._dynamo.reset()
+    compile_blocks(trainable.blocks, backend="aot_eager")
+    torch.testing.assert_close(trainable.loss(trainable.batch(0)), loss)
 
 
 @pytest.mark.parametrize(

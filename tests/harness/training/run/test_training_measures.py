@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from dense import visible
 from hypothesis import given
 from hypothesis import strategies as st
 from small_training import build_small, exact, rounded, small
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from attnbench import AttentionSpec, Mask
 from attnbench.harness.training.models.attention import AttentionCore
+from attnbench.harness.training.run import warning_signs
 from attnbench.harness.training.run.attention_share import share_of_attention
 from attnbench.harness.training.run.loop import Conduct, train, warm_up_steps
 from attnbench.harness.training.run.parallel import Ranks
@@ -104,14 +107,16 @@ def test_kurtosis_is_three_for_normal_numbers_and_grows_with_outliers(seed: int)
     assert kurtosis(x)[0].max() < 4
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_the_gradient_of_the_scores_is_autograds(is_causal: bool) -> None:
+@pytest.mark.parametrize("softcap", [0.0, 0.7])
+@pytest.mark.parametrize("mask", [Mask(), Mask(right=0), Mask(4, 2)], ids=str)
+def test_the_gradient_of_the_scores_is_autograds(mask: Mask, softcap: float) -> None:
     q, k, v, grad = torch.randn(4, 16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind()
-    scores = (q @ k.T * 0.3).requires_grad_()
-    hidden = torch.triu(torch.ones(16, 16), 1).bool() if is_causal else torch.zeros(16, 16).bool()
-    (scores.masked_fill(hidden, -math.inf).softmax(-1) @ v).backward(grad)
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=8, scale=0.3, mask=mask, softcap=softcap)
+    scores = (q @ k.T).requires_grad_()
+    capped = softcap * torch.tanh(scores * 0.3 / softcap) if softcap else scores * 0.3
+    (capped.masked_fill(~visible(spec), -math.inf).softmax(-1) @ v).backward(grad)
     rows = torch.tensor([0, 3, 15])
-    found = score_gradients(q[rows], k, v, grad[rows], rows, is_causal, 0.3)
+    found = score_gradients(q[rows], k, v, grad[rows], rows, spec)
     assert torch.allclose(found.double(), scores.grad[rows], atol=1e-5)
 
 
@@ -140,6 +145,20 @@ def test_the_signs_name_the_worst_module_and_the_whole_gradient() -> None:
     assert set(sign.ds_underflow) == {"e4m3", "e5m2"}
     assert sign.gradient_norm == pytest.approx(math.sqrt(sum(float(x.grad.square().sum()) for x in leaves)), rel=1e-5)
     assert signs_of(0, [], work) is None
+
+
+def test_windows_and_softcaps_have_gradients_of_their_own_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+    monkeypatch.setattr(warning_signs, "underflow", lambda scores, format: seen.append(scores) or 0.0)
+    options = {"scale": 0.5, "window": (2, 0), "softcap": 2.0}
+    core = AttentionCore(lambda q, k, v, is_causal, **asked: exact(q, k, v, is_causal))
+    x = torch.randn(3, 1, 1, 8, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    signs_of(0, [core], lambda: core(*x.unbind(), True, **options).square().sum().backward())
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=8, head_dim=4, scale=0.5, mask=Mask(2, 0), softcap=2.0)
+    q, k, v = (each[0, 0] for each in x.detach().unbind())
+    grad = 2 * exact(*x.detach().unbind(), True)[0, 0]
+    assert torch.equal(seen[0], score_gradients(q, k, v, grad, torch.arange(8), spec))
+    assert torch.equal(seen[0][1:] != 0, visible(spec)[1:])
 
 
 def test_watching_changes_nothing_of_what_is_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

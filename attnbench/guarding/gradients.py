@@ -1,8 +1,7 @@
-"""Exact attention of some queries of several heads, and exact gradients of some of their queries and keys.
+"""Exact gradients of some queries and keys of several groups of heads, and the pieces in which those are computed.
 
-Heads, or groups of heads that share their keys, lie in the first axis.  On a GPU such a check costs what launching its
-operators costs, so these are few and large: the scale is a factor of a product, a mask is one comparison a side, and
-for dk and dv only what is as large as the scores is computed piece by piece.
+Groups of heads that share their keys lie in the first axis.  On a GPU such a check costs what launching its operators
+costs, so these are few and large: for dk and dv only what is as large as the scores is computed piece by piece.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from ..problem.exact import probabilities, product, score_gradients
 from ..problem.spec import FP8_DTYPES, AttentionSpec
 
-__all__ = ["Piece", "exact_out", "hidden_keys", "key_gradients", "query_gradients", "reach", "stretches", "together",
-           "wide_dtype"]  # fmt: skip
+__all__ = ["Piece", "key_gradients", "query_gradients", "reach", "stretches", "together", "wide_dtype"]
 
 # Scores (or keys and values) alive at once, about three such tensors at a time: what is small is paid for in launches.
 _SCORES = {"cpu": 2**21, "cuda": 2**25}
@@ -69,28 +68,13 @@ def reach(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return (first, last) if first < last else (0, 1)
 
 
-def hidden_keys(keys: Tensor, start: Tensor, stop: Tensor, spec: AttentionSpec) -> Tensor | None:
-    """Which keys (..., keys) are hidden from queries that see those from ``start`` to ``stop``, (..., queries, 1) both.
-
-    (..., queries, keys), or None where the mask hides none.
-    """
-    early = None if spec.mask.left is None else keys < start
-    late = None if spec.mask.right is None else keys >= stop
-    return late if early is None else early if late is None else early.logical_or_(late)
-
-
-def exact_out(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, spec: AttentionSpec) -> Tensor:
-    """Out (G, queries, Dv) of q (G, queries, D), k (G, keys, D) and v (G, keys, Dv)."""
-    return _probabilities(q, k.mT, hidden, spec).bmm(v)
-
-
 def query_gradients(
     q: Tensor, grad_out: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
     """dq (G, queries, D), and how long each would be if nothing cancelled (G, queries), in FP64."""
-    p = _probabilities(q, k.mT, hidden, spec)
-    dp = _product(grad_out, v.mT, spec.scale)
-    terms, lengths = _terms(q, k.mT, p, dp, (p * dp).sum(-1, keepdim=True), spec)
+    p = probabilities(q, k, hidden, spec)
+    dp = product(grad_out, v.mT, spec.scale)
+    terms, lengths = _terms(q, k, p, dp, (p * dp).sum(-1, keepdim=True), spec)
     lengths.mul_(torch.linalg.vector_norm(k, dim=-1).unsqueeze(-2))
     return terms.bmm(k), torch.linalg.vector_norm(lengths, dim=-1, dtype=torch.float64)
 
@@ -106,10 +90,11 @@ def key_gradients(
     ``nearest`` has, for each piece of ``parts``, where the picked keys (G, 1, picked) are among the piece's; any place
     for a key that is none of those.
     """
-    start, stop = _all_seen(spec, q.device)
+    row = torch.arange(spec.seqlen_q, device=q.device).expand(spec.group, -1).reshape(-1, 1)
+    start, stop = spec.mask.edges(row, spec.seqlen_q, spec.seqlen_kv)
     at = picked.unsqueeze(-1)
     k_picked, v_picked = (x.gather(1, at.expand(-1, -1, x.shape[-1])) for x in (k, v))
-    k_columns, places, found = k.mT, iter(nearest), []
+    places, found = iter(nearest), []
     for pieces in parts:
         begin, end, counts = pieces[0].begin, pieces[-1].end, [piece.end - piece.begin for piece in pieces]
         first, last, wide_q = start[begin:end], stop[begin:end], q[:, begin:end].to(k.dtype)
@@ -117,16 +102,16 @@ def key_gradients(
         p, out = do.new_empty(*do.shape[:2], picked.shape[1]), do.new_empty(do.shape)
         split = (x.split_with_sizes(counts, -2) for x in (first, last, wide_q, p, out))
         for piece, place, own_first, own_last, own_q, own_p, own_out in zip(pieces, places, *split, strict=False):
-            hidden = hidden_keys(keys[piece.first : piece.last], own_first, own_last, spec)
-            every = _probabilities(own_q, k_columns[..., piece.first : piece.last], hidden, spec)
+            hidden = spec.mask.outside(keys[piece.first : piece.last], own_first, own_last)
+            every = probabilities(own_q, k[:, piece.first : piece.last], hidden, spec)
             torch.gather(every, 2, place.expand(-1, piece.end - piece.begin, -1), out=own_p)
             own_out.baddbmm_(every, v[:, piece.first : piece.last], beta=0, alpha=spec.scale)
             del every, hidden  # or they would live on beside the next piece's
-        hidden = hidden_keys(picked.unsqueeze(1), first, last, spec)
+        hidden = spec.mask.outside(picked.unsqueeze(1), first, last)
         if hidden is not None:
             p.masked_fill_(hidden, 0.0)
-        dp, delta = _product(do, v_picked.mT, spec.scale), out.mul_(do).sum(-1, keepdim=True)
-        terms, lengths = _terms(wide_q, k_picked.mT, p, dp, delta, spec)
+        dp, delta = product(do, v_picked.mT, spec.scale), out.mul_(do).sum(-1, keepdim=True)
+        terms, lengths = _terms(wide_q, k_picked, p, dp, delta, spec)
         lengths.mul_(torch.linalg.vector_norm(wide_q, dim=-1, keepdim=True))
         length = torch.linalg.vector_norm(lengths, dim=1, dtype=torch.float64)
         found.append((terms.mT.bmm(wide_q), p.mT.bmm(do), length))
@@ -134,42 +119,10 @@ def key_gradients(
     return reduce(torch.add, dk), reduce(torch.add, dv), reduce(torch.hypot, length)
 
 
-def _probabilities(q: Tensor, k_columns: Tensor, hidden: Tensor | None, spec: AttentionSpec) -> Tensor:
-    """P (G, queries, keys) of q (G, queries, D) and k_columns (G, D, keys); 0 where a query sees no key."""
-    scores = _scores(q, k_columns, spec)
-    if spec.softcap:
-        scores.mul_(spec.softcap)
-    if hidden is None:
-        return scores.softmax(-1)
-    p = scores.masked_fill_(hidden, -torch.inf).softmax(-1)
-    return p.masked_fill_(hidden.all(-1, keepdim=True), 0.0) if spec.has_empty_rows else p
-
-
-def _scores(q: Tensor, k_columns: Tensor, spec: AttentionSpec) -> Tensor:
-    """Scaled q·k (G, queries, keys); with a cap, what that is multiplied by."""
-    if spec.softcap:
-        return _product(q, k_columns, spec.scale / spec.softcap).tanh_()
-    return _product(q, k_columns, spec.scale)
-
-
-def _terms(
-    q: Tensor, k_columns: Tensor, p: Tensor, dp: Tensor, delta: Tensor, spec: AttentionSpec
-) -> tuple[Tensor, Tensor]:
-    """Scaled dS (G, queries, keys) from scaled dp and delta, and its magnitude if nothing cancelled, with any sign."""
-    weight = p * (1 - _scores(q, k_columns, spec).square_()) if spec.softcap else p
-    return (dp - delta).mul_(weight), torch.copysign(delta, dp).add_(dp).mul_(weight)
-
-
-def _product(a: Tensor, b: Tensor, factor: float) -> Tensor:
-    return a.new_empty(a.shape[0], a.shape[1], b.shape[2]).baddbmm_(a, b, beta=0, alpha=factor)
-
-
-def _all_seen(spec: AttentionSpec, device: torch.device) -> tuple[Tensor, Tensor]:
-    """``Mask.span`` of all queries of a group (queries, 1), not clipped to the keys."""
-    mask, offset = spec.mask, spec.mask.offset(spec.seqlen_q, spec.seqlen_kv)
-    row = torch.arange(offset, offset + spec.seqlen_q, device=device).expand(spec.group, -1).reshape(-1, 1)
-    start = row if mask.left is None else row - mask.left
-    return start, row if mask.right is None else row + (mask.right + 1)
+def _terms(q: Tensor, k: Tensor, p: Tensor, dp: Tensor, delta: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """dS (G, queries, keys), and its magnitude if nothing cancelled, with any sign; both scaled as dp and delta are."""
+    terms, weight = score_gradients(q, k, p, dp, delta, spec)
+    return terms, torch.copysign(delta, dp).add_(dp).mul_(weight)
 
 
 def _ranges(begin: int, end: int, step: int) -> list[tuple[int, int]]:
