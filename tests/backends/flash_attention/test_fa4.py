@@ -179,7 +179,7 @@ def test_compiled_kernels_are_kept_in_a_folder_of_the_user(tmp_path: Path) -> No
     (package / "interface.py").write_text("import os\n_flash_attn_fwd = _flash_attn_bwd = dict(os.environ)\n")
     script = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from attnbench.backends import fa4\n"
+        "from attnbench.backends.flash_attention import fa4\n"
         "assert not any(name.startswith(('flash_attn', 'cutlass')) for name in sys.modules)\n"
         "seen = fa4._library().forward\n"
         "assert seen['FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED'] == '1'\n"
