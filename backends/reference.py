@@ -63,7 +63,7 @@ class ReferenceForward(ForwardKernel):
         all_q, all_k, all_v = operands.tensors(self._wide)
         out = all_q.new_empty(spec.batch, spec.heads, spec.seqlen_q, spec.head_dim_v, dtype=gradient_dtype(spec))
         lse = out.new_empty(out.shape[:3], dtype=self._wide)
-        with full_fp32():
+        with full_fp32(all_q):
             for b, heads, k, v in _groups(spec, all_k, all_v, self._wide):
                 for rows, keys, hidden in _tiles(spec, out.device):
                     q = _folded(all_q[b, heads, rows], self._wide)
@@ -94,7 +94,7 @@ class ReferenceBackward(BackwardKernel):
         spec = saved.spec
         all_q, all_k, all_v = saved.operands.tensors()
         dq, dk, dv = (torch.empty_like(x) for x in (all_q, all_k, all_v))
-        with full_fp32():
+        with full_fp32(all_q):
             for b, heads, k, v in _groups(spec, all_k, all_v, self._wide):
                 wide_dk, wide_dv = torch.zeros_like(k), torch.zeros_like(v)
                 for rows, keys, hidden in _tiles(spec, grad_out.device):

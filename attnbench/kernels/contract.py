@@ -88,10 +88,15 @@ class Inputs(NamedTuple):
         """Where the tensors are."""
         return self.q.data.device if isinstance(self.q, Quantised) else self.q.device
 
+    @property
+    def is_cuda(self) -> bool:
+        """Whether that is a GPU."""
+        return self.q.data.is_cuda if isinstance(self.q, Quantised) else self.q.is_cuda
 
-@dataclass(frozen=True)
+
+@dataclass(eq=False)  # a frozen one takes three times as long to make, in every call
 class Operands:
-    """What ``prepare`` made for ``run``.
+    """What ``prepare`` made for ``run``, which changes nothing of it.
 
     ``q``, ``k``, ``v`` are what the kernel computes with, in logical order (B, H, S, D):
     the tensors as given, or quantised.  ``native`` is whatever else ``run`` wants:

@@ -50,11 +50,11 @@ class Execution:
 
     def answer(self, inputs: Inputs) -> tuple[Operands, Result]:
         """What the forward kernel computed with, and what it answered; nothing is recorded."""
-        device, forward = inputs.device, self.forward
-        if device.type == "cuda":
-            bind(device)
-        if torch.is_autocast_enabled(device.type):
-            with _as_written(device):
+        forward, on_gpu = self.forward, inputs.is_cuda
+        if on_gpu:
+            bind(inputs.device)
+        if torch.is_autocast_enabled("cuda" if on_gpu else "cpu"):
+            with _as_written(inputs.device):
                 operands = forward.prepare(inputs, self.spec)
                 result = forward.run(operands)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, get_args
 
 from ..errors import InputError
@@ -45,7 +46,7 @@ class Mask:
         if self.alignment not in ALIGNMENTS:
             raise InputError(f"causal_alignment must be one of {', '.join(ALIGNMENTS)}, not {brief(self.alignment)}")
 
-    @property
+    @cached_property  # every call asks for it
     def kind(self) -> Literal["none", "causal", "window"]:
         """What the mask is called where only its kind matters."""
         if self.left is None and self.right is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -140,7 +141,7 @@ class AttentionSpec:
         """Whether gradients are asked for."""
         return self.direction == "training"
 
-    @property
+    @cached_property  # every call asks for it
     def has_empty_rows(self) -> bool:
         """Whether the mask leaves some query without any key."""
         return self.mask.has_empty_rows(self.seqlen_q, self.seqlen_kv)

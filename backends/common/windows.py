@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from attnbench.problem.mask import Mask
@@ -27,6 +28,7 @@ class Window(NamedTuple):
         return not self.causal and (self.left >= 0 or self.right >= 0)
 
 
+@lru_cache(maxsize=1024)
 def bottom_right(mask: Mask, seqlen_q: int, seqlen_kv: int) -> Window | str:
     """The window that makes a kernel with bottom-right windows compute ``mask``, or why there is none.
 
@@ -45,6 +47,7 @@ def bottom_right(mask: Mask, seqlen_q: int, seqlen_kv: int) -> Window | str:
     return Window(keys, left, right)
 
 
+@lru_cache(maxsize=1024)
 def flash2_window(mask: Mask, seqlen_q: int, seqlen_kv: int) -> Window | str:
     """The same for FlashAttention-2, whose windows cannot reach beyond all keys.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ class Band(NamedTuple):
     width: int | None
 
 
+@lru_cache(maxsize=1024)
 def causal_band(mask: Mask, seqlen_q: int, seqlen_kv: int) -> Band | str:
     """The diagonal and width that make the kernels compute ``mask``, or why there are none."""
     if mask.kind == "none":

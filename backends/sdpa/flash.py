@@ -65,7 +65,12 @@ def _cpu_causal(spec: AttentionSpec) -> bool:
 
 
 def _cpu_mask(spec: AttentionSpec, q: Tensor) -> Tensor | None:
-    return None if _cpu_causal(spec) else dense_mask(spec.mask, spec.seqlen_q, spec.seqlen_kv, q.dtype, q.device)
+    return dense_mask(spec.mask, spec.seqlen_q, spec.seqlen_kv, q.dtype, q.device)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """x (B, H, S, D) as the CPU's operator reads it: rows are contiguous."""
+    return x if x.stride(-1) == 1 else aligned(x, x.element_size())
 
 
 @lru_cache(maxsize=16)
@@ -97,18 +102,18 @@ class FlashForward(ForwardKernel):
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Views where the strides allow it, and the mask as the device's operator takes it."""
         q, k, v = inputs.unquantised()
-        if q.device.type == "cuda":
+        if q.is_cuda:
             return Operands(spec, q, k, v, _cuda_inputs(q, k, v, spec))
-        size = q.element_size()
-        readable = aligned(q, size), aligned(k, size), aligned(v, size)
+        causal = _cpu_causal(spec)
         empty = _empty_rows(spec) if spec.has_empty_rows else None
-        return Operands(spec, q, k, v, (*readable, _cpu_mask(spec, q), empty))
+        native = _readable(q), _readable(k), _readable(v), causal, None if causal else _cpu_mask(spec, q), empty
+        return Operands(spec, q, k, v, native)
 
     def run(self, operands: Operands) -> Result:
         """The operator; rows without a key get the log-sum-exp minus infinity, which neither operator gives them."""
-        spec = operands.spec
-        if operands.native[0].device.type == "cuda":
-            q, k, v, window = operands.native
+        spec, native = operands.spec, operands.native
+        if native[0].is_cuda:
+            q, k, v, window = native
             out, lse, *_ = torch.ops.aten._flash_attention_forward(
                 q, k, v, None, None, spec.seqlen_q, window.keys, 0.0, False, False,
                 scale=spec.scale, window_size_left=window.left, window_size_right=window.right,
@@ -116,10 +121,10 @@ class FlashForward(ForwardKernel):
             if spec.has_empty_rows:
                 lse = lse.masked_fill(lse == math.inf, -math.inf)
             return Result(out.transpose(1, 2), lse)
-        q, k, v, mask, empty = operands.native
-        with full_fp32() if spec.dtype == "fp32" else nullcontext():
+        q, k, v, causal, mask, empty = native
+        with full_fp32(q) if spec.dtype == "fp32" else nullcontext():
             out, lse = torch._scaled_dot_product_flash_attention_for_cpu(  # torch.ops takes 3 µs more
-                q, k, v, 0.0, _cpu_causal(spec), attn_mask=mask, scale=spec.scale
+                q, k, v, 0.0, causal, attn_mask=mask, scale=spec.scale
             )
         if empty is not None:
             lse = lse.masked_fill(empty, -math.inf)
@@ -199,13 +204,14 @@ def _backward_cuda(saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tens
 def _backward_cpu(saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     spec, lse = saved.spec, saved.lse
     assert lse is not None
-    inputs = [aligned(x, x.element_size()) for x in (grad_out, *saved.operands.tensors(), saved.out)]
+    inputs = [_readable(x) for x in (grad_out, *saved.operands.tensors(), saved.out)]
+    causal = _cpu_causal(spec)
     lse = lse.to(torch.float64 if spec.dtype == "fp64" else torch.float32)
     if spec.has_empty_rows:
         lse = lse.masked_fill(lse == -math.inf, 0.0)  # as the operator's forward has it; infinity would become NaN
-    with full_fp32() if spec.dtype == "fp32" else nullcontext():
+    with full_fp32(lse) if spec.dtype == "fp32" else nullcontext():
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *inputs, lse, 0.0, _cpu_causal(spec), attn_mask=_cpu_mask(spec, inputs[1]), scale=spec.scale
+            *inputs, lse, 0.0, causal, attn_mask=None if causal else _cpu_mask(spec, inputs[1]), scale=spec.scale
         )
     return dq, dk, dv
 

@@ -41,7 +41,7 @@ def _refusals(spec: AttentionSpec) -> list[str]:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
-    out: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+    out: Tensor = torch._scaled_dot_product_attention_math(  # torch.ops takes 3 µs more
         q, k, v, mask, 0.0, False, scale=spec.scale, enable_gqa=spec.group > 1
     )[0]
     return out
@@ -68,13 +68,14 @@ class MathForward(ForwardKernel):
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """The tensors as they are, and the mask."""
         q, k, v = inputs.unquantised()
-        return Operands(spec, q, k, v, dense_mask(spec.mask, spec.seqlen_q, spec.seqlen_kv, q.dtype, q.device))
+        mask = dense_mask(spec.mask, spec.seqlen_q, spec.seqlen_kv, q.dtype, q.device)
+        return Operands(spec, q, k, v, (q, k, v, mask))
 
     def run(self, operands: Operands) -> Result:
         """The operator itself, without a graph."""
-        q, k, v = operands.tensors()
-        with torch.no_grad(), full_fp32():
-            return Result(_attend(q, k, v, operands.native, operands.spec), None)
+        q, k, v, mask = operands.native
+        with torch.no_grad(), full_fp32(q):
+            return Result(_attend(q, k, v, mask, operands.spec), None)
 
 
 class MathBackward(BackwardKernel):
@@ -101,7 +102,7 @@ class MathBackward(BackwardKernel):
         spec = saved.spec
         q, k, v = (x.detach().requires_grad_() for x in saved.operands.tensors())
         mask = dense_mask(spec.mask, spec.seqlen_q, spec.seqlen_kv, q.dtype, q.device)
-        with full_fp32():
+        with full_fp32(q):
             with torch.enable_grad():
                 out = _attend(q, k, v, mask, spec)
             dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad_out)

@@ -13,7 +13,7 @@ from torch import Tensor
 import attnbench
 from attnbench import AttentionSpec, Mask, attention, explain, use_backend
 from attnbench.errors import BudgetError, InputError, NoPlanError, RefusedError, UnknownBackendError
-from attnbench.kernels.contract import Operands
+from attnbench.kernels.contract import Inputs, Operands
 from attnbench.kernels.execution import Execution
 from attnbench.problem.fp8 import Recipe, quantise
 
@@ -101,7 +101,7 @@ def test_what_only_the_forward_reads_is_let_go_before_the_backward(training):
         Copying("copying:fp32"),
         FakeBackward("fake:fp32") if training else None,
     )
-    out, _ = execution(q.requires_grad_(), k, v)
+    out, _ = execution(Inputs(q.requires_grad_(), k, v))
     assert out.requires_grad == training
     held = weakref.ref(made.pop())
     assert held() is None
