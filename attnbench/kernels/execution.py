@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..problem.fp8 import Quantised
 from ..problem.spec import AttentionSpec
-from . import guard_hook
 from .contract import BackwardKernel, ForwardKernel, Operands, Result, Saved
 from .devices import bind
+from .guard_hook import watching
 from .plan import Plan
 
 __all__ = ["Execution"]
@@ -60,7 +60,7 @@ class Execution:
         else:
             operands = forward.prepare(q, k, v, self.spec)
             result = forward.run(operands)
-        watcher = guard_hook.watcher
+        watcher = watching.active
         if watcher is not None:
             watcher.answered(self, operands, q, k, v, result.out)
         return operands, result
@@ -70,7 +70,7 @@ class Execution:
         bind(q.device)
         with _as_written(q):
             operands = self.forward.prepare(q, k, v, self.spec)
-        watcher = guard_hook.watcher
+        watcher = watching.active
         if watcher is not None:
             watcher.prepared(operands, q, k, v)
         return operands
@@ -81,7 +81,7 @@ class Execution:
         bind(grad_out.device)  # autograd's own thread
         with _as_written(grad_out):
             gradients = self.backward.run(saved, grad_out)
-        watcher = guard_hook.watcher
+        watcher = watching.active
         if watcher is not None:
             watcher.derived(self, saved.operands, grad_out, gradients)
         return gradients
@@ -91,7 +91,7 @@ class Execution:
         bind(q.data.device)
         with _as_written(q.data):
             result = self.forward.run(self.forward.prepare_quantised(q, k, v, self.spec))
-        watcher = guard_hook.watcher
+        watcher = watching.active
         if watcher is not None:
             watcher.answered(self, None, q, k, v, result.out)
         return result[:2]
@@ -113,7 +113,7 @@ class _Attention(torch.autograd.Function):
         # backward reads it; the private state belongs to the kernel.
         ctx.save_for_backward(*q_.tensors, *k_.tensors, *v_.tensors, out, lse)
         ctx.state, ctx.execution = state, execution
-        watcher = guard_hook.watcher
+        watcher = watching.active
         ctx.sample = None if watcher is None else watcher.sample(execution, q, k, v)
         if lse is not None:
             ctx.mark_non_differentiable(lse)
