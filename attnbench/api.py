@@ -76,35 +76,34 @@ def attention(
     with reasons and alternatives when a named plan cannot serve, BudgetError when it is
     not known to keep a named ``max_error``, NoPlanError when nothing can serve or keep it.
     """
-    given = (
-        q, k, v, is_causal, window, causal_alignment, scale, softcap, enable_gqa, layout, dtype, backend, max_error,
-        return_lse, q_descale, k_descale, v_descale,
+    others = (
+        is_causal, window, causal_alignment, scale, softcap, enable_gqa, layout, dtype, backend, max_error, return_lse,
+        q_descale, k_descale, v_descale,
     )  # fmt: skip
     if is_compiling():
-        return operators.attention(Question(*given))
+        return operators.attention(Question(q, k, v, *others))
     if has_torch_function_variadic(q, k, v):  # a subclass or mode with a say of its own, a symbol of torch.fx
-        return handle_torch_function(attention, (q, k, v), q, k, v, **Question(*given).named)
+        return handle_torch_function(attention, (q, k, v), q, k, v, **Question(q, k, v, *others).named)
     try:
         if not ordinary(q, k, v):
             if intercepted(q, k, v):
-                return operators.attention(Question(*given))
+                return operators.attention(Question(q, k, v, *others))
             q, k, v = as_autocast(*plain(q, k, v))
-            given = (q, k, v, *given[3:])
         training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         wish, variable = asked_in_context(), asked_in_environment()
-        key = key_of(given, training, wish, variable)
+        key = key_of(q, k, v, others, training, wish, variable)
         execution = executions.entries.get(key)
     except (AttributeError, TypeError, RuntimeError):  # no tensors or nested ones, or what cannot be hashed
         check_askable(q, k, v, window)
         raise
     if execution is None:
-        execution = executions.of(key, execution_of, Question(*given), training, wished(wish, variable))
+        execution = executions.of(key, execution_of, Question(q, k, v, *others), training, wished(wish, variable))
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if q_descale is None:
         out, lse = execution(q, k, v)
     else:
-        out, lse = execution.quantised(*quantised_inputs(Question(q, k, v, *given[3:]), execution.spec))
+        out, lse = execution.quantised(*quantised_inputs(Question(q, k, v, *others), execution.spec))
     if layout == "bshd":
         out = out.transpose(1, 2)
     if not return_lse:
@@ -141,8 +140,8 @@ def explain(question: Question) -> Choice:
     Nothing is computed.  The choice is data (``to_dict``) that prints as a table of the plans that could run here;
     ``to_text(all=True)`` has the others too.  Raises what ``attention`` raises.
     """
-    q, k, v = question[:3]
-    check_askable(q, k, v, question.window)
-    question = Question(*as_autocast(q, k, v), *question[3:])
-    training = torch.is_grad_enabled() and any(x.requires_grad for x in question[:3])
+    check_askable(*question[:3], question.window)
+    q, k, v = as_autocast(*question[:3])
+    question = question._replace(q=q, k=k, v=v)
+    training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     return decide(question, training, settled(question, current()))

@@ -121,7 +121,7 @@ def _program(question: Question, asked: _Asked) -> Program:
     # An exported program asks again once choices are forgotten: nothing was compiled for those.
     era = state.era if asked.era == _EXPORTED else asked.era
     # Gradients and context are what they were in the program, not what they are where it runs.
-    key = key_of(question, asked.training, asked.wish, era)
+    key = key_of(*question[:3], question[3:], asked.training, asked.wish, era)
     return programs.of(key, lambda: Program(execution_of(question, asked.training, asked.wish)))
 
 

@@ -20,8 +20,6 @@ from .context import Wish, check_budget
 
 __all__ = ["Question", "check_askable", "decide", "key_of", "quantised_inputs", "settled"]
 
-_TENSORS = 14  # the place of the first argument behind q, k and v that is a tensor or None
-
 
 class Question(NamedTuple):
     """The arguments of ``attnbench.attention``, in their order."""
@@ -50,20 +48,21 @@ class Question(NamedTuple):
         return dict(zip(self._fields[3:], self[3:], strict=True))
 
 
-def key_of(question: tuple[Any, ...], *context: object) -> tuple[Any, ...]:
-    """What the answer depends on: the kinds of the tensors, the other arguments, and what is said of the context.
+def key_of(
+    q: Tensor, k: Tensor, v: Tensor, others: tuple[Any, ...], training: bool, wish: Wish | None, where: object
+) -> tuple[Any, ...]:
+    """What the answer depends on: the kinds of tensors, the other arguments of a ``Question``, and what is around them.
 
-    A plain tuple of the arguments will do, which is made in a third of the time of a ``Question``.  Little is checked:
-    a question that was answered before needs no check, and ``decide`` checks the others.  Raises InputError for
-    descales that do not fit, AttributeError for what is no tensor.
+    ``training`` tells whether gradients are wanted, ``wish`` what the context asks for; ``where`` is the environment
+    variable or the era.  Little is checked: a question that was answered before needs no check, and ``decide`` checks
+    the others.  Raises InputError for descales that do not fit, AttributeError for what is no tensor.
     """
-    q, k, v = question[:3]
     shared = None
-    if not (question[14] is None and question[15] is None and question[16] is None):
-        shared = _shared(Question(*question))
+    if not (others[-1] is None and others[-2] is None and others[-3] is None):
+        shared, others = _shared(Question(q, k, v, *others)), others[:-3]
     return (
-        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, question[3:_TENSORS],
-        shared, context,
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, others, shared, training,
+        wish, where,
     )  # fmt: skip
 
 
