@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,19 +14,18 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from .choosing.choice import Choice
 from .dispatch import operators
-from .dispatch.memory import Memory, execution_of
-from .dispatch.question import Question, ask, check_askable, decide
+from .dispatch.context import asked_in_context, asked_in_environment, current, wished
+from .dispatch.memory import execution_of, executions
+from .dispatch.question import Question, check_askable, decide, inputs_of, key_of, settled
 from .kernels.contract import Inputs
-from .kernels.devices import describe
-from .kernels.execution import Execution
 from .problem.mask import Alignment
 from .problem.tensor_kinds import as_autocast, intercepted, ordinary, plain
-from .problem.tensors import quantised
-from .tables.user_table import forget
+from .state import forget as forget_choices
 
 __all__ = ["attention", "explain", "forget_choices"]
 
-_executions: Memory[Execution] = Memory()
+_Arguments = ParamSpec("_Arguments")
+_Answer = TypeVar("_Answer")
 
 
 def attention(
@@ -75,45 +77,31 @@ def attention(
     with reasons and alternatives when a named plan cannot serve, BudgetError when it is
     not known to keep a named ``max_error``, NoPlanError when nothing can serve or keep it.
     """
+    others = (
+        is_causal, window, causal_alignment, scale, softcap, enable_gqa, layout, dtype, backend, max_error, return_lse,
+        q_descale, k_descale, v_descale,
+    )  # fmt: skip
     if is_compiling():
-        return operators.attention(
-            q, k, v, is_causal, window, causal_alignment, scale, softcap, enable_gqa, layout, dtype, backend, max_error,
-            return_lse, q_descale, k_descale, v_descale,
-        )  # fmt: skip
+        return operators.attention(Question(q, k, v, *others))
     if has_torch_function_variadic(q, k, v):  # a subclass or mode with a say of its own, a symbol of torch.fx
-        return handle_torch_function(
-            attention, (q, k, v), q, k, v, is_causal=is_causal, window=window, causal_alignment=causal_alignment,
-            scale=scale, softcap=softcap, enable_gqa=enable_gqa, layout=layout, dtype=dtype, backend=backend,
-            max_error=max_error, return_lse=return_lse, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-        )  # fmt: skip
+        return handle_torch_function(attention, (q, k, v), q, k, v, **Question(q, k, v, *others).named)
     try:
         if not ordinary(q, k, v):
             if intercepted(q, k, v):
-                return operators.attention(
-                    q, k, v, is_causal, window, causal_alignment, scale, softcap, enable_gqa, layout, dtype, backend,
-                    max_error, return_lse, q_descale, k_descale, v_descale,
-                )  # fmt: skip
+                return operators.attention(Question(q, k, v, *others))
             q, k, v = as_autocast(*plain(q, k, v))
-        key = ask(
-            q, k, v, is_causal, window, causal_alignment, scale, softcap, enable_gqa, layout, dtype, backend, max_error,
-            return_lse, q_descale, k_descale, v_descale,
-        )  # fmt: skip
-        execution = _executions.get(key)
+        training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        wish, variable = asked_in_context(), asked_in_environment()
+        key = key_of(q, k, v, others, training, wish, variable)
+        execution = executions.entries.get(key)
     except (AttributeError, TypeError, RuntimeError):  # no tensors or nested ones, or what cannot be hashed
         check_askable(q, k, v, window)
         raise
     if execution is None:
-        execution = _first(key)
+        execution = executions.of(key, execution_of, Question(q, k, v, *others), training, wished(wish, variable))
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if q_descale is None or k_descale is None or v_descale is None:
-        inputs = Inputs(q, k, v)
-    else:
-        inputs = Inputs(
-            quantised("q", q, q_descale, execution.spec),
-            quantised("k", k, k_descale, execution.spec),
-            quantised("v", v, v_descale, execution.spec),
-        )
+    inputs = Inputs(q, k, v) if q_descale is None else inputs_of(Question(q, k, v, *others), execution.spec)
     out, lse = execution(inputs)
     if layout == "bshd":
         out = out.transpose(1, 2)
@@ -123,52 +111,36 @@ def attention(
     return out, lse if q.dtype == torch.float64 else lse.to(torch.float32)
 
 
-def explain(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    is_causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    causal_alignment: Alignment = "top-left",
-    scale: float | None = None,
-    softcap: float | None = None,
-    enable_gqa: bool = True,
-    layout: str = "bhsd",
-    dtype: str | torch.dtype | None = None,
-    backend: str = "auto",
-    max_error: float | None = None,
-    return_lse: bool = False,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-) -> Choice:
+def _with_arguments_of(
+    named: Callable[_Arguments, object],
+) -> Callable[[Callable[[Question], _Answer]], Callable[_Arguments, _Answer]]:
+    """Call a function of a ``Question`` with the arguments of ``named``: they are spelled there alone."""
+    signature = inspect.signature(named)
+
+    def decorate(answer: Callable[[Question], _Answer]) -> Callable[_Arguments, _Answer]:
+        @wraps(answer)
+        def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Answer:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            return answer(Question(*given.arguments.values()))
+
+        returned = answer.__annotations__["return"]
+        called.__annotations__ = {**named.__annotations__, "return": returned}
+        called.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
+        return called
+
+    return decorate
+
+
+@_with_arguments_of(attention)
+def explain(question: Question) -> Choice:
     """What ``attention`` would run for the same arguments, with every candidate and why it lost.
 
     Nothing is computed.  The choice is data (``to_dict``) that prints as a table of the plans that could run here;
     ``to_text(all=True)`` has the others too.  Raises what ``attention`` raises.
     """
-    check_askable(q, k, v, window)
-    q, k, v = as_autocast(q, k, v)
-    key = ask(
-        q, k, v, is_causal, window, causal_alignment, scale, softcap, enable_gqa, layout, dtype, backend, max_error,
-        return_lse, q_descale, k_descale, v_descale,
-    )  # fmt: skip
-    return decide(Question(*key))
-
-
-def _first(key: tuple[Any, ...]) -> Execution:
-    """What runs for a question that is asked for the first time."""
-    era = _executions.era
-    return _executions.remember(key, execution_of(Question(*key)), era)
-
-
-def forget_choices() -> None:
-    """Choose anew at the next call: after a sweep has written the user's table, or a device has changed.
-
-    Compiled functions are compiled anew; a backward pass still follows the plan of its own forward.
-    """
-    describe.cache_clear()
-    forget()
-    _executions.forget()
-    operators.forget_choices()
+    check_askable(*question[:3], question.window)
+    q, k, v = as_autocast(*question[:3])
+    question = question._replace(q=q, k=k, v=v)
+    training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    return decide(question, training, settled(question, current()))

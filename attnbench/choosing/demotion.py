@@ -6,20 +6,19 @@ wanting would be the only one to leave it.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from pathlib import Path
 
 from ..errors import AttnbenchWarning
 from ..kernels.plan import Plan
 from ..problem.spec import AttentionSpec
-from . import freeze_hook
+from ..state import Cache
+from .freeze_hook import freezing
 
-__all__ = ["demote", "demoted", "pardon"]
+__all__ = ["demote", "demoted", "demotions"]
 
-_reasons: dict[tuple[AttentionSpec, Plan], str] = {}
-_kept: set[tuple[Path, Plan]] = set()  # the file of frozen choices that a plan stays by, once it was said
-_lock = threading.Lock()
+# Why a plan was demoted at a spec, or was not because choices are frozen in a file.
+demotions: Cache[tuple[AttentionSpec | Path, Plan], str] = Cache(lasting=True)
 
 
 def demote(plan: Plan, spec: AttentionSpec, reason: str) -> bool:
@@ -27,34 +26,26 @@ def demote(plan: Plan, spec: AttentionSpec, reason: str) -> bool:
 
     While choices are frozen the plan stays, with one warning for each plan.
     """
-    frozen = freeze_hook.frozen
-    if frozen is not None:
-        with _lock:
-            new = (frozen.path, plan) not in _kept
-            _kept.add((frozen.path, plan))
-        if new:
-            warnings.warn(
-                f"{plan} stays the plan of {spec}, because choices are frozen in {frozen.path} and other ranks would "
-                f"keep it; record anew without it. It would have been {reason}",
-                AttnbenchWarning,
-                stacklevel=2,
-            )
-        return False
-    with _lock:
-        return _reasons.setdefault(_key(plan, spec), reason) is reason
+    frozen = freezing.active
+    key = (_answered(spec) if frozen is None else frozen.path), plan
+    new = key not in demotions.entries
+    demotions.of(key, lambda: reason)
+    if frozen is None:
+        return new
+    if new:
+        warnings.warn(
+            f"{plan} stays the plan of {spec}, because choices are frozen in {frozen.path} and other ranks would "
+            f"keep it; record anew without it. It would have been {reason}",
+            AttnbenchWarning,
+            stacklevel=2,
+        )
+    return False
 
 
 def demoted(plan: Plan, spec: AttentionSpec) -> str | None:
     """Why the plan is not to be chosen for the spec, or None."""
-    return _reasons.get(_key(plan, spec)) if _reasons else None
+    return demotions.entries.get((_answered(spec), plan)) if demotions.entries else None
 
 
-def pardon() -> None:
-    """Forget every demotion; ``attnbench.api.forget_choices`` lets the next calls choose by that."""
-    with _lock:
-        _reasons.clear()
-        _kept.clear()
-
-
-def _key(plan: Plan, spec: AttentionSpec) -> tuple[AttentionSpec, Plan]:
-    return spec.replace(return_lse=False), plan  # returning the LSE changes no answer
+def _answered(spec: AttentionSpec) -> AttentionSpec:
+    return spec.replace(return_lse=False)  # returning the LSE changes no answer

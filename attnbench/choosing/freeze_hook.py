@@ -1,4 +1,4 @@
-"""Who answers for the choices before any table is read: nobody, unless they are frozen.
+"""The slot for the open freeze, which answers for the choices before any table is read.
 
 Apart from the freeze, so that a choice without one reads one attribute and loads nothing.
 """
@@ -8,13 +8,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from ..state import Slot
+
 if TYPE_CHECKING:
     import torch
 
     from ..problem.spec import AttentionSpec
     from .choice import Choice
 
-__all__ = ["Frozen"]
+__all__ = ["Frozen", "freezing"]
 
 
 class Frozen(Protocol):
@@ -30,4 +32,4 @@ class Frozen(Protocol):
         """The choice that ``selector.choose`` is asked for."""
 
 
-frozen: Frozen | None = None
+freezing: Slot[Frozen] = Slot()

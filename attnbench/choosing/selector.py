@@ -16,12 +16,12 @@ from ..problem.spec import AttentionSpec
 from ..tables.table import Table
 from ..tables.user_table import Known, known_tables
 from ..text.digits import three_digits
-from . import freeze_hook
 from .budget import budget_of, default_budget
 from .candidate import Candidate, Verdict
 from .choice import Choice
 from .demotion import demoted
 from .evidence import Evidence
+from .freeze_hook import freezing
 from .judge import Judge
 from .ranking import Ranking
 from .shortfall import no_plan, over_budget
@@ -59,7 +59,7 @@ def choose(
     Raises UnknownBackendError, RefusedError (a named plan cannot serve), BudgetError (a
     named plan exceeds a named budget), NoPlanError (nothing can serve, or within the budget).
     """
-    frozen = freeze_hook.frozen
+    frozen = freezing.active
     if frozen is not None and table is None and known is None:
         return frozen.choice(spec, device, backend, asked_by, fp8, max_error)
     known = known or registry()

@@ -15,15 +15,15 @@ from torch import Tensor
 from ..errors import InputError
 from ..problem.tensor_kinds import refuse_tangents
 
-__all__ = ["derive", "map_backward", "map_forward", "save", "transformed", "underive"]
+__all__ = ["TENSORS", "derive", "map_backward", "map_forward", "save", "transformed", "underive"]
 
-_TENSORS = 6  # arguments in front of those that are no tensors: of both operators
+TENSORS = 6  # arguments in front of those that are no tensors: of both operators
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Keep for the backward what it reads: q, k, v, out and the log-sum-exp."""
     ctx.save_for_backward(*inputs[:3], *output)
-    ctx.asked = inputs[_TENSORS:]
+    ctx.asked = inputs[TENSORS:]
     ctx.mark_non_differentiable(output[1])
 
 
@@ -54,8 +54,8 @@ def map_forward(info: Any, in_dims: tuple[int | None, ...], *given: Any) -> Any:
 
 def map_backward(info: Any, in_dims: tuple[int | None, ...], *given: Any) -> Any:
     """A map over the backward is a backward of a larger batch."""
-    folded = _folded(info.batch_size, in_dims[:_TENSORS], given[:_TENSORS])
-    found = torch.ops.attnbench.attention_backward(*folded, *given[_TENSORS:])
+    folded = _folded(info.batch_size, in_dims[:TENSORS], given[:TENSORS])
+    found = torch.ops.attnbench.attention_backward(*folded, *given[TENSORS:])
     return tuple(x.unflatten(0, (info.batch_size, -1)) for x in found), (0, 0, 0)
 
 

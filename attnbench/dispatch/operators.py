@@ -18,28 +18,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache, wraps
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling, is_exporting
 
+from .. import state
 from ..errors import InputError
 from ..kernels.contract import Inputs, Saved
-from ..kernels.execution import Execution
 from ..problem.dtypes import FROM_TORCH
 from ..problem.mask import Alignment
 from ..problem.spec import FP8_DTYPES
 from ..problem.tensor_kinds import as_autocast, requires_gradient
-from ..problem.tensors import quantised
 from . import operator_rules
-from .context import Wish, asked_in_context, asked_in_environment, asked_while_tracing, check_traced
-from .memory import Memory, execution_of
-from .question import Question, ask, check_askable, decide, settled
+from .context import Wish, asked_while_tracing, check_traced, current, wished
+from .memory import Program, execution_of, programs
+from .operator_rules import TENSORS
+from .question import Question, check_askable, decide, inputs_of, key_of, settled
 
-__all__ = ["attention", "forget_choices"]
+__all__ = ["attention"]
 
 _ASKED = (
     "bool training, bool is_causal, int? before, int? after, str alignment, float? scale, float? softcap, "
@@ -65,99 +64,65 @@ class _Asked(NamedTuple):
     asked_by: str
     era: str
 
+    def question(self, q: Tensor, k: Tensor, v: Tensor, *descales: Tensor | None) -> Question:
+        """What is asked of these tensors: its backend, type and budget are those of ``wish``."""
+        return Question(
+            q, k, v, self.is_causal, (self.before, self.after), self.alignment, self.scale, self.softcap,
+            self.enable_gqa, "bhsd", None, "auto", None, self.return_lse, *(descales or (None, None, None)),
+        )  # fmt: skip
 
-_EXPORTED = "exported"
-_era = "0"  # a constant of every graph, guarded: what was compiled before choices were forgotten keeps its own
-
-
-@dataclass
-class _Program:
-    """An execution, and what of its forward the operator's outputs can carry on; nothing before one has run."""
-
-    execution: Execution
-    carried: Literal["out and lse", "out", "nothing"] = "nothing"
-
-
-_programs: Memory[_Program] = Memory()
+    @property
+    def wish(self) -> Wish:
+        """What was asked for beyond the tensors where the program was compiled, not where it runs."""
+        return Wish(self.backend, self.dtype, self.max_error, self.asked_by)
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    window: tuple[int | None, int | None] | None,
-    alignment: Alignment,
-    scale: float | None,
-    softcap: float | None,
-    enable_gqa: bool,
-    layout: str,
-    dtype: str | torch.dtype | None,
-    backend: str,
-    max_error: float | None,
-    return_lse: bool,
-    q_descale: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-) -> Tensor | tuple[Tensor, Tensor]:
+_EXPORTED = "exported"  # the era of such a program
+
+
+def attention(question: Question) -> Tensor | tuple[Tensor, Tensor]:
     """What ``attnbench.attention`` answers, in code that is being compiled or exported."""
+    q, k, v, window = question.q, question.k, question.v, question.window
     check_askable(q, k, v, window)
     if window is not None and len(window) != 2:
         raise InputError(f"window must be a pair (keys before, keys after), None for unlimited, got {window!r}")
-    if layout not in ("bhsd", "bshd"):
-        raise InputError(f'layout must be "bhsd" or "bshd", not {layout!r}')
-    if layout == "bshd":
+    if question.layout not in ("bhsd", "bshd"):
+        raise InputError(f'layout must be "bhsd" or "bshd", not {question.layout!r}')
+    if question.layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     q, k, v = as_autocast(q, k, v)
     training = torch.is_grad_enabled() and any(requires_gradient(x) for x in (q, k, v))
-    wish = _wish(
-        Question(
-            q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, training, is_causal,
-            window, alignment, scale, softcap, enable_gqa, "bhsd", return_lse, None, dtype, backend, max_error,
-            *(asked_while_tracing() if is_dynamo_compiling() else (asked_in_context(), asked_in_environment())),
-        )
-    )  # fmt: skip
+    wish = _wish(question._replace(q=q, k=k, v=v, layout="bhsd"), training)
     before, after = (None, None) if window is None else window
+    asked = _Asked(
+        training, question.is_causal, before, after, question.causal_alignment, question.scale, question.softcap,
+        question.enable_gqa, question.return_lse, wish.dtype, wish.backend, wish.max_error, wish.asked_by,
+        state.era if is_dynamo_compiling() and not is_exporting() else _EXPORTED,
+    )  # fmt: skip
     transformed = not is_dynamo_compiling() and torch._C._are_functorch_transforms_active()
     operator = operator_rules.transformed if transformed else torch.ops.attnbench.attention
-    out, lse = operator(
-        q, k, v, q_descale, k_descale, v_descale, training, is_causal, before, after, alignment, scale, softcap,
-        enable_gqa, return_lse, wish.dtype, wish.backend, wish.max_error, wish.asked_by,
-        _era if is_dynamo_compiling() and not is_exporting() else _EXPORTED,
-    )  # fmt: skip
-    if layout == "bshd":
+    out, lse = operator(q, k, v, question.q_descale, question.k_descale, question.v_descale, *asked)
+    if question.layout == "bshd":
         out = out.transpose(1, 2)
-    return (out, lse) if return_lse else out
+    return (out, lse) if question.return_lse else out
 
 
-def _wish(key: Question) -> Wish:
+def _wish(question: Question, training: bool) -> Wish:
     """What is asked for, or in an export of fixed shapes the plan that it comes to."""
-    fixed = is_exporting() and not is_dynamo_compiling() and all(type(n) is int for n in (*key.q, *key.k, *key.v))
-    if fixed and FROM_TORCH.get(key.k_dtype) not in FP8_DTYPES:  # those need their descales to be decided on
-        return Wish(str(decide(key).plan), None, None, "the exported program")
-    return settled(key)
+    wish = settled(question, wished(*asked_while_tracing()) if is_dynamo_compiling() else current())
+    if not is_exporting() or is_dynamo_compiling() or FROM_TORCH.get(question.k.dtype) in FP8_DTYPES:
+        return wish  # FP8 tensors need their descales to be decided on
+    if all(type(n) is int for x in question[:3] for n in x.shape):
+        return Wish(str(decide(question, training, wish).plan), None, None, "the exported program")
+    return wish
 
 
-def forget_choices() -> None:
-    """Compile anew, and choose anew, at the next call; backwards that are still to come keep their plans."""
-    global _era
-    _era = str(int(_era) + 1)
-
-
-def _program(q: Tensor, k: Tensor, v: Tensor, descales: tuple[Tensor | None, ...], asked: _Asked) -> _Program:
-    key = ask(
-        q, k, v, asked.is_causal, (asked.before, asked.after), asked.alignment, asked.scale, asked.softcap,
-        asked.enable_gqa, "bhsd", None, "auto", None, asked.return_lse, *descales,
-    )  # fmt: skip
-    # Gradients and context are what they were in the program, not what they are where it runs.
-    wish = Wish(asked.backend, asked.dtype, asked.max_error, asked.asked_by)
-    question = Question(*key)._replace(training=asked.training, wish=wish, variable=None)
+def _program(question: Question, asked: _Asked) -> Program:
     # An exported program asks again once choices are forgotten: nothing was compiled for those.
-    key_in_era = question, _era if asked.era == _EXPORTED else asked.era
-    program = _programs.get(key_in_era)
-    if program is None:
-        program = _programs.remember(key_in_era, _Program(execution_of(question)), _programs.era)
-    return program
+    era = state.era if asked.era == _EXPORTED else asked.era
+    # Gradients and context are what they were in the program, not what they are where it runs.
+    key = key_of(*question[:3], question[3:], asked.training, asked.wish, era)
+    return programs.of(key, lambda: Program(execution_of(question, asked.training, asked.wish)))
 
 
 @cache
@@ -182,35 +147,21 @@ def _as_called(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_as_called
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_descale: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, Tensor]:
-    asked = _Asked(*rest)
+def _forward(*given: Any) -> tuple[Tensor, Tensor]:
+    tensors, asked = given[:TENSORS], _Asked(*given[TENSORS:])
     if asked.era != _EXPORTED:
         check_traced()
-    program = _program(q, k, v, (q_descale, k_descale, v_descale), asked)
+    question = asked.question(*tensors)
+    program = _program(question, asked)
     execution = program.execution
-    if q_descale is None or k_descale is None or v_descale is None:
-        inputs = Inputs(q, k, v)
-    else:
-        inputs = Inputs(
-            quantised("q", q, q_descale, execution.spec),
-            quantised("k", k, k_descale, execution.spec),
-            quantised("v", v, v_descale, execution.spec),
-        )
-    state = None
+    q, inputs = question.q, inputs_of(question, execution.spec)
+    kept = None
     if asked.training:
-        out, lse, state = execution.answer(inputs)[1]
+        out, lse, kept = execution.answer(inputs)[1]
     else:
         out, lse = execution(inputs)
     shape, dtype = _lse(q, asked)
-    if state is not None or (lse is not None and lse.dtype != dtype):
+    if kept is not None or (lse is not None and lse.dtype != dtype):
         program.carried = "nothing"
     else:
         program.carried = "out" if lse is None else "out and lse"
@@ -225,7 +176,8 @@ def _forward(
 def _backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    program = _program(q, k, v, (None, None, None), _Asked(*rest))
+    asked = _Asked(*rest)
+    program = _program(asked.question(q, k, v), asked)
     execution = program.execution
     if program.carried == "nothing":
         operands, answer = execution.answer(Inputs(q, k, v))
@@ -256,21 +208,14 @@ def _lse(q: Tensor, asked: _Asked) -> tuple[tuple[int, ...], torch.dtype]:
     return (q.shape[0], q.shape[1], length), torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _fake_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_descale: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-    *rest: Any,
-) -> tuple[Tensor, Tensor]:
+def _fake_forward(*given: Any) -> tuple[Tensor, Tensor]:
+    q, k, v = given[:3]
     for name, x in zip("qkv", (q, k, v), strict=True):
         if x.ndim != 4:
             raise InputError(f"{name} must have 4 dimensions, got shape {tuple(x.shape)}")
     dtype = torch.bfloat16 if FROM_TORCH.get(q.dtype) in FP8_DTYPES else q.dtype
     batch, heads, length, _ = q.shape
-    shape, lse_dtype = _lse(q, _Asked(*rest))
+    shape, lse_dtype = _lse(q, _Asked(*given[TENSORS:]))
     out = q.new_empty(batch, length, heads, v.shape[3], dtype=dtype).transpose(1, 2)
     return out, q.new_empty(shape, dtype=lse_dtype)
 

@@ -1,4 +1,4 @@
-"""What a call of ``attention`` asks, as a key: everything that its choice depends on, and nothing else."""
+"""What a call of ``attention`` asks: its arguments, the key under which the answer is remembered, and the answer."""
 
 from __future__ import annotations
 
@@ -10,101 +10,60 @@ from torch import Tensor
 from ..choosing.choice import Choice
 from ..choosing.selector import choose
 from ..errors import InputError
+from ..kernels.contract import Inputs
 from ..problem.dtypes import FROM_TORCH
 from ..problem.mask import Alignment
-from ..problem.spec import FP8_DTYPES, Granularity
+from ..problem.spec import FP8_DTYPES, AttentionSpec, Granularity
 from ..problem.tensor_kinds import check_plain
-from ..problem.tensors import Shape, granularity, mask_of, spec_of
-from .context import Wish, asked_in_context, asked_in_environment, check_budget, wished
+from ..problem.tensors import granularity, mask_of, quantised
+from .context import Wish, check_budget
 
-__all__ = ["Question", "ask", "check_askable", "decide", "settled"]
+__all__ = ["Question", "check_askable", "decide", "inputs_of", "key_of", "settled"]
 
 
 class Question(NamedTuple):
-    """Everything that a choice depends on, flat: the key under which it is remembered.
+    """The arguments of ``attnbench.attention``, in their order."""
 
-    ``wish`` is what the context asks for, ``variable`` what the environment does, as it is stored there.
-    """
-
-    q: Shape
-    k: Shape
-    v: Shape
-    q_dtype: torch.dtype
-    k_dtype: torch.dtype
-    v_dtype: torch.dtype
-    q_device: torch.device
-    k_device: torch.device
-    v_device: torch.device
-    training: bool
+    q: Tensor
+    k: Tensor
+    v: Tensor
     is_causal: bool
     window: tuple[int | None, int | None] | None
-    alignment: Alignment
+    causal_alignment: Alignment
     scale: float | None
     softcap: float | None
     enable_gqa: bool
     layout: str
-    return_lse: bool
-    shared: Granularity | None
     dtype: str | torch.dtype | None
     backend: str
     max_error: float | None
-    wish: Wish | None
-    variable: Any
+    return_lse: bool
+    q_descale: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """All but q, k and v, by name."""
+        return dict(zip(self._fields[3:], self[3:], strict=True))
 
 
-def ask(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    window: tuple[int | None, int | None] | None,
-    alignment: Alignment,
-    scale: float | None,
-    softcap: float | None,
-    enable_gqa: bool,
-    layout: str,
-    dtype: str | torch.dtype | None,
-    backend: str,
-    max_error: float | None,
-    return_lse: bool,
-    q_descale: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
+def key_of(
+    q: Tensor, k: Tensor, v: Tensor, others: tuple[Any, ...], training: bool, wish: Wish | None, where: object
 ) -> tuple[Any, ...]:
-    """The fields of the ``Question`` that these arguments ask, as a plain tuple, which is made in half the time.
+    """What the answer depends on: the kinds of tensors, the other arguments of a ``Question``, and what is around them.
 
-    Little is checked: a question that was answered before needs no check, and ``decide`` checks the others.
-    Raises InputError for descales that do not fit, AttributeError for what is no tensor.
+    ``training`` tells whether gradients are wanted, ``wish`` what the context asks for; ``where`` is the environment
+    variable or the era.  Little is checked: a question that was answered before needs no check, and ``decide`` checks
+    the others.  Raises InputError for descales that do not fit, AttributeError for what is no tensor.
     """
     shared = None
-    if not (q_descale is None and k_descale is None and v_descale is None):
-        shared = _shared(q, k, q_descale, k_descale, v_descale, layout)
+    if not (others[-1] is None and others[-2] is None and others[-3] is None):
+        shared, others = _shared(Question(q, k, v, *others)), others[:-3]
     return (
-        q.shape,
-        k.shape,
-        v.shape,
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        q.device,
-        k.device,
-        v.device,
-        (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled(),
-        is_causal,
-        window,
-        alignment,
-        scale,
-        softcap,
-        enable_gqa,
-        layout,
-        return_lse,
-        shared,
-        dtype,
-        backend,
-        max_error,
-        asked_in_context(),
-        asked_in_environment(),
-    )
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, others, shared, training,
+        wish, where,
+    )  # fmt: skip
 
 
 def check_askable(q: object, k: object, v: object, window: object) -> None:
@@ -117,70 +76,127 @@ def check_askable(q: object, k: object, v: object, window: object) -> None:
         raise InputError(f"window must be a pair (keys before, keys after), None for unlimited, got {window!r}")
 
 
-def _shared(
-    q: Tensor, k: Tensor, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None, layout: str
-) -> Granularity:
-    if FROM_TORCH.get(k.dtype) not in FP8_DTYPES:
+def _shared(question: Question) -> Granularity | None:
+    """Which elements share a descale; None for tensors that have none."""
+    k, descales = question.k, {name: getattr(question, f"{name}_descale") for name in "qkv"}
+    eight_bits = FROM_TORCH.get(k.dtype) in FP8_DTYPES
+    if not eight_bits and all(descale is None for descale in descales.values()):
+        return None
+    if not eight_bits:
         raise InputError(f"descales go with float8 tensors, and k is {k.dtype}")
-    for name, descale in {"q": q_descale, "k": k_descale, "v": v_descale}.items():
+    for name, descale in descales.items():
         if not isinstance(descale, Tensor):
-            raise InputError(_unscaled(name))
+            raise InputError(
+                f"float8 tensors stand for stored · descale: pass {name}_descale, 1.0 if nothing was scaled"
+            )
     if k.ndim != 4:
         raise InputError(f"k must have 4 dimensions, got shape {tuple(k.shape)}")
-    assert k_descale is not None, "checked above"
-    batch, heads, length, size = k.shape if layout == "bhsd" else k.transpose(1, 2).shape
-    return granularity(k_descale, (batch, heads, length, size))
+    batch, heads, length, size = k.shape if question.layout == "bhsd" else k.transpose(1, 2).shape
+    return granularity(descales["k"], (batch, heads, length, size))
 
 
-def _unscaled(name: str) -> str:
-    return f"float8 tensors stand for stored · descale: pass {name}_descale, 1.0 if nothing was scaled"
+def inputs_of(question: Question, spec: AttentionSpec) -> Inputs:
+    """What a kernel is given: q, k, v (B, H, S, D), float8 ones each with its descale.
+
+    Raises InputError for a descale that does not fit.
+    """
+    tensors = question.q, question.k, question.v
+    if question.q_descale is None:
+        return Inputs(*tensors)
+    return Inputs(
+        *(
+            quantised(name, x, getattr(question, f"{name}_descale"), spec)
+            for name, x in zip("qkv", tensors, strict=True)
+        )
+    )
 
 
-def settled(key: Question) -> Wish:
-    """What is asked for beyond the tensors: by argument, else by the context, else by the environment.
+def settled(question: Question, wish: Wish) -> Wish:
+    """What is asked for beyond the tensors: by argument, else by this wish of the context or environment.
 
     Its dtype is ``fp8`` where FP8 plans are opened, else the tensors' own.  Raises InputError for what cannot be.
     """
-    backend, dtype, max_error, asked_by = wished(key.wish, key.variable)
-    if key.backend != "auto":
-        backend, asked_by = key.backend, "argument"
+    backend, dtype, max_error, asked_by = wish
+    if question.backend != "auto":
+        backend, asked_by = question.backend, "argument"
     if not isinstance(backend, str):
         raise InputError(f"backend must be the name of a backend, kernel or plan, or auto, not {backend!r}")
-    max_error = max_error if key.max_error is None else key.max_error
+    max_error = max_error if question.max_error is None else question.max_error
     check_budget(max_error)
-    fp8 = _opens_fp8(dtype if key.dtype is None else key.dtype, key.q_dtype, max_error)
-    return Wish(backend, "fp8" if fp8 else FROM_TORCH.get(key.q_dtype), max_error, asked_by)
+    own = question.q.dtype
+    fp8 = _opens_fp8(dtype if question.dtype is None else question.dtype, own, max_error)
+    return Wish(backend, "fp8" if fp8 else FROM_TORCH.get(own), max_error, asked_by)
 
 
-def decide(key: Question) -> Choice:
-    """The choice that answers the question.  Raises InputError and what ``choose`` raises."""
-    if key.shared is None and FROM_TORCH.get(key.k_dtype) in FP8_DTYPES:
-        raise InputError(_unscaled("q"))
-    for name in ("is_causal", "enable_gqa", "return_lse"):
-        value = getattr(key, name)
-        if isinstance(value, Tensor) or value not in (True, False):  # "no" would count as true
-            raise InputError(f"{name} must be True or False, not {value!r:.60}")
-    spec = spec_of(
-        (key.q, key.k, key.v),
-        (key.q_dtype, key.k_dtype, key.v_dtype),
-        (key.q_device, key.k_device, key.v_device),
-        mask=mask_of(key.is_causal, key.window, key.alignment),
-        scale=key.scale,
-        softcap=key.softcap,
-        enable_gqa=key.enable_gqa,
-        layout=key.layout,
-        direction="training" if key.training else "forward",
-        return_lse=key.return_lse,
-        descale=key.shared,
-    )
-    wish = settled(key)
+def decide(question: Question, training: bool, wish: Wish) -> Choice:
+    """The choice that answers the question under this settled wish.  Raises InputError and what ``choose`` raises."""
     return choose(
-        spec,
-        key.q_device,
+        _spec(question, training),
+        question.q.device,
         backend=wish.backend,
         asked_by=wish.asked_by,
         fp8=wish.dtype == "fp8",
         max_error=wish.max_error,
+    )
+
+
+def _spec(question: Question, training: bool) -> AttentionSpec:
+    """What is asked of a kernel.
+
+    Raises InputError for a wrong rank, shapes that do not fit, types or devices that differ or are unsupported, flags
+    that are neither True nor False, and numbers that describe no attention.
+    """
+    descale = _shared(question)
+    for name in ("is_causal", "enable_gqa", "return_lse"):
+        value = getattr(question, name)
+        if isinstance(value, Tensor) or value not in (True, False):  # "no" would count as true
+            raise InputError(f"{name} must be True or False, not {value!r:.60}")
+    mask = mask_of(question.is_causal, question.window, question.causal_alignment)
+    if question.layout not in ("bhsd", "bshd"):
+        raise InputError(f'layout must be "bhsd" or "bshd", not {question.layout!r}')
+    tensors = question[:3]
+    for name, x in zip("qkv", tensors, strict=True):
+        if x.ndim != 4:
+            raise InputError(
+                f"{name} must have 4 dimensions ({', '.join(question.layout)}), got shape {tuple(x.shape)}"
+            )
+    devices, dtypes = [x.device for x in tensors], [x.dtype for x in tensors]
+    if len(set(devices)) > 1:
+        raise InputError(f"q, k, v must be on one device, got {', '.join(map(str, devices))}")
+    if devices[0].type not in ("cpu", "cuda"):
+        raise InputError(f"attention runs on cpu and cuda, not on {devices[0].type}")
+    if len(set(dtypes)) > 1:
+        raise InputError(f"q, k, v must have one dtype, got {', '.join(map(str, dtypes))}")
+    if dtypes[0] not in FROM_TORCH:
+        raise InputError(f"dtype {dtypes[0]} is not supported; {', '.join(map(str, FROM_TORCH))} are")
+    heads, length = (1, 2) if question.layout == "bhsd" else (2, 1)
+    q, k, v = (x.shape for x in tensors)
+    for what, axis in {"batch": 0, "heads": heads, "length": length}.items():
+        if k[axis] != v[axis]:
+            raise InputError(f"k and v must agree in {what}, got {k[axis]} and {v[axis]}")
+    if q[0] != k[0]:
+        raise InputError(f"q and k must agree in batch, got {q[0]} and {k[0]}")
+    if q[3] != k[3]:
+        raise InputError(f"q and k must agree in head dimension, got {q[3]} and {k[3]}")
+    if not question.enable_gqa and q[heads] != k[heads]:
+        raise InputError(
+            f"q has {q[heads]} heads and k has {k[heads]}; enable_gqa=True lets query heads share key heads"
+        )
+    return AttentionSpec.make(
+        batch=q[0],
+        heads=q[heads],
+        kv_heads=k[heads],
+        seqlen_q=q[length],
+        seqlen_kv=k[length],
+        head_dim=q[3],
+        head_dim_v=v[3],
+        dtype=FROM_TORCH[dtypes[0]],
+        scale=question.scale,
+        mask=mask,
+        softcap=0.0 if question.softcap is None else question.softcap,
+        direction="training" if training else "forward",
+        return_lse=question.return_lse,
+        descale=descale,
     )
 
 

@@ -19,12 +19,11 @@ from typing import Literal, get_args
 
 import torch
 
-from ..api import forget_choices
-from ..choosing import freeze_hook
 from ..choosing.budget import budget_of
 from ..choosing.candidate import Candidate
 from ..choosing.choice import Choice
 from ..choosing.demotion import demoted
+from ..choosing.freeze_hook import freezing
 from ..choosing.selector import choose
 from ..errors import FrozenError, InputError, RefusedError, UnknownBackendError
 from ..kernels.capabilities import Device
@@ -33,6 +32,7 @@ from ..kernels.devices import describe
 from ..kernels.plan import Plan, backend_of
 from ..kernels.registry import Registry, registry
 from ..problem.spec import AttentionSpec
+from ..state import forget
 from ..text.printable import printable
 from .file import Frozen, FrozenPlan, FrozenQuestion, Stamp, recording, stamp_of
 
@@ -68,23 +68,23 @@ class Freeze:
         Raises FrozenError where the file cannot be read or is of another model of GPU,
         MalformedFileError where it is damaged, InputError where choices are frozen already.
         """
-        with _opening:
-            if freeze_hook.frozen is not None:
-                raise InputError(f"choices are frozen already, by {freeze_hook.frozen.path}; stop that first")
+        with freezing.lock:
+            if freezing.active is not None:
+                raise InputError(f"choices are frozen already, by {freezing.active.path}; stop that first")
             self._known = stamp_of(self.path)  # before it is read: what changes meanwhile is read again
             self._content = self._read()
             self._check_gpus()
-            freeze_hook.frozen = self
-        forget_choices()  # after that, so that nothing that was chosen before stays
+            freezing.open(self)
+        forget()  # after that, so that nothing that was chosen before stays
         return self
 
     def stop(self) -> None:
         """Choose by the tables again."""
-        with _opening:
-            if freeze_hook.frozen is not self:
+        with freezing.lock:
+            if freezing.active is not self:
                 return
-            freeze_hook.frozen = None
-        forget_choices()
+            freezing.close(self)
+        forget()
 
     def __enter__(self) -> Freeze:
         return self.start()
@@ -271,4 +271,3 @@ def _library(name: Library) -> str:
 
 _LIBRARIES: dict[Library, str] = {"cudnn": "cuDNN", "triton": "Triton"}  # told from the backends of these names
 _LONGEST = 256  # characters of a version: what the file is held to
-_opening = threading.Lock()

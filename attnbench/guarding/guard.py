@@ -25,17 +25,16 @@ from typing import Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from ..api import forget_choices
 from ..choosing.budget import class_bound
 from ..choosing.demotion import demote
 from ..dispatch.context import check_budget
 from ..errors import AttnbenchWarning, BreachError, BreachWarning, InputError, OutputError
-from ..kernels import guard_hook
 from ..kernels.contract import Inputs, Operands
-from ..kernels.guard_hook import Executed, Gradients
+from ..kernels.guard_hook import Executed, Gradients, watching
 from ..kernels.plan import Plan
 from ..problem.fp8 import Quantised
 from ..problem.spec import AttentionSpec
+from ..state import forget
 from .breach import Breach
 from .breach_file import save_tensors
 from .check import Group, Part, Sums, aside, gradient_sums, out_sums, part, pick_groups, pick_rows
@@ -136,11 +135,10 @@ class Guard:
 
     def start(self) -> Guard:
         """Watch every pass of this process, in all threads, until ``stop``; guards around this one see none of it."""
-        with _opening:
-            if self in _open:
+        with watching.lock:
+            if self in watching.opened:
                 raise InputError("this guard is open already")
-            _open.append(self)
-            guard_hook.watcher = _open[-1]
+            watching.open(self)
         return self
 
     def stop(self) -> None:
@@ -148,7 +146,7 @@ class Guard:
 
         Raises BreachError, with ``on_breach="raise"``, for what those have found.
         """
-        self._close()
+        watching.close(self)
         self._read(wait=True)
 
     def __enter__(self) -> Guard:
@@ -160,14 +158,8 @@ class Guard:
         if error is None:
             self.stop()
             return
-        self._close()
+        watching.close(self)
         self._read(wait=True, quietly=True)  # the program's own error goes first
-
-    def _close(self) -> None:
-        with _opening:
-            if self in _open:
-                _open.remove(self)
-            guard_hook.watcher = _open[-1] if _open else None
 
     def answered(self, execution: Executed, operands: Operands, inputs: Inputs, out: Tensor) -> None:
         """A forward has run."""
@@ -254,7 +246,7 @@ class Guard:
             return None
 
     def _check_gradients(self, sample: _Sample, grad_out: Tensor, gradients: Gradients) -> None:
-        if self not in _open or _recorded(grad_out):
+        if self not in watching.opened or _recorded(grad_out):
             return
         sums = partial(gradient_sums, sample.part, sample.groups, grad_out, gradients, sample.case.spec)
         tensors = {**sample.tensors, "grad_out": grad_out} if sample.tensors else {}
@@ -329,7 +321,7 @@ class Guard:
         if self.on_breach == "raise":
             return BreachError(breach)
         if self.on_breach == "demote" and demote(breach.plan, breach.spec, f"demoted by a guard: {breach.reason}"):
-            forget_choices()
+            forget()
         with self._lock:
             new = breach.plan not in self._warned
             self._warned.add(breach.plan)
@@ -351,10 +343,6 @@ class Guard:
 def _recorded(x: Tensor) -> bool:
     """Whether a CUDA graph is being recorded: it would replay a check, and nobody read it."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-_open: list[Guard] = []  # the innermost last
-_opening = threading.Lock()
 
 
 def guard(

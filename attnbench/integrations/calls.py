@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -38,7 +39,7 @@ class Calls:
         """Raises InputError where ``otherwise`` is neither raise nor the fallback, and what use_backend does."""
         chosen("otherwise", otherwise, "raise", fallback)
         with use_backend(backend, dtype=dtype, max_error=max_error):
-            self._asked = (backend, dtype, max_error)
+            self._asked: dict[str, Any] = {"backend": backend, "dtype": dtype, "max_error": max_error}
         self.served = 0
         self.handed_on: Counter[str] = Counter()
         self.hands_on = otherwise == fallback
@@ -52,26 +53,11 @@ class Calls:
         lines = [f"{self.served} calls served by attnbench, {self.handed_on.total()} handed on to {self._fallback}"]
         return "\n".join([*lines, *(f"  {count} {reason}" for reason, count in self.handed_on.most_common())])
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        *,
-        scale: float | None,
-        softcap: float | None = None,
-        enable_gqa: bool = True,
-        layout: str = "bhsd",
-    ) -> Tensor | None:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, **named: Any) -> Tensor | None:
         """What ``attnbench.attention`` answers; None where it refuses and the call is to be handed on."""
-        backend, asked, max_error = self._asked
+        window = mask.left, mask.right
         try:
-            out = attention(
-                q, k, v, window=(mask.left, mask.right), causal_alignment=mask.alignment, scale=scale,
-                softcap=softcap, enable_gqa=enable_gqa, layout=layout, backend=backend, dtype=asked,
-                max_error=max_error,
-            )  # fmt: skip
+            out = attention(q, k, v, window=window, causal_alignment=mask.alignment, **named, **self._asked)
         except _REFUSALS as error:
             if not self.hands_on:
                 raise

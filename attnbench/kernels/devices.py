@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import threading
-from functools import lru_cache
 
 import torch
 
 from ..errors import InputError
+from ..state import Cache
 from ..text.printable import brief
 from .capabilities import Device
 
 __all__ = ["bind", "describe", "find"]
 
 _of_thread = threading.local()
+_known: Cache[torch.device, Device] = Cache()
 
 
 def bind(device: torch.device) -> None:
@@ -32,9 +33,12 @@ def bind(device: torch.device) -> None:
         bound.add(device)
 
 
-@lru_cache(maxsize=64)
 def describe(device: torch.device) -> Device:
     """The facts about a torch device that a refusal may depend on.  Asked once for each device."""
+    return _known.of(device, _described, device)
+
+
+def _described(device: torch.device) -> Device:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return Device("cuda", properties.name, (properties.major, properties.minor))

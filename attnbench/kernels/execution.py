@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..problem.fp8 import Quantised
 from ..problem.spec import AttentionSpec
-from . import guard_hook
 from .contract import BackwardKernel, ForwardKernel, Inputs, Operands, Result, Saved
 from .devices import bind
+from .guard_hook import watching
 from .plan import Plan
 
 __all__ = ["Execution"]
@@ -60,7 +60,7 @@ class Execution:
         else:
             operands = forward.prepare(inputs, self.spec)
             result = forward.run(operands)
-        watcher = guard_hook.watcher
+        watcher = watching.active
         if watcher is not None:
             watcher.answered(self, operands, inputs, result.out)
         return operands, result
@@ -70,7 +70,7 @@ class Execution:
         bind(inputs.device)
         with _as_written(inputs.device):
             operands = self.forward.prepare(inputs, self.spec)
-        watcher = guard_hook.watcher
+        watcher = watching.active
         if watcher is not None:
             watcher.prepared(operands, inputs)
         return operands
@@ -81,7 +81,7 @@ class Execution:
         bind(grad_out.device)  # autograd's own thread
         with _as_written(grad_out.device):
             gradients = self.backward.run(saved, grad_out)
-        watcher = guard_hook.watcher
+        watcher = watching.active
         if watcher is not None:
             watcher.derived(self, saved.operands, grad_out, gradients)
         return gradients
@@ -106,7 +106,7 @@ class _Attention(torch.autograd.Function):
         # backward reads it; the private state belongs to the kernel.
         ctx.save_for_backward(*q_.tensors, *k_.tensors, *v_.tensors, out, lse)
         ctx.state, ctx.execution = state, execution
-        watcher = guard_hook.watcher
+        watcher = watching.active
         ctx.sample = None if watcher is None else watcher.sample(execution, inputs)
         if lse is not None:
             ctx.mark_non_differentiable(lse)

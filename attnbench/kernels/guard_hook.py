@@ -1,4 +1,4 @@
-"""Whom an execution tells of its passes: nobody, unless a guard is open.
+"""The slot for the open guard, which an execution tells of its passes.
 
 Apart from the guard, so that a call without one reads one attribute and loads nothing.
 """
@@ -10,10 +10,11 @@ from typing import Protocol
 from torch import Tensor
 
 from ..problem.spec import AttentionSpec
+from ..state import Slot
 from .contract import BackwardKernel, Inputs, Operands
 from .plan import Plan
 
-__all__ = ["Executed", "Gradients", "Sample", "Watcher"]
+__all__ = ["Executed", "Gradients", "Sample", "Watcher", "watching"]
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -67,4 +68,4 @@ class Watcher(Protocol):
         """A backward has run; it is known by its operands, if it follows a forward that answered in this thread."""
 
 
-watcher: Watcher | None = None
+watching: Slot[Watcher] = Slot()

@@ -6,7 +6,12 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active, _is_tracing, _len_torch_dispatch_stack
+from torch._C import (
+    _are_functorch_transforms_active,
+    _is_any_autocast_enabled,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+)
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -23,14 +28,12 @@ _OBSERVING = ("FakeTensorMode", "ProxyTorchDispatchMode")  # modes for which not
 def ordinary(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether nothing of what follows is to be asked: the case of nearly every call, decided in half a microsecond."""
     return (
-        type(q) in _PLAIN
-        and type(k) in _PLAIN
-        and type(v) in _PLAIN
+        type(q) is type(k) is type(v) is Tensor
         and q.layout is k.layout is v.layout is _STRIDED
         and not (q.is_neg() or k.is_neg() or v.is_neg())
         and not (_are_functorch_transforms_active() or _is_tracing() or _len_torch_dispatch_stack())
+        and not _is_any_autocast_enabled()
         and forward_ad._current_level < 0
-        and not torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu")
     )
 
 

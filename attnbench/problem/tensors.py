@@ -1,4 +1,4 @@
-"""From tensors to a spec: what may come in, and one clear sentence for what may not."""
+"""From arguments to parts of a spec: one clear sentence for what may not come in."""
 
 from __future__ import annotations
 
@@ -6,77 +6,13 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .dtypes import FROM_TORCH
 from .fp8 import BLOCK, Quantised
 from .mask import Alignment, Mask
-from .spec import AttentionSpec, Direction, Granularity
+from .spec import AttentionSpec, Granularity
 
-__all__ = ["Shape", "granularity", "mask_of", "quantised", "spec_of"]
+__all__ = ["Shape", "granularity", "mask_of", "quantised"]
 
 Shape = tuple[int, ...]
-
-
-def spec_of(
-    shapes: tuple[Shape, Shape, Shape],
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    devices: tuple[torch.device, torch.device, torch.device],
-    *,
-    mask: Mask,
-    scale: float | None,
-    softcap: float | None,
-    enable_gqa: bool,
-    layout: str,
-    direction: Direction,
-    return_lse: bool,
-    descale: Granularity | None,
-) -> AttentionSpec:
-    """The spec of q, k, v with these shapes (in ``layout``), types and devices.
-
-    Raises InputError for a wrong rank, shapes that do not fit, types or devices that differ
-    or are unsupported, and numbers that describe no attention.
-    """
-    if layout not in ("bhsd", "bshd"):
-        raise InputError(f'layout must be "bhsd" or "bshd", not {layout!r}')
-    for name, shape in zip("qkv", shapes, strict=True):
-        if len(shape) != 4:
-            raise InputError(f"{name} must have 4 dimensions ({', '.join(layout)}), got shape {tuple(shape)}")
-    if len(set(devices)) > 1:
-        raise InputError(f"q, k, v must be on one device, got {', '.join(map(str, devices))}")
-    if devices[0].type not in ("cpu", "cuda"):
-        raise InputError(f"attention runs on cpu and cuda, not on {devices[0].type}")
-    if len(set(dtypes)) > 1:
-        raise InputError(f"q, k, v must have one dtype, got {', '.join(map(str, dtypes))}")
-    if dtypes[0] not in FROM_TORCH:
-        raise InputError(f"dtype {dtypes[0]} is not supported; {', '.join(map(str, FROM_TORCH))} are")
-    heads, length = (1, 2) if layout == "bhsd" else (2, 1)
-    q, k, v = shapes
-    for what, axis in {"batch": 0, "heads": heads, "length": length}.items():
-        if k[axis] != v[axis]:
-            raise InputError(f"k and v must agree in {what}, got {k[axis]} and {v[axis]}")
-    if q[0] != k[0]:
-        raise InputError(f"q and k must agree in batch, got {q[0]} and {k[0]}")
-    if q[3] != k[3]:
-        raise InputError(f"q and k must agree in head dimension, got {q[3]} and {k[3]}")
-    if not enable_gqa and q[heads] != k[heads]:
-        raise InputError(
-            f"q has {q[heads]} heads and k has {k[heads]}; enable_gqa=True lets query heads share key heads"
-        )
-    return AttentionSpec.make(
-        batch=q[0],
-        heads=q[heads],
-        kv_heads=k[heads],
-        seqlen_q=q[length],
-        seqlen_kv=k[length],
-        head_dim=q[3],
-        head_dim_v=v[3],
-        dtype=FROM_TORCH[dtypes[0]],
-        scale=scale,
-        mask=mask,
-        softcap=0.0 if softcap is None else softcap,
-        direction=direction,
-        return_lse=return_lse,
-        descale=descale,
-    )
 
 
 def mask_of(is_causal: bool, window: tuple[int | None, int | None] | None, alignment: Alignment) -> Mask:

@@ -14,13 +14,14 @@ from ..files.user_folders import cache_folder
 from ..kernels.plan import Plan
 from ..kernels.registry import registry
 from ..problem.spec import AttentionSpec
+from ..state import Cache
 from .binding import Binding
 from .environment import Environment
 from .files import check_writable, locked
 from .shipped import file_name, shipped_table_path
 from .table import Entry, Table
 
-__all__ = ["Known", "check_user_table", "forget", "known_tables", "update_user_table", "user_table_path"]
+__all__ = ["Known", "check_user_table", "known_tables", "update_user_table", "user_table_path"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Known:
         return next((found for table in self.tables if (found := table.at(spec))), {})
 
 
-_known: dict[torch.device, Known] = {}
+_known: Cache[torch.device, Known] = Cache()
 
 
 def user_table_path(environment: Environment) -> Path:
@@ -84,19 +85,17 @@ def update_user_table(table: Table) -> Path:
         except (OSError, MalformedFileError, InputError):
             pass  # none yet, or damaged
         new.save(path)
-    forget()
+    _known.forget()
     return path
 
 
 def known_tables(device: torch.device) -> Known:
-    """What is known by measurement on this device, read once a process.
+    """What is known by measurement on this device, read once until they are forgotten.
 
     A file that is damaged and a user's table of which nothing may be used are misses with a
     warning; what else may not be used, and soft differences, are said in the note.
     """
-    known = _known  # what is read across a ``forget`` may be old, and is left behind with this one
-    found = known.get(device)
-    return known.setdefault(device, _read(device)) if found is None else found
+    return _known.of(device, _read, device)
 
 
 def _read(device: torch.device) -> Known:
@@ -126,15 +125,9 @@ def _read(device: torch.device) -> Known:
         elif unused:
             notes.append(f"{whose} ({path}) is not used, run `attnbench sweep` for one of here: {'; '.join(unused)}")
             if path == own:
-                warnings.warn(notes[-1], AttnbenchWarning, stacklevel=3)
+                warnings.warn(notes[-1], AttnbenchWarning, stacklevel=4)
         dropped = {**binding.dropped, **dropped}
     return Known(tuple(tables), "; ".join(notes) or None, dropped)
-
-
-def forget() -> None:
-    """Read the tables again when they are next needed."""
-    global _known
-    _known = {}
 
 
 def _loaded(whose: str, path: Path) -> Table | None:
@@ -143,5 +136,5 @@ def _loaded(whose: str, path: Path) -> Table | None:
     except FileNotFoundError:
         return None
     except (OSError, MalformedFileError) as error:
-        warnings.warn(f"{whose} cannot be used: {error}", AttnbenchWarning, stacklevel=4)
+        warnings.warn(f"{whose} cannot be used: {error}", AttnbenchWarning, stacklevel=5)
         return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from attnbench.choosing.choice import Choice
-from attnbench.dispatch.question import Question, settled
+from attnbench.dispatch.context import Wish
 from attnbench.kernels.contract import Inputs, Operands, Result
 from attnbench.kernels.execution import Execution
 from attnbench.problem.dtypes import TO_TORCH
@@ -61,19 +61,18 @@ class _Counted(Execution):
 
 
 class AskedSpecs:
-    """A listener (``attnbench.dispatch.choice_hook``) that keeps the specs, and none of the tensors."""
+    """A listener (``attnbench.dispatch.memory``) that keeps the specs, and none of the tensors."""
 
     def __init__(self) -> None:
         self._asked: dict[tuple[torch.device, AttentionSpec], Asked] = {}
         self._lock = threading.Lock()
 
-    def chosen(self, question: Question, choice: Choice, execution: Execution) -> Execution:
-        """The question was answered by the choice; what is returned counts its calls."""
-        wish = settled(question)
+    def chosen(self, device: torch.device, wish: Wish, choice: Choice, execution: Execution) -> Execution:
+        """The wish was answered by the choice; what is returned counts its calls."""
         with self._lock:
             if len(self._asked) >= _MOST:
                 return execution
-            asked = self.of(choice.spec, question.q_device)
+            asked = self.of(choice.spec, device)
             if wish.backend != "auto":
                 asked.named = f"{wish.backend} was asked for by {wish.asked_by}"
                 return execution

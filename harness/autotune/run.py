@@ -8,7 +8,6 @@ their own, on the input families of every sweep, never on the program's tensors.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -20,15 +19,14 @@ from typing import Literal
 import torch
 from rich.console import Console
 
-from attnbench.api import forget_choices
 from attnbench.choosing.choice import Choice
-from attnbench.dispatch import choice_hook
-from attnbench.dispatch.memory import ask_again
+from attnbench.dispatch.memory import ask_again, listening
 from attnbench.errors import InputError, MisuseError, NoPlanError
 from attnbench.kernels.devices import find
 from attnbench.kernels.plan import Plan
 from attnbench.kernels.registry import Registry, registry
 from attnbench.problem.spec import AttentionSpec
+from attnbench.state import forget
 from attnbench.tables.environment import Environment
 from attnbench.tables.files import check_writable
 from attnbench.tables.table import Table
@@ -49,7 +47,6 @@ __all__ = ["Autotune", "Tuned", "autotune"]
 # Seconds for one request to a worker.  A plan that hangs must not take all the time there is, nor
 # one that compiles be taken for it: whom we had less patience with was not reached, no more.
 _LEAST_PATIENCE, _MOST_PATIENCE = 30.0, 300.0
-_open = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -115,17 +112,17 @@ class Autotune:
         self._outdated = False
 
     def __enter__(self) -> Autotune:
-        if not _open.acquire(blocking=False):
-            raise MisuseError("another autotune is open; one at a time sees the program")
-        choice_hook.listener = self._asked
+        with listening.lock:
+            if listening.active is not None:
+                raise MisuseError("another autotune is open; one at a time sees the program")
+            listening.open(self._asked)
         ask_again()  # so that specs which the program has called before are seen, too
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        choice_hook.listener = None
-        _open.release()
+        listening.close(self._asked)
         ask_again()  # or calls would be counted for ever
         if error is None:
             self.measure()
@@ -159,7 +156,7 @@ class Autotune:
             self._spent += time.monotonic() - start
             if self._outdated:
                 self._outdated = False
-                forget_choices()
+                forget()
         return self
 
     def __str__(self) -> str:

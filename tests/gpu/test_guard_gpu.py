@@ -12,11 +12,11 @@ from torch import Tensor
 
 from attnbench import AttentionSpec, Mask, attention, explain, guard
 from attnbench.api import forget_choices
-from attnbench.choosing import demotion as guard_demotion
+from attnbench.choosing.demotion import demotions
 from attnbench.errors import BreachError, RefusedError
-from attnbench.guarding import guard as guarding
 from attnbench.guarding.check import gradient_sums, out_sums, part, pick_groups, pick_rows
 from attnbench.harness.capture.file import read_captured
+from attnbench.kernels.guard_hook import watching
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,15 +34,15 @@ COSTS = {
 @pytest.fixture(autouse=True)
 def no_guard_is_left():
     yield
-    for each in list(guarding._open):
-        each._close()
+    for each in list(watching.opened):
+        watching.close(each)
 
 
 @pytest.fixture
 def planted(monkeypatch):
     with monkeypatch.context() as patch:
         yield plant(patch)
-    guard_demotion.pardon()
+    demotions.forget()
     forget_choices()
 
 

@@ -15,7 +15,7 @@ ABOVE = ("attnbench.__main__", "attnbench.cli", "attnbench.testing")
 LAZY = {("attnbench", "attnbench.harness.autotune.run")}
 # Each room of the core, and the modules beside them, imports only from those before it.
 CORE = (
-    "text", "errors", "files", "graph_pools", "problem", "kernels", "tables", "choosing.similarity",
+    "text", "errors", "state", "files", "graph_pools", "problem", "kernels", "tables", "choosing.similarity",
     "choosing.cost_model", "choosing", "dispatch", "api", "guarding", "freezing", "integrations",
 )  # fmt: skip
 

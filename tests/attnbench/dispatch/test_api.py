@@ -1,5 +1,6 @@
 """attention(), explain() and use_backend as a user meets them."""
 
+import inspect
 import threading
 import weakref
 from contextlib import nullcontext
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import attnbench
 from attnbench import AttentionSpec, Mask, attention, explain, use_backend
+from attnbench.dispatch.question import Question
 from attnbench.errors import BudgetError, InputError, NoPlanError, RefusedError, UnknownBackendError
 from attnbench.kernels.contract import Inputs, Operands
 from attnbench.kernels.execution import Execution
@@ -349,3 +351,16 @@ def test_a_choice_is_data_that_prints_well():
         assert each.verdict == "chosen" or each.reasons, each
     for text in (choice.to_text(all=True), choice.to_markdown(all=True)):
         assert all(str(each.plan) in text for each in choice.candidates)
+
+
+def test_explain_and_question_take_the_arguments_of_attention():
+    ours, its = inspect.signature(explain), inspect.signature(attention)
+    assert list(ours.parameters.values()) == list(its.parameters.values())
+    assert list(its.parameters) == list(Question._fields)
+    assert (ours.return_annotation, explain.__name__, explain.__module__) == ("Choice", "explain", attention.__module__)
+    assert explain.__doc__.startswith("What ``attention`` would run")
+    x = tensors()
+    with pytest.raises(TypeError, match="causal"):
+        explain(*x, causal=True)
+    with pytest.raises(TypeError, match="positional"):
+        explain(*x, True)

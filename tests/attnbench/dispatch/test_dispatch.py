@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from attnbench import api, attention, explain, use_backend
 from attnbench.dispatch import memory
-from attnbench.dispatch.memory import Memory
 from attnbench.errors import BudgetError, InputError, RefusedError, UnknownBackendError
 from attnbench.kernels.execution import Execution
 from attnbench.problem.fp8 import Recipe, quantise
+from attnbench.state import Cache
 
 
 def tensors(sq=9, skv=11, heads=4, kv_heads=2, d=16, dtype=torch.bfloat16, seed=0) -> tuple[Tensor, ...]:
@@ -41,7 +41,7 @@ def ran(monkeypatch) -> list[tuple[str, object]]:
 def test_a_choice_is_made_once(monkeypatch):
     q, k, v = tensors()
     first = attention(q, k, v)
-    monkeypatch.setattr(memory, "decide", lambda question: pytest.fail("asked again"))
+    monkeypatch.setattr(memory, "decide", lambda *asks: pytest.fail("asked again"))
     assert torch.equal(attention(q.clone(), k.clone(), v.clone()), first)
     with pytest.raises(pytest.fail.Exception):
         attention(q, k, v, scale=0.5)
@@ -155,7 +155,7 @@ def test_forgetting_asks_again(monkeypatch):
     attention(q, k, v)
     asked = []
     original = memory.decide
-    monkeypatch.setattr(memory, "decide", lambda question: asked.append(question) or original(question))
+    monkeypatch.setattr(memory, "decide", lambda *asks: asked.append(asks) or original(*asks))
     attention(q, k, v)
     assert not asked
     api.forget_choices()
@@ -164,16 +164,19 @@ def test_forgetting_asks_again(monkeypatch):
     assert len(asked) == 1
 
 
-def test_a_memory_is_bounded_and_keeps_nothing_of_before_it_was_emptied():
-    kept: Memory[int] = Memory(size=3)
+def test_a_cache_is_bounded_and_keeps_nothing_of_before_it_was_emptied():
+    kept: Cache[int, int] = Cache(size=3, lasting=True)
     for n in range(5):
-        assert kept.remember((n,), n, kept.era) == n
-    assert list(kept.values()) == [2, 3, 4]
-    assert kept.remember((4,), 40, kept.era) == 4
-    before = kept.era
-    kept.forget()
-    assert kept.remember((9,), 9, before) == 9
-    assert not kept
+        assert kept.of(n, lambda n: n, n) == n
+    assert list(kept.entries.values()) == [2, 3, 4]
+    assert kept.of(4, lambda: 40) == 4
+
+    def slowly() -> int:
+        kept.forget()
+        return 9
+
+    assert kept.of(9, slowly) == 9
+    assert not kept.entries
 
 
 def test_eight_threads_ask_each_for_its_own():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnbench import AttentionSpec, Plan
-from attnbench.choosing.demotion import demote, pardon
+from attnbench.choosing.demotion import demote, demotions
 from attnbench.choosing.selector import choose
 from attnbench.errors import NoPlanError
 from attnbench.kernels.capabilities import Capabilities
@@ -163,7 +163,7 @@ def test_no_budget_buys_a_plan_that_a_guard_has_found_wanting(fp8):
     try:
         choice = pick(*rows, fp8=fp8)
     finally:
-        pardon()
+        demotions.forget()
     assert str(choice.plan) == "slow:bf16"
     assert choice.trades == ()
     assert str(pick(*rows, fp8=True).plan) == "fast:fp8"

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from attnbench import api, attention, explain, freeze, guard
 from attnbench.cli import app
 from attnbench.dispatch import memory
+from attnbench.dispatch.memory import executions
 from attnbench.errors import AttnbenchWarning, FrozenError, InputError, RefusedError
 from attnbench.freezing.file import Frozen
 from attnbench.kernels.execution import Execution
@@ -158,7 +159,7 @@ def test_a_guard_is_told_the_same_bound(path, asked):
     bounds = []
     for _ in range(3):
         attention(*x, **asked)
-        bounds.append({each.budget for each in api._executions.values()})
+        bounds.append({each.budget for each in executions.entries.values()})
         if len(bounds) < 3:
             api.forget_choices()
             if len(bounds) == 1:

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from attnbench import Plan, attention, explain, guard, use_backend
 from attnbench.api import forget_choices
-from attnbench.choosing import demotion as guard_demotion
+from attnbench.choosing.demotion import demote, demotions
 from attnbench.errors import BreachError, BreachWarning, BudgetError
 from attnbench.guarding import guard as guarding
 from attnbench.harness.capture.file import read_captured
@@ -27,7 +27,7 @@ def planted(monkeypatch):
     """A forward and a backward that auto runs; afterwards nothing of them is left."""
     with monkeypatch.context() as patch:
         yield plant(patch)
-    guard_demotion.pardon()
+    demotions.forget()
     forget_choices()
 
 
@@ -232,13 +232,13 @@ def test_demotion_changes_the_choice_and_explain_says_why(planted):
     assert str(explain(*x, backend=NAME).plan) == NAME  # who names it has it
     with pytest.raises(BudgetError, match="demoted"):
         explain(*x, backend=NAME, max_error=0.5)
-    guard_demotion.pardon()
+    demotions.forget()
     assert str(explain(*x).plan) == NAME
 
 
 def test_a_plan_that_was_not_asked_for_is_not_called_inaccurate(planted):
     x = tensors()
-    guard_demotion.demote(Plan("emulated:fp8"), explain(*x).spec, "demoted")
+    demote(Plan("emulated:fp8"), explain(*x).spec, "demoted")
     for arguments, verdict in (({}, "not asked for"), ({"dtype": "fp8"}, "inaccurate")):
         found = {str(each.plan): each.verdict for each in explain(*x, **arguments).candidates}
         assert found["emulated:fp8"] == verdict
@@ -260,7 +260,7 @@ def test_a_named_plan_that_is_demoted_goes_on_and_choices_are_made_anew_once(pla
     forward, _ = planted
     forward.change = noise(1.0)
     anew = []
-    monkeypatch.setattr(guarding, "forget_choices", lambda: anew.append(1))
+    monkeypatch.setattr(guarding, "forget", lambda: anew.append(1))
     with guard(every=1, on_breach="demote") as watch:
         for _ in range(4):
             attention(*tensors(), backend=NAME)

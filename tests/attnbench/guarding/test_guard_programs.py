@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 import attnbench
 from attnbench import attention, guard
 from attnbench.api import forget_choices
-from attnbench.choosing import demotion as guard_demotion
+from attnbench.choosing.demotion import demotions
 from attnbench.errors import AttnbenchWarning, BreachError, InputError
 from attnbench.guarding import guard as guarding
 from attnbench.guarding.check import Sums
-from attnbench.kernels import guard_hook
+from attnbench.kernels.guard_hook import watching
 from attnbench.problem.fp8 import Recipe, quantise
 
 pytestmark = pytest.mark.filterwarnings("ignore::attnbench.errors.BreachWarning")
@@ -54,7 +54,7 @@ def planted(monkeypatch):
     """A forward and a backward that auto runs; afterwards nothing of them is left."""
     with monkeypatch.context() as patch:
         yield plant(patch)
-    guard_demotion.pardon()
+    demotions.forget()
     forget_choices()
 
 
@@ -190,13 +190,13 @@ def test_the_inner_guard_counts_and_each_may_be_stopped_in_any_order():
     inner.stop()
     attention(*x)
     assert (outer.checks, inner.checks) == (0, 2)
-    assert guard_hook.watcher is None
+    assert watching.active is None
     with outer, inner:
         attention(*x)
     assert (outer.checks, inner.checks) == (0, 3)
     with outer, pytest.raises(InputError, match="open already"):
         outer.start()
-    assert guard_hook.watcher is None
+    assert watching.active is None
 
 
 class Late:
@@ -240,7 +240,7 @@ def test_the_programs_own_error_goes_first():
     with pytest.raises(ZeroDivisionError):
         program()
     assert len(watch.breaches) == 1
-    assert guard_hook.watcher is None
+    assert watching.active is None
 
 
 def test_a_backward_after_the_guard_is_closed_is_not_its_business(planted):

@@ -25,10 +25,11 @@ from attnbench.harness.results.condense import joined
 from attnbench.harness.results.records import Measurement
 from attnbench.harness.results.store import Store
 from attnbench.kernels.registry import registry
+from attnbench.state import forget
 from attnbench.tables.environment import Environment
 from attnbench.tables.shipped import file_name
 from attnbench.tables.table import Table
-from attnbench.tables.user_table import forget, known_tables, user_table_path
+from attnbench.tables.user_table import known_tables, user_table_path
 
 SHIPPED = sorted((ROOT / "attnbench" / "tables").iterdir())
 sweep_command = import_module("attnbench.cli.sweep")

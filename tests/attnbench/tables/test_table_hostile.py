@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from attnbench import AttentionSpec, Mask, Plan
 from attnbench.choosing.selector import choose
 from attnbench.errors import AttnbenchWarning, NoPlanError
+from attnbench.state import forget
 from attnbench.tables.environment import Environment
 from attnbench.tables.table import Entry, Table
-from attnbench.tables.user_table import forget, known_tables, user_table_path
+from attnbench.tables.user_table import known_tables, user_table_path
 from examples import examples
 
 CPU = torch.device("cpu")

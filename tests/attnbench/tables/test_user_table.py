@@ -20,11 +20,12 @@ from attnbench import AttentionSpec, Plan, explain
 from attnbench.choosing.selector import choose
 from attnbench.errors import AttnbenchWarning, OutputError
 from attnbench.kernels.registry import registry
+from attnbench.state import forget
 from attnbench.tables import files as table_files
 from attnbench.tables.environment import Environment
 from attnbench.tables.files import locked
 from attnbench.tables.table import Entry, Table
-from attnbench.tables.user_table import Known, forget, known_tables, update_user_table, user_table_path
+from attnbench.tables.user_table import Known, known_tables, update_user_table, user_table_path
 
 CPU = torch.device("cpu")
 SPEC = AttentionSpec.make(batch=1, heads=4, seqlen_q=1024, head_dim=64)

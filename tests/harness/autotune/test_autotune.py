@@ -14,7 +14,7 @@ from tunable import BREAKS, FAST, FP8, SLOW, children, entries, own_path, paced_
 import attnbench
 from attnbench import AttentionSpec, api, attention, explain
 from attnbench.harness.autotune import run as tuning
-from attnbench.kernels import guard_hook
+from attnbench.kernels.guard_hook import watching
 from attnbench.kernels.plan import Plan
 
 
@@ -141,7 +141,7 @@ def test_a_compiled_program_runs_what_was_measured(planted, compiled_anew, monke
             return None
 
     function = torch.compile(lambda q, k, v: attention(q, k, v), backend="eager", fullgraph=True)
-    monkeypatch.setattr(guard_hook, "watcher", Watcher())
+    monkeypatch.setattr(watching, "active", Watcher())
     monkeypatch.setattr(tuning, "measured_within", replayed(rows_of(32)))
     with torch.no_grad():
         with attnbench.autotune(120, backends=FAST) as tuned:

@@ -22,7 +22,7 @@ from tunable import (
 
 import attnbench
 from attnbench import attention, explain
-from attnbench.dispatch import choice_hook
+from attnbench.dispatch.memory import listening
 from attnbench.harness.autotune import run as tuning
 from attnbench.harness.autotune.deadline import measured_within
 from attnbench.harness.cases.case import Case
@@ -129,4 +129,4 @@ def test_an_interrupt_keeps_what_is_whole_and_leaves_no_process(planted, monkeyp
     assert children() <= others
     assert entries(own_path()) == {spec(64): {SLOW, FAST}}
     assert str(explain(*tensors(64)).plan) == FAST
-    assert choice_hook.listener is None
+    assert listening.active is None

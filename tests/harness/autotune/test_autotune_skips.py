@@ -9,8 +9,8 @@ from planted import CPU, laboratory
 from tunable import FAST, SLOW, measuring_nothing, paced_kernels, replayed, rows_of, tensors
 
 import attnbench
-from attnbench import api, attention, use_backend
-from attnbench.dispatch import choice_hook
+from attnbench import attention, use_backend
+from attnbench.dispatch.memory import executions, listening
 from attnbench.errors import InputError, MisuseError, OutputError, UnknownBackendError
 from attnbench.harness.autotune import run as tuning
 from attnbench.harness.autotune.tuning import shortage
@@ -100,7 +100,7 @@ def test_a_program_that_fails_is_not_measured(unmeasured):
     with pytest.raises(RuntimeError, match="the program's own"):
         program()
     assert not unmeasured
-    assert choice_hook.listener is None
+    assert listening.active is None
     with attnbench.autotune(0):  # the place is free
         pass
 
@@ -109,9 +109,9 @@ def test_calls_are_counted_only_while_it_is_open(unmeasured):
     attention(*tensors())
     with attnbench.autotune(0):
         attention(*tensors())
-        assert type(next(iter(api._executions.values()))) is not Execution
+        assert type(next(iter(executions.entries.values()))) is not Execution
     attention(*tensors())
-    assert [type(each) for each in api._executions.values()] == [Execution]
+    assert [type(each) for each in executions.entries.values()] == [Execution]
 
 
 def test_a_compiled_program_is_seen_and_not_compiled_anew(unmeasured, compiled_anew):
@@ -155,7 +155,7 @@ def test_a_table_that_cannot_be_written_is_said_before_anything_is_measured(own_
     monkeypatch.setenv("XDG_CACHE_HOME", str(place))
     with pytest.raises(OutputError, match="no folder"):
         attnbench.autotune(60)
-    assert choice_hook.listener is None
+    assert listening.active is None
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnbench import api, attention
-from attnbench.choosing import demotion as guard_demotion
+from attnbench.choosing.demotion import demotions
 from attnbench.kernels.contract import (
     Availability,
     Backend,
@@ -72,7 +72,7 @@ def plant(patch: pytest.MonkeyPatch) -> tuple[Planted, PlantedBackward]:
     patch.setitem(known._forwards, NAME, forward)
     patch.setitem(known._backwards, NAME, backward)
     patch.setattr(known, "_names", {*known._names, NAME})
-    guard_demotion.pardon()
+    demotions.forget()
     api.forget_choices()
     return forward, backward
 

@@ -13,7 +13,7 @@ import pytest
 from patience import PATIENCE
 
 from attnbench.cli import main
-from attnbench.tables import user_table
+from attnbench.state import forget
 
 SHAPE = ("--heads", "4", "--seqlen", "64", "--head-dim", "32")
 
@@ -28,7 +28,7 @@ class Run(NamedTuple):
 
 def attnbench(*arguments: object) -> Run:
     """Runs the command in this process, which has paid for importing torch, as the console script would."""
-    user_table.forget()
+    forget()
     with (
         pytest.MonkeyPatch.context() as patch,
         redirect_stdout(io.StringIO()) as out,

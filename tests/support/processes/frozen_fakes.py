@@ -12,7 +12,7 @@ from fakes import FakeBackward, FakeForward, an_environment, fake_backend, fake_
 
 from attnbench import AttentionSpec, Mask, Plan
 from attnbench.choosing import selector
-from attnbench.choosing.demotion import pardon
+from attnbench.choosing.demotion import demotions
 from attnbench.freezing import freeze as freezing
 from attnbench.freezing.file import Frozen
 from attnbench.kernels.registry import Registry
@@ -77,7 +77,7 @@ def planted(patch: pytest.MonkeyPatch) -> Iterator[Callable[..., Registry]]:
         return known
 
     yield use
-    pardon()
+    demotions.forget()
 
 
 def plans(path: Path) -> list[str]:
