@@ -37,6 +37,7 @@ from attnbench.errors import InputError, MalformedFileError
 from attnbench.files.untrusted import check_schema, open_regular
 from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.spec import AttentionSpec
+from attnbench.text.printable import printable
 
 from ..json_lines import validation_fault
 
@@ -129,7 +130,7 @@ class CapturedFile:
 
     def family(self, call: int) -> CapturedFamily:
         """The input family that is call number ``call`` of the file."""
-        stem = "".join(char if char.isprintable() else "?" for char in self.path.name)
+        stem = printable(self.path.name, "?")
         name = f"{PREFIX}{stem[-_LONGEST_FILE_NAME:]}@{self.digest[:_HASH_CHARACTERS]}#{call}"
         return CapturedFamily(name, self.path, self.digest, call)
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -24,7 +24,7 @@ from pydantic import (
 from attnbench.errors import AttnbenchWarning
 from attnbench.kernels.plan import Plan
 from attnbench.problem.spec import AttentionSpec
-from attnbench.tables.entry import LONGEST_MS, SHORTEST_MS
+from attnbench.tables.entry import LONGEST_MS, SHORTEST_MS, STATUSES, Status
 from attnbench.tables.environment import Environment
 from attnbench.text.printable import brief
 
@@ -42,8 +42,6 @@ __all__ = ["MEASUREMENTS", "SCHEMA", "STATUSES", "Measurement", "Status", "read_
 
 SCHEMA = "attnbench.measurement/1"
 MEASUREMENTS = "measurements.jsonl"  # in the folder of a sweep
-Status = Literal["ok", "inaccurate", "refused", "unavailable", "oom", "timeout", "crashed", "error"]
-STATUSES: tuple[Status, ...] = get_args(Status)
 LONGEST_REASON = 2000
 _FORM = Form(SCHEMA, "a measurement", "measurements", longest_line=2**20, largest_file=2**28)
 
