@@ -9,6 +9,7 @@ from typing import Any, Literal
 from ..kernels.plan import Plan
 from ..problem.spec import AttentionSpec
 from ..text.digits import three_digits
+from ..text.printable import printable
 from .candidate import ORDER, Candidate, Margin, Trade, Verdict
 
 __all__ = ["Choice"]
@@ -96,13 +97,13 @@ def _text(choice: Choice, style: Literal["simple", "github"], all_plans: bool) -
     """
     from tabulate import tabulate  # attention() imports this module, and prints nothing
 
-    cell = _markdown if style == "github" else _printable
+    cell = _markdown if style == "github" else printable
     shown = [each for each in choice.ranked if all_plans or each.verdict not in _CANNOT_RUN]
     rows = [[cell(each) for each in _row(candidate)] for candidate in shown]
     widths = [*[None] * (len(_COLUMNS) - 1), _WIDTH if style == "simple" else None]
     table = tabulate(rows, _COLUMNS, tablefmt=style, maxcolwidths=widths, disable_numparse=True)
-    before = [_printable(line) for line in _head(choice)]
-    after = [_printable(line) for line in (*([] if all_plans else _left_out(choice)), *_tail(choice))]
+    before = [printable(line) for line in _head(choice)]
+    after = [printable(line) for line in (*([] if all_plans else _left_out(choice)), *_tail(choice))]
     if style == "github":  # a line alone would be joined to the next one
         before, after = ["- " + line for line in before], ["- " + line for line in after]
     return "\n".join([*before, "", table, *(["", *after] if after else [])])
@@ -180,10 +181,5 @@ def _doubt(each: Candidate) -> str:
     return "" if each.time_error is None else f" ± {each.time_error:.0%}"
 
 
-def _printable(text: str) -> str:
-    """Files and plug-ins write some of it."""
-    return "".join(char if char.isprintable() else " " for char in text)
-
-
 def _markdown(text: str) -> str:
-    return _printable(text).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+    return printable(text).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")

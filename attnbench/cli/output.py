@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ..files.atomic import Draft
+from ..text.printable import printable
 
 __all__ = [
     "DeviceOption",
@@ -72,12 +73,8 @@ def print_table(rows: Sequence[Mapping[str, str]], format: Format) -> None:
 
 def print_text(text: str) -> None:
     """Lines as they are, without what would steer a terminal: files and plug-ins write some of them."""
-    print("\n".join(_printable(line) for line in text.split("\n")))
+    print("\n".join(printable(line) for line in text.split("\n")))
 
 
 def _shown(text: str, format: Format) -> str:
-    return _printable(text).replace("|", "\\|") if format == "markdown" else _printable(text)
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() else " " for char in text)
+    return printable(text).replace("|", "\\|") if format == "markdown" else printable(text)

@@ -7,19 +7,18 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import AttnbenchError, MalformedFileError
-from ..files.untrusted import check_schema
+from ..files.json_text import bounded_text, decoded, expected, of_kind
 from ..kernels.plan import Plan, backend_of
 from ..problem.spec import AttentionSpec
+from ..problem.spec_text import short_fields, spec_from, spec_order
 from ..tables.files import locked, read_text, replace_text
-from ..tables.text import _decoded, _of, _order, _short, _spec, _text
 from ..text.printable import printable
 
 __all__ = ["SCHEMA", "Frozen", "FrozenPlan", "FrozenQuestion", "Stamp", "recording", "stamp_of"]
@@ -128,25 +127,22 @@ def _ordered(
     named = {"backend": asked.backend} if asked.backend != "auto" else {}
     opened = {"fp8": True} if asked.fp8 else {}
     budget = {} if asked.max_error is None else {"max_error": "inf" if asked.max_error == math.inf else asked.max_error}
-    fields = {"device": asked.device, "spec": _short(asked.spec), **named, **opened, **budget}
+    fields = {"device": asked.device, "spec": short_fields(asked.spec), **named, **opened, **budget}
     line = json.dumps({**fields, "plan": str(plan), "versions": dict(versions)}, allow_nan=False)
-    return (asked.device, _order(asked.spec), asked.backend, asked.fp8, asked.max_error or 0.0), line
+    return (asked.device, spec_order(asked.spec), asked.backend, asked.fp8, asked.max_error or 0.0), line
 
 
 def _parsed(path: Path, text: str) -> Frozen:
-    data = _decoded(path, text)
-    if not isinstance(data, dict):
-        raise MalformedFileError(path, f'expected an object with "schema": "{SCHEMA}"')
-    check_schema(path, data.get("schema"), SCHEMA)
-    with _expected(path, 'an object with "schema", "devices" and "choices"', None):
+    data = decoded(path, text, SCHEMA)
+    with expected(path, 'an object with "schema", "devices" and "choices"'):
         if unknown := data.keys() - {"schema", "devices", "choices"}:
             raise ValueError(f"there is {min(unknown)!r:.60} too")
         devices = _texts(data["devices"], _MOST_DEVICES)
-        choices = _of(list, data["choices"])
+        choices = of_kind(list, data["choices"])
     plans: dict[FrozenQuestion, FrozenPlan] = {}
     for number, fields in enumerate(choices):
-        with _expected(path, "a question and its plan", (text, number)):
-            question, answer = _choice(_of(dict, fields))
+        with expected(path, "a question and its plan", partial(_line, text, number)):
+            question, answer = _choice(of_kind(dict, fields))
             if question.device not in devices:
                 raise ValueError(f"the devices above lack {question.device!r:.60}")
             if question in plans:
@@ -162,9 +158,13 @@ def _choice(fields: dict[str, Any]) -> tuple[FrozenQuestion, FrozenPlan]:
     if not isinstance(fp8, bool):
         raise ValueError(f"fp8 is true or false, not {fp8!r:.60}")
     question = FrozenQuestion(
-        _text(device, _LONGEST), _text(backend, _LONGEST), fp8, _budget(fields.get("max_error")), _spec(fields["spec"])
+        bounded_text(device, _LONGEST),
+        bounded_text(backend, _LONGEST),
+        fp8,
+        _budget(fields.get("max_error")),
+        spec_from(fields["spec"]),
     )
-    plan = Plan.parse(_text(fields["plan"], _LONGEST))
+    plan = Plan.parse(bounded_text(fields["plan"], _LONGEST))
     if (plan.backward is not None) != question.spec.training:
         raise ValueError(f"{plan} is no plan for the direction {question.spec.direction}")
     if backend not in ("auto", plan.forward, backend_of(plan.forward)):
@@ -185,21 +185,10 @@ def _budget(value: Any) -> float | None:
 
 
 def _texts(value: Any, most: int) -> dict[str, str]:
-    found = _of(dict, value)
+    found = of_kind(dict, value)
     if len(found) > most:
         raise ValueError(f"{len(found)} entries where {most} are the most")
-    return {_text(name, _LONGEST): printable(_text(text, _LONGEST)) for name, text in found.items()}
-
-
-@contextmanager
-def _expected(path: Path, what: str, place: tuple[str, int] | None) -> Iterator[None]:
-    """Turns whatever a part of the file provokes into a MalformedFileError, with the line of that choice."""
-    try:
-        yield
-    except (AttnbenchError, KeyError, TypeError, ValueError, OverflowError) as error:
-        found = f"there is no {error}" if isinstance(error, KeyError) else str(error)
-        line = None if place is None else _line(*place)
-        raise MalformedFileError(path, f"expected {what}: {found}", line) from None
+    return {bounded_text(name, _LONGEST): printable(bounded_text(text, _LONGEST)) for name, text in found.items()}
 
 
 def _line(text: str, number: int) -> int | None:

@@ -6,13 +6,15 @@ import math
 from dataclasses import dataclass, field, replace
 from decimal import ROUND_CEILING, Decimal
 from functools import cached_property
+from typing import Literal, get_args
 
 from ..kernels.plan import Plan
 from ..problem.spec import AttentionSpec
 
-__all__ = ["LONGEST_MS", "SHORTEST_MS", "STATUSES", "Entry"]
+__all__ = ["LONGEST_MS", "SHORTEST_MS", "STATUSES", "Entry", "Status"]
 
-STATUSES = ("ok", "inaccurate", "refused", "unavailable", "oom", "timeout", "crashed", "error")
+Status = Literal["ok", "inaccurate", "refused", "unavailable", "oom", "timeout", "crashed", "error"]
+STATUSES: tuple[Status, ...] = get_args(Status)
 # Of any time: a nanosecond, which no clock here resolves, and eleven days.
 SHORTEST_MS, LONGEST_MS = 1e-6, 1e9
 _ASKED_LIVE = ("refused", "unavailable")  # what a kernel itself is asked at every choice

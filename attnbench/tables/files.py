@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from ..errors import MalformedFileError, OutputError
 from ..files.atomic import Draft, clear_drafts, replace_file
+from ..files.lock import FileLock
 from ..files.untrusted import open_regular
 
 __all__ = ["LARGEST", "check_writable", "locked", "read_text", "replace_text"]
@@ -59,29 +59,25 @@ def check_writable(path: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path, lock: Path | None = None) -> Iterator[None]:
+def locked(path: Path, place: Path | None = None) -> Iterator[None]:
     """Keep other writers of this file out, and clear away what killed ones have left.
 
-    ``lock`` is the file that is locked, beside ``path`` with the suffix .lock unless given.
+    ``place`` is the file that is locked, beside ``path`` with the suffix .lock unless given.
 
-    The lock is the kernel's and ends with the process, however that ends.  Where the file
-    system has none (NFS without its lock service), nothing is kept out: files are whole all
-    the same, but of two writers at one moment only the later one's entries stay.
+    Where the file system has no locks, nothing is kept out: files are whole all the same, but
+    of two writers at one moment only the later one's entries stay.
     Raises OutputError where the folder cannot be written.
     """
     _make_folder(path)
-    place = lock or path.with_suffix(".lock")
     try:
-        handle = os.open(place, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        lock = FileLock(place or path.with_suffix(".lock"))
     except OSError as error:
         raise OutputError(f"{path} cannot be written: {error.strerror}") from None
-    try:
+    with lock:
         with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            lock.acquire(wait=True)
             clear_drafts(path)
         yield
-    finally:
-        os.close(handle)
 
 
 def _make_folder(path: Path) -> None:

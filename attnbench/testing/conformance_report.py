@@ -8,6 +8,7 @@ from typing import Literal
 
 from ..problem.spec import AttentionSpec
 from ..tables.environment import Environment
+from ..text.printable import printable
 
 __all__ = ["Finding", "Outcome", "Report"]
 
@@ -117,7 +118,7 @@ class Report:
 
 def _one_line(text: str) -> str:
     """A sentence without the line breaks and control characters that libraries put into their messages."""
-    plain = "".join(char if char.isprintable() else " " for char in " ".join(text.split()))
+    plain = printable(" ".join(text.split()))
     return plain if len(plain) <= _LONGEST else plain[: _LONGEST - 1] + "…"
 
 

@@ -11,9 +11,9 @@ _MOST_DIGITS = 18
 _LOG10_OF_2 = 0.30103
 
 
-def printable(text: str) -> str:
-    """The text without what would steer a terminal or break a line."""
-    return "".join(char if char.isprintable() else " " for char in text)
+def printable(text: str, instead: str = " ") -> str:
+    """The text with ``instead`` for each character that would steer a terminal, break a line or has no UTF-8."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else instead for char in text)
 
 
 def brief(value: object) -> str:

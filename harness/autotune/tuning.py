@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
-import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +15,7 @@ from attnbench.choosing.candidate import Candidate
 from attnbench.choosing.choice import Choice
 from attnbench.choosing.selector import choose
 from attnbench.errors import InputError, MalformedFileError, MisuseError, NoPlanError, OutputError
+from attnbench.files.lock import FileLock
 from attnbench.kernels.plan import Plan, backend_of
 from attnbench.kernels.registry import Registry, registry
 from attnbench.problem.spec import AttentionSpec
@@ -44,30 +43,19 @@ _COPIES = 8
 def alone(path: Path, deadline: float) -> Iterator[bool]:
     """Keep other processes from measuring for this table; whether none was left at the deadline, waited for until then.
 
-    The lock is the kernel's and ends with the process.  On a file system that has none, nobody is waited for.
-    Raises OutputError where the folder cannot be written.
+    On a file system without locks nobody is waited for.  Raises OutputError where the folder cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path.with_suffix(".measuring"), os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        lock = FileLock(path.with_suffix(".measuring"))
     except OSError as error:
         raise OutputError(f"{path} cannot be written: {error.strerror}") from None
-    try:
-        while not (ours := _taken(lock)) and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
+    with lock:
+        ours = True
+        with suppress(OSError):  # a file system without locks
+            while not (ours := lock.acquire()) and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
         yield ours
-    finally:
-        os.close(lock)
-
-
-def _taken(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        pass
-    return True
 
 
 def own_table(environment: Environment) -> Table:

@@ -19,16 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    InstanceOf,
-    PlainSerializer,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -37,8 +28,10 @@ from attnbench.errors import InputError, MalformedFileError
 from attnbench.files.untrusted import check_schema, open_regular
 from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.spec import AttentionSpec
+from attnbench.text.printable import printable
 
 from ..json_lines import validation_fault
+from ..record_fields import SpecField
 
 __all__ = [
     "LONGEST_CALL",
@@ -67,17 +60,6 @@ _HASH_CHARACTERS = 8
 _STORED = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 
 
-def _spec(value: object) -> AttentionSpec:
-    if isinstance(value, AttentionSpec):
-        return value
-    if not isinstance(value, dict) or not isinstance(value.get("mask"), dict):
-        raise ValueError("a spec is an object with a mask that is one")
-    return AttentionSpec.from_dict(value)
-
-
-_Spec = Annotated[
-    InstanceOf[AttentionSpec], BeforeValidator(_spec), PlainSerializer(lambda spec: spec.to_dict(), dict[str, Any])
-]
 _Count = Annotated[int, Field(ge=0)]
 
 
@@ -92,8 +74,8 @@ class CapturedCall(BaseModel):
 
     name: Annotated[str, Field(min_length=1, max_length=LONGEST_CALL)]
     number: _Count
-    spec: _Spec
-    whole: _Spec | None = None
+    spec: SpecField
+    whole: SpecField | None = None
     kv_heads: Annotated[list[_Count], Field(max_length=2**16)] | None = None
 
     @model_validator(mode="after")
@@ -129,7 +111,7 @@ class CapturedFile:
 
     def family(self, call: int) -> CapturedFamily:
         """The input family that is call number ``call`` of the file."""
-        stem = "".join(char if char.isprintable() else "?" for char in self.path.name)
+        stem = printable(self.path.name, "?")
         name = f"{PREFIX}{stem[-_LONGEST_FILE_NAME:]}@{self.digest[:_HASH_CHARACTERS]}#{call}"
         return CapturedFamily(name, self.path, self.digest, call)
 

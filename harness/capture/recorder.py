@@ -19,6 +19,7 @@ from attnbench.errors import AttnbenchError, MisuseError
 from attnbench.files.atomic import Draft
 from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.spec import AttentionSpec
+from attnbench.text.printable import printable
 
 from .file import LONGEST_CALL, MOST_CALLS, SUFFIX, CapturedCall, CapturedIndex, tensor_shapes, write_captured
 from .hooks import Call, UnrecordableError, watched
@@ -111,7 +112,7 @@ class Recorder:
 
     def _record(self, call: Call) -> None:
         part = self._part(call.spec)
-        name = "".join(char if char.isprintable() else "?" for char in call.module)[-LONGEST_CALL:] or "no module"
+        name = printable(call.module, "?")[-LONGEST_CALL:] or "no module"
         new = _Recording(
             CapturedCall(
                 name=name,
@@ -244,8 +245,7 @@ def _kind(spec: AttentionSpec) -> str:
 
 
 def _count(reasons: Counter[str], error: Exception) -> None:
-    said = str(error).strip().partition("\n")[0]
-    said = "".join(char if char.isprintable() else "?" for char in said)
+    said = printable(str(error).strip().partition("\n")[0], "?")
     reason = said if isinstance(error, UnrecordableError) else f"recording failed: {type(error).__name__}: {said}"
     known = reason in reasons or len(reasons) < _MOST_REASONS
     reasons[reason[:_LONGEST_REASON] if known else "other reasons"] += 1

@@ -8,6 +8,7 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 from attnbench.tables.environment import Environment
+from attnbench.text.printable import printable
 
 from ..results.records import Measurement
 from .regression import Outcome, Regression
@@ -59,8 +60,9 @@ def regression_junit(regression: Regression, command: str = "attnbench compare")
     counted = {"failures": 0, "errors": 0, "skipped": 0}
     for outcome in regression.outcomes:
         case, plan = outcome.key
-        test = ET.SubElement(suite, "testcase", classname=_legal(case), name=_legal(str(plan)))
-        said = _legal("; ".join(outcome.reasons))
+        # What is printable can be spelled in XML 1.0 (its section 2.2), line ends in an attribute cannot.
+        test = ET.SubElement(suite, "testcase", classname=printable(case), name=printable(str(plan)))
+        said = printable("; ".join(outcome.reasons))
         if outcome.regressed:
             kind, tag = "failures", "failure"
         elif outcome.verdict == "incomparable":
@@ -81,11 +83,6 @@ def regression_junit(regression: Regression, command: str = "attnbench compare")
     # ASCII, with references for the rest: the same document in whatever encoding it is printed.
     text: str = ET.tostring(root, encoding="us-ascii").decode("ascii")
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{text}'
-
-
-def _legal(text: str) -> str:
-    """The text without the characters that XML 1.0 cannot hold in any spelling (its section 2.2), nor line ends."""
-    return "".join(char if char.isprintable() and char not in "\ufffe\uffff" else " " for char in text)
 
 
 def _environments(rows: Mapping[Key, Measurement]) -> list[dict[str, Any]]:

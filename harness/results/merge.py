@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import shutil
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from attnbench.errors import MalformedFileError, MisuseError, OutputError
+from attnbench.files.lock import FileLock
 from attnbench.kernels.plan import Plan
 from attnbench.tables.environment import Environment
 from attnbench.tables.table import Table
@@ -159,12 +159,8 @@ def _lock(folder: Path, locks: ExitStack) -> None:
     """Keep every sweep from writing the folder; where there is no lock no sweep has ever done so."""
     if LOCK not in os.listdir(folder):
         return
-    lock = os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    locks.callback(os.close, lock)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise MisuseError(f"a sweep is still writing {folder}; wait for it") from None
+    if not locks.enter_context(FileLock(folder / LOCK, read=True)).acquire(shared=True):
+        raise MisuseError(f"a sweep is still writing {folder}; wait for it")
 
 
 def _unfinished(folder: Path, rows: list[Measurement]) -> str | None:

@@ -5,27 +5,14 @@ from __future__ import annotations
 import shlex
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    AwareDatetime,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    InstanceOf,
-    PlainSerializer,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from attnbench.errors import AttnbenchWarning
 from attnbench.kernels.plan import Plan
-from attnbench.problem.spec import AttentionSpec
-from attnbench.tables.entry import LONGEST_MS, SHORTEST_MS
-from attnbench.tables.environment import Environment
+from attnbench.tables.entry import LONGEST_MS, SHORTEST_MS, STATUSES, Status
 from attnbench.text.printable import brief
 
 from ..cases.case import LONGEST_NAME as LONGEST_CASE
@@ -36,42 +23,15 @@ from ..measure.findings import Side
 from ..measure.timing import Cost
 from ..measure.trace import LONGEST_NAME as LONGEST_KERNEL
 from ..measure.trace import MOST_NAMES
+from ..record_fields import EnvironmentField, PlanField, SpecField, UtcTime
 from .shards import Shard
 
 __all__ = ["MEASUREMENTS", "SCHEMA", "STATUSES", "Measurement", "Status", "read_measurements"]
 
 SCHEMA = "attnbench.measurement/1"
 MEASUREMENTS = "measurements.jsonl"  # in the folder of a sweep
-Status = Literal["ok", "inaccurate", "refused", "unavailable", "oom", "timeout", "crashed", "error"]
-STATUSES: tuple[Status, ...] = get_args(Status)
 LONGEST_REASON = 2000
 _FORM = Form(SCHEMA, "a measurement", "measurements", longest_line=2**20, largest_file=2**28)
-
-
-def _spec(value: object) -> AttentionSpec:
-    if isinstance(value, AttentionSpec):
-        return value
-    if not isinstance(value, dict) or not isinstance(value.get("mask"), dict):
-        raise ValueError("a spec is an object with a mask that is one")
-    return AttentionSpec.from_dict(value)
-
-
-def _plan(value: object) -> Plan:
-    if isinstance(value, Plan):
-        return value
-    if not isinstance(value, str) or len(value) > LONGEST_CASE:
-        raise ValueError(f"a plan is text of at most {LONGEST_CASE} characters")
-    return Plan.parse(value)
-
-
-def _environment(value: object) -> Environment:
-    return value if isinstance(value, Environment) else Environment.from_dict(value)
-
-
-def _utc(value: datetime) -> datetime:
-    if value.utcoffset():
-        raise ValueError("times are in UTC")
-    return value
 
 
 _Milliseconds = Annotated[float, Field(ge=0, le=LONGEST_MS)]
@@ -118,10 +78,8 @@ class Measurement(BaseModel):
 
     schema_: Annotated[Literal["attnbench.measurement/1"], Field(alias="schema")] = "attnbench.measurement/1"
     case: Annotated[str, Field(min_length=1, max_length=LONGEST_CASE)]
-    spec: Annotated[
-        InstanceOf[AttentionSpec], BeforeValidator(_spec), PlainSerializer(lambda spec: spec.to_dict(), dict[str, Any])
-    ]
-    plan: Annotated[InstanceOf[Plan], BeforeValidator(_plan), PlainSerializer(str, str)]
+    spec: SpecField
+    plan: PlanField
     status: Status
     reason: Annotated[str, Field(min_length=1, max_length=LONGEST_REASON)] | None = None
     time_ms: dict[Cost, _Samples] = {}
@@ -146,12 +104,8 @@ class Measurement(BaseModel):
     retained_bytes: _Bytes | None = None
     gpu: Conditions | None = None
     emulated: bool = False
-    started: Annotated[AwareDatetime, AfterValidator(_utc)]
-    environment: Annotated[
-        InstanceOf[Environment],
-        BeforeValidator(_environment),
-        PlainSerializer(lambda environment: environment.to_dict(), dict[str, Any]),
-    ]
+    started: UtcTime
+    environment: EnvironmentField
 
     @property
     def measured(self) -> bool:

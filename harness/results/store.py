@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
 from attnbench.errors import MalformedFileError, MisuseError, OutputError
+from attnbench.files.lock import FileLock
 from attnbench.kernels.plan import Plan
 from attnbench.tables.environment import Environment
 
@@ -49,25 +49,23 @@ class Store:
         self.notes: list[str] = []
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._lock = FileLock(folder / LOCK)
         except OSError as error:
             raise OutputError(f"{folder} cannot be written: {error.strerror}; name another with --out") from error
         try:
             self._open(environment, resume)
         except BaseException:
-            os.close(self._lock)
+            self._lock.close()
             raise
 
     def _open(self, environment: Environment, resume: bool) -> None:
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise MisuseError(
-                f"another sweep is writing {self.folder}; wait for it or name another folder with --out"
-            ) from None
-        except OSError as error:  # a file system without locks, as Lustre mounted without flock
+            ours = self._lock.acquire()
+        except OSError as error:
             said = f"{self.folder} cannot be locked: {error.strerror}; name a folder on another disk"
             raise OutputError(said) from error
+        if not ours:
+            raise MisuseError(f"another sweep is writing {self.folder}; wait for it or name another folder with --out")
         if recorded(self.folder) != self.path:
             raise MisuseError(f"{self.folder} holds compressed results, to be kept; name another folder with --out")
         if self.path.exists():
@@ -94,10 +92,10 @@ class Store:
         """Raise OSError where the disk is full: better now than when the first row has been measured."""
         try:
             for start in range(0, _ROOM, _PAGE):
-                os.pwrite(self._lock, bytes(_PAGE), start)
-            os.fsync(self._lock)
+                os.pwrite(self._lock.handle, bytes(_PAGE), start)
+            os.fsync(self._lock.handle)
         finally:
-            os.ftruncate(self._lock, 0)
+            os.ftruncate(self._lock.handle, 0)
 
     def _repair(self) -> None:
         try:
@@ -156,7 +154,7 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self._file)
-        os.close(self._lock)  # which releases it
+        self._lock.close()
 
 
 def _torn(content: bytes) -> int:

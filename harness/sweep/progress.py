@@ -10,6 +10,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
+from attnbench.text.printable import printable
+
 from ..formatting import number
 from ..results.condense import worst_errors
 from ..results.records import Measurement, Status
@@ -88,7 +90,7 @@ def _line(event: Finished) -> str:
 
 def _print(lines: Iterable[str], console: Console) -> None:
     for line in lines:
-        console.out("".join(char if char.isprintable() else " " for char in line), highlight=False)
+        console.out(printable(line), highlight=False)
 
 
 def _summary(ended: Ended) -> list[str]:

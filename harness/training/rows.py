@@ -6,30 +6,19 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import (
-    AfterValidator,
-    AwareDatetime,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    InstanceOf,
-    PlainSerializer,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 
 from attnbench.files.atomic import replace_file
 from attnbench.tables.entry import LONGEST_MS, SHORTEST_MS
-from attnbench.tables.environment import Environment
 
 from ..json_lines import Form, read_lines
 from ..measure.accuracy import LARGEST_ERROR
 from ..measure.clocks import Conditions
+from ..record_fields import EnvironmentField, UtcTime
 
 __all__ = [
     "LARGEST_PRICE",
@@ -64,16 +53,6 @@ _MOST_SETTINGS = 64
 LEAST_PRICE, LARGEST_PRICE = 1e-6, 1e12  # of an hour, in any currency
 _WORDS = {math.inf: "Infinity", -math.inf: "-Infinity"}
 _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
-
-
-def _environment(value: object) -> Environment:
-    return value if isinstance(value, Environment) else Environment.from_dict(value)
-
-
-def _utc(value: datetime) -> datetime:
-    if value.utcoffset():
-        raise ValueError("times are in UTC")
-    return value
 
 
 def _number(value: object) -> object:
@@ -188,12 +167,8 @@ class TrainingRun(BaseModel):
     price_per_hour: Annotated[float, Field(ge=LEAST_PRICE, le=LARGEST_PRICE)] | None = None
     resumed_at: Annotated[list[Count], Field(max_length=MOST_RESUMED)] = []
     gpu: Conditions | None = None
-    started: Annotated[AwareDatetime, AfterValidator(_utc)]
-    environment: Annotated[
-        InstanceOf[Environment],
-        BeforeValidator(_environment),
-        PlainSerializer(lambda environment: environment.to_dict(), dict[str, Any]),
-    ]
+    started: UtcTime
+    environment: EnvironmentField
 
     @model_validator(mode="after")
     def _is_consistent(self) -> TrainingRun:

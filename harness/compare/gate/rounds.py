@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, PlainSerializer
-
-from attnbench.kernels.plan import Plan
+from pydantic import BaseModel, ConfigDict, Field
 
 from ...json_lines import Form, read_lines
+from ...record_fields import PlanField
 from ..terms import Gated, Key
 from .series import Finding, GateRow
 
@@ -24,14 +23,6 @@ _Milliseconds = Annotated[float, Field(gt=0, le=1e9)]
 _Times = Annotated[list[_Milliseconds], Field(max_length=10_000)]
 
 
-def _plan(value: object) -> Plan:
-    if isinstance(value, Plan):
-        return value
-    if not isinstance(value, str) or len(value) > 200:
-        raise ValueError("a plan is text of at most 200 characters")
-    return Plan.parse(value)
-
-
 class Rounds(BaseModel):
     """One cost of one row.
 
@@ -43,7 +34,7 @@ class Rounds(BaseModel):
 
     schema_: Annotated[Literal["attnbench.rounds/1"], Field(alias="schema")] = "attnbench.rounds/1"
     case: Annotated[str, Field(min_length=1, max_length=200)]
-    plan: Annotated[InstanceOf[Plan], BeforeValidator(_plan), PlainSerializer(str, str)]
+    plan: PlanField
     cost: Gated
     against: Literal["BASE", "anchor"]
     generations: Annotated[list[Annotated[list[_Logarithm], Field(max_length=1000)]], Field(max_length=100)]

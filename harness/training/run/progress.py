@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from attnbench.text.printable import printable
+
 from ..rows import TrainingRun
 
 __all__ = ["Told", "telling"]
@@ -54,5 +56,5 @@ def _line(row: TrainingRun, console: Console) -> None:
 
 def _said(row: TrainingRun) -> str:
     rate = row.units_per_step / row.step_ms[-1] * 1e3
-    name = "".join(char if char.isprintable() else " " for char in str(row.settings["attention"]))
+    name = printable(str(row.settings["attention"]))
     return f"{name}, seed {row.seed}: loss {row.loss[-1]:.4f}, {rate:,.0f} {row.units}/s"

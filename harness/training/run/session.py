@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import hashlib
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +17,7 @@ import torch
 
 from attnbench.errors import AttnbenchError, MisuseError, OutputError
 from attnbench.files.atomic import clear_drafts
+from attnbench.files.lock import FileLock
 from attnbench.kernels.registry import registry
 from attnbench.tables.environment import Environment
 from attnbench.text.failure import in_one_line
@@ -91,7 +90,7 @@ class Session:
     ) -> None:
         self.folder, self.ranks, self.resume, self.price_per_hour = folder, ranks, resume, price_per_hour
         self._every, self._patience = checkpoint_every, patience
-        self._lock: int | None = None
+        self._lock: FileLock | None = None
         self.environment = Environment.detect(ranks.device, registry())
         self.rows: dict[str, TrainingRun] = {}
 
@@ -112,19 +111,18 @@ class Session:
     def _open(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            said = f"another command is training in {self.folder}; wait or name another folder with --out"
-            raise MisuseError(said) from None
+            self._lock = FileLock(self.folder / _LOCK)
+            ours = self._lock.acquire()
         except OSError as error:
             raise OutputError(f"{self.folder} cannot be written: {error.strerror}") from error
+        if not ours:
+            raise MisuseError(f"another command is training in {self.folder}; wait or name another folder with --out")
         clear_drafts(self.folder / ROWS)
         self._read()
 
     def __exit__(self, *_: object) -> None:
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.close()
             self._lock = None
 
     def _read(self) -> None:

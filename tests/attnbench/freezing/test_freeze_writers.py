@@ -57,9 +57,9 @@ def test_what_others_have_recorded_meanwhile_is_not_chosen_again(fakes, path, mo
 
 def test_a_run_that_is_alone_reads_and_spells_no_choice_again(fakes, path, monkeypatch):
     """A growing cache of keys asks thousands of questions, and each writes the file."""
-    read, spelt = Mock(wraps=frozen_file.read_text), Mock(wraps=frozen_file._short)
+    read, spelt = Mock(wraps=frozen_file.read_text), Mock(wraps=frozen_file.short_fields)
     monkeypatch.setattr(frozen_file, "read_text", read)
-    monkeypatch.setattr(frozen_file, "_short", spelt)
+    monkeypatch.setattr(frozen_file, "short_fields", spelt)
     frozen_file._ordered.cache_clear()
     with freeze(path):
         for length in range(1, 21):

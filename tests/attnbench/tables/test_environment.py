@@ -188,13 +188,13 @@ def git(folder: Path, *command: str) -> str:
 
 def checkout(folder: Path, pyproject: str = '[project]\nname = "attnbench"\n') -> Path:
     """A repository with a package in it; returns where that package's module environment would lie."""
-    (folder / "attnbench").mkdir(parents=True)
-    (folder / "attnbench" / "environment.py").write_text("pass\n")
+    (folder / "attnbench" / "tables").mkdir(parents=True)
+    (folder / "attnbench" / "tables" / "environment.py").write_text("pass\n")
     (folder / "pyproject.toml").write_text(pyproject)
     git(folder, "init")
     git(folder, "add", ".")
     git(folder, "commit", "-m", "all of it")
-    return folder / "attnbench" / "environment.py"
+    return folder / "attnbench" / "tables" / "environment.py"
 
 
 def commit_at(monkeypatch, module: Path) -> str | None:
@@ -206,25 +206,25 @@ def test_the_commit_is_that_of_the_checkout_and_says_where_it_differs(monkeypatc
     clean, untracked, changed = (checkout(tmp_path / name) for name in ("clean", "untracked", "changed"))
     (untracked.parent / "results.jsonl").write_text("{}\n")
     changed.write_text("something else\n")
-    head = git(clean.parents[1], "rev-parse", "HEAD")
+    head = git(clean.parents[2], "rev-parse", "HEAD")
     assert commit_at(monkeypatch, clean) == head[:12]
-    assert commit_at(monkeypatch, untracked) == git(untracked.parents[1], "rev-parse", "HEAD")[:12]
-    assert commit_at(monkeypatch, changed) == git(changed.parents[1], "rev-parse", "HEAD")[:12] + "-dirty"
+    assert commit_at(monkeypatch, untracked) == git(untracked.parents[2], "rev-parse", "HEAD")[:12]
+    assert commit_at(monkeypatch, changed) == git(changed.parents[2], "rev-parse", "HEAD")[:12] + "-dirty"
     assert Environment.detect(torch.device("cpu"), Registry(())).commit == own_commit()
 
 
 def test_a_worktree_is_a_checkout_too(monkeypatch, tmp_path):
     module = checkout(tmp_path / "main")
-    git(module.parents[1], "worktree", "add", str(tmp_path / "other"))
-    head = git(module.parents[1], "rev-parse", "HEAD")
-    assert commit_at(monkeypatch, tmp_path / "other" / "attnbench" / "environment.py") == head[:12]
+    git(module.parents[2], "worktree", "add", str(tmp_path / "other"))
+    head = git(module.parents[2], "rev-parse", "HEAD")
+    assert commit_at(monkeypatch, tmp_path / "other" / "attnbench" / "tables" / "environment.py") == head[:12]
 
 
 def test_no_repository_but_attnbench_is_asked(monkeypatch, tmp_path):
     other = checkout(tmp_path / "other", '[project]\nname = "theirs"\n')
-    installed = other.parents[1] / "site-packages" / "attnbench" / "environment.py"
+    installed = other.parents[2] / "site-packages" / "attnbench" / "tables" / "environment.py"
     installed.parent.mkdir(parents=True)
-    (other.parents[1] / "site-packages" / "pyproject.toml").write_text('[project]\nname = "attnbench"\n')
+    (other.parents[2] / "site-packages" / "pyproject.toml").write_text('[project]\nname = "attnbench"\n')
     spy = tmp_path / "bin" / "git"
     spy.parent.mkdir()
     spy.write_text(f"#!/bin/sh\necho asked >> {tmp_path}/asked\n")
@@ -234,19 +234,19 @@ def test_no_repository_but_attnbench_is_asked(monkeypatch, tmp_path):
         assert commit_at(patch, other) is None
         assert commit_at(patch, installed) is None
         assert not (tmp_path / "asked").exists()
-    damaged = other.parents[1] / "vendored" / "attnbench" / "environment.py"
-    (damaged.parents[1] / ".git").mkdir(parents=True)
-    (damaged.parents[1] / "pyproject.toml").write_text('[project]\nname = "attnbench"\n')
+    damaged = other.parents[2] / "vendored" / "attnbench" / "tables" / "environment.py"
+    (damaged.parents[2] / ".git").mkdir(parents=True)
+    (damaged.parents[2] / "pyproject.toml").write_text('[project]\nname = "attnbench"\n')
     assert commit_at(monkeypatch, damaged) is None
 
 
 def test_a_hook_of_another_repository_does_not_lead_astray(monkeypatch, tmp_path):
     module, other = checkout(tmp_path / "ours"), checkout(tmp_path / "theirs")
     other.write_text("another commit\n")
-    git(other.parents[1], "commit", "-am", "another commit")
-    monkeypatch.setenv("GIT_DIR", str(other.parents[1] / ".git"))
-    monkeypatch.setenv("GIT_WORK_TREE", str(other.parents[1]))
-    assert commit_at(monkeypatch, module) == git(module.parents[1], "rev-parse", "HEAD")[:12]
+    git(other.parents[2], "commit", "-am", "another commit")
+    monkeypatch.setenv("GIT_DIR", str(other.parents[2] / ".git"))
+    monkeypatch.setenv("GIT_WORK_TREE", str(other.parents[2]))
+    assert commit_at(monkeypatch, module) == git(module.parents[2], "rev-parse", "HEAD")[:12]
 
 
 def test_without_git_there_is_no_commit(monkeypatch, tmp_path):

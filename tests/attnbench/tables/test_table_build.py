@@ -31,7 +31,7 @@ from attnbench.tables.shipped import file_name
 from attnbench.tables.table import Table
 from attnbench.tables.user_table import known_tables, user_table_path
 
-SHIPPED = sorted((ROOT / "attnbench" / "tables").iterdir())
+SHIPPED = sorted((ROOT / "attnbench" / "tables").glob("*.json"))
 sweep_command = import_module("attnbench.cli.sweep")
 COMMANDS = re.findall(
     r"^attnbench table build (.+) -o (attnbench/tables/\S+)$", (ROOT / "docs" / "tables.md").read_text(), re.MULTILINE
@@ -244,7 +244,7 @@ opened = []
 sys.addaudithook(lambda event, given: opened.append(str(given[0])) if event == "open" else None)
 import torch, attnbench
 attnbench.explain(*(torch.randn(1, 2, 8, 16) for _ in range(3)))
-print([path for path in opened if {str(ROOT / "attnbench" / "tables")!r} in path])
+print([path for path in opened if {str(ROOT / "attnbench" / "tables")!r} in path and path.endswith('.json')])
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
