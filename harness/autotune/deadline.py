@@ -112,7 +112,7 @@ def _staged(line: Line, work: Sequence[Work], deadline: float) -> Iterator[Doing
                     found[event.plan] = event
                 else:
                     yield event
-            # Those that the others are compared with first: nobody is known without them.
+            # The leading plans first: the other rows are compared with theirs.
             yield from sorted(found.values(), key=lambda row: row.plan not in leading)
             rows |= found
             pace = max(1e-6, time.monotonic() - start) / len(stage)

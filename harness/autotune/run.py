@@ -46,8 +46,8 @@ from .tuning import Errand, alone, chosen, errand_of, own_table, shortage
 
 __all__ = ["Autotune", "Tuned", "autotune"]
 
-# Seconds for one request to a worker.  A plan that hangs must not take all the time there is, nor
-# one that compiles be taken for it: whom we had less patience with was not reached, no more.
+# Limits on the seconds for one request to a worker.  The upper one keeps a plan that hangs from using up the time.
+# Below the lower one a timeout may be a plan that is compiling, so it counts as "not reached" and not as a hang.
 _LEAST_PATIENCE, _MOST_PATIENCE = 30.0, 300.0
 _open = threading.Lock()
 

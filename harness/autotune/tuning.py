@@ -107,8 +107,8 @@ def errand_of(
 ) -> Errand | str:
     """What of the spec is not in the user's own table yet (``again``: all), or why it cannot be measured.
 
-    What is chosen now is among it whatever the names keep, and whatever the table has: who is
-    not measured beside it cannot be found the faster one.
+    The plan that is chosen now is always included, whatever the names select and the table holds: another plan counts
+    as faster only if both were measured side by side.
     """
     spec, known = asked.spec, laboratory.registry
     try:
