@@ -1,4 +1,4 @@
-"""Whether a plan that can serve may run within the budget, and what is known of its time."""
+"""Whether a plan that can serve is within the budget, and what is known about its time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FP8_CLOSED = 'computes in FP8, which dtype="fp8" or a max_error opens'
 
 
 class Judge:
-    """Turns plans into candidates: was it asked for, is it accurate enough, how long does it take.
+    """Turns plans into candidates: whether FP8 is allowed, whether the plan is accurate enough, how long it takes.
 
     ``fp8`` tells whether FP8 was opted into; ``declared`` is the error that a plan declares for the
     spec, which decides where nothing was measured; ``dropped`` says of a backend why what was
@@ -36,14 +36,14 @@ class Judge:
         self._declared, self._dropped = declared, dropped or {}
 
     def __call__(self, plan: Plan, insisted: bool = False) -> Candidate:
-        """The plan, which can serve, as eligible or not; an insisted one has been asked for by its name."""
+        """A candidate for a plan that can serve, eligible or not; the caller named an insisted one."""
         found = self._evidence.candidate(plan, self._budget) or self._by_rule(plan)
         if plan.fp8 and not self._fp8 and not insisted:
             return replace(found, verdict="not asked for", reasons=(_FP8_CLOSED,))
         return found
 
     def preference(self, plan: Plan) -> float:
-        """The place of a plan in the declared order of forwards; those that have none come last."""
+        """The plan's rank in the declared order of forwards; plans without a rank come last."""
         declared = self._known.forward(plan.forward).preference
         return float("inf") if declared is None else declared
 
