@@ -1,4 +1,4 @@
-"""Any model of transformers around our attention: ``attn_implementation="attnbench"`` once ``register`` was called.
+"""attnbench as an attention implementation of transformers: ``attn_implementation="attnbench"`` after ``register``.
 
 transformers looks attention functions up by name, and beside each a function that makes its masks.  Both are
 registered; nothing of transformers is patched.  A layer computes what it computes with ``"sdpa"``: a mask that was made
@@ -31,7 +31,7 @@ _PACKED = "packed sequences beside a cache, which transformers takes for one (us
 _LAYER_MASK = "a mask tensor that is none, causal or a window not"
 
 # What changes the function that a layer computes, and SDPA does not know either: attention sinks, keys of a paged
-# cache, sparse choices of keys, the lengths of packed sequences, weights that nobody computes.
+# cache, sparse choices of keys, the lengths of packed sequences, attention weights.
 _UNKNOWN = (
     "s_aux", "sinks", "cache", "indexer", "indices", "block_indices", "cu_seq_lens_q", "cu_seq_lens_k", "head_mask",
 )  # fmt: skip
@@ -54,8 +54,8 @@ def register(
 
     Served are full and causal masks and sliding windows (eager, or with a growing cache), softcaps, grouped heads,
     scales, and 2-D padding masks that pad nothing.  ``padding="right"`` also serves causal batches that are padded at
-    the right alone: no token sees padding, so tokens are computed as ever; what stands at the padding itself differs
-    from SDPA's, and nobody should read it (labels of -100 do not).
+    the right only: no token sees padding, so the outputs of tokens do not change; the outputs at padding positions
+    differ from SDPA's and must not be used (labels of -100 ignore them).
 
     What cannot be served raises InputError: other padding, packed sequences, blocks and chunks, static caches, mask
     tensors of one's own unless they are a mask above, dropout, biases of positions.  With ``otherwise="sdpa"``
@@ -100,7 +100,7 @@ def register(
         reason = "dropout" if dropout else "a bias of positions" if position_bias is not None else None
         mask = attention_mask
         if mask is None:
-            if sliding_window and seqlen_kv > sliding_window:  # 0 is none to Qwen2-MoE
+            if sliding_window and seqlen_kv > sliding_window:  # for Qwen2-MoE, 0 means no window
                 layer = type(module).__name__
                 raise InputError(f"{layer} has a sliding window of {sliding_window} keys, and no mask was made for it")
             mask = Mask(right=0) if causal and seqlen_q > 1 else Mask()

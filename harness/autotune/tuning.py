@@ -1,4 +1,4 @@
-"""What may be measured for a spec beside a running program, and by whom: memory, plans, one process at a time."""
+"""What may be measured beside a running program: enough memory, which plans, one process at a time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .asked_specs import Asked, Terms, input_bytes
 __all__ = ["Errand", "alone", "chosen", "errand_of", "own_table", "shortage"]
 
 _POLL_SECONDS = 0.1
-_CONTEXT = 2**29  # bytes of a GPU that a process takes before it has a tensor there
+_CONTEXT = 2**29  # GPU memory in bytes that a process needs before its first tensor
 # Times the inputs: two families and the buffers, a plan's operands and results, and truths in
 # FP64, which are four times as wide and of some of the heads.
 _COPIES = 8
@@ -44,7 +44,7 @@ _COPIES = 8
 def alone(path: Path, deadline: float) -> Iterator[bool]:
     """Keep other processes from measuring for this table; whether none was left at the deadline, waited for until then.
 
-    The lock is the kernel's and ends with the process.  On a file system that has none, nobody is waited for.
+    The kernel releases the lock when the process ends.  A file system without locks excludes no one.
     Raises OutputError where the folder cannot be written.
     """
     try:
@@ -71,7 +71,7 @@ def _taken(lock: int) -> bool:
 
 
 def own_table(environment: Environment) -> Table:
-    """What the user's table holds that may be used here; empty where there is none or it is damaged."""
+    """The entries of the user's table that may be used here; empty if there is no table or it is damaged."""
     try:
         table = Table.load(user_table_path(environment))
     except (OSError, MalformedFileError, InputError):
@@ -94,9 +94,9 @@ class Errand:
     heads: frozenset[Plan]
 
     def settled_by(self, rows: Sequence[Measurement]) -> bool:
-        """Whether one may choose by rows of some of the plans: those of all heads, with another to compare.
+        """Whether these rows suffice for a choice: those of all ``heads``, and one more plan to compare.
 
-        A head that took too long is none: it runs, and may be the fastest.
+        A head that timed out does not count: it runs now, and may be the fastest.
         """
         answered = {row.plan for row in rows if row.status != "timeout"}
         return self.heads <= answered and sum(row.measured for row in rows) > 1
@@ -140,7 +140,7 @@ def errand_of(
 
 
 def chosen(asked: Asked, terms: Terms, known: Registry, table: Table | None = None) -> Choice:
-    """What the tables, or this one, come to, whether choices are frozen or not.  Raises NoPlanError."""
+    """The choice by the tables, or by this table, even if choices are frozen.  Raises NoPlanError."""
     fp8, max_error = terms
     return choose(asked.spec, asked.device, asked_by="default", fp8=fp8, max_error=max_error, table=table, known=known)
 
