@@ -36,7 +36,7 @@ class Judge:
         self._declared, self._dropped = declared, dropped or {}
 
     def __call__(self, plan: Plan, insisted: bool = False) -> Candidate:
-        """A candidate for a plan that can serve, eligible or not; the caller named an insisted one."""
+        """The plan, which can serve, as eligible or not; an insisted one has been asked for by its name."""
         found = self._evidence.candidate(plan, self._budget) or self._by_rule(plan)
         if plan.fp8 and not self._fp8 and not insisted:
             return replace(found, verdict="not asked for", reasons=(_FP8_CLOSED,))

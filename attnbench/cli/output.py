@@ -71,7 +71,7 @@ def print_table(rows: Sequence[Mapping[str, str]], format: Format) -> None:
 
 
 def print_text(text: str) -> None:
-    """Print lines without control characters: some of the text comes from files and plug-ins."""
+    """Lines as they are, without what would steer a terminal: files and plug-ins write some of them."""
     print("\n".join(_printable(line) for line in text.split("\n")))
 
 

@@ -71,11 +71,11 @@ class Freeze:
         with _opening:
             if freeze_hook.frozen is not None:
                 raise InputError(f"choices are frozen already, by {freeze_hook.frozen.path}; stop that first")
-            self._known = stamp_of(self.path)  # before reading, so that a change meanwhile is read again
+            self._known = stamp_of(self.path)  # before it is read: what changes meanwhile is read again
             self._content = self._read()
             self._check_gpus()
             freeze_hook.frozen = self
-        forget_choices()  # afterwards, so that no earlier choice remains
+        forget_choices()  # after that, so that nothing that was chosen before stays
         return self
 
     def stop(self) -> None:

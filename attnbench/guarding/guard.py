@@ -138,7 +138,7 @@ class Guard:
         return tuple(self._breaches)
 
     def start(self) -> Guard:
-        """Watch every pass of this process, in all threads, until ``stop``; outer guards do not see these passes."""
+        """Watch every pass of this process, in all threads, until ``stop``; guards around this one see none of it."""
         with _opening:
             if self in _open:
                 raise InputError("this guard is open already")
@@ -164,7 +164,7 @@ class Guard:
             self.stop()
             return
         self._close()
-        self._read(wait=True, quietly=True)  # an exception of the program has precedence
+        self._read(wait=True, quietly=True)  # the program's own error goes first
 
     def _close(self) -> None:
         with _opening:
@@ -357,7 +357,7 @@ def _recorded(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-_open: list[Guard] = []  # innermost last
+_open: list[Guard] = []  # the innermost last
 _opening = threading.Lock()
 
 

@@ -31,7 +31,7 @@ _PACKED = "packed sequences beside a cache, which transformers takes for one (us
 _LAYER_MASK = "a mask tensor that is none, causal or a window not"
 
 # What changes the function that a layer computes, and SDPA does not know either: attention sinks, keys of a paged
-# cache, sparse choices of keys, the lengths of packed sequences, attention weights.
+# cache, sparse choices of keys, the lengths of packed sequences, weights that nobody computes.
 _UNKNOWN = (
     "s_aux", "sinks", "cache", "indexer", "indices", "block_indices", "cu_seq_lens_q", "cu_seq_lens_k", "head_mask",
 )  # fmt: skip
@@ -100,7 +100,7 @@ def register(
         reason = "dropout" if dropout else "a bias of positions" if position_bias is not None else None
         mask = attention_mask
         if mask is None:
-            if sliding_window and seqlen_kv > sliding_window:  # for Qwen2-MoE, 0 means no window
+            if sliding_window and seqlen_kv > sliding_window:  # 0 is none to Qwen2-MoE
                 layer = type(module).__name__
                 raise InputError(f"{layer} has a sliding window of {sliding_window} keys, and no mask was made for it")
             mask = Mask(right=0) if causal and seqlen_q > 1 else Mask()

@@ -44,7 +44,7 @@ _COPIES = 8
 def alone(path: Path, deadline: float) -> Iterator[bool]:
     """Keep other processes from measuring for this table; whether none was left at the deadline, waited for until then.
 
-    The kernel releases the lock when the process ends.  A file system without locks excludes no one.
+    The lock is the kernel's and ends with the process.  On a file system that has none, nobody is waited for.
     Raises OutputError where the folder cannot be written.
     """
     try:
