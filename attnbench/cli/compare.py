@@ -28,9 +28,7 @@ def compare(
         Path, typer.Argument(exists=True, help="The old results: a sweep's folder or its measurements.jsonl.")
     ],
     new: Annotated[Path, typer.Argument(exists=True, help="The new results, likewise.")],
-    fail_on: Annotated[
-        str, typer.Option("--fail-on", help="Smallest slow-down of device time that counts as a regression.")
-    ] = "3%",
+    fail_on: Annotated[str, typer.Option("--fail-on", help="Smallest slow-down that counts as a regression.")] = "3%",
     fail_on_host: Annotated[
         str,
         typer.Option("--fail-on-host", help="The same for times that the host of a GPU determines; these vary more."),

@@ -30,9 +30,7 @@ def gate(
             help="The Python of an environment with the old code; old and new code are then measured in turns.",
         ),
     ] = None,
-    fail_on: Annotated[
-        str, typer.Option("--fail-on", help="Smallest slow-down of device time that counts as a regression.")
-    ] = "3%",
+    fail_on: Annotated[str, typer.Option("--fail-on", help="Smallest slow-down that counts as a regression.")] = "3%",
     fail_on_host: Annotated[
         str,
         typer.Option("--fail-on-host", help="The same for times that the host of a GPU determines; these vary more."),

@@ -71,7 +71,7 @@ def _spec(value: object) -> AttentionSpec:
     if isinstance(value, AttentionSpec):
         return value
     if not isinstance(value, dict) or not isinstance(value.get("mask"), dict):
-        raise ValueError("a spec must be an object whose mask is an object")
+        raise ValueError("a spec is an object with a mask that is one")
     return AttentionSpec.from_dict(value)
 
 
