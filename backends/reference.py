@@ -149,7 +149,7 @@ def _probabilities(s: Tensor, lse: Tensor) -> Tensor:
 
 BACKEND = Backend(
     name="reference",
-    summary="exact chunked attention in FP64 and FP32: the truth, not a contender",
+    summary="exact chunked attention in FP64 and FP32, the reference for all errors",
     availability=lambda: Availability(version=torch.__version__, origin="torch"),
     kernels=tuple(
         kernel for precision in _WIDE for kernel in (ReferenceForward(precision), ReferenceBackward(precision))

@@ -1,7 +1,7 @@
 """The documentation's tables of figures, made from committed rows and from the code: ``python docs/figures.py``.
 
-In a page, what stands between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->`` is written by the function of
-that name below.  ``--check`` writes nothing and exits 1 where a page is not what would be written.
+In a page, the function NAME below writes the text between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->``.
+``--check`` writes nothing and exits 1 if a page is not up to date.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RESULTS = ROOT / "results" / "nvidia-h200"
 SHIPPED = ROOT / "attnbench" / "tables" / "nvidia-h200.json"
 BLOCK = re.compile(r"(<!-- figures: (?P<name>[a-z0-9-]+) -->\n)(?P<body>.*?)(<!-- end of figures -->)", re.DOTALL)
 
-# How each kernel makes FP8 of Q, K and V, as its page says; a kernel that was measured and is not here fails.
+# How each kernel quantises Q, K and V, as its page says.  A measured kernel that is missing here is an error.
 _SCALES = {
     "cudnn:fp8": "a tensor; O in e4m3 too",
     "te:fp8": "a tensor; O in e4m3 too",
@@ -53,7 +53,7 @@ _SCALES = {
     "triton:fp8": "a head, rotated",
     "triton:fp8-head": "a head",
     "triton:fp8-onepass": "a query, and 256 keys (128 above D = 128)",
-    "triton:fp8-pv": "a head, of V alone",
+    "triton:fp8-pv": "a head, V only",
     "triton:fp8-token": "a token",
     "triton:fp8-token-hadamard": "a token, rotated",
 }
@@ -76,12 +76,12 @@ def rows(sweep: str) -> tuple[Measurement, ...]:
 
 @cache
 def kernels() -> Registry:
-    """What is installed; names alone are asked of it."""
+    """The installed kernels, of which only names are used."""
     return registry()
 
 
 def budgets() -> str:
-    """The budget of a caller who names none."""
+    """The default budgets."""
     lines = []
     for dtype in ("bf16", "fp16", "fp32", "fp64"):
         forward, training = (
@@ -91,11 +91,11 @@ def budgets() -> str:
         assert default_budget(forward, False) == default_budget(training, False), "one column serves both"
         cells = [default_budget(forward, False), default_budget(forward, True), default_budget(training, True)]
         lines.append([dtype, *(f"{cell:g}" for cell in cells)])
-    return _table(["tensors", "nothing asked for", '`dtype="fp8"`, forward', '`dtype="fp8"`, training'], lines)
+    return _table(["tensors", "default", '`dtype="fp8"`, forward', '`dtype="fp8"`, training'], lines)
 
 
 def forward_errors() -> str:
-    """What each FP8 forward was off by."""
+    """The errors of each FP8 forward."""
     return _errors("forward", lambda plan: plan.forward if plan.fp8 else None, _scales)
 
 
@@ -112,7 +112,7 @@ def training_errors() -> str:
 
 
 def _scales(plan: str) -> str:
-    """How the plan's forward scales.  Raises KeyError where nobody has said so yet."""
+    """How the plan's forward scales.  Raises KeyError for a forward that is not in ``_SCALES``."""
     forward = plan.partition(">")[0]
     if forward not in _SCALES:
         raise KeyError(f"{forward} was measured: say in _SCALES of docs/figures.py what has a scale of its own there")
@@ -183,7 +183,7 @@ def what_fp8_saves() -> str:
             saved = sorted(1 - _time(opened) / _time(plain) for plain, opened in told if opened.plan.fp8)
             effect = f"{statistics.median(saved):.0%}, {saved[-1]:.0%}" if saved else ""
             lines.append([direction, f"`{_said(asked)}`", f"{len(saved)} of {len(told)}", effect])
-    return _table(["direction", "asked for", "shapes where FP8 runs", "time saved there: median, most"], lines)
+    return _table(["direction", "argument", "shapes where FP8 runs", "time saved there: median, most"], lines)
 
 
 def ladder() -> str:
@@ -225,14 +225,14 @@ def presets() -> str:
 
 
 def guard_rows() -> str:
-    """How much a check of a guard looks at."""
+    """How many rows a guard's check reads."""
     spec = AttentionSpec.make(batch=4, heads=64, kv_heads=8, seqlen_q=4096, head_dim=8)
     picks, groups = pick_rows(spec, Random(0)), pick_groups(spec, Random(0))
     (rows_of_head,) = {len(pick.rows) for pick in picks}
     ((queries, keys),) = {(len(group.queries), len(group.keys)) for group in groups}
     looked_at = f"{queries} queries' dQ, {keys} keys' dK and dV, of {len(groups)} groups of heads"
     return _table(
-        ["pass", "looked at", "beside"],
+        ["pass", "checked", "compared with"],
         [
             ["forward", f"{rows_of_head} queries of each of {len(picks)} heads", "exact attention over all their keys"],
             ["backward", looked_at, "exact gradients; dK and dV need exact attention of the whole group"],
@@ -241,7 +241,7 @@ def guard_rows() -> str:
 
 
 def throughput() -> str:
-    """Tokens a second and attention's share of a step of GPT, by length, linears and attention."""
+    """Tokens per second and attention's share of a step of GPT, by length, linears and attention."""
     found = {
         (arm.first.settings["seqlen"], arm.first.settings["linears"], _attention(arm)): arm
         for arm in arms("throughput")
@@ -252,11 +252,13 @@ def throughput() -> str:
         cells = [f"{each.units_per_second:,.0f}, {each.attention_share:.0%}" for each in own]
         ran = {plan for run in own[2].runs for plan in run.plans}
         lines.append([f"{seqlen:,}", linears, *cells, ", ".join(f"`{plan}`" for plan in sorted(ran))])
-    return _table(["tokens a sample", "linears", "torch's SDPA", "`auto`", "`auto --fp8`", "which ran"], lines)
+    return _table(
+        ["tokens per sample", "linears", "torch's SDPA", "`auto`", "`auto --fp8`", "plan with `--fp8`"], lines
+    )
 
 
 def vit() -> str:
-    """The article's experiment: images a second, and what a price buys, beside the plain model."""
+    """The article's experiment: images per second, and images per price, compared with the plain model."""
     every = arms("vit")
     (plain,) = (arm for arm in every if arm.baseline)
     value = {offer.label: f"{offer.units_per_price:,.0f}" for offer in offers_of(every)}
@@ -270,7 +272,7 @@ def vit() -> str:
         told = "" if share is None else f"{share:.0%}"
         lines.append([said["block"], said["linears"], named, *cells, told, value[arm.label], more])
     heads = ["block", "linears", "attention", "images/s", "step, ms", "memory", "attention's share"]
-    heads += ["images for a price of 1", "beside plain"]
+    heads += ["images for a price of 1", "compared with plain"]
     return _table(heads, lines)
 
 
@@ -284,7 +286,7 @@ def ranks() -> str:
         cells = [f"{arm.units_per_second:,.0f}", f"{arm.memory_bytes / 2**30:.1f} GiB"]
         scaling = "" if efficiency is None else f"{efficiency:.1%}"
         lines.append([str(arm.first.world), arm.first.settings["parallel"], _attention(arm), *cells, scaling])
-    return _table(["GPUs", "by", "attention", "tokens/s", "memory a GPU", "scaling efficiency"], lines)
+    return _table(["GPUs", "parallel", "attention", "tokens/s", "memory per GPU", "scaling efficiency"], lines)
 
 
 def learning() -> str:
@@ -317,7 +319,7 @@ def learning_rules() -> str:
 
 
 def backends() -> str:
-    """Every backend with its page and what it says of itself."""
+    """Every backend with its page and its summary."""
     known = kernels()
     pages = {page.stem for page in (DOCS / "backends").glob("*.md")}
     named = {backend_of(name) for name in (*known.forwards, *known.backwards)} & pages
@@ -350,7 +352,7 @@ def _table(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def written(text: str) -> str:
-    """The page with its figures made anew.  Raises KeyError for a name that no function has."""
+    """The page with its figures written again.  Raises KeyError for an unknown name."""
     return BLOCK.sub(lambda block: f"{block[1]}\n{FIGURES[block['name']]()}\n\n{block[4]}", text)
 
 

@@ -1,4 +1,4 @@
-"""What MkDocs does not do by itself: links that leave docs/, and a site that fetches nothing.
+"""Two additions to MkDocs: links that leave docs/, and a check that the site fetches nothing.
 
 The pages are read in two places.  On a code host ``../README.md`` is a link; the site holds docs/ alone, so there such
 a link goes to the repository (``extra.repository`` of mkdocs.yml) or, where that is not known, becomes the file's name.
@@ -23,7 +23,7 @@ _HARMLESS = {"canonical", "prev", "next", "edit"}  # relations of a <link> that 
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """The page with its links out of docs/ brought to the repository."""
+    """The page with its links out of docs/ changed to links into the repository."""
     here = posixpath.join("docs", posixpath.dirname(page.file.src_uri))
     repository, branch = config.extra["repository"].rstrip("/"), config.extra["branch"]
 
@@ -51,7 +51,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """The page as it is; a warning for whatever a browser would ask another host for."""
+    """The unchanged page; warns of everything that a browser would fetch from another host."""
     for place in _fetched(output):
         _log.warning("%s would fetch %s", page.file.src_uri, place)
     return output

@@ -1,4 +1,4 @@
-"""The largest error that is accepted, by precision, where the caller names none.
+"""The largest accepted error for each precision, if the caller names none.
 
 All errors are relative L2 against exact attention on the original inputs, the worst over
 out (and dq, dk, dv in training) and over the input families.
@@ -21,7 +21,7 @@ _FP8 = {"forward": 0.12, "training": 0.20}
 
 
 def class_bound(plan: Plan, spec: AttentionSpec) -> float:
-    """What a plan of this precision must stay within to deserve the status ``ok``."""
+    """The error bound of this precision; a plan within it has the status ``ok``."""
     if plan.fp8:
         return _FP8[spec.direction]
     narrowest = max(_BOUNDS.get(precision_of(kernel).partition("-")[0], _BOUNDS["bf16"]) for kernel in plan.kernels)
@@ -31,12 +31,12 @@ def class_bound(plan: Plan, spec: AttentionSpec) -> float:
 
 
 def default_budget(spec: AttentionSpec, fp8: bool) -> float:
-    """The budget of a caller who names none: the class of the tensors' type, or of FP8 if that was opted into."""
+    """The default budget: the bound of the tensors' type, or that of FP8 if the caller opted into it."""
     return _FP8[spec.direction] if fp8 or spec.descale is not None else _BOUNDS[spec.dtype]
 
 
 def budget_of(spec: AttentionSpec, backend: str, fp8: bool, max_error: float | None) -> float | None:
-    """The largest error that a question accepts; None where it names a backend or plan and no error: any."""
+    """The largest accepted error; None if the caller named a backend or plan and no error, so any is accepted."""
     if max_error is not None:
         return max_error
     return default_budget(spec, fp8) if backend == "auto" else None

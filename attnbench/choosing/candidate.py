@@ -29,12 +29,12 @@ class Candidate:
 
     ``reasons`` say why it was not chosen, one sentence each.  ``time_ms`` (median of the
     whole call) and ``error`` (worst relative L2 over tensors and input families, and the
-    ``family`` it was seen in) are None where nothing was measured; ``basis`` says what they
-    rest on: ``measured`` at this very spec, ``predicted`` by the cost model (the error is then
-    the largest at the neighbours that speak for the plan, at the spec ``measured_at``),
+    ``family`` it was seen in) are None where nothing was measured; ``basis`` says where they
+    come from: ``measured`` at this very spec, ``predicted`` by the cost model (the error is then
+    the largest at the plan's measured neighbours, at the spec ``measured_at``),
     ``nearest`` (predicted too, and chosen because it won at the nearest measured spec),
     ``rule`` (the kernels' declared preference and error), or ``frozen`` (a file named the
-    plan, and nothing else was asked).
+    plan, and no table was read).
 
     ``spread_ms`` is the interquartile range of a measured time, ``time_error`` the standard
     error of the logarithm of a predicted one: 0.05 is about 5 %.  ``needs`` is the smallest
@@ -72,9 +72,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Margin:
-    """How far the runner-up lies behind: ``gap`` is its time over the chosen plan's, minus one.
+    """The lead over the runner-up: ``gap`` is the runner-up's time over the chosen plan's, minus one.
 
-    ``noise`` is what the gap must exceed to mean anything: the measurement noise of both, or
+    ``noise`` is what the gap must exceed to be significant: the measurement noise of both, or
     the error of their predictions.  A plan that won a tie may have a gap below zero.
     """
 
@@ -84,7 +84,7 @@ class Margin:
 
     @property
     def inside_noise(self) -> bool:
-        """Whether the two cannot be told apart by time."""
+        """Whether the times of the two do not differ significantly."""
         return self.gap <= self.noise
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,5 +115,5 @@ class Trade:
 
 
 def _finite(error: float | None) -> float | str | None:
-    """What JSON has no number for is a word, as it is in a table."""
+    """The value for JSON: infinity, which JSON cannot hold as a number, becomes a word, as in a table."""
     return "inf" if error == float("inf") else error

@@ -1,4 +1,4 @@
-"""The plan chosen for a spec, with every candidate and why it lost: data that also prints well."""
+"""The plan chosen for a spec, with every candidate and why it lost, as data and as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a plan that can serve may run within the budget, and what is known of its time."""
+"""Whether a plan that can serve is within the budget, and what is known about its time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FP8_CLOSED = 'computes in FP8, which dtype="fp8" or a max_error opens'
 
 
 class Judge:
-    """Turns plans into candidates: was it asked for, is it accurate enough, how long does it take.
+    """Turns plans into candidates: whether FP8 is allowed, whether the plan is accurate enough, how long it takes.
 
     ``fp8`` tells whether FP8 was opted into; ``declared`` is the error that a plan declares for the
     spec, which decides where nothing was measured; ``dropped`` says of a backend why what was
@@ -43,7 +43,7 @@ class Judge:
         return found
 
     def preference(self, plan: Plan) -> float:
-        """The place of a plan in the declared order of forwards; those that have none come last."""
+        """The plan's rank in the declared order of forwards; plans without a rank come last."""
         declared = self._known.forward(plan.forward).preference
         return float("inf") if declared is None else declared
 

@@ -1,4 +1,4 @@
-"""Which of the plans that may run wins: the fastest, where times differ by more than noise, and then who."""
+"""Which of the eligible plans wins: the fastest, and within the noise the more accurate, then a declared order."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .cost_model.predict import CostModel
 __all__ = ["Ranking", "noise", "rounded_up"]
 
 _FLOOR, _CEILING = 0.01, 0.03
-_AS_ACCURATE = 1.25  # errors that differ by less are those of one precision on other random numbers
+_AS_ACCURATE = 1.25  # ratio below which two errors count as equal: one precision differs so much between random inputs
 
 
 def noise(one: Candidate, other: Candidate) -> float:
-    """How far two measured times may lie apart, as a part of one, without one plan being faster.
+    """The relative difference of two measured times below which neither plan counts as faster.
 
     Half the interquartile range is how far the middle half of a plan's samples lies from
-    their median; of two plans, added in quadrature.  Not below 1 %: from one sweep of an H200
-    to the next the time of a call moved by 1.1 % in the median.  Not above 3 %: a wide spread
-    comes of a GPU that changes its clock, and must not pass a plan that is plainly slower.
+    their median; of two plans, added in quadrature.  At least 1 %: between two sweeps of an
+    H200 the time of a call changed by 1.1 % in the median.  At most 3 %: a wide spread comes
+    from a changing clock and must not make a clearly slower plan count as equal.
     """
     spreads = [
         0.0 if each.spread_ms is None or not each.time_ms else each.spread_ms / each.time_ms for each in (one, other)
@@ -35,9 +35,10 @@ class Ranking:
     """Picks among candidates of one spec.
 
     ``preference`` is the order where nothing was measured, smallest first: the plan with the
-    smallest is the default plan, which runs on a machine of which nothing is known.
+    smallest runs on a machine without any measurement.
     ``nearest(plan, plans)`` is what was measured of the plans at the nearest spec of the class
-    that has the first, ``model`` predicts where the spec itself was not measured.  The candidates' order plays no part.
+    that has the first, ``model`` predicts where the spec itself was not measured.  The order of
+    the candidates has no effect.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Ranking:
         self._spec, self._preference, self._nearest, self._model = spec, preference, nearest, model
 
     def winner(self, eligible: Sequence[Candidate]) -> Candidate:
-        """The one that runs; its basis says what decided.
+        """The candidate that runs; its basis says what decided.
 
         Measured times decide beyond their ``noise``.  Within it the more accurate plan wins
         (errors within a quarter count as equal), then the one first in the declared order,
@@ -82,7 +83,7 @@ class Ranking:
         return known
 
     def margin(self, winner: Candidate, eligible: Iterable[Candidate]) -> Margin | None:
-        """The lead of the winner over the fastest of the others, None where either has no time."""
+        """The lead of the winner over the fastest of the others; None if either has no time."""
         others = [each for each in eligible if each.plan != winner.plan and each.time_ms is not None]
         if winner.time_ms is None or not others:
             return None
@@ -90,10 +91,10 @@ class Ranking:
         return Margin(second.plan, math.expm1(_gap(second, winner)), self._error(second, winner))
 
     def trades(self, winner: Candidate, budget: float, able: Iterable[Candidate]) -> tuple[Trade, ...]:
-        """What other budgets would choose from those ``able`` to serve, FP8 opted into, the tightest first.
+        """What other budgets would choose from those ``able`` to serve, with FP8 allowed, tightest budget first.
 
-        Of the looser ones each that saves more than the one before; of the tighter ones only
-        the cheapest, the one that costs least.
+        A looser budget is listed if it saves more time than the one before; of the tighter budgets
+        only the one that costs least is listed.
         """
         if winner.time_ms is None:
             return ()
@@ -111,7 +112,7 @@ class Ranking:
         within = min(needs.get(winner.plan, 0.0), budget)
         tighter = [trade for step in steps if step < within for trade in under(step)]
         looser, best = [], -self._least_saving(winner)
-        # The budget itself is one of them: naming it opens FP8.
+        # The current budget is one of them: as a named budget it allows FP8.
         for trade in (trade for step in (budget, *steps) if step >= budget for trade in under(step)):
             if trade.change < best:
                 looser.append(trade)
@@ -122,7 +123,7 @@ class Ranking:
         return max(noise(winner, winner), winner.time_error or 0.0)
 
     def _settled(self, measured: Sequence[Candidate]) -> Candidate:
-        """Of measured plans the fastest, or of those that tie with it the more accurate, then the first declared."""
+        """The fastest measured plan; of plans within its noise the most accurate, then the first in declared order."""
         fastest = min(measured, key=_by_time)
         tied = [each for each in measured if _gap(each, fastest) <= math.log1p(noise(each, fastest))]
         accurate = min(each.error or 0.0 for each in tied) * _AS_ACCURATE
@@ -132,7 +133,7 @@ class Ranking:
         return self._preference(candidate.plan), str(candidate.plan)
 
     def _error(self, one: Candidate, other: Candidate) -> float:
-        """How large the gap between two must be to mean anything."""
+        """How large the gap between two candidates must be to be significant."""
         if one.basis == "measured" and other.basis == "measured":
             return noise(one, other)
         if self._model is not None and "measured" not in (one.basis, other.basis):

@@ -33,13 +33,13 @@ __all__ = [
     "summarised",
 ]
 
-GEOMETRIC_MEAN, WORST = 0.02, 0.15  # what a table's held-out regret must stay within
-STEADY = 0.03  # half the interquartile range over the median: beyond it a time cannot tell such regrets from none
+GEOMETRIC_MEAN, WORST = 0.02, 0.15  # bounds on a table's held-out regret
+STEADY = 0.03  # half the interquartile range over the median; more scatter hides regrets of that size
 _SPLITS = 5
 
 
 class Asked(NamedTuple):
-    """What a caller may ask for beside the tensors: the FP8 plans, and a budget or None for the default one."""
+    """What a caller may ask for: whether FP8 plans are allowed, and a budget (None: the default)."""
 
     fp8: bool
     max_error: float | None = None
@@ -62,10 +62,10 @@ class Score:
     """One choice, made without the spec's own entries, beside what was measured there.
 
     ``regret`` is the time of the ``plan`` over that of the ``best`` eligible one, minus one:
-    best among those that the known half vouches for and that are accurate enough here.
-    ``caution`` is what it costs on top that an FP8 plan is not vouched for though it is
-    accurate enough here: the time of the best eligible one over that of the best accurate
-    one, minus one.  ``violated``: the plan's measured error exceeds the budget.  ``steady``:
+    best among those that the known half supports and that are accurate enough here.
+    ``caution`` is the additional cost of FP8 plans that the known half does not support though
+    they are accurate enough here: the time of the best eligible plan over that of the best
+    accurate one, minus one.  ``violated``: the plan's measured error exceeds the budget.  ``steady``:
     the times of both plans are known well enough for the regret to be one.
     """
 
@@ -89,14 +89,14 @@ def held_out(
     seed: int = 0,
     steady: float = STEADY,
 ) -> Iterator[Score]:
-    """Choose for one half of the table's specs by the other half, and the other way round, in several random splits.
+    """Choose for one half of the table's specs by the other half, and vice versa, in several random splits.
 
     Specs are split class by class, so that of each class about half is known; the odd one
-    falls to either side.  One that is alone in its class is never scored: nothing would speak
-    for any plan.  What cannot be answered within a budget is not scored either.
+    falls to either side.  A spec that is alone in its class is never scored, because the other
+    half knows nothing about it.  A choice that finds no plan within the budget is not scored either.
 
     The known half is used as it is.  A score is ``steady`` where neither its plan's time nor
-    the best one's scattered by more than that: between others a regret is mostly noise, and
+    the best one's scattered by more than that: otherwise a regret is mostly noise, and
     the best of several unsteady times is the luckiest.
     """
     for split in range(splits):
@@ -118,7 +118,7 @@ def _half(table: Table, chance: random.Random) -> set[AttentionSpec]:
 
 
 def _specs(table: Table) -> list[AttentionSpec]:
-    """The specs at which anything was measured, in an order of their own."""
+    """The specs at which anything was measured, in a fixed order."""
     return sorted({spec for (spec, _), entry in table.entries.items() if entry.usable}, key=str)
 
 
@@ -141,7 +141,7 @@ def _scored(
 def chosen_at(
     spec: AttentionSpec, here: Iterable[Plan], evidence: Evidence, asked: Asked, known: Registry
 ) -> tuple[Candidate, set[Plan]] | None:
-    """(what the selector takes of the plans that served here, all that it could have taken), None where it has none."""
+    """(the plan that the selector chooses from those that served here, all eligible ones); None if there is none."""
     # What was not measured in the class of the spec counts as what it must be to deserve the status ok.
     judge = Judge(evidence, asked.budget(spec), asked.fp8, known, lambda plan: class_bound(plan, spec))
     eligible = [each for each in map(judge, here) if each.verdict == "eligible"]
@@ -180,7 +180,7 @@ def _score(
 
 
 def _scatter(entry: Entry) -> float:
-    """How far the middle half of a plan's samples lies from their median, as a part of it."""
+    """Half the interquartile range of a plan's samples over their median."""
     return (entry.spread_ms or 0.0) / entry.time_ms / 2 if entry.time_ms else 0.0
 
 
@@ -212,7 +212,7 @@ class Summary:
 
     @property
     def passes(self) -> bool:
-        """Whether the group stays within the bounds that a table must keep."""
+        """Whether the group stays within the bounds on a table's regret."""
         return self.geometric_mean <= GEOMETRIC_MEAN and self.worst <= WORST and not self.violations
 
 
@@ -241,6 +241,6 @@ def _summary(name: str, scores: list[Score]) -> Summary:
 
 
 def geometric_mean(ratios: Iterable[float]) -> float:
-    """Of positive ratios, at least one."""
+    """The geometric mean of one or more positive ratios."""
     logs = [math.log(ratio) for ratio in ratios]
     return math.exp(math.fsum(logs) / len(logs))

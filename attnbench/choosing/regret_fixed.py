@@ -1,4 +1,4 @@
-"""What choosing by measurement saves over always taking one backend, and over what torch takes by itself."""
+"""What choosing by measurement saves over always using one backend, and over torch's own choice."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def choose(
     tables = known_tables(device) if table is None else Known.of(table)
     named = None if backend == "auto" else named_plans(backend, spec, known)
     budget = default_budget(spec, fp8) if max_error is None else max_error
-    # Who names an FP8 kernel has asked for it; who names a family that has others has not.
+    # Naming an FP8 kernel opts into FP8; naming a backend that also has 16-bit kernels does not.
     by_kernel = named is not None and ":" in backend
     open_plans = [*(named or ()), *(plan for plan in known.plans(spec) if plan not in (named or ()))]
     evidence = Evidence(spec, tables)
@@ -118,12 +118,12 @@ _WON_A_TIE = {
     "measured": ", within the noise, where the more accurate plan wins, then the first in the declared order",
     "nearest": ", within the error of the prediction, where the winner at the nearest measured shape runs",
 }
-# What a named plan may be in spite of: the caller has taken the responsibility.
+# Verdicts that do not stop a named plan: the caller insists on it.
 _TIMID = ("inaccurate", "unmeasured")
 
 
 def named_plans(backend: str, spec: AttentionSpec, known: Registry) -> list[Plan]:
-    """The plans that a backend argument admits: of a family, with a forward kernel, or the one plan.
+    """The plans that a backend argument allows: those of a backend, those with a forward kernel, or one plan.
 
     Raises UnknownBackendError with the nearest names.
     """
@@ -144,7 +144,7 @@ def _check_named(
     max_error: float | None,
     nothing: str,
 ) -> None:
-    """Raise where what was named cannot be honoured: rule 3 of the design."""
+    """Raise if the named backend, kernel or plan cannot run: an explicit choice never falls back."""
     if any(each.verdict == "eligible" for each in field):
         return
     asked = f"{backend} (asked for by {asked_by})"
@@ -160,7 +160,7 @@ def _check_named(
 
 
 def _explained(candidate: Candidate, winner: Candidate, named: list[Plan] | None) -> Candidate:
-    """The candidate with its final verdict, and for one that could have won, why it did not."""
+    """The candidate with its final verdict and, if it was eligible, the reason why it did not win."""
     if candidate.plan == winner.plan:
         return replace(winner, verdict="chosen", reasons=())
     if candidate.verdict != "eligible":

@@ -1,4 +1,4 @@
-"""The errors of a choice that finds no plan: what was asked, what the best plan reaches, what to do next."""
+"""The exceptions for a choice that finds no plan: what was asked, the best plan's error, what to do next."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def no_plan(
 
 
 def over_budget(asked: str, field: Sequence[Candidate], able: Sequence[Candidate], max_error: float) -> BudgetError:
-    """The error of what was named, none of which stays within an error that was named too; ``able`` do."""
+    """The exception if no named plan stays within a named ``max_error``; the plans ``able`` do."""
     held = "; ".join(f"{each.plan}: {reason}" for each in field for reason in each.reasons)
     within = ", ".join(sorted(str(each.plan) for each in able)) or "none on this machine"
     best = _nearest(field)
@@ -47,7 +47,7 @@ def over_budget(asked: str, field: Sequence[Candidate], able: Sequence[Candidate
 
 
 def _nearest(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The candidate that the smallest budget would admit, of those that are only too inaccurate."""
+    """Of the candidates that only exceed the budget, the one that needs the smallest budget."""
     inaccurate = [each for each in candidates if each.verdict == "inaccurate" and each.needs is not None]
     return min(inaccurate, key=lambda each: (each.needs or 0.0, str(each.plan)), default=None)
 

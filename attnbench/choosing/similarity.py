@@ -1,4 +1,4 @@
-"""Which specs say something of one another: their classes, and how far apart two of one class lie."""
+"""Which measured specs are evidence for another spec: classes of specs, and distances within a class."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["SpecClass", "class_of", "distance", "sizes"]
 
 
 class SpecClass(NamedTuple):
-    """What must be equal for one spec's time and error to say something of another's.
+    """The properties that must be equal for one spec's time and error to be evidence for another's.
 
-    Left open are the sizes: batch × heads, queries, keys, and how many query heads share a key
-    head where any do.
+    Not included are the sizes: batch × heads, queries, keys, and the number of query heads that
+    share a key head, if any do.
     """
 
     head_dim: int
@@ -62,10 +62,10 @@ def class_of(spec: AttentionSpec) -> SpecClass:
 
 
 def sizes(spec: AttentionSpec) -> tuple[int, int, int, int]:
-    """What is left open within a class: batch × heads, queries, keys and group."""
+    """The sizes that differ within a class: batch × heads, queries, keys and group."""
     return spec.batch * spec.heads, spec.seqlen_q, spec.seqlen_kv, spec.group
 
 
 def distance(one: AttentionSpec, other: AttentionSpec) -> float:
-    """Sum of the doublings that lie between them in batch × heads, queries, keys and group."""
+    """Sum of the doublings between two specs in batch × heads, queries, keys and group."""
     return sum(abs(math.log2(a / b)) for a, b in zip(sizes(one), sizes(other), strict=True))

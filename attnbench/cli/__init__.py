@@ -30,7 +30,7 @@ from .train import train
 
 __all__ = ["app", "main"]
 
-_LONGEST_LINE = 5000  # of an error: the longest path, and what is wrong with it
+_LONGEST_LINE = 5000  # characters of an error: the longest path and what is wrong with it
 # Plain help and plain errors: they read the same on a terminal, in a pipe and in a log.
 app = typer.Typer(
     name="attnbench",
@@ -41,7 +41,7 @@ app = typer.Typer(
 )
 for command in (sweep, train, backends, explain, check, compare, gate, doctor, merge, report):
     app.command()(command)
-# Everything behind the program's name is the program's.
+# All arguments after the program's name belong to the program.
 app.command(context_settings={"allow_interspersed_args": False})(capture)
 app.add_typer(table, name="table")
 
@@ -78,7 +78,7 @@ def main() -> None:
         lost = error
     lost = flush_streams() or lost
     if lost is not None:
-        if lost.errno != errno.EPIPE:  # a reader that has read enough is told nothing
+        if lost.errno != errno.EPIPE:  # a reader that closes its pipe early is no error to report
             print(f"attnbench: cannot print: {lost.strerror}", file=sys.stderr)
         code = code or 1
     sys.exit(code)
@@ -106,5 +106,5 @@ def _formatted(
 
 
 def _said(message: Exception | str) -> str:
-    """A message of ours, which may repeat what files, paths and plug-ins hold."""
+    """A message for standard error, freed of control characters: it may quote files, paths and plug-ins."""
     return "\n".join(printable(line)[:_LONGEST_LINE] for line in f"attnbench: {message}".split("\n"))

@@ -17,9 +17,10 @@ __all__ = ["backends", "describe_backend"]
 
 
 def backends(format: FormatOption = "table", device: DeviceOption = "auto") -> None:
-    """List every backend and what it serves here.
+    """List every backend and what it can serve on this machine.
 
-    Version, whether it can be used or why not and how to add it, kernels and their limits.
+    Shows the version, whether the backend can be used, otherwise the reason and the command that adds it, and its
+    kernels with their limits.
     """
     from ..kernels import devices
     from ..kernels.registry import registry
@@ -34,7 +35,7 @@ def backends(format: FormatOption = "table", device: DeviceOption = "auto") -> N
 
 
 def describe_backend(known: Registry, name: str, here: Device) -> dict[str, Any]:
-    """All that is known about a backend on this device, in plain JSON types."""
+    """A description of a backend on this device, in plain JSON types."""
     backend, answer = known.backend(name), known.availability(name)
     return {
         "name": name,
@@ -66,7 +67,7 @@ def _kernel(kernel: ForwardKernel | BackwardKernel, here: Device) -> dict[str, A
 
 
 def _limits(row: Capabilities, here: Device) -> list[str]:
-    """What the row allows on this device, in a few words each; what it does not limit goes unsaid."""
+    """The limits of the row on this device, a few words each; a property without a limit is not listed."""
     least, most, multiple = row.head_dims
     bounded = (least, multiple) != (1, 1) or most < 2**31
     masks = [each for each in ("causal", "window") if each not in row.masks]
@@ -101,7 +102,7 @@ def _rows(found: dict[str, Any]) -> list[dict[str, str]]:
     """One line of the table for each group of kernels with the same limits."""
     passes: dict[tuple[str, str], list[str]] = {}
     for kernel in found["kernels"]:
-        # Which tensors it takes goes without saying where they are what it is called after.
+        # The precision in the name already says which tensors the kernel takes.
         limits = [each for each in kernel["here"] if each != f"takes {kernel['precision']}"]
         usable = found["available"] and not found["obstacle"]
         here = ", ".join(limits or ["no limits"]) if usable else _missing(found)

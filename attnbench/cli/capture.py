@@ -24,28 +24,35 @@ _POWERS = " KMGT"
 
 
 def capture(
-    program: Annotated[str, typer.Argument(metavar="SCRIPT.py", help="What to run; with -m, a module's name.")],
+    program: Annotated[
+        str, typer.Argument(metavar="SCRIPT.py", help="The script to run; with -m, the name of a module.")
+    ],
     out: Annotated[Path, typer.Option(help="The .safetensors file to write.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="The program's own arguments.")] = None,
-    module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="Arguments passed to the program.")
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="Run a module, like python -m.")] = False,
     max_bytes: Annotated[
-        str, typer.Option(help="Of the tensors kept, here and in memory: bytes, or a number with KiB, MB, GiB ...")
+        str,
+        typer.Option(
+            help="Limit on the recorded tensors, in the file and in memory: bytes, or a number with KiB, MB, GiB ..."
+        ),
     ] = "256MiB",
-    most: Annotated[int, typer.Option(help="Most calls to keep; a sweep makes each of them a case.")] = 64,
+    most: Annotated[int, typer.Option(help="Largest number of calls to keep; each becomes a case of a sweep.")] = 64,
 ) -> None:
-    """Run a program and record the real Q, K, V and dO of its attention for `attnbench sweep`.
+    """Run a program and record the real Q, K, V and dO of its attention calls for `attnbench sweep`.
 
-    Seen are torch's scaled_dot_product_attention, attnbench.attention and the eager attention
-    of transformers' models, in this process.  Not seen are kernels that a program calls
-    itself, and attention written out by hand.  torch is imported before the program starts, and
-    what torch.compile would compile runs eagerly.  Of more calls than fit some of every shape
-    and layer are kept, from the whole run.  The program's exit code is kept.
+    It records calls of torch's scaled_dot_product_attention, of attnbench.attention and of the eager attention in
+    transformers' models, in this process.  It does not record kernels that the program calls directly, nor attention
+    written out by hand.  torch is imported before the program starts, and code that torch.compile would compile runs
+    eagerly.  If not all calls fit, a sample over the whole run is kept, with some calls of every shape and layer.  The
+    exit code is the program's.
     """
     from ..harness.capture.recorder import capture as recording
 
     budget = _bytes(max_bytes)
     if not module and not os.path.isfile(program):
-        raise MisuseError(f"there is no script {brief(program)}; -m runs a module")
+        raise MisuseError(f"no such script: {brief(program)}; use -m to run a module")
     try:
         with recording(out, max_bytes=budget, most=most) as recorder:
             _run(program, arguments or [], module)
@@ -56,7 +63,7 @@ def capture(
 
 
 def _run(program: str, arguments: list[str], module: bool) -> None:
-    """Run it as python would.  Raises SystemExit with its code unless that is 0."""
+    """Run the program like python would.  Raises SystemExit with its exit code unless that is 0."""
     sys.argv = [program, *arguments]
     if not getattr(sys.flags, "safe_path", False):  # new in Python 3.11
         sys.path[0] = str(Path.cwd() if module else Path(program).resolve().parent)
@@ -69,7 +76,7 @@ def _run(program: str, arguments: list[str], module: bool) -> None:
         if end.code not in (None, 0):
             raise
     except Exception as error:
-        # An error of ours that the program lets through is still the program's, which fails with a traceback.
+        # An attnbench error that the program does not catch is the program's failure: print its traceback.
         place = error.__traceback__
         while place is not None and place.tb_frame.f_globals.get("__name__") in (__name__, "runpy"):
             place = place.tb_next
@@ -78,7 +85,7 @@ def _run(program: str, arguments: list[str], module: bool) -> None:
 
 
 def _say(recorder: Recorder, out: Path) -> None:
-    """What was kept and what was not, on standard error: standard output is the program's."""
+    """Print what was kept and what was not to standard error: standard output belongs to the program."""
     if recorder.recorded:
         size = f"{recorder.tensor_bytes / 2**20:.1f} MiB"
         print(
@@ -92,7 +99,7 @@ def _say(recorder: Recorder, out: Path) -> None:
 
 def _bytes(text: str) -> int:
     if not (found := _SIZE.fullmatch(text.strip())):
-        raise MisuseError(f"--max-bytes is a number of bytes such as 500MB or 2GiB, not {brief(text)}")
+        raise MisuseError(f"--max-bytes {brief(text)}: expected a number of bytes such as 500MB or 2GiB")
     number, unit = found.groups(default=" ")
     factor: int = (1024 if unit.endswith("i") else 1000) ** _POWERS.index(unit[0])
     return int(number) * factor

@@ -1,4 +1,4 @@
-"""``attnbench check``: whether a backend's kernels keep the contract, with a report for their author."""
+"""``attnbench check``: test a backend's kernels against the contract and report to their author."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ __all__ = ["check"]
 def check(
     backend: Annotated[str, typer.Argument(help="A backend, one of its kernels or a plan.")],
     device: DeviceOption = "auto",
-    seed: Annotated[int, typer.Option("--seed", help="Of the specs that are drawn.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed for drawing the specs.")] = 0,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", dir_okay=False, help="Write the report to this file, as Markdown; - prints it."),
+        typer.Option("--output", "-o", dir_okay=False, help="Write the report to this file as Markdown; - prints it."),
     ] = None,
 ) -> None:
-    """Hold a backend's kernels to the contract.
+    """Test a backend's kernels against the contract.
 
-    Refusals, numbers beside exact attention, strides, streams, threads, memory and more, on small specs drawn at
-    random.  Exits 1 when a check fails, or when none could be made.
+    Checks refusals, results against exact attention, strides, streams, threads, memory and more, on small random
+    specs.  Exits 1 when a check fails or when no check could run.
     """
     from ..testing import check_backend
 
-    # A place that takes no report is better known before the checks than after them.
+    # Open the file first, so that a path that cannot be written fails before the checks and not after them.
     with nullcontext() if output is None else output_draft(output) as draft:
         report = check_backend(backend, device, seed=seed, quiet=True)
         if draft is not None:

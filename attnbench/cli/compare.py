@@ -1,4 +1,4 @@
-"""``attnbench compare``: whether a second set of results is worse than a first, for a gate in CI."""
+"""``attnbench compare``: find regressions between two sets of results, for a gate in CI."""
 
 from __future__ import annotations
 
@@ -19,43 +19,51 @@ if TYPE_CHECKING:
 
 __all__ = ["PIPED_WIDTH", "CompareFormat", "compare", "make_terms", "print_comparison"]
 
-PIPED_WIDTH = 120  # columns of what no terminal bounds
+PIPED_WIDTH = 120  # columns where the output is not a terminal
 CompareFormat = Literal["table", "markdown", "json", "junit"]
 
 
 def compare(
-    base: Annotated[Path, typer.Argument(exists=True, help="A sweep's folder, or its measurements.jsonl: before.")],
-    new: Annotated[Path, typer.Argument(exists=True, help="The same: after.")],
-    fail_on: Annotated[str, typer.Option("--fail-on", help="The slow-down that must be found.")] = "3%",
+    base: Annotated[
+        Path, typer.Argument(exists=True, help="The old results: a sweep's folder or its measurements.jsonl.")
+    ],
+    new: Annotated[Path, typer.Argument(exists=True, help="The new results, likewise.")],
+    fail_on: Annotated[str, typer.Option("--fail-on", help="Smallest slow-down that counts as a regression.")] = "3%",
     fail_on_host: Annotated[
-        str, typer.Option("--fail-on-host", help="The same of what a GPU's host decides, which varies more.")
+        str,
+        typer.Option("--fail-on-host", help="The same for times that the host of a GPU determines; these vary more."),
     ] = "100%",
-    format: Annotated[CompareFormat, typer.Option("--format", help="How to print.")] = "table",
+    format: Annotated[CompareFormat, typer.Option("--format", help="Output format.")] = "table",
     cost: Annotated[
-        str | None, typer.Option("--cost", help="Only these, with commas: kernel, prepared, backward, call, host.")
+        str | None,
+        typer.Option(
+            "--cost", help="Compare only these costs, separated by commas: kernel, prepared, backward, call, host."
+        ),
     ] = None,
     relative_to: Annotated[
         list[str] | None,
         typer.Option(
-            help="Compare the ratios of times to this plan's on each side, for unlike machines; of several, the first "
-            "that a case has."
+            help="Divide all times of each side by this plan's time and compare the ratios, for different machines. "
+            "May be repeated: the first plan that a case has is used."
         ),
     ] = None,
     allow_missing: Annotated[
         list[str] | None,
-        typer.Option(help='A case, a plan or "CASE: PLAN" that one side may lack, with * and ?; again for another.'),
+        typer.Option(
+            help='A case, a plan or "CASE: PLAN" that may be missing on one side; * and ? match; may be repeated.'
+        ),
     ] = None,
     thresholds: Annotated[
         Path | None,
-        typer.Option(exists=True, dir_okay=False, help="YAML: limits of their own for cases and plans."),
+        typer.Option(exists=True, dir_okay=False, help="YAML file with separate limits for cases and plans."),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Also list the rows that are the same or uncertain.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Also list rows that are the same or uncertain.")] = False,
 ) -> None:
-    """Say case by case what became faster, slower, less accurate, failed or went missing from BASE to NEW.
+    """List, case by case, what became faster, slower, larger, less accurate, failed or went missing from BASE to NEW.
 
-    Exits 0 where nothing regressed and a slow-down of the limit would have been found in every row, 1 where something
-    regressed, 2 on misuse, 3 where the two cannot be compared, as of unlike machines, and 4 where it is not certain:
-    nothing is known to have regressed, and some rows could not have shown a slow-down of the limit.
+    Exit codes: 0 nothing regressed, and every row would have shown a slow-down of the limit; 1 something regressed; 2
+    misuse; 3 the two cannot be compared, for example because the machines differ; 4 not certain: no regression was
+    found, but some rows are too noisy to show a slow-down of the limit.
     """
     from ..harness.compare.export import regression_dict
     from ..harness.compare.pairs import rows_of
@@ -70,7 +78,7 @@ def compare(
 
 
 def print_comparison(regression: Regression, told: dict[str, Any], format: CompareFormat, *, every: bool) -> None:
-    """Print a comparison, ``told`` being its JSON; what programs read has the conclusion beside it, for people."""
+    """Print a comparison; ``told`` is its JSON.  With JSON and JUnit the conclusion goes to standard error as well."""
     from ..harness.compare.export import regression_junit
     from ..harness.compare.text import conclusion, regression_text
 
@@ -92,7 +100,7 @@ def make_terms(
     allowed: list[str],
     thresholds: Path | None,
 ) -> Terms:
-    """The terms that the options say.  Raises MisuseError where one says what cannot be."""
+    """The terms of a comparison from the options.  Raises MisuseError for an invalid one."""
     from ..harness.compare.terms import GATED, Limits, Terms, percentage, read_thresholds
     from ..kernels.plan import Plan
 
@@ -110,7 +118,7 @@ def _costs(text: str) -> tuple[Gated, ...]:
 
     names = [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in GATED]:
-        raise MisuseError(f"--cost is one or more of {', '.join(GATED)}, not {brief(unknown[0])}")
+        raise MisuseError(f"--cost {brief(unknown[0])}: expected one or more of {', '.join(GATED)}")
     return tuple(each for each in GATED if each in names)
 
 

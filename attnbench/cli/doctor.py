@@ -1,4 +1,4 @@
-"""``attnbench doctor``: what this machine has, what it lacks, which command would add it, and a verdict."""
+"""``attnbench doctor``: what this machine has, what is missing, which command adds it, and a verdict."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _NEED = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked for: ``missing`` takes something away, ``note`` is only good to know.
+    """One thing that was looked for: ``missing`` means that something cannot be used, ``note`` is information only.
 
-    ``install`` is the command that would add what is missing.
+    ``install`` is the command that adds what is missing.
     """
 
     name: str
@@ -44,9 +44,9 @@ class Finding:
 
 
 def doctor(format: FormatOption = "table") -> None:
-    """Say what is installed, what is missing and how to add it.
+    """List what is installed, what is missing and which command adds it.
 
-    The last line is the verdict.  Exits 1 when nothing can run here.
+    The last line is the verdict.  Exits 1 when no backend can run on this machine.
     """
     findings, usable = _examine()
     verdict = _verdict(findings, usable)
@@ -76,7 +76,7 @@ def _examine() -> tuple[list[Finding], list[str]]:
     ]
     try:
         importlib.import_module("torch")
-    except Exception as error:  # a broken CUDA library makes the import raise whatever the loader likes
+    except Exception as error:  # with a broken CUDA library the import may raise any exception
         reason = f"cannot be imported: {type(error).__name__}: {error}"
         return [*findings, Finding("torch", "missing", reason, "pip install torch")], []
     findings += _torch_findings() + _gpu_findings() + [_compiler()]
@@ -180,7 +180,7 @@ def _table() -> Finding:
 
 
 def _verdict(findings: list[Finding], usable: list[str]) -> str:
-    """One line: what can run here, and what to do next.  The commands that add backends stand beside these."""
+    """One line: what can run here and what to do next.  The table lists the commands that add each backend."""
     if not usable:
         commands = dict.fromkeys(each.install for each in findings if each.install)
         return "; ".join(["verdict: nothing can run here", *([f"first: {', '.join(commands)}"] if commands else [])])

@@ -21,43 +21,56 @@ Dtype = Literal["bf16", "fp16", "fp32", "fp64", "fp8"]
 
 def explain(
     heads: Annotated[int, typer.Option("--heads", help="Query heads.")],
-    seqlen: Annotated[int, typer.Option("--seqlen", help="Queries, and keys unless --seqlen-kv says otherwise.")],
+    seqlen: Annotated[
+        int, typer.Option("--seqlen", help="Number of queries; also of keys unless --seqlen-kv is given.")
+    ],
     head_dim: Annotated[int, typer.Option("--head-dim", help="Head dimension of q and k.")],
-    batch: Annotated[int, typer.Option("--batch")] = 1,
-    kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="Key heads; as many as heads if left out.")] = None,
-    seqlen_kv: Annotated[int | None, typer.Option("--seqlen-kv", help="Keys; as many as queries if left out.")] = None,
-    head_dim_v: Annotated[int | None, typer.Option("--head-dim-v", help="Head dimension of v and the output.")] = None,
+    batch: Annotated[int, typer.Option("--batch", help="Batch size.")] = 1,
+    kv_heads: Annotated[
+        int | None, typer.Option("--kv-heads", help="Key and value heads [default: as many as query heads]")
+    ] = None,
+    seqlen_kv: Annotated[
+        int | None, typer.Option("--seqlen-kv", help="Number of keys [default: as many as queries]")
+    ] = None,
+    head_dim_v: Annotated[
+        int | None, typer.Option("--head-dim-v", help="Head dimension of v and of the output [default: --head-dim]")
+    ] = None,
     dtype: Annotated[
-        Dtype, typer.Option("--dtype", help="Of the tensors; fp8 is bf16 tensors and FP8 plans.")
+        Dtype, typer.Option("--dtype", help="Type of the tensors; fp8 means bf16 tensors with FP8 plans allowed.")
     ] = "bf16",
-    causal: Annotated[bool, typer.Option("--causal", help="Each query sees the keys up to its own place.")] = False,
+    causal: Annotated[bool, typer.Option("--causal", help="Each query sees the keys up to its own position.")] = False,
     window: Annotated[
         str | None,
-        typer.Option("--window", metavar="LEFT,RIGHT", help="Keys seen on each side; inf for no limit on one."),
+        typer.Option("--window", metavar="LEFT,RIGHT", help="Number of keys visible on each side; inf for no limit."),
     ] = None,
     causal_alignment: Annotated[
-        Alignment, typer.Option("--causal-alignment", help="Where query 0 stands when there are more keys, or fewer.")
+        Alignment,
+        typer.Option("--causal-alignment", help="How queries and keys are aligned when their numbers differ."),
     ] = "top-left",
-    softcap: Annotated[float, typer.Option("--softcap", help="Scores s become c*tanh(s/c); 0 for none.")] = 0.0,
-    scale: Annotated[float | None, typer.Option("--scale", help="Of q.k; 1/sqrt(head dim) if left out.")] = None,
-    training: Annotated[bool, typer.Option("--training", help="With gradients: forward and backward plans.")] = False,
+    softcap: Annotated[float, typer.Option("--softcap", help="Cap c: scores s become c*tanh(s/c); 0 for none.")] = 0.0,
+    scale: Annotated[
+        float | None, typer.Option("--scale", help="Factor of the scores q.k [default: 1/sqrt(head dim)]")
+    ] = None,
+    training: Annotated[bool, typer.Option("--training", help="Choose a plan with a forward and a backward.")] = False,
     max_error: Annotated[
         float | None,
-        typer.Option("--max-error", help="Largest relative L2 error to accept; opens FP8 if it admits it."),
+        typer.Option("--max-error", help="Largest relative L2 error to accept; allows FP8 plans within it."),
     ] = None,
     backend: Annotated[str, typer.Option("--backend", help="auto, a backend, a kernel or a plan.")] = "auto",
     frozen: Annotated[
-        Path | None, typer.Option("--frozen", help="By this file of frozen choices, not by the tables.")
+        Path | None, typer.Option("--frozen", help="Use this file of frozen choices instead of the tables.")
     ] = None,
     device: DeviceOption = "auto",
     all_plans: Annotated[
-        bool, typer.Option("--all", help="Show the plans that cannot run here too, and why; JSON always has them.")
+        bool,
+        typer.Option("--all", help="Also show the plans that cannot run here, with reasons; JSON always has them."),
     ] = False,
-    format: Annotated[Literal["text", "json", "markdown"], typer.Option("--format", help="How to print.")] = "text",
+    format: Annotated[Literal["text", "json", "markdown"], typer.Option("--format", help="Output format.")] = "text",
 ) -> None:
-    """Say which plan would run for a shape, and why.
+    """Show which plan attention() would run for a shape, and why.
 
-    The same choice as attention() would make here, with every other plan that could run and why it lost.
+    Makes the choice that attention() makes on this machine, and lists each other plan that could run with the reason
+    why it lost.
     """
     from ..choosing.selector import choose
     from ..dispatch.context import check_budget, current
@@ -99,13 +112,13 @@ def explain(
 
 
 def _sides(window: str | None) -> tuple[int | None, int | None] | None:
-    """LEFT,RIGHT as ``attention`` takes them.  Raises InputError where that is not what was written."""
+    """LEFT,RIGHT as ``attention`` takes them.  Raises InputError for text of another form."""
     if window is None:
         return None
     try:
         left, right = (None if side.strip() == "inf" else int(side) for side in window.split(","))
     except ValueError:
         raise InputError(
-            f"a window is LEFT,RIGHT, two numbers of keys or inf, such as 128,0; not {brief(window)}"
+            f"--window {brief(window)}: expected LEFT,RIGHT, two numbers of keys or inf, such as 128,0"
         ) from None
     return left, right

@@ -1,4 +1,4 @@
-"""``attnbench gate``: measure what matters until it is known whether it became slower, and end with that code."""
+"""``attnbench gate``: measure old and new code until each plan is known to be slower or not; exit accordingly."""
 
 from __future__ import annotations
 
@@ -20,50 +20,57 @@ __all__ = ["gate"]
 
 def gate(
     base: Annotated[
-        Path, typer.Option(exists=True, help="Results of the old code: a folder of a sweep or of an earlier gate.")
+        Path, typer.Option(exists=True, help="Results of the old code: the folder of a sweep or of an earlier gate.")
     ],
     base_python: Annotated[
         Path | None,
         typer.Option(
             exists=True,
             dir_okay=False,
-            help="The Python of an environment that holds the old code, to be measured beside the new one.",
+            help="The Python of an environment with the old code; old and new code are then measured in turns.",
         ),
     ] = None,
-    fail_on: Annotated[str, typer.Option("--fail-on", help="The slow-down that must be found.")] = "3%",
+    fail_on: Annotated[str, typer.Option("--fail-on", help="Smallest slow-down that counts as a regression.")] = "3%",
     fail_on_host: Annotated[
-        str, typer.Option("--fail-on-host", help="The same of the host's part of a call on a GPU, which varies more.")
+        str,
+        typer.Option("--fail-on-host", help="The same for times that the host of a GPU determines; these vary more."),
     ] = "50%",
-    minutes: Annotated[float, typer.Option(min=0.1, help="When it ends at the latest.")] = 5.0,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Time limit in minutes.")] = 5.0,
     case: Annotated[
-        list[str] | None, typer.Option("--case", help="Only this case of BASE, by its name; may be repeated.")
+        list[str] | None, typer.Option("--case", help="Measure only the case of BASE with this name; may be repeated.")
     ] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="Gate every row of BASE, not what auto chooses and the runners-up alone.")
+        bool,
+        typer.Option(
+            "--all", help="Measure every row of BASE, not only the plans that auto chooses and the runners-up."
+        ),
     ] = False,
     cost: Annotated[
-        str | None, typer.Option("--cost", help="Only these, with commas: kernel, prepared, backward, call, host.")
+        str | None,
+        typer.Option(
+            "--cost", help="Compare only these costs, separated by commas: kernel, prepared, backward, call, host."
+        ),
     ] = None,
     allow_missing: Annotated[
         list[str] | None,
-        typer.Option(help='A case, a plan or "CASE: PLAN" that may be missing, with * and ?; again for another.'),
+        typer.Option(help='A case, a plan or "CASE: PLAN" that may be missing; * and ? match; may be repeated.'),
     ] = None,
     thresholds: Annotated[
         Path | None,
-        typer.Option(exists=True, dir_okay=False, help="YAML: limits of their own for cases and plans."),
+        typer.Option(exists=True, dir_okay=False, help="YAML file with separate limits for cases and plans."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for what is measured and found [default: a fresh one, named at the end]")
+        Path | None, typer.Option(help="Folder for measurements and verdict [default: a new one, printed at the end]")
     ] = None,
     device: DeviceOption = "auto",
-    format: Annotated[CompareFormat, typer.Option("--format", help="How to print.")] = "table",
+    format: Annotated[CompareFormat, typer.Option("--format", help="Output format.")] = "table",
 ) -> None:
-    """Measure the rows of BASE on this machine until each is known to be slower or not, or the time is over.
+    """Measure the rows of BASE on this machine until each is known to be slower or not, or the time limit is reached.
 
-    Exits 0 where a slow-down of the limit would have been found in every row and was not, 1 where something became
-    slower, less accurate, fails or is missing, 2 on misuse, 3 where BASE is another machine's and no --base-python
-    measures it here, 4 where it is not certain.  The folder has what was measured, and the verdict as gate.md,
-    gate.xml (JUnit) and gate.json.
+    Exit codes: 0 every row would have shown a slow-down of the limit, and none did; 1 a row became slower, less
+    accurate or larger in memory, fails or is missing; 2 misuse; 3 BASE comes from another machine and --base-python is
+    not given; 4 not certain.  The folder holds the measurements and the verdict as gate.md, gate.xml (JUnit) and
+    gate.json.
     """
     from ..harness.compare.export import regression_dict, regression_junit
     from ..harness.compare.gate.rounds import ROUNDS, rounds_text
@@ -73,7 +80,7 @@ def gate(
     from ..tables.entry import LONGEST_MS
 
     if not minutes * 60 <= LONGEST_MS / 1e3:
-        raise MisuseError(f"--minutes is at most {LONGEST_MS / 60e3:g}, not {minutes}")
+        raise MisuseError(f"--minutes {minutes}: expected at most {LONGEST_MS / 60e3:g}")
     terms = make_terms(fail_on, fail_on_host, cost, [], allow_missing or [], thresholds)
     folder = fresh_folder("gates") if out is None else out
     found = run_gate(
@@ -81,7 +88,9 @@ def gate(
         folder,
         terms,
         find(device),
-        None if base_python is None else base_python.absolute(),  # not resolved: an environment is known by its link
+        None
+        if base_python is None
+        else base_python.absolute(),  # not resolved: an environment is identified by the path of its link
         minutes,
         costs=None if cost is None else terms.costs,
         cases=case or [],
@@ -100,7 +109,7 @@ def gate(
     for name, content in files.items():
         try:
             replace_file(folder / name, content.encode())
-        except OutputError as error:  # minutes were measured: what was found is said all the same
+        except OutputError as error:  # print the result of these minutes all the same
             lost = error
     print_comparison(regression, told, format, every=True)
     if lost is not None:

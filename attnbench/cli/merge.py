@@ -1,4 +1,4 @@
-"""``attnbench merge``: join what the ranks of a sweep have written, each for itself, into one folder."""
+"""``attnbench merge``: join the parts that the ranks of a sweep have written into one folder."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ __all__ = ["merge"]
 
 
 def merge(
-    out: Annotated[Path, typer.Argument(help="A fresh or empty folder for the joined results.")],
+    out: Annotated[Path, typer.Argument(help="A new or empty folder for the joined results.")],
     parts: Annotated[
-        list[Path], typer.Argument(help="Sweeps' folders, folders of part-*-of-* folders, or JSON Lines files.")
+        list[Path],
+        typer.Argument(help="Folders of sweeps, folders that hold part-*-of-* folders, or JSON Lines files."),
     ],
     partial: Annotated[
-        bool, typer.Option("--partial", help="Join what there is although parts are missing or unfinished.")
+        bool, typer.Option("--partial", help="Join the parts that exist even if others are missing or unfinished.")
     ] = False,
     format: FormatOption = "table",
 ) -> None:
-    """Join the parts of a sweep, refusing unlike machines, contradictions and missing parts.
+    """Join the parts of a sweep; refuse different machines, contradicting rows and missing parts.
 
-    The table that backend="auto" reads stays as it is, for the parts may come from another
-    machine: `attnbench table build OUT` puts the joined results there, if they belong there.
+    The table that backend="auto" reads does not change, because the parts may come from another machine.  `attnbench
+    table build OUT` adds the joined results to it.
     """
     from ..harness.results.merge import merge as joined
 

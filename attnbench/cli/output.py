@@ -26,37 +26,37 @@ __all__ = [
     "print_text",
 ]
 
-_PIPED_WIDTH = 160  # columns of a table that no terminal bounds
-_LEAST_LAST = 24  # a narrower last column reads worse than a line that the terminal wraps
+_PIPED_WIDTH = 160  # columns of a table where the output is not a terminal
+_LEAST_LAST = 24  # columns; a narrower last column is harder to read than a line wrapped by the terminal
 
 
 Format = Literal["table", "json", "markdown"]
-FormatOption = Annotated[Format, typer.Option("--format", help="How to print.")]
+FormatOption = Annotated[Format, typer.Option("--format", help="Output format.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
 
 
 def output_draft(path: Path) -> Draft:
-    """The draft of a file that --output names; ``-`` is standard output.  Raises OutputError."""
-    sys.stdout.flush()  # what is written there by its name comes after what was printed
+    """A draft of the file given by --output; ``-`` is standard output.  Raises OutputError."""
+    sys.stdout.flush()  # keep earlier output before what is written to /dev/stdout
     return Draft(Path("/dev/stdout") if str(path) == "-" else path)
 
 
 def fresh_folder(kind: str) -> Path:
-    """A new folder for results of a kind, named after the time.  Raises OutputError where this user has no folder."""
+    """A new folder for results of a kind, named by the time.  Raises OutputError if the user has no data folder."""
     from ..files.user_folders import data_folder
 
     return data_folder() / kind / f"{datetime.now(timezone.utc):%Y-%m-%dT%H-%M-%S.%f}"
 
 
 def print_json(data: Any) -> None:
-    """One JSON document, indented; what JSON has no number for is an error."""
+    """Print one JSON document, indented.  Raises ValueError for a number that JSON cannot hold, such as infinity."""
     print(json.dumps(data, indent=2, allow_nan=False))
 
 
 def print_table(rows: Sequence[Mapping[str, str]], format: Format) -> None:
-    """Rows with the same keys, as a table for a terminal or as Markdown.
+    """Print rows with the same keys, as a table for a terminal or as Markdown.
 
-    On a terminal the last column, the one with the sentences, is wrapped to what the others leave.
+    On a terminal the last column, which holds sentences, is wrapped to the remaining width.
     """
     from tabulate import tabulate  # not needed by `attnbench --help`
 

@@ -1,4 +1,4 @@
-"""``attnbench report``: one page of sweeps and training runs for people to read, or one figure of it."""
+"""``attnbench report``: write one page about sweeps and training runs, or one of its figures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ _ENDINGS: dict[Format, tuple[str, ...]] = {
 def report(
     results: Annotated[
         list[Path],
-        typer.Argument(exists=True, help="Folders or files of sweeps and training runs, or folders of these."),
+        typer.Argument(
+            exists=True, help="Sweeps and training runs: folders, files, or folders that hold such folders."
+        ),
     ],
     output: Annotated[
         Path | None,
@@ -38,24 +40,28 @@ def report(
             "--output",
             "-o",
             dir_okay=False,
-            help="Write this file, - for standard output [default: report.html; Markdown is printed]",
+            help="File to write, - for standard output [default: report.html; Markdown is printed]",
         ),
     ] = None,
-    format: Annotated[Format, typer.Option("--format", help="html is the page, the others one figure.")] = "html",
+    format: Annotated[
+        Format, typer.Option("--format", help="html writes the page, the others write one figure.")
+    ] = "html",
     figure: Annotated[
-        Figure | None, typer.Option("--figure", help="Which figure [default: winners, of training runs alone loss]")
+        Figure | None,
+        typer.Option("--figure", help="Which figure [default: winners; loss if there are only training runs]"),
     ] = None,
     direction: Annotated[
-        Literal["forward", "training"] | None, typer.Option("--direction", help="Of a figure [default: all there is]")
+        Literal["forward", "training"] | None,
+        typer.Option("--direction", help="Direction of the figure [default: all]"),
     ] = None,
 ) -> None:
     """Write one self-contained page: which plan wins where, speed against error, every case, training.
 
-    It asks the network for nothing.  Several machines may be in it; a figure is of one.
+    The page makes no network request.  It may hold several machines; a figure shows one.
     """
     if format == "html" and (figure or direction):
         raise MisuseError("--figure and --direction are for --format png, svg and markdown; the page has every figure")
-    # A pipe or a device may have any name.
+    # A pipe or a device may have any suffix.
     is_file = output is not None and str(output) != "-" and (output.is_file() or not output.exists())
     if output is not None and is_file and output.suffix.lower() not in _ENDINGS[format]:
         raise MisuseError(f"--format {format} writes a file that ends in {' or '.join(_ENDINGS[format])}, not {output}")
@@ -95,7 +101,7 @@ def _figure(
     machine = _machine(results)
     directions = [each for each in DIRECTIONS if machine.of(each) and direction in (None, each)]
     if not directions:
-        raise MisuseError(f"there is no case of the direction {direction}")
+        raise MisuseError(f"--direction {direction}: the results have no such case")
     hues = hues_of(machine.winners())
     if chosen == "winners":
         grids = [grid for grid in shapes.grids_of(machine) if grid.direction in directions]
@@ -105,10 +111,12 @@ def _figure(
     if format == "markdown":
         return markdown.standings_markdown([(each, standings(machine.of(each))) for each in directions]).encode()
     if len(directions) > 1:
-        raise MisuseError("speed-error is a figure of one direction: --direction forward or training")
+        raise MisuseError("speed-error shows one direction; add --direction forward or --direction training")
     points = points_of(machine.of(directions[0]))
     if not points:
-        raise MisuseError(f"there is no plan without FP8 to hold the others against, {directions[0]}")
+        raise MisuseError(
+            f"speed-error needs a {directions[0]} plan without FP8 to compare with, and the results have none"
+        )
     return figures.bytes_of(figures.speed_error_figure(points, hues), format)
 
 
@@ -118,7 +126,7 @@ def _loss(results: Results, format: Literal["png", "svg", "markdown"]) -> bytes:
     from ..harness.training.report.summary import report as training_report
 
     if not any(run.loss for run in results.runs):
-        raise MisuseError("there is no training run with a loss among the results")
+        raise MisuseError("the results have no training run with a loss")
     if format == "markdown":
         return training_report(results.runs, "markdown").encode()
     return figures.bytes_of(figures.loss_figure(arms_of(results.runs)), format)
@@ -131,5 +139,7 @@ def _machine(results: Results) -> Machine:
     machines = machines_of(results.sweeps, registry())
     if len(machines) != 1:
         named = ", ".join(machine.name for machine in machines) or "none"
-        raise MisuseError(f"a figure is of one machine's sweeps, and these results are of {named}; name fewer")
+        raise MisuseError(
+            f"a figure shows one machine, and these results come from {named}; pass the results of one machine"
+        )
     return machines[0]

@@ -1,4 +1,4 @@
-"""The standard streams of a command, whatever it was given: closed, not UTF-8, a full disk, a pipe left alone."""
+"""Standard streams of a command, which may be closed, not UTF-8, on a full disk, or a pipe without a reader."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _LOST = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 def prepare_streams() -> None:
     """Make the standard streams usable by everything that follows.
 
-    A stream that was closed (``>&-``) leads nowhere: else the next file that is opened would take its number, and what
-    is printed to a closed standard error would appear on standard output.  A character that the encoding of an output
-    lacks becomes a question mark.
+    A closed stream (``>&-``) is opened on the null device: otherwise the next opened file would take its number, and
+    text for a closed standard error would appear on standard output.  A character that the encoding of an output lacks
+    becomes a question mark.
     """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
@@ -33,12 +33,12 @@ def prepare_streams() -> None:
 
 
 def is_lost_output(error: OSError) -> bool:
-    """Whether this is how printing fails where nobody reads or there is no room; the error of a file has its name."""
+    """Whether printing failed because of a closed pipe or a full disk; errors of a file have a file name."""
     return error.filename is None and error.errno in _LOST
 
 
 def flush_streams() -> OSError | None:
-    """Write out what was printed; the first error, after which the interpreter finds nothing left to complain of."""
+    """Flush the streams; returns the first error, and leaves nothing for the interpreter to report at its end."""
     first = None
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -26,52 +26,57 @@ if TYPE_CHECKING:
 __all__ = ["sweep"]
 
 
-# What a case costs whatever its size (compiling, first runs), beside the operations of its attention.
+# Fixed cost of a case (compiling, first runs), in units of the attention's operations.
 _FIXED_FLOPS = 5e12
-# The harness has this list, too, but asking it would cost an import of torch.
+# Repeated from the harness, because importing it would import torch.
 SweepDtype = Literal["fp8", "bf16", "fp16", "fp32"]
 
 
 def sweep(
     dtype: Annotated[
-        SweepDtype, typer.Option(help="fp8: bf16 tensors, FP8 kernels beside 16-bit ones; else tensors of that type.")
+        SweepDtype, typer.Option(help="fp8: bf16 tensors, FP8 and 16-bit kernels; other values: tensors of that type.")
     ] = "fp8",
     preset: Annotated[
-        str, typer.Option(help="quick, inference, training, long, FILE.yaml, or what was captured: FILE.safetensors.")
+        str, typer.Option(help="quick, inference, training, long, FILE.yaml, or captured tensors: FILE.safetensors.")
     ] = "quick",
     case: Annotated[
-        list[str] | None, typer.Option("--case", help="Only this case of the preset, by its name; may be repeated.")
+        list[str] | None,
+        typer.Option("--case", help="Measure only the case of the preset with this name; may be repeated."),
     ] = None,
     backends: Annotated[
         str | None,
         typer.Option(
-            help="Only these, with commas: backends, kernels (fa3:fp8) or plans (a:fp8>b:bf16), with every partner. "
-            "Without it a forward is paired with two other backends' backwards at most."
+            help="Measure only these, separated by commas: backends, kernels (fa3:fp8) or plans (a:fp8>b:bf16). A "
+            "forward is then paired with every backward; by default with those of at most two other backends."
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the results [default: a fresh one, named at the end]")
+        Path | None, typer.Option(help="Folder for the results [default: a new one, printed at the end]")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where the sweep in --out stopped.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be measured and what refuses.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the interrupted sweep in --out.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List what would be measured and what refuses; measure nothing.")
+    ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, or several GPUs: cuda:0,cuda:1.")] = "auto",
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print a line for every plan, refused ones too.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print a line for every plan, including refused ones.")
+    ] = False,
     format: FormatOption = "table",
     timeout: Annotated[
         float,
         typer.Option(
             min=1,
-            help="Seconds that one step of a plan (compiling, some samples, judging) may take before it is a hang.",
+            help="Seconds that one step of a plan (compiling, some samples, judging) may take; longer is a hang.",
         ),
     ] = 300.0,
     max_error: Annotated[
-        float | None, typer.Option(help="Error beyond which an FP8 plan is inaccurate [default: 0.12, in training 0.2]")
+        float | None, typer.Option(help="Error above which an FP8 plan is inaccurate [default: 0.12, in training 0.2]")
     ] = None,
     table: Annotated[
-        bool, typer.Option("--table/--no-table", help="Put what is measured into the table that auto chooses by.")
+        bool, typer.Option("--table/--no-table", help="Add the measurements to the table that auto chooses by.")
     ] = True,
 ) -> None:
-    """Measure time and error of every plan on this machine, and keep the table that backend="auto" chooses by."""
+    """Measure time and error of every plan on this machine, and update the table that backend="auto" chooses by."""
     import torch
 
     from ..dispatch.context import check_budget
@@ -87,23 +92,23 @@ def sweep(
 
     check_budget(max_error)
     if max_error is not None and max_error > LARGEST_ERROR:
-        raise MisuseError(f"--max-error is a relative error, at most {LARGEST_ERROR:g}, not {max_error}")
+        raise MisuseError(f"--max-error {max_error}: expected a relative error of at most {LARGEST_ERROR:g}")
     if not timeout <= LONGEST_MS / 1e3:
-        raise MisuseError(f"--timeout is a number of seconds, at most {LONGEST_MS / 1e3:g}, not {timeout}")
+        raise MisuseError(f"--timeout {timeout}: expected at most {LONGEST_MS / 1e3:g} seconds")
     if max_error is not None and dtype != "fp8":
-        raise MisuseError(f"--max-error is for FP8 plans, and a sweep of {dtype} has none")
+        raise MisuseError(f"--max-error applies to FP8 plans, and a sweep with --dtype {dtype} has none")
     if resume and out is None:
-        raise MisuseError("--resume needs --out, the folder of the sweep that stopped")
+        raise MisuseError("--resume needs --out, the folder of the interrupted sweep")
     shard, known = Shard.detect(os.environ), registry()
     devices = _devices(shard.device(device, torch.cuda.device_count()))
     names = [name.strip() for name in backends.split(",") if name.strip()] if backends is not None else []
     if backends is not None and not names:
-        raise MisuseError("--backends names nothing")
+        raise MisuseError("--backends: no name given; expected a comma-separated list such as fa3,triton:fp8")
     if shard.count > 1 and out is None:
-        raise MisuseError("a sweep that is shared among processes needs --out, where each writes its part")
+        raise MisuseError("a sweep in several processes needs --out, the folder where each process writes its part")
     wanted = _kept(_cases(preset, dtype, devices[0].type), case or [], preset)
     cases = shard.of(wanted, lambda each: _FIXED_FLOPS + each.spec.flops)
-    # A part that is left without a case is written all the same, so that none is missed when they are merged.
+    # A part without a case is written too, so that merge finds all parts.
     tasks = tasks_of(cases, known, devices[0], dtype, names) if cases else []
     if dry_run:
         _print_tasks(tasks, format)
@@ -115,19 +120,21 @@ def sweep(
     environment = laboratories[0].environment
     for other in laboratories[1:]:
         if unlike := environment.differences(other.environment)[0]:
-            raise MisuseError(f"{device} are unlike, sweep one after the other: {'; '.join(unlike)}")
+            raise MisuseError(
+                f"--device {device}: these devices differ, so sweep them one after the other: {'; '.join(unlike)}"
+            )
     with Store(fresh_folder("sweeps") if out is None else shard.folder(out), environment, resume=resume) as store:
         for note in store.notes:
             print(f"{store.folder}: {note}", file=sys.stderr)
         measured = _measure(tasks, laboratories, store, format, update=table, verbose=verbose)
-    if not measured and shard.count == 1:  # beside others it may be right, and a failed rank would end all of them
+    if not measured and shard.count == 1:  # one rank may have nothing to measure; its failure would end the other ranks
         raise typer.Exit(1)
 
 
 def _measure(
     tasks: list[Task], laboratories: list[Laboratory], store: Store, format: Format, *, update: bool, verbose: bool
 ) -> bool:
-    """Whether anything could be measured; all of it is on the disk before anything of it is printed."""
+    """Measure, store, then print; returns whether anything could be measured."""
     from rich.console import Console
 
     from ..harness.report.text import report
@@ -150,7 +157,7 @@ def _measure(
         rows = list(followed(run_sweep(tasks, laboratories, store), Console(stderr=True), verbose=verbose))
     except KeyboardInterrupt:
         print(
-            f"stopped; {len(store.rows)} rows are in {store.folder}, go on with --resume --out {store.folder}",
+            f"stopped; {len(store.rows)} rows are in {store.folder}, continue with --resume --out {store.folder}",
             file=sys.stderr,
         )
         raise
@@ -186,9 +193,9 @@ def _devices(names: str) -> list[torch.device]:
 
     found = [find(name.strip()) for name in names.split(",")]
     if len(set(found)) < len(found):
-        raise MisuseError(f"--device names one device twice: {names}")
+        raise MisuseError(f"--device {names}: one device is given twice")
     if len({each.type for each in found}) > 1:
-        raise MisuseError(f"the GPUs and the CPU make tables of their own, sweep one after the other: {names}")
+        raise MisuseError(f"--device {names}: GPUs and CPU have separate tables, so sweep them one after the other")
     return found
 
 
@@ -202,12 +209,12 @@ def _cases(preset: str, dtype: str, device_type: str) -> list[Case]:
     if path.suffix == ".safetensors":
         return read_captured_cases(path, dtype)
     if path.suffix not in (".yaml", ".yml"):
-        raise MisuseError(f"--preset is {', '.join(PRESETS)}, a .yaml or a .safetensors file, not {brief(preset)}")
+        raise MisuseError(f"--preset {brief(preset)}: expected {', '.join(PRESETS)}, a .yaml or a .safetensors file")
     return read_cases(path, dtype)
 
 
 def _kept(cases: list[Case], names: list[str], preset: str) -> list[Case]:
-    """The cases of these names, all where there is none.  Raises MisuseError with the nearest names."""
+    """The cases with these names, or all if there are no names.  Raises MisuseError with the nearest names."""
     from ..harness.cases.case import LONGEST_NAME
 
     known = {case.name: case for case in cases}

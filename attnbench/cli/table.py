@@ -20,15 +20,18 @@ app = typer.Typer(help="Build and show the table that auto chooses by.", no_args
 def build(
     results: Annotated[
         list[Path],
-        typer.Argument(exists=True, help="Sweeps' folders, or their measurements.jsonl; the newest row counts."),
+        typer.Argument(
+            exists=True, help="Folders of sweeps or their measurements.jsonl; of equal rows the newest counts."
+        ),
     ],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write this file instead of the table that auto reads.")
+        Path | None,
+        typer.Option("--output", "-o", help="Write this file instead of updating the table that auto reads."),
     ] = None,
 ) -> None:
     """Condense the measurements of one or more sweeps into a table.
 
-    By default it is merged into your own table, the one that backend="auto" reads.
+    By default the result is merged into your own table, which backend="auto" reads.
     """
     from ..harness.results.condense import joined
     from ..harness.results.records import read_measurements
@@ -48,7 +51,7 @@ def build(
 def show(
     file: Annotated[
         Path | None,
-        typer.Argument(exists=True, dir_okay=False, help="A table; those that auto reads here if left out."),
+        typer.Argument(exists=True, dir_okay=False, help="A table [default: the tables that auto reads here]"),
     ] = None,
     device: DeviceOption = "auto",
 ) -> None:
@@ -63,7 +66,7 @@ def show(
     known = known_tables(find(device))
     if not known.tables:
         reason = known.note or "nothing was measured on this device yet"
-        raise AttnbenchError(f"there is no table to choose by here: {reason}; `attnbench sweep` makes one")
+        raise AttnbenchError(f"there is no table for this device: {reason}; `attnbench sweep` makes one")
     print_text("\n\n".join([table.to_text() for table in known.tables] + ([known.note] if known.note else [])))
 
 

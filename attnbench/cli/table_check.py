@@ -1,4 +1,4 @@
-"""``attnbench table check``: how good the choices by a table are on shapes that it does not hold."""
+"""``attnbench table check``: how good the choices by a table are on shapes that are not in it."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ __all__ = ["check"]
 def check(
     tables: Annotated[
         list[Path],
-        typer.Argument(exists=True, help="A table, or sweeps' folders, or their measurements.jsonl."),
+        typer.Argument(exists=True, help="A table, or folders of sweeps, or their measurements.jsonl."),
     ],
-    seed: Annotated[int, typer.Option("--seed", help="Of the random halves.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed for drawing the random halves.")] = 0,
     format: FormatOption = "table",
 ) -> None:
-    """Measure the regret of choices on shapes that were held out.
+    """Measure the regret of choices on held-out shapes.
 
-    Half of the specs choose for the other half, and the other way round, in several random splits; then auto with
-    all of them is held against always taking one backend.  Regret is the time of the chosen plan over that of the
-    best eligible one, minus one; caution is what it costs on top that FP8 plans of which too little is known are not
-    eligible, though they would have been accurate enough.  Only steady times are held against one another.  Exits 1
-    where the geometric mean of the regret exceeds 2 % or its worst 15 % in either direction, or a chosen plan exceeds
-    its budget.
+    In several random splits, one half of the specs chooses plans for the other half, and vice versa; then auto with the
+    whole table is compared with always using one backend.  Regret is the time of the chosen plan divided by that of the
+    best eligible plan, minus one.  Caution is the additional cost of excluding FP8 plans that were accurate enough but
+    about which too little is known.  Only steady times are compared.  Exits 1 if, in either direction, the geometric
+    mean of the regret exceeds 2 % or the worst regret 15 %, or if a chosen plan exceeds its budget.
     """
     from ..choosing.regret import GEOMETRIC_MEAN, WORST, Asked, held_out, summarised
     from ..choosing.regret_fixed import against_fixed
@@ -46,10 +45,10 @@ def check(
     known = registry()
     made = list(held_out(table, known, seed=seed))
     if not made:
-        raise MisuseError(f"{tables[0]} holds no class with two measured shapes, so none can choose for another")
+        raise MisuseError(f"{tables[0]} has no class with two measured shapes, so no shape can choose for another")
     scores = [score for score in made if score.steady]
     if not scores:
-        raise MisuseError(f"{tables[0]} holds no two steady times to hold against one another; measure again")
+        raise MisuseError(f"{tables[0]} has no two steady times to compare; measure again")
     directions = summarised(scores)
     groups = {
         "direction": directions,
@@ -68,14 +67,14 @@ def check(
         for asked, rows in fixed.items():
             print_table([_slow_down(row, asked) for row in rows], format)
             print()
-        print(f"{len(scores)} of {len(made)} choices are scored: the rest stand between times that scatter too much.")
+        print(f"{len(scores)} of {len(made)} choices are scored; the times of the others scatter too much.")
         print(f"{'passed' if passed else 'failed'}: {GEOMETRIC_MEAN:.0%} in the geometric mean, {WORST:.0%} at worst")
     if not passed:
         raise typer.Exit(1)
 
 
 def _table(paths: list[Path]) -> Table:
-    """The table file, or one table of all that was measured.  Raises MisuseError on a mixture."""
+    """The table file, or one table built from all sweeps.  Raises MisuseError for a mixture of both."""
     from ..harness.results.condense import joined
     from ..harness.results.records import read_measurements
     from ..harness.results.store import recorded
@@ -85,7 +84,7 @@ def _table(paths: list[Path]) -> Table:
     if all(file.suffix != ".json" for file in files):
         return joined({str(file): list(read_measurements(file)) for file in files})
     if len(files) > 1:
-        raise MisuseError("give one table, or sweeps alone")
+        raise MisuseError("pass either one table or sweeps, not both")
     return Table.load(files[0])
 
 

@@ -1,4 +1,4 @@
-"""``attnbench train``: train with one attention and with another, and say what it gains and whether it still learns."""
+"""``attnbench train``: train a model with two kinds of attention and compare speed and learning."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["train"]
 
-# The harness has these lists, too, but asking it would cost an import of torch.
+# Repeated from the harness, because importing it would import torch.
 LinearsName = Literal["bf16", "te-fp8", "float8-tensorwise", "float8-rowwise"]
 PolicyName = Literal["bf16", "autocast", "fp32-and-bf16", "fsdp-mixed", "fp32"]
 OptimiserName = Literal["adamw", "adamw-fp8", "sgd"]
@@ -31,73 +31,94 @@ BlockName = Literal["plain", "te"]
 
 
 def train(
-    model: Annotated[str, typer.Option(help="gpt, vit-huge, or hf:CONFIG, a transformers config.")] = "gpt",
+    model: Annotated[
+        str, typer.Option(help="gpt, vit-huge, or hf:CONFIG with the name of a transformers config.")
+    ] = "gpt",
     size: Annotated[
-        str | None, typer.Option(help="gpt: tiny, small, medium, 1b, 3b, 8b; vit-huge: huge, tiny [default: the first]")
+        str | None,
+        typer.Option(help="gpt: tiny, small, medium, 1b, 3b, 8b; vit-huge: huge, tiny [default: the first of these]"),
     ] = None,
     attention: Annotated[
         str | None,
         typer.Option(
-            help="auto, a backend, kernel or plan (fa3:fp8>fa4:bf16), or sdpa: torch's own choice [default: auto]"
+            help="The candidate: auto, a backend, a kernel, a plan (fa3:fp8>fa4:bf16) or sdpa, torch's [default: auto]"
         ),
     ] = None,
     compare: Annotated[
         str | None,
-        typer.Option(help="The baseline's attention, else the same run: bf16 (auto without FP8), sdpa, or any plan."),
+        typer.Option(
+            help="Attention of the baseline, which is otherwise the same: bf16 (auto without FP8), sdpa, or any plan."
+        ),
     ] = None,
-    max_error: Annotated[float | None, typer.Option(help="Opens the FP8 plans of this error to auto.")] = None,
-    fp8: Annotated[bool, typer.Option("--fp8", help="Opens FP8 plans within the default budget to auto.")] = False,
+    max_error: Annotated[
+        float | None, typer.Option(help="Allow auto to choose FP8 plans with at most this error.")
+    ] = None,
+    fp8: Annotated[
+        bool, typer.Option("--fp8", help="Allow auto to choose FP8 plans within the default budget.")
+    ] = False,
     steps: Annotated[int, typer.Option(min=1, help="Optimiser steps of each run.")] = 30,
-    seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs of each kind; a verdict needs three.")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="The first of the seeds.")] = 0,
-    seqlen: Annotated[int | None, typer.Option(min=1, help="Tokens a sample [default: by size]")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Samples a step and rank.")] = 8,
-    vocab: Annotated[int, typer.Option(min=0, help="Rows of gpt's embedding; 0 for what bytes need.")] = 0,
-    linears: Annotated[LinearsName, typer.Option(help="What the linear layers compute in.")] = "bf16",
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="Number of runs per side; a verdict needs three.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    seqlen: Annotated[int | None, typer.Option(min=1, help="Tokens per sample [default: depends on size]")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Samples per step and rank.")] = 8,
+    vocab: Annotated[int, typer.Option(min=0, help="Rows of gpt's embedding; 0 for the number that bytes need.")] = 0,
+    linears: Annotated[LinearsName, typer.Option(help="Precision of the linear layers.")] = "bf16",
     compare_linears: Annotated[
-        LinearsName | None, typer.Option(help="The same of the baseline [default: as --linears]")
+        LinearsName | None, typer.Option(help="Precision of the baseline's linear layers [default: as --linears]")
     ] = None,
-    block: Annotated[BlockName, typer.Option(help="te: TransformerEngine's layer in vit-huge.")] = "plain",
-    policy: Annotated[PolicyName, typer.Option(help="In which types weights are kept and updated.")] = "autocast",
-    optimiser: Annotated[OptimiserName | None, typer.Option(help="[default: adamw, of vit-huge sgd]")] = None,
-    lr: Annotated[float | None, typer.Option(help="The highest learning rate [default: by size]")] = None,
-    warmup: Annotated[int | None, typer.Option(min=0, help="Steps up to it [default: a tenth, at most 100]")] = None,
-    weight_decay: Annotated[float | None, typer.Option(min=0, help="Of matrices [default: 0.1, of sgd 0]")] = None,
+    block: Annotated[BlockName, typer.Option(help="te: use TransformerEngine's layer in vit-huge.")] = "plain",
+    policy: Annotated[PolicyName, typer.Option(help="Types in which weights are stored and updated.")] = "autocast",
+    optimiser: Annotated[
+        OptimiserName | None, typer.Option(help="Optimiser [default: adamw; for vit-huge sgd]")
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="Highest learning rate [default: depends on size]")] = None,
+    warmup: Annotated[
+        int | None,
+        typer.Option(min=0, help="Steps until the highest learning rate [default: a tenth of --steps, at most 100]"),
+    ] = None,
+    weight_decay: Annotated[
+        float | None, typer.Option(min=0, help="Weight decay of matrices [default: 0.1; for sgd 0]")
+    ] = None,
     grad_clip: Annotated[
-        float | None, typer.Option(min=0, help="Norm that gradients are cut to; 0 for none [default: 1, of sgd 0]")
+        float | None,
+        typer.Option(min=0, help="Norm to which gradients are clipped; 0 for none [default: 1; for sgd 0]"),
     ] = None,
-    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Recompute activations.")] = False,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Recompute activations in the backward.")
+    ] = False,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the blocks.")] = False,
-    parallel: Annotated[ParallelName, typer.Option(help="Over what torchrun started.")] = "none",
+    parallel: Annotated[
+        ParallelName, typer.Option(help="How to distribute the run over the processes of torchrun.")
+    ] = "none",
     data: Annotated[
-        str | None, typer.Option(help="stdlib (Python's own sources), a text file or folder [vit-huge: images]")
+        str | None, typer.Option(help="stdlib (Python's own sources), a text file or a folder; vit-huge: images")
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     out: Annotated[
-        Path | None, typer.Option(help="Folder for rows and plots [default: a fresh one, named at the end]")
+        Path | None, typer.Option(help="Folder for rows and plots [default: a new one, printed at the end]")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on in --out: runs that are there are kept, others resumed or added.")
+        bool, typer.Option("--resume", help="Continue in --out: finished runs are kept, others are resumed or added.")
     ] = False,
-    checkpoint_every: Annotated[
-        int, typer.Option(min=0, help="Steps between checkpoints of the run's state; 0 for none.")
-    ] = 100,
-    patience: Annotated[int, typer.Option(min=1, help="Steps in a row that may be NaN or infinite.")] = 5,
-    price_per_hour: Annotated[float | None, typer.Option(help="Of the whole machine, for price-performance.")] = None,
+    checkpoint_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints; 0 for none.")] = 100,
+    patience: Annotated[int, typer.Option(min=1, help="Number of consecutive steps that may be NaN or infinite.")] = 5,
+    price_per_hour: Annotated[
+        float | None, typer.Option(help="Price of the whole machine per hour, for price-performance.")
+    ] = None,
     show: Annotated[
         list[str] | None,
-        typer.Option(help="Train nothing: report what is in these folders, side by side. FOLDER or FOLDER=PRICE."),
+        typer.Option(help="Train nothing; report the runs in these folders side by side: FOLDER or FOLDER=PRICE."),
     ] = None,
     format: FormatOption = "table",
 ) -> None:
-    """Train with one attention and with another: throughput, attention's share, loss curves, and a verdict."""
+    """Train with two kinds of attention and compare throughput, attention's share and loss, with a verdict."""
     if show:
         _print([run for place in show for run in _shown(place)], format)
         return
     if price_per_hour is not None and not _possible(price_per_hour):
-        raise MisuseError(f"--price-per-hour is a positive price, not {price_per_hour}")
+        raise MisuseError(f"--price-per-hour {price_per_hour}: expected a positive price")
     if resume and out is None:
-        raise MisuseError("--resume needs --out, the folder of the runs to go on with")
+        raise MisuseError("--resume needs --out, the folder of the runs to continue")
 
     from ..harness.training.config import TrainConfig
 
@@ -136,7 +157,7 @@ def train(
 def _baseline(candidate: TrainConfig, compare: str | None, linears: LinearsName | None) -> TrainConfig | None:
     if compare is None:
         if linears is not None:
-            raise MisuseError("--compare-linears needs --compare, the baseline's attention")
+            raise MisuseError("--compare-linears needs --compare, the attention of the baseline")
         return None
     return candidate.replace(
         attention="auto" if compare == "bf16" else compare,
@@ -159,7 +180,7 @@ def _train(
     price_per_hour: float | None,
     format: Format,
 ) -> bool:
-    """Whether any run came to its end or to a finding."""
+    """Train both sides; returns whether any run finished or diverged."""
     from rich.console import Console
 
     from ..harness.training.report.plots import write_plots
@@ -185,7 +206,7 @@ def _train(
             try:
                 rows = session.run(runs, build, told)
             except KeyboardInterrupt:
-                print(f"stopped; the same command with --resume --out {folder} goes on", file=sys.stderr)
+                print(f"stopped; to continue, run the same command with --resume --out {folder}", file=sys.stderr)
                 raise
             if ranks.first:
                 _print(list(session.rows.values()), format)
@@ -215,7 +236,7 @@ def _shown(place: str) -> list[TrainingRun]:
     except ValueError:
         asked = math.nan
     if not _possible(asked):
-        raise MisuseError(f"--show is FOLDER or FOLDER=PRICE with a positive price, not {brief(place)}")
+        raise MisuseError(f"--show {brief(place)}: expected FOLDER or FOLDER=PRICE with a positive price")
     return [run.model_copy(update={"price_per_hour": asked}) for run in read_runs(Path(folder))]
 
 
@@ -230,5 +251,5 @@ def _fresh_folder(parallel: ParallelName) -> Path:
     from ..files.user_folders import data_folder
 
     if parallel != "none":
-        raise MisuseError("several processes need --out, one folder that all of them name")
+        raise MisuseError("several processes need --out, the same folder for all of them")
     return data_folder() / "training" / f"{datetime.now(timezone.utc):%Y-%m-%dT%H-%M-%S.%f}"

@@ -1,4 +1,4 @@
-"""Whether a backend can run on this device: each of its forward kernels is asked about plain attention."""
+"""Whether a backend can run on this device: asks each of its forward kernels about plain attention."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 __all__ = ["command_for", "obstacle"]
 
-_TYPES = ("bf16", "fp16", "fp32", "fp64")  # of plain tensors, in which every forward kernel is asked
+_TYPES = ("bf16", "fp16", "fp32", "fp64")  # types of plain tensors that every forward kernel is asked about
 
 
 def obstacle(known: Registry, backend: Backend, here: Device) -> str | None:
-    """What keeps every forward kernel of the backend from running here, or None: no kernel, an old GPU, no compiler.
+    """Why no forward kernel of the backend can run here (no kernel, old GPU, no compiler), or None if one can.
 
-    Of a backend that is not installed only the rows of facts are asked: what else refuses may need its package.
+    If the backend is not installed, only its capabilities rows are asked: further refusals may need its package.
     """
     from ..kernels.contract import ForwardKernel
     from ..problem.spec import AttentionSpec
@@ -40,7 +40,7 @@ def obstacle(known: Registry, backend: Backend, here: Device) -> str | None:
 
 
 def command_for(known: Registry, backend: Backend, here: Device) -> str | None:
-    """The command that would make the backend usable on this device; None where it is, and where no command would."""
+    """The command that makes the backend usable on this device; None if it is usable or if no command helps."""
     answer = known.availability(backend.name)
     if answer.ok or here.type in backend.yardstick or obstacle(known, backend, here):
         return None

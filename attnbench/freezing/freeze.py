@@ -1,8 +1,8 @@
-"""``freeze``: the choices of a run in a file, so that all ranks and later runs choose alike.
+"""``freeze``: keep the choices of a run in a file, so that all ranks and later runs use the same plans.
 
-The fastest plan is a matter of measurement, and two machines, or one before and after a sweep, measure differently.
-Plans differ in their rounding, and FP8 ones in more; ranks of one training run that chose each for itself would compute
-different functions.  A frozen file is asked before any table, and what it does not hold is chosen once for everybody.
+Measurements differ between two machines, and on one machine before and after a sweep, so the fastest plan may differ.
+Plans round differently, FP8 plans even more, so ranks of one training run that choose separately compute different
+functions.  A frozen file is asked before any table, and a question that it lacks is answered once for all ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Freeze:
         if missing not in get_args(Missing):
             raise InputError(f"missing must be one of {', '.join(get_args(Missing))}, not {missing!r}")
         try:
-            # A file that is replaced would take the place of a link to it, and other ranks follow the link.
+            # Replacing a link would leave other ranks, which follow the link, with the old file.
             self.path = Path(os.path.realpath(path))
         except (TypeError, ValueError):
             raise InputError(f"the path of a file is needed, not {path!r:.200}") from None
@@ -63,7 +63,7 @@ class Freeze:
         self._lock = threading.Lock()
 
     def start(self) -> Freeze:
-        """Answer every choice of this process by the file, in all threads, until ``stop``.
+        """Answer every choice of this process from the file, in all threads, until ``stop``.
 
         Raises FrozenError where the file cannot be read or is of another model of GPU,
         MalformedFileError where it is damaged, InputError where choices are frozen already.
@@ -97,7 +97,7 @@ class Freeze:
     def choice(
         self, spec: AttentionSpec, device: torch.device, backend: str, asked_by: str, fp8: bool, max_error: float | None
     ) -> Choice:
-        """What ``selector.choose`` answers while this is open: the file's plan, or one that the file holds afterwards.
+        """The choice that ``selector.choose`` returns while this is open: the file's plan, or one that it records.
 
         Raises FrozenError where the file lacks the question and may not be added to, RefusedError where its
         plan cannot serve here, and else what ``choose`` and ``Frozen`` raise.
@@ -156,7 +156,7 @@ class Freeze:
             raise FrozenError(f"{self.path} cannot be read: {error.strerror}") from None
 
     def _record(self, question: FrozenQuestion, mine: FrozenPlan, here: Device) -> FrozenPlan:
-        """The answer that the file holds for the question from now on: this one, or that of whoever was first."""
+        """Record the answer; returns the one that the file holds, which another rank may have written first."""
         with self._lock, recording(self.path):
             content = self._reread(here)
             if question not in content.plans:
@@ -166,7 +166,7 @@ class Freeze:
             return content.plans[question]
 
     def _reread(self, here: Device) -> Frozen:
-        """What was known and what others have added since; a file that nobody has touched is not read."""
+        """The known choices with those that others have added since; an unchanged file is not read."""
         stamp = stamp_of(self.path)
         if stamp is not None and stamp == self._known:
             return self._content
@@ -177,7 +177,7 @@ class Freeze:
         return self._content
 
     def _check_gpus(self) -> None:
-        """Raise at once where this process has GPUs and none is of the file's model; never be the first to ask CUDA."""
+        """Raise if this process has GPUs and none is of the file's model; does not initialise CUDA."""
         model = self._content.devices.get("cuda")
         if model is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             found = [describe(torch.device("cuda", number)).name for number in range(torch.cuda.device_count())]
@@ -200,27 +200,27 @@ class Freeze:
 
 
 def freeze(path: str | PathLike[str], *, missing: Missing = "record") -> Freeze:
-    """Pin the choices of a run to a file, and repeat them from it: a context manager, or start() and stop().
+    """Record the choices of a run in a file and repeat them: a context manager, or start() and stop().
 
-    While it is open, a question that the file holds (spec, model of the device, backend, FP8 opt-in and budget) is
-    answered by the file alone, whatever tables say or have come to say.  ``missing`` says what happens to others:
+    While it is open, a question that the file holds (spec, device model, backend, FP8 opt-in and budget) is answered by
+    the file, whatever the tables hold.  ``missing`` says what happens to other questions:
 
     - ``record``: the plan is chosen as usual and added to the file, which need not exist at first.  Several ranks may
-      do so at once: of two answers the first written counts, and the other rank takes it over.  They must see one
+      do so at once: of two answers the first written counts, and the other rank uses it too.  They must share one
       file, on a file system with locks.
-    - ``raise``: FrozenError names the question.  Nothing is chosen that was not recorded, so ranks that have a copy
-      each cannot come apart, and neither can a later run.
-    - ``choose``: the plan is chosen as usual, by each rank for itself, and written nowhere.
+    - ``raise``: FrozenError names the question.  Only recorded plans run, so ranks with separate copies, and later
+      runs, use the same plans.
+    - ``choose``: each rank chooses a plan as usual, and does not write it.
 
     A plan that the file names and that cannot serve here (refused, unavailable, another version of its backend, or
     demoted by a guard) raises RefusedError with reasons; nothing falls back.  Another model of GPU raises FrozenError.
-    A call that names its plan, or without gradients its kernel, leaves nothing to choose, and needs no file.
+    A call that names its plan, or without gradients its kernel, needs no choice and no file.
 
     It holds for this process, all its threads and compiled programs, which are compiled anew when it is opened and
     closed; one can be open at a time.  Backwards belong inside: activation checkpointing chooses there once more.
-    A guard demotes nothing meanwhile: it warns, for a rank that changed its plan would be alone with that.
+    A guard does not demote plans meanwhile, because one rank would then differ from the others; it only warns.
 
-    Raises InputError for arguments that cannot be.
+    Raises InputError for invalid arguments.
 
     >>> with attnbench.freeze("run.choices.json"):
     ...     train()
@@ -229,7 +229,7 @@ def freeze(path: str | PathLike[str], *, missing: Missing = "record") -> Freeze:
 
 
 def _obstacles(answer: FrozenPlan, spec: AttentionSpec, here: Device, known: Registry) -> Iterator[str]:
-    """What keeps the plan from serving as it did, one sentence each."""
+    """Why the plan cannot serve as it did, one sentence for each reason."""
     try:
         reasons = known.reasons(answer.plan, spec, here)[1]
     except UnknownBackendError as error:

@@ -1,1 +1,1 @@
-"""The runtime guard: a few rows of live answers beside exact attention."""
+"""The runtime guard: compares a few rows of live results with exact attention."""

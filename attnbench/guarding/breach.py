@@ -1,4 +1,4 @@
-"""What a guard has found: one tensor of one plan at one spec, further from exact attention than allowed."""
+"""A breach: one tensor of one plan at one spec, further from exact attention than allowed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Breach"]
 class Breach:
     """One finding, as a record.
 
-    ``tensor`` is out, dq, dk or dv; ``error`` its relative L2 on the rows of each check since the trouble began, as a
+    ``tensor`` is out, dq, dk or dv; ``error`` its relative L2 on the rows of each check since the evidence began, as a
     root mean square over these checks (infinite where something is not finite), and ``bound`` what was allowed.
     ``evidence`` is how much likelier the rows are to come from a plan beyond the bound than from one within it
     (infinite for what needs no statistics); ``call`` counts the passes of this plan and spec from 0, ``check`` those
@@ -52,7 +52,7 @@ class Breach:
 
     @property
     def reason(self) -> str:
-        """What is wrong, without saying of which plan."""
+        """What is wrong, without the plan's name."""
         wrong = f"is off by {self.error:.2g}" if math.isfinite(self.error) else "is not finite"
         return f"its {self.tensor} {wrong} on live tensors, {self.bound:.2g} allowed"
 

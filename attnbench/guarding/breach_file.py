@@ -42,7 +42,7 @@ def save_tensors(folder: Path, breach: Breach, tensors: dict[str, Tensor | Quant
         index = {"schema": "attnbench.captured/1", "torch": torch.__version__, "seen": breach.call + 1}
         metadata[_CAPTURED] = json.dumps({**index, "unrecorded": {}, "calls": [call]})
     slug = re.sub(r"[^a-z0-9]+", "-", f"{breach.plan} {breach.spec}".lower()).strip("-")[:150]
-    path = folder / f"breach-{slug}-{secrets.token_hex(4)}.safetensors"  # of its own for each of several processes
+    path = folder / f"breach-{slug}-{secrets.token_hex(4)}.safetensors"  # each process writes its own
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -50,7 +50,7 @@ def save_tensors(folder: Path, breach: Breach, tensors: dict[str, Tensor | Quant
     with Draft(path) as draft, draft.by_name() as scratch:
         try:
             save_file(stored, scratch, metadata)
-        except SafetensorError as error:  # how a full disk arrives
+        except SafetensorError as error:  # safetensors raises this for a full disk
             raise OSError(None, str(error)) from error
     return path
 

@@ -27,8 +27,8 @@ from .gradients import key_gradients, query_gradients, reach, stretches, togethe
 
 __all__ = ["Group", "Part", "Pick", "Sums", "aside", "gradient_sums", "out_sums", "part", "pick_groups", "pick_rows"]
 
-_HEADS, _ROWS = 8, 4  # of a check of out: a wrong head among 16 is met in two checks of five
-_GROUPS, _LINES = 2, 8  # of a check of gradients: the groups, and the queries and keys of each
+_HEADS, _ROWS = 8, 4  # in a check of out: one wrong head among 16 is drawn in two checks of five
+_GROUPS, _LINES = 2, 8  # in a check of gradients: the groups, and the queries and keys of each
 # A row of dq or dk is a sum that may cancel to nothing (a query that has one key): it counts as half as long as it
 # would be if nothing cancelled, at the least.
 _CANCELLING = ("dq", "dk")
@@ -56,7 +56,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Part:
-    """What groups read: q (G, group · Sq, D), head after head, k (G, Skv, D), v (G, Skv, Dv), in their own memory."""
+    """Copies of what the groups read: q (G, group · Sq, D), head after head, k (G, Skv, D), v (G, Skv, Dv)."""
 
     q: Tensor
     k: Tensor
@@ -65,7 +65,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Sums:
-    """What a check has found: one FP64 vector ``packed``, and how to read it.
+    """The result of a check: one FP64 vector ``packed``, and how to read it.
 
     It begins with the largest magnitudes of what went in, ``given`` numbers, and of the whole of each tensor checked.
     Head by head follow lengths, for each of its ``rows``: of each tensor's errors, of the exact rows, and for dq and dk
@@ -101,7 +101,7 @@ class Sums:
 
 
 def pick_rows(spec: AttentionSpec, random: Random) -> list[Pick]:
-    """Queries for a check of out: all alike likely, drawn with replacement."""
+    """Queries for a check of out, drawn uniformly with replacement."""
     return [
         Pick(
             random.randrange(spec.batch),
@@ -113,7 +113,7 @@ def pick_rows(spec: AttentionSpec, random: Random) -> list[Pick]:
 
 
 def pick_groups(spec: AttentionSpec, random: Random) -> list[Group]:
-    """Groups for a check of gradients: all alike likely, drawn with replacement."""
+    """Groups for a check of gradients, drawn uniformly with replacement."""
     return [
         Group(
             random.randrange(spec.batch),
@@ -126,7 +126,7 @@ def pick_groups(spec: AttentionSpec, random: Random) -> list[Group]:
 
 
 def aside(device: torch.device) -> ExitStack:
-    """A block that the program does not see: no gradients, no autocast, none of the modes that watch operators."""
+    """A block without effect on the program: no gradients, no autocast, none of the modes that intercept operators."""
     block = ExitStack()
     block.enter_context(torch.no_grad())
     block.enter_context(torch.autocast(device.type, enabled=False))
@@ -139,7 +139,7 @@ def aside(device: torch.device) -> ExitStack:
 
 
 def part(groups: Sequence[Group], q: Tensor, k: Tensor, v: Tensor) -> Part:
-    """A copy of what groups read of q, k, v, so that they may be changed or freed before the backward runs."""
+    """A copy of what the groups read, so that q, k, v may be changed or freed before the backward runs."""
     at = tuple(_on(q.device, [(group.batch, group.kv_head) for group in groups]).unbind(1))
     return Part(_by_group(q, k.shape[1])[at].flatten(1, 2), k[at], v[at])
 
@@ -148,7 +148,7 @@ def out_sums(
     q: Tensor | Quantised, k: Tensor | Quantised, v: Tensor | Quantised, out: Tensor, spec: AttentionSpec,
     picks: Sequence[Pick],
 ) -> Sums:  # fmt: skip
-    """Of out (B, H, Sq, Dv), as a kernel returned it, beside exact attention."""
+    """The sums of out (B, H, Sq, Dv), as a kernel returned it, against exact attention."""
     wide, count = wide_dtype(spec, out.device), together(spec, out.device)
     places = [
         (pick.batch, pick.head, pick.head // spec.group, row, *spec.mask.span(row, spec.seqlen_q, spec.seqlen_kv))
@@ -175,7 +175,7 @@ def gradient_sums(
     whole: Part, groups: Sequence[Group], grad_out: Tensor, gradients: tuple[Tensor, Tensor, Tensor],
     spec: AttentionSpec,
 ) -> Sums:  # fmt: skip
-    """Of dq (B, H, Sq, D), dk (B, Hkv, Skv, D) and dv (B, Hkv, Skv, Dv), as a kernel returned them."""
+    """The sums of dq (B, H, Sq, D), dk (B, Hkv, Skv, D) and dv (B, Hkv, Skv, Dv), as a kernel returned them."""
     count, lengths = together(spec, grad_out.device), []
     for begin in range(0, len(groups), count):
         some = slice(begin, begin + count)
@@ -183,7 +183,9 @@ def gradient_sums(
         lengths.append(_gradient_lengths(own, groups[some], grad_out, gradients, spec))
     given = [number for x in (grad_out, whole.q, whole.k, whole.v) for number in _largest(x)]
     found = [number for x in gradients for number in _largest(x)]
-    if gradients[0].dtype == torch.float16:  # which exact gradients may leave, as those who scale their loss expect
+    if (
+        gradients[0].dtype == torch.float16
+    ):  # exact gradients may exceed the range of fp16, as programs that scale their loss expect
         given += found
     least = dict(zip(("dq", "dk", "dv"), map(_least, gradients), strict=True))
     return Sums(_packed([*given, *found], lengths), len(given), len(groups[0].keys), least)
@@ -226,7 +228,7 @@ def _gradient_lengths(
 
 
 def _compared(found: Tensor, exact: Tensor) -> Tensor:
-    """(G, 2, rows): how long errors and exact rows are, of rows (G, rows, D)."""
+    """The lengths of errors and of exact rows, (G, 2, rows), from rows (G, rows, D)."""
     both = torch.stack([found - exact, exact], dim=1)
     lengths: Tensor = torch.linalg.vector_norm(both, dim=-1, dtype=torch.float64)
     return lengths
@@ -237,7 +239,7 @@ def _packed(largest: list[Tensor], lengths: list[Tensor]) -> Tensor:
 
 
 def _least(found: Tensor) -> float:
-    """A row is as long as a few of the type's smallest normal numbers, squared: below those no kernel can be right."""
+    """The least square of a row: a few of the type's smallest normal numbers, below which no kernel is accurate."""
     return found.shape[-1] * float(torch.finfo(found.dtype).smallest_normal) ** 2
 
 

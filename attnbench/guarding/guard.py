@@ -1,9 +1,9 @@
-"""``guard``: now and then, a few rows of what attention answers, on live tensors, beside exact attention.
+"""``guard``: regularly compares a few rows of attention's results, on live tensors, with exact attention.
 
-An error that was measured on synthetic inputs is a promise about others.  The guard holds the plans that a program
-really runs to it, while it runs: every so many calls of each plan and spec some rows of the output, and of the
-gradients of its backward, are computed exactly (``guard_check``), and a sequence of such checks decides
-(``guard_evidence``) whether the plan is beyond its bound.
+Errors are measured on synthetic inputs.  The guard checks on the program's own tensors, while it runs, that its plans
+stay within their bounds: every so many calls of each plan and spec some rows of the output, and of the gradients of its
+backward, are computed exactly (``check``), and a sequence of such checks decides (``significance``) whether the plan
+is beyond its bound.
 """
 
 from __future__ import annotations
@@ -44,16 +44,18 @@ __all__ = ["Guard", "guard"]
 
 OnBreach = Literal["warn", "raise", "demote"]
 _log = logging.getLogger("attnbench.guard")
-_log.addHandler(logging.NullHandler())  # a program that set up no logging reads the warnings, not a line a breach
-_MOST = 4096  # plans and specs that are remembered, and breaches: a program with ever new shapes has no end of them
-_GREETED = 64  # of which so many are checked at their first call; later ones at a random one of their first ``every``
+_log.addHandler(
+    logging.NullHandler()
+)  # without logging set up, a program sees the warnings only, not a line for each breach
+_MOST = 4096  # the most plans and specs, and breaches, to keep: a program with ever new shapes has no limit
+_GREETED = 64  # of these, so many are checked at their first call; later ones at a random one of their first ``every``
 _Kind = Literal["out", "gradients"]
 _Drawn = TypeVar("_Drawn")
 
 
 @dataclass
 class _Case:
-    """A plan at a spec under a bound: its passes so far, and what checking them has shown."""
+    """A plan at a spec under a bound: its passes so far, and the results of checking them."""
 
     plan: Plan
     spec: AttentionSpec
@@ -67,7 +69,7 @@ class _Case:
 
 @dataclass
 class _Check:
-    """A check on its way from the device: its sums are on the host once ``done`` has happened."""
+    """A check that is under way: its sums are on the host once ``done`` has happened."""
 
     case: _Case
     call: int
@@ -79,7 +81,7 @@ class _Check:
 
 @dataclass
 class _Sample:
-    """A forward whose gradients will be checked; what it reads is copied, so that nothing else is kept for it."""
+    """A forward whose gradients will be checked, with a copy of what the check reads, so that nothing else is kept."""
 
     guard: Guard
     case: _Case
@@ -95,7 +97,7 @@ class _Sample:
 
 @dataclass
 class _Prepared(threading.local):
-    """The operands that were made last in this thread, and of what; none of it is kept alive."""
+    """The operands that this thread made last, and their inputs, by weak references."""
 
     operands: Callable[[], Operands | None] = lambda: None
     given: tuple[Callable[[], Tensor | None], ...] = ()
@@ -104,7 +106,8 @@ class _Prepared(threading.local):
 class Guard:
     """What ``guard`` returns: a context manager, or ``start`` and ``stop``.  It may be opened more than once.
 
-    ``breaches`` is what was found, ``checks`` how many checks were read, and ``skipped`` why others told nothing.
+    ``breaches`` is what was found, ``checks`` the number of checks that were read, and ``skipped`` why others
+    were inconclusive.
     """
 
     def __init__(
@@ -130,7 +133,7 @@ class Guard:
 
     @property
     def breaches(self) -> tuple[Breach, ...]:
-        """What was found so far, oldest first; the newest 4096."""
+        """The breaches so far, oldest first; at most the newest 4096."""
         return tuple(self._breaches)
 
     def start(self) -> Guard:
@@ -142,7 +145,7 @@ class Guard:
         return self
 
     def stop(self) -> None:
-        """Watch no more, wait for the checks that are under way and act on them.
+        """Stop watching, wait for the checks that are under way, and act on them.
 
         Raises BreachError, with ``on_breach="raise"``, for what those have found.
         """
@@ -197,8 +200,8 @@ class Guard:
             sample.derived(grad_out, gradients)
 
     def _turn(self, execution: Executed, kind: _Kind, x: Tensor) -> tuple[_Case, int] | None:
-        """(case, number of the call) where this pass is to be checked; it is counted."""
-        if type(x) not in (Tensor, torch.nn.Parameter):  # what is traced or spread over devices has no rows to look at
+        """Count this pass; returns (case, number of the call) if it is to be checked, else None."""
+        if type(x) not in (Tensor, torch.nn.Parameter):  # traced or distributed tensors have no rows to read
             return None
         with self._lock:
             case = self._case(execution)
@@ -227,7 +230,7 @@ class Guard:
                 self._cases.popitem(last=False)
         if len(self._known) >= _MOST:
             self._known.clear()
-        self._known[id(execution)] = execution, case  # kept, so that its id stays its own
+        self._known[id(execution)] = execution, case  # kept alive, so that no other object gets its id
         return case
 
     def _drawn(self, pick: Callable[[AttentionSpec, random.Random], _Drawn], spec: AttentionSpec) -> _Drawn:
@@ -256,7 +259,7 @@ class Guard:
         self, case: _Case, call: int, device: torch.device, sums: Callable[[], Sums],
         tensors: dict[str, Tensor | Quantised],
     ) -> None:  # fmt: skip
-        """Queue a check, and read it where that costs no waiting or the tensors have to be at hand."""
+        """Queue a check; read it at once on a CPU, or if the tensors are to be saved."""
         try:
             with aside(device):
                 found, done = sums(), None
@@ -311,7 +314,7 @@ class Guard:
             try:
                 path = save_tensors(self.save_to, breaches[0], check.tensors)
                 breaches = [replace(each, path=path) for each in breaches]
-            except OutputError as error:  # the breach is news all the same
+            except OutputError as error:  # the breach is reported all the same
                 self._skip("its tensors could not be written", str(error))
         return breaches
 
@@ -341,7 +344,7 @@ class Guard:
 
 
 def _recorded(x: Tensor) -> bool:
-    """Whether a CUDA graph is being recorded: it would replay a check, and nobody read it."""
+    """Whether a CUDA graph is being recorded: it would replay a check that is never read."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -353,28 +356,28 @@ def guard(
     save_to: str | PathLike[str] | None = None,
     seed: int = 0,
 ) -> Guard:
-    """Hold the plans that run to their error, on the program's own tensors: a context manager, or start() and stop().
+    """Check the errors of running plans on the program's own tensors: a context manager, or start() and stop().
 
-    Of each plan and spec, named plans too, the first pass and every ``every``-th after it is checked: some queries of
-    some heads against exact attention, and when its backward comes, some rows of dq, dk and dv.  All threads and
-    compiled programs are watched; what a CUDA graph records or replays is not.  Of several open guards the one that was
-    opened last counts.
+    For each plan and spec, named plans included, the first pass and every ``every``-th after it is checked: some
+    queries of some heads against exact attention and, when its backward runs, some rows of dq, dk and dv.  All threads
+    and compiled programs are checked; what a CUDA graph records or replays is not.  Of several open guards the one
+    opened last is active.
 
     ``max_error`` is the largest relative L2 allowed, for out and gradients alike; None is the budget that the plan was
-    chosen under (for a named plan that of its precision).  One noisy check is no breach: the evidence of several is,
-    more the further they are beyond, or one check of what is ten times beyond or not finite.  Rows of dq and dk whose
-    sums cancel count as half as long as they would be otherwise, at the least.
+    chosen under (for a named plan the default of its precision).  One noisy check is no breach.  A breach needs
+    evidence from several checks, fewer the further they are beyond the bound, or one check that is ten times beyond or
+    not finite.  A row of dq or dk whose sum cancels counts with at least half its length without cancellation.
 
     On a breach, which is always logged to ``attnbench.guard``: ``warn`` warns once for each plan and spec; ``raise``
     raises BreachError; ``demote`` warns, and from then on counts the plan as inaccurate at that spec in this process,
-    so that another is chosen, where it was not named; ``explain`` says so.  On a GPU nothing waits for a check: it is
-    read at a later call of any plan, or by ``stop``, and that is where BreachError is raised.
+    so that another is chosen, where it was not named; ``explain`` says so.  On a GPU no call waits for a check: it is
+    read at a later call of any plan, or by ``stop``, which then raise BreachError.
 
     ``save_to`` is a folder for the tensors of each plan and spec's first breach (safetensors, which ``attnbench sweep
     --preset`` measures all plans on); the program then waits for each check, and a copy of q, k, v is kept from a
-    checked forward to its backward.  Rows are drawn from a generator of the guard's own, from ``seed``.
+    checked forward to its backward.  Rows are drawn from the guard's own generator, seeded with ``seed``.
 
-    Raises InputError for arguments that cannot be.
+    Raises InputError for invalid arguments.
 
     >>> with attnbench.guard(every=1000, on_breach="demote"):
     ...     train()

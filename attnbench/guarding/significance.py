@@ -1,4 +1,4 @@
-"""When errors on few rows say that a plan is beyond its bound, and when they are noise.
+"""Decide whether errors on few rows show that a plan is beyond its bound, or are noise.
 
 A check takes a few rows of several random heads.  With ``x`` the squared error of one head's rows over the bound's
 square, in shares of the mean size of the check's rows, a plan whose error is at the bound has E[x] = 1, whatever the
@@ -18,11 +18,11 @@ from dataclasses import dataclass
 __all__ = ["Detector", "Finding"]
 
 _BETS = (0.05, 0.2, 0.5, 0.9)
-_ALARM = 1e6  # checks between two false alarms, at the least: with every=1000 a thousand million calls
-# Of the squared error, 12 % of the error: calls differ, and one a little beyond a bound that its plan keeps on average
-# is no news.
+_ALARM = 1e6  # checks between two false alarms, at least; with every=1000 these are 10⁹ calls
+# Allowed excess of the squared error, 12 % of the error: calls differ, and one slightly beyond a bound that its plan
+# keeps on average is no breach.
 _ALLOWANCE = 1.25
-_GROSS = 100.0  # of the squared error: one head ten times beyond the bound needs no second look
+_GROSS = 100.0  # of the squared error: one head ten times beyond the bound needs no second check
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Finding:
 
 
 class Detector:
-    """What the checks of one tensor of one plan and spec have shown so far, beside a bound on its relative L2."""
+    """The evidence of all checks of one tensor of a plan at a spec against a bound on its relative L2."""
 
     def __init__(self, bound: float) -> None:
         self.bound = bound
@@ -45,7 +45,7 @@ class Detector:
         self._error, self._checks = 0.0, 0
 
     def add(self, errors: Sequence[float], sizes: Sequence[float]) -> Finding | None:
-        """One check: squared errors and squared sizes of the rows of each head; a finding where it tips the scales.
+        """Add a check: squared errors and squared sizes of the rows of each head; returns a finding if it is decisive.
 
         Afterwards the evidence starts anew.
         """

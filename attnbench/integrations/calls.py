@@ -27,7 +27,7 @@ _open: WeakValueDictionary[int, Calls] = WeakValueDictionary()
 
 
 class Calls:
-    """What has become of a library's attention calls.
+    """The counts of a library's attention calls.
 
     ``served`` counts those that attnbench answered, ``handed_on`` those that ``fallback`` did, by reason.  Code that
     torch has compiled counts nothing when it runs: there ``handed_on`` counts once for each time that it is compiled.

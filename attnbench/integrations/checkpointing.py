@@ -21,15 +21,15 @@ from torch.utils.checkpoint import checkpoint
 __all__ = ["KEEPING", "carry_into_recompute"]
 
 _WITHOUT_REENTRY = inspect.unwrap(checkpoint).__code__
-# The names of the functions whose frames may keep something: to tell most frames without a call.
+# Names of the functions whose frames may keep something, to rule out most frames without a call.
 KEEPING = ("forward", _WITHOUT_REENTRY.co_name)
 
 
 def carry_into_recompute(frame: FrameType, enter: Callable[[], AbstractContextManager[Any]]) -> bool:
     """Let the function that this frame keeps for its backward run within ``enter()`` there.
 
-    Returns False where that is not to be had: the frame is of an autograd function that is no checkpoint known here, so
-    that nobody can tell what its backward computes again.  Frames that keep nothing are left alone.
+    Returns False if that is impossible: the frame belongs to an autograd function that is not a known checkpoint, so
+    what its backward recomputes is unknown.  Frames that keep nothing are left alone.
     """
     code = frame.f_code
     if code is _WITHOUT_REENTRY:
@@ -51,7 +51,7 @@ def carry_into_recompute(frame: FrameType, enter: Callable[[], AbstractContextMa
 
 
 def _carry(holder: Any, attribute: str, enter: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Once for all calls of attention that the function makes."""
+    """Wrap the function once, for all calls of attention that it makes."""
     function = getattr(holder, attribute)
     if getattr(function, "func", None) is not _again:
         setattr(holder, attribute, partial(_again, enter, function))

@@ -1,4 +1,4 @@
-"""Models of diffusers around our attention: ``model.set_attention_backend("attnbench")``, once ``register`` was called.
+"""attnbench as an attention backend of diffusers: ``model.set_attention_backend("attnbench")`` after ``register``.
 
 diffusers keeps its backends in a registry whose keys are the members of an enumeration, and knows no other way in: a
 member is added.  Its layers then call us as they call torch's SDPA, and are answered the same.
@@ -33,7 +33,7 @@ def register(
     max_error: float | None = None,
     otherwise: str = "raise",
 ) -> Calls:
-    """Let diffusers know ``model.set_attention_backend(name)`` and ``with attention_backend(name)``.
+    """Add ``name`` to diffusers: ``model.set_attention_backend(name)`` and ``with attention_backend(name)``.
 
     ``backend``, ``dtype`` and ``max_error`` are those of ``attnbench.attention``, and leave to ``use_backend`` what
     they do not name.  A name that is registered anew asks for the new ones; several names may ask for different ones.
@@ -91,7 +91,7 @@ def register(
 
 
 def _watch_models() -> None:
-    """From now on ``set_attention_backend`` says which of a model's layers do not take a backend of ours.
+    """Make ``set_attention_backend`` report the layers of a model that ignore the backend.
 
     It leaves out layers whose processor calls torch's SDPA itself (SD3, PixArt, CogVideoX, DiT, the UNets), and says
     nothing; the backend that it sets is told nothing of the model.

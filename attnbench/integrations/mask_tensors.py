@@ -1,4 +1,4 @@
-"""What a call of torch's SDPA hides.  A mask tensor is read at each call: nothing else tells whether it has changed."""
+"""The mask of a call of torch's SDPA.  A mask tensor is read at each call: there is no other way to notice changes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .calls import Calls
 __all__ = ["MaskTensors", "dense", "hidden"]
 
 _FULL, _CAUSAL = Mask(), Mask(right=0)
-_KEPT = 64  # places of memory whose last mask is remembered
-_SMALL = 2**20  # elements of a mask in the CPU's memory that is kept for the next comparison
+_KEPT = 64  # memory addresses whose last mask is remembered
+_SMALL = 2**20  # largest mask, in elements, whose copy in CPU memory is kept for the next comparison
 
 
 class MaskTensors:
@@ -35,7 +35,7 @@ class MaskTensors:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def read(self, tensor: Tensor, seqlen_q: int, seqlen_kv: int) -> Mask | None:
-        """The mask that ``tensor`` (..., Sq or 1, Skv or 1) describes; None where that is none, causal or a window not.
+        """The mask that ``tensor`` (..., Sq or 1, Skv or 1) is equivalent to: none, causal or a window; otherwise None.
 
         Also None for a bias that is learned, and for one that ``vmap`` has batched, which cannot be read.  Code that is
         being compiled breaks its graph here.
@@ -128,7 +128,7 @@ def _of_bias(bias: Any, seqlen_q: int, seqlen_kv: int) -> Mask | None:
 
 
 def _describes(tensor: Tensor, mask: Mask, seqlen_q: int, seqlen_kv: int) -> bool:
-    """Whether the tensor shows each query what the mask does, in all batch entries and heads."""
+    """Whether the tensor equals the mask in all batch entries and heads."""
     for axis in range(tensor.ndim - 2):
         if tensor.stride(axis) == 0 and tensor.shape[axis]:
             tensor = tensor.narrow(axis, 0, 1)  # the same memory over and over

@@ -1,4 +1,4 @@
-"""A drop-in for ``torch.nn.functional.scaled_dot_product_attention``: within a block its calls are attnbench's.
+"""Replaces ``torch.nn.functional.scaled_dot_product_attention`` within a block.
 
 A ``TorchFunctionMode`` sees the calls of its own thread, by whatever name they are made; nothing of torch is patched.
 ``torch.nn.MultiheadAttention`` asks SDPA too, from inside a function that torch hands to modes as a whole: that
@@ -38,18 +38,18 @@ _OWN = "a call of attnbench's own"
 def replaced(
     backend: str = "auto", *, dtype: str | None = None, max_error: float | None = None, otherwise: str = "raise"
 ) -> Iterator[Calls]:
-    """Within the block, this thread's calls of torch's SDPA are answered by ``attnbench.attention``.
+    """Within the block, ``attnbench.attention`` serves this thread's calls of torch's SDPA.
 
-    They mean what they mean to torch: (..., S, D) tensors of two to any number of axes, ``is_causal`` aligned
-    top-left, ``enable_gqa``, ``scale``, autocast, a mask tensor (which is looked at, and served where it is none,
-    causal or a window).  ``backend``, ``dtype`` and ``max_error`` are those of ``attention``, and leave to
-    ``use_backend`` what they do not name.  FP8 is opted into here as there.
+    Arguments have torch's meaning: (..., S, D) tensors of two or more axes, ``is_causal`` aligned top-left,
+    ``enable_gqa``, ``scale``, autocast, a mask tensor (read at each call, and served if it is equivalent to no mask,
+    causal or a window).  ``backend``, ``dtype`` and ``max_error`` are those of ``attention``; what they leave out
+    ``use_backend`` decides.  FP8 is opt-in as in ``attention``.
 
     What cannot be served (dropout, padding, a bias, masks inside compiled code, nested and other tensors of classes of
     their own, what ``attention`` refuses) raises InputError or attention's own error with ``otherwise="raise"``; with
     ``otherwise="torch"`` torch computes it, with a warning for the first call of each reason and a count of all.
 
-    Yields the counts.  Of nested blocks the innermost holds.  Backwards need not be in the block.
+    Yields the counts.  Of nested blocks the innermost applies.  Backwards need not be in the block.
 
     >>> with replaced(dtype="fp8", max_error=0.08, otherwise="torch") as calls:
     ...     loss = model(batch)
@@ -74,7 +74,7 @@ class _Replacing(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _callers(self) -> str | None:
-        """Look who has called.
+        """Inspect the callers on the stack.
 
         A kernel of ours, or another block like this one, means torch's own SDPA.  What is computed again in a backward
         is told to do that in this block.  Returns why the call cannot be served; None where nothing is in the way.
@@ -97,7 +97,7 @@ class _Replacing(TorchFunctionMode):
             yield
 
     def _heads(self, *args: Any, reason: str | None, **kwargs: Any) -> Any:
-        """The same function, where SDPA is ours and no mode is asked again."""
+        """The same function with our SDPA, which no mode intercepts again."""
         ours = partial(self._sdpa, reason=reason)
         names = {"scaled_dot_product_attention": ours, "has_torch_function": lambda tensors: False}
         heads = FunctionType(_HEADS.__code__, {**_HEADS.__globals__, **names}, _HEADS.__name__, _HEADS.__defaults__)
@@ -137,7 +137,7 @@ class _Replacing(TorchFunctionMode):
 
 
 def _obstacle(query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Why attnbench cannot serve these tensors, whatever is hidden; None where nothing is in the way."""
+    """Why attnbench cannot serve these tensors, whatever the mask; None if it can."""
     if query.is_nested or key.is_nested or value.is_nested:
         return "nested tensors"
     if not is_compiling():
@@ -147,7 +147,9 @@ def _obstacle(query: Tensor, key: Tensor, value: Tensor) -> str | None:
             return "torch.jit.trace, which records no operator of attnbench"
     shape, keys, values = query.shape, key.shape, value.shape
     if len(shape) == len(keys) == len(values) >= 2:
-        if len(shape) == 4 and shape[0] == keys[0] == values[0]:  # most calls, told without slices, which take longer
+        if (
+            len(shape) == 4 and shape[0] == keys[0] == values[0]
+        ):  # the common case, detected without slicing, which takes longer
             return None
         if shape[:-3] == keys[:-3] == values[:-3]:
             return None

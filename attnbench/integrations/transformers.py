@@ -1,4 +1,4 @@
-"""Any model of transformers around our attention: ``attn_implementation="attnbench"`` once ``register`` was called.
+"""attnbench as an attention implementation of transformers: ``attn_implementation="attnbench"`` after ``register``.
 
 transformers looks attention functions up by name, and beside each a function that makes its masks.  Both are
 registered; nothing of transformers is patched.  A layer computes what it computes with ``"sdpa"``: a mask that was made
@@ -48,8 +48,8 @@ def register(
 
     Served are full and causal masks and sliding windows (eager, or with a growing cache), softcaps, grouped heads,
     scales, and 2-D padding masks that pad nothing.  ``padding="right"`` also serves causal batches that are padded at
-    the right alone: no token sees padding, so tokens are computed as ever; what stands at the padding itself differs
-    from SDPA's, and nobody should read it (labels of -100 do not).
+    the right only: no token sees padding, so the outputs of tokens do not change; the outputs at padding positions
+    differ from SDPA's and must not be used (labels of -100 ignore them).
 
     What cannot be served raises InputError: other padding, packed sequences, blocks and chunks, static caches, mask
     tensors of one's own unless they are a mask above, dropout, biases of positions.  With ``otherwise="sdpa"``

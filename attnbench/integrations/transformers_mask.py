@@ -1,4 +1,4 @@
-"""What transformers would hide with a mask tensor, told as a mask: no tensor is made, and none is read in a layer.
+"""Describe transformers' masks as a ``Mask``: no mask tensor is made, and none is read in a layer.
 
 transformers asks the function that is registered beside an attention function for its mask, once for each forward and
 kind of layer, and hands the answer to every layer.  It says whether the mask function is plain (``allow_is_*_skip``:
@@ -28,12 +28,12 @@ _Visible = Callable[..., Tensor]  # (batch, head, query, key) indices that broad
 
 
 class UnservableError(Exception):
-    """The mask is none that attention can be told; the message is the reason."""
+    """The mask cannot be expressed as a ``Mask``; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class LayerMask(Mask):
-    """A mask that is handed to layers, and the tensor that transformers' SDPA would be given to whoever takes it so.
+    """A mask that is passed to layers; as a tensor it is the one that transformers' SDPA would receive.
 
     Most models hand it on as it is.  Some join it to another mask or cut it, and ``generate`` makes it contiguous for a
     static cache: functions of torch, indexing and attributes of tensors see the tensor (B, 1, Sq, Skv).
@@ -49,7 +49,7 @@ class LayerMask(Mask):
         return dense(self, self.seqlen_q, self.seqlen_kv, self.device).expand(self.batch, 1, -1, -1)
 
     def contiguous(self) -> LayerMask:
-        """Itself, which has no layout; ``generate`` hands the answer to the model."""
+        """Returns itself, which has no layout; ``generate`` passes the result to the model."""
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -67,7 +67,7 @@ class LayerMask(Mask):
 
 
 class Asked(NamedTuple):
-    """What transformers asks a mask function."""
+    """The arguments that transformers passes to a mask function."""
 
     batch: int
     seqlen_q: int
@@ -75,10 +75,10 @@ class Asked(NamedTuple):
     first_query: int | Tensor
     first_key: int
     visible: _Visible
-    padding: Tensor | None  # (B, at most first_key + Skv), true where a token is none
+    padding: Tensor | None  # (B, at most first_key + Skv), true where a token is not padding
     local_size: int | None
     causal: bool
-    plain: bool  # nothing is laid over the causal or bidirectional mask
+    plain: bool  # nothing is combined with the causal or bidirectional mask
     indexed: bool  # the mask function takes tensors of indices
     device: Any
 
@@ -178,7 +178,7 @@ def _check_overlays(asked: Asked, mask: Mask, hands_on: bool) -> None:
 
 
 def _agrees(asked: Asked, mask: Mask) -> Tensor:
-    """Whether the mask function shows what ``mask`` does to every query, padding aside."""
+    """Whether the mask function equals ``mask`` for every query, ignoring padding."""
     shown = _shown(asked.visible, asked.batch, _range(asked.seqlen_q, asked), _range(asked.seqlen_kv, asked))
     return (shown == dense(mask, asked.seqlen_q, asked.seqlen_kv, asked.device)).all()
 
@@ -207,7 +207,7 @@ def _is_window(asked: Asked, mask: Mask) -> bool:
 
 
 def _shown(visible: _Visible, batch: int, queries: Tensor, keys: Tensor) -> Tensor:
-    """(B, 1, queries, keys): which keys the mask function shows."""
+    """Which keys the mask function makes visible, (B, 1, queries, keys)."""
     device = queries.device
     batches, heads = torch.arange(batch, device=device), torch.zeros(1, dtype=torch.long, device=device)
     shown = visible(

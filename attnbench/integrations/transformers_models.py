@@ -1,4 +1,4 @@
-"""Models of transformers that never look up what was registered, and what becomes of them.
+"""Models of transformers that never look up a registered attention: detect and report them.
 
 Some build their layers from a table of their own, whose keys are transformers' implementations: Falcon, SAM, Data2Vec.
 Others compute attention themselves: BLOOM.  transformers asks each model for its implementation when it is constructed;

@@ -1,11 +1,11 @@
 """The smallest backend that attnbench can measure and choose: attention by its definition, in plain torch.
 
-Copy this file, put your kernel where `_scores` and the two products are, and say in the
-`Capabilities` what it cannot do.  attnbench then measures it beside every other backend,
-and `attention(..., backend="naive")` runs it.
+Copy this file, replace `_scores` and the two products by your kernel, and declare its limits in
+`Capabilities`.  attnbench then measures it beside every other backend, and
+`attention(..., backend="naive")` runs it.
 
 Import nothing here that is slow or may be missing: `attnbench backends` imports this file
-on machines that lack your library too.  That import belongs into `_availability` and `run`.
+also on machines without your library.  Import the library in `_availability` and `run`.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from attnbench.problem.spec import AttentionSpec
 
 __all__ = ["BACKEND"]
 
-# A kernel is named after its backend and the precision it computes in.
+# A kernel's name is its backend and the precision that it computes in.
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-# What relative L2 error, against exact attention on normal inputs, each precision stays within.
-# attnbench measures it, and marks the kernel `inaccurate` where that is not true.
+# Bound on the relative L2 error of each precision, against exact attention on normal inputs.
+# attnbench measures the error and marks the kernel `inaccurate` if it exceeds the bound.
 DECLARED_ERROR = {"fp32": 1e-5, "bf16": 1e-2}
 
 LARGEST_SCORES = 2**30
 
 
 def _row(precision: str) -> Capabilities:
-    """Every limit of the kernel that is a plain fact.  What is not mentioned is not limited."""
+    """Every limit of the kernel that a row can express.  What is not mentioned has no limit."""
     return Capabilities(
         dtypes=("fp32",) if precision == "fp32" else ("bf16",),
-        masks=("none", "causal"),  # no sliding window: attnbench refuses those for us, and says so
+        masks=("none", "causal"),  # no sliding window: attnbench refuses it with a reason
         softcap=False,
-        empty_rows=False,  # a softmax over no key is NaN here, and attnbench wants 0
+        empty_rows=False,  # here a softmax over no key is NaN, but attnbench requires 0
     )
 
 
 def _refuse_large(spec: AttentionSpec) -> list[str]:
-    """A limit that is no plain fact: one sentence for a person to read, or none."""
+    """A limit that a row cannot express: a list of sentences, one for each reason."""
     scores = spec.batch * spec.heads * spec.seqlen_q * spec.seqlen_kv
     return [f"would hold {scores} scores at once, more than {LARGEST_SCORES}"] if scores > LARGEST_SCORES else []
 
@@ -58,7 +58,7 @@ def _scores(q: Tensor, k: Tensor, spec: AttentionSpec) -> Tensor:
     """Scaled and masked scores in FP32, (B, Hkv, H // Hkv, Sq, Skv); q and k as `_grouped` returns them."""
     scores = (q @ k.mT).float() * spec.scale
     if spec.mask.kind == "causal":
-        # The offset is what tells the two causal alignments apart when Sq and Skv differ.
+        # The offset distinguishes the two causal alignments when Sq and Skv differ.
         query = torch.arange(spec.seqlen_q, device=q.device)[:, None] + spec.mask.offset(spec.seqlen_q, spec.seqlen_kv)
         key = torch.arange(spec.seqlen_kv, device=q.device)
         scores = scores.masked_fill(key > query, -torch.inf)
@@ -78,12 +78,12 @@ def _by_group(x: Tensor, spec: AttentionSpec) -> Tensor:
 class NaiveForward(ForwardKernel):
     """out = softmax(scale · q kᵀ) v, all scores at once."""
 
-    # None: never chosen unless it was measured to be the best, or asked for by name.
+    # None: never chosen unless it was measured as the fastest, or named by the caller.
     preference = None
 
     def __init__(self, precision: str) -> None:
         self.name = f"naive:{precision}"
-        # The same facts on both kinds of device; a kernel for GPUs alone has only the "cuda" row.
+        # The same limits on both types of device; a kernel only for GPUs has only the "cuda" row.
         self.rows = {"cpu": _row(precision), "cuda": _row(precision)}
         self.declared_error = DECLARED_ERROR[precision]
         self.dtype = PRECISIONS[precision]
@@ -92,9 +92,9 @@ class NaiveForward(ForwardKernel):
         return _refuse_large(spec)
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
-        # Quantise, transpose or pad here: attnbench times it apart from the kernel.  An FP8
-        # kernel returns `attnbench.problem.fp8.Quantised` operands, so that the backward is given
-        # what the forward saw.  The tensors arrive as (B, H, S, D), with any strides.
+        # Quantise, transpose or pad here: attnbench times it separately from the kernel.  An FP8
+        # kernel returns `attnbench.problem.fp8.Quantised` operands, so that the backward receives
+        # what the forward computed with.  The tensors arrive as (B, H, S, D), with any strides.
         return Operands(spec, *inputs.unquantised())
 
     def run(self, operands: Operands) -> Result:
@@ -109,7 +109,7 @@ class NaiveForward(ForwardKernel):
 
 
 class NaiveBackward(BackwardKernel):
-    """dq, dk, dv after any forward: the probabilities come back from the scores and the forward's LSE."""
+    """dq, dk, dv after any forward: recomputes the probabilities from the scores and the forward's LSE."""
 
     def __init__(self, precision: str) -> None:
         self.name = f"naive:{precision}"
@@ -121,7 +121,7 @@ class NaiveBackward(BackwardKernel):
         return _refuse_large(spec)
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        assert saved.lse is not None  # needs_lse is True, so attnbench pairs us only with forwards that return it
+        assert saved.lse is not None  # needs_lse is True, so attnbench pairs it only with forwards that return one
         spec = saved.spec
         originals = saved.operands.tensors()
         q, k, v = _grouped(spec, *(x.to(self.dtype) for x in originals))
@@ -129,7 +129,7 @@ class NaiveBackward(BackwardKernel):
         do = do.to(self.dtype)
         p = torch.exp(_scores(q, k, spec) - lse.float()[..., None])
         dp = (do @ v.mT).float()
-        # rowsum(dO ∘ O) = rowsum(P ∘ dP): what the softmax's derivative takes away (FlashAttention-2, section 2.3.2).
+        # rowsum(dO ∘ O) = rowsum(P ∘ dP), which the softmax's derivative subtracts (FlashAttention-2, section 2.3.2).
         delta = (do.float() * out.float()).sum(-1, keepdim=True)
         ds = (p * (dp - delta) * spec.scale).to(self.dtype)
         dq = (ds @ k).flatten(1, 2)
@@ -140,9 +140,9 @@ class NaiveBackward(BackwardKernel):
 
 
 def _availability() -> Availability:
-    """Asked once a process.  A backend with a library of its own imports it here.
+    """Called once per process.  A backend that needs a library imports it here.
 
-    Where the library is missing, return `Availability(reason="...", install="pip install ...")`.
+    If the library is missing, return `Availability(reason="...", install="pip install ...")`.
     """
     return Availability(version="0.1.0", origin="attnbench-backend-example")
 

@@ -1,12 +1,12 @@
-"""A pre-training loop as Megatron and Fast-LLM have it, whose attention may compute in FP8 within an error budget.
+"""A pre-training loop in the style of Megatron and Fast-LLM, with FP8 attention within an error budget.
 
 Llama-style blocks (RMSNorm, rotary positions, grouped heads, SwiGLU), bf16 autocast over fp32 weights, activation
-checkpointing, and FSDP2 where several processes run.  What is attnbench's is marked with ATTENTION, five places in all.
+checkpointing, and FSDP2 with several processes.  Five places that use attnbench are marked with ATTENTION.
 
     python train.py                                                    # one process, a GPU or a CPU
     torchrun --nproc-per-node 8 train.py                               # eight GPUs
-    python train.py --attention bf16                                   # the same in bf16, to compare the losses with
-    python train.py --choices run.choices.json                         # keep which kernels ran
+    python train.py --attention bf16                                   # the same in bf16, to compare the losses
+    python train.py --choices run.choices.json                         # record which kernels ran
     python train.py --choices run.choices.json --missing raise         # a later run: the same kernels, or an error
 """
 
@@ -64,8 +64,8 @@ class Block(nn.Module):
         normed = self.attention_norm(x)
         q = self.q(normed).unflatten(-1, (-1, self.head_dim))
         k, v = self.kv(normed).unflatten(-1, (-1, self.head_dim)).chunk(2, dim=2)
-        # ATTENTION 1: heads stay where the projections put them, key heads are not repeated, and the plan is left to
-        # what surrounds the training step.
+        # ATTENTION 1: layout="bshd" takes the projections' layout without a copy, key heads are not repeated, and the
+        # context around the training step decides the plan.
         attended = attnbench.attention(rotary(q), rotary(k), v, is_causal=True, layout="bshd")
         x = x + self.out(attended.flatten(2))
         gate, up = self.gate_and_up(self.mlp_norm(x)).chunk(2, dim=-1)
@@ -83,13 +83,13 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            # ATTENTION 2: the forward that is computed again asks again, and is answered the same.
+            # ATTENTION 2: the recomputed forward chooses a plan again; it gets the same one.
             x = checkpoint(block, x, use_reentrant=False)
         return self.head(self.norm(x))
 
 
 def batch(config: Config, step: int, size: int, rank: int, world: int) -> Tensor:
-    """This rank's tokens (B, S + 1) of a step: each sequence counts up in strides of its own, which can be learned."""
+    """This rank's tokens (B, S + 1) of a step: each sequence counts up in a stride that the model can learn."""
     draw = torch.Generator().manual_seed(step)
     starts = torch.randint(config.vocab, (size, 1), generator=draw)
     strides = torch.randint(1, 8, (size, 1), generator=draw)
@@ -109,11 +109,11 @@ def train(options: argparse.Namespace, device: torch.device, rank: int, world: i
         fully_shard(model, mesh=mesh, mp_policy=policy)
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
-    # ATTENTION 3: FP8 is opted into, by the error that it may have in forward and gradients.  In bf16 nothing is asked.
+    # ATTENTION 3: opt into FP8, with a bound on the error of output and gradients.  For bf16 pass nothing.
     asked = {"dtype": "fp8", "max_error": options.max_error or None} if options.attention == "fp8" else {}
-    # ATTENTION 4: all ranks run the plans that the first one chose, in this run and in later ones.
+    # ATTENTION 4: all ranks use the plans that the first rank chose, in this run and in later runs.
     frozen = attnbench.freeze(options.choices, missing=options.missing) if options.choices else nullcontext()
-    # ATTENTION 5: now and then some rows are held against exact attention, on the tensors of this very run.
+    # ATTENTION 5: regularly compare some rows with exact attention, on the tensors of this run.
     guard = attnbench.guard(every=options.guard_every, on_breach="warn")
     with frozen, guard, attnbench.use_backend(options.backend, **asked):
         for step in range(options.steps):
@@ -132,19 +132,19 @@ def train(options: argparse.Namespace, device: torch.device, rank: int, world: i
             if rank == 0 and step % options.log_every == 0:
                 print(f"step {step} loss {mean.item():.4f} grad norm {norm.item():.3f}", flush=True)
     if rank == 0:
-        print(f"attention was checked {guard.checks} times, and {len(guard.breaches)} times beyond its error")
+        print(f"attention was checked {guard.checks} times, with {len(guard.breaches)} breaches of its error bound")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="A small pre-training loop with FP8 attention within a budget.")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--batch", type=int, default=8, help="sequences a step, over all processes")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step, over all processes")
     parser.add_argument("--attention", default="fp8", choices=["fp8", "bf16"])
-    parser.add_argument("--max-error", type=float, default=0.12, help="relative L2 that FP8 may have; 0: any")
     parser.add_argument(
-        "--backend", default="auto", help="a backend, kernel or plan; auto: the fastest that is allowed"
+        "--max-error", type=float, default=0.12, help="largest relative L2 error of FP8 plans; 0: the default budget"
     )
-    parser.add_argument("--choices", help="the file that plans are recorded in and repeated from")
+    parser.add_argument("--backend", default="auto", help="a backend, kernel or plan; auto: the fastest allowed plan")
+    parser.add_argument("--choices", help="file in which plans are recorded and from which they are repeated")
     parser.add_argument("--missing", default="record", choices=["record", "raise"])
     parser.add_argument("--guard-every", type=int, default=1000)
     parser.add_argument("--log-every", type=int, default=10)

@@ -1,1 +1,1 @@
-"""What a program asks of attention, measured beside it within a time, and added to the user's table."""
+"""Measure the specs that a program uses, within a time limit, and add them to the user's table."""

@@ -1,4 +1,4 @@
-"""What a program asks of attention while somebody listens: each spec once, and how often it is called."""
+"""The specs that a program uses while autotune is open: each spec once, and how often it is called."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..capture.file import tensor_shapes
 
 __all__ = ["Asked", "AskedSpecs", "Terms", "input_bytes"]
 
-_MOST = 4096  # specs: a program that asks for ever new ones has no end of them
+_MOST = 4096  # the most specs to keep: a program with ever new shapes has no limit
 _FLOPS_PER_BYTE = 200.0  # about what a GPU computes while it reads a byte: few queries on many keys cost their reading
 Terms = tuple[bool, float | None]  # whether FP8 was opted into, and the budget where one was named
 

@@ -1,8 +1,8 @@
-"""Measuring within a time: one case after the other on one device, until a deadline ends whatever is under way.
+"""Measure one case after the other on one device until a deadline, which ends whatever is under way.
 
-Nothing is timed before all that is timed with it has been compiled, and has rows before all of
-it was judged.  So a case is measured in stages, its first plans first: what the time does not
-reach keeps nobody waiting, and a deadline costs the stage that is under way, not the case.
+Plans that are timed together must first all be compiled, and have rows only when all have been
+judged.  So a case is measured in stages, its first plans first: plans that the time does not
+reach delay no others, and a deadline costs the current stage, not the case.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ __all__ = ["Work", "measured_within"]
 
 Work = tuple[Case, Sequence[Plan]]
 _Happened = SimpleQueue[Doing | Measurement | BaseException | None]
-_AGAIN_SECONDS = 0.2  # a worker that is just being started is not there yet to be killed
-_FIRST = 4  # plans: what runs now, with FP8 and without, where nothing is known, and a rival
-# Of the time that is left, how much the next stage may take at the pace of the last one: what
-# comes later may compile for longer.
+_AGAIN_SECONDS = 0.2  # a worker that is just starting cannot be killed yet
+_FIRST = 4  # plans: what runs now, with and without FP8, what runs where nothing is known, and one other
+# The share of the remaining time that the next stage may take at the pace of the last one; later
+# plans may compile for longer.
 _SHARE = 0.5
-_GROWTH = 2  # times the last stage's plans: one for which nothing had to compile says little of many
+# A stage has at most this many times the plans of the last one, which may have had nothing to compile.
+_GROWTH = 2
 
 
 def measured_within(laboratory: Laboratory, work: Sequence[Work], deadline: float) -> Generator[Event, None, None]:
@@ -80,7 +81,7 @@ def _work(line: Line, work: Sequence[Work], deadline: float, happened: _Happened
     """In a thread of its own: an interrupt reaches the main one, which then waits until no worker is left."""
     try:
         with line:
-            firsts: dict[str, Plan] = {}  # by the forward, in whose process its other plans run, too
+            firsts: dict[str, Plan] = {}  # by the forward: its other plans run in the same process
             for plan in (plan for _, plans in work for plan in plans):
                 firsts.setdefault(plan.forward, plan)
             # More at once than there are cores would keep the first ones waiting; the rest start when they are asked.
@@ -95,7 +96,7 @@ def _work(line: Line, work: Sequence[Work], deadline: float, happened: _Happened
 
 
 def _staged(line: Line, work: Sequence[Work], deadline: float) -> Iterator[Doing | Measurement]:
-    pace = math.inf  # seconds that a plan of the last stage took, with all that had to be started and compiled for it
+    pace = math.inf  # seconds per plan of the last stage, including starting and compiling
     most = _FIRST
     for case, plans in work:
         rows: dict[Plan, Measurement] = {}
@@ -112,7 +113,7 @@ def _staged(line: Line, work: Sequence[Work], deadline: float) -> Iterator[Doing
                     found[event.plan] = event
                 else:
                     yield event
-            # Those that the others are compared with first: nobody is known without them.
+            # The leading plans first: the other rows are compared with theirs.
             yield from sorted(found.values(), key=lambda row: row.plan not in leading)
             rows |= found
             pace = max(1e-6, time.monotonic() - start) / len(stage)

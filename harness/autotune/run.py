@@ -1,8 +1,8 @@
-"""``autotune``: measure the specs that a program of the user's asks of attention, and add them to the user's table.
+"""``autotune``: measure the specs that a program uses, and add them to the user's table.
 
-Nothing is measured inside a call of the program: while the context is open its specs are
-noted, when it closes (or at ``measure``) they are measured as a sweep does, in processes of
-their own, on the input families of every sweep, never on the program's tensors.
+Nothing is measured inside a call of the program.  While the context is open its specs are
+recorded; when it closes (or at ``measure``) they are measured like a sweep does, in separate
+processes, on the input families of every sweep, never on the program's tensors.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from .tuning import Errand, alone, chosen, errand_of, own_table, shortage
 
 __all__ = ["Autotune", "Tuned", "autotune"]
 
-# Seconds for one request to a worker.  A plan that hangs must not take all the time there is, nor
-# one that compiles be taken for it: whom we had less patience with was not reached, no more.
+# Limits on the seconds for one request to a worker.  The upper one keeps a plan that hangs from using up the time.
+# Below the lower one a timeout may be a plan that is compiling, so it counts as "not reached" and not as a hang.
 _LEAST_PATIENCE, _MOST_PATIENCE = 30.0, 300.0
 
 
@@ -53,9 +53,9 @@ _LEAST_PATIENCE, _MOST_PATIENCE = 30.0, 300.0
 class Tuned:
     """A spec that was measured: what was chosen for it ``before``, and what is chosen now.
 
-    ``calls`` is how often the program called it while autotune was open.  ``lost`` says of
-    the plans that could not be measured why, and which the time did not reach: the table has
-    nothing new of these, and the next autotune measures what it has nothing of.  ``after`` is
+    ``calls`` is how often the program called it while autotune was open.  ``lost`` gives the reason
+    for each plan that was not measured or not reached in time: the table has nothing new for
+    these, and the next autotune measures the plans that the table lacks.  ``after`` is
     None where no plan was measured to be accurate enough.
     """
 
@@ -165,7 +165,7 @@ class Autotune:
         return "\n".join([head, *map(str, self.measured), *(f"{spec}: {why}" for spec, why in self.skipped.items())])
 
     def _check_writable(self) -> None:
-        """Raise OutputError: better now than once everything is measured."""
+        """Raise OutputError before anything is measured."""
         check_writable(user_table_path(Environment.detect(torch.device("cpu"), Registry(()))))
 
     def _ask(self, spec: AttentionSpec, device: torch.device) -> None:
@@ -176,7 +176,7 @@ class Autotune:
             self.skipped[asked.spec] = str(error).partition("\n")[0]
 
     def _heard(self) -> list[Asked]:
-        """What may be measured, the heaviest first; of the rest it is said why not."""
+        """The specs that may be measured, heaviest first; records why the others may not."""
         found = []
         for asked in self._asked.heaviest_first:
             if asked.choices:
@@ -186,7 +186,7 @@ class Autotune:
         return found
 
     def _by_table(self, waiting: Iterable[Asked]) -> Iterator[tuple[Laboratory, list[Asked]]]:
-        """What goes into one table is measured on one of its devices, each spec once."""
+        """The specs by table: each spec is measured once, on one device of its table."""
         places: dict[Path, tuple[torch.device, Environment, dict[AttentionSpec, Asked]]] = {}
         environments: dict[torch.device, Environment] = {}
         for asked in waiting:
@@ -236,7 +236,7 @@ class Autotune:
             self._keep(laboratory, under_way, rows[name])
 
     def _work(self, laboratory: Laboratory, waiting: Iterable[Asked]) -> list[Errand]:
-        """What is to be measured, in order; of the rest it is said why not."""
+        """The work in order; records why the other specs are skipped."""
         path = user_table_path(laboratory.environment)
         own = own_table(laboratory.environment)
         work = []
@@ -259,7 +259,7 @@ class Autotune:
         return work
 
     def _keep(self, laboratory: Laboratory, errand: Errand, rows: Mapping[Plan, Measurement]) -> None:
-        """What was measured of a spec goes into the table, or it is said why it does not."""
+        """Add the rows of a spec to the table, or record why they are not added."""
         asked, plans = errand.asked, errand.plans
         hasty = laboratory.seconds < _LEAST_PATIENCE
         known = [row for row in rows.values() if not (hasty and row.status == "timeout")]
@@ -294,9 +294,9 @@ def autotune(
     backends: Sequence[str] | str | None = None,
     again: bool = False,
 ) -> Autotune:
-    """Measure the specs that a program calls, within so many seconds, so that ``attention`` chooses by measurement.
+    """Measure the specs that a program uses, within a time limit, so that ``attention`` chooses by measurement.
 
-    Within the block the program runs as ever; when it ends, each spec that was asked, forward
+    Within the block the program runs unchanged.  When it ends, each spec that was used, forward
     and training, is measured with every plan that can serve it, unless the user's table has
     it already (``again=True``: even then).  Calls that name a backend leave nothing to choose
     and are not measured.
@@ -321,7 +321,7 @@ def autotune(
 
 
 def _obstacle() -> str | None:
-    """Why nothing may be measured in this moment."""
+    """Why nothing may be measured at this moment; None if it may."""
     # Without a GPU torch has no function to ask.
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
         return "a CUDA graph is being captured; measure() after it measures what was asked"

@@ -1,4 +1,4 @@
-"""What may be measured for a spec beside a running program, and by whom: memory, plans, one process at a time."""
+"""What may be measured beside a running program: enough memory, which plans, one process at a time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .asked_specs import Asked, Terms, input_bytes
 __all__ = ["Errand", "alone", "chosen", "errand_of", "own_table", "shortage"]
 
 _POLL_SECONDS = 0.1
-_CONTEXT = 2**29  # bytes of a GPU that a process takes before it has a tensor there
+_CONTEXT = 2**29  # GPU memory in bytes that a process needs before its first tensor
 # Times the inputs: two families and the buffers, a plan's operands and results, and truths in
 # FP64, which are four times as wide and of some of the heads.
 _COPIES = 8
@@ -59,7 +59,7 @@ def alone(path: Path, deadline: float) -> Iterator[bool]:
 
 
 def own_table(environment: Environment) -> Table:
-    """What the user's table holds that may be used here; empty where there is none or it is damaged."""
+    """The entries of the user's table that may be used here; empty if there is no table or it is damaged."""
     try:
         table = Table.load(user_table_path(environment))
     except (OSError, MalformedFileError, InputError):
@@ -82,9 +82,9 @@ class Errand:
     heads: frozenset[Plan]
 
     def settled_by(self, rows: Sequence[Measurement]) -> bool:
-        """Whether one may choose by rows of some of the plans: those of all heads, with another to compare.
+        """Whether these rows suffice for a choice: those of all ``heads``, and one more plan to compare.
 
-        A head that took too long is none: it runs, and may be the fastest.
+        A head that timed out does not count: it runs now, and may be the fastest.
         """
         answered = {row.plan for row in rows if row.status != "timeout"}
         return self.heads <= answered and sum(row.measured for row in rows) > 1
@@ -95,8 +95,8 @@ def errand_of(
 ) -> Errand | str:
     """What of the spec is not in the user's own table yet (``again``: all), or why it cannot be measured.
 
-    What is chosen now is among it whatever the names keep, and whatever the table has: who is
-    not measured beside it cannot be found the faster one.
+    The plan that is chosen now is always included, whatever the names select and the table holds: another plan counts
+    as faster only if both were measured side by side.
     """
     spec, known = asked.spec, laboratory.registry
     try:
@@ -128,7 +128,7 @@ def errand_of(
 
 
 def chosen(asked: Asked, terms: Terms, known: Registry, table: Table | None = None) -> Choice:
-    """What the tables, or this one, come to, whether choices are frozen or not.  Raises NoPlanError."""
+    """The choice by the tables, or by this table, even if choices are frozen.  Raises NoPlanError."""
     fp8, max_error = terms
     return choose(asked.spec, asked.device, asked_by="default", fp8=fp8, max_error=max_error, table=table, known=known)
 

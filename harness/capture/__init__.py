@@ -1,1 +1,1 @@
-"""Real tensors: the Q, K, V (and dO) of a program's attention calls, recorded into a file and read from it."""
+"""Captured tensors: record the Q, K, V (and dO) of a program's attention calls to a file, and read it."""

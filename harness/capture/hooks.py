@@ -1,8 +1,8 @@
-"""Where a running program's attention calls are seen: functions replaced while it runs, and put back after it.
+"""Intercept a running program's attention calls: functions are replaced while it runs and restored afterwards.
 
-Seen are torch's scaled_dot_product_attention, ``attnbench.attention``, and the
-``eager_attention_forward`` of transformers' models.  Only told apart, so that they can be
-counted, are transformers' other attention functions and torch's fused encoder layers.
+Recorded are torch's scaled_dot_product_attention, ``attnbench.attention``, and the
+``eager_attention_forward`` of transformers' models.  Transformers' other attention functions
+and torch's fused encoder layers are only counted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _EAGER_ERROR = 0.1
 
 
 class UnrecordableError(Exception):
-    """A call that no AttentionSpec expresses; the message is the reason, the same for all calls of that sort."""
+    """A call that no AttentionSpec can express; the message is the reason, equal for all such calls."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Call:
 def watched(seen: Callable[[Callable[[], Call]], None]) -> Iterator[None]:
     """While it is open, ``seen`` is called after every attention call with a function that describes it.
 
-    That function raises UnrecordableError for what cannot be recorded.  What torch.compile
-    would compile runs eagerly meanwhile: no Python sees into what it compiled.
+    That function raises UnrecordableError for calls that cannot be recorded.  Code that torch.compile
+    would compile runs eagerly meanwhile, because compiled code cannot be intercepted.
     """
     watch = _Watch(seen)
     with ExitStack() as stack:
@@ -87,7 +87,7 @@ def watched(seen: Callable[[Callable[[], Call]], None]) -> Iterator[None]:
 
 
 class _State(threading.local):
-    """What each thread of the program is in."""
+    """The calls that each thread of the program is inside of."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
@@ -108,18 +108,18 @@ class _Watch:
 
     @property
     def off(self) -> bool:
-        """Whether this call is none of ours: inside another one, in a fork of the program, or traced, not run."""
+        """Whether to ignore this call: it is inside another one, in a fork of the program, or traced and not run."""
         return torch.compiler.is_compiling() or self.state.inside or os.getpid() != self._process
 
     def note(self, make: Callable[[], Call]) -> None:
-        """Tell of a call that was made."""
+        """Report a call."""
         self.state.calls += 1
         with self.within():
             self._seen(make)
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Attention inside is part of a call that is told of anyway."""
+        """A block whose attention belongs to a call that is reported itself."""
         self.state.inside = True
         try:
             yield
@@ -138,7 +138,9 @@ class _Watch:
                     self.replace(module, name, new)
 
     def _replace(self, put: Callable[[str, Any], None], name: str, old: Any, new: Any) -> None:
-        if builtin := _jit._builtins._find_builtin(old):  # or torch.jit.script would compile our Python in its place
+        if builtin := _jit._builtins._find_builtin(
+            old
+        ):  # otherwise torch.jit.script would compile our Python function instead
             _jit._builtins._register_builtin(new, builtin)
         put(name, new)
         self._replaced.append((put, name, old, new))
@@ -151,7 +153,7 @@ class _Watch:
             _jit._builtins._get_builtin_table().pop(id(new), None)
 
     def enter(self, module: nn.Module, _: Any) -> None:
-        """A module is called; a pre-hook of all modules."""
+        """Pre-hook of all modules: a module is called."""
         self.state.modules.append(module)
         home = type(module).__module__
         if home not in self._homes:
@@ -168,7 +170,7 @@ class _Watch:
                         self._replace(interface.register, name, function, new)
 
     def leave(self, module: nn.Module, *_: Any) -> None:
-        """It returned or raised; a hook of all modules."""
+        """Hook of all modules: a module returned or raised."""
         modules = self.state.modules
         if any(each is module for each in modules):
             while modules.pop() is not module:
@@ -197,7 +199,7 @@ class _Watch:
 
 
 def _counting(watch: _Watch, original: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    """A function whose calls are missed, unless attention that can be recorded was seen inside."""
+    """Wrap a function to count its calls as missed, unless attention inside was recorded."""
 
     def unrecordable() -> Call:
         raise UnrecordableError(reason)
@@ -207,7 +209,7 @@ def _counting(watch: _Watch, original: Callable[..., Any], reason: str) -> Calla
         if watch.off:
             return original(*args, **kwargs)
         before = watch.state.calls
-        with torch.compiler.set_stance("default"):  # FlexAttention that is not compiled would need all scores at once
+        with torch.compiler.set_stance("default"):  # uncompiled FlexAttention would need all scores at once
             result = original(*args, **kwargs)
         if watch.state.calls == before:
             watch.note(unrecordable)
@@ -338,7 +340,7 @@ def _check(q: Any, k: Any, v: Any, dropout: float) -> None:
 
 
 def _four(x: Tensor) -> Tensor:
-    """(..., S, D) as (B, H, S, D): a missing axis is 1, more axes make the batch."""
+    """(..., S, D) as (B, H, S, D): a missing axis is 1, additional axes become part of the batch."""
     if x.ndim > 4:
         return x.flatten(0, x.ndim - 4)
     return x.unsqueeze(1) if x.ndim == 3 else x[None, None] if x.ndim == 2 else x

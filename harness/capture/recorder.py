@@ -29,7 +29,7 @@ __all__ = ["MAX_BYTES", "MOST", "Recorder", "capture"]
 
 MAX_BYTES = 2**28
 MOST = 64
-_CUT = 4  # a call that is larger than the whole budget is cut down to this part of it, so that others fit beside it
+_CUT = 4  # a call larger than the whole budget is cut down to this share of it, so that others fit as well
 _MOST_REASONS = 100
 _LONGEST_REASON = 300
 _active = threading.Lock()
@@ -45,7 +45,7 @@ class _Recording:
 
 @dataclass(frozen=True)
 class _Part:
-    """What is kept of a call: all of it, or its first batch entries and some key heads with their queries' heads."""
+    """The kept part of a call: all of it, or its first batch entries and some key heads with their query heads."""
 
     whole: AttentionSpec
     spec: AttentionSpec
@@ -70,8 +70,8 @@ class Recorder:
     """The attention calls seen so far.
 
     ``seen`` counts all; ``unrecorded`` counts, by reason, those that cannot be recorded, and
-    ``without_gradient`` those whose gradient came and could not.  The rest were kept
-    (``recorded`` of them still are) or gave way to others because of the budget.
+    ``without_gradient`` those whose gradient cannot.  The others were kept (``recorded`` of
+    them still are) or displaced because of the budget.
     """
 
     def __init__(self, max_bytes: int, most: int) -> None:
@@ -102,7 +102,7 @@ class Recorder:
         return said
 
     def record(self, make: Callable[[], Call]) -> None:
-        """Keep a call, or not, as the budget has it.  What is raised is a reason: no program fails for being seen."""
+        """Keep a call if the budget allows it.  An exception becomes a reason: recording never fails the program."""
         with self._lock:
             self.seen += 1
             try:
@@ -124,7 +124,7 @@ class Recorder:
         )
         gone = self._kept.offer(new, kind=_kind(part.spec), source=name, size=_bytes(part.spec))
         for old in gone:
-            old.tensors.clear()  # a graph that waits for its backward may hold the recording itself much longer
+            old.tensors.clear()  # a graph that waits for its backward may keep the recording alive much longer
         if new in gone:
             return
         try:
@@ -148,7 +148,7 @@ class Recorder:
     ) -> None:
         with self._lock:
             gradient = gradients[place]
-            # Without q the call has given way to another; of several backwards the first counts.
+            # Without q the call was displaced; of several backwards the first counts.
             if gradient is None or "q" not in recording.tensors or "grad_out" in recording.tensors or self._written:
                 return
             try:
@@ -171,7 +171,7 @@ class Recorder:
     def write(self, path: Path) -> None:
         """Write what is kept.  Raises OSError."""
         with self._lock:
-            self._written = True  # a graph may outlive the program's end, and bring gradients still
+            self._written = True  # a graph may outlive the program and still deliver gradients
         kept = self._kept.items
         for each in kept:
             if "grad_out" not in each.tensors:  # no backward ran
@@ -212,14 +212,14 @@ def capture(path: str | Path, *, max_bytes: int = MAX_BYTES, most: int = MOST) -
         raise MisuseError("another capture is open; one at a time sees the program")
     owner = os.getpid()
     try:
-        draft = Draft(path)  # better no room or permission now than after the program has run
+        draft = Draft(path)  # report missing space or permission before the program runs
         recorder = Recorder(max_bytes, most)
         try:
             try:
                 with watched(recorder.record):
                     yield recorder
             finally:
-                # What the program forked may leave through here, too.
+                # A fork of the program may also leave this block.
                 if recorder.recorded and os.getpid() == owner:
                     with draft.by_name() as scratch:
                         recorder.write(scratch)
@@ -239,7 +239,7 @@ def _bytes(spec: AttentionSpec) -> int:
 
 
 def _kind(spec: AttentionSpec) -> str:
-    """What calls have in common that only differ in batch or by a factor below two in length."""
+    """The key of calls that differ only in batch, or by a factor below two in length."""
     lengths = {"seqlen_q": 2 ** spec.seqlen_q.bit_length(), "seqlen_kv": 2 ** spec.seqlen_kv.bit_length()}
     return f"{spec.heads} {spec.kv_heads} {spec.head_dim} {spec.head_dim_v} {spec.mask.kind} {lengths} {spec.direction}"
 

@@ -1,4 +1,4 @@
-"""Which calls are kept when more are made than fit: some of every kind, layer and step, whatever came first."""
+"""Which calls are kept if not all fit: some of every kind, layer and step, not the first ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, eq=False)
 class _Place(Generic[_T]):
-    """An item with what decides how long it stays."""
+    """An item with the values that decide how long it stays."""
 
     item: _T
     kind: str
@@ -26,8 +26,8 @@ class _Place(Generic[_T]):
 class Reservoir(Generic[_T]):
     """At most ``most`` items of at most ``max_bytes`` together, spread over kinds, over the sources of each, over time.
 
-    Room is made in the kind that holds most items, there in the source that holds most, and
-    there the item goes whose rank is highest.  Ranks are hashes of names and running numbers:
+    To make room, an item is removed from the kind with the most items, there from the source with
+    the most, and there the item with the highest rank.  Ranks are hashes of names and running numbers:
     of n equal items each is as likely to stay, and the same program keeps the same ones.
     """
 
@@ -38,23 +38,23 @@ class Reservoir(Generic[_T]):
 
     @property
     def items(self) -> list[_T]:
-        """What is kept, in the order in which it was offered."""
+        """The kept items, in the order in which they were offered."""
         return [place.item for place in self._places]
 
     @property
     def held(self) -> int:
-        """The bytes of what is kept."""
+        """The bytes of the kept items."""
         return sum(place.size for place in self._places)
 
     def offer(self, item: _T, *, kind: str, source: str, size: int) -> list[_T]:
-        """Keep the item or not; returned is what does not stay: the others that made room for it, or itself alone."""
+        """Keep the item if it fits; returns the items that do not stay: those that made room for it, or itself."""
         self._offered += 1
         new = _Place(item, kind, source, size, _rank(str(self._offered)))
         places, gone = [*self._places, new], []
         held = self.held + size
         while held > self.max_bytes or len(places) > self.most:
             last = _first_to_go(places)
-            if last is new:  # which then displaces nothing
+            if last is new:  # it then displaces nothing
                 return [item]
             places.remove(last)
             gone.append(last.item)

@@ -1,1 +1,1 @@
-"""What is measured: named specs and the tensors that they are measured on, from presets and from files."""
+"""The cases of a sweep: named specs and their input tensors, from presets and from files."""

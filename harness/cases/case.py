@@ -1,4 +1,4 @@
-"""What a sweep measures: named specs, and which plans the type asked for admits."""
+"""A case of a sweep: a named spec, and which plans belong to a sweep of a dtype."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONGEST_NAME = 200
 
 @dataclass(frozen=True)
 class Case:
-    """One spec with a name that is its own within a sweep, and the input families that errors are taken on.
+    """One spec with a name that is unique within a sweep, and the input families for its errors.
 
     Times are taken on the first family.  ``captured:FILE`` is not enough of a family: it must
     know its file (attnbench.harness.capture.file.captured_family).  Raises InputError on an empty
@@ -54,5 +54,5 @@ def tensor_dtype(sweep_dtype: str) -> str:
 
 
 def admits(sweep_dtype: str, plan: Plan) -> bool:
-    """Whether the plan belongs in a sweep of that type: FP8 is opted into, the rest always compared."""
+    """Whether the plan belongs to a sweep of that dtype: FP8 plans only to ``fp8``, the others to any."""
     return sweep_dtype == "fp8" or not plan.fp8

@@ -16,9 +16,9 @@ batch, heads, seqlen_q and head_dim are required.  kv_heads, seqlen_kv, head_dim
 softcap default as in AttentionSpec.make.  ``mask`` is none, causal,
 causal/bottom-right, or a mapping of left, right and alignment.  ``families`` is the one
 list that is not multiplied out; ``captured:acts.safetensors`` among them is the first call
-captured there that asked the same as the case, ``captured:acts.safetensors#3`` call 3, the
-path as seen from the YAML file.  ``name`` is put before the spec's own name where an entry
-stands for several cases.  The tensors' type is the sweep's.
+captured there with the spec of the case, ``captured:acts.safetensors#3`` is call 3; the path is
+relative to the YAML file.  ``name`` is put before the spec's own name if an entry stands for
+several cases.  The tensors' type is the sweep's.
 """
 
 from __future__ import annotations

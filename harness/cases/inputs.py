@@ -1,6 +1,6 @@
 """The tensors that kernels are measured on: named families of random inputs, drawn afresh for every case.
 
-What a family is, why it exists and where that is known from stands at the function that draws it.
+The function that draws a family says what it is, why it exists, and its source.
 A captured family is none of these: its tensors are those of a real model (attnbench.harness.capture.file).
 """
 
@@ -91,7 +91,7 @@ def _inputs(drawn: _Tensors, spec: AttentionSpec, device: torch.device, drawn_on
 
 
 def _normal(spec: AttentionSpec, shapes: _Shapes, generator: torch.Generator) -> _Tensors:
-    """All N(0, 1): the easiest input there is, and the one that published errors are quoted on."""
+    """All N(0, 1): the easiest input, on which published errors are usually quoted."""
     return {name: _randn(shape, generator) for name, shape in shapes.items()}
 
 
@@ -212,4 +212,4 @@ _DRAWN: dict[str, Callable[[AttentionSpec, _Shapes, torch.Generator], _Tensors]]
     "peaky": _peaky,
 }
 FAMILIES = tuple(_DRAWN)
-DEFAULT_FAMILIES = ("normal", "outlier")  # what a case's errors are taken on unless it asks for others
+DEFAULT_FAMILIES = ("normal", "outlier")  # the families of a case that names none

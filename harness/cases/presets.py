@@ -1,4 +1,4 @@
-"""The sweeps that have a name.  On a GPU they are made of real sizes, on a CPU of sizes that a laptop finishes."""
+"""The named sweeps: real sizes on a GPU, sizes that a laptop can finish on a CPU."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _long_cpu() -> Iterator[AttentionSpec]:
 
 
 class Preset(NamedTuple):
-    """What a name stands for: the specs on either type of device, and the families that errors are taken on."""
+    """A named sweep: its specs on either type of device, and the input families for its errors."""
 
     on_gpu: Callable[[], Iterator[AttentionSpec]]
     on_cpu: Callable[[], Iterator[AttentionSpec]]

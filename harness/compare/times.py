@@ -1,4 +1,4 @@
-"""Whether a plan takes longer than before, said of many rows at once without one of them by chance."""
+"""Whether plans became slower, with the chance of any false alarm bounded over all rows together."""
 
 from __future__ import annotations
 

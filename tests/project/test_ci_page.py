@@ -108,7 +108,7 @@ def test_the_cases_on_the_page_are_cases(tmp_path: Path) -> None:
 
 
 def test_the_limit_on_the_page_is_one(tmp_path: Path) -> None:
-    (line,) = re.findall(r"such\sas `(.*?)` in `ci/limits\.yaml`", PAGE)
+    (line,) = re.findall(r"such\sas\s`(.*?)`\sin\s`ci/limits\.yaml`", PAGE)
     path = tmp_path / "limits.yaml"
     path.write_text(line)
     assert [(each.pattern, each.time) for each in read_thresholds(path)] == [("fa3:fp8", 0.12)]

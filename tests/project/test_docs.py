@@ -223,7 +223,10 @@ def test_the_site_names_files_of_a_repository_that_nobody_can_open(hooks: Module
     assert (
         moved(hooks, "See [the rows](../results/nvidia-h200/facts).") == "See the rows (`results/nvidia-h200/facts`)."
     )
-    assert moved(hooks, "[tiles.py](../../backends/triton/tiles.py)", "b/a.md") == "`backends/triton/forward/tiles.py`"
+    assert (
+        moved(hooks, "[tiles.py](../../backends/triton/forward/tiles.py)", "b/a.md")
+        == "`backends/triton/forward/tiles.py`"
+    )
     assert moved(hooks, "[README](../README.md#use-it)") == "`README.md`"
 
 

@@ -282,7 +282,7 @@ ELSEWHERE = {
     "backends/te.md": ["are 0.75 off", "more than 256 times over"],
     "backends/fa3-vllm.md": ["556 to 650 TFLOPS at D = 64, 693 to 893 at 128, 359 to 1104 at 256"],
     "backends/flex.md": ["458 TFLOPS in bf16 and 602 in FP8", "at least 2 % faster than torch's default"],
-    "budget.md": ["0.05 says that", "within 0.06, FP8", "for bf16 tensors 0.002"],
+    "budget.md": ["0.05 says that", "all plans within 0.06", "for bf16 tensors 0.002"],
     "integrations.md": ["0.17 ms a call at 512", "0.35 ms at 2,048 and 0.60 ms at 8,192"],
     # How far sweeps of the same kernels lie apart, and thresholds.
     "compare.md": [
@@ -290,11 +290,12 @@ ELSEWHERE = {
         *("25 %", "1.5 %", "3 %", "1 % for", "95 %", "100 % unless", "5 %", "10 %", "30 %", "50 %", "0.021", "2.1 %"),
     ],
     "ci.md": ["more than 3 % from run to run", "3 % 5 % 10 %", "limit 3 %", "limit 5 %", "of 5 %, of", "all of 10 %"],
-    "concepts.md": ["95 % interval"],
+    "measuring.md": ["95 % interval"],
+    "sweep.md": ["shown from 2 % on", "above 100 % the row is an error"],
     "end-to-end.md": [
         "95 % interval is within 4 %",
         "cannot tell 0.25 %",
-        "buy 32 % more on a p5, and FP8 another 20 %",
+        "buys 32 % more, and FP8 another 20 %",
     ],
 }
 # Its figures are those of its tuners, of the interpreter and of results/nvidia-h200/triton.md.
@@ -374,13 +375,13 @@ def test_what_the_training_page_says_of_defaults() -> None:
         LEAST_SEEDS == 3 == defaults["seeds"] and LEAST_STEPS == 100 > defaults["steps"]
     )
     assert ("thirty steps" in text) == (defaults["steps"] == 30)
-    assert f"`{defaults['policy']}` (fp32 weights" in text
+    assert f"`{defaults['policy']}` (fp32 weights, bf16 passes; the default" in text
 
 
 def test_what_the_guard_page_says_of_evidence() -> None:
     """Ten times beyond is a finding at the first check, twice as far is none."""
     text = prose("guard.md")
-    assert "a head that is ten times beyond, needs no second look" in text
+    assert "a head that is ten times beyond the bound, needs no second check" in text
     assert "one check beyond the bound is no breach" in text
     assert Detector(0.1).add([1.0] * 8, [1.0] * 8) is not None
     assert Detector(0.1).add([0.04] * 8, [1.0] * 8) is None

@@ -35,11 +35,11 @@ _PRIOR_WEIGHT = 2.0  # how many residuals the expectation that the deviations ab
 _ROUNDS, _STEP = 8, 0.6  # of telling host from device; a full step may swing between two answers
 _ELEMENT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _MASKS = {"none": 0, "causal": 1, "window": 2}
-_TILE, _BLOCKS = 128, 128  # queries that a block of threads takes at once, and blocks that fill a data centre's GPU
+_TILE, _BLOCKS = 128, 128  # queries that a block of threads processes at once, and blocks that fill a data centre's GPU
 
 
 class Residual(NamedTuple):
-    """By how much a logarithm lies above what the other specs say, how far it should, and whether it says so at all.
+    """How far the logarithm of a time is above its prediction from the other specs, with the expected deviation.
 
     ``heard`` is the probability that the call waited for the device, not for the host.
     """
@@ -53,7 +53,7 @@ class Fit:
     """One plan's law, its residual process, its host, and how well all did on each entry without that entry."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
-        import numpy as np  # attention() is imported without it
+        import numpy as np  # imported here: attention() does not need it
 
         entries = sorted(entries, key=lambda each: str(each.spec))  # sums come out the same in whatever order
         specs = [entry.spec for entry in entries]
@@ -103,7 +103,7 @@ class Fit:
         return self._spread(self._device(spec))
 
     def _spread(self, device: tuple[float, float]) -> float:
-        """Half of how far apart the bounds of the middle two thirds lie."""
+        """Half the distance between the bounds of the middle two thirds."""
         return (self._host.longer(*device, 5 / 6) - self._host.longer(*device, 1 / 6)) / 2
 
     def _device(self, spec: AttentionSpec) -> tuple[float, float]:
@@ -124,7 +124,9 @@ class Fit:
 
 def calibration(scores: Iterable[tuple[float, float]]) -> float:
     """How many times the expected deviation the residuals are, drawn towards 1 where they are few; (score, weight)."""
-    squares = [(min(score * score, 100.0), weight) for score, weight in scores]  # one wild entry must not silence all
+    squares = [
+        (min(score * score, 100.0), weight) for score, weight in scores
+    ]  # bounded, so that one outlier does not hide all others
     total = sum(weight for _, weight in squares) + _PRIOR_WEIGHT
     return math.sqrt((sum(square * weight for square, weight in squares) + _PRIOR_WEIGHT) / total)
 
@@ -171,7 +173,7 @@ def _covariance(ones: _Array, others: _Array) -> _Array:
 
 
 def _scatter(entry: Entry) -> float:
-    """How far the middle half of the samples lies from their median, as a part of it; NaN where that is not known."""
+    """Half the interquartile range of the samples over their median; NaN if it is not known."""
     assert entry.time_ms, "entries without a time are in no fit"
     return math.nan if entry.spread_ms is None else min(0.5 * entry.spread_ms / entry.time_ms, _LARGEST_SPREAD)
 

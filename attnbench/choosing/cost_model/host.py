@@ -1,4 +1,4 @@
-"""Which measured calls the host made longer than the device did: they say how slow the host is, not the device."""
+"""Which measured calls were limited by the host: their times say how slow the host is, not the device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SILENT = 100.0  # the variance at which a time says nothing
 
 
 class HostFloor:
-    """How long the host takes for a call of one plan, and which of its measured calls lasted as long for that reason.
+    """How long the host takes for a call of one plan, and which of its measured calls the host limited.
 
     A call ends when both the host and the device have: ``max(host, device)``.  The host's
     time is taken to be log-normal about a ``level`` that is the same at all specs.  Whether
@@ -42,7 +42,7 @@ class HostFloor:
     """
 
     def __init__(self, times: _Array, scatter: _Array) -> None:
-        import numpy as np  # attention() is imported without it
+        import numpy as np  # imported here: attention() does not need it
 
         self._times = times
         scatter = np.log(np.maximum(scatter, _STEADIEST))
@@ -115,7 +115,7 @@ def _log_density(values: _Array, mean: float, deviation: _Array | float) -> _Arr
 
 
 def _below(values: _Array) -> _Array:
-    """The normal distribution function, never quite 0."""
+    """The normal distribution function, bounded away from 0."""
     import numpy as np
 
     return np.array([max(0.5 * math.erfc(-value / math.sqrt(2)), 1e-300) for value in values])

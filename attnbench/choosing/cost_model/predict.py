@@ -15,7 +15,7 @@ from .fit import Fit, calibration
 
 __all__ = ["CostModel", "Prediction"]
 
-_SHORTEST, _LONGEST = 1e-6, 1e9  # ms; what a file claims beyond these was never measured
+_SHORTEST, _LONGEST = 1e-6, 1e9  # ms; no real time lies outside these bounds
 _MOST_ENTRIES = 256  # a fit takes the nearest of more: its cost grows with the cube
 _MOST_FITS = 256  # of up to half a MiB each
 
@@ -40,7 +40,7 @@ class CostModel:
     specs closely where they are near, and falls back to the law with a growing error where
     they are far (Rasmussen and Williams, Gaussian Processes for Machine Learning, chapter 2;
     the residuals of leaving one out are their equation 5.12, without fitting again).  An
-    entry counts for that as far as the device made it wait, which is told by the others.
+    entry counts as far as the device, not the host, limited it, which the other entries show.
 
     A plan is predicted only in a class (``similarity``) in which it was measured.  Nothing is
     fitted until it is asked for.
@@ -95,12 +95,12 @@ class CostModel:
 
 
 def _series(plan: Plan, spec: AttentionSpec) -> tuple[object, ...]:
-    """What one fit is made for: a plan in one direction and precision."""
+    """The key of a fit: a plan in one direction and precision."""
     return plan, spec.direction, spec.dtype, spec.descale
 
 
 def _doublings(spec: AttentionSpec) -> tuple[int, ...]:
-    """Where a spec lies, to the nearest doubling: a program whose keys grow one by one asks for few fits."""
+    """The sizes of a spec to the nearest doubling, so that a program whose keys grow one by one needs few fits."""
     return tuple(round(math.log2(size)) for size in sizes(spec))
 
 

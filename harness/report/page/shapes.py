@@ -80,5 +80,5 @@ def _length(length: int) -> str:
 
 
 def short(plan: Plan) -> str:
-    """The plan, a name that both of its kernels have said once."""
+    """The plan's name; a kernel name that serves both passes is written once."""
     return plan.forward if plan.forward == plan.backward else str(plan)

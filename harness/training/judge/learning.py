@@ -49,7 +49,7 @@ RULES: tuple[tuple[Verdict | str, str], ...] = (
     ),
     (
         "inconclusive",
-        f"fewer than {LEAST_SEEDS} pairs or {LEAST_STEPS} steps; or the baseline diverged; or neither this nor that",
+        f"fewer than {LEAST_SEEDS} pairs or {LEAST_STEPS} steps; or the baseline diverged; or no other rule applies",
     ),
     (
         "equivalent",

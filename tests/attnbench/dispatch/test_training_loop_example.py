@@ -24,7 +24,7 @@ def losses(*arguments, ranks=1):
         check=False, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert re.search(r"attention was checked [1-9]\d* times, and 0 times beyond its error", done.stdout)
+    assert re.search(r"attention was checked [1-9]\d* times, with 0 breaches of its error bound", done.stdout)
     return [float(loss) for loss in re.findall(r"^step \d+ loss (\d+\.\d+)", done.stdout, re.MULTILINE)]
 
 

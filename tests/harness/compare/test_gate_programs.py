@@ -132,7 +132,7 @@ def test_without_a_second_environment_a_gate_is_the_next_ones_base(base, tmp_pat
 
 def test_what_cannot_be_gated_is_refused_in_a_line(base, tmp_path):
     named(attnbench("gate", "--base", base, "--case", "another"), 2, "has no case 'another'")
-    named(attnbench("gate", "--base", base, "--minutes", "1e12"), 2, "--minutes is at most")
+    named(attnbench("gate", "--base", base, "--minutes", "1e12"), 2, "--minutes 1000000000000.0: expected at most")
     emulated = written(tmp_path / "emulated", [measured(emulated=True)])
     named(attnbench("gate", "--base", emulated), 2, "has no row to gate")
     far = written(tmp_path / "far", [measured(cpu="another")])

@@ -91,7 +91,7 @@ def test_nothing_measured_is_a_failure_with_its_rows_kept(tiny, tmp_path):
         (("--resume",), "--out"),
         (("--dtype", "bf16", "--max-error", "0.1"), "--max-error"),
         (("--max-error", "-1"), "positive"),
-        (("--backends", ","), "names nothing"),
+        (("--backends", ","), "--backends: no name given; expected"),
         (("--backends", "sdpa-flsh"), "sdpa-flash"),
         (("--dtype", "int8"), "int8"),
     ],
