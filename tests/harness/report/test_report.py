@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from flat import changed
 from planted import REPORTED, laboratory
 from rich.console import Console
 
@@ -61,10 +62,8 @@ def made(shown):
             "visits": {},
         }
         clean = {"error": {"normal": {"out": 0.05}}, "floor": {}, "detail": {}, "leak": None, "deterministic": True}
-        row = Measurement.model_validate_json(
-            Measurement.model_validate(base | {"plan": text}, strict=False).to_line()
-        ).model_copy(update=simple | clean | changes)
-        return Measurement.model_validate_json(row.to_line())
+        row = Measurement.model_validate_json(Measurement.model_validate(base | {"plan": text}, strict=False).to_line())
+        return Measurement.model_validate_json(changed(row, **simple | clean | changes).to_line())
 
     return make
 
@@ -73,9 +72,8 @@ def on_gpu(row, clock=1980.0, throttled=None):
     conditions = Conditions(
         readings=9, clock_mhz=Range(lowest=clock, median=clock, highest=clock), throttled=throttled or {}
     )
-    return row.model_copy(
-        update={"environment": replace(row.environment, device_type="cuda", device_name="GPU"), "gpu": conditions}
-    )
+    gpu = replace(row.environment, device_type="cuda", device_name="GPU")
+    return changed(row, environment=gpu, gpu=conditions)
 
 
 def test_it_fits_a_terminal_of_100_columns(shown):
