@@ -9,6 +9,7 @@ import pytest
 import torch
 from flat import changed
 from planted import REPORTED, laboratory
+from reported import lost
 from rich.console import Console
 
 from attnbench.harness.cases.case import Case
@@ -266,11 +267,9 @@ def test_refusals_of_one_cause_are_one_line_and_failures_come_first(shown):
         assert re.search(rf"{backend}:(\S+/)?{precision}", text)
 
 
-def test_the_last_output_of_a_failure_is_shown_once_for_its_cause(made):
-    bare = {"time_ms": {}, "error": {}, "bound": None, "declared_error": None, "truth": None, "timer": None,
-            "drawn_on": None, "first_ms": None, "deterministic": None, "status": "crashed"}  # fmt: skip
+def test_the_last_output_of_a_failure_is_shown_once_for_its_cause():
     rows = [
-        made(f"a:bf16-{number}", **bare, reason=f"killed by SIGSEGV; its last output: line {number}")
+        lost(f"a:bf16-{number}", "crashed", f"killed by SIGSEGV; its last output: line {number}", case="first")
         for number in range(3)
     ]
     text = " ".join(report(rows, "text").split())
