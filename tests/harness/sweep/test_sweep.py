@@ -173,7 +173,7 @@ def test_max_error_is_the_bound_of_fp8_plans_alone(tmp_path):
     rows, _ = swept(tmp_path, laboratory(max_error=0.011), [FORWARD], ["wide", "small"])
     assert rows["forward", "small:fp8"].status == "inaccurate"
     assert "beyond 0.011" in rows["forward", "small:fp8"].reason
-    assert rows["forward", "wide:bf16"].bound == 0.01
+    assert rows["forward", "wide:bf16"].correctness.bound == 0.01
 
 
 def test_a_sweep_of_a_wider_type_leaves_fp8_out():
