@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from attnbench.errors import MalformedFileError
+from attnbench.harness.measure.accuracy import Detail
 from attnbench.harness.results import records
 from attnbench.harness.results.records import SCHEMA, STATUSES, Measurement, read_measurements
 from attnbench.harness.results.store import recorded
@@ -39,7 +40,7 @@ NUMBERS = {
     "drawn_on": "cpu",
 }
 
-DETAIL = {"sqnr_db": 20.0, "worst_head": 0.1, "worst_row": 0.2, "bias": 0.0, "nonfinite": 0}
+DETAIL = Detail(sqnr_db=20.0, worst_head=0.1, worst_row=0.2, bias=0.0, nonfinite=0)
 
 names = st.text(min_size=1, max_size=40)
 errors = st.floats(min_value=0) | st.just(math.inf)
