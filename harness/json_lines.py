@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gzip
-import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json, to_json
 
 from attnbench import __version__
 from attnbench.errors import MalformedFileError
@@ -26,13 +27,17 @@ class TornLineError(MalformedFileError):
 
 
 class Form(NamedTuple):
-    """What a file must be: its schema, what a record is called and what many are, and how many bytes it may have."""
+    """What a file must be: its schema, what a record is called and what many are, and how many bytes it may have.
+
+    ``older`` maps each earlier schema that is read to what makes a record of it one of ``schema``.
+    """
 
     schema: str
     one: str  # "a measurement"
     many: str  # "measurements"
     longest_line: int
     largest_file: int
+    older: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = MappingProxyType({})
 
 
 def read_lines(path: Path, record: type[_Record], form: Form) -> Iterator[_Record]:
@@ -71,19 +76,22 @@ def _parsed(path: Path, number: int, line: bytes, record: type[_Record], form: F
     if len(line) > form.longest_line:
         raise MalformedFileError(path, f"expected at most {form.longest_line} bytes in a line", number)
     try:
-        content = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        start = f'{{"schema":"{form.schema}",'.encode()
-        if not line.endswith(b"\n") and line.startswith(start[: len(line)]):
+        content = from_json(line)
+    except ValueError as error:
+        starts = [f'{{"schema":"{schema}",'.encode()[: len(line)] for schema in (form.schema, *form.older)]
+        if not line.endswith(b"\n") and line.startswith(tuple(starts)):
             raise TornLineError(
                 path, f"the last line is incomplete, {len(line)} bytes of {form.one}", number
             ) from error
         raise MalformedFileError(path, f"expected {form.one}, one JSON object a line", number) from error
     if not isinstance(content, dict):
         raise MalformedFileError(path, f'expected "schema": "{form.schema}"', number)
-    check_schema(path, content.get("schema"), form.schema, number)
+    schema = content.get("schema")
+    renewed = form.older.get(schema) if isinstance(schema, str) else None
+    if renewed is None:
+        check_schema(path, schema, form.schema, number)
     try:
-        return record.model_validate_json(line)
+        return record.model_validate_json(line if renewed is None else to_json(renewed(content)))
     except ValidationError as error:
         said = f"expected {form.one}, but {validation_fault(error, 'the record')}"
         raise MalformedFileError(path, f"{said[:300]}{_written_by_a_newer(content)}", number) from error

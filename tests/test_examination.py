@@ -57,8 +57,8 @@ def test_the_honest_kernel_under_every_fault_is_ok(examination):
     assert len(honest) == len({fault.spec for fault in FEW})
     for fault, row in honest:
         assert unnoticed(fault, row) is None
-        assert row.deterministic is True
-        assert not row.leak
+        assert row.correctness.deterministic is True
+        assert not row.correctness.leak
 
 
 @pytest.mark.parametrize("check", verdict.CHECKS)

@@ -47,7 +47,8 @@ def unnoticed(fault: Fault, row: Measurement) -> str | None:
         return f"{fault.name}: found by {row.check} ({row.reason}), not by {fault.check}"
     if fault.said not in (row.reason or ""):
         return f"{fault.name}: the reason is {row.reason!r}, without {fault.said!r}"
-    flags = {"leak": bool(row.leak), "deterministic": row.deterministic is False}
-    if fault.flag is not None and not flags[fault.flag]:
-        return f"{fault.name}: {fault.flag} is {getattr(row, fault.flag)}"
+    if fault.flag == "leak" and not row.correctness.leak:
+        return f"{fault.name}: leak is {row.correctness.leak}"
+    if fault.flag == "deterministic" and row.correctness.deterministic is not False:
+        return f"{fault.name}: deterministic is {row.correctness.deterministic}"
     return None

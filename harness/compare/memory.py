@@ -29,8 +29,8 @@ def grown(before: Measurement, after: Measurement, rise: float) -> Iterator[Memo
     The same code takes the same: of 756 rows in two committed sets none differs by more than 1.6 %.
     """
     for change in (
-        _change("peak", before.memory_bytes, after.memory_bytes),
-        _change("held", before.retained_bytes, after.retained_bytes),
+        _change("peak", before.performance.memory_bytes, after.performance.memory_bytes),
+        _change("held", before.performance.retained_bytes, after.performance.retained_bytes),
     ):
         if change is not None and change.after - change.before > _NOTHING + rise * change.before:
             yield change

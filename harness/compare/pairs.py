@@ -94,8 +94,8 @@ def unlike_questions(before: Measurement, after: Measurement) -> list[str]:
 def unlike_places(before: Measurement, after: Measurement) -> list[str]:
     """Why times of the two are not to be compared as they are: another machine, another clock."""
     found = list(machine_differences(before.environment, after.environment))
-    if before.timer != after.timer:
-        found.append(f"it was timed by {before.timer}, is by {after.timer}")
+    if (was := before.performance.timer) != (now := after.performance.timer):
+        found.append(f"it was timed by {was}, is by {now}")
     return found
 
 

@@ -54,6 +54,6 @@ def error_said(errors: Sequence[ErrorChange]) -> str:
 
 def clocks_said(before: Measurement, after: Measurement) -> Iterator[str]:
     """Where the GPU's clock was another, as far as both rows know it: a time may have changed for that alone."""
-    was, now = (row.gpu.clock_mhz if row.gpu else None for row in (before, after))
+    was, now = (gpu.clock_mhz if (gpu := row.performance.gpu) else None for row in (before, after))
     if was and now and abs(now.median - was.median) > _NOTEWORTHY * was.median:
         yield f"the GPU's clock was {was.median:.0f} MHz, is {now.median:.0f} MHz"

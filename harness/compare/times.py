@@ -86,7 +86,7 @@ def timed(
             taken = [ratios(taken[0], taken[2]), ratios(taken[1], taken[3])]
             errors = [math.hypot(errors[0], errors[2]), math.hypot(errors[1], errors[3])]
         fewest = min(len(samples_of(row, _recorded(cost))) for row in rows)
-        replays = [cost in row.replayed for row in rows]
+        replays = [cost in row.performance.replayed for row in rows]
         graph = replays[0] != replays[1] or replays[-2] != replays[-1]
         limit = limits.host if kind == "host" else limits.time
         found.append(Timed(cost, kind, limit, Observed(*taken), max(errors), fewest, graph, baseline is not None))
@@ -185,7 +185,7 @@ def ratios(medians: Sequence[float], baseline: Sequence[float]) -> list[float]:
 def _has(row: Measurement, cost: Gated) -> bool:
     """On a CPU the host is the device."""
     if cost == "host":
-        return row.host_ms is not None and row.environment.device_type != "cpu"
+        return row.performance.host_ms is not None and row.environment.device_type != "cpu"
     return cost in row.time_ms
 
 
@@ -194,8 +194,8 @@ def _kind(row: Measurement, cost: Gated) -> Kind:
         return "cpu"
     if cost == "host":
         return "host"
-    waits = cost == "call" and row.host_ms and np.median(row.host_ms) > _DECIDES * np.median(row.time_ms["call"])
-    return "host" if waits else "device"
+    host = row.performance.host_ms if cost == "call" else None
+    return "host" if host and np.median(host) > _DECIDES * np.median(row.time_ms["call"]) else "device"
 
 
 def _recorded(cost: Gated) -> Cost | None:

@@ -33,6 +33,7 @@ __all__ = [
     "Detail",
     "Floor",
     "Judgement",
+    "Judgements",
     "NonNegative",
     "Number",
     "TensorName",
@@ -103,6 +104,9 @@ class Judgement:
     error: float
     detail: Detail
     rows: int
+
+
+Judgements = Mapping[TensorName, Judgement]
 
 
 def relative_l2(value: Tensor, truth: Tensor) -> float:

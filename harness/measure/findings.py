@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from .accuracy import Judgement, TensorName
 from .timing import Cost
+from .verdict import Evidence
 
 __all__ = ["Findings", "Opened", "Prepared", "Side", "Visit"]
 
 Side = Literal["forward", "backward"]
-Judgements = Mapping[TensorName, Judgement]
 
 
 @dataclass(frozen=True)
@@ -50,24 +49,14 @@ class Visit:
     worn: bool = False
 
 
-@dataclass(frozen=True)
-class Findings:
-    """What is known of a plan once it has been timed.
+@dataclass(frozen=True, kw_only=True)
+class Findings(Evidence):
+    """What is known of a plan once it has been timed: the evidence without its bound, and on what no verdict rests.
 
-    ``judged``, ``floor`` and ``own`` map input families to judgements: against the truth, of
-    exact attention on the quantised operands against the truth, and against that attention;
-    the latter two lack the families in which nothing is quantised.  ``stale`` judges a run
-    on inputs that were negated where they lie.  ``settled`` says that the result was the same
-    once the device was idle, ``untouched`` that the inputs were.  ``deterministic`` compares
-    two runs bit by bit, ``leak`` is how far outputs changed with what their mask hides.
+    ``deterministic`` compares two runs bit by bit, ``leak`` is how far outputs changed with what their mask hides.
+    The bytes are those of ``attnbench.harness.results.records.Performance``.
     """
 
-    judged: Mapping[str, Judgements]
-    floor: Mapping[str, Judgements]
-    own: Mapping[str, Judgements]
-    stale: Judgements
-    settled: bool
-    untouched: bool
     deterministic: bool
     leak: float | None
     memory_bytes: int | None

@@ -15,8 +15,8 @@ from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Op
 from attnbench.kernels.execution import Execution
 from attnbench.kernels.plan import Plan
 
-from .accuracy import TensorName
-from .findings import Findings, Judgements, Side, Visit
+from .accuracy import Judgements, TensorName
+from .findings import Findings, Side, Visit
 from .open_case import OpenCase
 from .probes import LeakProbe, negate, same_bits, unnegated
 from .replay import RecordingError, replay_of
@@ -179,7 +179,7 @@ class Trial:
         self.restore()
         again = {name: value.clone() for name, value in self.run()[1].items()}
         deterministic = _same(now, again)
-        leaked = self._leak(now["out"], again["out"])
+        leak = self._leak(now["out"], again["out"])
         for family in (first, *others):
             if family != first:
                 case.load(family)
@@ -195,7 +195,8 @@ class Trial:
         stale = case.truths[family].judge(unnegated(self.run()[1]))
         settled &= _same(kept, held)  # a result is the caller's: the next call may not write into it
         case.load(first)
-        return Findings(judged, floor, own, stale, settled, self._untouched, deterministic, leaked, memory, retained)
+        evidence = (judged, floor, own, stale, settled, self._untouched)
+        return Findings(*evidence, deterministic=deterministic, leak=leak, memory_bytes=memory, retained_bytes=retained)
 
     def _leak(self, before: Tensor, again: Tensor) -> float | None:
         """How far the rows that may not see it changed with what the mask hides from them."""

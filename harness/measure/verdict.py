@@ -21,9 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # what torch is needed for is not needed here
-    from .accuracy import Detail, Judgement, TensorName
-
-    Judgements = Mapping[TensorName, Judgement]
+    from .accuracy import Detail, Judgement, Judgements, TensorName
 
 __all__ = ["CHECKS", "Check", "Evidence", "Verdict", "judge"]
 
@@ -56,11 +54,11 @@ _TOO_GOOD = 1 / 3
 _STALE = 2.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Evidence:
     """All that the verdict rests on.
 
-    ``bound`` is the relative L2 that is accepted.  ``judged``, ``floor`` and ``own`` map input
+    ``bound`` is the relative L2 that is accepted, which the sweep sets.  ``judged``, ``floor`` and ``own`` map input
     families to judgements by tensor: of the kernel against the truth, of exact attention on the quantised
     operands against the truth, and of the kernel against that attention; the latter two
     lack families in which nothing was quantised.  ``stale`` judges a run on negated inputs
@@ -68,13 +66,13 @@ class Evidence:
     device was idle, ``untouched`` that the inputs were.
     """
 
-    bound: float
     judged: Mapping[str, Judgements]
     floor: Mapping[str, Judgements] = field(default_factory=dict)
     own: Mapping[str, Judgements] = field(default_factory=dict)
     stale: Judgements = field(default_factory=dict)
     settled: bool = True
     untouched: bool = True
+    bound: float = math.inf
 
     def exact(self, tensor: TensorName) -> dict[str, Judgement]:
         """By family, of the kernel against exact attention on what it computed with."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal, get_args
 
 import numpy as np
 
-from ..measure.clocks import Throttle
+from ..measure.clocks import Conditions, Throttle
 from ..results.records import Measurement
 
 __all__ = ["FLAGS", "MEANINGS", "Flag", "flags", "highest_clock"]
@@ -41,36 +41,34 @@ def flags(row: Measurement, highest_mhz: float | None) -> list[Flag]:
     """The flags of a measured row, ``highest_mhz`` being the highest clock that any row of the sweep saw."""
     holds: dict[Flag, bool] = {
         "emulated": row.emulated,
-        "throttled": _throttled(row, highest_mhz),
-        "leak": bool(row.leak),
-        "not deterministic": row.deterministic is False,
+        "throttled": _throttled(row.performance.gpu, highest_mhz),
+        "leak": bool(row.correctness.leak),
+        "not deterministic": row.correctness.deterministic is False,
         "host-bound": _host_bound(row),
-        "replayed": bool(row.replayed),
+        "replayed": bool(row.performance.replayed),
     }
     return [flag for flag in FLAGS if holds[flag]]
 
 
 def highest_clock(rows: Iterable[Measurement]) -> float | None:
     """The highest SM clock in MHz that any of the rows saw; None where none tells."""
-    clocks = [row.gpu.clock_mhz.highest for row in rows if row.gpu is not None and row.gpu.clock_mhz is not None]
+    seen = [row.performance.gpu for row in rows if row.measured]
+    clocks = [gpu.clock_mhz.highest for gpu in seen if gpu is not None and gpu.clock_mhz is not None]
     return max(clocks, default=None)
 
 
-def _throttled(row: Measurement, highest_mhz: float | None) -> bool:
-    if row.gpu is None or not row.gpu.throttled:
+def _throttled(gpu: Conditions | None, highest_mhz: float | None) -> bool:
+    if gpu is None or not gpu.throttled:
         return False
-    if not _ALWAYS.isdisjoint(row.gpu.throttled):
+    if not _ALWAYS.isdisjoint(gpu.throttled):
         return True
-    clock = row.gpu.clock_mhz
+    clock = gpu.clock_mhz
     return clock is not None and highest_mhz is not None and clock.median < (1 - _FALLEN) * highest_mhz
 
 
 def _host_bound(row: Measurement) -> bool:
     """On a CPU the host is the device, and nothing waits."""
-    if row.host_ms is None or row.environment.device_type == "cpu":
+    host = row.performance.host_ms
+    if host is None or row.environment.device_type == "cpu":
         return False
-    return _median(row.host_ms) >= _HOST_SHARE * _median(row.time_ms["call"])
-
-
-def _median(samples: Sequence[float]) -> float:
-    return float(np.median(samples))
+    return bool(np.median(host) >= _HOST_SHARE * np.median(row.time_ms["call"]))

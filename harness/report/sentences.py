@@ -127,7 +127,11 @@ def _compared(first: Measurement, second: Measurement) -> Comparison:
 
 def _beyond(measured: Sequence[Measurement]) -> list[str]:
     beyond = [row for row in measured if row.status == "inaccurate"]
-    wide = [f"{row.plan} ({error(_largest(row))} > {row.bound:g})" for row in beyond if row.check in (None, "error")]
+    wide = [
+        f"{row.plan} ({error(_largest(row))} > {row.correctness.bound:g})"
+        for row in beyond
+        if row.check in (None, "error")
+    ]
     said = [f"Out of bounds: {', '.join(wide)}."] if wide else []
     return said + [
         f"Not what it should be: {row.plan}, by the check {row.check!r}: {row.reason}."
@@ -145,10 +149,10 @@ def _astray(measured: Sequence[Measurement]) -> list[str]:
     heads: list[_Found] = []
     rows: list[_Found] = []
     for row in measured:
-        for family, details in row.detail.items() if row.status == "ok" else ():
+        for family, details in row.correctness.detail.items() if row.status == "ok" else ():
             for name, detail in details.items():
                 whole = row.error[family][name]
-                if name != "lse" and detail.worst_head > max(_REMARKABLE_HEAD * whole, row.bound or 0.0):
+                if name != "lse" and detail.worst_head > max(_REMARKABLE_HEAD * whole, row.correctness.bound):
                     heads.append((detail.worst_head, f"One head of {name}", row, family, whole))
                 # A row of dq or dk may be a sum that nearly cancels, of which no error tells anything.
                 if name in ("out", "dv") and detail.worst_row > _NO_ANSWER:
@@ -168,11 +172,11 @@ def _off(found: _Found) -> str:
 def _costs(measured: Sequence[Measurement]) -> list[str]:
     """Compiling and memory, which a call that is repeated does not show."""
     said = []
-    first = max(((row.first_ms, str(row.plan)) for row in measured if row.first_ms is not None), default=(0.0, ""))
+    first = max(((row.performance.first_ms or 0.0, str(row.plan)) for row in measured), default=(0.0, ""))
     if first[0] >= _LONG_RUN_MS:
         said.append(f"Slowest first run, compiling included: {first[1]}, {first[0] / 1000:.1f} s.")
-    if peak := _range(measured, lambda row: row.memory_bytes):
-        held = _range(measured, lambda row: row.retained_bytes if row.spec.training else None)
+    if peak := _range(measured, lambda row: row.performance.memory_bytes):
+        held = _range(measured, lambda row: row.performance.retained_bytes if row.spec.training else None)
         said.append(f"Peak memory of a call: {peak}{f'; held for the backward: {held}' if held else ''}.")
     return said
 
@@ -191,7 +195,7 @@ def _truths(measured: Sequence[Measurement]) -> list[str]:
     """The family that errors were taken on, where the table has but one; the truth, where it is not of all heads."""
     families = families_of(measured)
     partial = [f"Errors are on {families[0]} inputs."] if len(families) == 1 else []
-    for truth in dict.fromkeys(row.truth for row in measured if row.truth is not None):
+    for truth in dict.fromkeys(row.correctness.truth for row in measured):
         groups = _GROUPS.search(truth)
         if groups is None or groups[1] != groups[2]:
             partial.append(f"Errors are against {truth}.")

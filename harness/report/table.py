@@ -39,11 +39,12 @@ def case_table(
     and first runs.
     """
     training = any(row.spec.training for row in measured)
+    costs = [row.performance for row in measured]
     columns: dict[str, list[str]] = {cost: _times(measured, cost) for cost in _costs(training, style)}
     columns |= {
         PRECISION: [spread(row) for row in measured],
         "TFLOPS": ["" if row.emulated else number(row.spec.flops / _median(row, "call") / 1e9) for row in measured],
-        "peak": ["" if row.peak_share is None else f"{row.peak_share:.0%}" for row in measured],
+        "peak": ["" if each.peak_share is None else f"{each.peak_share:.0%}" for each in costs],
     }
     marks = [" *" if row in marked else " !" if row.status == "inaccurate" else "" for row in measured]
     if style == "markdown":
@@ -132,10 +133,11 @@ def _further(measured: Sequence[Measurement], flags: Sequence[Sequence[Flag]]) -
     columns = {"worst": [shown(_worst(row, True), "markdown") for row in measured]} if len(families) > 1 else {}
     for family in families:
         columns[f"on {shown(family, 'markdown')}"] = [_error(row, family, _off(row, family)) for row in measured]
+    costs = [row.performance for row in measured]
     return columns | {
-        "first run": [number(row.first_ms) if row.first_ms is not None else "" for row in measured],
-        "memory": [size(row.memory_bytes) if row.memory_bytes is not None else "" for row in measured],
-        "held": [size(row.retained_bytes) if row.retained_bytes is not None else "" for row in measured],
+        "first run": ["" if each.first_ms is None else number(each.first_ms) for each in costs],
+        "memory": ["" if each.memory_bytes is None else size(each.memory_bytes) for each in costs],
+        "held": ["" if each.retained_bytes is None else size(each.retained_bytes) for each in costs],
         "flags": [", ".join(own) for own in flags],
     }
 
@@ -160,7 +162,7 @@ def _error(row: Measurement, family: str, name: TensorName | None) -> str:
     """An error, in brackets the floor of the same tensor, and how many times that floor it is."""
     if name is None:
         return ""
-    value, floor = row.error[family][name], row.floor.get(family, {}).get(name)
+    value, floor = row.error[family][name], row.correctness.floor.get(family, {}).get(name)
     if floor is None:
         return error(value)
     times = value / floor if floor else math.inf

@@ -218,7 +218,8 @@ def _united(parts: Sequence[Part]) -> list[Measurement]:
 
 def _contradiction(before: Measurement, row: Measurement) -> str | None:
     """What two rows of one case and plan disagree in, or None."""
-    differing = [name for name in Measurement.model_fields if getattr(before, name) != getattr(row, name)]
+    one, other = _facts(before), _facts(row)
+    differing = [name for name in one | other if one.get(name) != other.get(name)]
     if before.status != row.status:
         return f"its status is {before.status}, then {row.status}"
     if before.measured:
@@ -226,6 +227,13 @@ def _contradiction(before: Measurement, row: Measurement) -> str | None:
     # Two refusals for one reason say the same, whenever and on whichever node of a kind they were written down.
     differing = [name for name in differing if name not in ("started", "environment")]
     return f"it has another {' and another '.join(differing)}" if differing else None
+
+
+def _facts(row: Measurement) -> dict[str, Any]:
+    """What a row says, its numbers beside the rest."""
+    facts = dict(row)
+    correctness, performance = facts.pop("correctness_"), facts.pop("performance_")
+    return dict(performance or ()) | dict(correctness or ()) | facts
 
 
 def _shared_environment(parts: Sequence[Part]) -> tuple[Environment, list[str]]:

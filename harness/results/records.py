@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,12 +26,21 @@ from ..measure.trace import MOST_NAMES
 from ..record_fields import EnvironmentField, PlanField, SpecField, UtcTime
 from .shards import Shard
 
-__all__ = ["MEASUREMENTS", "SCHEMA", "STATUSES", "Measurement", "Status", "read_measurements"]
+__all__ = [
+    "MEASUREMENTS",
+    "SCHEMA",
+    "STATUSES",
+    "Correctness",
+    "Measurement",
+    "Performance",
+    "Status",
+    "read_measurements",
+]
 
-SCHEMA = "attnbench.measurement/1"
+SCHEMA = "attnbench.measurement/2"
+_FLAT_SCHEMA = "attnbench.measurement/1"
 MEASUREMENTS = "measurements.jsonl"  # in the folder of a sweep
 LONGEST_REASON = 2000
-_FORM = Form(SCHEMA, "a measurement", "measurements", longest_line=2**20, largest_file=2**28)
 
 
 _Milliseconds = Annotated[float, Field(ge=0, le=LONGEST_MS)]
@@ -42,68 +51,110 @@ _Bound = Annotated[float, Field(gt=0, le=LARGEST_ERROR)]
 _Bytes = Annotated[int, Field(ge=0, le=2**60)]
 _Family = Annotated[str, Field(min_length=1, max_length=100)]
 _Errors = dict[_Family, dict[TensorName, NonNegative]]
-_Ran = Annotated[list[Annotated[str, Field(max_length=LONGEST_KERNEL)]], Field(max_length=MOST_NAMES)]
 _Note = Annotated[str, Field(min_length=1, max_length=300)]
+_Ran = Annotated[list[Annotated[str, Field(max_length=LONGEST_KERNEL)]], Field(max_length=MOST_NAMES)]
+
+
+class Correctness(BaseModel):
+    """How far a plan's answers are from the truth.
+
+    ``error`` and ``floor`` map input family and tensor (out, lse, dq, dk, dv) to relative L2
+    against the truth; what was not finite has the error ``"Infinity"``; a kernel that
+    quantises nothing has no floor, its floor is 0.  ``detail`` says more of each error.
+    ``bound`` is the largest error that was accepted for the status ``ok``, ``declared_error``
+    what the kernels promise on normal inputs.  ``truth`` is what errors were taken on,
+    ``drawn_on`` whose random numbers the inputs are.
+
+    ``deterministic``: two runs agreed bit by bit.  ``leak``: how far outputs changed, relative
+    L2, with keys and queries that their mask hides from them; None where it hides none.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    error: Annotated[_Errors, Field(min_length=1)]
+    floor: _Errors = {}
+    detail: dict[_Family, dict[TensorName, Detail]] = {}
+    bound: _Bound
+    declared_error: _Bound
+    truth: _Note
+    drawn_on: Literal["cpu", "cuda"]
+    deterministic: bool | None = None
+    leak: NonNegative | None = None
+
+    @model_validator(mode="after")
+    def _has_out_and_details_of_errors(self) -> Correctness:
+        if any("out" not in errors for errors in self.error.values()):
+            raise ValueError("error needs out in every family")
+        places = ((family, name) for family, tensors in self.detail.items() for name in tensors)
+        for family, name in places:
+            if name not in self.error.get(family, {}):
+                raise ValueError(f"detail has {brief(f'{family}: {name}')}, which error lacks")
+        return self
+
+
+class Performance(BaseModel):
+    """What a plan's calls cost.
+
+    ``time_ms`` holds the raw samples of each cost (attnbench.harness.measure.timing names them),
+    ``timer`` says what a sample is.  ``memory_bytes`` is the peak of device memory during one
+    call beyond what lay there before, None on a CPU; ``retained_bytes`` stay while the result
+    of a forward is held.  ``peak_share`` is how much of the device's peak the kernels
+    reached (attnbench.harness.measure.peaks), None where the device is unknown.
+
+    ``visits`` says of each cost how many samples each visit took, in the order of ``time_ms``: plans are
+    visited in turns, and the samples of one visit are more alike than those of two.
+    ``host_ms`` is the host's part of each sample of the call, ``first_ms`` the first run,
+    compiling and tuning included.  ``replayed`` names the costs whose samples are replays of
+    a CUDA graph.  ``gpu`` is how the GPU was while the samples were taken.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    time_ms: dict[Cost, _Samples]
+    visits: dict[Cost, _Visits] = {}
+    host_ms: _Samples | None = None
+    first_ms: _Milliseconds | None = None
+    replayed: list[Cost] = []
+    timer: _Note
+    memory_bytes: _Bytes | None = None
+    retained_bytes: _Bytes | None = None
+    peak_share: Annotated[float, Field(gt=0, le=1)] | None = None
+    gpu: Conditions | None = None
+
+    @model_validator(mode="after")
+    def _has_calls_and_counts_all_samples(self) -> Performance:
+        if "call" not in self.time_ms:
+            raise ValueError("time_ms needs the cost call")
+        for cost, counts in self.visits.items():
+            if sum(counts) != len(self.time_ms.get(cost, ())):
+                raise ValueError(f"visits counts {sum(counts)} samples of {cost}, time_ms has another number")
+        return self
 
 
 class Measurement(BaseModel):
     """One plan on one case in one environment.
 
-    ``time_ms`` holds the raw samples of each cost (attnbench.harness.measure.timing names them).
-    ``error`` and ``floor`` map input family and tensor (out, lse, dq, dk, dv) to relative L2
-    against the truth; what was not finite has the error ``"Infinity"``; a kernel that
-    quantises nothing has no floor, its floor is 0.  ``bound`` is the largest error that was
-    accepted for the status ``ok``, ``declared_error`` what the kernels promise on normal
-    inputs.  ``memory_bytes`` is the peak of device memory during one call beyond what lay
-    there before, None on a CPU.  ``peak_share`` is how much of the device's peak the kernels
-    reached (attnbench.harness.measure.peaks), None where the device is unknown.  ``ran`` names what
-    the profiler saw in each pass.
-    ``truth``, ``timer`` and ``drawn_on`` are the conditions: what errors were taken on, what
-    a sample of time is, whose random numbers the inputs are.
+    What ran, with the status ``ok`` or ``inaccurate``, has ``correctness`` and ``performance``; what did not has
+    neither.  Every status but ``ok`` has a ``reason``.
 
-    What follows is absent from records of version 0.1.  ``check`` names what made the plan
-    inaccurate or wrong (attnbench.harness.measure.verdict).  ``detail`` says more of each error.
-    ``deterministic``: two runs agreed bit by bit.  ``leak``: how far outputs changed, relative
-    L2, with keys and queries that their mask hides from them; None where it hides none.
-    ``visits`` says of each cost how many samples each visit took, in the order of ``time_ms``: plans are
-    visited in turns, and the samples of one visit are more alike than those of two.
-    ``host_ms`` is the host's part of each sample of the call, ``first_ms`` the first run,
-    compiling and tuning included.  ``replayed`` names the costs whose samples are replays of
-    a CUDA graph.  ``retained_bytes`` stay while the result of a forward is held.  ``gpu`` is
-    how the GPU was while the samples were taken.  ``emulated``: other arithmetic stood in for a
-    kernel of the plan here, so that its times are compared with no other plan's.
+    ``check`` names what made the plan inaccurate or wrong (attnbench.harness.measure.verdict), ``ran`` what the
+    profiler saw in each pass.  ``emulated``: other arithmetic stood in for a kernel of the plan here, so that its
+    times are compared with no other plan's.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
 
-    schema_: Annotated[Literal["attnbench.measurement/1"], Field(alias="schema")] = "attnbench.measurement/1"
+    schema_: Annotated[Literal["attnbench.measurement/2"], Field(alias="schema")] = "attnbench.measurement/2"
     case: Annotated[str, Field(min_length=1, max_length=LONGEST_CASE)]
     spec: SpecField
     plan: PlanField
     status: Status
     reason: Annotated[str, Field(min_length=1, max_length=LONGEST_REASON)] | None = None
-    time_ms: dict[Cost, _Samples] = {}
-    error: _Errors = {}
-    floor: _Errors = {}
-    bound: _Bound | None = None
-    declared_error: _Bound | None = None
-    memory_bytes: _Bytes | None = None
-    peak_share: Annotated[float, Field(gt=0, le=1)] | None = None
-    ran: dict[Side, _Ran] = {}
-    truth: _Note | None = None
-    timer: _Note | None = None
-    drawn_on: Literal["cpu", "cuda"] | None = None
     check: Annotated[str, Field(min_length=1, max_length=50)] | None = None
-    detail: dict[_Family, dict[TensorName, Detail]] = {}
-    deterministic: bool | None = None
-    leak: NonNegative | None = None
-    visits: dict[Cost, _Visits] = {}
-    host_ms: _Samples | None = None
-    first_ms: _Milliseconds | None = None
-    replayed: list[Cost] = []
-    retained_bytes: _Bytes | None = None
-    gpu: Conditions | None = None
     emulated: bool = False
+    ran: dict[Side, _Ran] = {}
+    correctness_: Annotated[Correctness | None, Field(alias="correctness")] = None
+    performance_: Annotated[Performance | None, Field(alias="performance")] = None
     started: UtcTime
     environment: EnvironmentField
 
@@ -117,36 +168,35 @@ class Measurement(BaseModel):
         """What is measured once in a sweep."""
         return self.case, self.plan
 
+    @property
+    def correctness(self) -> Correctness:
+        """How far off it is, of a row that was measured."""
+        assert self.correctness_ is not None, f"a row with the status {self.status} has none"
+        return self.correctness_
+
+    @property
+    def performance(self) -> Performance:
+        """What its calls cost, of a row that was measured."""
+        assert self.performance_ is not None, f"a row with the status {self.status} has none"
+        return self.performance_
+
+    @property
+    def time_ms(self) -> Mapping[Cost, Sequence[float]]:
+        """The raw samples of each cost; empty where nothing was measured."""
+        return self.performance.time_ms if self.measured else {}
+
+    @property
+    def error(self) -> Mapping[str, Mapping[TensorName, float]]:
+        """Relative L2 against the truth by input family and tensor; empty where nothing was measured."""
+        return self.correctness.error if self.measured else {}
+
     @model_validator(mode="after")
-    def _numbers_belong_to_what_ran(self) -> Measurement:
+    def _has_numbers_where_it_ran(self) -> Measurement:
         if (self.status == "ok") != (self.reason is None):
             raise ValueError("every status but ok has a reason, and ok has none")
-        numbers = {
-            "time_ms": self.time_ms,
-            "error": self.error,
-            "bound": self.bound,
-            "declared_error": self.declared_error,
-            "truth": self.truth,
-            "timer": self.timer,
-            "drawn_on": self.drawn_on,
-        }
-        if self.measured:
-            if missing := [name for name, value in numbers.items() if not value]:
-                raise ValueError(f"the status {self.status} needs {', '.join(missing)}")
-            if "call" not in self.time_ms:
-                raise ValueError("time_ms needs the cost call")
-            if any("out" not in errors for errors in self.error.values()):
-                raise ValueError("error needs out in every family")
-            if unknown := _places(self.detail) - _places(self.error):
-                raise ValueError(f"detail has {brief(': '.join(min(unknown)))}, which error lacks")
-            for cost, counts in self.visits.items():
-                if sum(counts) != len(self.time_ms.get(cost, ())):
-                    raise ValueError(f"visits counts {sum(counts)} samples of {cost}, time_ms has another number")
-        else:
-            names = ("floor", "memory_bytes", "peak_share", "detail", "deterministic", "leak", "host_ms", "first_ms")
-            numbers |= {name: getattr(self, name) for name in (*names, "visits", "replayed", "retained_bytes", "gpu")}
-            if present := [name for name, value in numbers.items() if value or value == 0]:
-                raise ValueError(f"the status {self.status} must not carry {', '.join(present)}")
+        for name, part in (("correctness", self.correctness_), ("performance", self.performance_)):
+            if (part is not None) != self.measured:
+                raise ValueError(f"the status {self.status} {'needs' if self.measured else 'must not carry'} {name}")
         return self
 
     def to_line(self) -> str:
@@ -158,9 +208,19 @@ class Measurement(BaseModel):
         return self.model_dump(mode="json", by_alias=True)
 
 
-def _places(of: Mapping[str, Mapping[TensorName, Any]]) -> set[tuple[str, str]]:
-    """The input families and tensors that something is said of."""
-    return {(family, name) for family, tensors in of.items() for name in tensors}
+def _nest(flat: dict[str, Any]) -> dict[str, Any]:
+    """A row of the first schema, in which all numbers stand beside each other, as one of this schema."""
+    row = flat | {"schema": SCHEMA}
+    for name, part in (("correctness", Correctness), ("performance", Performance)):
+        found = {field: row.pop(field) for field in part.model_fields if field in row}
+        if any(value not in (None, {}, []) for value in found.values()):
+            row[name] = found
+    return row
+
+
+_FORM = Form(
+    SCHEMA, "a measurement", "measurements", longest_line=2**20, largest_file=2**28, older={_FLAT_SCHEMA: _nest}
+)
 
 
 def _warn(said: str) -> None:

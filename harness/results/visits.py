@@ -25,7 +25,7 @@ def visit_medians(row: Measurement, cost: Cost | None) -> list[float]:
     sweep's visit takes of so long a cost.
     """
     samples = samples_of(row, cost)
-    counts = row.visits.get(cost or "call")
+    counts = row.performance.visits.get(cost or "call")
     if counts is None:
         longest = _VISIT_MS.get(row.environment.device_type, _VISIT_MS["cpu"])
         size = min(_MOST_A_VISIT, int(longest / float(np.median(row.time_ms[cost or "call"]))))
@@ -42,9 +42,9 @@ def sampling_error(row: Measurement, cost: Cost | None, visits: int) -> float:
     return (spread(samples) or 0.0) * MEDIAN_ERROR * math.sqrt(visits / len(samples))
 
 
-def samples_of(row: Measurement, cost: Cost | None) -> list[float]:
+def samples_of(row: Measurement, cost: Cost | None) -> Sequence[float]:
     """The samples of a cost, or with None of the host's part of the call, in milliseconds."""
-    return (row.host_ms or []) if cost is None else row.time_ms[cost]
+    return (row.performance.host_ms or []) if cost is None else row.time_ms[cost]
 
 
 def groups(samples: Sequence[float], size: int) -> list[float]:

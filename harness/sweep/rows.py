@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from types import MappingProxyType
 
@@ -10,14 +11,14 @@ from attnbench.kernels.devices import describe
 from attnbench.kernels.plan import Plan
 
 from ..cases.case import Case
-from ..measure.accuracy import TensorName
+from ..measure.accuracy import Judgements, TensorName
 from ..measure.clocks import Conditions
-from ..measure.findings import Findings, Judgements, Opened, Prepared, Side
+from ..measure.findings import Findings, Opened, Prepared, Side
 from ..measure.peaks import peak_share
 from ..measure.setup import Laboratory
 from ..measure.timing import LATE_MS
-from ..measure.verdict import Evidence, judge
-from ..results.records import LONGEST_REASON, Measurement, Status
+from ..measure.verdict import judge
+from ..results.records import LONGEST_REASON, Correctness, Measurement, Performance, Status
 from .interleave import Samples
 
 __all__ = ["measured", "passed_over"]
@@ -65,7 +66,8 @@ def measured(
         said = f"{share:.0%} of the device's peak: the time or the count of operations is wrong"
         return passed_over(case, plan, "error", [said], laboratory, prepared.ran, "peak")
     bound = laboratory.bound(plan, case)
-    verdict = judge(_evidence(bound, samples, findings))
+    settled = findings.settled and samples.late_ms < LATE_MS
+    verdict = judge(replace(findings, bound=bound, settled=settled))
     return Measurement(
         case=case.name,
         spec=case.spec,
@@ -73,44 +75,36 @@ def measured(
         status=verdict.status,
         reason=verdict.reason,
         check=verdict.check,
-        time_ms={cost: _rounded(taken) for cost, taken in samples.time_ms.items()},
-        visits={cost: list(counts) for cost, counts in samples.visits.items()},
-        host_ms=_rounded(samples.host_ms),
-        first_ms=round(prepared.first_ms, _DIGITS),
-        replayed=list(samples.replayed),
-        error=_errors(findings.judged),
-        floor=_errors(findings.floor),
-        detail={
-            family: {name: judgement.detail for name, judgement in each.items()}
-            for family, each in findings.judged.items()
-        },
-        deterministic=findings.deterministic,
-        leak=findings.leak,
-        bound=bound,
-        declared_error=laboratory.registry.declared_error(plan, case.spec, describe(laboratory.device)),
-        memory_bytes=findings.memory_bytes,
-        retained_bytes=findings.retained_bytes,
-        peak_share=share,
-        gpu=gpu,
         emulated=laboratory.registry.emulated(plan, laboratory.device.type),
         ran=dict(prepared.ran),
-        truth=opened.truth,
-        timer=opened.timer,
-        drawn_on=opened.drawn_on,
+        correctness_=Correctness(
+            error=_errors(findings.judged),
+            floor=_errors(findings.floor),
+            detail={
+                family: {name: judgement.detail for name, judgement in each.items()}
+                for family, each in findings.judged.items()
+            },
+            bound=bound,
+            declared_error=laboratory.registry.declared_error(plan, case.spec, describe(laboratory.device)),
+            truth=opened.truth,
+            drawn_on=opened.drawn_on,
+            deterministic=findings.deterministic,
+            leak=findings.leak,
+        ),
+        performance_=Performance(
+            time_ms={cost: _rounded(taken) for cost, taken in samples.time_ms.items()},
+            visits=samples.visits,
+            host_ms=_rounded(samples.host_ms),
+            first_ms=round(prepared.first_ms, _DIGITS),
+            replayed=list(samples.replayed),
+            timer=opened.timer,
+            memory_bytes=findings.memory_bytes,
+            retained_bytes=findings.retained_bytes,
+            peak_share=share,
+            gpu=gpu,
+        ),
         started=started,
         environment=laboratory.environment,
-    )
-
-
-def _evidence(bound: float, samples: Samples, findings: Findings) -> Evidence:
-    return Evidence(
-        bound=bound,
-        judged=findings.judged,
-        floor=findings.floor,
-        own=findings.own,
-        stale=findings.stale,
-        settled=findings.settled and samples.late_ms < LATE_MS,
-        untouched=findings.untouched,
     )
 
 

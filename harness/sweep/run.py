@@ -179,8 +179,8 @@ def _check_resumable(task: Task, row: Measurement, laboratory: Laboratory) -> No
             f"not {', '.join(task.case.families)}; use another folder (--out)"
         )
     bound = laboratory.bound(task.plan, task.case)
-    if row.bound is not None and row.bound != bound:
+    if row.measured and row.correctness.bound != bound:
         raise MisuseError(
-            f"the results to resume were judged by an error of {row.bound:g}, not {bound:g}; "
+            f"the results to resume were judged by an error of {row.correctness.bound:g}, not {bound:g}; "
             "give the same --max-error or another folder (--out)"
         )

@@ -28,4 +28,4 @@ def test_the_honest_kernel_under_every_fault_is_ok(examination):
     for fault, row in examination:
         if fault.name == "none":
             assert unnoticed(fault, row) is None
-            assert row.gpu is None or row.gpu.readings
+            assert row.performance.gpu is None or row.performance.gpu.readings

@@ -42,6 +42,6 @@ def test_a_call_that_cannot_be_recorded_is_timed_as_it_is_and_so_are_its_neighbo
         assert worker.generation == 2
     assert {row.status for row in rows.values()} == {"ok"}, [row.reason for row in rows.values()]
     one, waits, two = (rows[plan] for plan in PLANS)
-    assert waits.replayed == []
-    assert one.replayed == two.replayed == ["kernel", "prepared"]
+    assert waits.performance.replayed == []
+    assert one.performance.replayed == two.performance.replayed == ["kernel", "prepared"]
     assert all(len(row.time_ms[cost]) >= 4 for row in rows.values() for cost in ("kernel", "call"))

@@ -298,7 +298,7 @@ def test_the_scripts_of_the_pipeline_run(
     ((place, uploaded),) = kept.items()
     assert uploaded == (tmp_path / "base" / "base" / "measurements.jsonl").read_bytes()
     row = next(row for row in map(json.loads, uploaded.splitlines()) if row["status"] == "ok")
-    row["error"]["normal"]["out"] /= 4
+    row["correctness"]["error"]["normal"]["out"] /= 4
     kept[place] = json.dumps(row).encode() + b"\n"
     folder = tmp_path / "gate"
     assert gitlab("attention-gate", repository, folder, env) == 1, "its error is four times as large as it was"

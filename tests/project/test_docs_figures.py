@@ -123,7 +123,11 @@ def visible_in(sweep: str) -> list[float]:
 def memories() -> list[float]:
     """How far the memory of a call of one plan on one case lies apart in two sweeps."""
     one, other = (
-        {each.key: each.memory_bytes for each in figures.rows(sweep) if each.memory_bytes}
+        {
+            each.key: each.performance.memory_bytes
+            for each in figures.rows(sweep)
+            if each.measured and each.performance.memory_bytes
+        }
         for sweep in ("inference", "inference-plans")
     )
     return [max(one[key] / other[key], other[key] / one[key]) for key in one.keys() & other.keys()]

@@ -114,7 +114,8 @@ def test_sentences_say_what_the_rows_of_their_tables_say(rows: dict[tuple[str, s
     assert shown
     other = rows[step, "te:fp8>te:fp8"]
     truths = (
-        worst(other, "outlier"), other.bound, max(worst(rows[step, own], family) for family in ("normal", "outlier")),
+        worst(other, "outlier"), other.correctness.bound,
+        max(worst(rows[step, own], family) for family in ("normal", "outlier")),
         1 - cost(step, own, "call") / cost(step, best, "call"),
     )  # fmt: skip
     for figure, truth in zip(shown.groups(), truths, strict=True):

@@ -199,14 +199,14 @@ class AttentionBenchmark:
 
     def _report(self, row: Measurement, cost: Cost, device: torch.device, verdict: GateVerdict | None) -> None:
         benchmark, data = self._benchmark, row.to_dict()
+        data |= data["correctness"] | data["performance"]
         if benchmark.group is None:  # what stands in one table can be compared
             benchmark.group = f"{row.spec}, {cost} on {device}"
         told = {name: data[name] for name in _TOLD if data[name] is not None}
         benchmark.extra_info.update({"cost": cost, "device": str(device), **told})
         if verdict is not None:
             benchmark.extra_info["gate"] = verdict.told
-        assert row.timer is not None, "a row with times says how they were taken"
-        hand_over(benchmark, self._clock, [sample / 1e3 for sample in row.time_ms[cost]], row.timer)
+        hand_over(benchmark, self._clock, [sample / 1e3 for sample in row.time_ms[cost]], row.performance.timer)
 
 
 def unlike(saved: Any) -> Iterator[AttnbenchWarning]:

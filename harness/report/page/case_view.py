@@ -72,7 +72,7 @@ def view(case: Case, highest_mhz: float | None) -> CaseView:
 
 def _line(case: Case, row: Measurement, highest_mhz: float | None) -> Line:
     error, family = worst_error(row)
-    floors = [value for name, value in row.floor.get(family, {}).items() if name != "lse"]
+    floors = [value for name, value in row.correctness.floor.get(family, {}).items() if name != "lse"]
     verdict, why = _verdict(case, row)
     return Line(row, verdict, why, error, family, max(floors, default=None), flags(row, highest_mhz))
 

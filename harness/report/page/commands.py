@@ -62,7 +62,7 @@ def sweep_command(rows: Sequence[Measurement]) -> tuple[str, str | None]:
 
 def _bound(rows: Sequence[Measurement], spec: AttentionSpec) -> list[str]:
     """The budget that FP8 plans were held to, where it is another than theirs by default."""
-    bounds = {row.bound for row in rows if row.plan.fp8 and row.bound is not None}
+    bounds = {row.correctness.bound for row in rows if row.plan.fp8 and row.measured}
     usual = class_bound(Plan("any:fp8"), spec)
     return [f"--max-error {bound!r}" for bound in sorted(bounds - {usual})][:1]
 

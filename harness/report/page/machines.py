@@ -212,7 +212,7 @@ def _thinned(row: Measurement) -> Measurement:
     if all(len(samples) <= _MOST_SAMPLES for samples in row.time_ms.values()):
         return row
     kept = {cost: _some(row.time_ms[cost]) for cost in COSTS if cost in row.time_ms}
-    return row.model_copy(update={"time_ms": kept})
+    return row.model_copy(update={"performance_": row.performance.model_copy(update={"time_ms": kept})})
 
 
 def _some(samples: Sequence[float]) -> list[float]:

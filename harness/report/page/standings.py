@@ -81,7 +81,7 @@ def standings(cases: Sequence[Case]) -> list[Standing]:
 def _standing(plan: Plan, rows: Sequence[tuple[Case, Measurement]]) -> Standing:
     errors = [worst_error(row)[0] for _, row in rows]
     speeds = [speed for case, _ in rows if (speed := case.speed(plan)) is not None]
-    peaks = [row.peak_share for _, row in rows if row.peak_share is not None]
+    peaks = [share for _, row in rows if (share := row.performance.peak_share) is not None]
     costs = [costs for _, row in rows if (costs := costs_of(row)) is not None]
     return Standing(
         plan=plan,

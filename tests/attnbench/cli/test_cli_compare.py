@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 from compared import QUICK, passed_over, row, slowed, times, written
+from flat import changed
 
 from attnbench.harness.results.records import read_measurements
 
@@ -54,7 +55,7 @@ def doctored(tmp_path_factory):
             each = slowed(each, 1.5)
         elif each is worse:
             errors = {family: {name: 2 * error for name, error in own.items()} for family, own in each.error.items()}
-            each = each.model_copy(update={"error": errors})
+            each = changed(each, error=errors)
         elif each is gone:
             continue
         elif each is far:

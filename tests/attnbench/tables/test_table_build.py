@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes import an_environment
+from flat import measurement
 from places import ROOT
 
 from attnbench import AttentionSpec
@@ -50,7 +51,7 @@ def row(plan: str = "fast:bf16", hours: float = 0, call: float = 1.0, status: st
         "case": "a case", "spec": SPEC, "plan": plan, "status": status, "started": BEGAN + timedelta(hours=hours),
         "environment": HERE, "reason": None if status == "ok" else "it is so", **more,
     }  # fmt: skip
-    return Measurement(**{**(numbers if status in ("ok", "inaccurate") else {}), **facts})
+    return measurement(**{**(numbers if status in ("ok", "inaccurate") else {}), **facts})
 
 
 def times(table: Table) -> dict[str, float | None]:

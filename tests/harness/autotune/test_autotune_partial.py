@@ -4,6 +4,7 @@ from datetime import datetime, timezone
 
 import paced
 import pytest
+from flat import measurement
 from hypothesis import given
 from hypothesis import strategies as st
 from paced import spec
@@ -17,7 +18,6 @@ from attnbench.harness.autotune import run as tuning
 from attnbench.harness.autotune.asked_specs import Asked
 from attnbench.harness.autotune.tuning import chosen, errand_of
 from attnbench.harness.results.condense import condense
-from attnbench.harness.results.records import Measurement
 from attnbench.kernels.plan import Plan
 from attnbench.tables.table import Table
 from attnbench.tables.user_table import Known
@@ -42,7 +42,7 @@ def row(plan, call_ms=None, length=64, fp8_error=0.05):
         "bound": 0.1, "declared_error": 0.05, "truth": "fp64", "timer": "perf_counter", "drawn_on": "cpu",
     }  # fmt: skip
     ended = {"status": "ok", **numbers} if call_ms else {"status": "timeout", "reason": "no answer within 5 s"}
-    return Measurement(
+    return measurement(
         case=str(spec(length)), spec=spec(length), plan=Plan(plan), environment=HERE.environment,
         started=datetime.now(timezone.utc), **ended,
     )  # fmt: skip

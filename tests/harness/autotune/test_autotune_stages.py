@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import paced
 import pytest
+from flat import measurement
 from hypothesis import given
 from hypothesis import strategies as st
 from paced import HOW, spec
@@ -17,7 +18,6 @@ from tunable import BREAKS, FAST, FP8, SLOW, children
 from attnbench.harness.autotune import deadline as module
 from attnbench.harness.autotune.deadline import measured_within
 from attnbench.harness.cases.case import Case
-from attnbench.harness.results.records import Measurement
 from attnbench.harness.sweep.device_sweep import Doing, StoppedError
 from attnbench.harness.sweep.run import Finished, Started
 from attnbench.kernels.plan import Plan
@@ -32,7 +32,7 @@ def row(case, plan, call_ms=1.0, status="ok"):
         "time_ms": dict.fromkeys(("kernel", "prepared", "call"), [call_ms] * 3), "error": {"normal": {"out": 0.002}},
         "bound": 0.01, "declared_error": 0.005, "truth": "fp64", "timer": "perf_counter", "drawn_on": "cpu",
     }  # fmt: skip
-    return Measurement(
+    return measurement(
         case=case.name, spec=case.spec, plan=plan, status=status, environment=HERE.environment,
         started=datetime.now(timezone.utc), **(numbers if status == "ok" else {"reason": "planted"}),
     )  # fmt: skip

@@ -174,5 +174,5 @@ def test_a_sweep_measures_what_a_yaml_file_takes_from_it(here, program, tmp_path
     rows = [row for row in json.loads(done.stdout) if row["status"] == "ok"]
     family = f"captured:acts.safetensors@{read_captured(tmp_path / 'acts.safetensors').digest[:8]}#0"
     assert rows
-    assert all(set(row["error"]) == {family, "normal"} for row in rows)
+    assert all(set(row["correctness"]["error"]) == {family, "normal"} for row in rows)
     assert str(tmp_path) not in done.stdout

@@ -130,8 +130,8 @@ def test_what_is_saved_are_the_samples_of_the_row(
     assert (told["cost"], told["device"], told["plan"]) == (cost, "cpu", str(row.plan))
     assert AttentionSpec.from_dict(told["spec"]) == row.spec
     assert told["error"] == row.error
-    assert told["bound"] == row.bound
-    assert found["options"] == {"timer": row.timer}
+    assert told["bound"] == row.correctness.bound
+    assert found["options"] == {"timer": row.performance.timer}
 
 
 def test_samples_are_saved_in_seconds(benchmarks: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from compared import HERE, WIDE, passed_over, results, row, slowed, times
+from flat import changed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,9 +81,9 @@ def test_a_row_that_does_not_say_its_visits_is_divided_as_a_sweep_visits(device,
     """For 10 ms on a GPU, 30 on a CPU."""
     samples = {"call": [3.0 + place // each_visit for place in range(30)]}
     silent = row(time_ms=samples, visits={}, environment=replace(HERE, device_type=device))
-    says = silent.model_copy(update={"visits": {"call": [each_visit] * (30 // each_visit)}})
+    says = changed(silent, visits={"call": [each_visit] * (30 // each_visit)})
     assert visit_medians(says, "call") == sorted(set(samples["call"]))
-    steady = silent.model_copy(update={"time_ms": {"call": [3.0] * 30}})
+    steady = changed(silent, time_ms={"call": [3.0] * 30})
     assert len(visit_medians(steady, "call")) == 30 // each_visit
 
 

@@ -1,8 +1,5 @@
 """Memory that a plan takes more of than before."""
 
-import gzip
-import json
-
 import pytest
 from compared import results, row
 from places import RESULTS
@@ -10,7 +7,7 @@ from places import RESULTS
 from attnbench.harness.compare.memory import grown
 from attnbench.harness.compare.regression import compare_results
 from attnbench.harness.compare.terms import Limits, Terms, Threshold
-from attnbench.harness.results.records import Measurement
+from attnbench.harness.results.records import read_measurements
 
 MIB = 2**20
 
@@ -47,11 +44,9 @@ def test_unchanged_kernels_take_the_same():
     """Of two committed sets, from two GPUs and two states of the harness."""
     sets = []
     for name in ("inference", "inference-plans"):
-        with gzip.open(RESULTS / "nvidia-h200" / name / "measurements.jsonl.gz", "rt", encoding="utf-8") as file:
-            rows = [json.loads(line) for line in file]
-        sets.append({(each["case"], each["plan"]): each for each in rows if each["status"] == "ok"})
+        rows = read_measurements(RESULTS / "nvidia-h200" / name / "measurements.jsonl.gz")
+        sets.append({each.key: each for each in rows if each.status == "ok"})
     shared = sets[0].keys() & sets[1].keys()
     assert len(shared) > 500
     for key in shared:
-        before, after = (Measurement.model_construct(**each[key]) for each in sets)
-        assert not list(grown(before, after, 0.05))
+        assert not list(grown(sets[0][key], sets[1][key], 0.05))

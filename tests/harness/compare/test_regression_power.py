@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 from compared import COMMITTED, INFERENCE, QUICK, resampled, results, slowed
+from flat import changed
 
 from attnbench.harness.compare.regression import compare_results
 from attnbench.harness.compare.terms import Limits, Terms
@@ -102,6 +103,6 @@ def test_one_sample_of_25_times_the_median_decides_nothing(quick, count):
         cost = rng.choice(list(each.time_ms))
         samples = list(each.time_ms[cost])
         samples[rng.randrange(len(samples))] = 25 * float(np.median(samples))
-        changed = base | results(each.model_copy(update={"time_ms": each.time_ms | {cost: samples}}))
-        for sides in ((base, changed), (changed, base)):
+        other = base | results(changed(each, time_ms=each.time_ms | {cost: samples}))
+        for sides in ((base, other), (other, base)):
             assert compare_results(*sides, Terms()).counts == {"uncertain": len(quick)}

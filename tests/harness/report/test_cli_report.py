@@ -155,8 +155,9 @@ def test_the_command_of_a_row_measures_that_row_again(attnbench, swept, tmp_path
         row for row in read_measurements(swept / "a" / "measurements.jsonl") if str(row.plan) == "emulated:fp8"
     ]
     assert (again["plan"], again["spec"], again["status"]) == (str(before.plan), before.spec.to_dict(), before.status)
-    assert again["error"].keys() == before.error.keys()
-    assert again["error"]["normal"]["out"] == pytest.approx(before.error["normal"]["out"], rel=1e-3)
+    error = again["correctness"]["error"]
+    assert error.keys() == before.error.keys()
+    assert error["normal"]["out"] == pytest.approx(before.error["normal"]["out"], rel=1e-3)
 
 
 def test_a_case_of_a_preset_is_swept_alone_by_its_name(attnbench):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from fakes import an_environment
+from flat import changed
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from places import RESULTS
@@ -273,7 +274,7 @@ def test_a_command_holds_nothing_that_a_file_says_in_words():
     hostile = "x'; touch pwned; '"
     made = row("fa3:fp8", 1.0, case=hostile, spec=CAUSAL)
     assert "pwned" not in commands.sweep_command([made])[0]
-    odd = made.model_copy(update={"error": {f"captured:{hostile}": {"out": 0.1}}})
+    odd = changed(made, error={f"captured:{hostile}": {"out": 0.1}})
     assert commands.sweep_command([odd])[0] == ""
     for name, value in (("data", "/tmp/$(touch pwned)"), ("data", "a\nb"), ("model", "hf:'; touch pwned '")):
         config = TrainConfig.make("gpt", steps=3).to_dict()

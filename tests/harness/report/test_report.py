@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from flat import changed
 from planted import REPORTED, laboratory
+from reported import lost
 from rich.console import Console
 
 from attnbench.harness.cases.case import Case
@@ -61,10 +63,8 @@ def made(shown):
             "visits": {},
         }
         clean = {"error": {"normal": {"out": 0.05}}, "floor": {}, "detail": {}, "leak": None, "deterministic": True}
-        row = Measurement.model_validate_json(
-            Measurement.model_validate(base | {"plan": text}, strict=False).to_line()
-        ).model_copy(update=simple | clean | changes)
-        return Measurement.model_validate_json(row.to_line())
+        row = Measurement.model_validate_json(Measurement.model_validate(base | {"plan": text}, strict=False).to_line())
+        return Measurement.model_validate_json(changed(row, **simple | clean | changes).to_line())
 
     return make
 
@@ -73,9 +73,8 @@ def on_gpu(row, clock=1980.0, throttled=None):
     conditions = Conditions(
         readings=9, clock_mhz=Range(lowest=clock, median=clock, highest=clock), throttled=throttled or {}
     )
-    return row.model_copy(
-        update={"environment": replace(row.environment, device_type="cuda", device_name="GPU"), "gpu": conditions}
-    )
+    gpu = replace(row.environment, device_type="cuda", device_name="GPU")
+    return changed(row, environment=gpu, gpu=conditions)
 
 
 def test_it_fits_a_terminal_of_100_columns(shown):
@@ -268,11 +267,9 @@ def test_refusals_of_one_cause_are_one_line_and_failures_come_first(shown):
         assert re.search(rf"{backend}:(\S+/)?{precision}", text)
 
 
-def test_the_last_output_of_a_failure_is_shown_once_for_its_cause(made):
-    bare = {"time_ms": {}, "error": {}, "bound": None, "declared_error": None, "truth": None, "timer": None,
-            "drawn_on": None, "first_ms": None, "deterministic": None, "status": "crashed"}  # fmt: skip
+def test_the_last_output_of_a_failure_is_shown_once_for_its_cause():
     rows = [
-        made(f"a:bf16-{number}", **bare, reason=f"killed by SIGSEGV; its last output: line {number}")
+        lost(f"a:bf16-{number}", "crashed", f"killed by SIGSEGV; its last output: line {number}", case="first")
         for number in range(3)
     ]
     text = " ".join(report(rows, "text").split())

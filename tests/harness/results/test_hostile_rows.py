@@ -36,11 +36,14 @@ TEXTS = [
 STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 NO_NUMBER = re.compile(r"(?<![\w.:/(,\"'`-])[-+]?(nan|inf)(?:[%x]|\b)(?![:\w])")
 ROWS = [each.to_dict() for each in reported.a_sweep()]
-ROWS[0]["detail"] = {
+ROWS[0]["correctness"]["detail"] = DETAIL = {
     "normal": {"out": {"sqnr_db": 54.0, "worst_head": 0.003, "worst_row": 0.01, "bias": 0.0, "nonfinite": 0}}
 }
-ROWS[1] |= {"host_ms": [0.1] * 20, "first_ms": 900.0, "replayed": ["kernel"], "leak": 0.0, "deterministic": False}
-ROWS[1]["gpu"] = {"readings": 3, "clock_mhz": {"lowest": 1.0, "median": 2.0, "highest": 3.0}, "throttled": {}}
+ROWS[1]["correctness"] |= {"leak": 0.0, "deterministic": False}
+ROWS[1]["performance"] |= {"host_ms": [0.1] * 20, "first_ms": 900.0, "replayed": ["kernel"]}
+ROWS[1]["performance"]["gpu"] = {
+    "readings": 3, "clock_mhz": {"lowest": 1.0, "median": 2.0, "highest": 3.0}, "throttled": {},
+}  # fmt: skip
 SHARE = Share(steps=2, forward_ms=1.0, backward_ms=2.0, busy_ms=9.0, share=0.3, kernels=["a kernel"])
 RUNS = [
     run_of([3.0, 2.5, 2.0, 1.5] * 6, role, seed, attention=SHARE, peak_tflops=10.0, price_per_hour=2.0).to_dict()
@@ -198,18 +201,22 @@ def lines(path: Path, *rows: dict) -> Path:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"time_ms": {"call": [1e308, 1e-300]}}, "time_ms.call.0: Input should be less than or equal to 1000000000"),
-        ({"detail": {"strange": ROWS[0]["detail"]["normal"]}}, "detail has 'strange: out', which error lacks"),
-        ({"detail": {"normal": {"dq": ROWS[0]["detail"]["normal"]["out"]}}}, "detail has 'normal: dq'"),
-        ({"first_ms": 10**400}, "first_ms: Input should be"),
+        (
+            {"performance": {"time_ms": {"call": [1e308, 1e-300]}}},
+            "performance.time_ms.call.0: Input should be less than or equal to 1000000000",
+        ),
+        ({"correctness": {"detail": {"strange": DETAIL["normal"]}}}, "detail has 'strange: out', which error lacks"),
+        ({"correctness": {"detail": {"normal": {"dq": DETAIL["normal"]["out"]}}}}, "detail has 'normal: dq'"),
+        ({"performance": {"first_ms": 10**400}}, "first_ms: Input should be"),
         ({"\x1b[2J": 1}, " [2J: Extra inputs are not permitted"),
-        ({"spec": {**ROWS[0]["spec"], "heads": 10**400}}, "got a number of 400 digits or more"),
-        ({"spec": {**ROWS[0]["spec"], "scale": 10**400}}, "scale must be a finite number"),
-        ({"environment": {**ROWS[0]["environment"], "threads": 10**400}}, "threads must be a positive number"),
+        ({"spec": {"heads": 10**400}}, "got a number of 400 digits or more"),
+        ({"spec": {"scale": 10**400}}, "scale must be a finite number"),
+        ({"environment": {"threads": 10**400}}, "threads must be a positive number"),
     ],
 )
 def test_what_cannot_be_is_refused_by_every_command(tmp_path: Path, change: dict, said: str) -> None:
-    rows = lines(tmp_path / "rows.jsonl", ROWS[0] | change, ROWS[1])
+    bad = ROWS[0] | {key: {**ROWS[0][key], **new} if isinstance(new, dict) else new for key, new in change.items()}
+    rows = lines(tmp_path / "rows.jsonl", bad, ROWS[1])
     for arguments in (
         ("compare", rows, rows), ("report", rows), ("table", "check", rows), ("table", "build", rows),
         ("merge", tmp_path / "merged", rows),

@@ -3,14 +3,17 @@
 import gzip
 import json
 import math
+import re
 from datetime import datetime, timezone
 
 import pytest
+from flat import measurement
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from attnbench.errors import MalformedFileError
+from attnbench.harness.measure.accuracy import Detail
 from attnbench.harness.results import records
 from attnbench.harness.results.records import SCHEMA, STATUSES, Measurement, read_measurements
 from attnbench.harness.results.store import recorded
@@ -37,7 +40,7 @@ NUMBERS = {
     "drawn_on": "cpu",
 }
 
-DETAIL = {"sqnr_db": 20.0, "worst_head": 0.1, "worst_row": 0.2, "bias": 0.0, "nonfinite": 0}
+DETAIL = Detail(sqnr_db=20.0, worst_head=0.1, worst_row=0.2, bias=0.0, nonfinite=0)
 
 names = st.text(min_size=1, max_size=40)
 errors = st.floats(min_value=0) | st.just(math.inf)
@@ -64,7 +67,7 @@ passed_over = st.fixed_dictionaries(
 
 @given(measured | passed_over, names)
 def test_to_a_file_and_back(tmp_path_factory, numbers, case):
-    row = Measurement(**{**FACTS, **numbers, "case": case})
+    row = measurement(**{**FACTS, **numbers, "case": case})
     line = row.to_line()
     assert "\n" not in line
     assert json.loads(line, parse_constant=pytest.fail) == row.to_dict()
@@ -75,35 +78,41 @@ def test_to_a_file_and_back(tmp_path_factory, numbers, case):
 
 
 def test_an_infinite_error_is_written_as_text_and_read_as_infinite(tmp_path):
-    row = Measurement(
+    row = measurement(
         **FACTS, **{**NUMBERS, "error": {"normal": {"out": math.inf}}, "status": "inaccurate"}, reason="so"
     )
-    assert row.to_dict()["error"] == {"normal": {"out": "Infinity"}}
+    assert row.to_dict()["correctness"]["error"] == {"normal": {"out": "Infinity"}}
     file = tmp_path / "rows.jsonl"
     file.write_text(row.to_line() + "\n")
     assert next(read_measurements(file)).error["normal"]["out"] == math.inf
 
 
 def test_an_error_beyond_all_measure_is_infinite():
-    row = Measurement(**FACTS, **{**NUMBERS, "error": {"normal": {"out": 1e300, "lse": 5}}, "leak": 1e308})
+    row = measurement(**FACTS, **{**NUMBERS, "error": {"normal": {"out": 1e300, "lse": 5}}, "leak": 1e308})
     assert row.error == {"normal": {"out": math.inf, "lse": 5.0}}
-    assert row.leak == math.inf
+    assert row.correctness.leak == math.inf
 
 
 @pytest.mark.parametrize("status", sorted({*STATUSES} - {"ok", "inaccurate"}))
-@pytest.mark.parametrize("name", ["time_ms", "error", "bound", "truth", "memory_bytes", "floor"])
-def test_no_number_on_what_was_not_measured(status, name):
-    value = {**NUMBERS, "memory_bytes": 0, "floor": {"normal": {"out": 0.0}}}[name]
-    Measurement(**FACTS, status=status, reason="so")
-    with pytest.raises(ValidationError, match=name):
-        Measurement(**FACTS, status=status, reason="so", **{name: value})
+@pytest.mark.parametrize("part", ["correctness", "performance"])
+def test_no_number_on_what_was_not_measured(status, part):
+    measurement(**FACTS, status=status, reason="so")
+    numbers = getattr(measurement(**FACTS, **NUMBERS), part)
+    with pytest.raises(ValidationError, match=f"{status} must not carry {part}"):
+        measurement(**FACTS, status=status, reason="so", **{f"{part}_": numbers})
+
+
+@pytest.mark.parametrize("part", ["correctness", "performance"])
+def test_both_parts_on_what_was_measured(part):
+    with pytest.raises(ValidationError, match=f"the status ok needs {part}"):
+        Measurement(**{**dict(measurement(**FACTS, **NUMBERS)), f"{part}_": None})
 
 
 @pytest.mark.parametrize("name", ["time_ms", "error", "bound", "declared_error", "truth", "timer", "drawn_on"])
 def test_every_number_on_what_was_measured(name):
-    Measurement(**FACTS, **NUMBERS)
+    measurement(**FACTS, **NUMBERS)
     with pytest.raises(ValidationError, match=name):
-        Measurement(**FACTS, **{key: value for key, value in NUMBERS.items() if key != name})
+        measurement(**FACTS, **{key: value for key, value in NUMBERS.items() if key != name})
 
 
 @pytest.mark.parametrize(
@@ -145,7 +154,7 @@ def test_every_number_on_what_was_measured(name):
 )
 def test_nonsense_is_refused(wrong):
     with pytest.raises(ValidationError):
-        Measurement(**{**FACTS, **NUMBERS, **wrong})
+        measurement(**{**FACTS, **NUMBERS, **wrong})
 
 
 @pytest.mark.parametrize(
@@ -164,7 +173,7 @@ def test_nonsense_is_refused(wrong):
     ],
 )
 def test_a_malformed_line_is_said_with_its_number(tmp_path, change, expected):
-    good = Measurement(**FACTS, **NUMBERS)
+    good = measurement(**FACTS, **NUMBERS)
     bad = good.to_dict()
     change(bad)
     file = tmp_path / "rows.jsonl"
@@ -186,7 +195,7 @@ def test_a_line_that_is_no_record(tmp_path, line):
 
 
 def test_a_compressed_file_is_read_as_a_plain_one(tmp_path):
-    row = Measurement(**FACTS, **NUMBERS)
+    row = measurement(**FACTS, **NUMBERS)
     (tmp_path / "measurements.jsonl.gz").write_bytes(gzip.compress(f"{row.to_line()}\n{row.to_line()}\n".encode()))
     assert list(read_measurements(recorded(tmp_path))) == [row, row]
     (tmp_path / "measurements.jsonl").write_text(f"{row.to_line()}\n")
@@ -194,7 +203,7 @@ def test_a_compressed_file_is_read_as_a_plain_one(tmp_path):
 
 
 def test_a_damaged_compressed_file_is_malformed(tmp_path):
-    whole = gzip.compress(f"{Measurement(**FACTS, **NUMBERS).to_line()}\n".encode())
+    whole = gzip.compress(f"{measurement(**FACTS, **NUMBERS).to_line()}\n".encode())
     file = tmp_path / "rows.jsonl.gz"
     for content in (whole[:-9], whole[: len(whole) // 2], b"no gzip", whole[:12] + b"\xff\xff\xff" + whole[15:]):
         file.write_bytes(content)
@@ -203,7 +212,7 @@ def test_a_damaged_compressed_file_is_malformed(tmp_path):
 
 
 def test_more_than_a_file_may_hold_is_refused_whether_compressed_or_not(tmp_path, monkeypatch):
-    line = f"{Measurement(**FACTS, **NUMBERS).to_line()}\n".encode()
+    line = f"{measurement(**FACTS, **NUMBERS).to_line()}\n".encode()
     monkeypatch.setattr(records, "_FORM", records._FORM._replace(largest_file=5 * len(line)))
     for name, pack in (("rows.jsonl", bytes), ("rows.jsonl.gz", gzip.compress)):
         (tmp_path / name).write_bytes(pack(line * 5))
@@ -211,3 +220,43 @@ def test_more_than_a_file_may_hold_is_refused_whether_compressed_or_not(tmp_path
         (tmp_path / name).write_bytes(pack(line * 6))
         with pytest.raises(MalformedFileError, match="at most"):
             list(read_measurements(tmp_path / name))
+
+
+def flat(row):
+    """The row as the first schema wrote it: all numbers beside each other, and null or empty ones of what failed."""
+    row = row.to_dict()
+    parts = {name: row.pop(name) for name in ("correctness", "performance")}
+    empty = {
+        "time_ms": {}, "error": {}, "floor": {}, "bound": None, "truth": None, "detail": {}, "visits": {}, "leak": None,
+        "host_ms": None, "replayed": [], "gpu": None, "deterministic": None, "memory_bytes": None,
+    }  # fmt: skip
+    numbers = {name: value for part in parts.values() if part for name, value in part.items()}
+    return {**row, "schema": "attnbench.measurement/1", **empty, **numbers}
+
+
+@given(st.lists(measured | passed_over, min_size=1, max_size=4), st.randoms())
+def test_rows_of_the_first_schema_are_read_and_stand_beside_newer_ones(tmp_path_factory, numbers, chance):
+    rows = [measurement(**{**FACTS, **each}) for each in numbers]
+    file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    file.write_text("".join(json.dumps(flat(row) if chance.random() < 0.7 else row.to_dict()) + "\n" for row in rows))
+    assert list(read_measurements(file)) == rows
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"time_ms": {"call": ["1.0"]}}, "performance.time_ms.call.0: Input should be a valid number"),
+        ({"error": {}}, "correctness.error: Dictionary should have at least 1 item"),
+        ({"status": "refused", "reason": "so"}, "the status refused must not carry correctness"),
+        ({"colour": "red"}, "colour: Extra inputs are not permitted"),
+        ({"case": "\ud800"}, "one JSON object a line"),
+        ({"case": []}, "case: Input should be a valid string"),
+    ],
+)
+def test_a_malformed_row_of_the_first_schema_is_said_with_its_number(tmp_path, change, said):
+    row = measurement(**FACTS, **NUMBERS)
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f"{row.to_line()}\n{json.dumps(flat(row) | change)}\n")
+    with pytest.raises(MalformedFileError, match=re.escape(said)) as caught:
+        list(read_measurements(file))
+    assert caught.value.line == 2

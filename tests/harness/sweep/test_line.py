@@ -106,7 +106,7 @@ def test_a_death_costs_one_row_and_the_others_of_its_backend_are_measured(shop, 
     rows, _ = measured()
     assert statuses(rows) == {**dict.fromkeys(PLANS, "ok"), EXACT: status}
     assert rows[EXACT].reason == "gone"
-    assert len(rows[WIDER].time_ms["call"]) == len(rows[WIDER].host_ms) > 0
+    assert len(rows[WIDER].time_ms["call"]) == len(rows[WIDER].performance.host_ms) > 0
 
 
 def test_a_death_long_after_the_first_visits_costs_no_other_its_samples(shop):

@@ -21,7 +21,7 @@ ANSWERS = {
     "open": Opened("the truth", "cpu", "a clock"),
     "prepare": Prepared(1.0, {}),
     "sample": Visit({}, [], (0.0, 1.0), (), 0.0),
-    "conclude": Findings({}, {}, {}, {}, True, True, True, None, None, None),
+    "conclude": Findings({}, deterministic=True, leak=None, memory_bytes=None, retained_bytes=None),
     "drop": None,
     "close": None,
 }

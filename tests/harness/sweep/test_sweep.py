@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from flat import changed
 from planted import BACKWARD_FAULTS, FAULTS, FakeBackward, FakeForward, backend, healthy, laboratory
 
 from attnbench.errors import MisuseError, UnknownBackendError
@@ -101,30 +102,33 @@ def test_a_row_holds_times_errors_floors_and_conditions(rows):
     row = rows["forward", "small:fp8"]
     assert set(row.time_ms) == {"kernel", "prepared", "call"}
     assert all(len(samples) >= 2 for samples in row.time_ms.values())
-    assert len(row.host_ms) == len(row.time_ms["call"])
-    assert row.first_ms > 0
-    assert set(row.error) == set(row.floor) == set(row.detail) == {"normal", "outlier"}
+    found, costs = row.correctness, row.performance
+    assert len(costs.host_ms) == len(row.time_ms["call"])
+    assert costs.first_ms > 0
+    assert set(row.error) == set(found.floor) == set(found.detail) == {"normal", "outlier"}
     for family, errors in row.error.items():
-        assert 0.02 < row.floor[family]["out"] < 0.12
-        assert errors["out"] == pytest.approx(row.floor[family]["out"], rel=0.05)  # an exact kernel stands on its floor
-        assert row.detail[family]["out"].worst_row >= row.detail[family]["out"].worst_head >= errors["out"]
-    assert row.bound == 0.12
-    assert row.declared_error == 0.06
-    assert row.memory_bytes is row.retained_bytes is row.gpu is None
-    assert row.deterministic is True
-    assert row.leak > 0  # one scale for a head, future tokens and all
-    assert rows["forward", "wide:bf16"].leak == 0
-    assert rows["training", "wide:bf16>wide:bf16"].leak is None  # no mask
+        assert 0.02 < found.floor[family]["out"] < 0.12
+        # An exact kernel stands on its floor.
+        assert errors["out"] == pytest.approx(found.floor[family]["out"], rel=0.05)
+        assert found.detail[family]["out"].worst_row >= found.detail[family]["out"].worst_head >= errors["out"]
+    assert found.bound == 0.12
+    assert found.declared_error == 0.06
+    assert costs.memory_bytes is costs.retained_bytes is costs.gpu is None
+    assert found.deterministic is True
+    assert found.leak > 0  # one scale for a head, future tokens and all
+    assert rows["forward", "wide:bf16"].correctness.leak == 0
+    assert rows["training", "wide:bf16>wide:bf16"].correctness.leak is None  # no mask
     assert "aten::bmm" in row.ran["forward"] or "aten::matmul" in row.ran["forward"]
-    assert row.timer.startswith("perf_counter")
-    assert row.truth == "exact attention in FP64 on 2 of 2 (batch, key head) groups"
+    assert costs.timer.startswith("perf_counter")
+    assert found.truth == "exact attention in FP64 on 2 of 2 (batch, key head) groups"
     assert row.spec == FORWARD.spec
     training = rows["training", "small:fp8>wide:bf16"]
     assert set(training.time_ms) == {"kernel", "prepared", "backward", "call"}
-    assert set(training.error["normal"]) == set(training.floor["normal"]) == {"out", "lse", "dq", "dk", "dv"}
-    assert training.bound == 0.2
+    found = training.correctness
+    assert set(found.error["normal"]) == set(found.floor["normal"]) == {"out", "lse", "dq", "dk", "dv"}
+    assert found.bound == 0.2
     assert set(training.ran) == {"forward", "backward"}
-    assert rows["forward", "wide:bf16"].floor == {}
+    assert rows["forward", "wide:bf16"].correctness.floor == {}
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -156,7 +160,7 @@ def test_a_time_that_cannot_be_is_an_error_and_a_possible_one_a_share(tmp_path, 
             assert "of the device's peak" in row.reason
         else:
             assert row.status == "ok"
-            assert 0 < row.peak_share < 1
+            assert 0 < row.performance.peak_share < 1
 
 
 def test_a_case_too_large_for_the_machine_costs_its_own_rows(rows):
@@ -169,7 +173,7 @@ def test_max_error_is_the_bound_of_fp8_plans_alone(tmp_path):
     rows, _ = swept(tmp_path, laboratory(max_error=0.011), [FORWARD], ["wide", "small"])
     assert rows["forward", "small:fp8"].status == "inaccurate"
     assert "beyond 0.011" in rows["forward", "small:fp8"].reason
-    assert rows["forward", "wide:bf16"].bound == 0.01
+    assert rows["forward", "wide:bf16"].correctness.bound == 0.01
 
 
 def test_a_sweep_of_a_wider_type_leaves_fp8_out():
@@ -307,5 +311,5 @@ def test_rows_are_condensed_to_what_is_chosen_by(rows):
 def test_the_error_chosen_by_is_the_worst_of_out_and_gradients(rows, worst):
     row = rows["training", "small:fp8>wide:bf16"]
     errors = {**dict.fromkeys(("out", "dq", "dk", "dv"), 0.1), "lse": 0.9, worst: 0.2}
-    (entry,) = condense([row.model_copy(update={"error": {"normal": errors}})])
+    (entry,) = condense([changed(row, error={"normal": errors})])
     assert entry.errors == {"normal": 0.2}

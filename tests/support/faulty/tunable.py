@@ -12,6 +12,7 @@ from typing import Any
 import paced
 import pytest
 import torch
+from flat import measurement
 from paced import spec
 from planted import laboratory
 from torch import Tensor
@@ -57,7 +58,7 @@ def rows_of(*lengths: int) -> list[Measurement]:
     """Of the specs of these lengths, as they would be measured with the slow plan and the fast one."""
     here, now = laboratory(paced.SOURCE).environment, datetime.now(timezone.utc)
     return [
-        Measurement(
+        measurement(
             case=str(spec(length)), spec=spec(length), plan=Plan(plan), status="ok",
             time_ms=dict.fromkeys(("kernel", "prepared", "call"), [1e3 * seconds] * 5),
             error={"normal": {"out": 0.002}, "outlier": {"out": 0.002}}, bound=0.01, declared_error=0.005,

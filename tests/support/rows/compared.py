@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flat import changed, measurement
 from places import RESULTS
 
 from attnbench.harness.compare.terms import Limits, Terms
@@ -50,7 +51,7 @@ def row(case: str = "a", plan: str = "fa3:fp8", seed: int = 0, **changes: Any) -
         "started": datetime(2026, 11, 20, tzinfo=timezone.utc),
         "environment": HERE,
     }
-    return Measurement(**{**facts, **changes})
+    return measurement(**{**facts, **changes})
 
 
 def _visits(samples: int) -> list[int]:
@@ -82,15 +83,16 @@ def resampled(row: Measurement, rng: np.random.Generator, block: int) -> Measure
         places = (starts[:, None] + np.arange(size)).ravel()[: len(samples)] % len(samples)
         return np.asarray(samples)[places].tolist()
 
-    changed = {"time_ms": {cost: drawn(samples) for cost, samples in row.time_ms.items()}}
-    return row.model_copy(update=changed | {"host_ms": drawn(row.host_ms)} if row.host_ms else changed)
+    host = row.performance.host_ms
+    times = {cost: drawn(samples) for cost, samples in row.time_ms.items()}
+    return changed(row, time_ms=times, host_ms=drawn(host) if host else host)
 
 
 def slowed(row: Measurement, ratio: float, costs: Iterable[str] = ()) -> Measurement:
     """The row with all costs, or these, longer by the ratio."""
     chosen = set(costs) or row.time_ms.keys()
-    changed = {
+    times = {
         cost: [sample * ratio for sample in samples] if cost in chosen else samples
         for cost, samples in row.time_ms.items()
     }
-    return row.model_copy(update={"time_ms": changed})
+    return changed(row, time_ms=times)

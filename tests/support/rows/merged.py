@@ -4,10 +4,10 @@ import math
 from datetime import datetime, timezone
 
 import pytest
+from flat import measurement
 
 from attnbench.harness.results.condense import condense
 from attnbench.harness.results.merge import merge
-from attnbench.harness.results.records import Measurement
 from attnbench.harness.results.store import Store
 from attnbench.kernels.plan import Plan
 from attnbench.problem.spec import AttentionSpec
@@ -33,7 +33,7 @@ def spec(number):
 def row(number, plan=PLANS[0], **changes):
     facts = {"case": f"case {number}", "spec": spec(number), "plan": plan, "started": WHEN, "environment": HERE}
     numbers = {"status": changes["status"], "reason": "so it is"} if changes.get("status") else NUMBERS
-    return Measurement(**{**facts, **numbers, **changes})
+    return measurement(**{**facts, **numbers, **changes})
 
 
 def part(folder, rows, finished=True):

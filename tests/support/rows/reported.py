@@ -8,6 +8,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from html.parser import HTMLParser
 
+from flat import changed, measurement
 from small_training import run_of
 
 from attnbench.harness.report.page.results import Results
@@ -62,7 +63,7 @@ def row(plan: str, ms: float, error: float = 0.002, spec: AttentionSpec = SQUARE
         "started": BEGAN,
         "environment": GPU,
     }
-    return Measurement.model_validate_json(Measurement(**facts | changes).to_line())
+    return Measurement.model_validate_json(measurement(**facts | changes).to_line())
 
 
 def lost(plan: str, status: str, reason: str, spec: AttentionSpec = SQUARE, **changes) -> Measurement:
@@ -108,8 +109,8 @@ def told(text: str) -> Results:
     here = type(GPU).from_dict(environment)
 
     def said(made: Measurement, **more) -> Measurement:
-        changed = made.model_copy(update={"environment": here, "case": text, **more})
-        return Measurement.model_validate_json(json.dumps(changed.to_dict()))
+        hostile = changed(made, environment=here, case=text, **more)
+        return Measurement.model_validate_json(json.dumps(hostile.to_dict()))
 
     odd = {f"z{text}": {"out": 0.2}}
     rows = [
