@@ -8,11 +8,10 @@ import warnings
 import pytest
 import torch
 from dense import dense_attention, dense_gradients, relative_l2
-from guarded import BOUND, NAME, PLAN, calls_until_found, in_one_head, noise, one_value, plant, step, tensors, within
+from guarded import BOUND, NAME, PLAN, calls_until_found, in_one_head, noise, one_value, step, tensors, within
 from safetensors import safe_open
 
 from attnbench import Plan, attention, explain, guard, use_backend
-from attnbench.api import forget_choices
 from attnbench.choosing import demotion as guard_demotion
 from attnbench.errors import BreachError, BreachWarning, BudgetError
 from attnbench.guarding import guard as guarding
@@ -20,15 +19,6 @@ from attnbench.harness.capture.file import read_captured
 from attnbench.problem.fp8 import Recipe, quantise
 
 pytestmark = pytest.mark.filterwarnings("ignore::attnbench.errors.BreachWarning")
-
-
-@pytest.fixture
-def planted(monkeypatch):
-    """A forward and a backward that auto runs; afterwards nothing of them is left."""
-    with monkeypatch.context() as patch:
-        yield plant(patch)
-    guard_demotion.pardon()
-    forget_choices()
 
 
 HEALTHY = {
