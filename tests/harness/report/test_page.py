@@ -15,7 +15,7 @@ from small_training import run_of
 from attnbench.choosing.regret import Asked
 from attnbench.errors import MisuseError
 from attnbench.harness.measure.accuracy import LARGEST_ERROR
-from attnbench.harness.report.page import commands, results
+from attnbench.harness.report.page import commands, machines, render, results
 from attnbench.harness.report.page.colours import THEMES, contrast, hues_of
 from attnbench.harness.report.page.figures import bytes_of, loss_figure, speed_error_figure, winners_figure
 from attnbench.harness.report.page.headlines import fixed_of, headlines
@@ -182,6 +182,10 @@ def without_figures(tags):
     return kept
 
 
+def test_both_themes_have_their_colours(plain_page):
+    assert all(f"--{name}:{colour};" in plain_page for theme in THEMES.values() for name, colour in theme.items())
+
+
 def test_what_steers_a_terminal_or_turns_text_round_does_not_reach_the_page():
     made = page(told("a\u202eb\x1b[31mc\x00d\u2028e"), registry())
     assert not re.search("[\u202e\x1b\x00\u2028]", made)
@@ -214,11 +218,13 @@ def test_what_is_more_than_a_page_can_show_is_refused_before_it_is_drawn(tmp_pat
     monkeypatch.setattr(results, "_MOST_ROWS", 3)
     with pytest.raises(MisuseError, match="at most 3 measurements"):
         read_results([write(tmp_path / "a", a_sweep())])
-    rows = [row("fa3:bf16", 1.0, spec=SQUARE.replace(batch=size)) for size in range(1, 1002)]
-    with pytest.raises(MisuseError, match="at most 1000 shapes"):
+    monkeypatch.setattr(render, "_MOST_CASES", 3)
+    rows = [row("fa3:bf16", 1.0, spec=SQUARE.replace(batch=size)) for size in range(1, 5)]
+    with pytest.raises(MisuseError, match="at most 3 shapes"):
         page(Results({"a": rows}), registry())
-    many = [elsewhere(row("fa3:bf16", 1.0), torch=f"2.{number}") for number in range(101)]
-    with pytest.raises(MisuseError, match="environments"):
+    monkeypatch.setattr(machines, "_MOST_ENVIRONMENTS", 3)
+    many = [elsewhere(row("fa3:bf16", 1.0), torch=f"2.{number}") for number in range(4)]
+    with pytest.raises(MisuseError, match="at most 3 environments"):
         machines_of({"a": many}, registry())
 
 
