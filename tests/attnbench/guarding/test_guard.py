@@ -143,6 +143,7 @@ def test_the_budget_of_the_choice_is_the_bound(planted):
         ({}, {}, True),
         ({"max_error": 0.1}, {}, False),
         ({"max_error": 0.1, "backend": NAME}, {}, False),
+        ({"backend": NAME}, {}, True),
         ({}, {"max_error": 0.1}, False),
         ({"max_error": 0.1}, {"max_error": 0.03}, True),
     ]
