@@ -27,6 +27,7 @@ from attnbench.kernels.execution import Execution
 from attnbench.kernels.plan import Plan
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
+from examples import examples
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0))
 INT8, FP8 = sage.SageInt8Forward(), sage.SageFp8Forward()
@@ -239,7 +240,7 @@ def served(draw: st.DrawFn) -> Problem:
 
 @pytest.mark.parametrize(("kernel", "version"), KERNELS, ids=["int8", "int8-fp8"])
 @given(problem=served())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(20, 200), deadline=None)
 def test_it_computes_exact_attention_on_what_it_quantised(kernel, version: str, problem: Problem) -> None:
     spec = problem.spec
     with library(version):

@@ -15,7 +15,7 @@ from places import RESULTS, ROOT
 
 from attnbench import AttentionSpec, Mask, Plan
 from attnbench.choosing.regret import GEOMETRIC_MEAN, WORST, Asked, Score, held_out, summarised
-from attnbench.choosing.regret_fixed import TORCH_DEFAULT, against_fixed
+from attnbench.choosing.regret_fixed import TORCH_DEFAULT, _by_backend, against_fixed
 from attnbench.choosing.similarity import class_of
 from attnbench.kernels.registry import registry
 from attnbench.tables.table import Entry, Table
@@ -183,6 +183,12 @@ def test_auto_is_held_against_each_backend_and_what_torch_takes_first():
     near = [here[Plan("near:bf16")].time_ms for here, _ in times]
     expected = math.exp(sum(math.log(a / b) for a, b in zip(near, best, strict=True)) / 12) - 1
     assert rows["near"].slow_down == pytest.approx(expected, abs=0.01)
+
+
+def test_torch_takes_the_first_of_its_backends_for_both_passes_where_it_can():
+    alone, mixed = Plan("sdpa-cudnn:bf16", "sdpa-cudnn:bf16"), Plan("sdpa-cudnn:bf16", "sdpa-flash:bf16")
+    assert dict(_by_backend({alone: 3.0, mixed: 2.0})) == {"sdpa-cudnn": 2.0, TORCH_DEFAULT: 3.0}
+    assert dict(_by_backend({mixed: 2.0})) == {"sdpa-cudnn": 2.0, TORCH_DEFAULT: 2.0}
 
 
 @pytest.fixture

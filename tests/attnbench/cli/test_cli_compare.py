@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 import warnings
 from collections import Counter
@@ -289,11 +288,3 @@ def test_a_file_of_thresholds_is_checked(attnbench, tmp_path, text, line, said):
     assert said in stderr
     if line is not None:
         assert f"limits.yaml:{line}:" in stderr
-
-
-def test_the_exit_code_is_that_of_the_process(tmp_path):
-    rows = [row()]
-    base, new = written(tmp_path / "base", rows), written(tmp_path / "new", [slowed(rows[0], 1.2)])
-    done = subprocess.run([sys.executable, "-m", "attnbench", "compare", base, new], capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
-    assert done.stderr == ""

@@ -1,6 +1,7 @@
 """Tables on the command line: built from a sweep's rows, shown, chosen by, and seen by the doctor."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ def test_table_build_feeds_auto_and_show_prints_it(results: Path, own_cache: Pat
     shown = attnbench("table", "show", "--device", "cpu")
     assert shown.returncode == 0, shown.stderr
     assert "reference:fp32" in shown.stdout
+    assert re.search(r"normal \d", shown.stdout)
     choice = attnbench(
         "explain", "--heads", 2, "--seqlen", 32, "--head-dim", 16, "--dtype", "fp32", "--device", "cpu",
         "--format", "json",

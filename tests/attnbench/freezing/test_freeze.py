@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from frozen_fakes import CPU, ENTRIES, SPECS, install, kernels, plans, planted, rewritten, spec, table
+from frozen_fakes import CPU, ENTRIES, SPECS, install, kernels, plans, rewritten, spec, table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,18 +22,6 @@ from attnbench.errors import (
     RefusedError,
 )
 from attnbench.tables.user_table import Known
-
-
-@pytest.fixture
-def fakes(monkeypatch):
-    with planted(monkeypatch) as use:
-        yield use
-
-
-@pytest.fixture
-def path(tmp_path) -> Path:
-    return tmp_path / "run.choices.json"
-
 
 # --- record and repeat ---
 

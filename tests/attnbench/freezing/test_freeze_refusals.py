@@ -2,12 +2,11 @@
 
 import json
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 from fakes import FakeForward, fake_backend, fake_registry
-from frozen_fakes import CPU, install, kernels, planted, rewritten, spec
+from frozen_fakes import CPU, install, kernels, rewritten, spec
 
 from attnbench import Plan, freeze
 from attnbench.choosing import selector
@@ -17,17 +16,6 @@ from attnbench.errors import AttnbenchWarning, FrozenError, RefusedError
 from attnbench.freezing import freeze as freezing
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import Availability
-
-
-@pytest.fixture
-def fakes(monkeypatch):
-    with planted(monkeypatch) as use:
-        yield use
-
-
-@pytest.fixture
-def path(tmp_path) -> Path:
-    return tmp_path / "run.choices.json"
 
 
 @pytest.mark.parametrize("kind", ["another version", "another origin", "not installed", "unknown", "refused"])

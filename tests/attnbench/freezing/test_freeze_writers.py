@@ -1,11 +1,10 @@
 """Several that record choices in one file at once: the plan that was written first is everybody's."""
 
 import threading
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from frozen_fakes import CPU, SPECS, plans, planted, rewritten, spec, table
+from frozen_fakes import CPU, SPECS, plans, rewritten, spec, table
 from patience import PATIENCE
 
 from attnbench import freeze
@@ -15,17 +14,6 @@ from attnbench.errors import MalformedFileError
 from attnbench.freezing import file as frozen_file
 from attnbench.freezing import freeze as freezing
 from attnbench.tables.user_table import Known
-
-
-@pytest.fixture
-def fakes(monkeypatch):
-    with planted(monkeypatch) as use:
-        yield use
-
-
-@pytest.fixture
-def path(tmp_path) -> Path:
-    return tmp_path / "run.choices.json"
 
 
 def test_the_first_plan_that_was_written_counts(fakes, path):

@@ -1,6 +1,5 @@
 """A frozen file from anywhere: it is read back as it was written, or an error says where, and never anything else."""
 
-import copy
 import json
 import math
 import os
@@ -11,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from damaged import flipped, restructured, spliced
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,17 +19,9 @@ from attnbench.errors import InputError, MalformedFileError, OutputError
 from attnbench.freezing.file import SCHEMA, Frozen, FrozenPlan, FrozenQuestion
 from attnbench.freezing.freeze import FrozenError
 from attnbench.tables.files import LARGEST
+from examples import examples
 
-FILES = 3000
-WEIRD = [
-    None, True, False, 0, -1, 10**17, 10**400, 0.0, -0.5, 5e-324, 1e308, math.inf, math.nan, "", "inf", "nan", "auto",
-    "a:bf16", "a:fp8>a:bf16", ">", "\x00", "\x1b]0;x\x07", "\ud800", "\u202e", "x" * 3000, [], {}, [[]], [None],
-    {"": {}}, {"left": -1}, "../../etc/passwd", "__import__('os')",
-]  # fmt: skip
-TOKENS = [
-    b"{", b"}", b"[", b"]", b'"', b",", b":", b"\\", b"\x00", b"\xff", b"NaN", b"1e999", b"-", b"9" * 30, b"null",
-    b'"fp8": true, ', b"\\u0000", b"\\ud800", b"\xef\xbb\xbf", b"[" * 50, b"\n" * 40, b"0.0", b"-1", b"true",
-]  # fmt: skip
+FILES = examples(900, 3000)
 
 
 def spec(**more) -> AttentionSpec:
@@ -108,48 +100,7 @@ def path(tmp_path) -> Path:
     return tmp_path / "run.choices.json"
 
 
-def nodes(data: object) -> list[tuple[object, object]]:
-    """Every (container, key) below."""
-    keys = data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ()
-    return [found for key in keys for found in ((data, key), *nodes(data[key]))]
-
-
-def restructured(whole: bytes, chance: random.Random) -> bytes:
-    """Values replaced, removed, renamed, moved or repeated."""
-    data = json.loads(whole)
-    for _ in range(chance.choice([1, 1, 1, 2, 4])):
-        places = nodes(data)
-        if not places:
-            break
-        container, key = chance.choice(places)
-        move = chance.randrange(5)
-        if move == 0:
-            del container[key]
-        elif move == 1 and isinstance(container, dict):
-            container[str(chance.choice(WEIRD))] = container.pop(key)
-        elif move == 2:
-            other, place = chance.choice(places)
-            container[key] = copy.deepcopy(other[place])
-        elif move == 3 and isinstance(container, list):
-            container.extend(copy.deepcopy(container))
-        else:
-            container[key] = chance.choice(WEIRD)
-    return json.dumps(data, indent=chance.choice([None, 1])).encode("utf-8", "surrogatepass")
-
-
-def flipped(whole: bytes, chance: random.Random) -> bytes:
-    data = bytearray(whole)
-    for _ in range(chance.choice([1, 1, 2, 8])):
-        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-    return bytes(data)
-
-
-def spliced(whole: bytes, chance: random.Random) -> bytes:
-    at = chance.randrange(len(whole))
-    return whole[:at] + chance.choice(TOKENS) + whole[at + chance.choice([0, 0, 1, 9]) :]
-
-
-def test_thousands_of_damaged_files_are_errors_or_valid_choices(path):
+def test_damaged_files_are_errors_or_valid_choices(path):
     whole, chance, good, said = path.read_bytes(), random.Random(0), 0, []
     for number in range(FILES):
         path.write_bytes([restructured, flipped, spliced][number % 3](whole, chance))

@@ -8,11 +8,10 @@ import warnings
 import pytest
 import torch
 from dense import dense_attention, dense_gradients, relative_l2
-from guarded import BOUND, NAME, PLAN, calls_until_found, in_one_head, noise, one_value, plant, step, tensors, within
+from guarded import BOUND, NAME, PLAN, calls_until_found, in_one_head, noise, one_value, step, tensors, within
 from safetensors import safe_open
 
 from attnbench import Plan, attention, explain, guard, use_backend
-from attnbench.api import forget_choices
 from attnbench.choosing.demotion import demote, demotions
 from attnbench.errors import BreachError, BreachWarning, BudgetError
 from attnbench.guarding import guard as guarding
@@ -20,15 +19,6 @@ from attnbench.harness.capture.file import read_captured
 from attnbench.problem.fp8 import Recipe, quantise
 
 pytestmark = pytest.mark.filterwarnings("ignore::attnbench.errors.BreachWarning")
-
-
-@pytest.fixture
-def planted(monkeypatch):
-    """A forward and a backward that auto runs; afterwards nothing of them is left."""
-    with monkeypatch.context() as patch:
-        yield plant(patch)
-    demotions.forget()
-    forget_choices()
 
 
 HEALTHY = {
@@ -153,6 +143,7 @@ def test_the_budget_of_the_choice_is_the_bound(planted):
         ({}, {}, True),
         ({"max_error": 0.1}, {}, False),
         ({"max_error": 0.1, "backend": NAME}, {}, False),
+        ({"backend": NAME}, {}, True),
         ({}, {"max_error": 0.1}, False),
         ({"max_error": 0.1}, {"max_error": 0.03}, True),
     ]

@@ -15,6 +15,7 @@ from attnbench import AttentionSpec, Mask
 from attnbench.guarding import gradients as guard_gradients
 from attnbench.guarding.check import Sums, aside, gradient_sums, out_sums, part, pick_groups, pick_rows
 from attnbench.problem.fp8 import Recipe, quantise
+from examples import examples
 
 WRONG = 1.25
 
@@ -35,7 +36,7 @@ def agree(found: Tensor, truth: list[Tensor]) -> None:
     assert (found - expected).abs().max() <= 1e-8 * expected.max() + 1e-20, (found, expected)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(30, 200))
 @given(problem=problems())
 def test_rows_of_out_are_those_of_dense_attention(problem):
     q, k, v, _ = given_as_bhsd(problem)
@@ -48,7 +49,7 @@ def test_rows_of_out_are_those_of_dense_attention(problem):
     assert usable
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(30, 200))
 @given(problem=problems())
 def test_rows_of_gradients_are_those_of_dense_attention(problem):
     spec = problem.spec

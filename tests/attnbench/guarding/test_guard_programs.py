@@ -11,15 +11,13 @@ import weakref
 
 import pytest
 import torch
-from guarded import NAME, in_one_head, noise, plant, step, tensors
+from guarded import NAME, in_one_head, noise, step, tensors
 from places import SUPPORT
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import attnbench
 from attnbench import attention, guard
-from attnbench.api import forget_choices
-from attnbench.choosing.demotion import demotions
 from attnbench.errors import AttnbenchWarning, BreachError, InputError
 from attnbench.guarding import guard as guarding
 from attnbench.guarding.check import Sums
@@ -47,15 +45,6 @@ with pytest.MonkeyPatch.context() as patch:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ)
     assert run.stderr.count("is off by") == 1, run.stderr
     assert run.stderr.count("\n") <= 2  # the warning, and the line that it points to
-
-
-@pytest.fixture
-def planted(monkeypatch):
-    """A forward and a backward that auto runs; afterwards nothing of them is left."""
-    with monkeypatch.context() as patch:
-        yield plant(patch)
-    demotions.forget()
-    forget_choices()
 
 
 def test_a_folder_that_cannot_be_written_costs_the_file_alone(planted, tmp_path):

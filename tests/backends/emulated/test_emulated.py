@@ -19,6 +19,7 @@ from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.fp8 import Quantised, Recipe, quantise_with
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
+from examples import examples
 
 CPU = Device("cpu", "CPU")
 HALF_ULP = {"e4m3": 2.0**-4, "e5m2": 2.0**-3}
@@ -46,7 +47,7 @@ def specs(draw, softcap=True):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(40, 200), deadline=None)
 @given(spec=specs(), recipe=st.sampled_from(RECIPES), seed=st.integers(0, 99), strided=st.booleans())
 def test_both_passes_are_exact_attention_but_for_the_rounding_of_p_and_ds(spec, recipe, seed, strided):
     if recipe.smoothing:
@@ -139,7 +140,7 @@ def test_half_inputs_give_half_outputs_and_gradients(dtype):
     assert all(relative_l2(x, y) < 0.12 for x, y in zip(grads, true_grads, strict=True))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(30, 200), deadline=None)
 @given(
     spec=specs(),
     format=st.sampled_from(["e4m3", "e5m2"]),

@@ -17,6 +17,7 @@ from attnbench.kernels.contract import Inputs
 from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.fp8 import quantise_with
 from attnbench.problem.spec import AttentionSpec
+from examples import examples
 
 
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
@@ -35,7 +36,7 @@ def test_rounding_is_the_saturating_cast_bit_for_bit(format):
         )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20, 200), deadline=None)
 @given(bits=st.integers(3, 17), length=st.integers(1, 100), seed=st.integers(0, 99))
 def test_accumulator_is_aligned_truncated_addition(bits, length, seed):
     make = torch.Generator().manual_seed(seed)

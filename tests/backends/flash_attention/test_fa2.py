@@ -21,6 +21,7 @@ from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Operands, Saved
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
+from examples import examples
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0))
 FORWARDS = {kernel.name: kernel for kernel in fa2.BACKEND.kernels if isinstance(kernel, ForwardKernel)}
@@ -48,7 +49,7 @@ def error(got: Tensor, want: Tensor, size: float = 0.0) -> float:
 
 
 @given(problems(("bf16", "fp16")), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30, 200), deadline=None)
 def test_both_passes_agree_with_dense_fp64(problem: Problem, foreign: bool) -> None:
     spec = problem.spec
     forward, backward = FORWARDS[f"fa2:{spec.dtype}"], BACKWARDS[f"fa2:{spec.dtype}"]

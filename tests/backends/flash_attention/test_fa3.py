@@ -27,6 +27,7 @@ from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.fp8 import Quantised, Recipe, quantise
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
+from examples import examples
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0))
 FORWARDS = {kernel.name: kernel for kernel in fa3.BACKEND.kernels if isinstance(kernel, ForwardKernel)}
@@ -68,7 +69,7 @@ def tensors(problem: Problem) -> tuple[Tensor, ...]:
 
 
 @given(problems(("bf16", "fp16")), st.booleans(), st.booleans())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=examples(30, 200), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_sixteen_bits_agree_with_dense_fp64(problem: Problem, foreign: bool, sglang: bool) -> None:
     """Forward through both schemas, backward through the official one, after its own and an exact forward."""
     spec = problem.spec
@@ -102,7 +103,7 @@ def test_sixteen_bits_agree_with_dense_fp64(problem: Problem, foreign: bool, sgl
 
 
 @given(problems(("bf16", "fp16")))
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=examples(20, 200), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_fp8_is_exact_attention_on_what_it_quantised(problem: Problem) -> None:
     """The stand-in computes exactly, so what is left is the rounding of the output."""
     spec = problem.spec.replace(direction="forward")

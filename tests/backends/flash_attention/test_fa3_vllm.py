@@ -19,6 +19,7 @@ from attnbench.kernels.contract import BackwardKernel, Inputs
 from attnbench.problem.fp8 import Quantised, Recipe, quantise
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
+from examples import examples
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0))
 FORWARDS = {kernel.name: kernel for kernel in fa3_vllm.BACKEND.kernels}
@@ -31,7 +32,7 @@ def operators() -> None:
 
 
 @given(problems(("bf16", "fp16")), st.booleans())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(20, 200), deadline=None)
 def test_it_computes_exact_attention_on_what_it_was_given(problem: Problem, fp8: bool) -> None:
     spec = problem.spec.replace(direction="forward")
     kernel = FORWARDS["fa3-vllm:fp8" if fp8 else f"fa3-vllm:{spec.dtype}"]

@@ -23,6 +23,7 @@ from attnbench.kernels.registry import registry
 from attnbench.problem.fp8 import Recipe, quantise
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
+from examples import examples
 
 CPU = Device("cpu", "CPU")
 H200 = Device("cuda", "NVIDIA H200", (9, 0))
@@ -123,7 +124,7 @@ def test_inputs_that_need_gradients_are_served_where_none_are_asked_for() -> Non
 
 
 @given(masks(), st.integers(1, 600), st.integers(1, 600))
-@settings(max_examples=60)
+@settings(max_examples=examples(30, 200))
 def test_blocks_are_those_of_create_block_mask(mask: Mask, sq: int, skv: int) -> None:
     spec = spec_of(sq, skv, mask)
     blocks = flex.block_mask(spec.mask, sq, skv, torch.device("cpu"))

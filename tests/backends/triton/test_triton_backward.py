@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import dense
@@ -94,8 +93,7 @@ def test_a_constant_gradient_and_zeros_are_read_as_they_lie(kernel: TritonBackwa
     assert not any(x.any() for x in kernel.run(given_, torch.zeros_like(ones)))
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-@pytest.mark.parametrize("exponent", [-30, 40])
+@pytest.mark.parametrize(("kernel", "exponent"), every_pair(KERNELS, [-30, 40]))
 def test_the_size_of_the_gradient_costs_no_accuracy(kernel: TritonBackward, exponent: int) -> None:
     """dO's scale is a power of two, so powers of two go through without a rounding of their own."""
     spec, (q, k, v, grad_out) = make(64, 64)
@@ -138,17 +136,6 @@ def test_it_takes_over_from_another_forward(kernel: TritonBackward) -> None:
         assert dense.relative_l2(x, wanted) < 2 * kernel.declared_error
     after = [x.data for x in (operands.q, operands.k, operands.v) if isinstance(x, Quantised)]
     assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(before, after, strict=True))
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_two_threads_get_what_one_gets(kernel: TritonBackward) -> None:
-    """The interpreter, which serves one thread at a time, is no reason to serve one caller."""
-    spec, (q, k, v, grad_out) = make(70, 90)
-    given_ = saved(spec, q, k, v, (Recipe("head"),) * 3)
-    alone = kernel.run(given_, grad_out)
-    with ThreadPoolExecutor(2) as pool:
-        for found in pool.map(lambda _: kernel.run(given_, grad_out), range(6)):
-            assert all(torch.equal(x, y) for x, y in zip(found, alone, strict=True))
 
 
 def test_after_our_own_forward_few_keys_leave_dq_as_exact_as_many() -> None:

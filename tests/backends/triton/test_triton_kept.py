@@ -203,6 +203,7 @@ def test_calls_alike_look_their_launches_up(started: list[Started]) -> None:
 
 
 def test_threads_with_problems_of_their_own_get_their_own_answers() -> None:
+    """The interpreter, which serves one thread at a time, is no reason to serve one caller."""
     kernel = TritonBackward("triton:fp8", narrow=False, declared_error=0.1, tiles=Tiles(TILE, TILE))
     spec, tensors = make(70, 90)
     problems = []

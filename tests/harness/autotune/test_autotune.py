@@ -9,7 +9,7 @@ import paced
 import pytest
 import torch
 from paced import HOW, spec
-from tunable import BREAKS, FAST, FP8, SLOW, children, entries, own_path, paced_kernels, replayed, rows_of, tensors
+from tunable import BREAKS, FAST, FP8, SLOW, children, entries, own_path, replayed, rows_of, tensors
 
 import attnbench
 from attnbench import AttentionSpec, api, attention, explain
@@ -23,20 +23,6 @@ def unread():
     api.forget_choices()
     yield
     api.forget_choices()
-
-
-@pytest.fixture
-def planted():
-    """Kernels of which the first in the declared order is the slowest."""
-    with paced_kernels():
-        yield
-
-
-@pytest.fixture
-def compiled_anew():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def test_the_fastest_is_chosen_by_measurement_and_the_user_s_program_is_left_alone(planted):

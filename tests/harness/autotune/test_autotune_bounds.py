@@ -12,9 +12,7 @@ from tunable import (
     SLOW,
     children,
     entries,
-    measuring_nothing,
     own_path,
-    paced_kernels,
     replayed,
     rows_of,
     tensors,
@@ -28,19 +26,6 @@ from attnbench.harness.autotune.deadline import measured_within
 from attnbench.harness.cases.case import Case
 from attnbench.harness.sweep.run import Finished
 from attnbench.kernels.plan import Plan
-
-
-@pytest.fixture
-def planted():
-    """Kernels of which the first in the declared order is the slowest."""
-    with paced_kernels():
-        yield
-
-
-@pytest.fixture
-def unmeasured(planted, monkeypatch):
-    """Nothing is measured; the answer lists what would have been, in order."""
-    return measuring_nothing(monkeypatch)
 
 
 def test_a_deadline_ends_a_plan_that_hangs_and_leaves_no_process(planted, monkeypatch):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paced import spec
 from planted import CPU, laboratory
-from tunable import BREAKS, FAST, FP8, SLOW, entries, measuring_nothing, own_path, paced_kernels, replayed, tensors
+from tunable import BREAKS, FAST, FP8, SLOW, entries, measuring_nothing, own_path, replayed, tensors
 
 import attnbench
 from attnbench import api, explain
@@ -27,11 +27,7 @@ NOTHING = Table(HERE.environment, {})
 EVERY = (SLOW, FAST, BREAKS, FP8)
 
 
-@pytest.fixture(autouse=True)
-def planted():
-    """Kernels of which the first in the declared order is the slowest."""
-    with paced_kernels():
-        yield
+pytestmark = pytest.mark.usefixtures("planted")
 
 
 def row(plan, call_ms=None, length=64, fp8_error=0.05):

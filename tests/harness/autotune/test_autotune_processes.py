@@ -7,30 +7,16 @@ import sys
 import time
 
 import paced
-import pytest
 from paced import spec
 from places import SUPPORT
 from planted import laboratory
-from tunable import FAST, SLOW, measuring_nothing, own_path, paced_kernels, rows_of, tensors
+from tunable import FAST, SLOW, own_path, rows_of, tensors
 
 import attnbench
 from attnbench import attention, explain
 from attnbench.harness.autotune.tuning import alone
 from attnbench.harness.results.condense import condense
 from attnbench.tables.table import Table
-
-
-@pytest.fixture
-def planted():
-    """Kernels of which the first in the declared order is the slowest."""
-    with paced_kernels():
-        yield
-
-
-@pytest.fixture
-def unmeasured(planted, monkeypatch):
-    """Nothing is measured; the answer lists what would have been, in order."""
-    return measuring_nothing(monkeypatch)
 
 
 def test_of_two_processes_one_measures_and_the_other_finds_it_in_the_table(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from paced import spec
 from planted import CPU, laboratory
-from tunable import FAST, SLOW, measuring_nothing, paced_kernels, replayed, rows_of, tensors
+from tunable import FAST, SLOW, replayed, rows_of, tensors
 
 import attnbench
 from attnbench import attention, use_backend
@@ -18,26 +18,6 @@ from attnbench.harness.measure.setup import INSTALLED
 from attnbench.kernels.execution import Execution
 from attnbench.kernels.plan import Plan
 from attnbench.kernels.registry import registry
-
-
-@pytest.fixture
-def planted():
-    """Kernels of which the first in the declared order is the slowest."""
-    with paced_kernels():
-        yield
-
-
-@pytest.fixture
-def unmeasured(planted, monkeypatch):
-    """Nothing is measured; the answer lists what would have been, in order."""
-    return measuring_nothing(monkeypatch)
-
-
-@pytest.fixture
-def compiled_anew():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def test_what_the_table_has_is_not_measured_again_unless_that_is_asked_for(planted, monkeypatch):

@@ -372,12 +372,6 @@ def test_nothing_is_kept_of_input_buffers_that_are_filled_anew():
     assert before.judgements == after.judgements
 
 
-def test_where_nothing_is_quantised_there_is_no_floor():
-    inputs = draw(SPEC, "normal", CPU)
-    operands = FakeForward("wide:bf16").prepare(inputs.qkv, SPEC)
-    assert Truth.of(SPEC, inputs, REGISTRY).exact_on(operands) is None
-
-
 @pytest.mark.parametrize("direction", ["forward", "training"])
 def test_a_truth_in_fp32_says_so_and_is_one_for_16_bits(direction):
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=200, head_dim=32, mask=Mask(right=0), direction=direction)

@@ -21,15 +21,6 @@ from attnbench.harness.results.records import read_measurements
 TINY = "- {batch: 1, heads: 2, kv_heads: 1, seqlen_q: 96, head_dim: 32, mask: causal}\n"
 
 
-def process(*arguments):
-    """The command in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-m", "attnbench", *map(str, arguments)], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return done
-
-
 @pytest.fixture
 def attnbench(monkeypatch, capsys, tmp_path):
     """The command in this one, which has loaded torch already: (standard output, standard error)."""
@@ -58,11 +49,10 @@ def results(tmp_path_factory):
 
 
 def test_the_page_is_written_where_it_is_asked_for_and_again_over_itself(attnbench, results, tmp_path):
-    done = process("report", results, "-o", tmp_path / "page.html")
-    assert f"{tmp_path / 'page.html'}: " in done.stderr
-    assert done.stdout == ""
     (tmp_path / "page.html").write_text("of yesterday")
-    attnbench("report", results, "-o", tmp_path / "page.html")
+    said = attnbench("report", results, "-o", tmp_path / "page.html")
+    assert f"{tmp_path / 'page.html'}: " in said.err
+    assert said.out == ""
     found = Structure((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert sum(tag == "details" and "data-case" in names for tag, names in found.tags) == 3
     attnbench("report", results)

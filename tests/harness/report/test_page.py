@@ -16,7 +16,7 @@ from small_training import run_of
 from attnbench.choosing.regret import Asked
 from attnbench.errors import MisuseError
 from attnbench.harness.measure.accuracy import LARGEST_ERROR
-from attnbench.harness.report.page import commands, results
+from attnbench.harness.report.page import commands, machines, render, results
 from attnbench.harness.report.page.colours import THEMES, contrast, hues_of
 from attnbench.harness.report.page.figures import bytes_of, loss_figure, speed_error_figure, winners_figure
 from attnbench.harness.report.page.headlines import fixed_of, headlines
@@ -30,6 +30,7 @@ from attnbench.harness.training.judge.arms import arms_of, compared
 from attnbench.kernels.plan import Plan
 from attnbench.kernels.registry import registry
 from attnbench.tables.entry import LONGEST_MS, SHORTEST_MS
+from examples import examples
 
 H200 = RESULTS / "nvidia-h200"
 
@@ -100,16 +101,19 @@ def test_standings_add_up():
     assert learnt.kernel + learnt.prepare + learnt.backward + learnt.rest == pytest.approx(1)
 
 
-def test_a_figure_has_a_dot_for_each_plan_and_case_named_by_its_case():
-    made = Structure(page(Results({"a": a_sweep()}), registry()))
-    dots = [facts["data-case"] for tag, facts in made.elements if tag in ("use", "path") and "data-case" in facts]
+@pytest.fixture(scope="module")
+def swept():
+    return Structure(page(Results({"a": a_sweep()}), registry()))
+
+
+def test_a_figure_has_a_dot_for_each_plan_and_case_named_by_its_case(swept):
+    dots = [facts["data-case"] for tag, facts in swept.elements if tag in ("use", "path") and "data-case" in facts]
     numbers = {str(each.number): len(each.measured) for each in machine(a_sweep()).cases}
     assert {number: dots.count(number) for number in numbers} == numbers
 
 
-def test_every_case_is_on_the_page_with_all_its_candidates_and_their_reasons():
-    made = page(Results({"a": a_sweep()}), registry())
-    text = " ".join(Structure(made).texts)
+def test_every_case_is_on_the_page_with_all_its_candidates_and_their_reasons(swept):
+    text = " ".join(swept.texts)
     for each in a_sweep():
         assert str(each.plan) in text
         if not each.measured:
@@ -147,11 +151,16 @@ HOSTILE = st.lists(st.sampled_from(_PIECES), min_size=1, max_size=4).map("".join
 
 
 @pytest.fixture(scope="module")
-def plain():
-    return Structure(page(told("x"), registry()))
+def plain_page():
+    return page(told("x"), registry())
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.fixture(scope="module")
+def plain(plain_page):
+    return Structure(plain_page)
+
+
+@settings(max_examples=examples(2, 30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @example("".join(_PIECES[:12]))
 @example("".join(_PIECES[12:]))
 @given(HOSTILE)
@@ -174,23 +183,25 @@ def without_figures(tags):
     return kept
 
 
+def test_both_themes_have_their_colours(plain_page):
+    assert all(f"--{name}:{colour};" in plain_page for theme in THEMES.values() for name, colour in theme.items())
+
+
 def test_what_steers_a_terminal_or_turns_text_round_does_not_reach_the_page():
     made = page(told("a\u202eb\x1b[31mc\x00d\u2028e"), registry())
     assert not re.search("[\u202e\x1b\x00\u2028]", made)
     assert "a b [31mc d e" in made
 
 
-def test_the_policy_allows_exactly_the_page_s_own_script_and_styles():
-    made = page(told("x"), registry())
-    found = Structure(made)
-    policy = next(facts["content"] for tag, facts in found.elements if facts.get("http-equiv"))
+def test_the_policy_allows_exactly_the_page_s_own_script_and_styles(plain_page, plain):
+    policy = next(facts["content"] for tag, facts in plain.elements if facts.get("http-equiv"))
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
     for name in ("script", "style"):
         import base64
         import hashlib
 
-        (body,) = re.findall(f"<{name}>(.*?)</{name}>", made, re.DOTALL)
+        (body,) = re.findall(f"<{name}>(.*?)</{name}>", plain_page, re.DOTALL)
         assert f"sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}" in policy
 
 
@@ -208,11 +219,13 @@ def test_what_is_more_than_a_page_can_show_is_refused_before_it_is_drawn(tmp_pat
     monkeypatch.setattr(results, "_MOST_ROWS", 3)
     with pytest.raises(MisuseError, match="at most 3 measurements"):
         read_results([write(tmp_path / "a", a_sweep())])
-    rows = [row("fa3:bf16", 1.0, spec=SQUARE.replace(batch=size)) for size in range(1, 1002)]
-    with pytest.raises(MisuseError, match="at most 1000 shapes"):
+    monkeypatch.setattr(render, "_MOST_CASES", 3)
+    rows = [row("fa3:bf16", 1.0, spec=SQUARE.replace(batch=size)) for size in range(1, 5)]
+    with pytest.raises(MisuseError, match="at most 3 shapes"):
         page(Results({"a": rows}), registry())
-    many = [elsewhere(row("fa3:bf16", 1.0), torch=f"2.{number}") for number in range(101)]
-    with pytest.raises(MisuseError, match="environments"):
+    monkeypatch.setattr(machines, "_MOST_ENVIRONMENTS", 3)
+    many = [elsewhere(row("fa3:bf16", 1.0), torch=f"2.{number}") for number in range(4)]
+    with pytest.raises(MisuseError, match="at most 3 environments"):
         machines_of({"a": many}, registry())
 
 
@@ -244,7 +257,7 @@ def test_a_case_of_a_preset_is_named_and_any_other_is_written_out():
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30, 200), deadline=None)
 @given(
     st.builds(
         lambda heads, group, **sizes: SQUARE.replace(heads=heads * group, kv_heads=heads, **sizes),

@@ -54,7 +54,7 @@ def run(device, timer=TIMER, seed="case", steady=lambda: True):
 
 counts = st.integers(1, 7)
 seeds = st.text(max_size=20)
-long = settings(max_examples=examples(12, 200))  # thousands of simulated visits each
+long = settings(max_examples=examples(6, 200))  # thousands of simulated visits each
 
 
 @given(counts, seeds)

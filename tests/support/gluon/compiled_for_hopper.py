@@ -5,21 +5,46 @@ What is compiled lies in Triton's cache on the disk afterwards, where a process 
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
-__all__ = ["SHARED_MEMORY", "Program", "compiled", "compiling", "idle_barriers"]
+__all__ = ["SHARED_MEMORY", "Program", "assembled", "compiled", "compiling", "idle_barriers"]
 
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have on Hopper
 Job = TypeVar("Job")
+
+# Compiles for sm_90 what `sources` yields for the json on stdin, and prints what came of each.
+_ASSEMBLE = """
+import json, subprocess, sys, tempfile
+import triton
+from triton.backends.compiler import GPUTarget
+
+tools, found = sys.argv[1], []
+for source, maxnreg in sources(json.load(sys.stdin)):
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4, maxnreg=maxnreg))
+    with tempfile.TemporaryDirectory() as folder:
+        with open(f"{folder}/k.ptx", "w") as file:
+            file.write(made.asm["ptx"])
+        command = [f"{tools}/ptxas", "-v", "--gpu-name=sm_90a", f"{folder}/k.ptx", "-o", f"{folder}/k.cubin"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        command = [f"{tools}/cuobjdump", "-sass", f"{folder}/k.cubin"]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found.append(dict(said=said, code=code, shared=made.metadata.shared, ttgir=made.asm["ttgir"]))
+print(json.dumps(found))
+"""
 
 
 class Program(NamedTuple):
@@ -61,6 +86,26 @@ def compiling() -> Iterator[list[Any]]:
             yield made
         finally:
             driver._active = before
+
+
+def assembled(sources: str, kernels: Sequence[object], folder: Path) -> list[dict[str, Any]]:
+    """What ptxas says of each kernel, its machine code, its bytes of shared memory and its ttgir.
+
+    ``sources`` is code that defines a function of that name: from ``kernels`` to Gluon sources with their registers.
+    Triton's cache lies in ``folder``.
+    """
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    if not all((tools / name).exists() for name in ("ptxas", "cuobjdump")):
+        pytest.skip("this Triton brings no ptxas")
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", sources + _ASSEMBLE, str(tools)], input=json.dumps(kernels), capture_output=True,
+        env=environment | {"TRITON_CACHE_DIR": str(folder)}, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def idle_barriers(ttgir: str) -> list[str]:

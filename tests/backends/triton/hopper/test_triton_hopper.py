@@ -5,18 +5,14 @@ What it computes is tested in test_triton_hopper_forward.py, emulated, and in te
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
-from compiled_for_hopper import SHARED_MEMORY, idle_barriers
+from compiled_for_hopper import SHARED_MEMORY, assembled, idle_barriers
 from dense import dense_attention, relative_l2
 
 from attnbench.kernels.capabilities import Device
@@ -33,16 +29,12 @@ from attnbench.backends.triton.forward.launch import Operand, interleaved, laid_
 from attnbench.backends.triton.forward.tiles import ONE_PASS, TILES, Tile, TileKey
 from attnbench.backends.triton.interpreter import interpreted
 
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=70, head_dim=64, mask=Mask(right=0))
 TILE = Tile(128, 128, 4, 3, interleaved=True, hopper=True)
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
-# Compiles kernels for sm_90, as json on stdin says, and prints what came of each.
-COMPILE = """
-import json, subprocess, sys, tempfile
-import triton
-from triton.backends.compiler import GPUTarget
+# The kernels that json on stdin describes, and how many registers each may have.
+SOURCES = """
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 from attnbench.backends.triton.forward.hopper.kernel import triton_fp8_attention_forward_hopper as kernel
@@ -51,25 +43,15 @@ def descriptor(rows, columns, bits=8):
     layout = NVMMASharedLayout(swizzle_byte_width=min(columns * bits // 8, 128), element_bitwidth=bits, rank=2)
     return f"tensordesc<{'fp8e4nv' if bits == 8 else 'bf16'}[{rows}, {columns}],{layout!r}>"
 
-tools, found = sys.argv[1], []
-for head_dim, block_n, bits, maxnreg, constants in json.load(sys.stdin):
-    types = dict(q=descriptor(64, head_dim, bits), k=descriptor(block_n, head_dim), v=descriptor(head_dim, block_n),
-                 out="*bf16", lse="*fp32", q_factors="*fp32", k_factors="*fp32", v_factors="*fp32", scale="fp32")
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("out", "lse", "head_dim_v")}
-    source = GluonASTSource(kernel, signature, {(names.index(name),): x for name, x in constants.items()}, aligned)
-    options = dict(num_warps=4, maxnreg=maxnreg)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    with tempfile.TemporaryDirectory() as folder:
-        with open(f"{folder}/k.ptx", "w") as file:
-            file.write(made.asm["ptx"])
-        command = [f"{tools}/ptxas", "-v", "--gpu-name=sm_90a", f"{folder}/k.ptx", "-o", f"{folder}/k.cubin"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        command = [f"{tools}/cuobjdump", "-sass", f"{folder}/k.cubin"]
-        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found.append(dict(said=said, code=code, shared=made.metadata.shared, ttgir=made.asm["ttgir"]))
-print(json.dumps(found))
+def sources(kernels):
+    for head_dim, block_n, bits, maxnreg, constants in kernels:
+        types = dict(q=descriptor(64, head_dim, bits), k=descriptor(block_n, head_dim), v=descriptor(head_dim, block_n),
+                     out="*bf16", lse="*fp32", q_factors="*fp32", k_factors="*fp32", v_factors="*fp32", scale="fp32")
+        names = kernel.arg_names
+        signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+        aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("out", "lse", "head_dim_v")}
+        source = GluonASTSource(kernel, signature, {(names.index(name),): x for name, x in constants.items()}, aligned)
+        yield source, maxnreg
 """
 
 
@@ -131,18 +113,6 @@ def test_where_it_does_not_serve_the_other_kernel_does() -> None:
     assert relative_l2(triton_forward.attend(native).out, exact) < 0.05
 
 
-def _compiled(folder: Path, *kernels: tuple[int, int, int, int, dict[str, object]]) -> list[dict[str, str]]:
-    if not all((TOOLS / name).exists() for name in ("ptxas", "cuobjdump")):
-        pytest.skip("this Triton brings no ptxas")
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(TOOLS)], input=json.dumps(kernels), env=environment | {
-            "TRITON_CACHE_DIR": str(folder)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 def _kernel(head_dim: int, tile: Tile, bits: int = 8, **more: object) -> tuple[int, int, int, int, dict[str, object]]:
     """``bits``: of Q."""
     even, most = hopper.registers()
@@ -171,7 +141,7 @@ OTHERS = (
 def test_the_matrix_products_stay_asynchronous_and_nothing_spills(
     kernels: tuple[tuple[int, int, int, int, dict[str, object]], ...], tmp_path: Path
 ) -> None:
-    for found, (head_dim, block_n, bits, _, _) in zip(_compiled(tmp_path, *kernels), kernels, strict=True):
+    for found, (head_dim, block_n, bits, _, _) in zip(assembled(SOURCES, kernels, tmp_path), kernels, strict=True):
         assert "C75" not in found["said"], found["said"]  # wgmma that ptxas waits for one by one
         assert " 0 bytes spill stores, 0 bytes spill loads" in found["said"]
         assert int(found["shared"]) <= SHARED_MEMORY
@@ -192,7 +162,7 @@ def test_wide_heads_compile(mask: Literal["none", "causal"], tmp_path: Path) -> 
         _kernel(256, TILES[TileKey((9, 0), 256, mask, False)], right=causal),
         _kernel(256, ONE_PASS[256, not causal], 16, right=causal),
     )
-    for found in _compiled(tmp_path, *kernels):
+    for found in assembled(SOURCES, kernels, tmp_path):
         assert "C75" not in found["said"], found["said"]
         assert int(found["shared"]) <= SHARED_MEMORY
         assert not idle_barriers(found["ttgir"])

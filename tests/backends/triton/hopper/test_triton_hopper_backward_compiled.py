@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton", minversion="3.6")
 
-import triton
-from compiled_for_hopper import SHARED_MEMORY, idle_barriers
+from compiled_for_hopper import SHARED_MEMORY, assembled, idle_barriers
 
 from attnbench.backends.triton.backward.layout import BLOCK, PEAK
 from attnbench.backends.triton.backward.tiles import Ring
 from attnbench.backends.triton.forward.hopper import launch as forward_hopper_launch
 
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-
-# Compiles kernels for sm_90, as json on stdin says, and prints what came of each.
-COMPILE = """
-import json, subprocess, sys, tempfile
-import triton
-from triton.backends.compiler import GPUTarget
+# The kernels that json on stdin describes, and how many registers each may have.
+SOURCES = """
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 from attnbench.backends.triton.backward.hopper.launch import _launches
@@ -37,34 +27,25 @@ def descriptor(kind, *block):
     layout = NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=len(block))
     return f"tensordesc<{kind}[{', '.join(map(str, block))}],{layout!r}>"
 
-tools, found = sys.argv[1], []
-for kind, d, block, narrow, maxnreg, constants in json.load(sys.stdin):
-    kernel = _launches(kind, narrow)._kernel
-    by_query, by_key = (64, block) if kind == "queries" else (block, 64)
-    types = dict.fromkeys(("q", "do"), descriptor("fp8e4nv", by_query, d))
-    types |= dict.fromkeys(("k", "v"), descriptor("fp8e4nv", by_key, d))
-    types |= dict.fromkeys(("q_wide", "do_wide", "k_wide"), descriptor("bf16", block, d))
-    types |= dict(dq_sums=descriptor("bf16", block, d // 2))
-    types |= dict.fromkeys(("q_across", "do_across", "k_across"), descriptor("fp8e4nv", d, block))
-    types |= dict.fromkeys(("row_values", "descales", "factors", "k_descale", "v_descale"), "*fp32")
-    types |= dict(turn=descriptor("bf16", 64 if narrow else d, d))
-    types |= dict.fromkeys(("dq_out", "dk_out", "dv_out"), "*bf16") | dict(rows=descriptor("fp32", block))
-    types |= dict(scale="fp32", exponent="fp32")
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
-               if signature[name].startswith("*") or name in ("size", "size_v")}
-    source = GluonASTSource(kernel, signature, {(names.index(name),): x for name, x in constants.items()}, aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4, maxnreg=maxnreg))
-    with tempfile.TemporaryDirectory() as folder:
-        with open(f"{folder}/k.ptx", "w") as file:
-            file.write(made.asm["ptx"])
-        command = [f"{tools}/ptxas", "-v", "--gpu-name=sm_90a", f"{folder}/k.ptx", "-o", f"{folder}/k.cubin"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        command = [f"{tools}/cuobjdump", "-sass", f"{folder}/k.cubin"]
-        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found.append(dict(said=said, code=code, shared=made.metadata.shared, ttgir=made.asm["ttgir"]))
-print(json.dumps(found))
+def sources(kernels):
+    for kind, d, block, narrow, maxnreg, constants in kernels:
+        kernel = _launches(kind, narrow)._kernel
+        by_query, by_key = (64, block) if kind == "queries" else (block, 64)
+        types = dict.fromkeys(("q", "do"), descriptor("fp8e4nv", by_query, d))
+        types |= dict.fromkeys(("k", "v"), descriptor("fp8e4nv", by_key, d))
+        types |= dict.fromkeys(("q_wide", "do_wide", "k_wide"), descriptor("bf16", block, d))
+        types |= dict(dq_sums=descriptor("bf16", block, d // 2))
+        types |= dict.fromkeys(("q_across", "do_across", "k_across"), descriptor("fp8e4nv", d, block))
+        types |= dict.fromkeys(("row_values", "descales", "factors", "k_descale", "v_descale"), "*fp32")
+        types |= dict(turn=descriptor("bf16", 64 if narrow else d, d))
+        types |= dict.fromkeys(("dq_out", "dk_out", "dv_out"), "*bf16") | dict(rows=descriptor("fp32", block))
+        types |= dict(scale="fp32", exponent="fp32")
+        names = kernel.arg_names
+        signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+        aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
+                   if signature[name].startswith("*") or name in ("size", "size_v")}
+        source = GluonASTSource(kernel, signature, {(names.index(name),): x for name, x in constants.items()}, aligned)
+        yield source, maxnreg
 """
 
 
@@ -135,15 +116,8 @@ OTHERS = (
 def test_the_matrix_products_stay_asynchronous_and_nothing_spills(
     kernels: tuple[tuple[object, ...], ...], tmp_path: Path
 ) -> None:
-    if not all((TOOLS / name).exists() for name in ("ptxas", "cuobjdump")):
-        pytest.skip("this Triton brings no ptxas")
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(TOOLS)], input=json.dumps(kernels), env=environment | {
-            "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    for found, (kind, head_dim, block, narrow, _, constants) in zip(json.loads(done.stdout), kernels, strict=True):
+    made = assembled(SOURCES, kernels, tmp_path)
+    for found, (kind, head_dim, block, narrow, _, constants) in zip(made, kernels, strict=True):
         assert isinstance(constants, dict)
         assert "C75" not in found["said"], found["said"]  # wgmma that ptxas waits for one by one
         # In e4m3, and where all is in one, a mask's bounds and what waits for the end may lie in memory at head

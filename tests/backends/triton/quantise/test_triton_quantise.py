@@ -18,6 +18,7 @@ from attnbench.errors import InputError
 from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.fp8 import BLOCK, LARGEST, Recipe, hadamard, quantise
 from attnbench.problem.spec import GRANULARITIES
+from examples import every_pair, examples
 
 SHARED = ("head", "tensor")
 HALF_ULP = {"e4m3": (2.0**-4, 2.0**-10), "e5m2": (2.0**-3, 2.0**-17)}  # of normal numbers, of subnormal ones
@@ -26,7 +27,7 @@ TILES = [Tiles(16, 64, 4, 16), Tiles(64, 64, 4, 64), Tiles(32, 128, 8, 128)]
 
 dtypes = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 shapes = st.tuples(
-    st.integers(1, 2), st.integers(1, 3), st.sampled_from([1, 2, 63, 128, 129, 200]), st.sampled_from([8, 16, 20, 64])
+    st.integers(1, 2), st.integers(1, 2), st.sampled_from([1, 2, 63, 128, 129, 200]), st.sampled_from([8, 16, 20, 64])
 )
 
 
@@ -55,7 +56,7 @@ def complete(result, length):
     assert not ordered[..., length:].any()
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(20, 200))
 @given(
     shape=shapes,
     group=st.integers(1, 3),
@@ -97,8 +98,7 @@ def test_it_is_the_definition_bit_for_bit(
         assert found.transposed is None
 
 
-@pytest.mark.parametrize("block", [64, 256])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("block", "dtype"), every_pair([64, 256], [torch.bfloat16, torch.float16, torch.float32]))
 def test_blocks_of_other_lengths_are_heads_of_their_own(block, dtype):
     x = laid_out((2, 3, 300, 32), "bshd", dtype, 5, 0)
     x[0, 1, :block] = 0
@@ -113,7 +113,7 @@ def test_blocks_of_other_lengths_are_heads_of_their_own(block, dtype):
         assert torch.equal(operand.dequantised(torch.float32)[:, :, part], wanted.dequantised(torch.float32))
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(15, 150))
 @given(
     shape=shapes,
     layout=layouts,
@@ -154,7 +154,7 @@ def test_rotated_and_smoothed_it_is_half_an_ulp_from_the_truth(
         complete(found, shape[2])
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(15, 150))
 @given(
     shape=shapes,
     layout=layouts,
@@ -203,9 +203,7 @@ def test_what_the_recipe_has_applies_only_where_it_is_asked_for(rotation):
     assert quantised(x, Recipe("token"), rotate=True, smooth=True).mean is None
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("layout", ["bshd", "gaps"])
-@pytest.mark.parametrize("first", [0, 1], ids=["of two lengths", "alike"])
+@pytest.mark.parametrize(("layout", "first", "granularity"), every_pair(["bshd", "gaps"], [0, 1], GRANULARITIES))
 def test_together_is_the_same_as_one_by_one(granularity, layout, first):
     """Programs of tensors that are alike run in turns, those of others one tensor after the other."""
     recipe = Recipe(granularity, rotation="hadamard")
@@ -261,7 +259,7 @@ def test_the_assembly_turns_four_tokens(format):
     assert [values[f"${4 + i}"] for i in range(4)] == [list(column) for column in zip(*wanted, strict=True)]
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(6, 50))
 @given(length=st.integers(2, 200), rotation=st.sampled_from(["none", "hadamard"]), data=st.data())
 def test_no_token_depends_on_a_later_one(length, rotation, data):
     cut = data.draw(st.integers(1, length - 1))
@@ -276,10 +274,10 @@ def test_no_token_depends_on_a_later_one(length, rotation, data):
     assert not torch.equal(ours.descale[:, :, cut:], theirs.descale[:, :, cut:])
 
 
-@pytest.mark.parametrize("granularity", SHARED)
-@pytest.mark.parametrize(("heads", "length", "most"), [(24, 40, 1024), (2, 300, 4), (3, 130, 1)])
-def test_many_partial_magnitudes_are_one(monkeypatch, granularity, heads, length, most):
+@pytest.mark.parametrize(("granularity", "sizes"), every_pair(SHARED, [(24, 40, 1024), (2, 300, 4), (3, 130, 1)]))
+def test_many_partial_magnitudes_are_one(monkeypatch, granularity, sizes):
     """More of them than are read at once, and programs that have several tiles each."""
+    heads, length, most = sizes
     monkeypatch.setattr(triton_quantise, "_MOST_PARTIAL", most)
     triton_quantise._layout.cache_clear()
     generator = torch.Generator().manual_seed(0)
@@ -311,8 +309,7 @@ def test_rows_and_columns_farther_apart_than_32_bits_count(tmp_path, axis, granu
     assert torch.equal(ours.descale, wanted.descale)
 
 
-@pytest.mark.parametrize("axes", [(0,), (1,), (2,), (3,), (0, 1, 2, 3)])
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize(("granularity", "axes"), every_pair(GRANULARITIES, [(0,), (1,), (2,), (3,), (0, 1, 2, 3)]))
 def test_what_is_broadcast_is_read_where_it_lies(axes, granularity):
     shape = (2, 3, 130, 20)
     x = laid_out([1 if axis in axes else size for axis, size in enumerate(shape)], "bhsd", torch.bfloat16)

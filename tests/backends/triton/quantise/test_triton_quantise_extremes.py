@@ -9,6 +9,7 @@ from quantising import bits, bound, laid_out
 from attnbench.backends.triton.quantise.launch import quantised
 from attnbench.problem.fp8 import LARGEST, Recipe, hadamard, quantise
 from attnbench.problem.spec import GRANULARITIES
+from examples import every_pair
 
 SHARED = ("head", "tensor")
 
@@ -25,9 +26,10 @@ def test_zeros_and_the_smallest_numbers(granularity):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter's arithmetic with infinities
-@pytest.mark.parametrize("granularity", ["head", "block", "token"])
-@pytest.mark.parametrize("rotation", ["none", "hadamard"])
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize(
+    ("granularity", "rotation", "value"),
+    every_pair(["head", "block", "token"], ["none", "hadamard"], [math.inf, -math.inf, math.nan]),
+)
 def test_what_is_not_finite_spoils_its_group_and_no_other(granularity, rotation, value):
     x = laid_out((1, 2, 140, 24), "bhsd", torch.float32)
     x[0, 1, 135, 3] = value
@@ -43,8 +45,7 @@ def test_what_is_not_finite_spoils_its_group_and_no_other(granularity, rotation,
     assert not found.dequantised(torch.float32)[~sound].isfinite().any()
 
 
-@pytest.mark.parametrize("magnitude", [1e30, 3e38, 2.0**-149])
-@pytest.mark.parametrize("granularity", GRANULARITIES)
+@pytest.mark.parametrize(("granularity", "magnitude"), every_pair(GRANULARITIES, [1e30, 3e38, 2.0**-149]))
 def test_the_ends_of_fp32(granularity, magnitude):
     x = torch.randn(1, 2, 130, 16, generator=torch.Generator().manual_seed(0)).clamp(-1, 1) * magnitude
     x[0, 0, :5] = 0
@@ -57,10 +58,13 @@ def test_the_ends_of_fp32(granularity, magnitude):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of what is larger than fp32's numbers
-@pytest.mark.parametrize("kind", ["one way", "either way", "a row of the rotation", "its largest alone"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("dim", [16, 24, 128])
-@pytest.mark.parametrize("granularity", SHARED)
+@pytest.mark.parametrize(
+    ("granularity", "dtype", "dim", "kind"),
+    every_pair(
+        SHARED, [torch.bfloat16, torch.float32], [16, 24, 128],
+        ["one way", "either way", "a row of the rotation", "its largest alone"],
+    ),
+)  # fmt: skip
 def test_rotated_numbers_beyond_fp32_saturate(granularity, dim, dtype, kind):
     """Sums that overflow have finite scales, and no NaN comes of infinities that are taken from each other."""
     x = torch.full((1, 2, 70, dim), torch.finfo(dtype).max, dtype=dtype)

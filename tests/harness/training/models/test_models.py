@@ -76,13 +76,13 @@ def test_a_tiny_gpt_learns(attention: str) -> None:
     assert sum(losses[-5:]) / 5 < 0.6 * losses[0]
 
 
-@pytest.mark.parametrize("policy", ["bf16", "fp32-and-bf16", "fp32"])
-def test_it_learns_under_every_policy(policy: Any) -> None:
-    config = TrainConfig.make(policy=policy, steps=16)
-    losses = learnt(config)
+def test_it_learns_under_every_policy() -> None:
+    config = TrainConfig.make(steps=16)
     autocast = learnt(config.replace(policy="autocast"))
-    assert losses[-1] < 0.65 * losses[0]
-    assert losses[-1] == pytest.approx(autocast[-1], rel=0.03)
+    for policy in ("bf16", "fp32-and-bf16", "fp32"):
+        losses = learnt(config.replace(policy=policy))
+        assert losses[-1] < 0.65 * losses[0], policy
+        assert losses[-1] == pytest.approx(autocast[-1], rel=0.03), policy
 
 
 def test_sdpa_and_reference_give_one_gradient() -> None:

@@ -9,7 +9,7 @@ import torch
 from dense import visible
 from hypothesis import given
 from hypothesis import strategies as st
-from small_training import build_small, exact, rounded, small
+from small_training import build_small, exact, small
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -197,13 +197,3 @@ def test_the_clock_times_the_step_and_not_what_lies_between(monkeypatch: pytest.
     assert (first.ms, second.ms) == pytest.approx((50, 10))
     assert [(each.step, each.loss, each.grad_norm) for each in (first, second)] == [(0, 1.0, 2.0), (1, 2.0, 2.0)]
     assert clock.ended(all=True) == []
-
-
-def test_rounding_in_attention_is_seen_in_the_curve(tmp_path: Path) -> None:
-    curves = []
-    for attend in (exact, rounded):
-        kept: list = []
-        train(build_small(small(), CPU, attend), Ranks(CPU), Conduct(tmp_path, 0), kept.append)
-        curves.append(kept[-1].loss)
-    assert curves[0] != curves[1]
-    assert curves[0] == pytest.approx(curves[1], rel=1e-4)

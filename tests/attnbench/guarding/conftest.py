@@ -1,0 +1,18 @@
+"""Kernels that go wrong under a guard."""
+
+from collections.abc import Iterator
+
+import pytest
+from guarded import Planted, PlantedBackward, plant
+
+from attnbench.api import forget_choices
+from attnbench.choosing.demotion import demotions
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Planted, PlantedBackward]]:
+    """A forward and a backward that auto runs; afterwards nothing of them is left."""
+    with monkeypatch.context() as patch:
+        yield plant(patch)
+    demotions.forget()
+    forget_choices()
