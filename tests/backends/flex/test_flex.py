@@ -197,7 +197,7 @@ def test_paths_that_split_the_compilers_command_line_are_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     spaced = str(tmp_path / "a b")
-    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")  # without it, that is the reason
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")  # without it, that is the reason
     for path in ("torch", "Python"):
         with monkeypatch.context() as patch:
             patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -208,6 +208,14 @@ def test_paths_that_split_the_compilers_command_line_are_refused_by_name(
             assert f"no {path} with a space in its path, {spaced}" in refused_afresh(CPU)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", spaced)
     assert f"{spaced}; name another in TORCHINDUCTOR_CACHE_DIR" in refused_afresh(CPU)
+
+
+def test_a_capability_below_that_of_the_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process with ATEN_CPU_CAPABILITY=avx2 on a CPU with AVX-512, whose results were wrong."""
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
+    for has_avx512 in (True, False):
+        monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda has_avx512=has_avx512: has_avx512)
+        assert ("ATEN_CPU_CAPABILITY" in (compiler_reason.__wrapped__("cpu") or "")) == has_avx512
 
 
 def test_a_cache_folder_that_cannot_be_written_is_refused_on_every_device(
