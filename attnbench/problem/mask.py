@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Literal, get_args
 
 from ..errors import InputError
@@ -46,12 +45,12 @@ class Mask:
         if self.alignment not in ALIGNMENTS:
             raise InputError(f"causal_alignment must be one of {', '.join(ALIGNMENTS)}, not {brief(self.alignment)}")
 
-    @cached_property  # every call asks for it
+    @property
     def kind(self) -> Literal["none", "causal", "window"]:
         """What the mask is called where only its kind matters."""
-        if self.left is None and self.right is None:
-            return "none"
-        return "causal" if self.left is None and self.right == 0 else "window"
+        if self.left is None:
+            return "none" if self.right is None else "causal" if self.right == 0 else "window"
+        return "window"
 
     def offset(self, seqlen_q: int, seqlen_kv: int) -> int:
         """Where query 0 stands among the keys."""

@@ -276,7 +276,7 @@ HELD: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
             for run in figures.arms(folder)[0].runs[:2]
         ],
     ),
-    ("budget.md", r"by a margin of ([\d.]+),", lambda: (MARGIN,)),
+    ("budget.md", r"by a margin of ([\d.]+)\. ", lambda: (MARGIN,)),
     ("tables.md", r"an error below ([\d.]+), which 8 bits", lambda: (table_entry._LEAST_FP8_ERROR,)),
     ("ci.md", r"every (\d+) ms into the row", lambda: (1000 * inspect.signature(Watch).parameters["every"].default,)),
 ]

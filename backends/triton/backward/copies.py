@@ -5,7 +5,7 @@ padded head dimension) in one piece, or its transpose, and zero behind the last 
 An FP8 tensor core takes both operands with the axis that it sums over contiguous (PTX ISA, wgmma: only 16-bit
 types may be transposed), so a sum over tokens in FP8 reads a transposed copy, and one in bf16 a widened copy.
 Widening is exact: e4m3 has 3 mantissa bits, bf16 has 7.  For the Hopper kernels a transposed copy's tokens are
-interleaved, as registers hold the other operand (``backward_hopper_narrow``).
+interleaved, as registers hold the other operand (``hopper.narrow``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kernel of the FP8 backward that makes dQ, by blocks of queries; ``backward_keys`` says how both work."""
+"""The kernel of the FP8 backward that makes dQ, by blocks of queries; ``keys`` says how both work."""
 
 from __future__ import annotations
 

@@ -187,8 +187,8 @@ def test_auto_is_held_against_each_backend_and_what_torch_takes_first():
 
 def test_torch_takes_the_first_of_its_backends_for_both_passes_where_it_can():
     alone, mixed = Plan("sdpa-cudnn:bf16", "sdpa-cudnn:bf16"), Plan("sdpa-cudnn:bf16", "sdpa-flash:bf16")
-    assert dict(_by_backend({alone: 3.0, mixed: 2.0})) == {"sdpa-cudnn": 2.0, TORCH_DEFAULT: 3.0}
-    assert dict(_by_backend({mixed: 2.0})) == {"sdpa-cudnn": 2.0, TORCH_DEFAULT: 2.0}
+    assert dict(_by_backend({alone: 3.0, mixed: 2.0}, registry())) == {"sdpa-cudnn": 2.0, TORCH_DEFAULT: 3.0}
+    assert dict(_by_backend({mixed: 2.0}, registry())) == {"sdpa-cudnn": 2.0, TORCH_DEFAULT: 2.0}
 
 
 @pytest.fixture
@@ -280,5 +280,5 @@ def test_a_table_without_two_shapes_of_a_class_is_misuse(tmp_path, run_check):
     Table.from_entries(an_environment(), [entry(spec(512), "sdpa-flash:bf16", 1.0, 0.002)]).save(file)
     run = run_check(file)
     assert run.returncode == 2
-    assert "none can choose for another" in run.stderr
+    assert "no shape can choose for another" in run.stderr
     assert "Traceback" not in run.stderr

@@ -1,4 +1,4 @@
-"""Measures tiles for the FP8 backward on this machine's GPU and prints the entries of ``backward_tiles.TILES``.
+"""Measures tiles for the FP8 backward on this machine's GPU and prints the entries of ``backward.tiles.TILES``.
 
     python tests/gpu/tune/tune_triton_backward.py [--seconds 280] [--precision fp8,fp8-all] [--head-dims 128,64]
     python tests/gpu/tune/tune_triton_backward.py --seconds 180 --precision fp8 --head-dims 128

@@ -131,7 +131,7 @@ def test_nothing_to_record_is_a_failure_unless_the_program_failed(here, program,
     ("arguments", "code", "said"),
     [
         (("--out", "acts.pt", "program.py"), 2, ".safetensors"),
-        (("--out", "acts.safetensors", "none.py"), 2, "no script 'none.py'"),
+        (("--out", "acts.safetensors", "none.py"), 2, "no such script: 'none.py'"),
         (("--out", "acts.safetensors"), 2, "SCRIPT.py"),
         (("program.py",), 2, "--out"),
         (("--out", "acts.safetensors", "--bytes", "program.py"), 2, "--bytes"),

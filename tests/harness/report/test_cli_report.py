@@ -91,7 +91,7 @@ def test_markdown_is_printed_and_marks_the_fp8_plans(attnbench, results):
         (("-o", "measurements.jsonl"), "ends in .html or .htm"),
         (("--format", "png", "-o", "a.html"), "ends in .png"),
         (("--figure", "loss"), "the page has every figure"),
-        (("--format", "svg", "--figure", "speed-error"), "--direction forward or training"),
+        (("--format", "svg", "--figure", "speed-error"), "--direction forward or --direction training"),
     ],
 )
 def test_misuse_is_said_and_writes_nothing(attnbench, results, arguments, said):

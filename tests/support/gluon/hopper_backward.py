@@ -75,9 +75,10 @@ NAMES: dict[Kind, tuple[str, ...]] = {"keys": ("dk", "dv"), "queries": ("dq",), 
 KERNELS = [
     f"attnbench.backends.triton.{name}"
     for name in (
-        "backward_hopper_fused", "backward_hopper_keys", "backward_hopper_queries", "backward_hopper_shared",
-        "backward_hopper_narrow", "backward_hopper_narrow_keys", "backward_hopper_narrow_queries",
-        "forward_hopper_softmax",
+        *(f"backward.hopper.{kernel}" for kernel in (
+            "fused", "keys", "queries", "shared", "narrow", "narrow_keys", "narrow_queries",
+        )),
+        "forward.hopper.softmax",
     )
 ]  # fmt: skip
 _END = "bottom-right"

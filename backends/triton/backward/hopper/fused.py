@@ -1,6 +1,6 @@
 """The Hopper kernel that makes dQ, dK and dV: one pass over the products for all three (Gluon).
 
-As in ``backward_hopper_keys`` a warp loads and two warpgroups with 64 keys each compute dK and dV.  What they have of
+As in ``hopper.keys`` a warp loads and two warpgroups with 64 keys each compute dK and dV.  What they have of
 dS serves for dQ too: five products where two kernels take seven.  dQ = dS·K sums over keys, and so over programs: each
 adds what its 128 keys give to a sum in global memory, in no order.  The kernel waits for these additions in the L2, and
 so they are in bf16: half the bytes of FP32, and a rounding at each, which is why dQ differs from run to run.

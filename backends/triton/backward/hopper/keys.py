@@ -1,6 +1,6 @@
 """The Hopper kernel that makes dK and dV: a warp of its own loads, two warpgroups with 64 keys each compute (Gluon).
 
-What it computes is said in ``backward_keys``; this is how.  K and V of a program's 128 keys stay in shared memory, and
+What it computes is said in ``backward.keys``; this is how.  K and V of a program's 128 keys stay in shared memory, and
 both warpgroups take the same queries, block by block, from a ring: in e4m3 for Sᵀ = K·Qᵀ and dPᵀ = V·dOᵀ, in bf16 for
 the sums.
 

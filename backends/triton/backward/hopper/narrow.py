@@ -2,7 +2,7 @@
 
 A block's P or dS becomes the first operand of its product where it is, in registers: a thread that holds four columns
 of a row has 2t, 2t + 1, 2t + 8 and 2t + 9 of 16, and as an operand 4t to 4t + 3 (PTX ISA, the fragments of D and A of
-wgmma.m64nNk32).  So the second operand, a transposed copy, has its tokens in that order (``backward_copies``).
+wgmma.m64nNk32).  So the second operand, a transposed copy, has its tokens in that order (``backward.copies``).
 
 The tensor core's accumulator is short: each block's product starts at zero and is added in fp32.  Sums are tuples of
 as many columns each as there are registers for products under way.

@@ -1,6 +1,6 @@
-"""The Hopper kernel that makes dK and dV with e4m3 in all products: as ``backward_hopper_keys``, another schedule.
+"""The Hopper kernel that makes dK and dV with e4m3 in all products: as ``hopper.keys``, another schedule.
 
-What it computes is said in ``backward_keys``.  From a ring come Q and dO for Sᵀ = K·Qᵀ and dPᵀ = V·dOᵀ, and their
+What it computes is said in ``backward.keys``.  From a ring come Q and dO for Sᵀ = K·Qᵀ and dPᵀ = V·dOᵀ, and their
 transposed copies for the sums, all in e4m3.
 
 Beneath the exponentials runs dP.  The products of the sums are taken in parts, for a fresh accumulator as large as dK

@@ -1,6 +1,6 @@
-"""The Hopper kernel that makes dQ with e4m3 in all products: as ``backward_hopper_queries``, its sum in parts.
+"""The Hopper kernel that makes dQ with e4m3 in all products: as ``hopper.queries``, its sum in parts.
 
-What it computes is said in ``backward_keys``.  From a ring come K and V for S = Q·Kᵀ and dP = dO·Vᵀ, and K's transposed
+What it computes is said in ``backward.keys``.  From a ring come K and V for S = Q·Kᵀ and dP = dO·Vᵀ, and K's transposed
 copy for the sum, all in e4m3.  dS goes from block to block: its product runs beneath the next exponentials, and S of
 the block after that beneath the next dS.  Three blocks are in use at that time: the ring needs three stages at least.
 """

@@ -1,6 +1,6 @@
 """The Hopper kernel that makes dQ: a warp of its own loads, two warpgroups with 64 queries each compute (Gluon).
 
-What it computes is said in ``backward_keys``, how in ``backward_hopper_keys``.  There is one sum instead of two, so
+What it computes is said in ``backward.keys``, how in ``hopper.keys``.  There is one sum instead of two, so
 registers are left for Q·Kᵀ of the next block, which runs beneath dS of this one.  Three blocks are in use at that
 time: the ring needs three stages at least.
 """

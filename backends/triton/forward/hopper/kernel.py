@@ -1,6 +1,6 @@
 """The forward kernel of ``triton`` for Hopper: warps of their own load, others compute (Gluon).
 
-What it computes is said in ``forward_kernel``; this is how.  One warp brings Q, and K and V block by block, into
+What it computes is said in ``forward.kernel``; this is how.  One warp brings Q, and K and V block by block, into
 rings of shared memory; two warpgroups with 64 queries each compute on the same keys, so that K and V come from L2
 once for both (two programs of 64 queries would ask L2 for all it has at 900 TFLOPS).  A program goes on from tile to
 tile, and the next one's operands come while the last one's output is written.
@@ -299,7 +299,7 @@ def triton_fp8_attention_forward_hopper(
     k_emptied = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     v_filled = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     v_emptied = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    # Barriers that nobody uses are left out: backward_hopper_shared.barrier_where says why.
+    # Barriers that nobody uses are left out: backward.hopper.shared.barrier_where says why.
     turn = q_filled
     if turns:
         turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())

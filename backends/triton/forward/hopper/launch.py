@@ -32,7 +32,7 @@ _REGISTERS = 64 * 1024  # of a multiprocessor
 
 
 def serves(spec: AttentionSpec, *, per_token: bool) -> bool:
-    """Whether the Hopper kernel computes this where it runs; the kernel in ``forward_kernel`` computes the rest.
+    """Whether the Hopper kernel computes this where it runs; the kernel in ``forward.kernel`` computes the rest.
 
     ``per_token`` says that tokens of Q, K or V have scales of their own: a product more a score, and registers that
     the Hopper kernel does not have.  A soft cap asks for a second exponential, and a negative scale for least scores.
