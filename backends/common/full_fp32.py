@@ -22,9 +22,10 @@ def full_fp32(x: Tensor) -> AbstractContextManager[None]:
     Afterwards what was set before.  ``torch.get_float32_matmul_precision`` raises once a program has set a backend's
     own ``fp32_precision``, so this is read and set here: that call sets it too.
     """
-    backend = "cuda" if x.is_cuda else "mkldnn"
-    # "none", the default, shortens nothing either; setting it takes 4 µs.
-    return _NOTHING if _read(backend, "matmul") in ("none", "ieee") else _lengthened(backend)
+    if x.is_cuda:  # where "none" leaves the decision to environment variables
+        return _lengthened("cuda")
+    # "none", the default, shortens nothing on a CPU; setting it takes 4 µs.
+    return _NOTHING if _read("mkldnn", "matmul") in ("none", "ieee") else _lengthened("mkldnn")
 
 
 @contextmanager
