@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from places import ROOT
 
 from attnbench import __version__
@@ -279,13 +280,15 @@ def test_what_the_commands_import_comes_with_a_plain_installation() -> None:
                 imported[(node.module or "").partition(".")[0]] = path
     distributions = packages_distributions()
     plain = [Requirement(each) for each in requires("attnbench") or ()]
-    needed = {each.name.lower() for each in plain if each.marker is None or each.marker.evaluate({"extra": ""})}
+    needed = {
+        canonicalize_name(each.name) for each in plain if each.marker is None or each.marker.evaluate({"extra": ""})
+    }
     # Jinja2 needs and brings MarkupSafe, typer brings click.
     ours = needed | {"attnbench", "markupsafe", "click"}
     others = {
         name: str(path.relative_to(ROOT))
         for name, path in imported.items()
         if name not in sys.stdlib_module_names and name not in OPTIONAL
-        and not ours & {each.lower() for each in distributions.get(name, [name])}
+        and not ours & {canonicalize_name(each) for each in distributions.get(name, [name])}
     }  # fmt: skip
     assert others == {}

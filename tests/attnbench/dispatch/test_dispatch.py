@@ -237,7 +237,7 @@ def test_a_context_reaches_what_a_checkpoint_computes_again(ran):
     assert [plan for plan, _ in ran] == ["emulated:fp8", "emulated:fp8"]
 
 
-@pytest.mark.parametrize(("training", "most"), [(False, 24), (True, 38)])
+@pytest.mark.parametrize(("training", "most"), [(False, 25), (True, 39)])
 def test_a_call_that_was_asked_before_runs_little_python(training, most):
     """Of what a call costs over torch's own, most is calls of Python functions."""
     x = tuple(each.requires_grad_(training) for each in tensors())
