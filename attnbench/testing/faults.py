@@ -29,7 +29,7 @@ from attnbench.kernels.contract import (
     Operands,
     Result,
     Saved,
-)
+)  # fmt: skip
 from attnbench.kernels.plan import Plan
 from attnbench.kernels.registry import Registry
 from attnbench.kernels.registry import registry as installed
@@ -151,8 +151,7 @@ class Remembering(Planted):
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """What was prepared for this address."""
-        q = inputs.unquantised()[0]
-        return self.seen.setdefault((q.data_ptr(), spec), super().prepare(inputs, spec))
+        return self.seen.setdefault((inputs.unquantised()[0].data_ptr(), spec), super().prepare(inputs, spec))
 
 
 class Wide(Planted):
@@ -392,13 +391,8 @@ FAULTS = (
 )
 # What only a GPU shows.
 GPU_FAULTS = (Fault("illegal access", _PLAIN, "crashed", Dying("fp8-access", _spoil_device), said="CUDA error"),)
-
-
-def _kernels() -> tuple[ForwardKernel | BackwardKernel, ...]:
-    return (HONEST, HONEST_BACKWARD, *(fault.kernel for fault in (*FAULTS, *GPU_FAULTS)))
-
-
-BACKEND = Backend("planted", "kernels with planted faults", lambda: Availability(version="1"), _kernels())
+_KERNELS = HONEST, HONEST_BACKWARD, *(fault.kernel for fault in (*FAULTS, *GPU_FAULTS))
+BACKEND = Backend("planted", "kernels with planted faults", lambda: Availability(version="1"), _KERNELS)
 
 
 def registry() -> Registry:

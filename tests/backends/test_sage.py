@@ -104,8 +104,7 @@ def per_thread_int8(q, k, km=None, BLKQ=128, WARPQ=32, BLKK=64, WARPK=64, sm_sca
     assert km.shape == (*k.shape[:2], 1, k.shape[-1])
     found = []
     for x, block, warp, threads in ((q, BLKQ, WARPQ, 8), (k - km, BLKK, WARPK, 4)):
-        length = x.shape[2]
-        count = -(-length // block) * (block // warp) * threads
+        count = -(-(length := x.shape[2]) // block) * (block // warp) * threads
         data, scales = torch.empty(x.shape, dtype=torch.int8), torch.full((*x.shape[:2], count), math.nan)
         for program in range(count):
             base, thread = program // threads * warp, program % threads

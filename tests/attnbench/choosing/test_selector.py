@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnbench import AttentionSpec, Mask, Plan
-from attnbench.choosing import selector
 from attnbench.choosing.selector import choose
 from attnbench.errors import BudgetError, NoPlanError, RefusedError
 from attnbench.tables.table import Entry, Table
@@ -186,7 +185,7 @@ def test_one_shape_of_the_user_s_own_hides_no_sweep_of_its_neighbours(monkeypatc
     shipped = table(
         *(entry(f"{name}:bf16", time, at) for at in lengths for name, time in (("slow", 9.0), ("fast", 3.0)))
     )
-    monkeypatch.setattr(selector, "known_tables", lambda device: Known((user, shipped)))
+    monkeypatch.setattr("attnbench.choosing.selector.known_tables", lambda device: Known((user, shipped)))
     assert str(pick(table=None).plan) == "slow:bf16"
     assert str(pick(spec(batch=2, seqlen_q=4096), table=None).plan) == "fast:bf16"
 
@@ -194,7 +193,7 @@ def test_one_shape_of_the_user_s_own_hides_no_sweep_of_its_neighbours(monkeypatc
 def test_times_of_two_machines_do_not_meet_in_one_choice(monkeypatch):
     user = table(entry("slow:bf16", 1.0))
     shipped = table(*(entry("fast:bf16", 0.01, spec(seqlen_q=length)) for length in (512, 2048)))
-    monkeypatch.setattr(selector, "known_tables", lambda device: Known((user, shipped)))
+    monkeypatch.setattr("attnbench.choosing.selector.known_tables", lambda device: Known((user, shipped)))
     assert str(pick(table=None).plan) == "slow:bf16"
 
 
