@@ -1,0 +1,27 @@
+"""FP32 products in FP32, whatever the program allows for them."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attnbench.backends.common.full_fp32 import full_fp32
+
+MATMUL = torch.backends.cuda.matmul
+
+
+@pytest.fixture(params=["none", "ieee", "tf32"])
+def before(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What the program has set."""
+    default = MATMUL.fp32_precision
+    MATMUL.fp32_precision = request.param
+    yield request.param
+    MATMUL.fp32_precision = default
+
+
+def test_on_a_gpu_it_is_set_even_where_the_program_left_the_default(before: str) -> None:
+    """The default follows environment variables there, such as TORCH_ALLOW_TF32_CUBLAS_OVERRIDE."""
+    with full_fp32(SimpleNamespace(is_cuda=True)):
+        assert MATMUL.fp32_precision == "ieee"
+    assert MATMUL.fp32_precision == before
