@@ -24,8 +24,9 @@ settings.register_profile("explore", settings.get_profile("ci"), max_examples=10
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-def pytest_collection_finish() -> None:
-    """Thousands of tests and what they import live to the end: no collection need look at them again."""
+@pytest.fixture(autouse=True, scope="module")
+def small_heap() -> None:
+    """What was imported and collected lives to the end: no later collection of garbage need look at it again."""
     gc.collect()
     gc.freeze()
 

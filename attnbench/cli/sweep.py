@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..harness.cases.case import Case
-    from ..harness.measure.setup import Laboratory
+    from ..harness.measure.setup import DeviceSetup
     from ..harness.results.store import Store
     from ..harness.sweep.run import Task
 
@@ -81,7 +81,7 @@ def sweep(
 
     from ..dispatch.context import check_budget
     from ..harness.measure.accuracy import LARGEST_ERROR
-    from ..harness.measure.setup import Laboratory
+    from ..harness.measure.setup import DeviceSetup
     from ..harness.measure.timing import Timer
     from ..harness.results.shards import Shard
     from ..harness.results.store import Store
@@ -113,12 +113,12 @@ def sweep(
     if dry_run:
         _print_tasks(tasks, format)
         return
-    laboratories = [
-        Laboratory(each, Environment.detect(each, known), Timer.for_device(each), max_error=max_error, seconds=timeout)
+    setups = [
+        DeviceSetup(each, Environment.detect(each, known), Timer.for_device(each), max_error=max_error, seconds=timeout)
         for each in devices
     ]
-    environment = laboratories[0].environment
-    for other in laboratories[1:]:
+    environment = setups[0].environment
+    for other in setups[1:]:
         if unlike := environment.differences(other.environment)[0]:
             raise MisuseError(
                 f"--device {device}: these devices differ, so sweep them one after the other: {'; '.join(unlike)}"
@@ -126,13 +126,13 @@ def sweep(
     with Store(fresh_folder("sweeps") if out is None else shard.folder(out), environment, resume=resume) as store:
         for note in store.notes:
             print(f"{store.folder}: {note}", file=sys.stderr)
-        measured = _measure(tasks, laboratories, store, format, update=table, verbose=verbose)
+        measured = _measure(tasks, setups, store, format, update=table, verbose=verbose)
     if not measured and shard.count == 1:  # one rank may have nothing to measure; its failure would end the other ranks
         raise typer.Exit(1)
 
 
 def _measure(
-    tasks: list[Task], laboratories: list[Laboratory], store: Store, format: Format, *, update: bool, verbose: bool
+    tasks: list[Task], setups: list[DeviceSetup], store: Store, format: Format, *, update: bool, verbose: bool
 ) -> bool:
     """Measure, store, then print; returns whether anything could be measured."""
     from rich.console import Console
@@ -145,7 +145,7 @@ def _measure(
     from ..tables.table import Table
     from ..tables.user_table import check_user_table, update_user_table
 
-    environment = laboratories[0].environment
+    environment = setups[0].environment
     later = f"`attnbench table build {shlex.quote(str(store.folder))}` puts these results into it"
     if update:
         try:
@@ -154,7 +154,7 @@ def _measure(
             said = f"the table that auto chooses by will not be updated: {error}"
             print(f"{said}; the results are kept, and {later}, once it can be written", file=sys.stderr)
     try:
-        rows = list(followed(run_sweep(tasks, laboratories, store), Console(stderr=True), verbose=verbose))
+        rows = list(followed(run_sweep(tasks, setups, store), Console(stderr=True), verbose=verbose))
     except KeyboardInterrupt:
         print(
             f"stopped; {len(store.rows)} rows are in {store.folder}, continue with --resume --out {store.folder}",

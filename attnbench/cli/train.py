@@ -186,7 +186,7 @@ def _train(
     from ..harness.training.report.plots import write_plots
     from ..harness.training.run.foreseen import check_beforehand
     from ..harness.training.run.parallel import joined
-    from ..harness.training.run.progress import telling
+    from ..harness.training.run.progress import progress_shown
     from ..harness.training.run.session import Session, planned
     from ..harness.training.run.trainable import build
 
@@ -202,7 +202,7 @@ def _train(
             checkpoint_every=checkpoint_every,
             patience=patience,
         )
-        with session, telling(Console(stderr=True), len(runs), silent=not ranks.first) as told:
+        with session, progress_shown(Console(stderr=True), len(runs), silent=not ranks.first) as told:
             try:
                 rows = session.run(runs, build, told)
             except KeyboardInterrupt:

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from ..harness.cases.case import Case
-from ..harness.measure.setup import Laboratory, registry_of
+from ..harness.measure.setup import DeviceSetup, registry_of
 from ..harness.measure.timing import Timer
 from ..harness.results.records import Measurement
 from ..harness.results.store import Store
@@ -32,9 +32,9 @@ def examined(device: torch.device) -> Iterator[tuple[Fault, Measurement]]:
     tasks = [Task(cases[fault.spec], fault.plan, "ok", ()) for fault in faults]
     tasks.sort(key=lambda task: task.case.name)
     environment = Environment.detect(device, registry_of(_SOURCE))
-    laboratory = Laboratory(device, environment, Timer.for_device(device), source=_SOURCE, seconds=_SECONDS)
+    setup = DeviceSetup(device, environment, Timer.for_device(device), source=_SOURCE, seconds=_SECONDS)
     with TemporaryDirectory() as folder, Store(Path(folder), environment) as store:
-        for event in run_sweep(tasks, [laboratory], store):
+        for event in run_sweep(tasks, [setup], store):
             if isinstance(event, Finished):
                 yield by_key[event.row.key], event.row
 

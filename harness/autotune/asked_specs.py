@@ -16,7 +16,7 @@ from attnbench.problem.spec import AttentionSpec
 
 from ..capture.file import tensor_shapes
 
-__all__ = ["Asked", "AskedSpecs", "Terms", "input_bytes"]
+__all__ = ["AskedSpec", "AskedSpecs", "Terms", "input_bytes"]
 
 _MOST = 4096  # the most specs to keep: a program with ever new shapes has no limit
 _FLOPS_PER_BYTE = 200.0  # about what a GPU computes while it reads a byte: few queries on many keys cost their reading
@@ -24,7 +24,7 @@ Terms = tuple[bool, float | None]  # whether FP8 was opted into, and the budget 
 
 
 @dataclass(eq=False)
-class Asked:
+class AskedSpec:
     """One spec on one device.
 
     ``calls`` counts the forward passes that left the choice to attnbench, ``choices`` what was
@@ -53,7 +53,7 @@ class Asked:
 class _Counted(Execution):
     """An execution that counts its forward passes."""
 
-    asked: Asked = field(kw_only=True, compare=False, repr=False)
+    asked: AskedSpec = field(kw_only=True, compare=False, repr=False)
 
     def answer(self, inputs: Inputs) -> tuple[Operands, Result]:
         self.asked.calls += 1  # several threads may lose a count; it is for an order
@@ -64,7 +64,7 @@ class AskedSpecs:
     """A listener (``attnbench.dispatch.memory``) that keeps the specs, and none of the tensors."""
 
     def __init__(self) -> None:
-        self._asked: dict[tuple[torch.device, AttentionSpec], Asked] = {}
+        self._asked: dict[tuple[torch.device, AttentionSpec], AskedSpec] = {}
         self._lock = threading.Lock()
 
     def chosen(self, device: torch.device, wish: Wish, choice: Choice, execution: Execution) -> Execution:
@@ -79,13 +79,13 @@ class AskedSpecs:
             asked.choices.setdefault((wish.dtype == "fp8", wish.max_error), choice)
         return _Counted(execution.spec, execution.forward, execution.backward, execution.budget, asked=asked)
 
-    def of(self, spec: AttentionSpec, device: torch.device) -> Asked:
+    def of(self, spec: AttentionSpec, device: torch.device) -> AskedSpec:
         """What is known of the spec there; returning the log-sum-exp changes neither time nor error."""
         spec = spec.replace(return_lse=False)
-        return self._asked.setdefault((device, spec), Asked(spec, device))
+        return self._asked.setdefault((device, spec), AskedSpec(spec, device))
 
     @property
-    def heaviest_first(self) -> list[Asked]:
+    def heaviest_first(self) -> list[AskedSpec]:
         """All of them, those first that may take most of the program's time."""
         with self._lock:
             return sorted(self._asked.values(), key=lambda asked: asked.weight, reverse=True)

@@ -18,16 +18,17 @@ from statistics import median
 from attnbench.kernels.plan import Plan
 
 from ..cases.case import Case
-from ..measure.setup import Laboratory
+from ..measure.setup import DeviceSetup
 from ..results.records import Measurement
 from ..sweep.compile_ahead import usable_cores
-from ..sweep.device_sweep import Doing, Line, StoppedError
+from ..sweep.device_sweep import DeviceSweep, PhaseStarted, StoppedError
 from ..sweep.run import Event, Finished, Started
 
 __all__ = ["Work", "measured_within"]
 
 Work = tuple[Case, Sequence[Plan]]
-_Happened = SimpleQueue[Doing | Measurement | BaseException | None]
+_Event = PhaseStarted | Measurement | BaseException | None
+_Happened = SimpleQueue[_Event]
 _AGAIN_SECONDS = 0.2  # a worker that is just starting cannot be killed yet
 _FIRST = 4  # plans: what runs now, with and without FP8, what runs where nothing is known, and one other
 # The share of the remaining time that the next stage may take at the pace of the last one; later
@@ -37,7 +38,7 @@ _SHARE = 0.5
 _GROWTH = 2
 
 
-def measured_within(laboratory: Laboratory, work: Sequence[Work], deadline: float) -> Generator[Event, None, None]:
+def measured_within(setup: DeviceSetup, work: Sequence[Work], deadline: float) -> Generator[Event, None, None]:
     """What happens, as it happens, until all is measured or ``time.monotonic()`` has reached the deadline.
 
     The plans of a case are measured in their order, some at a time, each lot beside the
@@ -46,47 +47,49 @@ def measured_within(laboratory: Laboratory, work: Sequence[Work], deadline: floa
     No process is left when the iterator ends or is closed; whatever goes wrong is raised here.
     """
     happened: _Happened = SimpleQueue()
-    line = Line(laboratory)
-    thread = threading.Thread(target=_work, args=(line, work, deadline, happened), name="attnbench-autotune")
+    sweep = DeviceSweep(setup)
+    thread = threading.Thread(target=_work, args=(sweep, work, deadline, happened), name="attnbench-autotune")
     thread.start()
     total = sum(len(plans) for _, plans in work)
     done: set[tuple[str, Plan]] = set()
     try:
-        while (event := _next(happened, line, deadline)) is not None:
+        while (event := _next(happened, sweep, deadline)) is not None:
             if isinstance(event, BaseException):
                 raise event
-            if isinstance(event, Doing):
+            if isinstance(event, PhaseStarted):
                 yield Started(len(done), total, event)
             else:
                 done.add(event.key)
                 yield Finished(len(done), total, event, resumed=False)
     finally:
         while thread.is_alive():
-            line.stop()
+            sweep.stop()
             thread.join(_AGAIN_SECONDS)
 
 
-def _next(happened: _Happened, line: Line, deadline: float) -> Doing | Measurement | BaseException | None:
+def _next(
+    happened: _Happened, sweep: DeviceSweep, deadline: float
+) -> PhaseStarted | Measurement | BaseException | None:
     while True:
         left = deadline - time.monotonic()
         if left <= 0:
-            line.stop()
+            sweep.stop()
         try:
             return happened.get(timeout=left if left > 0 else _AGAIN_SECONDS)
         except Empty:
             continue
 
 
-def _work(line: Line, work: Sequence[Work], deadline: float, happened: _Happened) -> None:
+def _work(sweep: DeviceSweep, work: Sequence[Work], deadline: float, happened: _Happened) -> None:
     """In a thread of its own: an interrupt reaches the main one, which then waits until no worker is left."""
     try:
-        with line:
+        with sweep:
             firsts: dict[str, Plan] = {}  # by the forward: its other plans run in the same process
             for plan in (plan for _, plans in work for plan in plans):
                 firsts.setdefault(plan.forward, plan)
             # More at once than there are cores would keep the first ones waiting; the rest start when they are asked.
-            line.start(islice(firsts.values(), usable_cores()))
-            for event in _staged(line, work, deadline):
+            sweep.start(islice(firsts.values(), usable_cores()))
+            for event in _staged(sweep, work, deadline):
                 happened.put(event)
     except StoppedError:
         pass
@@ -95,7 +98,7 @@ def _work(line: Line, work: Sequence[Work], deadline: float, happened: _Happened
     happened.put(None)
 
 
-def _staged(line: Line, work: Sequence[Work], deadline: float) -> Iterator[Doing | Measurement]:
+def _staged(sweep: DeviceSweep, work: Sequence[Work], deadline: float) -> Iterator[PhaseStarted | Measurement]:
     pace = math.inf  # seconds per plan of the last stage, including starting and compiling
     most = _FIRST
     for case, plans in work:
@@ -108,7 +111,7 @@ def _staged(line: Line, work: Sequence[Work], deadline: float) -> Iterator[Doing
             stage = [*leading, *waiting[:count]]
             del waiting[:count]
             start = time.monotonic()
-            for event in line.measure(case, stage):
+            for event in sweep.measure(case, stage):
                 if isinstance(event, Measurement):
                     found[event.plan] = event
                 else:

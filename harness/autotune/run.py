@@ -32,15 +32,15 @@ from attnbench.tables.files import check_writable
 from attnbench.tables.table import Table
 from attnbench.tables.user_table import known_tables, update_user_table, user_table_path
 
-from ..measure.setup import INSTALLED, Laboratory
+from ..measure.setup import INSTALLED, DeviceSetup
 from ..measure.timing import Timer
 from ..results.condense import condense
 from ..results.records import Measurement
 from ..sweep.progress import followed
 from ..sweep.run import Event, Finished
-from .asked_specs import Asked, AskedSpecs
+from .asked_specs import AskedSpec, AskedSpecs
 from .deadline import measured_within
-from .tuning import Errand, alone, chosen, errand_of, own_table, shortage
+from .tuning import TuningTask, alone, chosen, own_table, shortage, tuning_task
 
 __all__ = ["Autotune", "Tuned", "autotune"]
 
@@ -150,8 +150,8 @@ class Autotune:
             self.skipped |= dict.fromkeys((asked.spec for asked in waiting), obstacle)
             return self
         try:
-            for laboratory, own in self._by_table(waiting):
-                self._measure_on(laboratory, own, deadline)
+            for setup, own in self._by_table(waiting):
+                self._measure_on(setup, own, deadline)
         finally:
             self._spent += time.monotonic() - start
             if self._outdated:
@@ -175,7 +175,7 @@ class Autotune:
         except NoPlanError as error:
             self.skipped[asked.spec] = str(error).partition("\n")[0]
 
-    def _heard(self) -> list[Asked]:
+    def _heard(self) -> list[AskedSpec]:
         """The specs that may be measured, heaviest first; records why the others may not."""
         found = []
         for asked in self._asked.heaviest_first:
@@ -185,9 +185,9 @@ class Autotune:
                 self.skipped[asked.spec] = f"there is nothing to choose: {asked.named}"
         return found
 
-    def _by_table(self, waiting: Iterable[Asked]) -> Iterator[tuple[Laboratory, list[Asked]]]:
+    def _by_table(self, waiting: Iterable[AskedSpec]) -> Iterator[tuple[DeviceSetup, list[AskedSpec]]]:
         """The specs by table: each spec is measured once, on one device of its table."""
-        places: dict[Path, tuple[torch.device, Environment, dict[AttentionSpec, Asked]]] = {}
+        places: dict[Path, tuple[torch.device, Environment, dict[AttentionSpec, AskedSpec]]] = {}
         environments: dict[torch.device, Environment] = {}
         for asked in waiting:
             device = asked.device
@@ -199,15 +199,15 @@ class Autotune:
             place = places.setdefault(user_table_path(environment), (device, environment, {}))
             place[2].setdefault(asked.spec, asked)
         for device, environment, own in places.values():
-            yield self._laboratory(device, environment), list(own.values())
+            yield self._setup(device, environment), list(own.values())
 
-    def _laboratory(self, device: torch.device, environment: Environment) -> Laboratory:
+    def _setup(self, device: torch.device, environment: Environment) -> DeviceSetup:
         patience = min(_MOST_PATIENCE, (self.seconds - self._spent) / 2)
-        return Laboratory(device, environment, Timer.for_device(device), source=INSTALLED, seconds=patience)
+        return DeviceSetup(device, environment, Timer.for_device(device), source=INSTALLED, seconds=patience)
 
-    def _measure_on(self, laboratory: Laboratory, waiting: Sequence[Asked], deadline: float) -> None:
-        with alone(user_table_path(laboratory.environment), deadline) as ours:
-            work = self._work(laboratory, waiting)
+    def _measure_on(self, setup: DeviceSetup, waiting: Sequence[AskedSpec], deadline: float) -> None:
+        with alone(user_table_path(setup.environment), deadline) as ours:
+            work = self._work(setup, waiting)
             if not ours:
                 late = "another process was measuring for this table all the time"
             elif self.seconds == 0:
@@ -216,62 +216,62 @@ class Autotune:
                 late = f"no time was left of {self.seconds:g} s"
             self.skipped |= dict.fromkeys((each.asked.spec for each in work), late)
             if ours and work and time.monotonic() < deadline:
-                self._measure(laboratory, work, deadline)
+                self._measure(setup, work, deadline)
 
-    def _measure(self, laboratory: Laboratory, work: Sequence[Errand], deadline: float) -> None:
-        left = {errand.case.name: errand for errand in work}
+    def _measure(self, setup: DeviceSetup, work: Sequence[TuningTask], deadline: float) -> None:
+        left = {task.case.name: task for task in work}
         rows: dict[str, dict[Plan, Measurement]] = {name: {} for name in left}
         try:
             every = [(each.case, each.plans) for each in work]
-            with closing(measured_within(laboratory, every, deadline)) as events:
+            with closing(measured_within(setup, every, deadline)) as events:
                 for row in _shown(events):
                     rows[row.case][row.plan] = row
                     if len(rows[row.case]) == len(left[row.case].plans):
-                        self._keep(laboratory, left.pop(row.case), rows[row.case])
+                        self._keep(setup, left.pop(row.case), rows[row.case])
         except BaseException:
             self.skipped |= {each.asked.spec: "measuring was interrupted" for each in left.values()}
             raise
         if left:
             name, under_way = next(iter(left.items()))
-            self._keep(laboratory, under_way, rows[name])
+            self._keep(setup, under_way, rows[name])
 
-    def _work(self, laboratory: Laboratory, waiting: Iterable[Asked]) -> list[Errand]:
+    def _work(self, setup: DeviceSetup, waiting: Iterable[AskedSpec]) -> list[TuningTask]:
         """The work in order; records why the other specs are skipped."""
-        path = user_table_path(laboratory.environment)
-        own = own_table(laboratory.environment)
+        path = user_table_path(setup.environment)
+        own = own_table(setup.environment)
         work = []
         for asked in waiting:
             fp8 = self._fp8 or asked.fp8
             if (path, asked.spec, fp8) in self._done:
                 continue
-            found = errand_of(asked, laboratory, fp8, self._backends, own, self._again)
+            found = tuning_task(asked, setup, fp8, self._backends, own, self._again)
             if isinstance(found, str):
                 self.skipped[asked.spec] = found
                 # By another process, since this one has read the table.
                 there = own.at(asked.spec).keys()
-                self._outdated |= not known_tables(laboratory.device).at(asked.spec).keys() >= there
+                self._outdated |= not known_tables(setup.device).at(asked.spec).keys() >= there
                 continue
-            lacking = shortage(asked.spec, found.plans, laboratory)
+            lacking = shortage(asked.spec, found.plans, setup)
             if lacking is not None:
                 self.skipped[asked.spec] = lacking
                 continue
             work.append(found)
         return work
 
-    def _keep(self, laboratory: Laboratory, errand: Errand, rows: Mapping[Plan, Measurement]) -> None:
+    def _keep(self, setup: DeviceSetup, task: TuningTask, rows: Mapping[Plan, Measurement]) -> None:
         """Add the rows of a spec to the table, or record why they are not added."""
-        asked, plans = errand.asked, errand.plans
-        hasty = laboratory.seconds < _LEAST_PATIENCE
+        asked, plans = task.asked, task.plans
+        hasty = setup.seconds < _LEAST_PATIENCE
         known = [row for row in rows.values() if not (hasty and row.status == "timeout")]
         lost = {str(row.plan): f"{row.status}: {row.reason}" for row in rows.values() if not row.measured}
         whole = len(known) == len(plans)
-        if not (any(row.measured for row in known) if whole else errand.settled_by(known)):
+        if not (any(row.measured for row in known) if whole else task.settled_by(known)):
             cut_off = f"it was not measured whole when {self.seconds:g} s were over"
             said = [f"{plan}: {reason}" for plan, reason in lost.items()]
             self.skipped[asked.spec] = "; ".join([cut_off] * (len(rows) < len(plans)) + said)
             return
         lost |= {str(plan): f"not reached in {self.seconds:g} s" for plan in plans if plan not in rows}
-        path = update_user_table(Table.from_entries(laboratory.environment, condense(known)))
+        path = update_user_table(Table.from_entries(setup.environment, condense(known)))
         self._outdated = True
         if path not in self.tables:
             self.tables.append(path)

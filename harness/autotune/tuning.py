@@ -25,12 +25,12 @@ from attnbench.tables.table import Table
 from attnbench.tables.user_table import user_table_path
 
 from ..cases.case import Case
-from ..measure.setup import Laboratory
+from ..measure.setup import DeviceSetup
 from ..results.records import Measurement
 from ..sweep.run import tasks_of
-from .asked_specs import Asked, Terms, input_bytes
+from .asked_specs import AskedSpec, Terms, input_bytes
 
-__all__ = ["Errand", "alone", "chosen", "errand_of", "own_table", "shortage"]
+__all__ = ["TuningTask", "alone", "chosen", "own_table", "shortage", "tuning_task"]
 
 _POLL_SECONDS = 0.1
 _CONTEXT = 2**29  # GPU memory in bytes that a process needs before its first tensor
@@ -68,7 +68,7 @@ def own_table(environment: Environment) -> Table:
 
 
 @dataclass(frozen=True)
-class Errand:
+class TuningTask:
     """A spec to be measured, with the plans that are lacking, those first that are likeliest to win.
 
     ``heads`` come before all others: what the spec's calls run now, as they asked and as those
@@ -76,7 +76,7 @@ class Errand:
     table is chosen by that alone, so without the times of these an entry could make calls slower.
     """
 
-    asked: Asked
+    asked: AskedSpec
     case: Case
     plans: Sequence[Plan]
     heads: frozenset[Plan]
@@ -90,18 +90,18 @@ class Errand:
         return self.heads <= answered and sum(row.measured for row in rows) > 1
 
 
-def errand_of(
-    asked: Asked, laboratory: Laboratory, fp8: bool, names: Sequence[str], own: Table, again: bool
-) -> Errand | str:
+def tuning_task(
+    asked: AskedSpec, setup: DeviceSetup, fp8: bool, names: Sequence[str], own: Table, again: bool
+) -> TuningTask | str:
     """What of the spec is not in the user's own table yet (``again``: all), or why it cannot be measured.
 
     The plan that is chosen now is always included, whatever the names select and the table holds: another plan counts
     as faster only if both were measured side by side.
     """
-    spec, known = asked.spec, laboratory.registry
+    spec, known = asked.spec, setup.registry
     try:
         case = Case(str(spec), spec)
-        tasks = tasks_of([case], known, laboratory.device, "fp8" if fp8 else spec.dtype, names)
+        tasks = tasks_of([case], known, setup.device, "fp8" if fp8 else spec.dtype, names)
     except MisuseError as error:  # FP8 tensors with descales; or nothing of what the names keep
         return str(error)
     able = [task.plan for task in tasks if task.runs]
@@ -115,7 +115,7 @@ def errand_of(
 
     asking = [each for terms in asked.choices for each in choice(terms, here)]
     others = [each for terms in ((fp8, None), (False, None)) for each in choice(terms, here)]
-    default = [each for each in choice((False, None), Table(laboratory.environment, {})) if each.plan not in there]
+    default = [each for each in choice((False, None), Table(setup.environment, {})) if each.plan not in there]
     heads = [each.plan for each in asking]
     heads += [each.plan for each in (*others, *default) if not names or each.plan in able]
     every = dict.fromkeys([*heads, *_likeliest_first(able, [*asking, *others], known)])
@@ -124,10 +124,10 @@ def errand_of(
         return f"there is nothing to choose: {among} {', '.join(map(str, every))} can serve it"
     if there.keys() >= every.keys():
         return "your table has it already; again=True measures it anew"
-    return Errand(asked, case, [plan for plan in every if plan in heads or plan not in there], frozenset(heads))
+    return TuningTask(asked, case, [plan for plan in every if plan in heads or plan not in there], frozenset(heads))
 
 
-def chosen(asked: Asked, terms: Terms, known: Registry, table: Table | None = None) -> Choice:
+def chosen(asked: AskedSpec, terms: Terms, known: Registry, table: Table | None = None) -> Choice:
     """The choice by the tables, or by this table, even if choices are frozen.  Raises NoPlanError."""
     fp8, max_error = terms
     return choose(asked.spec, asked.device, asked_by="default", fp8=fp8, max_error=max_error, table=table, known=known)
@@ -157,19 +157,19 @@ def _likeliest_first(plans: Iterable[Plan], choices: Iterable[Choice], known: Re
     return sorted(plans, key=lambda plan: best.get(plan, (len(best), 0)))
 
 
-def shortage(spec: AttentionSpec, plans: Sequence[Plan], laboratory: Laboratory) -> str | None:
+def shortage(spec: AttentionSpec, plans: Sequence[Plan], setup: DeviceSetup) -> str | None:
     """What the GPU lacks of memory for the workers, each with a context and inputs of its own; None for nothing.
 
     What torch keeps for this process without using it is given back first.
     """
-    device = laboratory.device
+    device = setup.device
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     # A backend has one process, or one for each of its forwards where these compile.
-    compiling = {name for name, backend in laboratory.registry.backends.items() if backend.compiles}
+    compiling = {name for name, backend in setup.registry.backends.items() if backend.compiles}
     processes = {plan.forward if backend_of(plan.forward) in compiling else backend_of(plan.forward) for plan in plans}
     need = len(processes) * (_CONTEXT + _COPIES * input_bytes(spec))
     if need <= free:

@@ -17,7 +17,7 @@ from attnbench.tables.environment import Environment
 from ..cases.case import Case
 from .timing import Timer
 
-__all__ = ["INSTALLED", "Laboratory", "registry_of"]
+__all__ = ["INSTALLED", "DeviceSetup", "registry_of"]
 
 INSTALLED = "attnbench.kernels.registry:registry"
 
@@ -28,7 +28,7 @@ def registry_of(source: str) -> Registry:
 
 
 @dataclass(frozen=True)
-class Laboratory:
+class DeviceSetup:
     """One device, its environment, how to time on it, and where its workers find the registry.
 
     ``max_error`` replaces the bound of FP8 plans; the others keep that of their precision.

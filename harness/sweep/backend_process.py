@@ -11,13 +11,13 @@ from ..cases.case import Case
 from ..measure.findings import Findings, Opened, Prepared, Visit
 from .worker_process import LostError, Worker
 
-__all__ = ["Seat"]
+__all__ = ["BackendProcess"]
 
 _MOST_REVIVALS = 3  # of a plan that ran before: beyond that its worker does not die of others
 
 
 @dataclass
-class Seat:
+class BackendProcess:
     """One worker, and what it has been told of the open case.
 
     A worker that dies costs the plan that it was asked about.  The others of its backend are

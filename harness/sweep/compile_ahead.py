@@ -15,32 +15,32 @@ from dataclasses import replace
 from attnbench.kernels.plan import Plan, backend_of
 
 from ..cases.case import Case
-from ..measure.setup import Laboratory
+from ..measure.setup import DeviceSetup
 from ..measure.worker import Setting
 from .worker_process import LostError, Worker
 
-__all__ = ["Ahead", "usable_cores"]
+__all__ = ["FirstRuns", "usable_cores"]
 
 _FEWEST = 4  # first runs; fewer are through before more processes have started
 _MOST_PROCESSES = 12  # each holds a context of the device, half a GB
 
 
-class Ahead:
+class FirstRuns:
     """The first runs of a sweep's compiling backends on one GPU, several at a time.
 
     ``first_ms`` is how long each took, by the case's name and plan: its run in the worker that
     measures finds the compiler's work done.  A run that fails here fails there again, and is a row.
     """
 
-    def __init__(self, work: Sequence[tuple[Case, Sequence[Plan]]], laboratory: Laboratory) -> None:
+    def __init__(self, work: Sequence[tuple[Case, Sequence[Plan]]], setup: DeviceSetup) -> None:
         self.first_ms: dict[tuple[str, Plan], float] = {}
-        self._laboratory = laboratory
-        self._waiting = deque(_first_runs(work, laboratory)) if laboratory.device.type == "cuda" else deque()
+        self._setup = setup
+        self._waiting = deque(_first_runs(work, setup)) if setup.device.type == "cuda" else deque()
         count = min(_MOST_PROCESSES, usable_cores() * 3 // 4, len(self._waiting))
         if count < 2 or len(self._waiting) < _FEWEST:
             self._waiting.clear()
             count = 0
-        setting = Setting(laboratory.source, laboratory.timer, 1)
+        setting = Setting(setup.source, setup.timer, 1)
         self._workers = [Worker(setting) for _ in range(count)]
         self._stopped = threading.Event()
 
@@ -72,7 +72,7 @@ class Ahead:
             except IndexError:
                 break
             try:
-                first_ms = worker.ask("compile", case, plan, seconds=self._laboratory.seconds)
+                first_ms = worker.ask("compile", case, plan, seconds=self._setup.seconds)
             except LostError:
                 continue
             self.first_ms[case.name, plan] = first_ms
@@ -84,12 +84,12 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _first_runs(work: Sequence[tuple[Case, Sequence[Plan]]], laboratory: Laboratory) -> list[tuple[Case, Plan]]:
+def _first_runs(work: Sequence[tuple[Case, Sequence[Plan]]], setup: DeviceSetup) -> list[tuple[Case, Plan]]:
     """For each case the plans that have all compiling kernels between them, the one family that is needed left in it.
 
     A plan whose kernels all compile elsewhere is left out: pairs of two such kernels are as many as their product.
     """
-    compiling = {name for name, backend in laboratory.registry.backends.items() if backend.compiles}
+    compiling = {name for name, backend in setup.registry.backends.items() if backend.compiles}
     runs = []
     for case, plans in work:
         covered: set[tuple[int, str]] = set()  # the pass, and the kernel

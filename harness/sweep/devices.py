@@ -14,13 +14,13 @@ from types import TracebackType
 from attnbench.kernels.plan import Plan
 
 from ..cases.case import Case
-from ..measure.setup import Laboratory
+from ..measure.setup import DeviceSetup
 from ..results.records import Measurement, Status
-from .compile_ahead import Ahead
-from .device_sweep import Doing, Line, Phase, StoppedError
+from .compile_ahead import FirstRuns
+from .device_sweep import DeviceSweep, Phase, PhaseStarted, StoppedError
 from .rows import passed_over
 
-__all__ = ["Fleet", "Task"]
+__all__ = ["DeviceSweeps", "Task"]
 
 
 @dataclass(frozen=True)
@@ -43,46 +43,46 @@ class Task:
         return self.case.name, self.plan
 
 
-class Fleet:
-    """One line a laboratory.  Leaving the context ends whatever is under way."""
+class DeviceSweeps:
+    """One sweep a setup.  Leaving the context ends whatever is under way."""
 
-    def __init__(self, laboratories: Sequence[Laboratory]) -> None:
+    def __init__(self, setups: Sequence[DeviceSetup]) -> None:
         self.seconds = 0.0
-        self._laboratories = laboratories
-        self._lines: list[Line] = []
+        self._setups = setups
+        self._sweeps: list[DeviceSweep] = []
         self._threads: list[threading.Thread] = []
         self._stopped = threading.Event()
 
     @property
     def spent(self) -> dict[Phase, float]:
         """Seconds in each phase, of all devices together."""
-        phases = dict.fromkeys(phase for line in self._lines for phase in line.spent)
-        return {phase: sum(line.spent[phase] for line in self._lines) for phase in phases}
+        phases = dict.fromkeys(phase for sweep in self._sweeps for phase in sweep.spent)
+        return {phase: sum(sweep.spent[phase] for sweep in self._sweeps) for phase in phases}
 
     @property
     def notes(self) -> list[str]:
         """What is good to know about the devices."""
-        return [note for line in self._lines for note in line.notes]
+        return [note for sweep in self._sweeps for note in sweep.notes]
 
-    def measured(self, tasks: Sequence[Task]) -> Iterator[Doing | Measurement]:
-        """What happens, as it happens; whatever a line raises is raised here."""
+    def measured(self, tasks: Sequence[Task]) -> Iterator[PhaseStarted | Measurement]:
+        """What happens, as it happens; whatever a sweep raises is raised here."""
         waiting = deque((case, list(group)) for case, group in groupby(tasks, key=lambda task: task.case))
-        happened: SimpleQueue[Doing | Measurement | BaseException | None] = SimpleQueue()
-        lines = [Line(laboratory) for laboratory in self._laboratories[: max(1, len(waiting))]]
-        self._lines = lines
+        happened: SimpleQueue[PhaseStarted | Measurement | BaseException | None] = SimpleQueue()
+        sweeps = [DeviceSweep(setup) for setup in self._setups[: max(1, len(waiting))]]
+        self._sweeps = sweeps
         start = time.perf_counter()
         work = [(case, [task.plan for task in own if task.runs]) for case, own in waiting]
-        ahead = Ahead(work, self._laboratories[0])
-        if ahead.needed:
-            yield Doing("compiling")
-            first_ms = ahead.run()
-            for line in lines:
-                line.first_ms = first_ms
-                line.spent["compiling"] += time.perf_counter() - start
-        self._threads = [threading.Thread(target=self._work, args=(line, waiting, happened)) for line in lines]
+        first_runs = FirstRuns(work, self._setups[0])
+        if first_runs.needed:
+            yield PhaseStarted("compiling")
+            first_ms = first_runs.run()
+            for sweep in sweeps:
+                sweep.first_ms = first_ms
+                sweep.spent["compiling"] += time.perf_counter() - start
+        self._threads = [threading.Thread(target=self._work, args=(sweep, waiting, happened)) for sweep in sweeps]
         for thread in self._threads:
             thread.start()
-        working = len(lines)
+        working = len(sweeps)
         while working:
             event = happened.get()
             if event is None:
@@ -91,17 +91,17 @@ class Fleet:
                 raise event
             else:
                 yield event
-        self.seconds = (time.perf_counter() - start) * len(lines)
+        self.seconds = (time.perf_counter() - start) * len(sweeps)
 
     def _work(
         self,
-        line: Line,
+        sweep: DeviceSweep,
         waiting: deque[tuple[Case, list[Task]]],
-        happened: SimpleQueue[Doing | Measurement | BaseException | None],
+        happened: SimpleQueue[PhaseStarted | Measurement | BaseException | None],
     ) -> None:
         try:
-            with line:
-                line.start([task.plan for _, tasks in waiting for task in tasks if task.runs])
+            with sweep:
+                sweep.start([task.plan for _, tasks in waiting for task in tasks if task.runs])
                 while waiting and not self._stopped.is_set():
                     try:
                         case, tasks = waiting.popleft()
@@ -109,8 +109,8 @@ class Fleet:
                         break
                     for task in tasks:
                         if not task.runs:
-                            happened.put(passed_over(case, task.plan, task.status, task.reasons, line.laboratory))
-                    for event in line.measure(case, [task.plan for task in tasks if task.runs]):
+                            happened.put(passed_over(case, task.plan, task.status, task.reasons, sweep.setup))
+                    for event in sweep.measure(case, [task.plan for task in tasks if task.runs]):
                         happened.put(event)
         except StoppedError:
             pass
@@ -118,14 +118,14 @@ class Fleet:
             happened.put(error)
         happened.put(None)
 
-    def __enter__(self) -> Fleet:
+    def __enter__(self) -> DeviceSweeps:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stopped.set()
-        for line in self._lines:
-            line.stop()
+        for sweep in self._sweeps:
+            sweep.stop()
         for thread in self._threads:
             thread.join()

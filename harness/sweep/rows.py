@@ -15,7 +15,7 @@ from ..measure.accuracy import Judgements, TensorName
 from ..measure.clocks import Conditions
 from ..measure.findings import Findings, Opened, Prepared, Side
 from ..measure.peaks import peak_share
-from ..measure.setup import Laboratory
+from ..measure.setup import DeviceSetup
 from ..measure.timing import LATE_MS
 from ..measure.verdict import judge
 from ..results.records import LONGEST_REASON, Correctness, Measurement, Performance, Status
@@ -31,7 +31,7 @@ def passed_over(
     plan: Plan,
     status: Status,
     reasons: Sequence[str],
-    laboratory: Laboratory,
+    setup: DeviceSetup,
     ran: Mapping[Side, list[str]] = MappingProxyType({}),
     check: str | None = None,
 ) -> Measurement:
@@ -45,7 +45,7 @@ def passed_over(
         check=check,
         ran=dict(ran),
         started=datetime.now(timezone.utc),
-        environment=laboratory.environment,
+        environment=setup.environment,
     )
 
 
@@ -58,14 +58,14 @@ def measured(
     findings: Findings,
     gpu: Conditions | None,
     started: datetime,
-    laboratory: Laboratory,
+    setup: DeviceSetup,
 ) -> Measurement:
     """The row of a plan that was timed and judged; a time that cannot be makes it an error."""
-    share = peak_share(plan, case.spec, samples.time_ms, laboratory.environment.device_name)
+    share = peak_share(plan, case.spec, samples.time_ms, setup.environment.device_name)
     if share is not None and share > 1:
         said = f"{share:.0%} of the device's peak: the time or the count of operations is wrong"
-        return passed_over(case, plan, "error", [said], laboratory, prepared.ran, "peak")
-    bound = laboratory.bound(plan, case)
+        return passed_over(case, plan, "error", [said], setup, prepared.ran, "peak")
+    bound = setup.bound(plan, case)
     settled = findings.settled and samples.late_ms < LATE_MS
     verdict = judge(replace(findings, bound=bound, settled=settled))
     return Measurement(
@@ -75,7 +75,7 @@ def measured(
         status=verdict.status,
         reason=verdict.reason,
         check=verdict.check,
-        emulated=laboratory.registry.emulated(plan, laboratory.device.type),
+        emulated=setup.registry.emulated(plan, setup.device.type),
         ran=dict(prepared.ran),
         correctness_=Correctness(
             error=_errors(findings.judged),
@@ -85,7 +85,7 @@ def measured(
                 for family, each in findings.judged.items()
             },
             bound=bound,
-            declared_error=laboratory.registry.declared_error(plan, case.spec, describe(laboratory.device)),
+            declared_error=setup.registry.declared_error(plan, case.spec, describe(setup.device)),
             truth=opened.truth,
             drawn_on=opened.drawn_on,
             deterministic=findings.deterministic,
@@ -104,7 +104,7 @@ def measured(
             gpu=gpu,
         ),
         started=started,
-        environment=laboratory.environment,
+        environment=setup.environment,
     )
 
 

@@ -16,11 +16,11 @@ from attnbench.kernels.registry import Registry
 from attnbench.problem.spec import AttentionSpec
 
 from ..cases.case import Case, admits
-from ..measure.setup import Laboratory
+from ..measure.setup import DeviceSetup
 from ..results.records import Measurement, Status
 from ..results.store import Store
-from .device_sweep import Doing, Phase
-from .devices import Fleet, Task
+from .device_sweep import Phase, PhaseStarted
+from .devices import DeviceSweeps, Task
 
 __all__ = ["Ended", "Event", "Finished", "Started", "Task", "run_sweep", "tasks_of"]
 
@@ -33,7 +33,7 @@ class Started:
 
     index: int
     total: int
-    doing: Doing
+    doing: PhaseStarted
 
 
 @dataclass(frozen=True)
@@ -88,17 +88,17 @@ def tasks_of(
     return tasks
 
 
-def run_sweep(tasks: Sequence[Task], laboratories: Sequence[Laboratory], store: Store) -> Iterator[Event]:
+def run_sweep(tasks: Sequence[Task], setups: Sequence[DeviceSetup], store: Store) -> Iterator[Event]:
     """Measure the tasks that the store does not hold yet, writing each row before it is yielded.
 
-    Each laboratory's device takes the next case that none has taken.  Raises MisuseError,
+    Each setup's device takes the next case that none has taken.  Raises MisuseError,
     before anything runs, where a row of the store was measured on another spec or judged by
     another bound than its task would be; OutputError where a row cannot be written.
     """
     done = store.done
     for task in tasks:
         if task.key in done:
-            _check_resumable(task, done[task.key], laboratories[0])
+            _check_resumable(task, done[task.key], setups[0])
     index, total = 0, sum(task.runs for task in tasks)
     runs = {task.key: task.runs for task in tasks}
     for row in list(store.rows):
@@ -106,15 +106,15 @@ def run_sweep(tasks: Sequence[Task], laboratories: Sequence[Laboratory], store: 
             index += runs[row.key]
             yield Finished(index, total, row, resumed=True)
     remaining = [task for task in tasks if task.key not in done]
-    with Fleet(laboratories) as fleet:
-        for event in fleet.measured(remaining):
-            if isinstance(event, Doing):
+    with DeviceSweeps(setups) as sweeps:
+        for event in sweeps.measured(remaining):
+            if isinstance(event, PhaseStarted):
                 yield Started(index, total, event)
             else:
                 store.append(event)
                 index += runs[event.key]
                 yield Finished(index, total, event, resumed=False)
-        yield Ended(fleet.spent, fleet.seconds, tuple(fleet.notes))
+        yield Ended(sweeps.spent, sweeps.seconds, tuple(sweeps.notes))
 
 
 def _check(name: str, registry: Registry) -> None:
@@ -170,7 +170,7 @@ def _named(name: str, spec: AttentionSpec, registry: Registry, listed: list[Plan
         return [plan for plan in listed if plan.backward == name]
 
 
-def _check_resumable(task: Task, row: Measurement, laboratory: Laboratory) -> None:
+def _check_resumable(task: Task, row: Measurement, setup: DeviceSetup) -> None:
     if row.spec != task.case.spec:
         raise MisuseError(f"the results to resume hold a case {row.case!r} of another spec; use another folder (--out)")
     if row.measured and row.error.keys() != set(task.case.families):
@@ -178,7 +178,7 @@ def _check_resumable(task: Task, row: Measurement, laboratory: Laboratory) -> No
             f"the results to resume took the errors of {row.case!r} on {', '.join(row.error)}, "
             f"not {', '.join(task.case.families)}; use another folder (--out)"
         )
-    bound = laboratory.bound(task.plan, task.case)
+    bound = setup.bound(task.plan, task.case)
     if row.measured and row.correctness.bound != bound:
         raise MisuseError(
             f"the results to resume were judged by an error of {row.correctness.bound:g}, not {bound:g}; "

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from attnbench.harness.cases.case import Case
-from attnbench.harness.measure.setup import Laboratory, registry_of
+from attnbench.harness.measure.setup import DeviceSetup, registry_of
 from attnbench.harness.measure.timing import Timer
-from attnbench.harness.sweep.device_sweep import Doing, Line
+from attnbench.harness.sweep.device_sweep import DeviceSweep, PhaseStarted
 from attnbench.harness.sweep.worker_process import Worker
 from attnbench.kernels.plan import Plan
 from attnbench.problem.spec import AttentionSpec
@@ -32,11 +32,11 @@ def test_a_call_that_cannot_be_recorded_is_timed_as_it_is_and_so_are_its_neighbo
 
     monkeypatch.setattr(Worker, "start", start)
     here = Environment.detect(device, registry_of(SOURCE))
-    with Line(Laboratory(device, here, Timer.for_device(device), source=SOURCE)) as line:
+    with DeviceSweep(DeviceSetup(device, here, Timer.for_device(device), source=SOURCE)) as line:
         rows = {
             event.plan: event
             for event in line.measure(Case("short", SPEC, ("normal", "outlier")), PLANS)
-            if not isinstance(event, Doing)
+            if not isinstance(event, PhaseStarted)
         }
         (worker,) = workers
         assert worker.generation == 2

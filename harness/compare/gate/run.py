@@ -14,7 +14,7 @@ from attnbench.errors import AttnbenchError, MisuseError
 from attnbench.kernels.registry import Registry
 from attnbench.tables.environment import Environment
 
-from ...measure.setup import INSTALLED, Laboratory, registry_of
+from ...measure.setup import INSTALLED, DeviceSetup, registry_of
 from ...results.records import Measurement
 from ...results.store import Store
 from ...sweep.run import Finished, run_sweep
@@ -81,13 +81,13 @@ def run_gate(
     if not wanted:
         raise MisuseError(f"{base} has no row to gate: none has numbers and inputs that can be drawn again")
     recorded = None if base_python is not None else _recorded(base, wanted, environment)
-    laboratory = Laboratory(device, environment, brief_timer(device), source, seconds=SECONDS)
+    setup = DeviceSetup(device, environment, brief_timer(device), source, seconds=SECONDS)
     same_gpu = all(row.environment.uuid_hash == environment.uuid_hash for row in wanted.values())
     rows = gate_rows(list(wanted.values()), terms, device, costs, recorded, same_gpu=same_gpu)
     with Sides(device, base_python, source) as sides:
         sides.start([row.question for row in rows])
         sides.introduce(rows[0].question, say)
-        new = _first_look(list(wanted.values()), registry, laboratory, folder, say)
+        new = _first_look(list(wanted.values()), registry, setup, folder, say)
         running = [row for row in rows if row.question.key in new and new[row.question.key].measured]
         Gate(sides, start + minutes * 60, say).run(running)
     regression = outcomes(wanted, new, running, terms)
@@ -119,15 +119,15 @@ def _recorded(base: Path, wanted: Mapping[Key, Measurement], environment: Enviro
 def _first_look(
     rows: Sequence[Measurement],
     registry: Registry,
-    laboratory: Laboratory,
+    setup: DeviceSetup,
     folder: Path,
     say: Callable[[str], object],
 ) -> dict[Key, Measurement]:
     """NEW's row of each: errors, memory, the first run, and whether it runs at all."""
     say(f"a first look at {len(rows)} rows")
-    asked = list(tasks(rows, registry, laboratory.device))
-    with Store(folder, laboratory.environment) as store:
-        events = run_sweep(asked, [laboratory], store)
+    asked = list(tasks(rows, registry, setup.device))
+    with Store(folder, setup.environment) as store:
+        events = run_sweep(asked, [setup], store)
         return {event.row.key: event.row for event in events if isinstance(event, Finished)}
 
 

@@ -22,17 +22,17 @@ from attnbench.tables.environment import Environment
 
 from ...cases.case import Case
 from ...cases.inputs import DEFAULT_FAMILIES
-from ...measure.setup import Laboratory
+from ...measure.setup import DeviceSetup
 from ...measure.timing import COSTS, Cost, Timer
 from ...results.records import Measurement, Status
-from ...sweep.device_sweep import Line
+from ...sweep.device_sweep import DeviceSweep
 from ...sweep.rows import passed_over
 from .samples import Benchmark, Replay, hand_over
 
 if TYPE_CHECKING:
     from .gate import Gatekeeper, GateVerdict
 
-__all__ = ["AttentionBenchmark", "Stations", "unlike"]
+__all__ = ["AttentionBenchmark", "SessionDevices", "unlike"]
 
 # Of a row, beside its samples: what was measured, how, and how wrong it is.
 _TOLD = (
@@ -54,7 +54,7 @@ _TOLD = (
 )
 
 
-class Stations:
+class SessionDevices:
     """The devices that a pytest session has measured on, each with its backends' processes until the session ends.
 
     ``most_seconds`` is how long a plan's samples may take at the most; a device's own limit
@@ -63,37 +63,37 @@ class Stations:
 
     def __init__(self, most_seconds: float) -> None:
         self._most_seconds = most_seconds
-        self._lines: dict[torch.device, Line] = {}
+        self._sweeps: dict[torch.device, DeviceSweep] = {}
         self._open = ExitStack()
 
     @property
     def environments(self) -> dict[str, Environment]:
         """By the name of the device."""
-        return {str(device): line.laboratory.environment for device, line in self._lines.items()}
+        return {str(device): sweep.setup.environment for device, sweep in self._sweeps.items()}
 
     def measure(self, case: Case, plan: Plan, device: torch.device, max_error: float | None, once: bool) -> Measurement:
         """The row of one plan; ``once``: with as few samples as a row can have."""
-        line = self._line(device, once)
-        line.laboratory = replace(line.laboratory, max_error=max_error)
-        status, reasons = line.laboratory.registry.reasons(plan, case.spec, describe(device))
+        sweep = self._sweep(device, once)
+        sweep.setup = replace(sweep.setup, max_error=max_error)
+        status, reasons = sweep.setup.registry.reasons(plan, case.spec, describe(device))
         if status != "ok":
             known: Status = "refused" if status == "refused" else "unavailable"
-            return passed_over(case, plan, known, reasons, line.laboratory)
+            return passed_over(case, plan, known, reasons, sweep.setup)
         _quiet()
-        (row,) = [event for event in line.measure(case, [plan]) if isinstance(event, Measurement)]
+        (row,) = [event for event in sweep.measure(case, [plan]) if isinstance(event, Measurement)]
         return row
 
-    def _line(self, device: torch.device, once: bool) -> Line:
-        if device not in self._lines:
+    def _sweep(self, device: torch.device, once: bool) -> DeviceSweep:
+        if device not in self._sweeps:
             timer = Timer.for_device(device)
             timer = replace(timer, limit=min(timer.limit, self._most_seconds))
             if once:
                 timer = replace(timer, visit=0.0, limit=0.0, fewest=1)
-            laboratory = Laboratory(device, Environment.detect(device, registry()), timer)
-            self._lines[device] = self._open.enter_context(Line(laboratory))
-        return self._lines[device]
+            setup = DeviceSetup(device, Environment.detect(device, registry()), timer)
+            self._sweeps[device] = self._open.enter_context(DeviceSweep(setup))
+        return self._sweeps[device]
 
-    def __enter__(self) -> Stations:
+    def __enter__(self) -> SessionDevices:
         return self
 
     def __exit__(
@@ -109,11 +109,11 @@ class AttentionBenchmark:
     """
 
     def __init__(
-        self, benchmark: Benchmark, clock: Replay | None, stations: Stations, gatekeeper: Gatekeeper | None = None
+        self, benchmark: Benchmark, clock: Replay | None, devices: SessionDevices, gatekeeper: Gatekeeper | None = None
     ) -> None:
         if clock is None:
             raise MisuseError("attention_benchmark is asked for as an argument, of the test or of a fixture of it")
-        self._benchmark, self._clock, self._stations = benchmark, clock, stations
+        self._benchmark, self._clock, self._devices = benchmark, clock, devices
         self._gatekeeper = gatekeeper
 
     def __call__(
@@ -184,7 +184,7 @@ class AttentionBenchmark:
             raise MisuseError(f"max_error is for FP8 plans, and {plan} is none")
         if cost not in COSTS or (cost == "backward" and not spec.training):
             raise MisuseError(f"a cost of {spec} is one of {', '.join(_costs(spec))}, not {cost!r}")
-        return self._stations.measure(case, plan, place, max_error, self._benchmark.disabled), place
+        return self._devices.measure(case, plan, place, max_error, self._benchmark.disabled), place
 
     def _gate(self, row: Measurement, cost: Cost, device: torch.device) -> GateVerdict | None:
         """What the older environment shows of the row; None where nothing is to be held against it."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from .fixture import AttentionBenchmark, Stations
+    from .fixture import AttentionBenchmark, SessionDevices
     from .gate import Gatekeeper
     from .samples import Benchmark, Replay
 
@@ -23,7 +23,7 @@ __all__ = ["attention_benchmark"]
 
 _ENTRY = "attnbench"  # of machine_info
 _clock: pytest.StashKey[Replay] = pytest.StashKey()
-_stations: pytest.StashKey[Stations] = pytest.StashKey()
+_devices: pytest.StashKey[SessionDevices] = pytest.StashKey()
 _gate: pytest.StashKey[tuple[Path, float, float]] = pytest.StashKey()  # the old Python, the limit, the minutes
 
 
@@ -71,7 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture
 def attention_benchmark(
     request: pytest.FixtureRequest,
-    _attention_stations: Stations,
+    _attention_devices: SessionDevices,
     _attention_gatekeeper: Gatekeeper | None,
     benchmark: Benchmark,
 ) -> AttentionBenchmark:
@@ -83,19 +83,19 @@ def attention_benchmark(
     from .fixture import AttentionBenchmark
 
     clock = request.node.stash.get(_clock, None)
-    return AttentionBenchmark(benchmark, clock, _attention_stations, _attention_gatekeeper)
+    return AttentionBenchmark(benchmark, clock, _attention_devices, _attention_gatekeeper)
 
 
 @pytest.fixture(scope="session")
-def _attention_stations(pytestconfig: pytest.Config) -> Iterator[Stations]:
+def _attention_devices(pytestconfig: pytest.Config) -> Iterator[SessionDevices]:
     limit = pytestconfig.getoption("benchmark_max_time", None)
     if limit is None:
         pytest.fail("attention_benchmark needs pytest-benchmark, which is not installed or was switched off", False)
-    from .fixture import Stations
+    from .fixture import SessionDevices
 
-    with Stations(float(limit)) as stations:
-        pytestconfig.stash[_stations] = stations
-        yield stations
+    with SessionDevices(float(limit)) as devices:
+        pytestconfig.stash[_devices] = devices
+        yield devices
 
 
 @pytest.fixture(scope="session")
@@ -126,9 +126,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
     """Add the environment of each device that something was measured on, and nothing to other sessions."""
-    stations = config.stash.get(_stations, None)
-    if stations is not None and stations.environments:
-        machine_info[_ENTRY] = {name: each.to_dict() for name, each in stations.environments.items()}
+    devices = config.stash.get(_devices, None)
+    if devices is not None and devices.environments:
+        machine_info[_ENTRY] = {name: each.to_dict() for name, each in devices.environments.items()}
 
 
 @pytest.hookimpl(optionalhook=True, wrapper=True)

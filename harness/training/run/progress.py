@@ -14,12 +14,12 @@ from attnbench.text.printable import printable
 
 from ..rows import TrainingRun
 
-__all__ = ["Told", "telling"]
+__all__ = ["ProgressCallback", "progress_shown"]
 
 _LINES_A_RUN = 5
 
 
-class Told(Protocol):
+class ProgressCallback(Protocol):
     """What is called after every step."""
 
     def __call__(self, row: TrainingRun) -> None:
@@ -27,7 +27,7 @@ class Told(Protocol):
 
 
 @contextmanager
-def telling(console: Console, runs: int, *, silent: bool = False) -> Iterator[Told]:
+def progress_shown(console: Console, runs: int, *, silent: bool = False) -> Iterator[ProgressCallback]:
     """Show ``runs`` runs on the console as they go; nothing where ``silent``, as on all ranks but one."""
     if silent:
         yield lambda row: None

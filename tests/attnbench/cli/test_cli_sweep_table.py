@@ -27,7 +27,7 @@ def sweep(tmp_path, monkeypatch):
     def run(*, update=True, meanwhile=lambda: None):
         said_before = []
 
-        def measures(tasks, laboratories, store):
+        def measures(tasks, setups, store):
             said_before.append(sys.stderr.getvalue() if hasattr(sys.stderr, "getvalue") else "")
             meanwhile()
             for row in ROWS:

@@ -177,7 +177,7 @@ def test_a_row_that_changed_changes_its_line_alone(tmp_path):
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt(), OutputError("no room"), None])
 def test_only_a_sweep_that_ends_writes_tables(stop, monkeypatch, tmp_path, capsys):
-    def run_sweep(tasks, laboratories, store):
+    def run_sweep(tasks, setups, store):
         store.append(row())
         if stop is not None:
             raise stop

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import paced
 import pytest
 from paced import HANG_SECONDS, HOW, spec
-from planted import laboratory
+from planted import setup
 from tunable import (
     FAST,
     SLOW,
@@ -80,7 +80,7 @@ def test_what_takes_most_of_the_program_s_time_comes_first(unmeasured):
 
 def test_rows_come_case_by_case():
     work = [(Case(str(each), each), [Plan(SLOW), Plan(FAST)]) for each in (spec(64), spec(32))]
-    events = list(measured_within(laboratory(paced.SOURCE), work, time.monotonic() + 300))
+    events = list(measured_within(setup(paced.SOURCE), work, time.monotonic() + 300))
     rows = [event.row for event in events if isinstance(event, Finished)]
     assert [(row.spec, row.status) for row in rows] == [(spec(length), "ok") for length in (64, 64, 32, 32)]
     assert {str(row.plan) for row in rows[:2]} == {str(row.plan) for row in rows[2:]} == {SLOW, FAST}

@@ -9,7 +9,7 @@ import time
 import paced
 from paced import spec
 from places import SUPPORT
-from planted import laboratory
+from planted import setup
 from tunable import FAST, SLOW, own_path, rows_of, tensors
 
 import attnbench
@@ -49,7 +49,7 @@ def test_of_two_processes_one_measures_and_the_other_finds_it_in_the_table(tmp_p
 
 def test_what_another_process_has_measured_since_is_chosen_by(planted):
     assert explain(*tensors()).basis == "rule"
-    here = laboratory(paced.SOURCE).environment
+    here = setup(paced.SOURCE).environment
     # As another process does: this one has read its tables.
     Table.from_entries(here, condense(rows_of(32))).save(own_path())
     tuned = attnbench.autotune(60, backends=(SLOW, FAST))

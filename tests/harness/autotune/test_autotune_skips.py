@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from paced import spec
-from planted import CPU, laboratory
+from planted import CPU, setup
 from tunable import FAST, SLOW, replayed, rows_of, tensors
 
 import attnbench
@@ -119,7 +119,7 @@ def test_a_gpu_without_room_is_said_and_not_tried(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 2**40))
-    lab = replace(laboratory(INSTALLED), device=torch.device("cuda", 0))
+    lab = replace(setup(INSTALLED), device=torch.device("cuda", 0))
     large = attnbench.AttentionSpec.make(batch=1, heads=16, seqlen_q=2**16, head_dim=128)
     assert "GB are free" in shortage(large, [Plan("sdpa-flash:bf16")], lab)
     free[0] = 2**36

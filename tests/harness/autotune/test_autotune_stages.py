@@ -12,19 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paced import HOW, spec
 from patience import PATIENCE
-from planted import laboratory
+from planted import setup
 from tunable import BREAKS, FAST, FP8, SLOW, children
 
 from attnbench.harness.autotune import deadline as module
 from attnbench.harness.autotune.deadline import measured_within
 from attnbench.harness.cases.case import Case
-from attnbench.harness.sweep.device_sweep import Doing, StoppedError
+from attnbench.harness.sweep.device_sweep import PhaseStarted, StoppedError
 from attnbench.harness.sweep.run import Finished, Started
 from attnbench.kernels.plan import Plan
 
 PLANS = [Plan(f"paced:bf16-{number}") for number in range(10)]
 CASES = [Case(str(spec(length)), spec(length)) for length in (64, 32, 16)]
-HERE = laboratory(paced.SOURCE)
+HERE = setup(paced.SOURCE)
 
 
 def row(case, plan, call_ms=1.0, status="ok"):
@@ -48,7 +48,7 @@ class Bench:
         self.starting, self.each, self.call_ms, self.hangs = starting, each, call_ms, hangs
         self.now, self.stages, self.started = 0.0, [], []
         self.stopped = threading.Event()
-        patch.setattr(module, "Line", lambda lab: self)
+        patch.setattr(module, "DeviceSweep", lambda lab: self)
         if clock:
             patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
 
@@ -66,7 +66,7 @@ class Bench:
 
     def measure(self, case, plans):
         self.stages.append((case, list(plans)))
-        yield Doing("preparing", case)
+        yield PhaseStarted("preparing", case)
         if any(map(self.hangs, plans)):
             self.stopped.wait(PATIENCE)
             raise StoppedError
@@ -179,7 +179,7 @@ def test_real_workers_have_rows_of_the_first_plans_while_a_later_one_hangs(monke
     others = children()
     plans = [Plan(name) for name in (SLOW, FAST, BREAKS, FP8)]
     # The hang comes in the second stage; of the time there is enough for ever.
-    events = measured_within(laboratory(paced.SOURCE), [(CASES[0], plans)], time.monotonic() + 6000)
+    events = measured_within(setup(paced.SOURCE), [(CASES[0], plans)], time.monotonic() + 6000)
     rows, stages = [], 0
     for event in events:
         if isinstance(event, Finished):

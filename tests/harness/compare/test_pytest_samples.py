@@ -10,7 +10,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from pytest_benchmark.utils import NameWrapper
 
 from attnbench.errors import AttnbenchError, MisuseError
-from attnbench.harness.compare.pytest_plugin.fixture import AttentionBenchmark, Stations
+from attnbench.harness.compare.pytest_plugin.fixture import AttentionBenchmark, SessionDevices
 from attnbench.harness.compare.pytest_plugin.samples import Replay, hand_over
 
 
@@ -92,4 +92,4 @@ def test_a_clock_that_is_not_ours_is_noticed() -> None:
 def test_a_fixture_without_its_clock_is_a_misuse() -> None:
     """As where it was asked for by request.getfixturevalue, too late for pytest-benchmark to be told."""
     with pytest.raises(MisuseError, match="as an argument"):
-        AttentionBenchmark(real(BenchmarkFixture, Replay()), None, Stations(1.0))
+        AttentionBenchmark(real(BenchmarkFixture, Replay()), None, SessionDevices(1.0))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from flat import changed
-from planted import REPORTED, laboratory
+from planted import REPORTED, setup
 from reported import lost
 from rich.console import Console
 
@@ -35,7 +35,7 @@ PLAIN = Detail(sqnr_db=20.0, worst_head=0.1, worst_row=0.1, bias=0.0, nonfinite=
 def sweep(folder, console):
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=64, head_dim=16)
     cases = [Case("first", spec), Case("second", spec.replace(direction="training"))]
-    lab = laboratory("planted:reported")
+    lab = setup("planted:reported")
     with Store(folder, lab.environment) as store:
         return list(followed(run_sweep(tasks_of(cases, lab.registry, CPU, "fp8"), [lab], store), console))
 

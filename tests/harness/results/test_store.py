@@ -14,7 +14,7 @@ import pytest
 import torch
 from patience import PATIENCE
 from places import SUPPORT
-from planted import laboratory
+from planted import setup
 
 from attnbench.errors import MalformedFileError, MisuseError, OutputError
 from attnbench.harness.cases.case import Case
@@ -27,7 +27,7 @@ from attnbench.problem.spec import AttentionSpec
 from examples import examples
 
 CPU = torch.device("cpu")
-LAB = laboratory()
+LAB = setup()
 HERE = LAB.environment
 SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=8, head_dim=16)
 
@@ -36,7 +36,7 @@ SWEEP = "import sys; from pathlib import Path; from test_store import sweep; swe
 
 def sweep(folder: Path, source: str = "planted:healthy") -> None:
     """A sweep into the folder, in this process or in one that is killed."""
-    lab = laboratory(source)
+    lab = setup(source)
     cases = [Case(f"case {n}", AttentionSpec.make(batch=1, heads=1, seqlen_q=8 + n, head_dim=8)) for n in range(6)]
     with Store(folder, lab.environment, resume=True) as store:
         for _ in run_sweep(tasks_of(cases, lab.registry, lab.device, "fp8", ["wide", "picky"]), [lab], store):

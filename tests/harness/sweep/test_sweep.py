@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from flat import changed
-from planted import BACKWARD_FAULTS, FAULTS, FakeBackward, FakeForward, backend, healthy, laboratory
+from planted import BACKWARD_FAULTS, FAULTS, FakeBackward, FakeForward, backend, healthy, setup
 
 from attnbench.errors import MisuseError, UnknownBackendError
 from attnbench.harness.cases.case import Case
@@ -37,7 +37,7 @@ def swept(folder, lab, cases, names=(), dtype="fp8", resume=False):
 def whole(tmp_path_factory):
     """A sweep that nothing disturbs, with a case that no machine holds in its middle."""
     folder = tmp_path_factory.mktemp("whole")
-    return *swept(folder, laboratory(), [FORWARD, HUGE, TRAINING]), folder
+    return *swept(folder, setup(), [FORWARD, HUGE, TRAINING]), folder
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def rows(whole):
 
 @pytest.fixture(scope="module")
 def faulty_rows(tmp_path_factory):
-    lab = laboratory("planted:faulty")
+    lab = setup("planted:faulty")
     names = [*FAULTS, "bad:bf16-good", *(f"reference:fp32>{name}" for name in BACKWARD_FAULTS)]
     return swept(tmp_path_factory.mktemp("faulty"), lab, [FORWARD, TRAINING], names)[0]
 
@@ -151,7 +151,7 @@ def test_faults_of_a_backward(faulty_rows, name):
 
 
 def test_a_time_that_cannot_be_is_an_error_and_a_possible_one_a_share(tmp_path, monkeypatch):
-    lab = laboratory()
+    lab = setup()
     for folder, peak in {"slow": 1e-9, "fast": 1e3}.items():
         monkeypatch.setitem(PEAK_TFLOPS, lab.environment.device_name, {"bf16": peak})
         row = swept(tmp_path / folder, lab, [FORWARD], ["wide"])[0]["forward", "wide:bf16"]
@@ -170,7 +170,7 @@ def test_a_case_too_large_for_the_machine_costs_its_own_rows(rows):
 
 
 def test_max_error_is_the_bound_of_fp8_plans_alone(tmp_path):
-    rows, _ = swept(tmp_path, laboratory(max_error=0.011), [FORWARD], ["wide", "small"])
+    rows, _ = swept(tmp_path, setup(max_error=0.011), [FORWARD], ["wide", "small"])
     assert rows["forward", "small:fp8"].status == "inaccurate"
     assert "beyond 0.011" in rows["forward", "small:fp8"].reason
     assert rows["forward", "wide:bf16"].correctness.bound == 0.01
@@ -221,7 +221,7 @@ def test_nothing_left_to_measure_is_misuse():
 
 
 def test_events_count_and_rows_are_on_disk_when_they_are_told(tmp_path):
-    lab = laboratory()
+    lab = setup()
     tasks = tasks_of([FORWARD], lab.registry, CPU, "fp8", ["reference", "absent"])
     runs = {task.key: task.runs for task in tasks}
     assert len(set(runs.values())) == 2  # some can be measured, and some not
@@ -244,7 +244,7 @@ def test_events_count_and_rows_are_on_disk_when_they_are_told(tmp_path):
 
 
 def test_what_was_measured_is_not_measured_again(whole, rows):
-    again, events = swept(whole[2], laboratory(), [FORWARD, HUGE, TRAINING], resume=True)
+    again, events = swept(whole[2], setup(), [FORWARD, HUGE, TRAINING], resume=True)
     assert again == rows
     assert all(event.resumed for event in events if isinstance(event, Finished))
     assert not any(isinstance(event, Started) for event in events)
@@ -253,10 +253,10 @@ def test_what_was_measured_is_not_measured_again(whole, rows):
 def test_resuming_another_question_is_refused(whole, rows):
     other = Case("forward", FORWARD.spec.replace(seqlen_q=65, seqlen_kv=65))
     with pytest.raises(MisuseError, match="another spec"):
-        swept(whole[2], laboratory(), [other], resume=True)
+        swept(whole[2], setup(), [other], resume=True)
     with pytest.raises(MisuseError, match=r"0\.12, not 0\.05"):
-        swept(whole[2], laboratory(max_error=0.05), [FORWARD], resume=True)
-    assert swept(whole[2], laboratory(), [FORWARD], resume=True)[0] == rows
+        swept(whole[2], setup(max_error=0.05), [FORWARD], resume=True)
+    assert swept(whole[2], setup(), [FORWARD], resume=True)[0] == rows
 
 
 def _children():
@@ -267,7 +267,7 @@ def _children():
 
 
 def test_leaving_a_sweep_leaves_what_was_written_and_no_process(tmp_path):
-    lab = laboratory()
+    lab = setup()
     before = _children()
     with Store(tmp_path, lab.environment) as store:
         events = run_sweep(tasks_of([FORWARD], lab.registry, CPU, "fp8", ["wide", "small"]), [lab], store)
@@ -281,7 +281,7 @@ def test_leaving_a_sweep_leaves_what_was_written_and_no_process(tmp_path):
 
 
 def test_devices_share_the_cases(tmp_path):
-    lab = laboratory()
+    lab = setup()
     cases = [Case(f"case {size}", FORWARD.spec.replace(seqlen_q=size, seqlen_kv=size)) for size in range(8, 16)]
     tasks = tasks_of(cases, lab.registry, CPU, "fp8", ["wide", "absent"])
     with Store(tmp_path, lab.environment) as store:

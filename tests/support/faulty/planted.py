@@ -13,7 +13,7 @@ from patience import PATIENCE
 from torch import Tensor
 
 from attnbench.backends.reference import BACKEND as REFERENCE
-from attnbench.harness.measure.setup import Laboratory, registry_of
+from attnbench.harness.measure.setup import DeviceSetup, registry_of
 from attnbench.harness.measure.timing import Timer
 from attnbench.kernels.capabilities import Capabilities
 from attnbench.kernels.contract import (
@@ -171,8 +171,8 @@ def slow() -> Registry:
     return healthy(delay=0.01)
 
 
-def laboratory(source: str = "planted:healthy", **changes: Any) -> Laboratory:
+def setup(source: str = "planted:healthy", **changes: Any) -> DeviceSetup:
     """A CPU that is measured in haste."""
     timer = Timer(CPU, visit=0.0, limit=0.05, patience=1.0)
     here = Environment.detect(CPU, registry_of(source))
-    return Laboratory(CPU, here, timer, source=source, **{"seconds": PATIENCE, **changes})
+    return DeviceSetup(CPU, here, timer, source=source, **{"seconds": PATIENCE, **changes})

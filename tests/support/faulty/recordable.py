@@ -16,8 +16,8 @@ class Recordable(FakeForward):
 
 
 def _launching(out: Tensor) -> Tensor:
-    """Many short launches, so that the host is what takes long and a replay is tried."""
-    for _ in range(20):
+    """So many short launches that the device cannot be held until all are queued: that the host is what takes long and a replay is tried."""
+    for _ in range(200):
         out = out * 1.0
     return out
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from flat import measurement
 from paced import spec
-from planted import laboratory
+from planted import setup
 from torch import Tensor
 
 from attnbench import AttentionSpec, api
@@ -56,7 +56,7 @@ def measuring_nothing(patch: pytest.MonkeyPatch) -> list[Work]:
 
 def rows_of(*lengths: int) -> list[Measurement]:
     """Of the specs of these lengths, as they would be measured with the slow plan and the fast one."""
-    here, now = laboratory(paced.SOURCE).environment, datetime.now(timezone.utc)
+    here, now = setup(paced.SOURCE).environment, datetime.now(timezone.utc)
     return [
         measurement(
             case=str(spec(length)), spec=spec(length), plan=Plan(plan), status="ok",
@@ -91,7 +91,7 @@ def tensors(length: int = 32, grad: bool = False) -> list[Tensor]:
 
 
 def own_path() -> Path:
-    return user_table_path(laboratory(paced.SOURCE).environment)
+    return user_table_path(setup(paced.SOURCE).environment)
 
 
 def entries(path: Path) -> dict[AttentionSpec, set[str]]:

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 from patience import PATIENCE
-from planted import FakeBackward, FakeForward, backend, laboratory
+from planted import FakeBackward, FakeForward, backend, setup
 from stations import Station, wait_until
 
 from attnbench.harness.cases.case import Case
 from attnbench.harness.sweep import compile_ahead as module
-from attnbench.harness.sweep.compile_ahead import Ahead, usable_cores
+from attnbench.harness.sweep.compile_ahead import FirstRuns, usable_cores
 from attnbench.harness.sweep.worker_process import LostError
 from attnbench.kernels.plan import Plan
 from attnbench.kernels.registry import Registry
@@ -34,7 +34,7 @@ def compiling() -> Registry:
 
 @pytest.fixture
 def ahead(monkeypatch):
-    """Ahead of work on a GPU that is not there, and the stations that are asked."""
+    """FirstRuns of work on a GPU that is not there, and the stations that are asked."""
     stations = []
 
     def made(work, answer=lambda method, case, plan: 1.0, device="cuda", cores=8):
@@ -45,9 +45,9 @@ def ahead(monkeypatch):
 
         monkeypatch.setattr(module, "Worker", station)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-        here = replace(laboratory(), device=torch.device(device))
+        here = replace(setup(), device=torch.device(device))
         monkeypatch.setattr(type(here), "registry", compiling())
-        return Ahead(work, here), stations
+        return FirstRuns(work, here), stations
 
     return made
 

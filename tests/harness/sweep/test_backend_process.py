@@ -7,7 +7,7 @@ from stations import Station
 
 from attnbench.harness.cases.case import Case
 from attnbench.harness.measure.findings import Findings, Opened, Prepared, Visit
-from attnbench.harness.sweep.backend_process import Seat
+from attnbench.harness.sweep.backend_process import BackendProcess
 from attnbench.harness.sweep.worker_process import LostError
 from attnbench.kernels.plan import Plan
 from attnbench.problem.spec import AttentionSpec
@@ -55,191 +55,191 @@ def station(bench):
 
 
 @pytest.fixture
-def seat(station):
-    return Seat(station, 60.0)
+def process(station):
+    return BackendProcess(station, 60.0)
 
 
 def told(station, since=0):
     return [asked for _, *asked in station.asked[since:]]
 
 
-def test_a_case_is_opened_once_and_every_answer_handed_on(seat, station):
-    assert seat.open(CASE) is seat.open(CASE) is ANSWERS["open"]
-    assert seat.prepare(A) is ANSWERS["prepare"]
-    assert seat.prepare(B) is ANSWERS["prepare"]
-    assert seat.sample(A) is ANSWERS["sample"]
-    assert seat.conclude(A) is ANSWERS["conclude"]
+def test_a_case_is_opened_once_and_every_answer_handed_on(process, station):
+    assert process.open(CASE) is process.open(CASE) is ANSWERS["open"]
+    assert process.prepare(A) is ANSWERS["prepare"]
+    assert process.prepare(B) is ANSWERS["prepare"]
+    assert process.sample(A) is ANSWERS["sample"]
+    assert process.conclude(A) is ANSWERS["conclude"]
     assert told(station) == [["open", CASE], ["prepare", A], ["prepare", B], ["sample", A], ["conclude", A]]
 
 
-def test_another_case_is_opened_anew_and_knows_no_plan(seat, station):
-    seat.open(CASE)
-    seat.prepare(A)
-    seat.open(OTHER)
-    seat.sample(A)
+def test_another_case_is_opened_anew_and_knows_no_plan(process, station):
+    process.open(CASE)
+    process.prepare(A)
+    process.open(OTHER)
+    process.sample(A)
     assert told(station) == [["open", CASE], ["prepare", A], ["open", OTHER], ["prepare", A], ["sample", A]]
 
 
-def test_after_a_death_the_next_process_is_told_what_it_must_know_and_no_more(seat, station, bench):
-    seat.open(CASE)
+def test_after_a_death_the_next_process_is_told_what_it_must_know_and_no_more(process, station, bench):
+    process.open(CASE)
     for plan in (A, B, C):
-        seat.prepare(plan)
+        process.prepare(plan)
     bench.will(DIED, "sample", A)
     with pytest.raises(LostError) as raised:
-        seat.sample(A)
+        process.sample(A)
     assert raised.value is DIED
-    seat.drop(A)
+    process.drop(A)
     since = len(station.asked)
-    seat.sample(B)
-    seat.sample(B)
-    seat.sample(C)
+    process.sample(B)
+    process.sample(B)
+    process.sample(C)
     assert told(station, since) == [
         ["open", CASE], ["prepare", B], ["sample", B], ["sample", B], ["prepare", C], ["sample", C],
     ]  # fmt: skip
     assert {generation for generation, *_ in station.asked[since:]} == {2}
 
 
-def test_a_worker_killed_behind_its_back_is_told_again(seat, station):
-    seat.open(CASE)
-    seat.prepare(A)
+def test_a_worker_killed_behind_its_back_is_told_again(process, station):
+    process.open(CASE)
+    process.prepare(A)
     station.kill()
-    seat.sample(A)
+    process.sample(A)
     station.kill()
     station.start()  # and it runs again before it is asked
-    seat.sample(A)
+    process.sample(A)
     assert told(station)[2:] == [["open", CASE], ["prepare", A], ["sample", A]] * 2
     assert [generation for generation, *_ in station.asked] == [1, 1, 2, 2, 2, 3, 3, 3]
 
 
-def test_a_plan_is_judged_in_the_state_in_which_it_is_timed(seat, station, bench):
-    seat.open(CASE)
+def test_a_plan_is_judged_in_the_state_in_which_it_is_timed(process, station, bench):
+    process.open(CASE)
     for plan in (A, B):
-        seat.prepare(plan)
-        seat.sample(plan)
+        process.prepare(plan)
+        process.sample(plan)
     bench.will(DIED, "conclude", A)
     with pytest.raises(LostError):
-        seat.conclude(A)
+        process.conclude(A)
     since = len(station.asked)
-    assert seat.conclude(B) is ANSWERS["conclude"]
+    assert process.conclude(B) is ANSWERS["conclude"]
     assert told(station, since) == [["open", CASE], ["prepare", B], ["sample", B], ["conclude", B]]
 
 
-def test_an_error_alone_costs_no_process_and_nothing_is_told_again(seat, station, bench):
-    seat.open(CASE)
-    seat.prepare(A)
+def test_an_error_alone_costs_no_process_and_nothing_is_told_again(process, station, bench):
+    process.open(CASE)
+    process.prepare(A)
     bench.will(RAISED, "prepare", B)
     with pytest.raises(LostError):
-        seat.prepare(B)
-    seat.drop(B)  # of which the worker knows nothing
-    seat.sample(A)
+        process.prepare(B)
+    process.drop(B)  # of which the worker knows nothing
+    process.sample(A)
     assert told(station) == [["open", CASE], ["prepare", A], ["prepare", B], ["sample", A]]
     assert station.generation == 1
 
 
-def test_revivals_end_where_others_go_on_killing_the_worker(seat, station):
-    seat.open(CASE)
-    seat.prepare(A)
+def test_revivals_end_where_others_go_on_killing_the_worker(process, station):
+    process.open(CASE)
+    process.prepare(A)
     for _ in range(3):
         station.kill()
-        seat.sample(A)
+        process.sample(A)
     station.kill()
     with pytest.raises(LostError, match="while other plans ran") as raised:
-        seat.sample(A)
+        process.sample(A)
     assert raised.value.status == "crashed"
     since = len(station.asked)
     with pytest.raises(LostError):
-        seat.conclude(A)
+        process.conclude(A)
     assert told(station, since) == []
-    seat.prepare(B)  # another plan has its own
+    process.prepare(B)  # another plan has its own
     station.kill()
-    seat.sample(B)
-    seat.open(OTHER)  # and so has another case
-    seat.prepare(A)
+    process.sample(B)
+    process.open(OTHER)  # and so has another case
+    process.prepare(A)
     station.kill()
-    seat.sample(A)
+    process.sample(A)
 
 
 @pytest.mark.parametrize("error", [DIED, RAISED])
-def test_a_case_that_cannot_be_opened_is_not_tried_for_every_plan(seat, station, bench, error):
+def test_a_case_that_cannot_be_opened_is_not_tried_for_every_plan(process, station, bench, error):
     bench.will(error, "open", CASE)
     for plan in (A, B, C):
         with pytest.raises(LostError) as raised:
-            seat.open(CASE)
+            process.open(CASE)
         assert raised.value is error
         with pytest.raises(LostError):
-            seat.prepare(plan)
+            process.prepare(plan)
     assert told(station) == [["open", CASE]]
-    seat.open(OTHER)
-    seat.close()
-    assert seat.open(CASE) is ANSWERS["open"]
+    process.open(OTHER)
+    process.close()
+    assert process.open(CASE) is ANSWERS["open"]
 
 
-def test_a_case_that_cannot_be_opened_again_after_a_death_is_lost_for_all(seat, station, bench):
-    seat.open(CASE)
+def test_a_case_that_cannot_be_opened_again_after_a_death_is_lost_for_all(process, station, bench):
+    process.open(CASE)
     for plan in (A, B):
-        seat.prepare(plan)
+        process.prepare(plan)
     station.kill()
     bench.will(DIED, "open", CASE)
     for plan in (A, B, A, B):
         with pytest.raises(LostError) as raised:
-            seat.sample(plan)
+            process.sample(plan)
         assert raised.value is DIED
     assert told(station)[3:] == [["open", CASE]]
 
 
-def test_dropping_tells_a_worker_that_knows_the_plan_and_wakes_none(seat, station):
-    seat.open(CASE)
-    seat.drop(A)
-    seat.prepare(A)
-    seat.prepare(B)
-    seat.drop(A)
-    seat.drop(A)
+def test_dropping_tells_a_worker_that_knows_the_plan_and_wakes_none(process, station):
+    process.open(CASE)
+    process.drop(A)
+    process.prepare(A)
+    process.prepare(B)
+    process.drop(A)
+    process.drop(A)
     assert told(station) == [["open", CASE], ["prepare", A], ["prepare", B], ["drop", A]]
     station.kill()
-    seat.drop(B)
+    process.drop(B)
     assert not station.alive
     assert len(station.asked) == 4
 
 
-def test_closing_tells_a_worker_that_has_the_case_open_and_wakes_none(seat, station):
-    seat.close()
+def test_closing_tells_a_worker_that_has_the_case_open_and_wakes_none(process, station):
+    process.close()
     assert station.asked == []
-    seat.open(CASE)
-    seat.close()
-    seat.close()
+    process.open(CASE)
+    process.close()
+    process.close()
     assert told(station) == [["open", CASE], ["close"]]
-    seat.open(CASE)
+    process.open(CASE)
     station.kill()
-    seat.close()
+    process.close()
     assert not station.alive
     station.start()  # another process, which has nothing open
-    seat.open(CASE)
+    process.open(CASE)
     station.kill()
     station.start()
-    seat.close()
+    process.close()
     assert [method for method, *_ in told(station)] == ["open", "close", "open", "open"]
 
 
 @pytest.mark.parametrize("error", [DIED, RAISED])
 @pytest.mark.parametrize("method", ["drop", "close"])
-def test_a_worker_that_cannot_forget_is_replaced(seat, station, bench, error, method):
-    seat.open(CASE)
-    seat.prepare(A)
+def test_a_worker_that_cannot_forget_is_replaced(process, station, bench, error, method):
+    process.open(CASE)
+    process.prepare(A)
     arguments = (A,) if method == "drop" else ()
     bench.will(error, method, *arguments)
-    getattr(seat, method)(*arguments)
+    getattr(process, method)(*arguments)
     assert not station.alive
-    seat.open(CASE)
-    seat.prepare(B)
+    process.open(CASE)
+    process.prepare(B)
     assert told(station)[-2:] == [["open", CASE], ["prepare", B]]
     assert station.generation == 2
 
 
-def test_a_process_worn_by_a_recording_that_failed_is_replaced_and_the_plan_not_recorded_again(seat, station, bench):
+def test_a_process_worn_by_a_recording_that_failed_is_replaced_and_the_plan_not_recorded_again(process, station, bench):
     plans = [Plan.parse(f"x:bf16-{name}") for name in "abcdefg"]  # more than may die of each other
-    seat.open(CASE)
+    process.open(CASE)
     for plan in plans:
-        seat.prepare(plan)
+        process.prepare(plan)
     wearing = set(plans)
 
     def answer(method, plan=None, replay=True):
@@ -251,15 +251,15 @@ def test_a_process_worn_by_a_recording_that_failed_is_replaced_and_the_plan_not_
 
     station.answer = answer
     for plan in plans:
-        assert seat.sample(plan).worn
+        assert process.sample(plan).worn
     generation = station.generation
     for plan in plans:
-        assert not seat.sample(plan).worn
+        assert not process.sample(plan).worn
         assert ["sample", plan, False] in told(station)
     assert station.generation == generation + 1
-    seat.open(replace(CASE, name="the next"))
+    process.open(replace(CASE, name="the next"))
     for plan in plans:
-        seat.prepare(plan)
-        seat.sample(plan)
+        process.prepare(plan)
+        process.sample(plan)
         assert told(station)[-1] == ["sample", plan, False]
     assert station.generation == generation + 1

@@ -232,7 +232,7 @@ SWEEP = """
 import sys
 from planted import CPU
 from attnbench.harness.sweep.worker_process import Worker
-from test_crew import CASE, SETTING, plan
+from test_worker_process import CASE, SETTING, plan
 worker = Worker(SETTING)
 worker.ask("open", CASE, seconds=600.0)
 worker.ask("prepare", plan("locks"), seconds=1000.0)

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 from patience import PATIENCE
-from planted import laboratory
+from planted import setup
 from stations import Station, wait_until
 
 from attnbench.harness.cases.case import Case
 from attnbench.harness.measure.bench import Bench
-from attnbench.harness.measure.setup import Laboratory
+from attnbench.harness.measure.setup import DeviceSetup
 from attnbench.harness.sweep import device_sweep as module
-from attnbench.harness.sweep.device_sweep import Doing, Line, StoppedError
+from attnbench.harness.sweep.device_sweep import DeviceSweep, PhaseStarted, StoppedError
 from attnbench.harness.sweep.worker_process import LostError
 from attnbench.kernels.plan import Plan
 from attnbench.kernels.registry import Registry
@@ -69,13 +69,13 @@ def shop(monkeypatch):
 def measured(case=CASE, plans=PLANS, line=None):
     """The rows by plan, and the phases in the order in which they were told."""
     if line is None:
-        with Line(laboratory()) as line:
+        with DeviceSweep(setup()) as line:
             return measured(case, plans, line)
     events = list(line.measure(case, plans))
-    rows = [event for event in events if not isinstance(event, Doing)]
+    rows = [event for event in events if not isinstance(event, PhaseStarted)]
     assert len({row.plan for row in rows}) == len(rows)
     assert all(row.case == case.name for row in rows)
-    return {row.plan: row for row in rows}, [event.phase for event in events if isinstance(event, Doing)]
+    return {row.plan: row for row in rows}, [event.phase for event in events if isinstance(event, PhaseStarted)]
 
 
 def statuses(rows):
@@ -123,7 +123,7 @@ def test_a_death_long_after_the_first_visits_costs_no_other_its_samples(shop):
 
 def test_a_case_that_cannot_be_opened_costs_the_rows_of_that_backend_and_case_alone(shop):
     shop.breaks(DIED, "open", CASE)
-    with Line(laboratory()) as line:
+    with DeviceSweep(setup()) as line:
         rows, _ = measured(line=line)
         assert Counter(row.status for row in rows.values()) in (
             Counter(ok=2, crashed=2),
@@ -189,14 +189,14 @@ def test_a_process_that_does_not_start_ahead_is_started_by_the_first_request(sho
 
     started = Station.start
     monkeypatch.setattr(Station, "start", start)
-    with Line(laboratory()) as line:
+    with DeviceSweep(setup()) as line:
         line.start([WIDE])
         assert not refusals
         assert statuses(measured(line=line)[0]) == dict.fromkeys(PLANS, "ok")
 
 
 def test_seconds_are_counted_by_phase_and_by_nothing_else(shop):
-    with Line(laboratory()) as line:
+    with DeviceSweep(setup()) as line:
         assert not line.spent
         measured(line=line)
         first = dict(line.spent)
@@ -206,7 +206,7 @@ def test_seconds_are_counted_by_phase_and_by_nothing_else(shop):
 
 
 def test_processes_start_before_anything_is_asked_of_them(shop):
-    with Line(laboratory()) as line:
+    with DeviceSweep(setup()) as line:
         line.start([WIDE, EXACT, WIDE])
         assert len(shop.stations) == 2
         assert all(station.alive and not station.asked for station in shop.stations)
@@ -217,9 +217,9 @@ def test_processes_start_before_anything_is_asked_of_them(shop):
 
 @pytest.mark.parametrize(("compiles", "processes"), [(False, 2), (True, 3)])
 def test_kernels_that_compile_have_processes_of_their_own(shop, monkeypatch, compiles, processes):
-    backends = [replace(each, compiles=compiles) for each in laboratory().registry.backends.values()]
-    monkeypatch.setattr(Laboratory, "registry", Registry(backends))
-    with Line(laboratory()) as line:
+    backends = [replace(each, compiles=compiles) for each in setup().registry.backends.values()]
+    monkeypatch.setattr(DeviceSetup, "registry", Registry(backends))
+    with DeviceSweep(setup()) as line:
         line.start([WIDE, EXACT, WIDER])
         assert len(shop.stations) == processes
         assert statuses(measured(line=line, plans=[WIDE, EXACT, WIDER])[0]) == dict.fromkeys([WIDE, EXACT, WIDER], "ok")
@@ -244,11 +244,11 @@ def test_stopping_ends_what_is_under_way_and_invents_no_row(shop, method):
     def work():
         try:
             with line:
-                rows.extend(event for event in line.measure(CASE, PLANS) if not isinstance(event, Doing))
+                rows.extend(event for event in line.measure(CASE, PLANS) if not isinstance(event, PhaseStarted))
         except StoppedError as error:
             ended.append(error)
 
-    line = Line(laboratory())
+    line = DeviceSweep(setup())
     thread = threading.Thread(target=work)
     thread.start()
     assert asked.wait(PATIENCE)
