@@ -16,7 +16,7 @@ class Recordable(FakeForward):
 
 
 def _launching(out: Tensor) -> Tensor:
-    """So many short launches that the device cannot be held until all are queued: that the host is what takes long and a replay is tried."""
+    """More short launches than a device can be held for, so that the host is what takes long and a replay is tried."""
     for _ in range(200):
         out = out * 1.0
     return out
