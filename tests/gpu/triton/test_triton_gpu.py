@@ -309,25 +309,6 @@ def test_more_than_2_to_the_31_elements() -> None:
         assert dense.relative_l2(out[:, :, rows], truth) < kernel.declared_error
 
 
-def test_head_dimensions_above_256_are_refused_because_no_tile_fits() -> None:
-    from triton import CompilationError
-    from triton.runtime.errors import OutOfResources
-
-    from attnbench.backends.triton.forward import tiles as triton_tiles
-
-    kernel = backend.TritonForward("fp8-head", Tile(64, 64, 4, 2))
-    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=128, head_dim=512)
-    assert "outside 1 to 256" in kernel.refusals(spec, describe(DEVICE))[0]
-    q, k, v, _ = Truth.of(spec, 0, DEVICE).inputs
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_tiles, "HEAD_DIMS", (64, 128, 256, 512))
-        try:
-            out = kernel.run(kernel.prepare(Inputs(q, k, v), spec)).out
-        except (OutOfResources, CompilationError, RuntimeError):
-            return
-    pytest.fail(f"512 runs, with an error of {dense.relative_l2(out, dense.dense_attention(q, k, v, spec)[0]):.3g}")
-
-
 def test_other_capabilities_are_refused_and_this_one_is_not() -> None:
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=128, head_dim=64)
     kernel = backend.TritonForward("fp8")
