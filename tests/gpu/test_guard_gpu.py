@@ -152,8 +152,6 @@ def test_a_graph_records_no_check():
     with guard(every=1) as watch:
         for _ in range(3):
             expected = attention(*x, backend="sdpa-flash")
-        torch.cuda.synchronize()
-        before = watch.checks
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = attention(*x, backend="sdpa-flash")
@@ -161,7 +159,7 @@ def test_a_graph_records_no_check():
         torch.cuda.synchronize()
         assert torch.equal(out, expected)
         attention(*x, backend="sdpa-flash")
-    assert watch.checks == before + 1
+    assert watch.checks == 4  # of the calls before and after; when each is read is the GPU's affair
     assert not watch.skipped
 
 
