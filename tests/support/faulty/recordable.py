@@ -16,8 +16,8 @@ class Recordable(FakeForward):
 
 
 def _launching(out: Tensor) -> Tensor:
-    """More short launches than a device can be held for, so that the host is what takes long and a replay is tried."""
-    for _ in range(200):
+    """More short launches than a GPU queues (1,024): it cannot be held until the host is ahead, and a replay is tried."""
+    for _ in range(2000):
         out = out * 1.0
     return out
 
