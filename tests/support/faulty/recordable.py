@@ -16,7 +16,7 @@ class Recordable(FakeForward):
 
 
 def _launching(out: Tensor) -> Tensor:
-    """More short launches than a GPU queues (1,024): it cannot be held until the host is ahead, and a replay is tried."""
+    """More short launches than a GPU queues (1,024), so that the host is never ahead and a replay is tried."""
     for _ in range(2000):
         out = out * 1.0
     return out
