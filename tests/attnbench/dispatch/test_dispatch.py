@@ -38,15 +38,6 @@ def ran(monkeypatch) -> list[tuple[str, object]]:
     return seen
 
 
-def test_a_choice_is_made_once(monkeypatch):
-    q, k, v = tensors()
-    first = attention(q, k, v)
-    monkeypatch.setattr(memory, "decide", lambda *asks: pytest.fail("asked again"))
-    assert torch.equal(attention(q.clone(), k.clone(), v.clone()), first)
-    with pytest.raises(pytest.fail.Exception):
-        attention(q, k, v, scale=0.5)
-
-
 CALLS = {
     "plain": {},
     "causal": {"is_causal": True},

@@ -60,14 +60,6 @@ def test_a_forward_goes_with_all_backwards_of_its_backend_that_follow_it_before_
     assert known.plans_with("own:fp8", spec()) == [Plan("own:fp8")]
 
 
-def test_every_listed_kernel_stands_in_a_plan():
-    lonely = fake_backend("lonely", FakeForward("lonely:bf16"), FakeBackward("lonely:fp16", follows=("lonely:bf16",)))
-    known = fake_registry(family("a", "fp32"), lonely)
-    plans = known.plans(spec(direction="training"))
-    assert {plan.forward for plan in plans} == set(known.forwards)
-    assert {plan.backward for plan in plans} >= set(known.backwards)
-
-
 def test_reasons_tell_unavailable_from_refused():
     only_64 = Capabilities(dtypes=("bf16",), head_dims=(64, 64, 1))
     known = fake_registry(
