@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import signal
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -90,34 +89,3 @@ def test_four_processes_that_record_at_once_agree_and_every_read_on_the_way_is_w
     for earlier, later in pairwise(reads):  # nothing that was written is taken back
         assert earlier.items() <= later.items()
     assert sorted(os.listdir(tmp_path)) == ["run.choices.json", "run.choices.json.lock"]
-
-
-def _hanging(path: Path, at: str, reached) -> None:
-    def hang(*_):
-        reached.set()
-        time.sleep(600)
-
-    with freeze(path):
-        setattr(os, at, hang)
-        attention(*[torch.zeros(1, 1, 3, 8)] * 3)
-
-
-@pytest.mark.parametrize("at", ["fsync", "replace"])
-def test_a_rank_that_is_killed_in_the_middle_of_a_write_harms_nobody(tmp_path, at):
-    path = tmp_path / "run.choices.json"
-    with freeze(path):
-        attention(*[torch.zeros(1, 1, 2, 8)] * 3)
-    before = path.read_bytes()
-    context = multiprocessing.get_context("fork")
-    reached = context.Event()
-    worker = context.Process(target=_hanging, args=(path, at, reached))
-    worker.start()
-    assert reached.wait(PATIENCE)
-    assert len(os.listdir(tmp_path)) == 3  # what it was writing is there
-    os.kill(worker.pid, signal.SIGKILL)
-    worker.join(PATIENCE)
-    assert path.read_bytes() == before
-    with freeze(path):  # would wait for ever on a lock that lasts
-        attention(*[torch.zeros(1, 1, 3, 8)] * 3)
-    assert len(Frozen.load(path).plans) == 2
-    assert len(os.listdir(tmp_path)) == 2
