@@ -15,7 +15,7 @@ from attnbench.problem.dtypes import TO_TORCH
 from examples import examples
 
 CPU = torch.device("cpu")
-EXAMPLES = examples(30, 440)
+EXAMPLES = examples(16, 440)
 LSE_EPS = {
     "fp64": 0.0,
     "fp32": 1e-7,
@@ -128,7 +128,7 @@ def assert_put_to_the_test(compiled: bool) -> None:
     for plan, count in seen.items():
         tried[Plan.parse(plan).forward] = tried.get(Plan.parse(plan).forward, 0) + count
     expected = {name for name in runnable() if name.startswith("flex:") == compiled}
-    assert {name for name, count in tried.items() if count >= EXAMPLES // 25} >= expected, tried
+    assert {name for name, count in tried.items() if count >= max(1, EXAMPLES // 25)} >= expected, tried
 
 
 def test_every_kernel_agrees_with_the_truth_or_refuses() -> None:

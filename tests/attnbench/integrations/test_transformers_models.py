@@ -84,8 +84,7 @@ def test_a_window_of_no_keys_is_none_to_layers_that_see_all():
     assert calls.served == 2
 
 
-@pytest.mark.parametrize("length", [12, 16, 20])
-@pytest.mark.parametrize("kind", ["MistralConfig", "Gemma3TextConfig"])
+@pytest.mark.parametrize(("kind", "length"), [("MistralConfig", 12), ("Gemma3TextConfig", 12), ("MistralConfig", 20)])
 def test_a_window_beside_a_static_cache_is_handed_on_where_it_is_not_served(kind, length):
     """``generate`` makes the masks before the forward, and makes them contiguous."""
     calls = register(backend="reference", otherwise="sdpa")
