@@ -10,7 +10,6 @@ from dense import dense_attention, dense_gradients, relative_l2
 from fakes import FakeBackward, FakeForward
 from torch import Tensor
 
-import attnbench
 from attnbench import AttentionSpec, Mask, attention, explain, use_backend
 from attnbench.dispatch.question import Question
 from attnbench.errors import BudgetError, InputError, NoPlanError, RefusedError, UnknownBackendError
@@ -281,21 +280,6 @@ def test_descales_of_a_wrong_shape_or_type_are_refused(descale):
     for name in good:
         with pytest.raises(InputError, match="descale"):
             attention(*(x.data for x in parts), backend="reference:fp64", **{**good, name: descale})
-
-
-def test_a_choice_is_data_that_prints_well():
-    import json
-
-    q, k, v = tensors()
-    choice = explain(q, k, v, is_causal=True)
-    data = json.loads(json.dumps(choice.to_dict(), allow_nan=False))
-    assert AttentionSpec.from_dict(data["spec"]) == choice.spec
-    assert data["candidates"][0] == {**data["candidates"][0], "plan": str(choice.plan), "verdict": "chosen"}
-    assert {each.plan for each in choice.candidates} >= set(attnbench.kernels.registry.registry().plans(choice.spec))
-    for each in choice.candidates:
-        assert each.verdict == "chosen" or each.reasons, each
-    for text in (choice.to_text(all=True), choice.to_markdown(all=True)):
-        assert all(str(each.plan) in text for each in choice.candidates)
 
 
 def test_explain_and_question_take_the_arguments_of_attention():

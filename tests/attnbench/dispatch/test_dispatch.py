@@ -101,25 +101,6 @@ def test_granularity_is_part_of_the_key(ran):
         assert ran.pop()[1].descale == granularity
 
 
-def test_context_and_environment_are_part_of_the_key(ran, monkeypatch):
-    q, k, v = tensors()
-
-    def plan() -> str:
-        attention(q, k, v)
-        return ran.pop()[0]
-
-    usual = plan()
-    with use_backend("emulated:fp8"):
-        assert plan() == "emulated:fp8"
-        monkeypatch.setenv("ATTNBENCH_BACKEND", "reference:fp64")
-        assert plan() == "emulated:fp8"
-    assert plan() == "reference:fp64"
-    monkeypatch.setenv("ATTNBENCH_BACKEND", "auto")
-    assert plan() == usual
-    monkeypatch.delenv("ATTNBENCH_BACKEND")
-    assert plan() == usual
-
-
 def test_what_only_refuses_is_part_of_the_key():
     q, k, v = tensors()
     attention(q, k, v, backend="emulated", dtype="fp8")

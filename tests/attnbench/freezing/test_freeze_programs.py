@@ -172,17 +172,6 @@ def test_one_freeze_is_open_at_a_time_and_ends_with_its_block(path, tmp_path, mo
     assert explain(*tensors()).frozen_in is None
 
 
-def test_links_are_followed_and_folders_left(path, tmp_path, monkeypatch):
-    (tmp_path / "shared").mkdir()
-    path.symlink_to(tmp_path / "shared" / "run.json")
-    monkeypatch.chdir(tmp_path)
-    with freeze("run.choices.json"):
-        monkeypatch.chdir("/")
-        explain(*tensors())
-    assert path.is_symlink()
-    assert len(Frozen.load(tmp_path / "shared" / "run.json").plans) == 1
-
-
 @pytest.mark.parametrize("name", ["run.lock", "run[1].json", "*", "env"])
 def test_files_of_others_in_the_folder_stay(tmp_path, name):
     others = [".env.local", ".run.choices.json.swp", f".{name}.swp", f".{name}.database", "run.json", "notes"]

@@ -23,13 +23,12 @@ from attnbench.kernels.registry import registry
 from attnbench.state import forget
 from attnbench.tables import files as table_files
 from attnbench.tables.environment import Environment
-from attnbench.tables.files import locked
 from attnbench.tables.table import Entry, Table
 from attnbench.tables.user_table import Known, known_tables, update_user_table, user_table_path
 
 CPU = torch.device("cpu")
 SPEC = AttentionSpec.make(batch=1, heads=4, seqlen_q=1024, head_dim=64)
-PROCESSES, ROUNDS = 8, 5
+PROCESSES, ROUNDS = 4, 3
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +69,7 @@ def _writer(number: int, start) -> None:
         )
 
 
-def test_eight_processes_write_one_table_and_every_read_on_the_way_is_whole():
+def test_four_processes_write_one_table_and_every_read_on_the_way_is_whole():
     context = multiprocessing.get_context("fork")
     start, path, reads = context.Event(), user_table_path(an_environment()), []
     writers = [context.Process(target=_writer, args=(number, start)) for number in range(PROCESSES)]
@@ -322,27 +321,9 @@ def test_a_damaged_shipped_table_costs_itself_alone(on_an_h200):
     assert len(known.tables) == 1
 
 
-def test_a_shipped_table_of_another_gpu_under_this_one_s_name_is_refused(on_an_h200):
-    table(one("fast:bf16"), environment=replace(H200, device_name="NVIDIA H100 80GB HBM3")).save(on_an_h200)
-    known = known_tables(GPU)
-    assert known.tables == ()
-    assert "device_name was NVIDIA H100 80GB HBM3, is NVIDIA H200" in known.note
-
-
 def test_a_cpu_looks_for_no_shipped_table(monkeypatch, tmp_path):
     monkeypatch.setattr("attnbench.tables.shipped._FOLDER", tmp_path)
     (tmp_path / user_table_path(here()).name).write_text(json.dumps("no table"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert known_tables(CPU) == Known()
-
-
-def test_a_writer_clears_away_its_own_leavings_and_nobody_else_s(tmp_path):
-    path = tmp_path / "run[1].json"
-    left = tmp_path / ".run[1].json.attnbench-k3j2"
-    others = [tmp_path / ".run[1].json.swp", tmp_path / ".run1.json.attnbench-x"]
-    for each in (left, *others):
-        each.write_text("x")
-    with locked(path):
-        assert not left.exists()
-        assert all(each.exists() for each in others)
