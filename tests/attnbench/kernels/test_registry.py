@@ -1,9 +1,11 @@
 """The registry: names, plans, reasons, and third parties that misbehave."""
 
+from dataclasses import fields
+
 import pytest
 from fakes import ROW, FakeBackward, FakeForward, fake_backend, fake_registry
 
-from attnbench import AttentionSpec, Plan
+from attnbench import AttentionSpec, Mask, Plan
 from attnbench.errors import AttnbenchError, UnknownBackendError
 from attnbench.kernels.capabilities import Capabilities, Device
 from attnbench.kernels.contract import Availability, Backend
@@ -143,8 +145,6 @@ def test_a_plan_grows_as_the_worst_of_its_8_bit_kernels_that_all_must_say():
     ],
 )
 def test_each_limit_of_a_row_is_one_sentence_and_only_where_it_binds(row, change, word):
-    from attnbench import Mask
-
     if "mask" in change:
         change = {**change, "mask": Mask(*change["mask"])}
     limited = Capabilities(**{"dtypes": ("bf16",), **row})
@@ -155,9 +155,23 @@ def test_each_limit_of_a_row_is_one_sentence_and_only_where_it_binds(row, change
         assert limited.refusals(spec(), H200) == ([] if "bf16" in limited.dtypes else limited.refusals(spec(), H200))
 
 
-def test_alignment_binds_only_where_it_changes_something():
-    from attnbench import Mask
+def test_a_row_reads_every_field_of_a_spec():
+    """A field that no row reads would be served, and left out, by every kernel that does not know of it."""
+    read = set()
 
+    class Watched(AttentionSpec):
+        def __getattribute__(self, name):
+            read.add(name)
+            return super().__getattribute__(name)
+
+    asked = Watched.make(batch=1, heads=4, kv_heads=2, seqlen_q=8, seqlen_kv=16, head_dim=16, softcap=1.0)
+    read.clear()
+    Capabilities(dtypes=("bf16",)).refusals(asked, H200)
+    unread = {each.name for each in fields(AttentionSpec)} - read
+    assert unread == {"scale"}, "any number is served; what a kernel cannot scale by it refuses in further_refusals"
+
+
+def test_alignment_binds_only_where_it_changes_something():
     row = Capabilities(dtypes=("bf16",), alignments=("bottom-right",))
     assert row.refusals(spec(mask=Mask(None, 0)), H200) == []
     assert row.refusals(spec(mask=Mask(None, 0), seqlen_kv=80), H200) != []
