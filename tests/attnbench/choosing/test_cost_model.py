@@ -100,12 +100,6 @@ def test_a_ratio_is_known_better_than_its_parts_where_both_are_slow_at_the_same_
     assert alike.gap_error(PLAN, Plan("no:bf16"), asked) == math.inf
 
 
-def test_the_order_of_entries_changes_nothing():
-    entries = [entry(spec(length), law(spec(length)) * (1 + length % 7 / 50)) for length in LENGTHS]
-    one, other = CostModel(entries), CostModel(reversed(entries))
-    assert one.predict(PLAN, spec(3000)) == other.predict(PLAN, spec(3000))
-
-
 sizes = st.sampled_from([1, 2, 7, 128, 4096, 2**20, 2**31 - 1])
 hostile = st.builds(
     lambda batch, queries, keys, mask, time, spread: Entry(

@@ -229,9 +229,8 @@ def measured(sweeps: tuple[str, ...]) -> Table:
     return joined({str(file): list(read_measurements(file)) for file in files})
 
 
-@pytest.mark.parametrize(
-    ("sweeps", "worst"), [(STEADY, WORST), pytest.param(UNSTEADY, WORST_OF_UNSTEADY_ROWS, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize(("sweeps", "worst"), [(STEADY, WORST), (UNSTEADY, WORST_OF_UNSTEADY_ROWS)])
+@pytest.mark.exhaustive
 def test_the_committed_rows_choose_well_for_one_another(sweeps, worst):
     scores = list(held_out(measured(sweeps), registry(), splits=3))
     assert not [score for score in scores if score.violated]
@@ -248,13 +247,6 @@ def test_the_table_that_ships_keeps_the_bounds_however_it_is_halved():
     assert [(summary.name, summary.passes) for summary in summaries] == [("forward", True), ("training", True)]
 
 
-@pytest.mark.parametrize("sweeps", [STEADY, pytest.param(UNSTEADY, marks=pytest.mark.exhaustive)])
-def test_the_committed_rows_shuffled_fail(sweeps):
-    summary = summarised(held_out(shuffled(measured(sweeps)), registry(), splits=1), lambda score: "all")[0]
-    assert summary.geometric_mean > 5 * GEOMETRIC_MEAN
-    assert summary.worst > WORST
-
-
 @pytest.mark.parametrize(("make", "code", "last"), [(lawful, 0, "passed"), (lambda: shuffled(lawful()), 1, "failed")])
 def test_the_command_says_whether_a_table_chooses_well(tmp_path, run_check, make, code, last):
     laws = make()
@@ -263,16 +255,15 @@ def test_the_command_says_whether_a_table_chooses_well(tmp_path, run_check, make
     entries = [replace(each, plan=Plan(names[str(each.plan)])) for each in laws.entries.values()]
     file = tmp_path / "table.json"
     Table.from_entries(laws.environment, entries).save(file)
-    shown = run_check(file)
+    shown = run_check(file, "--format", "markdown")
     assert shown.returncode == code
     assert last in shown.stdout
     assert TORCH_DEFAULT in shown.stdout
+    assert "| direction" in shown.stdout
     data = json.loads(run_check(file, "--format", "json").stdout)
     assert data["passed"] == (code == 0)
     assert {each["name"] for each in data["regret"]["class"]} == {"d128 bf16 forward", "d128 bf16 causal forward"}
     assert {each["plan"] for each in data["choices"]} <= set(names.values())
-    markdown = run_check(file, "--format", "markdown").stdout
-    assert "| direction" in markdown
 
 
 def test_a_table_without_two_shapes_of_a_class_is_misuse(tmp_path, run_check):

@@ -135,18 +135,9 @@ def test_an_uncertain_row_that_may_be_slower_is_listed(attnbench, tmp_path):
     assert "- 1 of the uncertain may be slower: a cost's 95% interval lies above 0." in said.splitlines()
 
 
-def test_a_set_of_many_rows_beside_itself_is_not_certain(attnbench):
-    said = attnbench(QUICK, QUICK, code=4).stdout.splitlines()
-    rows = sum(each.measured for each in read_measurements(QUICK))
-    assert said[0] == f"- 531 rows: {rows} uncertain, 314 unmeasured."
-    assert said[-1].startswith(f"not certain: {rows} of {rows} rows could not have shown a slow-down of 3% (")
-    assert f"; the host's times of {rows} of {rows} rows could not have shown a slow-down of 100% (" in said[-1]
-
-
-@pytest.mark.parametrize("format", ["table", "markdown"])
-def test_a_person_reads_what_regressed_and_why(attnbench, doctored, format):
+def test_a_person_reads_what_regressed_and_why(attnbench, doctored):
     folder, wanted = doctored
-    said = attnbench(QUICK, folder, "--format", format, code=1).stdout
+    said = attnbench(QUICK, folder, "--format", "markdown", code=1).stdout
     for (case, plan), verdict in wanted.items():
         assert case in said.replace("\\", "")
         assert plan in said.replace("\\", "")
@@ -154,7 +145,7 @@ def test_a_person_reads_what_regressed_and_why(attnbench, doctored, format):
     assert "kernel +50.0%" in said
     assert "device_name was NVIDIA H200, is NVIDIA H20" in said.replace("\\", "")
     assert "regressed: 1 inaccurate, 1 slower, 1 missing" in said
-    everything = attnbench(QUICK, folder, "--format", format, "--all", code=1).stdout
+    everything = attnbench(QUICK, folder, "--all", code=1).stdout
     assert len(everything.splitlines()) > 150 > len(said.splitlines())
 
 
@@ -239,9 +230,6 @@ def test_json_says_on_what_terms_and_what_differs(document, tmp_path):
         (["--cost", "kernels"], "'kernels'"),
         (["--allow-missing", "misspelt"], "'misspelt' matches no case"),
         (["--relative-to", "misspelt:bf16"], "misspelt:bf16"),
-        (["--relative-to", "misspelt"], "no kernel name"),
-        (["--fail-on-host", "1001%"], "percentage"),
-        (["--format", "html"], "format"),
         (["--thresholds", "none.yaml"], "none.yaml"),
     ],
 )
@@ -269,13 +257,9 @@ def _with(folder, text):
     ("text", "line", "said"),
     [
         ("", 1, "expected lines"),
-        ("- a\n", 1, "expected lines"),
-        ("a: 3\n", 1, "percentage"),
         ("a: 5%\n\nb: lots\n", 3, "percentage"),
         ("a: 5%\na: 6%\n", 2, "once"),
         ("a: {time: 5%, speed: 6%}\n", 1, "time, host, error or memory"),
-        ("a: {}\n", 1, "time, host, error or memory"),
-        ("a: [5%]\n", 1, "percentage"),
         ("a: 5%\nb: {time: 5%\n", 3, "YAML"),
         ("misspelt: 5%\n", None, "'misspelt' matches no case"),
     ],

@@ -12,7 +12,6 @@ from command_line import SHAPE, attnbench, fails, named
         (("sweeep",), "No such command 'sweeep'"),
         (("backends", "--fromat", "json"), "No such option: --fromat"),
         (("explain", "--heads", "4"), "Missing option"),
-        (("explain", *SHAPE, "--dtype", "int3"), "'int3' is not one of"),
         (("explain", *SHAPE, "--batch", "many"), "--batch"),
         (("table", "build", "nowhere"), "does not exist"),
         (("table", "show", "nowhere.json"), "does not exist"),
@@ -26,16 +25,12 @@ def test_misuse_of_options_exits_2(arguments: tuple[str, ...], said: str) -> Non
     ("arguments", "said"),
     [
         (("explain", *SHAPE, "--backend", "sdpa-flesh"), "did you mean sdpa-flash"),
-        (("explain", *SHAPE, "--backend", "referense:fp32"), "did you mean reference"),
         (("explain", *SHAPE, "--kv-heads", "3"), "must be a multiple of kv_heads (3)"),
         (("explain", *SHAPE, "--scale", "nan"), "scale must be a finite number"),
         (("explain", *SHAPE, "--window", "-1,0"), "must not be negative"),
         (("explain", *SHAPE, "--window", "16"), "expected LEFT,RIGHT"),
-        (("explain", *SHAPE, "--window", "1,2,3"), "expected LEFT,RIGHT"),
         (("explain", *SHAPE, "--max-error", "0"), "max_error must be a positive"),
-        (("explain", *SHAPE, "--device", "tpu:7"), "tpu:7"),
         (("backends", "--device", "abacus"), "not 'abacus'"),
-        (("sweep", "--backends", "sdpa-flesh"), "did you mean sdpa-flash"),
         (("sweep", "--preset", "nowhere.yaml"), "nowhere.yaml"),
     ],
 )
@@ -78,12 +73,21 @@ def test_an_unwritable_output_folder_exits_1(tmp_path: Path) -> None:
 
 
 LONG = "9" * 10_000
-NOT_NUMBERS = ("", " ", "inf", "nan", "1e400", "10**30", "1.5", "٣ ", "0x10", LONG)
+NOT_NUMBERS = ("", "nan", "1.5", "٣ ", LONG)
 IMPOSSIBLE = ("0", "-1", str(2**31), str(2**70), str(10**30))
 
 
-@pytest.mark.parametrize("option", ["--heads", "--seqlen", "--head-dim", "--batch", "--kv-heads", "--seqlen-kv"])
-@pytest.mark.parametrize("value", [*NOT_NUMBERS, *IMPOSSIBLE], ids=lambda value: value[:12])
+SIZES = ("--heads", "--seqlen", "--head-dim", "--batch", "--kv-heads", "--seqlen-kv")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("--heads", value) for value in (*NOT_NUMBERS, *IMPOSSIBLE)),
+        *((option, value) for option in SIZES[1:] for value in ("0", str(2**31))),
+    ],
+    ids=lambda value: value[:12],
+)
 def test_sizes_that_are_none_exit_2(option: str, value: str) -> None:
     fails(
         attnbench("explain", *SHAPE, "--device", "cpu", option, value), 2, option.removeprefix("--").partition("-")[0]
@@ -94,11 +98,8 @@ def test_sizes_that_are_none_exit_2(option: str, value: str) -> None:
     ("arguments", "said"),
     [
         (("explain", *SHAPE, "--device", "cuda:99999999999999999999"), "a device is auto, cpu, cuda or cuda:N"),
-        (("explain", *SHAPE, "--device", LONG), "a device is auto, cpu, cuda or cuda:N"),
         (("explain", *SHAPE, "--device", "cpu", "--window", f"{LONG},0"), "expected LEFT,RIGHT"),
-        (("explain", *SHAPE, "--device", "cpu", "--window", "-1,0"), "must not be negative"),
         (("explain", *SHAPE, "--device", "cpu", "--softcap", "inf"), "softcap must be a finite number"),
-        (("explain", *SHAPE, "--device", "cpu", "--max-error", "nan"), "max_error must be a positive"),
         (("explain", *SHAPE, "--device", "cpu", "--backend", LONG), "no backend is named '999"),
         (("explain", *SHAPE, "--device", "cpu", "--backend", "\x1b[2J"), r"no backend is named '\x1b[2J'"),
         (
@@ -107,18 +108,13 @@ def test_sizes_that_are_none_exit_2(option: str, value: str) -> None:
         ),
         (("sweep", "--device", "cpu", "--timeout", "inf"), "--timeout inf: expected at most 1e+06 seconds"),
         (("sweep", "--device", "cpu", "--case", LONG), "quick has no case '999"),
-        (("sweep", "--device", "cpu", "--preset", LONG), "expected quick, inference"),
         (("train", "--price-per-hour", "inf"), "--price-per-hour inf: expected a positive price"),
-        (("train", "--price-per-hour", "1e-300"), "--price-per-hour 1e-300: expected a positive price"),
         (("train", "--show", f"{LONG}=0"), "expected FOLDER or FOLDER=PRICE with a positive price"),
         (("train", "--show", "9" * 300), "cannot be read: File name too long"),
-        (("train", "--data", "x" * 300), "there is no text file or folder xxx"),
         (("capture", "--out", "x", LONG), "no such script: '999"),
         (("train", "--seed", str(2**70)), "seed must be a whole number from 0 to"),
-        (("train", "--steps", str(2**70)), "steps must be a whole number from 1 to"),
         (("train", "--lr", "nan"), "lr must be a number from 0 to"),
         (("train", "--max-error", "inf"), "max_error must be a positive relative error"),
-        (("train", "--attention", LONG), "no backend is named '999"),
         (("capture", "--out", "x", "--max-bytes", LONG, __file__), "expected a number of bytes"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, tuple) else "",

@@ -40,12 +40,6 @@ finally:
     assert "attnbench" in run.stdout
 
 
-def test_help_loads_little_more_than_typer_itself() -> None:
-    helping = "sys.argv = ['attnbench', '--help']; from attnbench.cli import main; main()"
-    heavy = sum(name.partition(".")[0] == "torch" for name in sys.modules)
-    assert modules(helping) < 2 * modules("import typer") < heavy
-
-
 def test_import_loads_no_vendor_package() -> None:
     """Nor looks for one, which a machine that has none would not show otherwise."""
     code = f"""

@@ -1,7 +1,6 @@
 """A sweep whose table cannot be written: said before anything is measured, and nothing that was measured is lost."""
 
 import os
-import subprocess
 import sys
 from importlib import import_module
 from types import SimpleNamespace
@@ -67,15 +66,6 @@ def test_an_unwritable_table_is_said_first_and_costs_nothing_but_the_table(sweep
     assert len(Table.load(tmp_path / "a sweep" / "table.json").entries) == len(ROWS)
 
 
-def test_the_command_that_is_named_builds_the_table_later(sweep, no_cache, own_cache, tmp_path, monkeypatch):
-    sweep()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(own_cache / "cache"))
-    run = attnbench("table", "build", tmp_path / "a sweep")
-    assert run.returncode == 0, run.stderr
-    table = Table.load(user_table_path(HERE))
-    assert {str(plan) for _, plan in table.entries} == {"fa3:fp8", "sdpa-flash:bf16"}
-
-
 def test_a_disk_that_fills_while_it_measures(sweep, tmp_path, monkeypatch, capsys):
     def fills():
         def full(*_):
@@ -102,12 +92,6 @@ def test_a_folder_that_takes_no_table_prints_what_was_measured_and_fails(sweep, 
         sweep(meanwhile=fills)
     assert capsys.readouterr().out.count('"case"') == len(ROWS)
     assert user_table_path(HERE).exists()
-
-
-def test_no_table_neither_asks_for_a_place_nor_touches_what_is_there(sweep, no_cache, own_cache, monkeypatch, capsys):
-    assert sweep(update=False)
-    assert "was not updated, as asked" in capsys.readouterr().err
-    assert no_cache.read_text() == ""
 
 
 def test_no_table_leaves_the_user_s_table_as_it_was(sweep, capsys):
@@ -151,16 +135,3 @@ def test_a_user_without_a_home(home, own_cache, monkeypatch, tmp_path):
     with pytest.raises(OutputError, match="XDG_CACHE_HOME"):
         update_user_table(Table.from_entries(HERE, []))
     assert os.listdir(tmp_path) == []
-
-
-def test_a_whole_sweep_without_a_cache_and_without_standard_output(no_cache, tmp_path):
-    (tmp_path / "tiny.yaml").write_text("- {batch: 1, heads: 1, seqlen_q: 16, head_dim: 16, direction: forward}\n")
-    options = f"--device cpu --preset {tmp_path / 'tiny.yaml'} --backends sdpa-math:bf16 --out '{tmp_path / 'out put'}'"
-    command = ["sh", "-c", f"{sys.executable} -m attnbench sweep {options} >&-"]
-    run = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    warning, ending = run.stderr.splitlines()[0], run.stderr.splitlines()[-1]
-    for line in (warning, ending):
-        assert f"{COMMAND.format(tmp_path / 'out put')}, once it can be written" in line
-    assert "Traceback" not in run.stderr
-    assert len((tmp_path / "out put" / "measurements.jsonl").read_text().splitlines()) == 1

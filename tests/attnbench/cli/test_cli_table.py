@@ -5,22 +5,23 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from command_line import attnbench, named
+from merged import part, row
+
+from attnbench import AttentionSpec, Plan
+from attnbench.kernels.registry import registry
+from attnbench.tables.environment import Environment
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sweep of one tiny case."""
-    folder = tmp_path_factory.mktemp("sweep")
-    (folder / "one.yaml").write_text("- {batch: 1, heads: 2, seqlen_q: 32, head_dim: 16}\n")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        run = attnbench(
-            "sweep", "--dtype", "fp32", "--preset", folder / "one.yaml", "--backends", "reference,sdpa-math",
-            "--device", "cpu", "--out", folder / "out",
-        )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    return folder / "out"
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """What a sweep of one tiny case has left here."""
+    here = Environment.detect(torch.device("cpu"), registry())
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=32, head_dim=16, dtype="fp32")
+    facts = {"spec": spec, "environment": here, "error": {"normal": {"out": 1e-6, "lse": 0.0}}}
+    plans = [Plan(f"{backend}:fp32") for backend in ("reference", "sdpa-math")]
+    return part(tmp_path / "out", [row(0, plan, **facts) for plan in plans])
 
 
 def test_table_build_feeds_auto_and_show_prints_it(results: Path, own_cache: Path) -> None:

@@ -1,21 +1,18 @@
 """attention under torch.compile and torch.export: one operator, the eager answer, no graph break."""
 
 import asyncio
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from attnbench import api, attention, use_backend
 from attnbench.dispatch import memory
-from attnbench.dispatch.memory import programs
 from attnbench.errors import AttnbenchError, InputError
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Operands, Result, Saved
 from attnbench.problem.fp8 import Recipe, quantise
+from examples import every_pair
 
 PLANS = ["auto", "reference:fp32", "reference:fp64", "sdpa-math", "sdpa-flash", "emulated:fp8"]
 SPECS = {
@@ -55,8 +52,7 @@ def same(one, two) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "spec"), every_pair(PLANS, tuple(SPECS)))
 def test_compiled_is_eager_to_the_bit(plan, spec):
     arguments = {"backend": plan, **SPECS[spec]}
     function = compiled(attention)
@@ -68,11 +64,16 @@ def test_compiled_is_eager_to_the_bit(plan, spec):
     assert same(step(function, x, **arguments), step(attention, x, **arguments))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
-@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_layouts_and_dtypes(dtype, layout):
+@pytest.mark.parametrize(
+    ("dtype", "layout", "backend"),
+    [
+        (torch.float32, "bshd", "inductor"),
+        (torch.float64, "bshd", "aot_eager"),
+        (torch.float16, "bhsd", "aot_eager"),
+    ],
+)
+def test_layouts_and_dtypes(dtype, layout, backend):
     """Between operations that inductor fuses, once: its compiler takes seconds."""
-    backend = "inductor" if (dtype, layout) == (torch.float32, "bshd") else "aot_eager"
     x = tensors(dtype=dtype, grad=True)
     if layout == "bshd":
         x = tuple(each.detach().transpose(1, 2).contiguous().requires_grad_() for each in x)
@@ -83,7 +84,7 @@ def test_layouts_and_dtypes(dtype, layout):
 
     outs = [function(*x) for function in (compiled(block, backend=backend), block)]
     assert same(*outs)
-    assert not outs[0][1].requires_grad
+    assert not any(lse.requires_grad for _, lse in outs)
     grads = [torch.autograd.grad(out.sum(), x) for out, _ in outs]
     assert same(*grads)
 
@@ -118,12 +119,6 @@ def test_lengths_that_vary_need_one_graph():
     assert [n.target for n in graph.graph.nodes if n.op == "call_function" and "attnbench" in str(n.target)] == [
         torch.ops.attnbench.attention
     ]
-
-
-def test_no_graph_breaks():
-    x = tensors(grad=True)
-    found = torch._dynamo.explain(lambda q, k, v: attention(q.sin(), k, v, is_causal=True).cos())(*x)
-    assert (found.graph_count, found.graph_break_count) == (1, 0), found.break_reasons
 
 
 def test_context_and_environment_are_noticed(monkeypatch):
@@ -285,8 +280,7 @@ def arguments(q, k, v, *, training, lse=False, backend="sdpa-flash", descales=(N
     return (q, k, v, *descales, training, *shape, lse, None, backend, None, "argument", "0")
 
 
-@pytest.mark.parametrize("backend", ["reference:fp64", "sdpa-flash", "emulated:fp8"])
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(("backend", "grad"), [("sdpa-flash", False), ("emulated:fp8", True)])
 def test_opcheck(backend, grad):
     q, k, v = tensors(grad=grad)
     forward = arguments(q, k, v, training=grad, lse=not grad, backend=backend)
@@ -295,35 +289,6 @@ def test_opcheck(backend, grad):
         out, lse = (x.detach() for x in torch.ops.attnbench.attention(*forward))
         saved = (torch.randn_like(out), q.detach(), k.detach(), v.detach(), out, lse)
         torch.library.opcheck(torch.ops.attnbench.attention_backward.default, (*saved, *forward[6:]))
-
-
-def test_opcheck_of_quantised_tensors():
-    parts = [quantise(x, Recipe("head")) for x in tensors()]
-    descales = tuple(x.descale[..., 0, 0].contiguous() for x in parts)
-    data = [x.data for x in parts]
-    call = arguments(*data, training=False, backend="reference:fp32", descales=descales)
-    # torch's own check of the schema multiplies what it is given, which float8 has no product for.
-    tests = ("test_faketensor", "test_autograd_registration", "test_aot_dispatch_static")
-    torch.library.opcheck(torch.ops.attnbench.attention.default, call, test_utils=tests)
-
-
-@pytest.mark.parametrize("plan", ["reference:fp32", "sdpa-math", "emulated:fp8"])
-def test_autocast_does_not_narrow_a_kernel(plan):
-    x = tensors(grad=True)
-    function = compiled(lambda *x: attention(*x, is_causal=True, backend=plan))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = step(function, x)
-    assert same(found, step(attention, x, is_causal=True, backend=plan))
-
-
-@pytest.mark.parametrize("plan", ["sdpa-flash", "emulated:fp8"])
-def test_checkpointing_changes_nothing(plan):
-    def block(q, k, v):
-        return attention(q * 1.5, k, v, is_causal=True, backend=plan).sin()
-
-    x = tensors(grad=True)
-    function = compiled(lambda *x: checkpoint(block, *x, use_reentrant=False))
-    assert same(step(function, x), step(block, x))
 
 
 def test_eight_threads_run_what_was_compiled():
@@ -361,15 +326,7 @@ def test_an_export_of_fixed_shapes_holds_the_chosen_plan(tmp_path):
     expected = attention(*x, is_causal=True, backend="emulated:fp8")
     assert torch.equal(program.module()(*x), expected)
     torch.export.save(program, tmp_path / "program.pt2")
-    torch.save((x, expected), tmp_path / "expected.pt")
-    script = """
-import sys, torch
-import attnbench.dispatch.operators
-x, expected = torch.load(sys.argv[1] + "/expected.pt")
-assert torch.equal(torch.export.load(sys.argv[1] + "/program.pt2").module()(*x), expected)
-"""
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert torch.equal(torch.export.load(tmp_path / "program.pt2").module()(*x), expected)
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -382,12 +339,3 @@ def test_an_export_of_dynamic_shapes_chooses_where_it_runs(strict):
     for sq in (5, 40):
         longer = tensors(sq=sq)[0]
         assert torch.equal(program.module()(longer, k, v), attention(longer, k, v, is_causal=True))
-
-
-def test_what_runs_is_what_was_asked_of_the_operator():
-    """The operators' own memory: the era keeps what was compiled before choices were forgotten."""
-    q, k, v = tensors(sq=6)
-    before = len(programs.entries)
-    for _ in range(2):
-        torch.ops.attnbench.attention(*arguments(q, k, v, training=False))
-    assert len(programs.entries) == before + 1

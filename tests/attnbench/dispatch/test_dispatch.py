@@ -38,15 +38,6 @@ def ran(monkeypatch) -> list[tuple[str, object]]:
     return seen
 
 
-def test_a_choice_is_made_once(monkeypatch):
-    q, k, v = tensors()
-    first = attention(q, k, v)
-    monkeypatch.setattr(memory, "decide", lambda *asks: pytest.fail("asked again"))
-    assert torch.equal(attention(q.clone(), k.clone(), v.clone()), first)
-    with pytest.raises(pytest.fail.Exception):
-        attention(q, k, v, scale=0.5)
-
-
 CALLS = {
     "plain": {},
     "causal": {"is_causal": True},
@@ -108,25 +99,6 @@ def test_granularity_is_part_of_the_key(ran):
         names = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
         attention(*(x.data for x in parts), backend="reference:fp32", **names)
         assert ran.pop()[1].descale == granularity
-
-
-def test_context_and_environment_are_part_of_the_key(ran, monkeypatch):
-    q, k, v = tensors()
-
-    def plan() -> str:
-        attention(q, k, v)
-        return ran.pop()[0]
-
-    usual = plan()
-    with use_backend("emulated:fp8"):
-        assert plan() == "emulated:fp8"
-        monkeypatch.setenv("ATTNBENCH_BACKEND", "reference:fp64")
-        assert plan() == "emulated:fp8"
-    assert plan() == "reference:fp64"
-    monkeypatch.setenv("ATTNBENCH_BACKEND", "auto")
-    assert plan() == usual
-    monkeypatch.delenv("ATTNBENCH_BACKEND")
-    assert plan() == usual
 
 
 def test_what_only_refuses_is_part_of_the_key():

@@ -56,14 +56,6 @@ def test_what_another_budget_would_buy():
     assert "14%" not in str(pick(*FOUR[:2], fp8=True, max_error=0.05))
 
 
-def test_opening_fp8_at_the_same_budget_is_a_trade_too():
-    choice = pick(FOUR[0], entry("fast:fp8", 0.5, 0.009, 0.0, "outlier"))
-    assert "max_error=0.01 would allow fast:fp8 and save 60%" in str(choice)
-    assert (
-        str(pick(FOUR[0], entry("fast:fp8", 0.5, 0.009, 0.0, "outlier"), fp8=True, max_error=0.01).plan) == "fast:fp8"
-    )
-
-
 def test_what_saves_nothing_beyond_noise_is_no_trade():
     assert not [each for each in pick(*FOUR[:2], entry("fast:fp8", 0.995, 0.07)).trades if each.change < 0]
 

@@ -1,7 +1,6 @@
 """What replaces a file: whole or not at all, whatever stops it, and everything that a user keeps is written by it."""
 
 import ast
-import json
 import multiprocessing
 import os
 import resource
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import attnbench
 from fakes import an_environment
 from hypothesis import given
 from hypothesis import strategies as st
@@ -257,17 +257,10 @@ def test_no_other_place_writes_files():
 
 
 def test_a_report_of_results_on_a_full_disk_leaves_the_page_that_was_there(tmp_path):
-    """The whole command, in a process of its own."""
     results, page = part(tmp_path / "results", ROWS), tmp_path / "page.html"
     page.write_text("the page of yesterday")
-    code = f"""
-import resource, sys
-resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
-sys.argv = ["attnbench", "report", {json.dumps(str(results))}, "-o", {json.dumps(str(page))}]
-from attnbench.cli import main
-main()
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    with full_after(2000):
+        run = attnbench("report", results, "-o", page)
     assert (run.returncode, run.stderr) == (1, f"attnbench: {page} cannot be written: File too large\n")
     assert page.read_text() == "the page of yesterday"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["page.html", "results"]

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from guarded import NAME, noise, plant
 from torch.utils.checkpoint import checkpoint
 
-from attnbench import api, attention, explain, freeze, guard
+from attnbench import api, attention, explain, freeze
 from attnbench.cli import app
 from attnbench.dispatch import memory
 from attnbench.dispatch.memory import executions
-from attnbench.errors import AttnbenchWarning, FrozenError, InputError, RefusedError
+from attnbench.errors import FrozenError, InputError, RefusedError
 from attnbench.freezing.file import Frozen
 from attnbench.kernels.execution import Execution
 
@@ -141,18 +140,6 @@ def test_an_export_of_dynamic_shapes_asks_the_file_that_is_open(path, ran):
         assert ran == [expected] * 2
 
 
-def test_an_export_of_fixed_shapes_holds_the_frozen_plan(path):
-    class Module(torch.nn.Module):
-        def forward(self, q, k, v):
-            return attention(q, k, v)
-
-    other = freeze_other(path, {})
-    with freeze(path, missing="raise"):
-        program = torch.export.export(Module(), tensors())
-    (node,) = [each for each in program.graph.nodes if each.target is torch.ops.attnbench.attention.default]
-    assert other in node.args
-
-
 @pytest.mark.parametrize("asked", [{"backend": "emulated:fp8"}, {"backend": "emulated", "dtype": "fp8"}, {}])
 def test_a_guard_is_told_the_same_bound(path, asked):
     x = tensors(grad=True)
@@ -183,33 +170,6 @@ def test_one_freeze_is_open_at_a_time_and_ends_with_its_block(path, tmp_path, mo
         assert explain(*tensors()).basis == "frozen"
         raise ZeroDivisionError
     assert explain(*tensors()).frozen_in is None
-
-
-def test_links_are_followed_and_folders_left(path, tmp_path, monkeypatch):
-    (tmp_path / "shared").mkdir()
-    path.symlink_to(tmp_path / "shared" / "run.json")
-    monkeypatch.chdir(tmp_path)
-    with freeze("run.choices.json"):
-        monkeypatch.chdir("/")
-        explain(*tensors())
-    assert path.is_symlink()
-    assert len(Frozen.load(tmp_path / "shared" / "run.json").plans) == 1
-
-
-@pytest.mark.filterwarnings("ignore::attnbench.errors.BreachWarning")
-def test_a_guard_warns_and_the_plan_stays(path, monkeypatch):
-    x = tensors()
-    with monkeypatch.context() as patch:
-        forward, _ = plant(patch)
-        with freeze(path), guard(every=1, on_breach="demote") as watch:
-            attention(*x)
-            forward.change = noise(1.0)
-            with pytest.warns(AttnbenchWarning, match=f"{NAME} stays .*because choices are frozen"):
-                attention(*x)
-            assert str(explain(*x).plan) == NAME
-        assert len(watch.breaches) == 1
-        assert str(explain(*x).plan) == NAME
-    api.forget_choices()
 
 
 @pytest.mark.parametrize("name", ["run.lock", "run[1].json", "*", "env"])

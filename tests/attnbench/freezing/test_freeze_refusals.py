@@ -115,15 +115,6 @@ def test_where_cuda_is_up_another_model_of_gpu_is_refused_at_the_start(models, r
     freeze(path).start().stop()  # one of them is enough
 
 
-def test_two_models_that_record_one_file_at_once(models, recorded, path):
-    path.unlink()
-    with freeze(path):
-        path.write_bytes(recorded)
-        models[0] = H100
-        with pytest.raises(FrozenError, match="recorded on NVIDIA H200"):
-            choose(spec(), GPU)
-
-
 def test_the_file_of_another_machine_that_takes_the_place_of_ours(models, recorded, path):
     with freeze(path):
         rewritten(path, H200, H100)

@@ -16,21 +16,6 @@ from attnbench.freezing import freeze as freezing
 from attnbench.tables.user_table import Known
 
 
-def test_the_first_plan_that_was_written_counts(fakes, path):
-    """Another rank, whose table knows better, records between our start and our question."""
-    fakes("slow:bf16", "fast:bf16")
-    with freeze(path):
-        choose(spec(), CPU)
-    theirs = path.read_text().replace("slow", "fast")
-    path.unlink()
-    with freeze(path):
-        path.write_text(theirs)
-        assert str(choose(spec(), CPU).plan) == "fast:bf16"
-        path.unlink()  # what this run follows is not lost with the file
-        choose(spec(seqlen_q=7), CPU)
-    assert plans(path) == ["fast:bf16", "slow:bf16"]
-
-
 def test_what_others_have_recorded_meanwhile_is_not_chosen_again(fakes, path, monkeypatch):
     """Even by a rank that could not choose at all."""
     with freeze(path):

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import random
-import resource
 import string
 import threading
 from pathlib import Path
@@ -18,10 +17,9 @@ from attnbench import AttentionSpec, Mask, Plan, freeze
 from attnbench.errors import InputError, MalformedFileError, OutputError
 from attnbench.freezing.file import SCHEMA, Frozen, FrozenPlan, FrozenQuestion
 from attnbench.freezing.freeze import FrozenError
-from attnbench.tables.files import LARGEST
 from examples import examples
 
-FILES = examples(900, 3000)
+FILES = examples(450, 3000)
 
 
 def spec(**more) -> AttentionSpec:
@@ -134,15 +132,12 @@ def test_a_file_that_was_cut_short_is_an_error_at_every_length(path):
 
 DAMAGE = {
     "no field": ('"plan": "sdpa-math:bf16", ', "", "there is no 'plan'"),
-    "another field": ('"plan": "sdpa-math', '"plain": 1, "plan": "sdpa-math', "there is 'plain' too"),
     "no plan": ('"sdpa-math:bf16"', '"sdpa-math"', "no kernel name"),
     "a backward too many": ('"sdpa-math:bf16"', '"sdpa-math:bf16>a:bf16"', "no plan for the direction forward"),
     "a backward too few": ('"fa3:bf16>fa4:bf16"', '"fa3:bf16"', "no plan for the direction training"),
     "another backend": ('"sdpa-math:bf16"', '"sdpa-flash:bf16"', "not of the backend sdpa-math"),
     "FP8 that nobody opened": ('"sdpa-flash:fp16"', '"fa3:fp8"', "FP8, which the question does not open"),
     "a budget of none": ('"max_error": 0.5', '"max_error": 0', "a number above 0"),
-    "a word for a flag": ('"fp8": true', '"fp8": "true"', "fp8 is true or false"),
-    "a spec of none": ('"kv_heads": 2', '"kv_heads": 3', "must be a multiple"),
     "what steers a terminal": ('"mask": {"right": 0}', r'"mask": {"\u001b[2J": 0}', "unexpected keyword"),
     "another spelling of one question": ('"seqlen_q": 7', '"seqlen_q": 7, "kv_heads": 4', None),
     "a device of none": ('"device": "cuda"', '"device": "xpu"', "the devices above lack 'xpu'"),
@@ -181,15 +176,11 @@ def test_a_question_that_stands_there_twice_is_an_error(path):
     ("text", "words"),
     [
         ("", "expected JSON"),
-        ("[]", SCHEMA),
         ('{"schema": "attnbench.table/2"}', SCHEMA),
         (f'{{"schema": "{SCHEMA}"}}', "there is no 'devices'"),
         (f'{{"schema": "{SCHEMA}", "devices": {{}}, "choices": {{}}}}', "dict is not list"),
         (f'{{"schema": "{SCHEMA}", "devices": {{}}, "choices": [], "more": 1}}', "there is 'more' too"),
-        (f'{{"schema": "{SCHEMA}", "devices": {{}}, "choices": [3]}}', "int is not dict"),
         ("[" * 100_000, "nested deeper"),
-        ('{"a":' * 100_000, "nested deeper"),
-        ("[" + "0," * 2**21 + "0]", "too many parts"),
         (
             json.dumps({"schema": SCHEMA, "devices": dict.fromkeys(map(str, range(99)), "CPU"), "choices": []}),
             "99 entries",
@@ -202,22 +193,11 @@ def test_what_is_no_frozen_file(path, text, words):
         freeze(path).start()
 
 
-def test_huge_and_binary_files_are_not_read(path):
-    with path.open("wb") as file:
-        file.truncate(2**36)  # without a byte on the disk
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(MalformedFileError, match="at most"):
-        freeze(path).start()
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 2**10  # KiB
-    path.write_bytes(b"\x80\x04\x95")
-    with pytest.raises(MalformedFileError, match="UTF-8"):
-        freeze(path).start()
-
-
-def test_more_choices_than_are_read_are_not_written(path):
+def test_more_choices_than_are_read_are_not_written(path, monkeypatch):
+    monkeypatch.setattr("attnbench.tables.files.LARGEST", 2**16)
     before = path.read_bytes()
     plan = FrozenPlan(Plan("a:bf16"), {"a": "1"})
-    lines = LARGEST // 150
+    lines = 2**16 // 150
     many = Frozen(
         {"cpu": "CPU"}, {FrozenQuestion("cpu", "auto", False, None, spec(seqlen_q=n)): plan for n in range(1, lines)}
     )

@@ -55,16 +55,6 @@ def test_outputs_and_gradients_are_those_of_the_native_backend():
         assert torch.equal(step(ours, **inputs, return_dict=False)[0], found[0])
 
 
-def test_fp8_is_within_its_budget():
-    register("attnbench-fp8", backend="emulated", dtype="fp8")
-    model, inputs = flux()
-    wanted = step(model, **inputs, return_dict=False)
-    model.set_attention_backend("attnbench-fp8")
-    found = step(model, **inputs, return_dict=False)
-    assert 1e-4 < error(found[0], wanted[0]) < 0.12
-    assert 1e-4 < worst(found[1], wanted[1], least=1e-3) < 0.12
-
-
 def test_a_compiled_model_has_one_graph():
     register(backend="emulated", dtype="fp8")
     model, inputs = flux()

@@ -84,8 +84,7 @@ def test_a_window_of_no_keys_is_none_to_layers_that_see_all():
     assert calls.served == 2
 
 
-@pytest.mark.parametrize("length", [12, 16, 20])
-@pytest.mark.parametrize("kind", ["MistralConfig", "Gemma3TextConfig"])
+@pytest.mark.parametrize(("kind", "length"), [("MistralConfig", 12), ("Gemma3TextConfig", 12), ("MistralConfig", 20)])
 def test_a_window_beside_a_static_cache_is_handed_on_where_it_is_not_served(kind, length):
     """``generate`` makes the masks before the forward, and makes them contiguous."""
     calls = register(backend="reference", otherwise="sdpa")
@@ -95,25 +94,6 @@ def test_a_window_beside_a_static_cache_is_handed_on_where_it_is_not_served(kind
     assert torch.equal(found, model.generate(x, cache_implementation="static", **GREEDY))
     assert calls.handed_on.total() > 0
     assert (calls.served > 0) == (length >= 16)  # a prompt that fills the window is served
-
-
-def test_masks_that_a_model_joins_are_tensors_to_it():
-    text = {**WINDOWED, "sliding_window": 8}
-    vision = {
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "image_size": 32, "patch_size": 8,
-    }  # fmt: skip
-    config = transformers.T5Gemma2Config(encoder={"text_config": text, "vision_config": vision}, decoder=dict(text))
-    make = transformers.T5Gemma2ForConditionalGeneration._from_config
-    model = make(copy.deepcopy(config), attn_implementation="sdpa").eval()
-    calls = register(backend="reference", otherwise="sdpa")
-    ours = make(copy.deepcopy(config), attn_implementation="attnbench").eval()
-    ours.load_state_dict(model.state_dict())
-    x = tokens()
-    with torch.no_grad():
-        wanted, found = (each(input_ids=x, decoder_input_ids=x).logits for each in (model, ours))
-    assert error(found, wanted) < 1e-5
-    assert calls.handed_on.total() > 0
 
 
 @pytest.mark.parametrize("real", [(5, 20), (0, 15)])

@@ -5,45 +5,45 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Run
+import torch
+from command_line import Run, attnbench
 from patience import PATIENCE
-from places import ROOT, SUPPORT
+from places import ROOT
+from torch import Tensor
 
+from attnbench import AttentionSpec, Mask, Plan, attention
+from attnbench.errors import RefusedError
+from attnbench.kernels.devices import describe
+from attnbench.kernels.registry import registry
+from attnbench.state import forget
+from attnbench.tables.binding import Binding
+from attnbench.tables.environment import Environment
+from attnbench.tables.table import Entry, Table
+
+CPU = torch.device("cpu")
 EXAMPLE = ROOT / "examples" / "attnbench-backend-example"
 
 
-def run(*command: object, site: Path) -> subprocess.CompletedProcess[str]:
-    """A Python process for which what lies in ``site`` is installed, too."""
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        cwd=site,
-        env={**os.environ, "PYTHONPATH": str(site)},
-        check=False,
-    )
-
-
-# The commands that argv names, one after the other, and what came of each.
-COMMANDS = """
-import json, sys
-sys.path += sys.argv[1].split(":")
-from command_line import attnbench
-print(json.dumps([attnbench(*command) for command in json.loads(sys.argv[2])]))
-"""
 LIST = ("backends", "--device", "cpu", "--format", "json")
 
 
-def commands(site: Path, *words: tuple[str, ...]) -> list[Run]:
-    """What came of these commands in one process."""
-    done = run("-c", COMMANDS, SUPPORT, json.dumps(words), site=site)
-    assert done.returncode == 0, done.stderr
-    return [Run(*each) for each in json.loads(done.stdout)]
+def look_again() -> None:
+    """Look for installed backends at the next question, as a new process does."""
+    registry.cache_clear()
+    forget()
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """The next test finds the backends that are installed without those of this one."""
+    yield
+    look_again()
 
 
 def by_name(listed: Run) -> dict[str, Any]:
@@ -74,92 +74,80 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def test_the_example_is_listed_with_its_kernels(site: Path) -> None:
-    naive = by_name(commands(site, LIST)[0])["naive"]
+@pytest.fixture
+def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder, on the path of this process and of those that it starts."""
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    look_again()
+    return site
+
+
+def test_the_example_is_listed_with_its_kernels(installed: Path) -> None:
+    naive = by_name(attnbench(*LIST))["naive"]
     assert (naive["available"], naive["version"], naive["origin"]) == (True, "0.1.0", "attnbench-backend-example")
     assert {(each["name"], each["pass"]) for each in naive["kernels"]} == {
         (name, each) for name in ("naive:fp32", "naive:bf16") for each in ("forward", "backward")
     }
 
 
-AGREEMENT = """
-import json, torch
-from attnbench import attention
-from attnbench.kernels.registry import registry
-
-def answers(backend, dtype, tensors, grad, arguments):
+def answers(backend: str, dtype: torch.dtype, tensors: list[Tensor], grad: Tensor, **arguments: Any) -> list[Tensor]:
     q, k, v = (x.to(dtype).requires_grad_() for x in tensors)
     out, lse = attention(q, k, v, backend=backend, return_lse=True, **arguments)
-    return [out, lse, *torch.autograd.grad(out, (q, k, v), grad.to(dtype))]
-
-torch.manual_seed(0)
-worst = {}
-for q_len, kv_len, kv_heads, arguments in [
-    (64, 64, 4, {}),
-    (33, 57, 2, {"is_causal": True}),
-    (33, 57, 1, {"is_causal": True, "causal_alignment": "bottom-right"}),
-    (57, 33, 4, {"is_causal": True, "scale": 0.3}),
-    (1, 40, 2, {"is_causal": True, "causal_alignment": "bottom-right"}),
-]:
-    for precision, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
-        shapes = [(2, 4, q_len, 16), (2, kv_heads, kv_len, 16), (2, kv_heads, kv_len, 24)]
-        tensors = [torch.randn(shape).to(dtype) for shape in shapes]
-        grad = torch.randn(2, 4, q_len, 24).to(dtype)
-        name = f"naive:{precision}"
-        got = answers(f"{name}>{name}", dtype, tensors, grad, arguments)
-        truth = answers("reference:fp64>reference:fp64", torch.float64, tensors, grad, arguments)
-        for a, b in zip(got, truth):
-            worst[name] = max(worst.get(name, 0.0), float((a.double() - b).norm() / b.norm()))
-declared = {name: kernel.declared_error for name, kernel in registry().forwards.items() if name in worst}
-print(json.dumps([worst, declared]))
-"""
+    return [out.detach(), lse, *torch.autograd.grad(out, (q, k, v), grad.to(dtype))]
 
 
-def test_the_example_computes_attention_and_its_gradients(site: Path) -> None:
-    done = run("-c", AGREEMENT, site=site)
-    assert done.returncode == 0, done.stderr
-    worst, declared = json.loads(done.stdout)
-    assert worst.keys() == declared.keys() == {"naive:fp32", "naive:bf16"}
-    for name, error in worst.items():
-        assert 0 < error < declared[name]
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "kv_heads", "arguments"),
+    [
+        (64, 64, 4, {}),
+        (33, 57, 1, {"is_causal": True, "causal_alignment": "bottom-right"}),
+        (57, 33, 2, {"is_causal": True, "scale": 0.3}),
+    ],
+)
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_the_example_computes_attention_and_its_gradients(
+    installed: Path, precision: str, dtype: torch.dtype, q_len: int, kv_len: int, kv_heads: int, arguments: Any
+) -> None:
+    shapes = [(2, 4, q_len, 16), (2, kv_heads, kv_len, 16), (2, kv_heads, kv_len, 24)]
+    tensors = [torch.randn(shape).to(dtype) for shape in shapes]
+    grad = torch.randn(2, 4, q_len, 24).to(dtype)
+    name = f"naive:{precision}"
+    found = answers(f"{name}>{name}", dtype, tensors, grad, **arguments)
+    truth = answers("reference:fp64>reference:fp64", torch.float64, tensors, grad, **arguments)
+    errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True)]
+    assert 0 < max(errors) < registry().forward(name).declared_error
 
 
-REFUSALS = """
-import json
-from attnbench.kernels.devices import describe, find
-from attnbench.problem.mask import Mask
-from attnbench.kernels.registry import registry
-from attnbench.problem.spec import AttentionSpec
-
-shape = dict(batch=1, heads=2, seqlen_q=64, head_dim=16)
-kernel = registry().forward("naive:bf16")
-print(json.dumps([
-    kernel.refusals(AttentionSpec.make(**shape, **more), describe(find("cpu")))
-    for more in ({}, {"mask": Mask(8, 8)}, {"softcap": 30.0}, {"seqlen_kv": 2**30}, {"dtype": "fp16"})
-]))
-"""
-
-
-def test_the_example_refuses_in_sentences_what_it_cannot_do(site: Path) -> None:
-    done = run("-c", REFUSALS, site=site)
-    assert done.returncode == 0, done.stderr
-    served, *refused = json.loads(done.stdout)
-    assert served == []
-    for reasons, said in zip(refused, ("no window mask", "no softcap", "would hold", "not fp16"), strict=True):
-        assert len(reasons) == 1
-        assert said in reasons[0]
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({}, None),
+        ({"mask": Mask(8, 8)}, "no window mask"),
+        ({"softcap": 30.0}, "no softcap"),
+        ({"seqlen_kv": 2**30}, "would hold"),
+        ({"dtype": "fp16"}, "not fp16"),
+    ],
+)
+def test_the_example_refuses_in_sentences_what_it_cannot_do(installed: Path, more: Any, said: str | None) -> None:
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=64, head_dim=16, **more)
+    reasons = registry().forward("naive:bf16").refusals(spec, describe(CPU))
+    assert len(reasons) == (said is not None)
+    assert said is None or said in reasons[0]
 
 
-def test_the_example_is_swept_like_any_backend(site: Path, tmp_path: Path) -> None:
+def test_the_example_is_swept_like_any_backend(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "one.yaml").write_text("- {batch: 1, heads: 2, seqlen_q: 32, head_dim: 16, direction: training}\n")
     sweep = ("sweep", "--dtype", "bf16", "--preset", tmp_path / "one.yaml", "--backends", "naive", "--device", "cpu")
-    done = run("-m", "attnbench", *sweep, "--out", tmp_path / "out", "--format", "json", site=site)
+    done = attnbench(*sweep, "--out", tmp_path / "out", "--format", "json")
     assert done.returncode == 0, done.stderr
     rows = {row["plan"]: row for row in json.loads(done.stdout)}
     assert rows["naive:bf16>naive:bf16"]["status"] == "ok"
 
 
-def test_a_plug_in_that_cannot_be_imported_costs_its_own_row_alone(tmp_path: Path) -> None:
+def test_a_plug_in_that_cannot_be_imported_costs_its_own_row_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plug_in(tmp_path, "brittle", "brittle_plugin", "import a_library_that_is_not_there\n")
     plug_in(tmp_path, "wrong", "wrong_plugin", "BACKEND = 'not a backend'\n")
     plug_in(
@@ -175,8 +163,9 @@ def test_a_plug_in_that_cannot_be_imported_costs_its_own_row_alone(tmp_path: Pat
         "from attnbench.kernels.contract import Availability, Backend\n"
         "BACKEND = Backend('alien', 'built on another', Availability, (), built_on=('cutlass',))\n",
     )
-    listed, doctor = commands(tmp_path, LIST, ("doctor",))
-    found = by_name(listed)
+    monkeypatch.syspath_prepend(tmp_path)
+    look_again()
+    found, doctor = by_name(attnbench(*LIST)), attnbench("doctor")
     for name, reason in {
         "brittle": "No module named 'a_library_that_is_not_there'",
         "wrong": "wrong_plugin:BACKEND",
@@ -213,57 +202,41 @@ class Forward(ForwardKernel):
 BACKEND = Backend("mine", "a third party's", lambda: Availability(version="1.0"),
                   (Forward("mine:fp8", "e4m3"), Forward("mine:fp8-odd", None)), built_on=("triton",))
 """
-DECLARED = """
-import json, torch
-from dataclasses import replace
-from attnbench import AttentionSpec, Plan, attention
-from attnbench.errors import RefusedError
-from attnbench.kernels.registry import registry
-from attnbench.tables.binding import Binding
-from attnbench.tables.environment import Environment
-from attnbench.tables.table import Entry, Table
-
-known = registry()
-there = replace(Environment.detect(torch.device("cpu"), known), triton="3.6.0")
-spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=64, head_dim=16)
-entries = [Entry(spec, Plan(name), "ok", 1.0, 0.0, {"normal": 0.1}) for name in ("mine:fp8", "reference:fp32")]
-table = Table.from_entries(there, entries)
-used = [
-    sorted(str(plan) for _, plan in Binding.between(table, replace(there, triton=version), known).usable(table).entries)
-    for version in ("3.6.1", "3.7.0")
-]
-
-torch.manual_seed(0)
-q, k, v, grad = (torch.randn(1, 2, 64, 16, dtype=torch.bfloat16) for _ in range(4))
-
-def gradients(backend):
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    return torch.autograd.grad(attention(*leaves, backend=backend), leaves, grad)
-
-pairs = zip(gradients("mine:fp8>triton:fp8"), gradients("reference:fp32>reference:fp32"))
-errors = [float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs]
-try:
-    gradients("mine:fp8-odd>triton:fp8")
-    refused = None
-except RefusedError as error:
-    refused = str(error)
-print(json.dumps([used, errors, refused]))
-"""
 
 
-def test_what_a_third_party_declares_counts_as_ours_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+@pytest.fixture
+def declaring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plug_in(tmp_path, "mine", "mine_plugin", DECLARING)
-    done = run("-c", DECLARED, site=tmp_path)
-    assert done.returncode == 0, done.stderr
-    used, errors, refused = json.loads(done.stdout)
-    assert used == [["mine:fp8", "reference:fp32"], ["reference:fp32"]]
+    monkeypatch.syspath_prepend(tmp_path)
+    look_again()
+
+
+def test_what_a_third_party_is_built_on_binds_its_entries(declaring: None) -> None:
+    known = registry()
+    there = replace(Environment.detect(CPU, known), triton="3.6.0")
+    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=64, head_dim=16)
+    entries = [Entry(spec, Plan(name), "ok", 1.0, 0.0, {"normal": 0.1}) for name in ("mine:fp8", "reference:fp32")]
+    table = Table.from_entries(there, entries)
+    for version, used in (("3.6.1", ["mine:fp8", "reference:fp32"]), ("3.7.0", ["reference:fp32"])):
+        usable = Binding.between(table, replace(there, triton=version), known).usable(table)
+        assert sorted(str(plan) for _, plan in usable.entries) == used
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs Triton's kernels on the CPU")
+def test_a_backward_of_ours_follows_a_third_partys_forward_by_what_that_leaves(declaring: None) -> None:
+    pytest.importorskip("triton")
+    q, k, v, grad = (torch.randn(1, 2, 64, 16, dtype=torch.bfloat16) for _ in range(4))
+    found, exact = (
+        answers(plan, torch.bfloat16, [q, k, v], grad)[2:]
+        for plan in ("mine:fp8>triton:fp8", "reference:fp32>reference:fp32")
+    )
+    errors = [float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(found, exact, strict=True)]
     assert all(0.001 < error < 0.15 for error in errors), errors
-    assert "follows only forwards that leave e4m3" in refused
+    with pytest.raises(RefusedError, match="follows only forwards that leave e4m3"):
+        answers("mine:fp8-odd>triton:fp8", torch.bfloat16, [q, k, v], grad)
 
 
-def test_a_plug_in_that_takes_a_name_is_a_clear_error(tmp_path: Path) -> None:
+def test_a_plug_in_that_takes_a_name_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plug_in(
         tmp_path,
         "impostor",
@@ -271,7 +244,9 @@ def test_a_plug_in_that_takes_a_name_is_a_clear_error(tmp_path: Path) -> None:
         "from attnbench.kernels.contract import Availability, Backend\n"
         "BACKEND = Backend('reference', 'not the real one', Availability, ())\n",
     )
-    done, doctor = commands(tmp_path, ("backends",), ("doctor",))
+    monkeypatch.syspath_prepend(tmp_path)
+    look_again()
+    done, doctor = attnbench("backends"), attnbench("doctor")
     assert done.returncode == 1
     assert done.stderr == "attnbench: two installed packages provide a backend named 'reference'; remove one\n"
     assert doctor.returncode == 1

@@ -1,9 +1,11 @@
 """The registry: names, plans, reasons, and third parties that misbehave."""
 
+from dataclasses import fields
+
 import pytest
 from fakes import ROW, FakeBackward, FakeForward, fake_backend, fake_registry
 
-from attnbench import AttentionSpec, Plan
+from attnbench import AttentionSpec, Mask, Plan
 from attnbench.errors import AttnbenchError, UnknownBackendError
 from attnbench.kernels.capabilities import Capabilities, Device
 from attnbench.kernels.contract import Availability, Backend
@@ -58,14 +60,6 @@ def test_a_forward_goes_with_all_backwards_of_its_backend_that_follow_it_before_
     assert len(known.plans(training)) == len(set(known.plans(training)))
     assert known.reasons(Plan.parse("own:fp8>own:fp8-all"), training, CPU) == ("ok", [])
     assert known.plans_with("own:fp8", spec()) == [Plan("own:fp8")]
-
-
-def test_every_listed_kernel_stands_in_a_plan():
-    lonely = fake_backend("lonely", FakeForward("lonely:bf16"), FakeBackward("lonely:fp16", follows=("lonely:bf16",)))
-    known = fake_registry(family("a", "fp32"), lonely)
-    plans = known.plans(spec(direction="training"))
-    assert {plan.forward for plan in plans} == set(known.forwards)
-    assert {plan.backward for plan in plans} >= set(known.backwards)
 
 
 def test_reasons_tell_unavailable_from_refused():
@@ -151,8 +145,6 @@ def test_a_plan_grows_as_the_worst_of_its_8_bit_kernels_that_all_must_say():
     ],
 )
 def test_each_limit_of_a_row_is_one_sentence_and_only_where_it_binds(row, change, word):
-    from attnbench import Mask
-
     if "mask" in change:
         change = {**change, "mask": Mask(*change["mask"])}
     limited = Capabilities(**{"dtypes": ("bf16",), **row})
@@ -163,9 +155,23 @@ def test_each_limit_of_a_row_is_one_sentence_and_only_where_it_binds(row, change
         assert limited.refusals(spec(), H200) == ([] if "bf16" in limited.dtypes else limited.refusals(spec(), H200))
 
 
-def test_alignment_binds_only_where_it_changes_something():
-    from attnbench import Mask
+def test_a_row_reads_every_field_of_a_spec():
+    """A field that no row reads would be served, and left out, by every kernel that does not know of it."""
+    read = set()
 
+    class Watched(AttentionSpec):
+        def __getattribute__(self, name):
+            read.add(name)
+            return super().__getattribute__(name)
+
+    asked = Watched.make(batch=1, heads=4, kv_heads=2, seqlen_q=8, seqlen_kv=16, head_dim=16, softcap=1.0)
+    read.clear()
+    Capabilities(dtypes=("bf16",)).refusals(asked, H200)
+    unread = {each.name for each in fields(AttentionSpec)} - read
+    assert unread == {"scale"}, "any number is served; what a kernel cannot scale by it refuses in further_refusals"
+
+
+def test_alignment_binds_only_where_it_changes_something():
     row = Capabilities(dtypes=("bf16",), alignments=("bottom-right",))
     assert row.refusals(spec(mask=Mask(None, 0)), H200) == []
     assert row.refusals(spec(mask=Mask(None, 0), seqlen_kv=80), H200) != []

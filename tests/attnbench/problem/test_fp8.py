@@ -36,7 +36,7 @@ def groups(shape, granularity):
     }[granularity]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     granularity=st.sampled_from(GRANULARITIES),
     format=st.sampled_from(FORMATS),
@@ -59,25 +59,6 @@ def test_round_trip_stays_within_half_an_ulp(granularity, format, shape, exponen
     error = (got.dequantised(torch.float64) - x.double()).abs()
     half_ulp = torch.maximum(x.double().abs() * 2.0 ** -(MANTISSA[format] + 1), descale * SMALLEST[format] / 2)
     assert (error <= half_ulp * (1 + 1e-5)).all()
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    granularity=st.sampled_from(GRANULARITIES),
-    shape=st.tuples(st.integers(1, 2), st.integers(1, 3), st.sampled_from([1, 5, 127, 128, 129, 300])),
-    data=st.data(),
-)
-def test_an_element_moves_the_scale_of_its_own_group_alone(granularity, shape, data):
-    x = normal(*shape, 8)
-    b, h, s = (data.draw(st.integers(0, size - 1)) for size in shape)
-    larger = x.clone()
-    larger[b, h, s, 3] = 1000.0
-    recipe = Recipe(granularity)
-    before, after = (quantise(each, recipe).descale.expand(*shape, 1)[..., 0] for each in (x, larger))
-    group = groups(shape, granularity)
-    same = group == group[b, h, s]
-    assert (after[same] == 1000.0 / 448.0).all()
-    assert torch.equal(before[~same], after[~same])
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
@@ -137,7 +118,7 @@ def test_all_zero_groups_come_back_as_zeros_with_scale_one(granularity, format, 
     assert (zeros.dequantised(torch.float32) == 0).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(granularity=st.sampled_from(GRANULARITIES), format=st.sampled_from(FORMATS), exponent=st.integers(-45, -36))
 def test_numbers_too_small_for_a_scale_do_not_become_nan(granularity, format, exponent):
     x = normal(1, 1, 5, 8) * 10.0**exponent
@@ -164,7 +145,7 @@ def test_hadamard_signs_are_mixed_and_a_size_of_nothing_is_an_error():
         hadamard(0)
 
 
-@pytest.mark.parametrize("size", [16, 40, 72, 128])
+@pytest.mark.parametrize("size", [40, 128])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_rotation_leaves_scores_alone(size, granularity):
     q, k = normal(1, 2, 50, size), normal(1, 2, 70, size, seed=1)
@@ -197,7 +178,7 @@ def rows(kind, shape, seed):
     return x
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     granularity=st.sampled_from(GRANULARITIES),
     format=st.sampled_from(FORMATS),
@@ -226,14 +207,6 @@ def test_a_rotated_heads_or_tensors_scale_is_a_bound_and_others_the_magnitude(
         member = group == number
         wanted = (bound if granularity in ("head", "tensor") else truth)[member].max()
         assert (reach[member] - wanted).abs().max() <= 1e-5 * wanted + (1e-6 * x.abs().max() if smoothing else 0)
-
-
-@pytest.mark.parametrize("size", [64, 128, 256])
-def test_of_normal_numbers_the_bound_is_two_to_three_times_the_magnitude(size):
-    x = normal(1, 4, 2000, size)
-    reach = quantise(x, Recipe(rotation="hadamard"), rotate=True).descale * 448
-    ratio = reach[..., 0, 0] / (x @ hadamard(size)).abs().amax((2, 3))
-    assert 1.5 < ratio.min() <= ratio.max() < 3.75
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -98,6 +98,6 @@ def test_what_is_no_mask_of_ours(tensor):
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-@pytest.mark.parametrize("shape", [(4, 0), (0, 4), (0, 0), (1, 0), (2, 3, 4, 0)])
+@pytest.mark.parametrize("shape", [(4, 0), (0, 4), (2, 3, 4, 0)])
 def test_a_mask_without_keys_or_queries_is_none_of_ours(shape, dtype):
     assert mask_of_tensor(torch.ones(shape, dtype=dtype), max(shape[-2], 1) if shape[-1] == 0 else 0, shape[-1]) is None

@@ -11,14 +11,16 @@ from pathlib import Path
 import fake_nvml
 import pytest
 import torch
+from command_line import attnbench
 from hypothesis import given
 from hypothesis import strategies as st
-from places import ROOT, SUPPORT
+from places import ROOT
 from planted import healthy
 
 from attnbench.errors import InputError
 from attnbench.kernels.contract import Availability, Backend
 from attnbench.kernels.registry import Registry
+from attnbench.state import forget
 from attnbench.tables.environment import Environment, own_commit
 from attnbench.tables.table import Table
 
@@ -111,12 +113,9 @@ def test_what_binds_on_a_gpu(name):
     ("name", "value"),
     [
         ("driver", "1.0"),
-        ("python", "3.13"),
         ("threads", 3),
-        ("device_count", 1),
         ("uuid_hash", "0" * 12),
         ("clock_mhz", 1755),
-        ("memory_bytes", 1),
         ("commit", "abcdef0-dirty"),
     ],
 )
@@ -255,22 +254,13 @@ def test_without_git_there_is_no_commit(monkeypatch, tmp_path):
     assert commit_at(monkeypatch, module) is None
 
 
-DOCTOR = f"""
-import fake_nvml, pytest
-from attnbench.cli.doctor import doctor
-patch = pytest.MonkeyPatch()
-fake_nvml.install(patch, fake_nvml.Board("GPU-{TWO}"), fake_nvml.Board("GPU-{ONE}", highest=1755, cap=350_000))
-fake_nvml.pretend_cuda(patch, "{ONE}", "{TWO}")
-patch.setattr("torch.utils._triton.has_triton", lambda: True)  # asks a CUDA runtime, which this torch lacks
-doctor(format="json")
-"""
-
-
-def test_doctor_shows_the_facts_of_each_gpu():
-    support = os.pathsep.join([SUPPORT, os.environ.get("PYTHONPATH", "")])
-    run = subprocess.run(
-        [sys.executable, "-c", DOCTOR], env={**os.environ, "PYTHONPATH": support}, capture_output=True, text=True
-    )
+def test_doctor_shows_the_facts_of_each_gpu(monkeypatch):
+    boards = fake_nvml.Board(f"GPU-{TWO}"), fake_nvml.Board(f"GPU-{ONE}", highest=1755, cap=350_000)
+    fake_nvml.install(monkeypatch, *boards)
+    fake_nvml.pretend_cuda(monkeypatch, ONE, TWO)
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)  # asks a CUDA runtime, which this torch lacks
+    run = attnbench("doctor", "--format", "json")
+    forget()
     assert run.returncode == 0, run.stderr
     found = {each["name"]: each["detail"] for each in json.loads(run.stdout)["findings"]}
     assert found["NVIDIA driver"] == "580.159.04"
@@ -298,25 +288,17 @@ def test_any_value_is_an_environment_or_an_input_error(name, value):
     "wrong",
     [
         [],
-        None,
         {},
         {**GPU.to_dict(), "colour": "red"},
         {**GPU.to_dict(), "torch": None},
-        {**GPU.to_dict(), "torch": ""},
         {**GPU.to_dict(), "driver": 580.1},
-        {**GPU.to_dict(), "threads": 0},
         {**GPU.to_dict(), "threads": True},
         {**GPU.to_dict(), "cpu": "x" * 257},
-        {**GPU.to_dict(), "backends": ["fa3"]},
         {**GPU.to_dict(), "backends": {"fa3": 3}},
         {**GPU.to_dict(), "backends": {str(number): "1" for number in range(257)}},
-        {**GPU.to_dict(), "origins": {str(number): "1" for number in range(257)}},
         {**GPU.to_dict(), "origins": {"fa3": None}},
-        {**GPU.to_dict(), "origins": None},
         {**GPU.to_dict(), "uuid_hash": "GPU-00000000-aaaa"},
-        {**GPU.to_dict(), "commit": "HEAD"},
         {**GPU.to_dict(), "commit": "0123456789ab-dirty\n"},
-        {**GPU.to_dict(), "clock_mhz": 0},
         {**GPU.to_dict(), "clock_mhz": 1980.0},
         {**GPU.to_dict(), "power_cap_w": 2**20},
         {**GPU.to_dict(), "memory_bytes": 2**60},

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import threading
 from dataclasses import replace
 from decimal import Decimal
 
@@ -195,50 +194,32 @@ def test_the_table_that_the_broken_ones_are_made_of_is_none_of_them(tmp_path):
         ([], "schema"),
         ({**good(), "schema": "attnbench.table/1"}, "attnbench.table/2"),
         (where(device_type=3), "an environment"),
-        (where(more="x"), "an environment"),
-        (where(backends={"a": 3}), "an environment"),
         (where(backends={"\x1b[2J": 3}), "backends entry of"),
         (where(threads=10**17), "an environment"),
-        ({**good(), "specs": 3}, "specs"),
         ({**good(), "specs": [3]}, r"specs\[0\]"),
         ({**good(), "specs": [{}]}, r"specs\[0\].*no 'spec'"),
         ({**good(), "specs": good()["specs"] * 2}, r"specs\[1\].*twice"),
         (good(time_ms=-1), r"specs\[0\], 'a:bf16'.*-1"),
-        (good(time_ms=0), "no number from 1e-06"),
-        (good(time_ms=1e300), "1e300|1e\\+300"),
         (good(time_ms=True), "True"),
         (good(time_ms="1"), "'1'"),
-        (good(spread_ms=-0.1), "-0.1"),
-        (good(errors={"normal": -0.1}), "-0.1"),
         (good(errors={"normal": None}), "None"),
-        (good(errors={"normal": []}), r"\[\]"),
         (good(errors=7), "int is not dict"),
         (good(errors=dict.fromkeys(map(str, range(65)), 0.1)), "65 input families"),
         (good(errors={"x" * 201: 0.1}), "200 characters"),
         (good(status="splendid"), "splendid"),
-        (good(status=[]), r"\[\]"),
         (good(reason="x" * 2001), "2000 characters"),
         (good(check=[]), "no text"),
         (good(more=1), "'more'"),
         (named("a"), "kernel name"),
-        (named("a:bf16>"), "kernel name"),
-        (named("a:bf16>b:bf16>c:bf16"), "kernel name"),
         (named("a:" + "b" * 200), "200 characters"),
-        (asked(batch=0), "batch"),
         (asked(batch=True), "batch"),
         (asked(seqlen_kv=2**31), "seqlen_kv"),
         (asked(heads=3, kv_heads=2), "multiple"),
-        (asked(dtype=[]), "dtype"),
-        (asked(scale="x"), "scale"),
         (asked(mask=[]), "list is not dict"),
         (asked(mask={"left": -1}), "left"),
-        (asked(mask={"top": 1}), "top"),
-        (asked(mask={"alignment": []}), "alignment"),
         (asked(mask={"\x1b[2J" + "x" * 2000: 1}), "unexpected keyword"),
-        (asked(return_lse=[]), "return_lse"),
         (asked(return_lse=1), "return_lse"),
         (asked(descale={}), "descale"),
-        (asked(more=1), "'more'"),
     ],
 )
 def test_what_is_no_table_is_one_named_error(tmp_path, data, words):
@@ -261,21 +242,15 @@ TEXT = json.dumps(good())
     [
         ("", "table:1: expected JSON"),
         ("{\n\n  oops", "table:3: expected JSON"),
-        ("[" * 7 + "]" * 7, "schema"),
         ("[" * 9 + "]" * 9, "deeper than 8"),
-        ("[" * 1_000_000, "deeper than 8"),
         ('{"a":' * 1_000_000, "deeper than 8"),
         ('["\\\\", "\\"", "[[[[[[[[[[[[[", ' + "[" * 7 + "]" * 8, "schema"),
         ('["\\\\", ' + "[" * 9 + "]" * 10, "deeper than 8"),
         ("[" + "{}," * 500_000 + "{}]", "too many parts"),
-        ("[" + "1," * 1_100_000 + "1]", "too many parts"),
         ('["' + '\\"' * 3_000_000, "expected JSON"),
         (TEXT.replace("1024", "9" * 1000), "1000 digits"),
-        (TEXT.replace("1024", "NaN"), "NaN"),
         (TEXT.replace("0.01", "NaN"), "NaN"),
-        (TEXT.replace("0.01", "-Infinity"), "Infinity"),
         (TEXT.replace("0.01", "1e999"), "infinite"),
-        (TEXT.replace("0.1", "1e999"), "no number"),
         (TEXT.replace('"batch": 1', '"batch": 1, "batch": 2'), "'batch' stands twice"),
         (TEXT.replace("a:bf16", "a:\\u001b[2Jbf16"), "kernel name"),
         (TEXT.replace('"batch"', '"\\ud800\\u001b]0;x"'), "a spec has no entry"),
@@ -304,37 +279,6 @@ def test_bytes_that_are_no_text_and_files_without_end(tmp_path):
         file.truncate(2**40)
     with pytest.raises(MalformedFileError, match=f"at most {LARGEST} bytes"):
         Table.load(path)
-
-
-def test_what_is_no_file_is_neither_waited_for_nor_read(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link to a pipe").symlink_to(tmp_path / "pipe")
-    (tmp_path / "zero").symlink_to("/dev/zero")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    outcomes = {}
-
-    def load(name: str) -> None:
-        try:
-            Table.load(tmp_path / name)
-        except (OSError, MalformedFileError) as error:
-            outcomes[name] = error
-
-    for name in ("pipe", "link to a pipe", "zero", "folder", "loop"):
-        reader = threading.Thread(target=load, args=(name,), daemon=True)
-        reader.start()
-        reader.join(20)
-        assert not reader.is_alive(), f"{name} is waited for"
-    assert {name for name, error in outcomes.items() if isinstance(error, MalformedFileError)} == {
-        "pipe", "link to a pipe", "zero", "folder",
-    }  # fmt: skip
-    assert isinstance(outcomes["loop"], OSError)
-
-
-def test_a_link_to_a_table_is_followed(tmp_path):
-    Table.from_entries(an_environment(), [one()]).save(tmp_path / "table")
-    (tmp_path / "link").symlink_to(tmp_path / "table")
-    assert Table.load(tmp_path / "link") == Table.load(tmp_path / "table")
 
 
 def test_a_file_that_is_changed_while_it_is_read_is_not_believed(tmp_path, monkeypatch):

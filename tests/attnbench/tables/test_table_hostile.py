@@ -12,10 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from damaged import WEIRD, flipped, nodes, restructured, spliced
+from damaged import flipped, restructured, spliced
 from fakes import FakeBackward, FakeForward, an_environment, fake_backend, fake_registry
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from attnbench import AttentionSpec, Mask, Plan
 from attnbench.choosing.selector import choose
@@ -32,7 +30,7 @@ KNOWN = fake_registry(
     fake_backend("slow", FakeForward("slow:bf16", preference=10), FakeBackward("slow:bf16")),
     fake_backend("fast", FakeForward("fast:bf16", preference=20), FakeBackward("fast:bf16"), FakeForward("fast:fp8")),
 )
-FILES, BATCHES = examples(800, 10_000), 4
+FILES = examples(300, 10_000)
 
 
 def spec(**more) -> AttentionSpec:
@@ -123,37 +121,15 @@ def promised(asked: AttentionSpec, fp8: bool, shown: bool) -> None:
         json.dumps(choice.to_dict(), allow_nan=False)
 
 
-@pytest.mark.parametrize("batch", range(BATCHES))
-def test_hostile_files_crash_nothing(here, batch):
+def test_hostile_files_crash_nothing(here):
     whole = here.read_bytes()
     outcomes: Counter[str] = Counter()
-    for number in range(batch * FILES // BATCHES, (batch + 1) * FILES // BATCHES):
+    for number in range(FILES):
         chance = random.Random(number)
         here.write_bytes(MUTATIONS[number % len(MUTATIONS)](whole, chance))
         outcomes[outcome(here)] += 1
-    assert outcomes.total() == FILES // BATCHES
-    assert (
-        min(outcomes["missed"], outcomes["used"]) > FILES // BATCHES // 20
-    )  # the mutations are neither too mild nor too rough
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(WEIRD),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
-    max_leaves=12,
-)
-
-
-@settings(max_examples=examples(50, 400))
-@given(st.data())
-def test_any_json_in_any_place_crashes_nothing(data):
-    path = user_table_path(HERE)
-    TABLE.save(path)
-    table = {"a": json.loads(path.read_bytes())}
-    container, key = data.draw(st.sampled_from(nodes(table)))
-    container[key] = data.draw(json_values)
-    path.write_text(json.dumps(table["a"]), errors="surrogatepass")
-    outcome(path)
+    assert min(outcomes.values()) > FILES // 20  # the mutations are neither too mild nor too rough
+    assert outcomes.keys() == {"missed", "used"}
 
 
 def lying(**change) -> None:
@@ -213,18 +189,6 @@ def test_plans_that_nobody_knows_and_specs_beyond_all_bounds_change_nothing():
         assert choice.plan in KNOWN.plans(asked)
         assert not choice.plan.fp8
     assert str(choose(spec(), CPU, fp8=True, known=KNOWN).plan) == "fast:fp8"
-
-
-def test_a_file_that_may_not_be_read_is_a_miss(here, monkeypatch):
-    real = os.open
-
-    def refusing(path, *more, **others):
-        if Path(path) == here:
-            raise PermissionError(13, "Permission denied", str(path))
-        return real(path, *more, **others)
-
-    monkeypatch.setattr(os, "open", refusing)
-    assert outcome(here) == "missed"
 
 
 def test_a_folder_a_pipe_and_a_device_are_misses(here):

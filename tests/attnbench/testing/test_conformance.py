@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 import torch
-from unconforming import BACKWARDS, FORWARDS, ROW, Backward, Changed, Forward, no_grouped_windows
+from unconforming import BACKWARDS, FORWARDS, ROW, Backward, Forward
 
 from attnbench import AttentionSpec
 from attnbench.backends.reference import BACKEND as REFERENCE
@@ -74,7 +74,7 @@ def test_an_honest_backend_passes_every_check_that_a_cpu_can_make() -> None:
     "name",
     [
         "sdpa-math:bf16",
-        "emulated:fp8-token-hadamard",
+        pytest.param("emulated:fp8-token-hadamard", marks=pytest.mark.exhaustive),
         pytest.param("reference:fp32", marks=pytest.mark.exhaustive),
         pytest.param("emulated:fp8", marks=pytest.mark.exhaustive),
     ],
@@ -143,12 +143,8 @@ def test_the_spec_that_fails_is_a_small_one() -> None:
     assert (spec.batch, spec.heads, spec.seqlen_q, spec.seqlen_kv, spec.head_dim) == (1, 1, 1, 1, 8)
 
 
-def test_the_same_seed_gives_the_same_report() -> None:
-    first, again = (check(Changed(no_grouped_windows)) for _ in range(2))
-    assert str(first) == str(again)
-
-
-def test_the_report_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conformance, "CHECKS", tuple(each for each in CHECKS if each.name == "alignment"))
     check_backend("reference:fp32", "cpu")
     printed = capsys.readouterr().out
     assert re.search(r"passed +alignment +\d+ specs", printed)
@@ -196,14 +192,6 @@ def test_what_a_library_says_cannot_break_a_report() -> None:
         assert "\x1b" not in text
         assert max(map(len, text.splitlines())) < 700
     assert "\\|a\\|&lt;b>" in report.to_markdown()
-
-
-def test_a_plan_s_every_backend_must_be_there() -> None:
-    backward = Backward()
-    backward.name = "gone:fp64"
-    gone = Backend("gone", "", lambda: Availability(reason="no such wheel"), (backward,))
-    with pytest.raises(AttnbenchError, match="gone cannot be used here"):
-        check_backend("reference:fp32>gone:fp64", "cpu", known=Registry([REFERENCE, gone]))
 
 
 def test_what_this_machine_s_user_has_measured_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

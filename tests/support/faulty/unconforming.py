@@ -274,11 +274,6 @@ FORWARDS: dict[str, tuple[Callable[[], ForwardKernel], str, str]] = {
     "in place": (Impatient, "inputs", "k changed"),
     "drawing": (Drawing, "torch's state", "random state"),
     "zeros": (lambda: Changed(lambda _, r: r._replace(out=r.out * 0)), "out", "out is off by 1"),
-    "one row": (
-        lambda: Changed(lambda _, r: r._replace(out=r.out.index_fill(2, torch.tensor([0]), 0))),
-        "out",
-        "out",
-    ),
     "boasting": (
         lambda: Changed(lambda _, r: r._replace(out=r.out * 1.006)),
         "declared error",

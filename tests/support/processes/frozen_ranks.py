@@ -13,6 +13,7 @@ from attnbench import Plan, attention, explain, freeze
 from attnbench.kernels.execution import Execution
 from attnbench.kernels.registry import registry
 from attnbench.problem.spec import AttentionSpec
+from attnbench.state import forget
 from attnbench.tables.environment import Environment
 from attnbench.tables.table import Entry, Table
 from attnbench.tables.user_table import update_user_table
@@ -45,10 +46,8 @@ def ranks_mask() -> dict[str, bool]:
     return {"is_causal": True}
 
 
-def main(rank: int, folder: Path, missing: str, favourite: str, *kinds: str) -> None:
+def run(rank: int, folder: Path, missing: str, favourite: str, *kinds: str) -> None:
     """Writes which plan ran for each spec, and what the tables would have chosen."""
-    ranks.PLAN = "auto"  # which its layers read
-    ranks.join(rank, folder / f"store-{missing}")  # which sets the threads that a table is bound to
     prefer(favourite)
     ran: dict[str, list[str]] = {}
     original = Execution.answer
@@ -58,6 +57,7 @@ def main(rank: int, folder: Path, missing: str, favourite: str, *kinds: str) -> 
         return original(self, *args)
 
     Execution.answer = watched
+    forget()
     alone = [str(explain(*tensors(length)).plan) for length in LENGTHS]
     dist.barrier()
     with freeze(folder / "run.choices.json", missing=missing):
@@ -70,6 +70,20 @@ def main(rank: int, folder: Path, missing: str, favourite: str, *kinds: str) -> 
             checkpoint(net, x.clone().requires_grad_(), use_reentrant=False).square().mean().backward()
     found = {"alone": alone, "ran": {spec: sorted(set(plans)) for spec, plans in ran.items()}}
     (folder / f"{missing}-{rank}.json").write_text(json.dumps(found))
+    Execution.answer = original
+
+
+def main(rank: int, folder: Path, *kinds: str) -> None:
+    """Records a file, and repeats it where each rank's table prefers what the other's did."""
+    ranks.PLAN = "auto"  # which its layers read
+    ranks.join(rank, folder / "store")  # which sets the threads that a table is bound to
+    run(rank, folder, "record", FAVOURITES[rank], "ddp")
+    dist.barrier()
+    if rank == 0:
+        (folder / "recorded.json").write_bytes((folder / "run.choices.json").read_bytes())
+        (folder / "run.choices.json").chmod(0o444)
+    dist.barrier()
+    run(rank, folder, "raise", FAVOURITES[1 - rank], *kinds)
     ranks.leave()
 
 
