@@ -28,6 +28,7 @@ from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Op
 from attnbench.problem.fp8 import Recipe, quantise
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
+from examples import every_pair
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0))
 B200 = Device("cuda", "NVIDIA B200", (10, 0))
@@ -81,8 +82,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("spread", [1.0, 1e-3])
+@pytest.mark.parametrize(("sizes", "spread"), every_pair(SIZES, [1.0, 1e-3]))
 def test_fp8_stays_within_its_declared_error_in_both_passes(sizes: dict[str, object], spread: float) -> None:
     spec = AttentionSpec.make(**{"batch": 2, "heads": 4, "kv_heads": 2, "direction": "training", **sizes})
     q, k, v, grad = tensors_of(Problem(spec, "bshd", True, 3))

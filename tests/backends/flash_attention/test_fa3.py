@@ -69,7 +69,7 @@ def tensors(problem: Problem) -> tuple[Tensor, ...]:
 
 
 @given(problems(("bf16", "fp16")), st.booleans(), st.booleans())
-@settings(max_examples=examples(30, 200), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=examples(20, 200), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_sixteen_bits_agree_with_dense_fp64(problem: Problem, foreign: bool, sglang: bool) -> None:
     """Forward through both schemas, backward through the official one, after its own and an exact forward."""
     spec = problem.spec
