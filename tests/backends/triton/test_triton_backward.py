@@ -83,6 +83,23 @@ def test_queries_without_a_key_get_zeros_and_spoil_nothing(kernel: TritonBackwar
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_keys_behind_the_last_count_for_nothing_where_all_scores_are_far_below_theirs(kernel: TritonBackward) -> None:
+    """Theirs are 0, and so far above the log-sum-exp that fp32 has no such P."""
+    spec, (q, k, v, grad_out) = make(40, 70, head_dim=64)
+    given_ = saved(spec, q / 8 + 4, k / 8 - 4, v, (Recipe("head"),) * 3)
+    assert given_.lse.max() < -100
+    check(kernel, given_, grad_out, ALLOWED[kernel.name])
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_each_block_of_queries_has_a_descale_of_its_own(kernel: TritonBackward) -> None:
+    """Powers of two, so that the gradient of the output stays exact."""
+    spec, (q, k, v, grad_out) = make(270, 40)
+    grad_out = (grad_out * 2.0 ** (torch.arange(270) // 128 * 3)[:, None]).to(q.dtype)
+    check(kernel, saved(spec, q, k, v, (Recipe("head"),) * 3), grad_out, ALLOWED[kernel.name])
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_a_constant_gradient_and_zeros_are_read_as_they_lie(kernel: TritonBackward) -> None:
     spec, (q, k, v, _) = make(70, 90)
     given_ = saved(spec, q, k, v, (Recipe("head"),) * 3)
