@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import standins_fa as standins
 import torch
-from dense import dense_attention, relative_l2
+from agreement import descales_are_used, quantised_attention_agrees
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from problems import Problem, problems
@@ -21,7 +21,7 @@ from attnbench.backends import flashinfer
 from attnbench.errors import InputError
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import BackwardKernel, Inputs
-from attnbench.problem.fp8 import Quantised, Recipe, quantise
+from attnbench.problem.fp8 import Recipe, quantise
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
@@ -80,36 +80,15 @@ def test_it_computes_exact_attention_on_what_it_quantised(problem: Problem, caus
     mask = Mask(right=0, alignment=problem.spec.mask.alignment) if causal else Mask()
     spec = problem.spec.replace(direction="forward", softcap=0.0, mask=mask)
     assume(not KERNEL.refusals(spec, H200))
-    q, k, v, _ = (x if problem.layout == "bhsd" else x.transpose(1, 2) for x in problem.tensors())
-    before = [x.clone() for x in (q, k, v)]
-    operands = KERNEL.prepare(Inputs(q, k, v), spec)
-    result = KERNEL.run(operands)
-    out, lse = dense_attention(*operands.tensors(torch.float64), spec)
-    seen = lse > -math.inf
-    assert (result.out.dtype, result.out.shape) == (q.dtype, out.shape)
-    assert relative_l2(result.out, out) <= 0.004 or out.norm() == 0
-    assert (result.lse.dtype, result.lse.shape) == (torch.float32, lse.shape)
-    assert torch.equal(result.lse > -math.inf, seen)
-    torch.testing.assert_close(result.lse[seen].double(), lse[seen], rtol=1e-5, atol=1e-5)
-    assert all(torch.equal(x, old) for x, old in zip((q, k, v), before, strict=True))
+    quantised_attention_agrees(KERNEL, spec, problem)
 
 
 @given(st.sampled_from(["tensor", "head"]), st.sampled_from([(80, 80), (64, 16), (8, 130)]), st.integers(0, 2**31))
 @settings(max_examples=20, deadline=None)
 def test_descales_of_any_size_are_used(granularity: str, dims: tuple[int, int], seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
     spec = SPEC.replace(head_dim=dims[0], head_dim_v=dims[1], dtype="e4m3", descale=granularity)
-    inputs = []
-    for heads, length, size in ((4, 17, dims[0]), (2, 30, dims[0]), (2, 30, dims[1])):
-        x = quantise(torch.randn(2, heads, length, size, generator=generator), Recipe(granularity))
-        shape = (1, 1, 1, 1) if granularity == "tensor" else (2, heads, 1, 1)
-        inputs.append(Quantised(x.data, torch.rand(shape, generator=generator) * 0.02 + 1e-4, granularity))
     assert KERNEL.refusals(spec, H200) == []
-    result = KERNEL.run(KERNEL.prepare(Inputs(*inputs), spec))
-    out, lse = dense_attention(*(x.dequantised(torch.float64) for x in inputs), spec)
-    assert result.out.dtype == torch.bfloat16
-    assert relative_l2(result.out, out) < 0.004
-    assert relative_l2(result.lse, lse) < 1e-5
+    descales_are_used(KERNEL, spec, seed)
 
 
 def test_contiguous_tensors_are_not_copied_and_others_are() -> None:

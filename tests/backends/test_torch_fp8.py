@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 
 import pytest
 import standins_fa as standins
 import torch
-from dense import dense_attention, relative_l2
+from agreement import descales_are_used, quantised_attention_agrees
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from problems import Problem, problems
@@ -20,7 +19,7 @@ from attnbench.backends.flash_attention import fa3_origins
 from attnbench.errors import InputError
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import BackwardKernel, Inputs
-from attnbench.problem.fp8 import Quantised, Recipe, quantise
+from attnbench.problem.fp8 import Recipe, quantise
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
@@ -60,38 +59,17 @@ def torch_on_a_cpu() -> Iterator[None]:
 def test_it_computes_exact_attention_on_what_it_quantised(problem: Problem) -> None:
     spec = problem.spec.replace(direction="forward")
     assume(not KERNEL.refusals(spec, H200))
-    q, k, v, _ = (x if problem.layout == "bhsd" else x.transpose(1, 2) for x in problem.tensors())
-    before = [x.clone() for x in (q, k, v)]
-    operands = KERNEL.prepare(Inputs(q, k, v), spec)
-    result = KERNEL.run(operands)
-    out, lse = dense_attention(*operands.tensors(torch.float64), spec)
-    seen = lse > -math.inf
-    assert (result.out.dtype, result.out.shape) == (q.dtype, out.shape)
-    assert relative_l2(result.out, out) <= 0.004 or out.norm() == 0
-    assert (result.lse.dtype, result.lse.shape) == (torch.float32, lse.shape)
-    assert torch.equal(result.lse > -math.inf, seen)
-    torch.testing.assert_close(result.lse[seen].double(), lse[seen], rtol=1e-5, atol=1e-5)
-    assert all(torch.equal(x, old) for x, old in zip((q, k, v), before, strict=True))
+    quantised_attention_agrees(KERNEL, spec, problem)
 
 
 @given(st.sampled_from(["tensor", "head"]), st.sampled_from([1, 2]), st.integers(0, 2**31))
 @settings(max_examples=20, deadline=None)
 def test_descales_of_any_size_are_used(granularity: str, kv_heads: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
     spec = AttentionSpec.make(
         batch=2, heads=4, kv_heads=kv_heads, seqlen_q=17, seqlen_kv=30, head_dim=64, dtype="e4m3", descale=granularity
     )
-    inputs = []
-    for heads, length in ((4, 17), (kv_heads, 30), (kv_heads, 30)):
-        x = quantise(torch.randn(2, heads, length, 64, generator=generator), Recipe(granularity))
-        shape = (1, 1, 1, 1) if granularity == "tensor" else (2, heads, 1, 1)
-        inputs.append(Quantised(x.data, torch.rand(shape, generator=generator) * 0.02 + 1e-4, granularity))
     assert KERNEL.refusals(spec, H200) == []
-    result = KERNEL.run(KERNEL.prepare(Inputs(*inputs), spec))
-    out, lse = dense_attention(*(x.dequantised(torch.float64) for x in inputs), spec)
-    assert result.out.dtype == torch.bfloat16
-    assert relative_l2(result.out, out) < 0.004
-    assert relative_l2(result.lse, lse) < 1e-5
+    descales_are_used(KERNEL, spec, seed)
 
 
 def test_nothing_is_activated_in_torch() -> None:

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from agreement import both_passes_agree
 from dense import dense_attention, dense_gradients, gradient_sizes, relative_l2
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -28,6 +29,7 @@ from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Op
 from attnbench.problem.fp8 import Recipe, quantise
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
+from examples import every_pair
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0))
 B200 = Device("cuda", "NVIDIA B200", (10, 0))
@@ -52,21 +54,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @given(problems(("bf16", "fp16")))
 def test_sixteen_bits_refuse_or_agree_with_the_truth_in_both_passes(problem: Problem) -> None:
     spec = problem.spec
-    q, k, v, grad = tensors_of(problem)
     forward, backward = FORWARDS[f"cudnn:{spec.dtype}"], BACKWARDS[f"cudnn:{spec.dtype}"]
     assume(forward.refusals(spec, H200) == [])
-    out, lse = dense_attention(q, k, v, spec)
-    operands = forward.prepare(Inputs(q, k, v), spec)
-    result = forward.run(operands)
-    assert result.out.dtype == q.dtype
-    assert distance(result.out, out, 0.1 * v.double().norm().item()) <= forward.declared_error
-    torch.testing.assert_close(result.lse.double(), lse, atol=1e-4, rtol=1e-4)
-    assume(backward.refusals(spec, H200) == [])
-    found = backward.run(Saved(operands, *result), grad)
-    truth = dense_gradients(q, k, v, grad, spec)
-    for each, wanted, size in zip(found, truth, gradient_sizes(q, k, v, grad, spec), strict=True):
-        assert each.shape == wanted.shape
-        assert distance(each, wanted, size) <= 2 * backward.declared_error
+    assume(both_passes_agree(forward, backward, problem, H200))
 
 
 SIZES = [
@@ -81,8 +71,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("spread", [1.0, 1e-3])
+@pytest.mark.parametrize(("sizes", "spread"), every_pair(SIZES, [1.0, 1e-3]))
 def test_fp8_stays_within_its_declared_error_in_both_passes(sizes: dict[str, object], spread: float) -> None:
     spec = AttentionSpec.make(**{"batch": 2, "heads": 4, "kv_heads": 2, "direction": "training", **sizes})
     q, k, v, grad = tensors_of(Problem(spec, "bshd", True, 3))

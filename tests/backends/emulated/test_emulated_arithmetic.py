@@ -89,8 +89,8 @@ def go(queries, keys):
     out, lse, _ = forward.run(operands)
     backward.run(Saved(operands, out, lse), q)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(go(64, 64), go(6144, 16384))
+print(go(64, 64), go(2048, 16384))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     small, large = map(int, done.stdout.split())
-    assert (large - small) / 1024 < 250  # MiB; one dense matrix of scores would be 384
+    assert (large - small) / 1024 < 100  # MiB; one dense matrix of scores would be 128

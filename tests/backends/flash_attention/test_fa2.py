@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from importlib import metadata
@@ -10,15 +9,14 @@ from importlib import metadata
 import pytest
 import standins_fa as standins
 import torch
-from dense import dense_attention, dense_gradients, gradient_sizes
+from agreement import both_passes_agree
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from problems import Problem, problems
-from torch import Tensor
 
 from attnbench.backends.flash_attention import fa2
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Operands, Saved
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 from examples import examples
@@ -43,11 +41,6 @@ def with_cuda() -> Iterator[None]:
         yield
 
 
-def error(got: Tensor, want: Tensor, size: float = 0.0) -> float:
-    difference = (got.double() - want).norm().item()
-    return difference / max(want.norm().item(), 0.1 * size, 1e-30) if math.isfinite(difference) else math.inf
-
-
 @given(problems(("bf16", "fp16")), st.booleans())
 @settings(max_examples=examples(30, 200), deadline=None)
 def test_both_passes_agree_with_dense_fp64(problem: Problem, foreign: bool) -> None:
@@ -55,26 +48,8 @@ def test_both_passes_agree_with_dense_fp64(problem: Problem, foreign: bool) -> N
     forward, backward = FORWARDS[f"fa2:{spec.dtype}"], BACKWARDS[f"fa2:{spec.dtype}"]
     assume(not forward.refusals(spec, H200))
     assert backward.refusals(spec, H200) == []
-    q, k, v, grad = (x if problem.layout == "bhsd" else x.transpose(1, 2) for x in problem.tensors())
-    before = [x.clone() for x in (q, k, v, grad)]
-    truth, truth_lse = dense_attention(q, k, v, spec)
     with standins.modules(**FLASH_ATTN):
-        operands = forward.prepare(Inputs(q, k, v), spec)
-        result = forward.run(operands)
-        saved = Saved(operands, *result)
-        if foreign:
-            saved = Saved(Operands(spec, q, k, v), truth.to(q.dtype), truth_lse.float())
-        gradients = backward.run(saved, grad)
-    assert (result.out.dtype, result.out.shape) == (q.dtype, truth.shape)
-    assert error(result.out, truth, 0.1 * v.double().norm().item()) <= forward.declared_error
-    seen = truth_lse > -math.inf
-    assert torch.equal(result.lse > -math.inf, seen)
-    assert error(result.lse[seen], truth_lse[seen], 10.0) <= forward.declared_error
-    sizes = gradient_sizes(q, k, v, grad, spec)
-    for found, wanted, size in zip(gradients, dense_gradients(q, k, v, grad, spec), sizes, strict=True):
-        assert (found.dtype, found.shape) == (q.dtype, wanted.shape)
-        assert error(found, wanted, size) <= 2 * backward.declared_error
-    assert all(torch.equal(x, old) for x, old in zip((q, k, v, grad), before, strict=True))
+        assert both_passes_agree(forward, backward, problem, H200, foreign)
 
 
 @pytest.mark.parametrize(

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
 import standins_fa as standins
 import torch
-from dense import dense_attention, relative_l2
+from agreement import descales_are_used, quantised_attention_agrees
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from problems import Problem, problems
 
 from attnbench.backends.flash_attention import fa3_vllm
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import BackwardKernel, Inputs
-from attnbench.problem.fp8 import Quantised, Recipe, quantise
+from attnbench.kernels.contract import BackwardKernel
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 from examples import examples
@@ -37,17 +35,8 @@ def test_it_computes_exact_attention_on_what_it_was_given(problem: Problem, fp8:
     spec = problem.spec.replace(direction="forward")
     kernel = FORWARDS["fa3-vllm:fp8" if fp8 else f"fa3-vllm:{spec.dtype}"]
     assume(not kernel.refusals(spec, H200))
-    q, k, v, _ = (x if problem.layout == "bhsd" else x.transpose(1, 2) for x in problem.tensors())
     with standins.modules(**VLLM):
-        operands = kernel.prepare(Inputs(q, k, v), spec)
-        result = kernel.run(operands)
-    out, lse = dense_attention(*operands.tensors(torch.float64), spec)
-    seen = lse > -math.inf
-    assert (result.out.dtype, result.out.shape) == (q.dtype, out.shape)
-    assert relative_l2(result.out, out) <= 0.004 or out.norm() == 0
-    assert (result.lse.dtype, result.lse.shape) == (torch.float32, lse.shape)
-    assert torch.equal(result.lse > -math.inf, seen)
-    torch.testing.assert_close(result.lse[seen].double(), lse[seen], rtol=1e-5, atol=1e-5)
+        quantised_attention_agrees(kernel, spec, problem)
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "head"])
@@ -55,16 +44,10 @@ def test_descales_of_any_size_are_used(granularity: str) -> None:
     spec = AttentionSpec.make(
         batch=2, heads=4, kv_heads=2, seqlen_q=17, seqlen_kv=30, head_dim=64, dtype="e4m3", descale=granularity
     )
-    given_ = []
-    for heads, length in ((4, 17), (2, 30), (2, 30)):
-        x = quantise(torch.randn(2, heads, length, 64), Recipe(granularity))
-        scale = torch.rand((1, 1, 1, 1) if granularity == "tensor" else (2, heads, 1, 1)) * 0.02
-        given_.append(Quantised(x.data, scale, granularity))
     kernel = FORWARDS["fa3-vllm:fp8"]
     assert kernel.refusals(spec, H200) == []
     with standins.modules(**VLLM):
-        result = kernel.run(kernel.prepare(Inputs(*given_), spec))
-    assert relative_l2(result.out, dense_attention(*(x.dequantised(torch.float64) for x in given_), spec)[0]) < 0.004
+        descales_are_used(kernel, spec, 0)
 
 
 def test_refusals_and_the_lack_of_a_backward() -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from dense import dense_attention, dense_gradients, gradient_sizes, relative_l2
+from agreement import both_passes_agree
+from dense import dense_attention, dense_gradients, relative_l2
 from hypothesis import assume, given
 from problems import Problem, problems
 from standins_graph import INTERFACE, tensors_of
-from sweep import distance
 
 from attnbench.backends.flash_attention import fa4
 from attnbench.kernels.capabilities import Device
@@ -38,21 +38,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(problems(("bf16", "fp16")))
 def test_it_refuses_or_agrees_with_the_truth_in_both_passes(problem: Problem) -> None:
     spec = problem.spec
-    q, k, v, grad = tensors_of(problem)
     forward, backward = FORWARDS[f"fa4:{spec.dtype}"], BACKWARDS[f"fa4:{spec.dtype}"]
     assume(forward.refusals(spec, H200) == [])
-    out, lse = dense_attention(q, k, v, spec)
-    operands = forward.prepare(Inputs(q, k, v), spec)
-    result = forward.run(operands)
-    assert result.out.dtype == q.dtype
-    assert distance(result.out, out, 0.1 * v.double().norm().item()) <= forward.declared_error
-    torch.testing.assert_close(result.lse.double(), lse, atol=1e-4, rtol=1e-4)
-    assert backward.refusals(spec, H200) == []
-    found = backward.run(Saved(operands, *result), grad)
-    truth = dense_gradients(q, k, v, grad, spec)
-    for each, wanted, size in zip(found, truth, gradient_sizes(q, k, v, grad, spec), strict=True):
-        assert each.shape == wanted.shape
-        assert distance(each, wanted, size) <= 2 * backward.declared_error
+    assert both_passes_agree(forward, backward, problem, H200)
 
 
 def test_keys_that_no_query_sees_get_no_gradient() -> None:

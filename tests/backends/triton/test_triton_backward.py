@@ -36,7 +36,7 @@ ALLOWED = {"triton:fp8": 0.01, "triton:fp8-all": 0.06}
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-@settings(max_examples=examples(8, 40), phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.target])
+@settings(max_examples=examples(5, 40), phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.target])
 @given(
     problem=problems(dtypes=("bf16", "fp16", "fp32")),
     granularities=st.tuples(*[st.sampled_from(GRANULARITIES)] * 3),
@@ -63,9 +63,9 @@ def test_blocks_are_skipped_and_masked_as_the_mask_says(problem: tuple[int, int,
     check(tiled, saved(spec, q, k, v, (Recipe("head"),) * 3), grad_out, ALLOWED[kernel.name])
 
 
-@pytest.mark.parametrize("tile", [(128, 128), (128, 32), (32, 128), (64, 64)], ids=str)
+@pytest.mark.parametrize("tile", [(128, 32), (32, 128)], ids=str)
 def test_every_tile_gives_the_same_gradients(tile: tuple[int, int]) -> None:
-    spec, (q, k, v, grad_out) = make(200, 170, mask=Mask(right=0), head_dim=64, head_dim_v=24)
+    spec, (q, k, v, grad_out) = make(150, 140, mask=Mask(right=0), head_dim=64, head_dim_v=24)
     each = Tile(*tile, 4, 2)
     kernel = TritonBackward("triton:fp8", narrow=False, declared_error=0.1, tiles=Tiles(each, each))
     check(kernel, saved(spec, q, k, v, (Recipe("token"), Recipe("head"), Recipe("head"))), grad_out, 0.01)
@@ -73,13 +73,30 @@ def test_every_tile_gives_the_same_gradients(tile: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_queries_without_a_key_get_zeros_and_spoil_nothing(kernel: TritonBackward) -> None:
-    spec, (q, k, v, grad_out) = make(200, 130, mask=Mask(right=0, alignment=END))
+    spec, (q, k, v, grad_out) = make(130, 50, mask=Mask(right=0, alignment=END))
     given_ = saved(spec, q, k, v, (Recipe("head"),) * 3)
-    assert torch.isneginf(given_.lse[:, :, :70]).all()
+    assert torch.isneginf(given_.lse[:, :, :80]).all()
     dq, dk, dv = kernel.run(given_, grad_out)
-    assert not dq[:, :, :70].any()
+    assert not dq[:, :, :80].any()
     assert all(torch.isfinite(x).all() for x in (dq, dk, dv))
     check(kernel, given_, grad_out, ALLOWED[kernel.name])
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_keys_behind_the_last_count_for_nothing_where_all_scores_are_far_below_theirs(kernel: TritonBackward) -> None:
+    """Theirs are 0, and so far above the log-sum-exp that fp32 has no such P."""
+    spec, (q, k, v, grad_out) = make(40, 70, head_dim=64)
+    given_ = saved(spec, q / 8 + 4, k / 8 - 4, v, (Recipe("head"),) * 3)
+    assert given_.lse.max() < -100
+    check(kernel, given_, grad_out, ALLOWED[kernel.name])
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_each_block_of_queries_has_a_descale_of_its_own(kernel: TritonBackward) -> None:
+    """Powers of two, so that the gradient of the output stays exact."""
+    spec, (q, k, v, grad_out) = make(270, 40)
+    grad_out = (grad_out * 2.0 ** (torch.arange(270) // 128 * 3)[:, None]).to(q.dtype)
+    check(kernel, saved(spec, q, k, v, (Recipe("head"),) * 3), grad_out, ALLOWED[kernel.name])
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
@@ -104,10 +121,10 @@ def test_the_size_of_the_gradient_costs_no_accuracy(kernel: TritonBackward, expo
         assert dense.relative_l2(y, x.double() * 2.0**exponent) < 0.002
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-@pytest.mark.parametrize(("kind", "allowed"), [("normal", 0.08), ("outlier", 0.15)])
-def test_the_error_against_the_original_tensors(kernel: TritonBackward, kind: str, allowed: float) -> None:
-    spec, tensors = make(384, 384, heads=1, head_dim=128, mask=Mask(right=0))
+@pytest.mark.parametrize(("kernel", "kind"), every_pair(KERNELS, ["outlier", "normal"]))
+def test_the_error_against_the_original_tensors(kernel: TritonBackward, kind: str) -> None:
+    allowed = {"normal": 0.08, "outlier": 0.15}[kind]
+    spec, tensors = make(256, 256, heads=1, head_dim=128, mask=Mask(right=0))
     generator = torch.Generator().manual_seed(3)
     q, k, v, grad_out = (torch.randn(x.shape, generator=generator) for x in tensors)
     if kind == "outlier":
@@ -124,7 +141,7 @@ def test_the_error_against_the_original_tensors(kernel: TritonBackward, kind: st
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_it_takes_over_from_another_forward(kernel: TritonBackward) -> None:
     """From the emulated one, whose operands are laid out by its callers: here (B, S, H, D) in memory."""
-    spec, tensors = make(100, 130, heads=4, kv_heads=2)
+    spec, tensors = make(70, 90, heads=4, kv_heads=2)
     q, k, v, grad_out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors)
     forward = next(each for each in EMULATED.kernels if each.name == "emulated:fp8")
     assert isinstance(forward, ForwardKernel)
@@ -141,7 +158,7 @@ def test_it_takes_over_from_another_forward(kernel: TritonBackward) -> None:
 def test_after_our_own_forward_few_keys_leave_dq_as_exact_as_many() -> None:
     """Relative to gradients whose parts do not cancel, which over two keys they may do by chance."""
     forward = TritonForward("fp8")
-    for seqlen_kv in (1, 2, 3, 5, 8):
+    for seqlen_kv in (1, 2, 5):
         errors = []
         for seed in range(examples(2, 6)):
             spec, tensors = make(1, seqlen_kv, heads=1, head_dim=64)

@@ -97,23 +97,27 @@ def test_it_computes_exact_attention_on_what_it_quantised(problem: Problem, name
     assert all(torch.equal(x, old) for x, old in zip((q, k, v), before, strict=True))
 
 
+_LENGTHS = [(70, 199), (200, 70), (1, 150), (128, 192)]
+
+
 @pytest.mark.parametrize(
-    ("name", "mask", "lengths"),
+    ("mask", "case"),
     every_pair(
-        ["fp8", "fp8-token", WIDE, ONE_PASS],
         [
-            Mask(),
+            Mask(right=0, alignment="bottom-right"),  # with 199 keys, of the last block that 64 queries see, one
             Mask(right=0),
-            Mask(right=0, alignment="bottom-right"),
-            Mask(left=150, right=11, alignment="bottom-right"),
+            Mask(left=90, right=11, alignment="bottom-right"),
             Mask(left=40),
             Mask(left=0, right=0),
-            Mask(right=140),
+            Mask(right=80),
+            Mask(),
         ],
-        [(130, 333), (333, 130), (1, 300), (200, 256)],
+        # Each place has another name and, after four, another length.
+        [(("fp8", "fp8-token", WIDE, ONE_PASS)[i % 4], _LENGTHS[(i + i // 4) % 4]) for i in range(16)],
     ),
 )
-def test_blocks_of_keys_are_skipped_masked_and_whole(name: str, lengths: tuple[int, int], mask: Mask) -> None:
+def test_blocks_of_keys_are_skipped_masked_and_whole(mask: Mask, case: tuple[str, tuple[int, int]]) -> None:
+    name, lengths = case
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=lengths[0], seqlen_kv=lengths[1], head_dim=64, mask=mask)
     kernel = forward(name, Tile(64, 64, 4, 2))
     operands = kernel.prepare(Inputs(*tensors(spec)), spec)
@@ -135,24 +139,24 @@ def test_head_dimensions(sizes: tuple[int, int], tma: bool) -> None:
     agrees(operands, kernel.run(operands))
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.3, 3.0])
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
-def test_any_scale(scale: float, softcap: float) -> None:
+@pytest.mark.parametrize(
+    ("scale", "softcap", "name"), every_pair([0.0, -0.3, 3.0], [0.0, 2.0], ["fp8", "fp8-token", WIDE])
+)
+def test_any_scale(scale: float, softcap: float, name: str) -> None:
     spec = AttentionSpec.make(
         batch=1, heads=1, seqlen_q=70, seqlen_kv=40, head_dim=64, scale=scale, softcap=softcap,
         mask=Mask(right=0, alignment="bottom-right"),
     )  # fmt: skip
-    for name in ("fp8", "fp8-token", WIDE):
-        kernel = forward(name)
-        operands = kernel.prepare(Inputs(*tensors(spec)), spec)
-        agrees(operands, kernel.run(operands))
+    kernel = forward(name)
+    operands = kernel.prepare(Inputs(*tensors(spec)), spec)
+    agrees(operands, kernel.run(operands))
 
 
 @given(
     st.sampled_from(GRANULARITIES), st.sampled_from([1, 2]), st.sampled_from([64, 24]), st.sampled_from(TILES),
     st.sampled_from(["bhsd", "bshd", "sbhd"]), st.integers(0, 2**31),
 )  # fmt: skip
-@settings(max_examples=examples(6, 50), deadline=None)
+@settings(max_examples=examples(4, 50), deadline=None)
 def test_descales_of_any_size_are_used(
     granularity: str, kv_heads: int, head_dim: int, tile: Tile, layout: str, seed: int
 ) -> None:
@@ -196,14 +200,14 @@ def test_rows_that_tma_can_read_are_not_copied(layout: str) -> None:
     agrees(operands, kernel.run(operands))
 
 
-@pytest.mark.parametrize(("name", "safe"), [("fp8-token", True), ("fp8-token-hadamard", True), ("fp8-head", False)])
+@pytest.mark.parametrize(("name", "safe"), [("fp8-token-hadamard", True), ("fp8-head", False)])
 def test_no_output_depends_on_later_tokens(name: str, safe: bool) -> None:
     """Bit for bit; scales of a head are no such recipe, which shows that the test would notice."""
     spec = AttentionSpec.make(batch=1, heads=2, kv_heads=1, seqlen_q=100, head_dim=64, mask=Mask(right=0))
     kernel = backend.TritonForward(name, Tile(32, 64, 4, 2))
     inputs = tensors(spec)
     first = kernel.run(kernel.prepare(Inputs(*inputs), spec))
-    for at in (1, 40, 63, 64):
+    for at in (40, 64):
         changed = [torch.cat([x[:, :, :at], 1000.0 * x[:, :, at:].flip(2)], 2) for x in inputs]
         second = kernel.run(kernel.prepare(Inputs(*changed), spec))
         same = torch.equal(first.out[:, :, :at], second.out[:, :, :at])
@@ -212,16 +216,14 @@ def test_no_output_depends_on_later_tokens(name: str, safe: bool) -> None:
     assert same == safe
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8-token", WIDE])
-def test_what_is_not_finite_stays_visible(name: str) -> None:
+@pytest.mark.parametrize(("name", "which"), every_pair(["fp8", "fp8-token", WIDE], [0, 1, 2]))
+def test_what_is_not_finite_stays_visible(name: str, which: int) -> None:
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=20, head_dim=64, mask=Mask(right=0))
-    kernel = forward(name)
-    for index in range(3):
-        inputs = tensors(spec)
-        inputs[index][0, 1, 0, 3] = math.nan
-        out = kernel.run(kernel.prepare(Inputs(*inputs), spec)).out
-        assert bool(out[0, 0].isfinite().all())
-        assert bool(out[0, 1, 0].isnan().all())
+    kernel, inputs = forward(name), tensors(spec)
+    inputs[which][0, 1, 0, 3] = math.nan
+    out = kernel.run(kernel.prepare(Inputs(*inputs), spec)).out
+    assert bool(out[0, 0].isfinite().all())
+    assert bool(out[0, 1, 0].isnan().all())
 
 
 def test_the_order_of_interleaved_keys_is_undone() -> None:
@@ -232,13 +234,14 @@ def test_the_order_of_interleaved_keys_is_undone() -> None:
 
 
 def test_another_tile_gives_the_same_answer() -> None:
-    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=70, seqlen_kv=140, head_dim=64)
+    """From any to any: each pair of neighbours, and back to the first."""
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=70, seqlen_kv=140, head_dim=64)
     kernel = backend.TritonForward("fp8", TILES[0])
     operands = kernel.prepare(Inputs(*tensors(spec)), spec)
-    for tile in TILES:
-        native = triton_forward.retiled(operands.native, tile)
+    native = operands.native
+    for tile in (*TILES[1:], TILES[0]):
+        native = triton_forward.retiled(native, tile)
         agrees(operands, triton_forward.attend(native))
-        agrees(operands, triton_forward.attend(triton_forward.retiled(native, TILES[0])))
 
 
 def test_every_size_has_a_tile_and_a_measured_one_goes_first() -> None:
@@ -260,12 +263,9 @@ def test_heads_take_turns_only_where_their_keys_fit() -> None:
     assert triton_forward._section(causal.replace(seqlen_kv=2**19)) == 2
 
 
-@pytest.mark.parametrize(
-    "heads_in_turn",
-    [2, 3, pytest.param(1, marks=pytest.mark.exhaustive), pytest.param(6, marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.parametrize("heads_in_turn", [4, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (1, 2, 6))])
 def test_every_program_has_a_block_of_its_own(heads_in_turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the section: one that does not divide the heads leaves a shorter last one."""
+    """Whatever the section: one that does not divide those of all batches leaves a shorter last one."""
     monkeypatch.setattr(triton_forward, "_section", lambda _: heads_in_turn)
     monkeypatch.setattr(triton_forward, "_layout", triton_forward._layout.__wrapped__)  # no section is kept
     spec = AttentionSpec.make(batch=2, heads=3, seqlen_q=40, head_dim=64, mask=Mask(right=0))
@@ -359,7 +359,7 @@ def test_looking_at_the_backend_imports_no_triton() -> None:
     ],
 )
 def test_scores_of_16_bits_leave_the_error_of_p_and_v(head_dim: int, outliers: bool) -> None:
-    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=32, seqlen_kv=1024, head_dim=head_dim)
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=32, seqlen_kv=512, head_dim=head_dim)
     q, k, v = tensors(spec)
     if outliers:  # one number in a thousand, ten times as large
         q, k, v = (torch.where(torch.rand(x.shape) < 0.001, 10 * x, x) for x in (q, k, v))

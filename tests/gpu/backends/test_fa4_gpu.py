@@ -8,9 +8,8 @@ import re
 import dense
 import pytest
 import torch
-from gpu_times import in_turns
-from sweep import Sweep, Truth, visible
-from torch.profiler import ProfilerActivity, profile
+from gpu_times import in_turns, kernels_of
+from sweep import Sweep, Truth
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends.flash_attention import fa4
@@ -40,11 +39,6 @@ def specs(d: int, dv: int, group: int) -> list[AttentionSpec]:
     return list(dict.fromkeys(made))
 
 
-@pytest.fixture(autouse=True)
-def fast_truth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "visible", visible)
-
-
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_it_refuses_or_agrees_with_dense_fp64(heads: tuple[int, int, int], capsys: pytest.CaptureFixture[str]) -> None:
     sweep = Sweep(torch.device("cuda", 0))
@@ -69,11 +63,8 @@ def test_the_profiler_shows_this_kernel() -> None:
     for kernel, call in ((forward, lambda: forward.run(operands)),
                          (backward, lambda: backward.run(Saved(operands, *result), grad))):  # fmt: skip
         call()
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            call()
-            torch.cuda.synchronize()
-        names = {event.key for event in seen.key_averages()}
-        assert any(re.search(kernel.evidence["cuda"], name) for name in names), sorted(names)
+        names = kernels_of(call)
+        assert any(re.search(kernel.evidence["cuda"], name) for name in names), names
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import replace
 
 import dense
 import pytest
 import torch
 from gpu_times import in_turns
-from sweep import Sweep, Truth, visible
+from sweep import Sweep, Truth
 from torch.profiler import ProfilerActivity, profile
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends import flashinfer
-from attnbench.kernels.contract import ForwardKernel, Inputs, Operands, Result
+from attnbench.kernels.contract import Inputs
 from attnbench.kernels.devices import describe
 from attnbench.problem.fp8 import Quantised
 
@@ -29,30 +28,11 @@ pytestmark = [
 ]
 KERNEL = flashinfer.FlashInferForward()
 DEVICE = torch.device("cuda", 0)
+FLOOR = 0.05  # beside Q, K and V only P in e4m3 and the accumulator are left
 END = "bottom-right"
 HEADS = [(64, 64, 1), (80, 80, 4), (96, 96, 1), (128, 128, 8), (128, 64, 2), (192, 192, 2), (256, 256, 1), (5, 7, 1)]
 LENGTHS = [(256, 256), (257, 257), (130, 333), (333, 130), (1, 200), (77, 1), (700, 2)]
 MASKS = [Mask(), Mask(right=0), Mask(right=0, alignment=END)]
-
-
-@pytest.fixture(autouse=True)
-def fast_truth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "visible", visible)
-
-
-class _Floor(ForwardKernel):
-    """The kernel under a tighter error: what is left beside Q, K and V is P in e4m3 and the accumulator."""
-
-    name, rows, declared_error = KERNEL.name, KERNEL.rows, 0.05
-
-    def further_refusals(self, spec, device) -> list[str]:
-        return KERNEL.further_refusals(spec, device)
-
-    def prepare(self, inputs, spec) -> Operands:
-        return KERNEL.prepare(inputs, spec)
-
-    def run(self, operands: Operands) -> Result:
-        return KERNEL.run(operands)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -68,8 +48,7 @@ def test_it_refuses_or_agrees_with_dense_fp64(dtype: str, capsys: pytest.Capture
         truth = Truth.of(spec, index, DEVICE)
         ran = sweep.forward(KERNEL, truth)
         if ran is not None:
-            out, lse = dense.dense_attention(*ran[0].tensors(torch.float64), spec)
-            floor.forward(_Floor(), replace(truth, out=out, lse=lse))
+            floor.floor(KERNEL, truth, ran[0], FLOOR)
     with capsys.disabled():
         print(f"\n{dtype}\n{sweep.report()}\nagainst exact attention on the quantised\n{floor.report()}")
     assert not any(sweep.faults.values())

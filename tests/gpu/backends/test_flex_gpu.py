@@ -8,7 +8,7 @@ from dataclasses import replace
 import dense
 import pytest
 import torch
-from sweep import Sweep, Truth, visible
+from sweep import Sweep, Truth
 from torch.profiler import ProfilerActivity, profile
 
 from attnbench import AttentionSpec, Mask
@@ -55,11 +55,6 @@ FP8_SPECS = [
     spec_of(257, 257, 33, 1, Mask(right=0), direction="forward"),
     spec_of(1, 333, 128, 4, Mask(right=0, alignment=END), direction="forward"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def fast_truth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "visible", visible)
 
 
 def test_16_bits_agree_with_dense_fp64(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import replace
 from importlib import import_module
 
 import dense
 import pytest
 import torch
-from gpu_times import in_turns
-from sweep import Sweep, Truth, visible
+from gpu_times import in_turns, kernels_of
+from sweep import Sweep, Truth
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends import sage
-from attnbench.kernels.contract import ForwardKernel, Inputs, Operands, Result
+from attnbench.kernels.contract import Inputs
 from attnbench.kernels.devices import describe
 
 _FOUND = sage.BACKEND.availability()
@@ -29,29 +27,10 @@ pytestmark = [
 OLD = _FOUND.version == "1.0.6"
 KERNEL = sage.SageInt8Forward() if OLD else sage.SageFp8Forward()
 DEVICE = torch.device("cuda", 0)
+FLOOR = 0.01 if OLD else 0.05  # beside Q, K and V only P is rounded, to FP16 or e4m3
 HEADS = [(64, 64, 1), (80, 80, 4), (96, 96, 1), (128, 128, 8), (128, 64, 2), (5, 7, 1)]
 LENGTHS = [(256, 256), (257, 257), (64, 64), (130, 384), (333, 64), (1, 200), (63, 63)]
 MASKS = [Mask(), Mask(right=0)]
-
-
-@pytest.fixture(autouse=True)
-def fast_truth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "visible", visible)
-
-
-class _Floor(ForwardKernel):
-    """The kernel under a tighter error: beside Q, K and V only P is rounded, to FP16 or e4m3."""
-
-    name, rows, declared_error = KERNEL.name, KERNEL.rows, 0.01 if OLD else 0.05
-
-    def further_refusals(self, spec, device) -> list[str]:
-        return KERNEL.further_refusals(spec, device)
-
-    def prepare(self, inputs, spec) -> Operands:
-        return KERNEL.prepare(inputs, spec)
-
-    def run(self, operands: Operands) -> Result:
-        return KERNEL.run(operands)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -66,8 +45,7 @@ def test_it_refuses_or_agrees_with_dense_fp64(dtype: str, capsys: pytest.Capture
         truth = Truth.of(spec, index, DEVICE)
         ran = sweep.forward(KERNEL, truth)
         if ran is not None:
-            out, lse = dense.dense_attention(*ran[0].tensors(torch.float64), spec)
-            floor.forward(_Floor(), replace(truth, out=out, lse=lse))
+            floor.floor(KERNEL, truth, ran[0], FLOOR)
     with capsys.disabled():
         print(f"\n{dtype}\n{sweep.report()}\nagainst exact attention on the quantised\n{floor.report()}")
     assert not any(sweep.faults.values())
@@ -122,10 +100,7 @@ def test_the_profiler_shows_the_kernel() -> None:
     spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=512, head_dim=128)
     operands = KERNEL.prepare(Inputs(*_inputs(spec)), spec)
     KERNEL.run(operands)
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        KERNEL.run(operands)
-        torch.cuda.synchronize()
-    names = [event.key for event in seen.key_averages()]
+    names = kernels_of(lambda: KERNEL.run(operands))
     assert any(re.search(KERNEL.evidence["cuda"], name) for name in names), names
 
 

@@ -8,7 +8,7 @@ import re
 import dense
 import pytest
 import torch
-from sweep import Sweep, Truth, visible
+from sweep import Sweep, Truth
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
@@ -58,11 +58,6 @@ def specs(dtype: str) -> list[AttentionSpec]:
         for i, ((sq, skv), mask, (d, dv)) in enumerate(rows)
     ]  # fmt: skip
     return list(dict.fromkeys(made))[:: SHARE[dtype]]  # a mask that cuts nothing is the same spec as none
-
-
-@pytest.fixture(autouse=True)
-def fast_truth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "visible", visible)
 
 
 @pytest.mark.parametrize("dtype", SHARE)

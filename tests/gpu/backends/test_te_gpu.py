@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import re
-import subprocess
-import sys
-
 import dense
 import pytest
 import torch
 from gpu_times import in_turns
-from sweep import Sweep, Truth, visible
+from sweep import Truth
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends.cudnn import backend as cudnn
@@ -33,34 +27,6 @@ FORWARDS = {k.name: k for k in te.BACKEND.kernels if isinstance(k, ForwardKernel
 BACKWARDS = {k.name: k for k in te.BACKEND.kernels if isinstance(k, BackwardKernel)}
 FP8, FP8_BACKWARD = FORWARDS["te:fp8"], BACKWARDS["te:fp8"]
 END, CAUSAL = "bottom-right", Mask(right=0)
-HEADS = [
-    (64, 64, 1),
-    (80, 80, 1),
-    (96, 96, 4),
-    (128, 128, 1),
-    (128, 128, 8),
-    (192, 128, 1),
-    (256, 256, 2),
-    (256, 128, 1),
-]
-LENGTHS = [(256, 256), (257, 257), (144, 333), (333, 130), (336, 130), (1, 200), (77, 1)]
-MASKS = [Mask(), CAUSAL, Mask(right=0, alignment=END), Mask(left=37, right=11), Mask(left=150, alignment=END),
-         Mask(left=0, right=0)]  # fmt: skip
-
-
-def specs() -> list[AttentionSpec]:
-    rows = itertools.product(HEADS, LENGTHS, MASKS)
-    made = [
-        AttentionSpec.make(batch=2, heads=8, kv_heads=8 // group, seqlen_q=sq, seqlen_kv=skv, head_dim=d, head_dim_v=dv,
-                           mask=mask, direction="training", scale=d**-0.5 * (1.0, 0.7, 1.3)[i % 3])
-        for i, ((d, dv, group), (sq, skv), mask) in enumerate(rows)
-    ]  # fmt: skip
-    return list(dict.fromkeys(made))
-
-
-@pytest.fixture(autouse=True)
-def fast_truth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "visible", visible)
 
 
 def step(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
@@ -68,48 +34,6 @@ def step(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> 
     operands = FP8.prepare(Inputs(q, k, v), spec)
     result = FP8.run(operands)
     return (result.out, *FP8_BACKWARD.run(Saved(operands, *result), grad))
-
-
-@pytest.mark.parametrize("name", ["te:bf16", "te:fp8"])
-def test_it_refuses_or_agrees_with_dense_fp64(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The 16-bit backward is fed by its own forward's result and by an exact one's, in turns."""
-    sweep = Sweep(torch.device("cuda", 0))
-    random_state = torch.cuda.get_rng_state()
-    for index, spec in enumerate(specs()):
-        truth = Truth.of(spec, index, sweep.device)
-        ran = sweep.forward(FORWARDS[name], truth)
-        if ran is not None:
-            own = index % 3 or BACKWARDS[name].follows is not None
-            sweep.backward(BACKWARDS[name], truth, Saved(ran[0], *ran[1]) if own else sweep.exact(truth))
-    with capsys.disabled():
-        print(f"\n{sweep.report()}")
-    assert not any(sweep.faults.values())
-    assert all(sweep.served[f"{name} {way}"] > 10 for way in ("fwd", "bwd"))
-    assert torch.equal(torch.cuda.get_rng_state(), random_state)
-
-
-@pytest.mark.parametrize("name", ["te:bf16", "te:fp8"])
-def test_the_profiler_shows_cudnns_kernel(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also where the environment tells TransformerEngine's modules to take another implementation."""
-    for variable, value in {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "1", "NVTE_UNFUSED_ATTN": "1"}.items():
-        monkeypatch.setenv(variable, value)
-    spec = AttentionSpec.make(batch=1, heads=8, seqlen_q=512, head_dim=128, direction="training")
-    q, k, v, grad = Truth.of(spec, 0, torch.device("cuda", 0)).inputs
-    forward, backward = FORWARDS[name], BACKWARDS[name]
-    operands = forward.prepare(Inputs(q, k, v), spec)
-    result = forward.run(operands)
-    for kernel, call in ((forward, lambda: forward.run(operands)),
-                         (backward, lambda: backward.run(Saved(operands, *result), grad))):  # fmt: skip
-        call()
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            call()
-            torch.cuda.synchronize()
-        names = sorted({event.key for event in seen.key_averages()})
-        with capsys.disabled():
-            print(f"\n{kernel!r}: {[each[:80] for each in names]}")
-        assert any(re.search(kernel.evidence["cuda"], name) for name in names), names
 
 
 @pytest.mark.parametrize("mask", [Mask(), CAUSAL], ids=str)
@@ -177,34 +101,6 @@ def test_an_fp8_forward_with_a_sixteen_bit_backward(capsys: pytest.CaptureFixtur
         assert max(errors) <= FP8.declared_error
 
 
-CANNOT = [
-    ("fp8", {"mask": Mask(left=37, right=0)}),
-    ("fp8", {"seqlen_q": 128, "mask": Mask(right=0, alignment=END)}),
-    ("fp8", {"head_dim": 72, "head_dim_v": 72}),
-    ("bf16", {"seqlen_q": 300, "mask": Mask(left=280, right=11)}),
-    ("bf16", {"seqlen_q": 333, "seqlen_kv": 130, "mask": Mask(right=260, alignment=END)}),
-    ("fp8", {"head_dim": 272, "head_dim_v": 272}),
-    ("bf16", {"mask": CAUSAL, "scale": -0.1}),
-    ("fp8", {"mask": CAUSAL, "scale": -0.1}),
-    ("fp8", {"seqlen_q": 1}),
-]
-
-
-@pytest.mark.parametrize(("precision", "changes"), CANNOT)
-def test_what_is_refused_really_fails_or_is_wrong(precision: str, changes: dict[str, object]) -> None:
-    device = torch.device("cuda", 0)
-    spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=256, head_dim=64, direction="training").replace(**changes)
-    forward = FORWARDS[f"te:{precision}"]
-    assert forward.refusals(spec, describe(device))
-    truth = Truth.of(spec, 1, device)  # as (B, S, H, D), in which most of the refusals hold
-    out, failure = None, ""
-    try:
-        out = forward.run(forward.prepare(Inputs(*truth.inputs[:3]), spec)).out
-    except RuntimeError as error:
-        failure = str(error)
-    assert failure or dense.relative_l2(out, truth.out) > 2 * forward.declared_error
-
-
 REFUSED_BACKWARDS = [("te:fp8", 64, 64), ("te:fp8", 256, 256)]
 
 
@@ -221,29 +117,6 @@ def test_a_backward_that_is_refused_really_fails(
     saved = Saved(operands, *FORWARDS[name].run(operands))
     with pytest.raises(RuntimeError):
         BACKWARDS[name].run(saved, truth.inputs[3])
-
-
-WIDER_V = """
-import torch
-from attnbench import AttentionSpec
-from attnbench.kernels.contract import Inputs
-from attnbench.kernels.registry import registry
-spec = AttentionSpec.make(batch=2, heads=1, seqlen_q=118, head_dim=16, head_dim_v=192)
-q, k, v = (torch.randn(2, 1, 118, size, device="cuda", dtype=torch.bfloat16) for size in (16, 16, 192))
-kernel = registry().forward("KERNEL:fp8")
-for _ in range(20):
-    out = kernel.run(kernel.prepare(Inputs(q, k, v), spec)).out
-torch.cuda.synchronize()
-exact = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
-print(float((out.double() - exact).norm() / exact.norm()))
-"""
-
-
-def test_a_v_wider_than_q_is_refused_because_the_gpu_is_lost_or_the_answer_wrong() -> None:
-    """In a process of its own, which an illegal memory access ends."""
-    program = WIDER_V.replace("KERNEL", "te")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert done.returncode != 0 or not float(done.stdout) < 0.16, done.stdout
 
 
 @pytest.mark.parametrize("name", ["te:bf16", "te:fp8"])

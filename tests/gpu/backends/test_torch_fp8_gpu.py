@@ -9,22 +9,20 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 
 import dense
 import pytest
 import standins_fa
 import torch
-from gpu_times import in_turns
-from sweep import Sweep, Truth, visible
+from gpu_times import in_turns, kernels_of
+from sweep import Sweep, Truth
 from torch import Tensor
 from torch.nn import attention
-from torch.profiler import ProfilerActivity, profile
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends import torch_fp8
 from attnbench.backends.common.installed import installed
-from attnbench.kernels.contract import ForwardKernel, Inputs, Operands, Result
+from attnbench.kernels.contract import Inputs, Operands
 from attnbench.kernels.devices import describe
 from attnbench.problem.fp8 import Quantised
 
@@ -34,6 +32,7 @@ pytestmark = [
 ]
 KERNEL = torch_fp8.TorchFp8Forward()
 DEVICE = torch.device("cuda", 0)
+FLOOR = 0.05  # beside Q, K and V only P in e4m3 and the accumulator are left
 END = "bottom-right"
 HEADS = [(64, 64, 1), (80, 80, 4), (96, 96, 1), (128, 128, 8), (192, 128, 1), (192, 192, 2), (256, 256, 1), (5, 7, 1)]
 LENGTHS = [(256, 256), (257, 257), (130, 333), (333, 130), (1, 200), (77, 1)]
@@ -68,26 +67,6 @@ def _by_sglang(*values: object) -> list[Tensor]:
     return [torch.empty(0) if x is None else x for x in found]  # what it did not need, a list of tensors cannot hold
 
 
-@pytest.fixture(autouse=True)
-def fast_truth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "visible", visible)
-
-
-class _Floor(ForwardKernel):
-    """The kernel under a tighter error: what is left beside Q, K and V is P in e4m3 and the accumulator."""
-
-    name, rows, declared_error = KERNEL.name, KERNEL.rows, 0.05
-
-    def further_refusals(self, spec, device) -> list[str]:
-        return KERNEL.further_refusals(spec, device)
-
-    def prepare(self, inputs, spec) -> Operands:
-        return KERNEL.prepare(inputs, spec)
-
-    def run(self, operands: Operands) -> Result:
-        return KERNEL.run(operands)
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_it_refuses_or_agrees_with_dense_fp64(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     sweep, floor = Sweep(DEVICE), Sweep(DEVICE)
@@ -100,8 +79,7 @@ def test_it_refuses_or_agrees_with_dense_fp64(dtype: str, capsys: pytest.Capture
         truth = Truth.of(spec, index, DEVICE)
         ran = sweep.forward(KERNEL, truth)
         if ran is not None:
-            out, lse = dense.dense_attention(*ran[0].tensors(torch.float64), spec)
-            floor.forward(_Floor(), replace(truth, out=out, lse=lse))
+            floor.floor(KERNEL, truth, ran[0], FLOOR)
     with capsys.disabled():
         print(f"\n{dtype}\n{sweep.report()}\nagainst exact attention on the quantised\n{floor.report()}")
     assert not any(sweep.faults.values())
@@ -173,10 +151,7 @@ def test_our_layer_costs_nothing(length: int, capsys: pytest.CaptureFixture[str]
 
 def test_the_profiler_shows_the_fp8_kernel() -> None:
     _, operands = _operands(4096, Mask())
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        KERNEL.run(operands)
-        torch.cuda.synchronize()
-    names = [event.key for event in seen.key_averages()]
+    names = kernels_of(lambda: KERNEL.run(operands))
     assert any(re.search(KERNEL.evidence["cuda"], name) for name in names), names
 
 

@@ -7,12 +7,11 @@ import math
 import re
 import statistics
 from collections.abc import Callable
-from dataclasses import replace
 
 import dense
 import pytest
 import torch
-from sweep import Sweep, Truth, visible
+from sweep import Sweep, Truth
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -21,7 +20,7 @@ from attnbench.backends import triton as backend
 from attnbench.backends.triton.forward.tiles import WIDE_SCORES, Tile
 from attnbench.backends.triton.interpreter import interpreted
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import ForwardKernel, Inputs, Operands, Result
+from attnbench.kernels.contract import ForwardKernel, Inputs
 from attnbench.kernels.devices import bind, describe
 from attnbench.kernels.registry import registry
 from attnbench.problem.fp8 import Quantised
@@ -58,27 +57,6 @@ TILES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def fast_truth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "visible", visible)
-
-
-class _Within(ForwardKernel):
-    """The kernel under another error than it declares."""
-
-    def __init__(self, kernel: ForwardKernel, error: float) -> None:
-        self.name, self.rows, self.kernel, self.declared_error = kernel.name, kernel.rows, kernel, error
-
-    def further_refusals(self, spec, device) -> list[str]:
-        return self.kernel.further_refusals(spec, device)
-
-    def prepare(self, inputs, spec) -> Operands:
-        return self.kernel.prepare(inputs, spec)
-
-    def run(self, operands: Operands) -> Result:
-        return self.kernel.run(operands)
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_it_agrees_with_dense_fp64(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Against the truth, and against exact attention on what it quantised, where less is allowed.
@@ -98,11 +76,9 @@ def test_it_agrees_with_dense_fp64(dtype: str, capsys: pytest.CaptureFixture[str
             continue  # a mean over too few to bound
         truth = Truth.of(spec, index, DEVICE)
         kernel = backend.TritonForward(NAMES[index % len(NAMES)])
-        ran = sweep.forward(_Within(kernel, 0.1) if spec.head_dim < 16 else kernel, truth)
+        ran = sweep.forward(kernel, truth, 0.1 if spec.head_dim < 16 else None)
         if ran is not None:
-            out, lse = dense.dense_attention(*ran[0].tensors(torch.float64), spec)
-            # What is left beside Q, K and V is P in e4m3 and the accumulator.
-            floor.forward(_Within(kernel, 0.045), replace(truth, out=out, lse=lse))
+            floor.floor(kernel, truth, ran[0], 0.045)  # of P in e4m3 and the accumulator
     with capsys.disabled():
         print(f"\n{dtype}\n{sweep.report()}\nagainst exact attention on the quantised\n{floor.report()}")
     assert not any(sweep.faults.values())

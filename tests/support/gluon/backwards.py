@@ -14,16 +14,13 @@ __all__ = ["LONG", "check", "exactly_eight_bits", "make", "saved"]
 
 # Longer than every tile, so that blocks are skipped, whole, and cut on both sides.
 LONG = [
-    (300, 300, Mask(right=0)),
-    (200, 420, Mask(right=0, alignment="bottom-right")),
-    (420, 200, Mask(right=0, alignment="bottom-right")),
-    (257, 390, Mask(left=70, right=0)),
-    (390, 257, Mask(left=150, right=140)),
-    (300, 140, Mask(left=20, alignment="bottom-right")),
-    (330, 128, Mask(left=5, right=3)),
-    (129, 300, Mask(right=19)),
-    (256, 256, Mask()),
-    (130, 300, Mask()),
+    (150, 260, Mask(right=0, alignment="bottom-right")),
+    (260, 130, Mask(right=0, alignment="bottom-right")),
+    (140, 200, Mask(left=70, right=0)),
+    (200, 140, Mask(left=90, right=70)),
+    (200, 128, Mask(left=20, alignment="bottom-right")),
+    (129, 150, Mask(right=19)),
+    (128, 192, Mask()),
 ]
 
 

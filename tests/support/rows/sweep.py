@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import dense
 import torch
@@ -74,15 +74,18 @@ class Sweep:
     worst: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     faults: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
-    def forward(self, kernel: ForwardKernel, truth: Truth) -> tuple[Operands, Result] | None:
-        """Runs the kernel where it does not refuse, and compares out and log-sum-exp."""
+    def forward(
+        self, kernel: ForwardKernel, truth: Truth, error: float | None = None
+    ) -> tuple[Operands, Result] | None:
+        """Runs the kernel where it does not refuse; out and log-sum-exp are within ``error``, or what it declares."""
         spec, (q, k, v, _) = truth.spec, truth.inputs
+        allowed = kernel.declared_error if error is None else error
         if not self._serves(kernel, spec, f"{kernel.name} fwd"):
             return None
         try:
             operands = kernel.prepare(Inputs(q, k, v), spec)
             result = kernel.run(operands)
-            self._compare(f"{kernel.name} fwd", spec, "out", result.out, truth.out, kernel.declared_error,
+            self._compare(f"{kernel.name} fwd", spec, "out", result.out, truth.out, allowed,
                           0.1 * v.double().norm().item())  # fmt: skip
             if result.out.dtype != gradient_dtype(spec):
                 self.faults[f"{kernel.name} fwd"].append(f"{spec}: out is {result.out.dtype}")
@@ -92,11 +95,16 @@ class Sweep:
                     self.faults[f"{kernel.name} fwd"].append(f"{spec}: lse of rows without a key")
                 else:
                     self._compare(f"{kernel.name} fwd", spec, "lse", result.lse[seen], truth.lse[seen],
-                                  kernel.declared_error, 10.0)  # fmt: skip
+                                  allowed, 10.0)  # fmt: skip
         except Exception as error:  # collected, so that one run shows them all
             self.faults[f"{kernel.name} fwd"].append(f"{spec}: {_short(error)}")
             return None
         return operands, result
+
+    def floor(self, kernel: ForwardKernel, truth: Truth, operands: Operands, error: float) -> None:
+        """Compares with exact attention on what the kernel quantised, where less is allowed."""
+        out, lse = dense.dense_attention(*operands.tensors(torch.float64), truth.spec)
+        self.forward(kernel, replace(truth, out=out, lse=lse), error)
 
     def backward(self, kernel: BackwardKernel, truth: Truth, saved: Saved, factor: float = 2.0) -> None:
         """Runs the kernel where it does not refuse, and compares the gradients."""

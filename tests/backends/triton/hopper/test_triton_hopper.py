@@ -124,11 +124,9 @@ def _kernel(head_dim: int, tile: Tile, bits: int = 8, **more: object) -> tuple[i
 
 
 WIDE = TILES[TileKey((9, 0), 128, "none", False)]
-KERNELS = (
-    _kernel(128, WIDE, left=True, right=True),
-    _kernel(128, ONE_PASS[128, False], 16, left=True, right=True),
-)
+KERNELS = (_kernel(128, ONE_PASS[128, False], 16, left=True, right=True),)
 OTHERS = (
+    _kernel(128, WIDE, left=True, right=True),
     _kernel(64, TILE, right=True, full_width=False),
     _kernel(128, WIDE),
     _kernel(128, ONE_PASS[128, True], 16),

@@ -86,15 +86,15 @@ any_way = pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
 
 @st.composite
 def specs(draw: st.DrawFn) -> AttentionSpec:
-    """Up to four blocks long, of every mask, grouping and head dimension that the kernels serve."""
-    kv_heads, seqlen_q = draw(st.integers(1, 2)), draw(st.integers(1, 280))
-    side = st.one_of(st.none(), st.just(0), st.integers(0, 300))
+    """Up to three blocks long, of every mask, grouping and head dimension that the kernels serve."""
+    kv_heads, seqlen_q = draw(st.integers(1, 2)), draw(st.integers(1, 200))
+    side = st.one_of(st.none(), st.just(0), st.integers(0, 200))
     return AttentionSpec.make(
         batch=draw(st.integers(1, 2)),
         heads=kv_heads * draw(st.integers(1, 3)),
         kv_heads=kv_heads,
         seqlen_q=seqlen_q,
-        seqlen_kv=draw(st.one_of(st.just(seqlen_q), st.integers(1, 280))),
+        seqlen_kv=draw(st.one_of(st.just(seqlen_q), st.integers(1, 200))),
         head_dim=draw(st.sampled_from([64, 128, 40, 100])),
         head_dim_v=draw(st.sampled_from([64, 128, 33])),
         dtype=draw(st.sampled_from(["bf16", "fp16", "fp32"])),
@@ -105,7 +105,7 @@ def specs(draw: st.DrawFn) -> AttentionSpec:
 
 @needs_interpreter
 @settings(
-    max_examples=examples(10, 60), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.target]
+    max_examples=examples(6, 60), deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.target]
 )
 @given(
     spec=specs(),
@@ -158,17 +158,17 @@ def test_keys_behind_the_last_count_for_nothing_where_all_scores_are_far_below_t
 @needs_interpreter
 @pytest.mark.parametrize("fused", [False, True])
 def test_queries_without_a_key_get_zeros_and_spoil_nothing(fused: bool) -> None:
-    spec, (q, k, v, grad_out) = make(330, 130, mask=Mask(right=0, alignment="bottom-right"), head_dim=64)
+    spec, (q, k, v, grad_out) = make(200, 70, mask=Mask(right=0, alignment="bottom-right"), head_dim=64)
     given_ = saved(spec, q, k, v, (HEAD,) * 3)
     dq, dk, dv = kernel(fused=fused).run(given_, grad_out)
-    assert not dq[:, :, :200].any()
+    assert not dq[:, :, :130].any()
     assert all(torch.isfinite(x).all() for x in (dq, dk, dv))
 
 
 @needs_interpreter
 @any_way
 def test_each_head_of_a_group_has_a_scale_of_its_own(how: dict[str, bool]) -> None:
-    spec, (q, k, v, grad_out) = make(200, 150, heads=3, head_dim=64)
+    spec, (q, k, v, grad_out) = make(90, 70, heads=3, head_dim=64)
     q = q * torch.tensor([1.0, 30.0, 0.01])[:, None, None].to(q.dtype)
     check_on_hopper(saved(spec, q, k, v, (HEAD,) * 3), grad_out, kernel(**how))
 
@@ -197,11 +197,10 @@ def test_dq_is_summed_in_bf16_over_no_more_keys_than_that_may_cost(more: int, mo
 
 
 @needs_interpreter
-@pytest.mark.parametrize("mean", [2.0, 8.0])
-def test_what_dqs_sums_lose_stays_far_below_what_fp8_does_where_keys_have_a_mean(mean: float) -> None:
+def test_what_dqs_sums_lose_stays_far_below_what_fp8_does_where_keys_have_a_mean() -> None:
     """Partial sums are then longer than dQ, from which the mean cancels, and so are their roundings."""
     spec, (q, k, v, grad_out) = make(64, 1024, heads=1, kv_heads=1, head_dim=64, dtype="fp32")
-    k = k + mean
+    k = k + 8
     exact = dense_gradients(q, k, v, grad_out, spec)[0]
     given_ = saved(spec, q, k, v, (HEAD,) * 3)
     off = [
@@ -233,7 +232,7 @@ def test_the_roundings_of_dqs_sums_grow_as_random_steps_do() -> None:
     All scales are powers of two, so that one dS is another's multiple and rounded alike.
     """
     off = []
-    for seqlen_kv in (128, 512, 8192):
+    for seqlen_kv in (128, 512, 4096):
         spec, (q, k, v, grad_out) = make(64, seqlen_kv, heads=1, kv_heads=1, head_dim=64, dtype="fp32")
         k, v = (x.float() * (3.5 / x.abs().amax().float()) for x in (k, v))
         given_ = saved(spec, q, k, v, (HEAD,) * 3)
@@ -247,8 +246,8 @@ def test_the_roundings_of_dqs_sums_grow_as_random_steps_do() -> None:
 @any_way
 def test_each_block_of_queries_has_a_descale_of_its_own(how: dict[str, bool]) -> None:
     """Powers of two, so that the gradient of the output stays exact."""
-    spec, (q, k, v, grad_out) = make(420, 150, head_dim=64)
-    larger = 2.0 ** (torch.arange(420) // 128 * 3)[:, None]
+    spec, (q, k, v, grad_out) = make(270, 70, head_dim=64)
+    larger = 2.0 ** (torch.arange(270) // 128 * 3)[:, None]
     given_, grad_out = saved(spec, q, k, v, (HEAD,) * 3), (grad_out * larger).to(q.dtype)
     check_on_hopper(given_, grad_out, kernel(**how))
     if how.get("narrow"):
@@ -259,13 +258,13 @@ def test_each_block_of_queries_has_a_descale_of_its_own(how: dict[str, bool]) ->
 @pytest.mark.parametrize("rings", [(Ring(64, 4), None), (None, Ring(64, 4))], ids=["keys", "queries"])
 def test_one_of_the_kernels_may_be_plain(rings: tuple[Ring | None, Ring | None]) -> None:
     """In e4m3 each reads transposed copies in its own order."""
-    spec, (q, k, v, grad_out) = make(150, 200, head_dim=64)
+    spec, (q, k, v, grad_out) = make(70, 150, head_dim=64)
     check_on_hopper(saved(spec, q, k, v, (HEAD,) * 3), grad_out, kernel(*rings, narrow=True))
 
 
 @needs_interpreter
 def test_longer_blocks_may_pass_by() -> None:
-    spec, (q, k, v, grad_out) = make(300, 420, mask=Mask(left=200, right=0, alignment="bottom-right"), head_dim=64)
+    spec, (q, k, v, grad_out) = make(200, 300, mask=Mask(left=150, right=0, alignment="bottom-right"), head_dim=64)
     check_on_hopper(saved(spec, q, k, v, (HEAD,) * 3), grad_out, kernel(Ring(128, 2), Ring(128, 3)))
 
 
@@ -273,7 +272,7 @@ def test_longer_blocks_may_pass_by() -> None:
 @any_way
 def test_what_memory_held_before_spoils_nothing(how: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums begin at zero and padding is zero, whoever had the memory."""
-    spec, (q, k, v, grad_out) = make(150, 200, head_dim=64, head_dim_v=40)
+    spec, (q, k, v, grad_out) = make(70, 90, head_dim=64, head_dim_v=40)
     given_, empty = saved(spec, q, k, v, (HEAD,) * 3), torch.empty
 
     def used(*said: Any, **more: Any) -> Tensor:
@@ -290,7 +289,7 @@ def test_what_memory_held_before_spoils_nothing(how: dict[str, bool], monkeypatc
 @any_way
 def test_it_takes_four_launches(how: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """The device waits for the host where calls are short, and a launch is what takes the host longest."""
-    spec, (q, k, v, grad_out) = make(150, 200, head_dim=64)
+    spec, (q, k, v, grad_out) = make(70, 90, head_dim=64)
     given_, started, start = saved(spec, q, k, v, (HEAD,) * 3), [], Launch.__call__
 
     def starting(launch: Launch, *said: Any) -> None:
@@ -349,21 +348,11 @@ def test_partitions_that_wait_for_each_other_are_found() -> None:
         ({"head_dim": 32}, (HEAD,) * 3, False),
         ({"head_dim_v": 32}, (HEAD,) * 3, False),
     ],
-    ids=[
-        "q tokens",
-        "k tokens",
-        "v blocks",
-        "e4m3 sums, q tokens",
-        "softcap",
-        "negative",
-        "narrow head",
-        "narrow values",
-    ],
 )
 def test_what_they_do_not_serve_the_plain_kernels_do(
     more: dict[str, Any], recipes: tuple[Recipe, ...], narrow: bool
 ) -> None:
-    spec, (q, k, v, grad_out) = make(70, 90, **{"head_dim": 64, **more})
+    spec, (q, k, v, grad_out) = make(20, 30, **{"head_dim": 64, **more})
     LAUNCHED.clear()
     check(kernel(narrow=narrow), saved(spec, q, k, v, recipes), grad_out, ALLOWED[narrow])
     assert not LAUNCHED

@@ -58,7 +58,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def problem(seqlen_q: int = 256, recipe: Recipe = HEAD, **more: Any) -> tuple[Saved, Tensor]:
     """What a forward leaves and the output's gradient, whose size is another every 128 queries."""
-    spec, (q, k, v, grad) = make(seqlen_q, 200, **{"head_dim": 64, **more})
+    spec, (q, k, v, grad) = make(seqlen_q, 150, **{"head_dim": 64, **more})
     grad = grad * 2.0 ** -(torch.arange(seqlen_q) // 128 * 3)[:, None]
     return saved(spec, q, k, v, (recipe, recipe, HEAD)), grad.to(torch.bfloat16)
 
@@ -126,17 +126,16 @@ def test_what_lies_right_has_no_copy_and_dq_is_summed_where_it_is_returned(
         (beside, {}),
         (wider, {}),
         (moved, {}),
-        (torch.Tensor.half, {"dtype": "fp16"}),
         (torch.Tensor.float, {"dtype": "fp32"}),
-        (torch.Tensor.contiguous, {"seqlen_q": 200}),
+        (torch.Tensor.contiguous, {"seqlen_q": 150}),
         (torch.Tensor.contiguous, {"head_dim_v": 40}),
     ],
-    ids=["heads beside", "longer rows", "not aligned", "fp16", "fp32", "ragged", "padded"],
+    ids=["heads beside", "longer rows", "not aligned", "fp32", "ragged", "padded"],
 )
 def test_a_gradient_that_lies_otherwise_or_is_not_bf16_is_copied(
     change: Callable[[Tensor], Tensor], more: dict[str, Any], ran: Ran
 ) -> None:
-    given, grad = problem(mask=Mask(right=0), **more)
+    given, grad = problem(**{"seqlen_q": 128, "mask": Mask(right=0), **more})
     found = checked(given, change(grad), ran).gradient.laid.wide
     assert found is not None
     assert found.dtype == torch.bfloat16
@@ -161,21 +160,19 @@ def test_the_same_gradient_in_place_and_copied_gives_the_same_bits(ran: Ran) -> 
 @pytest.mark.parametrize(
     ("more", "in_place"),
     [
-        ({}, True),
-        ({"seqlen_q": 128, "head_dim": 128, "mask": Mask(left=40, right=3)}, True),
+        ({"head_dim": 128, "mask": Mask(left=40, right=3), "batch": 2}, True),
         ({"head_dim_v": 33}, True),
         ({"recipe": ROTATED}, False),
         ({"seqlen_q": 192}, False),
         ({"head_dim": 40}, False),
         ({"dtype": "fp16"}, False),
-        ({"dtype": "fp32", "recipe": ROTATED}, False),
     ],
-    ids=["plain", "another head dimension", "padded V", "rotated", "ragged", "padded", "fp16", "fp32, rotated"],
+    ids=["another head dimension", "padded V", "rotated", "ragged", "padded", "fp16"],
 )
 def test_dq_has_a_pass_behind_it_only_where_the_sums_are_not_dq(
     more: dict[str, Any], in_place: bool, ran: Ran, launched: list[str]
 ) -> None:
-    given, grad = problem(batch=2, **more)
+    given, grad = problem(**{"seqlen_q": 128, **more})
     checked(given, grad, ran)
     assert launched[3:] == ([] if in_place else ["finish_query_gradients"])
 
@@ -183,7 +180,7 @@ def test_dq_has_a_pass_behind_it_only_where_the_sums_are_not_dq(
 @pytest.mark.parametrize("recipe", [HEAD, ROTATED], ids=["as it is", "rotated"])
 def test_each_head_of_the_keys_has_scales_of_its_own(recipe: Recipe, ran: Ran) -> None:
     """dS bears those of K and V, and dK is freed from them again."""
-    spec, (q, k, v, grad) = make(256, 150, batch=2, heads=4, kv_heads=2, head_dim=64)
+    spec, (q, k, v, grad) = make(70, 90, batch=2, heads=4, kv_heads=2, head_dim=64)
     k = k * torch.tensor([1.0, 0.03, 5.0, 0.2]).view(2, 2, 1, 1)
     v = v * torch.tensor([0.01, 30.0, 1.0, 1e4]).view(2, 2, 1, 1)
     given = saved(spec, q, k.bfloat16(), v.bfloat16(), (recipe, recipe, HEAD))
@@ -207,10 +204,10 @@ def test_the_size_of_the_gradient_costs_no_accuracy(exponent: int, dtype: str, r
         assert dense.relative_l2(x, y.double() * 2.0**exponent) < 0.002
 
 
-@pytest.mark.parametrize(("operand", "exponent"), [("k", -60), ("k", 20), ("v", -60), ("v", 60)])
+@pytest.mark.parametrize(("operand", "exponent"), [("k", -60), ("k", 20), ("v", 60)])
 def test_the_size_of_keys_and_values_costs_no_accuracy(operand: str, exponent: int, ran: Ran) -> None:
     """What K is larger by, Q is smaller by, so that P is the same."""
-    spec, (q, k, v, grad) = make(128, 200, head_dim=64)
+    spec, (q, k, v, grad) = make(64, 90, head_dim=64)
     plain = KERNEL.run(saved(spec, q, k, v, (HEAD,) * 3), grad)
     larger, sizes = 2.0**exponent, {"k": (1, -1), "v": (1, 1)}[operand]
     changed = (q / larger, k * larger, v) if operand == "k" else (q, k, v * larger)

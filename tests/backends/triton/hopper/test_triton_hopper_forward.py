@@ -21,7 +21,7 @@ from attnbench.kernels.contract import Inputs, Operands, Result
 from attnbench.problem.fp8 import Quantised, Recipe, quantise
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
-from examples import examples
+from examples import every_pair, examples
 
 pytest.importorskip("triton", minversion="3.6")
 if not interpreted():
@@ -91,8 +91,8 @@ MASKS = st.sampled_from(
         mask=MASKS,
         batch=st.integers(1, 2),
         kv_heads=st.sampled_from([1, 2, 4]),
-        seqlen_q=st.integers(1, 300),
-        seqlen_kv=st.integers(1, 400),
+        seqlen_q=st.integers(1, 200),
+        seqlen_kv=st.integers(1, 300),
         head_dim=st.sampled_from([40, 64, 128]),
         head_dim_v=st.sampled_from([24, 64, 128]),
         dtype=st.sampled_from(["bf16", "fp16"]),
@@ -111,19 +111,18 @@ def test_it_computes_exact_attention_on_what_was_quantised(
     agrees(operands, kernel.run(operands), 0.06)
 
 
-@pytest.mark.parametrize("mask", [Mask(), Mask(right=0)], ids=["none", "causal"])
 @pytest.mark.parametrize(
-    ("head_dim", "late"),
+    ("head_dim", "late", "mask"),
     [
-        (64, True),
-        (128, False),
-        pytest.param(128, True, marks=pytest.mark.exhaustive),
-        pytest.param(256, True, marks=pytest.mark.exhaustive),
+        (64, True, Mask(right=0)),
+        (128, False, Mask()),
+        *(pytest.param(256, True, mask, marks=pytest.mark.exhaustive) for mask in (Mask(), Mask(right=0))),
     ],
+    ids=str,
 )
 def test_committed_tiles_of_one_pass(head_dim: int, late: bool, mask: Mask) -> None:
     _LATE[0] = late
-    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=260, seqlen_kv=530, head_dim=head_dim, mask=mask)
+    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=260, seqlen_kv=400, head_dim=head_dim, mask=mask)
     kernel = TritonOnePass()
     operands = kernel.prepare(Inputs(*tensors(spec)), spec)
     assert operands.native.tile == ONE_PASS[max(head_dim, 128), mask.kind == "none"]
@@ -147,7 +146,7 @@ def test_the_kernel_casts_queries_to_the_numbers_of_the_token_recipe() -> None:
 
 @pytest.mark.parametrize(
     "sizes",
-    [(1.0, 1e-6, 1.0, 1e6), (1e-20, 1.0, 1e20, 1e-20), (0.0, 1e-6, 0.0, 1e-3), (1e30, 1e-30, 1e30, 1.0)],
+    [(1.0, 1e-6, 0.0, 1e6), (1e30, 1e-30, 1e30, 1.0)],
     ids=str,
 )
 def test_blocks_of_values_of_all_sizes_have_units_of_their_own(sizes: tuple[float, ...]) -> None:
@@ -178,11 +177,10 @@ def test_scores_too_small_for_fp32_are_alike() -> None:
     agrees(operands, kernel.run(operands))
 
 
-@pytest.mark.parametrize("what", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize(("which", "what"), every_pair([0, 1, 2], [math.nan, math.inf, -math.inf]))
 def test_what_is_not_finite_stays_visible(which: int, what: float) -> None:
     """In a row of Q for that row; in K and V for every row that sees the block."""
-    spec = AttentionSpec.make(batch=1, heads=2, kv_heads=2, seqlen_q=130, seqlen_kv=130, head_dim=64)
+    spec = AttentionSpec.make(batch=1, heads=2, kv_heads=2, seqlen_q=80, seqlen_kv=80, head_dim=64)
     operands = tensors(spec)
     operands[which][0, 1, 70, 5] = what
     kernel = TritonOnePass(SMALL)

@@ -56,7 +56,7 @@ def complete(result, length):
     assert not ordered[..., length:].any()
 
 
-@settings(max_examples=examples(20, 200))
+@settings(max_examples=examples(10, 200))
 @given(
     shape=shapes,
     group=st.integers(1, 3),
@@ -113,7 +113,7 @@ def test_blocks_of_other_lengths_are_heads_of_their_own(block, dtype):
         assert torch.equal(operand.dequantised(torch.float32)[:, :, part], wanted.dequantised(torch.float32))
 
 
-@settings(max_examples=examples(15, 150))
+@settings(max_examples=examples(8, 150))
 @given(
     shape=shapes,
     layout=layouts,
@@ -154,7 +154,7 @@ def test_rotated_and_smoothed_it_is_half_an_ulp_from_the_truth(
         complete(found, shape[2])
 
 
-@settings(max_examples=examples(15, 150))
+@settings(max_examples=examples(10, 150))
 @given(
     shape=shapes,
     layout=layouts,
@@ -207,10 +207,10 @@ def test_what_the_recipe_has_applies_only_where_it_is_asked_for(rotation):
 def test_together_is_the_same_as_one_by_one(granularity, layout, first):
     """Programs of tensors that are alike run in turns, those of others one tensor after the other."""
     recipe = Recipe(granularity, rotation="hadamard")
-    q = laid_out((2, 3, 70, 32), layout, torch.bfloat16, 1)
-    k = laid_out((2, 1, 133, 32), "bshd", torch.bfloat16, 2)
-    v = laid_out((2, 1, 133, 48), "bhsd", torch.float32, 3)
-    requests = [Request(q, group=3, rotate=True), Request(k, transposed=True, rotate=True)]
+    q = laid_out((1, 2, 70, 32), layout, torch.bfloat16, 1)
+    k = laid_out((1, 1, 133, 32), "bshd", torch.bfloat16, 2)
+    v = laid_out((1, 1, 133, 48), "bhsd", torch.float32, 3)
+    requests = [Request(q, group=2, rotate=True), Request(k, transposed=True, rotate=True)]
     requests += [Request(v, False, True), Request(v, True, True, interleaved=True)]
     for request, found in zip(requests[first:], quantised_together(requests[first:], recipe), strict=True):
         x, *keywords = request
@@ -259,7 +259,7 @@ def test_the_assembly_turns_four_tokens(format):
     assert [values[f"${4 + i}"] for i in range(4)] == [list(column) for column in zip(*wanted, strict=True)]
 
 
-@settings(max_examples=examples(6, 50))
+@settings(max_examples=examples(3, 50))
 @given(length=st.integers(2, 200), rotation=st.sampled_from(["none", "hadamard"]), data=st.data())
 def test_no_token_depends_on_a_later_one(length, rotation, data):
     cut = data.draw(st.integers(1, length - 1))
@@ -274,7 +274,7 @@ def test_no_token_depends_on_a_later_one(length, rotation, data):
     assert not torch.equal(ours.descale[:, :, cut:], theirs.descale[:, :, cut:])
 
 
-@pytest.mark.parametrize(("granularity", "sizes"), every_pair(SHARED, [(24, 40, 1024), (2, 300, 4), (3, 130, 1)]))
+@pytest.mark.parametrize(("granularity", "sizes"), every_pair(SHARED, [(12, 20, 24), (2, 200, 4), (3, 130, 1)]))
 def test_many_partial_magnitudes_are_one(monkeypatch, granularity, sizes):
     """More of them than are read at once, and programs that have several tiles each."""
     heads, length, most = sizes
@@ -309,15 +309,15 @@ def test_rows_and_columns_farther_apart_than_32_bits_count(tmp_path, axis, granu
     assert torch.equal(ours.descale, wanted.descale)
 
 
-@pytest.mark.parametrize(("granularity", "axes"), every_pair(GRANULARITIES, [(0,), (1,), (2,), (3,), (0, 1, 2, 3)]))
+@pytest.mark.parametrize(("axes", "granularity"), every_pair([(0, 2), (1, 3)], ["block", "head", "token", "tensor"]))
 def test_what_is_broadcast_is_read_where_it_lies(axes, granularity):
-    shape = (2, 3, 130, 20)
+    shape = (2, 2, 130, 20)
     x = laid_out([1 if axis in axes else size for axis, size in enumerate(shape)], "bhsd", torch.bfloat16)
     recipe = Recipe(granularity)
     found = quantised(x.expand(shape), recipe, transposed=True)
     wanted = quantise(x.expand(shape), recipe)
     assert torch.equal(bits(found.data.contiguous()), bits(wanted.data.contiguous()))
-    assert torch.equal(found.operand(recipe).descale.expand(2, 3, 130, 1), wanted.descale.expand(2, 3, 130, 1))
+    assert torch.equal(found.operand(recipe).descale.expand(2, 2, 130, 1), wanted.descale.expand(2, 2, 130, 1))
     complete(found, 130)
 
 

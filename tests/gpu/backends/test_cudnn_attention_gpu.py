@@ -1,0 +1,156 @@
+"""cuDNN's attention by both backends that call it: dense FP64, evidence, and refusals of what fails or is wrong."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+
+import dense
+import pytest
+import torch
+from gpu_times import kernels_of
+from sweep import Sweep, Truth
+
+from attnbench import AttentionSpec, Mask
+from attnbench.backends.cudnn.backend import BACKEND as CUDNN
+from attnbench.backends.te.backend import BACKEND as TE
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
+from attnbench.kernels.devices import describe
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
+]
+BACKENDS = {backend.name: backend for backend in (CUDNN, TE)}
+KERNELS = [kernel for backend in BACKENDS.values() for kernel in backend.kernels]
+FORWARDS = {k.name: k for k in KERNELS if isinstance(k, ForwardKernel)}
+BACKWARDS = {k.name: k for k in KERNELS if isinstance(k, BackwardKernel)}
+DEVICE = torch.device("cuda", 0)
+END, CAUSAL = "bottom-right", Mask(right=0)
+HEADS = [
+    (64, 64, 1),
+    (80, 80, 1),
+    (96, 96, 4),
+    (128, 128, 1),
+    (128, 128, 8),
+    (192, 128, 1),
+    (256, 256, 2),
+    (256, 128, 1),
+]
+LENGTHS = [(256, 256), (257, 257), (144, 333), (333, 130), (336, 130), (1, 200), (77, 1)]
+MASKS = [Mask(), CAUSAL, Mask(right=0, alignment=END), Mask(left=37, right=11), Mask(left=150, alignment=END),
+         Mask(left=0, right=0), Mask(right=260, alignment=END)]  # fmt: skip
+by_both = pytest.mark.parametrize("backend", BACKENDS)
+in_both = pytest.mark.parametrize("precision", ["bf16", "fp8"])
+
+
+@pytest.fixture(autouse=True)
+def present(backend: str) -> None:
+    if reason := BACKENDS[backend].availability().reason:
+        pytest.skip(reason)
+
+
+def specs() -> list[AttentionSpec]:
+    rows = itertools.product(HEADS, LENGTHS, MASKS)
+    made = [
+        AttentionSpec.make(batch=2, heads=8, kv_heads=8 // group, seqlen_q=sq, seqlen_kv=skv, head_dim=d, head_dim_v=dv,
+                           mask=mask, direction="training", scale=d**-0.5 * (1.0, 0.7, 1.3)[i % 3])
+        for i, ((d, dv, group), (sq, skv), mask) in enumerate(rows)
+    ]  # fmt: skip
+    return list(dict.fromkeys(made))
+
+
+@by_both
+@in_both
+def test_it_refuses_or_agrees_with_dense_fp64(backend: str, precision: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The 16-bit backward is fed by its own forward's result and by an exact one's, in turns."""
+    sweep, name = Sweep(DEVICE), f"{backend}:{precision}"
+    random_state = torch.cuda.get_rng_state()
+    for index, spec in enumerate(specs()):
+        truth = Truth.of(spec, index, DEVICE)
+        ran = sweep.forward(FORWARDS[name], truth)
+        if ran is not None:
+            own = index % 3 or BACKWARDS[name].follows is not None
+            sweep.backward(BACKWARDS[name], truth, Saved(ran[0], *ran[1]) if own else sweep.exact(truth))
+    with capsys.disabled():
+        print(f"\n{sweep.report()}")
+    assert not any(sweep.faults.values())
+    assert all(sweep.served[f"{name} {way}"] > 10 for way in ("fwd", "bwd"))
+    assert torch.equal(torch.cuda.get_rng_state(), random_state)
+
+
+@by_both
+@in_both
+def test_the_profiler_shows_cudnns_kernel(backend: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the environment tells TransformerEngine's modules to take another implementation."""
+    for variable, value in {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "1", "NVTE_UNFUSED_ATTN": "1"}.items():
+        monkeypatch.setenv(variable, value)
+    spec = AttentionSpec.make(batch=1, heads=8, seqlen_q=512, head_dim=128, direction="training")
+    q, k, v, grad = Truth.of(spec, 0, DEVICE).inputs
+    forward, backward = FORWARDS[f"{backend}:{precision}"], BACKWARDS[f"{backend}:{precision}"]
+    operands = forward.prepare(Inputs(q, k, v), spec)
+    result = forward.run(operands)
+    for kernel, call in ((forward, lambda: forward.run(operands)),
+                         (backward, lambda: backward.run(Saved(operands, *result), grad))):  # fmt: skip
+        call()
+        names = kernels_of(call)
+        assert any(re.search(kernel.evidence["cuda"], name) for name in names), names
+
+
+CANNOT = [
+    ("fp8", {"mask": Mask(left=37, right=0)}),
+    ("fp8", {"seqlen_q": 128, "mask": Mask(right=0, alignment=END)}),
+    ("fp8", {"head_dim": 72, "head_dim_v": 72}),
+    ("bf16", {"seqlen_q": 300, "mask": Mask(left=280, right=11)}),
+    ("bf16", {"seqlen_q": 333, "seqlen_kv": 130, "mask": Mask(right=260, alignment=END)}),
+    ("bf16", {"mask": CAUSAL, "scale": -0.1}),
+    ("fp8", {"mask": CAUSAL, "scale": -0.1}),
+    ("fp8", {"seqlen_q": 1}),
+    ("fp8", {"head_dim": 272, "head_dim_v": 272}),
+]
+
+
+@by_both
+@pytest.mark.parametrize(("precision", "changes"), CANNOT)
+def test_what_is_refused_really_fails_or_is_wrong(backend: str, precision: str, changes: dict[str, object]) -> None:
+    if backend == "cudnn" and changes == {"mask": Mask(left=37, right=0)}:
+        pytest.skip("only TransformerEngine's FP8 has no window")
+    spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=256, head_dim=64, direction="training").replace(**changes)
+    forward = FORWARDS[f"{backend}:{precision}"]
+    assert forward.refusals(spec, describe(DEVICE))
+    truth = Truth.of(spec, 1, DEVICE)  # as (B, S, H, D), in which most of the refusals hold
+    out, failure = None, ""
+    # cuDNN's own errors exist only where its front end does.
+    expected, said = (RuntimeError, "") if backend == "te" else (Exception, "upport")
+    try:
+        out = forward.run(forward.prepare(Inputs(*truth.inputs[:3]), spec)).out
+    except expected as error:
+        failure = f"{type(error).__name__} {error}"
+    wrong = out is not None and dense.relative_l2(out, truth.out) > 2 * forward.declared_error
+    assert wrong or (failure and said in failure), failure
+
+
+WIDER_V = """
+import sys, torch
+from attnbench import AttentionSpec
+from attnbench.kernels.contract import Inputs
+from attnbench.kernels.registry import registry
+spec = AttentionSpec.make(batch=2, heads=1, seqlen_q=118, head_dim=16, head_dim_v=192)
+q, k, v = (torch.randn(2, 1, 118, size, device="cuda", dtype=torch.bfloat16) for size in (16, 16, 192))
+kernel = registry().forward(sys.argv[1])
+for _ in range(20):
+    out = kernel.run(kernel.prepare(Inputs(q, k, v), spec)).out
+torch.cuda.synchronize()
+exact = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
+print(float((out.double() - exact).norm() / exact.norm()))
+"""
+
+
+@by_both
+def test_a_v_wider_than_q_is_refused_because_the_gpu_is_lost_or_the_answer_wrong(backend: str) -> None:
+    """In a process of its own, which an illegal memory access ends."""
+    command = [sys.executable, "-c", WIDER_V, f"{backend}:fp8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0 or not float(done.stdout) < 0.16, done.stdout

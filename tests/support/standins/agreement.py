@@ -1,0 +1,82 @@
+"""What kernels on a stand-in of their library are asked alike: the library is exact, so what is left is roundings."""
+
+from __future__ import annotations
+
+import torch
+from dense import dense_attention, dense_gradients, gradient_sizes, relative_l2
+from problems import Problem
+from standins_graph import tensors_of
+from sweep import distance
+
+from attnbench import AttentionSpec
+from attnbench.kernels.capabilities import Device
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Operands, Saved
+from attnbench.problem.fp8 import Quantised, Recipe, quantise
+
+__all__ = ["both_passes_agree", "descales_are_used", "quantised_attention_agrees"]
+
+
+def both_passes_agree(
+    forward: ForwardKernel, backward: BackwardKernel, problem: Problem, device: Device, foreign: bool = False
+) -> bool:
+    """Whether the backward serves the problem, each pass that does being within its declared error of dense FP64.
+
+    ``foreign`` hands the backward what another, exact forward would.
+    """
+    spec, tensors = problem.spec, tensors_of(problem)
+    q, k, v, grad = tensors
+    before = [x.clone() for x in tensors]
+    truth, truth_lse = dense_attention(q, k, v, spec)
+    operands = forward.prepare(Inputs(q, k, v), spec)
+    result = forward.run(operands)
+    assert result.lse is not None
+    assert (result.out.dtype, result.out.shape) == (q.dtype, truth.shape)
+    assert distance(result.out, truth, 0.1 * v.double().norm().item()) <= forward.declared_error
+    torch.testing.assert_close(result.lse.double(), truth_lse, atol=1e-4, rtol=1e-4)
+    if backward.refusals(spec, device):
+        return False
+    saved = Saved(operands, *result)
+    if foreign:
+        saved = Saved(Operands(spec, q, k, v), truth.to(q.dtype), truth_lse.float())
+    found, exact = backward.run(saved, grad), dense_gradients(q, k, v, grad, spec)
+    for each, wanted, size in zip(found, exact, gradient_sizes(q, k, v, grad, spec), strict=True):
+        assert (each.dtype, each.shape) == (q.dtype, wanted.shape)
+        assert distance(each, wanted, size) <= 2 * backward.declared_error
+    assert all(torch.equal(x, old) for x, old in zip(tensors, before, strict=True))
+    return True
+
+
+def quantised_attention_agrees(kernel: ForwardKernel, spec: AttentionSpec, problem: Problem) -> Operands:
+    """The operands, out and log-sum-exp being those of exact attention on them and the inputs untouched."""
+    inputs = tensors_of(problem)[:3]
+    before = [x.clone() for x in inputs]
+    operands = kernel.prepare(Inputs(*inputs), spec)
+    result = kernel.run(operands)
+    out, lse = dense_attention(*operands.tensors(torch.float64), spec)
+    assert result.lse is not None
+    assert (result.out.dtype, result.out.shape) == (inputs[0].dtype, out.shape)
+    assert relative_l2(result.out, out) <= 0.004 or out.norm() == 0
+    assert (result.lse.dtype, result.lse.shape) == (torch.float32, lse.shape)
+    torch.testing.assert_close(result.lse.double(), lse, rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(x, old) for x, old in zip(inputs, before, strict=True))
+    return operands
+
+
+def descales_are_used(kernel: ForwardKernel, spec: AttentionSpec, seed: int) -> None:
+    """Random ones, of each tensor or head, on e4m3 tensors of the spec's lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (
+        (spec.heads, spec.seqlen_q, spec.head_dim),
+        (spec.kv_heads, spec.seqlen_kv, spec.head_dim),
+        (spec.kv_heads, spec.seqlen_kv, spec.head_dim_v),
+    )
+    inputs = []
+    for heads, length, size in sizes:
+        x = quantise(torch.randn(spec.batch, heads, length, size, generator=generator), Recipe(spec.descale))
+        shape = (1, 1, 1, 1) if spec.descale == "tensor" else (spec.batch, heads, 1, 1)
+        inputs.append(Quantised(x.data, torch.rand(shape, generator=generator) * 0.02 + 1e-4, spec.descale))
+    result = kernel.run(kernel.prepare(Inputs(*inputs), spec))
+    out, lse = dense_attention(*(x.dequantised(torch.float64) for x in inputs), spec)
+    assert result.out.dtype == torch.bfloat16
+    assert relative_l2(result.out, out) < 0.004
+    assert relative_l2(result.lse, lse) < 1e-5
