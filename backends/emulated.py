@@ -1,7 +1,6 @@
 """``emulated``: what FP8 attention computes, in plain torch on any machine, to study a recipe before it has a kernel.
 
-A kernel's name says its arithmetic: ``fp8``, then the options that differ from the
-default, in this order:
+A kernel's name says its arithmetic: ``fp8``, then the options that differ from the default, in this order:
 
 ============  ======================================================================
 ``tensor``    scales per tensor, not per (batch, head); or
@@ -28,7 +27,6 @@ from torch import Tensor
 from attnbench.errors import InputError, UnknownBackendError
 from attnbench.kernels.capabilities import Capabilities, Device
 from attnbench.kernels.contract import (
-    Availability,
     Backend,
     BackwardKernel,
     ForwardKernel,
@@ -41,6 +39,7 @@ from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.fp8 import BLOCK, Quantised, Recipe, quantise
 from attnbench.problem.spec import GRANULARITIES, AttentionSpec
 
+from .common.installed import torch_availability
 from .emulated_arithmetic import Accumulator, attend, gradients
 
 __all__ = ["BACKEND", "EmulatedBackward", "EmulatedForward", "emulate"]
@@ -115,10 +114,9 @@ class EmulatedForward(ForwardKernel):
 class EmulatedBackward(BackwardKernel):
     """FP8 backward by one recipe and one accumulator, after any forward.
 
-    Where the forward computed with FP8 tensors of this recipe, it takes them and the
-    forward's LSE as they are.  After any other forward it
-    quantises what that one computed with, and computes the LSE of its own scores anew:
-    exp(S - LSE) sums to one over a row only for the S that made the LSE.
+    Where the forward computed with FP8 tensors of this recipe, it takes them and the forward's LSE as they are.  After
+    any other forward it quantises what that one computed with, and computes the LSE of its own scores anew: exp(S -
+    LSE) sums to one over a row only for the S that made the LSE.
     """
 
     evidence = _EVIDENCE
@@ -240,14 +238,10 @@ def _quantised(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe) -> _Triple:
     return _Triple(quantise(q, recipe, rotate=True), quantise(k, recipe, rotate=True, smooth=True), quantise(v, recipe))
 
 
-def _available() -> Availability:
-    return Availability(version=torch.__version__, origin="torch")
-
-
 BACKEND = Backend(
     "emulated",
     "the arithmetic of FP8 kernels in plain torch, for studying recipes",
-    _available,
+    torch_availability,
     tuple(
         kernel
         for recipe in (

@@ -1,8 +1,7 @@
 """Exact attention in FP64 or FP32, chunked: the truth that every other kernel is held against.
 
-Any mask, grouping, softcap, head dimension and input type, forward and backward, on any
-device.  One (batch, key head) is converted at a time and queries go through in slices, so
-that 128k keys fit in little memory.
+Any mask, grouping, softcap, head dimension and input type, forward and backward, on any device.  One (batch, key head)
+is converted at a time and queries go through in slices, so that 128k keys fit in little memory.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from attnbench.kernels.capabilities import Capabilities
 from attnbench.kernels.contract import (
-    Availability,
     Backend,
     BackwardKernel,
     ForwardKernel,
@@ -28,6 +26,7 @@ from attnbench.problem.exact import product, score_gradients, scores
 from attnbench.problem.spec import DTYPES, GRANULARITIES, AttentionSpec
 
 from .common.full_fp32 import full_fp32
+from .common.installed import torch_availability
 
 __all__ = ["BACKEND"]
 
@@ -150,7 +149,7 @@ def _probabilities(s: Tensor, lse: Tensor) -> Tensor:
 BACKEND = Backend(
     name="reference",
     summary="exact chunked attention in FP64 and FP32, the reference for all errors",
-    availability=lambda: Availability(version=torch.__version__, origin="torch"),
+    availability=torch_availability,
     kernels=tuple(
         kernel for precision in _WIDE for kernel in (ReferenceForward(precision), ReferenceBackward(precision))
     ),

@@ -27,6 +27,7 @@ __all__ = [
     "BackwardKernel",
     "ForwardKernel",
     "Inputs",
+    "Kernel",
     "Library",
     "Operands",
     "Result",
@@ -43,8 +44,7 @@ _LIBRARIES: tuple[Library, ...] = get_args(Library)
 class Availability:
     """Whether a backend can be used on this machine: the version found, or the reason it cannot.
 
-    ``origin`` names the distribution or build that answered; ``install`` is the command
-    that would add what is missing.
+    ``origin`` names the distribution or build that answered; ``install`` is the command that would add what is missing.
     """
 
     version: str | None = None
@@ -98,10 +98,9 @@ class Inputs(NamedTuple):
 class Operands:
     """What ``prepare`` made for ``run``, which changes nothing of it.
 
-    ``q``, ``k``, ``v`` are what the kernel computes with, in logical order (B, H, S, D):
-    the tensors as given, or quantised.  ``native`` is whatever else ``run`` wants:
-    transposed copies, masks, descales in a vendor's shape.  No backward finds it: what a
-    backward wants of it goes into the forward's ``state``.
+    ``q``, ``k``, ``v`` are what the kernel computes with, in logical order (B, H, S, D): the tensors as given, or
+    quantised.  ``native`` is whatever else ``run`` wants: transposed copies, masks, descales in a vendor's shape.  No
+    backward finds it: what a backward wants of it goes into the forward's ``state``.
     """
 
     spec: AttentionSpec
@@ -150,18 +149,17 @@ class Saved:
         return self.operands.spec
 
 
-class _Kernel(ABC):
+class Kernel(ABC):
     """What both passes share: a name, a row for each kind of device, and the evidence that it ran.
 
-    ``name`` is ``backend:precision``; ``rows`` maps a device type (``cpu``, ``cuda``) to its row.
-    ``declared_error`` is the relative L2 error against exact attention that normal inputs stay within, of
-    out for a forward, of dq, dk and dv for a backward; ``error_on`` says it of one spec.
-    ``error_growth`` is the factor by which the error of a kernel in 8 bits grows, at most and on inputs of any
-    family, where the number of keys doubles; None: not known, so that nothing measured vouches for more keys.
-    ``preference`` orders kernels where nothing was measured, smallest first; None comes last, and
-    such a forward is never chosen unmeasured.
-    ``evidence`` maps a device type to a regular expression that the name of a profiled
-    operator or device kernel must match: proof that this kernel answered, and no other.
+    ``name`` is ``backend:precision``; ``rows`` maps a device type (``cpu``, ``cuda``) to its row.  ``declared_error``
+    is the relative L2 error against exact attention that normal inputs stay within, of out for a forward, of dq, dk and
+    dv for a backward; ``error_on`` says it of one spec.  ``error_growth`` is the factor by which the error of a kernel
+    in 8 bits grows, at most and on inputs of any family, where the number of keys doubles; None: not known, so that
+    nothing measured vouches for more keys.  ``preference`` orders kernels where nothing was measured, smallest first;
+    None comes last, and such a forward is never chosen unmeasured.  ``evidence`` maps a device type to a regular
+    expression that the name of a profiled operator or device kernel must match: proof that this kernel answered, and no
+    other.
     """
 
     name: str
@@ -193,7 +191,7 @@ class _Kernel(ABC):
         return f"<{type(self).__name__} {self.name}>"
 
 
-class ForwardKernel(_Kernel):
+class ForwardKernel(Kernel):
     """out = softmax(scale · q kᵀ, capped and masked) v, in one precision.
 
     ``mixes`` says whether plans that pair an FP8 forward with the backwards of other backends are listed.
@@ -214,7 +212,7 @@ class ForwardKernel(_Kernel):
         """The kernel itself.  Runs on the current stream, without synchronising."""
 
 
-class BackwardKernel(_Kernel):
+class BackwardKernel(Kernel):
     """dq, dk, dv of a forward that has run.
 
     ``follows`` names the forwards that it can follow, each by its own name (``te:fp8``) or by what it ``leaves``
@@ -252,19 +250,16 @@ class BackwardKernel(_Kernel):
 class Backend:
     """A family of kernels: what an entry point of the group ``attnbench.backends`` names.
 
-    ``availability`` is asked once a process.  ``resolve`` makes kernels beyond the listed
-    ones from the precision part of a name (``fp8-token-hadamard``), or returns an empty
-    tuple; it is for families with more variants than a list should hold.  On the device types
-    of ``yardstick`` it is what others are held against, or an interpreter runs it for the reader:
-    a sweep measures it only where it is named.
-    ``compiles`` says that its kernels compile anew for every shape and leave that on the disk,
-    so that several processes may do it before anything is timed.
-    ``built_on`` names the libraries that choose or compile the kernels: what was measured with another
-    release of one is not used, and a frozen choice is refused.  Libraries that attnbench does not know belong
-    into the ``origin`` of the availability, with their versions.
-    ``sdpa_order`` is the place at which ``torch.nn.functional.scaled_dot_product_attention`` tries these kernels on
-    a GPU of compute capability 9.0, smallest first; None: it does not call them.
-    Raises ValueError for a library that is not known.
+    ``availability`` is asked once a process.  ``resolve`` makes kernels beyond the listed ones from the precision part
+    of a name (``fp8-token-hadamard``), or returns an empty tuple; it is for families with more variants than a list
+    should hold.  On the device types of ``yardstick`` it is what others are held against, or an interpreter runs it for
+    the reader: a sweep measures it only where it is named.  ``compiles`` says that its kernels compile anew for every
+    shape and leave that on the disk, so that several processes may do it before anything is timed.  ``built_on`` names
+    the libraries that choose or compile the kernels: what was measured with another release of one is not used, and a
+    frozen choice is refused.  Libraries that attnbench does not know belong into the ``origin`` of the availability,
+    with their versions.  ``sdpa_order`` is the place at which ``torch.nn.functional.scaled_dot_product_attention``
+    tries these kernels on a GPU of compute capability 9.0, smallest first; None: it does not call them.  Raises
+    ValueError for a library that is not known.
     """
 
     name: str

@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from attnbench.errors import InputError
+from attnbench.kernels.contract import Inputs, Operands
 from attnbench.problem.fp8 import Quantised, Recipe, quantise
 from attnbench.problem.spec import AttentionSpec
 
 from ..common.layout import padded, rounded_up
 from ..common.windows import Window, bottom_right
 
-__all__ = ["Native", "check_plain", "dimensions", "native", "quantise_by_key_head", "readable", "refuse_spec"]
-
+__all__ = [
+    "Native", "check_plain", "dimensions", "native", "prepared", "quantise_by_key_head", "readable", "refuse_spec",
+]  # fmt: skip
 
 Triple = tuple[Quantised, Quantised, Quantised]
 
@@ -69,6 +71,21 @@ def quantise_by_key_head(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -
         "head",
     )
     return shared, quantise(k, recipe), quantise(v, recipe)
+
+
+def prepared(inputs: Inputs, spec: AttentionSpec, precision: str) -> Operands:
+    """Operands whose ``native`` is a ``Native``: e4m3 for the precision fp8, else the tensors as they are.
+
+    Tensors that the caller quantised, with grouped heads and scales per head, may have a scale for each query head.
+    The library has no room for these, so the key heads are then repeated.  Raises InputError if a tensor is rotated,
+    smoothed or not e4m3.
+    """
+    if precision != "fp8":
+        q, k, v = inputs.unquantised()
+        return Operands(spec, q, k, v, native(q, k, v, spec))
+    given = inputs.quantised()
+    made = given or quantise_by_key_head(*inputs.unquantised(), spec)
+    return Operands(spec, *made, native(*made, spec, own_scales=given is None))
 
 
 def native(

@@ -157,25 +157,18 @@ def _band(low: Tensor, high: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor
     return mask_mod
 
 
-def _capped(cap: Tensor) -> _ScoreMod:
-    # FlexAttention hands over a score of the tensors' own type; in float8 a product of it
-    # would be cut off at 448, unless it is widened first, which costs nothing: registers hold fp32.
+def _score_mod(factor: Tensor | None, cap: Tensor | None) -> _ScoreMod | None:
+    """Scores times ``factor`` (B, H), then capped; None if neither is given."""
+    if factor is None and cap is None:
+        return None
+
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return cap * torch.tanh(score.to(torch.float32) / cap)
-
-    return score_mod
-
-
-def _descaled(factor: Tensor) -> _ScoreMod:
-    def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return score.to(torch.float32) * factor[batch, head]
-
-    return score_mod
-
-
-def _descaled_and_capped(factor: Tensor, cap: Tensor) -> _ScoreMod:
-    def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return cap * torch.tanh(score.to(torch.float32) * factor[batch, head] / cap)
+        # FlexAttention passes a score of the tensors' own type.  In float8 a product would be cut off at 448, so the
+        # score is widened first, which costs nothing: registers hold fp32.
+        wide = score.to(torch.float32)
+        if factor is not None:
+            wide = wide * factor[batch, head]
+        return wide if cap is None else cap * torch.tanh(wide / cap)
 
     return score_mod
 
@@ -223,7 +216,7 @@ class FlexForward(ForwardKernel):
         # Detached, because flex refuses leaves on the CPU even where no gradients are recorded.
         q_, k_, v_ = (rows(x.detach()) for x in (q, k, v))
         options = _options(spec, q.device, precision_of(self.name))
-        native = _Native(q_, k_, v_, blocks, None if cap is None else _capped(cap), options)
+        native = _Native(q_, k_, v_, blocks, _score_mod(None, cap), options)
         return Operands(spec, q, k, v, native)
 
     def run(self, operands: Operands) -> Result:
@@ -267,10 +260,9 @@ class FlexBackward(BackwardKernel):
 class FlexFp8Forward(ForwardKernel):
     """``torch.compile(flex_attention)`` on e4m3 tensors.
 
-    From 16 bits, Q and K are scaled against each other, by reciprocal factors that bring a
-    head's largest magnitudes together, so that their scores need no descale.  The descales
-    of tensors that were quantised beforehand are applied in a score modification.  The
-    kernel's output is e4m3 without a scale of its own; it stays in range because each row
+    From 16 bits, Q and K are scaled against each other, by reciprocal factors that bring a head's largest magnitudes
+    together, so that their scores need no descale.  The descales of tensors that were quantised beforehand are applied
+    in a score modification.  The kernel's output is e4m3 without a scale of its own; it stays in range because each row
     is an average of V's, and V's descale multiplies it afterwards.
     """
 
@@ -300,11 +292,9 @@ class FlexFp8Forward(ForwardKernel):
         cap, given = _cap(spec, inputs.device), inputs.quantised()
         if given is None:
             q, k, v = inputs.unquantised()
-            score_mod = None if cap is None else _capped(cap)
-            return _laid_out(*_balanced(q, k, spec), quantise(v, _RECIPE), spec, score_mod)
+            return _laid_out(*_balanced(q, k, spec), quantise(v, _RECIPE), spec, _score_mod(None, cap))
         factor = _per_query_head(given[0].descale, spec) * _per_query_head(given[1].descale, spec)
-        score_mod = _descaled(factor) if cap is None else _descaled_and_capped(factor, cap)
-        return _laid_out(*given, spec, score_mod)
+        return _laid_out(*given, spec, _score_mod(factor, cap))
 
     def run(self, operands: Operands) -> Result:
         """The compiled kernel."""

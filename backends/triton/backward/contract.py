@@ -21,6 +21,7 @@ from attnbench.kernels.devices import describe
 from attnbench.problem.fp8 import Quantised
 from attnbench.problem.spec import AttentionSpec
 
+from ..forward.contract import check_plain
 from ..interpreter import alone, misplaced
 from .tiles import Tiles, tiles_of
 
@@ -78,18 +79,10 @@ def _launch() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
 
 
 def _plain(saved: Saved, name: str) -> tuple[Quantised, Quantised, Quantised]:
-    """The operands, checked: e4m3, nothing subtracted, Q and K rotated together or not at all."""
-    operands = saved.operands
-    q, k, v = operands.q, operands.k, operands.v
+    q, k, v = saved.operands.q, saved.operands.k, saved.operands.v
     if not (isinstance(q, Quantised) and isinstance(k, Quantised) and isinstance(v, Quantised)):
         raise InputError(f"{name} follows FP8 forwards, and this one computed in 16 bits or more")
-    for label, x in {"q": q, "k": k, "v": v}.items():
-        if x.data.dtype != torch.float8_e4m3fn:
-            raise InputError(f"{name} computes in e4m3, {label} is {x.data.dtype}")
-        if x.mean is not None:
-            raise InputError(f"{name} knows no smoothing, and {label} had its mean taken away")
-    if q.rotated != k.rotated or v.rotated:
-        raise InputError(f"{name} takes Q and K rotated together, and V as it is")
+    check_plain(name, q, k, v)
     return q, k, v
 
 

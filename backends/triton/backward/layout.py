@@ -34,10 +34,9 @@ class Gradient(NamedTuple):
 
     ``descale`` (B, H, S / BLOCK) fp32: dO's, a power of two for each block of queries, so that dO over it is exact.
     ``rows`` (3, B, H, S) fp32 describes the queries.  0: LSE·log2(e), less the exponent by which P is wanted larger,
-    infinite where no key is seen; 1: delta in units of dO·v as the e4m3 numbers give it (of V's descale too, where
-    that varies); 2: Q's descale.
-    P is wanted larger by dO's descale where the sums over tokens are wide, because ``wide`` is smaller by it, and
-    by PEAK where they are e4m3.
+    infinite where no key is seen; 1: delta in units of dO·v as the e4m3 numbers give it (of V's descale too, where that
+    varies); 2: Q's descale.  P is wanted larger by dO's descale where the sums over tokens are wide, because ``wide``
+    is smaller by it, and by PEAK where they are e4m3.
 
     The fused kernel has dO itself for ``wide``, a copy only where that is not bf16 or lies otherwise, and P as it is.
     For it ``descale`` is what dO·v is to be multiplied by, and delta was, so that dQ is dS · K of the e4m3 numbers:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from attnbench.problem.spec import AttentionSpec
 
-__all__ = ["DEFAULTS", "TILES", "Ring", "Tile", "TileKey", "Tiles", "tiles_of"]
+__all__ = ["DEFAULT", "TILES", "Ring", "Tile", "TileKey", "Tiles", "tiles_of"]
 
 
 class Ring(NamedTuple):
@@ -65,12 +65,7 @@ class TileKey(NamedTuple):
 
 # Compiled for Hopper without spilled registers, one program a multiprocessor.  128 keys (or queries) stay while 64
 # queries (or keys) pass: with 64 and 64, what is read again from the L2 would take longer than the products.
-DEFAULTS: dict[tuple[bool, int], Tiles] = {
-    (False, 64): Tiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
-    (False, 128): Tiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
-    (True, 64): Tiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
-    (True, 128): Tiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
-}
+DEFAULT = Tiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3))
 # On an H200 (Triton 3.6, cold L2, 16,384 tokens of width 2048), milliseconds of dK with dV and of dQ at 4k and 16k.
 # All at once: the ``fused`` kernel, and the two Hopper kernels together in its run.
 TILES: dict[TileKey, Tiles] = {
@@ -97,4 +92,4 @@ def tiles_of(spec: AttentionSpec, head_dim: int, capability: tuple[int, int], na
     """The tiles of a spec whose padded head dimension is ``head_dim``: measured ones, or what fits Hopper."""
     mask: Literal["none", "causal"] = "none" if spec.mask.kind == "none" else "causal"
     found = TILES.get(TileKey(capability, narrow, head_dim, mask))
-    return found or DEFAULTS[narrow, max(64, head_dim)]
+    return found or DEFAULT

@@ -25,7 +25,7 @@ from .tiles import HEAD_DIMS, ONE_PASS, WIDE_SCORES, Tile, padded_size, tile_of
 if TYPE_CHECKING:
     from .launch import Operand
 
-__all__ = ["RECIPES", "TritonForward", "TritonOnePass", "TritonWideScores"]
+__all__ = ["RECIPES", "TritonForward", "TritonOnePass", "TritonWideScores", "check_plain"]
 
 _LARGEST_GRID = 2**31 - 1
 # Relative L2 on normal inputs; 0.051 to 0.054 was computed for 2048 keys, D 64 to 256, and few keys need more.
@@ -103,18 +103,9 @@ class TritonForward(ForwardKernel):
         return _operands(spec, tile, q_, k_, v_, forward.Operand(values, v_.descale))
 
     def _laid_out(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
-        """The tensors as they are, and V transposed.
-
-        Raises InputError where one is smoothed or not e4m3, where V is rotated, or one of Q and K alone.
-        """
+        """The tensors as they are, and V transposed.  Raises InputError as ``check_plain`` does."""
         forward, _ = _modules()
-        for name, x in {"q": q, "k": k, "v": v}.items():
-            if x.data.dtype != torch.float8_e4m3fn:
-                raise InputError(f"{self.name} computes in e4m3, {name} is {x.data.dtype}")
-            if x.mean is not None:
-                raise InputError(f"{self.name} knows no smoothing, and {name} had its mean taken away")
-        if q.rotated != k.rotated or v.rotated:
-            raise InputError(f"{self.name} takes Q and K rotated together, and V as it is")
+        check_plain(self.name, q, k, v)
         tile, values = self._tile(spec, q.data.device), forward.transposed(v.data)
         if tile.interleaved:
             values = forward.interleaved(values)
@@ -225,6 +216,17 @@ class TritonOnePass(TritonForward):
         if self.tile is not None:
             return self.tile
         return ONE_PASS[padded_size(max(spec.head_dim, spec.head_dim_v, 128)), spec.mask.kind == "none"]
+
+
+def check_plain(name: str, q: Quantised, k: Quantised, v: Quantised) -> None:
+    """Raise InputError unless Q, K and V are e4m3, none smoothed, and Q and K rotated together or not at all."""
+    for label, x in {"q": q, "k": k, "v": v}.items():
+        if x.data.dtype != torch.float8_e4m3fn:
+            raise InputError(f"{name} computes in e4m3, {label} is {x.data.dtype}")
+        if x.mean is not None:
+            raise InputError(f"{name} knows no smoothing, and {label} had its mean taken away")
+    if q.rotated != k.rotated or v.rotated:
+        raise InputError(f"{name} takes Q and K rotated together, and V as it is")
 
 
 def _gluon_is_known() -> bool:

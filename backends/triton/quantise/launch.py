@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -133,19 +133,9 @@ class Request(NamedTuple):
     interleaved: bool = False
 
 
-def quantised(
-    x: Tensor,
-    recipe: Recipe,
-    *,
-    transposed: bool = False,
-    group: int = 1,
-    rows: bool = True,
-    rotate: bool = False,
-    smooth: bool = False,
-    interleaved: bool = False,
-) -> Quantisation:
-    """One tensor by the recipe; the keywords are ``Request``'s.  Raises as ``quantised_together`` does."""
-    return quantised_together([Request(x, rows, transposed, group, rotate, smooth, interleaved)], recipe)[0]
+def quantised(x: Tensor, recipe: Recipe, **wanted: Any) -> Quantisation:
+    """One tensor by the recipe; ``wanted`` are fields of ``Request``.  Raises as ``quantised_together`` does."""
+    return quantised_together([Request(x, **wanted)], recipe)[0]
 
 
 def tiles_for(recipe: Recipe, dim: int) -> Tiles:
