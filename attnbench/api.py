@@ -50,28 +50,25 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale · q kᵀ) v by the fastest plan that is accurate enough.
 
-    ``q`` (B, H, Sq, D), ``k`` (B, Hkv, Skv, D), ``v`` (B, Hkv, Skv, Dv), or with
-    ``layout="bshd"`` the middle axes swapped, without copies; H a multiple of Hkv.  fp64,
-    fp32, bf16, fp16, or float8 with a ``*_descale`` each (true value = stored · descale; one
-    element, (B, H), (B, H, ceil(S / 128)) or (B, H, S), and for q also the shape of k's).
+    ``q`` (B, H, Sq, D), ``k`` (B, Hkv, Skv, D), ``v`` (B, Hkv, Skv, Dv), or with ``layout="bshd"`` the middle axes
+    swapped, without copies; H a multiple of Hkv.  fp64, fp32, bf16, fp16, or float8 with a ``*_descale`` each (true
+    value = stored · descale; one element, (B, H), (B, H, ceil(S / 128)) or (B, H, S), and for q also the shape of k's).
     Any strides.  Within torch's autocast for their device, q, k and v are cast first, as torch does for its own
     attention: all but fp64 and float8.  Returns out (B, H, Sq, Dv) in ``layout`` and the input's dtype (bf16 for
-    float8), and with ``return_lse`` also the natural log-sum-exp (B, H, Sq) in fp32
-    (fp64 for fp64), through which no gradient flows.
+    float8), and with ``return_lse`` also the natural log-sum-exp (B, H, Sq) in fp32 (fp64 for fp64), through which no
+    gradient flows.
 
-    ``is_causal`` hides keys after the query; ``window=(before, after)`` shows that many keys
-    on either side, None being unlimited.  With Sq ≠ Skv, ``causal_alignment`` says where the
-    queries stand: ``top-left``, the default of every backend, puts query 0 at key 0 (as
-    torch's SDPA does), ``bottom-right`` the last query at the last key (as FlashAttention
-    does).  A query that sees no key gives 0, LSE minus infinity and no gradient.
-    ``scale`` defaults to D ** -0.5; ``softcap`` c makes scores c · tanh(score / c).
+    ``is_causal`` hides keys after the query; ``window=(before, after)`` shows that many keys on either side, None being
+    unlimited.  With Sq ≠ Skv, ``causal_alignment`` says where the queries stand: ``top-left``, the default of every
+    backend, puts query 0 at key 0 (as torch's SDPA does), ``bottom-right`` the last query at the last key (as
+    FlashAttention does).  A query that sees no key gives 0, LSE minus infinity and no gradient.  ``scale`` defaults to
+    D ** -0.5; ``softcap`` c makes scores c · tanh(score / c).
 
-    FP8 is opted into: ``dtype="fp8"`` admits plans that compute in FP8 beside the others,
-    and so does a ``max_error`` (relative L2 against exact attention, worst over out, dq,
-    dk, dv and input families); naming the tensors' own dtype keeps them out whatever the
-    context says.  ``backend`` names a backend (``sdpa-flash``), a kernel (``fa3:fp8``) or a
-    plan (``fa3:fp8>fa4:bf16``); ``auto`` leaves it to ``use_backend``, then to
-    ``ATTNBENCH_BACKEND``, then to measurement.
+    FP8 is opted into: ``dtype="fp8"`` admits plans that compute in FP8 beside the others, and so does a ``max_error``
+    (relative L2 against exact attention, worst over out, dq, dk, dv and input families); naming the tensors' own dtype
+    keeps them out whatever the context says.  ``backend`` names a backend (``sdpa-flash``), a kernel (``fa3:fp8``) or a
+    plan (``fa3:fp8>fa4:bf16``); ``auto`` leaves it to ``use_backend``, then to ``ATTNBENCH_BACKEND``, then to
+    measurement.
 
     Raises InputError for what describes no attention, UnknownBackendError, RefusedError
     with reasons and alternatives when a named plan cannot serve, BudgetError when it is

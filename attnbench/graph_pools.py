@@ -1,12 +1,13 @@
-"""Tensors that are kept between calls, and the CUDA graphs that those calls may be recorded into.
+"""Tensors kept between calls, and the CUDA graphs that those calls may be recorded into.
 
-A graph's memory comes from a pool of its own, and so does all that is allocated while torch warms up for a recording
-(``torch.compile(mode="reduce-overhead")``) or records: torch reuses it as soon as the graph's outputs are dead, and
-refuses to go on where something else of it is still held.  So what a call keeps for later ones is allocated here.
+Everything allocated while a graph is recorded, or while torch warms up for a recording
+(``torch.compile(mode="reduce-overhead")``), comes from the graph's own memory pool.  torch reuses that memory once the
+graph's outputs are dead, and raises if something in it is still held.  So tensors that a call keeps for later calls are
+allocated here, outside of the pool.
 
-torch leads the allocations of one thread, or of the stream that is captured, into a pool (``use_mem_pool`` in
-torch/cuda/memory.py, torch/_inductor/cudagraph_trees.py, aten/src/ATen/cuda/CUDAGraph.cpp): another thread's are left
-alone.
+torch redirects the allocations of one thread, or of the capturing stream, into a pool (``use_mem_pool`` in
+torch/cuda/memory.py, torch/_inductor/cudagraph_trees.py, aten/src/ATen/cuda/CUDAGraph.cpp); other threads are not
+affected.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ def recording() -> bool:
 
 
 def current_stream(device: torch.device) -> int:
-    """The stream that work on the device goes to; 0 on a CPU.  Part of a key: other streams would read too early."""
+    """The stream that work on the device goes to; 0 on a CPU.  Part of cache keys: another stream would read too early."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def outside_pools(make: Callable[[], _T], device: torch.device) -> _T:
-    """What ``make`` returns, allocated outside of every graph's pool, in the order of the current stream.
+    """What ``make`` returns, allocated outside of every graph's pool, ordered on the current stream.
 
-    It runs in a new thread, so neither inference mode nor any other mode of the caller's stays with what it makes.
-    Not for a stream that is being captured, on which nothing runs before the graph does.
+    It runs in a new thread, so no mode of the caller (inference mode, for example) affects the result.  Not for a
+    stream that is being captured: nothing runs on it before the graph is replayed.
     """
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     with ThreadPoolExecutor(1) as thread:
@@ -47,11 +48,10 @@ def outside_pools(make: Callable[[], _T], device: torch.device) -> _T:
 
 
 def permanent(make: Callable[_P, _T]) -> Callable[_P, _T]:
-    """``make``, called once for each arguments, whose last is a device; what it returns is kept for good.
+    """``make``, called once for each tuple of arguments, the last of which is a device; results are never freed.
 
-    Any stream may read it, and a graph that has recorded its address may be replayed as long as the process lives.
-    It may be asked for while a graph is recorded, and may copy from the host then.  For what is small, and has few
-    different arguments.
+    Any stream may read a result, and recorded graphs may hold its address.  It may be called while a graph is recorded,
+    and may copy from the host then.  Use it for small results with few different arguments.
     """
     made: dict[Any, _T] = {}
     lock = threading.Lock()
@@ -75,7 +75,7 @@ def _on_stream(make: Callable[[], _T], stream: torch.cuda.Stream | None) -> _T:
 
 
 def _complete(make: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
-    """What ``make`` returns, once the device has made it."""
+    """What ``make`` returns, after the device has finished it."""
     device: torch.device = arguments[-1]
     if device.type != "cuda":
         return make(*arguments)

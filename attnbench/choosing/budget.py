@@ -11,9 +11,8 @@ from ..problem.spec import AttentionSpec
 
 __all__ = ["budget_of", "class_bound", "default_budget"]
 
-# A few times the rounding of the type: attention in fp32 lands near 3e-7, in bf16 near 2e-3
-# and 3e-3 backward, in fp16 near 3e-4 (8 times less than bf16, so a kernel that computes in
-# bf16 under an fp16 name is out of bounds).
+# A few times the rounding of the type: attention in fp32 lands near 3e-7, in bf16 near 2e-3 and 3e-3 backward, in fp16
+# near 3e-4 (8 times less than bf16, so a kernel that computes in bf16 under an fp16 name is out of bounds).
 _BOUNDS = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-2, "fp16": 2e-3}
 # FP8 with a scale a head measures 0.05 on normal and 0.07 to 0.10 on outlier inputs; its
 # gradients, when the backward sees what the forward saw, up to 0.17 on outliers.

@@ -27,14 +27,12 @@ ORDER: tuple[Verdict, ...] = (
 class Candidate:
     """One plan that was considered.
 
-    ``reasons`` say why it was not chosen, one sentence each.  ``time_ms`` (median of the
-    whole call) and ``error`` (worst relative L2 over tensors and input families, and the
-    ``family`` it was seen in) are None where nothing was measured; ``basis`` says where they
-    come from: ``measured`` at this very spec, ``predicted`` by the cost model (the error is then
-    the largest at the plan's measured neighbours, at the spec ``measured_at``),
-    ``nearest`` (predicted too, and chosen because it won at the nearest measured spec),
-    ``rule`` (the kernels' declared preference and error), or ``frozen`` (a file named the
-    plan, and no table was read).
+    ``reasons`` say why it was not chosen, one sentence each.  ``time_ms`` (median of the whole call) and ``error``
+    (worst relative L2 over tensors and input families, and the ``family`` it was seen in) are None where nothing was
+    measured; ``basis`` says where they come from: ``measured`` at this very spec, ``predicted`` by the cost model (the
+    error is then the largest at the plan's measured neighbours, at the spec ``measured_at``), ``nearest`` (predicted
+    too, and chosen because it won at the nearest measured spec), ``rule`` (the kernels' declared preference and error),
+    or ``frozen`` (a file named the plan, and no table was read).
 
     ``spread_ms`` is the interquartile range of a measured time, ``time_error`` the standard
     error of the logarithm of a predicted one: 0.05 is about 5 %.  ``needs`` is the smallest

@@ -23,14 +23,12 @@ _CANNOT_RUN: tuple[Verdict, ...] = ("refused", "unavailable")
 class Choice:
     """What ``attention`` runs for ``spec`` on ``device``, and what it was chosen from.
 
-    ``asked`` is the backend that was asked for and ``asked_by`` who asked (``argument``,
-    ``context``, ``ATTNBENCH_BACKEND`` or ``default``); ``budget`` is the largest error
-    that was accepted, None where a backend or plan was named and no ``max_error``: its error
-    is then held against nothing; ``basis`` is what the decision rests on: ``measured``, ``predicted``,
-    ``nearest``, ``rule``, ``explicit``, or ``frozen`` in the file ``frozen_in``.  ``margin``
-    is the lead over the runner-up, None where fewer than two plans have a time; ``trades``
-    say what other budgets would choose, the tightest first.  ``hint`` is what the user could
-    do for a better choice.
+    ``asked`` is the backend that was asked for and ``asked_by`` who asked (``argument``, ``context``,
+    ``ATTNBENCH_BACKEND`` or ``default``); ``budget`` is the largest error that was accepted, None where a backend or
+    plan was named and no ``max_error``: its error is then held against nothing; ``basis`` is what the decision rests
+    on: ``measured``, ``predicted``, ``nearest``, ``rule``, ``explicit``, or ``frozen`` in the file ``frozen_in``.
+    ``margin`` is the lead over the runner-up, None where fewer than two plans have a time; ``trades`` say what other
+    budgets would choose, the tightest first.  ``hint`` is what the user could do for a better choice.
     """
 
     spec: AttentionSpec

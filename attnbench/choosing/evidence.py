@@ -27,14 +27,12 @@ _NEAR = 2.0  # doublings: farther away, who won says less than a prediction
 class Evidence:
     """The tables' view of one spec.
 
-    A plan measured at the spec is judged by that entry alone.  At a spec where it was not
-    measured it is vouched for by its entries in the class of the spec (``similarity``): all
-    those with at most as many keys, and the nearest one with more, must be within the budget
-    on every input family.  A plan that computes in FP8 must be so by a factor of ``MARGIN``.  Where none has as
-    many keys, its error counts as what it grows to by then, and nothing vouches for a plan whose growth is
-    not known.  Where a plan failed at a spec
-    that is nowhere larger, or at the nearest one, it is not vouched for.  Its time is then
-    predicted by the cost model.
+    A plan measured at the spec is judged by that entry alone.  At a spec where it was not measured it is vouched for by
+    its entries in the class of the spec (``similarity``): all those with at most as many keys, and the nearest one with
+    more, must be within the budget on every input family.  A plan that computes in FP8 must be so by a factor of
+    ``MARGIN``.  Where none has as many keys, its error counts as what it grows to by then, and nothing vouches for a
+    plan whose growth is not known.  Where a plan failed at a spec that is nowhere larger, or at the nearest one, it is
+    not vouched for.  Its time is then predicted by the cost model.
     """
 
     def __init__(self, spec: AttentionSpec, known: Known) -> None:

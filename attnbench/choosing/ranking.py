@@ -20,10 +20,9 @@ _AS_ACCURATE = 1.25  # ratio below which two errors count as equal: one precisio
 def noise(one: Candidate, other: Candidate) -> float:
     """The relative difference of two measured times below which neither plan counts as faster.
 
-    Half the interquartile range is how far the middle half of a plan's samples lies from
-    their median; of two plans, added in quadrature.  At least 1 %: between two sweeps of an
-    H200 the time of a call changed by 1.1 % in the median.  At most 3 %: a wide spread comes
-    from a changing clock and must not make a clearly slower plan count as equal.
+    Half the interquartile range is how far the middle half of a plan's samples lies from their median; of two plans,
+    added in quadrature.  At least 1 %: between two sweeps of an H200 the time of a call changed by 1.1 % in the median.
+    At most 3 %: a wide spread comes from a changing clock and must not make a clearly slower plan count as equal.
     """
     spreads = [
         0.0 if each.spread_ms is None or not each.time_ms else each.spread_ms / each.time_ms for each in (one, other)
@@ -34,11 +33,10 @@ def noise(one: Candidate, other: Candidate) -> float:
 class Ranking:
     """Picks among candidates of one spec.
 
-    ``preference`` is the order where nothing was measured, smallest first: the plan with the
-    smallest runs on a machine without any measurement.
-    ``nearest(plan, plans)`` is what was measured of the plans at the nearest spec of the class
-    that has the first, ``model`` predicts where the spec itself was not measured.  The order of
-    the candidates has no effect.
+    ``preference`` is the order where nothing was measured, smallest first: the plan with the smallest runs on a machine
+    without any measurement.  ``nearest(plan, plans)`` is what was measured of the plans at the nearest spec of the
+    class that has the first, ``model`` predicts where the spec itself was not measured.  The order of the candidates
+    has no effect.
     """
 
     def __init__(
@@ -53,9 +51,8 @@ class Ranking:
     def winner(self, eligible: Sequence[Candidate]) -> Candidate:
         """The candidate that runs; its basis says what decided.
 
-        Measured times decide beyond their ``noise``.  Within it the more accurate plan wins
-        (errors within a quarter count as equal), then the one first in the declared order,
-        so that sweeps which differ by noise choose alike.
+        Measured times decide beyond their ``noise``.  Within it the more accurate plan wins (errors within a quarter
+        count as equal), then the one first in the declared order, so that sweeps which differ by noise choose alike.
 
         A predicted time wins where it leads by more than the error of the prediction: over
         the best measured plan of this spec, or else over the plan that won, by the same

@@ -61,12 +61,11 @@ QUESTIONS = (Asked(False), Asked(True), Asked(True, 0.05), Asked(True, 0.1), Ask
 class Score:
     """One choice, made without the spec's own entries, beside what was measured there.
 
-    ``regret`` is the time of the ``plan`` over that of the ``best`` eligible one, minus one:
-    best among those that the known half supports and that are accurate enough here.
-    ``caution`` is the additional cost of FP8 plans that the known half does not support though
-    they are accurate enough here: the time of the best eligible plan over that of the best
-    accurate one, minus one.  ``violated``: the plan's measured error exceeds the budget.  ``steady``:
-    the times of both plans are known well enough for the regret to be one.
+    ``regret`` is the time of the ``plan`` over that of the ``best`` eligible one, minus one: best among those that the
+    known half supports and that are accurate enough here.  ``caution`` is the additional cost of FP8 plans that the
+    known half does not support though they are accurate enough here: the time of the best eligible plan over that of
+    the best accurate one, minus one.  ``violated``: the plan's measured error exceeds the budget.  ``steady``: the
+    times of both plans are known well enough for the regret to be one.
     """
 
     spec: AttentionSpec
@@ -95,9 +94,8 @@ def held_out(
     falls to either side.  A spec that is alone in its class is never scored, because the other
     half knows nothing about it.  A choice that finds no plan within the budget is not scored either.
 
-    The known half is used as it is.  A score is ``steady`` where neither its plan's time nor
-    the best one's scattered by more than that: otherwise a regret is mostly noise, and
-    the best of several unsteady times is the luckiest.
+    The known half is used as it is.  A score is ``steady`` where neither its plan's time nor the best one's scattered
+    by more than that: otherwise a regret is mostly noise, and the best of several unsteady times is the luckiest.
     """
     for split in range(splits):
         half = _half(table, random.Random(f"{seed}/{split}"))

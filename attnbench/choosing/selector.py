@@ -44,17 +44,15 @@ def choose(
 ) -> Choice:
     """Choose a plan for the spec on this device.
 
-    ``backend`` is ``auto``, a backend, a forward kernel or a whole plan; ``fp8`` opens the
-    FP8 plans; ``max_error`` is the budget (relative L2), None for the default of the
-    tensors' precision; ``table`` is used instead of the user's own and the shipped one.
-    Where choices are frozen, and neither a table nor a registry is named, the file answers.
+    ``backend`` is ``auto``, a backend, a forward kernel or a whole plan; ``fp8`` opens the FP8 plans; ``max_error`` is
+    the budget (relative L2), None for the default of the tensors' precision; ``table`` is used instead of the user's
+    own and the shipped one.  Where choices are frozen, and neither a table nor a registry is named, the file answers.
 
-    Of the plans that can serve and stay within the budget (``evidence``), the one with the
-    shortest call wins, forward and backward together, preparing and launching included
-    (``ranking``: what decides within the noise, and where nothing was measured at this spec).
-    Where nothing was measured in its class, the kernels' declared order decides among those
-    that are not FP8.  A plan that was named goes before all that, and its measured error is
-    held only against a budget that was named too.
+    Of the plans that can serve and stay within the budget (``evidence``), the one with the shortest call wins, forward
+    and backward together, preparing and launching included (``ranking``: what decides within the noise, and where
+    nothing was measured at this spec).  Where nothing was measured in its class, the kernels' declared order decides
+    among those that are not FP8.  A plan that was named goes before all that, and its measured error is held only
+    against a budget that was named too.
 
     Raises UnknownBackendError, RefusedError (a named plan cannot serve), BudgetError (a
     named plan exceeds a named budget), NoPlanError (nothing can serve, or within the budget).

@@ -1,7 +1,7 @@
-"""How the operators of ``operators`` are differentiated, and mapped over: their rules under autograd and torch.func.
+"""Autograd and torch.func rules of the operators in ``operators``.
 
-torch.func wants an autograd.Function of a form that ``torch.library.register_autograd`` does not make, so under its
-transforms the same rules come as such a function.
+torch.func needs an autograd.Function of a form that ``torch.library.register_autograd`` does not make, so its
+transforms use such a function with the same rules.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def transformed(*given: Any) -> tuple[Tensor, Tensor]:
 
 
 def map_forward(info: Any, in_dims: tuple[int | None, ...], *given: Any) -> Any:
-    """A map over the forward is a forward of a larger batch, for which a plan is chosen anew."""
+    """vmap of the forward: a forward of a larger batch, for which a plan is chosen anew."""
     if given[3] is not None:
         raise InputError("attention of FP8 tensors has no vmap; give them a larger batch")
     folded = _folded(info.batch_size, in_dims[:3], given[:3])
@@ -53,7 +53,7 @@ def map_forward(info: Any, in_dims: tuple[int | None, ...], *given: Any) -> Any:
 
 
 def map_backward(info: Any, in_dims: tuple[int | None, ...], *given: Any) -> Any:
-    """A map over the backward is a backward of a larger batch."""
+    """vmap of the backward: a backward of a larger batch."""
     folded = _folded(info.batch_size, in_dims[:TENSORS], given[:TENSORS])
     found = torch.ops.attnbench.attention_backward(*folded, *given[TENSORS:])
     return tuple(x.unflatten(0, (info.batch_size, -1)) for x in found), (0, 0, 0)
@@ -68,7 +68,7 @@ def _gradients(backward: Callable[..., tuple[Tensor, ...]], ctx: Any, grad_out: 
 
 
 def _folded(size: int, dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """Each tensor with the axis that is mapped over as a part of its batch; one that lacks it is repeated."""
+    """Each tensor with the mapped axis folded into its batch; a tensor without that axis is repeated."""
     return [
         (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
         for x, dim in zip(tensors, dims, strict=True)

@@ -25,13 +25,12 @@ class Device:
 class Capabilities:
     """One row: every limit that can be said as a fact.  The defaults limit nothing.
 
-    ``head_dims`` are (least, most, multiple); ``head_dim_v`` says whether v's may differ from q's.
-    ``max_elements`` bounds each of q, k, v and out.  ``training`` says whether gradients
-    can follow (for a forward: with any backward), ``lse`` whether the log-sum-exp is returned,
-    ``empty_rows`` whether queries without a visible key come out as 0.
-    ``descales`` are the granularities that an FP8 kernel takes with tensors quantised beforehand.
-    ``emulated`` says that here other arithmetic stands in for the kernel's own, ordinary operations or an
-    interpreter: its results mean what they say, its times mean nothing and are compared with no other.
+    ``head_dims`` are (least, most, multiple); ``head_dim_v`` says whether v's may differ from q's.  ``max_elements``
+    bounds each of q, k, v and out.  ``training`` says whether gradients can follow (for a forward: with any backward),
+    ``lse`` whether the log-sum-exp is returned, ``empty_rows`` whether queries without a visible key come out as 0.
+    ``descales`` are the granularities that an FP8 kernel takes with tensors quantised beforehand.  ``emulated`` says
+    that here other arithmetic stands in for the kernel's own, ordinary operations or an interpreter: its results mean
+    what they say, its times mean nothing and are compared with no other.
     """
 
     dtypes: tuple[str, ...]

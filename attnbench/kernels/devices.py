@@ -20,9 +20,8 @@ _known: Cache[torch.device, Device] = Cache()
 def bind(device: torch.device) -> None:
     """Make a GPU's context this thread's, as a first call of the CUDA runtime does.
 
-    A library that encodes TMA descriptors with the driver, as FlashAttention-3 does, fails in a
-    thread that has made none: the descriptor is invalid, and the kernel that reads it loses the
-    GPU for the whole process.
+    A library that encodes TMA descriptors with the driver, as FlashAttention-3 does, fails in a thread that has made
+    none: the descriptor is invalid, and the kernel that reads it loses the GPU for the whole process.
     """
     if device.type != "cuda":
         return

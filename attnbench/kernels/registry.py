@@ -125,11 +125,10 @@ class Registry:
     def plans(self, spec: AttentionSpec) -> list[Plan]:
         """Every plan worth considering, so that each listed kernel of the direction stands in at least one.
 
-        Forward: each kernel alone.  Training: a forward is paired with the backwards of its own backend
-        that share its name, list it in ``follows``, or follow any forward in the gradients' precision.
-        An 8-bit forward with ``mixes``, and a forward without such a backward, is also paired with
-        other backends' backwards that follow any forward in that precision.  Pairs that cannot work
-        together are included; ``reasons`` says why they cannot.
+        Forward: each kernel alone.  Training: a forward is paired with the backwards of its own backend that share its
+        name, list it in ``follows``, or follow any forward in the gradients' precision.  An 8-bit forward with
+        ``mixes``, and a forward without such a backward, is also paired with other backends' backwards that follow any
+        forward in that precision.  Pairs that cannot work together are included; ``reasons`` says why they cannot.
         """
         plans = [plan for name in self._listed(self._forwards) for plan in self.plans_with(name, spec)]
         if not spec.training:

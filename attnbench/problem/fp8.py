@@ -28,13 +28,12 @@ BLOCK = 128  # tokens that share a scale in the block recipe: the tile of most k
 class Recipe:
     """How Q, K and V become FP8.
 
-    ``granularity``: which elements share a scale: all of a ``tensor``; a (batch, ``head``);
-    a ``block`` of BLOCK tokens of a head; one ``token`` of a head.
-    ``rotation`` ``hadamard`` multiplies the head dimension of Q and K by one orthogonal
-    matrix, which leaves q·k alone and spreads outliers (FlashAttention-3, section 3.3).  What a rotated
-    head or tensor is scaled by is a bound on its largest magnitude; the others', the magnitude itself.
-    ``smoothing`` takes K's mean over its tokens away, which shifts a row of scores by a
-    constant and so leaves the softmax alone (SageAttention, section 4.2).
+    ``granularity``: which elements share a scale: all of a ``tensor``; a (batch, ``head``); a ``block`` of BLOCK tokens
+    of a head; one ``token`` of a head.  ``rotation`` ``hadamard`` multiplies the head dimension of Q and K by one
+    orthogonal matrix, which leaves q·k alone and spreads outliers (FlashAttention-3, section 3.3).  What a rotated head
+    or tensor is scaled by is a bound on its largest magnitude; the others', the magnitude itself.  ``smoothing`` takes
+    K's mean over its tokens away, which shifts a row of scores by a constant and so leaves the softmax alone
+    (SageAttention, section 4.2).
     """
 
     granularity: Granularity = "head"
@@ -76,11 +75,10 @@ def quantise(x: Tensor, recipe: Recipe, *, rotate: bool = False, smooth: bool = 
     two to three times it for normal numbers.  That needs no rotation, which a kernel would otherwise do twice, once to
     find the scale; and FP8's numbers lose no bits to a scale that is larger, until they are subnormal.
 
-    ``rotate`` and ``smooth`` say whether the recipe's rotation and smoothing apply to this
-    operand: both to K, the rotation to Q, neither to V.  All-zero groups get the scale 1.
-    A group that holds something not finite comes out as NaN as a whole: nobody mistakes it for numbers.
-    Finite numbers that the rotation makes larger than fp32 can hold do so too where a token or a block of tokens
-    shares a scale; where a head or a tensor does, they saturate.
+    ``rotate`` and ``smooth`` say whether the recipe's rotation and smoothing apply to this operand: both to K, the
+    rotation to Q, neither to V.  All-zero groups get the scale 1.  A group that holds something not finite comes out as
+    NaN as a whole: nobody mistakes it for numbers.  Finite numbers that the rotation makes larger than fp32 can hold do
+    so too where a token or a block of tokens shares a scale; where a head or a tensor does, they saturate.
     """
     value = x.to(torch.float32)
     mean = None

@@ -28,12 +28,11 @@ _LARGEST_SIZE = 2**31 - 1  # the largest length that every library here can inde
 class AttentionSpec:
     """Shapes, type, mask and direction of one attention call.
 
-    q is (batch, heads, seqlen_q, head_dim), k (batch, kv_heads, seqlen_kv, head_dim) and
-    v (batch, kv_heads, seqlen_kv, head_dim_v); query head h reads key head
-    ``h // (heads // kv_heads)``.  ``scale`` multiplies q·k; ``softcap`` c turns a scaled
-    score s into ``c * tanh(s / c)``, and 0 means none.  ``dtype`` is what the tensors are
-    stored in; ``descale`` is the granularity of the scales that came with FP8 tensors,
-    None otherwise.  The mask is brought to one spelling, so that equal questions are equal specs.
+    q is (batch, heads, seqlen_q, head_dim), k (batch, kv_heads, seqlen_kv, head_dim) and v (batch, kv_heads, seqlen_kv,
+    head_dim_v); query head h reads key head ``h // (heads // kv_heads)``.  ``scale`` multiplies q·k; ``softcap`` c
+    turns a scaled score s into ``c * tanh(s / c)``, and 0 means none.  ``dtype`` is what the tensors are stored in;
+    ``descale`` is the granularity of the scales that came with FP8 tensors, None otherwise.  The mask is brought to one
+    spelling, so that equal questions are equal specs.
 
     Raises InputError where the numbers describe no attention.
     """

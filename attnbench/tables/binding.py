@@ -34,9 +34,8 @@ _CUDNN = re.compile(r"\b9\d{4}\b")  # 91900 is 9.19.0
 class Binding:
     """How a table stands to the environment in which it is to be used.
 
-    ``refused`` says why none of it may be used, one sentence each: another device.
-    ``dropped`` maps a backend to why its entries may not: another version.  ``soft`` is
-    what differs and lets the times and errors stand, to be said.
+    ``refused`` says why none of it may be used, one sentence each: another device.  ``dropped`` maps a backend to why
+    its entries may not: another version.  ``soft`` is what differs and lets the times and errors stand, to be said.
     """
 
     refused: tuple[str, ...] = ()
@@ -47,12 +46,11 @@ class Binding:
     def between(cls, table: Table, here: Environment, known: Registry) -> Binding:
         """What binds the table in the environment ``here``, whose backends are those of ``known``.
 
-        Another device (type, model, compute capability; on a CPU the number of threads, too)
-        refuses all of it.  A backend binds the entries of its plans by its own release and
-        origin, by those of the libraries that it is built on, and by torch's
-        where it is a part of torch, whose version it then has.  Releases are compared by
-        ``release_of``.  Entries of a backend whose version then is unknown are dropped; a
-        backend that is not installed here needs no word, for its plans are unavailable.
+        Another device (type, model, compute capability; on a CPU the number of threads, too) refuses all of it.  A
+        backend binds the entries of its plans by its own release and origin, by those of the libraries that it is built
+        on, and by torch's where it is a part of torch, whose version it then has.  Releases are compared by
+        ``release_of``.  Entries of a backend whose version then is unknown are dropped; a backend that is not installed
+        here needs no word, for its plans are unavailable.
         """
         there = table.environment
         names = ["device_type", "device_name", "capability", *(["threads"] if here.device_type == "cpu" else [])]

@@ -31,12 +31,11 @@ _HARD = ("outlier", "captured:")
 class Entry:
     """What was found out about one plan at one spec.
 
-    ``time_ms`` is the median of the whole call and ``spread_ms`` its interquartile range,
-    both None unless ``status`` is ``ok`` or ``inaccurate``.  ``errors`` maps an input family
-    to the worst relative L2 over out (and dq, dk, dv in training); infinite where something
-    was not finite.  ``reason`` says why the status is not ``ok``, and ``check`` names the
-    check that found a plan inaccurate: ``error`` where the errors exceed a bound, another
-    where something is wrong that the errors do not show.
+    ``time_ms`` is the median of the whole call and ``spread_ms`` its interquartile range, both None unless ``status``
+    is ``ok`` or ``inaccurate``.  ``errors`` maps an input family to the worst relative L2 over out (and dq, dk, dv in
+    training); infinite where something was not finite.  ``reason`` says why the status is not ``ok``, and ``check``
+    names the check that found a plan inaccurate: ``error`` where the errors exceed a bound, another where something is
+    wrong that the errors do not show.
     """
 
     spec: AttentionSpec

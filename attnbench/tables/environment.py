@@ -38,17 +38,14 @@ _GIT_PATIENCE = 5.0  # seconds
 class Environment:
     """One machine, device and set of installed versions.
 
-    ``device_name`` is the GPU's name, or the CPU's model; ``capability`` the compute
-    capability (``9.0``).  ``cuda`` is what torch was built for, ``cudnn`` what is loaded,
-    ``driver`` the kernel driver.  ``uuid_hash`` tells this GPU from another of its model
-    without disclosing its UUID; ``clock_mhz`` is the highest clock of its multiprocessors,
-    ``power_cap_w`` what the driver lets it draw, ``memory_bytes`` its memory.  ``threads``
-    is how many torch computes with on the CPU.  ``commit`` is attnbench's own, with
-    ``-dirty`` where the checkout differs from it, None where it was installed from a wheel.
-    ``backends`` holds the version of every backend that can be used here, ``origins`` the
-    distribution or build that it comes from, where the backend says so.  None means that
-    there is no such thing here, that nothing on this machine tells, or that the record is
-    older than the fact.
+    ``device_name`` is the GPU's name, or the CPU's model; ``capability`` the compute capability (``9.0``).  ``cuda`` is
+    what torch was built for, ``cudnn`` what is loaded, ``driver`` the kernel driver.  ``uuid_hash`` tells this GPU from
+    another of its model without disclosing its UUID; ``clock_mhz`` is the highest clock of its multiprocessors,
+    ``power_cap_w`` what the driver lets it draw, ``memory_bytes`` its memory.  ``threads`` is how many torch computes
+    with on the CPU.  ``commit`` is attnbench's own, with ``-dirty`` where the checkout differs from it, None where it
+    was installed from a wheel.  ``backends`` holds the version of every backend that can be used here, ``origins`` the
+    distribution or build that it comes from, where the backend says so.  None means that there is no such thing here,
+    that nothing on this machine tells, or that the record is older than the fact.
     """
 
     device_type: str
@@ -119,10 +116,9 @@ class Environment:
     def hard(self) -> dict[str, str | int | None]:
         """The facts that must match for results to be compared or used, whatever else is known.
 
-        What binds only where both sides know it, the backends' versions and origins and the
-        power cap, is compared in ``differences``: a backend that was added since takes
-        nothing away from what was measured of the others, and neither does a fact that an
-        older record lacks.
+        What binds only where both sides know it, the backends' versions and origins and the power cap, is compared in
+        ``differences``: a backend that was added since takes nothing away from what was measured of the others, and
+        neither does a fact that an older record lacks.
         """
         names = ["device_type", "device_name", "torch", "triton"]
         names += ["capability", "cuda", "cudnn"] if self.device_type == "cuda" else ["threads"]

@@ -64,9 +64,8 @@ def locked(path: Path, place: Path | None = None) -> Iterator[None]:
 
     ``place`` is the file that is locked, beside ``path`` with the suffix .lock unless given.
 
-    Where the file system has no locks, nothing is kept out: files are whole all the same, but
-    of two writers at one moment only the later one's entries stay.
-    Raises OutputError where the folder cannot be written.
+    Where the file system has no locks, nothing is kept out: files are whole all the same, but of two writers at one
+    moment only the later one's entries stay.  Raises OutputError where the folder cannot be written.
     """
     _make_folder(path)
     try:

@@ -38,11 +38,10 @@ def check_backend(
 ) -> Report:
     """Hold every kernel of a backend to the contract on a device, print the report and return it.
 
-    ``name`` is a backend, one of its kernels or a plan; ``device`` auto, cpu, cuda or cuda:N.
-    Specs are small, drawn from ``seed`` within what the kernels' rows declare; a kernel is
-    right where it stays within twice its ``declared_error``, which few numbers stray from.
-    The report says where it was made; ``to_markdown`` gives it as a document to keep.
-    ``known`` is the registry, that of everything installed unless given.
+    ``name`` is a backend, one of its kernels or a plan; ``device`` auto, cpu, cuda or cuda:N.  Specs are small, drawn
+    from ``seed`` within what the kernels' rows declare; a kernel is right where it stays within twice its
+    ``declared_error``, which few numbers stray from.  The report says where it was made; ``to_markdown`` gives it as a
+    document to keep.  ``known`` is the registry, that of everything installed unless given.
 
     >>> assert check_backend("naive", "cpu").ok
 

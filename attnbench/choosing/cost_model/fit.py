@@ -181,8 +181,7 @@ def _scatter(entry: Entry) -> float:
 def _non_negative(columns: _Array, weights: _Array) -> _Array:
     """The coefficients, none below 0, whose sum of columns is nearest to 1 in every row: weighted least squares.
 
-    There are so few columns that every subset is tried; the best one without a negative is
-    the answer.
+    There are so few columns that every subset is tried; the best one without a negative is the answer.
     """
     import numpy as np
 

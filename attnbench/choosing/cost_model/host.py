@@ -30,11 +30,10 @@ _SILENT = 100.0  # the variance at which a time says nothing
 class HostFloor:
     """How long the host takes for a call of one plan, and which of its measured calls the host limited.
 
-    A call ends when both the host and the device have: ``max(host, device)``.  The host's
-    time is taken to be log-normal about a ``level`` that is the same at all specs.  Whether
-    a call waited for it is weighed by three things: how far the time lies above what the
-    other specs say of the device, how near to the level, and how much it scatters, for a
-    device repeats itself and a host does not.
+    A call ends when both the host and the device have: ``max(host, device)``.  The host's time is taken to be
+    log-normal about a ``level`` that is the same at all specs.  Whether a call waited for it is weighed by three
+    things: how far the time lies above what the other specs say of the device, how near to the level, and how much it
+    scatters, for a device repeats itself and a host does not.
 
     ``times`` are logarithms of ms, (n,); ``scatter`` says how far the middle half of each
     one's samples lies from their median, as a part of it, NaN where that is not known.
@@ -77,10 +76,9 @@ class HostFloor:
     def sites(self, means: _Array, variances: _Array, noise: _Array) -> tuple[_Array, _Array]:
         """(times, variances) that say of the device what the measured ones do, given what the others say of it.
 
-        Those that surely waited for the device are themselves, with the ``noise`` of their
-        measuring; those that waited for the host say nothing; one in doubt says what leaves
-        the mean and variance of both cases together (expectation propagation, Rasmussen and
-        Williams, chapter 3.6).
+        Those that surely waited for the device are themselves, with the ``noise`` of their measuring; those that waited
+        for the host say nothing; one in doubt says what leaves the mean and variance of both cases together
+        (expectation propagation, Rasmussen and Williams, chapter 3.6).
         """
         import numpy as np
 

@@ -31,15 +31,13 @@ class Prediction:
 class CostModel:
     """The time of each plan as a function of the spec, fitted to the entries of one table.
 
-    A call takes as long as the longer of two: the host, which takes about as long at every
-    spec and scatters (``cost_model_host``), and the device.  For the device's time
-    ``launch + bytes / bandwidth + operations / rate``, with no coefficient below zero, is
-    fitted to all of a plan's entries of one direction and precision.  What is left over (a
-    rate is another at each head dimension and mask, short rows fill a GPU worse) is taken for
-    a Gaussian process of the spec's sizes on logarithms, so that it follows the measured
-    specs closely where they are near, and falls back to the law with a growing error where
-    they are far (Rasmussen and Williams, Gaussian Processes for Machine Learning, chapter 2;
-    the residuals of leaving one out are their equation 5.12, without fitting again).  An
+    A call takes as long as the longer of two: the host, which takes about as long at every spec and scatters
+    (``cost_model_host``), and the device.  For the device's time ``launch + bytes / bandwidth + operations / rate``,
+    with no coefficient below zero, is fitted to all of a plan's entries of one direction and precision.  What is left
+    over (a rate is another at each head dimension and mask, short rows fill a GPU worse) is taken for a Gaussian
+    process of the spec's sizes on logarithms, so that it follows the measured specs closely where they are near, and
+    falls back to the law with a growing error where they are far (Rasmussen and Williams, Gaussian Processes for
+    Machine Learning, chapter 2; the residuals of leaving one out are their equation 5.12, without fitting again).  An
     entry counts as far as the device, not the host, limited it, which the other entries show.
 
     A plan is predicted only in a class (``similarity``) in which it was measured.  Nothing is
@@ -65,9 +63,8 @@ class CostModel:
     def gap_error(self, one: Plan, other: Plan, spec: AttentionSpec) -> float:
         """The standard error of the logarithm of the ratio of two predictions.
 
-        Shapes that are slow for one plan are slow for the next, so that a ratio is known
-        better than its parts: by how much, the residuals of leaving out one spec for both
-        say.  Infinite where one of them has no prediction.
+        Shapes that are slow for one plan are slow for the next, so that a ratio is known better than its parts: by how
+        much, the residuals of leaving out one spec for both say.  Infinite where one of them has no prediction.
         """
         first, second = self._fit(one, spec), self._fit(other, spec)
         if first is None or second is None:
