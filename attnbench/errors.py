@@ -65,10 +65,8 @@ class UnknownBackendError(MisuseError, ValueError):
 
 
 class MalformedFileError(MisuseError, ValueError):
-    """A file with invalid content.
-
-    ``path`` and ``line`` (from 1, or None if the format has no lines) say where, ``expected`` says what should be
-    there; text quoted from the file is made printable and short.
+    """A file with invalid content: ``path``, ``line`` (from 1, or None) and what was ``expected`` there, printable and
+    short.
     """
 
     def __init__(self, path: str | Path, expected: str, line: int | None = None) -> None:
@@ -86,10 +84,7 @@ class OutputError(AttnbenchError, OSError):
 
 
 class RefusedError(AttnbenchError, RuntimeError):
-    """A plan that was named cannot serve the spec.
-
-    ``reasons`` has one sentence for each refusal, ``alternatives`` the plans that can serve.
-    """
+    """A plan that was named cannot serve the spec; ``reasons`` are its refusals, ``alternatives`` the plans that can."""
 
     def __init__(self, asked: str, reasons: Sequence[str], alternatives: Sequence[str]) -> None:
         self.asked, self.reasons, self.alternatives = asked, tuple(reasons), tuple(alternatives)
@@ -106,9 +101,9 @@ class FrozenError(AttnbenchError, RuntimeError):
 
 
 class NoPlanError(AttnbenchError, RuntimeError):
-    """No plan can serve the spec, or none within the budget; ``reasons`` maps each plan to its reasons.
+    """No plan can serve the spec, or none within the budget.
 
-    The message lists the first ``shown`` of them, by default all.
+    ``reasons`` maps each plan to its reasons; the message lists the first ``shown`` of them.
     """
 
     def __init__(self, message: str, reasons: Mapping[str, Sequence[str]], shown: int | None = None) -> None:

@@ -1,13 +1,9 @@
-"""Tensors kept between calls, and the CUDA graphs that those calls may be recorded into.
+"""Tensors kept between calls, allocated outside of CUDA graphs' memory pools.
 
-Everything allocated while a graph is recorded, or while torch warms up for a recording
-(``torch.compile(mode="reduce-overhead")``), comes from the graph's own memory pool.  torch reuses that memory once the
-graph's outputs are dead, and raises if something in it is still held.  So tensors that a call keeps for later calls are
-allocated here, outside of the pool.
-
-torch redirects the allocations of one thread, or of the capturing stream, into a pool (``use_mem_pool`` in
-torch/cuda/memory.py, torch/_inductor/cudagraph_trees.py, aten/src/ATen/cuda/CUDAGraph.cpp); other threads are not
-affected.
+While a graph is recorded, or torch warms up for a recording (``torch.compile(mode="reduce-overhead")``), allocations
+come from the graph's pool: torch reuses that memory once the graph's outputs are dead, and raises if something in it is
+still held.  torch redirects the allocations of one thread, or of the capturing stream (``use_mem_pool`` in
+torch/cuda/memory.py, torch/_inductor/cudagraph_trees.py, aten/src/ATen/cuda/CUDAGraph.cpp).
 """
 
 from __future__ import annotations
@@ -32,15 +28,14 @@ def recording() -> bool:
 
 
 def current_stream(device: torch.device) -> int:
-    """The stream that work on the device goes to; 0 on a CPU.  Part of cache keys: another stream would read too early."""
+    """The stream of work on the device, 0 on a CPU; part of cache keys, because another stream would read too early."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def outside_pools(make: Callable[[], _T], device: torch.device) -> _T:
     """What ``make`` returns, allocated outside of every graph's pool, ordered on the current stream.
 
-    It runs in a new thread, so no mode of the caller (inference mode, for example) affects the result.  Not for a
-    stream that is being captured: nothing runs on it before the graph is replayed.
+    It runs in a new thread, without the caller's modes.  Not for a stream that is being captured.
     """
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     with ThreadPoolExecutor(1) as thread:
@@ -50,8 +45,7 @@ def outside_pools(make: Callable[[], _T], device: torch.device) -> _T:
 def permanent(make: Callable[_P, _T]) -> Callable[_P, _T]:
     """``make``, called once for each tuple of arguments, the last of which is a device; results are never freed.
 
-    Any stream may read a result, and recorded graphs may hold its address.  It may be called while a graph is recorded,
-    and may copy from the host then.  Use it for small results with few different arguments.
+    Any stream and recorded graph may read a result.  It may run while a graph is recorded.  For few, small results.
     """
     made: dict[Any, _T] = {}
     lock = threading.Lock()

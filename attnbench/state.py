@@ -44,10 +44,9 @@ class Slot(Generic[_Content]):
 
 
 class Cache(Generic[_Key, _Value]):
-    """The newest ``size`` values by key.  ``entries`` may be read without a lock.
+    """The newest ``size`` values by key, until ``state.forget``, which keeps ``lasting`` caches.
 
-    Caches are made when their modules are imported, so a cache comes after those that its values depend on.
-    ``state.forget`` keeps ``lasting`` caches.
+    ``entries`` may be read without a lock.  A cache is made on import, hence after those that its values depend on.
     """
 
     def __init__(self, size: int = _LARGEST, *, lasting: bool = False) -> None:

@@ -1,7 +1,6 @@
 """The largest accepted error for each precision, if the caller names none.
 
-All errors are relative L2 against exact attention on the original inputs, the worst over
-out (and dq, dk, dv in training) and over the input families.
+Errors are relative L2 against exact attention on the original inputs, the worst over tensors and input families.
 """
 
 from __future__ import annotations

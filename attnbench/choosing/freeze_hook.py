@@ -1,6 +1,6 @@
-"""The slot for the open freeze, which answers for the choices before any table is read.
+"""The slot for the open freeze, which answers choices before any table is read.
 
-Apart from the freeze, so that a choice without one reads one attribute and loads nothing.
+Separate from the freeze, so that a choice without one reads one attribute and loads nothing.
 """
 
 from __future__ import annotations

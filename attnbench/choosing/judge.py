@@ -18,8 +18,8 @@ _FP8_CLOSED = 'computes in FP8, which dtype="fp8" or a max_error opens'
 class Judge:
     """Turns plans into candidates: whether FP8 is allowed, whether the plan is accurate enough, how long it takes.
 
-    ``fp8`` tells whether FP8 was opted into; ``declared`` is the error that a plan declares for the spec, which decides
-    where nothing was measured; ``dropped`` says of a backend why what was measured of it is not used here.
+    ``fp8``: FP8 was opted into.  ``declared`` gives a plan's declared error, used where nothing was measured.
+    ``dropped`` maps a backend to why its measurements are not used here.
     """
 
     def __init__(

@@ -96,9 +96,8 @@ def current() -> Wish:
 def use_backend(backend: str = "auto", *, dtype: str | None = None, max_error: float | None = None) -> Iterator[None]:
     """Within the block, ``attention`` uses this backend, kernel or plan, dtype and error budget.
 
-    Arguments of a call take precedence; values that are left out here come from the enclosing block.  Applies to the
-    current thread or task only.  Raises UnknownBackendError for an unknown name, InputError for an invalid dtype or
-    budget.
+    Arguments of a call take precedence; what is left out here comes from the enclosing block.  Applies to the current
+    thread or task only.  Raises UnknownBackendError for an unknown name, InputError for an invalid dtype or budget.
 
     >>> with use_backend("sdpa-flash"):
     ...     out = attention(q, k, v)

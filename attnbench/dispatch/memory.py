@@ -22,10 +22,7 @@ class Listener(Protocol):
     """What an open autotune is notified of."""
 
     def chosen(self, device: torch.device, wish: Wish, choice: Choice, execution: Execution) -> Execution:
-        """A new question was answered by ``choice``; the execution that is returned runs instead of ``execution``.
-
-        Called only for questions that are not cached, so later calls of the same question pay nothing.
-        """
+        """A question not asked before got ``choice``; the execution returned runs instead of ``execution``."""
 
 
 @dataclass
@@ -42,10 +39,7 @@ programs: Cache[tuple[Any, ...], Program] = Cache(lasting=True)  # their keys na
 
 
 def ask_again() -> None:
-    """Answer every question anew at its next call.
-
-    The tables and versions behind the answers are not read again, and compiled code is kept.
-    """
+    """Answer every question anew at its next call, from the same tables; compiled code is kept."""
     executions.forget()
     programs.forget()
 

@@ -1,7 +1,6 @@
 """Autograd and torch.func rules of the operators in ``operators``.
 
-torch.func needs an autograd.Function of a form that ``torch.library.register_autograd`` does not make, so its
-transforms use such a function with the same rules.
+torch.func needs an autograd.Function, which ``torch.library.register_autograd`` does not make.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """``attention`` inside compiled or exported programs: two custom operators that stay opaque in torch's graph.
 
-``attnbench::attention`` and ``attnbench::attention_backward`` take tensors and plain values, and choose a plan when
-they run, for the shapes they get, like an eager call: one look-up, no guard on shapes, no graph break.  The wishes of
-the context and the environment are constants of the graph, which is compiled anew when they change.  A program exported
-with fixed shapes names the plan chosen for them; with dynamic shapes or ``strict=True`` it chooses when it runs.  Code
-that loads an exported program must import this module, which registers the operators.
+``attnbench::attention`` and ``attnbench::attention_backward`` choose a plan when they run, as an eager call does: one
+look-up, no guard on shapes, no graph break.  The wishes of context and environment are constants of the graph.  A
+program exported with fixed shapes names the plan chosen for them; with dynamic shapes or ``strict=True`` it chooses
+when it runs.  Code that loads an exported program must import this module.
 
-The outputs of an operator must be known before the plan is, so the forward cannot return what a kernel keeps for its
-backward.  The backward operator makes the operands again from q, k and v, which a program keeps anyway; a quantised
-copy would cost more memory.  out and the log-sum-exp are reused.  If a kernel keeps more (private state, or a
-log-sum-exp wider than fp32), the forward runs again in the backward.
+The forward operator cannot return what a kernel keeps, because its outputs must be known before the plan.  The backward
+operator makes the operands again from q, k and v; out and the log-sum-exp are reused.  If a kernel keeps more (private
+state, or a log-sum-exp wider than fp32), the forward runs again in the backward.
 """
 
 from __future__ import annotations
@@ -132,10 +130,7 @@ def _usual_exclusions() -> torch._C.DispatchKeySet:
 
 
 def _as_called(run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run`` with autograd and functorch enabled, as in an eager call.
-
-    torch runs an operator below both; a kernel that uses autograd, or makes a mask by vmap, needs them.
-    """
+    """``run`` with autograd and functorch, which torch disables below an operator and some kernels need."""
 
     @wraps(run)
     def usual(*args: Any) -> Any:

@@ -1,7 +1,6 @@
 """Parse JSON from untrusted files: bounded before parsing; invalid parts raise MalformedFileError.
 
-Tables and frozen choices are not checked with pydantic, as records are: ``attention()`` reads them once a process, and
-importing pydantic makes that 1.5 times as long (shipped table: 0.22 s instead of 0.15 s).
+Not with pydantic, which records use: importing it makes reading the shipped table 1.5 times as long (0.22 s).
 """
 
 from __future__ import annotations
@@ -27,11 +26,7 @@ _MOST_DIGITS = 18  # of a whole number
 
 
 def decoded(path: Path, text: str, schema: str) -> dict[str, Any]:
-    """The JSON object in the text of a table or of frozen choices.
-
-    Raises MalformedFileError if it is not JSON, too deep or too long, of another schema, or has a name twice in an
-    object.
-    """
+    """The JSON object in the text.  Raises MalformedFileError if it is none, too large, or of another schema."""
     if not _bounded(text):
         raise MalformedFileError(
             path, f"expected a table, found JSON nested deeper than {_DEEPEST} or of too many parts"
@@ -49,10 +44,7 @@ def decoded(path: Path, text: str, schema: str) -> dict[str, Any]:
 
 
 def _bounded(text: str) -> bool:
-    """Whether the text is small and shallow enough, checked before parsing: the parser uses C stack for each bracket.
-
-    The count is exact only up to the first syntax error, which is as far as the parser gets.
-    """
+    """Whether the text is small and shallow enough for the parser, which uses C stack for each bracket."""
     if text.count(",") > _MOST_VALUES:
         return False
     outside = "".join(text.replace("\\\\", "").replace('\\"', "").split('"')[::2])
@@ -83,7 +75,7 @@ def _no_number(name: str) -> None:
 
 @contextmanager
 def expected(path: Path, what: str, line: Callable[[], int | None] = lambda: None) -> Iterator[None]:
-    """Turn an exception from a part of the file into a MalformedFileError that says what was expected, on which line."""
+    """Turn an exception from a part of the file into a MalformedFileError that says what was expected, and where."""
     try:
         yield
     except (AttnbenchError, KeyError, TypeError, ValueError, OverflowError) as error:

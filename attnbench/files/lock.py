@@ -1,7 +1,7 @@
 """The kernel's lock on a file: it excludes other processes and ends with the process that holds it.
 
-``flock`` instead of the package filelock, which has no shared lock on a read-only file, does not follow links, and
-polls: when 8 processes each hold the lock for 2 ms, 20 times, the longest wait is 0.8 s there and 0.05 s here.
+``flock`` and not the package filelock, which has no shared lock on a read-only file, follows no links, and polls: the
+longest wait of 8 processes that each hold the lock for 2 ms, 20 times, is 0.8 s there and 0.05 s here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The slot for the open guard, which an execution tells of its passes.
+"""The slot for the active guard; None when no guard is open.
 
-Apart from the guard, so that a call without one reads one attribute and loads nothing.
+Separate from the guard, so that a call without one reads one attribute and loads nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Sample(Protocol):
 
 
 class Watcher(Protocol):
-    """What an open guard is told.  Each method may raise BreachError, and nothing else."""
+    """What an open guard is notified of.  Methods raise only BreachError."""
 
     def answered(
         self,
@@ -56,16 +56,16 @@ class Watcher(Protocol):
         inputs: Inputs,
         out: Tensor,
     ) -> None:
-        """A forward has run; a backward names its operands."""
+        """A forward has run; its operands identify it for a backward."""
 
     def prepared(self, operands: Operands, inputs: Inputs) -> None:
-        """Operands were made of the inputs, for a backward that this thread may be about to run."""
+        """Operands were made, for a backward that this thread may run next."""
 
     def sample(self, execution: Executed, inputs: Inputs) -> Sample | None:
-        """A forward has run whose backward may come later, in another thread; None where it will not be checked."""
+        """A forward has run whose backward may run later in any thread; None if it will not be checked."""
 
     def derived(self, execution: Executed, operands: Operands, grad_out: Tensor, gradients: Gradients) -> None:
-        """A backward has run; it is known by its operands, if it follows a forward that answered in this thread."""
+        """A backward has run, identified by its operands if its forward ran in this thread."""
 
 
 watching: Slot[Watcher] = Slot()

@@ -1,4 +1,4 @@
-"""What NVIDIA's driver tells of its GPUs (NVML): opened in one place, found by UUID, every silence with its reason."""
+"""Facts from NVIDIA's driver (NVML): GPUs are found by UUID; each missing fact has a reason."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ _NOT_AVAILABLE = 2**32 - 1  # NVML_VALUE_NOT_AVAILABLE as the unsigned number th
 
 
 class Nvml:
-    """A session with NVML; used as a context, which ends it.  Raises nothing.
-
-    ``reason`` says in a sentence why something that was asked for is not there: the
-    library, the driver, the GPU.  None where everything was.
-    """
+    """A session with NVML, as a context manager.  Raises nothing; ``reason`` says why the last missing fact is missing."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -57,9 +53,9 @@ class Nvml:
             return []
 
     def gpu(self, uuid: str) -> Gpu | None:
-        """The GPU or MIG instance of that UUID, with NVML's prefix (``GPU-``, ``MIG-``) or, as torch has it, without.
+        """The GPU or MIG instance of that UUID, with NVML's prefix (``GPU-``, ``MIG-``) or without.
 
-        ``reason`` does not repeat the UUID, which would tell this machine from all others wherever the reason is kept.
+        ``reason`` does not repeat the UUID, which would identify the machine.
         """
         if self._library is None:
             return None
@@ -74,7 +70,7 @@ class Nvml:
         return None
 
     def close(self) -> None:
-        """End the session; what was got from it must not be asked any more."""
+        """End the session."""
         if self._library is None:
             return
         library, self._library = self._library, None
@@ -93,7 +89,7 @@ class Nvml:
 
 
 class Gpu:
-    """One GPU in a session.  What it does not tell is None; ``silences`` has the first reason by the fact's name."""
+    """One GPU in a session.  Unknown facts are None; ``silences`` maps a fact's name to the first reason."""
 
     def __init__(self, library: Any, handle: Any) -> None:
         self._library, self._handle = library, handle

@@ -1,4 +1,4 @@
-"""The promises of the contract, each with the check that it is kept, from the plain to the special."""
+"""The promises of the contract, each with its check, from the plain to the special."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ __all__ = ["CHECKS", "Check"]
 class Check:
     """One promise of the contract.
 
-    ``wrong`` says what is wrong on a spec; ``look`` where a kernel's author should look.  Specs have ``features``
-    beyond the plain one, or ``mixed`` ones at random.  ``after`` names checks without which this one would only fail
-    once more; ``only`` limits it to plans of one direction, ``on`` to a device type.  ``typical`` takes plain specs of
-    many numbers instead, one for each type of tensors, which are not made smaller.
+    ``wrong`` says what is wrong on a spec; ``look`` tells the author where to look.  Specs have ``features`` beyond the
+    plain one, or ``mixed`` ones at random.  ``after`` names checks that must not have failed; ``only`` limits it to
+    plans of one direction, ``on`` to a device type.  ``typical`` takes large plain specs, one for each dtype, which are
+    not shrunk.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Conformance of a kernel's conduct: what it does beside computing.  Each function says what is wrong, or None."""
+"""Conformance of a kernel's conduct: effects beside its results.  Each function says what is wrong, or None."""
 
 from __future__ import annotations
 
@@ -316,7 +316,7 @@ def shared(subject: Subject, spec: AttentionSpec) -> str | None:
 
 
 def captured(subject: Subject, spec: AttentionSpec) -> str | None:
-    """A CUDA graph replays it on other values with the right answer; that it cannot be recorded is only said."""
+    """A CUDA graph replays it on other values with the right result; that it cannot be recorded is only noted."""
     inputs = inputs_of(spec, subject.device)
     truth = truth_of(subject, spec, inputs)
     kept: dict[TensorName, Tensor] = {}
