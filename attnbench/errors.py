@@ -84,7 +84,7 @@ class OutputError(AttnbenchError, OSError):
 
 
 class RefusedError(AttnbenchError, RuntimeError):
-    """A plan that was named cannot serve the spec; ``reasons`` are its refusals, ``alternatives`` the plans that can."""
+    """A named plan cannot serve the spec; ``reasons`` are its refusals, ``alternatives`` the plans that can."""
 
     def __init__(self, asked: str, reasons: Sequence[str], alternatives: Sequence[str]) -> None:
         self.asked, self.reasons, self.alternatives = asked, tuple(reasons), tuple(alternatives)

@@ -1,6 +1,6 @@
-"""``emulated``: what FP8 attention computes, in plain torch on any machine, to study a recipe before it has a kernel.
+"""``emulated``: the arithmetic of FP8 attention in plain torch, to study a recipe before it has a kernel.
 
-A kernel's name says its arithmetic: ``fp8``, then the options that differ from the default, in this order:
+A kernel's name is ``fp8``, then the options that differ from the default, in this order:
 
 ============  ======================================================================
 ``tensor``    scales per tensor, not per (batch, head); or
@@ -68,10 +68,7 @@ class _Triple(NamedTuple):
 
 
 class EmulatedForward(ForwardKernel):
-    """FP8 forward by one recipe and one accumulator.
-
-    FP8 tensors that come with descales are taken as they are, whatever their granularity.
-    """
+    """FP8 forward by one recipe and one accumulator; FP8 tensors with descales are used as they are."""
 
     evidence = _EVIDENCE
 
@@ -88,10 +85,7 @@ class EmulatedForward(ForwardKernel):
         return _too_much(spec, self.accumulator)
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
-        """Q, K and V quantised by the recipe, or as the caller quantised them.
-
-        Raises InputError where one of those is rotated, smoothed or not in the recipe's format.
-        """
+        """Q, K and V quantised by the recipe, or by the caller.  Raises InputError if those do not match the recipe."""
         given = inputs.quantised()
         if given is None:
             return Operands(spec, *_quantised(*inputs.unquantised(), self.recipe))
@@ -114,9 +108,8 @@ class EmulatedForward(ForwardKernel):
 class EmulatedBackward(BackwardKernel):
     """FP8 backward by one recipe and one accumulator, after any forward.
 
-    Where the forward computed with FP8 tensors of this recipe, it takes them and the forward's LSE as they are.  After
-    any other forward it quantises what that one computed with, and computes the LSE of its own scores anew: exp(S -
-    LSE) sums to one over a row only for the S that made the LSE.
+    FP8 operands of this recipe are used with the forward's LSE.  After any other forward its operands are quantised and
+    the LSE is computed again: exp(S - LSE) sums to one over a row only for the S that made the LSE.
     """
 
     evidence = _EVIDENCE
@@ -144,7 +137,7 @@ class EmulatedBackward(BackwardKernel):
             return gradients(*operands, saved.out, lse, grad_out, spec, self.recipe, self.accumulator)
 
     def _own(self, operands: Operands) -> _Triple | None:
-        """The operands, if they are FP8 as this recipe would have it."""
+        """The operands if they are FP8 by this recipe, else None."""
         q, k, v = operands.q, operands.k, operands.v
         if not (isinstance(q, Quantised) and isinstance(k, Quantised) and isinstance(v, Quantised)):
             return None
@@ -163,8 +156,8 @@ def emulate(
 ) -> tuple[EmulatedForward, EmulatedBackward]:
     """The forward and the backward kernel of a recipe and an accumulator.
 
-    None is ``Recipe()``, FlashAttention-3's, and ``Accumulator()``, exact sums in fp32.
-    Raises InputError for an accumulator that the names do not provide for.
+    None is ``Recipe()``, FlashAttention-3's, and ``Accumulator()``, exact sums in fp32.  Raises InputError for an
+    accumulator without a name.
     """
     recipe, accumulator = recipe or Recipe(), accumulator or Accumulator()
     bits, promote = accumulator.bits, accumulator.promote

@@ -1,7 +1,7 @@
-"""Exact attention in FP64 or FP32, chunked: the truth that every other kernel is held against.
+"""Exact attention in FP64 or FP32, chunked: the reference for every other kernel's error.
 
-Any mask, grouping, softcap, head dimension and input type, forward and backward, on any device.  One (batch, key head)
-is converted at a time and queries go through in slices, so that 128k keys fit in little memory.
+Any mask, grouping, softcap, head dimension, input type and device, both passes.  One (batch, key head) is converted at
+a time and queries go through in slices, so that 128k keys fit in little memory.
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ class ReferenceForward(ForwardKernel):
         self._wide = _WIDE[precision]
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
-        """Nothing to prepare: conversion happens a slice at a time.
-
-        Of tensors that the caller quantised the answer is the floor: exact attention on what they stand for.
+        """Nothing: conversion happens slice by slice; for tensors quantised by the caller the result is the error
+        floor.
         """
         return Operands(spec, inputs.q, inputs.k, inputs.v)
 
@@ -77,8 +76,7 @@ class ReferenceForward(ForwardKernel):
 class ReferenceBackward(BackwardKernel):
     """The gradients by the chain rule, from the forward's LSE.
 
-    rowsum(dO∘O) is taken as rowsum(P∘dP), its equal in exact arithmetic, so that the
-    rounding of the forward's output does not reach the gradients.
+    rowsum(dO∘O) is computed as rowsum(P∘dP), so that the rounding of the forward's output does not matter.
     """
 
     def __init__(self, precision: str) -> None:

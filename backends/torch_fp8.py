@@ -1,9 +1,9 @@
 """``torch-fp8``: torch's own quantised attention, FP8 forward on Hopper.
 
-From torch 2.11 on there is ``aten::_flash_attention_forward.quantized``, which
-``torch.nn.attention.experimental._scaled_dot_product_attention_quantized`` is made of.  torch declares it and brings no
-kernel: FlashAttention-3's ``flash_attn_interface`` has to be installed beside it, and ``torch.nn.attention._fa3`` hands
-q, k, v and the descales over.  What is measured here against ``fa3`` is therefore what torch puts around that kernel.
+torch 2.11 declares ``aten::_flash_attention_forward.quantized``
+(``torch.nn.attention.experimental._scaled_dot_product_attention_quantized``) without a kernel:
+``torch.nn.attention._fa3`` calls FlashAttention-3's ``flash_attn_interface``, which must be installed.  Compared with
+``fa3`` this measures torch's overhead.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def _declared() -> bool:
 
 @cache
 def _forward() -> Callable[..., Any]:
-    """What torch registers as ``aten::_flash_attention_forward.quantized``, loaded once.
+    """The function that torch registers as ``aten::_flash_attention_forward.quantized``, loaded once.
 
-    Called without registering: ``activate_flash_attention_impl("FA3")`` would exchange the kernel behind every
-    ``scaled_dot_product_attention`` of the process, ``sdpa-flash`` included, for all threads.  Raises ImportError,
-    OSError or RuntimeError where ``flash_attn_interface`` does not fit this torch.
+    Not registered: ``activate_flash_attention_impl("FA3")`` would replace the kernel behind every
+    ``scaled_dot_product_attention`` of the process.  Raises ImportError, OSError or RuntimeError if
+    ``flash_attn_interface`` does not fit this torch.
     """
     module = import_module(_MODULE)
     getattr(module, _LOAD)("flash_attn_interface")

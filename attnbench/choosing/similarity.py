@@ -12,7 +12,7 @@ __all__ = ["SpecClass", "class_of", "distance", "sizes"]
 
 
 class SpecClass(NamedTuple):
-    """The properties that must be equal for one spec's time and error to be evidence for another's: all but the sizes."""
+    """What must be equal for one spec's time and error to be evidence for another's: all but the sizes."""
 
     head_dim: int
     head_dim_v: int

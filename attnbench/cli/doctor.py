@@ -32,7 +32,7 @@ _NEED = {
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check: ``missing`` cannot be used, ``note`` is information; ``install`` adds what is missing."""
+    """One result: ``missing`` cannot be used, ``note`` is information; ``install`` is the command that adds it."""
 
     name: str
     status: Status

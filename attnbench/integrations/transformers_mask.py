@@ -165,7 +165,7 @@ def _check_padding(asked: Asked, right_padding: bool) -> None:
 
 
 def _check_overlays(asked: Asked, mask: Mask, hands_on: bool) -> None:
-    """Raise UnservableError if something combined with the mask changes it; compares the whole mask, as SDPA makes it."""
+    """Raise UnservableError if something combined with the mask changes it; compares the whole mask, as SDPA does."""
     if asked.indexed and is_compiling() and not hands_on:
         _assert(_agrees(asked, mask), "transformers' mask is not plain: packed sequences, blocks or overlays")
     elif not asked.indexed or is_compiling() or not _agrees(asked, mask):

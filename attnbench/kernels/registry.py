@@ -60,7 +60,7 @@ class Registry:
         return {name: self._backwards[name] for name in self._listed(self._backwards)}
 
     def availability(self, backend: str) -> Availability:
-        """The backend's answer for this machine, cached.  An availability check that raises is a reason, not a crash."""
+        """The backend's answer for this machine, cached.  A check that raises is a reason, not a crash."""
         with self._lock:
             if backend not in self._availability:
                 try:
@@ -173,7 +173,7 @@ class Registry:
         return [*named, *accepted, *self.forwards][0]
 
     def reasons(self, plan: Plan, spec: AttentionSpec, device: Device) -> tuple[str, list[str]]:
-        """(status, sentences): ``ok`` and none, or ``unavailable`` or ``refused`` and why.  Raises UnknownBackendError."""
+        """(status, sentences): ``ok``, or ``unavailable`` or ``refused`` and why.  Raises UnknownBackendError."""
         forward = self.forward(plan.forward)
         backward = None if plan.backward is None else self.backward(plan.backward)
         missing = []

@@ -1,4 +1,4 @@
-"""FP8 formats, recipes and quantised tensors, in plain torch: the definition that fused quantise kernels are tested on."""
+"""FP8 formats, recipes and quantised tensors in plain torch: the definition that fused kernels are tested on."""
 
 from __future__ import annotations
 

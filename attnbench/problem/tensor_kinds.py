@@ -53,7 +53,7 @@ def intercepted(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors as dense memory, with torch's negation mark resolved.  Raises InputError if one is sparse or nested."""
+    """The tensors as dense memory, torch's negation mark resolved.  Raises InputError for sparse and nested ones."""
     check_plain(q, k, v)
     return q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
 

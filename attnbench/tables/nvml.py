@@ -13,7 +13,7 @@ _NOT_AVAILABLE = 2**32 - 1  # NVML_VALUE_NOT_AVAILABLE as the unsigned number th
 
 
 class Nvml:
-    """A session with NVML, as a context manager.  Raises nothing; ``reason`` says why the last missing fact is missing."""
+    """A session with NVML, as a context manager.  Raises nothing; ``reason`` says why a fact is missing."""
 
     def __init__(self) -> None:
         self.reason: str | None = None

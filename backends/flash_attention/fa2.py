@@ -1,8 +1,6 @@
-"""``fa2``: FlashAttention-2 from the package ``flash-attn``, both passes in 16 bits.
+"""``fa2``: FlashAttention-2 from the package ``flash-attn`` 2.8, both passes in 16 bits, with softcap.
 
-Dao, "FlashAttention-2" (arXiv 2307.08691).  The interface is that of flash-attn 2.8,
-``flash_attn/flash_attn_interface.py``.  torch carries a copy of these kernels as ``sdpa-flash``; this one has
-softcap as well.
+Dao, "FlashAttention-2" (arXiv 2307.08691); ``flash_attn/flash_attn_interface.py``.  torch's copy is ``sdpa-flash``.
 """
 
 from __future__ import annotations

@@ -33,10 +33,10 @@ class Native(NamedTuple):
 
 
 def refuse_spec(spec: AttentionSpec) -> list[str]:
-    """What no build of FlashAttention-3 computes.
+    """Limits of every build of FlashAttention-3.
 
-    Sides of a window that reach beyond all keys are lifted by the library, which changes nothing (mha_fwd in
-    hopper/flash_api.cpp: left >= keys - 1, right >= queries - 1).
+    The library lifts sides of a window that reach beyond all keys (mha_fwd in hopper/flash_api.cpp: left >= keys - 1,
+    right >= queries - 1).
     """
     reasons = []
     found = bottom_right(spec.mask, spec.seqlen_q, spec.seqlen_kv)
@@ -48,11 +48,10 @@ def refuse_spec(spec: AttentionSpec) -> list[str]:
 
 
 def dimensions(head_dim: int, head_dim_v: int, fp8: bool, backward: bool = False) -> tuple[int, int]:
-    """The head dimensions that q, k and v are padded to.
+    """The head dimensions that (q and k, v) are padded to.
 
-    Rows must be multiples of 16 bytes; the library itself fills up to the sizes that it was compiled for.  V may
-    have its own size only where a kernel for that pair exists, (128, 192] with (96, 128]; everything else gets
-    the larger of both (for D <= 64 the library has kernels for wider V in 16 bits alone).
+    Rows must be multiples of 16 bytes; the library pads further itself.  V may have its own size only where such a
+    kernel exists, (128, 192] with (96, 128]; otherwise both get the larger.
     """
     step = 16 if fp8 else 8
     d, dv = rounded_up(head_dim, step), rounded_up(head_dim_v, step)
@@ -93,10 +92,9 @@ def native(
 ) -> Native:
     """The tensors (B, H, S, D) as the kernels read them: views where the strides allow it.
 
-    ``own_scales`` says that Q's descales are equal within each group of query heads, as ``quantise_by_key_head``
-    makes them.  Where they may differ (tensors quantised beforehand, with a scale for each query head), the key
-    heads are repeated so that every query head has one of its own: exact, and paid for here.
-    Raises InputError where FP8 tensors are not plain e4m3.
+    ``own_scales``: Q's descales are equal within each group of query heads, as ``quantise_by_key_head`` makes them;
+    otherwise the key heads are repeated, so that every query head has its own scale.  Raises InputError if FP8 tensors
+    are not plain e4m3.
     """
     found = bottom_right(spec.mask, spec.seqlen_q, spec.seqlen_kv)
     if isinstance(found, str):
@@ -125,10 +123,10 @@ def native(
 
 
 def readable(x: Tensor) -> Tensor:
-    """x (B, H, S, D) as (B, S, H, D) that TMA can load: a view where it can, else a contiguous copy.
+    """x (B, H, S, D) as (B, S, H, D) that TMA can load: a view if it can, else a contiguous copy.
 
-    The last axis must be contiguous; every other stride, that of axes of one element included, must be a positive
-    multiple of 16 bytes, and so must the address (cuTensorMapEncodeTiled in the CUDA driver API).
+    The last axis must be contiguous; every other stride, also of axes of one element, and the address must be positive
+    multiples of 16 bytes (cuTensorMapEncodeTiled in the CUDA driver API).
     """
     step = 16 // x.element_size()
     fits = x.stride(-1) == 1 and all(stride > 0 and stride % step == 0 for stride in x.stride()[:-1])

@@ -1,8 +1,7 @@
 """``fa3-vllm``: vLLM's FlashAttention-3, which adds up FP8 products in two levels, forward only.
 
-Another kernel than ``fa3`` in speed and in error: the short FP8 accumulator is promoted into fp32 as it goes
-(vllm-project/flash-attention), so that the error does not grow with the number of keys.  Varlen only: the batch is
-packed into one row of tokens.
+Its short FP8 accumulator is promoted into fp32 (vllm-project/flash-attention), so that the error does not grow with the
+number of keys.  Varlen only: the batch is packed into one row of tokens.
 """
 
 from __future__ import annotations
@@ -53,10 +52,7 @@ def _availability() -> Availability:
 
 @cache
 def _forward() -> Callable[..., Any]:
-    """The operator, loaded once.
-
-    Raises ImportError or OSError where the extension does not fit this torch, OperatorError where it is unknown.
-    """
+    """The operator, loaded once.  Raises ImportError, OSError or OperatorError."""
     import_module("vllm.vllm_flash_attn._vllm_fa3_C")
     return bound(torch.ops._vllm_fa3_C.fwd.default, VARLEN)
 

@@ -54,10 +54,10 @@ class _Library(NamedTuple):
 
 @cache
 def _library() -> _Library:
-    """The two passes below the autograd function; compiled kernels are kept on the disk.
+    """The two passes below the autograd function; compiled kernels are cached on the disk.
 
-    The library reads both variables when it is imported.  Its default folder is shared by every user of the machine,
-    and what lies there is loaded as code.
+    The library reads both variables on import.  Its default folder is shared by all users, and its content is loaded as
+    code.
     """
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(user_cache_path("attnbench") / "fa4"))

@@ -52,10 +52,7 @@ _ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class _Native:
-    """What the compiled function is called with.
-
-    ``descale`` (B, H, 1, 1) multiplies an FP8 output; ``options`` are the kernel's, its tile among them.
-    """
+    """The arguments of the compiled function; ``descale`` (B, H, 1, 1) multiplies an FP8 output."""
 
     q: Tensor
     k: Tensor
@@ -99,8 +96,8 @@ def _call(native: _Native, scale: float, dtype: torch.dtype) -> tuple[Tensor, Te
 def block_mask(mask: Mask, seqlen_q: int, seqlen_kv: int, device: torch.device) -> BlockMask | None:
     """The mask as FlexAttention takes it, None for no mask.
 
-    The blocks follow from the first and last visible key of a block's rows, without a matrix of all (query, key)
-    pairs, which ``create_block_mask`` would make.
+    Blocks come from the first and last visible key of a block's rows, without the matrix of all (query, key) pairs that
+    ``create_block_mask`` makes.
     """
     if mask.kind == "none":
         return None
@@ -187,10 +184,7 @@ def _refusals(device: Device) -> list[str]:
 
 
 class FlexForward(ForwardKernel):
-    """``torch.compile(flex_attention)`` in 16 bits.
-
-    For training it records a graph, which only its own backward can follow.
-    """
+    """``torch.compile(flex_attention)`` in 16 bits; for training it records a graph for its own backward."""
 
     preference = 50
     evidence: Mapping[str, str] = {"cpu": r"Call CompiledFxGraph", "cuda": r"triton_tem_(?!\w*backward)"}
@@ -260,10 +254,9 @@ class FlexBackward(BackwardKernel):
 class FlexFp8Forward(ForwardKernel):
     """``torch.compile(flex_attention)`` on e4m3 tensors.
 
-    From 16 bits, Q and K are scaled against each other, by reciprocal factors that bring a head's largest magnitudes
-    together, so that their scores need no descale.  The descales of tensors that were quantised beforehand are applied
-    in a score modification.  The kernel's output is e4m3 without a scale of its own; it stays in range because each row
-    is an average of V's, and V's descale multiplies it afterwards.
+    From 16 bits, Q and K are scaled by reciprocal factors that balance a head's magnitudes, so that scores need no
+    descale; given descales are applied in a score modification.  The output is e4m3 without a scale of its own, in
+    range because each row is an average of V's; V's descale multiplies it afterwards.
     """
 
     declared_error = 0.08
@@ -304,9 +297,9 @@ class FlexFp8Forward(ForwardKernel):
 
 
 class FlexFp8Backward(BackwardKernel):
-    """Listed for its reason: FlexAttention's gradients do not exist in float8, and no other precision stands in.
+    """Listed for its reason: FlexAttention has no gradients in float8, and no other precision replaces them.
 
-    Its lowering multiplies out by grad_out in their own type, which no float8 product has (pytorch#154750).
+    Its lowering multiplies out by grad_out in their own type, which no float8 product supports (pytorch#154750).
     """
 
     name = "flex:fp8"

@@ -1,7 +1,6 @@
-"""The tiles that FlexAttention's kernels run with, where one was measured to beat torch's default.
+"""Tiles for FlexAttention's kernels where one was measured to beat torch's default.
 
-Measured beforehand and committed: nothing is timed when a kernel is chosen or run.  ``tests/gpu/tune/tune_flex.py``
-measures the candidates in turns on a GPU and prints the entries of ``TILES``.
+Nothing is timed at run time.  ``tests/gpu/tune/tune_flex.py`` measures candidates on a GPU and prints ``TILES``.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ SHORTEST = 128  # queries; torch gives fewer to a kernel for decoding, whose til
 
 
 class TileKey(NamedTuple):
-    """What a tile was measured for.
+    """The case that a tile was measured for.
 
-    ``capability`` is CUDA's, of which one architecture has one; ``precision`` is bf16 (for fp16 too, whose
-    instructions are the same) or fp8.  ``head_dim`` is a power of two, to which the kernel fills up the larger of
-    Q's and V's.  ``mask`` is none or causal: a window runs the causal mask's program with other bounds.
+    ``capability`` is CUDA's; ``precision`` is bf16 (also for fp16) or fp8; ``head_dim`` is the power of two that the
+    larger of Q's and V's is padded to; ``mask`` is none or causal (also for windows).
     """
 
     capability: tuple[int, int]
@@ -67,10 +65,9 @@ TILES: dict[TileKey, Options] = {
 def kernel_options(
     spec: AttentionSpec, capability: tuple[int, int], precision: str, tiles: Mapping[TileKey, Options] = TILES
 ) -> dict[str, int | bool]:
-    """The ``kernel_options`` of ``flex_attention`` for a spec, empty where torch's default serves and nothing beats it.
+    """The ``kernel_options`` of ``flex_attention`` for a spec, empty if torch's default serves best.
 
-    Options of the forward are prefixed ``fwd_``, those of the backward ``bwd_``, as FlexKernelOptions has it; a
-    spec for training has both.
+    Options of the forward are prefixed ``fwd_``, those of the backward ``bwd_``; a spec for training has both.
     """
     if spec.seqlen_q < SHORTEST:
         # The kernel for decoding puts the queries of a whole group into one tile, which must fit a block of the mask.

@@ -115,21 +115,20 @@ class CudnnBackward(_SdpaCudnn, BackwardKernel):
 
 
 def _laid_out_as(q: Tensor, x: Tensor) -> Tensor:
-    """x (B, H, S, D) densely with its axes in memory as q's are: what torch's own forward returns; else a copy.
+    """x (B, H, S, D) dense with q's order of axes, as torch's own forward returns it; else a copy.
 
-    torch 2.11 keeps the graphs of backward passes by the strides of q, k and v alone.  Another layout of the output or
-    of its gradient would run a graph that was made for the first, and give gradients of something else, silently.
+    torch 2.11 caches backward graphs by the strides of q, k and v alone: another layout of the output or its gradient
+    would silently run the wrong graph.
     """
     dense = torch.empty_permuted(x.shape, _order(q), dtype=x.dtype, device=x.device)
     return x if x.stride() == dense.stride() and x.data_ptr() % _VECTOR == 0 else dense.copy_(x)
 
 
 def _apart(q: Tensor) -> Tensor:
-    """q (B, H, S, D) in an order of axes of its own, with strides that no other caller of torch's operator has.
+    """q (B, H, S, D) with strides that no other caller of torch's operator has, in its order of axes.
 
-    Graphs are the whole process's: one that ``F.scaled_dot_product_attention`` had made first, for another layout of
-    the output's gradient, would run here.  Where the outermost axis has one place its stride says nothing, and no byte
-    is copied.
+    Graphs are shared in the process: one that ``F.scaled_dot_product_attention`` made for another layout would run
+    here.  If the outermost axis has one element nothing is copied.
     """
     order = _order(q)
     outermost = order[0]
@@ -144,7 +143,7 @@ def _apart(q: Tensor) -> Tensor:
 
 
 def _order(q: Tensor) -> list[int]:
-    """Its axes as they lie in memory, outermost first; one that q repeats, of stride 0, is no innermost one."""
+    """The axes as they lie in memory, outermost first; an axis of stride 0 is not innermost."""
     return sorted(range(q.ndim), key=lambda axis: q.stride(axis) or math.inf, reverse=True)
 
 

@@ -63,7 +63,7 @@ class _Flash(TypedKernel):
 
 
 def _cpu_causal(spec: AttentionSpec) -> bool:
-    """Whether the operator's own causal mask serves; it hides keys before the scale, which must not turn the sign."""
+    """Whether the operator's own causal mask serves; it hides keys before scaling, so the scale must be positive."""
     return spec.mask.kind == "causal" and spec.mask.alignment == "top-left" and spec.scale > 0
 
 
@@ -156,10 +156,10 @@ class FlashBackward(_Flash, BackwardKernel):
 
 
 def _roundings(spec: AttentionSpec) -> float:
-    """How many roundings of a whole gradient those of the CPU's sums come to: half their number, in quadrature.
+    """The number of roundings of a whole gradient that the CPU's sums amount to: half their number, in quadrature.
 
-    dk and dv are rounded after each tile of queries of each head of a group, dq after each tile of keys: tiles as
-    cpu_flash_attention_backward in torch's FlashAttentionKernel.cpp cuts them.
+    dk and dv are rounded after each tile of queries of each head of a group, dq after each tile of keys
+    (cpu_flash_attention_backward in torch's FlashAttentionKernel.cpp).
     """
     rows = 256 if spec.seqlen_q >= 768 else 64 if spec.seqlen_q >= 192 else 32
     sums = max(spec.group * -(-spec.seqlen_q // rows), -(-spec.seqlen_kv // 512))

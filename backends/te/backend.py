@@ -111,7 +111,7 @@ class _State(NamedTuple):
 class TeFp8Forward(CudnnFp8Forward):
     """``fused_attn_fwd`` in e4m3 with one scale a tensor, as under ``DelayedScaling(fp8_dpa=True)``.
 
-    V's scale serves for O, so that no O of an earlier step decides what becomes of this one.
+    V's scale serves for O, so that no earlier step affects this one.
     """
 
     backend = "te"
@@ -143,7 +143,7 @@ class TeFp8Forward(CudnnFp8Forward):
 class TeFp8Backward(CudnnFp8Backward):
     """``fused_attn_bwd`` on the operands and the rounded output of ``te:fp8``; dO and the gradients are e5m2.
 
-    The kernel rounds dS, dQ, dK and dV itself, on scales that follow from earlier steps: see ``te/history.py``.
+    The kernel rounds dS, dQ, dK and dV itself, on scales from earlier steps: see ``te/history.py``.
     """
 
     backend = "te"
@@ -153,7 +153,7 @@ class TeFp8Backward(CudnnFp8Backward):
     declared_error = 0.2
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The first call of a spec runs the kernel twice: what it rounds itself has no history before."""
+        """The first call of a spec runs the kernel twice, because it has no history yet."""
         spec, state, lse = saved.spec, saved.state, saved.lse
         assert lse is not None
         dtype = gradient_dtype(spec)
@@ -202,9 +202,9 @@ def _narrow(operands: Operands) -> list[Narrow]:
 def _bounds(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Tensor:
     """Magnitudes (2,) that dS and the gradients cannot exceed, from the largest ones of Q, K, V and dO, each (1,).
 
-    With r = Dv · max|dO| · max|V|, both dOᵢ·Vⱼ and dOᵢ·Oᵢ are at most r, so |dSᵢⱼ| = Pᵢⱼ |dPᵢⱼ − Dᵢ| ≤ r / 2, because
-    a row of P sums to one; the scale counts only where it is above 1, since cuDNN may apply it after rounding.  Over
-    the n queries of a key, |dV| ≤ n · max|dO| and |dK| ≤ n · scale · (r / 2) · max|Q|; |dQ| ≤ scale · 2r · max|K|.
+    With r = Dv · max|dO| · max|V|, both dOᵢ·Vⱼ and dOᵢ·Oᵢ are at most r, so |dSᵢⱼ| = Pᵢⱼ |dPᵢⱼ − Dᵢ| ≤ r / 2, because a
+    row of P sums to one; a scale above 1 counts too, since cuDNN may apply it after rounding.  Over the n queries of a
+    key, |dV| ≤ n · max|dO| and |dK| ≤ n · scale · (r / 2) · max|Q|; |dQ| ≤ scale · 2r · max|K|.
     """
     queries, scale = spec.seqlen_q * spec.group, abs(spec.scale)
     reach = v * spec.head_dim_v

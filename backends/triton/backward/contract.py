@@ -1,9 +1,9 @@
-"""The FP8 backward of the ``triton`` backend: after our own FP8 forward, and any other that leaves plain e4m3.
+"""The FP8 backward of the ``triton`` backend, after any forward that leaves plain e4m3.
 
 ``triton:fp8`` computes S = QKᵀ and dP = dO·Vᵀ in FP8 and sums over tokens in bf16; ``triton:fp8-all`` sums over tokens
-in FP8 as well.  Both quantise dO per token and work from the very e4m3 numbers that the forward saw.  They are
-deterministic where dQ has a kernel of its own; where one kernel computes all gradients (``Tiles.fused``), dQ is added
-up in bf16 in no order and differs from run to run, unless torch was asked for deterministic algorithms.
+in FP8 as well.  Both quantise dO per token.  They are deterministic if dQ has a kernel of its own; if one kernel
+computes all gradients (``Tiles.fused``), dQ is added up in bf16 in no order, unless torch was asked for deterministic
+algorithms.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _committed(spec: AttentionSpec, head_dim: int, device: torch.device, narrow:
 
 @cache
 def _launch() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Imported where a kernel runs, and but once: asking Python for a module again takes as long as a launch."""
+    """Imported when a kernel runs, once: importing a module again takes as long as a launch."""
     from .launch import launch
 
     return launch

@@ -1,4 +1,4 @@
-"""The forward kernels of ``triton``: what each makes of Q, K and V before the attention kernel that they share."""
+"""The forward kernels of ``triton``: how each prepares Q, K and V for the attention kernel that they share."""
 
 from __future__ import annotations
 
@@ -44,10 +44,9 @@ _MIXING = ("fp8", "fp8-token")  # with other backends' backwards: the most accur
 
 
 class TritonForward(ForwardKernel):
-    """Q, K and V quantised by one recipe, and one kernel for all of them.
+    """Q, K and V quantised by one recipe, and one kernel for all recipes.
 
-    FP8 tensors that come with descales are taken as they are, whatever their granularity.  ``tile`` replaces the
-    committed one.
+    FP8 tensors with descales are used as they are.  ``tile`` replaces the committed one.
     """
 
     preference = 9
@@ -83,8 +82,8 @@ class TritonForward(ForwardKernel):
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Q and K in rows and V transposed, in one launch, or two for scales of a head or a tensor.
 
-        For training V comes in rows as well, which the backward reads.  Its keys are transposed in the order that the
-        tile wants.  Of tensors that the caller quantised V alone is touched.
+        For training V comes in rows as well, for the backward.  V's keys are in the order of the tile.  Of tensors that
+        the caller quantised only V is copied.
         """
         given = inputs.quantised()
         if given is not None:
@@ -130,7 +129,7 @@ class TritonForward(ForwardKernel):
 class TritonWideScores(TritonForward):
     """Q and K as they are, in 16 bits, and V by FlashAttention-3's recipe.
 
-    Scores cost twice as much and are exact.  The backwards of other backends follow it; ours reads Q and K in e4m3.
+    Scores cost twice as much and are exact.  Only other backends' backwards follow it; ours reads Q and K in e4m3.
     """
 
     preference = 10
@@ -165,11 +164,10 @@ class TritonWideScores(TritonForward):
 
 
 class TritonOnePass(TritonForward):
-    """Q as it is, which the attention kernel casts by row, and K and V in one pass, by blocks of keys.
+    """Q as it is, cast by row in the attention kernel, and K and V in one pass, by blocks of keys.
 
-    Quantising reads and writes two tensors once, where scales of a head read three tensors twice.  On a CPU the same
-    numbers come from Q quantised by token and the plain kernel, which knows scales of tokens; and so they do for those
-    who read Q in e4m3, as a backward does.
+    This reads and writes two tensors once, where scales of a head read three tensors twice.  On a CPU, and for a
+    backward, the same numbers come from Q quantised by token.
     """
 
     preference = 11
@@ -230,7 +228,9 @@ def check_plain(name: str, q: Quantised, k: Quantised, v: Quantised) -> None:
 
 
 def _gluon_is_known() -> bool:
-    """Whether the Hopper kernels are for the Triton that is installed; where none is, that is said elsewhere."""
+    """Whether the installed Triton is recent enough for the Hopper kernels; True if there is none, which is said
+    elsewhere.
+    """
     try:
         from .hopper.launch import recent
     except ImportError:
@@ -261,7 +261,7 @@ def _operands(spec: AttentionSpec, tile: Tile, q: Quantised, k: Quantised, v: Qu
 
 @cache
 def _modules() -> tuple[ModuleType, ModuleType]:
-    """``forward`` and ``quantise``, imported where a kernel runs and but once: asking for one again takes a while."""
+    """``forward`` and ``quantise``, imported when a kernel runs, once, because importing again takes time."""
     from ..quantise import launch as quantise
     from . import launch as forward
 
