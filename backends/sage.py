@@ -143,13 +143,10 @@ class SageInt8Forward(ForwardKernel):
         """Q and K in INT8, a scale for 128 queries and one for 64 keys; V in fp16, in which P·V is computed."""
         q, k, v = inputs.unquantised()
         size = _size(spec, _TRITON_SIZES)
-        q, k, v = (_rows_contiguous(padded(x, size)) for x in (q, k, v))
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (padded(x, size) for x in (q, k, v)))
         mean = k.mean(dim=2, keepdim=True)
-        quantise = (
-            _function("quant_per_block_hd96", "per_block_int8_hd96")
-            if size == 96
-            else _function("quant_per_block", "per_block_int8")
-        )
+        suffix = "_hd96" if size == 96 else ""
+        quantise = _function(f"quant_per_block{suffix}", f"per_block_int8{suffix}")
         with _device(q):
             q8, q_scale, k8, k_scale = quantise(q, k - mean, sm_scale=spec.scale, tensor_layout="HND")
         d = spec.head_dim
@@ -235,10 +232,6 @@ class SageFp8Forward(ForwardKernel):
                 _HND, int(spec.mask.kind == "causal"), _PER_THREAD, spec.scale, 1,
             )  # fmt: skip
         return Result(out[..., : spec.head_dim_v], lse / _LOG2_E + shift)
-
-
-def _rows_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _device(x: Tensor) -> AbstractContextManager[object]:

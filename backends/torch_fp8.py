@@ -70,11 +70,6 @@ def _forward() -> Callable[..., Any]:
     return entry
 
 
-def _omitted(spec: AttentionSpec, given: frozenset[str]) -> list[str]:
-    """The parts that the spec needs and that the installed ``flash_attn_interface`` was made without."""
-    return [f"flash_attn_interface {_OMITTED[part]}" for part in sorted(needs(spec, "fp8") & given)]
-
-
 class TorchFp8Forward(ForwardKernel):
     """``aten::_flash_attention_forward.quantized``."""
 
@@ -90,7 +85,8 @@ class TorchFp8Forward(ForwardKernel):
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """Windows that cannot be moved bottom-right, and what the installed build was made without."""
         build = interface()
-        return refuse_spec(spec) + ([] if build is None else _omitted(spec, build.omissions()))
+        missing = needs(spec, "fp8") & build.omissions() if build is not None else set()
+        return refuse_spec(spec) + [f"flash_attn_interface {_OMITTED[part]}" for part in sorted(missing)]
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """As ``fa3:fp8`` does."""

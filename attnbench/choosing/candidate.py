@@ -85,12 +85,7 @@ class Margin:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
-        return {
-            "runner_up": str(self.runner_up),
-            "gap": self.gap,
-            "noise": self.noise,
-            "inside_noise": self.inside_noise,
-        }
+        return {**vars(self), "runner_up": str(self.runner_up), "inside_noise": self.inside_noise}
 
 
 @dataclass(frozen=True)
@@ -105,7 +100,7 @@ class Trade:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
-        return {"max_error": self.max_error, "plan": str(self.plan), "change": self.change}
+        return {**vars(self), "plan": str(self.plan)}
 
 
 def _finite(error: float | None) -> float | str | None:

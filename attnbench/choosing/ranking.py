@@ -100,16 +100,13 @@ class Ranking:
         steps = sorted({rounded_up(each) for each in needs.values()})
         within = min(needs.get(winner.plan, 0.0), budget)
         tighter = [trade for step in steps if step < within for trade in under(step)]
-        looser, best = [], -self._least_saving(winner)
+        looser, best = [], -max(noise(winner, winner), winner.time_error or 0.0)
         # The current budget is one of them: as a named budget it allows FP8.
         for trade in (trade for step in (budget, *steps) if step >= budget for trade in under(step)):
             if trade.change < best:
                 looser.append(trade)
                 best = trade.change
         return (*sorted(tighter, key=lambda trade: (trade.change, trade.max_error))[:1], *looser)
-
-    def _least_saving(self, winner: Candidate) -> float:
-        return max(noise(winner, winner), winner.time_error or 0.0)
 
     def _settled(self, measured: Sequence[Candidate]) -> Candidate:
         """The fastest measured plan; of plans within its noise the most accurate, then the first in declared order."""

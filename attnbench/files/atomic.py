@@ -10,10 +10,9 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from glob import escape
 from pathlib import Path
-from types import TracebackType
 
 from ..errors import OutputError
 
@@ -22,7 +21,7 @@ __all__ = ["Draft", "clear_drafts", "replace_file"]
 _MOST_LINKS = 40  # as many as Linux follows
 
 
-class Draft:
+class Draft(AbstractContextManager["Draft"]):
     """The next content of a file, in ``scratch`` beside it until it is complete.
 
     Readers see the old or the new content, never a part.  Links are followed; a file keeps its permissions.
@@ -95,13 +94,8 @@ class Draft:
             with suppress(OSError):
                 self.scratch.unlink()
 
-    def __enter__(self) -> Draft:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self.keep()
         else:
             self.discard()

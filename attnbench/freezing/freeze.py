@@ -14,7 +14,6 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, get_args
 
 import torch
@@ -88,9 +87,7 @@ class Freeze:
     def __enter__(self) -> Freeze:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def choice(

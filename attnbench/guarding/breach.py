@@ -38,15 +38,11 @@ class Breach:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; what is infinite is the string ``inf``."""
         return {
+            **vars(self),
             "plan": str(self.plan),
             "spec": self.spec.to_dict(),
-            "device": self.device,
-            "tensor": self.tensor,
             "error": _plain(self.error),
-            "bound": self.bound,
             "evidence": _plain(self.evidence),
-            "call": self.call,
-            "check": self.check,
             "path": None if self.path is None else str(self.path),
         }
 

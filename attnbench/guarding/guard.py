@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, TypeVar, get_args
 
 import torch
@@ -149,10 +148,8 @@ class Guard:
     def __enter__(self) -> Guard:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self.stop()
             return
         watching.close(self)

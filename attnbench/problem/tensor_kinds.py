@@ -48,8 +48,11 @@ def intercepted(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if _are_functorch_transforms_active() or _is_tracing():
         return True
     if type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN:
-        return _len_torch_dispatch_stack() > 0 and _observed()
-    return any(isinstance(x, Tensor) and _answers_itself(x) for x in (q, k, v))
+        if not _len_torch_dispatch_stack():
+            return False
+        return any(type(mode).__name__ in _OBSERVING for mode in _get_current_dispatch_mode_stack())
+    own = (isinstance(x, Tensor) and type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ for x in (q, k, v))
+    return any(own)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,14 +92,6 @@ def requires_gradient(x: Tensor) -> bool:
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.dtype in (torch.float32, torch.bfloat16, torch.float16) else x
-
-
-def _answers_itself(x: Tensor) -> bool:
-    return type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
-
-
-def _observed() -> bool:
-    return any(type(mode).__name__ in _OBSERVING for mode in _get_current_dispatch_mode_stack())
 
 
 def _check_no_tangent(*tensors: Tensor) -> None:

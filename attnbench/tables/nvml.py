@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any
 
 __all__ = ["Gpu", "Nvml"]
@@ -12,7 +12,7 @@ __all__ = ["Gpu", "Nvml"]
 _NOT_AVAILABLE = 2**32 - 1  # NVML_VALUE_NOT_AVAILABLE as the unsigned number that most facts are
 
 
-class Nvml:
+class Nvml(AbstractContextManager["Nvml"]):
     """A session with NVML, as a context manager.  Raises nothing; ``reason`` says why a fact is missing."""
 
     def __init__(self) -> None:
@@ -79,12 +79,7 @@ class Nvml:
         except library.NVMLError as error:
             self.reason = f"NVML does not shut down: {error}"
 
-    def __enter__(self) -> Nvml:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
