@@ -74,7 +74,7 @@ def _complete(make: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
     if device.type != "cuda":
         return make(*arguments)
     stream = _side_stream(device)
-    while _captured(stream):  # torch deals its streams out in turns, to those who record as well
+    while _captured(stream):  # torch reuses its streams in turn, including one that is captured
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         found = make(*arguments)

@@ -26,15 +26,7 @@ from torch import Tensor
 
 from attnbench.errors import InputError, UnknownBackendError
 from attnbench.kernels.capabilities import Capabilities, Device
-from attnbench.kernels.contract import (
-    Backend,
-    BackwardKernel,
-    ForwardKernel,
-    Inputs,
-    Operands,
-    Result,
-    Saved,
-)
+from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Inputs, Kernel, Operands, Result, Saved
 from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.fp8 import BLOCK, Quantised, Recipe, quantise
 from attnbench.problem.spec import GRANULARITIES, AttentionSpec
@@ -67,22 +59,29 @@ class _Triple(NamedTuple):
     v: Quantised
 
 
-class EmulatedForward(ForwardKernel):
-    """FP8 forward by one recipe and one accumulator; FP8 tensors with descales are used as they are."""
-
+class _Emulated(Kernel):
     evidence = _EVIDENCE
 
     def __init__(self, recipe: Recipe, accumulator: Accumulator) -> None:
         self.recipe, self.accumulator = recipe, accumulator
         self.name = _name(recipe, accumulator)
         self.rows = _rows(recipe)
-        self.mixes = self.name == "emulated:fp8"
-        self.leaves = recipe.format if recipe.format == "e4m3" and not recipe.smoothing else None
-        self.declared_error = _ERRORS[recipe.format][0]
+        forward, backward = _ERRORS[recipe.format]
+        self.declared_error = backward if isinstance(self, BackwardKernel) else forward
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """What would take minutes."""
-        return _too_much(spec, self.accumulator)
+        largest = _LARGEST["exact" if self.accumulator.bits is None else "narrow"]
+        asked = spec.replace(direction="forward").flops
+        return [f"emulates at most {largest:.2g} operations, this takes more"] if asked > largest else []
+
+
+class EmulatedForward(_Emulated, ForwardKernel):
+    """FP8 forward by one recipe and one accumulator; FP8 tensors with descales are used as they are."""
+
+    def __init__(self, recipe: Recipe, accumulator: Accumulator) -> None:
+        super().__init__(recipe, accumulator)
+        self.mixes = self.name == "emulated:fp8"
+        self.leaves = recipe.format if recipe.format == "e4m3" and not recipe.smoothing else None
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Q, K and V quantised by the recipe, or by the caller.  Raises InputError if those do not match the recipe."""
@@ -105,25 +104,14 @@ class EmulatedForward(ForwardKernel):
             return Result(*attend(q, k, v, operands.spec, self.recipe, self.accumulator))
 
 
-class EmulatedBackward(BackwardKernel):
+class EmulatedBackward(_Emulated, BackwardKernel):
     """FP8 backward by one recipe and one accumulator, after any forward.
 
     FP8 operands of this recipe are used with the forward's LSE.  After any other forward its operands are quantised and
     the LSE is computed again: exp(S - LSE) sums to one over a row only for the S that made the LSE.
     """
 
-    evidence = _EVIDENCE
     needs_lse = False
-
-    def __init__(self, recipe: Recipe, accumulator: Accumulator) -> None:
-        self.recipe, self.accumulator = recipe, accumulator
-        self.name = _name(recipe, accumulator)
-        self.rows = _rows(recipe)
-        self.declared_error = _ERRORS[recipe.format][1]
-
-    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """What would take minutes."""
-        return _too_much(spec, self.accumulator)
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK, dV in the gradients' dtype and in the basis of the unrotated Q and K."""
@@ -219,12 +207,6 @@ def _rows(recipe: Recipe) -> dict[str, Capabilities]:
         emulated=True,
     )
     return {"cpu": row, "cuda": row}
-
-
-def _too_much(spec: AttentionSpec, accumulator: Accumulator) -> list[str]:
-    largest = _LARGEST["exact" if accumulator.bits is None else "narrow"]
-    asked = spec.replace(direction="forward").flops
-    return [f"emulates at most {largest:.2g} operations, this takes more"] if asked > largest else []
 
 
 def _quantised(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe) -> _Triple:

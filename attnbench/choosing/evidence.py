@@ -17,11 +17,10 @@ from .similarity import SpecClass, class_of, distance
 
 __all__ = ["MARGIN", "Evidence"]
 
-# By what factor the errors of an FP8 plan's neighbours must stay below the budget of a spec that
-# was not measured.  Of 704 errors on an H200 7 lay more than 10 % above the largest of those that
-# would have vouched for them, 2 by 31 %, with an unlucky draw of outliers.
+# The factor by which the errors of an FP8 plan's neighbours must stay below the budget of an unmeasured spec.
+# Of 704 errors on an H200 7 were more than 10 % above the largest neighbour's, 2 by 31 %.
 MARGIN = 1.3
-_NEAR = 2.0  # doublings: farther away, who won says less than a prediction
+_NEAR = 2.0  # doublings: farther away, the winner says less than a prediction
 
 
 class Evidence:

@@ -35,7 +35,7 @@ class Judge:
         self._declared, self._dropped = declared, dropped or {}
 
     def __call__(self, plan: Plan, insisted: bool = False) -> Candidate:
-        """The plan, which can serve, as eligible or not; an insisted one has been asked for by its name."""
+        """A plan that can serve, as eligible or not; ``insisted``: the caller named it."""
         found = self._evidence.candidate(plan, self._budget, self._known.error_growth(plan)) or self._by_rule(plan)
         if plan.fp8 and not self._fp8 and not insisted:
             return replace(found, verdict="not asked for", reasons=(_FP8_CLOSED,))

@@ -134,7 +134,7 @@ def _scored(
 def chosen_at(
     spec: AttentionSpec, here: Iterable[Plan], evidence: Evidence, asked: Asked, known: Registry
 ) -> tuple[Candidate, set[Plan]] | None:
-    """(the plan that the selector chooses from those that served here, all eligible ones); None if there is none."""
+    """(the plan that the selector chooses among the plans measured here, all eligible plans), or None."""
     # What was not measured in the class of the spec counts as what it must be to deserve the status ok.
     judge = Judge(evidence, asked.budget(spec), asked.fp8, known, lambda plan: class_bound(plan, spec))
     eligible = [each for each in map(judge, here) if each.verdict == "eligible"]

@@ -16,7 +16,7 @@ from ..problem.tensor_kinds import refuse_tangents
 
 __all__ = ["TENSORS", "derive", "map_backward", "map_forward", "save", "transformed", "underive"]
 
-TENSORS = 6  # arguments in front of those that are no tensors: of both operators
+TENSORS = 6  # the number of leading tensor arguments of both operators
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

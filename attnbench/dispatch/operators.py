@@ -115,7 +115,7 @@ def _wish(question: Question, training: bool) -> Wish:
 
 
 def _program(question: Question, asked: _Asked) -> Program:
-    # An exported program asks again once choices are forgotten: nothing was compiled for those.
+    # An exported program chooses again after forget(): nothing was compiled for the old choices.
     era = state.era if asked.era == _EXPORTED else asked.era
     # Gradients and context are what they were in the program, not what they are where it runs.
     key = key_of(*question[:3], question[3:], asked.training, asked.wish, era)
@@ -161,7 +161,7 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor]:
         program.carried = "out" if lse is None else "out and lse"
     if not shape[-1]:
         return _rows(out), q.new_empty(shape, dtype=dtype)
-    if lse is None:  # nobody may take it for one
+    if lse is None:  # NaN, so that it is not mistaken for a log-sum-exp
         return _rows(out), q.new_full(shape, math.nan, dtype=dtype)
     return _rows(out), _alone(lse.to(dtype).contiguous())
 
@@ -197,7 +197,7 @@ def _alone(x: Tensor) -> Tensor:
 
 
 def _lse(q: Tensor, asked: _Asked) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype of the operator's log-sum-exp; the last axis is 0 if nobody needs it."""
+    """Shape and dtype of the operator's log-sum-exp; the last axis is 0 if it is not needed."""
     length = q.shape[2] if asked.training or asked.return_lse else 0
     return (q.shape[0], q.shape[1], length), torch.float64 if q.dtype == torch.float64 else torch.float32
 

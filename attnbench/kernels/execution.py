@@ -127,8 +127,8 @@ class _Attention(torch.autograd.Function):
         return *found, None, None
 
 
-# What ``_Attention.apply`` comes to where no transform of torch.func is active, as none is here: ``attention`` has
-# asked for all its tensors what ``apply`` asks for each of its arguments once more.
+# What ``_Attention.apply`` does when no transform of torch.func is active: ``attention`` has checked its tensors, and
+# ``apply`` would check each argument again.
 _recorded = super(torch.autograd.Function, _Attention).apply
 
 

@@ -36,11 +36,11 @@ class Executed(Protocol):
 
     @property
     def budget(self) -> float | None:
-        """The error that the plan was chosen under; None where nobody chose."""
+        """The error that the plan was chosen under; None if nothing was chosen."""
 
 
 class Sample(Protocol):
-    """A forward of which the gradients are to be checked, with what the check needs of its inputs."""
+    """A forward whose gradients will be checked, with copies of the inputs that the check reads."""
 
     def derived(self, grad_out: Tensor, gradients: Gradients) -> None:
         """Its backward has run."""

@@ -18,7 +18,7 @@ from .plan import Plan, backend_of, precision_of
 
 __all__ = ["ENTRY_POINTS", "Registry", "registry"]
 
-_LONGEST_NAME = 200  # of which near ones are looked for: that takes the square of its length
+_LONGEST_NAME = 200  # characters compared with known names, which takes the square of the length
 
 ENTRY_POINTS = "attnbench.backends"
 

@@ -1,4 +1,4 @@
-"""The kinds of tensors that a call may be given: plain memory that kernels read, and those that torch handles first."""
+"""The kinds of tensors that a call may be given: plain memory for kernels, and tensors that torch handles first."""
 
 from __future__ import annotations
 
@@ -6,12 +6,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
-from torch._C import (
-    _are_functorch_transforms_active,
-    _is_any_autocast_enabled,
-    _is_tracing,
-    _len_torch_dispatch_stack,
-)
+from torch._C import _are_functorch_transforms_active, _is_any_autocast_enabled, _is_tracing, _len_torch_dispatch_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack

@@ -81,7 +81,7 @@ class Table:
 
     def to_text(self) -> str:
         """The entries for a terminal, fastest first within a spec."""
-        from tabulate import tabulate  # only people who look at tables need it
+        from tabulate import tabulate  # only printing a table needs it
 
         def rank(entry: Entry) -> tuple[str, float, str]:
             return str(entry.spec), math.inf if entry.time_ms is None else entry.time_ms, str(entry.plan)

@@ -239,7 +239,7 @@ def _live(subject: Subject) -> tuple[int, int]:
 
 
 def differentiated(subject: Subject, spec: AttentionSpec) -> str | None:
-    """Gradients through autograd: right, the same in a second backward, for those that want them, none in no_grad."""
+    """Gradients through autograd: right, twice, only for leaves that require them, none in no_grad."""
     inputs = inputs_of(spec, subject.device)
     assert subject.backward is not None, "only training plans come here"
     assert inputs.grad_out is not None, "a training spec has a gradient"

@@ -225,7 +225,7 @@ class Subject:
         return [spec for spec in served if spec is not None]
 
     def mixed(self, check: str, count: int) -> list[AttentionSpec]:
-        """The same with features mixed at random, but for those that are broken."""
+        """The same with features mixed at random, without the broken ones."""
         random = Random(f"{self.seed} {self.plan} {check}")
         sound = [name for name in FEATURES if name not in self.broken] if self._wide else []
         drawn = (

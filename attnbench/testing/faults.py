@@ -298,7 +298,7 @@ def _one_row(result: Result, _: int) -> Result:
 
 
 def _coarse(result: Result, _: int) -> Result:
-    """As if P had too few bits: an error of a tenth, that is nobody's in particular."""
+    """As if P had too few bits: a relative error of about 0.1, spread over all elements."""
     out = result.out
     generator = torch.Generator(out.device).manual_seed(0)
     noise = torch.randn(out.shape, generator=generator, device=out.device)

@@ -137,7 +137,7 @@ def _fa3_fwd_load() -> Any:
 
 
 def _hub() -> Build | None:
-    """Where ``kernels`` is installed and the kernel is cached or was asked for by name."""
+    """If ``kernels`` is installed and the kernel is cached or was named."""
     version = installed("kernels", "kernels")
     if version is None or not (os.environ.get(VARIABLE) == "hub" or _hub_cached()):
         return None

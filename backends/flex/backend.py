@@ -20,6 +20,7 @@ from attnbench.kernels.contract import (
     BackwardKernel,
     ForwardKernel,
     Inputs,
+    Kernel,
     Operands,
     Result,
     Saved,
@@ -178,12 +179,13 @@ def _options(spec: AttentionSpec, device: torch.device, precision: str) -> FlexK
     return cast("FlexKernelOptions", kernel_options(spec, describe(device).capability, precision))
 
 
-def _refusals(device: Device) -> list[str]:
-    reason = compiler_reason(device.type)
-    return [reason] if reason else []
+class _Flex(Kernel):
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        reason = compiler_reason(device.type)
+        return [reason] if reason else []
 
 
-class FlexForward(ForwardKernel):
+class FlexForward(_Flex, ForwardKernel):
     """``torch.compile(flex_attention)`` in 16 bits; for training it records a graph for its own backward."""
 
     preference = 50
@@ -196,10 +198,6 @@ class FlexForward(ForwardKernel):
             "cpu": Capabilities(dtypes=(precision,), training=False, lse=False),
             "cuda": Capabilities(dtypes=(precision,), capability=(8, 0), head_dims=(16, 256, 1)),
         }
-
-    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """There must be something to compile with."""
-        return _refusals(device)
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """The tensors as they are where rows are contiguous, the blocks of the mask, the cap and the tile."""
@@ -227,7 +225,7 @@ class FlexForward(ForwardKernel):
         return Result(out.detach(), None if lse is None else lse.detach(), (out, (q, k, v)))
 
 
-class FlexBackward(BackwardKernel):
+class FlexBackward(_Flex, BackwardKernel):
     """The compiled backward of the graph that ``flex`` in the same precision recorded."""
 
     needs_lse = False
@@ -239,10 +237,6 @@ class FlexBackward(BackwardKernel):
         self.follows = (self.name,)
         self.rows = {"cuda": Capabilities(dtypes=(precision,), capability=(8, 0), head_dims=(16, 256, 1))}
 
-    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """There must be something to compile with."""
-        return _refusals(device)
-
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """autograd through the recorded graph, which stays for the next call."""
         out, leaves = saved.state
@@ -251,7 +245,7 @@ class FlexBackward(BackwardKernel):
         return dq, dk, dv
 
 
-class FlexFp8Forward(ForwardKernel):
+class FlexFp8Forward(_Flex, ForwardKernel):
     """``torch.compile(flex_attention)`` on e4m3 tensors.
 
     From 16 bits, Q and K are scaled by reciprocal factors that balance a head's magnitudes, so that scores need no
@@ -275,10 +269,6 @@ class FlexFp8Forward(ForwardKernel):
                 descales=("tensor", "head"),
             )
         }
-
-    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """There must be something to compile with."""
-        return _refusals(device)
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Each head quantised; or as the caller did it, with the product of Q's and K's descales by query head."""

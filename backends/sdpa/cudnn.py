@@ -31,7 +31,7 @@ from ..common.typed_kernel import TypedKernel
 __all__ = ["BACKEND"]
 
 _VECTOR = 16  # bytes that rows and storage start at multiples of
-_OWN = 712  # elements between two outermost places of q that are nobody's
+_OWN = 712  # unused elements between two outermost places of q
 
 
 def _availability() -> Availability:

@@ -62,7 +62,7 @@ class TeForward(CudnnForward):
     left_open = False  # nvte_get_fused_attn_backend for cuDNN 9.7 and newer
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
-        """Dense (B, S, H, D), views of which the operands are."""
+        """Dense (B, S, H, D) tensors; the operands are views of them."""
         q, k, v = inputs.unquantised()
         q, k, v = (bshd(x).transpose(1, 2) for x in (q, k, v))
         return Operands(spec, q, k, v, seqlens_of(spec, q.device))

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 __all__ = ["HostFloor"]
 
-# The first three were found on 1934 rows of three sweeps of an H200 that also know the device's own time and the
+# The first three were found on 1934 rows of three sweeps of an H200 that also have the device's own time and the
 # host's.  Held-out regret changed by at most 0.3 per cent where any one of all was halved or doubled.
 _DEVIATION = 0.35  # of the logarithm of one plan's host time, from one spec and sweep to another
 _WAITING = (0.07, 1.0)  # median and deviation of the logarithm of how calls scatter that waited for the host
-_STEADY = (0.012, 1.3)  # of those that waited for the device alone
+_STEADY = (0.012, 1.3)  # the same of calls that waited for the device alone
 _STEADIEST = 0.002  # what scatters less was rounded
 _STRANGE, _ANYWHERE = 0.1, 2.0  # the share of specs at which a kernel leaves its law, and by how much
 _BELOW = 2.0  # where nothing waited for it, by how much a host's logarithm is taken to be shorter than every call

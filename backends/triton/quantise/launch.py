@@ -186,7 +186,7 @@ class _Memory(NamedTuple):
     transposed: tuple[int, ...] | None
     descale: tuple[int, ...]
     partial: tuple[int, ...] | None
-    far: int | None  # 1 or None, of which Triton makes constants
+    far: int | None  # 1 or None, which Triton makes constants
 
 
 class _Layout(NamedTuple):

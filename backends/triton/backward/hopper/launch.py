@@ -43,7 +43,7 @@ def serves(spec: AttentionSpec, *, per_token: bool) -> bool:
 
 @cache
 def adds() -> bool:
-    """Whether this Triton lets Gluon's functions add to memory by TMA, of which its language has no word yet."""
+    """Whether this Triton lets Gluon's functions add to memory by TMA, which its language does not name yet."""
     try:
         from triton._C.libtriton import gluon_ir, ir
         from triton.experimental.gluon.language import _core
