@@ -1,7 +1,4 @@
-"""Process-wide state: slots for what is open, caches for what was found, and ``forget``.
-
-Each slot or cache belongs to the module that fills it.
-"""
+"""Process-wide state: slots for what is open and caches for what was found, each in the module that fills it."""
 
 from __future__ import annotations
 

@@ -74,10 +74,7 @@ class ReferenceForward(ForwardKernel):
 
 
 class ReferenceBackward(BackwardKernel):
-    """The gradients by the chain rule, from the forward's LSE.
-
-    rowsum(dO∘O) is computed as rowsum(P∘dP), so that the rounding of the forward's output does not matter.
-    """
+    """The gradients by the chain rule, from the LSE; rowsum(dO∘O) as rowsum(P∘dP), free of the output's rounding."""
 
     def __init__(self, precision: str) -> None:
         self.name = f"reference:{precision}"

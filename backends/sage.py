@@ -193,9 +193,8 @@ class SageFp8Forward(ForwardKernel):
         return reasons
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
-        """Q and K in INT8, a scale for the rows of each thread; V transposed in e4m3, a scale for each channel.
-
-        Also the contribution of K's mean to each row's log-sum-exp.
+        """Q and K in INT8, a scale for the rows of each thread; V transposed in e4m3; K's mean's part of the
+        log-sum-exp.
         """
         q, k, v = inputs.unquantised()
         size = _size(spec, _BUILT_SIZES)
@@ -241,10 +240,7 @@ def _device(x: Tensor) -> AbstractContextManager[object]:
 
 @contextmanager
 def _default_stream(x: Tensor) -> Iterator[None]:
-    """Orders the current stream around kernels that 2.2 launches on the default stream.
-
-    Raises InputError while a CUDA graph is captured, which cannot be ordered so.
-    """
+    """Orders the current stream around kernels on the default one.  Raises InputError in a graph capture."""
     if recording():
         raise InputError("sageattention 2.2 launches on the default stream, which a CUDA graph cannot record")
     if x.device.type != "cuda" or torch.cuda.current_stream(x.device) == torch.cuda.default_stream(x.device):

@@ -1,7 +1,4 @@
-"""SageAttention's operands: rows of INT8 that share scales, and V in e4m3 with a scale for each channel.
-
-They are dequantised only for a backward or a floor; the kernels never do.
-"""
+"""SageAttention's operands (INT8 rows, e4m3 channels of V), dequantised only for a backward or a floor."""
 
 from __future__ import annotations
 
@@ -32,7 +29,8 @@ def row_scales(scale: Tensor, order: tuple[int, ...], length: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Rows(Quantised):
-    """INT8 ``data`` (B, H, S, D); ``descale`` (B, H, blocks × scales a block) in fp32, assigned to rows by ``order``.
+    """INT8 ``data`` (B, H, S, D) with ``descale`` (B, H, blocks × scales a block) in fp32, assigned to rows by
+    ``order``.
 
     ``folded`` is the factor applied before quantising.
     """

@@ -1,7 +1,4 @@
-"""The largest accepted error for each precision, if the caller names none.
-
-Errors are relative L2 against exact attention on the original inputs, the worst over tensors and input families.
-"""
+"""The default error budget of each precision: relative L2 against exact attention on the original inputs."""
 
 from __future__ import annotations
 

@@ -21,10 +21,7 @@ demotions: Cache[tuple[AttentionSpec | Path, Plan], str] = Cache(lasting=True)
 
 
 def demote(plan: Plan, spec: AttentionSpec, reason: str) -> bool:
-    """Count the plan as inaccurate at the spec for this reason; returns whether that is new.
-
-    While choices are frozen it warns once for each plan and changes nothing.
-    """
+    """Count the plan as inaccurate at the spec; returns whether that is new.  Only warns while choices are frozen."""
     frozen = freezing.active
     key = (_answered(spec) if frozen is None else frozen.path), plan
     new = key not in demotions.entries

@@ -1,7 +1,4 @@
-"""Autograd and torch.func rules of the operators in ``operators``.
-
-torch.func needs an autograd.Function, which ``torch.library.register_autograd`` does not make.
-"""
+"""Rules of the operators in ``operators`` under autograd, and under torch.func, which needs an autograd.Function."""
 
 from __future__ import annotations
 

@@ -20,10 +20,7 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a dev
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading; links are followed, and pipes and devices are never waited for.
-
-    Raises OSError if it cannot be opened, MalformedFileError if it is not a regular file.
-    """
+    """Open a regular file, links followed, without waiting for a pipe.  Raises OSError or MalformedFileError."""
     try:
         # A pipe without a writer would keep a plain open() waiting for ever.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)

@@ -48,9 +48,8 @@ def together(spec: AttentionSpec, device: torch.device) -> int:
 
 
 def stretches(groups: int, spec: AttentionSpec, device: torch.device) -> list[list[Piece]]:
-    """All queries of so many groups, in stretches (q, dO and out in memory) of pieces (scores in memory).
-
-    A stretch is several whole heads, or rows of one.
+    """All queries of so many groups: stretches (q, dO and out in memory; whole heads or rows of one) of pieces
+    (scores).
     """
     most, length = _SCORES[device.type] // groups, spec.seqlen_q
     rows = max(1, most // 2 // (spec.head_dim + 2 * spec.head_dim_v))

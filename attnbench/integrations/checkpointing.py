@@ -25,9 +25,8 @@ KEEPING = ("forward", _WITHOUT_REENTRY.co_name)
 
 
 def carry_into_recompute(frame: FrameType, enter: Callable[[], AbstractContextManager[Any]]) -> bool:
-    """Let the function that this frame keeps for its backward run within ``enter()`` there.
-
-    Returns False if the frame belongs to an autograd function that is not a known checkpoint.
+    """Run what this frame keeps for its backward within ``enter()``; False if the frame is an unknown autograd
+    function's.
     """
     code = frame.f_code
     if code is _WITHOUT_REENTRY:

@@ -22,10 +22,7 @@ _registered: dict[str, Calls] = {}
 
 
 def watch_models(name: str, calls: Calls) -> None:
-    """Report a model that cannot use the implementation ``name`` when it is constructed.
-
-    It raises InputError, or gets transformers' own choice with a warning if calls are handed on.
-    """
+    """Raise InputError, or warn and use transformers' choice, when a model that cannot use ``name`` is constructed."""
     from transformers import PreTrainedModel
 
     method = getattr(PreTrainedModel, _METHOD, None)

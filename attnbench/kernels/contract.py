@@ -235,9 +235,10 @@ class BackwardKernel(Kernel):
 
     @abstractmethod
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients (B, H, Sq, D), (B, Hkv, Skv, D), (B, Hkv, Skv, Dv) in the input's dtype.
+        """Gradients (B, H, Sq, D), (B, Hkv, Skv, D), (B, Hkv, Skv, Dv) in the input's dtype; changes nothing that was
+        saved.
 
-        ``grad_out`` (B, H, Sq, Dv) may have any strides.  Nothing that was saved is changed.
+        ``grad_out`` (B, H, Sq, Dv) may have any strides.
         """
 
 

@@ -1,7 +1,4 @@
-"""The slot for the active guard; None when no guard is open.
-
-Separate from the guard, so that a call without one reads one attribute and loads nothing.
-"""
+"""The slot for the active guard; separate from it, so that a call without one reads one attribute and loads nothing."""
 
 from __future__ import annotations
 

@@ -78,10 +78,7 @@ class Binding:
 
 
 def release_of(version: str) -> str:
-    """The part of a version within which kernels count as the same: ``2.20`` of ``2.20.1``.
-
-    Patch, post and local versions are ignored; pre-releases and other forms are kept whole.
-    """
+    """The release within which kernels count as the same: ``2.20`` of ``2.20.1+cu130``; pre-releases are kept whole."""
     match = _RELEASE.fullmatch(version)
     return f"{int(match[1])}.{int(match[2])}" if match else version
 

@@ -128,10 +128,7 @@ class Environment:
         return hashlib.sha256(json.dumps(self.hard, sort_keys=True).encode()).hexdigest()[:12]
 
     def differences(self, other: Environment) -> tuple[list[str], list[str]]:
-        """(hard, soft): one printable line for each fact in which ``other`` differs.
-
-        A hard difference makes times or errors incomparable; a soft one is only reported.
-        """
+        """(hard, soft): a line for each fact that differs; hard ones make times or errors incomparable."""
         hard: list[str] = []
         soft: list[str] = []
         binding = self.hard.keys() | other.hard.keys()

@@ -53,10 +53,7 @@ class Nvml(AbstractContextManager["Nvml"]):
             return []
 
     def gpu(self, uuid: str) -> Gpu | None:
-        """The GPU or MIG instance of that UUID, with NVML's prefix (``GPU-``, ``MIG-``) or without.
-
-        ``reason`` does not repeat the UUID, which would identify the machine.
-        """
+        """The GPU or MIG instance of a UUID, with or without NVML's prefix; ``reason`` does not disclose it."""
         if self._library is None:
             return None
         prefixes = [""] if uuid.startswith(("GPU-", "MIG-")) else ["GPU-", "MIG-"]

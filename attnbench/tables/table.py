@@ -47,9 +47,8 @@ class Table:
         )
 
     def merged(self, newer: Table) -> Table:
-        """Both tables' entries, the newer one's counting (``Entry.renewed``), and its environment.
-
-        Versions of backends that the newer environment lacks come from the older one.
+        """Both tables' entries, the newer one's counting (``Entry.renewed``), and its environment with missing versions
+        added.
         """
         entries = dict(self.entries)
         for key, entry in newer.entries.items():

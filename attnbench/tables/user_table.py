@@ -87,10 +87,7 @@ def update_user_table(table: Table) -> Path:
 
 
 def known_tables(device: torch.device) -> Known:
-    """The measurements usable on this device, cached.
-
-    A damaged file, or a user's table without usable entries, gives a warning; other differences are in the note.
-    """
+    """The measurements usable on this device, cached; warns of a damaged file or a table without usable entries."""
     return _known.of(device, _read, device)
 
 

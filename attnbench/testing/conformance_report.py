@@ -31,10 +31,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """The findings about a backend, as text and as Markdown.
-
-    ``backend`` is the name that was asked for, ``version`` the backend's with its origin.
-    """
+    """The findings about ``backend`` (the name that was asked for), as text and as Markdown."""
 
     backend: str
     device: str

@@ -54,10 +54,7 @@ class NeighbourError(AttnbenchError):
 
 @contextmanager
 def neighbour(device: torch.device) -> Iterator[None]:
-    """While this is open, another process multiplies matrices on the device.
-
-    Raises NeighbourError if that process ends, or does not compute within two minutes.
-    """
+    """While open, another process multiplies matrices on the device.  Raises NeighbourError if it does not."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:  # a pipe that fills up would stop it
         process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, str(device), json.dumps(sys.path)],

@@ -1,7 +1,4 @@
-"""cuDNN's attention on Hopper, for every backend that calls it: what it serves and what it gets wrong.
-
-Each limit was seen on an H200 with cuDNN 9.19.
-"""
+"""cuDNN's attention on Hopper: what it serves and gets wrong, as seen on an H200 with cuDNN 9.19."""
 
 from __future__ import annotations
 
@@ -128,10 +125,7 @@ class CudnnFp8Forward(ForwardKernel):
 
 
 class CudnnFp8Backward(BackwardKernel):
-    """A backward on the operands and the rounded output of the e4m3 forward; dO and the gradients are e5m2.
-
-    cuDNN supports the head dimension 128 only; smaller ones are padded with zeros.
-    """
+    """A backward on the e4m3 forward's operands and rounded output, padded to the head dimension 128; dO is e5m2."""
 
     backend: str
     masks: tuple[str, ...] = ("none", "causal", "window")

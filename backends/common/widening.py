@@ -1,7 +1,4 @@
-"""FP8 to 16 bits in one pass over memory, for kernels whose output is FP8.
-
-Eager PyTorch needs two passes: 0.24 ms on an H200 for 33.5 M elements, seven times as long.
-"""
+"""FP8 to 16 bits in one pass over memory, where eager PyTorch takes two and seven times as long (H200)."""
 
 from __future__ import annotations
 

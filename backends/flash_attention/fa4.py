@@ -114,10 +114,7 @@ class Fa4Forward(_Fa4, ForwardKernel):
 
 
 class Fa4Fp8Forward(ForwardKernel):
-    """The same on e4m3 tensors with a scale for each (batch, key head): it exists on Blackwell alone.
-
-    ``_flash_attn_fwd`` asserts compute capability 10.x for FP8, and refuses to carry gradients.
-    """
+    """The same on e4m3 tensors, forward only: ``_flash_attn_fwd`` asserts compute capability 10.x (Blackwell)."""
 
     name = "fa4:fp8"
     declared_error = 0.07

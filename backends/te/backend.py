@@ -109,10 +109,7 @@ class _State(NamedTuple):
 
 
 class TeFp8Forward(CudnnFp8Forward):
-    """``fused_attn_fwd`` in e4m3 with one scale a tensor, as under ``DelayedScaling(fp8_dpa=True)``.
-
-    V's scale serves for O, so that no earlier step affects this one.
-    """
+    """``fused_attn_fwd`` in e4m3 as under ``DelayedScaling(fp8_dpa=True)``, but with V's scale for O."""
 
     backend = "te"
     masks = _FP8_MASKS

@@ -215,10 +215,7 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _generator(device: torch.device) -> torch.Generator | None:
-    """Our own generator, because the call advances it though it draws nothing.
-
-    While a graph is recorded it must be torch's, the only one that is registered with the graph.
-    """
+    """Our own generator, because the call advances it; torch's, the registered one, while a graph is recorded."""
     return None if recording() else _own_generator(device)
 
 

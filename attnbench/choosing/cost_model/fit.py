@@ -39,10 +39,7 @@ _TILE, _BLOCKS = 128, 128  # queries that a block of threads processes at once, 
 
 
 class Residual(NamedTuple):
-    """The logarithm of a time minus its prediction from the other specs, with the expected deviation.
-
-    ``heard`` is the probability that the call waited for the device and not for the host.
-    """
+    """A logarithm of a time minus its prediction; ``heard`` is the probability that the call waited for the device."""
 
     value: float
     deviation: float

@@ -51,10 +51,7 @@ class Laid(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """An e4m3 tensor x (B, H, S, D) of any strides and the copies to make: fields of ``Laid``.
-
-    ``zeros``: bf16 memory of the size of the wide copy, to be filled with zeros.
-    """
+    """An e4m3 tensor x (B, H, S, D), the copies of ``Laid`` to make, and ``zeros``, bf16 memory to fill with zeros."""
 
     x: Tensor
     wide: bool = False

@@ -44,10 +44,7 @@ _MIXING = ("fp8", "fp8-token")  # with other backends' backwards: the most accur
 
 
 class TritonForward(ForwardKernel):
-    """Q, K and V quantised by one recipe, and one kernel for all recipes.
-
-    FP8 tensors with descales are used as they are.  ``tile`` replaces the committed one.
-    """
+    """Q, K and V quantised by one recipe, or by the caller; ``tile`` replaces the committed one."""
 
     preference = 9
     declared_error = _ERROR
@@ -127,9 +124,9 @@ class TritonForward(ForwardKernel):
 
 
 class TritonWideScores(TritonForward):
-    """Q and K as they are, in 16 bits, and V by FlashAttention-3's recipe.
+    """Q and K in 16 bits, V by FlashAttention-3's recipe: scores are exact and cost twice as much.
 
-    Scores cost twice as much and are exact.  Only other backends' backwards follow it; ours reads Q and K in e4m3.
+    Only other backends' backwards follow it; ours reads Q and K in e4m3.
     """
 
     preference = 10
