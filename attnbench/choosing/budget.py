@@ -20,9 +20,8 @@ def class_bound(plan: Plan, spec: AttentionSpec) -> float:
     if plan.fp8:
         return _FP8[spec.direction]
     narrowest = max(_BOUNDS.get(precision_of(kernel).partition("-")[0], _BOUNDS["bf16"]) for kernel in plan.kernels)
-    return max(
-        narrowest, _BOUNDS.get(spec.dtype, _BOUNDS["bf16"])
-    )  # out and gradients are rounded to the input's type (bf16 for FP8)
+    # Out and gradients are rounded to the input's type (bf16 for FP8).
+    return max(narrowest, _BOUNDS.get(spec.dtype, _BOUNDS["bf16"]))
 
 
 def default_budget(spec: AttentionSpec, fp8: bool) -> float:

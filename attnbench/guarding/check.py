@@ -180,9 +180,7 @@ def gradient_sums(
         lengths.append(_gradient_lengths(own, groups[some], grad_out, gradients, spec))
     given = [number for x in (grad_out, whole.q, whole.k, whole.v) for number in _largest(x)]
     found = [number for x in gradients for number in _largest(x)]
-    if (
-        gradients[0].dtype == torch.float16
-    ):  # exact gradients may exceed the range of fp16, as programs that scale their loss expect
+    if gradients[0].dtype == torch.float16:  # programs that scale their loss expect gradients beyond fp16's range
         given += found
     least = dict(zip(("dq", "dk", "dv"), map(_least, gradients), strict=True))
     return Sums(_packed([*given, *found], lengths), len(given), len(groups[0].keys), least)

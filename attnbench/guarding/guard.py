@@ -41,9 +41,7 @@ __all__ = ["Guard", "guard"]
 
 OnBreach = Literal["warn", "raise", "demote"]
 _log = logging.getLogger("attnbench.guard")
-_log.addHandler(
-    logging.NullHandler()
-)  # without logging set up, a program sees the warnings only, not a line for each breach
+_log.addHandler(logging.NullHandler())  # a program without logging sees the warnings only
 _MOST = 4096  # the most plans and specs, and breaches, to keep: a program with ever new shapes has no limit
 _GREETED = 64  # of these, so many are checked at their first call; later ones at a random one of their first ``every``
 _Kind = Literal["out", "gradients"]

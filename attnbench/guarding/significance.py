@@ -65,8 +65,7 @@ class Detector:
         gross = max(shares) >= _GROSS
         if mean < math.log(_ALARM) and not gross:
             return None
-        found = Finding(
-            math.sqrt(self._error / self._checks), math.inf if gross else math.exp(min(mean, 700.0))
-        )  # beyond 700 a double is infinite
+        evidence = math.inf if gross else math.exp(min(mean, 700.0))  # beyond 700 a double is infinite
+        found = Finding(math.sqrt(self._error / self._checks), evidence)
         self._start()
         return found

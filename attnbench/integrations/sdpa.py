@@ -147,9 +147,7 @@ def _obstacle(query: Tensor, key: Tensor, value: Tensor) -> str | None:
             return "torch.jit.trace, which records no operator of attnbench"
     shape, keys, values = query.shape, key.shape, value.shape
     if len(shape) == len(keys) == len(values) >= 2:
-        if (
-            len(shape) == 4 and shape[0] == keys[0] == values[0]
-        ):  # the common case, detected without slicing, which takes longer
+        if len(shape) == 4 and shape[0] == keys[0] == values[0]:  # the common case, without slicing
             return None
         if shape[:-3] == keys[:-3] == values[:-3]:
             return None

@@ -105,10 +105,8 @@ def register(
             function = _eager(module)
             if function is None:
                 raise InputError(f"{type(module).__name__} has a softcap, which transformers' SDPA does not know")
-            attention_mask, options["softcap"] = (
-                _added(attention_mask, asks_causal(module, is_causal), query, key),
-                softcap,
-            )
+            attention_mask = _added(attention_mask, asks_causal(module, is_causal), query, key)
+            options["softcap"] = softcap
         answer = function(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **options
         )

@@ -46,13 +46,7 @@ class Sample(Protocol):
 class Watcher(Protocol):
     """What an open guard is notified of.  Methods raise only BreachError."""
 
-    def answered(
-        self,
-        execution: Executed,
-        operands: Operands,
-        inputs: Inputs,
-        out: Tensor,
-    ) -> None:
+    def answered(self, execution: Executed, operands: Operands, inputs: Inputs, out: Tensor) -> None:
         """A forward has run; its operands identify it for a backward."""
 
     def prepared(self, operands: Operands, inputs: Inputs) -> None:

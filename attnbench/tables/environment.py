@@ -96,9 +96,8 @@ class Environment:
             memory_bytes=properties.total_memory if properties else None,
             cuda=torch.version.cuda if gpu else None,
             cudnn=_cudnn(loaded()) if gpu else None,
-            torch=torch.__version__.partition("+")[
-                0
-            ],  # cuda says the rest, and a CPU build computes as a GPU build does
+            # Without the build: cuda has it, and a CPU build computes as a GPU build does.
+            torch=torch.__version__.partition("+")[0],
             triton=_installed("triton"),
             python=platform.python_version(),
             platform=platform.platform()[:_LONGEST],

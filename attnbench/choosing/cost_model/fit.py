@@ -122,9 +122,8 @@ def calibration(scores: Iterable[tuple[float, float]]) -> float:
     """How many times larger than expected the residuals are, shrunk towards 1 if they are few; from (score, weight)
     pairs.
     """
-    squares = [
-        (min(score * score, 100.0), weight) for score, weight in scores
-    ]  # bounded, so that one outlier does not hide all others
+    # Bounded, so that one outlier does not hide all others.
+    squares = [(min(score * score, 100.0), weight) for score, weight in scores]
     total = sum(weight for _, weight in squares) + _PRIOR_WEIGHT
     return math.sqrt((sum(square * weight for square, weight in squares) + _PRIOR_WEIGHT) / total)
 
