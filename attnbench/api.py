@@ -1,4 +1,4 @@
-"""``attention`` and ``explain``: one call in front of every kernel, and the reasons behind its choice."""
+"""``attention`` and ``explain``: one call for every kernel, and the reasons behind its choice."""
 
 from __future__ import annotations
 
@@ -50,32 +50,27 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale · q kᵀ) v by the fastest plan that is accurate enough.
 
-    ``q`` (B, H, Sq, D), ``k`` (B, Hkv, Skv, D), ``v`` (B, Hkv, Skv, Dv), or with
-    ``layout="bshd"`` the middle axes swapped, without copies; H a multiple of Hkv.  fp64,
-    fp32, bf16, fp16, or float8 with a ``*_descale`` each (true value = stored · descale; one
-    element, (B, H), (B, H, ceil(S / 128)) or (B, H, S), and for q also the shape of k's).
-    Any strides.  Within torch's autocast for their device, q, k and v are cast first, as torch does for its own
-    attention: all but fp64 and float8.  Returns out (B, H, Sq, Dv) in ``layout`` and the input's dtype (bf16 for
-    float8), and with ``return_lse`` also the natural log-sum-exp (B, H, Sq) in fp32
-    (fp64 for fp64), through which no gradient flows.
+    ``q`` (B, H, Sq, D), ``k`` (B, Hkv, Skv, D), ``v`` (B, Hkv, Skv, Dv), or with ``layout="bshd"`` the middle axes
+    swapped, without copies; H is a multiple of Hkv; any strides.  fp64, fp32, bf16, fp16, or float8 with a
+    ``*_descale`` each (true value = stored · descale; one element, (B, H), (B, H, ceil(S / 128)) or (B, H, S), for q
+    also the shape of k's).  Within torch's autocast for their device, q, k and v are cast first, all but fp64 and
+    float8.  Returns out (B, H, Sq, Dv) in ``layout`` and the input's dtype (bf16 for float8), and with ``return_lse``
+    also the natural log-sum-exp (B, H, Sq) in fp32 (fp64 for fp64), which carries no gradient.
 
-    ``is_causal`` hides keys after the query; ``window=(before, after)`` shows that many keys
-    on either side, None being unlimited.  With Sq ≠ Skv, ``causal_alignment`` says where the
-    queries stand: ``top-left``, the default of every backend, puts query 0 at key 0 (as
-    torch's SDPA does), ``bottom-right`` the last query at the last key (as FlashAttention
-    does).  A query that sees no key gives 0, LSE minus infinity and no gradient.
-    ``scale`` defaults to D ** -0.5; ``softcap`` c makes scores c · tanh(score / c).
+    ``is_causal`` hides keys after the query; ``window=(before, after)`` shows that many keys on either side, None is
+    unlimited.  With Sq ≠ Skv, ``causal_alignment="top-left"``, the default of every backend, puts query 0 at key 0 (as
+    torch's SDPA does), ``bottom-right`` the last query at the last key (as FlashAttention does).  A query that sees no
+    key gives 0, LSE minus infinity and no gradient.  ``scale`` defaults to D ** -0.5; ``softcap`` c makes scores c ·
+    tanh(score / c).
 
-    FP8 is opted into: ``dtype="fp8"`` admits plans that compute in FP8 beside the others,
-    and so does a ``max_error`` (relative L2 against exact attention, worst over out, dq,
-    dk, dv and input families); naming the tensors' own dtype keeps them out whatever the
-    context says.  ``backend`` names a backend (``sdpa-flash``), a kernel (``fa3:fp8``) or a
-    plan (``fa3:fp8>fa4:bf16``); ``auto`` leaves it to ``use_backend``, then to
-    ``ATTNBENCH_BACKEND``, then to measurement.
+    FP8 is opted into: ``dtype="fp8"`` allows plans that compute in FP8, and so does a ``max_error`` (relative L2
+    against exact attention, worst over out, dq, dk, dv and input families); naming the tensors' own dtype excludes them
+    whatever the context says.  ``backend`` names a backend (``sdpa-flash``), a kernel (``fa3:fp8``) or a plan
+    (``fa3:fp8>fa4:bf16``); ``auto`` leaves it to ``use_backend``, then to ``ATTNBENCH_BACKEND``, then to measurement.
 
-    Raises InputError for what describes no attention, UnknownBackendError, RefusedError
-    with reasons and alternatives when a named plan cannot serve, BudgetError when it is
-    not known to keep a named ``max_error``, NoPlanError when nothing can serve or keep it.
+    Raises InputError for invalid arguments, UnknownBackendError, RefusedError with reasons and alternatives if a named
+    plan cannot serve, BudgetError if it is not known to keep a named ``max_error``, NoPlanError if no plan can serve or
+    keep it.
     """
     others = (
         is_causal, window, causal_alignment, scale, softcap, enable_gqa, layout, dtype, backend, max_error, return_lse,
@@ -114,7 +109,7 @@ def attention(
 def _with_arguments_of(
     named: Callable[_Arguments, object],
 ) -> Callable[[Callable[[Question], _Answer]], Callable[_Arguments, _Answer]]:
-    """Call a function of a ``Question`` with the arguments of ``named``: they are spelled there alone."""
+    """Give a function of a ``Question`` the signature of ``named``, so that arguments are spelled once."""
     signature = inspect.signature(named)
 
     def decorate(answer: Callable[[Question], _Answer]) -> Callable[_Arguments, _Answer]:
@@ -134,10 +129,10 @@ def _with_arguments_of(
 
 @_with_arguments_of(attention)
 def explain(question: Question) -> Choice:
-    """What ``attention`` would run for the same arguments, with every candidate and why it lost.
+    """What ``attention`` would run for the same arguments, with every candidate and why it lost; computes nothing.
 
-    Nothing is computed.  The choice is data (``to_dict``) that prints as a table of the plans that could run here;
-    ``to_text(all=True)`` has the others too.  Raises what ``attention`` raises.
+    The choice is data (``to_dict``) that prints as a table of the plans that could run here; ``to_text(all=True)`` has
+    the others too.  Raises what ``attention`` raises.
     """
     check_askable(*question[:3], question.window)
     q, k, v = as_autocast(*question[:3])

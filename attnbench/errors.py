@@ -35,7 +35,7 @@ class AttnbenchError(Exception):
 
 
 class AttnbenchWarning(UserWarning):
-    """Something is not as it should be, and the answer is right all the same."""
+    """Something is wrong, but the result is still correct."""
 
 
 class BreachWarning(AttnbenchWarning):
@@ -43,7 +43,7 @@ class BreachWarning(AttnbenchWarning):
 
 
 class BreachError(AttnbenchError, RuntimeError):
-    """The same as an error, for ``guard(on_breach="raise")``; ``breach`` is its ``guarding.breach.Breach``."""
+    """The same as an error, for ``guard(on_breach="raise")``; ``breach`` is the ``guarding.breach.Breach``."""
 
     def __init__(self, breach: Any) -> None:
         self.breach = breach
@@ -51,7 +51,7 @@ class BreachError(AttnbenchError, RuntimeError):
 
 
 class MisuseError(AttnbenchError):
-    """Something was asked for in a way that cannot be right, whatever the machine."""
+    """A request that is wrong on every machine."""
 
     exit_code = 2
 
@@ -65,10 +65,8 @@ class UnknownBackendError(MisuseError, ValueError):
 
 
 class MalformedFileError(MisuseError, ValueError):
-    """A file whose content is not what it should be.
-
-    ``path`` and ``line`` (counted from 1, or None where the format has no lines) say where,
-    ``expected`` says what should have stood there; what it repeats of the file is printable and short.
+    """A file with invalid content: ``path``, ``line`` (from 1, or None) and what was ``expected`` there, printable and
+    short.
     """
 
     def __init__(self, path: str | Path, expected: str, line: int | None = None) -> None:
@@ -78,7 +76,7 @@ class MalformedFileError(MisuseError, ValueError):
 
 
 class NewerFileError(MalformedFileError):
-    """A file that follows a schema of a newer attnbench than this one."""
+    """A file whose schema comes from a newer attnbench."""
 
 
 class OutputError(AttnbenchError, OSError):
@@ -86,10 +84,7 @@ class OutputError(AttnbenchError, OSError):
 
 
 class RefusedError(AttnbenchError, RuntimeError):
-    """A plan that was named explicitly cannot serve the spec.
-
-    ``reasons`` are its refusals, one sentence each; ``alternatives`` are the plans that could serve.
-    """
+    """A named plan cannot serve the spec; ``reasons`` are its refusals, ``alternatives`` the plans that can."""
 
     def __init__(self, asked: str, reasons: Sequence[str], alternatives: Sequence[str]) -> None:
         self.asked, self.reasons, self.alternatives = asked, tuple(reasons), tuple(alternatives)
@@ -98,17 +93,17 @@ class RefusedError(AttnbenchError, RuntimeError):
 
 
 class BudgetError(AttnbenchError, RuntimeError):
-    """A plan that was named explicitly exceeds the error that was named explicitly, or is not known to keep it."""
+    """A named plan exceeds a named ``max_error``, or is not known to stay within it."""
 
 
 class FrozenError(AttnbenchError, RuntimeError):
-    """Frozen choices do not tell what is asked: no such file, a question that it lacks, another model of GPU."""
+    """The frozen choices have no answer: the file or the question is missing, or the GPU is another model."""
 
 
 class NoPlanError(AttnbenchError, RuntimeError):
-    """No plan can serve the spec, or none within the budget; ``reasons`` says of every plan why.
+    """No plan can serve the spec, or none within the budget.
 
-    The message has the first ``shown`` of them, all unless given.
+    ``reasons`` maps each plan to its reasons; the message lists the first ``shown`` of them.
     """
 
     def __init__(self, message: str, reasons: Mapping[str, Sequence[str]], shown: int | None = None) -> None:

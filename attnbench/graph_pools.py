@@ -1,12 +1,9 @@
-"""Tensors that are kept between calls, and the CUDA graphs that those calls may be recorded into.
+"""Tensors kept between calls, allocated outside of CUDA graphs' memory pools.
 
-A graph's memory comes from a pool of its own, and so does all that is allocated while torch warms up for a recording
-(``torch.compile(mode="reduce-overhead")``) or records: torch reuses it as soon as the graph's outputs are dead, and
-refuses to go on where something else of it is still held.  So what a call keeps for later ones is allocated here.
-
-torch leads the allocations of one thread, or of the stream that is captured, into a pool (``use_mem_pool`` in
-torch/cuda/memory.py, torch/_inductor/cudagraph_trees.py, aten/src/ATen/cuda/CUDAGraph.cpp): another thread's are left
-alone.
+While a graph is recorded, or torch warms up for a recording (``torch.compile(mode="reduce-overhead")``), allocations
+come from the graph's pool: torch reuses that memory once the graph's outputs are dead, and raises if something in it is
+still held.  torch redirects the allocations of one thread, or of the capturing stream (``use_mem_pool`` in
+torch/cuda/memory.py, torch/_inductor/cudagraph_trees.py, aten/src/ATen/cuda/CUDAGraph.cpp).
 """
 
 from __future__ import annotations
@@ -31,15 +28,14 @@ def recording() -> bool:
 
 
 def current_stream(device: torch.device) -> int:
-    """The stream that work on the device goes to; 0 on a CPU.  Part of a key: other streams would read too early."""
+    """The stream of work on the device, 0 on a CPU; part of cache keys, because another stream would read too early."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def outside_pools(make: Callable[[], _T], device: torch.device) -> _T:
-    """What ``make`` returns, allocated outside of every graph's pool, in the order of the current stream.
+    """What ``make`` returns, allocated outside of every graph's pool, ordered on the current stream.
 
-    It runs in a new thread, so neither inference mode nor any other mode of the caller's stays with what it makes.
-    Not for a stream that is being captured, on which nothing runs before the graph does.
+    It runs in a new thread, without the caller's modes.  Not for a stream that is being captured.
     """
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
     with ThreadPoolExecutor(1) as thread:
@@ -47,11 +43,9 @@ def outside_pools(make: Callable[[], _T], device: torch.device) -> _T:
 
 
 def permanent(make: Callable[_P, _T]) -> Callable[_P, _T]:
-    """``make``, called once for each arguments, whose last is a device; what it returns is kept for good.
+    """``make``, called once for each tuple of arguments, the last of which is a device; results are never freed.
 
-    Any stream may read it, and a graph that has recorded its address may be replayed as long as the process lives.
-    It may be asked for while a graph is recorded, and may copy from the host then.  For what is small, and has few
-    different arguments.
+    Any stream and recorded graph may read a result.  It may run while a graph is recorded.  For few, small results.
     """
     made: dict[Any, _T] = {}
     lock = threading.Lock()
@@ -75,12 +69,12 @@ def _on_stream(make: Callable[[], _T], stream: torch.cuda.Stream | None) -> _T:
 
 
 def _complete(make: Callable[..., _T], arguments: tuple[Any, ...]) -> _T:
-    """What ``make`` returns, once the device has made it."""
+    """What ``make`` returns, after the device has finished it."""
     device: torch.device = arguments[-1]
     if device.type != "cuda":
         return make(*arguments)
     stream = _side_stream(device)
-    while _captured(stream):  # torch deals its streams out in turns, to those who record as well
+    while _captured(stream):  # torch reuses its streams in turn, including one that is captured
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         found = make(*arguments)

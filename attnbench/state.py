@@ -1,8 +1,4 @@
-"""Process-wide state: what is open, what was found before, and how it is forgotten.
-
-A slot or a cache belongs to the module that fills it and knows its type.  All of them are made of these two classes, so
-that there is one way to open, to keep and to forget.
-"""
+"""Process-wide state: slots for what is open and caches for what was found, each in the module that fills it."""
 
 from __future__ import annotations
 
@@ -19,10 +15,10 @@ _LARGEST = 4096  # entries, of about a KiB each for a question: more than a prog
 
 
 class Slot(Generic[_Content]):
-    """What is open in this process (guards, a freeze, an autotune), in all of its threads.
+    """What is open in this process (guards, a freeze, an autotune), for all threads.
 
-    ``active`` is the one that was opened last, None when nothing is open.  Reading it loads no module and takes no
-    lock.  Hold ``lock`` from looking at ``opened`` to opening.
+    ``active`` is the one opened last, None if nothing is open; reading it takes no lock.  Hold ``lock`` while checking
+    ``opened`` and opening.
     """
 
     def __init__(self) -> None:
@@ -31,13 +27,13 @@ class Slot(Generic[_Content]):
         self.lock = threading.RLock()
 
     def open(self, content: _Content) -> None:
-        """Make it the active one."""
+        """Make this the active one."""
         with self.lock:
             self.opened.append(content)
             self.active = content
 
     def close(self, content: _Content) -> None:
-        """Take it out, wherever it stands; nothing happens if it is not open."""
+        """Remove it, wherever it is in the order; does nothing if it is not open."""
         with self.lock:
             if content in self.opened:
                 self.opened.remove(content)
@@ -45,10 +41,9 @@ class Slot(Generic[_Content]):
 
 
 class Cache(Generic[_Key, _Value]):
-    """Values by key, the newest ``size`` of them, until they are forgotten.
+    """The newest ``size`` values by key, until ``state.forget``, which keeps ``lasting`` caches.
 
-    ``entries`` may be read without a lock.  A cache is made when its module is imported, and so after those that its
-    values rest on.  ``state.forget`` leaves a ``lasting`` one as it is.
+    ``entries`` may be read without a lock.  A cache is made on import, hence after those that its values depend on.
     """
 
     def __init__(self, size: int = _LARGEST, *, lasting: bool = False) -> None:
@@ -59,7 +54,9 @@ class Cache(Generic[_Key, _Value]):
             _caches.append(self)
 
     def of(self, key: _Key, make: Callable[..., _Value], *arguments: Any) -> _Value:
-        """The value under the key, made with the arguments if there is none: of several threads the first one's."""
+        """The value under the key, made from the arguments if it is missing; if several threads make it, the first one
+        counts.
+        """
         entries = self.entries  # a value that is made across a ``forget`` may be old: it is left behind with these
         found = entries.get(key)
         if found is not None:
@@ -80,7 +77,7 @@ era = "0"  # a constant of every compiled graph, guarded: what was compiled befo
 
 
 def forget() -> None:
-    """Choose anew, and compile anew, at the next call; backwards that are still to come keep their plans."""
+    """Choose and compile anew at the next call; backwards of earlier calls keep their plans."""
     global era
     for cache in _caches:  # in the order of the layers: an answer that rests on forgotten facts must not stay
         cache.forget()

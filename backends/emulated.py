@@ -1,7 +1,6 @@
-"""``emulated``: what FP8 attention computes, in plain torch on any machine, to study a recipe before it has a kernel.
+"""``emulated``: the arithmetic of FP8 attention in plain torch, to study a recipe before it has a kernel.
 
-A kernel's name says its arithmetic: ``fp8``, then the options that differ from the
-default, in this order:
+A kernel's name is ``fp8``, then the options that differ from the default, in this order:
 
 ============  ======================================================================
 ``tensor``    scales per tensor, not per (batch, head); or
@@ -27,20 +26,12 @@ from torch import Tensor
 
 from attnbench.errors import InputError, UnknownBackendError
 from attnbench.kernels.capabilities import Capabilities, Device
-from attnbench.kernels.contract import (
-    Availability,
-    Backend,
-    BackwardKernel,
-    ForwardKernel,
-    Inputs,
-    Operands,
-    Result,
-    Saved,
-)
+from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Inputs, Kernel, Operands, Result, Saved
 from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.fp8 import BLOCK, Quantised, Recipe, quantise
 from attnbench.problem.spec import GRANULARITIES, AttentionSpec
 
+from .common.installed import torch_availability
 from .emulated_arithmetic import Accumulator, attend, gradients
 
 __all__ = ["BACKEND", "EmulatedBackward", "EmulatedForward", "emulate"]
@@ -68,31 +59,32 @@ class _Triple(NamedTuple):
     v: Quantised
 
 
-class EmulatedForward(ForwardKernel):
-    """FP8 forward by one recipe and one accumulator.
-
-    FP8 tensors that come with descales are taken as they are, whatever their granularity.
-    """
-
+class _Emulated(Kernel):
     evidence = _EVIDENCE
 
     def __init__(self, recipe: Recipe, accumulator: Accumulator) -> None:
         self.recipe, self.accumulator = recipe, accumulator
         self.name = _name(recipe, accumulator)
         self.rows = _rows(recipe)
-        self.mixes = self.name == "emulated:fp8"
-        self.leaves = recipe.format if recipe.format == "e4m3" and not recipe.smoothing else None
-        self.declared_error = _ERRORS[recipe.format][0]
+        forward, backward = _ERRORS[recipe.format]
+        self.declared_error = backward if isinstance(self, BackwardKernel) else forward
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """What would take minutes."""
-        return _too_much(spec, self.accumulator)
+        largest = _LARGEST["exact" if self.accumulator.bits is None else "narrow"]
+        asked = spec.replace(direction="forward").flops
+        return [f"emulates at most {largest:.2g} operations, this takes more"] if asked > largest else []
+
+
+class EmulatedForward(_Emulated, ForwardKernel):
+    """FP8 forward by one recipe and one accumulator; FP8 tensors with descales are used as they are."""
+
+    def __init__(self, recipe: Recipe, accumulator: Accumulator) -> None:
+        super().__init__(recipe, accumulator)
+        self.mixes = self.name == "emulated:fp8"
+        self.leaves = recipe.format if recipe.format == "e4m3" and not recipe.smoothing else None
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
-        """Q, K and V quantised by the recipe, or as the caller quantised them.
-
-        Raises InputError where one of those is rotated, smoothed or not in the recipe's format.
-        """
+        """Q, K and V quantised by the recipe, or by the caller.  Raises InputError if those do not match the recipe."""
         given = inputs.quantised()
         if given is None:
             return Operands(spec, *_quantised(*inputs.unquantised(), self.recipe))
@@ -112,27 +104,14 @@ class EmulatedForward(ForwardKernel):
             return Result(*attend(q, k, v, operands.spec, self.recipe, self.accumulator))
 
 
-class EmulatedBackward(BackwardKernel):
+class EmulatedBackward(_Emulated, BackwardKernel):
     """FP8 backward by one recipe and one accumulator, after any forward.
 
-    Where the forward computed with FP8 tensors of this recipe, it takes them and the
-    forward's LSE as they are.  After any other forward it
-    quantises what that one computed with, and computes the LSE of its own scores anew:
-    exp(S - LSE) sums to one over a row only for the S that made the LSE.
+    FP8 operands of this recipe are used with the forward's LSE.  After any other forward its operands are quantised and
+    the LSE is computed again: exp(S - LSE) sums to one over a row only for the S that made the LSE.
     """
 
-    evidence = _EVIDENCE
     needs_lse = False
-
-    def __init__(self, recipe: Recipe, accumulator: Accumulator) -> None:
-        self.recipe, self.accumulator = recipe, accumulator
-        self.name = _name(recipe, accumulator)
-        self.rows = _rows(recipe)
-        self.declared_error = _ERRORS[recipe.format][1]
-
-    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """What would take minutes."""
-        return _too_much(spec, self.accumulator)
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK, dV in the gradients' dtype and in the basis of the unrotated Q and K."""
@@ -146,7 +125,7 @@ class EmulatedBackward(BackwardKernel):
             return gradients(*operands, saved.out, lse, grad_out, spec, self.recipe, self.accumulator)
 
     def _own(self, operands: Operands) -> _Triple | None:
-        """The operands, if they are FP8 as this recipe would have it."""
+        """The operands if they are FP8 by this recipe, else None."""
         q, k, v = operands.q, operands.k, operands.v
         if not (isinstance(q, Quantised) and isinstance(k, Quantised) and isinstance(v, Quantised)):
             return None
@@ -165,8 +144,8 @@ def emulate(
 ) -> tuple[EmulatedForward, EmulatedBackward]:
     """The forward and the backward kernel of a recipe and an accumulator.
 
-    None is ``Recipe()``, FlashAttention-3's, and ``Accumulator()``, exact sums in fp32.
-    Raises InputError for an accumulator that the names do not provide for.
+    None is ``Recipe()``, FlashAttention-3's, and ``Accumulator()``, exact sums in fp32.  Raises InputError for an
+    accumulator without a name.
     """
     recipe, accumulator = recipe or Recipe(), accumulator or Accumulator()
     bits, promote = accumulator.bits, accumulator.promote
@@ -230,24 +209,14 @@ def _rows(recipe: Recipe) -> dict[str, Capabilities]:
     return {"cpu": row, "cuda": row}
 
 
-def _too_much(spec: AttentionSpec, accumulator: Accumulator) -> list[str]:
-    largest = _LARGEST["exact" if accumulator.bits is None else "narrow"]
-    asked = spec.replace(direction="forward").flops
-    return [f"emulates at most {largest:.2g} operations, this takes more"] if asked > largest else []
-
-
 def _quantised(q: Tensor, k: Tensor, v: Tensor, recipe: Recipe) -> _Triple:
     return _Triple(quantise(q, recipe, rotate=True), quantise(k, recipe, rotate=True, smooth=True), quantise(v, recipe))
-
-
-def _available() -> Availability:
-    return Availability(version=torch.__version__, origin="torch")
 
 
 BACKEND = Backend(
     "emulated",
     "the arithmetic of FP8 kernels in plain torch, for studying recipes",
-    _available,
+    torch_availability,
     tuple(
         kernel
         for recipe in (

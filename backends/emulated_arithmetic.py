@@ -1,11 +1,9 @@
 """The arithmetic of FP8 attention in plain torch: rounding, the tensor core's accumulator, both passes.
 
-FP8 values are held in fp32, where every product of two of them is exact (TF32 and bf16
-hold them as well, so torch's matmul precision settings cannot change them).  Query rows
-are laid out as (Z, T, G, R, ·): Z = B·Hkv key heads, T tiles of R ≤ BLOCK queries, the G
-query heads that share the key head.  So K and V are never copied for grouped heads, and
-the tiles that see a block of keys are one slice.  One (chunk of rows) × (block of keys)
-is in memory at a time.
+FP8 values are held in fp32, where every product of two is exact (also in TF32 and bf16, so matmul settings have no
+effect).  Query rows are (Z, T, G, R, ·): Z = B·Hkv key heads, T tiles of R ≤ BLOCK queries, G query heads that share
+the key head, so that K and V are not copied and the tiles that see a block of keys are one slice.  One (chunk of rows)
+× (block of keys) is in memory at a time.
 """
 
 from __future__ import annotations
@@ -34,17 +32,15 @@ _ELEMENTS = {"cpu": 2**19, "cuda": 2**23}  # of one temporary: what a CPU's cach
 class Accumulator:
     """How a tensor core adds up the products of two FP8 matrices.
 
-    ``bits`` None: in fp32.  Else each step takes 32 products and the running sum, aligns
-    them to the largest exponent among them, cuts each toward zero below ``bits`` mantissa
-    bits and adds; the sum is cut to ``bits`` bits as well.  13 is Hopper's: a 1-8-13
-    register (SageAttention2, arXiv 2411.10958, section 3.3) with aligned, truncated
-    products (DeepSeek-V3, arXiv 2412.19437, section 3.5.2).  On P·V with V of mean 0.5 that
-    loses 33 % at 64k and 46 % at 128k keys, as FlashAttention-3 was measured to lose on an
-    H200; cutting only the sum would lose 4 % and 9 %.
-    ``promote`` adds the accumulator of P·V into fp32 and clears it at every multiple of
-    that many keys; None never.  The sums over D never outlast one accumulator.  Sums over
-    the sequence of parts that have scales of their own end with each part: P·V where V's
-    descale differs between keys, and all those of the backward.
+    ``bits`` None: in fp32.  Else each step takes 32 products and the running sum, aligns them to the largest exponent,
+    truncates each below ``bits`` mantissa bits and adds; the sum is truncated too.  13 is Hopper's: a 1-8-13 register
+    (SageAttention2, arXiv 2411.10958, section 3.3) with aligned, truncated products (DeepSeek-V3, arXiv 2412.19437,
+    section 3.5.2).  On P·V with V of mean 0.5 that loses 33 % at 64k and 46 % at 128k keys, as FlashAttention-3 did on
+    an H200; truncating only the sum would lose 4 % and 9 %.
+
+    ``promote`` adds the accumulator of P·V into fp32 and clears it at every multiple of that many keys; None never.
+    Sums over D never outlast one accumulator.  Sums over the sequence end with each part that has a scale of its own:
+    P·V if V's descale differs between keys, and all sums of the backward.
     """
 
     bits: int | None = None
@@ -77,11 +73,9 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Out (B, H, Sq, Dv) in the gradients' dtype and lse (B, H, Sq) fp32 of FP8 q, k, v (B, H, S, D).
 
-    Online softmax over blocks of BLOCK keys.  P is scaled by 256 and rounded to the
-    recipe's format; row sums come from P before the rounding.  Where V's descale differs
-    between keys, each block of keys is a sum of its own: P·descale is rounded, scaled by
-    256 over the largest descale that the row sees in the block, and the block's sum is
-    scaled back as it is added in fp32.
+    Online softmax over blocks of BLOCK keys.  P is scaled by 256 and rounded to the recipe's format; row sums use P
+    before rounding.  If V's descale differs between keys, P·descale is rounded, scaled by 256 over the largest descale
+    that the row sees in the block, and each block's sum is scaled back as it is added in fp32.
     """
     tiles = _Tiles(spec, q.data.device, accumulator)
     scores = _Scores(q, k, spec, accumulator, tiles)
@@ -141,11 +135,10 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (B, H, Sq, D), (B, Hkv, Skv, D), (B, Hkv, Skv, Dv) in the gradients' dtype.
 
-    ``out`` and ``lse`` (B, H, Sq) are of the very q, k, v given here.  grad_out (B, H, Sq, Dv)
-    is quantised by the recipe.  P and dS are rounded to the recipe's format with one scale
-    for each tile of BLOCK queries × BLOCK keys, after taking in the descale that differs
-    along the sum.  delta = rowsum(dO∘O) takes O as the forward left it, and dO as dP sees
-    it: what the rounding does to dO then cancels in dP - delta where the values of V agree.
+    ``out`` and ``lse`` (B, H, Sq) belong to these q, k, v.  grad_out (B, H, Sq, Dv) is quantised by the recipe.  P and
+    dS are rounded with one scale for each tile of BLOCK × BLOCK, with the descale that differs along the sum.  delta =
+    rowsum(dO∘O) takes the forward's O and the rounded dO: its rounding then cancels in dP - delta where V's values
+    agree.
     """
     tiles = _Tiles(spec, q.data.device, accumulator)
     scores = _Scores(q, k, spec, accumulator, tiles)
@@ -190,9 +183,8 @@ def gradients(
 
 
 def rounded(x: Tensor, format: Format) -> Tensor:
-    """The fp32 values that x (fp32) takes when cast to ``format``, saturating; bit for bit ``quantise_with(x, 1)``.
-
-    Arithmetic, because torch's casts from e4m3 cost a CPU several times as much.
+    """The fp32 values of x (fp32) cast to ``format``, saturating, as ``quantise_with(x, 1)``; faster than torch's
+    casts.
     """
     mantissa, smallest = _MANTISSA[format]
     x = x.clamp(-LARGEST[format], LARGEST[format])
@@ -252,9 +244,10 @@ class _Tiles:
         return _slices(self.count, self._rows_at_once)
 
     def blocks(self, t: slice) -> Iterator[tuple[slice, slice, Tensor | None]]:
-        """Blocks of keys that the tiles ``t`` see: (keys, which of those tiles, mask or None where all is visible).
+        """Blocks of keys that the tiles ``t`` see: (keys, slice of those tiles from ``t.start``, mask or None if all is
+        visible).
 
-        The slice of tiles counts from ``t.start``; the mask is (tiles, 1, R, keys), True where visible.
+        The mask is (tiles, 1, R, keys), True where visible.
         """
         mask, length = self.spec.mask, self.spec.seqlen_q
         offset = mask.offset(length, self.spec.seqlen_kv)
@@ -272,14 +265,10 @@ class _Tiles:
             behind = mask.left is not None and most - mask.left > keys.start
             visible = None
             if ahead or behind:
-                centre = torch.arange(least, least + (end - begin) * self.rows, device=self.device).unsqueeze(-1)
-                key = torch.arange(keys.start, keys.stop, device=self.device)
-                visible = torch.ones(1, 1, dtype=torch.bool, device=self.device)
-                if mask.right is not None:
-                    visible = visible & (key <= centre + mask.right)
-                if mask.left is not None:
-                    visible = visible & (key >= centre - mask.left)
-                visible = visible.view(end - begin, 1, self.rows, -1)
+                rows = torch.arange(begin * self.rows, end * self.rows, device=self.device)
+                columns = torch.arange(keys.start, keys.stop, device=self.device)
+                hidden = mask.hidden(rows, columns, length, self.spec.seqlen_kv)
+                visible = None if hidden is None else hidden.logical_not_().view(end - begin, 1, self.rows, -1)
             yield keys, slice(begin - t.start, end - t.start), visible
 
 

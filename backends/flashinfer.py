@@ -1,8 +1,8 @@
 """``flashinfer``: FlashInfer's FP8 prefill on Hopper, made from FlashAttention-3's template; forward only.
 
-Ye et al., "FlashInfer" (arXiv 2501.01005).  The interface is that of ``flashinfer.single_prefill_with_kv_cache`` of
-0.7; the kernel is ``include/flashinfer/attention/hopper/quantization/`` of its source, compiled at the first call.
-One request is one sequence there, so that the batch is folded into the heads, which do not see each other.
+Ye et al., "FlashInfer" (arXiv 2501.01005); ``flashinfer.single_prefill_with_kv_cache`` of 0.7, whose kernel is compiled
+at the first call (``include/flashinfer/attention/hopper/quantization/``).  The batch is folded into the heads, because
+a request is one sequence.
 """
 
 from __future__ import annotations
@@ -127,9 +127,8 @@ class FlashInferForward(ForwardKernel):
         return reasons
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
-        """e4m3 with a scale for each (batch, head) of Q, K and V, the batch folded into the heads.
-
-        Raises InputError where a tensor that the caller quantised is not plain e4m3.
+        """e4m3 with a scale for each (batch, head), the batch folded into the heads.  Raises InputError if not plain
+        e4m3.
         """
         q, k, v = inputs.quantised() or (quantise(x, _RECIPE) for x in inputs.unquantised())
         found = bottom_right(spec.mask, spec.seqlen_q, spec.seqlen_kv)
@@ -157,10 +156,9 @@ class FlashInferForward(ForwardKernel):
 
 
 def _folded(x: Tensor) -> Tensor:
-    """x (B, H, S, D) as (S, B·H, D) that TMA can load: a view where the strides allow it, else of a copy.
+    """x (B, H, S, D) as (S, B·H, D) that TMA can load: a view if the strides allow it, else a copy.
 
-    Rows must be contiguous, and every other stride and the address multiples of 16 bytes (cuTensorMapEncodeTiled in
-    the CUDA driver API).
+    Rows must be contiguous, other strides and the address multiples of 16 bytes (cuTensorMapEncodeTiled).
     """
     uniform = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
     loads = x.stride(-1) == 1 and all(stride > 0 and stride % 16 == 0 for stride in x.stride()[:-1])

@@ -1,8 +1,7 @@
-"""Exact attention in FP64 or FP32, chunked: the truth that every other kernel is held against.
+"""Exact attention in FP64 or FP32, chunked: the reference for every other kernel's error.
 
-Any mask, grouping, softcap, head dimension and input type, forward and backward, on any
-device.  One (batch, key head) is converted at a time and queries go through in slices, so
-that 128k keys fit in little memory.
+Any mask, grouping, softcap, head dimension, input type and device, both passes.  One (batch, key head) is converted at
+a time and queries go through in slices, so that 128k keys fit in little memory.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from attnbench.kernels.capabilities import Capabilities
 from attnbench.kernels.contract import (
-    Availability,
     Backend,
     BackwardKernel,
     ForwardKernel,
@@ -28,6 +26,7 @@ from attnbench.problem.exact import product, score_gradients, scores
 from attnbench.problem.spec import DTYPES, GRANULARITIES, AttentionSpec
 
 from .common.full_fp32 import full_fp32
+from .common.installed import torch_availability
 
 __all__ = ["BACKEND"]
 
@@ -51,9 +50,8 @@ class ReferenceForward(ForwardKernel):
         self._wide = _WIDE[precision]
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
-        """Nothing to prepare: conversion happens a slice at a time.
-
-        Of tensors that the caller quantised the answer is the floor: exact attention on what they stand for.
+        """Nothing: conversion happens slice by slice; for tensors quantised by the caller the result is the error
+        floor.
         """
         return Operands(spec, inputs.q, inputs.k, inputs.v)
 
@@ -76,11 +74,7 @@ class ReferenceForward(ForwardKernel):
 
 
 class ReferenceBackward(BackwardKernel):
-    """The gradients by the chain rule, from the forward's LSE.
-
-    rowsum(dO∘O) is taken as rowsum(P∘dP), its equal in exact arithmetic, so that the
-    rounding of the forward's output does not reach the gradients.
-    """
+    """The gradients by the chain rule, from the LSE; rowsum(dO∘O) as rowsum(P∘dP), free of the output's rounding."""
 
     def __init__(self, precision: str) -> None:
         self.name = f"reference:{precision}"
@@ -150,7 +144,7 @@ def _probabilities(s: Tensor, lse: Tensor) -> Tensor:
 BACKEND = Backend(
     name="reference",
     summary="exact chunked attention in FP64 and FP32, the reference for all errors",
-    availability=lambda: Availability(version=torch.__version__, origin="torch"),
+    availability=torch_availability,
     kernels=tuple(
         kernel for precision in _WIDE for kernel in (ReferenceForward(precision), ReferenceBackward(precision))
     ),

@@ -1,7 +1,7 @@
-"""``sage``: SageAttention, QK in INT8 with K's mean taken away, PV in FP16 or FP8, forward only.
+"""``sage``: SageAttention, QK in INT8 with K's mean subtracted, PV in FP16 or FP8, forward only.
 
-Zhang et al., "SageAttention" (arXiv 2410.02367) and "SageAttention2" (arXiv 2411.10958).  Two libraries carry the
-name ``sageattention``, and one of them is installed at a time:
+Zhang et al., "SageAttention" (arXiv 2410.02367) and "SageAttention2" (arXiv 2411.10958).  Two libraries have the name
+``sageattention``:
 
 ============  ====================  ==========================================  =================
 version       kernel here           what it is                                  comes as
@@ -10,8 +10,8 @@ version       kernel here           what it is                                  
 2.2 and on    ``sage:int8-fp8``     CUDA for 9.0; P and V in e4m3               source
 ============  ====================  ==========================================  =================
 
-Their top-level functions quantise and compute in one call; here the parts they are made of are called, so that the
-two costs can be told apart, and K is not changed in place as 1.0.6 does it.
+Their top-level functions quantise and compute in one call; here the parts are called, so that both costs are known and
+K is not changed in place.
 """
 
 from __future__ import annotations
@@ -95,11 +95,10 @@ def _function(module: str, name: str) -> Callable[..., Any]:
 
 @cache
 def _hopper_kernel() -> Callable[..., Any]:
-    """The kernel for compute capability 9.0.
+    """The kernel for compute capability 9.0: the registered operator, or the function of builds that register none.
 
-    Builds from October to December 2025 give its Python name to the stand-in that torch traces with, which computes
-    nothing and returns memory as it was (thu-ml/SageAttention, pull request 307).  The operator that they register is
-    right, so it is preferred; older builds register none.
+    Builds from October to December 2025 give the function's name to the stand-in for tracing, which computes nothing
+    (thu-ml/SageAttention, pull request 307).
     """
     name = "qk_int8_sv_f8_accum_f32_fuse_v_scale_attn_inst_buf"
     function = _function("sm90_compile", name)  # importing the module registers the operator
@@ -144,13 +143,10 @@ class SageInt8Forward(ForwardKernel):
         """Q and K in INT8, a scale for 128 queries and one for 64 keys; V in fp16, in which P·V is computed."""
         q, k, v = inputs.unquantised()
         size = _size(spec, _TRITON_SIZES)
-        q, k, v = (_rows_contiguous(padded(x, size)) for x in (q, k, v))
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (padded(x, size) for x in (q, k, v)))
         mean = k.mean(dim=2, keepdim=True)
-        quantise = (
-            _function("quant_per_block_hd96", "per_block_int8_hd96")
-            if size == 96
-            else _function("quant_per_block", "per_block_int8")
-        )
+        suffix = "_hd96" if size == 96 else ""
+        quantise = _function(f"quant_per_block{suffix}", f"per_block_int8{suffix}")
         with _device(q):
             q8, q_scale, k8, k_scale = quantise(q, k - mean, sm_scale=spec.scale, tensor_layout="HND")
         d = spec.head_dim
@@ -197,9 +193,8 @@ class SageFp8Forward(ForwardKernel):
         return reasons
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
-        """Q and K in INT8, a scale for the rows of each thread; V transposed in e4m3, a scale for each channel.
-
-        Also what K's mean adds to each row's log-sum-exp, of the Q that the kernel sees.
+        """Q and K in INT8, a scale for the rows of each thread; V transposed in e4m3; K's mean's part of the
+        log-sum-exp.
         """
         q, k, v = inputs.unquantised()
         size = _size(spec, _BUILT_SIZES)
@@ -238,10 +233,6 @@ class SageFp8Forward(ForwardKernel):
         return Result(out[..., : spec.head_dim_v], lse / _LOG2_E + shift)
 
 
-def _rows_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _device(x: Tensor) -> AbstractContextManager[object]:
     """Both libraries launch on the current device, whatever their tensors are on."""
     return torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext()
@@ -249,11 +240,7 @@ def _device(x: Tensor) -> AbstractContextManager[object]:
 
 @contextmanager
 def _default_stream(x: Tensor) -> Iterator[None]:
-    """Orders the current stream around kernels that 2.2 launches on the default one, whatever the current one is.
-
-    Memory is still allocated for the current stream, which waits at the end.  Raises InputError where the current
-    stream is being captured into a graph, which cannot be ordered so.
-    """
+    """Orders the current stream around kernels on the default one.  Raises InputError in a graph capture."""
     if recording():
         raise InputError("sageattention 2.2 launches on the default stream, which a CUDA graph cannot record")
     if x.device.type != "cuda" or torch.cuda.current_stream(x.device) == torch.cuda.default_stream(x.device):

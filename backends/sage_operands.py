@@ -1,7 +1,4 @@
-"""SageAttention's operands: which rows of INT8 share a scale, and V in e4m3 with a scale for each channel.
-
-Both are dequantised where somebody asks for it (a backward, a floor) and not before, because the kernels never do.
-"""
+"""SageAttention's operands (INT8 rows, e4m3 channels of V), dequantised only for a backward or a floor."""
 
 from __future__ import annotations
 
@@ -32,9 +29,10 @@ def row_scales(scale: Tensor, order: tuple[int, ...], length: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Rows(Quantised):
-    """INT8 ``data`` (B, H, S, D); ``descale`` (B, H, blocks × scales a block) in fp32, for the rows as ``order`` says.
+    """INT8 ``data`` (B, H, S, D) with ``descale`` (B, H, blocks × scales a block) in fp32, assigned to rows by
+    ``order``.
 
-    ``folded`` is what the values were multiplied by before they were quantised.
+    ``folded`` is the factor applied before quantising.
     """
 
     order: tuple[int, ...] = (0,)

@@ -1,10 +1,9 @@
 """``torch-fp8``: torch's own quantised attention, FP8 forward on Hopper.
 
-From torch 2.11 on there is ``aten::_flash_attention_forward.quantized``, which
-``torch.nn.attention.experimental._scaled_dot_product_attention_quantized`` is made of.  torch declares it and brings
-no kernel: FlashAttention-3's ``flash_attn_interface`` has to be installed beside it, and
-``torch.nn.attention._fa3`` hands q, k, v and the descales over.  What is measured here against ``fa3`` is
-therefore what torch puts around that kernel.
+torch 2.11 declares ``aten::_flash_attention_forward.quantized``
+(``torch.nn.attention.experimental._scaled_dot_product_attention_quantized``) without a kernel:
+``torch.nn.attention._fa3`` calls FlashAttention-3's ``flash_attn_interface``, which must be installed.  Compared with
+``fa3`` this measures torch's overhead.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Inp
 from attnbench.problem.spec import AttentionSpec
 
 from .common.installed import without_cuda
-from .common.windows import bottom_right
-from .flash_attention.fa3 import HOPPER, PROFILED
-from .flash_attention.fa3_operands import Native, native, quantise_by_key_head, refuse_spec
+from .flash_attention.fa3 import HOPPER, PROFILED, needs
+from .flash_attention.fa3_operands import Native, prepared, refuse_spec
 from .flash_attention.fa3_origins import INSTALL, interface
 
 __all__ = ["BACKEND", "TorchFp8Forward"]
@@ -60,24 +58,16 @@ def _declared() -> bool:
 
 @cache
 def _forward() -> Callable[..., Any]:
-    """What torch registers as ``aten::_flash_attention_forward.quantized``, loaded once.
+    """The function that torch registers as ``aten::_flash_attention_forward.quantized``, loaded once.
 
-    Called without registering: ``activate_flash_attention_impl("FA3")`` would exchange the kernel behind every
-    ``scaled_dot_product_attention`` of the process, ``sdpa-flash`` included, for all threads.  Raises ImportError,
-    OSError or RuntimeError where ``flash_attn_interface`` does not fit this torch.
+    Not registered: ``activate_flash_attention_impl("FA3")`` would replace the kernel behind every
+    ``scaled_dot_product_attention`` of the process.  Raises ImportError, OSError or RuntimeError if
+    ``flash_attn_interface`` does not fit this torch.
     """
     module = import_module(_MODULE)
     getattr(module, _LOAD)("flash_attn_interface")
     entry: Callable[..., Any] = getattr(module, _ENTRY)
     return entry
-
-
-def _omitted(spec: AttentionSpec, given: frozenset[str]) -> list[str]:
-    """The parts that the spec needs and that the installed ``flash_attn_interface`` was made without."""
-    found = bottom_right(spec.mask, spec.seqlen_q, spec.seqlen_kv)
-    local = not isinstance(found, str) and found.local
-    needed = {"FP8", "LOCAL"} if local else {"FP8"}
-    return [f"flash_attn_interface {_OMITTED[part]}" for part in sorted(needed & given)]
 
 
 class TorchFp8Forward(ForwardKernel):
@@ -95,16 +85,12 @@ class TorchFp8Forward(ForwardKernel):
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """Windows that cannot be moved bottom-right, and what the installed build was made without."""
         build = interface()
-        return refuse_spec(spec) + ([] if build is None else _omitted(spec, build.omissions()))
+        missing = needs(spec, "fp8") & build.omissions() if build is not None else set()
+        return refuse_spec(spec) + [f"flash_attn_interface {_OMITTED[part]}" for part in sorted(missing)]
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
-        """e4m3 with a scale for each (batch, key head), laid out (B, S, H, D), descales (B, Hkv) in fp32.
-
-        Tensors that the caller quantised are taken as ``fa3`` takes them; InputError where one is not plain e4m3.
-        """
-        given = inputs.quantised()
-        made = given or quantise_by_key_head(*inputs.unquantised(), spec)
-        return Operands(spec, *made, native(*made, spec, own_scales=given is None))
+        """As ``fa3:fp8`` does."""
+        return prepared(inputs, spec, "fp8")
 
     def run(self, operands: Operands) -> Result:
         """The kernel; out comes as bf16 and is rounded to fp16 where that came in, the log-sum-exp is natural."""

@@ -1,8 +1,4 @@
-"""The largest accepted error for each precision, if the caller names none.
-
-All errors are relative L2 against exact attention on the original inputs, the worst over
-out (and dq, dk, dv in training) and over the input families.
-"""
+"""The default error budget of each precision: relative L2 against exact attention on the original inputs."""
 
 from __future__ import annotations
 
@@ -11,9 +7,8 @@ from ..problem.spec import AttentionSpec
 
 __all__ = ["budget_of", "class_bound", "default_budget"]
 
-# A few times the rounding of the type: attention in fp32 lands near 3e-7, in bf16 near 2e-3
-# and 3e-3 backward, in fp16 near 3e-4 (8 times less than bf16, so a kernel that computes in
-# bf16 under an fp16 name is out of bounds).
+# A few times the rounding of the type: attention in fp32 lands near 3e-7, in bf16 near 2e-3 and 3e-3 backward, in fp16
+# near 3e-4 (8 times less than bf16, so a kernel that computes in bf16 under an fp16 name is out of bounds).
 _BOUNDS = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-2, "fp16": 2e-3}
 # FP8 with a scale a head measures 0.05 on normal and 0.07 to 0.10 on outlier inputs; its
 # gradients, when the backward sees what the forward saw, up to 0.17 on outliers.
@@ -25,9 +20,8 @@ def class_bound(plan: Plan, spec: AttentionSpec) -> float:
     if plan.fp8:
         return _FP8[spec.direction]
     narrowest = max(_BOUNDS.get(precision_of(kernel).partition("-")[0], _BOUNDS["bf16"]) for kernel in plan.kernels)
-    return max(
-        narrowest, _BOUNDS.get(spec.dtype, _BOUNDS["bf16"])
-    )  # out and gradients are rounded to the input's type (bf16 for FP8)
+    # Out and gradients are rounded to the input's type (bf16 for FP8).
+    return max(narrowest, _BOUNDS.get(spec.dtype, _BOUNDS["bf16"]))
 
 
 def default_budget(spec: AttentionSpec, fp8: bool) -> float:

@@ -25,20 +25,17 @@ ORDER: tuple[Verdict, ...] = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan that was considered.
+    """One plan that was considered for a choice.
 
-    ``reasons`` say why it was not chosen, one sentence each.  ``time_ms`` (median of the
-    whole call) and ``error`` (worst relative L2 over tensors and input families, and the
-    ``family`` it was seen in) are None where nothing was measured; ``basis`` says where they
-    come from: ``measured`` at this very spec, ``predicted`` by the cost model (the error is then
-    the largest at the plan's measured neighbours, at the spec ``measured_at``),
-    ``nearest`` (predicted too, and chosen because it won at the nearest measured spec),
-    ``rule`` (the kernels' declared preference and error), or ``frozen`` (a file named the
-    plan, and no table was read).
+    ``reasons`` say why it was not chosen, one sentence each.  ``time_ms`` (median of the whole call) and ``error``
+    (worst relative L2 over tensors and input families, seen in ``family``) are None if nothing was measured.
+    ``basis``: ``measured`` at this spec; ``predicted`` by the cost model, with the largest error of its measured
+    neighbours, at the spec ``measured_at``; ``nearest``: predicted, and chosen because it won at the nearest measured
+    spec; ``rule``: the kernels' declared preference and error; ``frozen``: named by a file, without tables.
 
-    ``spread_ms`` is the interquartile range of a measured time, ``time_error`` the standard
-    error of the logarithm of a predicted one: 0.05 is about 5 %.  ``needs`` is the smallest
-    budget that admits the plan, FP8 opted into; None where no budget would.
+    ``spread_ms`` is the interquartile range of a measured time, ``time_error`` the standard error of the logarithm of a
+    predicted one (0.05 is about 5 %).  ``needs`` is the smallest budget that admits the plan with FP8 allowed; None if
+    no budget does.
     """
 
     plan: Plan
@@ -74,8 +71,7 @@ class Candidate:
 class Margin:
     """The lead over the runner-up: ``gap`` is the runner-up's time over the chosen plan's, minus one.
 
-    ``noise`` is what the gap must exceed to be significant: the measurement noise of both, or
-    the error of their predictions.  A plan that won a tie may have a gap below zero.
+    ``noise`` is what the gap must exceed to be significant.  A plan that won a tie may have a negative gap.
     """
 
     runner_up: Plan
@@ -89,20 +85,13 @@ class Margin:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
-        return {
-            "runner_up": str(self.runner_up),
-            "gap": self.gap,
-            "noise": self.noise,
-            "inside_noise": self.inside_noise,
-        }
+        return {**vars(self), "runner_up": str(self.runner_up), "inside_noise": self.inside_noise}
 
 
 @dataclass(frozen=True)
 class Trade:
-    """What another budget would choose: ``plan`` under ``max_error``.
-
-    ``change`` is its time over the chosen plan's, minus one: below zero where a looser
-    budget saves time, above where a tighter one costs it.
+    """What another budget would choose: ``plan`` under ``max_error``; ``change`` is its time over the chosen one's,
+    minus 1.
     """
 
     max_error: float
@@ -111,7 +100,7 @@ class Trade:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
-        return {"max_error": self.max_error, "plan": str(self.plan), "change": self.change}
+        return {**vars(self), "plan": str(self.plan)}
 
 
 def _finite(error: float | None) -> float | str | None:

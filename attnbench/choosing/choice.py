@@ -21,16 +21,14 @@ _CANNOT_RUN: tuple[Verdict, ...] = ("refused", "unavailable")
 
 @dataclass(frozen=True)
 class Choice:
-    """What ``attention`` runs for ``spec`` on ``device``, and what it was chosen from.
+    """What ``attention`` runs for ``spec`` on ``device``, and the candidates it was chosen from.
 
-    ``asked`` is the backend that was asked for and ``asked_by`` who asked (``argument``,
-    ``context``, ``ATTNBENCH_BACKEND`` or ``default``); ``budget`` is the largest error
-    that was accepted, None where a backend or plan was named and no ``max_error``: its error
-    is then held against nothing; ``basis`` is what the decision rests on: ``measured``, ``predicted``,
-    ``nearest``, ``rule``, ``explicit``, or ``frozen`` in the file ``frozen_in``.  ``margin``
-    is the lead over the runner-up, None where fewer than two plans have a time; ``trades``
-    say what other budgets would choose, the tightest first.  ``hint`` is what the user could
-    do for a better choice.
+    ``asked`` is the backend that was asked for, ``asked_by`` its source (``argument``, ``context``,
+    ``ATTNBENCH_BACKEND`` or ``default``).  ``budget`` is the largest accepted error, None if a backend or plan was
+    named without ``max_error``.  ``basis`` is what decided: ``measured``, ``predicted``, ``nearest``, ``rule``,
+    ``explicit``, or ``frozen`` in the file ``frozen_in``.  ``margin`` is the lead over the runner-up, None if fewer
+    than two plans have a time; ``trades`` are what other budgets would choose, the tightest first; ``hint`` is how to
+    get a better choice.
     """
 
     spec: AttentionSpec
@@ -91,10 +89,7 @@ class Choice:
 
 
 def _text(choice: Choice, style: Literal["simple", "github"], all_plans: bool) -> str:
-    """The choice as lines of text, or of Markdown; what would steer a terminal is left out.
-
-    Plans that cannot run here are counted, and have lines of their own only with ``all_plans``.
-    """
+    """The choice as text or Markdown, without control characters; plans that cannot run need ``all_plans``."""
     from tabulate import tabulate  # attention() imports this module, and prints nothing
 
     cell = _markdown if style == "github" else printable

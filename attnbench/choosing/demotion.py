@@ -1,7 +1,6 @@
-"""Plans that a guard has found wanting: for the spec where it did, they count as inaccurate in this process.
+"""Plans that a guard demoted: they count as inaccurate at a spec in this process.
 
-While choices are frozen nothing is demoted: they were frozen so that ranks agree, and the rank that found the plan
-wanting would be the only one to leave it.
+While choices are frozen nothing is demoted, because only the rank that found the breach would change its plan.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ demotions: Cache[tuple[AttentionSpec | Path, Plan], str] = Cache(lasting=True)
 
 
 def demote(plan: Plan, spec: AttentionSpec, reason: str) -> bool:
-    """Count the plan as inaccurate at the spec, for this reason; whether that is new.
-
-    While choices are frozen the plan stays, with one warning for each plan.
-    """
+    """Count the plan as inaccurate at the spec; returns whether that is new.  Only warns while choices are frozen."""
     frozen = freezing.active
     key = (_answered(spec) if frozen is None else frozen.path), plan
     new = key not in demotions.entries
@@ -43,7 +39,7 @@ def demote(plan: Plan, spec: AttentionSpec, reason: str) -> bool:
 
 
 def demoted(plan: Plan, spec: AttentionSpec) -> str | None:
-    """Why the plan is not to be chosen for the spec, or None."""
+    """Why the plan must not be chosen for the spec, or None."""
     return demotions.entries.get((_answered(spec), plan)) if demotions.entries else None
 
 

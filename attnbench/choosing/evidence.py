@@ -17,24 +17,20 @@ from .similarity import SpecClass, class_of, distance
 
 __all__ = ["MARGIN", "Evidence"]
 
-# By what factor the errors of an FP8 plan's neighbours must stay below the budget of a spec that
-# was not measured.  Of 704 errors on an H200 7 lay more than 10 % above the largest of those that
-# would have vouched for them, 2 by 31 %, with an unlucky draw of outliers.
+# The factor by which the errors of an FP8 plan's neighbours must stay below the budget of an unmeasured spec.
+# Of 704 errors on an H200 7 were more than 10 % above the largest neighbour's, 2 by 31 %.
 MARGIN = 1.3
-_NEAR = 2.0  # doublings: farther away, who won says less than a prediction
+_NEAR = 2.0  # doublings: farther away, the winner says less than a prediction
 
 
 class Evidence:
-    """The tables' view of one spec.
+    """The tables' facts about one spec.
 
-    A plan measured at the spec is judged by that entry alone.  At a spec where it was not
-    measured it is vouched for by its entries in the class of the spec (``similarity``): all
-    those with at most as many keys, and the nearest one with more, must be within the budget
-    on every input family.  A plan that computes in FP8 must be so by a factor of ``MARGIN``.  Where none has as
-    many keys, its error counts as what it grows to by then, and nothing vouches for a plan whose growth is
-    not known.  Where a plan failed at a spec
-    that is nowhere larger, or at the nearest one, it is not vouched for.  Its time is then
-    predicted by the cost model.
+    A plan measured at the spec is judged by that entry alone.  Elsewhere its entries in the class of the spec
+    (``similarity``) vouch for it: all with at most as many keys, and the nearest with more, must be within the budget
+    on every input family, for FP8 by the factor ``MARGIN``.  If none has as many keys, the error is extrapolated by its
+    growth; nothing vouches for a plan whose growth is unknown, or that failed at the nearest spec or at one that is
+    nowhere larger.  The cost model predicts its time.
     """
 
     def __init__(self, spec: AttentionSpec, known: Known) -> None:
@@ -50,9 +46,9 @@ class Evidence:
         self.model = None if index is None else index.model
 
     def candidate(self, plan: Plan, budget: float, growth: float | None) -> Candidate | None:
-        """The plan as ``eligible``, ``inaccurate`` or ``unmeasured``; None where nothing was found out about it.
+        """The plan as ``eligible``, ``inaccurate`` or ``unmeasured``; None if nothing is known about it.
 
-        ``growth`` is the factor by which its error grows where the keys double, None where that is not known.
+        ``growth`` is the factor by which its error grows when the keys double, None if unknown.
         """
         entry = self._here.get(plan)
         if entry is not None:
@@ -61,9 +57,8 @@ class Evidence:
         return None if not entries else self._neighbours(plan, entries, budget, growth)
 
     def nearest(self, plan: Plan, others: Iterable[Plan]) -> list[Candidate]:
-        """What was measured of a plan that was predicted, and of the others, at the nearest spec that has the plan.
-
-        Nothing where that is more than ``_NEAR`` doublings away: who won there says less than a prediction.
+        """Measurements of a predicted plan and of the others at the nearest spec that has the plan; none beyond
+        ``_NEAR``.
         """
         spec = min((entry.spec for entry in self._class[plan] if entry.usable), key=self._order)
         if distance(spec, self._spec) > _NEAR:
@@ -163,7 +158,7 @@ class _Index:
 
 
 class _Same:
-    """A table as a key: the very object, which is kept alive as long as it is one."""
+    """A table as a key by identity."""
 
     def __init__(self, table: Table) -> None:
         self.table = table

@@ -1,7 +1,4 @@
-"""The slot for the open freeze, which answers for the choices before any table is read.
-
-Apart from the freeze, so that a choice without one reads one attribute and loads nothing.
-"""
+"""The slot for the open freeze; separate from it, so that a choice without one loads nothing."""
 
 from __future__ import annotations
 

@@ -18,9 +18,8 @@ _FP8_CLOSED = 'computes in FP8, which dtype="fp8" or a max_error opens'
 class Judge:
     """Turns plans into candidates: whether FP8 is allowed, whether the plan is accurate enough, how long it takes.
 
-    ``fp8`` tells whether FP8 was opted into; ``declared`` is the error that a plan declares for the
-    spec, which decides where nothing was measured; ``dropped`` says of a backend why what was
-    measured of it is not used here.
+    ``fp8``: FP8 was opted into.  ``declared`` gives a plan's declared error, used where nothing was measured.
+    ``dropped`` maps a backend to why its measurements are not used here.
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class Judge:
         self._declared, self._dropped = declared, dropped or {}
 
     def __call__(self, plan: Plan, insisted: bool = False) -> Candidate:
-        """The plan, which can serve, as eligible or not; an insisted one has been asked for by its name."""
+        """A plan that can serve, as eligible or not; ``insisted``: the caller named it."""
         found = self._evidence.candidate(plan, self._budget, self._known.error_growth(plan)) or self._by_rule(plan)
         if plan.fp8 and not self._fp8 and not insisted:
             return replace(found, verdict="not asked for", reasons=(_FP8_CLOSED,))

@@ -1,4 +1,4 @@
-"""Which of the eligible plans wins: the fastest, and within the noise the more accurate, then a declared order."""
+"""Which eligible plan wins: the fastest, within the noise the more accurate, then a declared order."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ _AS_ACCURATE = 1.25  # ratio below which two errors count as equal: one precisio
 def noise(one: Candidate, other: Candidate) -> float:
     """The relative difference of two measured times below which neither plan counts as faster.
 
-    Half the interquartile range is how far the middle half of a plan's samples lies from
-    their median; of two plans, added in quadrature.  At least 1 %: between two sweeps of an
-    H200 the time of a call changed by 1.1 % in the median.  At most 3 %: a wide spread comes
-    from a changing clock and must not make a clearly slower plan count as equal.
+    Half the interquartile ranges over the medians, added in quadrature; at least 1 % (between two sweeps of an H200
+    times changed by 1.1 % in the median), at most 3 % (a wide spread comes from a changing clock).
     """
     spreads = [
         0.0 if each.spread_ms is None or not each.time_ms else each.spread_ms / each.time_ms for each in (one, other)
@@ -32,13 +30,10 @@ def noise(one: Candidate, other: Candidate) -> float:
 
 
 class Ranking:
-    """Picks among candidates of one spec.
+    """Picks among the candidates of one spec, in any order.
 
-    ``preference`` is the order where nothing was measured, smallest first: the plan with the
-    smallest runs on a machine without any measurement.
-    ``nearest(plan, plans)`` is what was measured of the plans at the nearest spec of the class
-    that has the first, ``model`` predicts where the spec itself was not measured.  The order of
-    the candidates has no effect.
+    ``preference`` orders plans where nothing was measured, smallest first.  ``nearest(plan, plans)`` is what was
+    measured of the plans at the nearest spec that has the first; ``model`` predicts elsewhere.
     """
 
     def __init__(
@@ -53,15 +48,10 @@ class Ranking:
     def winner(self, eligible: Sequence[Candidate]) -> Candidate:
         """The candidate that runs; its basis says what decided.
 
-        Measured times decide beyond their ``noise``.  Within it the more accurate plan wins
-        (errors within a quarter count as equal), then the one first in the declared order,
-        so that sweeps which differ by noise choose alike.
-
-        A predicted time wins where it leads by more than the error of the prediction: over
-        the best measured plan of this spec, or else over the plan that won, by the same
-        rules, at the nearest measured spec.  Where it does not, that plan runs.
-
-        Plans without a time come last, in the declared order.
+        Measured times decide beyond their ``noise``.  Within it the more accurate plan wins (errors within a quarter
+        count as equal), then the declared order, so that sweeps that differ by noise choose alike.  A predicted time
+        wins if it leads the best measured plan of this spec, or else the winner at the nearest measured spec, by more
+        than the error of the prediction; otherwise that plan runs.  Plans without a time come last.
         """
         timed = [each for each in eligible if each.time_ms is not None]
         if not timed:
@@ -91,10 +81,9 @@ class Ranking:
         return Margin(second.plan, math.expm1(_gap(second, winner)), self._error(second, winner))
 
     def trades(self, winner: Candidate, budget: float, able: Iterable[Candidate]) -> tuple[Trade, ...]:
-        """What other budgets would choose from those ``able`` to serve, with FP8 allowed, tightest budget first.
+        """What other budgets would choose from the candidates ``able`` to serve, with FP8 allowed, tightest first.
 
-        A looser budget is listed if it saves more time than the one before; of the tighter budgets
-        only the one that costs least is listed.
+        A looser budget is listed if it saves more time than the one before, of the tighter ones only the cheapest.
         """
         if winner.time_ms is None:
             return ()
@@ -111,16 +100,13 @@ class Ranking:
         steps = sorted({rounded_up(each) for each in needs.values()})
         within = min(needs.get(winner.plan, 0.0), budget)
         tighter = [trade for step in steps if step < within for trade in under(step)]
-        looser, best = [], -self._least_saving(winner)
+        looser, best = [], -max(noise(winner, winner), winner.time_error or 0.0)
         # The current budget is one of them: as a named budget it allows FP8.
         for trade in (trade for step in (budget, *steps) if step >= budget for trade in under(step)):
             if trade.change < best:
                 looser.append(trade)
                 best = trade.change
         return (*sorted(tighter, key=lambda trade: (trade.change, trade.max_error))[:1], *looser)
-
-    def _least_saving(self, winner: Candidate) -> float:
-        return max(noise(winner, winner), winner.time_error or 0.0)
 
     def _settled(self, measured: Sequence[Candidate]) -> Candidate:
         """The fastest measured plan; of plans within its noise the most accurate, then the first in declared order."""

@@ -1,4 +1,4 @@
-"""How much slower the selector's choices are than the best ones, on specs that it has not seen: held-out regret."""
+"""Held-out regret: how much slower choices are than the best plans, on specs that the table does not have."""
 
 from __future__ import annotations
 
@@ -59,14 +59,12 @@ QUESTIONS = (Asked(False), Asked(True), Asked(True, 0.05), Asked(True, 0.1), Ask
 
 @dataclass(frozen=True)
 class Score:
-    """One choice, made without the spec's own entries, beside what was measured there.
+    """One choice made without the spec's own entries, compared with what was measured there.
 
-    ``regret`` is the time of the ``plan`` over that of the ``best`` eligible one, minus one:
-    best among those that the known half supports and that are accurate enough here.
-    ``caution`` is the additional cost of FP8 plans that the known half does not support though
-    they are accurate enough here: the time of the best eligible plan over that of the best
-    accurate one, minus one.  ``violated``: the plan's measured error exceeds the budget.  ``steady``:
-    the times of both plans are known well enough for the regret to be one.
+    ``regret`` is the time of ``plan`` over that of ``best``, the fastest plan that the known half supports and that is
+    accurate enough here, minus one.  ``caution`` is the time of ``best`` over that of the fastest accurate plan, minus
+    one: the cost of FP8 plans that the known half does not support.  ``violated``: the plan's error exceeds the budget.
+    ``steady``: both times are known well enough.
     """
 
     spec: AttentionSpec
@@ -91,13 +89,8 @@ def held_out(
 ) -> Iterator[Score]:
     """Choose for one half of the table's specs by the other half, and vice versa, in several random splits.
 
-    Specs are split class by class, so that of each class about half is known; the odd one
-    falls to either side.  A spec that is alone in its class is never scored, because the other
-    half knows nothing about it.  A choice that finds no plan within the budget is not scored either.
-
-    The known half is used as it is.  A score is ``steady`` where neither its plan's time nor
-    the best one's scattered by more than that: otherwise a regret is mostly noise, and
-    the best of several unsteady times is the luckiest.
+    Splits are made class by class.  A spec that is alone in its class is not scored, nor a choice without a plan within
+    the budget.  A score is ``steady`` if neither time scattered by more than that; otherwise a regret is mostly noise.
     """
     for split in range(splits):
         half = _half(table, random.Random(f"{seed}/{split}"))
@@ -141,7 +134,7 @@ def _scored(
 def chosen_at(
     spec: AttentionSpec, here: Iterable[Plan], evidence: Evidence, asked: Asked, known: Registry
 ) -> tuple[Candidate, set[Plan]] | None:
-    """(the plan that the selector chooses from those that served here, all eligible ones); None if there is none."""
+    """(the plan that the selector chooses among the plans measured here, all eligible plans), or None."""
     # What was not measured in the class of the spec counts as what it must be to deserve the status ok.
     judge = Judge(evidence, asked.budget(spec), asked.fp8, known, lambda plan: class_bound(plan, spec))
     eligible = [each for each in map(judge, here) if each.verdict == "eligible"]

@@ -21,11 +21,10 @@ TORCH_DEFAULT = "torch's default"
 
 @dataclass(frozen=True)
 class Fixed:
-    """How always taking one ``backend`` compares with ``auto`` in one direction.
+    """Always using one ``backend``, compared with ``auto`` in one direction.
 
-    ``serves`` of ``specs`` specs it can do within the budget.  On those, ``slow_down`` is the
-    geometric mean of its time over that of the plan that auto chooses, minus one, and
-    ``worst`` the largest.
+    It serves ``serves`` of ``specs`` specs within the budget.  On those, ``slow_down`` is the geometric mean of its
+    time over auto's, minus one, and ``worst`` the largest.
     """
 
     backend: str
@@ -37,12 +36,10 @@ class Fixed:
 
 
 def against_fixed(table: Table, known: Registry, asked: Asked) -> list[Fixed]:
-    """A row for each direction and backend, and for torch's default: the least slow-down first.
+    """A row for each direction and backend, and for torch's default, the least slow-down first.
 
-    Auto chooses at every spec by what was measured there.  A backend is taken at its fastest
-    plan that auto could take too: its forward with any backward, within the budget, FP8 only
-    where it is asked for.  Torch's default is the first of its kernels, in its own order on a
-    Hopper GPU, that served.
+    Auto chooses by what was measured at the spec.  A backend is taken at its fastest plan that auto could take too.
+    Torch's default is the first of its kernels, in its own order on a Hopper GPU, that served.
     """
     ratios: dict[tuple[Direction, str], list[float]] = defaultdict(list)
     specs: dict[Direction, int] = defaultdict(int)

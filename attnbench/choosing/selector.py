@@ -44,20 +44,16 @@ def choose(
 ) -> Choice:
     """Choose a plan for the spec on this device.
 
-    ``backend`` is ``auto``, a backend, a forward kernel or a whole plan; ``fp8`` opens the
-    FP8 plans; ``max_error`` is the budget (relative L2), None for the default of the
-    tensors' precision; ``table`` is used instead of the user's own and the shipped one.
-    Where choices are frozen, and neither a table nor a registry is named, the file answers.
+    ``backend`` is ``auto``, a backend, a forward kernel or a plan; ``fp8`` allows FP8 plans; ``max_error`` is the
+    budget (relative L2), None for the default of the precision; ``table`` replaces the user's and the shipped tables.
+    If choices are frozen, and neither ``table`` nor ``known`` is given, the file answers.
 
-    Of the plans that can serve and stay within the budget (``evidence``), the one with the
-    shortest call wins, forward and backward together, preparing and launching included
-    (``ranking``: what decides within the noise, and where nothing was measured at this spec).
-    Where nothing was measured in its class, the kernels' declared order decides among those
-    that are not FP8.  A plan that was named goes before all that, and its measured error is
-    held only against a budget that was named too.
+    Of the plans that can serve and stay within the budget (``evidence``), the one with the shortest call wins,
+    preparing and launching included (``ranking``).  If nothing was measured in the class, the declared order decides
+    among 16-bit plans.  A named plan takes precedence, and its error counts only against a named budget.
 
-    Raises UnknownBackendError, RefusedError (a named plan cannot serve), BudgetError (a
-    named plan exceeds a named budget), NoPlanError (nothing can serve, or within the budget).
+    Raises UnknownBackendError, RefusedError (a named plan cannot serve), BudgetError (a named plan exceeds a named
+    budget), NoPlanError (nothing can serve, or within the budget).
     """
     frozen = freezing.active
     if frozen is not None and table is None and known is None:
@@ -123,10 +119,7 @@ _TIMID = ("inaccurate", "unmeasured")
 
 
 def named_plans(backend: str, spec: AttentionSpec, known: Registry) -> list[Plan]:
-    """The plans that a backend argument allows: those of a backend, those with a forward kernel, or one plan.
-
-    Raises UnknownBackendError with the nearest names.
-    """
+    """The plans that a backend argument allows.  Raises UnknownBackendError with the nearest names."""
     known.check(backend)
     if ">" in backend:
         plan = Plan.parse(backend)

@@ -12,11 +12,7 @@ __all__ = ["SpecClass", "class_of", "distance", "sizes"]
 
 
 class SpecClass(NamedTuple):
-    """The properties that must be equal for one spec's time and error to be evidence for another's.
-
-    Not included are the sizes: batch × heads, queries, keys, and the number of query heads that
-    share a key head, if any do.
-    """
+    """What must be equal for one spec's time and error to be evidence for another's: all but the sizes."""
 
     head_dim: int
     head_dim_v: int

@@ -64,8 +64,7 @@ def _attnbench(
 def main() -> None:
     """Run the command line; exit 0 on success, 1 on failure, 2 on misuse, 130 when interrupted.
 
-    An AttnbenchError or AttnbenchWarning is one message on standard error.  Any other
-    exception is a fault of attnbench or of a plug-in and keeps its traceback.
+    An AttnbenchError or AttnbenchWarning is one message on standard error; any other exception keeps its traceback.
     """
     warnings.formatwarning = partial(_formatted, warnings.formatwarning)
     prepare_streams()

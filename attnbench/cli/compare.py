@@ -17,10 +17,34 @@ if TYPE_CHECKING:
     from ..harness.compare.regression import Regression
     from ..harness.compare.terms import Gated, Terms
 
-__all__ = ["PIPED_WIDTH", "CompareFormat", "compare", "make_terms", "print_comparison"]
+__all__ = [
+    "PIPED_WIDTH",
+    "CompareFormat",
+    "CostOption",
+    "FailOnHostOption",
+    "FailOnOption",
+    "ThresholdsOption",
+    "compare",
+    "make_terms",
+    "print_comparison",
+]
 
 PIPED_WIDTH = 120  # columns where the output is not a terminal
 CompareFormat = Literal["table", "markdown", "json", "junit"]
+FailOnOption = Annotated[str, typer.Option("--fail-on", help="Smallest slow-down that counts as a regression.")]
+FailOnHostOption = Annotated[
+    str, typer.Option("--fail-on-host", help="The same for times that the host of a GPU determines; these vary more.")
+]
+CostOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cost", help="Compare only these costs, separated by commas: kernel, prepared, backward, call, host."
+    ),
+]
+ThresholdsOption = Annotated[
+    Path | None,
+    typer.Option(exists=True, dir_okay=False, help="YAML file with separate limits for cases and plans."),
+]
 
 
 def compare(
@@ -28,18 +52,10 @@ def compare(
         Path, typer.Argument(exists=True, help="The old results: a sweep's folder or its measurements.jsonl.")
     ],
     new: Annotated[Path, typer.Argument(exists=True, help="The new results, likewise.")],
-    fail_on: Annotated[str, typer.Option("--fail-on", help="Smallest slow-down that counts as a regression.")] = "3%",
-    fail_on_host: Annotated[
-        str,
-        typer.Option("--fail-on-host", help="The same for times that the host of a GPU determines; these vary more."),
-    ] = "100%",
+    fail_on: FailOnOption = "3%",
+    fail_on_host: FailOnHostOption = "100%",
     format: Annotated[CompareFormat, typer.Option("--format", help="Output format.")] = "table",
-    cost: Annotated[
-        str | None,
-        typer.Option(
-            "--cost", help="Compare only these costs, separated by commas: kernel, prepared, backward, call, host."
-        ),
-    ] = None,
+    cost: CostOption = None,
     relative_to: Annotated[
         list[str] | None,
         typer.Option(
@@ -53,10 +69,7 @@ def compare(
             help='A case, a plan or "CASE: PLAN" that may be missing on one side; * and ? match; may be repeated.'
         ),
     ] = None,
-    thresholds: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="YAML file with separate limits for cases and plans."),
-    ] = None,
+    thresholds: ThresholdsOption = None,
     every: Annotated[bool, typer.Option("--all", help="Also list rows that are the same or uncertain.")] = False,
 ) -> None:
     """List, case by case, what became faster, slower, larger, less accurate, failed or went missing from BASE to NEW.

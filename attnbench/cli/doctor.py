@@ -32,10 +32,7 @@ _NEED = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked for: ``missing`` means that something cannot be used, ``note`` is information only.
-
-    ``install`` is the command that adds what is missing.
-    """
+    """One result: ``missing`` cannot be used, ``note`` is information; ``install`` is the command that adds it."""
 
     name: str
     status: Status

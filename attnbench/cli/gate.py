@@ -5,15 +5,27 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import MisuseError, OutputError
 from ..files.atomic import replace_file
 from ..text.printable import printable
-from .compare import PIPED_WIDTH, CompareFormat, make_terms, print_comparison
+from .compare import (
+    PIPED_WIDTH,
+    CompareFormat,
+    CostOption,
+    FailOnHostOption,
+    FailOnOption,
+    ThresholdsOption,
+    make_terms,
+    print_comparison,
+)
 from .output import DeviceOption, fresh_folder
+
+if TYPE_CHECKING:
+    from ..harness.compare.gate.run import GateRun
 
 __all__ = ["gate"]
 
@@ -30,11 +42,8 @@ def gate(
             help="The Python of an environment with the old code; old and new code are then measured in turns.",
         ),
     ] = None,
-    fail_on: Annotated[str, typer.Option("--fail-on", help="Smallest slow-down that counts as a regression.")] = "3%",
-    fail_on_host: Annotated[
-        str,
-        typer.Option("--fail-on-host", help="The same for times that the host of a GPU determines; these vary more."),
-    ] = "50%",
+    fail_on: FailOnOption = "3%",
+    fail_on_host: FailOnHostOption = "50%",
     minutes: Annotated[float, typer.Option(min=0.1, help="Time limit in minutes.")] = 5.0,
     case: Annotated[
         list[str] | None, typer.Option("--case", help="Measure only the case of BASE with this name; may be repeated.")
@@ -45,20 +54,12 @@ def gate(
             "--all", help="Measure every row of BASE, not only the plans that auto chooses and the runners-up."
         ),
     ] = False,
-    cost: Annotated[
-        str | None,
-        typer.Option(
-            "--cost", help="Compare only these costs, separated by commas: kernel, prepared, backward, call, host."
-        ),
-    ] = None,
+    cost: CostOption = None,
     allow_missing: Annotated[
         list[str] | None,
         typer.Option(help='A case, a plan or "CASE: PLAN" that may be missing; * and ? match; may be repeated.'),
     ] = None,
-    thresholds: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="YAML file with separate limits for cases and plans."),
-    ] = None,
+    thresholds: ThresholdsOption = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for measurements and verdict [default: a new one, printed at the end]")
     ] = None,
@@ -72,10 +73,8 @@ def gate(
     not given; 4 not certain.  The folder holds the measurements and the verdict as gate.md, gate.xml (JUnit) and
     gate.json.
     """
-    from ..harness.compare.export import regression_dict, regression_junit
-    from ..harness.compare.gate.rounds import ROUNDS, rounds_text
+    from ..harness.compare.export import regression_dict
     from ..harness.compare.gate.run import run_gate
-    from ..harness.compare.text import regression_text
     from ..kernels.devices import find
     from ..tables.entry import LONGEST_MS
 
@@ -88,9 +87,8 @@ def gate(
         folder,
         terms,
         find(device),
-        None
-        if base_python is None
-        else base_python.absolute(),  # not resolved: an environment is identified by the path of its link
+        # Not resolved: an environment is identified by the path of its link.
+        None if base_python is None else base_python.absolute(),
         minutes,
         costs=None if cost is None else terms.costs,
         cases=case or [],
@@ -99,24 +97,34 @@ def gate(
     )
     regression = found.regression
     told = regression_dict(regression, found.base, found.new)
-    files = {
-        ROUNDS: rounds_text(found.rounds),
-        "gate.json": json.dumps(told, indent=2, allow_nan=False) + "\n",
-        "gate.md": regression_text(regression, "markdown", PIPED_WIDTH, every=True) + "\n",
-        "gate.xml": regression_junit(regression, "attnbench gate") + "\n",
-    }
-    lost = None
-    for name, content in files.items():
-        try:
-            replace_file(folder / name, content.encode())
-        except OutputError as error:  # print the result of these minutes all the same
-            lost = error
+    lost = _write(folder, found, told)
     print_comparison(regression, told, format, every=True)
     if lost is not None:
         raise lost
     print(f"{found.said}; all of it is in {folder}", file=sys.stderr)
     if regression.exit_code:
         raise typer.Exit(regression.exit_code)
+
+
+def _write(folder: Path, found: GateRun, told: dict[str, Any]) -> OutputError | None:
+    """Write the files of the verdict; returns an error instead of raising it, so that the result is printed first."""
+    from ..harness.compare.export import regression_junit
+    from ..harness.compare.gate.rounds import ROUNDS, rounds_text
+    from ..harness.compare.text import regression_text
+
+    files = {
+        ROUNDS: rounds_text(found.rounds),
+        "gate.json": json.dumps(told, indent=2, allow_nan=False) + "\n",
+        "gate.md": regression_text(found.regression, "markdown", PIPED_WIDTH, every=True) + "\n",
+        "gate.xml": regression_junit(found.regression, "attnbench gate") + "\n",
+    }
+    lost = None
+    for name, content in files.items():
+        try:
+            replace_file(folder / name, content.encode())
+        except OutputError as error:
+            lost = error
+    return lost
 
 
 def _say(line: str) -> None:

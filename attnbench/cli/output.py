@@ -54,10 +54,7 @@ def print_json(data: Any) -> None:
 
 
 def print_table(rows: Sequence[Mapping[str, str]], format: Format) -> None:
-    """Print rows with the same keys, as a table for a terminal or as Markdown.
-
-    On a terminal the last column, which holds sentences, is wrapped to the remaining width.
-    """
+    """Print rows with the same keys, as a table for a terminal, whose last column is wrapped, or as Markdown."""
     from tabulate import tabulate  # not needed by `attnbench --help`
 
     cells = [{name: _shown(text, format) for name, text in row.items()} for row in rows]

@@ -15,9 +15,8 @@ _LOST = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 def prepare_streams() -> None:
     """Make the standard streams usable by everything that follows.
 
-    A closed stream (``>&-``) is opened on the null device: otherwise the next opened file would take its number, and
-    text for a closed standard error would appear on standard output.  A character that the encoding of an output lacks
-    becomes a question mark.
+    A closed stream (``>&-``) is opened on the null device: otherwise the next opened file would get its number.  A
+    character that the encoding of an output lacks becomes a question mark.
     """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:

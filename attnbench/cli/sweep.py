@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..harness.measure.setup import DeviceSetup
     from ..harness.results.store import Store
     from ..harness.sweep.run import Task
+    from ..kernels.registry import Registry
 
 __all__ = ["sweep"]
 
@@ -81,14 +82,11 @@ def sweep(
 
     from ..dispatch.context import check_budget
     from ..harness.measure.accuracy import LARGEST_ERROR
-    from ..harness.measure.setup import DeviceSetup
-    from ..harness.measure.timing import Timer
     from ..harness.results.shards import Shard
     from ..harness.results.store import Store
     from ..harness.sweep.run import tasks_of
     from ..kernels.registry import registry
     from ..tables.entry import LONGEST_MS
-    from ..tables.environment import Environment
 
     check_budget(max_error)
     if max_error is not None and max_error > LARGEST_ERROR:
@@ -113,17 +111,9 @@ def sweep(
     if dry_run:
         _print_tasks(tasks, format)
         return
-    setups = [
-        DeviceSetup(each, Environment.detect(each, known), Timer.for_device(each), max_error=max_error, seconds=timeout)
-        for each in devices
-    ]
-    environment = setups[0].environment
-    for other in setups[1:]:
-        if unlike := environment.differences(other.environment)[0]:
-            raise MisuseError(
-                f"--device {device}: these devices differ, so sweep them one after the other: {'; '.join(unlike)}"
-            )
-    with Store(fresh_folder("sweeps") if out is None else shard.folder(out), environment, resume=resume) as store:
+    setups = _setups(devices, known, device, max_error, timeout)
+    folder = fresh_folder("sweeps") if out is None else shard.folder(out)
+    with Store(folder, setups[0].environment, resume=resume) as store:
         for note in store.notes:
             print(f"{store.folder}: {note}", file=sys.stderr)
         measured = _measure(tasks, setups, store, format, update=table, verbose=verbose)
@@ -186,6 +176,26 @@ def _measure(
     if fault is not None:
         raise fault
     return measured > 0
+
+
+def _setups(
+    devices: list[torch.device], known: Registry, names: str, max_error: float | None, seconds: float
+) -> list[DeviceSetup]:
+    """The setup of each device.  Raises MisuseError if the devices differ."""
+    from ..harness.measure.setup import DeviceSetup
+    from ..harness.measure.timing import Timer
+    from ..tables.environment import Environment
+
+    setups = [
+        DeviceSetup(each, Environment.detect(each, known), Timer.for_device(each), max_error=max_error, seconds=seconds)
+        for each in devices
+    ]
+    for other in setups[1:]:
+        if unlike := setups[0].environment.differences(other.environment)[0]:
+            raise MisuseError(
+                f"--device {names}: these devices differ, so sweep them one after the other: {'; '.join(unlike)}"
+            )
+    return setups
 
 
 def _devices(names: str) -> list[torch.device]:

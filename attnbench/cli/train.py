@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -148,9 +148,13 @@ def train(
     )
     baseline = _baseline(candidate, compare, compare_linears)
     folder = out or _fresh_folder(parallel)
-    if not _train(
-        candidate, baseline, seeds, folder, device, resume, checkpoint_every, patience, price_per_hour, format
-    ):
+    settings = {
+        "resume": resume,
+        "price_per_hour": price_per_hour,
+        "checkpoint_every": checkpoint_every,
+        "patience": patience,
+    }
+    if not _train(candidate, baseline, seeds, folder, device, settings, format):
         raise typer.Exit(1)
 
 
@@ -174,13 +178,10 @@ def _train(
     seeds: int,
     folder: Path,
     device: str,
-    resume: bool,
-    checkpoint_every: int,
-    patience: int,
-    price_per_hour: float | None,
+    settings: dict[str, Any],
     format: Format,
 ) -> bool:
-    """Train both sides; returns whether any run finished or diverged."""
+    """Train both sides; returns whether any run finished or diverged.  ``settings`` are keywords of ``Session``."""
     from rich.console import Console
 
     from ..harness.training.report.plots import write_plots
@@ -194,14 +195,7 @@ def _train(
     with joined(device) as ranks:
         for config in (candidate, *([baseline] if baseline is not None else [])):
             check_beforehand(config, ranks.device)
-        session = Session(
-            folder,
-            ranks,
-            resume=resume,
-            price_per_hour=price_per_hour,
-            checkpoint_every=checkpoint_every,
-            patience=patience,
-        )
+        session = Session(folder, ranks, **settings)
         with session, progress_shown(Console(stderr=True), len(runs), silent=not ranks.first) as told:
             try:
                 rows = session.run(runs, build, told)

@@ -17,7 +17,7 @@ _TYPES = ("bf16", "fp16", "fp32", "fp64")  # types of plain tensors that every f
 def obstacle(known: Registry, backend: Backend, here: Device) -> str | None:
     """Why no forward kernel of the backend can run here (no kernel, old GPU, no compiler), or None if one can.
 
-    If the backend is not installed, only its capabilities rows are asked: further refusals may need its package.
+    Without its package only the capabilities rows are asked, because further refusals may need it.
     """
     from ..kernels.contract import ForwardKernel
     from ..problem.spec import AttentionSpec

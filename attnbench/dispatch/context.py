@@ -33,7 +33,7 @@ VARIABLE = "ATTNBENCH_BACKEND"
 
 
 class Wish(NamedTuple):
-    """A backend, a type and a budget; ``auto`` and None leave the matter to the next in line."""
+    """A backend, a dtype and a budget; ``auto`` and None leave the decision to the next source."""
 
     backend: str = "auto"
     dtype: str | None = None
@@ -49,7 +49,7 @@ _variable: Any = os.environ.encodekey(VARIABLE)
 
 
 class _OfThread(threading.local):
-    """The context once more, where torch.compile sees it: it guards attributes of an object, and no ContextVar."""
+    """The context once more for torch.compile, which guards attributes of objects but not a ContextVar."""
 
     def __init__(self) -> None:
         self.wish: Wish | None = None
@@ -69,7 +69,7 @@ def asked_while_tracing() -> tuple[Wish | None, Any]:
 
 
 def check_traced() -> None:
-    """Raise AttnbenchError where compiled code could not see the context: tasks that share a thread, each its own."""
+    """Raise AttnbenchError if compiled code cannot see the context: tasks of one thread with different contexts."""
     if _context.get() != _of_thread.wish:
         raise AttnbenchError(
             "compiled code sees the context of its thread, and this task has another one; "
@@ -78,7 +78,7 @@ def check_traced() -> None:
 
 
 def wished(wish: Wish | None, variable: Any) -> Wish:
-    """What the two mean: the context's wish, and behind it the variable."""
+    """The context's wish, with the environment variable as its default."""
     wish = wish or Wish()
     if wish.backend == "auto" and variable:
         named = os.environ.decodevalue(variable)
@@ -94,11 +94,10 @@ def current() -> Wish:
 
 @contextmanager
 def use_backend(backend: str = "auto", *, dtype: str | None = None, max_error: float | None = None) -> Iterator[None]:
-    """Within the block, ``attention`` uses this backend, kernel or plan, type and error budget.
+    """Within the block, ``attention`` uses this backend, kernel or plan, dtype and error budget.
 
-    What a call names itself goes first; what is left out here comes from the block around.
-    It holds for the current thread or task alone.  Raises UnknownBackendError at once where
-    nothing carries the name, InputError where type or budget are none.
+    Arguments of a call take precedence; what is left out here comes from the enclosing block.  Applies to the current
+    thread or task only.  Raises UnknownBackendError for an unknown name, InputError for an invalid dtype or budget.
 
     >>> with use_backend("sdpa-flash"):
     ...     out = attention(q, k, v)
@@ -137,5 +136,5 @@ def check_budget(max_error: object) -> None:
 
 
 def _positive(number: float) -> bool:
-    """Whether it is above 0, or infinite; an integer may be beyond all floats, as which it is compared and printed."""
+    """Whether it is positive; infinity is allowed, an integer too large for a float is not."""
     return number > 0 and not sys.float_info.max < number < math.inf

@@ -1,4 +1,4 @@
-"""What was chosen before: a question that was asked already costs one look-up."""
+"""Cache of choices: a question that was asked before costs one look-up."""
 
 from __future__ import annotations
 
@@ -19,18 +19,15 @@ __all__ = ["Listener", "Program", "ask_again", "execution_of", "executions", "li
 
 
 class Listener(Protocol):
-    """What an open autotune is told."""
+    """What an open autotune is notified of."""
 
     def chosen(self, device: torch.device, wish: Wish, choice: Choice, execution: Execution) -> Execution:
-        """What was wished for on the device was answered by the choice; what is returned runs instead of the execution.
-
-        Only a question that is not remembered comes here: a later call of the same question pays nothing.
-        """
+        """A question not asked before got ``choice``; the execution returned runs instead of ``execution``."""
 
 
 @dataclass
 class Program:
-    """An execution, and what of its forward a compiled program can carry on; nothing before one has run."""
+    """An execution, and which of its forward's results a compiled program can reuse; nothing before its first run."""
 
     execution: Execution
     carried: Literal["out and lse", "out", "nothing"] = "nothing"
@@ -42,16 +39,13 @@ programs: Cache[tuple[Any, ...], Program] = Cache(lasting=True)  # their keys na
 
 
 def ask_again() -> None:
-    """Answer every question anew at its next call.
-
-    What the answers rest on is not read again, so they are the same, and what was compiled stays as it is.
-    """
+    """Answer every question anew at its next call, from the same tables; compiled code is kept."""
     executions.forget()
     programs.forget()
 
 
 def execution_of(question: Question, training: bool, wish: Wish) -> Execution:
-    """What runs for a question under a wish of its context.  Raises what ``decide`` raises."""
+    """The execution for a question under the wish of its context.  Raises what ``decide`` raises."""
     wish = settled(question, wish)
     choice = decide(question, training, wish)
     known = registry()

@@ -1,8 +1,4 @@
-"""How the operators of ``operators`` are differentiated, and mapped over: their rules under autograd and torch.func.
-
-torch.func wants an autograd.Function of a form that ``torch.library.register_autograd`` does not make, so under its
-transforms the same rules come as such a function.
-"""
+"""Rules of the operators in ``operators`` under autograd, and under torch.func, which needs an autograd.Function."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from ..problem.tensor_kinds import refuse_tangents
 
 __all__ = ["TENSORS", "derive", "map_backward", "map_forward", "save", "transformed", "underive"]
 
-TENSORS = 6  # arguments in front of those that are no tensors: of both operators
+TENSORS = 6  # the number of leading tensor arguments of both operators
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -44,7 +40,7 @@ def transformed(*given: Any) -> tuple[Tensor, Tensor]:
 
 
 def map_forward(info: Any, in_dims: tuple[int | None, ...], *given: Any) -> Any:
-    """A map over the forward is a forward of a larger batch, for which a plan is chosen anew."""
+    """vmap of the forward: a forward of a larger batch, for which a plan is chosen anew."""
     if given[3] is not None:
         raise InputError("attention of FP8 tensors has no vmap; give them a larger batch")
     folded = _folded(info.batch_size, in_dims[:3], given[:3])
@@ -53,7 +49,7 @@ def map_forward(info: Any, in_dims: tuple[int | None, ...], *given: Any) -> Any:
 
 
 def map_backward(info: Any, in_dims: tuple[int | None, ...], *given: Any) -> Any:
-    """A map over the backward is a backward of a larger batch."""
+    """vmap of the backward: a backward of a larger batch."""
     folded = _folded(info.batch_size, in_dims[:TENSORS], given[:TENSORS])
     found = torch.ops.attnbench.attention_backward(*folded, *given[TENSORS:])
     return tuple(x.unflatten(0, (info.batch_size, -1)) for x in found), (0, 0, 0)
@@ -68,7 +64,7 @@ def _gradients(backward: Callable[..., tuple[Tensor, ...]], ctx: Any, grad_out: 
 
 
 def _folded(size: int, dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """Each tensor with the axis that is mapped over as a part of its batch; one that lacks it is repeated."""
+    """Each tensor with the mapped axis folded into its batch; a tensor without that axis is repeated."""
     return [
         (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
         for x, dim in zip(tensors, dims, strict=True)

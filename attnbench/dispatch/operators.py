@@ -1,16 +1,13 @@
-"""``attention`` inside a compiled or exported program: two operators that torch puts into its graph as they are.
+"""``attention`` inside compiled or exported programs: two custom operators that stay opaque in torch's graph.
 
-``attnbench::attention`` and ``attnbench::attention_backward`` take tensors and plain values, and choose when they run,
-for the shapes that they then see, as an eager call does: one look-up, no guard on a shape, no graph break.  What the
-context and the environment asked for is a constant of the graph, which is compiled anew where they have changed.  A
-program exported with fixed shapes names the plan that was chosen for them; where shapes are dynamic, or ``strict=True``
-hides them, it chooses where it runs.  Who loads an exported program imports this module, so that the operators exist.
+``attnbench::attention`` and ``attnbench::attention_backward`` choose a plan when they run, as an eager call does: one
+look-up, no guard on shapes, no graph break.  The wishes of context and environment are constants of the graph.  A
+program exported with fixed shapes names the plan chosen for them; with dynamic shapes or ``strict=True`` it chooses
+when it runs.  Code that loads an exported program must import this module.
 
-Operators answer with tensors whose number, shape and layout are known before a plan is, so what a kernel keeps for its
-backward cannot all come out of the forward.  The backward operator therefore makes the forward's operands again: they
-are a function of q, k and v, which a program keeps anyway, where a quantised copy beside them would cost memory.  out
-and the log-sum-exp are the forward's own.  Where a kernel keeps more (a state of its own, or a log-sum-exp wider than
-fp32) the forward runs once more in the backward: dearer, and the backward sees what that forward saw.
+The forward operator cannot return what a kernel keeps, because its outputs must be known before the plan.  The backward
+operator makes the operands again from q, k and v; out and the log-sum-exp are reused.  If a kernel keeps more (private
+state, or a log-sum-exp wider than fp32), the forward runs again in the backward.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ _ASKED = (
 
 
 class _Asked(NamedTuple):
-    """What the operators are given beside tensors; ``before`` and ``after`` are the window's sides."""
+    """The operators' arguments other than tensors; ``before`` and ``after`` are the sides of the window."""
 
     training: bool
     is_causal: bool
@@ -65,7 +62,7 @@ class _Asked(NamedTuple):
     era: str
 
     def question(self, q: Tensor, k: Tensor, v: Tensor, *descales: Tensor | None) -> Question:
-        """What is asked of these tensors: its backend, type and budget are those of ``wish``."""
+        """The question for these tensors; backend, dtype and budget are in ``wish``."""
         return Question(
             q, k, v, self.is_causal, (self.before, self.after), self.alignment, self.scale, self.softcap,
             self.enable_gqa, "bhsd", None, "auto", None, self.return_lse, *(descales or (None, None, None)),
@@ -73,7 +70,7 @@ class _Asked(NamedTuple):
 
     @property
     def wish(self) -> Wish:
-        """What was asked for beyond the tensors where the program was compiled, not where it runs."""
+        """The wish where the program was compiled, not where it runs."""
         return Wish(self.backend, self.dtype, self.max_error, self.asked_by)
 
 
@@ -81,7 +78,7 @@ _EXPORTED = "exported"  # the era of such a program
 
 
 def attention(question: Question) -> Tensor | tuple[Tensor, Tensor]:
-    """What ``attnbench.attention`` answers, in code that is being compiled or exported."""
+    """``attnbench.attention`` in code that is being compiled or exported."""
     q, k, v, window = question.q, question.k, question.v, question.window
     check_askable(q, k, v, window)
     if window is not None and len(window) != 2:
@@ -108,7 +105,7 @@ def attention(question: Question) -> Tensor | tuple[Tensor, Tensor]:
 
 
 def _wish(question: Question, training: bool) -> Wish:
-    """What is asked for, or in an export of fixed shapes the plan that it comes to."""
+    """The wish; in an export of fixed shapes, the plan that it leads to."""
     wish = settled(question, wished(*asked_while_tracing()) if is_dynamo_compiling() else current())
     if not is_exporting() or is_dynamo_compiling() or FROM_TORCH.get(question.k.dtype) in FP8_DTYPES:
         return wish  # FP8 tensors need their descales to be decided on
@@ -118,7 +115,7 @@ def _wish(question: Question, training: bool) -> Wish:
 
 
 def _program(question: Question, asked: _Asked) -> Program:
-    # An exported program asks again once choices are forgotten: nothing was compiled for those.
+    # An exported program chooses again after forget(): nothing was compiled for the old choices.
     era = state.era if asked.era == _EXPORTED else asked.era
     # Gradients and context are what they were in the program, not what they are where it runs.
     key = key_of(*question[:3], question[3:], asked.training, asked.wish, era)
@@ -127,16 +124,13 @@ def _program(question: Question, asked: _Asked) -> Program:
 
 @cache
 def _usual_exclusions() -> torch._C.DispatchKeySet:
-    """What the dispatcher leaves out for who has asked for nothing special: a new thread's state."""
+    """The dispatch keys that a new thread excludes."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(torch._C._dispatch_tls_local_exclude_set).result()
 
 
 def _as_called(run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run`` with autograd and functorch at hand, as a kernel finds them where it is called eagerly.
-
-    torch runs an operator below both; a kernel that differentiates by autograd, or makes a mask by vmap, needs them.
-    """
+    """``run`` with autograd and functorch, which torch disables below an operator and some kernels need."""
 
     @wraps(run)
     def usual(*args: Any) -> Any:
@@ -167,7 +161,7 @@ def _forward(*given: Any) -> tuple[Tensor, Tensor]:
         program.carried = "out" if lse is None else "out and lse"
     if not shape[-1]:
         return _rows(out), q.new_empty(shape, dtype=dtype)
-    if lse is None:  # nobody may take it for one
+    if lse is None:  # NaN, so that it is not mistaken for a log-sum-exp
         return _rows(out), q.new_full(shape, math.nan, dtype=dtype)
     return _rows(out), _alone(lse.to(dtype).contiguous())
 
@@ -189,7 +183,7 @@ def _backward(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x (B, H, S, D) in memory as (B, S, H, D), where most kernels leave it; others are copied."""
+    """x (B, H, S, D) in memory as (B, S, H, D), the layout of most kernels; copied if it is not."""
     _, heads, length, size = x.shape
     if x.stride() == (length * heads * size, size, heads * size, 1):
         return _alone(x)
@@ -198,12 +192,12 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _alone(x: Tensor) -> Tensor:
-    """x, copied where it is part of something larger: an operator's outputs share no memory."""
+    """x, copied if it is part of a larger storage: outputs of an operator must not share memory."""
     return x if x.untyped_storage().nbytes() == x.numel() * x.element_size() else x.clone()
 
 
 def _lse(q: Tensor, asked: _Asked) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype of the log-sum-exp that the operator returns; its last axis is 0 where nobody wants it."""
+    """Shape and dtype of the operator's log-sum-exp; the last axis is 0 if it is not needed."""
     length = q.shape[2] if asked.training or asked.return_lse else 0
     return (q.shape[0], q.shape[1], length), torch.float64 if q.dtype == torch.float64 else torch.float32
 

@@ -51,11 +51,10 @@ class Question(NamedTuple):
 def key_of(
     q: Tensor, k: Tensor, v: Tensor, others: tuple[Any, ...], training: bool, wish: Wish | None, where: object
 ) -> tuple[Any, ...]:
-    """What the answer depends on: the kinds of tensors, the other arguments of a ``Question``, and what is around them.
+    """The cache key: everything that the answer depends on.
 
-    ``training`` tells whether gradients are wanted, ``wish`` what the context asks for; ``where`` is the environment
-    variable or the era.  Little is checked: a question that was answered before needs no check, and ``decide`` checks
-    the others.  Raises InputError for descales that do not fit, AttributeError for what is no tensor.
+    ``training`` tells whether gradients are wanted, ``where`` is the environment variable or the era.  ``decide``
+    checks the arguments.  Raises InputError for descales that do not fit, AttributeError if something is not a tensor.
     """
     shared = None
     if not (others[-1] is None and others[-2] is None and others[-3] is None):
@@ -67,7 +66,7 @@ def key_of(
 
 
 def check_askable(q: object, k: object, v: object, window: object) -> None:
-    """Raise InputError for what has no key: no dense tensors, or a window that cannot be hashed."""
+    """Raise InputError for arguments without a key: tensors that are not dense, a window that cannot be hashed."""
     for name, x in zip("qkv", (q, k, v), strict=True):
         if not isinstance(x, Tensor):
             raise InputError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
@@ -96,9 +95,8 @@ def _shared(question: Question) -> Granularity | None:
 
 
 def inputs_of(question: Question, spec: AttentionSpec) -> Inputs:
-    """What a kernel is given: q, k, v (B, H, S, D), float8 ones each with its descale.
-
-    Raises InputError for a descale that does not fit.
+    """The kernel's inputs: q, k, v (B, H, S, D), float8 with descales.  Raises InputError for a descale that does not
+    fit.
     """
     tensors = question.q, question.k, question.v
     if question.q_descale is None:

@@ -1,6 +1,6 @@
-"""Files that are replaced whole: new content is written beside the old file, flushed to the disk and renamed over it.
+"""Files that are replaced whole: content is written beside the old file, flushed to the disk and renamed over it.
 
-Every file that a user keeps is written this way, apart from logs that only grow (attnbench.harness.results.store).
+Every user file is written this way, except append-only logs (attnbench.harness.results.store).
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from glob import escape
 from pathlib import Path
-from types import TracebackType
 
 from ..errors import OutputError
 
@@ -22,16 +21,13 @@ __all__ = ["Draft", "clear_drafts", "replace_file"]
 _MOST_LINKS = 40  # as many as Linux follows
 
 
-class Draft:
-    """The next content of a file, kept in ``scratch``, a file beside it, until it is whole.
+class Draft(AbstractContextManager["Draft"]):
+    """The next content of a file, in ``scratch`` beside it until it is complete.
 
-    A reader sees the old content or the new one and never half, whatever stops the process.  Links are followed, so
-    that a link stays one; a file keeps its permissions, a new one has those of the umask.  ``scratch`` is None where
-    nothing can be renamed over what the path names (a pipe, a device, an open descriptor such as /dev/stdout): that
-    is written in place.
-
-    As a context manager it ends with ``keep``, or with ``discard`` where the block raises.  Every step raises
-    OutputError, with the path and the reason, and leaves the old file untouched and nothing beside it.
+    Readers see the old or the new content, never a part.  Links are followed; a file keeps its permissions.
+    ``scratch`` is None where nothing can be renamed over the path (a pipe, a device, an open descriptor such as
+    /dev/stdout): that is written in place.  As a context manager it ends with ``keep``, or with ``discard`` if the
+    block raises.  Every step raises OutputError with path and reason, and leaves the old file untouched.
     """
 
     def __init__(self, path: Path) -> None:
@@ -98,13 +94,8 @@ class Draft:
             with suppress(OSError):
                 self.scratch.unlink()
 
-    def __enter__(self) -> Draft:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self.keep()
         else:
             self.discard()
@@ -136,10 +127,7 @@ def clear_drafts(path: Path) -> None:
 
 
 def _target(path: Path) -> Path | None:
-    """The file that the path names, all links followed, whether it is there or not; None where it is written in place.
-
-    Raises OSError for a folder and for links without an end.
-    """
+    """The regular file behind the path, links followed; None if it is written in place.  Raises OSError."""
     place = os.path.abspath(path)
     for _ in range(_MOST_LINKS):
         place = os.path.join(os.path.realpath(os.path.dirname(place)), os.path.basename(place))

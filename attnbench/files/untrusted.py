@@ -1,4 +1,4 @@
-"""What every reader of a file begins with: that it is a file, and that it follows a schema which this version knows."""
+"""First checks of every reader of a file: it is a regular file, and it has a schema that this version knows."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a dev
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """The bytes of a regular file, or of one that a link names.
-
-    Nothing else that may lie there is waited for or read to its end.  Raises OSError where it
-    cannot be opened, MalformedFileError where it is no file.
-    """
+    """Open a regular file, links followed, without waiting for a pipe.  Raises OSError or MalformedFileError."""
     try:
         # A pipe without a writer would keep a plain open() waiting for ever.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -38,9 +34,10 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def check_schema(path: Path, found: object, expected: str, line: int | None = None) -> None:
-    """Raise MalformedFileError unless the schema that a file names is ``expected``; NewerFileError where it is newer.
+    """Raise MalformedFileError unless ``found``, the schema in the file, is ``expected``; NewerFileError if it is
+    newer.
 
-    A schema is written ``attnbench.table/2``: what the file holds, and the version of its form.
+    A schema is written ``attnbench.table/2``: the kind of file and the version of its format.
     """
     if found == expected:
         return

@@ -1,4 +1,4 @@
-"""Frozen choices as a file: a question and its plan a line, in a fixed order, bounded and checked as tables are."""
+"""Frozen choices as a file: one line for a question and its plan, in a fixed order, checked as tables are."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ _TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}\n]')
 
 
 class FrozenQuestion(NamedTuple):
-    """Everything that a plan is chosen by, apart from what is known of the plans.
+    """Everything that a plan is chosen by, except the measurements.
 
-    ``device`` is its type (``cuda``); ``fp8`` tells whether FP8 was opted into, ``max_error``
-    is the budget, None where the caller named none.
+    ``device`` is its type (``cuda``); ``fp8``: FP8 was opted into; ``max_error`` is the budget, None if not named.
     """
 
     device: str
@@ -45,14 +44,14 @@ class FrozenQuestion(NamedTuple):
 
     @classmethod
     def make(cls, device: str, spec: AttentionSpec, backend: str, fp8: bool, max_error: float | None) -> FrozenQuestion:
-        """The question in the one spelling that a file can hold."""
+        """The question in the canonical form that a file holds."""
         if max_error is not None:
             max_error = math.inf if max_error > sys.float_info.max else float(max_error)
         return cls(device, backend, fp8, max_error, spec)
 
     @property
     def opens_fp8(self) -> bool:
-        """Whether a plan that computes in FP8 may answer it: opted into, named, or asked with FP8 tensors."""
+        """Whether an FP8 plan may answer: opted into, named, or asked with FP8 tensors."""
         return self.fp8 or ":" in self.backend or self.spec.descale is not None
 
     def __str__(self) -> str:
@@ -61,7 +60,7 @@ class FrozenQuestion(NamedTuple):
 
 
 class FrozenPlan(NamedTuple):
-    """The plan that answers a question, and the versions of its backends, and of what they stand on, where it did."""
+    """The plan that answers a question, and the versions of its backends and their libraries."""
 
     plan: Plan
     versions: Mapping[str, str]
@@ -69,32 +68,32 @@ class FrozenPlan(NamedTuple):
 
 @dataclass(frozen=True)
 class Frozen:
-    """What a file holds: the model of each type of device, and the plan of each question."""
+    """The content of a file: the model of each type of device, and the plan of each question."""
 
     devices: Mapping[str, str] = field(default_factory=dict)
     plans: Mapping[FrozenQuestion, FrozenPlan] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path) -> Frozen:
-        """Read a file.  Raises MalformedFileError with the line where it is none, OSError where it cannot be read."""
+        """Read a file.  Raises MalformedFileError with the line, or OSError if it cannot be read."""
         return _parsed(path, read_text(path))
 
     def save(self, path: Path) -> Stamp | None:
-        """Write it, replacing the file in one step, and return the new one's stamp.  Raises OutputError."""
+        """Replace the file in one step; returns the new file's stamp.  Raises OutputError."""
         found = replace_text(path, _written(self))
         return None if found is None else _stamp(found)
 
     def joined(self, other: Frozen) -> Frozen:
-        """Both; of two plans for one question this one's counts."""
+        """Both; this one's plan counts if both have a question."""
         return Frozen({**other.devices, **self.devices}, {**other.plans, **self.plans})
 
     def adding(self, model: str, question: FrozenQuestion, answer: FrozenPlan) -> Frozen:
-        """The same with an answer to one more question, on this model of a device."""
+        """The same with one more answer, on this model of a device."""
         return replace(self, devices={**self.devices, question.device: model}, plans={**self.plans, question: answer})
 
 
 def stamp_of(path: Path) -> Stamp | None:
-    """What changes whenever the file is replaced or written, None where there is none."""
+    """A value that changes whenever the file is written; None if there is no file."""
     try:
         return _stamp(os.stat(path))
     except OSError:
@@ -102,7 +101,7 @@ def stamp_of(path: Path) -> Stamp | None:
 
 
 def recording(path: Path) -> AbstractContextManager[None]:
-    """Keep other writers of this file out, and clear away what killed ones have left.  Raises OutputError."""
+    """Exclude other writers of this file, and remove drafts of killed ones.  Raises OutputError."""
     return locked(path, path.with_name(f"{path.name}.lock"))  # in a folder of the user's, so it bears the whole name
 
 
@@ -123,7 +122,7 @@ def _written(content: Frozen) -> str:
 def _ordered(
     asked: FrozenQuestion, plan: Plan, versions: tuple[tuple[str, str], ...]
 ) -> tuple[tuple[object, ...], str]:
-    """(what a file's lines are sorted by, the line of a choice); what most questions share is left out."""
+    """(sort key, line) of a choice; default values are left out."""
     named = {"backend": asked.backend} if asked.backend != "auto" else {}
     opened = {"fp8": True} if asked.fp8 else {}
     budget = {} if asked.max_error is None else {"max_error": "inf" if asked.max_error == math.inf else asked.max_error}
@@ -192,7 +191,7 @@ def _texts(value: Any, most: int) -> dict[str, str]:
 
 
 def _line(text: str, number: int) -> int | None:
-    """The line on which this one of the choices begins, in JSON laid out in any way; None where it is no object."""
+    """The line on which a choice begins, in JSON of any layout; None if it is not an object."""
     line, around = 1, ""
     for token in _TOKENS.findall(text):
         if token == "\n":

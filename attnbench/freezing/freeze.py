@@ -1,8 +1,8 @@
 """``freeze``: keep the choices of a run in a file, so that all ranks and later runs use the same plans.
 
-Measurements differ between two machines, and on one machine before and after a sweep, so the fastest plan may differ.
-Plans round differently, FP8 plans even more, so ranks of one training run that choose separately compute different
-functions.  A frozen file is asked before any table, and a question that it lacks is answered once for all ranks.
+The fastest plan may differ between machines and sweeps, and plans round differently, so ranks that choose separately
+compute different functions.  A frozen file is asked before any table, and a missing question is answered once for all
+ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, get_args
 
 import torch
@@ -42,9 +41,8 @@ Missing = Literal["record", "raise", "choose"]
 
 
 class Freeze:
-    """What ``freeze`` returns: a context manager, or ``start`` and ``stop``.  It may be opened more than once.
-
-    ``path`` is the file, with links followed.
+    """What ``freeze`` returns: a context manager, or ``start`` and ``stop``; may be opened more than once.  ``path``:
+    the file.
     """
 
     def __init__(self, path: str | PathLike[str], missing: Missing) -> None:
@@ -65,8 +63,8 @@ class Freeze:
     def start(self) -> Freeze:
         """Answer every choice of this process from the file, in all threads, until ``stop``.
 
-        Raises FrozenError where the file cannot be read or is of another model of GPU,
-        MalformedFileError where it is damaged, InputError where choices are frozen already.
+        Raises FrozenError if the file cannot be read or is of another GPU model, MalformedFileError if it is damaged,
+        InputError if choices are frozen already.
         """
         with freezing.lock:
             if freezing.active is not None:
@@ -89,9 +87,7 @@ class Freeze:
     def __enter__(self) -> Freeze:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def choice(
@@ -99,8 +95,8 @@ class Freeze:
     ) -> Choice:
         """The choice that ``selector.choose`` returns while this is open: the file's plan, or one that it records.
 
-        Raises FrozenError where the file lacks the question and may not be added to, RefusedError where its
-        plan cannot serve here, and else what ``choose`` and ``Frozen`` raise.
+        Raises FrozenError if the file lacks the question and may not be added to, RefusedError if its plan cannot serve
+        here, and what ``choose`` and ``Frozen`` raise.
         """
         # A registry of one's own is what tells choose that the tables are meant.
         known = registry()
@@ -156,7 +152,7 @@ class Freeze:
             raise FrozenError(f"{self.path} cannot be read: {error.strerror}") from None
 
     def _record(self, question: FrozenQuestion, mine: FrozenPlan, here: Device) -> FrozenPlan:
-        """Record the answer; returns the one that the file holds, which another rank may have written first."""
+        """Record the answer; returns the file's, which another rank may have written first."""
         with self._lock, recording(self.path):
             content = self._reread(here)
             if question not in content.plans:
@@ -166,7 +162,7 @@ class Freeze:
             return content.plans[question]
 
     def _reread(self, here: Device) -> Frozen:
-        """The known choices with those that others have added since; an unchanged file is not read."""
+        """The known choices with those that others have added; an unchanged file is not read."""
         stamp = stamp_of(self.path)
         if stamp is not None and stamp == self._known:
             return self._content

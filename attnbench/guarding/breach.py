@@ -1,4 +1,4 @@
-"""A breach: one tensor of one plan at one spec, further from exact attention than allowed."""
+"""A breach: a tensor of a plan at a spec that is further from exact attention than allowed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["Breach"]
 
 @dataclass(frozen=True)
 class Breach:
-    """One finding, as a record.
+    """One breach, as a record.
 
-    ``tensor`` is out, dq, dk or dv; ``error`` its relative L2 on the rows of each check since the evidence began, as a
-    root mean square over these checks (infinite where something is not finite), and ``bound`` what was allowed.
-    ``evidence`` is how much likelier the rows are to come from a plan beyond the bound than from one within it
-    (infinite for what needs no statistics); ``call`` counts the passes of this plan and spec from 0, ``check`` those
-    that were checked from 1.  ``path`` is the file that holds the tensors, None where none was written.
+    ``tensor`` is out, dq, dk or dv; ``error`` its relative L2 on the checked rows, as a root mean square over the
+    checks since the evidence began (infinite if not finite), ``bound`` what is allowed.  ``evidence`` is the likelihood
+    ratio of a plan beyond the bound to one within it (infinite if no statistics are needed).  ``call`` counts the
+    passes of this plan and spec from 0, ``check`` the checked ones from 1.  ``path`` is the file with the tensors, None
+    if none was written.
     """
 
     plan: Plan
@@ -38,15 +38,11 @@ class Breach:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; what is infinite is the string ``inf``."""
         return {
+            **vars(self),
             "plan": str(self.plan),
             "spec": self.spec.to_dict(),
-            "device": self.device,
-            "tensor": self.tensor,
             "error": _plain(self.error),
-            "bound": self.bound,
             "evidence": _plain(self.evidence),
-            "call": self.call,
-            "check": self.check,
             "path": None if self.path is None else str(self.path),
         }
 

@@ -1,5 +1,4 @@
-"""The tensors of a breach in a file: safetensors that ``attnbench sweep --preset`` takes, so that every plan can be
-measured on them, and data only."""
+"""Save the tensors of a breach as safetensors that ``attnbench sweep --preset`` can measure every plan on."""
 
 from __future__ import annotations
 
@@ -25,10 +24,10 @@ _LONGEST_NAME = 100
 
 
 def save_tensors(folder: Path, breach: Breach, tensors: dict[str, Tensor | Quantised]) -> Path:
-    """Write q, k, v (and grad_out) of the call that was found wrong, and return the file's path.
+    """Write q, k, v (and grad_out) of the breaching call and return the file's path.  Raises OutputError.
 
-    They are called ``0.q`` and so on, as in a file of ``attnbench capture``; FP8 tensors as they were given, with
-    ``0.q_descale`` beside each, which no sweep takes.  The metadata holds the breach as JSON.  Raises OutputError.
+    Names are ``0.q`` and so on, as ``attnbench capture`` has them; FP8 tensors have a ``0.q_descale`` beside them,
+    which no sweep takes.  The metadata holds the breach as JSON.
     """
     spec = breach.spec if "grad_out" in tensors else breach.spec.replace(direction="forward")
     stored = {}

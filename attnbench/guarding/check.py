@@ -1,10 +1,8 @@
-"""A few rows of a call beside exact attention on the same tensors: squared errors and squared sizes, head by head.
+"""Compare a few rows of a call with exact attention on the same tensors: squared errors and sizes, head by head.
 
-Out: some queries of some heads, over all the keys that they see.  Gradients: some queries' dq, and some keys' dk and
-dv, of a few (batch, key head) groups.  A row of dq needs its own query alone; dk and dv sum over all queries of the
-group, whose exact P and rowsum(dO∘O) are computed for that: exact attention, of those few groups only.
-
-Everything is queued on the current stream; nothing waits for it.
+Out: some queries of some heads, over the keys they see.  Gradients: dq of some queries, dk and dv of some keys, of a
+few (batch, key head) groups.  dk and dv need P and rowsum(dO∘O) of all queries of the group.  Everything is queued on
+the current stream without waiting.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class Pick:
 
 @dataclass(frozen=True)
 class Group:
-    """Queries (a head of the group, a row) and as many ``keys`` of a key head."""
+    """Queries (head of the group, row) and as many ``keys`` of a key head."""
 
     batch: int
     kv_head: int
@@ -67,9 +65,9 @@ class Part:
 class Sums:
     """The result of a check: one FP64 vector ``packed``, and how to read it.
 
-    It begins with the largest magnitudes of what went in, ``given`` numbers, and of the whole of each tensor checked.
-    Head by head follow lengths, for each of its ``rows``: of each tensor's errors, of the exact rows, and for dq and dk
-    what those would be if nothing cancelled.  ``least`` is each tensor's name with what a row's square counts at least.
+    First the largest magnitudes of the ``given`` inputs and of each checked tensor.  Then, head by head, lengths for
+    each of its ``rows``: of each tensor's errors, of the exact rows, and for dq and dk without cancellation.  ``least``
+    maps each tensor to the least square of a row.
     """
 
     packed: Tensor
@@ -78,9 +76,8 @@ class Sums:
     least: Mapping[str, float]
 
     def read(self) -> tuple[bool, dict[str, tuple[list[float], list[float]]]]:
-        """Whether what went in is finite, and each tensor's squared errors and squared sizes, head by head.
-
-        Where something of a tensor's whole is not finite, an error is infinite.
+        """Whether the inputs are finite, and each tensor's squared errors and sizes by head; errors are infinite if it
+        is not.
         """
         begin = self.given + len(self.least)
         finite = [math.isfinite(each) for each in self.packed[:begin].tolist()]
@@ -126,7 +123,7 @@ def pick_groups(spec: AttentionSpec, random: Random) -> list[Group]:
 
 
 def aside(device: torch.device) -> ExitStack:
-    """A block without effect on the program: no gradients, no autocast, none of the modes that intercept operators."""
+    """A block without effect on the program: no gradients, no autocast, no modes that intercept operators."""
     block = ExitStack()
     block.enter_context(torch.no_grad())
     block.enter_context(torch.autocast(device.type, enabled=False))
@@ -183,9 +180,7 @@ def gradient_sums(
         lengths.append(_gradient_lengths(own, groups[some], grad_out, gradients, spec))
     given = [number for x in (grad_out, whole.q, whole.k, whole.v) for number in _largest(x)]
     found = [number for x in gradients for number in _largest(x)]
-    if (
-        gradients[0].dtype == torch.float16
-    ):  # exact gradients may exceed the range of fp16, as programs that scale their loss expect
+    if gradients[0].dtype == torch.float16:  # programs that scale their loss expect gradients beyond fp16's range
         given += found
     least = dict(zip(("dq", "dk", "dv"), map(_least, gradients), strict=True))
     return Sums(_packed([*given, *found], lengths), len(given), len(groups[0].keys), least)
@@ -239,7 +234,7 @@ def _packed(largest: list[Tensor], lengths: list[Tensor]) -> Tensor:
 
 
 def _least(found: Tensor) -> float:
-    """The least square of a row: a few of the type's smallest normal numbers, below which no kernel is accurate."""
+    """The least square of a row: below a few of the type's smallest normal numbers no kernel is accurate."""
     return found.shape[-1] * float(torch.finfo(found.dtype).smallest_normal) ** 2
 
 

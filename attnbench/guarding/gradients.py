@@ -1,7 +1,7 @@
-"""Exact gradients of some queries and keys of several groups of heads, and the pieces in which those are computed.
+"""Exact gradients of some queries and keys of several head groups, and the pieces they are computed in.
 
-Groups of heads that share their keys lie in the first axis.  On a GPU such a check costs what launching its operators
-costs, so these are few and large: for dk and dv only what is as large as the scores is computed piece by piece.
+Groups lie in the first axis.  On a GPU a check costs what launching its operators costs, so operators are few and
+large: only tensors as large as the scores are computed in pieces.
 """
 
 from __future__ import annotations
@@ -33,24 +33,23 @@ class Piece:
 
 
 def wide_dtype(spec: AttentionSpec, device: torch.device) -> torch.dtype:
-    """What a check computes in.
+    """The dtype of a check's arithmetic.
 
-    On a GPU, tensors of 16 and 8 bits are checked in FP32, which moves half of FP64's bytes: their products it (and
-    TF32, if the program allows it) holds exactly, and P alone is rounded, in TF32 by 3e-4.
+    On a GPU, tensors of 16 and 8 bits are checked in FP32, which moves half of FP64's bytes and holds their products
+    exactly, in TF32 too; only P is rounded, in TF32 by 3e-4.
     """
     narrow = spec.dtype in ("bf16", "fp16", *FP8_DTYPES)
     return torch.float32 if device.type == "cuda" and narrow else torch.float64
 
 
 def together(spec: AttentionSpec, device: torch.device) -> int:
-    """How many heads' keys and values are computed with at once."""
+    """How many heads' keys and values fit into memory at once."""
     return max(1, _SCORES[device.type] // (spec.seqlen_kv * (spec.head_dim + spec.head_dim_v)))
 
 
 def stretches(groups: int, spec: AttentionSpec, device: torch.device) -> list[list[Piece]]:
-    """All queries of so many groups: stretches whose q, dO and out are alive at once, of pieces whose scores are.
-
-    A stretch is some heads as a whole, or rows of one.
+    """All queries of so many groups: stretches (q, dO and out in memory; whole heads or rows of one) of pieces
+    (scores).
     """
     most, length = _SCORES[device.type] // groups, spec.seqlen_q
     rows = max(1, most // 2 // (spec.head_dim + 2 * spec.head_dim_v))
@@ -63,7 +62,7 @@ def stretches(groups: int, spec: AttentionSpec, device: torch.device) -> list[li
 
 
 def reach(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """From the first key of any of the spans to the last; one key, which is hidden, where they have none."""
+    """From the first key of any of the spans to the last; one key, which is hidden, if they are empty."""
     first, last = min(start for start, _ in spans), max(stop for _, stop in spans)
     return (first, last) if first < last else (0, 1)
 
@@ -71,7 +70,7 @@ def reach(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
 def query_gradients(
     q: Tensor, grad_out: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """dq (G, queries, D), and how long each would be if nothing cancelled (G, queries), in FP64."""
+    """dq (G, queries, D), and the length of each without cancellation (G, queries), in FP64."""
     p = probabilities(q, k, hidden, spec)
     dp = product(grad_out, v.mT, spec.scale)
     terms, lengths = _terms(q, k, p, dp, (p * dp).sum(-1, keepdim=True), spec)
@@ -83,12 +82,11 @@ def key_gradients(
     q: Tensor, grad_out: Callable[[int, int], Tensor], k: Tensor, v: Tensor, keys: Tensor, picked: Tensor,
     nearest: Sequence[Tensor], parts: Sequence[Sequence[Piece]], spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dk (G, picked, D), dv (G, picked, Dv) and how long each dk would be if nothing cancelled (G, picked), in FP64.
+    """dk (G, picked, D), dv (G, picked, Dv) and the length of each dk without cancellation (G, picked), in FP64.
 
-    Of all ``keys``, counted from 0, those at ``picked`` (G, picked), from all queries: q (G, queries, D) holds the
-    group's heads one after the other, in any type, and ``grad_out`` gives from one of them to another, (G, ..., Dv).
-    ``nearest`` has, for each piece of ``parts``, where the picked keys (G, 1, picked) are among the piece's; any place
-    for a key that is none of those.
+    ``picked`` (G, picked) are indices into ``keys``; q (G, queries, D) holds the group's heads one after the other, in
+    any type, and ``grad_out(begin, end)`` returns (G, ..., Dv).  ``nearest`` has, for each piece of ``parts``, the
+    place of each picked key (G, 1, picked) within the piece; any place if it is not there.
     """
     row = torch.arange(spec.seqlen_q, device=q.device).expand(spec.group, -1).reshape(-1, 1)
     start, stop = spec.mask.edges(row, spec.seqlen_q, spec.seqlen_kv)
@@ -120,7 +118,7 @@ def key_gradients(
 
 
 def _terms(q: Tensor, k: Tensor, p: Tensor, dp: Tensor, delta: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """dS (G, queries, keys), and its magnitude if nothing cancelled, with any sign; both scaled as dp and delta are."""
+    """dS (G, queries, keys), and its magnitude without cancellation, with any sign."""
     terms, weight = score_gradients(q, k, p, dp, delta, spec)
     return terms, torch.copysign(delta, dp).add_(dp).mul_(weight)
 

@@ -1,9 +1,7 @@
 """``guard``: regularly compares a few rows of attention's results, on live tensors, with exact attention.
 
-Errors are measured on synthetic inputs.  The guard checks on the program's own tensors, while it runs, that its plans
-stay within their bounds: every so many calls of each plan and spec some rows of the output, and of the gradients of its
-backward, are computed exactly (``check``), and a sequence of such checks decides (``significance``) whether the plan
-is beyond its bound.
+For every plan and spec, some rows of the output and of the gradients are computed exactly every so many calls
+(``check``); a sequential test decides whether the plan is beyond its bound (``significance``).
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, TypeVar, get_args
 
 import torch
@@ -44,9 +41,7 @@ __all__ = ["Guard", "guard"]
 
 OnBreach = Literal["warn", "raise", "demote"]
 _log = logging.getLogger("attnbench.guard")
-_log.addHandler(
-    logging.NullHandler()
-)  # without logging set up, a program sees the warnings only, not a line for each breach
+_log.addHandler(logging.NullHandler())  # a program without logging sees the warnings only
 _MOST = 4096  # the most plans and specs, and breaches, to keep: a program with ever new shapes has no limit
 _GREETED = 64  # of these, so many are checked at their first call; later ones at a random one of their first ``every``
 _Kind = Literal["out", "gradients"]
@@ -104,10 +99,9 @@ class _Prepared(threading.local):
 
 
 class Guard:
-    """What ``guard`` returns: a context manager, or ``start`` and ``stop``.  It may be opened more than once.
+    """What ``guard`` returns: a context manager, or ``start`` and ``stop``; may be opened more than once.
 
-    ``breaches`` is what was found, ``checks`` the number of checks that were read, and ``skipped`` why others
-    were inconclusive.
+    ``breaches`` are the findings, ``checks`` the number of checks read, ``skipped`` why others were inconclusive.
     """
 
     def __init__(
@@ -137,7 +131,7 @@ class Guard:
         return tuple(self._breaches)
 
     def start(self) -> Guard:
-        """Watch every pass of this process, in all threads, until ``stop``; guards around this one see none of it."""
+        """Watch every pass of this process, in all threads, until ``stop``; guards opened earlier see none of it."""
         with watching.lock:
             if self in watching.opened:
                 raise InputError("this guard is open already")
@@ -145,20 +139,15 @@ class Guard:
         return self
 
     def stop(self) -> None:
-        """Stop watching, wait for the checks that are under way, and act on them.
-
-        Raises BreachError, with ``on_breach="raise"``, for what those have found.
-        """
+        """Stop watching and act on the checks under way; raises BreachError for those, with ``on_breach="raise"``."""
         watching.close(self)
         self._read(wait=True)
 
     def __enter__(self) -> Guard:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self.stop()
             return
         watching.close(self)
@@ -358,26 +347,24 @@ def guard(
 ) -> Guard:
     """Check the errors of running plans on the program's own tensors: a context manager, or start() and stop().
 
-    For each plan and spec, named plans included, the first pass and every ``every``-th after it is checked: some
-    queries of some heads against exact attention and, when its backward runs, some rows of dq, dk and dv.  All threads
-    and compiled programs are checked; what a CUDA graph records or replays is not.  Of several open guards the one
-    opened last is active.
+    For each plan and spec, the first pass and every ``every``-th after it is checked: some queries of some heads
+    against exact attention, and some rows of dq, dk and dv.  All threads and compiled programs are checked; what a CUDA
+    graph records or replays is not.  Of several open guards the one opened last is active.
 
-    ``max_error`` is the largest relative L2 allowed, for out and gradients alike; None is the budget that the plan was
-    chosen under (for a named plan the default of its precision).  One noisy check is no breach.  A breach needs
-    evidence from several checks, fewer the further they are beyond the bound, or one check that is ten times beyond or
-    not finite.  A row of dq or dk whose sum cancels counts with at least half its length without cancellation.
+    ``max_error`` is the largest relative L2 of out and gradients; None is the budget that the plan was chosen under
+    (for a named plan the default of its precision).  A breach needs evidence from several checks, fewer the further
+    they are beyond the bound, or one check that is ten times beyond or not finite.  A row of dq or dk whose sum cancels
+    counts with at least half its length without cancellation.
 
-    On a breach, which is always logged to ``attnbench.guard``: ``warn`` warns once for each plan and spec; ``raise``
-    raises BreachError; ``demote`` warns, and from then on counts the plan as inaccurate at that spec in this process,
-    so that another is chosen, where it was not named; ``explain`` says so.  On a GPU no call waits for a check: it is
-    read at a later call of any plan, or by ``stop``, which then raise BreachError.
+    Every breach is logged to ``attnbench.guard``.  ``warn`` warns once for each plan and spec; ``raise`` raises
+    BreachError; ``demote`` warns and counts the plan as inaccurate at that spec in this process, so that another is
+    chosen unless it was named; ``explain`` says so.  On a GPU no call waits for a check: a later call or ``stop`` reads
+    it, and may raise BreachError.
 
-    ``save_to`` is a folder for the tensors of each plan and spec's first breach (safetensors, which ``attnbench sweep
-    --preset`` measures all plans on); the program then waits for each check, and a copy of q, k, v is kept from a
-    checked forward to its backward.  Rows are drawn from the guard's own generator, seeded with ``seed``.
-
-    Raises InputError for invalid arguments.
+    ``save_to`` is a folder for the tensors of each plan and spec's first breach (safetensors, for
+    ``attnbench sweep --preset``); the program then waits for each check, and keeps a copy of q, k, v from a checked
+    forward to its backward.  ``seed`` seeds the guard's own generator, which draws the rows.  Raises InputError for
+    invalid arguments.
 
     >>> with attnbench.guard(every=1000, on_breach="demote"):
     ...     train()

@@ -1,12 +1,11 @@
 """Decide whether errors on few rows show that a plan is beyond its bound, or are noise.
 
-A check takes a few rows of several random heads.  With ``x`` the squared error of one head's rows over the bound's
-square, in shares of the mean size of the check's rows, a plan whose error is at the bound has E[x] = 1, whatever the
-distribution of the rows.  So ``1 + bet · (x / allowance - 1)`` has a mean of at most one for every plan within the
-bound, and the product over heads and checks, restarted whenever it falls below one, is an e-detector (Shin, Ramdas and
-Rinaldo, "E-detectors", arXiv 2203.03532): it reaches ``a`` after ``a`` checks or more on average, and sooner only where
-the plan is beyond.  The mean over several bets is one too: small ones find rare heads that are very wrong, large ones
-many that are a little.
+A check takes a few rows of several random heads.  ``x`` is the squared error of one head's rows over the bound's
+square, in shares of the mean size of the check's rows; E[x] = 1 for a plan at the bound, whatever the distribution.  So
+``1 + bet · (x / allowance - 1)`` has a mean of at most one for every plan within the bound, and its product over heads
+and checks, restarted whenever it falls below one, is an e-detector (Shin, Ramdas and Rinaldo, "E-detectors", arXiv
+2203.03532): it reaches ``a`` after ``a`` checks or more on average.  The mean over several bets is one too: small bets
+find rare heads that are very wrong, large ones many that are slightly wrong.
 """
 
 from __future__ import annotations
@@ -45,9 +44,8 @@ class Detector:
         self._error, self._checks = 0.0, 0
 
     def add(self, errors: Sequence[float], sizes: Sequence[float]) -> Finding | None:
-        """Add a check: squared errors and squared sizes of the rows of each head; returns a finding if it is decisive.
-
-        Afterwards the evidence starts anew.
+        """Add a check: squared errors and sizes of each head's rows.  Returns a finding, and starts anew, if it is
+        decisive.
         """
         size, error = math.fsum(sizes), math.fsum(errors)
         if not math.isfinite(error):
@@ -67,8 +65,7 @@ class Detector:
         gross = max(shares) >= _GROSS
         if mean < math.log(_ALARM) and not gross:
             return None
-        found = Finding(
-            math.sqrt(self._error / self._checks), math.inf if gross else math.exp(min(mean, 700.0))
-        )  # beyond 700 a double is infinite
+        evidence = math.inf if gross else math.exp(min(mean, 700.0))  # beyond 700 a double is infinite
+        found = Finding(math.sqrt(self._error / self._checks), evidence)
         self._start()
         return found

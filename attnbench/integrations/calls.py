@@ -1,4 +1,4 @@
-"""Attention on behalf of another library: what it is asked for, and what has become of each of its calls."""
+"""Attention on behalf of another library: its options, and counts of its calls."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _open: WeakValueDictionary[int, Calls] = WeakValueDictionary()
 class Calls:
     """The counts of a library's attention calls.
 
-    ``served`` counts those that attnbench answered, ``handed_on`` those that ``fallback`` did, by reason.  Code that
-    torch has compiled counts nothing when it runs: there ``handed_on`` counts once for each time that it is compiled.
+    ``served`` counts calls that attnbench answered, ``handed_on`` those that ``fallback`` did, by reason.  In compiled
+    code ``handed_on`` counts once for each compilation.
     """
 
     def __init__(
         self, whose: str, fallback: str, otherwise: str, backend: str, dtype: str | None, max_error: float | None
     ) -> None:
-        """Raises InputError where ``otherwise`` is neither raise nor the fallback, and what use_backend does."""
+        """Raises InputError if ``otherwise`` is neither raise nor the fallback, and what use_backend raises."""
         chosen("otherwise", otherwise, "raise", fallback)
         with use_backend(backend, dtype=dtype, max_error=max_error):
             self._asked: dict[str, Any] = {"backend": backend, "dtype": dtype, "max_error": max_error}
@@ -54,7 +54,7 @@ class Calls:
         return "\n".join([*lines, *(f"  {count} {reason}" for reason, count in self.handed_on.most_common())])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, **named: Any) -> Tensor | None:
-        """What ``attnbench.attention`` answers; None where it refuses and the call is to be handed on."""
+        """``attnbench.attention``; None if it refuses and the call is handed on."""
         window = mask.left, mask.right
         try:
             out = attention(q, k, v, window=window, causal_alignment=mask.alignment, **named, **self._asked)
@@ -70,7 +70,7 @@ class Calls:
         return out
 
     def refuse(self, reason: str, detail: str = "") -> None:
-        """Raise InputError with the reason; where calls are handed on, count this one instead, and warn once."""
+        """Raise InputError with the reason; if calls are handed on, count this one instead, and warn once."""
         self.warn(reason, detail)
         if is_compiling():
             _count_traced(self._serial, reason)
@@ -78,7 +78,7 @@ class Calls:
             self._count(reason)
 
     def warn(self, reason: str, detail: str = "") -> None:
-        """Raise InputError with the reason; where calls are handed on, warn of it once instead."""
+        """Raise InputError with the reason; if calls are handed on, warn of it once instead."""
         if not self.hands_on:
             raise InputError(
                 f"{self._whose}: {reason}, which attnbench cannot serve; "

@@ -1,9 +1,8 @@
-"""Activation checkpointing around a replaced SDPA: the backward computes a function again, perhaps after the block.
+"""Activation checkpointing around a replaced SDPA: its backward computes a function again, perhaps after the block.
 
-A mode of torch ends with its block, and a recompute in the backward would ask torch's SDPA.  Nothing of torch is
-patched here either: while a checkpointed function runs, the object that holds it for its backward is on the call stack,
-and is told to enter the mode once more.  That is ``ctx.run_function`` of a reentrant checkpoint, torch's, and those of
-DeepSpeed and Megatron, which have kept the name; and the ``recompute_fn`` of torch's other kind.
+A mode of torch ends with its block, so a recompute would call torch's SDPA.  While a checkpointed function runs, the
+object that keeps it for its backward is on the call stack and is changed to enter the mode again: ``ctx.run_function``
+of a reentrant checkpoint (torch's, DeepSpeed's, Megatron's), and the ``recompute_fn`` of torch's other kind.
 """
 
 from __future__ import annotations
@@ -26,10 +25,8 @@ KEEPING = ("forward", _WITHOUT_REENTRY.co_name)
 
 
 def carry_into_recompute(frame: FrameType, enter: Callable[[], AbstractContextManager[Any]]) -> bool:
-    """Let the function that this frame keeps for its backward run within ``enter()`` there.
-
-    Returns False if that is impossible: the frame belongs to an autograd function that is not a known checkpoint, so
-    what its backward recomputes is unknown.  Frames that keep nothing are left alone.
+    """Run what this frame keeps for its backward within ``enter()``; False if the frame is an unknown autograd
+    function's.
     """
     code = frame.f_code
     if code is _WITHOUT_REENTRY:

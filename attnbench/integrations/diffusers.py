@@ -1,7 +1,6 @@
 """attnbench as an attention backend of diffusers: ``model.set_attention_backend("attnbench")`` after ``register``.
 
-diffusers keeps its backends in a registry whose keys are the members of an enumeration, and knows no other way in: a
-member is added.  Its layers then call us as they call torch's SDPA, and are answered the same.
+diffusers keeps its backends in a registry whose keys are the members of an enumeration, so a member is added.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ def register(
 ) -> Calls:
     """Add ``name`` to diffusers: ``model.set_attention_backend(name)`` and ``with attention_backend(name)``.
 
-    ``backend``, ``dtype`` and ``max_error`` are those of ``attnbench.attention``, and leave to ``use_backend`` what
-    they do not name.  A name that is registered anew asks for the new ones; several names may ask for different ones.
+    ``backend``, ``dtype`` and ``max_error`` are those of ``attnbench.attention``; what they leave out ``use_backend``
+    decides.  Registering a name again changes them; several names may have different ones.
 
-    What layers ask means what it means to diffusers' ``native`` backend.  Mask tensors, (B, Skv) of padding or
-    (B or 1, H or 1, Sq or 1, Skv), are looked at, and served where they hide nothing, causally or by a window.  Others,
-    masks inside compiled code, dropout, and what ``attention`` refuses raise InputError or attention's own error; with
-    ``otherwise="native"`` torch's SDPA computes those calls, with a warning for the first of each reason and a count of
-    all.  Context parallelism and ``return_lse`` are refused in any case.
+    Arguments of layers mean what they mean to diffusers' ``native`` backend.  Mask tensors, (B, Skv) of padding or (B
+    or 1, H or 1, Sq or 1, Skv), are read, and served if they are equivalent to no mask, causal or a window.  Other
+    masks, masks inside compiled code, dropout, and what ``attention`` refuses raise InputError or attention's own
+    error; with ``otherwise="native"`` torch's SDPA computes those calls, with a warning for the first of each reason
+    and a count of all.  Context parallelism and ``return_lse`` are always refused.
 
-    Returns the counts.  Raises InputError where diffusers is missing or keeps its backends otherwise, where ``name`` is
-    one of its own, and for what cannot be asked for.
+    Returns the counts.  Raises InputError if diffusers is missing or incompatible, ``name`` is one of its own, or an
+    option is invalid.
     """
     calls = Calls(f"diffusers with the backend {name!r}", "native", otherwise, backend, dtype, max_error)
     try:
@@ -93,8 +92,8 @@ def register(
 def _watch_models() -> None:
     """Make ``set_attention_backend`` report the layers of a model that ignore the backend.
 
-    It leaves out layers whose processor calls torch's SDPA itself (SD3, PixArt, CogVideoX, DiT, the UNets), and says
-    nothing; the backend that it sets is told nothing of the model.
+    diffusers silently leaves out layers whose processor calls torch's SDPA itself (SD3, PixArt, CogVideoX, DiT, the
+    UNets).
     """
     from diffusers.models.modeling_utils import ModelMixin
 
@@ -112,7 +111,7 @@ def _watch_models() -> None:
 
 
 def _check_layers(model: nn.Module, calls: Calls) -> None:
-    """Raise InputError where no layer of the model takes a backend, or warn where calls are handed on; warn of some."""
+    """Warn of layers that take no backend; raise InputError if no layer takes one, unless calls are handed on."""
     processors = [each for each in (getattr(module, "processor", None) for module in model.modules()) if each]
     deaf = [each for each in processors if not hasattr(each, "_attention_backend")]
     if processors and not deaf:
@@ -129,7 +128,7 @@ def _check_layers(model: nn.Module, calls: Calls) -> None:
 
 
 def _member(names: Any, name: str) -> Any:
-    """The member of the enumeration with this value, made once.  Raises InputError where it is diffusers' own."""
+    """The member of the enumeration with this value, made once.  Raises InputError if it is diffusers' own."""
     if name != name.lower():
         raise InputError(f"diffusers writes the names of its backends in lower case, not {name!r}")
     if not isinstance(names, EnumMeta) or not issubclass(names, str):

@@ -1,4 +1,4 @@
-"""The mask of a call of torch's SDPA.  A mask tensor is read at each call: there is no other way to notice changes."""
+"""The mask of a call of torch's SDPA.  A mask tensor is read at each call: no other way notices changes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _SMALL = 2**20  # largest mask, in elements, whose copy in CPU memory is kept fo
 class MaskTensors:
     """The masks that tensors describe.
 
-    A tensor's version does not count what NumPy, DLPack or ``.data`` write.  So the answer of an earlier call is a
-    guess alone, and the tensor is held against it: a few operations on the tensor's device and one wait for it, where
-    finding the mask takes a loop over its rows.
+    A tensor's version does not count writes by NumPy, DLPack or ``.data``.  So the answer of an earlier call is a
+    guess, which is compared with the tensor: a few operators and one wait, where finding the mask takes a loop over its
+    rows.
     """
 
     def __init__(self) -> None:
@@ -37,8 +37,7 @@ class MaskTensors:
     def read(self, tensor: Tensor, seqlen_q: int, seqlen_kv: int) -> Mask | None:
         """The mask that ``tensor`` (..., Sq or 1, Skv or 1) is equivalent to: none, causal or a window; otherwise None.
 
-        Also None for a bias that is learned, and for one that ``vmap`` has batched, which cannot be read.  Code that is
-        being compiled breaks its graph here.
+        Also None for a learned bias, and for one batched by ``vmap``.  Compiled code breaks its graph here.
         """
         if tensor.requires_grad or tensor.numel() == 0 or _is_batched(tensor):
             return None
@@ -64,11 +63,10 @@ def hidden(
     weights: tuple[int, ...],
     query: Tensor,
 ) -> Mask | None:
-    """The mask that SDPA's arguments ask for; None where attnbench cannot serve them and the call is handed on.
+    """The mask that SDPA's arguments ask for; None if attnbench cannot serve them and the call is handed on.
 
-    ``weights`` is the shape (..., Sq, Skv) of the scores, which a tensor is held against.  Raises InputError where a
-    call is not handed on, and what torch raises for a mask of another type or shape and a dropout that is no
-    probability.
+    ``weights`` is the shape (..., Sq, Skv) of the scores.  Raises InputError if calls are not handed on, and what torch
+    raises for an invalid mask or dropout.
     """
     if not 0 <= dropout_p <= 1:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
@@ -95,7 +93,7 @@ def hidden(
 
 
 def dense(mask: Mask, seqlen_q: int, seqlen_kv: int, device: torch.device | str | None) -> Tensor:
-    """The mask as SDPA is told: (Sq, Skv), true where a key is seen."""
+    """The mask as a tensor (Sq, Skv), true where a key is seen."""
     rows, keys = (torch.arange(count, device=device) for count in (seqlen_q, seqlen_kv))
     unseen = mask.hidden(rows, keys, seqlen_q, seqlen_kv)
     return rows.new_ones(seqlen_q, seqlen_kv, dtype=torch.bool) if unseen is None else ~unseen
@@ -119,7 +117,7 @@ def _check(tensor: Tensor, weights: tuple[int, ...], query: Tensor) -> None:
 
 
 def _of_bias(bias: Any, seqlen_q: int, seqlen_kv: int) -> Mask | None:
-    """The mask of torch's ``causal_upper_left`` and ``causal_lower_right``, which are no tensors to read."""
+    """The mask of torch's ``causal_upper_left`` and ``causal_lower_right``."""
     if bias.variant == CausalVariant.UPPER_LEFT or bias.seq_len_q == bias.seq_len_kv:
         return _CAUSAL
     mask = Mask(right=0, alignment="bottom-right")

@@ -1,8 +1,8 @@
 """Replaces ``torch.nn.functional.scaled_dot_product_attention`` within a block.
 
-A ``TorchFunctionMode`` sees the calls of its own thread, by whatever name they are made; nothing of torch is patched.
-``torch.nn.MultiheadAttention`` asks SDPA too, from inside a function that torch hands to modes as a whole: that
-function runs with an SDPA of its own.
+A ``TorchFunctionMode`` intercepts the calls of its own thread; nothing of torch is patched.
+``torch.nn.MultiheadAttention`` calls SDPA inside a function that modes see as a whole: that function runs with another
+SDPA.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def replaced(
     """Within the block, ``attnbench.attention`` serves this thread's calls of torch's SDPA.
 
     Arguments have torch's meaning: (..., S, D) tensors of two or more axes, ``is_causal`` aligned top-left,
-    ``enable_gqa``, ``scale``, autocast, a mask tensor (read at each call, and served if it is equivalent to no mask,
-    causal or a window).  ``backend``, ``dtype`` and ``max_error`` are those of ``attention``; what they leave out
-    ``use_backend`` decides.  FP8 is opt-in as in ``attention``.
+    ``enable_gqa``, ``scale``, autocast, a mask tensor (read at each call, served if it is equivalent to no mask, causal
+    or a window).  ``backend``, ``dtype`` and ``max_error`` are those of ``attention``; what they leave out
+    ``use_backend`` decides.
 
-    What cannot be served (dropout, padding, a bias, masks inside compiled code, nested and other tensors of classes of
-    their own, what ``attention`` refuses) raises InputError or attention's own error with ``otherwise="raise"``; with
+    What cannot be served (dropout, padding, a bias, masks inside compiled code, nested tensors and other tensor
+    classes, what ``attention`` refuses) raises InputError or attention's own error with ``otherwise="raise"``; with
     ``otherwise="torch"`` torch computes it, with a warning for the first call of each reason and a count of all.
 
     Yields the counts.  Of nested blocks the innermost applies.  Backwards need not be in the block.
@@ -74,10 +74,10 @@ class _Replacing(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _callers(self) -> str | None:
-        """Inspect the callers on the stack.
+        """Inspect the callers on the stack; returns why the call cannot be served, None if nothing is in the way.
 
-        A kernel of ours, or another block like this one, means torch's own SDPA.  What is computed again in a backward
-        is told to do that in this block.  Returns why the call cannot be served; None where nothing is in the way.
+        Within a kernel of ours, or another block like this one, torch's own SDPA is meant.  Checkpoints are changed to
+        recompute within this block.
         """
         enter, reason = partial(self._recompute, asked_in_context()), None
         frame: FrameType | None = sys._getframe(2)
@@ -147,9 +147,7 @@ def _obstacle(query: Tensor, key: Tensor, value: Tensor) -> str | None:
             return "torch.jit.trace, which records no operator of attnbench"
     shape, keys, values = query.shape, key.shape, value.shape
     if len(shape) == len(keys) == len(values) >= 2:
-        if (
-            len(shape) == 4 and shape[0] == keys[0] == values[0]
-        ):  # the common case, detected without slicing, which takes longer
+        if len(shape) == 4 and shape[0] == keys[0] == values[0]:  # the common case, without slicing
             return None
         if shape[:-3] == keys[:-3] == values[:-3]:
             return None
@@ -157,7 +155,7 @@ def _obstacle(query: Tensor, key: Tensor, value: Tensor) -> str | None:
 
 
 def _four(x: Tensor) -> Tensor:
-    """(..., S, D) as (B, H, S, D): heads are the third axis from the end, as they are to ``enable_gqa``."""
+    """(..., S, D) as (B, H, S, D); heads are the third axis from the end."""
     return x[None, None] if x.ndim == 2 else x.reshape(-1, *x.shape[-3:])
 
 

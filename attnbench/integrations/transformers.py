@@ -1,8 +1,8 @@
 """attnbench as an attention implementation of transformers: ``attn_implementation="attnbench"`` after ``register``.
 
-transformers looks attention functions up by name, and beside each a function that makes its masks.  Both are
-registered; nothing of transformers is patched.  A layer computes what it computes with ``"sdpa"``: a mask that was made
-tells what is hidden, and where there is none ``is_causal`` does, aligned top-left.
+transformers looks up an attention function by name, and a function that makes its masks; both are registered, nothing
+is patched.  A layer computes what it computes with ``"sdpa"``: the mask says what is hidden, and without one
+``is_causal`` does, aligned top-left.
 """
 
 from __future__ import annotations
@@ -40,23 +40,22 @@ def register(
     padding: str = "raise",
     otherwise: str = "raise",
 ) -> Calls:
-    """Let transformers know ``attn_implementation=name``: for models to come, and ``model.set_attn_implementation``.
+    """Let transformers know ``attn_implementation=name``: for new models, and ``model.set_attn_implementation``.
 
-    ``backend``, ``dtype`` and ``max_error`` are those of ``attnbench.attention``, and leave to ``use_backend`` what
-    they do not name.  A name that is registered anew asks for the new ones, in models that exist, too; several names
-    may ask for different ones.
+    ``backend``, ``dtype`` and ``max_error`` are those of ``attnbench.attention``; what they leave out ``use_backend``
+    decides.  Registering a name again changes them, in existing models too; several names may have different ones.
 
     Served are full and causal masks and sliding windows (eager, or with a growing cache), softcaps, grouped heads,
-    scales, and 2-D padding masks that pad nothing.  ``padding="right"`` also serves causal batches that are padded at
-    the right only: no token sees padding, so the outputs of tokens do not change; the outputs at padding positions
-    differ from SDPA's and must not be used (labels of -100 ignore them).
+    scales, and 2-D padding masks without padding.  ``padding="right"`` also serves causal batches that are padded at
+    the right only: outputs of tokens do not change; outputs at padding positions differ from SDPA's and must not be
+    used (labels of -100 ignore them).
 
-    What cannot be served raises InputError: other padding, packed sequences, blocks and chunks, static caches, mask
-    tensors of one's own unless they are a mask above, dropout, biases of positions.  With ``otherwise="sdpa"``
-    transformers' own SDPA function computes those calls, with a warning for the first of each reason and a count of
-    all.  Sinks, paged caches, sparse keys and ``output_attentions`` are refused in any case: SDPA does not know them.
+    Everything else raises InputError: other padding, packed sequences, blocks and chunks, static caches, custom mask
+    tensors unless equivalent to a mask above, dropout, biases of positions.  With ``otherwise="sdpa"`` transformers'
+    own SDPA function computes those calls, with a warning for the first of each reason and a count of all.  Sinks,
+    paged caches, sparse keys and ``output_attentions`` are always refused: SDPA does not support them.
 
-    Returns the counts.  Raises InputError where transformers is missing, and for what cannot be asked for.
+    Returns the counts.  Raises InputError if transformers is missing, and for invalid options.
     """
     chosen("padding", padding, "raise", "right")
     calls = Calls(f'transformers with attn_implementation="{name}"', "sdpa", otherwise, backend, dtype, max_error)
@@ -106,10 +105,8 @@ def register(
             function = _eager(module)
             if function is None:
                 raise InputError(f"{type(module).__name__} has a softcap, which transformers' SDPA does not know")
-            attention_mask, options["softcap"] = (
-                _added(attention_mask, asks_causal(module, is_causal), query, key),
-                softcap,
-            )
+            attention_mask = _added(attention_mask, asks_causal(module, is_causal), query, key)
+            options["softcap"] = softcap
         answer = function(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **options
         )
@@ -140,13 +137,13 @@ def register(
 
 
 def _eager(module: nn.Module) -> Any:
-    """The eager attention of the model's own module, if it knows a softcap, which SDPA does not; else None."""
+    """The eager attention of the model's module, if it supports a softcap; else None."""
     function = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
     return function if function is not None and "softcap" in inspect.signature(function).parameters else None
 
 
 def _added(mask: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> Tensor | None:
-    """A mask as eager attention adds it to the scores; it does not know ``is_causal``."""
+    """A mask in the form that eager attention adds to the scores; it does not support ``is_causal``."""
     if mask is None and causal and query.shape[2] > 1:
         mask = dense(Mask(right=0), query.shape[2], key.shape[2], query.device)
     if mask is None or mask.dtype != torch.bool:
@@ -157,10 +154,10 @@ def _added(mask: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> Ten
 
 
 def _is_packed(frame: FrameType) -> bool:
-    """Whether the call of transformers that wants this mask was given positions that start anew, beside a cache.
+    """Whether the caller in transformers has positions that start anew, beside a cache.
 
-    transformers itself looks at positions only where there is no cache, and takes the batch for one sequence where
-    there is one.  Its public functions that make masks have these parameters; others are left alone.
+    transformers looks at positions only without a cache, and takes the batch for one sequence with one.  Its public
+    functions that make masks have these parameters; other frames are ignored.
     """
     given = frame.f_locals
     positions, cache = given.get("position_ids"), given.get("past_key_values")

@@ -14,8 +14,8 @@ from .transformers_mask import UnservableError
 
 __all__ = ["asked_mask", "asks_causal"]
 
-# What changes the function that a layer computes, and SDPA does not know either: attention sinks, keys of a paged
-# cache, sparse choices of keys, the lengths of packed sequences, weights that nobody computes.
+# Arguments that change the result and that SDPA does not support either: attention sinks, keys of a paged cache,
+# sparse choices of keys, the lengths of packed sequences, masks of heads.
 _UNKNOWN = (
     "s_aux", "sinks", "cache", "indexer", "indices", "block_indices", "cu_seq_lens_q", "cu_seq_lens_k", "head_mask",
 )  # fmt: skip
@@ -34,12 +34,11 @@ def asked_mask(
     position_bias: Tensor | None = None,
     **others: Any,
 ) -> Mask:
-    """The mask that a layer asks for by the arguments that transformers passes, beside tensors, scale and softcap.
+    """The mask that a layer asks for by the arguments that transformers passes.
 
-    ``mask`` is what the layer was handed: a mask, None, or a tensor, of which ``read`` says which mask it describes.
-    As to transformers' SDPA, a mask that was made says all that is hidden, and where there is none, ``is_causal`` does.
-    Raises UnservableError for what SDPA computes and attention cannot be asked for, and InputError for what SDPA does
-    not know either.
+    ``mask`` is a mask, None, or a tensor, which ``read`` interprets.  As in transformers' SDPA, a given mask says all
+    that is hidden, and without one ``is_causal`` does.  Raises UnservableError for what only SDPA can compute, and
+    InputError for what SDPA does not support either.
     """
     layer = type(module).__name__
     for each in _UNKNOWN:

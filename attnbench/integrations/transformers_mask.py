@@ -1,10 +1,9 @@
-"""Describe transformers' masks as a ``Mask``: no mask tensor is made, and none is read in a layer.
+"""Describe transformers' masks as a ``Mask``, without making or reading a mask tensor in a layer.
 
-transformers asks the function that is registered beside an attention function for its mask, once for each forward and
-kind of layer, and hands the answer to every layer.  It says whether the mask function is plain (``allow_is_*_skip``:
-its own SDPA makes no tensor then), how far layers see (``local_size``), where queries and keys stand, and which tokens
-are padding.  From that the mask is known.  What is looked at is looked at here and not in the layers: whether any token
-is padding, whether ``local_size`` is a window's or a chunk's, and what is laid over a mask that is not plain.
+transformers calls the registered mask function once for each forward and kind of layer, and passes the result to every
+layer.  The arguments say whether the mask is plain (``allow_is_*_skip``), how far layers see (``local_size``), where
+queries and keys are, and which tokens are padding.  Values are checked here and not in the layers: whether any token is
+padding, whether ``local_size`` is a window or a chunk, and what is combined with the mask.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ class UnservableError(Exception):
 class LayerMask(Mask):
     """A mask that is passed to layers; as a tensor it is the one that transformers' SDPA would receive.
 
-    Most models hand it on as it is.  Some join it to another mask or cut it, and ``generate`` makes it contiguous for a
-    static cache: functions of torch, indexing and attributes of tensors see the tensor (B, 1, Sq, Skv).
+    Some models combine or cut it, and ``generate`` makes it contiguous: functions of torch, indexing and attributes of
+    tensors see the tensor (B, 1, Sq, Skv).
     """
 
     batch: int = 1
@@ -100,7 +99,7 @@ class Asked(NamedTuple):
         device: Any = "cpu",
         **_: Any,
     ) -> Asked:
-        """From the keyword arguments that transformers passes, of release 5 or of 4, which counts queries otherwise."""
+        """From the keyword arguments of transformers 5, or of 4, which counts queries differently."""
         if cache_position is not None:
             q_length = cache_position.shape[0]
             q_offset = 0 if q_length == kv_length else cache_position[0]
@@ -115,11 +114,10 @@ class Asked(NamedTuple):
 
 
 def told(asked: Asked, right_padding: bool, hands_on: bool) -> LayerMask | None:
-    """The mask; None where SDPA would be given none either: some layers look for None, others for a mask.
+    """The mask, or None where SDPA would get none either.  Raises UnservableError.
 
-    With ``right_padding``, causal batches that are padded at the right alone are told as causal: no token sees padding.
-    Code that is being compiled cannot look at values: there an assertion in the graph does, or, where calls are handed
-    on, those are that perhaps cannot be served.  Raises UnservableError.
+    With ``right_padding``, causal batches padded at the right only count as causal.  Compiled code cannot read values:
+    an assertion in the graph does, or calls that perhaps cannot be served are handed on.
     """
     mask = _pattern(asked)
     if asked.padding is not None:
@@ -167,10 +165,7 @@ def _check_padding(asked: Asked, right_padding: bool) -> None:
 
 
 def _check_overlays(asked: Asked, mask: Mask, hands_on: bool) -> None:
-    """Something is, or may be, laid over the mask; where it hides and shows nothing, the mask is what it would be.
-
-    The whole of it is looked at, as SDPA's tensor would be made.
-    """
+    """Raise UnservableError if something combined with the mask changes it; compares the whole mask, as SDPA does."""
     if asked.indexed and is_compiling() and not hands_on:
         _assert(_agrees(asked, mask), "transformers' mask is not plain: packed sequences, blocks or overlays")
     elif not asked.indexed or is_compiling() or not _agrees(asked, mask):
@@ -188,7 +183,7 @@ def _range(count: int, asked: Asked) -> Tensor:
 
 
 def _is_window(asked: Asked, mask: Mask) -> bool:
-    """Whether the mask function sees as far as the window's edges and no further, at a query far from the start."""
+    """Whether the mask function sees exactly to the window's edges, at a query far from the start."""
     assert asked.local_size is not None, "else the mask is no window"
     size = asked.local_size
     query = 3 * size  # where a chunk of this size begins

@@ -1,8 +1,7 @@
-"""Models of transformers that never look up a registered attention: detect and report them.
+"""Detect and report models of transformers that never look up a registered attention.
 
-Some build their layers from a table of their own, whose keys are transformers' implementations: Falcon, SAM, Data2Vec.
-Others compute attention themselves: BLOOM.  transformers asks each model for its implementation when it is constructed;
-the method that answers is wrapped here, because a registered name is told nothing of models.
+Some build their layers from a table of their own (Falcon, SAM, Data2Vec), others compute attention themselves (BLOOM).
+transformers asks each model for its implementation when it is constructed; that method is wrapped here.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ _registered: dict[str, Calls] = {}
 
 
 def watch_models(name: str, calls: Calls) -> None:
-    """From now on, say so where a model is constructed that cannot ask for the implementation ``name``.
-
-    It raises InputError, or is given transformers' own choice with a warning where calls are handed on.
-    """
+    """Raise InputError, or warn and use transformers' choice, when a model that cannot use ``name`` is constructed."""
     from transformers import PreTrainedModel
 
     method = getattr(PreTrainedModel, _METHOD, None)
@@ -60,10 +56,10 @@ def _watching(method: Any) -> Any:
 
 
 def _reason(model: Any, name: str) -> str | None:
-    """Why the model cannot ask for the implementation; None where it seems that it can.
+    """Why the model cannot use the implementation; None if it seems that it can.
 
-    Masks that are made for ``name`` would be added to scores by a model that computes attention itself, so it is told
-    nothing of the name.  What transformers knows is two flags of the class and a look at its module's source.
+    A model that computes attention itself would add the masks made for ``name`` to its scores.  transformers only has
+    two flags of the class and its module's source.
     """
     kind = type(model)
     table = _table(kind.__module__, name)
@@ -81,7 +77,7 @@ def _reason(model: Any, name: str) -> str | None:
 
 
 def _table(module: str, name: str) -> str | None:
-    """The name of the module's table of attention classes that lacks ``name``; None where it has no such table."""
+    """The name of the module's table of attention classes that lacks ``name``; None if there is none."""
     for each, value in vars(sys.modules.get(module, object)).items():
         if each.endswith("ATTENTION_CLASSES") and isinstance(value, Mapping) and name not in value:
             return each
@@ -89,6 +85,6 @@ def _table(module: str, name: str) -> str | None:
 
 
 def _everywhere(config: Any, name: str) -> bool:
-    """Whether the configuration and all within it name this implementation: else the table may serve another part."""
+    """Whether the configuration and all its parts use this implementation: else the table may serve another part."""
     parts = [getattr(config, key, None) for key in getattr(config, "sub_configs", {})]
     return all(part is None or getattr(part, "_attn_implementation", name) in (None, name) for part in parts)

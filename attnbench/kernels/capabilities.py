@@ -1,4 +1,4 @@
-"""What a kernel can serve on one kind of device, as a row of facts that answers with sentences."""
+"""What a kernel can serve on one kind of device: a row of facts that answers with sentences."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ __all__ = ["Capabilities", "Device"]
 
 @dataclass(frozen=True)
 class Device:
-    """Where a spec is to run, as far as a refusal may depend on it.
-
-    ``capability`` is CUDA's compute capability, (0, 0) on a CPU.
-    """
+    """The device a spec is to run on; ``capability`` is CUDA's compute capability, (0, 0) on a CPU."""
 
     type: str
     name: str
@@ -23,15 +20,13 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """One row: every limit that can be said as a fact.  The defaults limit nothing.
+    """One row of limits; the defaults limit nothing.
 
-    ``head_dims`` are (least, most, multiple); ``head_dim_v`` says whether v's may differ from q's.
-    ``max_elements`` bounds each of q, k, v and out.  ``training`` says whether gradients
-    can follow (for a forward: with any backward), ``lse`` whether the log-sum-exp is returned,
-    ``empty_rows`` whether queries without a visible key come out as 0.
-    ``descales`` are the granularities that an FP8 kernel takes with tensors quantised beforehand.
-    ``emulated`` says that here other arithmetic stands in for the kernel's own, ordinary operations or an
-    interpreter: its results mean what they say, its times mean nothing and are compared with no other.
+    ``head_dims`` are (least, most, multiple); ``head_dim_v`` says whether v's may differ from q's.  ``max_elements``
+    bounds each of q, k, v and out.  ``training`` says whether gradients can follow (for a forward: with any backward),
+    ``lse`` whether the log-sum-exp is returned, ``empty_rows`` whether queries without a visible key give 0.
+    ``descales`` are the granularities accepted with quantised tensors.  ``emulated`` says that other arithmetic stands
+    in for the kernel's (ordinary operations, an interpreter): its results count, its times do not.
     """
 
     dtypes: tuple[str, ...]

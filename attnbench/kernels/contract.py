@@ -1,8 +1,7 @@
-"""The contract of a kernel: what a backend module implements, and all that the rest may rely on.
+"""The contract of a kernel: what a backend module implements, and all that other code may rely on.
 
-Importing a backend module must import no vendor package and no torch extension; that
-happens inside ``availability`` and ``run``.  Everything that vendors disagree on (layouts,
-descale shapes, causal alignment, output dtype, base of the LSE) ends inside the module.
+Importing a backend module imports no vendor package and no torch extension; ``availability`` and ``run`` do.  What
+vendors disagree on (layouts, descale shapes, causal alignment, output dtype, base of the LSE) ends inside the module.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ __all__ = [
     "BackwardKernel",
     "ForwardKernel",
     "Inputs",
+    "Kernel",
     "Library",
     "Operands",
     "Result",
@@ -43,8 +43,7 @@ _LIBRARIES: tuple[Library, ...] = get_args(Library)
 class Availability:
     """Whether a backend can be used on this machine: the version found, or the reason it cannot.
 
-    ``origin`` names the distribution or build that answered; ``install`` is the command
-    that would add what is missing.
+    ``origin`` names the distribution or build; ``install`` is the command that adds what is missing.
     """
 
     version: str | None = None
@@ -62,7 +61,7 @@ class Inputs(NamedTuple):
     """The tensors of one call, as ``prepare`` takes them.
 
     ``q`` (B, H, Sq, D), ``k`` (B, Hkv, Skv, D) and ``v`` (B, Hkv, Skv, Dv) have any strides.  All three are
-    ``Quantised`` where the caller quantised them, which only kernels are given whose row names descales.
+    ``Quantised`` if the caller quantised them; only kernels whose row names descales get those.
     """
 
     q: Tensor | Quantised
@@ -96,12 +95,11 @@ class Inputs(NamedTuple):
 
 @dataclass(eq=False)  # a frozen one takes three times as long to make, in every call
 class Operands:
-    """What ``prepare`` made for ``run``, which changes nothing of it.
+    """What ``prepare`` made for ``run``, which changes none of it.
 
-    ``q``, ``k``, ``v`` are what the kernel computes with, in logical order (B, H, S, D):
-    the tensors as given, or quantised.  ``native`` is whatever else ``run`` wants:
-    transposed copies, masks, descales in a vendor's shape.  No backward finds it: what a
-    backward wants of it goes into the forward's ``state``.
+    ``q``, ``k``, ``v`` (B, H, S, D) are what the kernel computes with: the tensors as given, or quantised.  ``native``
+    is whatever else ``run`` needs.  A backward does not see it: what a backward needs goes into the forward's
+    ``state``.
     """
 
     spec: AttentionSpec
@@ -117,8 +115,8 @@ class Operands:
     def tensors(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V as the forward saw them: as they are, or dequantised into ``dtype`` (the gradients' by default).
 
-        A backward must work on these, never on the tensors from before the quantisation:
-        exp(S - LSE) sums to one over a row only for the S that made the LSE.
+        A backward must use these and not the original tensors: exp(S - LSE) sums to one only for the S that made the
+        LSE.
         """
         dtype = dtype or gradient_dtype(self.spec)
         q, k, v = (x.dequantised(dtype) if isinstance(x, Quantised) else x for x in (self.q, self.k, self.v))
@@ -150,18 +148,16 @@ class Saved:
         return self.operands.spec
 
 
-class _Kernel(ABC):
+class Kernel(ABC):
     """What both passes share: a name, a row for each kind of device, and the evidence that it ran.
 
-    ``name`` is ``backend:precision``; ``rows`` maps a device type (``cpu``, ``cuda``) to its row.
-    ``declared_error`` is the relative L2 error against exact attention that normal inputs stay within, of
-    out for a forward, of dq, dk and dv for a backward; ``error_on`` says it of one spec.
-    ``error_growth`` is the factor by which the error of a kernel in 8 bits grows, at most and on inputs of any
-    family, where the number of keys doubles; None: not known, so that nothing measured vouches for more keys.
-    ``preference`` orders kernels where nothing was measured, smallest first; None comes last, and
-    such a forward is never chosen unmeasured.
-    ``evidence`` maps a device type to a regular expression that the name of a profiled
-    operator or device kernel must match: proof that this kernel answered, and no other.
+    ``name`` is ``backend:precision``; ``rows`` maps a device type (``cpu``, ``cuda``) to its row.  ``declared_error``
+    is the relative L2 error on normal inputs (out of a forward, the worst of dq, dk, dv of a backward); ``error_on``
+    gives it for one spec.  ``error_growth`` bounds the factor by which the error of an 8-bit kernel grows when the
+    number of keys doubles; None if unknown, so that nothing measured vouches for more keys.  ``preference`` orders
+    kernels where nothing was measured, smallest first; a forward with None is never chosen unmeasured.  ``evidence``
+    maps a device type to a regular expression that the name of a profiled operator or device kernel must match: proof
+    that this kernel ran.
     """
 
     name: str
@@ -183,23 +179,20 @@ class _Kernel(ABC):
         return []
 
     def error_on(self, spec: AttentionSpec, device: Device) -> float:
-        """The error declared for a spec: never below that of rounding to the type that results are returned in.
-
-        Overridden where the error depends on more than the type.
-        """
+        """The declared error for a spec, at least the rounding error of the results' type."""
         return max(self.declared_error, rounding_error(spec))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}>"
 
 
-class ForwardKernel(_Kernel):
+class ForwardKernel(Kernel):
     """out = softmax(scale · q kᵀ, capped and masked) v, in one precision.
 
-    ``mixes`` says whether plans that pair an FP8 forward with the backwards of other backends are listed.
-    ``leaves`` names what a backward may rely on in the operands, beyond their dequantised values; None: nothing.
-    ``"e4m3"`` stands for ``Quantised`` Q, K and V in that format with scales of any granularity: none is smoothed,
-    V is not rotated, and Q and K are rotated together or not at all.
+    ``mixes`` says whether plans that pair an FP8 forward with other backends' backwards are listed.  ``leaves`` names
+    what a backward may rely on in the operands; None: only their dequantised values.  ``"e4m3"`` stands for
+    ``Quantised`` Q, K and V in that format with any granularity, not smoothed, V not rotated, Q and K rotated together
+    or not at all.
     """
 
     mixes: bool = True
@@ -214,11 +207,11 @@ class ForwardKernel(_Kernel):
         """The kernel itself.  Runs on the current stream, without synchronising."""
 
 
-class BackwardKernel(_Kernel):
+class BackwardKernel(Kernel):
     """dq, dk, dv of a forward that has run.
 
-    ``follows`` names the forwards that it can follow, each by its own name (``te:fp8``) or by what it ``leaves``
-    (``e4m3``); None stands for all.  ``needs_lse`` says whether it reads the forward's LSE.
+    ``follows`` names the forwards that it can follow, by name (``te:fp8``) or by what they ``leave`` (``e4m3``); None
+    stands for all.  ``needs_lse`` says whether it reads the forward's LSE.
     """
 
     follows: tuple[str, ...] | None = None
@@ -242,9 +235,10 @@ class BackwardKernel(_Kernel):
 
     @abstractmethod
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients (B, H, Sq, D), (B, Hkv, Skv, D), (B, Hkv, Skv, Dv) in the input's dtype.
+        """Gradients (B, H, Sq, D), (B, Hkv, Skv, D), (B, Hkv, Skv, Dv) in the input's dtype; changes nothing that was
+        saved.
 
-        ``grad_out`` (B, H, Sq, Dv) may have any strides.  Nothing that was saved is changed.
+        ``grad_out`` (B, H, Sq, Dv) may have any strides.
         """
 
 
@@ -252,19 +246,14 @@ class BackwardKernel(_Kernel):
 class Backend:
     """A family of kernels: what an entry point of the group ``attnbench.backends`` names.
 
-    ``availability`` is asked once a process.  ``resolve`` makes kernels beyond the listed
-    ones from the precision part of a name (``fp8-token-hadamard``), or returns an empty
-    tuple; it is for families with more variants than a list should hold.  On the device types
-    of ``yardstick`` it is what others are held against, or an interpreter runs it for the reader:
-    a sweep measures it only where it is named.
-    ``compiles`` says that its kernels compile anew for every shape and leave that on the disk,
-    so that several processes may do it before anything is timed.
-    ``built_on`` names the libraries that choose or compile the kernels: what was measured with another
-    release of one is not used, and a frozen choice is refused.  Libraries that attnbench does not know belong
-    into the ``origin`` of the availability, with their versions.
-    ``sdpa_order`` is the place at which ``torch.nn.functional.scaled_dot_product_attention`` tries these kernels on
-    a GPU of compute capability 9.0, smallest first; None: it does not call them.
-    Raises ValueError for a library that is not known.
+    ``availability`` is asked once a process.  ``resolve`` makes further kernels from the precision part of a name
+    (``fp8-token-hadamard``), or returns an empty tuple.  ``yardstick``: device types on which it is only a reference or
+    is interpreted, so that a sweep measures it only if named.  ``compiles``: its kernels compile for every shape and
+    cache that on the disk, so several processes may compile before anything is timed.  ``built_on``: libraries that
+    choose or compile the kernels; measurements with another release of one are not used, and a frozen choice is
+    refused.  Other libraries belong into the ``origin`` of the availability, with versions.  ``sdpa_order``: the place
+    at which ``torch.nn.functional.scaled_dot_product_attention`` tries these kernels on compute capability 9.0; None:
+    never.  Raises ValueError for an unknown library.
     """
 
     name: str
@@ -289,9 +278,8 @@ def gradient_dtype(spec: AttentionSpec) -> torch.dtype:
 
 
 def rounding_error(spec: AttentionSpec) -> float:
-    """The relative L2 error of rounding exact results to the type that they are returned in.
+    """The relative L2 error of rounding exact results to the type that they are returned in: a quarter of its epsilon.
 
-    Of numbers that are normally distributed it is 0.21 times the type's epsilon (bf16: 0.0017), and up to a
-    quarter of it where they are few; no kernel that returns this type can declare less.
+    For normally distributed numbers it is 0.21 epsilon (bf16: 0.0017), more for few numbers.
     """
     return torch.finfo(gradient_dtype(spec)).eps / 4

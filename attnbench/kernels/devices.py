@@ -18,11 +18,10 @@ _known: Cache[torch.device, Device] = Cache()
 
 
 def bind(device: torch.device) -> None:
-    """Make a GPU's context this thread's, as a first call of the CUDA runtime does.
+    """Make a GPU's context current in this thread, as a first call of the CUDA runtime does.
 
-    A library that encodes TMA descriptors with the driver, as FlashAttention-3 does, fails in a
-    thread that has made none: the descriptor is invalid, and the kernel that reads it loses the
-    GPU for the whole process.
+    A library that encodes TMA descriptors with the driver (FlashAttention-3) fails in a thread without a context: the
+    descriptor is invalid, and the kernel that reads it loses the GPU for the process.
     """
     if device.type != "cuda":
         return
@@ -34,7 +33,7 @@ def bind(device: torch.device) -> None:
 
 
 def describe(device: torch.device) -> Device:
-    """The facts about a torch device that a refusal may depend on.  Asked once for each device."""
+    """The facts about a device that a refusal may depend on, cached."""
     return _known.of(device, _described, device)
 
 
@@ -46,10 +45,7 @@ def _described(device: torch.device) -> Device:
 
 
 def find(name: str) -> torch.device:
-    """The device called ``auto`` (the first GPU, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``.
-
-    Raises InputError where the name is none or this machine has no such device.
-    """
+    """The device called ``auto`` (the first GPU, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``.  Raises InputError."""
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:

@@ -26,9 +26,8 @@ _TENSORS = ("data", "descale", "mean")  # of a quantised operand
 class Execution:
     """The kernels of a plan, ready to be called for one spec.
 
-    Every forward pass goes through ``answer`` and every backward pass through ``gradients``, whether it was called
-    eagerly, recorded for gradients or compiled.
-    ``budget`` is the error that the plan was chosen under, None where nobody chose.  An open guard is told of each.
+    Every forward goes through ``answer`` and every backward through ``gradients``, which notify an open guard.
+    ``budget`` is the error that the plan was chosen under, None if nothing was chosen.
     """
 
     spec: AttentionSpec
@@ -49,7 +48,7 @@ class Execution:
         return out, lse
 
     def answer(self, inputs: Inputs) -> tuple[Operands, Result]:
-        """What the forward kernel computed with, and what it answered; nothing is recorded."""
+        """The forward kernel's operands and result; nothing is recorded for gradients."""
         forward, on_gpu = self.forward, inputs.is_cuda
         if on_gpu:
             bind(inputs.device)
@@ -128,16 +127,16 @@ class _Attention(torch.autograd.Function):
         return *found, None, None
 
 
-# What ``_Attention.apply`` comes to where no transform of torch.func is active, as none is here: ``attention`` has
-# asked for all its tensors what ``apply`` asks for each of its arguments once more.
+# What ``_Attention.apply`` does when no transform of torch.func is active: ``attention`` has checked its tensors, and
+# ``apply`` would check each argument again.
 _recorded = super(torch.autograd.Function, _Attention).apply
 
 
 class _Underived(torch.autograd.Function):
-    """A gradient whose own derivative is refused, with respect to all that it depends on.
+    """A gradient whose own derivative raises.
 
-    torch's ``once_differentiable`` refuses only where ``grad_out`` requires gradients, and lets a penalty on a
-    gradient of a plain sum pass for a constant.
+    torch's ``once_differentiable`` raises only if ``grad_out`` requires gradients, so that a penalty on a gradient of a
+    plain sum would pass as a constant.
     """
 
     @staticmethod
@@ -150,7 +149,7 @@ class _Underived(torch.autograd.Function):
 
 
 class _Kept(NamedTuple):
-    """An operand as autograd keeps it: its three tensors or None, and the class and other fields of a quantised one."""
+    """An operand as autograd keeps it: three tensors or None, and the class and other fields of a quantised one."""
 
     tensors: Sequence[Tensor | None]
     of_what: tuple[type[Quantised], dict[str, Any]] | None

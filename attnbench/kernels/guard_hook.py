@@ -1,7 +1,4 @@
-"""The slot for the open guard, which an execution tells of its passes.
-
-Apart from the guard, so that a call without one reads one attribute and loads nothing.
-"""
+"""The slot for the active guard; separate from it, so that a call without one reads one attribute and loads nothing."""
 
 from __future__ import annotations
 
@@ -36,36 +33,30 @@ class Executed(Protocol):
 
     @property
     def budget(self) -> float | None:
-        """The error that the plan was chosen under; None where nobody chose."""
+        """The error that the plan was chosen under; None if nothing was chosen."""
 
 
 class Sample(Protocol):
-    """A forward of which the gradients are to be checked, with what the check needs of its inputs."""
+    """A forward whose gradients will be checked, with copies of the inputs that the check reads."""
 
     def derived(self, grad_out: Tensor, gradients: Gradients) -> None:
         """Its backward has run."""
 
 
 class Watcher(Protocol):
-    """What an open guard is told.  Each method may raise BreachError, and nothing else."""
+    """What an open guard is notified of.  Methods raise only BreachError."""
 
-    def answered(
-        self,
-        execution: Executed,
-        operands: Operands,
-        inputs: Inputs,
-        out: Tensor,
-    ) -> None:
-        """A forward has run; a backward names its operands."""
+    def answered(self, execution: Executed, operands: Operands, inputs: Inputs, out: Tensor) -> None:
+        """A forward has run; its operands identify it for a backward."""
 
     def prepared(self, operands: Operands, inputs: Inputs) -> None:
-        """Operands were made of the inputs, for a backward that this thread may be about to run."""
+        """Operands were made, for a backward that this thread may run next."""
 
     def sample(self, execution: Executed, inputs: Inputs) -> Sample | None:
-        """A forward has run whose backward may come later, in another thread; None where it will not be checked."""
+        """A forward has run whose backward may run later in any thread; None if it will not be checked."""
 
     def derived(self, execution: Executed, operands: Operands, grad_out: Tensor, gradients: Gradients) -> None:
-        """A backward has run; it is known by its operands, if it follows a forward that answered in this thread."""
+        """A backward has run, identified by its operands if its forward ran in this thread."""
 
 
 watching: Slot[Watcher] = Slot()

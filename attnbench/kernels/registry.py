@@ -1,4 +1,4 @@
-"""Every backend and kernel that this installation knows, ours and third parties', by name."""
+"""Every installed backend and kernel by name, ours and third parties'."""
 
 from __future__ import annotations
 
@@ -18,16 +18,13 @@ from .plan import Plan, backend_of, precision_of
 
 __all__ = ["ENTRY_POINTS", "Registry", "registry"]
 
-_LONGEST_NAME = 200  # of which near ones are looked for: that takes the square of its length
+_LONGEST_NAME = 200  # characters compared with known names, which takes the square of the length
 
 ENTRY_POINTS = "attnbench.backends"
 
 
 class Registry:
-    """Backends by name, forward and backward kernels by name, and which plans they make.
-
-    Raises AttnbenchError when two backends carry one name or a kernel carries another backend's.
-    """
+    """Backends and kernels by name, and the plans they make.  Raises AttnbenchError for two backends of one name."""
 
     def __init__(self, backends: Iterable[Backend]) -> None:
         self.backends: dict[str, Backend] = {}
@@ -63,7 +60,7 @@ class Registry:
         return {name: self._backwards[name] for name in self._listed(self._backwards)}
 
     def availability(self, backend: str) -> Availability:
-        """What the backend says of this machine; asked once.  A check that raises is a reason, not a crash."""
+        """The backend's answer for this machine, cached.  A check that raises is a reason, not a crash."""
         with self._lock:
             if backend not in self._availability:
                 try:
@@ -123,13 +120,12 @@ class Registry:
         return UnknownBackendError(f"no {what} is named {brief(name)}; {hint}")
 
     def plans(self, spec: AttentionSpec) -> list[Plan]:
-        """Every plan worth considering, so that each listed kernel of the direction stands in at least one.
+        """Every plan worth considering, so that each listed kernel of the direction is in at least one.
 
-        Forward: each kernel alone.  Training: a forward is paired with the backwards of its own backend
-        that share its name, list it in ``follows``, or follow any forward in the gradients' precision.
-        An 8-bit forward with ``mixes``, and a forward without such a backward, is also paired with
-        other backends' backwards that follow any forward in that precision.  Pairs that cannot work
-        together are included; ``reasons`` says why they cannot.
+        Training pairs a forward with the backwards of its own backend that share its name, list it in ``follows``, or
+        follow any forward in the gradients' precision.  An 8-bit forward with ``mixes``, and a forward without such a
+        backward, is also paired with other backends' backwards of that precision.  ``reasons`` says why a pair cannot
+        work together.
         """
         plans = [plan for name in self._listed(self._forwards) for plan in self.plans_with(name, spec)]
         if not spec.training:
@@ -149,7 +145,7 @@ class Registry:
         return any(kernel.rows[device_type].emulated for kernel in kernels if device_type in kernel.rows)
 
     def _listed(self, names: Iterable[str]) -> list[str]:
-        """Of the names, those that a backend lists; what was made on the spot is for those who name it."""
+        """The names that a backend lists; kernels made from their names are only for callers that name them."""
         return [name for name in names if name in self._names]
 
     def _partners(self, forward: str, spec: AttentionSpec) -> list[str | None]:
@@ -170,20 +166,14 @@ class Registry:
         return [*own, *others] or [None]
 
     def leader(self, backward: str) -> str:
-        """A forward for a backward that no forward asked for: one that it names, else one that it accepts, or any.
-
-        Raises UnknownBackendError.
-        """
+        """A forward for a backward that no plan has: one that it names, one that it accepts, or any."""
         kernel = self.backward(backward)
         named = [each for each in kernel.follows or () if ":" in each]
         accepted = [name for name, forward in self.forwards.items() if kernel.accepts(forward)]
         return [*named, *accepted, *self.forwards][0]
 
     def reasons(self, plan: Plan, spec: AttentionSpec, device: Device) -> tuple[str, list[str]]:
-        """(status, sentences): ``ok`` and none, or ``unavailable`` or ``refused`` and why.
-
-        Raises UnknownBackendError for kernels that do not exist.
-        """
+        """(status, sentences): ``ok``, or ``unavailable`` or ``refused`` and why.  Raises UnknownBackendError."""
         forward = self.forward(plan.forward)
         backward = None if plan.backward is None else self.backward(plan.backward)
         missing = []
@@ -203,10 +193,7 @@ class Registry:
         return ("refused" if reasons else "ok"), reasons
 
     def error_growth(self, plan: Plan) -> float | None:
-        """By what factor the plan's error grows where the keys double: 1 where no kernel of it computes in 8 bits.
-
-        None where one of those does not say, or is not known here.
-        """
+        """The factor by which the plan's error grows when the keys double: 1 without 8-bit kernels, None if unknown."""
         growths: list[float | None] = [1.0]
         try:
             if Plan(plan.forward).fp8:

@@ -1,7 +1,7 @@
-"""Exact attention as its definition says it, in the type of the tensors it is given: scores, P and dS.
+"""Exact attention by its definition, in the type of the given tensors: scores, P and dS.
 
-Heads lie in the first axis; queries that share keys may lie one after the other, so that a tile has any of them.  Each
-function takes few operators, and works in place: on a GPU, a check of a few rows costs what launching them costs.
+Heads are in the first axis; queries that share keys may follow one another.  Each function takes few operators and
+works in place: on a GPU, a check of a few rows costs what launching them costs.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def exact_out(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, spec: Atte
 def score_gradients(
     q: Tensor, k: Tensor, p: Tensor, dp: Tensor, delta: Tensor, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    """dS = P ∘ cap' ∘ (dP - delta), and the weight P ∘ cap' in it, (G, queries, keys) both.
+    """dS = P ∘ cap' ∘ (dP - delta), and its weight P ∘ cap', both (G, queries, keys).
 
-    dP is dO Vᵀ and delta its rowsum(P ∘ dP) = rowsum(O ∘ dO) (G, queries, 1): FlashAttention-2, arXiv 2307.08691,
-    section 2.2.  A factor that both have is in dS too.
+    dP is dO Vᵀ, delta its rowsum(P ∘ dP) = rowsum(O ∘ dO) (G, queries, 1): FlashAttention-2, arXiv 2307.08691, section
+    2.2.  A factor common to dP and delta carries over to dS.
     """
     weight = p * (1 - _uncapped(q, k, spec).square_()) if spec.softcap else p
     return (dp - delta).mul_(weight), weight

@@ -1,8 +1,4 @@
-"""How tensors become FP8: formats, recipes, quantised tensors and the way back.
-
-Everything here is plain torch on any device: the definition that fused quantise kernels
-are tested against, not the fast way.
-"""
+"""FP8 formats, recipes and quantised tensors in plain torch: the definition that fused kernels are tested on."""
 
 from __future__ import annotations
 
@@ -28,13 +24,11 @@ BLOCK = 128  # tokens that share a scale in the block recipe: the tile of most k
 class Recipe:
     """How Q, K and V become FP8.
 
-    ``granularity``: which elements share a scale: all of a ``tensor``; a (batch, ``head``);
-    a ``block`` of BLOCK tokens of a head; one ``token`` of a head.
-    ``rotation`` ``hadamard`` multiplies the head dimension of Q and K by one orthogonal
-    matrix, which leaves q·k alone and spreads outliers (FlashAttention-3, section 3.3).  What a rotated
-    head or tensor is scaled by is a bound on its largest magnitude; the others', the magnitude itself.
-    ``smoothing`` takes K's mean over its tokens away, which shifts a row of scores by a
-    constant and so leaves the softmax alone (SageAttention, section 4.2).
+    ``granularity``: the elements that share a scale: a ``tensor``; a (batch, ``head``); a ``block`` of BLOCK tokens of
+    a head; a ``token`` of a head.  ``rotation`` ``hadamard`` multiplies the head dimension of Q and K by one orthogonal
+    matrix, which keeps q·k and spreads outliers (FlashAttention-3, section 3.3); the scale of a rotated head or tensor
+    comes from a bound on its magnitudes.  ``smoothing`` subtracts K's mean over its tokens, which the softmax does not
+    see (SageAttention, section 4.2).
     """
 
     granularity: Granularity = "head"
@@ -45,10 +39,10 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Quantised:
-    """An FP8 tensor that stands for ``data * descale``, back-rotated, plus ``mean``.
+    """An FP8 tensor that stands for ``data * descale``, rotated back, plus ``mean``.
 
-    ``data`` is (B, H, S, D) in float8; ``descale`` is fp32 and broadcasts to it;
-    ``mean`` (B, H, 1, D) was taken away before quantising, None where nothing was.
+    ``data`` is (B, H, S, D) in float8; ``descale`` is fp32 and broadcasts to it; ``mean`` (B, H, 1, D) was subtracted
+    before quantising, None if nothing was.
     """
 
     data: Tensor
@@ -58,7 +52,7 @@ class Quantised:
     mean: Tensor | None = None
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """What the tensor stands for, (B, H, S, D) in ``dtype``, computed in fp32 (fp64 for fp64)."""
+        """The value of the tensor, (B, H, S, D) in ``dtype``, computed in fp32 (fp64 for fp64)."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         value = self.data.to(wide) * self.descale.to(wide)
         if self.rotated:
@@ -71,16 +65,14 @@ class Quantised:
 def quantise(x: Tensor, recipe: Recipe, *, rotate: bool = False, smooth: bool = False) -> Quantised:
     """Quantise x (B, H, S, D) with scales from its own largest magnitudes.
 
-    Where x is rotated and a head or a tensor shares a scale, the scale comes from ``_rotation_bound`` instead: no less
-    than the largest magnitude but for rounding, equal to it where one element of a row outweighs the others, about
-    two to three times it for normal numbers.  That needs no rotation, which a kernel would otherwise do twice, once to
-    find the scale; and FP8's numbers lose no bits to a scale that is larger, until they are subnormal.
+    ``rotate`` and ``smooth`` say whether the recipe's rotation and smoothing apply to this operand: both to K, the
+    rotation to Q, neither to V.  Where a rotated head or tensor shares a scale, ``_rotation_bound`` gives it: two to
+    three times the largest magnitude for normal numbers.  A kernel then rotates once, not twice, and FP8 loses no bits
+    to a larger scale unless numbers become subnormal.
 
-    ``rotate`` and ``smooth`` say whether the recipe's rotation and smoothing apply to this
-    operand: both to K, the rotation to Q, neither to V.  All-zero groups get the scale 1.
-    A group that holds something not finite comes out as NaN as a whole: nobody mistakes it for numbers.
-    Finite numbers that the rotation makes larger than fp32 can hold do so too where a token or a block of tokens
-    shares a scale; where a head or a tensor does, they saturate.
+    All-zero groups get the scale 1.  A group with a value that is not finite becomes NaN as a whole.  Finite numbers
+    that the rotation makes too large for fp32 become NaN with a token's or a block's scale, and saturate with a head's
+    or a tensor's.
     """
     value = x.to(torch.float32)
     mean = None
@@ -101,9 +93,8 @@ def quantise(x: Tensor, recipe: Recipe, *, rotate: bool = False, smooth: bool = 
 
 
 def quantise_with(x: Tensor, descale: Tensor | float, format: Format) -> Tensor:
-    """x / descale rounded to nearest even in ``format`` and saturated at its largest finite value.
-
-    torch's own cast turns what is too large into NaN (e4m3) or infinity (e5m2); kernels saturate.
+    """x / descale rounded to nearest even in ``format``, saturated: torch's own cast makes NaN or infinity of large
+    numbers.
     """
     largest = LARGEST[format]
     wide = x.to(torch.promote_types(x.dtype, torch.float32))  # a quotient of 16 bits would be rounded twice
@@ -111,11 +102,10 @@ def quantise_with(x: Tensor, descale: Tensor | float, format: Format) -> Tensor:
 
 
 def _over(x: Tensor, divisor: Tensor | float) -> Tensor:
-    """x / divisor as IEEE 754 rounds it, on every device alike.
+    """x / divisor rounded by IEEE 754 on every device.
 
-    On CUDA torch divides by a number of Python, or by a tensor of one element on the CPU, through the number's
-    rounded reciprocal, a last bit off now and then; by a tensor on the device it divides.  Filling one is a kernel:
-    unlike a copy from the host it waits for nothing and may be captured in a graph.
+    On CUDA torch multiplies by the rounded reciprocal of a Python number or a CPU scalar; it divides by a tensor on the
+    device.  Filling one does not synchronise and may be captured in a graph.
     """
     if not isinstance(divisor, Tensor):
         divisor = torch.full((), divisor, dtype=x.dtype, device=x.device)
@@ -130,19 +120,15 @@ def _rotated(x: Tensor, *, back: bool = False) -> Tensor:
 
 
 def rotation_shrink(size: int) -> float:
-    """A power of two that no sum over a rotation's block overflows with, for it multiplies each of the terms.
-
-    Half the reciprocal of the block's size: finite terms then add up to half the largest number, rounding apart.
-    What it costs are last bits of numbers next to fp32's smallest, far below those that FP8's scales go down to.
-    """
+    """A power of two that keeps the sums of a rotation from overflowing: half the reciprocal of the block's size."""
     return 0.5 / (size & -size)
 
 
 def _rotation_bound(x: Tensor) -> Tensor:
-    """What the magnitudes of x (B, H, S, D) in fp32 cannot exceed once rotated, (B, H, S, blocks of the rotation).
+    """Bounds on the magnitudes of the rotated x (B, H, S, D) in fp32, (B, H, S, blocks of the rotation).
 
-    A rotated number is the sum of a block of x, each element with its sign, over √(block): no more than the sum of the
-    magnitudes.  Too large for fp32, it is the largest number there; NaN or infinite where an element of x is.
+    A rotated number is a signed sum of a block of x over √(block).  Clamped to fp32's range; NaN or infinite where x
+    is.
     """
     size = x.shape[-1]
     block, small = size & -size, rotation_shrink(size)
@@ -152,10 +138,9 @@ def _rotation_bound(x: Tensor) -> Tensor:
 
 
 def hadamard(size: int, device: torch.device | str = "cpu") -> Tensor:
-    """The orthogonal rotation of a head dimension: diag(random ±1) · blocks of Hadamard / √(block).
+    """The orthogonal rotation (size, size) in fp32: diag(random ±1) · blocks of Hadamard / √(block).
 
-    (size, size) in fp32.  Where ``size`` is no power of two, the largest power of two that
-    divides it is the block, and the blocks stand on the diagonal.
+    The block is the largest power of two that divides ``size``.  Raises InputError for a size below 1.
     """
     if size < 1:
         raise InputError(f"a rotation needs a positive size, got {size}")

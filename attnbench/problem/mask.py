@@ -21,10 +21,9 @@ ALIGNMENTS: tuple[Alignment, ...] = get_args(Alignment)
 class Mask:
     """Query i sees key j when ``i + o - left <= j <= i + o + right``; None lifts that side.
 
-    ``o`` is 0 for the top-left alignment (the first query stands at the first key, as in
-    ``torch.nn.functional.scaled_dot_product_attention``) and ``seqlen_kv - seqlen_q`` for
-    the bottom-right one (the last query stands at the last key, as in FlashAttention).
-    Causal is ``right=0``.  Both sides count keys and are never negative.
+    ``o`` is 0 for the top-left alignment (as in ``torch.nn.functional.scaled_dot_product_attention``) and
+    ``seqlen_kv - seqlen_q`` for bottom-right (as in FlashAttention).  Causal is ``right=0``.  Sides count keys and are
+    not negative.
     """
 
     left: int | None = None
@@ -47,7 +46,7 @@ class Mask:
 
     @property
     def kind(self) -> Literal["none", "causal", "window"]:
-        """What the mask is called where only its kind matters."""
+        """The kind of mask."""
         if self.left is None:
             return "none" if self.right is None else "causal" if self.right == 0 else "window"
         return "window"
@@ -70,18 +69,18 @@ class Mask:
         return start, rows if self.right is None else rows + (offset + self.right + 1)
 
     def outside(self, keys: Tensor, start: Tensor, stop: Tensor) -> Tensor | None:
-        """Which ``keys`` (..., keys) are hidden from queries that see those from ``start`` to ``stop``, (..., rows, 1).
+        """Which ``keys`` (..., keys) lie outside ``start`` to ``stop`` (..., rows, 1): (..., rows, keys), None if the
+        mask is none.
 
-        (..., rows, keys), or None where the mask hides nothing.  One operator a side: on a GPU, each is a launch.
+        One operator a side: on a GPU each is a launch.
         """
         early = None if self.left is None else keys < start
         late = None if self.right is None else keys >= stop
         return late if early is None else early if late is None else early.logical_or_(late)
 
     def hidden(self, rows: Tensor, keys: Tensor, seqlen_q: int, seqlen_kv: int) -> Tensor | None:
-        """Which ``keys`` (keys,) are hidden from the queries ``rows`` (rows,), both numbers counted from 0.
-
-        (rows, keys), or None where the mask hides nothing.
+        """Which ``keys`` (keys,) are hidden from the queries ``rows`` (rows,): (rows, keys), or None if nothing is
+        hidden.
         """
         return self.outside(keys, *self.edges(rows.unsqueeze(-1), seqlen_q, seqlen_kv))
 

@@ -1,4 +1,4 @@
-"""Which keys a mask tensor lets a query see: recognised exactly, a few rows at a time."""
+"""Recognise the mask that a tensor describes, exactly, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ _CHUNK = 2**22  # elements of a mask looked at together
 
 
 def mask_of_tensor(tensor: Tensor, seqlen_q: int, seqlen_kv: int) -> Mask | None:
-    """The mask that ``tensor`` (..., Sq or 1, Skv or 1) describes; None where it is no causal mask and no window.
+    """The mask that ``tensor`` (..., Sq or 1, Skv or 1) describes; None if it is not none, causal or a window.
 
-    Boolean tensors are true where a key is seen; others are added to the scores: 0 where it
-    is seen, -65504 or less where it is not.  None as well where the batch entries or heads
-    differ, and where some query sees no key: kernels do not agree on what it gets.
+    Boolean tensors are true where a key is seen; others are added to the scores: 0 where it is seen, -65504 or less
+    where not.  Also None if batch entries or heads differ, or some query sees no key, on which kernels disagree.
     """
     if seqlen_q < 1 or seqlen_kv < 1:
         return None

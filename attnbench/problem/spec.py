@@ -1,4 +1,4 @@
-"""What is asked: one attention problem, frozen, hashable and JSON-able.  No torch here."""
+"""The attention problem: frozen, hashable, JSON-able.  No torch here."""
 
 from __future__ import annotations
 
@@ -28,12 +28,10 @@ _LARGEST_SIZE = 2**31 - 1  # the largest length that every library here can inde
 class AttentionSpec:
     """Shapes, type, mask and direction of one attention call.
 
-    q is (batch, heads, seqlen_q, head_dim), k (batch, kv_heads, seqlen_kv, head_dim) and
-    v (batch, kv_heads, seqlen_kv, head_dim_v); query head h reads key head
-    ``h // (heads // kv_heads)``.  ``scale`` multiplies q·k; ``softcap`` c turns a scaled
-    score s into ``c * tanh(s / c)``, and 0 means none.  ``dtype`` is what the tensors are
-    stored in; ``descale`` is the granularity of the scales that came with FP8 tensors,
-    None otherwise.  The mask is brought to one spelling, so that equal questions are equal specs.
+    q is (batch, heads, seqlen_q, head_dim), k (batch, kv_heads, seqlen_kv, head_dim) and v (batch, kv_heads, seqlen_kv,
+    head_dim_v); query head h reads key head ``h // (heads // kv_heads)``.  ``scale`` multiplies q·k; ``softcap`` c
+    turns a scaled score s into ``c * tanh(s / c)``, 0 means none.  ``dtype`` is that of the tensors, ``descale`` the
+    granularity of FP8 tensors' scales, else None.  The mask is made canonical, so equal questions are equal specs.
 
     Raises InputError where the numbers describe no attention.
     """
@@ -150,8 +148,8 @@ class AttentionSpec:
     def flops(self) -> float:
         """Floating-point operations of exact attention over the visible (query, key) pairs.
 
-        Forward: two products, 2·(D + Dv) a pair.  The backward counts 2.5 forwards (five
-        products where the forward has two), as FlashAttention's papers do; training is both.
+        Forward: two products, 2·(D + Dv) a pair.  The backward counts 2.5 forwards, as in FlashAttention's papers;
+        training is both.
         """
         area = self.mask.area(self.seqlen_q, self.seqlen_kv)
         forward = 2.0 * self.batch * self.heads * area * (self.head_dim + self.head_dim_v)

@@ -1,4 +1,4 @@
-"""The kinds of tensors that a call may be given: plain memory that kernels read, and what torch handles first."""
+"""The kinds of tensors that a call may be given: plain memory for kernels, and tensors that torch handles first."""
 
 from __future__ import annotations
 
@@ -6,12 +6,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
-from torch._C import (
-    _are_functorch_transforms_active,
-    _is_any_autocast_enabled,
-    _is_tracing,
-    _len_torch_dispatch_stack,
-)
+from torch._C import _are_functorch_transforms_active, _is_any_autocast_enabled, _is_tracing, _len_torch_dispatch_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -26,7 +21,7 @@ _OBSERVING = ("FakeTensorMode", "ProxyTorchDispatchMode")  # modes for which not
 
 
 def ordinary(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether nothing of what follows is to be asked: the case of nearly every call, decided in half a microsecond."""
+    """Whether the tensors need none of the checks below, as in nearly every call; takes half a microsecond."""
     return (
         type(q) is type(k) is type(v) is Tensor
         and q.layout is k.layout is v.layout is _STRIDED
@@ -38,32 +33,31 @@ def ordinary(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def intercepted(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether something stands between this call and the memory of its tensors, so that it has to be an operator's.
+    """Whether the call must go through an operator, because kernels cannot read its tensors' memory.
 
-    A transform of torch.func, jit.trace, make_fx, fake tensors, or a subclass that answers operators itself: kernels
-    that read memory would read what is not there, or leave no trace of their work.  Raises InputError under
-    forward-mode differentiation, which kernels have none of.
+    True for a transform of torch.func, jit.trace, make_fx, fake tensors, and subclasses that handle operators
+    themselves.  Raises InputError under forward-mode differentiation, which kernels do not have.
     """
     if forward_ad._current_level >= 0:
         _check_no_tangent(q, k, v)
     if _are_functorch_transforms_active() or _is_tracing():
         return True
     if type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN:
-        return _len_torch_dispatch_stack() > 0 and _observed()
-    return any(isinstance(x, Tensor) and _answers_itself(x) for x in (q, k, v))
+        if not _len_torch_dispatch_stack():
+            return False
+        return any(type(mode).__name__ in _OBSERVING for mode in _get_current_dispatch_mode_stack())
+    own = (isinstance(x, Tensor) and type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ for x in (q, k, v))
+    return any(own)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors as dense memory that holds their numbers: one that torch has only marked as negated is copied.
-
-    Raises InputError where they are sparse or nested.
-    """
+    """The tensors as dense memory, torch's negation mark resolved.  Raises InputError for sparse and nested ones."""
     check_plain(q, k, v)
     return q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
 
 
 def check_plain(*tensors: Tensor) -> None:
-    """Raise InputError for sparse and nested tensors; called q, k and v."""
+    """Raise InputError for sparse and nested tensors, which are named q, k and v."""
     for name, x in zip("qkv", tensors, strict=False):
         if x.is_nested:
             raise InputError(
@@ -75,10 +69,7 @@ def check_plain(*tensors: Tensor) -> None:
 
 
 def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What torch's autocast makes of the inputs of scaled_dot_product_attention: floating ones but fp64 are cast.
-
-    So types may differ within it.  FP8 tensors stand for other numbers than they hold, and stay as they are.
-    """
+    """The inputs cast as torch's autocast casts those of its attention: all floating types but fp64; FP8 stays."""
     device = "cuda" if q.is_cuda else "cpu"
     if not torch.is_autocast_enabled(device):
         return q, k, v
@@ -96,14 +87,6 @@ def requires_gradient(x: Tensor) -> bool:
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.dtype in (torch.float32, torch.bfloat16, torch.float16) else x
-
-
-def _answers_itself(x: Tensor) -> bool:
-    return type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
-
-
-def _observed() -> bool:
-    return any(type(mode).__name__ in _OBSERVING for mode in _get_current_dispatch_mode_stack())
 
 
 def _check_no_tangent(*tensors: Tensor) -> None:

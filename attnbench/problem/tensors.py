@@ -1,4 +1,4 @@
-"""From arguments to parts of a spec: one clear sentence for what may not come in."""
+"""From arguments to parts of a spec."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def mask_of(is_causal: bool, window: tuple[int | None, int | None] | None, align
 
 
 def granularity(k_descale: Tensor, k_shape: Shape) -> Granularity:
-    """Which elements share a scale, read off the descales' shapes; k_shape is (B, Hkv, Skv, D).
+    """Which elements share a scale, by the shape of ``k_descale``; ``k_shape`` is (B, Hkv, Skv, D).
 
-    One element: the tensor; (B, H): a head; (B, H, ceil(S / BLOCK)): a block; (B, H, S): a token.
-    Raises InputError for any other shape.
+    One element: the tensor; (B, H): a head; (B, H, ceil(S / BLOCK)): a block; (B, H, S): a token.  Raises InputError
+    for any other shape.
     """
     batch, kv_heads, length, _ = k_shape
     shape = tuple(k_descale.shape)
@@ -50,10 +50,10 @@ def granularity(k_descale: Tensor, k_shape: Shape) -> Granularity:
 
 
 def quantised(name: str, data: Tensor, descale: Tensor, spec: AttentionSpec) -> Quantised:
-    """An FP8 tensor (B, H, S, D) with its descale brought to a shape that broadcasts to it, in fp32.
+    """An FP8 tensor (B, H, S, D) with its descale in fp32, broadcastable to it; q also takes a descale for each key
+    head.
 
-    A query tensor also takes a descale for each key head (FlashAttention-3's convention),
-    which its group of query heads shares.  Raises InputError where the shape fits nothing.
+    Raises InputError if the shape does not fit.
     """
     shared = spec.descale
     assert shared is not None, "only a spec of FP8 tensors comes here"

@@ -1,8 +1,7 @@
-"""Which entries of a table may be used in an environment, and what is to be said of those that may.
+"""Which entries of a table may be used in an environment, and which differences to report.
 
-Narrower questions are asked here than ``Environment.differences`` asks.  That says whether
-two measurements may be compared, for which every version counts; this says whether what was
-measured there is still the best guess here, plan by plan.
+``Environment.differences`` says whether two measurements may be compared, for which every version counts; this says,
+plan by plan, whether a measurement is still the best guess here.
 """
 
 from __future__ import annotations
@@ -32,11 +31,10 @@ _CUDNN = re.compile(r"\b9\d{4}\b")  # 91900 is 9.19.0
 
 @dataclass(frozen=True)
 class Binding:
-    """How a table stands to the environment in which it is to be used.
+    """How a table relates to the environment in which it is used.
 
-    ``refused`` says why none of it may be used, one sentence each: another device.
-    ``dropped`` maps a backend to why its entries may not: another version.  ``soft`` is
-    what differs and lets the times and errors stand, to be said.
+    ``refused`` says why none of it may be used (another device), ``dropped`` maps a backend to why its entries may not
+    (another version), ``soft`` are differences to report that do not matter.
     """
 
     refused: tuple[str, ...] = ()
@@ -45,14 +43,11 @@ class Binding:
 
     @classmethod
     def between(cls, table: Table, here: Environment, known: Registry) -> Binding:
-        """What binds the table in the environment ``here``, whose backends are those of ``known``.
+        """Compare the table's environment with ``here``, whose backends are those of ``known``.
 
-        Another device (type, model, compute capability; on a CPU the number of threads, too)
-        refuses all of it.  A backend binds the entries of its plans by its own release and
-        origin, by those of the libraries that it is built on, and by torch's
-        where it is a part of torch, whose version it then has.  Releases are compared by
-        ``release_of``.  Entries of a backend whose version then is unknown are dropped; a
-        backend that is not installed here needs no word, for its plans are unavailable.
+        Another device (type, model, compute capability; on a CPU the number of threads too) refuses the table.  A
+        backend's entries depend on its release and origin, and on the releases of the libraries that it is built on
+        (``release_of``).  Entries of a backend with an unknown version are dropped.
         """
         there = table.environment
         names = ["device_type", "device_name", "capability", *(["threads"] if here.device_type == "cpu" else [])]
@@ -83,11 +78,7 @@ class Binding:
 
 
 def release_of(version: str) -> str:
-    """The part of a version within which kernels are taken to be the same: ``2.20`` of ``2.20.1``.
-
-    Patch and post releases, and the build behind a plus, count as the same; alphas, betas,
-    candidates, nightlies and whatever has another form are each their own.
-    """
+    """The release within which kernels count as the same: ``2.20`` of ``2.20.1+cu130``; pre-releases are kept whole."""
     match = _RELEASE.fullmatch(version)
     return f"{int(match[1])}.{int(match[2])}" if match else version
 

@@ -29,14 +29,12 @@ _HARD = ("outlier", "captured:")
 
 @dataclass(frozen=True)
 class Entry:
-    """What was found out about one plan at one spec.
+    """The measurement of one plan at one spec, as a table holds it.
 
-    ``time_ms`` is the median of the whole call and ``spread_ms`` its interquartile range,
-    both None unless ``status`` is ``ok`` or ``inaccurate``.  ``errors`` maps an input family
-    to the worst relative L2 over out (and dq, dk, dv in training); infinite where something
-    was not finite.  ``reason`` says why the status is not ``ok``, and ``check`` names the
-    check that found a plan inaccurate: ``error`` where the errors exceed a bound, another
-    where something is wrong that the errors do not show.
+    ``time_ms`` is the median of the whole call and ``spread_ms`` its interquartile range, None unless ``status`` is
+    ``ok`` or ``inaccurate``.  ``errors`` maps an input family to the worst relative L2 over tensors, infinite if not
+    finite.  ``reason`` says why the status is not ``ok``; ``check`` names the check that found a plan inaccurate,
+    ``error`` if the errors exceed a bound.
     """
 
     spec: AttentionSpec
@@ -73,14 +71,12 @@ class Entry:
 
     @property
     def kept(self) -> bool:
-        """Whether a table to choose by needs it: refusals and what is not installed are asked anew at every choice."""
+        """Whether a table needs it to choose by; refusals are asked anew at every choice."""
         return self.status not in _ASKED_LIVE
 
     def shortened(self) -> Entry:
-        """The same with as many digits and words as a choice needs, so that files stay small and differ little.
-
-        Times have four digits and spreads two.  Errors have three and are rounded up, so that
-        none falls below what was measured, and with it below somebody's budget.
+        """The same with fewer digits: times four, spreads two, errors three and rounded up so that none falls below a
+        budget.
         """
         return replace(
             self,
@@ -91,10 +87,7 @@ class Entry:
         )
 
     def renewed(self, newer: Entry) -> Entry:
-        """The newer entry, with the errors on input families that only this one, of the same plan and spec, has seen.
-
-        A sweep on fewer families takes nothing back of what is known of the others.
-        """
+        """The newer entry with this one's errors on input families that it lacks."""
         return newer if newer.time_ms is None else replace(newer, errors={**self.errors, **newer.errors})
 
 

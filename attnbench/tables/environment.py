@@ -1,4 +1,4 @@
-"""Where measurements were taken: what must match for them to be compared or used, and what is good to know."""
+"""The environment of a measurement: facts that must match for results to be compared or used, and others."""
 
 from __future__ import annotations
 
@@ -36,19 +36,15 @@ _GIT_PATIENCE = 5.0  # seconds
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """One machine, device and set of installed versions.
+    """One machine, device and set of installed versions; None: there is no such thing, it is unknown, or the record is
+    older.
 
-    ``device_name`` is the GPU's name, or the CPU's model; ``capability`` the compute
-    capability (``9.0``).  ``cuda`` is what torch was built for, ``cudnn`` what is loaded,
-    ``driver`` the kernel driver.  ``uuid_hash`` tells this GPU from another of its model
-    without disclosing its UUID; ``clock_mhz`` is the highest clock of its multiprocessors,
-    ``power_cap_w`` what the driver lets it draw, ``memory_bytes`` its memory.  ``threads``
-    is how many torch computes with on the CPU.  ``commit`` is attnbench's own, with
-    ``-dirty`` where the checkout differs from it, None where it was installed from a wheel.
-    ``backends`` holds the version of every backend that can be used here, ``origins`` the
-    distribution or build that it comes from, where the backend says so.  None means that
-    there is no such thing here, that nothing on this machine tells, or that the record is
-    older than the fact.
+    ``device_name`` is the GPU's or CPU's model, ``capability`` the compute capability (``9.0``).  ``cuda`` is what
+    torch was built for, ``cudnn`` what is loaded, ``driver`` the kernel driver.  ``uuid_hash`` tells GPUs of one model
+    apart without disclosing the UUID; ``clock_mhz`` is the highest SM clock, ``power_cap_w`` the power limit,
+    ``memory_bytes`` the memory.  ``threads`` is torch's number of CPU threads.  ``commit`` is attnbench's own, with
+    ``-dirty`` for local changes, None for a wheel.  ``backends`` has the version of every usable backend, ``origins``
+    the distribution or build it comes from.
     """
 
     device_type: str
@@ -79,7 +75,7 @@ class Environment:
 
     @classmethod
     def detect(cls, device: TorchDevice, registry: Registry) -> Environment:
-        """What this process would measure in: ``device`` (cpu or cuda) and the backends that the registry can use."""
+        """The environment of this process for ``device`` (cpu or cuda) and the registry's backends."""
         import torch
 
         from .. import __version__
@@ -100,9 +96,8 @@ class Environment:
             memory_bytes=properties.total_memory if properties else None,
             cuda=torch.version.cuda if gpu else None,
             cudnn=_cudnn(loaded()) if gpu else None,
-            torch=torch.__version__.partition("+")[
-                0
-            ],  # cuda says the rest, and a CPU build computes as a GPU build does
+            # Without the build: cuda has it, and a CPU build computes as a GPU build does.
+            torch=torch.__version__.partition("+")[0],
             triton=_installed("triton"),
             python=platform.python_version(),
             platform=platform.platform()[:_LONGEST],
@@ -117,12 +112,10 @@ class Environment:
 
     @property
     def hard(self) -> dict[str, str | int | None]:
-        """The facts that must match for results to be compared or used, whatever else is known.
+        """The facts that must always match for results to be compared or used.
 
-        What binds only where both sides know it, the backends' versions and origins and the
-        power cap, is compared in ``differences``: a backend that was added since takes
-        nothing away from what was measured of the others, and neither does a fact that an
-        older record lacks.
+        ``differences`` also compares facts that bind only if both sides know them: versions and origins of backends,
+        power cap.
         """
         names = ["device_type", "device_name", "torch", "triton"]
         names += ["capability", "cuda", "cudnn"] if self.device_type == "cuda" else ["threads"]
@@ -130,19 +123,11 @@ class Environment:
 
     @property
     def key(self) -> str:
-        """A short hash of ``hard``; an older record of this environment has the same.
-
-        Equal keys do not promise that nothing hard differs: ``differences`` says that.
-        """
+        """A short hash of ``hard``, the same for older records; equal keys do not promise that nothing hard differs."""
         return hashlib.sha256(json.dumps(self.hard, sort_keys=True).encode()).hexdigest()[:12]
 
     def differences(self, other: Environment) -> tuple[list[str], list[str]]:
-        """(hard, soft): one sentence for each fact in which ``other`` differs from this one.
-
-        A sentence is one line of printable text, whatever the facts of a file hold.
-
-        A hard difference makes times or errors incomparable; a soft one is worth a note.
-        """
+        """(hard, soft): a line for each fact that differs; hard ones make times or errors incomparable."""
         hard: list[str] = []
         soft: list[str] = []
         binding = self.hard.keys() | other.hard.keys()
@@ -244,10 +229,7 @@ def _told_by_driver(uuid: str) -> dict[str, Any]:
 
 
 def own_commit() -> str | None:
-    """The commit of the checkout that attnbench runs from, with ``-dirty`` where a tracked file differs from it.
-
-    None where it was installed from a wheel, or git does not tell.
-    """
+    """The commit of attnbench's checkout, ``-dirty`` with local changes; None for a wheel or without git."""
     return _commit_of(Path(__file__).resolve().parents[2])
 
 

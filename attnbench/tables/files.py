@@ -1,4 +1,4 @@
-"""How a table's file is read and replaced: bounded, one step at a time, by several processes at once."""
+"""Read and replace table files: bounded, in one step, by several processes at once."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _ROOM = 2**16  # bytes that a disk must have for a place to count as writable
 
 
 def read_text(path: Path) -> str:
-    """The text of a regular file of at most ``LARGEST`` bytes, or of one that a link names.
+    """The text of a regular file of at most ``LARGEST`` bytes; links are followed.
 
-    Raises OSError where it cannot be opened, MalformedFileError where it is no file, too
-    large, no UTF-8, or was changed meanwhile.
+    Raises OSError if it cannot be opened, MalformedFileError if it is not a file, too large, not UTF-8, or being
+    changed.
     """
     with open_regular(path) as file:
         before = os.fstat(file.fileno())
@@ -39,10 +39,7 @@ def read_text(path: Path) -> str:
 
 
 def replace_text(path: Path, text: str) -> os.stat_result | None:
-    """Replace the file in one step (``draft.replace_file``), its folder made where it is missing.
-
-    Raises OutputError, also for more than ``LARGEST`` bytes; the old file is untouched then.
-    """
+    """Replace the file in one step, making its folder.  Raises OutputError, also for more than ``LARGEST`` bytes."""
     content = text.encode("utf-8")
     if len(content) > LARGEST:
         raise OutputError(f"{path} cannot be written: it has {len(content)} bytes, and at most {LARGEST} are read")
@@ -51,7 +48,7 @@ def replace_text(path: Path, text: str) -> os.stat_result | None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise OutputError where ``replace_text`` could not write a small file now: better known before measuring."""
+    """Raise OutputError if ``replace_text`` could not write a small file now."""
     _make_folder(path)
     draft = Draft(path)
     draft.write(bytes(_ROOM))
@@ -60,13 +57,10 @@ def check_writable(path: Path) -> None:
 
 @contextmanager
 def locked(path: Path, place: Path | None = None) -> Iterator[None]:
-    """Keep other writers of this file out, and clear away what killed ones have left.
+    """Exclude other writers of this file, and remove the drafts of killed ones; ``place`` is the lock file.
 
-    ``place`` is the file that is locked, beside ``path`` with the suffix .lock unless given.
-
-    Where the file system has no locks, nothing is kept out: files are whole all the same, but
-    of two writers at one moment only the later one's entries stay.
-    Raises OutputError where the folder cannot be written.
+    On a file system without locks nothing is excluded: files stay whole, but of two simultaneous writers the later
+    wins.  Raises OutputError if the folder cannot be written.
     """
     _make_folder(path)
     try:

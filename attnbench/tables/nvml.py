@@ -1,10 +1,10 @@
-"""What NVIDIA's driver tells of its GPUs (NVML): opened in one place, found by UUID, every silence with its reason."""
+"""Facts from NVIDIA's driver (NVML): GPUs are found by UUID; each missing fact has a reason."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Any
 
 __all__ = ["Gpu", "Nvml"]
@@ -12,12 +12,8 @@ __all__ = ["Gpu", "Nvml"]
 _NOT_AVAILABLE = 2**32 - 1  # NVML_VALUE_NOT_AVAILABLE as the unsigned number that most facts are
 
 
-class Nvml:
-    """A session with NVML; used as a context, which ends it.  Raises nothing.
-
-    ``reason`` says in a sentence why something that was asked for is not there: the
-    library, the driver, the GPU.  None where everything was.
-    """
+class Nvml(AbstractContextManager["Nvml"]):
+    """A session with NVML, as a context manager.  Raises nothing; ``reason`` says why a fact is missing."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -57,10 +53,7 @@ class Nvml:
             return []
 
     def gpu(self, uuid: str) -> Gpu | None:
-        """The GPU or MIG instance of that UUID, with NVML's prefix (``GPU-``, ``MIG-``) or, as torch has it, without.
-
-        ``reason`` does not repeat the UUID, which would tell this machine from all others wherever the reason is kept.
-        """
+        """The GPU or MIG instance of a UUID, with or without NVML's prefix; ``reason`` does not disclose it."""
         if self._library is None:
             return None
         prefixes = [""] if uuid.startswith(("GPU-", "MIG-")) else ["GPU-", "MIG-"]
@@ -74,7 +67,7 @@ class Nvml:
         return None
 
     def close(self) -> None:
-        """End the session; what was got from it must not be asked any more."""
+        """End the session."""
         if self._library is None:
             return
         library, self._library = self._library, None
@@ -83,17 +76,12 @@ class Nvml:
         except library.NVMLError as error:
             self.reason = f"NVML does not shut down: {error}"
 
-    def __enter__(self) -> Nvml:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 class Gpu:
-    """One GPU in a session.  What it does not tell is None; ``silences`` has the first reason by the fact's name."""
+    """One GPU in a session.  Unknown facts are None; ``silences`` maps a fact's name to the first reason."""
 
     def __init__(self, library: Any, handle: Any) -> None:
         self._library, self._handle = library, handle

@@ -33,23 +33,22 @@ class Table:
 
     @classmethod
     def load(cls, path: str | Path) -> Table:
-        """Read a table file.  Raises MalformedFileError where it is none, or OSError where it cannot be read."""
+        """Read a table file.  Raises MalformedFileError if it is not one, or OSError if it cannot be read."""
         return cls.from_entries(*parsed(Path(path), read_text(Path(path))))
 
     def save(self, path: str | Path) -> None:
-        """Write the table, one plan a line in a fixed order, replacing the file in one step.  Raises OutputError."""
+        """Write the table, one plan a line in a fixed order, in one step.  Raises OutputError."""
         replace_text(Path(path), written(self.environment, self.entries.values()))
 
     def condensed(self) -> Table:
-        """What a choice needs of it, in few digits: see ``Entry.kept`` and ``Entry.shortened``."""
+        """The entries needed to choose, with few digits: see ``Entry.kept`` and ``Entry.shortened``."""
         return Table.from_entries(
             self.environment, [entry.shortened() for entry in self.entries.values() if entry.kept]
         )
 
     def merged(self, newer: Table) -> Table:
-        """Both tables' entries, the newer one's where both have one (``Entry.renewed``), and its environment.
-
-        The environment takes over from the older one the versions of backends that it knows nothing of.
+        """Both tables' entries, the newer one's counting (``Entry.renewed``), and its environment with missing versions
+        added.
         """
         entries = dict(self.entries)
         for key, entry in newer.entries.items():
@@ -81,7 +80,7 @@ class Table:
 
     def to_text(self) -> str:
         """The entries for a terminal, fastest first within a spec."""
-        from tabulate import tabulate  # only people who look at tables need it
+        from tabulate import tabulate  # only printing a table needs it
 
         def rank(entry: Entry) -> tuple[str, float, str]:
             return str(entry.spec), math.inf if entry.time_ms is None else entry.time_ms, str(entry.plan)

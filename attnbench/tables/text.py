@@ -1,7 +1,4 @@
-"""A table as text: one plan a line below its spec, in a fixed order, so that two tables can be compared by eye.
-
-What is read is data from anywhere: bounded, checked field by field, and never more than data.
-"""
+"""A table as text: one plan a line below its spec, in a fixed order.  Parsing is bounded and checks every field."""
 
 from __future__ import annotations
 

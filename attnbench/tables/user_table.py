@@ -1,4 +1,4 @@
-"""The tables that choices on a device rest on: the user's own, measured there, and the one that attnbench ships."""
+"""The tables that choices on a device use: the user's own, measured there, and the one that attnbench ships."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ __all__ = ["Known", "check_user_table", "known_tables", "update_user_table", "us
 
 @dataclass(frozen=True)
 class Known:
-    """What is known by measurement on a device.
+    """The measurements usable on a device.
 
-    ``tables``: the user's first, then the shipped one, each without the entries that may not
-    be used here.  A spec stands in one of them alone, the user's where it was measured
-    there, because times of two machines must not meet in one choice.  ``note``: what there
-    is to say of them, or None.  ``dropped`` maps a backend to why its entries are not used.
+    ``tables``: the user's first, then the shipped one, without unusable entries.  A spec is in one of them only,
+    because times of two machines must not be compared in a choice.  ``note``: what to report about them, or None.
+    ``dropped`` maps a backend to why its entries are not used.
     """
 
     tables: tuple[Table, ...] = ()
@@ -40,7 +39,7 @@ class Known:
 
     @classmethod
     def of(cls, table: Table) -> Known:
-        """A table that somebody vouches for, used as it is."""
+        """One table, used as it is."""
         return cls((table,))
 
     def at(self, spec: AttentionSpec) -> dict[Plan, Entry]:
@@ -52,15 +51,14 @@ _known: Cache[torch.device, Known] = Cache()
 
 
 def user_table_path(environment: Environment) -> Path:
-    """Where the table measured on this user's device lies: one file for each device model, in the cache folder.
-
-    Raises OutputError where this user has none.
+    """The path of this user's table: one file for each device model, in the cache folder.  Raises OutputError without
+    one.
     """
     return cache_folder() / "tables" / file_name(environment)
 
 
 def check_user_table(environment: Environment) -> None:
-    """Raise OutputError where ``update_user_table`` could not write now: better known before measuring."""
+    """Raise OutputError if ``update_user_table`` could not write now."""
     path = user_table_path(environment)
     check_writable(path)
     with locked(path):
@@ -70,9 +68,8 @@ def check_user_table(environment: Environment) -> None:
 def update_user_table(table: Table) -> Path:
     """Merge the table into the user's own and return its path; several processes may do so at once.
 
-    Of what the file holds, that stays which may be used where the new entries were measured
-    (``Binding``); the rest, and a file that cannot be read, is replaced.  Raises OutputError
-    where the folder cannot be written, or the file is a newer attnbench's.
+    Entries of the file that are not usable in the new environment (``Binding``), and a file that cannot be read, are
+    replaced.  Raises OutputError if the folder cannot be written, or the file is from a newer attnbench.
     """
     path = user_table_path(table.environment)
     new = table.condensed()
@@ -90,11 +87,7 @@ def update_user_table(table: Table) -> Path:
 
 
 def known_tables(device: torch.device) -> Known:
-    """What is known by measurement on this device, read once until they are forgotten.
-
-    A file that is damaged and a user's table of which nothing may be used are misses with a
-    warning; what else may not be used, and soft differences, are said in the note.
-    """
+    """The measurements usable on this device, cached; warns of a damaged file or a table without usable entries."""
     return _known.of(device, _read, device)
 
 

@@ -1,7 +1,7 @@
-"""``check_backend``: whether the kernels of a backend keep the contract, with a report for whoever has to mend them.
+"""``check_backend``: test whether a backend's kernels keep the contract, with a report for their author.
 
-Checks go from the plain to the special.  What one of them has found wrong the later ones
-keep out of their specs, so that a fault is named once, and by the check that is about it.
+Checks go from the plain to the special.  Later checks avoid what an earlier one found wrong, so that a fault is
+reported once, by the check that is about it.
 """
 
 from __future__ import annotations
@@ -36,18 +36,16 @@ _EXACT = "reference:fp32"  # the forward for a backward that has none of its own
 def check_backend(
     name: str, device: str = "auto", *, seed: int = 0, known: Registry | None = None, quiet: bool = False
 ) -> Report:
-    """Hold every kernel of a backend to the contract on a device, print the report and return it.
+    """Check every kernel of a backend against the contract on a device, print the report and return it.
 
-    ``name`` is a backend, one of its kernels or a plan; ``device`` auto, cpu, cuda or cuda:N.
-    Specs are small, drawn from ``seed`` within what the kernels' rows declare; a kernel is
-    right where it stays within twice its ``declared_error``, which few numbers stray from.
-    The report says where it was made; ``to_markdown`` gives it as a document to keep.
-    ``known`` is the registry, that of everything installed unless given.
+    ``name`` is a backend, one of its kernels or a plan; ``device`` auto, cpu, cuda or cuda:N.  Specs are small, drawn
+    from ``seed`` within what the kernels' rows declare; results must be within twice the ``declared_error``.  ``known``
+    is the registry, by default of everything installed.  ``to_markdown`` gives the report as a document.
 
     >>> assert check_backend("naive", "cpu").ok
 
-    Raises UnknownBackendError for a name that nothing carries, AttnbenchError where the
-    backend cannot be used on this machine, InputError for a device that is not there.
+    Raises UnknownBackendError for an unknown name, AttnbenchError if the backend cannot be used here, InputError for a
+    missing device.
     """
     known = known or installed()
     known.check(name)
@@ -220,7 +218,7 @@ def _said(check: Check, subject: Subject, spec: AttentionSpec) -> str | None:
 
 
 def _gone(device: torch.device) -> str | None:
-    """Why a GPU takes no more work from this process, as after an illegal memory access; None where it does."""
+    """Why a GPU takes no more work from this process, as after an illegal memory access; None if it does."""
     if device.type == "cuda":
         try:
             torch.cuda.synchronize(device)

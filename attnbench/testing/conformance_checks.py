@@ -1,4 +1,4 @@
-"""The promises of the contract, each with the check that it is kept, from the plain to the special."""
+"""The promises of the contract, each with its check, from the plain to the special."""
 
 from __future__ import annotations
 
@@ -43,11 +43,10 @@ __all__ = ["CHECKS", "Check"]
 class Check:
     """One promise of the contract.
 
-    ``wrong`` says what is wrong on a spec; ``look`` where a kernel's author should look.
-    Specs have ``features`` beyond the plain one, or ``mixed`` ones at random.  ``after``
-    names checks without which this one would only fail once more; ``only`` limits it to
-    plans of one direction, ``on`` to a device type.  ``typical`` takes plain specs of many
-    numbers instead, one for each type of tensors, which are not made smaller.
+    ``wrong`` says what is wrong on a spec; ``look`` tells the author where to look.  Specs have ``features`` beyond the
+    plain one, or ``mixed`` ones at random.  ``after`` names checks that must not have failed; ``only`` limits it to
+    plans of one direction, ``on`` to a device type.  ``typical`` takes large plain specs, one for each dtype, which are
+    not shrunk.
     """
 
     name: str
@@ -64,6 +63,13 @@ class Check:
 
 _PLAIN = ("out", "gradients")
 _SAME = (*_PLAIN, "repeated calls", "new values")
+
+
+def _of_feature(name: str, look: str) -> Check:
+    """The numbers of specs with one feature beside exact attention."""
+    return Check(name=name, wrong=complete, look=look, features=(name,), after=_PLAIN)
+
+
 CHECKS: tuple[Check, ...] = (
     Check(
         name="refusals",
@@ -146,20 +152,8 @@ CHECKS: tuple[Check, ...] = (
         after=_SAME,
         count=2,
     ),
-    Check(
-        name="lengths",
-        wrong=complete,
-        look="Sq and Skv taken for one another, and the tail of the last tile",
-        features=("lengths",),
-        after=_PLAIN,
-    ),
-    Check(
-        name="causal",
-        wrong=complete,
-        look="the causal mask, the diagonal included",
-        features=("causal",),
-        after=_PLAIN,
-    ),
+    _of_feature("lengths", "Sq and Skv taken for one another, and the tail of the last tile"),
+    _of_feature("causal", "the causal mask, the diagonal included"),
     Check(
         name="alignment",
         wrong=aligned,
@@ -190,27 +184,11 @@ CHECKS: tuple[Check, ...] = (
         features=("grouping",),
         after=_PLAIN,
     ),
-    Check(
-        name="softcap",
-        wrong=complete,
-        look="softcap * tanh(scaled score / softcap), before the mask, and its slope in the backward",
-        features=("softcap",),
-        after=_PLAIN,
+    _of_feature("softcap", "softcap * tanh(scaled score / softcap), before the mask, and its slope in the backward"),
+    _of_feature(
+        "scale", "spec.scale as given, where it is 0 or negative too: a row's maximum is that of the scaled scores"
     ),
-    Check(
-        name="scale",
-        wrong=complete,
-        look="spec.scale as given, where it is 0 or negative too: a row's maximum is that of the scaled scores",
-        features=("scale",),
-        after=_PLAIN,
-    ),
-    Check(
-        name="head_dim_v",
-        wrong=complete,
-        look="where v's head dimension is not q's: out and dv have v's",
-        features=("head_dim_v",),
-        after=_PLAIN,
-    ),
+    _of_feature("head_dim_v", "where v's head dimension is not q's: out and dv have v's"),
     Check(
         name="descales",
         wrong=descaled,

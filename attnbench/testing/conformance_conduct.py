@@ -1,4 +1,4 @@
-"""Conformance of a kernel's conduct: what it does beside computing.  Each function says what is wrong, or None."""
+"""Conformance of a kernel's conduct: effects beside its results.  Each function says what is wrong, or None."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def _live(subject: Subject) -> tuple[int, int]:
 
 
 def differentiated(subject: Subject, spec: AttentionSpec) -> str | None:
-    """Gradients through autograd: right, the same in a second backward, for those that want them, none in no_grad."""
+    """Gradients through autograd: right, twice, only for leaves that require them, none in no_grad."""
     inputs = inputs_of(spec, subject.device)
     assert subject.backward is not None, "only training plans come here"
     assert inputs.grad_out is not None, "a training spec has a gradient"
@@ -316,7 +316,7 @@ def shared(subject: Subject, spec: AttentionSpec) -> str | None:
 
 
 def captured(subject: Subject, spec: AttentionSpec) -> str | None:
-    """A CUDA graph replays it on other values with the right answer; that it cannot be recorded is only said."""
+    """A CUDA graph replays it on other values with the right result; that it cannot be recorded is only noted."""
     inputs = inputs_of(spec, subject.device)
     truth = truth_of(subject, spec, inputs)
     kept: dict[TensorName, Tensor] = {}

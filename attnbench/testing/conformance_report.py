@@ -1,4 +1,4 @@
-"""What the conformance suite found, for a terminal and for a file to keep under ``results/``."""
+"""The report of the conformance suite, for a terminal and for a file under ``results/``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONGEST = 400  # characters of one sentence: libraries put whole traces into th
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found about a plan: ``said`` with numbers, ``spec`` the smallest failing one."""
+    """A check's result for a plan: ``said`` with numbers, ``spec`` the smallest failing one."""
 
     plan: str
     check: str
@@ -31,11 +31,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """The findings about a backend; as text what to print, ``to_markdown`` what to commit.
-
-    ``backend`` is what was asked for: a backend, a kernel or a plan.  ``version`` is the
-    backend's with its origin, ``environment`` what it ran in.
-    """
+    """The findings about ``backend`` (the name that was asked for), as text and as Markdown."""
 
     backend: str
     device: str
@@ -46,7 +42,7 @@ class Report:
 
     @property
     def failures(self) -> tuple[Finding, ...]:
-        """What has to be mended."""
+        """The failed checks."""
         return tuple(each for each in self.findings if each.outcome == "failed")
 
     @property

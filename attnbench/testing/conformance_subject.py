@@ -1,4 +1,4 @@
-"""What a conformance check works on: one plan on one device, the specs drawn for it, and exact answers to them."""
+"""What a conformance check works on: one plan on one device, the specs drawn for it, and exact results."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ class Subject:
         return list(found)[:count]
 
     def typical(self) -> list[AttentionSpec]:
-        """For each type of tensors that is served a plain spec of so many numbers that errors hardly stray."""
+        """For each dtype that is served a plain spec large enough for errors to vary little."""
         row = self.row or Capabilities(dtypes=())
         sizes = (64, 128, *_HEAD_DIMS, row.head_dims[0])
         length = _TYPICAL.get(self.device.type, 64)
@@ -225,7 +225,7 @@ class Subject:
         return [spec for spec in served if spec is not None]
 
     def mixed(self, check: str, count: int) -> list[AttentionSpec]:
-        """The same with features mixed at random, but for those that are broken."""
+        """The same with features mixed at random, without the broken ones."""
         random = Random(f"{self.seed} {self.plan} {check}")
         sound = [name for name in FEATURES if name not in self.broken] if self._wide else []
         drawn = (
@@ -285,7 +285,7 @@ def exact_of(truth: Truth, name: TensorName) -> Tensor:
 
 
 def _gradient_error(name: TensorName, value: Tensor, exact: Tensor, truth: Truth) -> float:
-    """Relative L2, where rows whose sums cancel (those of a query with one key) count as long as random ones."""
+    """Relative L2, where rows whose sums cancel (a query with one key) count as long as random ones."""
     spec = truth.spec
     unit = truth.units.get(name, 0.0)
     share = spec.seqlen_kv**-0.5 if name == "dq" else (spec.seqlen_q * spec.group) ** 0.5 / spec.seqlen_kv
@@ -315,7 +315,7 @@ def wide_inputs(q: Quantised, k: Quantised, v: Quantised) -> Drawn:
 
 
 def shrunk(spec: AttentionSpec, fails: Callable[[AttentionSpec], bool]) -> AttentionSpec:
-    """A spec that still fails and is small: sizes halved, what is special taken away, as long as it fails."""
+    """A small spec that still fails: sizes are halved and features removed as long as it fails."""
     runs = 0
     smaller = True
     while smaller:

@@ -1,4 +1,4 @@
-"""The harness examined: a sweep over kernels with planted faults, and what it failed to notice."""
+"""Test the harness: a sweep over kernels with planted faults, and what it failed to notice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SECONDS = 20.0  # what a hang costs; the honest kernel needs one of them, on a 
 
 
 def examined(device: torch.device) -> Iterator[tuple[Fault, Measurement]]:
-    """Every fault with the row that a sweep on the device gives it, each spec's honest kernel among them."""
+    """Every fault with its row in a sweep on the device; each spec's honest kernel is in it too."""
     faults = [*FAULTS, *(GPU_FAULTS if device.type == "cuda" else ())]
     faults += [Fault("none", spec, "ok", HONEST) for spec in dict.fromkeys(fault.spec for fault in faults)]
     cases = {fault.spec: Case(str(fault.spec), fault.spec) for fault in faults}
@@ -40,7 +40,7 @@ def examined(device: torch.device) -> Iterator[tuple[Fault, Measurement]]:
 
 
 def unnoticed(fault: Fault, row: Measurement) -> str | None:
-    """What the row of a fault should have said and did not; None where the fault was found out by name."""
+    """What the row of a fault should say and does not; None if the fault was found by name."""
     if row.status != fault.status:
         return f"{fault.name}: the status is {row.status} ({row.reason}), not {fault.status}"
     if row.check != fault.check:

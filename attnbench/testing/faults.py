@@ -1,7 +1,6 @@
-"""Kernels with a fault planted on purpose, each with the name under which the harness must find it out.
+"""Kernels with a fault planted on purpose, each with the name under which the harness must find it.
 
-Under every fault lies an honest kernel, FP8 emulated with a scale for each token, whose own row
-must be ``ok``: what makes the difference is the fault alone.
+Under every fault is an honest kernel, FP8 emulated with a scale for each token, whose own row must be ``ok``.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ class Previous(Planted):
 
 
 class Unwritten(Planted):
-    """Writes all but the last row of its output, into memory that its caller has let go, as allocators hand it out."""
+    """Writes all but the last row of its output, into memory that its caller has released."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -248,8 +247,8 @@ class PlantedBackward(BackwardKernel):
 class Fault:
     """A planted kernel, the spec that shows the fault, and what its row must say.
 
-    ``check`` is the name of the check that must find it, ``said`` what the reason must hold;
-    ``flag`` the column that must show it where the row stays ``ok``.
+    ``check`` is the check that must find it, ``said`` part of the reason, ``flag`` the column that shows it if the row
+    stays ``ok``.
     """
 
     name: str
@@ -299,7 +298,7 @@ def _one_row(result: Result, _: int) -> Result:
 
 
 def _coarse(result: Result, _: int) -> Result:
-    """As if P had too few bits: an error of a tenth, that is nobody's in particular."""
+    """As if P had too few bits: a relative error of about 0.1, spread over all elements."""
     out = result.out
     generator = torch.Generator(out.device).manual_seed(0)
     noise = torch.randn(out.shape, generator=generator, device=out.device)

@@ -1,4 +1,4 @@
-"""Another process at work on the same device, as where two jobs share a GPU: it goes from one to the other in turns."""
+"""Another process that computes on the same device, as when two jobs share a GPU."""
 
 from __future__ import annotations
 
@@ -49,15 +49,12 @@ while True:
 
 
 class NeighbourError(AttnbenchError):
-    """No other process could get to work on the device: it is exclusive, or its memory is full."""
+    """No other process could compute on the device: it is exclusive, or its memory is full."""
 
 
 @contextmanager
 def neighbour(device: torch.device) -> Iterator[None]:
-    """While it is open, another process multiplies matrices on the device.
-
-    Raises NeighbourError where that process ends, or is not at work within two minutes.
-    """
+    """While open, another process multiplies matrices on the device.  Raises NeighbourError if it does not."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:  # a pipe that fills up would stop it
         process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, str(device), json.dumps(sys.path)],

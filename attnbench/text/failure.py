@@ -1,4 +1,4 @@
-"""What an exception says, in one line: compilers and frameworks wrap the cause in messages that do not name it."""
+"""An exception in one line: compilers and frameworks wrap the cause in messages that do not name it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def _inwards(error: BaseException) -> Iterator[BaseException]:
-    """The exception, and those that it announces: its first line ends in a colon, and says nothing itself."""
+    """The exception, and the ones it only introduces: its first line ends in a colon."""
     for _ in range(_DEEPEST):
         yield error
         inner = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__

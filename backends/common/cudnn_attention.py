@@ -1,7 +1,4 @@
-"""cuDNN's attention on Hopper, whoever calls it: what it serves, what it gets wrong, and how a profile shows it.
-
-Each limit was seen on an H200 with cuDNN 9.19.
-"""
+"""cuDNN's attention on Hopper: what it serves and gets wrong, as seen on an H200 with cuDNN 9.19."""
 
 from __future__ import annotations
 
@@ -64,10 +61,7 @@ def scalar(descale: Tensor, *shape: int) -> Tensor:
 
 
 class CudnnForward(ForwardKernel):
-    """A forward in 16 bits of the backend ``backend``.
-
-    ``left_open``: windows without a left side may have more queries than keys.
-    """
+    """A 16-bit forward of ``backend``; ``left_open``: windows without a left side may have more queries than keys."""
 
     backend: str
     left_open: bool = True
@@ -79,7 +73,7 @@ class CudnnForward(ForwardKernel):
         self.declared_error = DECLARED_ERROR[precision]
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Other generations of GPU, scales that are not positive, masks that want more keys than there are."""
+        """Other GPU generations, scales that are not positive, masks that need more keys."""
         return _refusals(spec, device, self.left_open)
 
 
@@ -105,8 +99,8 @@ class CudnnBackward(BackwardKernel):
 class CudnnFp8Forward(ForwardKernel):
     """A forward in e4m3 with one scale a tensor.
 
-    On Hopper its output is e4m3, so its scale must be known beforehand.  A row of the output is a mean of V's rows,
-    hence |O| ≤ max |V|: V's own scale serves, without a history.
+    On Hopper its output is e4m3, with a scale known beforehand.  A row of the output is a mean of V's rows, hence |O| ≤
+    max |V|: V's scale serves.
     """
 
     backend: str
@@ -131,10 +125,7 @@ class CudnnFp8Forward(ForwardKernel):
 
 
 class CudnnFp8Backward(BackwardKernel):
-    """A backward on the operands and the rounded output of the forward in e4m3; dO and the gradients are e5m2.
-
-    Head dimensions below 128, the only one that cuDNN has, are padded with zeros by the backend.
-    """
+    """A backward on the e4m3 forward's operands and rounded output, padded to the head dimension 128; dO is e5m2."""
 
     backend: str
     masks: tuple[str, ...] = ("none", "causal", "window")
@@ -146,10 +137,10 @@ class CudnnFp8Backward(BackwardKernel):
         self.rows = _fp8_row(PRECISIONS, BACKWARD_SIZE, self.masks)
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Those of 16 bits, and the queries of a last group that is not whole.
+        """Those of 16 bits, and a last group of queries that is not whole.
 
-        Their rows of dQ were 0.75 off, whatever the number of keys and the head dimension, and no other row: among
-        1000 queries that is 0.07 of the whole, which a relative error of the tensor hides behind its 0.11.
+        Its rows of dQ were 0.75 off, whatever the number of keys: among 1000 queries that is 0.07 of the whole, below
+        the declared error of the tensor.
         """
         reasons = _refusals(spec, device)
         if spec.seqlen_q % _GROUP:
@@ -167,7 +158,7 @@ def _fp8_row(dtypes: tuple[str, ...], largest: int, masks: tuple[str, ...], **mo
 
 
 def _refusals(spec: AttentionSpec, device: Device, left_open: bool = True) -> list[str]:
-    """What no kernel computes; of the masks, as sdpa_support_surface.h has it."""
+    """Limits of all kernels; those of masks are in sdpa_support_surface.h."""
     reasons = []
     if device.capability[0] != _HOPPER[0]:
         reasons.append(f"is known here on compute capability 9.x only, {device.name} has another")

@@ -19,8 +19,8 @@ _read, _write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precisio
 def full_fp32(x: Tensor) -> AbstractContextManager[None]:
     """Within the block, matrix products of FP32 tensors use neither TF32 nor bf16 on the device of ``x``.
 
-    Afterwards what was set before.  ``torch.get_float32_matmul_precision`` raises once a program has set a backend's
-    own ``fp32_precision``, so this is read and set here: that call sets it too.
+    ``torch.get_float32_matmul_precision`` raises once a program has set a backend's own ``fp32_precision``, so that is
+    read and set here.
     """
     if x.is_cuda:  # where "none" leaves the decision to environment variables
         return _lengthened("cuda")

@@ -1,8 +1,7 @@
 """Layouts that kernels read: rows on multiples of a vector, and head dimensions that a kernel was built for.
 
-A head dimension is padded with zeros behind the last one, cut off again afterwards.  Zeros add nothing to q·k, and a
-zero column of V is a zero column of the output, so padding changes no number as long as the scale is the spec's own
-and not the one that a library derives from the padded size.
+Head dimensions are padded with zeros, cut off again afterwards.  That changes no number if the scale is the spec's own
+and not derived from the padded size.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ def rounded_up(size: int, step: int) -> int:
 
 
 def padded(x: Tensor, size: int) -> Tensor:
-    """x (..., D) as it is where D is ``size``, else a copy (..., size) with zeros behind; float8 keeps its bits.
-
-    Raises ValueError where x is larger than ``size`` already: cutting would change the answer.
-    """
+    """x (..., D) zero-padded to (..., size), without a copy if it fits.  Raises ValueError if x is larger."""
     missing = size - x.shape[-1]
     if missing < 0:
         raise ValueError(f"a head dimension of {x.shape[-1]} does not fit into {size}")
@@ -37,9 +33,9 @@ def padded(x: Tensor, size: int) -> Tensor:
 
 
 def aligned(x: Tensor, vector: int = 16) -> Tensor:
-    """x (B, H, S, D) as it is where rows can be read ``vector`` bytes at a time, else a copy laid out (B, S, H, D).
+    """x (B, H, S, D) if rows can be read ``vector`` bytes at a time, else a copy laid out (B, S, H, D).
 
-    Kernels load vectors without checking: rows must be contiguous, and rows and storage start at a multiple of them.
+    Kernels load vectors without checking: rows must be contiguous, rows and storage start at multiples of ``vector``.
     """
     step = max(1, vector // x.element_size())
     batch, head, token, last = x.stride()

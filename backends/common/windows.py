@@ -32,9 +32,8 @@ class Window(NamedTuple):
 def bottom_right(mask: Mask, seqlen_q: int, seqlen_kv: int) -> Window | str:
     """The window that makes a kernel with bottom-right windows compute ``mask``, or why there is none.
 
-    A top-left window is moved by the difference of the lengths.  Keys behind the last one that any query sees are cut
-    off, which leaves no negative right side.  A negative left side would mean that the last queries see no key, and
-    kernels read it as an unlimited one.
+    A top-left window is shifted by the difference of the lengths.  Keys behind the last visible one are cut off, so no
+    right side is negative.  A negative left side (the last queries see no key) would mean an unlimited one to kernels.
     """
     if mask.kind == "none":
         return Window(seqlen_kv, -1, -1)
@@ -51,8 +50,8 @@ def bottom_right(mask: Mask, seqlen_q: int, seqlen_kv: int) -> Window | str:
 def flash2_window(mask: Mask, seqlen_q: int, seqlen_kv: int) -> Window | str:
     """The same for FlashAttention-2, whose windows cannot reach beyond all keys.
 
-    The kernel lifts sides as long as the keys (``mha_fwd`` in torch's flash_api.cpp) and then replaces them by the
-    number of keys where the other side is limited, which is not the same where there are more queries than keys.
+    The kernel lifts sides as long as the keys (``mha_fwd`` in torch's flash_api.cpp) and replaces them by the number of
+    keys if the other side is limited, which differs if there are more queries than keys.
     """
     window = bottom_right(mask, seqlen_q, seqlen_kv)
     if isinstance(window, str) or mask.kind == "none":

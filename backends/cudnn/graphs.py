@@ -153,10 +153,7 @@ class Graph:
 
 @lru_cache(maxsize=_KEPT)
 def graph_of(question: Question) -> Graph:
-    """The graph for the question, built on first use.
-
-    Raises cudnn.cudnnGraphNotSupportedError where cuDNN has no kernel for it.
-    """
+    """The graph for the question, built on first use.  Raises cudnn.cudnnGraphNotSupportedError."""
     with _on(question.device):
         # In a thread of its own: where a heuristic declines, the front end (1.32) leaves its exception in a cycle with
         # the frames below it until Python collects garbage.  In this thread those would hold the call's tensors, and

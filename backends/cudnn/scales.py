@@ -1,8 +1,7 @@
-"""Scales for cuDNN's FP8 backward without a history and without reading anything back: bounds instead of maxima.
+"""Scales for cuDNN's FP8 backward from bounds instead of maxima, without a history or a read-back.
 
-cuDNN rounds dS, dQ, dK and dV to FP8 itself and wants their scales beforehand.  A bound that cannot be exceeded gives
-one: nothing saturates.  It is many times the true maximum, which would empty e4m3; e5m2 has 32 binades, and its
-relative error does not depend on the scale as long as values stay among the normal ones.
+cuDNN rounds dS, dQ, dK and dV to FP8 and needs their scales beforehand.  With a bound nothing saturates.  A bound is
+many times the maximum, too much for e4m3; e5m2 has 32 binades, within which the relative error is the same.
 """
 
 from __future__ import annotations
@@ -55,9 +54,8 @@ def descale_of(bound: Tensor) -> Tensor:
 
 
 def too_long(spec: AttentionSpec) -> str | None:
-    """Why the bounds leave no digits for a spec of so many tokens, or None.
-
-    On normal inputs dK is smaller than its bound by about 7 · √(Sq · group) · Skv.
+    """Why the bounds leave no digits for so many tokens, or None; normal dK is about 7 · √(Sq · group) · Skv below its
+    bound.
     """
     size = spec.seqlen_q * spec.group * spec.seqlen_kv**2
     if size > _LONGEST:

@@ -1,8 +1,6 @@
-"""``fa2``: FlashAttention-2 from the package ``flash-attn``, both passes in 16 bits.
+"""``fa2``: FlashAttention-2 from the package ``flash-attn`` 2.8, both passes in 16 bits, with softcap.
 
-Dao, "FlashAttention-2" (arXiv 2307.08691).  The interface is that of flash-attn 2.8,
-``flash_attn/flash_attn_interface.py``.  torch carries a copy of these kernels as ``sdpa-flash``; this one has
-softcap as well.
+Dao, "FlashAttention-2" (arXiv 2307.08691); ``flash_attn/flash_attn_interface.py``.  torch's copy is ``sdpa-flash``.
 """
 
 from __future__ import annotations
@@ -32,9 +30,10 @@ from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.spec import AttentionSpec
 
 from ..common.cuda_limits import cuda_refusals
-from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
+from ..common.declared_errors import DECLARED_GRADIENT_ERROR
 from ..common.installed import installed, release, without_cuda
 from ..common.layout import aligned, padded, rounded_up, whole_gradients
+from ..common.typed_kernel import TypedKernel
 from ..common.windows import Window, flash2_window
 
 __all__ = ["BACKEND", "Fa2Backward", "Fa2Forward"]
@@ -62,18 +61,20 @@ def _interface() -> Any:
     return import_module("flash_attn.flash_attn_interface")
 
 
-def _row(precision: str) -> dict[str, Capabilities]:
-    return {"cuda": Capabilities(dtypes=(precision,), capability=(8, 0), head_dims=(1, 256, 1))}
+class _Fa2(TypedKernel):
+    backend = "fa2"
 
+    def rows_of(self, precision: str) -> dict[str, Capabilities]:
+        return {"cuda": Capabilities(dtypes=(precision,), capability=(8, 0), head_dims=(1, 256, 1))}
 
-def _refusals(spec: AttentionSpec, device: Device) -> list[str]:
-    reasons = cuda_refusals(spec, device)
-    window = flash2_window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
-    if isinstance(window, str):
-        reasons.append(window)
-    if spec.scale <= 0:  # the row's maximum is taken before the scale is applied (csrc/flash_attn/src/softmax.h)
-        reasons.append(f"needs a positive scale, not {spec.scale}")
-    return reasons
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        reasons = cuda_refusals(spec, device)
+        window = flash2_window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+        if isinstance(window, str):
+            reasons.append(window)
+        if spec.scale <= 0:  # the row's maximum is taken before the scale is applied (csrc/flash_attn/src/softmax.h)
+            reasons.append(f"needs a positive scale, not {spec.scale}")
+        return reasons
 
 
 def _native(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor, Window]:
@@ -86,20 +87,11 @@ def _native(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
     return q, k[:, : window.keys], v[:, : window.keys], window
 
 
-class Fa2Forward(ForwardKernel):
+class Fa2Forward(_Fa2, ForwardKernel):
     """``flash_attn::_flash_attn_forward``."""
 
     preference = 25
     evidence: Mapping[str, str] = {"cuda": r"(?<!pytorch_)flash::flash_fwd"}
-
-    def __init__(self, precision: str) -> None:
-        self.name = f"fa2:{precision}"
-        self.rows = _row(precision)
-        self.declared_error = DECLARED_ERROR[precision]
-
-    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Windows that FlashAttention-2 cannot express."""
-        return _refusals(spec, device)
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Views where the strides and the head dimensions allow it, else padded copies."""
@@ -119,27 +111,18 @@ class Fa2Forward(ForwardKernel):
         return Result(out[..., : spec.head_dim_v].transpose(1, 2), lse)
 
 
-class Fa2Backward(BackwardKernel):
+class Fa2Backward(_Fa2, BackwardKernel):
     """``flash_attn::_flash_attn_backward``, on this or another forward's output and log-sum-exp."""
 
+    errors = DECLARED_GRADIENT_ERROR
     preference = 16
     evidence: Mapping[str, str] = {"cuda": r"(?<!pytorch_)flash::flash_bwd"}
-
-    def __init__(self, precision: str) -> None:
-        self.name = f"fa2:{precision}"
-        self.rows = _row(precision)
-        self.declared_error = DECLARED_GRADIENT_ERROR[precision]
-        self.dtype = TO_TORCH[precision]
-
-    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Those of the forward."""
-        return _refusals(spec, device)
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK, dV of what the forward saw; keys that no query sees get zeros."""
         spec, lse = saved.spec, saved.lse
         assert lse is not None
-        q, k, v, window = _native(*saved.operands.tensors(self.dtype), spec)
+        q, k, v, window = _native(*saved.operands.tensors(TO_TORCH[self.precision]), spec)
         if spec.has_empty_rows:
             lse = lse.masked_fill(lse == -math.inf, math.inf)  # the kernel wants exp(S - LSE) to be 0 there
         dout, out = (aligned(padded(x, q.shape[-1])).transpose(1, 2) for x in (grad_out, saved.out))

@@ -30,10 +30,10 @@ from attnbench.problem.spec import AttentionSpec
 from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
 from ..common.layout import padded, whole_gradients
 from ..common.windows import bottom_right
-from .fa3_operands import Native, dimensions, native, quantise_by_key_head, readable, refuse_spec
+from .fa3_operands import Native, dimensions, prepared, readable, refuse_spec
 from .fa3_origins import availability, chosen, library
 
-__all__ = ["BACKEND", "HOPPER", "PROFILED", "Fa3Backward", "Fa3Forward", "fp8_row"]
+__all__ = ["BACKEND", "HOPPER", "PROFILED", "Fa3Backward", "Fa3Forward", "fp8_row", "needs"]
 
 HOPPER: Mapping[str, Any] = {"capability": (9, 0), "capability_below": (10, 0), "head_dims": (1, 256, 1)}
 # The device kernels as the profiler writes them.  The first type is the operands'; bf16 is other things' type, too.
@@ -64,7 +64,8 @@ def _omitted(needed: set[str]) -> list[str]:
     return [_OMITTED[part].format(origin=build.name) for part in sorted(needed & build.omissions())]
 
 
-def _needs(spec: AttentionSpec, precision: str) -> set[str]:
+def needs(spec: AttentionSpec, precision: str) -> set[str]:
+    """The parts of FlashAttention-3 that a spec needs in a precision, by the names of ``Build.omissions``."""
     found = bottom_right(spec.mask, spec.seqlen_q, spec.seqlen_kv)
     local = not isinstance(found, str) and found.local
     asked = {"FP8": precision == "fp8", "FP16": precision == "fp16", "LOCAL": local, "SOFTCAP": spec.softcap > 0}
@@ -74,10 +75,11 @@ def _needs(spec: AttentionSpec, precision: str) -> set[str]:
 class Fa3Forward(ForwardKernel):
     """The operator ``fwd`` of the origin in use."""
 
-    preference = 8
+    backend = "fa3"
+    preference: int | None = 8
 
     def __init__(self, precision: str) -> None:
-        self.name = f"fa3:{precision}"
+        self.name = f"{self.backend}:{precision}"
         self.precision = precision
         self.leaves = "e4m3" if precision == "fp8" else None
         self.rows = {"cuda": fp8_row() if precision == "fp8" else Capabilities(dtypes=(precision,), **HOPPER)}
@@ -86,21 +88,11 @@ class Fa3Forward(ForwardKernel):
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """Windows that cannot be moved bottom-right, and what the build was made without."""
-        return refuse_spec(spec) + _omitted(_needs(spec, self.precision))
+        return refuse_spec(spec) + _omitted(needs(spec, self.precision))
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
-        """FP8: e4m3 with a scale for each (batch, key head).  16 bits: views where TMA can load them.
-
-        Of tensors that the caller quantised, with grouped heads and scales per head, each query head may have one of
-        its own, which the library has no room for; the key heads are then repeated.  Raises InputError where one is
-        rotated, smoothed or not e4m3.
-        """
-        if self.precision != "fp8":
-            q, k, v = inputs.unquantised()
-            return Operands(spec, q, k, v, native(q, k, v, spec))
-        given = inputs.quantised()
-        made = given or quantise_by_key_head(*inputs.unquantised(), spec)
-        return Operands(spec, *made, native(*made, spec, own_scales=given is None))
+        """FP8: e4m3 with a scale for each (batch, key head).  16 bits: views where TMA can load them."""
+        return prepared(inputs, spec, self.precision)
 
     def run(self, operands: Operands) -> Result:
         """The kernel on the current stream; out comes as bf16 from FP8 and is rounded to fp16 where that came in."""
@@ -127,7 +119,7 @@ class Fa3Backward(BackwardKernel):
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """Those of the forward, and builds without a backward."""
-        return refuse_spec(spec) + _omitted({"BACKWARD", *_needs(spec, self.precision)})
+        return refuse_spec(spec) + _omitted({"BACKWARD", *needs(spec, self.precision)})
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK, dV of what the forward saw; keys that no query sees get zeros."""

@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from attnbench.errors import InputError
+from attnbench.kernels.contract import Inputs, Operands
 from attnbench.problem.fp8 import Quantised, Recipe, quantise
 from attnbench.problem.spec import AttentionSpec
 
 from ..common.layout import padded, rounded_up
 from ..common.windows import Window, bottom_right
 
-__all__ = ["Native", "check_plain", "dimensions", "native", "quantise_by_key_head", "readable", "refuse_spec"]
-
+__all__ = [
+    "Native", "check_plain", "dimensions", "native", "prepared", "quantise_by_key_head", "readable", "refuse_spec",
+]  # fmt: skip
 
 Triple = tuple[Quantised, Quantised, Quantised]
 
@@ -31,10 +33,10 @@ class Native(NamedTuple):
 
 
 def refuse_spec(spec: AttentionSpec) -> list[str]:
-    """What no build of FlashAttention-3 computes.
+    """Limits of every build of FlashAttention-3.
 
-    Sides of a window that reach beyond all keys are lifted by the library, which changes nothing (mha_fwd in
-    hopper/flash_api.cpp: left >= keys - 1, right >= queries - 1).
+    The library lifts sides of a window that reach beyond all keys (mha_fwd in hopper/flash_api.cpp: left >= keys - 1,
+    right >= queries - 1).
     """
     reasons = []
     found = bottom_right(spec.mask, spec.seqlen_q, spec.seqlen_kv)
@@ -46,11 +48,10 @@ def refuse_spec(spec: AttentionSpec) -> list[str]:
 
 
 def dimensions(head_dim: int, head_dim_v: int, fp8: bool, backward: bool = False) -> tuple[int, int]:
-    """The head dimensions that q, k and v are padded to.
+    """The head dimensions that (q and k, v) are padded to.
 
-    Rows must be multiples of 16 bytes; the library itself fills up to the sizes that it was compiled for.  V may
-    have its own size only where a kernel for that pair exists, (128, 192] with (96, 128]; everything else gets
-    the larger of both (for D <= 64 the library has kernels for wider V in 16 bits alone).
+    Rows must be multiples of 16 bytes; the library pads further itself.  V may have its own size only where such a
+    kernel exists, (128, 192] with (96, 128]; otherwise both get the larger.
     """
     step = 16 if fp8 else 8
     d, dv = rounded_up(head_dim, step), rounded_up(head_dim_v, step)
@@ -71,15 +72,29 @@ def quantise_by_key_head(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -
     return shared, quantise(k, recipe), quantise(v, recipe)
 
 
+def prepared(inputs: Inputs, spec: AttentionSpec, precision: str) -> Operands:
+    """Operands whose ``native`` is a ``Native``: e4m3 for the precision fp8, else the tensors as they are.
+
+    Tensors that the caller quantised, with grouped heads and scales per head, may have a scale for each query head.
+    The library has no room for these, so the key heads are then repeated.  Raises InputError if a tensor is rotated,
+    smoothed or not e4m3.
+    """
+    if precision != "fp8":
+        q, k, v = inputs.unquantised()
+        return Operands(spec, q, k, v, native(q, k, v, spec))
+    given = inputs.quantised()
+    made = given or quantise_by_key_head(*inputs.unquantised(), spec)
+    return Operands(spec, *made, native(*made, spec, own_scales=given is None))
+
+
 def native(
     q: Tensor | Quantised, k: Tensor | Quantised, v: Tensor | Quantised, spec: AttentionSpec, *, own_scales: bool = True
 ) -> Native:
     """The tensors (B, H, S, D) as the kernels read them: views where the strides allow it.
 
-    ``own_scales`` says that Q's descales are equal within each group of query heads, as ``quantise_by_key_head``
-    makes them.  Where they may differ (tensors quantised beforehand, with a scale for each query head), the key
-    heads are repeated so that every query head has one of its own: exact, and paid for here.
-    Raises InputError where FP8 tensors are not plain e4m3.
+    ``own_scales``: Q's descales are equal within each group of query heads, as ``quantise_by_key_head`` makes them;
+    otherwise the key heads are repeated, so that every query head has its own scale.  Raises InputError if FP8 tensors
+    are not plain e4m3.
     """
     found = bottom_right(spec.mask, spec.seqlen_q, spec.seqlen_kv)
     if isinstance(found, str):
@@ -108,10 +123,10 @@ def native(
 
 
 def readable(x: Tensor) -> Tensor:
-    """x (B, H, S, D) as (B, S, H, D) that TMA can load: a view where it can, else a contiguous copy.
+    """x (B, H, S, D) as (B, S, H, D) that TMA can load: a view if it can, else a contiguous copy.
 
-    The last axis must be contiguous; every other stride, that of axes of one element included, must be a positive
-    multiple of 16 bytes, and so must the address (cuTensorMapEncodeTiled in the CUDA driver API).
+    The last axis must be contiguous; every other stride, also of axes of one element, and the address must be positive
+    multiples of 16 bytes (cuTensorMapEncodeTiled in the CUDA driver API).
     """
     step = 16 // x.element_size()
     fits = x.stride(-1) == 1 and all(stride > 0 and stride % step == 0 for stride in x.stride()[:-1])

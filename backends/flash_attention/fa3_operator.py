@@ -1,8 +1,7 @@
-"""Calling FlashAttention-3's operators by the names of their arguments, whatever order a build has them in.
+"""Call FlashAttention-3's operators by argument names, whatever the order in a build.
 
-``fwd`` and ``bwd`` are torch operators with about 35 positional arguments.  Every build (Dao-AILab's, SGLang's,
-vLLM's) has put some in and left some out over time; a value in the wrong place is a wrong answer, not an error.
-So the places are read from the operator's own schema, once.
+``fwd`` and ``bwd`` have about 35 positional arguments, which differ between builds (Dao-AILab's, SGLang's, vLLM's).  A
+value in the wrong place is a wrong result, not an error, so places are read from the operator's schema.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ class OperatorError(RuntimeError):
 def bound(operator: Any, names: tuple[str, ...]) -> Callable[..., Any]:
     """A function of the arguments called ``names``, in that order, that calls ``operator`` with the rest filled in.
 
-    ``operator`` is an overload such as ``torch.ops.sgl_kernel.fwd.default``.  Optional arguments that are not
-    known here get None, those with a default get it.  Raises OperatorError where a name is missing, or where an
-    unknown argument has to be given: guessing it would compute something else.
+    ``operator`` is an overload such as ``torch.ops.sgl_kernel.fwd.default``.  Unknown optional arguments get None or
+    their default.  Raises OperatorError if a name is missing, or an unknown argument is required.
     """
     arguments = list(operator._schema.arguments)
     positions = {argument.name: place for place, argument in enumerate(arguments)}

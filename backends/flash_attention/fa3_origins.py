@@ -61,10 +61,9 @@ class Library(NamedTuple):
 class Build:
     """A build that is installed, found without loading it.
 
-    ``name`` says where it comes from: the origin, or the distribution of a repackaged one.
-    ``load`` gives the namespace of its operators.  ``omissions`` are the parts of
-    FlashAttention-3 that it leaves out, as the suffixes of the source's own flags
-    FLASHATTENTION_DISABLE_*.  ``verify``: only loading it shows whether it fits this torch and CUDA.
+    ``name``: the origin, or the distribution of a repackaged one.  ``load`` gives the namespace of its operators.
+    ``omissions`` are the parts it leaves out, as the suffixes of the source's flags FLASHATTENTION_DISABLE_*.
+    ``verify``: only loading shows whether it fits this torch and CUDA.
     """
 
     name: str
@@ -138,7 +137,7 @@ def _fa3_fwd_load() -> Any:
 
 
 def _hub() -> Build | None:
-    """Where ``kernels`` is installed and the kernel is cached or was asked for by name."""
+    """If ``kernels`` is installed and the kernel is cached or was named."""
     version = installed("kernels", "kernels")
     if version is None or not (os.environ.get(VARIABLE) == "hub" or _hub_cached()):
         return None
@@ -181,9 +180,8 @@ def _chosen(wanted: str) -> Build | None:
 
 
 def availability() -> Availability:
-    """The version and origin found, from metadata alone where it suffices, or why none can be used.
-
-    A prebuilt wheel's metadata does not say which torch and CUDA it fits, so it is loaded.
+    """The version and origin found, or why there is none; a prebuilt wheel is loaded, because metadata does not say if
+    it fits.
     """
     wanted = os.environ.get(VARIABLE, "")
     if wanted and wanted not in ORIGINS:
@@ -205,10 +203,7 @@ def availability() -> Availability:
 
 
 def library() -> Library:
-    """The chosen build's kernels, loaded once.
-
-    Raises ImportError or OSError where the build cannot be loaded, OperatorError where its operators are unknown.
-    """
+    """The chosen build's kernels, loaded once.  Raises ImportError, OSError or OperatorError."""
     build = chosen()
     if build is None:
         raise ImportError("FlashAttention-3 is not installed; " + INSTALL)

@@ -1,8 +1,7 @@
 """``fa3-vllm``: vLLM's FlashAttention-3, which adds up FP8 products in two levels, forward only.
 
-Another kernel than ``fa3`` in speed and in error: the short FP8 accumulator is promoted into fp32 as it goes
-(vllm-project/flash-attention), so that the error does not grow with the number of keys.  Varlen only: the batch is
-packed into one row of tokens.
+Its short FP8 accumulator is promoted into fp32 (vllm-project/flash-attention), so that the error does not grow with the
+number of keys.  Varlen only: the batch is packed into one row of tokens.
 """
 
 from __future__ import annotations
@@ -15,20 +14,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnbench.kernels.capabilities import Capabilities, Device
-from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Inputs, Operands, Result, gradient_dtype
+from attnbench.kernels.capabilities import Device
+from attnbench.kernels.contract import Availability, Backend, Inputs, Operands, Result, gradient_dtype
 from attnbench.problem.spec import AttentionSpec
 
-from ..common.declared_errors import DECLARED_ERROR
 from ..common.installed import has_file, installed, without_cuda
-from .fa3 import HOPPER, PROFILED, fp8_row
-from .fa3_operands import Native, native, quantise_by_key_head, refuse_spec
+from .fa3 import Fa3Forward
+from .fa3_operands import Native, refuse_spec
 from .fa3_operator import VARLEN, bound
 
 __all__ = ["BACKEND", "VllmForward"]
 
 _INSTALL = "pip install vllm"
-_FP8_ERROR = 0.08  # that of fa3 on normal inputs, where the accumulator is not what limits
 
 
 class _Packed(NamedTuple):
@@ -55,26 +52,16 @@ def _availability() -> Availability:
 
 @cache
 def _forward() -> Callable[..., Any]:
-    """The operator, loaded once.
-
-    Raises ImportError or OSError where the extension does not fit this torch, OperatorError where it is unknown.
-    """
+    """The operator, loaded once.  Raises ImportError, OSError or OperatorError."""
     import_module("vllm.vllm_flash_attn._vllm_fa3_C")
     return bound(torch.ops._vllm_fa3_C.fwd.default, VARLEN)
 
 
-class VllmForward(ForwardKernel):
+class VllmForward(Fa3Forward):
     """The operator ``_vllm_fa3_C::fwd`` on packed sequences of one length."""
 
+    backend = "fa3-vllm"
     preference = 30
-
-    def __init__(self, precision: str) -> None:
-        self.name = f"fa3-vllm:{precision}"
-        self.precision = precision
-        self.leaves = "e4m3" if precision == "fp8" else None
-        self.rows = {"cuda": fp8_row() if precision == "fp8" else Capabilities(dtypes=(precision,), **HOPPER)}
-        self.declared_error = _FP8_ERROR if precision == "fp8" else DECLARED_ERROR[precision]
-        self.evidence = {"cuda": PROFILED[precision]}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """Windows that cannot be moved bottom-right, and more tokens than its 32-bit offsets count."""
@@ -85,16 +72,10 @@ class VllmForward(ForwardKernel):
         return reasons
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
-        """FP8: e4m3 with a scale for each (batch, key head); then packed, which copies (B, H, S, D) for B > 1.
-
-        Tensors that the caller quantised are taken as ``fa3`` takes them; InputError where one is not plain e4m3.
-        """
-        if self.precision != "fp8":
-            q, k, v = inputs.unquantised()
-            return Operands(spec, q, k, v, _packed(native(q, k, v, spec)))
-        given = inputs.quantised()
-        made = given or quantise_by_key_head(*inputs.unquantised(), spec)
-        return Operands(spec, *made, _packed(native(*made, spec, own_scales=given is None)))
+        """As ``fa3`` does; then packed, which copies (B, H, S, D) for B > 1."""
+        operands = super().prepare(inputs, spec)
+        operands.native = _packed(operands.native)
+        return operands
 
     def run(self, operands: Operands) -> Result:
         """The kernel; its log-sum-exp comes as (H, B·Sq)."""

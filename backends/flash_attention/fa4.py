@@ -24,9 +24,10 @@ from attnbench.kernels.contract import (
 )
 from attnbench.problem.spec import AttentionSpec
 
-from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
+from ..common.declared_errors import DECLARED_GRADIENT_ERROR
 from ..common.installed import versions_of
 from ..common.layout import aligned, padded, rounded_up, whole_gradients
+from ..common.typed_kernel import TypedKernel
 from ..common.windows import Window, bottom_right
 from .fa3_operands import quantise_by_key_head
 
@@ -53,10 +54,10 @@ class _Library(NamedTuple):
 
 @cache
 def _library() -> _Library:
-    """The two passes below the autograd function; compiled kernels are kept on the disk.
+    """The two passes below the autograd function; compiled kernels are cached on the disk.
 
-    The library reads both variables when it is imported.  Its default folder is shared by every user of the machine,
-    and what lies there is loaded as code.
+    The library reads both variables on import.  Its default folder is shared by all users, and its content is loaded as
+    code.
     """
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(user_cache_path("attnbench") / "fa4"))
@@ -74,17 +75,19 @@ def _availability() -> Availability:
     return Availability(version=versions[0], origin=origin)
 
 
-def _rows(precision: str) -> dict[str, Capabilities]:
-    # interface.py, _validate_head_dims: 16-byte rows of 8 to 256 elements on compute capability 9.x
-    row = Capabilities(dtypes=(precision,), capability=_HOPPER, head_dims=(8, 256, 8), max_elements=_INT32)
-    return {"cuda": row}
+class _Fa4(TypedKernel):
+    backend = "fa4"
 
+    def rows_of(self, precision: str) -> dict[str, Capabilities]:
+        # interface.py, _validate_head_dims: 16-byte rows of 8 to 256 elements on compute capability 9.x
+        row = Capabilities(dtypes=(precision,), capability=_HOPPER, head_dims=(8, 256, 8), max_elements=_INT32)
+        return {"cuda": row}
 
-def _refusals(spec: AttentionSpec, device: Device) -> list[str]:
-    reasons = []
-    if device.capability[0] != _HOPPER[0]:
-        reasons.append(f"is known here on compute capability 9.x only, {device.name} has another")
-    return reasons + _common_refusals(spec)
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        reasons = []
+        if device.capability[0] != _HOPPER[0]:
+            reasons.append(f"is known here on compute capability 9.x only, {device.name} has another")
+        return reasons + _common_refusals(spec)
 
 
 def _common_refusals(spec: AttentionSpec) -> list[str]:
@@ -95,19 +98,10 @@ def _common_refusals(spec: AttentionSpec) -> list[str]:
     return reasons
 
 
-class Fa4Forward(ForwardKernel):
+class Fa4Forward(_Fa4, ForwardKernel):
     """``flash_attn.cute.interface._flash_attn_fwd`` on 16-bit tensors."""
 
     evidence: Mapping[str, str] = {"cuda": _EVIDENCE_FORWARD}
-
-    def __init__(self, precision: str) -> None:
-        self.name = f"fa4:{precision}"
-        self.rows = _rows(precision)
-        self.declared_error = DECLARED_ERROR[precision]
-
-    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Other generations of GPU, windows that it cannot express, scales that are not positive."""
-        return _refusals(spec, device)
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Views (B, S, H, D) where strides and head dimensions allow it."""
@@ -120,10 +114,7 @@ class Fa4Forward(ForwardKernel):
 
 
 class Fa4Fp8Forward(ForwardKernel):
-    """The same on e4m3 tensors with a scale for each (batch, key head): it exists on Blackwell alone.
-
-    ``_flash_attn_fwd`` asserts compute capability 10.x for FP8, and refuses to carry gradients.
-    """
+    """The same on e4m3 tensors, forward only: ``_flash_attn_fwd`` asserts compute capability 10.x (Blackwell)."""
 
     name = "fa4:fp8"
     declared_error = 0.07
@@ -157,20 +148,12 @@ class Fa4Fp8Forward(ForwardKernel):
         return Result(result.out.to(dtype), result.lse)
 
 
-class Fa4Backward(BackwardKernel):
+class Fa4Backward(_Fa4, BackwardKernel):
     """``flash_attn.cute.interface._flash_attn_bwd``, after any forward that returns out and its log-sum-exp."""
 
+    errors = DECLARED_GRADIENT_ERROR
     preference = 5
     evidence: Mapping[str, str] = {"cuda": _EVIDENCE_BACKWARD}
-
-    def __init__(self, precision: str) -> None:
-        self.name = f"fa4:{precision}"
-        self.rows = _rows(precision)
-        self.declared_error = DECLARED_GRADIENT_ERROR[precision]
-
-    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Those of the forward."""
-        return _refusals(spec, device)
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """On the Q, K, V that the forward computed with; rows without a key are known by their log-sum-exp."""

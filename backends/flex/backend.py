@@ -20,6 +20,7 @@ from attnbench.kernels.contract import (
     BackwardKernel,
     ForwardKernel,
     Inputs,
+    Kernel,
     Operands,
     Result,
     Saved,
@@ -52,10 +53,7 @@ _ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class _Native:
-    """What the compiled function is called with.
-
-    ``descale`` (B, H, 1, 1) multiplies an FP8 output; ``options`` are the kernel's, its tile among them.
-    """
+    """The arguments of the compiled function; ``descale`` (B, H, 1, 1) multiplies an FP8 output."""
 
     q: Tensor
     k: Tensor
@@ -99,8 +97,8 @@ def _call(native: _Native, scale: float, dtype: torch.dtype) -> tuple[Tensor, Te
 def block_mask(mask: Mask, seqlen_q: int, seqlen_kv: int, device: torch.device) -> BlockMask | None:
     """The mask as FlexAttention takes it, None for no mask.
 
-    The blocks follow from the first and last visible key of a block's rows, without a matrix of all (query, key)
-    pairs, which ``create_block_mask`` would make.
+    Blocks come from the first and last visible key of a block's rows, without the matrix of all (query, key) pairs that
+    ``create_block_mask`` makes.
     """
     if mask.kind == "none":
         return None
@@ -157,25 +155,18 @@ def _band(low: Tensor, high: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor
     return mask_mod
 
 
-def _capped(cap: Tensor) -> _ScoreMod:
-    # FlexAttention hands over a score of the tensors' own type; in float8 a product of it
-    # would be cut off at 448, unless it is widened first, which costs nothing: registers hold fp32.
+def _score_mod(factor: Tensor | None, cap: Tensor | None) -> _ScoreMod | None:
+    """Scores times ``factor`` (B, H), then capped; None if neither is given."""
+    if factor is None and cap is None:
+        return None
+
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return cap * torch.tanh(score.to(torch.float32) / cap)
-
-    return score_mod
-
-
-def _descaled(factor: Tensor) -> _ScoreMod:
-    def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return score.to(torch.float32) * factor[batch, head]
-
-    return score_mod
-
-
-def _descaled_and_capped(factor: Tensor, cap: Tensor) -> _ScoreMod:
-    def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return cap * torch.tanh(score.to(torch.float32) * factor[batch, head] / cap)
+        # FlexAttention passes a score of the tensors' own type.  In float8 a product would be cut off at 448, so the
+        # score is widened first, which costs nothing: registers hold fp32.
+        wide = score.to(torch.float32)
+        if factor is not None:
+            wide = wide * factor[batch, head]
+        return wide if cap is None else cap * torch.tanh(wide / cap)
 
     return score_mod
 
@@ -188,16 +179,14 @@ def _options(spec: AttentionSpec, device: torch.device, precision: str) -> FlexK
     return cast("FlexKernelOptions", kernel_options(spec, describe(device).capability, precision))
 
 
-def _refusals(device: Device) -> list[str]:
-    reason = compiler_reason(device.type)
-    return [reason] if reason else []
+class _Flex(Kernel):
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        reason = compiler_reason(device.type)
+        return [reason] if reason else []
 
 
-class FlexForward(ForwardKernel):
-    """``torch.compile(flex_attention)`` in 16 bits.
-
-    For training it records a graph, which only its own backward can follow.
-    """
+class FlexForward(_Flex, ForwardKernel):
+    """``torch.compile(flex_attention)`` in 16 bits; for training it records a graph for its own backward."""
 
     preference = 50
     evidence: Mapping[str, str] = {"cpu": r"Call CompiledFxGraph", "cuda": r"triton_tem_(?!\w*backward)"}
@@ -210,10 +199,6 @@ class FlexForward(ForwardKernel):
             "cuda": Capabilities(dtypes=(precision,), capability=(8, 0), head_dims=(16, 256, 1)),
         }
 
-    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """There must be something to compile with."""
-        return _refusals(device)
-
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """The tensors as they are where rows are contiguous, the blocks of the mask, the cap and the tile."""
         q, k, v = inputs.unquantised()
@@ -223,7 +208,7 @@ class FlexForward(ForwardKernel):
         # Detached, because flex refuses leaves on the CPU even where no gradients are recorded.
         q_, k_, v_ = (rows(x.detach()) for x in (q, k, v))
         options = _options(spec, q.device, precision_of(self.name))
-        native = _Native(q_, k_, v_, blocks, None if cap is None else _capped(cap), options)
+        native = _Native(q_, k_, v_, blocks, _score_mod(None, cap), options)
         return Operands(spec, q, k, v, native)
 
     def run(self, operands: Operands) -> Result:
@@ -240,7 +225,7 @@ class FlexForward(ForwardKernel):
         return Result(out.detach(), None if lse is None else lse.detach(), (out, (q, k, v)))
 
 
-class FlexBackward(BackwardKernel):
+class FlexBackward(_Flex, BackwardKernel):
     """The compiled backward of the graph that ``flex`` in the same precision recorded."""
 
     needs_lse = False
@@ -252,10 +237,6 @@ class FlexBackward(BackwardKernel):
         self.follows = (self.name,)
         self.rows = {"cuda": Capabilities(dtypes=(precision,), capability=(8, 0), head_dims=(16, 256, 1))}
 
-    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """There must be something to compile with."""
-        return _refusals(device)
-
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """autograd through the recorded graph, which stays for the next call."""
         out, leaves = saved.state
@@ -264,14 +245,12 @@ class FlexBackward(BackwardKernel):
         return dq, dk, dv
 
 
-class FlexFp8Forward(ForwardKernel):
+class FlexFp8Forward(_Flex, ForwardKernel):
     """``torch.compile(flex_attention)`` on e4m3 tensors.
 
-    From 16 bits, Q and K are scaled against each other, by reciprocal factors that bring a
-    head's largest magnitudes together, so that their scores need no descale.  The descales
-    of tensors that were quantised beforehand are applied in a score modification.  The
-    kernel's output is e4m3 without a scale of its own; it stays in range because each row
-    is an average of V's, and V's descale multiplies it afterwards.
+    From 16 bits, Q and K are scaled by reciprocal factors that balance a head's magnitudes, so that scores need no
+    descale; given descales are applied in a score modification.  The output is e4m3 without a scale of its own, in
+    range because each row is an average of V's; V's descale multiplies it afterwards.
     """
 
     declared_error = 0.08
@@ -291,20 +270,14 @@ class FlexFp8Forward(ForwardKernel):
             )
         }
 
-    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """There must be something to compile with."""
-        return _refusals(device)
-
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Each head quantised; or as the caller did it, with the product of Q's and K's descales by query head."""
         cap, given = _cap(spec, inputs.device), inputs.quantised()
         if given is None:
             q, k, v = inputs.unquantised()
-            score_mod = None if cap is None else _capped(cap)
-            return _laid_out(*_balanced(q, k, spec), quantise(v, _RECIPE), spec, score_mod)
+            return _laid_out(*_balanced(q, k, spec), quantise(v, _RECIPE), spec, _score_mod(None, cap))
         factor = _per_query_head(given[0].descale, spec) * _per_query_head(given[1].descale, spec)
-        score_mod = _descaled(factor) if cap is None else _descaled_and_capped(factor, cap)
-        return _laid_out(*given, spec, score_mod)
+        return _laid_out(*given, spec, _score_mod(factor, cap))
 
     def run(self, operands: Operands) -> Result:
         """The compiled kernel."""
@@ -314,9 +287,9 @@ class FlexFp8Forward(ForwardKernel):
 
 
 class FlexFp8Backward(BackwardKernel):
-    """Listed for its reason: FlexAttention's gradients do not exist in float8, and no other precision stands in.
+    """Listed for its reason: FlexAttention has no gradients in float8, and no other precision replaces them.
 
-    Its lowering multiplies out by grad_out in their own type, which no float8 product has (pytorch#154750).
+    Its lowering multiplies out by grad_out in their own type, which no float8 product supports (pytorch#154750).
     """
 
     name = "flex:fp8"

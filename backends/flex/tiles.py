@@ -1,7 +1,6 @@
-"""The tiles that FlexAttention's kernels run with, where one was measured to beat torch's default.
+"""Tiles for FlexAttention's kernels where one was measured to beat torch's default.
 
-Measured beforehand and committed: nothing is timed when a kernel is chosen or run.  ``tests/gpu/tune/tune_flex.py``
-measures the candidates in turns on a GPU and prints the entries of ``TILES``.
+Nothing is timed at run time.  ``tests/gpu/tune/tune_flex.py`` measures candidates on a GPU and prints ``TILES``.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ SHORTEST = 128  # queries; torch gives fewer to a kernel for decoding, whose til
 
 
 class TileKey(NamedTuple):
-    """What a tile was measured for.
+    """The case that a tile was measured for.
 
-    ``capability`` is CUDA's, of which one architecture has one; ``precision`` is bf16 (for fp16 too, whose
-    instructions are the same) or fp8.  ``head_dim`` is a power of two, to which the kernel fills up the larger of
-    Q's and V's.  ``mask`` is none or causal: a window runs the causal mask's program with other bounds.
+    ``capability`` is CUDA's; ``precision`` is bf16 (also for fp16) or fp8; ``head_dim`` is the power of two that the
+    larger of Q's and V's is padded to; ``mask`` is none or causal (also for windows).
     """
 
     capability: tuple[int, int]
@@ -34,74 +32,42 @@ class TileKey(NamedTuple):
     direction: Direction
 
 
+def _forward(block_m: int, block_n: int, warps: int, stages: int) -> Options:
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
+
+
+def _backward(block: int, warps: int, stages: int) -> Options:
+    blocks = dict.fromkeys(("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), block)
+    return {**blocks, "num_warps": warps, "num_stages": stages}
+
+
 # Options by their names in torch's FlexKernelOptions.  A key that is not here runs with torch's default.
 # NVIDIA H200, torch 2.11.0+cu130, cold L2, 16,384 tokens a case, hidden size 2048, at 4k and 16k tokens a sequence.
 TILES: dict[TileKey, Options] = {
-    TileKey((9, 0), "bf16", 64, "none", "backward"): {
-        "BLOCK_M1": 64,
-        "BLOCK_N1": 64,
-        "BLOCK_M2": 64,
-        "BLOCK_N2": 64,
-        "num_warps": 4,
-        "num_stages": 3,
-    },
-    TileKey((9, 0), "bf16", 64, "causal", "backward"): {
-        "BLOCK_M1": 64,
-        "BLOCK_N1": 64,
-        "BLOCK_M2": 64,
-        "BLOCK_N2": 64,
-        "num_warps": 4,
-        "num_stages": 3,
-    },
-    TileKey((9, 0), "bf16", 256, "none", "backward"): {
-        "BLOCK_M1": 64,
-        "BLOCK_N1": 64,
-        "BLOCK_M2": 64,
-        "BLOCK_N2": 64,
-        "num_warps": 8,
-        "num_stages": 2,
-    },
-    TileKey((9, 0), "bf16", 256, "causal", "backward"): {
-        "BLOCK_M1": 64,
-        "BLOCK_N1": 64,
-        "BLOCK_M2": 64,
-        "BLOCK_N2": 64,
-        "num_warps": 8,
-        "num_stages": 2,
-    },
-    TileKey((9, 0), "bf16", 64, "none", "forward"): {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
-    TileKey((9, 0), "bf16", 64, "causal", "forward"): {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
-    TileKey((9, 0), "bf16", 128, "none", "forward"): {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
-    TileKey((9, 0), "bf16", 128, "causal", "forward"): {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3},
-    TileKey((9, 0), "bf16", 256, "none", "forward"): {
-        "BLOCK_M": 128,
-        "BLOCK_N": 64,
-        "num_warps": 8,
-        "num_stages": 2,
-        "USE_TMA": True,
-    },
-    TileKey((9, 0), "bf16", 256, "causal", "forward"): {
-        "BLOCK_M": 128,
-        "BLOCK_N": 64,
-        "num_warps": 8,
-        "num_stages": 2,
-        "USE_TMA": True,
-    },
-    TileKey((9, 0), "fp8", 64, "none", "forward"): {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3},
-    TileKey((9, 0), "fp8", 128, "none", "forward"): {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3},
-    TileKey((9, 0), "fp8", 128, "causal", "forward"): {"BLOCK_M": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 3},
-    TileKey((9, 0), "fp8", 256, "none", "forward"): {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3},
-    TileKey((9, 0), "fp8", 256, "causal", "forward"): {"BLOCK_M": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3},
+    TileKey((9, 0), "bf16", 64, "none", "backward"): _backward(64, 4, 3),
+    TileKey((9, 0), "bf16", 64, "causal", "backward"): _backward(64, 4, 3),
+    TileKey((9, 0), "bf16", 256, "none", "backward"): _backward(64, 8, 2),
+    TileKey((9, 0), "bf16", 256, "causal", "backward"): _backward(64, 8, 2),
+    TileKey((9, 0), "bf16", 64, "none", "forward"): _forward(64, 64, 4, 3),
+    TileKey((9, 0), "bf16", 64, "causal", "forward"): _forward(64, 64, 4, 3),
+    TileKey((9, 0), "bf16", 128, "none", "forward"): _forward(64, 64, 4, 3),
+    TileKey((9, 0), "bf16", 128, "causal", "forward"): _forward(64, 64, 4, 3),
+    TileKey((9, 0), "bf16", 256, "none", "forward"): {**_forward(128, 64, 8, 2), "USE_TMA": True},
+    TileKey((9, 0), "bf16", 256, "causal", "forward"): {**_forward(128, 64, 8, 2), "USE_TMA": True},
+    TileKey((9, 0), "fp8", 64, "none", "forward"): _forward(64, 128, 4, 3),
+    TileKey((9, 0), "fp8", 128, "none", "forward"): _forward(128, 128, 4, 3),
+    TileKey((9, 0), "fp8", 128, "causal", "forward"): _forward(64, 128, 4, 3),
+    TileKey((9, 0), "fp8", 256, "none", "forward"): _forward(128, 128, 8, 3),
+    TileKey((9, 0), "fp8", 256, "causal", "forward"): _forward(128, 128, 8, 3),
 }
 
 
 def kernel_options(
     spec: AttentionSpec, capability: tuple[int, int], precision: str, tiles: Mapping[TileKey, Options] = TILES
 ) -> dict[str, int | bool]:
-    """The ``kernel_options`` of ``flex_attention`` for a spec, empty where torch's default serves and nothing beats it.
+    """The ``kernel_options`` of ``flex_attention`` for a spec, empty if torch's default serves best.
 
-    Options of the forward are prefixed ``fwd_``, those of the backward ``bwd_``, as FlexKernelOptions has it; a
-    spec for training has both.
+    Options of the forward are prefixed ``fwd_``, those of the backward ``bwd_``; a spec for training has both.
     """
     if spec.seqlen_q < SHORTEST:
         # The kernel for decoding puts the queries of a whole group into one tile, which must fit a block of the mask.

@@ -23,14 +23,15 @@ from attnbench.problem.spec import AttentionSpec
 
 from ..common.cuda_limits import cuda_refusals
 from ..common.cudnn_attention import BACKWARD_EVIDENCE, FORWARD_EVIDENCE, LEAST, PRECISIONS, cudnn_version
-from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
+from ..common.declared_errors import DECLARED_GRADIENT_ERROR
 from ..common.installed import cuda_availability
 from ..common.layout import aligned
+from ..common.typed_kernel import TypedKernel
 
 __all__ = ["BACKEND"]
 
 _VECTOR = 16  # bytes that rows and storage start at multiples of
-_OWN = 712  # elements between two outermost places of q that are nobody's
+_OWN = 712  # unused elements between two outermost places of q
 
 
 def _availability() -> Availability:
@@ -40,48 +41,41 @@ def _availability() -> Availability:
     return found
 
 
-def _rows(precision: str) -> dict[str, Capabilities]:
-    row = Capabilities(
-        dtypes=(precision,),
-        capability=(8, 0),
-        head_dims=(8, 256, 8),
-        masks=("none", "causal"),
-        alignments=("top-left",),
-        softcap=False,
-        empty_rows=False,
-    )
-    return {"cuda": row}
+class _SdpaCudnn(TypedKernel):
+    backend = "sdpa-cudnn"
+
+    def rows_of(self, precision: str) -> dict[str, Capabilities]:
+        row = Capabilities(
+            dtypes=(precision,),
+            capability=(8, 0),
+            head_dims=(8, 256, 8),
+            masks=("none", "causal"),
+            alignments=("top-left",),
+            softcap=False,
+            empty_rows=False,
+        )
+        return {"cuda": row}
+
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        reasons = cuda_refusals(spec, device)
+        if device.capability != (9, 0) and max(spec.head_dim, spec.head_dim_v) > 128:
+            reasons.append(f"head dimensions above 128 need compute capability 9.0, {device.name} has another")
+        if spec.scale <= 0:
+            # Keys that fill up a tile are hidden before the scale is applied, so this holds without a mask, too.
+            reasons.append(f"hides keys before it scales, which needs a scale above 0, not {spec.scale}")
+        if spec.seqlen_kv == 1:
+            reasons.append("takes no single key")  # check_cudnn_tensor_shapes in torch's sdp_utils.cpp
+        version = cudnn_version()
+        if version is not None and version < LEAST and (spec.seqlen_q % 128 or spec.seqlen_kv % 128):
+            reasons.append(f"cuDNN {version} needs lengths that are multiples of 128")
+        return reasons
 
 
-def _refusals(spec: AttentionSpec, device: Device) -> list[str]:
-    reasons = cuda_refusals(spec, device)
-    if device.capability != (9, 0) and max(spec.head_dim, spec.head_dim_v) > 128:
-        reasons.append(f"head dimensions above 128 need compute capability 9.0, {device.name} has another")
-    if spec.scale <= 0:
-        # Keys that fill up a tile are hidden before the scale is applied, so this holds without a mask, too.
-        reasons.append(f"hides keys before it scales, which needs a scale above 0, not {spec.scale}")
-    if spec.seqlen_kv == 1:
-        reasons.append("takes no single key")  # check_cudnn_tensor_shapes in torch's sdp_utils.cpp
-    version = cudnn_version()
-    if version is not None and version < LEAST and (spec.seqlen_q % 128 or spec.seqlen_kv % 128):
-        reasons.append(f"cuDNN {version} needs lengths that are multiples of 128")
-    return reasons
-
-
-class CudnnForward(ForwardKernel):
+class CudnnForward(_SdpaCudnn, ForwardKernel):
     """``aten::_scaled_dot_product_cudnn_attention``."""
 
     preference = 10
     evidence: Mapping[str, str] = {"cuda": FORWARD_EVIDENCE}
-
-    def __init__(self, precision: str) -> None:
-        self.name = f"sdpa-cudnn:{precision}"
-        self.rows = _rows(precision)
-        self.declared_error = DECLARED_ERROR[precision]
-
-    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Limits of the GPU and of the cuDNN that torch found."""
-        return _refusals(spec, device)
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Views where the strides allow it; groups of heads are cuDNN's own."""
@@ -98,20 +92,12 @@ class CudnnForward(ForwardKernel):
         return Result(out, lse.view(spec.batch, spec.heads, spec.seqlen_q))
 
 
-class CudnnBackward(BackwardKernel):
+class CudnnBackward(_SdpaCudnn, BackwardKernel):
     """``aten::_scaled_dot_product_cudnn_attention_backward``."""
 
+    errors = DECLARED_GRADIENT_ERROR
     preference = 10
     evidence: Mapping[str, str] = {"cuda": BACKWARD_EVIDENCE}
-
-    def __init__(self, precision: str) -> None:
-        self.name = f"sdpa-cudnn:{precision}"
-        self.rows = _rows(precision)
-        self.declared_error = DECLARED_GRADIENT_ERROR[precision]
-
-    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Those of the forward."""
-        return _refusals(spec, device)
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The operator, on this or another forward's output and log-sum-exp."""
@@ -129,21 +115,20 @@ class CudnnBackward(BackwardKernel):
 
 
 def _laid_out_as(q: Tensor, x: Tensor) -> Tensor:
-    """x (B, H, S, D) densely with its axes in memory as q's are: what torch's own forward returns; else a copy.
+    """x (B, H, S, D) dense with q's order of axes, as torch's own forward returns it; else a copy.
 
-    torch 2.11 keeps the graphs of backward passes by the strides of q, k and v alone.  Another layout of the output or
-    of its gradient would run a graph that was made for the first, and give gradients of something else, silently.
+    torch 2.11 caches backward graphs by the strides of q, k and v alone: another layout of the output or its gradient
+    would silently run the wrong graph.
     """
     dense = torch.empty_permuted(x.shape, _order(q), dtype=x.dtype, device=x.device)
     return x if x.stride() == dense.stride() and x.data_ptr() % _VECTOR == 0 else dense.copy_(x)
 
 
 def _apart(q: Tensor) -> Tensor:
-    """q (B, H, S, D) in an order of axes of its own, with strides that no other caller of torch's operator has.
+    """q (B, H, S, D) with strides that no other caller of torch's operator has, in its order of axes.
 
-    Graphs are the whole process's: one that ``F.scaled_dot_product_attention`` had made first, for another layout of
-    the output's gradient, would run here.  Where the outermost axis has one place its stride says nothing, and no byte
-    is copied.
+    Graphs are shared in the process: one that ``F.scaled_dot_product_attention`` made for another layout would run
+    here.  If the outermost axis has one element nothing is copied.
     """
     order = _order(q)
     outermost = order[0]
@@ -158,7 +143,7 @@ def _apart(q: Tensor) -> Tensor:
 
 
 def _order(q: Tensor) -> list[int]:
-    """Its axes as they lie in memory, outermost first; one that q repeats, of stride 0, is no innermost one."""
+    """The axes as they lie in memory, outermost first; an axis of stride 0 is not innermost."""
     return sorted(range(q.ndim), key=lambda axis: q.stride(axis) or math.inf, reverse=True)
 
 

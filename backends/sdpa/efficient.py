@@ -17,9 +17,10 @@ from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
 from ..common.cuda_limits import cuda_refusals
-from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
+from ..common.declared_errors import DECLARED_GRADIENT_ERROR
 from ..common.installed import cuda_availability
 from ..common.layout import aligned
+from ..common.typed_kernel import TypedKernel
 
 __all__ = ["BACKEND", "Band", "causal_band"]
 
@@ -51,18 +52,20 @@ def causal_band(mask: Mask, seqlen_q: int, seqlen_kv: int) -> Band | str:
     return "its windows end at one of the two diagonals"
 
 
-def _rows(precision: str) -> dict[str, Capabilities]:
-    # Where a block of queries sees no key at all the forward writes no output, so empty rows are undefined.
-    vector = 4 if precision == "fp32" else 8
-    row = Capabilities(
-        dtypes=(precision,), capability=(8, 0), head_dims=(vector, 65536, vector), softcap=False, empty_rows=False
-    )
-    return {"cuda": row}
+class _Efficient(TypedKernel):
+    backend = "sdpa-efficient"
 
+    def rows_of(self, precision: str) -> dict[str, Capabilities]:
+        # Where a block of queries sees no key at all the forward writes no output, so empty rows are undefined.
+        vector = 4 if precision == "fp32" else 8
+        row = Capabilities(
+            dtypes=(precision,), capability=(8, 0), head_dims=(vector, 65536, vector), softcap=False, empty_rows=False
+        )
+        return {"cuda": row}
 
-def _refusals(spec: AttentionSpec, device: Device) -> list[str]:
-    band = causal_band(spec.mask, spec.seqlen_q, spec.seqlen_kv)
-    return cuda_refusals(spec, device) + ([band] if isinstance(band, str) else [])
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        band = causal_band(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+        return cuda_refusals(spec, device) + ([band] if isinstance(band, str) else [])
 
 
 def _inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor, Band]:
@@ -75,20 +78,11 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
     return q, k, v, band
 
 
-class EfficientForward(ForwardKernel):
+class EfficientForward(_Efficient, ForwardKernel):
     """``aten::_efficient_attention_forward``."""
 
     preference = 30
     evidence: Mapping[str, str] = {"cuda": r"fmha_cutlassF"}
-
-    def __init__(self, precision: str) -> None:
-        self.name = f"sdpa-efficient:{precision}"
-        self.rows = _rows(precision)
-        self.declared_error = DECLARED_ERROR[precision]
-
-    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Masks that are no causal band."""
-        return _refusals(spec, device)
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Views where the strides allow it; K and V are repeated for the heads of a group, which cannot share them."""
@@ -105,20 +99,16 @@ class EfficientForward(ForwardKernel):
         return Result(out.transpose(1, 2), lse[..., : spec.seqlen_q])
 
 
-class EfficientBackward(BackwardKernel):
+class EfficientBackward(_Efficient, BackwardKernel):
     """``aten::_efficient_attention_backward``."""
 
+    errors = DECLARED_GRADIENT_ERROR
     preference = 30
     evidence: Mapping[str, str] = {"cuda": r"fmha_cutlassB"}
 
-    def __init__(self, precision: str) -> None:
-        self.name = f"sdpa-efficient:{precision}"
-        self.rows = _rows(precision)
-        self.declared_error = DECLARED_GRADIENT_ERROR[precision]
-
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """Those of the forward, and windows aligned bottom-right."""
-        reasons = _refusals(spec, device)
+        reasons = super().further_refusals(spec, device)
         band = causal_band(spec.mask, spec.seqlen_q, spec.seqlen_kv)
         if isinstance(band, Band) and band.diagonal == _BOTTOM_RIGHT and band.width is not None:
             # kernel_backward.h leaves the alignment out where it masks the window's left side

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -24,11 +25,12 @@ from attnbench.kernels.contract import (
 from attnbench.problem.spec import AttentionSpec
 
 from ..common.cuda_limits import cuda_refusals
-from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
+from ..common.declared_errors import DECLARED_GRADIENT_ERROR
 from ..common.full_fp32 import full_fp32
 from ..common.installed import torch_availability
 from ..common.layout import aligned, whole_gradients
 from ..common.mask_tensor import MAX_SCORES, dense_mask
+from ..common.typed_kernel import TypedKernel
 from ..common.windows import Window, flash2_window
 
 __all__ = ["BACKEND"]
@@ -37,30 +39,31 @@ _PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 _ON_CUDA = ("bf16", "fp16")
 
 
-def _rows(precision: str) -> dict[str, Capabilities]:
-    cpu = Capabilities(dtypes=(precision,), head_dim_v=False, softcap=False)
-    if precision not in _ON_CUDA:
-        return {"cpu": cpu}
-    cuda = Capabilities(dtypes=(precision,), capability=(8, 0), head_dims=(8, 256, 8), head_dim_v=False, softcap=False)
-    return {"cpu": cpu, "cuda": cuda}
+class _Flash(TypedKernel):
+    backend = "sdpa-flash"
 
+    def rows_of(self, precision: str) -> dict[str, Capabilities]:
+        cpu = Capabilities(dtypes=(precision,), head_dim_v=False, softcap=False)
+        if precision not in _ON_CUDA:
+            return {"cpu": cpu}
+        return {"cpu": cpu, "cuda": replace(cpu, capability=(8, 0), head_dims=(8, 256, 8))}
 
-def _refusals(spec: AttentionSpec, device: Device) -> list[str]:
-    if device.type == "cuda":
-        window = flash2_window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
-        # softmax.h of FlashAttention-2 multiplies minus infinity, its hidden keys, by the scale.
-        scale = (
-            [] if spec.scale > 0 else [f"hides keys before it scales, which needs a scale above 0, not {spec.scale}"]
-        )
-        return cuda_refusals(spec, device) + scale + ([window] if isinstance(window, str) else [])
-    pairs = spec.seqlen_q * spec.seqlen_kv
-    if not _cpu_causal(spec) and spec.mask.kind != "none" and pairs > MAX_SCORES:
-        return [f"needs this mask as a tensor, of {MAX_SCORES} elements at most; this one has {pairs}"]
-    return []
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        if device.type == "cuda":
+            window = flash2_window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+            # softmax.h of FlashAttention-2 multiplies minus infinity, its hidden keys, by the scale.
+            reasons = cuda_refusals(spec, device)
+            if spec.scale <= 0:
+                reasons.append(f"hides keys before it scales, which needs a scale above 0, not {spec.scale}")
+            return reasons + ([window] if isinstance(window, str) else [])
+        pairs = spec.seqlen_q * spec.seqlen_kv
+        if not _cpu_causal(spec) and spec.mask.kind != "none" and pairs > MAX_SCORES:
+            return [f"needs this mask as a tensor, of {MAX_SCORES} elements at most; this one has {pairs}"]
+        return []
 
 
 def _cpu_causal(spec: AttentionSpec) -> bool:
-    """Whether the operator's own causal mask serves; it hides keys before the scale, which must not turn the sign."""
+    """Whether the operator's own causal mask serves; it hides keys before scaling, so the scale must be positive."""
     return spec.mask.kind == "causal" and spec.mask.alignment == "top-left" and spec.scale > 0
 
 
@@ -81,7 +84,7 @@ def _empty_rows(spec: AttentionSpec) -> Tensor:
     return torch.tensor([start == stop for start, stop in spans])
 
 
-class FlashForward(ForwardKernel):
+class FlashForward(_Flash, ForwardKernel):
     """``aten::_flash_attention_forward`` on CUDA, ``aten::_scaled_dot_product_flash_attention_for_cpu`` on the CPU."""
 
     preference = 20
@@ -89,15 +92,6 @@ class FlashForward(ForwardKernel):
         "cpu": r"aten::_scaled_dot_product_flash_attention_for_cpu$",
         "cuda": r"pytorch_flash::flash_fwd",
     }
-
-    def __init__(self, precision: str) -> None:
-        self.name = f"sdpa-flash:{precision}"
-        self.rows = _rows(precision)
-        self.declared_error = DECLARED_ERROR[precision]
-
-    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Windows that FlashAttention-2 cannot express, masks too large for the CPU."""
-        return _refusals(spec, device)
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Views where the strides allow it, and the mask as the device's operator takes it."""
@@ -131,23 +125,19 @@ class FlashForward(ForwardKernel):
         return Result(out, lse)
 
 
-class FlashBackward(BackwardKernel):
+class FlashBackward(_Flash, BackwardKernel):
     """``aten::_flash_attention_backward`` on CUDA, ``…_flash_attention_for_cpu_backward`` on the CPU."""
 
+    errors = DECLARED_GRADIENT_ERROR
     preference = 20
     evidence: Mapping[str, str] = {
         "cpu": r"aten::_scaled_dot_product_flash_attention_for_cpu_backward$",
         "cuda": r"pytorch_flash::flash_bwd",
     }
 
-    def __init__(self, precision: str) -> None:
-        self.name = f"sdpa-flash:{precision}"
-        self.rows = _rows(precision)
-        self.declared_error = DECLARED_GRADIENT_ERROR[precision]
-
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """Those of the forward, and head dimensions whose backward needs more shared memory than small GPUs have."""
-        reasons = _refusals(spec, device)
+        reasons = super().further_refusals(spec, device)
         # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120 in torch's sdp_utils.cpp
         small = (8, 6) <= device.capability < (9, 0) or device.capability >= (12, 0)
         if device.type == "cuda" and small and 192 < spec.head_dim <= 224:
@@ -166,10 +156,10 @@ class FlashBackward(BackwardKernel):
 
 
 def _roundings(spec: AttentionSpec) -> float:
-    """How many roundings of a whole gradient those of the CPU's sums come to: half their number, in quadrature.
+    """The number of roundings of a whole gradient that the CPU's sums amount to: half their number, in quadrature.
 
-    dk and dv are rounded after each tile of queries of each head of a group, dq after each tile of keys: tiles as
-    cpu_flash_attention_backward in torch's FlashAttentionKernel.cpp cuts them.
+    dk and dv are rounded after each tile of queries of each head of a group, dq after each tile of keys
+    (cpu_flash_attention_backward in torch's FlashAttentionKernel.cpp).
     """
     rows = 256 if spec.seqlen_q >= 768 else 64 if spec.seqlen_q >= 192 else 32
     sums = max(spec.group * -(-spec.seqlen_q // rows), -(-spec.seqlen_kv // 512))

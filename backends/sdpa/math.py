@@ -15,6 +15,7 @@ from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
 from ..common.full_fp32 import full_fp32
 from ..common.installed import torch_availability
 from ..common.mask_tensor import MAX_SCORES, dense_mask
+from ..common.typed_kernel import TypedKernel
 
 __all__ = ["BACKEND"]
 
@@ -23,21 +24,19 @@ _PRECISIONS = ("bf16", "fp16", "fp32", "fp64")
 _ROUNDED_ONCE = {"bf16": 0.002, "fp16": 0.00025}
 
 
-def _rows(precision: str) -> dict[str, Capabilities]:
-    row = Capabilities(dtypes=(precision,), softcap=False, lse=False)
-    return {"cpu": row, "cuda": row}
+class _Math(TypedKernel):
+    backend = "sdpa-math"
+    errors: Mapping[str, float] = {**DECLARED_ERROR, **_ROUNDED_ONCE}
 
+    def rows_of(self, precision: str) -> dict[str, Capabilities]:
+        row = Capabilities(dtypes=(precision,), softcap=False, lse=isinstance(self, BackwardKernel))
+        return {"cpu": row, "cuda": row}
 
-def _backward_rows(precision: str) -> dict[str, Capabilities]:
-    row = Capabilities(dtypes=(precision,), softcap=False)
-    return {"cpu": row, "cuda": row}
-
-
-def _refusals(spec: AttentionSpec) -> list[str]:
-    scores = spec.batch * spec.heads * spec.seqlen_q * spec.seqlen_kv
-    if scores > MAX_SCORES:
-        return [f"keeps the score matrix in memory, of {MAX_SCORES} elements at most; this one has {scores}"]
-    return []
+    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        scores = spec.batch * spec.heads * spec.seqlen_q * spec.seqlen_kv
+        if scores > MAX_SCORES:
+            return [f"keeps the score matrix in memory, of {MAX_SCORES} elements at most; this one has {scores}"]
+        return []
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
@@ -47,7 +46,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: Attentio
     return out
 
 
-class MathForward(ForwardKernel):
+class MathForward(_Math, ForwardKernel):
     """``aten::_scaled_dot_product_attention_math``, which returns no log-sum-exp."""
 
     preference = 40
@@ -55,15 +54,6 @@ class MathForward(ForwardKernel):
         "cpu": r"aten::_scaled_dot_product_attention_math$",
         "cuda": r"(?i)soft_?max\w*forward",
     }
-
-    def __init__(self, precision: str) -> None:
-        self.name = f"sdpa-math:{precision}"
-        self.rows = _rows(precision)
-        self.declared_error = {**DECLARED_ERROR, **_ROUNDED_ONCE}[precision]
-
-    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """The score matrix must fit."""
-        return _refusals(spec)
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """The tensors as they are, and the mask."""
@@ -78,24 +68,16 @@ class MathForward(ForwardKernel):
             return Result(_attend(q, k, v, mask, operands.spec), None)
 
 
-class MathBackward(BackwardKernel):
+class MathBackward(_Math, BackwardKernel):
     """autograd through the same operator, run again: it reads neither the forward's output nor its log-sum-exp."""
 
+    errors: Mapping[str, float] = {**DECLARED_GRADIENT_ERROR, **_ROUNDED_ONCE}
     preference = 40
     needs_lse = False
     evidence: Mapping[str, str] = {
         "cpu": r"aten::_softmax_backward_data$",
         "cuda": r"(?i)soft_?max\w*backward",
     }
-
-    def __init__(self, precision: str) -> None:
-        self.name = f"sdpa-math:{precision}"
-        self.rows = _backward_rows(precision)
-        self.declared_error = {**DECLARED_GRADIENT_ERROR, **_ROUNDED_ONCE}[precision]
-
-    def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """The score matrix must fit."""
-        return _refusals(spec)
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The forward again on detached leaves, then its gradients."""

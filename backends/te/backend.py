@@ -62,7 +62,7 @@ class TeForward(CudnnForward):
     left_open = False  # nvte_get_fused_attn_backend for cuDNN 9.7 and newer
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
-        """Dense (B, S, H, D), views of which the operands are."""
+        """Dense (B, S, H, D) tensors; the operands are views of them."""
         q, k, v = inputs.unquantised()
         q, k, v = (bshd(x).transpose(1, 2) for x in (q, k, v))
         return Operands(spec, q, k, v, seqlens_of(spec, q.device))
@@ -109,10 +109,7 @@ class _State(NamedTuple):
 
 
 class TeFp8Forward(CudnnFp8Forward):
-    """``fused_attn_fwd`` in e4m3 with one scale a tensor, as under ``DelayedScaling(fp8_dpa=True)``.
-
-    V's scale serves for O, so that no O of an earlier step decides what becomes of this one.
-    """
+    """``fused_attn_fwd`` in e4m3 as under ``DelayedScaling(fp8_dpa=True)``, but with V's scale for O."""
 
     backend = "te"
     masks = _FP8_MASKS
@@ -143,7 +140,7 @@ class TeFp8Forward(CudnnFp8Forward):
 class TeFp8Backward(CudnnFp8Backward):
     """``fused_attn_bwd`` on the operands and the rounded output of ``te:fp8``; dO and the gradients are e5m2.
 
-    The kernel rounds dS, dQ, dK and dV itself, on scales that follow from earlier steps: see ``te/history.py``.
+    The kernel rounds dS, dQ, dK and dV itself, on scales from earlier steps: see ``te/history.py``.
     """
 
     backend = "te"
@@ -153,7 +150,7 @@ class TeFp8Backward(CudnnFp8Backward):
     declared_error = 0.2
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The first call of a spec runs the kernel twice: what it rounds itself has no history before."""
+        """The first call of a spec runs the kernel twice, because it has no history yet."""
         spec, state, lse = saved.spec, saved.state, saved.lse
         assert lse is not None
         dtype = gradient_dtype(spec)
@@ -202,9 +199,9 @@ def _narrow(operands: Operands) -> list[Narrow]:
 def _bounds(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Tensor:
     """Magnitudes (2,) that dS and the gradients cannot exceed, from the largest ones of Q, K, V and dO, each (1,).
 
-    With r = Dv · max|dO| · max|V|, both dOᵢ·Vⱼ and dOᵢ·Oᵢ are at most r, so |dSᵢⱼ| = Pᵢⱼ |dPᵢⱼ − Dᵢ| ≤ r / 2, because
-    a row of P sums to one; the scale counts only where it is above 1, since cuDNN may apply it after rounding.  Over
-    the n queries of a key, |dV| ≤ n · max|dO| and |dK| ≤ n · scale · (r / 2) · max|Q|; |dQ| ≤ scale · 2r · max|K|.
+    With r = Dv · max|dO| · max|V|, both dOᵢ·Vⱼ and dOᵢ·Oᵢ are at most r, so |dSᵢⱼ| = Pᵢⱼ |dPᵢⱼ − Dᵢ| ≤ r / 2, because a
+    row of P sums to one; a scale above 1 counts too, since cuDNN may apply it after rounding.  Over the n queries of a
+    key, |dV| ≤ n · max|dO| and |dK| ≤ n · scale · (r / 2) · max|Q|; |dQ| ≤ scale · 2r · max|K|.
     """
     queries, scale = spec.seqlen_q * spec.group, abs(spec.scale)
     reach = v * spec.head_dim_v

@@ -1,8 +1,7 @@
-"""Delayed scaling whose state is ours: how large the last steps' results were decides the next step's scales.
+"""Delayed scaling with our own state: the last steps' magnitudes decide the next step's scales.
 
-TransformerEngine keeps, in each module, the largest magnitudes of the last 1024 steps.  A function has no module: calls
-with one spec share a history here, whoever makes them.  So that a caller with larger tensors is not answered on
-another's scales, what is kept is each magnitude's ratio to a bound that follows from that step's own inputs.
+TransformerEngine keeps the magnitudes of the last 1024 steps in each module.  Here calls with one spec share a history.
+It holds ratios to a bound from each step's own inputs, so that callers with other magnitudes can share it.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ _KEPT = 256  # histories in memory, a few KiB each
 
 
 class History:
-    """Ratios of the last steps, one column a role, on one device and one stream.  Safe to be shared by threads.
+    """Ratios of the last steps, one column a role, on one device and stream; thread-safe.
 
-    Not ``live``, it only answers: nothing that a graph's recording makes may be kept, because it has no value yet.
+    Not ``live``, it only answers: nothing made while a graph is recorded may be kept, because it has no value yet.
     """
 
     def __init__(self, roles: int, device: torch.device, *, live: bool = True) -> None:
@@ -49,16 +48,16 @@ class History:
         return self._live and self._steps == 0 and not self._pending
 
     def frozen(self) -> History:
-        """The same numbers, which notes no longer change."""
+        """A view of the same numbers that does not record."""
         view = object.__new__(History)
         view.__dict__ |= {**self.__dict__, "_live": False, "_pending": False}
         return view
 
     def scales(self, bounds: Tensor, limit: float) -> Tensor:
-        """What to multiply by, (roles,) in fp32, so that the largest magnitude expected becomes ``limit``.
+        """Factors (roles,) in fp32 that bring the largest expected magnitude to ``limit``.
 
-        ``bounds`` (roles,) are magnitudes that nothing exceeds in this step: what is expected as long as no
-        step has been noted.
+        ``bounds`` (roles,) are magnitudes that nothing exceeds in this step, expected as long as no step has been
+        noted.
         """
         with self._lock:
             if self._pending:
@@ -69,9 +68,8 @@ class History:
         return limit / expected.clamp_min(torch.finfo(torch.float32).tiny * limit)
 
     def note(self, amax: Tensor, bounds: Tensor) -> None:
-        """Remember that a step with these bounds has reached the magnitudes ``amax``, both (roles,).
-
-        They count when the next step asks, so a step that runs again is noted once.
+        """Record that a step with these bounds reached the magnitudes ``amax``, both (roles,); it counts from the next
+        step.
         """
         if not self._live or recording():
             return
@@ -87,7 +85,7 @@ class History:
 
 
 class Histories:
-    """One history for each spec, device and stream, since what one stream writes another must not read unordered."""
+    """One history for each spec, device and stream."""
 
     def __init__(self, roles: int) -> None:
         self._roles = roles
@@ -96,7 +94,7 @@ class Histories:
         self._lock = threading.Lock()
 
     def of(self, spec: AttentionSpec, device: torch.device) -> History:
-        """The history of calls like this one; while a graph is recorded, the latest one's, and it stays as it is."""
+        """The history for such calls; while a graph is recorded, a frozen view of the latest one."""
         with self._lock:
             if recording():
                 return self._while_recording(spec, device)

@@ -1,7 +1,6 @@
-"""TransformerEngine's fused attention below its modules: one call for each pass, the implementation named by us.
+"""TransformerEngine's fused attention below its modules: one call for each pass, with the implementation named.
 
-The modules above choose among several implementations by environment variables and their own rules; these two calls
-take the one that they are given, or raise.
+The modules choose among implementations by environment variables; these calls take the given one, or raise.
 """
 
 from __future__ import annotations
@@ -135,8 +134,7 @@ def forward(
 ) -> tuple[Any, Tensor]:
     """Out (B, Sq, H, Dv) and the natural log-sum-exp (B, H, Sq); FP8 with quantizers for S and O, 16 bits without.
 
-    It is asked for inference: that changes no number without dropout, and training's limits on the head dimension are
-    the backward's.
+    It runs as inference: without dropout that changes no number, and the head dimension is less limited.
     """
     device = seqlens[0].device
     with _on(device):
@@ -217,10 +215,7 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _generator(device: torch.device) -> torch.Generator | None:
-    """One of our own: the call advances its generator though it draws nothing, and the caller's must stay as it is.
-
-    While a graph is recorded it has to be torch's own, the only one that is registered with the graph.
-    """
+    """Our own generator, because the call advances it; torch's, the registered one, while a graph is recorded."""
     return None if recording() else _own_generator(device)
 
 

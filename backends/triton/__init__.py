@@ -1,13 +1,12 @@
-"""``triton``: FP8 attention of our own, quantisation, forward and backward, in Triton.
+"""``triton``: our own FP8 attention in Triton: quantisation, forward and backward.
 
-A forward's name says its recipe: ``fp8`` scales per (batch, head) with Q and K rotated, ``fp8-head`` the same without
-the rotation, and ``fp8-`` followed by ``tensor``, ``block`` or ``token`` and, if rotated, ``hadamard``.  The rotation
-spreads outliers over the head dimension before they are rounded; scales of a token leave each output independent of
-the tokens behind it, bit for bit, under a causal mask.  ``fp8-pv`` leaves Q and K in 16 bits: the scores are exact, P·V
-alone is FP8.  ``fp8-onepass`` has scales that one pass finds: of blocks of keys, and of each query, which the attention
-kernel finds by itself.
+A forward's name is its recipe: ``fp8`` scales per (batch, head) with Q and K rotated, ``fp8-head`` without the
+rotation, and ``fp8-`` followed by ``tensor``, ``block`` or ``token`` and, if rotated, ``hadamard``.  The rotation
+spreads outliers; with scales of a token each output is independent of later tokens, bit for bit, under a causal mask.
+``fp8-pv`` leaves Q and K in 16 bits: only P·V is FP8.  ``fp8-onepass`` finds scales in one pass: of blocks of keys, and
+of each query in the attention kernel.
 
-Importing this imports no Triton; the modules with its kernels are imported where one runs.
+Importing this imports no Triton.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def steps(x):
 
 @triton.jit
 def probabilities(exponent, base, cap, capped: tl.constexpr):
-    """P and the softcap's slope, which nobody may read where there is none."""
+    """P and the softcap's slope, which must not be read without a softcap."""
     if capped:
         # cap · tanh(x) from exp(2x)
         score = 1.0 - 2.0 / (1.0 + tl.exp2(exponent))

@@ -1,4 +1,4 @@
-"""Descales as the kernels read them: in fp32, by strides that stay where a scale serves a whole axis."""
+"""Descales as the kernels read them: in fp32, with strides of 0 where a scale serves a whole axis."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["in_fp32", "steps"]
 
 
 def in_fp32(descale: Tensor) -> Tensor:
-    """In fp32; asking torch for what is there already takes longer than looking."""
+    """In fp32, without a call of torch if it is that already."""
     return descale if descale.dtype == torch.float32 else descale.to(torch.float32)
 
 
 def steps(shape: Sequence[int], strides: Sequence[int], batch: int, heads: int, length: int) -> tuple[int, int, int]:
-    """Strides (batch, head, token) of descales that lie so, 0 where one serves a whole axis.
+    """Strides (batch, head, token) of descales, 0 where one serves a whole axis.
 
-    Raises InputError where they are not (B, heads, S, 1) or 1 for any axis.
+    Raises InputError unless they are (B, heads, S, 1), or 1 for any axis.
     """
     wanted = batch, heads, length, 1
     if len(shape) != 4 or any(size not in (1, most) for size, most in zip(shape, wanted, strict=True)):

@@ -15,10 +15,9 @@ _ALIGNED = 16  # bytes: what TMA reads begins at multiples of it
 
 
 class Described:
-    """Makes descriptors of tensors of one dtype whose memory is read as one matrix, or vector, by blocks of one shape.
+    """Makes descriptors of tensors of one dtype whose memory is read as one matrix or vector, by blocks of one shape.
 
-    ``make(x, block)`` is Triton's way to one, which looks at everything.  Of what it looks at, the address alone
-    changes from tensor to tensor.
+    ``make(x, block)`` is Triton's slow way, which checks everything; only the address changes between tensors.
     """
 
     __slots__ = ("_block", "_known", "_make", "_shape", "_strides")
@@ -36,9 +35,8 @@ class Described:
         self._known: tuple[type, dict[str, Any]] | None = None
 
     def __call__(self, x: Tensor) -> Any:
-        """Of the memory from where x begins, whatever x's shape: a view of it would take longer than the descriptor.
-
-        Raises what Triton does where x does not begin at a multiple of 16 bytes.
+        """A descriptor of x's memory, whatever its shape; a view would take longer.  Raises as Triton if x is not
+        aligned to 16.
         """
         known = self._known
         if known is None or x.data_ptr() % _ALIGNED:

@@ -1,8 +1,6 @@
-"""Launching a kernel again without asking Triton what was asked before.
+"""Launch a kernel again without Triton's look at every argument, which takes several times as long as the launch.
 
-``JITFunction`` looks at every argument of every launch, to find what was compiled for such arguments: that takes the
-host several times as long as the launch itself.  Where nothing has changed but the memory behind the tensors, the
-answer is known.
+If only the memory behind the tensors has changed, the compiled kernel is known.
 """
 
 from __future__ import annotations
@@ -27,10 +25,10 @@ _HERE: AbstractContextManager[None] = nullcontext()
 
 
 class Launch:
-    """A kernel, its grid, and all that it is called with except the memory.
+    """A kernel, its grid, and all its arguments except the memory.
 
-    ``constants`` are the arguments behind the first, in the order of the kernel's own; ``options`` are the compiler's.
-    The first arguments may have other memory from call to call, but the same dtypes and the same integers.
+    ``constants`` are the arguments behind the first ones, in the kernel's order; ``options`` are the compiler's.  The
+    first arguments may have other memory from call to call, but the same dtypes and integers.
     """
 
     __slots__ = ("_start", "constants", "grid", "kernel", "options")
@@ -42,9 +40,8 @@ class Launch:
         self._start: dict[int, Callable[..., None]] = {}
 
     def __call__(self, first: tuple[Any, ...], addresses: int) -> None:
-        """Start it on the current stream of the current device; ``addresses`` are those of its memory, or-ed.
-
-        A descriptor's are not among them: it has none that are not aligned.
+        """Start it on the current stream; ``addresses`` are its memory's, or-ed, without the descriptors', which are
+        aligned.
         """
         if addresses % _ALIGNED:
             self.kernel[self.grid](*first, *self.constants, **self.options)

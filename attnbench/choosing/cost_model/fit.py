@@ -1,4 +1,4 @@
-"""One plan's times as a function of the spec, fitted to what was measured: a law, its residuals, and the host."""
+"""Fit one plan's times as a function of the spec: a law for the device, its residuals, and the host."""
 
 from __future__ import annotations
 
@@ -39,10 +39,7 @@ _TILE, _BLOCKS = 128, 128  # queries that a block of threads processes at once, 
 
 
 class Residual(NamedTuple):
-    """How far the logarithm of a time is above its prediction from the other specs, with the expected deviation.
-
-    ``heard`` is the probability that the call waited for the device, not for the host.
-    """
+    """A logarithm of a time minus its prediction; ``heard`` is the probability that the call waited for the device."""
 
     value: float
     deviation: float
@@ -50,7 +47,7 @@ class Residual(NamedTuple):
 
 
 class Fit:
-    """One plan's law, its residual process, its host, and how well all did on each entry without that entry."""
+    """One plan's law, residual process and host, with the leave-one-out residual of each entry."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         import numpy as np  # imported here: attention() does not need it
@@ -78,7 +75,7 @@ class Fit:
     def _left_out(
         self, specs: Sequence[AttentionSpec], times: _Array, sites: _Array, noise: _Array
     ) -> tuple[_Array, _Array]:
-        """Fit the law and the process to the sites; (mean, variance) of the device at each spec without its own."""
+        """Fit law and process to the sites; (mean, variance) of the device time at each spec without its own entry."""
         import numpy as np
 
         parts = np.array([_parts(spec) for spec in specs])
@@ -90,9 +87,8 @@ class Fit:
         return sites - self._weights * variances, np.maximum(variances - noise, 1e-6)
 
     def predict(self, spec: AttentionSpec) -> tuple[float, float]:
-        """(median of the whole call, the longer of host and device, in ms; the standard error of its logarithm).
-
-        The time may be infinite far from what was measured.
+        """(median of the whole call in ms, standard error of its logarithm); the time may be infinite far from
+        measurements.
         """
         device = self._device(spec)
         median = self._host.longer(*device, 0.5)
@@ -123,27 +119,27 @@ class Fit:
 
 
 def calibration(scores: Iterable[tuple[float, float]]) -> float:
-    """How many times the expected deviation the residuals are, drawn towards 1 where they are few; (score, weight)."""
-    squares = [
-        (min(score * score, 100.0), weight) for score, weight in scores
-    ]  # bounded, so that one outlier does not hide all others
+    """How many times larger than expected the residuals are, shrunk towards 1 if they are few; from (score, weight)
+    pairs.
+    """
+    # Bounded, so that one outlier does not hide all others.
+    squares = [(min(score * score, 100.0), weight) for score, weight in scores]
     total = sum(weight for _, weight in squares) + _PRIOR_WEIGHT
     return math.sqrt((sum(square * weight for square, weight in squares) + _PRIOR_WEIGHT) / total)
 
 
 def _towards(before: tuple[_Array, _Array], after: tuple[_Array, _Array]) -> tuple[_Array, _Array]:
-    """(values, variances) a step on the way from one to the other, in precisions and what they weigh."""
+    """A damped step from one set of (values, variances) to the other, in natural parameters."""
     (old, was), (new, now) = before, after
     precision = (1 - _STEP) / was + _STEP / now
     return ((1 - _STEP) * old / was + _STEP * new / now) / precision, 1 / precision
 
 
 def _parts(spec: AttentionSpec) -> tuple[float, float, float]:
-    """What the law multiplies: 1 for the launch, gigabytes that must be read and written, tera-operations.
+    """The terms of the law: 1 for the launch, gigabytes read and written, tera-operations.
 
-    Where there are fewer blocks of queries than a GPU can work on at once, operations count
-    for as many more as it then stands idle for; a kernel that shares the keys of one block
-    among several is faster than that, which is for the residuals to say.
+    With fewer blocks of queries than a GPU runs at once, operations count more, for the part that is idle; kernels that
+    split the keys of a block are faster, which the residuals learn.
     """
     per_head = spec.head_dim + spec.head_dim_v
     elements = spec.batch * (spec.heads * spec.seqlen_q + spec.kv_heads * spec.seqlen_kv) * per_head
@@ -153,13 +149,13 @@ def _parts(spec: AttentionSpec) -> tuple[float, float, float]:
 
 
 def _place(spec: AttentionSpec) -> tuple[float, ...]:
-    """Where a spec lies among others, in doublings; the mask and the grouping are numbered."""
+    """The coordinates of a spec, in doublings; mask and grouping are numbered."""
     sizes = (spec.head_dim, spec.head_dim_v, spec.batch * spec.heads, spec.seqlen_q, spec.seqlen_kv)
     return (*(math.log2(size) for size in sizes), float(_MASKS[spec.mask.kind]), float(spec.group > 1))
 
 
 def _covariance(ones: _Array, others: _Array) -> _Array:
-    """Of the deviations from the law at every one of ``ones`` (n, 8) and ``others`` (m, 8): (n, m)."""
+    """The covariance (n, m) of the deviations from the law at ``ones`` (n, 8) and ``others`` (m, 8)."""
     import numpy as np
 
     apart = np.abs(ones[:, None, :] - others[None, :, :])
@@ -179,11 +175,7 @@ def _scatter(entry: Entry) -> float:
 
 
 def _non_negative(columns: _Array, weights: _Array) -> _Array:
-    """The coefficients, none below 0, whose sum of columns is nearest to 1 in every row: weighted least squares.
-
-    There are so few columns that every subset is tried; the best one without a negative is
-    the answer.
-    """
+    """Weighted least squares with non-negative coefficients, for columns whose sum should be 1; tries every subset."""
     import numpy as np
 
     columns, target = columns * weights[:, None], weights

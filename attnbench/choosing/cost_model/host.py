@@ -1,4 +1,4 @@
-"""Which measured calls were limited by the host: their times say how slow the host is, not the device."""
+"""Find the measured calls that the host limited: their times say how slow the host is, not the device."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 __all__ = ["HostFloor"]
 
-# The first three were found on 1934 rows of three sweeps of an H200 that also know the device's own time and the
+# The first three were found on 1934 rows of three sweeps of an H200 that also have the device's own time and the
 # host's.  Held-out regret changed by at most 0.3 per cent where any one of all was halved or doubled.
 _DEVIATION = 0.35  # of the logarithm of one plan's host time, from one spec and sweep to another
 _WAITING = (0.07, 1.0)  # median and deviation of the logarithm of how calls scatter that waited for the host
-_STEADY = (0.012, 1.3)  # of those that waited for the device alone
+_STEADY = (0.012, 1.3)  # the same of calls that waited for the device alone
 _STEADIEST = 0.002  # what scatters less was rounded
 _STRANGE, _ANYWHERE = 0.1, 2.0  # the share of specs at which a kernel leaves its law, and by how much
 _BELOW = 2.0  # where nothing waited for it, by how much a host's logarithm is taken to be shorter than every call
@@ -28,17 +28,14 @@ _SILENT = 100.0  # the variance at which a time says nothing
 
 
 class HostFloor:
-    """How long the host takes for a call of one plan, and which of its measured calls the host limited.
+    """The host's time for a call of one plan, and the probability that each measured call was limited by it.
 
-    A call ends when both the host and the device have: ``max(host, device)``.  The host's
-    time is taken to be log-normal about a ``level`` that is the same at all specs.  Whether
-    a call waited for it is weighed by three things: how far the time lies above what the
-    other specs say of the device, how near to the level, and how much it scatters, for a
-    device repeats itself and a host does not.
+    A call takes ``max(host, device)``.  The host's time is modelled as log-normal about one ``level`` for all specs.
+    Three facts decide whether a call waited for it: how far its time lies above what the other specs predict for the
+    device, how near to the level it is, and how much it scatters (a device repeats itself, a host does not).
 
-    ``times`` are logarithms of ms, (n,); ``scatter`` says how far the middle half of each
-    one's samples lies from their median, as a part of it, NaN where that is not known.
-    ``waited`` is the probability, (n,), that each waited for the host.
+    ``times`` are logarithms of ms, (n,); ``scatter`` is half the interquartile range over the median, NaN if unknown.
+    ``waited`` (n,) is the probability that each call waited for the host.
     """
 
     def __init__(self, times: _Array, scatter: _Array) -> None:
@@ -53,10 +50,10 @@ class HostFloor:
         self.waited: _Array = near / (1 + np.exp(-self._odds))
 
     def weigh(self, means: _Array, variances: _Array, noise: _Array) -> None:
-        """Weigh anew, by what the other specs say of each one's time on the device (logarithms), and learn the level.
+        """One EM step: update ``waited`` and ``level`` from the other specs' predictions of the device times
+        (logarithms).
 
-        One step of expectation and maximisation: of a call that did not wait, the host is
-        only known to have been shorter, which says the less of the level the farther it lies below.
+        A call that did not wait only shows that the host was shorter.
         """
         import numpy as np
 
@@ -75,12 +72,11 @@ class HostFloor:
         self.level = min(float(known / (self.waited.sum() + told.sum() + _PRIOR_WEIGHT)), math.log(_LONGEST))
 
     def sites(self, means: _Array, variances: _Array, noise: _Array) -> tuple[_Array, _Array]:
-        """(times, variances) that say of the device what the measured ones do, given what the others say of it.
+        """(times, variances) for the device that replace the measured ones, given what the other specs predict.
 
-        Those that surely waited for the device are themselves, with the ``noise`` of their
-        measuring; those that waited for the host say nothing; one in doubt says what leaves
-        the mean and variance of both cases together (expectation propagation, Rasmussen and
-        Williams, chapter 3.6).
+        A call that waited for the device keeps its time and ``noise``; one that waited for the host has no weight; one
+        in doubt keeps the mean and variance of both cases (expectation propagation, Rasmussen and Williams, chapter
+        3.6).
         """
         import numpy as np
 

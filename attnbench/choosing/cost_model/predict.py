@@ -1,4 +1,4 @@
-"""How long a plan takes on a shape that was not measured: a physical law, corrected by what was measured nearby."""
+"""Predict how long a plan takes on a shape that was not measured: a physical law, corrected by measurements nearby."""
 
 from __future__ import annotations
 
@@ -31,19 +31,14 @@ class Prediction:
 class CostModel:
     """The time of each plan as a function of the spec, fitted to the entries of one table.
 
-    A call takes as long as the longer of two: the host, which takes about as long at every
-    spec and scatters (``cost_model_host``), and the device.  For the device's time
-    ``launch + bytes / bandwidth + operations / rate``, with no coefficient below zero, is
-    fitted to all of a plan's entries of one direction and precision.  What is left over (a
-    rate is another at each head dimension and mask, short rows fill a GPU worse) is taken for
-    a Gaussian process of the spec's sizes on logarithms, so that it follows the measured
-    specs closely where they are near, and falls back to the law with a growing error where
-    they are far (Rasmussen and Williams, Gaussian Processes for Machine Learning, chapter 2;
-    the residuals of leaving one out are their equation 5.12, without fitting again).  An
-    entry counts as far as the device, not the host, limited it, which the other entries show.
+    A call takes the longer of two times: the host's, about the same at every spec (``host``), and the device's.  The
+    law of the device, ``launch + bytes / bandwidth + operations / rate`` with non-negative coefficients, is fitted to a
+    plan's entries of one direction and precision.  The residuals on logarithms are a Gaussian process of the spec's
+    sizes: near measured specs the prediction follows them, far away it is the law with a growing error (Rasmussen and
+    Williams, Gaussian Processes for Machine Learning, chapter 2; leave-one-out residuals are their equation 5.12).  An
+    entry counts as far as the device limited it.
 
-    A plan is predicted only in a class (``similarity``) in which it was measured.  Nothing is
-    fitted until it is asked for.
+    A plan is predicted only in a class (``similarity``) in which it was measured.  Fits are made when they are needed.
     """
 
     def __init__(self, entries: Iterable[Entry]) -> None:
@@ -55,7 +50,7 @@ class CostModel:
         self._lock = threading.Lock()
 
     def predict(self, plan: Plan, spec: AttentionSpec) -> Prediction | None:
-        """The time of a plan at a spec, None where it was never measured in the spec's class."""
+        """The predicted time of a plan at a spec; None if it was never measured in the spec's class."""
         fit = self._fit(plan, spec)
         if fit is None:
             return None
@@ -63,11 +58,10 @@ class CostModel:
         return Prediction(time_ms, error) if 0 < time_ms < math.inf else None
 
     def gap_error(self, one: Plan, other: Plan, spec: AttentionSpec) -> float:
-        """The standard error of the logarithm of the ratio of two predictions.
+        """The standard error of the logarithm of the ratio of two predictions, infinite if one has none.
 
-        Shapes that are slow for one plan are slow for the next, so that a ratio is known
-        better than its parts: by how much, the residuals of leaving out one spec for both
-        say.  Infinite where one of them has no prediction.
+        Shapes that are slow for one plan are slow for others, so a ratio is known better than its parts; the residuals
+        of specs that both plans have say by how much.
         """
         first, second = self._fit(one, spec), self._fit(other, spec)
         if first is None or second is None:
@@ -105,7 +99,7 @@ def _doublings(spec: AttentionSpec) -> tuple[int, ...]:
 
 
 def _nearest(entries: list[Entry], alike: SpecClass, doublings: tuple[int, ...]) -> list[Entry]:
-    """Those of the class first, then those that lie nearest: the same for every spec of these doublings."""
+    """The entries of the class first, then the nearest others; the same for every spec of these doublings."""
 
     def order(entry: Entry) -> tuple[bool, float, str]:
         apart = sum(abs(math.log2(size) - middle) for size, middle in zip(sizes(entry.spec), doublings, strict=True))

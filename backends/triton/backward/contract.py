@@ -1,9 +1,9 @@
-"""The FP8 backward of the ``triton`` backend: after our own FP8 forward, and any other that leaves plain e4m3.
+"""The FP8 backward of the ``triton`` backend, after any forward that leaves plain e4m3.
 
 ``triton:fp8`` computes S = QKᵀ and dP = dO·Vᵀ in FP8 and sums over tokens in bf16; ``triton:fp8-all`` sums over tokens
-in FP8 as well.  Both quantise dO per token and work from the very e4m3 numbers that the forward saw.  They are
-deterministic where dQ has a kernel of its own; where one kernel computes all gradients (``Tiles.fused``), dQ is added
-up in bf16 in no order and differs from run to run, unless torch was asked for deterministic algorithms.
+in FP8 as well.  Both quantise dO per token.  They are deterministic if dQ has a kernel of its own; if one kernel
+computes all gradients (``Tiles.fused``), dQ is added up in bf16 in no order, unless torch was asked for deterministic
+algorithms.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from attnbench.kernels.devices import describe
 from attnbench.problem.fp8 import Quantised
 from attnbench.problem.spec import AttentionSpec
 
+from ..forward.contract import check_plain
 from ..interpreter import alone, misplaced
 from .tiles import Tiles, tiles_of
 
@@ -71,25 +72,17 @@ def _committed(spec: AttentionSpec, head_dim: int, device: torch.device, narrow:
 
 @cache
 def _launch() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Imported where a kernel runs, and but once: asking Python for a module again takes as long as a launch."""
+    """Imported when a kernel runs, once: importing a module again takes as long as a launch."""
     from .launch import launch
 
     return launch
 
 
 def _plain(saved: Saved, name: str) -> tuple[Quantised, Quantised, Quantised]:
-    """The operands, checked: e4m3, nothing subtracted, Q and K rotated together or not at all."""
-    operands = saved.operands
-    q, k, v = operands.q, operands.k, operands.v
+    q, k, v = saved.operands.q, saved.operands.k, saved.operands.v
     if not (isinstance(q, Quantised) and isinstance(k, Quantised) and isinstance(v, Quantised)):
         raise InputError(f"{name} follows FP8 forwards, and this one computed in 16 bits or more")
-    for label, x in {"q": q, "k": k, "v": v}.items():
-        if x.data.dtype != torch.float8_e4m3fn:
-            raise InputError(f"{name} computes in e4m3, {label} is {x.data.dtype}")
-        if x.mean is not None:
-            raise InputError(f"{name} knows no smoothing, and {label} had its mean taken away")
-    if q.rotated != k.rotated or v.rotated:
-        raise InputError(f"{name} takes Q and K rotated together, and V as it is")
+    check_plain(name, q, k, v)
     return q, k, v
 
 

@@ -1,11 +1,10 @@
 """Copies of FP8 operands as the backward's kernels read them: rows, widened rows, and transposed ones, in one launch.
 
-The kernels of the backward read whole tiles through TMA, without bounds: every tensor here is (heads, padded length,
-padded head dimension) in one piece, or its transpose, and zero behind the last token and the last dimension.
-An FP8 tensor core takes both operands with the axis that it sums over contiguous (PTX ISA, wgmma: only 16-bit
-types may be transposed), so a sum over tokens in FP8 reads a transposed copy, and one in bf16 a widened copy.
-Widening is exact: e4m3 has 3 mantissa bits, bf16 has 7.  For the Hopper kernels a transposed copy's tokens are
-interleaved, as registers hold the other operand (``hopper.narrow``).
+The kernels read whole tiles through TMA, without bounds: every tensor is (heads, padded length, padded head dimension)
+or its transpose, contiguous, with zeros as padding.  An FP8 tensor core needs the axis that it sums over contiguous in
+both operands (PTX ISA, wgmma: only 16-bit types may be transposed), so a sum over tokens in FP8 reads a transposed
+copy, and one in bf16 a widened copy, which is exact.  For the Hopper kernels the tokens of a transposed copy are
+interleaved (``hopper.narrow``).
 """
 
 from __future__ import annotations
@@ -31,10 +30,11 @@ _SMALLEST = 32  # what an FP8 tensor core sums over at once
 
 
 class Laid(NamedTuple):
-    """An operand: ``data`` (B, H, S, D) e4m3; ``wide`` the same numbers in bf16; ``transposed`` (B, H, D, S).
+    """An operand: ``data`` (B, H, S, D) e4m3; ``wide`` the same in bf16; ``transposed`` (B, H, D, S); None if not
+    requested.
 
-    S and D are padded; what was not asked for is None.  ``interleaved``: of each 16 tokens of ``transposed`` the order
-    is 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15.
+    S and D are padded.  ``interleaved``: each 16 tokens of ``transposed`` are in the order 0 1 8 9 2 3 10 11 4 5 12 13
+    6 7 14 15.
     """
 
     data: Tensor
@@ -51,10 +51,7 @@ class Laid(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """An e4m3 tensor x (B, H, S, D) of any strides and what is wanted of it beside its rows: the fields of ``Laid``.
-
-    ``zeros``: memory of bf16, as large as the wide copy, that gets zeros in passing.
-    """
+    """An e4m3 tensor x (B, H, S, D), the copies of ``Laid`` to make, and ``zeros``, bf16 memory to fill with zeros."""
 
     x: Tensor
     wide: bool = False

@@ -47,10 +47,10 @@ def prepared(
     *,
     fused: bool = False,
 ) -> Prepared:
-    """The passes over memory that stand before the products, in two launches; arguments as in ``Saved``.
+    """The passes over memory before the products, in two launches; arguments as in ``Saved``.
 
-    ``narrow`` kernels for Hopper read their transposed copies in another order: ``tiles`` say which kernels will run.
-    ``fused``: for the fused kernel, if it serves, and for no other.
+    ``tiles`` say which kernels will run, because Hopper kernels read ``narrow`` transposed copies in another order.
+    ``fused``: for the fused kernel, if it serves.
     """
     scales = [in_fp32(x.descale) for x in (q, k, v)]
     device = grad_out.device
@@ -103,7 +103,7 @@ def run_keys(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -> t
 def _for_keys_plain(
     layout: Layout, tile: Tile, narrow: bool, dtype: torch.dtype
 ) -> tuple[tuple[Described, ...], Launch]:
-    """What of the plain kernel's launch does not depend on memory."""
+    """The part of the plain kernel's launch that does not depend on memory."""
     spec, m, n, d, dv = layout.spec, tile.block_m, tile.block_n, layout.head_dim, layout.head_dim_v
     described = (
         _tiled(layout.q, m), _tiled(layout.do, m), _tiled(layout.k, n), _tiled(layout.v, n),
@@ -122,10 +122,9 @@ def _for_keys_plain(
 
 
 def run_all(given: Prepared, sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ (B, H, Sq, D), dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv) by the fused kernel, which must serve.
+    """dQ (B, H, Sq, D), dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv) by the fused kernel.
 
-    ``given`` was prepared for it.  ``sums`` are zeros (B, H, padded Sq, padded D) in bf16; they become dQ where that is
-    bf16, needs no padding, and nothing was rotated, and are spent elsewhere.
+    ``sums`` are zeros (B, H, padded Sq, padded D) in bf16; they become dQ if that is bf16, not padded and not rotated.
     dQ differs from run to run: programs add to it in no order, and every sum is rounded to bf16.
     """
     layout, device = given.layout, sums.device
@@ -177,7 +176,7 @@ def run_queries(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -
 def _for_queries_plain(
     layout: Layout, tile: Tile, narrow: bool, dtype: torch.dtype
 ) -> tuple[tuple[Described, ...], Launch]:
-    """What of the plain kernel's launch does not depend on memory."""
+    """The part of the plain kernel's launch that does not depend on memory."""
     spec, m, n, d = layout.spec, tile.block_m, tile.block_n, layout.head_dim
     described = (
         _tiled(layout.q, m), _tiled(layout.do, m), _tiled(layout.k, n), _tiled(layout.v, n),
@@ -212,7 +211,7 @@ def launch(
     choose: Callable[[AttentionSpec, int, torch.device], Tiles],
     narrow: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK, dV in the gradients' dtype; ``choose`` has the tiles for a spec, padded head dimension and device."""
+    """dQ, dK, dV in the gradients' dtype; ``choose`` gives the tiles for a spec, padded head dimension and device."""
     device, dtype = grad_out.device, gradient_dtype(spec)
     tiles = choose(spec, padded(max(spec.head_dim, spec.head_dim_v)), device)
     anyhow = spec.seqlen_kv <= hopper.MOST_SUMMED and not torch.are_deterministic_algorithms_enabled()

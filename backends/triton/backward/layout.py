@@ -32,16 +32,15 @@ _LARGEST = tl.constexpr(torch.finfo(torch.bfloat16).max)
 class Gradient(NamedTuple):
     """dO as ``Laid`` has it, except that ``wide`` is dO itself over its descale in bf16.
 
-    ``descale`` (B, H, S / BLOCK) fp32: dO's, a power of two for each block of queries, so that dO over it is exact.
-    ``rows`` (3, B, H, S) fp32 describes the queries.  0: LSE·log2(e), less the exponent by which P is wanted larger,
-    infinite where no key is seen; 1: delta in units of dO·v as the e4m3 numbers give it (of V's descale too, where
-    that varies); 2: Q's descale.
-    P is wanted larger by dO's descale where the sums over tokens are wide, because ``wide`` is smaller by it, and
-    by PEAK where they are e4m3.
+    ``descale`` (B, H, S / BLOCK) fp32: dO's, a power of two for each block of queries, so that dividing dO is exact.
+    ``rows`` (3, B, H, S) fp32 describes the queries.  0: LSE·log2(e), less the exponent by which P is scaled up,
+    infinite if no key is seen; 1: delta in units of dO·v of the e4m3 numbers (and V's descale, if it varies); 2: Q's
+    descale.  P is scaled up by dO's descale for wide sums over tokens, because ``wide`` is smaller by it, and by PEAK
+    for e4m3 sums.
 
-    The fused kernel has dO itself for ``wide``, a copy only where that is not bf16 or lies otherwise, and P as it is.
-    For it ``descale`` is what dO·v is to be multiplied by, and delta was, so that dQ is dS · K of the e4m3 numbers:
-    it holds V's and K's descales and the score's scale too.
+    For the fused kernel ``wide`` is dO itself, copied only if it is not bf16 or readable, and P is not scaled.  Its
+    ``descale`` is the factor of dO·v, already applied to delta, so that dQ is dS · K of the e4m3 numbers: it includes
+    V's and K's descales and the score's scale.
     """
 
     laid: Laid
@@ -151,11 +150,10 @@ def lay_out_gradient(
 ) -> Gradient:  # fmt: skip
     """dO (B, H, Sq, Dv) of any strides in e4m3, and delta = rowsum(dO∘O), in one pass.
 
-    ``out`` (B, H, Sq, Dv) is what the forward returned, ``lse`` (B, H, Sq) its log-sum-exp, and the descales those of
-    Q, K and V, (B, heads, S, 1) or 1 for any axis.  ``narrow`` says that the kernels will read a transposed copy of dO,
-    which is not made here, else the wide one.  With ``factor`` it is the fused kernel that will, and dQ is that times
-    dS · K; no token of K or V may have a scale of its own then.
-    ptxas 12.8 loses bytes of a conversion to FP8 that two stores read, one of them transposed: on fp32 it did here.
+    ``out`` (B, H, Sq, Dv) and ``lse`` (B, H, Sq) are the forward's, the descales those of Q, K and V, (B, heads, S, 1)
+    or 1 for any axis.  ``narrow``: the kernels will read a transposed copy of dO, not made here, else the wide one.
+    ``factor``: for the fused kernel, whose dQ is that times dS · K; then no token of K or V may have its own scale.
+    ptxas 12.8 loses bytes of a conversion to FP8 that two stores read, one of them transposed (seen on fp32).
     """
     inputs = grad_out, out, lse, *descales
     whole, blocks, rows_shape, there, launch = _gradient(

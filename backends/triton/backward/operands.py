@@ -1,4 +1,4 @@
-"""What the FP8 backward's kernels read: shapes and kinds that calls share, and the operands of one call."""
+"""The operands of the FP8 backward's kernels: shapes and kinds that calls share, and the tensors of one call."""
 
 from __future__ import annotations
 
@@ -21,17 +21,13 @@ __all__ = ["Layout", "Prepared", "turn_factor"]
 
 
 class Layout:
-    """What calls share that ask for the same, with scales that lie alike.
-
-    Looked up once a call; what is kept of the launches is kept by it, whose own identity is quickly compared.
-    """
+    """What calls with the same spec and scale layout share; looked up once a call, and a key by identity."""
 
     def __init__(
         self, spec: AttentionSpec, rotated: bool, served: bool, scales: tuple[tuple[Sequence[int], Sequence[int]], ...]
     ) -> None:
-        """``rotated``: Q and K were.  ``served``: by the Hopper kernels.
-
-        ``scales``: shapes and strides of Q's, K's and V's descales.
+        """``rotated``: Q and K were.  ``served``: by the Hopper kernels.  ``scales``: shapes and strides of the
+        descales.
         """
         self.spec, self.rotated = spec, rotated
         by_query, by_key = (spec.batch, spec.heads, spec.seqlen_q), (spec.batch, spec.kv_heads, spec.seqlen_kv)
@@ -63,9 +59,9 @@ class Layout:
 class Prepared(NamedTuple):
     """Everything that the two kernels read.
 
-    ``k_scale`` and ``v_scale`` are the descales as they came, in fp32; ``turn`` is the matrix that undoes a rotation.
-    ``sums``: zeros (B, H, padded Sq, padded D) in bf16 where the fused kernel is to run, which reads ``gradient`` in
-    units of its own and has no use for ``k.wide``.
+    ``k_scale`` and ``v_scale`` are the descales in fp32; ``turn`` is the matrix that undoes a rotation.  ``sums``:
+    zeros (B, H, padded Sq, padded D) in bf16 for the fused kernel, which reads ``gradient`` in its own units and no
+    ``k.wide``.
     """
 
     layout: Layout
@@ -86,5 +82,5 @@ class Prepared(NamedTuple):
 
 @lru_cache(maxsize=256)
 def turn_factor(size: int) -> float:
-    """What the rotation's signs are to be multiplied by."""
+    """The factor of the rotation's signs."""
     return float(hadamard(size).abs().max())

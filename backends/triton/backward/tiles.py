@@ -1,7 +1,6 @@
-"""The tiles that the FP8 backward's kernels run with, for each GPU, precision, head dimension and kind of mask.
+"""The tiles of the FP8 backward's kernels, by GPU, precision, head dimension and kind of mask.
 
-Committed beforehand: nothing is timed when a kernel is chosen or run.  ``tests/gpu/tune/tune_triton_backward.py``
-measures the candidates in turns on a GPU and prints the entries of ``TILES``.
+Nothing is timed at run time: ``tests/gpu/tune/tune_triton_backward.py`` measures candidates and prints ``TILES``.
 """
 
 from __future__ import annotations
@@ -10,14 +9,14 @@ from typing import Literal, NamedTuple
 
 from attnbench.problem.spec import AttentionSpec
 
-__all__ = ["DEFAULTS", "TILES", "Ring", "Tile", "TileKey", "Tiles", "tiles_of"]
+__all__ = ["DEFAULT", "TILES", "Ring", "Tile", "TileKey", "Tiles", "tiles_of"]
 
 
 class Ring(NamedTuple):
-    """What passes by in a Hopper kernel: blocks of ``block`` tokens, ``stages`` of them in shared memory at a time.
+    """The shared-memory ring of a Hopper kernel: ``stages`` blocks of ``block`` tokens.
 
-    Together they hold 128 tokens at least, and 256 where the sums are e4m3, for a rotation's matrix comes to lie there.
-    The kernel over blocks of queries needs three stages, the one over blocks of keys two.
+    Together they hold at least 128 tokens, 256 for e4m3 sums, because a rotation's matrix is stored there later.  The
+    kernel over blocks of queries needs three stages, the one over blocks of keys two.
     """
 
     block: int
@@ -27,8 +26,8 @@ class Ring(NamedTuple):
 class Tile(NamedTuple):
     """``block_m`` queries × ``block_n`` keys at a time, by ``warps`` warps, with ``stages`` blocks in flight.
 
-    Blocks are powers of two from 32 to 128, the length that the operands are padded to.  With ``hopper`` it is the
-    Hopper kernel that computes, where it serves (``backward_hopper_launch.serves``), and this tile elsewhere.
+    Blocks are powers of two from 32 to 128, the length that operands are padded to.  With ``hopper`` the Hopper kernel
+    computes where it serves (``hopper.launch.serves``).
     """
 
     block_m: int
@@ -39,10 +38,10 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Those of the kernel over blocks of keys (dK, dV) and of the one over blocks of queries (dQ).
+    """Tiles of the kernel over blocks of keys (dK, dV) and of the one over blocks of queries (dQ).
 
-    ``fused``: one Hopper kernel computes all three where it serves, the order of its sums may vary, and the keys are
-    few enough for sums in bf16 (``backward_hopper_launch.MOST_SUMMED``).
+    ``fused``: one Hopper kernel computes all three if it serves, sums may be in any order, and the keys are few enough
+    for sums in bf16 (``hopper.launch.MOST_SUMMED``).
     """
 
     keys: Tile
@@ -51,10 +50,10 @@ class Tiles(NamedTuple):
 
 
 class TileKey(NamedTuple):
-    """What tiles were measured for.
+    """The case that tiles were measured for.
 
-    ``capability`` is CUDA's; ``narrow`` says that the sums over tokens are FP8 as well; ``head_dim`` is the larger
-    of Q's and V's, padded; ``mask`` is none or causal (a window runs the causal mask's program).
+    ``capability`` is CUDA's; ``narrow``: sums over tokens are FP8 too; ``head_dim`` is the larger of Q's and V's,
+    padded; ``mask`` is none or causal (also for windows).
     """
 
     capability: tuple[int, int]
@@ -65,12 +64,7 @@ class TileKey(NamedTuple):
 
 # Compiled for Hopper without spilled registers, one program a multiprocessor.  128 keys (or queries) stay while 64
 # queries (or keys) pass: with 64 and 64, what is read again from the L2 would take longer than the products.
-DEFAULTS: dict[tuple[bool, int], Tiles] = {
-    (False, 64): Tiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
-    (False, 128): Tiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
-    (True, 64): Tiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
-    (True, 128): Tiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
-}
+DEFAULT = Tiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3))
 # On an H200 (Triton 3.6, cold L2, 16,384 tokens of width 2048), milliseconds of dK with dV and of dQ at 4k and 16k.
 # All at once: the ``fused`` kernel, and the two Hopper kernels together in its run.
 TILES: dict[TileKey, Tiles] = {
@@ -97,4 +91,4 @@ def tiles_of(spec: AttentionSpec, head_dim: int, capability: tuple[int, int], na
     """The tiles of a spec whose padded head dimension is ``head_dim``: measured ones, or what fits Hopper."""
     mask: Literal["none", "causal"] = "none" if spec.mask.kind == "none" else "causal"
     found = TILES.get(TileKey(capability, narrow, head_dim, mask))
-    return found or DEFAULTS[narrow, max(64, head_dim)]
+    return found or DEFAULT

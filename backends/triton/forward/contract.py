@@ -1,4 +1,4 @@
-"""The forward kernels of ``triton``: what each makes of Q, K and V before the attention kernel that they share."""
+"""The forward kernels of ``triton``: how each prepares Q, K and V for the attention kernel that they share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .tiles import HEAD_DIMS, ONE_PASS, WIDE_SCORES, Tile, padded_size, tile_of
 if TYPE_CHECKING:
     from .launch import Operand
 
-__all__ = ["RECIPES", "TritonForward", "TritonOnePass", "TritonWideScores"]
+__all__ = ["RECIPES", "TritonForward", "TritonOnePass", "TritonWideScores", "check_plain"]
 
 _LARGEST_GRID = 2**31 - 1
 # Relative L2 on normal inputs; 0.051 to 0.054 was computed for 2048 keys, D 64 to 256, and few keys need more.
@@ -44,11 +44,7 @@ _MIXING = ("fp8", "fp8-token")  # with other backends' backwards: the most accur
 
 
 class TritonForward(ForwardKernel):
-    """Q, K and V quantised by one recipe, and one kernel for all of them.
-
-    FP8 tensors that come with descales are taken as they are, whatever their granularity.  ``tile`` replaces the
-    committed one.
-    """
+    """Q, K and V quantised by one recipe, or by the caller; ``tile`` replaces the committed one."""
 
     preference = 9
     declared_error = _ERROR
@@ -83,8 +79,8 @@ class TritonForward(ForwardKernel):
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Q and K in rows and V transposed, in one launch, or two for scales of a head or a tensor.
 
-        For training V comes in rows as well, which the backward reads.  Its keys are transposed in the order that the
-        tile wants.  Of tensors that the caller quantised V alone is touched.
+        For training V comes in rows as well, for the backward.  V's keys are in the order of the tile.  Of tensors that
+        the caller quantised only V is copied.
         """
         given = inputs.quantised()
         if given is not None:
@@ -103,18 +99,9 @@ class TritonForward(ForwardKernel):
         return _operands(spec, tile, q_, k_, v_, forward.Operand(values, v_.descale))
 
     def _laid_out(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
-        """The tensors as they are, and V transposed.
-
-        Raises InputError where one is smoothed or not e4m3, where V is rotated, or one of Q and K alone.
-        """
+        """The tensors as they are, and V transposed.  Raises InputError as ``check_plain`` does."""
         forward, _ = _modules()
-        for name, x in {"q": q, "k": k, "v": v}.items():
-            if x.data.dtype != torch.float8_e4m3fn:
-                raise InputError(f"{self.name} computes in e4m3, {name} is {x.data.dtype}")
-            if x.mean is not None:
-                raise InputError(f"{self.name} knows no smoothing, and {name} had its mean taken away")
-        if q.rotated != k.rotated or v.rotated:
-            raise InputError(f"{self.name} takes Q and K rotated together, and V as it is")
+        check_plain(self.name, q, k, v)
         tile, values = self._tile(spec, q.data.device), forward.transposed(v.data)
         if tile.interleaved:
             values = forward.interleaved(values)
@@ -137,9 +124,9 @@ class TritonForward(ForwardKernel):
 
 
 class TritonWideScores(TritonForward):
-    """Q and K as they are, in 16 bits, and V by FlashAttention-3's recipe.
+    """Q and K in 16 bits, V by FlashAttention-3's recipe: scores are exact and cost twice as much.
 
-    Scores cost twice as much and are exact.  The backwards of other backends follow it; ours reads Q and K in e4m3.
+    Only other backends' backwards follow it; ours reads Q and K in e4m3.
     """
 
     preference = 10
@@ -174,11 +161,10 @@ class TritonWideScores(TritonForward):
 
 
 class TritonOnePass(TritonForward):
-    """Q as it is, which the attention kernel casts by row, and K and V in one pass, by blocks of keys.
+    """Q as it is, cast by row in the attention kernel, and K and V in one pass, by blocks of keys.
 
-    Quantising reads and writes two tensors once, where scales of a head read three tensors twice.  On a CPU the same
-    numbers come from Q quantised by token and the plain kernel, which knows scales of tokens; and so they do for those
-    who read Q in e4m3, as a backward does.
+    This reads and writes two tensors once, where scales of a head read three tensors twice.  On a CPU, and for a
+    backward, the same numbers come from Q quantised by token.
     """
 
     preference = 11
@@ -227,8 +213,21 @@ class TritonOnePass(TritonForward):
         return ONE_PASS[padded_size(max(spec.head_dim, spec.head_dim_v, 128)), spec.mask.kind == "none"]
 
 
+def check_plain(name: str, q: Quantised, k: Quantised, v: Quantised) -> None:
+    """Raise InputError unless Q, K and V are e4m3, none smoothed, and Q and K rotated together or not at all."""
+    for label, x in {"q": q, "k": k, "v": v}.items():
+        if x.data.dtype != torch.float8_e4m3fn:
+            raise InputError(f"{name} computes in e4m3, {label} is {x.data.dtype}")
+        if x.mean is not None:
+            raise InputError(f"{name} knows no smoothing, and {label} had its mean taken away")
+    if q.rotated != k.rotated or v.rotated:
+        raise InputError(f"{name} takes Q and K rotated together, and V as it is")
+
+
 def _gluon_is_known() -> bool:
-    """Whether the Hopper kernels are for the Triton that is installed; where none is, that is said elsewhere."""
+    """Whether the installed Triton is recent enough for the Hopper kernels; True if there is none, which is said
+    elsewhere.
+    """
     try:
         from .hopper.launch import recent
     except ImportError:
@@ -259,7 +258,7 @@ def _operands(spec: AttentionSpec, tile: Tile, q: Quantised, k: Quantised, v: Qu
 
 @cache
 def _modules() -> tuple[ModuleType, ModuleType]:
-    """``forward`` and ``quantise``, imported where a kernel runs and but once: asking for one again takes a while."""
+    """``forward`` and ``quantise``, imported when a kernel runs, once, because importing again takes time."""
     from ..quantise import launch as quantise
     from . import launch as forward
 

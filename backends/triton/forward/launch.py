@@ -1,7 +1,4 @@
-"""From e4m3 operands to a launch of the forward kernel: matrices, factors, bounds, the order of programs.
-
-Importing this imports Triton; ``triton`` (the module of the backend) does so only where a kernel runs.
-"""
+"""From e4m3 operands to a launch of the forward kernel: matrices, factors, bounds, the order of programs."""
 
 from __future__ import annotations
 
@@ -45,10 +42,10 @@ _L2 = 32 * 2**20  # bytes of K and V that programs which run together may share;
 
 
 class Operand(NamedTuple):
-    """A tensor (B, H, S, D) of e4m3, Q and K perhaps of 16 bits, or V's transposed copy (B, Hkv, Dv, keys), and its
-    fp32 descale.
+    """A tensor (B, H, S, D), e4m3 or for Q and K 16 bits, or V's transposed copy (B, Hkv, Dv, keys), and its fp32
+    descale.
 
-    The descale broadcasts to (B, H, S, 1), S being 1 where tokens share it.
+    The descale broadcasts to (B, H, S, 1), S being 1 if tokens share it.
     """
 
     data: Tensor
@@ -83,11 +80,11 @@ class Layout(NamedTuple):
 
 
 class Native(NamedTuple):
-    """All that the kernel is called with, but its outputs.
+    """All arguments of the kernel but its outputs.
 
     ``q`` and ``k`` (B, H, S, D) and ``v`` (B, Hkv, Dv, keys) are e4m3, Q and K perhaps of 16 bits.  ``descales`` are
-    Q's, K's and V's in fp32; where tokens have their own, V's are log2 of them, and ``inverses`` one over them.
-    ``pointers`` are Q, K and V as the kernel is given them.
+    Q's, K's and V's in fp32; if tokens have their own, V's are log2 of them, and ``inverses`` one over them.
+    ``pointers`` are Q, K and V as kernel arguments.
     """
 
     spec: AttentionSpec
@@ -106,10 +103,10 @@ class Native(NamedTuple):
 
 
 def laid_out(spec: AttentionSpec, tile: Tile, q: Operand, k: Operand, v: Operand) -> Native:
-    """What ``attend`` reads.  Q and K are copied only where their rows are no matrix that TMA could load.
+    """The input of ``attend``.  Q and K are copied only if TMA could not load their rows.
 
-    ``v.data`` is contiguous, its keys a multiple of 128 with zeros behind the last one, in the order that the tile
-    wants.  Raises InputError where descales fit their tensors nowhere.
+    ``v.data`` is contiguous, its keys a multiple of 128 with zeros as padding, in the order of the tile.  Raises
+    InputError if descales do not fit their tensors.
     """
     size = padded_size(spec.head_dim)
     by_query, by_key, by_value = (_in_rows(each.descale) for each in (q, k, v))
@@ -127,14 +124,14 @@ def casts(spec: AttentionSpec, tile: Tile, device: torch.device) -> bool:
 
 
 def laid_out_by_block(spec: AttentionSpec, tile: Tile, q: Tensor, k: Operand, v: Operand) -> Native:
-    """What ``attend`` reads where it ``casts``: Q in 16 bits; K's and V's descales are (B, Hkv, blocks of keys, 1)."""
+    """The input of ``attend`` if it ``casts``: Q in 16 bits; descales of K and V are (B, Hkv, blocks of keys, 1)."""
     size = padded_size(spec.head_dim)
     operands = _loadable(q, size), _loadable(k.data, size), v.data
     return _native(spec, tile, operands, (k.descale, k.descale, v.descale), v.descale, casting=True)
 
 
 def retiled(native: Native, tile: Tile) -> Native:
-    """The same with another tile; V's keys change their order where that tile wants another."""
+    """The same with another tile; V's keys are reordered if that tile needs another order."""
     values = native.v
     if tile.interleaved != native.tile.interleaved:
         values = interleaved(values, back=native.tile.interleaved)
@@ -187,9 +184,9 @@ def _layout(
     k: _Outline,
     *descales: _Outline,
 ) -> Layout:
-    """Of Q and K in ``dtype``, which are loadable; ``here``: on a GPU that runs the Hopper kernel.
+    """The layout of loadable Q and K in ``dtype``; ``here``: on a GPU that runs the Hopper kernel.
 
-    ``casting``: it casts Q, which so has no descales, and those of K and V are of blocks.
+    ``casting``: the kernel casts Q, which has no descales, and those of K and V are of blocks.
     """
     heads = spec.heads, spec.kv_heads, spec.kv_heads
     lengths = spec.seqlen_q, spec.seqlen_kv, spec.seqlen_kv
@@ -262,8 +259,8 @@ def _served(spec: AttentionSpec, tile: Tile, per_token: bool, here: bool) -> Til
 def _section(spec: AttentionSpec) -> int:
     """How many heads take turns.
 
-    Without a right side every block of queries costs the same, and a head's blocks run together.  With one the
-    longest blocks of many heads start first, as many heads as find their K and V in L2.
+    Without a right side every block of queries costs the same, and a head's blocks run together.  With one the longest
+    blocks of many heads start first, as many heads as fit their K and V into L2.
     """
     if spec.mask.right is None:
         return 1
@@ -287,10 +284,7 @@ def _loadable(x: Tensor, size: int) -> Tensor:
 
 @lru_cache(maxsize=KEPT)
 def _matrix(shape: Sequence[int], strides: Sequence[int], size: int) -> Matrix | None:
-    """(B, H, S, D) as a matrix of rows: (B · H · S, D), or (B · S, H · D) where heads lie side by side; None if none.
-
-    ``size``: columns of a tile.
-    """
+    """(B, H, S, D) as a matrix of rows: (B · H · S, D), or (B · S, H · D) if heads lie side by side; else None."""
     batch, heads, length, width = shape
     if strides[3] != 1:
         return None

@@ -1,7 +1,6 @@
-"""The tiles that the forward kernel of ``triton`` runs with, by GPU, head dimension and mask.
+"""The tiles of ``triton``'s forward kernel, by GPU, head dimension and mask.
 
-Measured beforehand and committed: nothing is timed when a kernel is chosen or run.  ``tests/gpu/tune/tune_triton.py``
-measures the candidates in turns on a GPU and prints the entries of ``TILES``.
+Nothing is timed at run time: ``tests/gpu/tune/tune_triton.py`` measures candidates on a GPU and prints ``TILES``.
 """
 
 from __future__ import annotations
@@ -19,18 +18,16 @@ HEAD_DIMS = (64, 128, 256)  # that a block of keys has in shared memory, zeros b
 class Tile(NamedTuple):
     """How a program of the forward kernel computes.
 
-    ``block_m`` queries by ``block_n`` keys at a time, in ``warps`` warps, with ``stages`` blocks of keys under way.
-    ``promotion`` 0 adds each block's P·V, begun at zero, to the sum in FP32; N hands N to the compiler as
-    ``max_num_imprecise_acc``: it adds what N keys have come to.  P·V is computed for V's head dimension in
-    ``parts``, one after the other, which divides the registers of what is added.  ``registers`` bounds those of a
-    thread, None leaves them to the compiler.  ``tma`` loads by descriptors, else by pointers.  ``interleaved`` wants
-    the keys of V's transposed copy in the order of ``forward.interleaved``.
+    ``block_m`` queries by ``block_n`` keys at a time, in ``warps`` warps, with ``stages`` blocks of keys in flight.
+    ``promotion`` 0 adds each block's P·V, from zero, to the sum in FP32; N is the compiler's ``max_num_imprecise_acc``.
+    P·V is computed for V's head dimension in ``parts``, one after the other, which divides the registers.
+    ``registers`` limits those of a thread.  ``tma`` loads by descriptors, else by pointers.  ``interleaved``: the keys
+    of V's transposed copy are in the order of ``interleaving``.
 
-    With ``hopper`` it is the Hopper kernel that computes, where it serves (``forward_hopper_launch.serves``): its
-    ``block_m`` is 128 and its keys are interleaved; ``warps`` and ``promotion`` say nothing to it.  ``turns`` lets one
-    of its warpgroups multiply while the other takes exponentials.  From ``alone_from`` keys on each of its tiles has a
-    program of its own, where else a program goes on from tile to tile: that hides where tiles begin and end, and deals
-    the unequal tiles of a causal mask out less evenly than the GPU does.
+    With ``hopper`` the Hopper kernel computes where it serves (``hopper.launch.serves``): ``block_m`` is 128, keys are
+    interleaved, ``warps`` and ``promotion`` are ignored.  ``turns``: one of its warpgroups multiplies while the other
+    takes exponentials.  From ``alone_from`` keys on each tile has its own program; otherwise programs are persistent,
+    which hides where tiles begin and end, but balances the unequal tiles of a causal mask less evenly.
     """
 
     block_m: int
@@ -48,11 +45,10 @@ class Tile(NamedTuple):
 
 
 class TileKey(NamedTuple):
-    """What a tile was measured for.
+    """The case that a tile was measured for.
 
-    ``capability`` is CUDA's; ``head_dim`` the larger of Q's and V's, padded.  ``mask`` is none or causal: a window
-    runs the causal mask's program with other bounds.  ``per_key`` says that keys have scales of their own, which take
-    registers and two more products a score.
+    ``capability`` is CUDA's; ``head_dim`` the larger of Q's and V's, padded; ``mask`` is none or causal (also for
+    windows).  ``per_key``: keys have their own scales, which take registers and two more products a score.
     """
 
     capability: tuple[int, int]

@@ -1,4 +1,4 @@
-"""FP8 operands that are made for those who read them, which the kernel that comes next does not."""
+"""FP8 operands that are made when they are first read, because the next kernel does not read them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ __all__ = ["Deferred"]
 
 
 class Deferred(Quantised):
-    """A ``Quantised`` whose ``data`` and ``descale`` come from functions, each called once at most and then let go.
-
-    So what is kept for a backward holds the two tensors, and nothing that they were made of.
-    """
+    """A ``Quantised`` whose ``data`` and ``descale`` come from functions, each called once and then released."""
 
     @classmethod
     def of(
@@ -29,7 +26,7 @@ class Deferred(Quantised):
         rotated: bool = False,
         mean: Tensor | None = None,
     ) -> Quantised:
-        """What stands for what the functions return."""
+        """The tensor that the functions return."""
         made = cls.__new__(cls)
         fields = {"granularity": granularity, "rotated": rotated, "mean": mean}
         vars(made).update(fields, of_data=data, of_descale=descale)  # the class is frozen

@@ -1,13 +1,11 @@
 """From 16 or 32 bits to FP8 operands, their scales and transposed copies, as fast as the memory allows.
 
-The numbers are those of ``attnbench.problem.fp8.quantise``, bit for bit, with three exceptions.  A rotation's sums
-are added in another order, those of the bound that a rotated head's or tensor's scale comes from too, so that last bits
-of the scale in fp32 differ, and rotated numbers next to the middle between two of FP8's round to the other one.  In a
-group that holds something not finite, all of which stands for NaN, other elements of ``data`` may be NaN.  A mean is
-torch's, whose order of summation depends on the input's type.
+The numbers are those of ``attnbench.problem.fp8.quantise``, bit for bit, except: sums of a rotation and of its bound
+are in another order, so last bits of such scales and roundings at midpoints differ; in a group with a value that is not
+finite other elements may be NaN; a mean is torch's, whose order of summation depends on the type.
 
-Scales of a token or a block of tokens take one pass over memory; those of a head or a tensor two, the second of which
-begins where the first ended and finds that part in the L2 cache.
+Scales of a token or a block take one pass over memory; those of a head or a tensor two, the second starting with what
+the first left in the L2 cache.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +34,7 @@ __all__ = ["TILES", "Quantisation", "Request", "Tiles", "quantised", "quantised_
 
 
 class Tiles(NamedTuple):
-    """Tokens and warps of a program: for rows alone, where a transposed copy is written, and in the first pass."""
+    """Tokens and warps of a program: for rows alone, with a transposed copy, and in the first pass."""
 
     rows: int
     rows_flipped: int
@@ -68,13 +66,12 @@ _INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Quantisation(NamedTuple):
-    """What a tensor (B, H, S, D) became.
+    """The result for a tensor (B, H, S, D).
 
-    ``rows`` (B, H, S, D) in FP8: D bytes that begin at multiples of 16 bytes.  ``transposed`` (B, H, D, S rounded up
-    to 128) holds the same numbers and zeros behind them, with ``interleaved`` each 16 tokens in the order of
-    ``interleaving``.  Either is None where it was not asked for.  ``descale`` fp32: (1, 1, 1, 1) for a tensor,
-    (B, H, 1, 1) for a head, (B, H, ⌈S / 128⌉, 1) for blocks, (B, H, S, 1) for tokens.  ``mean`` (B, H, 1, D) fp32
-    was taken away.
+    ``rows`` (B, H, S, D) in FP8, rows at multiples of 16 bytes.  ``transposed`` (B, H, D, S rounded up to 128),
+    zero-padded, with ``interleaved`` each 16 tokens in the order of ``interleaving``.  Either is None if not requested.
+    ``descale`` fp32: (1, 1, 1, 1) for a tensor, (B, H, 1, 1) for a head, (B, H, ⌈S / 128⌉, 1) for blocks, (B, H, S, 1)
+    for tokens.  ``mean`` (B, H, 1, D) fp32 was subtracted.
     """
 
     rows: Tensor | None
@@ -96,9 +93,8 @@ class Quantisation(NamedTuple):
         return ordered[..., : self.length].mT
 
     def operand(self, recipe: Recipe, *, rotated: bool = False, block: int = BLOCK) -> Quantised:
-        """The same in the words of ``problem.fp8``, where a block's scale stands at each of its ``block`` tokens.
-
-        What takes a copy is made when it is first read.
+        """The same as ``problem.fp8`` has it, with a block's scale at each of its ``block`` tokens; copies are made
+        when read.
         """
         if recipe.granularity == "block":
 
@@ -116,12 +112,11 @@ class Quantisation(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A tensor x (B, H, S, D) of bf16, fp16 or fp32, strided in any way, and what is wanted of it.
+    """A tensor x (B, H, S, D) of bf16, fp16 or fp32, of any strides, and the copies to make.
 
-    ``rows`` and ``transposed``: which copies are written, at least one.  ``group`` consecutive heads share the scale
-    of a head (the query heads of a key head); scales of tokens and blocks are each head's own.  ``rotate`` and
-    ``smooth``: whether the recipe's rotation and smoothing apply, as in ``problem.fp8.quantise``.  ``interleaved``:
-    whether the tokens of the transposed copy have the order of ``interleaving.interleaved``.
+    ``rows`` and ``transposed``: at least one.  ``group`` consecutive heads share the scale of a head (the query heads
+    of a key head).  ``rotate`` and ``smooth``: whether the recipe's rotation and smoothing apply.  ``interleaved``: the
+    order of the transposed copy's tokens.
     """
 
     x: Tensor
@@ -133,19 +128,9 @@ class Request(NamedTuple):
     interleaved: bool = False
 
 
-def quantised(
-    x: Tensor,
-    recipe: Recipe,
-    *,
-    transposed: bool = False,
-    group: int = 1,
-    rows: bool = True,
-    rotate: bool = False,
-    smooth: bool = False,
-    interleaved: bool = False,
-) -> Quantisation:
-    """One tensor by the recipe; the keywords are ``Request``'s.  Raises as ``quantised_together`` does."""
-    return quantised_together([Request(x, rows, transposed, group, rotate, smooth, interleaved)], recipe)[0]
+def quantised(x: Tensor, recipe: Recipe, **wanted: Any) -> Quantisation:
+    """One tensor by the recipe; ``wanted`` are fields of ``Request``.  Raises as ``quantised_together`` does."""
+    return quantised_together([Request(x, **wanted)], recipe)[0]
 
 
 def tiles_for(recipe: Recipe, dim: int) -> Tiles:
@@ -158,13 +143,11 @@ def tiles_for(recipe: Recipe, dim: int) -> Tiles:
 def quantised_together(
     requests: Sequence[Request], recipe: Recipe, tiles: Tiles | None = None, *, block: int = BLOCK
 ) -> list[Quantisation]:
-    """Several tensors by one recipe in the launches of one: one launch, or two for scales of a head or a tensor.
+    """Several tensors by one recipe in one launch, or two for scales of a head or a tensor.
 
-    ``tiles``: other than the committed ones; blocks have tiles of their own length whatever is said there.
-    ``block``: tokens of a block, a power of two, where it is not that of ``attnbench.problem.fp8``.
-
-    Inputs that can have no answer raise InputError: a rank, dtype, device or group that does not fit, an empty
-    tensor, a request for no copy at all.  On a CPU it runs under Triton's interpreter alone.
+    ``tiles`` replaces the committed ones, except for blocks; ``block``: tokens of a block, a power of two.  Raises
+    InputError for a rank, dtype, device or group that does not fit, an empty tensor, a request for no copy.  On a CPU
+    it needs Triton's interpreter.
     """
     device = requests[0].x.device
     if any(request.x.device != device for request in requests):
@@ -203,7 +186,7 @@ class _Memory(NamedTuple):
     transposed: tuple[int, ...] | None
     descale: tuple[int, ...]
     partial: tuple[int, ...] | None
-    far: int | None  # 1 or None, of which Triton makes constants
+    far: int | None  # 1 or None, which Triton makes constants
 
 
 class _Layout(NamedTuple):
@@ -288,7 +271,7 @@ def _check(outline: _Outline) -> None:
 
 
 def _numbered(sizes: Sequence[Size]) -> tuple[tuple[Size, ...], tuple[int, int, int]]:
-    """One launch for all, its sizes and grid: the programs of each tensor follow those of the one before it."""
+    """Sizes and grid of one launch for all: the programs of each tensor follow those of the one before it."""
     ends = list(accumulate((size.programs for size in sizes), initial=0))
     numbered = (size._replace(first=end).coded() for size, end in zip(sizes, ends, strict=False))
     return tuple(numbered), (ends[-1], 1, 1)

@@ -17,7 +17,7 @@ from attnbench.backends.emulated import BACKEND as EMULATED
 from attnbench.backends.sdpa.flash import BACKEND as SDPA
 from attnbench.backends.triton import BACKEND, TritonForward
 from attnbench.backends.triton.backward.contract import KERNELS, TritonBackward
-from attnbench.backends.triton.backward.tiles import DEFAULTS, TILES, Tile, TileKey, Tiles, tiles_of
+from attnbench.backends.triton.backward.tiles import DEFAULT, TILES, Tile, TileKey, Tiles, tiles_of
 from attnbench.backends.triton.forward.contract import RECIPES
 from attnbench.errors import InputError
 from attnbench.kernels.capabilities import Device
@@ -269,7 +269,7 @@ def test_copies_hold_the_same_numbers_and_what_lies_right_is_not_copied() -> Non
 
 
 def test_tiles_are_the_committed_ones_else_what_fits() -> None:
-    for tiles in [*TILES.values(), *DEFAULTS.values()]:
+    for tiles in [*TILES.values(), DEFAULT]:
         for tile in (tiles.keys, tiles.queries):
             assert {tile.block_m, tile.block_n} <= {32, 64, 128}
             assert tile.warps in (4, 8)
@@ -279,4 +279,4 @@ def test_tiles_are_the_committed_ones_else_what_fits() -> None:
             assert tiles_of(causal, key.head_dim, key.capability, key.narrow) == tiles
             assert tiles_of(window, key.head_dim, key.capability, key.narrow) == tiles
     assert TileKey((1, 0), True, 64, "none") not in TILES
-    assert tiles_of(causal, 32, (1, 0), True) == DEFAULTS[True, 64]
+    assert tiles_of(causal, 32, (1, 0), True) == DEFAULT

@@ -38,7 +38,7 @@ from hopper_backward import PLAIN, RINGS, SAME, Kind, run, sums_off
 from watched import Begun, Done, Lost, one_by_one
 
 from attnbench import AttentionSpec, Mask
-from attnbench.backends.triton.backward.tiles import DEFAULTS, Tile, TileKey, Tiles
+from attnbench.backends.triton.backward.tiles import DEFAULT, Tile, TileKey, Tiles
 from attnbench.harness.measure.timing import Timer
 from attnbench.problem.fp8 import Recipe, quantise
 
@@ -81,7 +81,7 @@ Times = dict[int, float]  # milliseconds by length
 
 def candidates(key: TileKey, kind: Kind) -> list[Job]:
     """The default, the rings and the tiles to hold against it."""
-    default: Tile = getattr(DEFAULTS[key.narrow, key.head_dim], kind, PLAIN)
+    default: Tile = getattr(DEFAULT, kind, PLAIN)
     rings = RINGS.get((kind, key.head_dim, key.narrow), ())
     more = {"keys": KEYS, "queries": QUERIES, "all": []}[kind]
     tiles = [default, *(default._replace(hopper=ring) for ring in rings), *more] if rings else []
@@ -111,7 +111,7 @@ class Bench:
         lse = torch.full(shape[:3], math.log(length) + 0.5, device=device)
         recipe = Recipe("head", rotation="hadamard")
         operands = [quantise(x, recipe, rotate=each < 2) for each, x in enumerate((q, k, v))]
-        plain = DEFAULTS[key.narrow, key.head_dim]
+        plain = DEFAULT
         ringed = Tiles(plain.keys._replace(hopper=RINGS["keys", key.head_dim, key.narrow][0]),
                        plain.queries._replace(hopper=RINGS["queries", key.head_dim, key.narrow][0]))  # fmt: skip
         self.plain, self.ringed, self.fused = (

@@ -85,7 +85,7 @@ def _load(
             tma.async_copy_global_to_shared(q_wide, [row, 0], full, wide_queries.index(slot))
             row += block_m
             turns += 1
-    if rotated:  # over the queries, when nobody reads them any more
+    if rotated:  # over the queries, when nothing reads them any more
         for more in gl.static_range(2):
             mbarrier.wait(wide_free.index((turns + more) & 1), ((turns + more) >> 1) & 1 ^ 1)
         mbarrier.expect(turn_filled, turn.block_type.nbytes)
@@ -156,7 +156,7 @@ def _sum_up(
     batch, own = (kv_head // kv_heads).to(gl.int64), kv_head % kv_heads
     key = first_key + which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     since, upto = key - after if right else key * 0, key + before
-    if ragged:  # what lies behind the last key is seen by nobody, in any block
+    if ragged:  # what lies behind the last key is seen by no query, in any block
         since = gl.where(key < seqlen_kv, since, _NEVER)
         whole = gl.where(first_key + CONSUMERS * ROWS > seqlen_kv, _NEVER, whole)
     k_own = gl.load(k_descale + batch * k_batch + own * k_head)
@@ -212,10 +212,10 @@ def _sum_up(
             mbarrier.arrive(grads_made.index(slot), count=1)
             mbarrier.arrive(narrow_free.index(slot), count=1)
             dv, p16 = warpgroup_mma_wait(0, [dv, p16])
-            # dQ of the block before, which in the first turn nobody adds; what is multiplied then are any numbers.
+            # dQ of the block before, which the first turn does not add; any numbers are multiplied then.
             mbarrier.wait(grads_made.index(other), other_phase)
             dq = _query_product(score_grads.index(other), wide_keys.index(which), dq_layout)
-            # After the last block its own scores are computed again, and nobody reads them.
+            # After the last block its own scores are computed again, and nothing reads them.
             over = (step == blocks - 1) & (member == group - 1)
             next_turns = gl.where(over, turns, turns + 1)
             mbarrier.wait(narrow.index(next_turns & 1), (next_turns >> 1) & 1)

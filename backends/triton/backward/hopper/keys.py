@@ -69,7 +69,7 @@ def _load(
             tma.async_copy_global_to_shared(q_wide, [row, 0], full, wide_queries.index(slot))
             row += block_m
             slot, phase = advanced(slot, phase, stages)
-    if rotated:  # over the queries, when nobody reads them any more
+    if rotated:  # over the queries, when nothing reads them any more
         for _stage in gl.static_range(stages):
             mbarrier.wait(emptied.index(slot), phase)
             slot, phase = advanced(slot, phase, stages)
@@ -137,7 +137,7 @@ def _sum_up(
             dv = warpgroup_mma(p16, wide_grads.index(slot), dv, is_async=True)
             delta = deltas.index(slot).load(gl.SliceLayout(0, s_layout))
             ds16 = operand(p * (dp - delta[None, :]), gl.DotOperandLayout(0, dk_layout, 2))
-            # After the last block its own scores are computed again, and nobody reads them.
+            # After the last block its own scores are computed again, and nothing reads them.
             over = (step == blocks - 1) & (member == group - 1)
             next_slot, next_phase = advanced(slot, phase, stages)
             next_slot, next_phase = gl.where(over, slot, next_slot), gl.where(over, phase, next_phase)

@@ -1,7 +1,4 @@
-"""From prepared operands to launches of the backward's Hopper kernels: what they serve, descriptors, the grid.
-
-Importing this imports no Gluon: ``serves`` is asked first.
-"""
+"""From prepared operands to launches of the backward's Hopper kernels.  Imports no Gluon before ``serves`` is asked."""
 
 from __future__ import annotations
 
@@ -36,18 +33,14 @@ _SIZES = (64, 128)  # padded head dimensions
 
 
 def serves(spec: AttentionSpec, *, per_token: bool) -> bool:
-    """Whether the Hopper kernels compute this where they run; the kernels in plain Triton compute the rest.
-
-    ``per_token`` says that tokens of Q, K or V have scales of their own.  Those and a soft cap want registers that the
-    Hopper kernels do not have.
-    """
+    """Whether the Hopper kernels support this; scales of tokens (``per_token``) and a soft cap take registers."""
     fits = padded(spec.head_dim) in _SIZES and padded(spec.head_dim_v) in _SIZES
     return fits and forward.serves(spec, per_token=per_token)
 
 
 @cache
 def adds() -> bool:
-    """Whether this Triton lets Gluon's functions add to memory by TMA, of which its language has no word yet."""
+    """Whether this Triton lets Gluon's functions add to memory by TMA, which its language does not name yet."""
     try:
         from triton._C.libtriton import gluon_ir, ir
         from triton.experimental.gluon.language import _core
@@ -91,10 +84,7 @@ def _keys(layout: Layout, ring: Ring, narrow: bool, dtype: torch.dtype) -> tuple
 
 
 def run_all(given: Prepared, dq_sums: Tensor, dk_out: Tensor, dv_out: Tensor) -> None:
-    """Adds to dQ's sums (B, H, padded Sq, padded D) bf16, and writes dK and dV, contiguous, on the current stream.
-
-    What is given was prepared for this kernel.
-    """
+    """Adds to dQ's sums (B, H, padded Sq, padded D) bf16, and writes dK and dV, on the current stream."""
     do, rows = given.gradient.laid, given.gradient.rows
     tiles, start = _all(given.layout, dk_out.dtype)
     tiled = (

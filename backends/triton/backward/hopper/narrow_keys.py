@@ -61,7 +61,7 @@ def _load(
             tma.async_copy_global_to_shared(q_across, [top, query], full, across_queries.index(slot))
             query += block_m
             slot, phase = advanced(slot, phase, stages)
-    if rotated:  # over the queries, when nobody reads them any more
+    if rotated:  # over the queries, when nothing reads them any more
         for _stage in gl.static_range(stages):
             mbarrier.wait(emptied.index(slot), phase)
             slot, phase = advanced(slot, phase, stages)
@@ -157,7 +157,7 @@ def _sum_up(
             unit = own_step * share
             q_tile, do_tile = across_queries.index(slot), across_grads.index(slot)
             made, dk, dv = _summed(dk, dv, p8, ds8, do_tile, q_tile, share, unit, parts, parts_v, layout)
-            # After the last block its own scores are computed again, and nobody reads them.
+            # After the last block its own scores are computed again, and nothing reads them.
             over = (step == blocks - 1) & (member == group - 1)
             next_slot, next_phase = advanced(slot, phase, stages)
             next_slot, next_phase = gl.where(over, slot, next_slot), gl.where(over, phase, next_phase)

@@ -50,7 +50,7 @@ def _load(
         tma.async_copy_global_to_shared(k_across, [place, key], full, across_keys.index(slot))
         key += block_n
         slot, phase = advanced(slot, phase, stages)
-    if rotated:  # over the keys, when nobody reads them any more
+    if rotated:  # over the keys, when nothing reads them any more
         for _stage in gl.static_range(stages):
             mbarrier.wait(emptied.index(slot), phase)
             slot, phase = advanced(slot, phase, stages)
@@ -114,7 +114,7 @@ def _sum_up(
             if (start < whole) | (start >= parted):
                 p = visible_part(p, start, since, upto, left, right or ragged)
         sums = (added(dq[0], warpgroup_mma_wait(parts, [made[0]]), unit),)
-        # After the last block its own scores are computed again, and nobody reads them.
+        # After the last block its own scores are computed again, and nothing reads them.
         over = step == blocks - 1
         next_slot, next_phase = advanced(slot, phase, stages)
         next_slot, next_phase = gl.where(over, slot, next_slot), gl.where(over, phase, next_phase)

@@ -59,7 +59,7 @@ def _load(
         tma.async_copy_global_to_shared(k_wide, [row, 0], full, wide_keys.index(slot))
         row += block_n
         slot, phase = advanced(slot, phase, stages)
-    if rotated:  # over the keys, when nobody reads them any more
+    if rotated:  # over the keys, when nothing reads them any more
         for _stage in gl.static_range(stages):
             mbarrier.wait(emptied.index(slot), phase)
             slot, phase = advanced(slot, phase, stages)
@@ -111,7 +111,7 @@ def _sum_up(
         if left or right or ragged:  # noqa: SIM102 (where no block has an edge, there is no branch)
             if (start < whole) | (start >= parted):
                 p = visible_part(p, start, since, upto, left, right or ragged)
-        # After the last block its own scores are computed again, and nobody reads them.
+        # After the last block its own scores are computed again, and nothing reads them.
         over = step == blocks - 1
         next_slot, next_phase = advanced(slot, phase, stages)
         next_slot, next_phase = gl.where(over, slot, next_slot), gl.where(over, phase, next_phase)

@@ -299,7 +299,7 @@ def triton_fp8_attention_forward_hopper(
     k_emptied = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     v_filled = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     v_emptied = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    # Barriers that nobody uses are left out: backward.hopper.shared.barrier_where says why.
+    # Barriers that nothing uses are left out: backward.hopper.shared.barrier_where says why.
     turn = q_filled
     if turns:
         turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())

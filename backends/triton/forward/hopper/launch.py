@@ -1,7 +1,4 @@
-"""From e4m3 operands to a launch of the Hopper kernel: what it serves, descriptors, how many programs run at once.
-
-Importing this imports no Gluon: ``serves`` is asked first.
-"""
+"""From e4m3 operands to a launch of the Hopper kernel.  Imports no Gluon before ``serves`` is asked."""
 
 from __future__ import annotations
 
@@ -32,10 +29,10 @@ _REGISTERS = 64 * 1024  # of a multiprocessor
 
 
 def serves(spec: AttentionSpec, *, per_token: bool) -> bool:
-    """Whether the Hopper kernel computes this where it runs; the kernel in ``forward.kernel`` computes the rest.
+    """Whether the Hopper kernel supports this; ``forward.kernel`` computes the rest.
 
-    ``per_token`` says that tokens of Q, K or V have scales of their own: a product more a score, and registers that
-    the Hopper kernel does not have.  A soft cap asks for a second exponential, and a negative scale for least scores.
+    Scales of tokens (``per_token``) need a product more a score and registers that it does not have, a soft cap a
+    second exponential, a negative scale the least scores.
     """
     return spec.softcap == 0 and spec.scale >= 0 and not per_token
 
@@ -72,10 +69,7 @@ def programs_of(tile: Tile, spec: AttentionSpec, multiprocessors: int) -> int:
 
 
 def registers() -> tuple[int, int]:
-    """A thread's registers when the kernel starts, and a computing one's afterwards, in eights.
-
-    The loading warp counts as four: registers are dealt to warpgroups.
-    """
+    """A thread's registers at the start and of a computing thread later, in eights; the loading warp counts as four."""
     warpgroups = _CONSUMERS + 1
     even = _REGISTERS // (128 * warpgroups) // 8 * 8
     return even, min(240, (even * warpgroups - _LOADER) // _CONSUMERS // 8 * 8)
