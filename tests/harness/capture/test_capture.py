@@ -89,9 +89,8 @@ def test_what_is_changed_after_the_call_was_recorded_before(file):
     assert torch.equal(read_captured(file).tensors(0)["q"], before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_types_are_kept_and_autocast_s_is_what_was_computed_in(file, dtype):
-    given = qkv(dtype=dtype)
+def test_types_are_kept_and_autocast_s_is_what_was_computed_in(file):
+    given = qkv(dtype=torch.float64)
     cast = qkv()
     with capture(file):
         attend(*given)
