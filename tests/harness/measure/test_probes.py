@@ -75,21 +75,6 @@ def test_the_probe_parts_the_keys_and_the_queries_of_a_tile():
         assert all(probe.rows % tile and probe.stop % tile for tile in (16, 32, 64, 128))
 
 
-@pytest.mark.parametrize(
-    ("queries", "keys", "mask"),
-    [
-        (64, 64, Mask()),
-        (1, 64, Mask(right=0, alignment="bottom-right")),
-        (64, 64, Mask(left=8)),
-        (1, 1, Mask(right=0)),
-        (200, 1, Mask(right=0)),
-        (200, 1, Mask(right=0, alignment="bottom-right")),
-    ],
-)
-def test_where_nothing_later_is_hidden_there_is_nothing_to_probe(queries, keys, mask):
-    assert LeakProbe.of(CAUSAL.replace(seqlen_q=queries, seqlen_kv=keys, mask=mask)) is None
-
-
 @pytest.mark.parametrize("alignment", ["top-left", "bottom-right"])
 @pytest.mark.parametrize("left", [None, 20])
 def test_a_scale_over_the_sequence_leaks_and_one_for_each_token_does_not(left, alignment):
@@ -155,9 +140,7 @@ def test_negating_every_input_negates_every_answer_but_the_lse(problem):
         assert torch.equal(value, before[name]), name
 
 
-@pytest.mark.parametrize(
-    "name", ["emulated:fp8", "emulated:fp8-token-hadamard-smooth", "emulated:fp8-block-acc13", "emulated:fp8-e5m2"]
-)
+@pytest.mark.parametrize("name", ["emulated:fp8-token-hadamard-smooth", "emulated:fp8-block-acc13"])
 def test_fp8_kernels_answer_negated_inputs_to_the_last_bit(name):
     spec = CAUSAL.replace(direction="training", seqlen_q=65, seqlen_kv=65, head_dim=16, head_dim_v=16)
     inputs = draw(spec, "outlier", CPU)

@@ -15,7 +15,6 @@ from attnbench.harness.cases.inputs import draw
 from attnbench.harness.measure import trial
 from attnbench.harness.measure.bench import Bench
 from attnbench.harness.measure.open_case import OpenCase
-from attnbench.harness.measure.probes import negate
 from attnbench.harness.measure.timing import Timer
 from attnbench.kernels.contract import ForwardKernel, Result
 from attnbench.kernels.plan import Plan
@@ -97,17 +96,6 @@ def test_families_change_places_and_addresses_stay(case):
         assert [x.data_ptr() for x in opened.tensors] == addresses
     stored = {x.data_ptr() for inputs in opened.inputs.values() for x in (inputs.q, inputs.k, inputs.v)}
     assert not stored & set(addresses)
-
-
-@pytest.mark.parametrize("case", [CAUSAL, TRAINING], ids=lambda case: case.name)
-def test_negating_twice_restores_every_bit(case):
-    opened = OpenCase(case, healthy(), CPU)
-    for family in case.families:
-        opened.load(family)
-        negate(*opened.tensors)
-        assert not opened.unchanged(family)
-        negate(*opened.tensors)
-        assert opened.unchanged(family)
 
 
 def test_a_kernel_finds_every_family_at_one_address_and_a_negated_one(monkeypatch):
