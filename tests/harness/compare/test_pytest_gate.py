@@ -174,12 +174,3 @@ def test_what_was_not_decided_in_time_is_not_certain(tmp_path: Path) -> None:
     assert "1 failed" in done.stdout, done.stdout + done.stderr
     assert "not certain whether it is slower: too few rounds were made of call; " in done.stdout
     assert "--attention-minutes 0.001 is not enough" in done.stdout
-
-
-@pytest.mark.exhaustive
-def test_a_limit_that_no_time_could_show_is_not_certain(tmp_path: Path) -> None:
-    """Processes of the same code lie further apart than that."""
-    option = planted(tmp_path, TESTS.partition("def test_slower")[0])
-    done = pytest_in(tmp_path, option, FAST, "--attention-fail-on=0.1%", NEW="1")
-    assert "1 failed" in done.stdout, done.stdout + done.stderr
-    assert "would have been found, 0.1% is to be; more time would not settle it" in done.stdout

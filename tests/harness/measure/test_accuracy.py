@@ -115,17 +115,6 @@ def test_no_head_of_the_whole_is_overlooked():
                 assert errors_of(truth, {name: wrong}) == {name: math.inf}
 
 
-def test_the_floor_is_the_error_of_the_operands_alone():
-    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=128, direction="training")
-    inputs = draw(spec, "normal", CPU)
-    truth = Truth.of(spec, inputs, REGISTRY)
-    exact = truth.exact_on(FakeForward("small:fp8").prepare(inputs.qkv, spec))
-    floor = {name: judgement.error for name, judgement in exact.judgements.items()}
-    assert 0.03 < floor["out"] < 0.06
-    assert all(0.02 < floor[name] < 0.1 for name in ("dq", "dk", "dv"))
-    assert truth.exact_on(FakeForward("wide:bf16").prepare(inputs.qkv, spec)) is None
-
-
 def test_a_wrong_shape_is_said():
     values = answers(SPEC)
     values["dv"] = values["dv"].transpose(2, 3)
@@ -173,41 +162,6 @@ def test_every_number_is_what_its_definition_says(shape, noise, seed, dtype):
     assert found.rows == shape[0] * shape[1] * shape[2]
     for name, number in expected.items():
         assert getattr(found.detail, name) == pytest.approx(number, rel=1e-9, abs=1e-9), name
-
-
-def test_one_wrong_head_or_row_among_many_has_a_number_of_its_own():
-    truth = normal(16, 16, 64, 8)
-    head, row = truth.clone(), truth.clone()
-    head[3, 5] = 0
-    row[3, 5, -1] *= -1
-    wrong = judged("out", head, truth)
-    assert wrong.error == pytest.approx(1 / 16, rel=0.1)
-    assert wrong.detail.worst_head == pytest.approx(1)
-    wrong = judged("out", row, truth)
-    assert wrong.error < 0.03
-    assert wrong.detail.worst_head < 0.5
-    assert wrong.detail.worst_row == pytest.approx(2)
-
-
-def test_a_row_or_head_that_nearly_vanishes_counts_as_half_of_a_usual_one():
-    truth = torch.ones(1, 2, 4, 16, dtype=torch.float64)
-    truth[0, 0, 2] = 1e-9
-    value = truth.clone()
-    value[0, 0, 2] = 0.1
-    usual = math.sqrt(3 / 4)
-    assert judged("dq", value, truth).detail.worst_row == pytest.approx(0.1 / (usual / 2))
-    truth[0, 0] = 1e-9
-    value = truth.clone()
-    value[0, 0] = 0.1
-    usual = math.sqrt(1 / 2)
-    assert judged("dq", value, truth).detail.worst_head == pytest.approx(0.1 / (usual / 2))
-
-
-@given(st.floats(-0.5, 0.5), st.integers(0, 2**31))
-def test_a_gain_is_seen_through_noise_that_is_as_large(gain, seed):
-    truth = normal(2, 4, 128, 32, seed=seed)
-    noisy = truth * (1 + gain) + 0.06 * normal(2, 4, 128, 32, seed=seed + 1)
-    assert judged("dk", noisy, truth).detail.bias == pytest.approx(gain, abs=0.003)
 
 
 def test_an_lse_is_judged_in_nats_and_never_divided_by_less_than_one():
@@ -318,23 +272,16 @@ def test_own_errors_are_those_against_dense_attention_on_the_operands():
     gradients = dense_gradients(*used, inputs.grad_out, spec)
     exact = {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
     assert all(each.error < 1e-9 for each in floor.judge(exact).values())
+    assert (
+        Truth.of(SPEC, draw(SPEC, "normal", CPU), REGISTRY).exact_on(
+            REGISTRY.forward("wide:bf16").prepare(draw(SPEC, "normal", CPU).qkv, SPEC)
+        )
+        is None
+    )
     for name, judgement in truth.judge(exact).items():
         assert judgement.error > 1e-3
         assert judgement.error == pytest.approx(floor.judgements[name].error, rel=1e-6)
         assert judgement.detail.bias == pytest.approx(floor.judgements[name].detail.bias, abs=1e-9)
-
-
-def test_an_fp8_kernel_differs_from_exact_attention_on_its_operands_by_the_rounding_of_p_alone():
-    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=128, seqlen_kv=512, head_dim=64)
-    inputs = draw(spec, "outlier", CPU)
-    truth, forward = Truth.of(spec, inputs, registry()), registry().forward("emulated:fp8")
-    operands = forward.prepare(inputs.qkv, spec)
-    out, lse, _ = forward.run(operands)
-    error, own = (each.judge({"out": out, "lse": lse}) for each in (truth, truth.exact_on(operands)))
-    assert error["lse"].error > 1e-3
-    assert own["lse"].error < 1e-6
-    assert error["out"].error > 2 * own["out"].error
-    assert 0.01 < own["out"].error < 0.03
 
 
 def test_nothing_is_kept_of_input_buffers_that_are_filled_anew():
