@@ -12,6 +12,7 @@ from attnbench.errors import MalformedFileError
 from attnbench.harness.cases.case import Case
 from attnbench.harness.cases.file import read_cases
 from attnbench.harness.compare.terms import Threshold, read_thresholds
+from examples import examples
 
 ENTRY = "- batch: 1\n  heads: 2\n  seqlen_q: 8\n  head_dim: 16\n"
 DIGITS = "9" * 10_000
@@ -23,19 +24,7 @@ HOSTILE = [
     "{[1]: 2}", "{left: " + DIGITS + "}", "*nowhere", "&c [*c]", "&d {left: *d}", '"\\u202e"', '"\\ud800"', "yes",
     "captured:/dev/zero", "captured:#" + "9" * 30, '"captured:\\0"', "\x85", "%TAG", "---", "? x", "<<", "!<x> y",
 ]  # fmt: skip
-NAMES = [
-    "batch",
-    "heads",
-    "seqlen_q",
-    "head_dim",
-    "kv_heads",
-    "scale",
-    "softcap",
-    "mask",
-    "direction",
-    "name",
-    "families",
-]
+NAMES = ["batch", "scale", "mask", "direction", "name", "families"]
 
 
 def read(path: Path, text: str, reader: str = "cases") -> list[Case] | tuple[Threshold, ...] | str:
@@ -74,9 +63,7 @@ def test_no_value_gets_past_the_reader(file: Path, value: str) -> None:
         (f"{ENTRY}  kv_heads: {'9' * 900}\n", 1, "kv_heads must be a whole number.* a number of 900 digits or more"),
         (f"{ENTRY}  scale: {'9' * 400}\n", 1, "scale must be a finite number"),
         (f"{ENTRY}  kv_heads: !!int x\n", 5, "'x' is no 'int'"),
-        (f"{ENTRY}  mask: 2020-01-01\n", 5, "expected text for mask, not '2020-01-01'"),
         (f"{ENTRY}  mask: 2020-13-45\n", 5, "'2020-13-45' is no 'timestamp'"),
-        (f"{ENTRY}  mask: {{left: 2020-01-01}}\n", 5, "expected a possible mask: the window's left side"),
         (f"{ENTRY}  mask: {{left: 1, left: 2}}\n", 5, "expected 'left' once"),
         (f"{ENTRY}  mask: {{<<: {{left: 1}}}}\n", 5, "not '<<'"),
         (f"{ENTRY}  mask: [[causal]]\n", 5, "expected text for mask, not a list"),
@@ -121,16 +108,9 @@ pieces = st.lists(words | st.text(string.printable + "\x85\u2028é", max_size=4)
 
 
 @given(pieces, st.sampled_from(["cases", "thresholds"]))
-@settings(max_examples=60)
+@settings(max_examples=examples(60, 20_000))
 def test_any_pieces_are_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, found: list[str], reader: str
 ) -> None:
     start = ENTRY if reader == "cases" else '"*": 3%\n'
     read(tmp_path_factory.mktemp("yaml") / "file.yaml", start + "".join(found), reader)
-
-
-@pytest.mark.exhaustive
-@given(pieces, st.sampled_from(["cases", "thresholds"]))
-@settings(max_examples=20_000)
-def test_any_pieces_are_read_or_refused_thoroughly(tmp_path_factory, found: list[str], reader: str) -> None:
-    test_any_pieces_are_read_or_refused.hypothesis.inner_test(tmp_path_factory, found, reader)

@@ -12,7 +12,7 @@ from planted import CPU, setup
 from tunable import BREAKS, FAST, FP8, SLOW, entries, measuring_nothing, own_path, replayed, tensors
 
 import attnbench
-from attnbench import api, explain
+from attnbench import api, attention, explain
 from attnbench.choosing import selector
 from attnbench.harness.autotune import run as tuning
 from attnbench.harness.autotune.asked_specs import AskedSpec
@@ -90,13 +90,6 @@ def test_what_takes_too_long_may_be_the_fastest_all_the_same(monkeypatch):
     assert not own_path().exists()
 
 
-def test_with_time_left_the_same_autotune_completes_it(monkeypatch):
-    tuned = tuned_by(monkeypatch, row(SLOW, 30.0), row(FAST, 10.0))
-    works = measuring_nothing(monkeypatch)
-    tuned.measure([spec(64)], "cpu")
-    assert [list(map(str, plans)) for _, plans in works] == [[FAST, BREAKS]]
-
-
 def test_the_next_autotune_completes_it_beside_the_fastest(monkeypatch):
     tuned_by(monkeypatch, row(SLOW, 30.0), row(FAST, 10.0))
     works, _ = to_be_measured()
@@ -111,6 +104,26 @@ def test_the_next_autotune_completes_it_beside_the_fastest(monkeypatch):
     works, tuned = to_be_measured()
     assert works == []
     assert tuned.skipped == {spec(64): "your table has it already; again=True measures it anew"}
+
+
+def test_fp8_is_measured_for_who_opens_it_and_chosen_for_nobody_else(monkeypatch):
+    rows = [row(plan, ms) for plan, ms in {SLOW: 30.0, FAST: 10.0, BREAKS: 30.0, FP8: 1.0}.items()]
+    tuned_by(monkeypatch, *rows, backends=FAST)
+    assert entries(own_path()) == {spec(64): {SLOW, FAST}}  # what is chosen now is measured beside what was named
+    monkeypatch.setattr(tuning, "measured_within", replayed(rows))
+    with attnbench.autotune(120) as tuned:
+        attention(*tensors(64))
+        attention(*tensors(64), max_error=0.5)
+    assert str(tuned).splitlines()[1].endswith(f"{FAST} 10 ms, as before")
+    assert [(each.calls, str(each.before.plan), str(each.after.plan)) for each in tuned.measured] == [
+        (2, FAST, FAST),
+        (2, FAST, FP8),
+    ]
+    assert entries(own_path()) == {spec(64): {SLOW, FAST, BREAKS, FP8}}
+    assert str(explain(*tensors(64)).plan) == FAST
+    assert str(explain(*tensors(64), dtype="fp8").plan) == FP8
+    error = explain(*tensors(64), dtype="fp8").chosen.error
+    assert str(explain(*tensors(64), max_error=error / 2).plan) == FAST
 
 
 def test_what_another_process_has_left_half_is_completed_beside_its_fastest(monkeypatch):

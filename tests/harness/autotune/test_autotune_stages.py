@@ -10,16 +10,15 @@ import pytest
 from flat import measurement
 from hypothesis import given
 from hypothesis import strategies as st
-from paced import HOW, spec
+from paced import spec
 from patience import PATIENCE
 from planted import setup
-from tunable import BREAKS, FAST, FP8, SLOW, children
 
 from attnbench.harness.autotune import deadline as module
 from attnbench.harness.autotune.deadline import measured_within
 from attnbench.harness.cases.case import Case
 from attnbench.harness.sweep.device_sweep import PhaseStarted, StoppedError
-from attnbench.harness.sweep.run import Finished, Started
+from attnbench.harness.sweep.run import Finished
 from attnbench.kernels.plan import Plan
 
 PLANS = [Plan(f"paced:bf16-{number}") for number in range(10)]
@@ -158,7 +157,7 @@ def test_the_leader_s_new_row_comes_before_those_that_are_compared_with_it(monke
 
 def test_a_plan_that_never_ends_costs_its_own_stage_and_the_deadline_ends_it_at_once(monkeypatch):
     bench = Bench(monkeypatch, each=0.0, hangs=lambda plan: plan == PLANS[4], clock=False)
-    rows = bench.rows([(CASES[0], PLANS), (CASES[1], PLANS)], time.monotonic() + 2.0)
+    rows = bench.rows([(CASES[0], PLANS), (CASES[1], PLANS)], time.monotonic() + 0.5)
     assert bench.stopped.is_set()
     assert {row.plan for row in rows} == set(PLANS[:4])
     assert {case for case, _ in bench.stages} == {CASES[0]}
@@ -171,25 +170,3 @@ def test_no_more_processes_start_at_once_than_there_are_cores_for(monkeypatch):
     pairs = [Plan(one.forward, f"paced:bf16-{number}") for number in range(3)]
     bench.rows([(CASES[0], [*pairs, *others]), (CASES[1], PLANS)], 60.0)
     assert bench.started == [pairs[0], *others[:2]]  # plans of one forward share a process
-
-
-def test_real_workers_have_rows_of_the_first_plans_while_a_later_one_hangs(monkeypatch):
-    monkeypatch.setenv(HOW, "hangs")
-    monkeypatch.setattr(module, "_FIRST", 2)
-    others = children()
-    plans = [Plan(name) for name in (SLOW, FAST, BREAKS, FP8)]
-    # The hang comes in the second stage; of the time there is enough for ever.
-    events = measured_within(setup(paced.SOURCE), [(CASES[0], plans)], time.monotonic() + 6000)
-    rows, stages = [], 0
-    for event in events:
-        if isinstance(event, Finished):
-            rows.append(event.row)
-        elif isinstance(event, Started) and event.doing.phase == "preparing":
-            stages += 1
-            if stages == 2:
-                break
-    start = time.monotonic()
-    events.close()
-    assert time.monotonic() - start < paced.HANG_SECONDS
-    assert {(str(row.plan), row.status) for row in rows} == {(SLOW, "ok"), (FAST, "ok")}
-    assert children() <= others

@@ -30,17 +30,8 @@ def test_the_budget_holds_at_every_moment_and_every_item_is_accounted_for(offers
         assert set(reservoir.items) == kept
         assert reservoir.held == sum(sizes[each] for each in kept) <= max_bytes
         assert len(kept) <= most
-
-
-@given(OFFERS, st.integers(50, 5000))
-def test_all_stay_where_all_fit(offers, room):
-    need = sum(size for _, _, size in offers)
-    assert len(filled(Reservoir(max(1, need), 100), offers)) == len(offers)
-
-
-def test_the_same_stream_keeps_the_same_items():
-    offers = [("a", f"layer {number % 7}", 1) for number in range(500)]
-    assert filled(Reservoir(20, 100), offers) == filled(Reservoir(20, 100), offers)
+    if sum(sizes.values()) <= max_bytes and len(offers) <= most:
+        assert len(kept) == len(offers)
 
 
 def test_layers_and_kinds_share_what_there_is():

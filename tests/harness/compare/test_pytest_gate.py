@@ -24,9 +24,9 @@ with Path(__file__).with_name("processes").open("a") as file:
 def after(seconds):
     return lambda out: time.sleep(seconds) or out
 
-steady = FakeForward("planted:bf16", after(0.01))
-slower = FakeForward("planted:fp16", after(0.015 if NEW else 0.01))
-young = FakeForward("planted:fp32", after(0.01))
+steady = FakeForward("planted:bf16", after(0.002))
+slower = FakeForward("planted:fp16", after(0.02 if NEW else 0.002))
+young = FakeForward("planted:fp32", after(0.002))
 BACKEND = Backend("planted", "for a test", lambda: Availability(version="1.0"), (steady, slower, *[young][:NEW]))
 """
 TESTS = (
@@ -85,7 +85,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "conftest.py").write_text(CONFTEST)
     options = (
         planted(folder),
-        "--attention-fail-on=20%",
+        "--attention-fail-on=100%",
         "--attention-minutes=10",
         FAST,
         "--benchmark-json=out.json",
@@ -116,14 +116,14 @@ def test_a_plan_that_is_slower_than_in_the_old_environment_fails(
     found = gates["test_slower"]
     low, high = found["costs"]["call"]["interval"]
     assert found["verdict"] == "slower"
-    assert 1.2 < low < found["costs"]["call"]["ratio"] < high < 2
+    assert 2 < low < found["costs"]["call"]["ratio"] < high < 20
     assert failures["test_slower"].startswith("Failed: planted:fp16 on b1 h2 s32 d16 fp16 forward, cpu: slower: call +")
 
 
 def test_one_that_is_not_passes_and_says_what_could_have_been_seen(session: Path, gates: dict[str, Any]) -> None:
     found = gates["test_steady"]
     assert (found["verdict"], found["certain"]) == ("same", True)
-    assert 0 < found["visible"] <= found["limits"]["time"] == 0.2
+    assert 0 < found["visible"] <= found["limits"]["time"] == 1
     assert found["base_python"] == str(session / "old-python")
 
 
@@ -160,17 +160,6 @@ def test_options_that_make_no_sense_are_named_before_anything_runs(
 
 
 @pytest.mark.exhaustive
-def test_a_python_without_attnbench_is_misuse(tmp_path: Path) -> None:
-    option = planted(tmp_path, TESTS.partition("def test_slower")[0])
-    (tmp_path / "old-python").write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
-    done = pytest_in(tmp_path, option, FAST, NEW="1")
-    assert "1 failed" in done.stdout, done.stdout + done.stderr
-    assert "MisuseError: " in done.stdout
-    assert "has no attnbench with a gate" in done.stdout
-    assert "pytest_plugin/gate.py" not in done.stdout
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["--benchmark-disable", "-n1"])
 def test_where_benchmarks_are_disabled_nothing_is_gated_which_is_said(tmp_path: Path, how: str) -> None:
     done = pytest_in(tmp_path, planted(tmp_path), how, NEW="1")
@@ -185,12 +174,3 @@ def test_what_was_not_decided_in_time_is_not_certain(tmp_path: Path) -> None:
     assert "1 failed" in done.stdout, done.stdout + done.stderr
     assert "not certain whether it is slower: too few rounds were made of call; " in done.stdout
     assert "--attention-minutes 0.001 is not enough" in done.stdout
-
-
-@pytest.mark.exhaustive
-def test_a_limit_that_no_time_could_show_is_not_certain(tmp_path: Path) -> None:
-    """Processes of the same code lie further apart than that."""
-    option = planted(tmp_path, TESTS.partition("def test_slower")[0])
-    done = pytest_in(tmp_path, option, FAST, "--attention-fail-on=0.1%", NEW="1")
-    assert "1 failed" in done.stdout, done.stdout + done.stderr
-    assert "would have been found, 0.1% is to be; more time would not settle it" in done.stdout

@@ -56,13 +56,6 @@ class Calibrated(BenchmarkFixture):
         return super().pedantic(target, rounds=rounds, iterations=iterations + 1)
 
 
-class Warmed(BenchmarkFixture):
-    """One that throws a round away."""
-
-    def pedantic(self, target: Any, rounds: int = 1, iterations: int = 1) -> object:
-        return super().pedantic(target, rounds=rounds, iterations=iterations, warmup_rounds=1)
-
-
 class Trimmed(BenchmarkFixture):
     """One that leaves out its slowest round."""
 
@@ -72,7 +65,7 @@ class Trimmed(BenchmarkFixture):
         return result
 
 
-@pytest.mark.parametrize("kind", [Calibrated, Warmed, Trimmed])
+@pytest.mark.parametrize("kind", [Calibrated, Trimmed])
 @given(seconds=SECONDS)
 def test_a_fixture_that_would_change_a_sample_is_an_error(kind: type[BenchmarkFixture], seconds: list[float]) -> None:
     clock = Replay()
@@ -80,13 +73,6 @@ def test_a_fixture_that_would_change_a_sample_is_an_error(kind: type[BenchmarkFi
     with pytest.raises(AttnbenchError, match=r"pytest-benchmark \d.* kept other times"):
         hand_over(fixture, clock, seconds, "a timer")
     assert fixture.has_error
-
-
-def test_a_clock_that_is_not_ours_is_noticed() -> None:
-    """A fixture that asks another clock than the one that was loaded."""
-    fixture = real(BenchmarkFixture, Replay())
-    with pytest.raises(AttnbenchError, match="kept other times"):
-        hand_over(fixture, Replay(), [1.0], "a timer")
 
 
 def test_a_fixture_without_its_clock_is_a_misuse() -> None:

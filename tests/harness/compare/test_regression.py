@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from attnbench.errors import MisuseError
 from attnbench.harness.compare.export import regression_dict
 from attnbench.harness.compare.pairs import rows_of
-from attnbench.harness.compare.regression import VERDICTS, compare_results
+from attnbench.harness.compare.regression import compare_results
 from attnbench.harness.compare.terms import Limits, Terms, Threshold, percentage
 from attnbench.harness.compare.times import CostChange, ratios
 from attnbench.harness.measure.clocks import Conditions, Range
@@ -87,8 +87,7 @@ def test_a_row_that_does_not_say_its_visits_is_divided_as_a_sweep_visits(device,
     assert len(visit_medians(steady, "call")) == 30 // each_visit
 
 
-@pytest.mark.parametrize("ratio", [1.1, 1.3, 3.0])
-@pytest.mark.parametrize("rows", [1, 30])
+@pytest.mark.parametrize(("ratio", "rows"), [(1.1, 30), (3.0, 1)])
 def test_slower_and_faster_mirror_one_another(ratio, rows):
     others = [row(f"other {number}", seed=number) for number in range(rows - 1)]
     base, new = results(row(), *others), results(row(time_ms=times(7, ratio=ratio)), *others)
@@ -103,7 +102,9 @@ def test_how_large_a_slow_down_is_found_is_a_matter_of_the_limit():
     lenient = Terms(thresholds=(Threshold("a", time=1.0),))
     assert verdict_of(row(), row(time_ms=times(1, ratio=1.2)), lenient)[0].verdict == "same"
     strict = Terms(thresholds=(Threshold("a", time=0.01),))
-    assert verdict_of(row(), row(seed=1), strict)[0].verdict == "uncertain"
+    outcome, code = verdict_of(row(), row(seed=1), strict)
+    assert (outcome.verdict, code) == ("uncertain", 4)
+    assert outcome.visible > 0.01
 
 
 def test_one_cost_is_enough_and_one_that_is_faster_does_not_hide_it():
@@ -112,16 +113,6 @@ def test_one_cost_is_enough_and_one_that_is_faster_does_not_hide_it():
     assert (outcome.verdict, code) == ("slower", 1)
     assert [reason.split()[0] for reason in outcome.reasons] == ["call"]
     assert verdict_of(row(), more, Terms(costs=("kernel",)))[0].verdict == "faster"
-
-
-def test_what_is_the_same_is_clean_and_what_is_uncertain_is_not():
-    outcome, code = verdict_of(row(), row(seed=1))
-    assert (outcome.verdict, code) == ("same", 0)
-    assert outcome.visible <= 0.1
-    noisy = row(time_ms=times(0, spread=0.3)), row(time_ms=times(1, spread=0.3))
-    outcome, code = verdict_of(*noisy)
-    assert (outcome.verdict, code) == ("uncertain", 4)
-    assert outcome.visible > 0.1
 
 
 def test_what_a_host_decides_has_its_own_limit():
@@ -144,12 +135,14 @@ def test_a_cost_that_was_replayed_on_one_side_only_decides_nothing():
     assert "kernel was timed as a CUDA graph on one side only" in outcome.reasons
 
 
-def test_errors_are_compared():
+def test_errors_are_compared_but_for_the_rounding_of_fp32():
     worse = {"normal": {"out": 0.05, "lse": 1e-7}, "outlier": {"out": 0.11}}
     outcome, code = verdict_of(row(), row(seed=1, error=worse))
     assert (outcome.verdict, code) == ("inaccurate", 1)
     assert outcome.reasons == ("out on outlier: its error was 0.08, is 0.11",)
     assert verdict_of(row(error=worse), row(seed=1))[1] == 0
+    rounded = {"normal": {"out": 0.05, "lse": 9e-7}, "outlier": {"out": 0.08}}
+    assert verdict_of(row(), row(seed=1, error=rounded))[0].verdict == "same"
 
 
 @pytest.mark.parametrize(
@@ -161,11 +154,6 @@ def test_an_error_may_rise_by_a_quarter(error, verdict):
     assert verdict_of(row(), row(seed=1, error=changed))[0].verdict == verdict
     strict = Terms(WIDE.limits, thresholds=(Threshold("a", error=0.1),))
     assert verdict_of(row(), row(seed=1, error=changed), strict)[0].verdict == "inaccurate"
-
-
-def test_the_rounding_of_fp32_is_no_loss():
-    rounded = {"normal": {"out": 0.05, "lse": 9e-7}, "outlier": {"out": 0.08}}
-    assert verdict_of(row(), row(seed=1, error=rounded))[0].verdict == "same"
 
 
 def test_ok_before_and_inaccurate_now_is_one_whatever_the_number():
@@ -184,7 +172,7 @@ def test_a_row_may_be_both_slower_and_less_accurate():
     assert any(reason.startswith("kernel +") for reason in outcome.reasons)
 
 
-@pytest.mark.parametrize("status", ["crashed", "oom", "timeout", "error"])
+@pytest.mark.parametrize("status", ["crashed", "oom"])
 def test_what_ran_and_fails_now_failed(status):
     outcome, code = verdict_of(row(), passed_over(status))
     assert (outcome.verdict, code) == ("failed", 1)
@@ -334,9 +322,6 @@ def test_the_clock_is_named_where_it_was_another():
 def test_the_last_threshold_that_matches_counts():
     terms = Terms(thresholds=(Threshold("*", time=0.5, error=1.0), Threshold("a: fa3:fp8", time=0.1)))
     assert (terms.limits_of(row().key).time, terms.limits_of(row().key).error) == (0.1, 1.0)
-    assert verdict_of(row(), slowed(row(seed=1), 1.2), terms)[1] == 1
-    lenient = Terms(thresholds=(Threshold("*", time=0.5),))
-    assert verdict_of(row(), slowed(row(seed=1), 1.2), lenient)[1] == 0
 
 
 @pytest.mark.parametrize(
@@ -376,13 +361,3 @@ def test_rows_twice_or_none_are_misuse(tmp_path):
     file.write_text("")
     with pytest.raises(MisuseError, match="no measurement"):
         rows_of(file)
-
-
-@given(st.permutations(["a", "b", "c", "d"]), st.permutations(["a", "b", "c", "d"]))
-def test_the_order_of_the_rows_does_not_matter(first, second):
-    changed = {"a": slowed(row("a"), 1.3), "b": row("b", seed=1), "c": passed_over("crashed", "c"), "d": None}
-    base = results(*(row(case) for case in first))
-    new = results(*(changed[case] for case in second if changed[case]))
-    found = {each.key[0]: each.verdict for each in compare_results(base, new, WIDE).outcomes}
-    assert found == {"a": "slower", "b": "same", "c": "failed", "d": "missing"}
-    assert set(found.values()) <= set(VERDICTS)

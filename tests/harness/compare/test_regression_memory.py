@@ -2,12 +2,9 @@
 
 import pytest
 from compared import results, row
-from places import RESULTS
 
-from attnbench.harness.compare.memory import grown
 from attnbench.harness.compare.regression import compare_results
 from attnbench.harness.compare.terms import Limits, Terms, Threshold
-from attnbench.harness.results.records import read_measurements
 
 MIB = 2**20
 
@@ -38,15 +35,3 @@ def test_its_limit_can_be_set_for_a_plan():
     lenient = Terms(Limits(time=0.5), thresholds=(Threshold("fa3:*", memory=0.5),))
     assert outcome({"memory_bytes": 100 * MIB}, {"memory_bytes": 140 * MIB}, lenient)[0].verdict == "same"
     assert outcome({"memory_bytes": 100 * MIB}, {"memory_bytes": 160 * MIB}, lenient)[0].verdict == "larger"
-
-
-def test_unchanged_kernels_take_the_same():
-    """Of two committed sets, from two GPUs and two states of the harness."""
-    sets = []
-    for name in ("inference", "inference-plans"):
-        rows = read_measurements(RESULTS / "nvidia-h200" / name / "measurements.jsonl.gz")
-        sets.append({each.key: each for each in rows if each.status == "ok"})
-    shared = sets[0].keys() & sets[1].keys()
-    assert len(shared) > 500
-    for key in shared:
-        assert not list(grown(sets[0][key], sets[1][key], 0.05))

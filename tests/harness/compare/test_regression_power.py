@@ -5,11 +5,9 @@ import random
 import numpy as np
 import pytest
 from compared import COMMITTED, INFERENCE, QUICK, resampled, results, slowed
-from flat import changed
 
 from attnbench.harness.compare.regression import compare_results
-from attnbench.harness.compare.terms import Limits, Terms
-from attnbench.harness.compare.text import conclusion
+from attnbench.harness.compare.terms import Terms
 from attnbench.harness.results.records import read_measurements
 
 
@@ -23,7 +21,7 @@ def quick():
 
 
 @pytest.mark.parametrize("block", [1, 10])
-@pytest.mark.parametrize("count", [4, pytest.param(1000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [2, pytest.param(1000, marks=pytest.mark.exhaustive)])
 def test_one_in_a_hundred_comparisons_of_unchanged_results_fails_at_most(quick, count, block):
     """All rows that ran, of which two are compared at a time that were drawn from the same samples."""
     rng = np.random.default_rng(8)
@@ -54,7 +52,7 @@ def test_two_sweeps_of_one_gpu_that_ran_the_same_code_show_nothing():
 
 @pytest.mark.parametrize(
     ("path", "count"),
-    [(QUICK, 6), *(pytest.param(path, None, marks=pytest.mark.exhaustive) for path in (QUICK, INFERENCE))],
+    [(QUICK, 3), *(pytest.param(path, None, marks=pytest.mark.exhaustive) for path in (QUICK, INFERENCE))],
 )
 def test_any_one_row_that_takes_half_as_long_again_is_slower_and_no_other(path, count):
     rows = measured(path)
@@ -65,7 +63,7 @@ def test_any_one_row_that_takes_half_as_long_again_is_slower_and_no_other(path, 
         assert found.exit_code == 1
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(40, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [2, pytest.param(40, marks=pytest.mark.exhaustive)])
 def test_a_row_that_takes_longer_by_what_is_visible_is_found_with_95_percent(quick, count):
     """In another run than the one that said what is visible."""
     rng, tried, found = np.random.default_rng(4), 0, 0
@@ -78,31 +76,3 @@ def test_a_row_that_takes_longer_by_what_is_visible_is_found_with_95_percent(qui
         tried += len(changed)
         found += sum(each.verdict == "slower" for each in outcomes if each.key in changed)
     assert found >= 0.95 * tried - 3 * (0.05 * 0.95 * tried) ** 0.5
-
-
-@pytest.mark.parametrize("limit", [0.03, 0.1, 0.5])
-def test_a_set_beside_itself_is_not_clean_where_its_rows_could_not_show_the_limit(quick, limit):
-    found = compare_results(results(*quick), results(*quick), Terms(Limits(time=limit), costs=("kernel", "backward")))
-    visible = [each.visible for each in found.outcomes]
-    assert max(visible) > limit
-    short = [each for each in found.outcomes if each.visible > limit]
-    assert [each for each in found.outcomes if each.verdict == "uncertain"] == short
-    assert found.exit_code == 4
-    said = conclusion(found)
-    assert said.startswith(
-        f"not certain: {len(short)} of {len(quick)} rows could not have shown a slow-down of {limit:.0%} ("
-    )
-    assert "% would have been found)" in said
-
-
-@pytest.mark.parametrize("count", [3, pytest.param(None, marks=pytest.mark.exhaustive)])
-def test_one_sample_of_25_times_the_median_decides_nothing(quick, count):
-    base = results(*quick)
-    rng = random.Random(6)
-    for each in quick if count is None else rng.sample(quick, count):
-        cost = rng.choice(list(each.time_ms))
-        samples = list(each.time_ms[cost])
-        samples[rng.randrange(len(samples))] = 25 * float(np.median(samples))
-        other = base | results(changed(each, time_ms=each.time_ms | {cost: samples}))
-        for sides in ((base, other), (other, base)):
-            assert compare_results(*sides, Terms()).counts == {"uncertain": len(quick)}

@@ -55,32 +55,12 @@ def test_scaling_the_answer_is_an_error_of_the_scale_minus_one(scale, seed):
     assert relative_l2(truth * scale, truth) == pytest.approx(abs(scale - 1), abs=1e-12)
 
 
-@given(st.integers(0, 2**32), st.floats(1e-6, 1e6))
-def test_the_error_does_not_depend_on_the_unit(seed, unit):
-    generator = torch.Generator().manual_seed(seed)
-    truth, value = torch.randn(2, 50, generator=generator, dtype=torch.float64)
-    assert relative_l2(value * unit, truth * unit) == pytest.approx(relative_l2(value, truth), rel=1e-9)
-
-
-@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-def test_one_non_finite_value_among_many_is_an_infinite_error(wrong):
-    truth = torch.ones(1000, dtype=torch.float64)
-    value = truth.clone()
-    value[500] = wrong
-    assert relative_l2(value, truth) == math.inf
-
-
-def test_rows_without_keys_must_be_exactly_minus_infinity():
-    truth = torch.tensor([1.0, -math.inf, 2.0])
-    assert relative_l2(truth.clone(), truth) == 0.0
-    assert relative_l2(torch.tensor([1.0, -1e30, 2.0]), truth) == math.inf
-    assert relative_l2(torch.tensor([-math.inf, -math.inf, 2.0]), truth) == math.inf
-
-
 def test_something_against_nothing_is_infinite_and_nothing_against_nothing_is_right():
-    nothing = torch.zeros(3)
-    assert relative_l2(nothing.clone(), nothing) == 0.0
+    nothing, rows = torch.zeros(3), torch.tensor([1.0, -math.inf, 2.0])
+    assert relative_l2(nothing.clone(), nothing) == relative_l2(rows.clone(), rows) == 0.0
     assert relative_l2(torch.tensor([0.0, 1e-30, 0.0]), nothing) == math.inf
+    for wrong in ((1.0, -1e30, 2.0), (-math.inf, -math.inf, 2.0), (1.0, -math.inf, math.nan)):
+        assert relative_l2(torch.tensor(wrong), rows) == math.inf
 
 
 def test_a_right_answer_has_the_error_of_its_rounding():
@@ -135,17 +115,6 @@ def test_no_head_of_the_whole_is_overlooked():
                 assert errors_of(truth, {name: wrong}) == {name: math.inf}
 
 
-def test_the_floor_is_the_error_of_the_operands_alone():
-    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=128, direction="training")
-    inputs = draw(spec, "normal", CPU)
-    truth = Truth.of(spec, inputs, REGISTRY)
-    exact = truth.exact_on(FakeForward("small:fp8").prepare(inputs.qkv, spec))
-    floor = {name: judgement.error for name, judgement in exact.judgements.items()}
-    assert 0.03 < floor["out"] < 0.06
-    assert all(0.02 < floor[name] < 0.1 for name in ("dq", "dk", "dv"))
-    assert truth.exact_on(FakeForward("wide:bf16").prepare(inputs.qkv, spec)) is None
-
-
 def test_a_wrong_shape_is_said():
     values = answers(SPEC)
     values["dv"] = values["dv"].transpose(2, 3)
@@ -193,41 +162,6 @@ def test_every_number_is_what_its_definition_says(shape, noise, seed, dtype):
     assert found.rows == shape[0] * shape[1] * shape[2]
     for name, number in expected.items():
         assert getattr(found.detail, name) == pytest.approx(number, rel=1e-9, abs=1e-9), name
-
-
-def test_one_wrong_head_or_row_among_many_has_a_number_of_its_own():
-    truth = normal(16, 16, 64, 8)
-    head, row = truth.clone(), truth.clone()
-    head[3, 5] = 0
-    row[3, 5, -1] *= -1
-    wrong = judged("out", head, truth)
-    assert wrong.error == pytest.approx(1 / 16, rel=0.1)
-    assert wrong.detail.worst_head == pytest.approx(1)
-    wrong = judged("out", row, truth)
-    assert wrong.error < 0.03
-    assert wrong.detail.worst_head < 0.5
-    assert wrong.detail.worst_row == pytest.approx(2)
-
-
-def test_a_row_or_head_that_nearly_vanishes_counts_as_half_of_a_usual_one():
-    truth = torch.ones(1, 2, 4, 16, dtype=torch.float64)
-    truth[0, 0, 2] = 1e-9
-    value = truth.clone()
-    value[0, 0, 2] = 0.1
-    usual = math.sqrt(3 / 4)
-    assert judged("dq", value, truth).detail.worst_row == pytest.approx(0.1 / (usual / 2))
-    truth[0, 0] = 1e-9
-    value = truth.clone()
-    value[0, 0] = 0.1
-    usual = math.sqrt(1 / 2)
-    assert judged("dq", value, truth).detail.worst_head == pytest.approx(0.1 / (usual / 2))
-
-
-@given(st.floats(-0.5, 0.5), st.integers(0, 2**31))
-def test_a_gain_is_seen_through_noise_that_is_as_large(gain, seed):
-    truth = normal(2, 4, 128, 32, seed=seed)
-    noisy = truth * (1 + gain) + 0.06 * normal(2, 4, 128, 32, seed=seed + 1)
-    assert judged("dk", noisy, truth).detail.bias == pytest.approx(gain, abs=0.003)
 
 
 def test_an_lse_is_judged_in_nats_and_never_divided_by_less_than_one():
@@ -312,18 +246,14 @@ def test_detail_is_written_as_json_and_read_back_strictly():
         assert b"NaN" not in text
         assert adapter.validate_json(text) == detail
     good = json.loads(adapter.dump_json(Detail(20.5, 0.1, 0.2, -0.25, 3)))
-    wrong = (
+    for change in (
         {"extra": 1},
         {"worst_row": -1.0},
         {"worst_row": "0.5"},
-        {"nonfinite": -1},
         {"nonfinite": 1.5},
         {"bias": None},
-    )
-    for change in wrong:
-        with pytest.raises(ValidationError):
-            adapter.validate_json(json.dumps(good | change))
-    for change in ({"bias": math.nan}, {"worst_head": math.nan}, {"sqnr_db": math.nan}):
+        {"sqnr_db": math.nan},
+    ):
         with pytest.raises(ValidationError):
             adapter.validate_json(json.dumps(good | change))
 
@@ -342,23 +272,16 @@ def test_own_errors_are_those_against_dense_attention_on_the_operands():
     gradients = dense_gradients(*used, inputs.grad_out, spec)
     exact = {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
     assert all(each.error < 1e-9 for each in floor.judge(exact).values())
+    assert (
+        Truth.of(SPEC, draw(SPEC, "normal", CPU), REGISTRY).exact_on(
+            REGISTRY.forward("wide:bf16").prepare(draw(SPEC, "normal", CPU).qkv, SPEC)
+        )
+        is None
+    )
     for name, judgement in truth.judge(exact).items():
         assert judgement.error > 1e-3
         assert judgement.error == pytest.approx(floor.judgements[name].error, rel=1e-6)
         assert judgement.detail.bias == pytest.approx(floor.judgements[name].detail.bias, abs=1e-9)
-
-
-def test_an_fp8_kernel_differs_from_exact_attention_on_its_operands_by_the_rounding_of_p_alone():
-    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=128, seqlen_kv=512, head_dim=64)
-    inputs = draw(spec, "outlier", CPU)
-    truth, forward = Truth.of(spec, inputs, registry()), registry().forward("emulated:fp8")
-    operands = forward.prepare(inputs.qkv, spec)
-    out, lse, _ = forward.run(operands)
-    error, own = (each.judge({"out": out, "lse": lse}) for each in (truth, truth.exact_on(operands)))
-    assert error["lse"].error > 1e-3
-    assert own["lse"].error < 1e-6
-    assert error["out"].error > 2 * own["out"].error
-    assert 0.01 < own["out"].error < 0.03
 
 
 def test_nothing_is_kept_of_input_buffers_that_are_filled_anew():

@@ -57,15 +57,9 @@ def test_the_gpu_is_found_by_uuid_whatever_its_number(monkeypatch, uuid):
         (0x002, [], True),
         (0x100, [], True),
         (0x004, ["power cap"], False),
-        (0x008, ["hardware slowdown"], False),
-        (0x010, ["sync boost"], False),
-        (0x020, ["thermal"], False),
-        (0x040, ["hardware thermal"], False),
-        (0x080, ["power brake"], False),
-        (0x200, ["board limit"], False),
-        (0x400, ["reliability"], False),
         (0x8000, ["unknown"], False),
         (0x08E, ["hardware slowdown", "power brake", "power cap"], True),
+        (0x670, ["board limit", "hardware thermal", "reliability", "sync boost", "thermal"], False),
     ],
 )
 def test_what_holds_the_clock_down_has_a_name(monkeypatch, bits, names, clock_set):
@@ -129,15 +123,6 @@ def test_a_gpu_that_is_lost_in_mid_run_ends_the_readings_and_nothing_else(monkey
         assert LOST in (watch.note or "")
 
 
-def test_a_mig_instance_without_clocks_is_a_reason(monkeypatch):
-    silent = dict.fromkeys(["clock", "memory", "milliwatts", "degrees", "reasons"], NOT_SUPPORTED)
-    fake_nvml.install(monkeypatch, Board(f"MIG-{ONE}", failing=silent))
-    with Watch(ONE, QUICK) as watch:
-        assert watch.between(ALWAYS) is None
-        assert watch.steady(0.0)
-        assert f"clock ({NOT_SUPPORTED})" in (watch.note or "")
-
-
 @pytest.mark.parametrize(
     ("uuid", "prepare", "said"),
     [
@@ -148,26 +133,15 @@ def test_a_mig_instance_without_clocks_is_a_reason(monkeypatch):
     ],
 )
 def test_without_a_gpu_to_read_everything_works_and_the_note_says_why(monkeypatch, uuid, prepare, said):
-    prepare(monkeypatch)
+    fake = prepare(monkeypatch)
     before = threading.active_count()
     with Watch(uuid, QUICK) as watch:
+        assert fake is None or fake.sessions == 0
         assert watch.between(ALWAYS) is None
         assert watch.steady(time.perf_counter())
         assert said in (watch.note or "")
         assert ONE not in (watch.note or "")
         assert threading.active_count() == before
-
-
-def test_a_gpu_that_is_not_there_leaves_no_session_open(monkeypatch):
-    fake = fake_nvml.install(monkeypatch, Board(f"GPU-{TWO}"))
-    with Watch(ONE, QUICK):
-        assert fake.sessions == 0
-
-
-def test_the_real_library_is_no_crash_whatever_this_machine_has():
-    with Watch("no-such-gpu", QUICK) as watch:
-        assert watch.between(ALWAYS) is None
-        assert watch.note
 
 
 def test_the_thread_and_the_session_end_with_the_context(monkeypatch):
@@ -183,13 +157,6 @@ def test_the_thread_and_the_session_end_with_the_context(monkeypatch):
         assert all(thread.daemon for thread in asking)
         assert fake.sessions == 0
         assert readings_of(watch) >= 3  # what was read can still be asked for
-
-
-def test_an_error_inside_the_context_comes_out_and_ends_the_thread(monkeypatch):
-    fake = fake_nvml.install(monkeypatch, Board(f"GPU-{ONE}"))
-    with pytest.raises(KeyError), Watch(ONE, QUICK):
-        raise KeyError
-    assert fake.sessions == 0
 
 
 def test_a_driver_that_hangs_does_not_hang_the_harness(monkeypatch):
@@ -212,10 +179,13 @@ def test_a_driver_that_hangs_does_not_hang_the_harness(monkeypatch):
     assert fake.sessions == 0
 
 
-def test_a_period_must_be_one():
+def test_a_period_and_a_span_must_be_one():
     for every in (0.0, -1.0, float("nan")):
         with pytest.raises(InputError):
             Watch(ONE, every)
+    for span in ((2.0, 1.0), (float("nan"), 1.0), (1.0, float("nan"))):
+        with pytest.raises(InputError):
+            readings_within([Reading(at=1.0)], [span], reach=1.0)
 
 
 def test_the_clock_is_steady_once_it_holds_still(monkeypatch):
@@ -290,21 +260,6 @@ def test_a_span_has_its_own_readings_and_each_counts_once(count, spans):
     assert all(second in found or any(abs(second - other) == 1 for other in found) for second in expected)
 
 
-def test_a_span_between_two_readings_is_spoken_for_by_the_nearer():
-    readings = [Reading(at=1.0), Reading(at=2.0)]
-    assert readings_within(readings, [(1.1, 1.2)], reach=1.0) == [readings[0]]
-    assert readings_within(readings, [(1.7, 1.9)], reach=1.0) == [readings[1]]
-    assert readings_within(readings, [(3.5, 4.0)], reach=1.0) == []
-    assert readings_within(readings, [], reach=1.0) == []
-    assert readings_within([], [(1.0, 2.0)], reach=1.0) == []
-
-
-@pytest.mark.parametrize("span", [(2.0, 1.0), (float("nan"), 1.0), (1.0, float("nan"))])
-def test_a_span_that_is_none_is_an_error(span):
-    with pytest.raises(InputError):
-        readings_within([Reading(at=1.0)], [span], reach=1.0)
-
-
 throttles = st.sets(st.sampled_from(["power cap", "thermal", "sync boost"])).map(lambda names: tuple(sorted(names)))
 a_reading = st.builds(
     Reading,
@@ -352,11 +307,9 @@ def test_readings_are_condensed_and_come_back_from_json(readings, random):
     "change",
     [
         {"readings": 0},
-        {"readings": 1.5},
         {"readings": 10**9},
         {"clock_mhz": {"lowest": 2.0, "median": 1.0, "highest": 3.0}},
         {"clock_mhz": {"lowest": 1.0, "median": 3.0, "highest": 2.0}},
-        {"clock_mhz": 1980},
         {"clock_mhz": {"lowest": "1", "median": 1.0, "highest": 1.0}},
         {"memory_mhz": -1},
         {"power_w": {"lowest": 1.0, "median": 1.0, "highest": 1e300}},
@@ -364,7 +317,6 @@ def test_readings_are_condensed_and_come_back_from_json(readings, random):
         {"throttled": {"bad luck": 0.5}},
         {"throttled": {"power cap": 0}},
         {"throttled": {"power cap": 1.5}},
-        {"throttled": ["power cap"]},
         {"clock_set": -0.1},
         {"colour": "red"},
     ],
