@@ -1,4 +1,4 @@
-"""The specs that a program uses while autotune is open: each spec once, and how often it is called."""
+"""The specs that a program uses while autotune is open, and how often each is called."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from ..capture.file import tensor_shapes
 
 __all__ = ["AskedSpec", "AskedSpecs", "Terms", "input_bytes"]
 
-_MOST = 4096  # the most specs to keep: a program with ever new shapes has no limit
-_FLOPS_PER_BYTE = 200.0  # about what a GPU computes while it reads a byte: few queries on many keys cost their reading
-Terms = tuple[bool, float | None]  # whether FP8 was opted into, and the budget where one was named
+_MOST = 4096  # specs to keep: a program with changing shapes has any number
+_FLOPS_PER_BYTE = 200.0  # roughly what a GPU computes while it reads a byte: few queries on many keys are limited by it
+Terms = tuple[bool, float | None]  # whether FP8 was opted into, and the budget if one was given
 
 
 @dataclass(eq=False)
 class AskedSpec:
     """One spec on one device.
 
-    ``calls`` counts the forward passes that left the choice to attnbench, ``choices`` what was
-    chosen for each of the terms they were asked under.  Without any, ``named`` tells who
-    asked for what by its name.
+    ``calls`` counts the forward passes that left the choice to attnbench; ``choices`` maps the terms of the calls to
+    what was chosen.  If there are none, ``named`` says which backend was named and where.
     """
 
     spec: AttentionSpec
@@ -45,7 +44,7 @@ class AskedSpec:
 
     @property
     def weight(self) -> float:
-        """How much of the program's time it may take, in operations; what was never called counts as called once."""
+        """An estimate of its share of the program's time, in operations; at least one call is assumed."""
         return max(1, self.calls) * (self.spec.flops + _FLOPS_PER_BYTE * input_bytes(self.spec))
 
 
@@ -56,19 +55,19 @@ class _Counted(Execution):
     asked: AskedSpec = field(kw_only=True, compare=False, repr=False)
 
     def answer(self, inputs: Inputs) -> tuple[Operands, Result]:
-        self.asked.calls += 1  # several threads may lose a count; it is for an order
+        self.asked.calls += 1  # threads may lose a count, which only affects an order
         return super().answer(inputs)
 
 
 class AskedSpecs:
-    """A listener (``attnbench.dispatch.memory``) that keeps the specs, and none of the tensors."""
+    """A listener (``attnbench.dispatch.memory``) that keeps specs and no tensors."""
 
     def __init__(self) -> None:
         self._asked: dict[tuple[torch.device, AttentionSpec], AskedSpec] = {}
         self._lock = threading.Lock()
 
     def chosen(self, device: torch.device, wish: Wish, choice: Choice, execution: Execution) -> Execution:
-        """The wish was answered by the choice; what is returned counts its calls."""
+        """Record the choice for the wish; the returned execution counts its calls."""
         with self._lock:
             if len(self._asked) >= _MOST:
                 return execution
@@ -80,13 +79,13 @@ class AskedSpecs:
         return _Counted(execution.spec, execution.forward, execution.backward, execution.budget, asked=asked)
 
     def of(self, spec: AttentionSpec, device: torch.device) -> AskedSpec:
-        """What is known of the spec there; returning the log-sum-exp changes neither time nor error."""
+        """The entry of the spec; whether the log-sum-exp is returned changes neither time nor error."""
         spec = spec.replace(return_lse=False)
         return self._asked.setdefault((device, spec), AskedSpec(spec, device))
 
     @property
     def heaviest_first(self) -> list[AskedSpec]:
-        """All of them, those first that may take most of the program's time."""
+        """All specs, by their estimated share of the program's time."""
         with self._lock:
             return sorted(self._asked.values(), key=lambda asked: asked.weight, reverse=True)
 

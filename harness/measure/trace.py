@@ -1,4 +1,4 @@
-"""Which kernel really ran: what the profiler saw, held against the evidence that a kernel declares."""
+"""Which kernel really ran: the profiler's kernel names, compared with the pattern that a kernel declares."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["LONGEST_NAME", "MOST_NAMES", "mismatch", "shortened", "traced"]
 MOST_NAMES = 12
 LONGEST_NAME = 160
 _T = TypeVar("_T")
-# From 2.13 on, torch's profiler writes a line about itself to standard error at every start
-# and stop.  Nothing is lost with them: where it sees no kernel, no evidence is found.
+# From 2.13 on, torch's profiler writes a line about itself to standard error at every start and stop.  Silencing it
+# is safe: if the profiler sees no kernel, no evidence is found.
 os.environ.setdefault("KINETO_LOG_LEVEL", "7")
 
 
@@ -44,7 +44,7 @@ def traced(call: Callable[[], _T], device: torch.device) -> tuple[_T, list[str]]
 
 
 def mismatch(kernel: ForwardKernel | BackwardKernel, names: list[str], device_type: str) -> str | None:
-    """Why what ran is not this kernel, or None: where it is, or declares no evidence for this device type."""
+    """Why the names are not those of this kernel; None if they are, or if it declares no evidence for the device."""
     evidence = kernel.evidence.get(device_type)
     if evidence is None or any(re.search(evidence, name) for name in names):
         return None

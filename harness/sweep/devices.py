@@ -1,4 +1,4 @@
-"""Several devices at work on one list of cases, each in a thread, their rows in one stream."""
+"""Several devices that share one list of cases, a thread for each; their rows arrive in one stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["DeviceSweeps", "Task"]
 
 @dataclass(frozen=True)
 class Task:
-    """A plan to be measured on a case (status ``ok``), or to be passed over (``unavailable``, ``refused``) and why."""
+    """A plan to measure on a case (status ``ok``), or to record as ``unavailable`` or ``refused`` with the reasons."""
 
     case: Case
     plan: Plan
@@ -39,12 +39,12 @@ class Task:
 
     @property
     def key(self) -> tuple[str, Plan]:
-        """What is measured once in a sweep."""
+        """The case and plan; each pair is measured once in a sweep."""
         return self.case.name, self.plan
 
 
 class DeviceSweeps:
-    """One sweep a setup.  Leaving the context ends whatever is under way."""
+    """One sweep for each setup.  Leaving the context ends whatever is running."""
 
     def __init__(self, setups: Sequence[DeviceSetup]) -> None:
         self.seconds = 0.0
@@ -55,17 +55,17 @@ class DeviceSweeps:
 
     @property
     def spent(self) -> dict[Phase, float]:
-        """Seconds in each phase, of all devices together."""
+        """Seconds in each phase, summed over all devices."""
         phases = dict.fromkeys(phase for sweep in self._sweeps for phase in sweep.spent)
         return {phase: sum(sweep.spent[phase] for sweep in self._sweeps) for phase in phases}
 
     @property
     def notes(self) -> list[str]:
-        """What is good to know about the devices."""
+        """Remarks about the devices for the user."""
         return [note for sweep in self._sweeps for note in sweep.notes]
 
     def measured(self, tasks: Sequence[Task]) -> Iterator[PhaseStarted | Measurement]:
-        """What happens, as it happens; whatever a sweep raises is raised here."""
+        """Yield the events of all devices in order of time.  Raises whatever a device's sweep raises."""
         waiting = deque((case, list(group)) for case, group in groupby(tasks, key=lambda task: task.case))
         happened: SimpleQueue[PhaseStarted | Measurement | BaseException | None] = SimpleQueue()
         sweeps = [DeviceSweep(setup) for setup in self._setups[: max(1, len(waiting))]]

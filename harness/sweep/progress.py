@@ -1,4 +1,4 @@
-"""How far a sweep is: one live line on a terminal, a line a case in a log, or on request a line a row."""
+"""Progress of a sweep: one live line on a terminal, a line for each case in a log, or a line for each row."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .run import Ended, Event, Finished, Started
 __all__ = ["followed"]
 
 _FAILURES: tuple[Status, ...] = ("oom", "timeout", "crashed", "error")
-_WHOLE_SWEEP = 86_400.0  # seconds over which the speed is taken: rows come in bursts, at the end of a case
+_WHOLE_SWEEP = 86_400.0  # seconds over which the speed is averaged: rows come in bursts at the end of a case
 
 
 def followed(events: Iterable[Event], console: Console, *, verbose: bool = False) -> Iterator[Measurement]:
     """The rows of the events, shown on the console as they come.
 
-    A terminal has one line that lives as long as the sweep; a log has a line for each case that begins and for each
-    plan that fails.  ``verbose`` prints a line for every row, refusals included, on either.
+    A terminal shows one line while the sweep runs; a log gets a line when a case begins and a line for each plan that
+    fails.  ``verbose`` prints a line for every row, refusals included, in both.
     """
     if verbose:
         return _with_rows(events, console)
@@ -94,7 +94,7 @@ def _print(lines: Iterable[str], console: Console) -> None:
 
 
 def _summary(ended: Ended) -> list[str]:
-    """Where the time went; what is neither measured nor made ready for it is the harness's own."""
+    """Where the time went; what remains beside the phases is the harness's own work."""
     if not ended.spent:
         return []
     rest = ended.seconds - sum(ended.spent.values())

@@ -1,4 +1,4 @@
-"""From what was found to the row that is kept."""
+"""Build a Measurement from what the worker found."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .interleave import Samples
 
 __all__ = ["measured", "passed_over"]
 
-_DIGITS = 6  # of a millisecond: a nanosecond, far below what any clock here resolves
+_DIGITS = 6  # of a millisecond: one nanosecond, far below the resolution of any clock used here
 
 
 def passed_over(
@@ -60,7 +60,7 @@ def measured(
     started: datetime,
     setup: DeviceSetup,
 ) -> Measurement:
-    """The row of a plan that was timed and judged; a time that cannot be makes it an error."""
+    """The row of a plan that was timed and judged.  A time above the device's peak gives an ``error`` row."""
     share = peak_share(plan, case.spec, samples.time_ms, setup.environment.device_name)
     if share is not None and share > 1:
         said = f"{share:.0%} of the device's peak: the time or the count of operations is wrong"
