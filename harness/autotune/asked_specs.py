@@ -11,12 +11,11 @@ from attnbench.choosing.choice import Choice
 from attnbench.dispatch.context import Wish
 from attnbench.kernels.contract import Inputs, Operands, Result
 from attnbench.kernels.execution import Execution
-from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.spec import AttentionSpec
 
-from ..capture.file import tensor_shapes
+from ..capture.file import input_bytes
 
-__all__ = ["AskedSpec", "AskedSpecs", "Terms", "input_bytes"]
+__all__ = ["AskedSpec", "AskedSpecs", "Terms"]
 
 _MOST = 4096  # specs to keep: a program with changing shapes has any number
 _FLOPS_PER_BYTE = 200.0  # roughly what a GPU computes while it reads a byte: few queries on many keys are limited by it
@@ -88,9 +87,3 @@ class AskedSpecs:
         """All specs, by their estimated share of the program's time."""
         with self._lock:
             return sorted(self._asked.values(), key=lambda asked: asked.weight, reverse=True)
-
-
-def input_bytes(spec: AttentionSpec) -> int:
-    """The bytes of q, k, v and, in training, of the output's gradient."""
-    elements = sum(torch.Size(shape).numel() for shape in tensor_shapes(spec).values())
-    return elements * TO_TORCH[spec.dtype].itemsize

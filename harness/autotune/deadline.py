@@ -12,7 +12,6 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import islice
 from queue import Empty, SimpleQueue
-from statistics import median
 
 from attnbench.kernels.plan import Plan
 
@@ -39,9 +38,9 @@ _GROWTH = 2
 def measured_within(setup: DeviceSetup, work: Sequence[Work], deadline: float) -> Generator[Event, None, None]:
     """Yield events until all is measured or ``time.monotonic()`` has reached the deadline.
 
-    The plans of a case are measured in order, a few at a time beside the fastest so far, whose new row replaces the
-    old one: plans are compared by times from the same minutes.  A case that is cut off has rows of its first plans.
-    No process is left when the iterator ends or is closed; a failure in the thread is raised here.
+    The plans of a case are measured in order, a few at a time beside the fastest so far, whose new row replaces the old
+    one: plans are compared by times from the same minutes.  A case that is cut off has rows of its first plans.  No
+    process is left when the iterator ends or is closed; a failure in the thread is raised here.
     """
     happened: _Happened = SimpleQueue()
     sweep = DeviceSweep(setup)
@@ -121,6 +120,6 @@ def _staged(sweep: DeviceSweep, work: Sequence[Work], deadline: float) -> Iterat
 
 def _leading(rows: Iterable[Measurement]) -> list[Plan]:
     """The fastest accurate plan so far, and the fastest without FP8."""
-    accurate = sorted((row for row in rows if row.status == "ok"), key=lambda row: median(row.time_ms["call"]))
+    accurate = sorted((row for row in rows if row.status == "ok"), key=Measurement.median_ms)
     exact = [row for row in accurate if not row.plan.fp8]
     return list(dict.fromkeys(row.plan for each in (accurate, exact) for row in each[:1]))

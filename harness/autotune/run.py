@@ -132,8 +132,8 @@ class Autotune:
         The specs that take most of the program's time come first; all measuring of this object takes at most
         ``seconds``.  A spec is in the table, and used by the next call, as soon as all its plans are measured; an
         interrupt removes nothing.  If time ends within a spec, its measured plans are in the table if the plans that
-        ran before and one other are among them; ``lost`` names the rest.  While a CUDA graph is being captured, or
-        code compiled, nothing is measured, and the specs are kept for the next time.
+        ran before and one other are among them; ``lost`` names the rest.  While a CUDA graph is being captured, or code
+        compiled, nothing is measured, and the specs are kept for the next time.
 
         Raises InputError for no such device, OutputError if the table cannot be written.
         """
@@ -288,8 +288,8 @@ def autotune(
 ) -> Autotune:
     """Measure the specs that a program uses, within a time limit, so that ``attention`` chooses by measurement.
 
-    The program runs unchanged within the block.  When the block ends, each spec that was used, forward and training,
-    is measured with every plan that can serve it, unless the user's table has it already (``again=True``: even then).
+    The program runs unchanged within the block.  When the block ends, each spec that was used, forward and training, is
+    measured with every plan that can serve it, unless the user's table has it already (``again=True``: even then).
     Calls that name a backend are not measured.
 
     ``dtype="fp8"`` measures FP8 plans too, as for calls that opt into FP8; calls still need their own opt-in.

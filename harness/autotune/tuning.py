@@ -24,11 +24,12 @@ from attnbench.tables.environment import Environment
 from attnbench.tables.table import Table
 from attnbench.tables.user_table import user_table_path
 
+from ..capture.file import input_bytes
 from ..cases.case import Case
 from ..measure.setup import DeviceSetup
 from ..results.records import Measurement
 from ..sweep.run import tasks_of
-from .asked_specs import AskedSpec, Terms, input_bytes
+from .asked_specs import AskedSpec, Terms
 
 __all__ = ["TuningTask", "alone", "chosen", "own_table", "shortage", "tuning_task"]
 
@@ -94,8 +95,8 @@ def tuning_task(
 ) -> TuningTask | str:
     """The task for what the user's table lacks of the spec (``again``: for all of it), or why there is none.
 
-    The current choice is always included, whatever the names select and the table holds: plans are only comparable
-    if they are measured side by side.
+    The current choice is always included, whatever the names select and the table holds: plans are only comparable if
+    they are measured side by side.
     """
     spec, known = asked.spec, setup.registry
     try:

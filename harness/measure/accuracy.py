@@ -1,8 +1,8 @@
 """The error of an answer: its distance from exact attention in FP64.
 
-One relative L2 over a whole tensor hides one wrong head among many, one wrong row, and a factor of 1.05 among the
-noise of FP8, so each of these has a number of its own.  The floor is exact attention on the operands that the kernel
-used: its error tells a bad kernel from a hard input, and the kernel's distance from it is the kernel's own error.
+One relative L2 over a whole tensor hides one wrong head among many, one wrong row, and a factor of 1.05 among the noise
+of FP8, so each of these has a number of its own.  The floor is exact attention on the operands that the kernel used:
+its error tells a bad kernel from a hard input, and the kernel's distance from it is the kernel's own error.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class Detail:
 
     ``sqnr_db`` is -20·log10 of the relative L2, None if that is 0 or infinite.  ``worst_head`` is the largest relative
     L2 of one (batch, head), ``worst_row`` that of one row.  They are relative to at least half of the root mean square
-    over all heads, or over the rows of the head (of an LSE: to at least one nat).  ``bias`` is signed: the gain
-    ⟨value, truth⟩ / ⟨truth, truth⟩ − 1, or the mean of value − truth in nats for the LSE.  ``nonfinite`` counts the
-    values that are not finite where the truth is; they make the other numbers infinite.
+    over all heads, or over the rows of the head (of an LSE: to at least one nat).  ``bias`` is signed: the gain ⟨value,
+    truth⟩ / ⟨truth, truth⟩ − 1, or the mean of value − truth in nats for the LSE.  ``nonfinite`` counts the values that
+    are not finite where the truth is; they make the other numbers infinite.
     """
 
     sqnr_db: Number | None
@@ -108,8 +108,8 @@ Judgements = Mapping[TensorName, Judgement]
 def relative_l2(value: Tensor, truth: Tensor) -> float:
     """‖value − truth‖ / ‖truth‖ in FP64, 0 if both are zero.
 
-    Where the truth is minus infinity (the LSE of a row without keys), the value must be exactly that and does not
-    count further; any other value that is not finite makes the error infinite.
+    Where the truth is minus infinity (the LSE of a row without keys), the value must be exactly that and does not count
+    further; any other value that is not finite makes the error infinite.
     """
     absent = truth == -torch.inf
     if bool(absent.any()):
@@ -128,9 +128,9 @@ def relative_l2(value: Tensor, truth: Tensor) -> float:
 def judged(name: TensorName, value: Tensor, truth: Tensor, unit: float = 0.0) -> Judgement:
     """Compare a value (groups, heads, S, D), or an LSE (groups, heads, S), with its FP64 truth.
 
-    An LSE's error is absolute, in nats: it is the relative error of the sum of exponentials.  To make it relative it
-    is divided by at least one nat.  Where the truth is 0 throughout, each row counts as ``unit`` long; with a ``unit``
-    of 0 any difference is an infinite error.
+    An LSE's error is absolute, in nats: it is the relative error of the sum of exponentials.  To make it relative it is
+    divided by at least one nat.  Where the truth is 0 throughout, each row counts as ``unit`` long; with a ``unit`` of
+    0 any difference is an infinite error.
     """
     # FP64 by type promotion; the only tensor of that size made here.
     difference = torch.sub(value, truth)
@@ -209,8 +209,8 @@ class Truth:
         """Compute the truth with at most ``largest`` operations, by default the device's LARGEST_TRUTH.
 
         It is computed in FP64; in FP32 without TF32 for 16-bit tensors if the device's FP64 is slow.  If not all groups
-        fit, at least one is taken, spread evenly over batch and heads.  The first group depends on the spec, so that
-        a sweep covers every head.
+        fit, at least one is taken, spread evenly over batch and heads.  The first group depends on the spec, so that a
+        sweep covers every head.
         """
         limit = LARGEST_TRUTH[inputs.q.device.type] if largest is None else largest
         count = spec.batch * spec.kv_heads

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from types import TracebackType
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -210,9 +209,7 @@ class Watch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         if self._thread is not None:
             self._thread.join(_PATIENCE)
@@ -245,8 +242,8 @@ def readings_within(
 ) -> Sequence[Reading]:
     """The readings (in order of time) inside any of the spans, each once.
 
-    A span without one gets the nearest reading within ``reach`` seconds.  Raises InputError for a span that ends
-    before it starts.
+    A span without one gets the nearest reading within ``reach`` seconds.  Raises InputError for a span that ends before
+    it starts.
     """
     chosen: set[int] = set()
     for start, stop in spans:

@@ -35,9 +35,9 @@ class Prepared:
 class Visit:
     """One visit's samples in milliseconds of every cost of a plan, and the host's milliseconds for each call.
 
-    ``span`` is the start and the end in seconds of ``time.perf_counter``, which all processes share.  ``replayed``
-    are the costs whose samples are replays of a CUDA graph.  ``late_ms`` is how long the device worked on after the
-    last call had ended on its stream.  ``worn``: a graph could not be recorded, so torch may misbehave in this process.
+    ``span`` is the start and the end in seconds of ``time.perf_counter``, which all processes share.  ``replayed`` are
+    the costs whose samples are replays of a CUDA graph.  ``late_ms`` is how long the device worked on after the last
+    call had ended on its stream.  ``worn``: a graph could not be recorded, so torch may misbehave in this process.
     """
 
     time_ms: Mapping[Cost, list[float]]
@@ -52,8 +52,8 @@ class Visit:
 class Findings(Evidence):
     """What is known of a plan once it has been timed: the evidence, except its bound, and numbers without a verdict.
 
-    ``deterministic`` compares two runs bit by bit, ``leak`` is how far outputs changed with what their mask hides.
-    The bytes are those of ``attnbench.harness.results.records.Performance``.
+    ``deterministic`` compares two runs bit by bit, ``leak`` is how far outputs changed with what their mask hides.  The
+    bytes are those of ``attnbench.harness.results.records.Performance``.
     """
 
     deterministic: bool

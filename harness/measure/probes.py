@@ -1,7 +1,7 @@
 """Checks that need a second run: what a row may not depend on, whether all is computed anew, whether it repeats.
 
-Each check changes the inputs in place, because a fault may depend on their addresses, and knows the right result of
-the second run without a second truth.
+Each check changes the inputs in place, because a fault may depend on their addresses, and knows the right result of the
+second run without a second truth.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def negate(*inputs: Tensor) -> None:
     """Negate Q, K, V (and grad_out) in place; every answer then changes its sign, except the LSE.
 
     The scores stay the same (−Q · −K), out is linear in V, and one or three factors of each gradient change sign.
-    Rounding is symmetric, so this is exact in every format and the truth stays valid after ``unnegated``.  An output
-    or operand cached from the call before has the wrong sign.
+    Rounding is symmetric, so this is exact in every format and the truth stays valid after ``unnegated``.  An output or
+    operand cached from the call before has the wrong sign.
     """
     for x in inputs:
         x.neg_()

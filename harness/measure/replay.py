@@ -23,8 +23,8 @@ def replay_of(call: Callable[[], object], device: torch.device) -> Callable[[], 
     """A function that replays the call; None if a replay gives another answer.
 
     The call must have run before, so that its first allocations and compilations are not recorded.  Raises
-    RecordingError if it cannot be recorded; the process should then do no more, because torch's allocator stays in
-    its recording state (pytorch/pytorch#180395).
+    RecordingError if it cannot be recorded; the process should then do no more, because torch's allocator stays in its
+    recording state (pytorch/pytorch#180395).
     """
     graph = torch.cuda.CUDAGraph()
     direct = [x.clone() for x in _answers(call())]

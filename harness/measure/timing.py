@@ -35,8 +35,8 @@ _CYCLES = 2_000_000  # of a GPU in a millisecond at its highest clock
 class Taken(NamedTuple):
     """Samples of one visit in order: device and host milliseconds of each call.
 
-    ``late_ms`` is how long the device worked on after the last call had ended on its own stream.  ``host_bound``:
-    the device waited for the host in most calls, so the device times contain the host's gaps.
+    ``late_ms`` is how long the device worked on after the last call had ended on its own stream.  ``host_bound``: the
+    device waited for the host in most calls, so the device times contain the host's gaps.
     """
 
     device_ms: list[float]

@@ -25,8 +25,8 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "7")
 def traced(call: Callable[[], _T], device: torch.device) -> tuple[_T, list[str]]:
     """The call's result, and the names of what it ran, the longest-running first.
 
-    On a GPU the names are those of device kernels and copies, on a CPU those of torch's
-    operators.  The device is idle before and after.
+    On a GPU the names are those of device kernels and copies, on a CPU those of torch's operators.  The device is idle
+    before and after.
     """
     gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if gpu else [ProfilerActivity.CPU]

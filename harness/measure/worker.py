@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from .timing import Timer
 
-__all__ = ["Answer", "Setting", "main"]
+__all__ = ["Answer", "Setting", "is_out_of_memory", "main"]
 
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
@@ -131,7 +131,7 @@ def _answer(served: object, method: str, arguments: tuple[object, ...]) -> Answe
     try:
         return Answer("done", getattr(served, method)(*arguments))
     except BaseException as error:
-        said, lost = in_one_line(error), _out_of_memory(error)
+        said, lost = in_one_line(error), is_out_of_memory(error)
     # Outside the except block, where the traceback no longer keeps the failed call's tensors alive.
     broken = _broken()
     if broken is not None:
@@ -139,7 +139,8 @@ def _answer(served: object, method: str, arguments: tuple[object, ...]) -> Answe
     return Answer("oom" if lost else "error", said)
 
 
-def _out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU or a CPU had too little memory."""
     import torch
 
     # torch has no class of its own for a failed CPU allocation.

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from queue import SimpleQueue
-from types import TracebackType
 
+from attnbench.kernels.capabilities import Device
 from attnbench.kernels.plan import Plan
+from attnbench.kernels.registry import Registry
 
 from ..cases.case import Case
 from ..measure.setup import DeviceSetup
@@ -31,6 +32,13 @@ class Task:
     plan: Plan
     status: Status
     reasons: tuple[str, ...]
+
+    @classmethod
+    def of(cls, case: Case, plan: Plan, registry: Registry, device: Device) -> Task:
+        """The task, with the status that the registry gives it."""
+        status, reasons = registry.reasons(plan, case.spec, device)
+        known: Status = "ok" if status == "ok" else "unavailable" if status == "unavailable" else "refused"
+        return cls(case, plan, known, tuple(reasons))
 
     @property
     def runs(self) -> bool:
@@ -121,9 +129,7 @@ class DeviceSweeps:
     def __enter__(self) -> DeviceSweeps:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopped.set()
         for sweep in self._sweeps:
             sweep.stop()

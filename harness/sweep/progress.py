@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -108,5 +107,5 @@ def _outcome(row: Measurement) -> str:
     if not row.measured:
         return f"{row.status}: {row.reason}"
     errors = ", ".join(f"{family} {error:.2g}" for family, error in worst_errors(row).items())
-    time = "emulated" if row.emulated else f"{number(float(np.median(row.time_ms['call'])))} ms a call"
+    time = "emulated" if row.emulated else f"{number(row.median_ms())} ms a call"
     return f"{row.status}, {time}, error {errors}"

@@ -17,7 +17,7 @@ from attnbench.problem.spec import AttentionSpec
 
 from ..cases.case import Case, admits
 from ..measure.setup import DeviceSetup
-from ..results.records import Measurement, Status
+from ..results.records import Measurement
 from ..results.store import Store
 from .device_sweep import Phase, PhaseStarted
 from .devices import DeviceSweeps, Task
@@ -66,11 +66,11 @@ def tasks_of(
 ) -> list[Task]:
     """Every plan that a sweep of ``dtype`` admits on every case, without yardsticks; or those that ``names`` select.
 
-    Of the pairs of a forward with another backend's backward, only the two preferred ones that can serve are swept;
-    a plan that is named is always kept.  A name is a plan (``fa3:fp8>fa4:bf16``), a backend (``fa3``) or a kernel
+    Of the pairs of a forward with another backend's backward, only the two preferred ones that can serve are swept; a
+    plan that is named is always kept.  A name is a plan (``fa3:fp8>fa4:bf16``), a backend (``fa3``) or a kernel
     (``fa3:fp8``, listed or made by its backend on request).  Backend and kernel names select the plans with that
-    forward, or, if there are none, with that backward.  Raises UnknownBackendError for an unknown name and
-    MisuseError if there is nothing to measure.
+    forward, or, if there are none, with that backward.  Raises UnknownBackendError for an unknown name and MisuseError
+    if there is nothing to measure.
     """
     facts = describe(device)
     for name in names:
@@ -78,10 +78,7 @@ def tasks_of(
     tasks = []
     for case in cases:
         plans = [plan for plan in _plans(case.spec, registry, facts, names) if admits(dtype, plan)]
-        for plan in plans:
-            status, reasons = registry.reasons(plan, case.spec, facts)
-            known: Status = "ok" if status == "ok" else "unavailable" if status == "unavailable" else "refused"
-            tasks.append(Task(case, plan, known, tuple(reasons)))
+        tasks += [Task.of(case, plan, registry, facts) for plan in plans]
     if not tasks:
         raise MisuseError(f"a sweep of {dtype} has no plan among {', '.join(names) or 'the installed backends'}")
     return tasks
