@@ -187,10 +187,10 @@ def _train(
     from ..harness.training.run.foreseen import check_beforehand
     from ..harness.training.run.parallel import joined
     from ..harness.training.run.progress import progress_shown
-    from ..harness.training.run.session import Session, planned
+    from ..harness.training.run.session import Session, plan_runs
     from ..harness.training.run.trainable import build
 
-    runs = planned(candidate, baseline, seeds)
+    runs = plan_runs(candidate, baseline, seeds)
     with joined(device) as ranks:
         for config in (candidate, *([baseline] if baseline is not None else [])):
             check_beforehand(config, ranks.device)

@@ -13,7 +13,7 @@ from patience import PATIENCE
 from small_training import build_small, small
 
 from attnbench.harness.training.run.history import History
-from attnbench.harness.training.run.loop import Conduct, train
+from attnbench.harness.training.run.loop import LoopOptions, train
 from attnbench.harness.training.run.parallel import joined
 
 EVERY = 3  # steps between checkpoints
@@ -30,7 +30,7 @@ def main(folder: Path, settings: dict, pause: float) -> None:
             time.sleep(pause)
 
         trainable = build_small(small(**settings), ranks.device, dropout=ranks.world == 1)
-        conduct = Conduct(folder / "checkpoints", EVERY)
+        conduct = LoopOptions(folder / "checkpoints", EVERY)
         kept = []
         train(trainable, ranks, conduct, lambda history: (kept.append(history), told(history)), resume=True)
         if ranks.first:

@@ -21,7 +21,7 @@ from attnbench.errors import MisuseError
 from attnbench.harness.training.config import TrainConfig
 from attnbench.harness.training.rows import ROWS, write_runs
 from attnbench.harness.training.run.history import History
-from attnbench.harness.training.run.loop import Conduct, train
+from attnbench.harness.training.run.loop import LoopOptions, train
 from attnbench.harness.training.run.parallel import Ranks, joined, spread
 from attnbench.harness.training.run.trainable import build
 
@@ -51,7 +51,7 @@ def _ranks(folder: Path, world: int, **settings) -> dict:
 def _alone(folder: Path) -> History:
     kept: list[History] = []
     trainable = build_small(small(steps=STEPS, batch=8, lr=0.003), torch.device("cpu"))
-    train(trainable, Ranks(torch.device("cpu")), Conduct(folder / "alone", 0), kept.append)
+    train(trainable, Ranks(torch.device("cpu")), LoopOptions(folder / "alone", 0), kept.append)
     return kept[-1]
 
 
