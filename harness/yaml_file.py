@@ -16,7 +16,7 @@ from attnbench.errors import MalformedFileError
 from attnbench.files.untrusted import open_regular
 from attnbench.text.printable import brief
 
-__all__ = ["described", "entries", "fault", "items", "read_yaml", "scalar"]
+__all__ = ["describe_node", "entries", "fault", "items", "read_yaml", "scalar"]
 
 _LARGEST_FILE = 2**20
 _LONGEST_SCALAR = 1000  # characters; no valid value is as long
@@ -57,7 +57,7 @@ def fault(path: Path, node: yaml.Node, expected: str) -> MalformedFileError:
     return MalformedFileError(path, expected, node.start_mark.line + 1)
 
 
-def described(node: yaml.Node) -> str:
+def describe_node(node: yaml.Node) -> str:
     """A node for a message: its text if it is a scalar, else its kind."""
     if isinstance(node, yaml.ScalarNode):
         return brief(node.value)
@@ -77,7 +77,7 @@ def entries(path: Path, node: yaml.MappingNode, known: str) -> Iterator[tuple[st
     seen: set[str] = set()
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode) or not key.value:
-            raise fault(path, key, f"expected {known}, not {described(key)}")
+            raise fault(path, key, f"expected {known}, not {describe_node(key)}")
         if key.value in seen:
             raise fault(path, key, f"expected {brief(key.value)} once, it stands here again")
         seen.add(key.value)
@@ -90,7 +90,7 @@ def scalar(path: Path, node: yaml.Node) -> Any:
     Raises MalformedFileError if it is not a scalar or its tag does not fit.
     """
     if not isinstance(node, yaml.ScalarNode):
-        raise fault(path, node, f"expected one value, not {described(node)}")
+        raise fault(path, node, f"expected one value, not {describe_node(node)}")
     if len(node.value) > _LONGEST_SCALAR:
         raise fault(path, node, f"expected at most {_LONGEST_SCALAR} characters, not {len(node.value)}")
     constructor = yaml.constructor.SafeConstructor()
@@ -98,4 +98,6 @@ def scalar(path: Path, node: yaml.Node) -> Any:
         return constructor.construct_object(node)
     except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
-        raise fault(path, node, f"expected YAML of plain values, and {described(node)} is no {brief(kind)}") from error
+        raise fault(
+            path, node, f"expected YAML of plain values, and {describe_node(node)} is no {brief(kind)}"
+        ) from error

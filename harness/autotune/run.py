@@ -35,10 +35,10 @@ from ..measure.setup import INSTALLED, DeviceSetup
 from ..measure.timing import Timer
 from ..results.condense import condense
 from ..results.records import Measurement
-from ..sweep.progress import followed
+from ..sweep.progress import show_progress
 from ..sweep.run import Event, Finished
-from .asked_specs import AskedSpec, AskedSpecs
 from .deadline import measured_within
+from .observed_specs import ObservedSpec, ObservedSpecs
 from .tuning import TuningTask, alone, chosen, own_table, shortage, tuning_task
 
 __all__ = ["Autotune", "Tuned", "autotune"]
@@ -105,7 +105,7 @@ class Autotune:
         self.measured: list[Tuned] = []
         self.skipped: dict[AttentionSpec, str] = {}
         self.tables: list[Path] = []
-        self._asked = AskedSpecs()
+        self._asked = ObservedSpecs()
         self._spent = 0.0
         self._done: set[tuple[Path, AttentionSpec, bool]] = set()
         self._outdated = False
@@ -168,7 +168,7 @@ class Autotune:
         except NoPlanError as error:
             self.skipped[asked.spec] = str(error).partition("\n")[0]
 
-    def _measurable(self) -> list[AskedSpec]:
+    def _measurable(self) -> list[ObservedSpec]:
         """The specs that may be measured, heaviest first; records why others may not."""
         found = []
         for asked in self._asked.heaviest_first:
@@ -178,9 +178,9 @@ class Autotune:
                 self.skipped[asked.spec] = f"there is nothing to choose: {asked.named}"
         return found
 
-    def _by_table(self, waiting: Iterable[AskedSpec]) -> Iterator[tuple[DeviceSetup, list[AskedSpec]]]:
+    def _by_table(self, waiting: Iterable[ObservedSpec]) -> Iterator[tuple[DeviceSetup, list[ObservedSpec]]]:
         """The specs of each table, with one device to measure each table's specs on."""
-        places: dict[Path, tuple[torch.device, Environment, dict[AttentionSpec, AskedSpec]]] = {}
+        places: dict[Path, tuple[torch.device, Environment, dict[AttentionSpec, ObservedSpec]]] = {}
         environments: dict[torch.device, Environment] = {}
         for asked in waiting:
             device = asked.device
@@ -197,7 +197,7 @@ class Autotune:
             setup = DeviceSetup(device, environment, timer, source=INSTALLED, seconds=patience)
             yield setup, list(own.values())
 
-    def _measure_on(self, setup: DeviceSetup, waiting: Sequence[AskedSpec], deadline: float) -> None:
+    def _measure_on(self, setup: DeviceSetup, waiting: Sequence[ObservedSpec], deadline: float) -> None:
         with alone(user_table_path(setup.environment), deadline) as ours:
             work = self._work(setup, waiting)
             if not ours:
@@ -227,7 +227,7 @@ class Autotune:
             name, under_way = next(iter(left.items()))
             self._keep(setup, under_way, rows[name])
 
-    def _work(self, setup: DeviceSetup, waiting: Iterable[AskedSpec]) -> list[TuningTask]:
+    def _work(self, setup: DeviceSetup, waiting: Iterable[ObservedSpec]) -> list[TuningTask]:
         """The tasks in order; records why the other specs are skipped."""
         path = user_table_path(setup.environment)
         own = own_table(setup.environment)
@@ -323,5 +323,5 @@ def _shown(events: Iterator[Event]) -> Iterator[Measurement]:
     """The rows of the events, with a line of progress on a terminal."""
     console = Console(stderr=True)
     if console.is_terminal:
-        return followed(events, console)
+        return show_progress(events, console)
     return (event.row for event in events if isinstance(event, Finished))

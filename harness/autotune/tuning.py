@@ -29,7 +29,7 @@ from ..cases.case import Case
 from ..measure.setup import DeviceSetup
 from ..results.records import Measurement
 from ..sweep.run import tasks_of
-from .asked_specs import AskedSpec, Terms
+from .observed_specs import ObservedSpec, Terms
 
 __all__ = ["TuningTask", "alone", "chosen", "own_table", "shortage", "tuning_task"]
 
@@ -76,7 +76,7 @@ class TuningTask:
     without measurements.  A table entry alone decides its spec, so without their times it could make calls slower.
     """
 
-    asked: AskedSpec
+    asked: ObservedSpec
     case: Case
     plans: Sequence[Plan]
     heads: frozenset[Plan]
@@ -91,7 +91,7 @@ class TuningTask:
 
 
 def tuning_task(
-    asked: AskedSpec, setup: DeviceSetup, fp8: bool, names: Sequence[str], own: Table, again: bool
+    asked: ObservedSpec, setup: DeviceSetup, fp8: bool, names: Sequence[str], own: Table, again: bool
 ) -> TuningTask | str:
     """The task for what the user's table lacks of the spec (``again``: for all of it), or why there is none.
 
@@ -127,7 +127,7 @@ def tuning_task(
     return TuningTask(asked, case, [plan for plan in every if plan in heads or plan not in there], frozenset(heads))
 
 
-def chosen(asked: AskedSpec, terms: Terms, known: Registry, table: Table | None = None) -> Choice:
+def chosen(asked: ObservedSpec, terms: Terms, known: Registry, table: Table | None = None) -> Choice:
     """The choice by the tables, or by ``table``, even if choices are frozen.  Raises NoPlanError."""
     fp8, max_error = terms
     return choose(asked.spec, asked.device, asked_by="default", fp8=fp8, max_error=max_error, table=table, known=known)

@@ -31,7 +31,7 @@ from attnbench.problem.mask import Mask
 from attnbench.problem.mask_of_tensor import mask_of_tensor
 from attnbench.problem.spec import AttentionSpec
 
-__all__ = ["Call", "UnrecordableError", "watched"]
+__all__ = ["Call", "UnrecordableError", "watch_calls"]
 
 _jit: Any = torch.jit  # which tells no types
 _FUSED = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
@@ -63,7 +63,7 @@ class Call:
 
 
 @contextmanager
-def watched(seen: Callable[[Callable[[], Call]], None]) -> Iterator[None]:
+def watch_calls(seen: Callable[[Callable[[], Call]], None]) -> Iterator[None]:
     """While it is open, call ``seen`` after every attention call with a function that describes it.
 
     That function raises UnrecordableError for calls that cannot be recorded.  Code under torch.compile runs eagerly

@@ -21,7 +21,7 @@ from attnbench.problem.spec import AttentionSpec
 from attnbench.text.printable import printable
 
 from .file import LONGEST_CALL, MOST_CALLS, SUFFIX, CapturedCall, CapturedIndex, input_bytes, write_captured
-from .hooks import Call, UnrecordableError, watched
+from .hooks import Call, UnrecordableError, watch_calls
 from .reservoir import Reservoir
 
 __all__ = ["MAX_BYTES", "MOST", "Recorder", "capture"]
@@ -211,7 +211,7 @@ def capture(path: str | Path, *, max_bytes: int = MAX_BYTES, most: int = MOST) -
         recorder = Recorder(max_bytes, most)
         try:
             try:
-                with watched(recorder.record):
+                with watch_calls(recorder.record):
                     yield recorder
             finally:
                 # A fork of the program may also leave this block.

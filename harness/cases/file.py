@@ -33,7 +33,7 @@ from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
 from ..capture.file import PREFIX, captured_family, read_captured
-from ..yaml_file import described, entries, fault, items, read_yaml, scalar
+from ..yaml_file import describe_node, entries, fault, items, read_yaml, scalar
 from .case import LONGEST_NAME, Case, tensor_dtype
 from .inputs import DEFAULT_FAMILIES
 
@@ -115,7 +115,7 @@ class _Reader:
         for name, key, value in entries(self._path, entry, f"one of {', '.join(_KINDS)}"):
             if name not in _KINDS:
                 said = " (the tensors' type is the sweep's --dtype)" if name == "dtype" else ""
-                raise self._fault(key, f"expected one of {', '.join(_KINDS)}, not {described(key)}{said}")
+                raise self._fault(key, f"expected one of {', '.join(_KINDS)}, not {describe_node(key)}{said}")
             if not (nodes := items(value)):
                 raise self._fault(value, f"expected at least one value for {name}")
             options[name] = [self._value(name, node) for node in nodes]
@@ -143,14 +143,14 @@ class _Reader:
         value: Any = scalar(self._path, node) if isinstance(node, yaml.ScalarNode) else node
         if not isinstance(value, kinds) or isinstance(value, bool):
             said = " or ".join(_SAID[kind] for kind in kinds if kind in _SAID)
-            raise self._fault(node, f"expected {said} for {name}, not {described(node)}")
+            raise self._fault(node, f"expected {said} for {name}, not {describe_node(node)}")
         return self._mask(value, node) if name == "mask" else value
 
     def _window(self, node: yaml.MappingNode) -> Mask:
         sides: dict[str, Any] = {}
         for name, key, value in entries(self._path, node, _SIDES):
             if name not in ("left", "right", "alignment"):
-                raise self._fault(key, f"expected {_SIDES} in a mask, not {described(key)}")
+                raise self._fault(key, f"expected {_SIDES} in a mask, not {describe_node(key)}")
             sides[name] = scalar(self._path, value)
         try:
             return Mask(**sides)
@@ -161,5 +161,5 @@ class _Reader:
         if name is None:
             return Mask()
         if name not in _MASKS:
-            raise self._fault(node, f"expected {', '.join(_MASKS)} or a mapping for mask, not {described(node)}")
+            raise self._fault(node, f"expected {', '.join(_MASKS)} or a mapping for mask, not {describe_node(node)}")
         return _MASKS[name]

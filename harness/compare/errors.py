@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..measure.accuracy import TensorName
 from ..results.records import Measurement
 
-__all__ = ["ErrorChange", "families_missing", "risen"]
+__all__ = ["ErrorChange", "families_missing", "risen_errors"]
 
 # A smaller difference is FP32 rounding: the same kernel's LSE was 1.9e-7 off in one run and 2.2e-7 in another.
 _ROUNDING = 1e-6
@@ -24,7 +24,7 @@ class ErrorChange:
     after: float
 
 
-def risen(before: Measurement, after: Measurement, rise: float) -> list[ErrorChange]:
+def risen_errors(before: Measurement, after: Measurement, rise: float) -> list[ErrorChange]:
     """The errors that have risen by more than ``rise`` (0.25 is 25 %) and FP32 rounding, the largest rise first.
 
     The inputs of a case depend on its own seed, so an unchanged kernel has nearly the same errors each time.

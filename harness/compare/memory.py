@@ -9,7 +9,7 @@ from typing import Literal
 from ..formatting import size
 from ..results.records import Measurement
 
-__all__ = ["MemoryChange", "grown", "memory_said"]
+__all__ = ["MemoryChange", "memory_growth", "memory_said"]
 
 _NOTHING = 2**20  # bytes: allocators round, and a MiB more makes no difference
 
@@ -23,7 +23,7 @@ class MemoryChange:
     after: int
 
 
-def grown(before: Measurement, after: Measurement, rise: float) -> Iterator[MemoryChange]:
+def memory_growth(before: Measurement, after: Measurement, rise: float) -> Iterator[MemoryChange]:
     """What has grown by more than ``rise`` (0.1 is 10 %).
 
     The same code needs the same memory: of 756 rows in two committed sets none differs by more than 1.6 %.

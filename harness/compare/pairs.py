@@ -12,7 +12,7 @@ from attnbench.kernels.plan import Plan
 from attnbench.tables.environment import Environment
 
 from ..results.records import Measurement, Status, read_measurements
-from ..results.store import recorded
+from ..results.store import measurements_file
 from .terms import Key
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "baselines",
     "machine_differences",
     "other_differences",
-    "paired",
+    "pair_rows",
     "rows_of",
     "unlike_places",
     "unlike_questions",
@@ -52,7 +52,7 @@ def rows_of(place: Path) -> dict[Key, Measurement]:
 
     Raises MalformedFileError if it holds anything else, MisuseError if it is empty or has a case and plan twice.
     """
-    path = recorded(place)
+    path = measurements_file(place)
     rows: dict[Key, Measurement] = {}
     for row in read_measurements(path):
         if row.key in rows:
@@ -63,7 +63,7 @@ def rows_of(place: Path) -> dict[Key, Measurement]:
     return rows
 
 
-def paired(base: Mapping[Key, Measurement], new: Mapping[Key, Measurement]) -> list[Pair]:
+def pair_rows(base: Mapping[Key, Measurement], new: Mapping[Key, Measurement]) -> list[Pair]:
     """Every case and plan of either side: those of BASE in order, then those only in NEW."""
     return [Pair(key, base.get(key), new.get(key)) for key in dict.fromkeys([*base, *new])]
 

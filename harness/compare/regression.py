@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from ..results.records import Measurement
-from .errors import ErrorChange, families_missing, risen
-from .memory import MemoryChange, grown, memory_said
-from .pairs import FAILURES, Pair, baselines, other_differences, paired, unlike_places, unlike_questions
+from .errors import ErrorChange, families_missing, risen_errors
+from .memory import MemoryChange, memory_growth, memory_said
+from .pairs import FAILURES, Pair, baselines, other_differences, pair_rows, unlike_places, unlike_questions
 from .sentences import clocks_said, error_said, times_said
 from .terms import Gated, Key, Limits, Terms, check_used
-from .times import CostChange, Timed, changes_of, timed, verdict_of
+from .times import CostChange, Timed, changes_of, timed_costs, verdict_of
 
 __all__ = ["VERDICTS", "Outcome", "Regression", "RowVerdict", "compare_results"]
 
@@ -135,7 +135,7 @@ def compare_results(
     ``measured`` are changes of times measured side by side on this machine; they replace the rows' own times.  Raises
     MisuseError if the terms name something that neither side has.
     """
-    pairs = paired(base, new)
+    pairs = pair_rows(base, new)
     check_used(terms, [pair.key for pair in pairs])
     yardsticks = baselines(pairs, terms.relative_to)
     here = measured is not None
@@ -158,7 +158,7 @@ def _timed(pair: Pair, terms: Terms, yardsticks: Yardsticks) -> list[Timed] | No
             return None
     elif unlike_places(*rows):
         return None
-    return timed(*rows, terms.costs, terms.limits_of(pair.key), yardstick)
+    return timed_costs(*rows, terms.costs, terms.limits_of(pair.key), yardstick)
 
 
 def _outcome(
@@ -178,9 +178,9 @@ def _outcome(
         before, after = rows
         if unlike := unlike_questions(*rows) + ([] if terms.relative_to or here else unlike_places(*rows)):
             return Outcome(key, "incomparable", tuple(unlike), limits=limits)
-        errors = tuple(risen(before, after, limits.error))
+        errors = tuple(risen_errors(before, after, limits.error))
         said += _accuracy(before, after, errors)
-        memory = tuple(grown(before, after, limits.memory))
+        memory = tuple(memory_growth(before, after, limits.memory))
         said += [("larger", memory_said(each)) for each in memory]
         if key in changes:
             costs = changes[key]

@@ -15,7 +15,7 @@ from attnbench.errors import InputError, MalformedFileError, MisuseError
 from attnbench.kernels.plan import Plan
 from attnbench.text.printable import brief
 
-from ..yaml_file import described, entries, fault, read_yaml
+from ..yaml_file import describe_node, entries, fault, read_yaml
 
 __all__ = [
     "GATED",
@@ -155,13 +155,13 @@ def _fields(path: Path, node: yaml.MappingNode) -> Iterator[tuple[str, float]]:
         raise fault(path, node, f"expected {_NAMES} here")
     for name, key, value in entries(path, node, _NAMES):
         if name not in _FIELDS:
-            raise fault(path, key, f"expected {_NAMES}, not {described(key)}")
+            raise fault(path, key, f"expected {_NAMES}, not {describe_node(key)}")
         yield name, _share(path, value)
 
 
 def _share(path: Path, node: yaml.Node) -> float:
     if not isinstance(node, yaml.ScalarNode):
-        raise fault(path, node, f"expected a percentage such as 3%, not {described(node)}")
+        raise fault(path, node, f"expected a percentage such as 3%, not {describe_node(node)}")
     try:
         return percentage(node.value)
     except InputError as error:

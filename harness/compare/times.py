@@ -15,7 +15,7 @@ from ..statistics import Verdict, compare
 from .noise import Kind, Observed, noise_of
 from .terms import Gated, Key, Limits
 
-__all__ = ["CostChange", "Timed", "changes_of", "ratios", "timed", "verdict_of"]
+__all__ = ["CostChange", "Timed", "changes_of", "ratios", "timed_costs", "verdict_of"]
 
 _FEW = 4  # samples: with fewer, one delayed sample is at least a third of them
 _FAR = 1.3  # visits of unchanged GPU times were never all apart by this factor
@@ -63,7 +63,7 @@ class Timed:
     relative: bool
 
 
-def timed(
+def timed_costs(
     before: Measurement,
     after: Measurement,
     costs: Sequence[Gated],

@@ -36,7 +36,7 @@ __all__ = [
     "Number",
     "TensorName",
     "Truth",
-    "judged",
+    "judge_tensor",
     "relative_l2",
 ]
 
@@ -125,7 +125,7 @@ def relative_l2(value: Tensor, truth: Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def judged(name: TensorName, value: Tensor, truth: Tensor, unit: float = 0.0) -> Judgement:
+def judge_tensor(name: TensorName, value: Tensor, truth: Tensor, unit: float = 0.0) -> Judgement:
     """Compare a value (groups, heads, S, D), or an LSE (groups, heads, S), with its FP64 truth.
 
     An LSE's error is absolute, in nats: it is the relative error of the sum of exponentials.  To make it relative it is
@@ -256,7 +256,8 @@ class Truth:
         parts = [_part(x, spec, self.groups) for x in used]
         exact = _exact(spec, parts, self.grad_out, self.registry, self.precision)
         judgements = {
-            name: judged(name, exact[name], truth, self.units.get(name, 0.0)) for name, truth in self.values.items()
+            name: judge_tensor(name, exact[name], truth, self.units.get(name, 0.0))
+            for name, truth in self.values.items()
         }
         return Floor(spec, self.groups, exact, self.units, judgements)
 
@@ -295,7 +296,7 @@ def _judge(
         expected = (spec.batch, spec.kv_heads if name in ("dk", "dv") else spec.heads, *truth.shape[2:])
         if value.shape != expected:
             raise AttnbenchError(f"{name} has the shape {tuple(value.shape)}, not {expected}")
-        judgement = judged(name, _part(value, spec, groups), truth, units.get(name, 0.0))
+        judgement = judge_tensor(name, _part(value, spec, groups), truth, units.get(name, 0.0))
         # The truth may cover few heads, but all heads can be checked for non-finite values, except in the LSE, which
         # is infinite for a row without keys.
         lost = int((~torch.isfinite(value)).sum()) if name != "lse" else 0

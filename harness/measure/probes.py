@@ -16,7 +16,7 @@ from attnbench.problem.spec import AttentionSpec
 
 from .accuracy import TensorName, relative_l2
 
-__all__ = ["LeakProbe", "negate", "same_bits", "unnegated"]
+__all__ = ["LeakProbe", "negate", "same_bits", "undo_negation"]
 
 # Not a power of two: that would move a scale over the sequence without changing how the rest is rounded.
 _LARGER = 11.0
@@ -73,14 +73,14 @@ def negate(*inputs: Tensor) -> None:
     """Negate Q, K, V (and grad_out) in place; every answer then changes its sign, except the LSE.
 
     The scores stay the same (−Q · −K), out is linear in V, and one or three factors of each gradient change sign.
-    Rounding is symmetric, so this is exact in every format and the truth stays valid after ``unnegated``.  An output or
-    operand cached from the call before has the wrong sign.
+    Rounding is symmetric, so this is exact in every format and the truth stays valid after ``undo_negation``.  An
+    output or operand cached from the call before has the wrong sign.
     """
     for x in inputs:
         x.neg_()
 
 
-def unnegated(values: Mapping[TensorName, Tensor]) -> dict[TensorName, Tensor]:
+def undo_negation(values: Mapping[TensorName, Tensor]) -> dict[TensorName, Tensor]:
     """The results of a run on negated inputs with the signs that the truth of the original inputs has."""
     return {name: value if name == "lse" else -value for name, value in values.items()}
 

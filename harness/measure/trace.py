@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel
 
-__all__ = ["LONGEST_NAME", "MOST_NAMES", "mismatch", "shortened", "traced"]
+__all__ = ["LONGEST_NAME", "MOST_NAMES", "mismatch", "shorten_names", "trace_call"]
 
 MOST_NAMES = 12
 LONGEST_NAME = 160
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 os.environ.setdefault("KINETO_LOG_LEVEL", "7")
 
 
-def traced(call: Callable[[], _T], device: torch.device) -> tuple[_T, list[str]]:
+def trace_call(call: Callable[[], _T], device: torch.device) -> tuple[_T, list[str]]:
     """The call's result, and the names of what it ran, the longest-running first.
 
     On a GPU the names are those of device kernels and copies, on a CPU those of torch's operators.  The device is idle
@@ -48,11 +48,11 @@ def mismatch(kernel: ForwardKernel | BackwardKernel, names: list[str], device_ty
     evidence = kernel.evidence.get(device_type)
     if evidence is None or any(re.search(evidence, name) for name in names):
         return None
-    ran = ", ".join(shortened(kernel, names, device_type)[:5]) or "nothing"
+    ran = ", ".join(shorten_names(kernel, names, device_type)[:5]) or "nothing"
     return f"{kernel.name} did not run: nothing that ran matches {evidence!r}; what ran was {ran}"
 
 
-def shortened(kernel: ForwardKernel | BackwardKernel, names: list[str], device_type: str) -> list[str]:
+def shorten_names(kernel: ForwardKernel | BackwardKernel, names: list[str], device_type: str) -> list[str]:
     """As many names as a record holds, those that match the evidence first."""
     evidence = kernel.evidence.get(device_type)
     ordered = sorted(names, key=lambda name: evidence is None or re.search(evidence, name) is None)

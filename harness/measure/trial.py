@@ -18,10 +18,10 @@ from attnbench.kernels.plan import Plan
 from .accuracy import Judgements, TensorName
 from .findings import Findings, Side, Visit
 from .open_case import OpenCase
-from .probes import LeakProbe, negate, same_bits, unnegated
+from .probes import LeakProbe, negate, same_bits, undo_negation
 from .replay import RecordingError, replay_of
 from .timing import COSTS, Cost, Timer
-from .trace import mismatch, shortened, traced
+from .trace import mismatch, shorten_names, trace_call
 
 __all__ = ["Trial"]
 
@@ -96,8 +96,8 @@ class Trial:
 
     def _proved(self, side: Side, kernel: ForwardKernel | BackwardKernel, run: Callable[[], _T]) -> _T:
         device = self.case.device
-        result, names = traced(run, device)
-        self.ran[side] = shortened(kernel, names, device.type)
+        result, names = trace_call(run, device)
+        self.ran[side] = shorten_names(kernel, names, device.type)
         if reason := mismatch(kernel, names, device.type):
             raise AttnbenchError(reason)
         return result
@@ -191,7 +191,7 @@ class Trial:
         held = self.run()[1]
         kept = {name: value.clone() for name, value in held.items()}
         negate(*case.tensors)
-        stale = case.truths[family].judge(unnegated(self.run()[1]))
+        stale = case.truths[family].judge(undo_negation(self.run()[1]))
         settled &= _same(kept, held)  # a result belongs to the caller: the next call may not overwrite it
         case.load(first)
         evidence = (judged, floor, own, stale, settled, self._untouched)

@@ -17,7 +17,7 @@ from attnbench.tables.table import Entry, Table
 
 from .records import Measurement
 
-__all__ = ["condense", "joined", "worst_errors"]
+__all__ = ["condense", "join_sweeps", "worst_errors"]
 
 
 def condense(rows: Iterable[Measurement]) -> list[Entry]:
@@ -31,7 +31,7 @@ def condense(rows: Iterable[Measurement]) -> list[Entry]:
     return list(entries.values())
 
 
-def joined(sweeps: Mapping[str, Sequence[Measurement]]) -> Table:
+def join_sweeps(sweeps: Mapping[str, Sequence[Measurement]]) -> Table:
     """One table of the measurements of some sweeps; the keys say where each was read.
 
     If several sweeps measured a plan at a spec, the newest row counts; errors on input families that only older rows

@@ -23,7 +23,7 @@ from attnbench.tables.table import Table
 from .condense import condense
 from .records import Measurement, read_measurements
 from .shards import Shard
-from .store import LOCK, MEASUREMENTS, TABLE, Store, recorded
+from .store import LOCK, MEASUREMENTS, TABLE, Store, measurements_file
 
 __all__ = ["Merged", "Part", "merge"]
 
@@ -138,7 +138,7 @@ def _read(place: Path, locks: ExitStack) -> Part:
     """The rows of a folder or file.  A folder's lock is kept until all parts are read."""
     with _reading(place):
         folder = stat.S_ISDIR(place.stat().st_mode)
-        path = recorded(place)
+        path = measurements_file(place)
         if folder:
             _lock(place, locks)
             if path.name not in os.listdir(place):

@@ -13,7 +13,7 @@ from attnbench.tables.environment import Environment
 
 from .records import MEASUREMENTS, Measurement, read_measurements
 
-__all__ = ["LOCK", "MEASUREMENTS", "TABLE", "Store", "recorded"]
+__all__ = ["LOCK", "MEASUREMENTS", "TABLE", "Store", "measurements_file"]
 
 TABLE = "table.json"  # the condensed measurements, written once all are there
 LOCK = ".lock"
@@ -21,7 +21,7 @@ _PAGE = 2**12  # bytes
 _ROOM = 16 * _PAGE  # bytes that must be free when a sweep begins: some rows, or its table
 
 
-def recorded(place: Path) -> Path:
+def measurements_file(place: Path) -> Path:
     """The file of measurements of a path: the file itself, or the one in a folder, compressed or not."""
     if not os.path.isdir(place):
         return place
@@ -32,8 +32,8 @@ def recorded(place: Path) -> Path:
 class Store:
     """``folder/measurements.jsonl``, written by one sweep at a time, which holds the folder's lock.
 
-    A compressed file (see ``recorded``) is never added to.  Opening first repairs the file: a half-written last line is
-    cut off, and ``notes`` says so.  ``rows`` are the measurements in the order in which they were written.
+    A compressed file (see ``measurements_file``) is never added to.  Opening first repairs the file: a half-written
+    last line is cut off, and ``notes`` says so.  ``rows`` are the measurements in the order in which they were written.
 
     Raises MisuseError if the folder has results and ``resume`` is not set, if another sweep is writing it, or if its
     results come from an environment that cannot be compared with this one; MalformedFileError if it holds anything but
@@ -63,7 +63,7 @@ class Store:
             raise OutputError(said) from error
         if not ours:
             raise MisuseError(f"another sweep is writing {self.folder}; wait for it or name another folder with --out")
-        if recorded(self.folder) != self.path:
+        if measurements_file(self.folder) != self.path:
             raise MisuseError(f"{self.folder} holds compressed results, to be kept; name another folder with --out")
         if self.path.exists():
             if not resume and self.path.stat().st_size:

@@ -27,8 +27,8 @@ from ..measure.worker import Setting
 from ..results.records import Measurement
 from .backend_process import BackendProcess
 from .compile_ahead import usable_cores
-from .interleave import Samples, interleaved
-from .rows import measured, passed_over
+from .interleave import Samples, interleave
+from .rows import measured_row, unmeasured_row
 from .worker_process import LostError, Worker
 
 __all__ = ["DeviceSweep", "Phase", "PhaseStarted", "StoppedError"]
@@ -130,7 +130,7 @@ class DeviceSweep:
             gathered = samples[plan]
             gpu = self._watch.between(*gathered.spans)
             try:
-                row = measured(case, plan, opened, first, gathered, findings, gpu, started, self.setup)
+                row = measured_row(case, plan, opened, first, gathered, findings, gpu, started, self.setup)
             except ValidationError as error:  # a number outside a record's range costs only this row
                 said = error.errors(include_url=False, include_input=False)[0]
                 where = ".".join(map(str, said["loc"]))
@@ -185,14 +185,14 @@ class DeviceSweep:
         steady = partial(self._watch.steady, time.perf_counter())
         emulated = [plan for plan in plans if self.setup.registry.emulated(plan, self.setup.device.type)]
         brief = emulated if len(emulated) < len(plans) else ()
-        return interleaved(plans, visit, self.setup.timer, case.name, steady, brief)
+        return interleave(plans, visit, self.setup.timer, case.name, steady, brief)
 
     def _check(self) -> None:
         if self._stopped.is_set():
             raise StoppedError
 
     def _failed(self, case: Case, plan: Plan, lost: LostError) -> Measurement:
-        return passed_over(case, plan, lost.status, [lost.reason], self.setup)
+        return unmeasured_row(case, plan, lost.status, [lost.reason], self.setup)
 
     def _process_of(self, plan: Plan) -> BackendProcess:
         place = self._place(plan)

@@ -19,7 +19,7 @@ from ..measure.setup import DeviceSetup
 from ..results.records import Measurement, Status
 from .compile_ahead import FirstRuns
 from .device_sweep import DeviceSweep, Phase, PhaseStarted, StoppedError
-from .rows import passed_over
+from .rows import unmeasured_row
 
 __all__ = ["DeviceSweeps", "Task"]
 
@@ -117,7 +117,7 @@ class DeviceSweeps:
                         break
                     for task in tasks:
                         if not task.runs:
-                            happened.put(passed_over(case, task.plan, task.status, task.reasons, sweep.setup))
+                            happened.put(unmeasured_row(case, task.plan, task.status, task.reasons, sweep.setup))
                     for event in sweep.measure(case, [task.plan for task in tasks if task.runs]):
                         happened.put(event)
         except StoppedError:

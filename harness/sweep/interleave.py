@@ -14,7 +14,7 @@ from ..measure.findings import Visit
 from ..measure.timing import Cost, Timer
 from ..statistics import median_interval
 
-__all__ = ["Samples", "interleaved"]
+__all__ = ["Samples", "interleave"]
 
 _MOST_SAMPLES = 9_000  # of one cost; a record holds 10,000
 _TELLING = 3  # with this many visits, one visit cannot move the median far
@@ -68,7 +68,7 @@ class Samples:
         return high - low <= 2 * timer.narrow * middle
 
 
-def interleaved(
+def interleave(
     plans: Sequence[Plan],
     visit: Callable[[Plan], Visit | None],
     timer: Timer,

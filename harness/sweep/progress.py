@@ -16,13 +16,13 @@ from ..results.condense import worst_errors
 from ..results.records import Measurement, Status
 from .run import Ended, Event, Finished, Started
 
-__all__ = ["followed"]
+__all__ = ["show_progress"]
 
 _FAILURES: tuple[Status, ...] = ("oom", "timeout", "crashed", "error")
 _WHOLE_SWEEP = 86_400.0  # seconds over which the speed is averaged: rows come in bursts at the end of a case
 
 
-def followed(events: Iterable[Event], console: Console, *, verbose: bool = False) -> Iterator[Measurement]:
+def show_progress(events: Iterable[Event], console: Console, *, verbose: bool = False) -> Iterator[Measurement]:
     """The rows of the events, shown on the console as they come.
 
     A terminal shows one line while the sweep runs; a log gets a line when a case begins and a line for each plan that

@@ -20,7 +20,7 @@ from ..terms import Gated, Key, Terms
 from .series import GateRow, Series
 from .sides import Question
 
-__all__ = ["MOST_ROWS", "brief_timer", "chosen", "gate_rows", "tasks"]
+__all__ = ["MOST_ROWS", "brief_timer", "choose_rows", "gate_rows", "tasks"]
 
 MOST_ROWS = 20
 _RUNNERS_UP = 1  # for each of the two default budgets of a caller: 16 bits, and FP8 opted into
@@ -28,7 +28,7 @@ _RUNNERS_UP = 1  # for each of the two default budgets of a caller: 16 bits, and
 _COSTS: dict[str, tuple[Gated, ...]] = {"cuda": ("prepared", "backward", "host"), "cpu": ("call",)}
 
 
-def chosen(base: Mapping[Key, Measurement], most: int = MOST_ROWS) -> list[Measurement]:
+def choose_rows(base: Mapping[Key, Measurement], most: int = MOST_ROWS) -> list[Measurement]:
     """The fastest accurate plan of each case in 16 bits and in FP8, as ``auto`` chooses, then the runners-up.
 
     Of the runners-up the closest to the fastest come first; ``most`` rows in all.

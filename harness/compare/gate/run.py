@@ -24,7 +24,7 @@ from ..terms import Gated, Key, Terms
 from .gate import Gate
 from .outcome import minutes_needed, outcomes
 from .rounds import ROUNDS, Rounds, read_rounds, rounds_of
-from .rows import brief_timer, chosen, gate_rows, repeatable, tasks
+from .rows import brief_timer, choose_rows, gate_rows, repeatable, tasks
 from .series import GateRow
 from .sides import SECONDS, Sides
 
@@ -77,7 +77,7 @@ def run_gate(
     registry = registry_of(source)
     environment = Environment.detect(device, registry)
     known = _known(rows_of(base), cases, base)
-    wanted = known if every else {row.key: row for row in chosen(known)}
+    wanted = known if every else {row.key: row for row in choose_rows(known)}
     if not wanted:
         raise MisuseError(f"{base} has no row to gate: none has numbers and inputs that can be drawn again")
     recorded = None if base_python is not None else _recorded(base, wanted, environment)

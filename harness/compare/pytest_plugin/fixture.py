@@ -25,7 +25,7 @@ from ...measure.setup import DeviceSetup
 from ...measure.timing import COSTS, Cost, Timer
 from ...results.records import Measurement, Status
 from ...sweep.device_sweep import DeviceSweep
-from ...sweep.rows import passed_over
+from ...sweep.rows import unmeasured_row
 from .samples import Benchmark, Replay, hand_over
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class SessionDevices:
         status, reasons = sweep.setup.registry.reasons(plan, case.spec, describe(device))
         if status != "ok":
             known: Status = "refused" if status == "refused" else "unavailable"
-            return passed_over(case, plan, known, reasons, sweep.setup)
+            return unmeasured_row(case, plan, known, reasons, sweep.setup)
         _quiesce()
         (row,) = [event for event in sweep.measure(case, [plan]) if isinstance(event, Measurement)]
         return row

@@ -19,7 +19,7 @@ from attnbench.kernels.plan import Plan, backend_of
 
 from ...formatting import shown
 from ...training.judge.arms import Arm, compare_arms
-from ...training.judge.curves import gap_curve, smoothed, window_of
+from ...training.judge.curves import gap_curve, smooth, window_of
 from ...training.judge.learning import TOLERANCE
 from ...training.report.plots import legend
 from .colours import OTHERS, THEMES
@@ -217,7 +217,7 @@ def loss_figure(arms: Sequence[Arm]) -> Figure:
             for run in arm.runs:
                 if finite := [value for value in run.loss if np.isfinite(value)]:
                     line = "--" if arm.baseline else "-"
-                    _curve(panels[0], smoothed(finite, window_of(len(finite))), colours[id(arm)], line, label)
+                    _curve(panels[0], smooth(finite, window_of(len(finite))), colours[id(arm)], line, label)
                     label = None
         panels[0].set_ylabel("loss (nats)")
         legend(figure, panels[0])

@@ -19,7 +19,7 @@ from attnbench.tables.table import Table
 from attnbench.tables.user_table import Known
 
 from ...measure.timing import COSTS
-from ...results.condense import joined, worst_errors
+from ...results.condense import join_sweeps, worst_errors
 from ...results.records import Measurement
 
 __all__ = ["DEFAULT", "DIRECTIONS", "Answer", "Case", "Machine", "machines_of", "worst_error"]
@@ -137,7 +137,7 @@ def machines_of(sweeps: Mapping[str, Sequence[Measurement]], known: Registry) ->
     machines: list[Machine] = []
     first = 0
     for place, group in enumerate(groups):
-        table = joined(group)
+        table = join_sweeps(group)
         cases = list(_cases(group, table, known, first))
         first += len(cases)
         same = names[:place].count(names[place])

@@ -14,7 +14,7 @@ from attnbench.errors import MisuseError
 from attnbench.files.untrusted import open_regular
 
 from ...results.records import Measurement, read_measurements
-from ...results.store import recorded
+from ...results.store import measurements_file
 from ...training.rows import ROWS, TrainingRun, read_runs
 
 __all__ = ["Results", "read_results"]
@@ -78,7 +78,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _in(folder: Path) -> list[Path]:
-    return [file for file in (recorded(folder), folder / ROWS) if file.is_file()]
+    return [file for file in (measurements_file(folder), folder / ROWS) if file.is_file()]
 
 
 def _holds_training(path: Path) -> bool:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from attnbench.errors import InputError
 
-__all__ = ["Curve", "ending", "gap_curve", "known_median", "smoothed", "spikes", "window_of"]
+__all__ = ["Curve", "ending", "gap_curve", "known_median", "smooth", "spikes", "window_of"]
 
 Curve: TypeAlias = npt.NDArray[np.float64]
 _SPIKE = 8.0  # deviations above the steps before; normal noise exceeds it in one step of 1e15
@@ -32,7 +32,7 @@ def window_of(steps: int) -> int:
     return max(1, steps // _WINDOW)
 
 
-def smoothed(losses: Sequence[float], window: int) -> Curve:
+def smooth(losses: Sequence[float], window: int) -> Curve:
     """The mean of each step and up to ``window`` − 1 steps before it.  Raises InputError for a window below 1."""
     if window < 1:
         raise InputError(f"a window has at least one step, not {window}")
@@ -54,7 +54,7 @@ def ending(losses: Sequence[float], share: float) -> float:
 def gap_curve(candidate: Sequence[float], baseline: Sequence[float], window: int) -> Curve:
     """The candidate's smoothed loss over the baseline's, minus one, for the steps that both have."""
     steps = min(len(candidate), len(baseline))
-    gap: Curve = smoothed(candidate[:steps], window) / smoothed(baseline[:steps], window) - 1
+    gap: Curve = smooth(candidate[:steps], window) / smooth(baseline[:steps], window) - 1
     return gap
 
 

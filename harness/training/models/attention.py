@@ -14,7 +14,7 @@ from attnbench.errors import InputError
 
 from ..config import OWN, SDPA, TrainConfig
 
-__all__ = ["Attend", "Attending", "AttentionCore", "plans_noted"]
+__all__ = ["Attend", "Attending", "AttentionCore", "note_plans"]
 
 
 # (q (B, H, S, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv), is_causal) to (B, H, S, Dv).  scale, window (keys before and
@@ -67,7 +67,7 @@ class Attend:
 
 
 @contextmanager
-def plans_noted(modules: Sequence[AttentionCore]) -> Iterator[list[str]]:
+def note_plans(modules: Sequence[AttentionCore]) -> Iterator[list[str]]:
     """Collect the plans of the modules' calls, each once; not for timed steps, because it chooses each again."""
     noted: dict[str, None] = {}
     asked: set[object] = set()

@@ -15,7 +15,7 @@ from attnbench.files.atomic import replace_file
 
 from ...formatting import shown
 from ..judge.arms import Arm, arms_of, compare_arms
-from ..judge.curves import gap_curve, smoothed, window_of
+from ..judge.curves import gap_curve, smooth, window_of
 from ..judge.learning import TOLERANCE
 from ..rows import TrainingRun
 from .summary import report
@@ -57,7 +57,7 @@ def _figure(arms: Sequence[Arm]) -> Figure:
     for arm in arms:
         for index, run in enumerate(run for run in arm.runs if run.loss):
             losses.plot(run.loss, color=colours[id(arm)], alpha=0.2, linewidth=0.6)
-            curve = smoothed(run.loss, window_of(len(run.loss)))
+            curve = smooth(run.loss, window_of(len(run.loss)))
             label = _plain(arm.label) if index == 0 else None
             style = "--" if arm.baseline else "-"
             losses.plot(curve, color=colours[id(arm)], linewidth=1.3, linestyle=style, label=label)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from ..models.attention import plans_noted
+from ..models.attention import note_plans
 from .attention_share import share_of_attention
 from .checkpoint import load, newest, save, state_of
 from .history import History
@@ -188,7 +188,7 @@ class _Run:
         with (
             torch.random.fork_rng(devices=gpus),
             torch.compiler.set_stance("force_eager"),
-            plans_noted(modules) as plans,
+            note_plans(modules) as plans,
         ):
             sign = signs_of(step, modules, work)
         self.history.plans = list(dict.fromkeys([*self.history.plans, *plans]))

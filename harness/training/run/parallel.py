@@ -24,7 +24,7 @@ from .policy import sharding_policy
 if TYPE_CHECKING:
     from .trainable import Trainable
 
-__all__ = ["Ranks", "joined", "spread"]
+__all__ = ["Ranks", "join_ranks", "spread"]
 
 _PATIENCE = timedelta(minutes=30)  # for compiling and the first step of a large model on one rank while the others wait
 
@@ -65,7 +65,7 @@ class Ranks:
 
 
 @contextmanager
-def joined(device: str, environ: Mapping[str, str] = os.environ) -> Iterator[Ranks]:
+def join_ranks(device: str, environ: Mapping[str, str] = os.environ) -> Iterator[Ranks]:
     """This process's place among those that ``torchrun`` started; alone without torchrun.
 
     ``device`` is ``auto``, ``cpu``, ``cuda``, or without torchrun ``cuda:N``; under torchrun each process of a node

@@ -14,7 +14,7 @@ from attnbench.text.printable import printable
 
 from ..rows import TrainingRun
 
-__all__ = ["ProgressCallback", "progress_shown"]
+__all__ = ["ProgressCallback", "show_training_progress"]
 
 _LINES_A_RUN = 5
 
@@ -27,7 +27,7 @@ class ProgressCallback(Protocol):
 
 
 @contextmanager
-def progress_shown(console: Console, runs: int, *, silent: bool = False) -> Iterator[ProgressCallback]:
+def show_training_progress(console: Console, runs: int, *, silent: bool = False) -> Iterator[ProgressCallback]:
     """Show ``runs`` runs on the console as they go; nothing if ``silent``, as on all ranks but one."""
     if silent:
         yield lambda row: None

@@ -4,7 +4,7 @@ import pytest
 from compared import results, row
 from places import RESULTS
 
-from attnbench.harness.compare.memory import grown
+from attnbench.harness.compare.memory import memory_growth
 from attnbench.harness.compare.regression import compare_results
 from attnbench.harness.compare.terms import Limits, Terms, Threshold
 from attnbench.harness.results.records import read_measurements
@@ -49,4 +49,4 @@ def test_unchanged_kernels_take_the_same():
     shared = sets[0].keys() & sets[1].keys()
     assert len(shared) > 500
     for key in shared:
-        assert not list(grown(sets[0][key], sets[1][key], 0.05))
+        assert not list(memory_growth(sets[0][key], sets[1][key], 0.05))

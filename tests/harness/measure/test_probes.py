@@ -11,7 +11,7 @@ from problems import masks, problems
 
 from attnbench.harness.cases.inputs import draw
 from attnbench.harness.measure.accuracy import Truth
-from attnbench.harness.measure.probes import LeakProbe, negate, same_bits, unnegated
+from attnbench.harness.measure.probes import LeakProbe, negate, same_bits, undo_negation
 from attnbench.kernels.contract import Saved
 from attnbench.kernels.registry import registry
 from attnbench.problem.mask import Mask
@@ -151,7 +151,7 @@ def test_negating_every_input_negates_every_answer_but_the_lse(problem):
     negate(q, k, v, do)
     now = answers()
     assert any(now[name].any() and not torch.equal(now[name], value) for name, value in before.items())
-    for name, value in unnegated(now).items():
+    for name, value in undo_negation(now).items():
         assert torch.equal(value, before[name]), name
 
 
@@ -172,7 +172,7 @@ def test_fp8_kernels_answer_negated_inputs_to_the_last_bit(name):
     before = answers()
     negate(inputs.q, inputs.k, inputs.v, inputs.grad_out)
     # Adding 0 makes +0 of -0, which is what negating 0 gives.
-    assert all(same_bits(value + 0.0, before[name] + 0.0) for name, value in unnegated(answers()).items())
+    assert all(same_bits(value + 0.0, before[name] + 0.0) for name, value in undo_negation(answers()).items())
 
 
 def test_whatever_is_kept_from_the_call_before_has_the_wrong_sign():
@@ -185,10 +185,10 @@ def test_whatever_is_kept_from_the_call_before_has_the_wrong_sign():
 
     def error(q, k, v):
         operands = type(now)(CAUSAL, q, k, v)
-        return truth.judge(unnegated({"out": kernel.run(operands).out}))["out"].error
+        return truth.judge(undo_negation({"out": kernel.run(operands).out}))["out"].error
 
     assert error(now.q, now.k, now.v) < 0.1
-    assert truth.judge(unnegated({"out": fresh}))["out"].error == pytest.approx(2, abs=0.1)
+    assert truth.judge(undo_negation({"out": fresh}))["out"].error == pytest.approx(2, abs=0.1)
     for kept in (
         (before.q, now.k, now.v),
         (now.q, before.k, now.v),

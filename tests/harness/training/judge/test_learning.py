@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from small_training import builder, gradient_times, not_a_number_after, rounded, run_of, session_of, small
 
 from attnbench.errors import InputError
-from attnbench.harness.training.judge.curves import ending, gap_curve, smoothed, spikes
+from attnbench.harness.training.judge.curves import ending, gap_curve, smooth, spikes
 from attnbench.harness.training.judge.learning import RULES, TOLERANCE, Pair, judge_pairs, pairs_of
 from attnbench.harness.training.run.session import plan_runs
 from examples import examples
@@ -142,7 +142,7 @@ def test_two_runs_of_one_seed_are_no_pair() -> None:
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=50), st.integers(1, 60))
 def test_smoothing_is_the_mean_of_the_window(losses: list[float], window: int) -> None:
-    for step, value in enumerate(smoothed(losses, window)):
+    for step, value in enumerate(smooth(losses, window)):
         assert value == pytest.approx(np.mean(losses[max(0, step - window + 1) : step + 1]))
     assert ending(losses, 1.0) == pytest.approx(np.mean(losses))
     assert gap_curve([1.1 * loss for loss in losses], losses, window) == pytest.approx(0.1)

@@ -15,7 +15,7 @@ from attnbench.problem.spec import AttentionSpec
 
 from ..capture.file import input_bytes
 
-__all__ = ["AskedSpec", "AskedSpecs", "Terms"]
+__all__ = ["ObservedSpec", "ObservedSpecs", "Terms"]
 
 _MOST = 4096  # specs to keep: a program with changing shapes has any number
 _FLOPS_PER_BYTE = 200.0  # roughly what a GPU computes while it reads a byte: few queries on many keys are limited by it
@@ -23,7 +23,7 @@ Terms = tuple[bool, float | None]  # whether FP8 was opted into, and the budget 
 
 
 @dataclass(eq=False)
-class AskedSpec:
+class ObservedSpec:
     """One spec on one device.
 
     ``calls`` counts the forward passes that left the choice to attnbench; ``choices`` maps the terms of the calls to
@@ -51,18 +51,18 @@ class AskedSpec:
 class _Counted(Execution):
     """An execution that counts its forward passes."""
 
-    asked: AskedSpec = field(kw_only=True, compare=False, repr=False)
+    asked: ObservedSpec = field(kw_only=True, compare=False, repr=False)
 
     def answer(self, inputs: Inputs) -> tuple[Operands, Result]:
         self.asked.calls += 1  # threads may lose a count, which only affects an order
         return super().answer(inputs)
 
 
-class AskedSpecs:
+class ObservedSpecs:
     """A listener (``attnbench.dispatch.memory``) that keeps specs and no tensors."""
 
     def __init__(self) -> None:
-        self._asked: dict[tuple[torch.device, AttentionSpec], AskedSpec] = {}
+        self._asked: dict[tuple[torch.device, AttentionSpec], ObservedSpec] = {}
         self._lock = threading.Lock()
 
     def chosen(self, device: torch.device, wish: Wish, choice: Choice, execution: Execution) -> Execution:
@@ -77,13 +77,13 @@ class AskedSpecs:
             asked.choices.setdefault((wish.dtype == "fp8", wish.max_error), choice)
         return _Counted(execution.spec, execution.forward, execution.backward, execution.budget, asked=asked)
 
-    def of(self, spec: AttentionSpec, device: torch.device) -> AskedSpec:
+    def of(self, spec: AttentionSpec, device: torch.device) -> ObservedSpec:
         """The entry of the spec; whether the log-sum-exp is returned changes neither time nor error."""
         spec = spec.replace(return_lse=False)
-        return self._asked.setdefault((device, spec), AskedSpec(spec, device))
+        return self._asked.setdefault((device, spec), ObservedSpec(spec, device))
 
     @property
-    def heaviest_first(self) -> list[AskedSpec]:
+    def heaviest_first(self) -> list[ObservedSpec]:
         """All specs, by their estimated share of the program's time."""
         with self._lock:
             return sorted(self._asked.values(), key=lambda asked: asked.weight, reverse=True)
