@@ -22,7 +22,7 @@ from attnbench.guarding.check import pick_groups, pick_rows
 from attnbench.harness.cases.inputs import FAMILIES
 from attnbench.harness.cases.presets import PRESETS
 from attnbench.harness.results.records import Measurement, read_measurements
-from attnbench.harness.training.judge.arms import Arm, arms_of, compared, scaling_efficiency
+from attnbench.harness.training.judge.arms import Arm, arms_of, compare_arms, scaling_efficiency
 from attnbench.harness.training.judge.learning import RULES
 from attnbench.harness.training.report.summary import offers_of
 from attnbench.harness.training.rows import ROWS, read_runs
@@ -292,7 +292,7 @@ def ranks() -> str:
 def learning() -> str:
     """Loss curves of FP8 attention against bf16, with the verdicts."""
     lines = []
-    for arm, baseline, said in compared(arms("learning/te", "learning/triton")):
+    for arm, baseline, said in compare_arms(arms("learning/te", "learning/triton")):
         assert None not in (said.gap, said.low, said.high), "they ended"
         spread = f" ({said.low:+.2%} to {said.high:+.2%})"
         lines.append(

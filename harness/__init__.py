@@ -1,1 +1,1 @@
-"""The bench: cases, inputs, timing, accuracy, records and the sweep that ties them together."""
+"""The harness: cases, inputs, timing, accuracy, records, and the sweep that runs them."""

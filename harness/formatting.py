@@ -1,4 +1,4 @@
-"""How the report writes: numbers in few digits, prose within the width, nothing that steers a terminal or a page."""
+"""Formatting for reports: numbers with few digits, prose within the width, untrusted text made safe."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _TENFOLD = 9.0
 
 
 def error(value: float) -> str:
-    """A relative L2 in two digits."""
+    """A relative L2 with two digits."""
     return f"{value:.2g}" if math.isfinite(value) else "infinite"
 
 
 def change(value: float) -> str:
-    """A relative change in per cent, ``+0.031%`` for 0.00031; as a multiple where it is tenfold or more."""
+    """A relative change in per cent, ``+0.031%`` for 0.00031; as a multiple from tenfold on."""
     return f"{value:+.3%}" if abs(value) < _TENFOLD else f"{number(1 + value)} times"
 
 
@@ -33,7 +33,7 @@ def size(count: int) -> str:
 
 
 def shown(text: str, style: Style) -> str:
-    """The text without what would steer a terminal or break Markdown: files and plug-ins write some of it."""
+    """The text without control characters and Markdown syntax: files and plug-ins write some of it."""
     safe = printable(text)
     if style == "markdown":
         for char in "\\`*_<>|[]":

@@ -1,4 +1,4 @@
-"""Files of JSON Lines through a schema: one record at a time, bounded, and every fault said with its line."""
+"""Read JSON Lines through a schema: one record at a time, with limits on size; every error names its line."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _Record = TypeVar("_Record", bound=BaseModel)
 
 
 class TornLineError(MalformedFileError):
-    """The last line is incomplete, as a process that was killed leaves it; the records before it are whole."""
+    """The last line is incomplete, as after a killed process; the records before it are complete."""
 
 
 class Form(NamedTuple):
-    """What a file must be: its schema, what a record is called and what many are, and how many bytes it may have.
+    """The format of a file: its schema, the names for one record and for many, and its limits in bytes.
 
-    ``older`` maps each earlier schema that is read to what makes a record of it one of ``schema``.
+    ``older`` maps each earlier schema to the function that converts its records to ``schema``.
     """
 
     schema: str
@@ -41,10 +41,10 @@ class Form(NamedTuple):
 
 
 def read_lines(path: Path, record: type[_Record], form: Form) -> Iterator[_Record]:
-    """The records of a file, one at a time; a name that ends in ``.gz`` says that it is compressed.
+    """The records of a file, one at a time; a name that ends in ``.gz`` means a compressed file.
 
-    Raises MalformedFileError with the line and what was expected there; TornLineError, after the records that are
-    whole, where it is the start of one more.
+    Raises MalformedFileError with the line and what was expected there; TornLineError, after the complete records, if
+    the last line is the start of one.
     """
     too_large = MalformedFileError(path, f"expected at most {form.largest_file} bytes of {form.many}")
     try:
@@ -67,7 +67,7 @@ def read_lines(path: Path, record: type[_Record], form: Form) -> Iterator[_Recor
 
 
 def validation_fault(error: ValidationError, whole: str) -> str:
-    """The first thing that a record's model found wrong; ``whole`` is what the record is called."""
+    """The first fault that a record's model found; ``whole`` is what the record is called."""
     first = error.errors(include_url=False, include_input=False)[0]
     return f"{'.'.join(str(part) for part in first['loc']) or whole}: {first['msg'].removeprefix('Value error, ')}"
 
@@ -98,7 +98,7 @@ def _parsed(path: Path, number: int, line: bytes, record: type[_Record], form: F
 
 
 def _written_by_a_newer(content: dict[str, Any]) -> str:
-    """A newer attnbench may add to a record what this one does not know; the record's environment names the writer."""
+    """A hint if a newer attnbench wrote the record, according to its environment; else empty."""
     environment = content.get("environment")
     writer = environment.get("attnbench") if isinstance(environment, dict) else None
     if not is_newer(writer):

@@ -1,4 +1,4 @@
-"""What records of several files have in common, and how it stands in their JSON: specs, plans, environments, times."""
+"""Pydantic fields that several record types share: specs, plans, environments, times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far two sets of visits lie apart, and how small a difference they could have shown."""
+"""Compare two sets of visits: how far apart they are, and how small a difference they could have shown."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ from attnbench.errors import InputError
 __all__ = ["MEDIAN_ERROR", "Comparison", "Noise", "Verdict", "compare", "median_interval", "spread"]
 
 Verdict = Literal["faster", "slower", "same", "uncertain"]
-POWER = 0.95  # with which a change of the size that is said to be visible is found
+POWER = 0.95  # the probability of finding a change of the size that is called visible
 CHANCE = 0.01  # of any false alarm in a whole family
-# Of Student's t: unchanged rows on recorded GPUs and CPUs lie apart by up to 5 of their deviations, once in a hundred.
+# Of Student's t: unchanged rows on recorded GPUs and CPUs differ by up to 5 of their deviations, once in a hundred.
 FREEDOM = 8
-_MOST_VISITS = 3  # what clocks and neighbours do lasts longer than a visit: more than that are not independent
-_WEIGHT = 4  # visits' worth of what is usual, beside a row's own few
-_DOUBT = 1.5  # times the variance that few visits show may be that of which the next few are drawn
-_TRIMMED_FROM = 5  # visits: of fewer, one at another clock may be a third of what there is to see
-MEDIAN_ERROR = math.sqrt(math.pi / 2)  # the standard error of a median over that of a mean, of normal numbers
+_MOST_VISITS = 3  # effects of clocks and neighbours outlast a visit, so more visits are not independent
+_WEIGHT = 4  # visits of the usual noise, added to a row's own few
+_DOUBT = 1.5  # the next visits may have this many times the variance that few visits show
+_TRIMMED_FROM = 5  # visits: with fewer, one at another clock may be a third of the information
+MEDIAN_ERROR = math.sqrt(math.pi / 2)  # the standard error of a median over that of a mean, for normal numbers
 _LARGEST_LOGARITHM = math.log(sys.float_info.max)
 _Logs: TypeAlias = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Noise:
-    """What two sets of visits differ by though nothing changed, as standard deviations of logarithms (0.01 is 1 %).
+    """How far two sets of visits differ without any change, as standard deviations of logarithms (0.01 is 1 %).
 
-    ``visit`` is that of a visit's median about the others of its run, as is usual for such rows.
-    ``run`` is that of a whole run about another, beyond what its visits show: another
-    temperature, other addresses, another neighbour.
+    ``visit`` is the usual deviation of a visit's median from the others of its run.  ``run`` is the deviation between
+    runs beyond what their visits show: another temperature, other addresses, another neighbour.
     """
 
     run: float = 0.0
@@ -46,9 +45,9 @@ class Noise:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What :func:`compare` found.
+    """The result of :func:`compare`.
 
-    ``ratio`` is after over before, above 1 where after takes longer; ``interval`` holds it with 95 % confidence;
+    ``ratio`` is after over before, above 1 if after takes longer; ``interval`` contains it with 95 % confidence;
     ``visible`` is the smallest slow-down that would have been found with 95 %: 0.02 is 2 %.
     """
 
@@ -66,26 +65,24 @@ def compare(
     noise: Noise = Noise(),
     family: int = 1,
 ) -> Comparison:
-    """Say whether ``after`` takes longer than ``before``, less, as long, or what cannot be told.
+    """Decide whether ``after`` takes longer than ``before``, less, as long, or whether that is uncertain.
 
-    Both are medians of visits in milliseconds: samples of one visit follow one another within
-    milliseconds and are alike, so that visits are what replicates.  ``factor`` is the size of
-    change that matters, ``family`` how many comparisons are made at once.
+    Both are medians of visits in milliseconds: samples of one visit are taken within milliseconds and are alike, so
+    visits are the unit of replication.  ``factor`` is the size of change that matters, ``family`` the number of
+    comparisons made at once.
 
-    - ``slower``, ``faster``: beyond doubt, the chance that any of the family is one although
-      nothing changed being 1 % at most; in the ranks of the visits, too, so that two clocks in
-      both sets do not decide; and by more than half of ``factor``, because an estimate of a true
-      3 % falls below 3 % every second time.
+    - ``slower``, ``faster``: significant, with a probability of at most 1 % for any false one in the family; confirmed
+      by the ranks of the visits, so that two clocks in both sets do not decide; and larger than half of ``factor``,
+      because a true 3 % is estimated below 3 % every second time.
     - ``same``: a slow-down of ``factor`` would have been found with 95 %, and was not.
     - ``uncertain``: anything else.
 
-    The ratio is that of the medians over visits.  Its deviation has a part that the visits
-    show (their spread, which few visits know badly, so that it is drawn towards ``noise.visit``)
-    and one that they do not, ``noise.run``.  Tails are those of Student's t with 8 degrees of
-    freedom, because runs differ by several deviations more often than normal numbers.
+    The ratio is that of the medians over visits.  Its deviation has a part from the visits (their spread, which few
+    visits estimate badly, so it is drawn towards ``noise.visit``) and ``noise.run``.  Tails are those of Student's t
+    with 8 degrees of freedom, because runs differ by several deviations more often than normal numbers.
 
-    Raises InputError where a set is empty or not a flat list of positive finite numbers, or
-    ``factor`` is not one positive finite number.
+    Raises InputError if a set is empty or not a flat list of positive finite numbers, or if ``factor`` is not a
+    positive finite number.
     """
     if not (math.isfinite(factor) and factor > 0):
         raise InputError(f"factor is {factor}, expected a positive finite number")
@@ -102,7 +99,7 @@ def compare(
         if _ranked_above(*((new, old) if shift > 0 else (old, new))):
             verdict = "slower" if shift > 0 else "faster"
         else:
-            visible = math.inf  # whatever it was, one clock or the other would hide it
+            visible = math.inf  # the difference between two clocks would hide any change
     elif visible <= limit:
         verdict = "same"
     either = _quantile(0.975) * deviation
@@ -111,10 +108,10 @@ def compare(
 
 
 def spread(medians: Sequence[float]) -> float | None:
-    """The deviation of visits' medians about theirs, of logarithms; None of a single visit.
+    """The deviation of visits' medians from their median, of logarithms; None for a single visit.
 
-    From the mean distance to the median, in which two clocks count though most visits had the
-    one.  Of five visits and more the largest counts as the next: it may have been held up.
+    Computed from the mean distance to the median, so that a second clock counts even if most visits had the first.
+    With five visits or more the largest distance is replaced by the next, because that visit may have been delayed.
     """
     return _spread(np.sort(np.log(_checked("medians", medians))))
 
@@ -129,7 +126,7 @@ def _spread(logs: _Logs) -> float | None:
 
 
 def _variance(logs: _Logs, usual: float) -> float:
-    """Of the median over visits."""
+    """The variance of the median over visits."""
     own = (_spread(logs) or 0.0) ** 2 * (logs.size - 1)
     pooled = (_WEIGHT * usual**2 + own) / (_WEIGHT + logs.size - 1)
     return (MEDIAN_ERROR**2 if logs.size > 2 else 1.0) * pooled / min(logs.size, _MOST_VISITS)
@@ -141,7 +138,7 @@ def _middle(logs: _Logs) -> float:
 
 
 def _ranked_above(longer: _Logs, shorter: _Logs) -> bool:
-    """Whether the ranks say so with 1 % (Mann and Whitney), or as clearly as so few visits can."""
+    """Whether the ranks differ at the 1 % level (Mann and Whitney), or as clearly as so few visits can."""
     if longer[0] > shorter[-1]:
         return True
     return float(stats.mannwhitneyu(longer, shorter, alternative="greater").pvalue) <= CHANCE
@@ -153,7 +150,7 @@ def _quantile(probability: float) -> float:
 
 
 def _ratio(logarithm: float) -> float:
-    """Of medians whose ratio is beyond all floats the largest float."""
+    """The exponential; the largest float instead of an overflow."""
     return math.exp(min(logarithm, _LARGEST_LOGARITHM))
 
 
@@ -167,12 +164,11 @@ def _checked(name: str, samples: Sequence[float]) -> _Logs:
 
 
 def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
-    """(low, median, high): the interval holds the median of what the samples were drawn from with that confidence.
+    """(low, median, high): the interval contains the distribution's median with that confidence.
 
-    ``(0, median, inf)`` where there are too few for any interval: five are, for 95 %.  No
-    distribution is assumed: each sample lies below the median with a chance of one half
-    (Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, 3rd ed., section 3.6).
-    Raises InputError where there is no sample, or one that is no positive finite number.
+    ``(0, median, inf)`` if there are too few samples for an interval: 95 % needs six.  No distribution is assumed: each
+    sample lies below the median with a probability of one half (Hollander, Wolfe and Chicken, Nonparametric Statistical
+    Methods, 3rd ed., section 3.6).  Raises InputError if there is no sample, or one that is not positive and finite.
     """
     ordered = np.sort(_checked("samples", samples))
     middle = float(np.median(ordered))

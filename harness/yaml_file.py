@@ -1,7 +1,7 @@
-"""A YAML file as nodes, which know their lines: bounded, plain data only, and every fault said with its line.
+"""Read a YAML file as nodes, which know their lines: limited in size, plain data only; every error names its line.
 
-Whatever PyYAML makes of a hostile file (numbers that Python refuses to read, dates that do not
-exist, tags that do not fit, nesting and repetition without end) is a MalformedFileError here.
+Whatever PyYAML raises for a hostile file (numbers that Python refuses to read, dates that do not exist, tags that do
+not fit, endless nesting and repetition) becomes a MalformedFileError.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from attnbench.errors import MalformedFileError
 from attnbench.files.untrusted import open_regular
 from attnbench.text.printable import brief
 
-__all__ = ["described", "entries", "fault", "items", "read_yaml", "scalar"]
+__all__ = ["describe_node", "entries", "fault", "items", "read_yaml", "scalar"]
 
 _LARGEST_FILE = 2**20
-_LONGEST_SCALAR = 1000  # characters; nothing that is read here is as long
+_LONGEST_SCALAR = 1000  # characters; no valid value is as long
 
 
 def read_yaml(path: Path, what: str) -> yaml.Node | None:
-    """The root of the one document of a file of ``what`` (``cases``); None where there is none.
+    """The root of the one document of a file of ``what`` (``cases``); None if it is empty.
 
     Raises MalformedFileError with the line and what was expected there.
     """
@@ -53,31 +53,31 @@ def read_yaml(path: Path, what: str) -> yaml.Node | None:
 
 
 def fault(path: Path, node: yaml.Node, expected: str) -> MalformedFileError:
-    """What was expected where a node stands."""
+    """An error that says what was expected at a node."""
     return MalformedFileError(path, expected, node.start_mark.line + 1)
 
 
-def described(node: yaml.Node) -> str:
-    """A node for a message: its text where it has some, else what it is."""
+def describe_node(node: yaml.Node) -> str:
+    """A node for a message: its text if it is a scalar, else its kind."""
     if isinstance(node, yaml.ScalarNode):
         return brief(node.value)
     return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
 
 
 def items(node: yaml.Node) -> list[yaml.Node]:
-    """The elements of a list; a node that is none stands for itself."""
+    """The elements of a list; any other node is its own only element."""
     return list(node.value) if isinstance(node, yaml.SequenceNode) else [node]
 
 
 def entries(path: Path, node: yaml.MappingNode, known: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
-    """(name, its node, the value) of every entry of a mapping; ``known`` says in errors what a name is.
+    """(name, its node, the value) of every entry of a mapping; ``known`` names the expected keys in errors.
 
-    Raises MalformedFileError where a name is no text or stands there twice.
+    Raises MalformedFileError if a name is not text or occurs twice.
     """
     seen: set[str] = set()
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode) or not key.value:
-            raise fault(path, key, f"expected {known}, not {described(key)}")
+            raise fault(path, key, f"expected {known}, not {describe_node(key)}")
         if key.value in seen:
             raise fault(path, key, f"expected {brief(key.value)} once, it stands here again")
         seen.add(key.value)
@@ -85,12 +85,12 @@ def entries(path: Path, node: yaml.MappingNode, known: str) -> Iterator[tuple[st
 
 
 def scalar(path: Path, node: yaml.Node) -> Any:
-    """The one value of a node: text, a number, true or false, nothing, or a date.
+    """The value of a node: text, a number, true or false, nothing, or a date.
 
-    Raises MalformedFileError where it is none or its tag does not fit.
+    Raises MalformedFileError if it is not a scalar or its tag does not fit.
     """
     if not isinstance(node, yaml.ScalarNode):
-        raise fault(path, node, f"expected one value, not {described(node)}")
+        raise fault(path, node, f"expected one value, not {describe_node(node)}")
     if len(node.value) > _LONGEST_SCALAR:
         raise fault(path, node, f"expected at most {_LONGEST_SCALAR} characters, not {len(node.value)}")
     constructor = yaml.constructor.SafeConstructor()
@@ -98,4 +98,6 @@ def scalar(path: Path, node: yaml.Node) -> Any:
         return constructor.construct_object(node)
     except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
-        raise fault(path, node, f"expected YAML of plain values, and {described(node)} is no {brief(kind)}") from error
+        raise fault(
+            path, node, f"expected YAML of plain values, and {describe_node(node)} is no {brief(kind)}"
+        ) from error

@@ -96,7 +96,7 @@ def _figure(
     from ..harness.report.page import figures, markdown, shapes
     from ..harness.report.page.colours import hues_of
     from ..harness.report.page.machines import DIRECTIONS
-    from ..harness.report.page.standings import points_of, standings
+    from ..harness.report.page.plan_summaries import plan_summaries, points_of
 
     machine = _machine(results)
     directions = [each for each in DIRECTIONS if machine.of(each) and direction in (None, each)]
@@ -109,7 +109,7 @@ def _figure(
             return markdown.winners_markdown(grids).encode()
         return figures.bytes_of(figures.winners_figure(grids, hues), format)
     if format == "markdown":
-        return markdown.standings_markdown([(each, standings(machine.of(each))) for each in directions]).encode()
+        return markdown.summaries_markdown([(each, plan_summaries(machine.of(each))) for each in directions]).encode()
     if len(directions) > 1:
         raise MisuseError("speed-error shows one direction; add --direction forward or --direction training")
     points = points_of(machine.of(directions[0]))

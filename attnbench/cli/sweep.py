@@ -130,7 +130,7 @@ def _measure(
     from ..harness.report.text import report
     from ..harness.results.condense import condense
     from ..harness.results.store import TABLE
-    from ..harness.sweep.progress import followed
+    from ..harness.sweep.progress import show_progress
     from ..harness.sweep.run import run_sweep
     from ..tables.table import Table
     from ..tables.user_table import check_user_table, update_user_table
@@ -144,7 +144,7 @@ def _measure(
             said = f"the table that auto chooses by will not be updated: {error}"
             print(f"{said}; the results are kept, and {later}, once it can be written", file=sys.stderr)
     try:
-        rows = list(followed(run_sweep(tasks, setups, store), Console(stderr=True), verbose=verbose))
+        rows = list(show_progress(run_sweep(tasks, setups, store), Console(stderr=True), verbose=verbose))
     except KeyboardInterrupt:
         print(
             f"stopped; {len(store.rows)} rows are in {store.folder}, continue with --resume --out {store.folder}",

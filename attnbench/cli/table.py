@@ -33,13 +33,13 @@ def build(
 
     By default the result is merged into your own table, which backend="auto" reads.
     """
-    from ..harness.results.condense import joined
+    from ..harness.results.condense import join_sweeps
     from ..harness.results.records import read_measurements
-    from ..harness.results.store import recorded
+    from ..harness.results.store import measurements_file
     from ..tables.user_table import update_user_table
 
-    records = [recorded(each) for each in results]
-    table = joined({str(each): list(read_measurements(each)) for each in records}).condensed()
+    records = [measurements_file(each) for each in results]
+    table = join_sweeps({str(each): list(read_measurements(each)) for each in records}).condensed()
     if output is None:
         output = update_user_table(table)
     else:

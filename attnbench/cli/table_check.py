@@ -75,14 +75,14 @@ def check(
 
 def _table(paths: list[Path]) -> Table:
     """The table file, or one table built from all sweeps.  Raises MisuseError for a mixture of both."""
-    from ..harness.results.condense import joined
+    from ..harness.results.condense import join_sweeps
     from ..harness.results.records import read_measurements
-    from ..harness.results.store import recorded
+    from ..harness.results.store import measurements_file
     from ..tables.table import Table
 
-    files = [recorded(path) for path in paths]
+    files = [measurements_file(path) for path in paths]
     if all(file.suffix != ".json" for file in files):
-        return joined({str(file): list(read_measurements(file)) for file in files})
+        return join_sweeps({str(file): list(read_measurements(file)) for file in files})
     if len(files) > 1:
         raise MisuseError("pass either one table or sweeps, not both")
     return Table.load(files[0])

@@ -186,17 +186,17 @@ def _train(
 
     from ..harness.training.report.plots import write_plots
     from ..harness.training.run.foreseen import check_beforehand
-    from ..harness.training.run.parallel import joined
-    from ..harness.training.run.progress import progress_shown
-    from ..harness.training.run.session import Session, planned
+    from ..harness.training.run.parallel import join_ranks
+    from ..harness.training.run.progress import show_training_progress
+    from ..harness.training.run.session import Session, plan_runs
     from ..harness.training.run.trainable import build
 
-    runs = planned(candidate, baseline, seeds)
-    with joined(device) as ranks:
+    runs = plan_runs(candidate, baseline, seeds)
+    with join_ranks(device) as ranks:
         for config in (candidate, *([baseline] if baseline is not None else [])):
             check_beforehand(config, ranks.device)
         session = Session(folder, ranks, **settings)
-        with session, progress_shown(Console(stderr=True), len(runs), silent=not ranks.first) as told:
+        with session, show_training_progress(Console(stderr=True), len(runs), silent=not ranks.first) as told:
             try:
                 rows = session.run(runs, build, told)
             except KeyboardInterrupt:

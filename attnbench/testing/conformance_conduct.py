@@ -17,7 +17,7 @@ from ..choosing.selector import choose
 from ..errors import RefusedError
 from ..harness.cases.inputs import Drawn
 from ..harness.measure.accuracy import TensorName
-from ..harness.measure.probes import negate, same_bits, unnegated
+from ..harness.measure.probes import negate, same_bits, undo_negation
 from ..harness.measure.replay import RecordingError, replay_of
 from ..kernels.contract import Inputs, Saved
 from ..kernels.devices import bind
@@ -135,7 +135,7 @@ def renewed(subject: Subject, spec: AttentionSpec) -> str | None:
     truth = truth_of(subject, spec, inputs)
     subject.answers(spec, inputs)
     negate(*_all(inputs))
-    said = subject.wrong(spec, unnegated(subject.answers(spec, inputs)), truth)
+    said = subject.wrong(spec, undo_negation(subject.answers(spec, inputs)), truth)
     return None if said is None else f"with all inputs negated where they lie {said}"
 
 
@@ -191,7 +191,7 @@ def threaded(subject: Subject, spec: AttentionSpec) -> str | None:
             said.append(f"{type(error).__name__}: {error}")
             barrier.abort()
 
-    threads = [threading.Thread(target=work, args=each) for each in ((inputs, dict), (negated, unnegated))]
+    threads = [threading.Thread(target=work, args=each) for each in ((inputs, dict), (negated, undo_negation))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -337,7 +337,7 @@ def captured(subject: Subject, spec: AttentionSpec) -> str | None:
     negate(*_all(inputs))
     replay()
     torch.cuda.synchronize(subject.device)
-    said = subject.wrong(spec, unnegated(kept), truth)
+    said = subject.wrong(spec, undo_negation(kept), truth)
     return None if said is None else f"in a replay on negated inputs {said}"
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..harness.cases.inputs import Drawn, draw
-from ..harness.measure.accuracy import TensorName, Truth, judged
+from ..harness.measure.accuracy import TensorName, Truth, judge_tensor
 from ..kernels.capabilities import Capabilities, Device
 from ..kernels.contract import BackwardKernel, ForwardKernel, Operands, Saved, gradient_dtype
 from ..kernels.devices import describe
@@ -271,7 +271,7 @@ class Subject:
                 if not error <= allowed:
                     yield f"{name} is off by {error:.3g}, {allowed:.3g} allowed"
                 continue
-            judgement = judged(name, value, exact)
+            judgement = judge_tensor(name, value, exact)
             if not judgement.error <= allowed:
                 yield f"{name} is off by {judgement.error:.3g}, {allowed:.3g} allowed"
             elif not judgement.detail.worst_row <= least:

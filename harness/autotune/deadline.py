@@ -1,8 +1,7 @@
-"""Measure one case after the other on one device until a deadline, which ends whatever is under way.
+"""Measure one case after the other on one device until a deadline, which ends whatever is running.
 
-Plans that are timed together must first all be compiled, and have rows only when all have been
-judged.  So a case is measured in stages, its first plans first: plans that the time does not
-reach delay no others, and a deadline costs the current stage, not the case.
+Plans that are timed together must all be compiled first, and get rows only when all are judged.  So a case is measured
+in stages, the likeliest plans first: late plans delay no others, and a deadline costs one stage, not the case.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import islice
 from queue import Empty, SimpleQueue
-from statistics import median
 
 from attnbench.kernels.plan import Plan
 
@@ -30,21 +28,19 @@ Work = tuple[Case, Sequence[Plan]]
 _Event = PhaseStarted | Measurement | BaseException | None
 _Happened = SimpleQueue[_Event]
 _AGAIN_SECONDS = 0.2  # a worker that is just starting cannot be killed yet
-_FIRST = 4  # plans: what runs now, with and without FP8, what runs where nothing is known, and one other
-# The share of the remaining time that the next stage may take at the pace of the last one; later
-# plans may compile for longer.
+_FIRST = 4  # plans: the current choice with and without FP8, the choice without measurements, and one other
+# The share of the remaining time that the next stage may take at the last one's pace: later plans may compile longer.
 _SHARE = 0.5
 # A stage has at most this many times the plans of the last one, which may have had nothing to compile.
 _GROWTH = 2
 
 
 def measured_within(setup: DeviceSetup, work: Sequence[Work], deadline: float) -> Generator[Event, None, None]:
-    """What happens, as it happens, until all is measured or ``time.monotonic()`` has reached the deadline.
+    """Yield events until all is measured or ``time.monotonic()`` has reached the deadline.
 
-    The plans of a case are measured in their order, some at a time, each lot beside the
-    fastest so far, whose later row takes the place of the one before: who is found to be
-    faster was so in the same minutes.  A case that is cut off has rows of its first plans.
-    No process is left when the iterator ends or is closed; whatever goes wrong is raised here.
+    The plans of a case are measured in order, a few at a time beside the fastest so far, whose new row replaces the old
+    one: plans are compared by times from the same minutes.  A case that is cut off has rows of its first plans.  No
+    process is left when the iterator ends or is closed; a failure in the thread is raised here.
     """
     happened: _Happened = SimpleQueue()
     sweep = DeviceSweep(setup)
@@ -81,13 +77,13 @@ def _next(
 
 
 def _work(sweep: DeviceSweep, work: Sequence[Work], deadline: float, happened: _Happened) -> None:
-    """In a thread of its own: an interrupt reaches the main one, which then waits until no worker is left."""
+    """Runs in its own thread: an interrupt reaches the main thread, which then waits until no worker is left."""
     try:
         with sweep:
             firsts: dict[str, Plan] = {}  # by the forward: its other plans run in the same process
             for plan in (plan for _, plans in work for plan in plans):
                 firsts.setdefault(plan.forward, plan)
-            # More at once than there are cores would keep the first ones waiting; the rest start when they are asked.
+            # More processes than cores would slow the first ones down; the rest start with their first request.
             sweep.start(islice(firsts.values(), usable_cores()))
             for event in _staged(sweep, work, deadline):
                 happened.put(event)
@@ -123,7 +119,7 @@ def _staged(sweep: DeviceSweep, work: Sequence[Work], deadline: float) -> Iterat
 
 
 def _leading(rows: Iterable[Measurement]) -> list[Plan]:
-    """The fastest so far that are accurate enough: of all, and of those that do not compute in FP8."""
-    accurate = sorted((row for row in rows if row.status == "ok"), key=lambda row: median(row.time_ms["call"]))
+    """The fastest accurate plan so far, and the fastest without FP8."""
+    accurate = sorted((row for row in rows if row.status == "ok"), key=Measurement.median_ms)
     exact = [row for row in accurate if not row.plan.fp8]
     return list(dict.fromkeys(row.plan for each in (accurate, exact) for row in each[:1]))

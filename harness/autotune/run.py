@@ -1,8 +1,7 @@
 """``autotune``: measure the specs that a program uses, and add them to the user's table.
 
-Nothing is measured inside a call of the program.  While the context is open its specs are
-recorded; when it closes (or at ``measure``) they are measured like a sweep does, in separate
-processes, on the input families of every sweep, never on the program's tensors.
+Nothing is measured inside a call of the program.  Its specs are recorded while the context is open and measured when it
+closes (or at ``measure``), as in a sweep: in separate processes, on a sweep's input families, not on its tensors.
 """
 
 from __future__ import annotations
@@ -36,27 +35,26 @@ from ..measure.setup import INSTALLED, DeviceSetup
 from ..measure.timing import Timer
 from ..results.condense import condense
 from ..results.records import Measurement
-from ..sweep.progress import followed
+from ..sweep.progress import show_progress
 from ..sweep.run import Event, Finished
-from .asked_specs import AskedSpec, AskedSpecs
 from .deadline import measured_within
+from .observed_specs import ObservedSpec, ObservedSpecs
 from .tuning import TuningTask, alone, chosen, own_table, shortage, tuning_task
 
 __all__ = ["Autotune", "Tuned", "autotune"]
 
-# Limits on the seconds for one request to a worker.  The upper one keeps a plan that hangs from using up the time.
-# Below the lower one a timeout may be a plan that is compiling, so it counts as "not reached" and not as a hang.
+# Limits on the seconds for one request to a worker.  Above the upper one a hanging plan would use up the time.
+# Below the lower one a timeout may be a plan that is still compiling, so it counts as "not reached", not as a hang.
 _LEAST_PATIENCE, _MOST_PATIENCE = 30.0, 300.0
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """A spec that was measured: what was chosen for it ``before``, and what is chosen now.
+    """A spec that was measured: what was chosen for it ``before``, and ``after``.
 
-    ``calls`` is how often the program called it while autotune was open.  ``lost`` gives the reason
-    for each plan that was not measured or not reached in time: the table has nothing new for
-    these, and the next autotune measures the plans that the table lacks.  ``after`` is
-    None where no plan was measured to be accurate enough.
+    ``calls`` is how often the program called it while autotune was open.  ``after`` is None if no measured plan is
+    accurate enough.  ``lost`` maps plans that have no new entry in the table to the reason; the next autotune measures
+    those that the table lacks.
     """
 
     spec: AttentionSpec
@@ -78,7 +76,7 @@ class Tuned:
         return "\n".join([found, *(f"  {', '.join(plans)}: {reason}" for reason, plans in reasons.items())])
 
     def _timed(self, choice: Choice) -> str:
-        """The plan and its time, which is the new one where it was measured now."""
+        """The plan and its time, the new one if it was measured now."""
         known = {each.plan: each for each in (self.after or choice).candidates}
         candidate = known.get(choice.plan, choice.chosen)
         return str(choice.plan) if candidate.time_ms is None else f"{choice.plan} {candidate.time_ms:.3g} ms"
@@ -87,8 +85,8 @@ class Tuned:
 class Autotune:
     """What ``autotune`` returns: a context manager, and ``measure``.
 
-    ``measured`` is what was measured so far, ``skipped`` why other specs were not, and
-    ``tables`` are the files that were written, one for each model of device.
+    ``measured`` lists what was measured, ``skipped`` maps other specs to the reason, and ``tables`` are the files that
+    were written, one for each device model.
     """
 
     def __init__(
@@ -101,12 +99,13 @@ class Autotune:
         self._backends = (backends,) if isinstance(backends, str) else tuple(backends or ())
         for name in self._backends:
             registry().check(name)
-        self._check_writable()
+        # Raises OutputError before anything is measured.
+        check_writable(user_table_path(Environment.detect(torch.device("cpu"), Registry(()))))
         self.seconds, self._fp8, self._again = float(seconds), dtype == "fp8", again
         self.measured: list[Tuned] = []
         self.skipped: dict[AttentionSpec, str] = {}
         self.tables: list[Path] = []
-        self._asked = AskedSpecs()
+        self._asked = ObservedSpecs()
         self._spent = 0.0
         self._done: set[tuple[Path, AttentionSpec, bool]] = set()
         self._outdated = False
@@ -123,28 +122,26 @@ class Autotune:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         listening.close(self._asked)
-        ask_again()  # or calls would be counted for ever
+        ask_again()  # so that calls are no longer counted
         if error is None:
             self.measure()
 
     def measure(self, specs: Iterable[AttentionSpec] = (), device: str = "auto") -> Autotune:
-        """Measure what the program has asked so far, and these specs on ``device`` (auto, cpu, cuda, cuda:N).
+        """Measure the program's specs so far, and ``specs`` on ``device`` (auto, cpu, cuda, cuda:N).
 
-        What takes most of the program's time comes first; all measuring of this object
-        together takes at most ``seconds``.  Each spec is in the table as soon as all its plans
-        are measured, an interrupt takes none of them back, and the next call chooses by them.
-        Of the spec that is under way when time is over, the likeliest plans are in the table,
-        if those that ran before are among them and another: ``lost`` names the others.
-        While a CUDA graph is being captured, or code compiled, nothing is measured: what was
-        asked so far is kept for the next time.
+        The specs that take most of the program's time come first; all measuring of this object takes at most
+        ``seconds``.  A spec is in the table, and used by the next call, as soon as all its plans are measured; an
+        interrupt removes nothing.  If time ends within a spec, its measured plans are in the table if the plans that
+        ran before and one other are among them; ``lost`` names the rest.  While a CUDA graph is being captured, or code
+        compiled, nothing is measured, and the specs are kept for the next time.
 
-        Raises InputError for no such device, OutputError where the table cannot be written.
+        Raises InputError for no such device, OutputError if the table cannot be written.
         """
         start = time.monotonic()
         deadline = start + self.seconds - self._spent
         for spec in specs:
             self._ask(spec, find(device))
-        waiting = self._heard()
+        waiting = self._measurable()
         obstacle = _obstacle()
         if obstacle is not None:
             self.skipped |= dict.fromkeys((asked.spec for asked in waiting), obstacle)
@@ -164,10 +161,6 @@ class Autotune:
         head = f"{len(self.measured)} measured in {self._spent:.1f} s" + (f", kept in {where}" if where else "")
         return "\n".join([head, *map(str, self.measured), *(f"{spec}: {why}" for spec, why in self.skipped.items())])
 
-    def _check_writable(self) -> None:
-        """Raise OutputError before anything is measured."""
-        check_writable(user_table_path(Environment.detect(torch.device("cpu"), Registry(()))))
-
     def _ask(self, spec: AttentionSpec, device: torch.device) -> None:
         asked = self._asked.of(spec, device)
         try:
@@ -175,8 +168,8 @@ class Autotune:
         except NoPlanError as error:
             self.skipped[asked.spec] = str(error).partition("\n")[0]
 
-    def _heard(self) -> list[AskedSpec]:
-        """The specs that may be measured, heaviest first; records why the others may not."""
+    def _measurable(self) -> list[ObservedSpec]:
+        """The specs that may be measured, heaviest first; records why others may not."""
         found = []
         for asked in self._asked.heaviest_first:
             if asked.choices:
@@ -185,9 +178,9 @@ class Autotune:
                 self.skipped[asked.spec] = f"there is nothing to choose: {asked.named}"
         return found
 
-    def _by_table(self, waiting: Iterable[AskedSpec]) -> Iterator[tuple[DeviceSetup, list[AskedSpec]]]:
-        """The specs by table: each spec is measured once, on one device of its table."""
-        places: dict[Path, tuple[torch.device, Environment, dict[AttentionSpec, AskedSpec]]] = {}
+    def _by_table(self, waiting: Iterable[ObservedSpec]) -> Iterator[tuple[DeviceSetup, list[ObservedSpec]]]:
+        """The specs of each table, with one device to measure each table's specs on."""
+        places: dict[Path, tuple[torch.device, Environment, dict[AttentionSpec, ObservedSpec]]] = {}
         environments: dict[torch.device, Environment] = {}
         for asked in waiting:
             device = asked.device
@@ -198,14 +191,13 @@ class Autotune:
             environments[device] = environment
             place = places.setdefault(user_table_path(environment), (device, environment, {}))
             place[2].setdefault(asked.spec, asked)
-        for device, environment, own in places.values():
-            yield self._setup(device, environment), list(own.values())
-
-    def _setup(self, device: torch.device, environment: Environment) -> DeviceSetup:
         patience = min(_MOST_PATIENCE, (self.seconds - self._spent) / 2)
-        return DeviceSetup(device, environment, Timer.for_device(device), source=INSTALLED, seconds=patience)
+        for device, environment, own in places.values():
+            timer = Timer.for_device(device)
+            setup = DeviceSetup(device, environment, timer, source=INSTALLED, seconds=patience)
+            yield setup, list(own.values())
 
-    def _measure_on(self, setup: DeviceSetup, waiting: Sequence[AskedSpec], deadline: float) -> None:
+    def _measure_on(self, setup: DeviceSetup, waiting: Sequence[ObservedSpec], deadline: float) -> None:
         with alone(user_table_path(setup.environment), deadline) as ours:
             work = self._work(setup, waiting)
             if not ours:
@@ -235,8 +227,8 @@ class Autotune:
             name, under_way = next(iter(left.items()))
             self._keep(setup, under_way, rows[name])
 
-    def _work(self, setup: DeviceSetup, waiting: Iterable[AskedSpec]) -> list[TuningTask]:
-        """The work in order; records why the other specs are skipped."""
+    def _work(self, setup: DeviceSetup, waiting: Iterable[ObservedSpec]) -> list[TuningTask]:
+        """The tasks in order; records why the other specs are skipped."""
         path = user_table_path(setup.environment)
         own = own_table(setup.environment)
         work = []
@@ -247,7 +239,7 @@ class Autotune:
             found = tuning_task(asked, setup, fp8, self._backends, own, self._again)
             if isinstance(found, str):
                 self.skipped[asked.spec] = found
-                # By another process, since this one has read the table.
+                # Another process has written it since this one read the table.
                 there = own.at(asked.spec).keys()
                 self._outdated |= not known_tables(setup.device).at(asked.spec).keys() >= there
                 continue
@@ -296,21 +288,18 @@ def autotune(
 ) -> Autotune:
     """Measure the specs that a program uses, within a time limit, so that ``attention`` chooses by measurement.
 
-    Within the block the program runs unchanged.  When it ends, each spec that was used, forward
-    and training, is measured with every plan that can serve it, unless the user's table has
-    it already (``again=True``: even then).  Calls that name a backend leave nothing to choose
-    and are not measured.
+    The program runs unchanged within the block.  When the block ends, each spec that was used, forward and training, is
+    measured with every plan that can serve it, unless the user's table has it already (``again=True``: even then).
+    Calls that name a backend are not measured.
 
-    ``dtype="fp8"`` measures FP8 plans, too, as calls that open FP8 do for their own specs;
-    running them takes an opt-in all the same.  ``backends`` restricts what is measured, as in
-    a sweep, to these and what is chosen now.
+    ``dtype="fp8"`` measures FP8 plans too, as for calls that opt into FP8; calls still need their own opt-in.
+    ``backends`` restricts the measured plans, as in a sweep; the plan that is chosen now is always included.
 
-    Measuring needs memory of its own beside the program's.  Of processes whose devices share
-    a table (the ranks on one machine) one measures at a time, and the others find what it has
-    measured in the table; ``attnbench.freeze`` makes ranks agree for certain.
+    Measuring needs memory beside the program's.  Of processes whose devices share a table (the ranks on one machine)
+    one measures at a time, and the others find its results; ``attnbench.freeze`` guarantees that ranks agree.
 
-    Raises InputError and UnknownBackendError for arguments that cannot be, MisuseError for an
-    autotune within an autotune, OutputError where the user's table cannot be written.
+    Raises InputError or UnknownBackendError for bad arguments, MisuseError for an autotune within an autotune,
+    OutputError if the user's table cannot be written.
 
     >>> with attnbench.autotune(seconds=60) as tuned:
     ...     model(x)
@@ -321,8 +310,8 @@ def autotune(
 
 
 def _obstacle() -> str | None:
-    """Why nothing may be measured at this moment; None if it may."""
-    # Without a GPU torch has no function to ask.
+    """Why nothing may be measured now; None if it may."""
+    # Without a GPU torch lacks is_current_stream_capturing.
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
         return "a CUDA graph is being captured; measure() after it measures what was asked"
     if torch.compiler.is_compiling():
@@ -334,5 +323,5 @@ def _shown(events: Iterator[Event]) -> Iterator[Measurement]:
     """The rows of the events, with a line of progress on a terminal."""
     console = Console(stderr=True)
     if console.is_terminal:
-        return followed(events, console)
+        return show_progress(events, console)
     return (event.row for event in events if isinstance(event, Finished))

@@ -1,4 +1,4 @@
-"""What may be measured beside a running program: enough memory, which plans, one process at a time."""
+"""What to measure beside a running program: which plans, with enough memory, one process at a time."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ from attnbench.tables.environment import Environment
 from attnbench.tables.table import Table
 from attnbench.tables.user_table import user_table_path
 
+from ..capture.file import input_bytes
 from ..cases.case import Case
 from ..measure.setup import DeviceSetup
 from ..results.records import Measurement
 from ..sweep.run import tasks_of
-from .asked_specs import AskedSpec, Terms, input_bytes
+from .observed_specs import ObservedSpec, Terms
 
 __all__ = ["TuningTask", "alone", "chosen", "own_table", "shortage", "tuning_task"]
 
 _POLL_SECONDS = 0.1
 _CONTEXT = 2**29  # GPU memory in bytes that a process needs before its first tensor
-# Times the inputs: two families and the buffers, a plan's operands and results, and truths in
-# FP64, which are four times as wide and of some of the heads.
+# Times the inputs: two families and the buffers, a plan's operands and results, and truths in FP64, four times as wide
+# but of some heads only.
 _COPIES = 8
 
 
 @contextmanager
 def alone(path: Path, deadline: float) -> Iterator[bool]:
-    """Keep other processes from measuring for this table; whether none was left at the deadline, waited for until then.
+    """Lock the table against other measuring processes; yields False if another still held the lock at the deadline.
 
-    On a file system without locks nobody is waited for.  Raises OutputError where the folder cannot be written.
+    A file system without locks counts as locked.  Raises OutputError if the folder cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +60,7 @@ def alone(path: Path, deadline: float) -> Iterator[bool]:
 
 
 def own_table(environment: Environment) -> Table:
-    """The entries of the user's table that may be used here; empty if there is no table or it is damaged."""
+    """The entries of the user's table that are valid here; empty if the table is missing or damaged."""
     try:
         table = Table.load(user_table_path(environment))
     except (OSError, MalformedFileError, InputError):
@@ -69,20 +70,19 @@ def own_table(environment: Environment) -> Table:
 
 @dataclass(frozen=True)
 class TuningTask:
-    """A spec to be measured, with the plans that are lacking, those first that are likeliest to win.
+    """A spec to measure, with the plans that are missing in the table, the likeliest winners first.
 
-    ``heads`` come before all others: what the spec's calls run now, as they asked and as those
-    do that say nothing, and what runs where nothing is known.  A spec that is in the user's
-    table is chosen by that alone, so without the times of these an entry could make calls slower.
+    ``heads`` come first: what the spec's calls run now, with their terms and with default terms, and what is chosen
+    without measurements.  A table entry alone decides its spec, so without their times it could make calls slower.
     """
 
-    asked: AskedSpec
+    asked: ObservedSpec
     case: Case
     plans: Sequence[Plan]
     heads: frozenset[Plan]
 
     def settled_by(self, rows: Sequence[Measurement]) -> bool:
-        """Whether these rows suffice for a choice: those of all ``heads``, and one more plan to compare.
+        """Whether these rows suffice for a choice: all ``heads`` and at least one other measured plan.
 
         A head that timed out does not count: it runs now, and may be the fastest.
         """
@@ -91,18 +91,18 @@ class TuningTask:
 
 
 def tuning_task(
-    asked: AskedSpec, setup: DeviceSetup, fp8: bool, names: Sequence[str], own: Table, again: bool
+    asked: ObservedSpec, setup: DeviceSetup, fp8: bool, names: Sequence[str], own: Table, again: bool
 ) -> TuningTask | str:
-    """What of the spec is not in the user's own table yet (``again``: all), or why it cannot be measured.
+    """The task for what the user's table lacks of the spec (``again``: for all of it), or why there is none.
 
-    The plan that is chosen now is always included, whatever the names select and the table holds: another plan counts
-    as faster only if both were measured side by side.
+    The current choice is always included, whatever the names select and the table holds: plans are only comparable if
+    they are measured side by side.
     """
     spec, known = asked.spec, setup.registry
     try:
         case = Case(str(spec), spec)
         tasks = tasks_of([case], known, setup.device, "fp8" if fp8 else spec.dtype, names)
-    except MisuseError as error:  # FP8 tensors with descales; or nothing of what the names keep
+    except MisuseError as error:  # FP8 tensors with descales, or no plan matches the names
         return str(error)
     able = [task.plan for task in tasks if task.runs]
     there = {} if again else own.at(spec)
@@ -127,17 +127,17 @@ def tuning_task(
     return TuningTask(asked, case, [plan for plan in every if plan in heads or plan not in there], frozenset(heads))
 
 
-def chosen(asked: AskedSpec, terms: Terms, known: Registry, table: Table | None = None) -> Choice:
-    """The choice by the tables, or by this table, even if choices are frozen.  Raises NoPlanError."""
+def chosen(asked: ObservedSpec, terms: Terms, known: Registry, table: Table | None = None) -> Choice:
+    """The choice by the tables, or by ``table``, even if choices are frozen.  Raises NoPlanError."""
     fp8, max_error = terms
     return choose(asked.spec, asked.device, asked_by="default", fp8=fp8, max_error=max_error, table=table, known=known)
 
 
 def _likeliest_first(plans: Iterable[Plan], choices: Iterable[Choice], known: Registry) -> list[Plan]:
-    """The plans by their best place in any of the choices, of two in one place that of the first choice.
+    """The plans by their best rank in any choice; the earlier choice decides between equals.
 
-    There those come first that may win, by the times that are known or predicted; of those
-    without any the first in the declared order, FP8 plans, whose errors nobody knows yet, among them.
+    Likely winners come first, by known or predicted time; plans without a time follow in the declared order, with FP8
+    plans, whose errors are not known yet, among them.
     """
 
     def order(each: Candidate) -> tuple[bool, bool, float, float, str]:
@@ -158,9 +158,9 @@ def _likeliest_first(plans: Iterable[Plan], choices: Iterable[Choice], known: Re
 
 
 def shortage(spec: AttentionSpec, plans: Sequence[Plan], setup: DeviceSetup) -> str | None:
-    """What the GPU lacks of memory for the workers, each with a context and inputs of its own; None for nothing.
+    """Which GPU memory the workers lack, each with its own context and inputs; None if there is enough.
 
-    What torch keeps for this process without using it is given back first.
+    First releases what torch caches for this process.
     """
     device = setup.device
     if device.type != "cuda":

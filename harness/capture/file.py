@@ -1,14 +1,14 @@
 """A file of captured tensors: real Q, K, V (and dO) of attention calls, in safetensors.
 
-The tensors of call i are called ``i.q`` (B, H, Sq, D), ``i.k`` (B, Hkv, Skv, D), ``i.v``
-(B, Hkv, Skv, Dv) and, where the call's direction is training, ``i.grad_out`` (B, H, Sq, Dv).
-The header's metadata holds one entry, ``attnbench.captured``: the index as JSON.
+The tensors of call i are ``i.q`` (B, H, Sq, D), ``i.k`` (B, Hkv, Skv, D), ``i.v`` (B, Hkv, Skv, Dv) and, for training
+calls, ``i.grad_out`` (B, H, Sq, Dv).  The header's metadata has one entry, ``attnbench.captured``: the index as JSON.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import struct
 from collections.abc import Iterator, Mapping
@@ -43,6 +43,7 @@ __all__ = [
     "CapturedFile",
     "CapturedIndex",
     "captured_family",
+    "input_bytes",
     "read_captured",
     "tensor_shapes",
     "write_captured",
@@ -64,10 +65,10 @@ _Count = Annotated[int, Field(ge=0)]
 
 
 class CapturedCall(BaseModel):
-    """One attention call: the module that made it, which call of the program it was, and what it asked.
+    """One attention call: the module that made it, its number among the program's calls, and its spec.
 
-    ``whole`` is what it asked where only a part of its batch entries (the first) and key
-    heads (``kv_heads``, with the queries of their groups) is kept; ``spec`` is that part.
+    If only a part is kept, the first batch entries and the key heads ``kv_heads`` with their query heads, ``spec`` is
+    the spec of that part and ``whole`` that of the call.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -90,7 +91,7 @@ class CapturedCall(BaseModel):
 
 
 class CapturedIndex(BaseModel):
-    """What a file of captured tensors says of itself: the calls kept, how many were seen, why others were not."""
+    """The index of a file of captured tensors: the calls kept, how many were seen, and why others were not recorded."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
 
@@ -103,32 +104,29 @@ class CapturedIndex(BaseModel):
 
 @dataclass(frozen=True)
 class CapturedFile:
-    """A file of captured tensors whose header was found right; ``digest`` is the SHA-256 of its content."""
+    """A file of captured tensors with a valid header; ``digest`` is the SHA-256 of its content."""
 
     path: Path
     digest: str
     calls: tuple[CapturedCall, ...]
 
     def family(self, call: int) -> CapturedFamily:
-        """The input family that is call number ``call`` of the file."""
+        """The input family of call number ``call``."""
         stem = printable(self.path.name, "?")
         name = f"{PREFIX}{stem[-_LONGEST_FILE_NAME:]}@{self.digest[:_HASH_CHARACTERS]}#{call}"
         return CapturedFamily(name, self.path, self.digest, call)
 
     def tensors(self, call: int) -> dict[str, Tensor]:
-        """q, k, v and perhaps grad_out of a call as they were stored, on the CPU.
-
-        Raises MalformedFileError where they cannot be read.
-        """
+        """q, k, v and perhaps grad_out of a call as stored, on the CPU.  Raises MalformedFileError if unreadable."""
         with _opened(self.path) as file:
             return {name: file.get_tensor(f"{call}.{name}") for name in tensor_shapes(self.calls[call].spec)}
 
 
 class CapturedFamily(str):
-    """An input family's name, ``captured:acts.safetensors@1a2b3c4d#3``, that knows where its tensors lie.
+    """An input family's name, ``captured:acts.safetensors@1a2b3c4d#3``, with the path of its tensors.
 
-    As text it is what records carry: the file's name, the start of its content's SHA-256 and
-    the call, at most 100 characters and no machine's path.  Pickling keeps path and call.
+    The text is what records hold: the file's name, the start of its content's SHA-256 and the call, at most 100
+    characters and no path.  Pickling keeps path and call.
     """
 
     def __new__(cls, name: str, path: Path, digest: str, call: int) -> CapturedFamily:
@@ -147,9 +145,8 @@ class CapturedFamily(str):
     def tensors(self, spec: AttentionSpec) -> dict[str, Tensor]:
         """q, k, v and in training grad_out of the spec, converted to its dtype, on the CPU.
 
-        A training call also serves forward specs.  Raises InputError where the call asked
-        something else, the file is not the one it was, or values are not finite, be it only
-        in the spec's dtype; MalformedFileError where it cannot be read.
+        A training call also serves forward specs.  Raises InputError if the call has another spec, the file has
+        changed, or values are not finite in the spec's dtype; MalformedFileError if the file cannot be read.
         """
         file = read_captured(self.path)
         if file.digest != self.digest:
@@ -171,11 +168,10 @@ class CapturedFamily(str):
 
 
 def captured_family(text: str, spec: AttentionSpec, folder: Path) -> CapturedFamily:
-    """The family ``captured:FILE`` for a spec: the first call of the file that asked the same; FILE#3 is call 3 alone.
+    """The family ``captured:FILE`` for a spec: the first call of the file with that spec; FILE#3 is call 3 alone.
 
-    A relative FILE lies in ``folder``.  The same question has the same sizes, mask, scale and
-    softcap; the dtype may differ, values are converted then.  Raises InputError where no
-    call asked it, MalformedFileError where FILE is no file of captured tensors.
+    A relative FILE is relative to ``folder``.  Sizes, mask, scale and softcap must agree; values are converted to the
+    spec's dtype.  Raises InputError if no call has the spec, MalformedFileError if FILE is not a capture.
     """
     name, _, number = text.removeprefix(PREFIX).rpartition("#")
     if not name or not number.isdecimal() or len(number) > len(str(MOST_CALLS)):
@@ -195,7 +191,7 @@ def captured_family(text: str, spec: AttentionSpec, folder: Path) -> CapturedFam
 
 
 def _mismatch(captured: AttentionSpec, spec: AttentionSpec) -> str | None:
-    """Why tensors captured for one spec are none for the other, or None."""
+    """Why tensors captured for one spec cannot serve the other, or None."""
     ours, theirs = spec.to_dict(), captured.to_dict()
     asked = [name for name in ours if name not in ("dtype", "direction", "return_lse", "descale")]
     if differ := [name for name in asked if ours[name] != theirs[name]]:
@@ -213,6 +209,11 @@ def tensor_shapes(spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
     return shapes | {"grad_out": (*queries, spec.head_dim_v)} if spec.training else shapes
 
 
+def input_bytes(spec: AttentionSpec) -> int:
+    """The bytes of q, k, v and, in training, of the output's gradient."""
+    return sum(math.prod(shape) for shape in tensor_shapes(spec).values()) * TO_TORCH[spec.dtype].itemsize
+
+
 def write_captured(path: Path, index: CapturedIndex, tensors: list[Mapping[str, Tensor]]) -> None:
     """Write the calls of an index and their tensors, contiguous and on the CPU.  Raises OSError."""
     named = {f"{call}.{name}": values for call, each in enumerate(tensors) for name, values in each.items()}
@@ -223,7 +224,7 @@ def write_captured(path: Path, index: CapturedIndex, tensors: list[Mapping[str, 
 
 
 def read_captured(path: Path) -> CapturedFile:
-    """A file of captured tensors, its header held against its content; read once for as long as it stays the same.
+    """A file of captured tensors whose header matches its content; read again only after a change.
 
     Raises MalformedFileError with what was expected.
     """
@@ -241,7 +242,7 @@ def _read(path: Path, size: int, changed: int) -> CapturedFile:
     try:
         with open_regular(path) as content:
             (header,) = struct.unpack("<Q", content.read(8).ljust(8, b"\xff"))
-            # Before the library reads them: safetensors itself takes headers of 100 MB.
+            # Checked before the library reads the header: safetensors itself accepts headers of 100 MB.
             if header > min(_LARGEST_HEADER, size - 8):
                 raise MalformedFileError(path, f"expected safetensors with a header of at most {_LARGEST_HEADER} bytes")
             content.seek(0)

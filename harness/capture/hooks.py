@@ -1,8 +1,7 @@
 """Intercept a running program's attention calls: functions are replaced while it runs and restored afterwards.
 
-Recorded are torch's scaled_dot_product_attention, ``attnbench.attention``, and the
-``eager_attention_forward`` of transformers' models.  Transformers' other attention functions
-and torch's fused encoder layers are only counted.
+Recorded are torch's scaled_dot_product_attention, ``attnbench.attention``, and the ``eager_attention_forward`` of
+transformers' models.  Transformers' other attention functions and torch's fused encoder layers are only counted.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from attnbench.problem.mask import Mask
 from attnbench.problem.mask_of_tensor import mask_of_tensor
 from attnbench.problem.spec import AttentionSpec
 
-__all__ = ["Call", "UnrecordableError", "watched"]
+__all__ = ["Call", "UnrecordableError", "watch_calls"]
 
 _jit: Any = torch.jit  # which tells no types
 _FUSED = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 _EAGER = "eager_attention_forward"
 _INTERFACE = "transformers.modeling_utils"
-# A rounding error of the model's own is far below this, and a sink, bias or cap that was not told far above.
+# A model's own rounding error is far below this; an unknown sink, bias or cap causes an error far above it.
 _EAGER_ERROR = 0.1
 
 
@@ -48,10 +47,10 @@ class UnrecordableError(Exception):
 
 @dataclass(frozen=True)
 class Call:
-    """One attention call after it ran: q (B, H, Sq, D), k (B, Hkv, Skv, D), v (B, Hkv, Skv, Dv) and what it asked.
+    """One attention call after it ran: q (B, H, Sq, D), k (B, Hkv, Skv, D), v (B, Hkv, Skv, Dv) and its spec.
 
-    ``out`` is what the program got, perhaps with other axes; ``arranged`` brings it or its
-    gradient to (B, H, Sq, Dv).  ``module`` is the path of the module that made the call, empty outside of any.
+    ``out`` is the program's result, perhaps with other axes; ``arranged`` brings it or its gradient to (B, H, Sq, Dv).
+    ``module`` is the path of the module that made the call, empty outside of modules.
     """
 
     spec: AttentionSpec
@@ -64,11 +63,11 @@ class Call:
 
 
 @contextmanager
-def watched(seen: Callable[[Callable[[], Call]], None]) -> Iterator[None]:
-    """While it is open, ``seen`` is called after every attention call with a function that describes it.
+def watch_calls(seen: Callable[[Callable[[], Call]], None]) -> Iterator[None]:
+    """While it is open, call ``seen`` after every attention call with a function that describes it.
 
-    That function raises UnrecordableError for calls that cannot be recorded.  Code that torch.compile
-    would compile runs eagerly meanwhile, because compiled code cannot be intercepted.
+    That function raises UnrecordableError for calls that cannot be recorded.  Code under torch.compile runs eagerly
+    meanwhile, because compiled code cannot be intercepted.
     """
     watch = _Watch(seen)
     with ExitStack() as stack:
@@ -87,7 +86,7 @@ def watched(seen: Callable[[Callable[[], Call]], None]) -> Iterator[None]:
 
 
 class _State(threading.local):
-    """The calls that each thread of the program is inside of."""
+    """The modules and calls that each thread of the program is inside of."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
@@ -108,7 +107,7 @@ class _Watch:
 
     @property
     def off(self) -> bool:
-        """Whether to ignore this call: it is inside another one, in a fork of the program, or traced and not run."""
+        """Whether to ignore this call: it is inside another one, in a fork of the program, or only traced."""
         return torch.compiler.is_compiling() or self.state.inside or os.getpid() != self._process
 
     def note(self, make: Callable[[], Call]) -> None:
@@ -127,20 +126,19 @@ class _Watch:
             self.state.inside = False
 
     def replace(self, owner: Any, name: str, new: Any) -> None:
-        """Put ``new`` in the place of an attribute until ``restore``."""
+        """Replace an attribute until ``restore``."""
         self._replace(functools.partial(setattr, owner), name, owner.__dict__[name], new)
 
     def replace_everywhere(self, old: Any, new: Any) -> None:
-        """The same for every module that imported the function by name."""
+        """Replace a function in every module that imported it by name."""
         for place, module in list(sys.modules.items()):
             for name, value in list(getattr(module, "__dict__", {}).items()):
                 if value is old and place != "torch._C._nn":  # where torch itself looks the operator up
                     self.replace(module, name, new)
 
     def _replace(self, put: Callable[[str, Any], None], name: str, old: Any, new: Any) -> None:
-        if builtin := _jit._builtins._find_builtin(
-            old
-        ):  # otherwise torch.jit.script would compile our Python function instead
+        # Without this torch.jit.script would compile our Python function.
+        if builtin := _jit._builtins._find_builtin(old):
             _jit._builtins._register_builtin(new, builtin)
         put(name, new)
         self._replaced.append((put, name, old, new))
@@ -186,10 +184,10 @@ class _Watch:
         paths = self._paths.get(root)
         if paths is None or own not in paths:
             paths = self._paths[root] = weakref.WeakKeyDictionary({each: name for name, each in root.named_modules()})
-        return paths.get(own, "").replace("_orig_mod.", "") or type(own).__name__  # a part that torch.compile adds
+        return paths.get(own, "").replace("_orig_mod.", "") or type(own).__name__  # torch.compile adds that part
 
     def mask(self, tensor: Tensor, seqlen_q: int, seqlen_kv: int) -> Mask:
-        """The mask of a tensor, which models hand from layer to layer.  Raises UnrecordableError where it is none."""
+        """The mask of a tensor, cached from layer to layer.  Raises UnrecordableError if no Mask equals it."""
         key = (None if tensor.is_inference() else tensor._version, seqlen_q, seqlen_kv)
         if self._mask is None or self._mask[0]() is not tensor or self._mask[1] != key or key[0] is None:
             self._mask = (weakref.ref(tensor), key, mask_of_tensor(tensor.detach(), seqlen_q, seqlen_kv))
@@ -199,7 +197,7 @@ class _Watch:
 
 
 def _counting(watch: _Watch, original: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    """Wrap a function to count its calls as missed, unless attention inside was recorded."""
+    """Wrap a function to count its calls as unrecorded, unless attention inside was recorded."""
 
     def unrecordable() -> Call:
         raise UnrecordableError(reason)
@@ -209,7 +207,7 @@ def _counting(watch: _Watch, original: Callable[..., Any], reason: str) -> Calla
         if watch.off:
             return original(*args, **kwargs)
         before = watch.state.calls
-        with torch.compiler.set_stance("default"):  # uncompiled FlexAttention would need all scores at once
+        with torch.compiler.set_stance("default"):  # uncompiled FlexAttention would hold all scores at once
             result = original(*args, **kwargs)
         if watch.state.calls == before:
             watch.note(unrecordable)
@@ -266,7 +264,7 @@ def _recording_execution(watch: _Watch) -> Callable[..., tuple[Tensor, Tensor | 
         if inputs.quantised() is not None:
             return counted(self, inputs)
         q, k, v = inputs.unquantised()
-        # Kernels that are compiled stay so: some cannot run otherwise.
+        # Compiled kernels stay compiled: some cannot run otherwise.
         with watch.within(), torch.compiler.set_stance("default"):
             out, lse = original(self, inputs)
         watch.note(lambda: Call(self.spec.replace(return_lse=False), q, k, v, out, lambda x: x, watch.path))
@@ -311,7 +309,7 @@ def _eager_call(watch: _Watch, result: Any, arguments: dict[str, Any]) -> Call:
 
 @torch.no_grad()
 def _eager_error(call: Call) -> float:
-    """The relative L2 error of the first and the last row of an output: a model's function may do as it likes."""
+    """The relative L2 error of an output's first and last row: a model's function may compute anything."""
     spec, rows = call.spec, torch.tensor([0, call.spec.seqlen_q - 1], device=call.q.device)
     with torch.autocast(call.q.device.type, enabled=False):
         k, v = (x.float().flatten(0, 1) for x in (call.k, call.v))
@@ -362,7 +360,7 @@ def _spec(
             seqlen_kv=k.shape[2],
             head_dim=q.shape[3],
             head_dim_v=v.shape[3],
-            # autocast casts inside the call, so the output tells what it was computed in.
+            # autocast casts inside the call, so the output has the dtype of the computation.
             dtype=FROM_TORCH[out.dtype],
             scale=scale,
             mask=mask,
@@ -374,7 +372,7 @@ def _spec(
 
 
 def _repeats(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """How often each head of k and v stands there, one beside the other: models repeat them to have as many as q."""
+    """How many equal neighbouring copies k and v have of each head: models repeat heads to have as many as q."""
     heads = k.shape[1]
     if not (1 < heads == q.shape[1] == v.shape[1]) or 0 in k.shape or 0 in v.shape:
         return 1

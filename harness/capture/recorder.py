@@ -1,8 +1,7 @@
-"""Recording the real Q, K, V (and dO) of a program's attention calls, within a budget of bytes."""
+"""Record the real Q, K, V (and dO) of a program's attention calls, within a limit of bytes."""
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections import Counter
@@ -21,15 +20,15 @@ from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.spec import AttentionSpec
 from attnbench.text.printable import printable
 
-from .file import LONGEST_CALL, MOST_CALLS, SUFFIX, CapturedCall, CapturedIndex, tensor_shapes, write_captured
-from .hooks import Call, UnrecordableError, watched
+from .file import LONGEST_CALL, MOST_CALLS, SUFFIX, CapturedCall, CapturedIndex, input_bytes, write_captured
+from .hooks import Call, UnrecordableError, watch_calls
 from .reservoir import Reservoir
 
 __all__ = ["MAX_BYTES", "MOST", "Recorder", "capture"]
 
 MAX_BYTES = 2**28
 MOST = 64
-_CUT = 4  # a call larger than the whole budget is cut down to this share of it, so that others fit as well
+_CUT = 4  # a call larger than the whole budget is cut down to 1/4 of it, so that other calls fit as well
 _MOST_REASONS = 100
 _LONGEST_REASON = 300
 _active = threading.Lock()
@@ -37,7 +36,7 @@ _active = threading.Lock()
 
 @dataclass(eq=False)
 class _Recording:
-    """A call that is kept for now.  In training ``tensors`` lacks grad_out until a backward brings it."""
+    """A call that is kept for now.  In training ``tensors`` lacks grad_out until a backward has run."""
 
     about: CapturedCall
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -53,9 +52,9 @@ class _Part:
 
     @torch.no_grad()
     def copy(self, x: Tensor) -> Tensor:
-        """This part of a tensor (B, H or Hkv, S, D): on the CPU, contiguous, in the type that was computed in.
+        """This part of a tensor (B, H or Hkv, S, D), on the CPU, contiguous, in the dtype of the computation.
 
-        Raises UnrecordableError where it holds values that are not finite.
+        Raises UnrecordableError if it holds values that are not finite.
         """
         if self.kv_heads is not None:
             x = x[: self.spec.batch]
@@ -69,9 +68,8 @@ class _Part:
 class Recorder:
     """The attention calls seen so far.
 
-    ``seen`` counts all; ``unrecorded`` counts, by reason, those that cannot be recorded, and
-    ``without_gradient`` those whose gradient cannot.  The others were kept (``recorded`` of
-    them still are) or displaced because of the budget.
+    ``seen`` counts all; ``unrecorded`` counts, by reason, those that cannot be recorded, and ``without_gradient`` those
+    without a gradient.  The others are kept (``recorded``) or were displaced because of the budget.
     """
 
     def __init__(self, max_bytes: int, most: int) -> None:
@@ -122,7 +120,7 @@ class Recorder:
                 kv_heads=part.kv_heads,
             )
         )
-        gone = self._kept.offer(new, kind=_kind(part.spec), source=name, size=_bytes(part.spec))
+        gone = self._kept.offer(new, kind=_kind(part.spec), source=name, size=input_bytes(part.spec))
         for old in gone:
             old.tensors.clear()  # a graph that waits for its backward may keep the recording alive much longer
         if new in gone:
@@ -134,8 +132,8 @@ class Recorder:
             self._kept.remove(new)
             raise
         if call.out.grad_fn is not None and call.spec.training:
-            # A hook of the node, not of the tensor, which stays as the program knows it.  It
-            # must not hold the call: the graph would then hold itself.
+            # A hook of the node, because the program's tensor must not change.  It must not hold the call, or the
+            # graph would hold itself.
             call.out.grad_fn.register_prehook(partial(self._gradient, new, part, call.arranged, call.out.output_nr))
 
     def _gradient(
@@ -157,7 +155,7 @@ class Recorder:
                 _count(self.without_gradient, error)
 
     def _part(self, spec: AttentionSpec) -> _Part:
-        budget, size = self._kept.max_bytes, _bytes(spec)
+        budget, size = self._kept.max_bytes, input_bytes(spec)
         if size <= budget:
             return _Part(spec, spec)
         unit = size // (spec.batch * spec.kv_heads)
@@ -189,19 +187,16 @@ class Recorder:
 
 @contextmanager
 def capture(path: str | Path, *, max_bytes: int = MAX_BYTES, most: int = MOST) -> Iterator[Recorder]:
-    """Record the attention calls that are made while it is open, and write them to ``path`` (.safetensors) at its end.
+    """Record the attention calls made while it is open, and write them to ``path`` (.safetensors) at its end.
 
-    Q, K, V and, where a backward runs, dO are kept as they were computed with; at most
-    ``most`` calls, whose tensors take at most ``max_bytes`` here and in the file.  Where more
-    are made, some of every kind of shape, of each module and from all the time stay.
-    attnbench.harness.capture.hooks says which calls are seen; not those of other processes.
-    Results, random numbers and the autograd graph are the program's own, but what it
-    compiles with torch.compile runs eagerly.  The file appears whole or not at all, also when
-    the block raises.
+    Q, K, V and, if a backward runs, dO are kept in the dtype of the computation; at most ``most`` calls, whose tensors
+    take at most ``max_bytes`` in memory and in the file.  Of more calls, some of every kind of shape, of each module
+    and from all times are kept.  attnbench.harness.capture.hooks lists which calls are seen; other processes' are not.
+    Results, random numbers and the autograd graph do not change, but code under torch.compile runs eagerly.  The file
+    is written completely or not at all, also if the block raises.
 
-    Raises MisuseError for a path without the suffix, a budget below 1 and a capture within a
-    capture; OutputError where the file cannot be written; AttnbenchError where the block
-    ended well and there was nothing to write.
+    Raises MisuseError for a path without the suffix, a budget below 1 or a capture within a capture; OutputError if the
+    file cannot be written; AttnbenchError if the block succeeded and nothing was recorded.
     """
     path = Path(path).absolute()
     if path.suffix != SUFFIX:
@@ -216,7 +211,7 @@ def capture(path: str | Path, *, max_bytes: int = MAX_BYTES, most: int = MOST) -
         recorder = Recorder(max_bytes, most)
         try:
             try:
-                with watched(recorder.record):
+                with watch_calls(recorder.record):
                     yield recorder
             finally:
                 # A fork of the program may also leave this block.
@@ -232,10 +227,6 @@ def capture(path: str | Path, *, max_bytes: int = MAX_BYTES, most: int = MOST) -
                 draft.discard()
     finally:
         _active.release()
-
-
-def _bytes(spec: AttentionSpec) -> int:
-    return sum(math.prod(shape) for shape in tensor_shapes(spec).values()) * TO_TORCH[spec.dtype].itemsize
 
 
 def _kind(spec: AttentionSpec) -> str:

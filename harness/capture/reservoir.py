@@ -1,4 +1,4 @@
-"""Which calls are kept if not all fit: some of every kind, layer and step, not the first ones."""
+"""Decide which calls to keep if not all fit: some of every kind, layer and step, not the first ones."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class _Place(Generic[_T]):
 
 
 class Reservoir(Generic[_T]):
-    """At most ``most`` items of at most ``max_bytes`` together, spread over kinds, over the sources of each, over time.
+    """At most ``most`` items of at most ``max_bytes`` together, spread over kinds, each kind's sources, and time.
 
-    To make room, an item is removed from the kind with the most items, there from the source with
-    the most, and there the item with the highest rank.  Ranks are hashes of names and running numbers:
-    of n equal items each is as likely to stay, and the same program keeps the same ones.
+    To make room, an item is removed from the kind with the most items, there from the source with the most, and there
+    the item with the highest rank.  Ranks are hashes of running numbers: each of n equal items is as likely to stay,
+    and the same program keeps the same items.
     """
 
     def __init__(self, max_bytes: int, most: int) -> None:
@@ -63,7 +63,7 @@ class Reservoir(Generic[_T]):
         return gone
 
     def remove(self, item: _T) -> None:
-        """Forget an item that is kept."""
+        """Remove a kept item."""
         self._places = [place for place in self._places if place.item is not item]
 
 

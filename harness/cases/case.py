@@ -21,10 +21,9 @@ LONGEST_NAME = 200
 class Case:
     """One spec with a name that is unique within a sweep, and the input families for its errors.
 
-    Times are taken on the first family.  ``captured:FILE`` is not enough of a family: it must
-    know its file (attnbench.harness.capture.file.captured_family).  Raises InputError on an empty
-    or overlong name, an unknown family, or a spec of FP8 tensors: a sweep starts from what
-    FP8 is made of.
+    Times are taken on the first family.  A captured family must be a CapturedFamily, which knows its file, not the text
+    ``captured:FILE``.  Raises InputError on an empty or overlong name, an unknown family, or a spec of FP8 tensors: a
+    sweep quantises tensors itself.
     """
 
     name: str
@@ -44,9 +43,9 @@ class Case:
 
 
 def tensor_dtype(sweep_dtype: str) -> str:
-    """What the tensors of a sweep are stored in: bf16 where FP8 kernels are compared with 16-bit ones.
+    """The dtype of a sweep's tensors: bf16 for ``fp8``, where FP8 kernels are compared with 16-bit ones.
 
-    Raises InputError where there is no such sweep.
+    Raises InputError if there is no such sweep.
     """
     if sweep_dtype not in SWEEP_DTYPES:
         raise InputError(f"a sweep's dtype is one of {', '.join(SWEEP_DTYPES)}, not {sweep_dtype!r}")

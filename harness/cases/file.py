@@ -1,7 +1,7 @@
 """Cases from a file: YAML, or the calls of captured tensors.
 
-A YAML file is a list of entries; an entry is a mapping; a value that is a list stands for each
-of its elements in turn, and the entry for all combinations::
+A YAML file is a list of entries; each entry is a mapping; a list as a value stands for each of its elements, and the
+entry for all combinations::
 
     - batch: 2
       heads: 16
@@ -12,13 +12,11 @@ of its elements in turn, and the entry for all combinations::
       direction: [forward, training]
       families: [normal, outlier]
 
-batch, heads, seqlen_q and head_dim are required.  kv_heads, seqlen_kv, head_dim_v, scale and
-softcap default as in AttentionSpec.make.  ``mask`` is none, causal,
-causal/bottom-right, or a mapping of left, right and alignment.  ``families`` is the one
-list that is not multiplied out; ``captured:acts.safetensors`` among them is the first call
-captured there with the spec of the case, ``captured:acts.safetensors#3`` is call 3; the path is
-relative to the YAML file.  ``name`` is put before the spec's own name if an entry stands for
-several cases.  The tensors' type is the sweep's.
+batch, heads, seqlen_q and head_dim are required.  kv_heads, seqlen_kv, head_dim_v, scale and softcap default as in
+AttentionSpec.make.  ``mask`` is none, causal, causal/bottom-right, or a mapping of left, right and alignment.
+``families`` is the only list that is not multiplied out; ``captured:acts.safetensors`` in it is the first captured call
+with the spec of the case, ``captured:acts.safetensors#3`` is call 3; paths are relative to the YAML file.  ``name`` is
+put before the spec's own name if an entry stands for several cases.  The sweep sets the tensors' dtype.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
 from ..capture.file import PREFIX, captured_family, read_captured
-from ..yaml_file import described, entries, fault, items, read_yaml, scalar
+from ..yaml_file import describe_node, entries, fault, items, read_yaml, scalar
 from .case import LONGEST_NAME, Case, tensor_dtype
 from .inputs import DEFAULT_FAMILIES
 
@@ -70,11 +68,9 @@ def read_cases(path: Path, dtype: str) -> list[Case]:
 def read_captured_cases(path: Path, dtype: str) -> list[Case]:
     """A case for every call of a file of captured tensors, for a sweep of ``dtype``.
 
-    Times are taken on what was captured.  Errors are taken on normal inputs as well: what two
-    families share is the kernel's (attnbench.harness.measure.verdict).
-
-    Tensors that were captured in another type than the sweep's are converted to it, and the
-    case's name says from which.  Raises MalformedFileError with what was expected.
+    Times are taken on the captured tensors, errors on normal inputs as well: an error that two families share is the
+    kernel's (attnbench.harness.measure.verdict).  Tensors are converted to the sweep's dtype, and the case's name then
+    has the original one.  Raises MalformedFileError with what was expected.
     """
     tensors = tensor_dtype(dtype)
     file = read_captured(path)
@@ -88,7 +84,7 @@ def read_captured_cases(path: Path, dtype: str) -> list[Case]:
 
 
 class _Reader:
-    """Walks the YAML nodes rather than the values: only a node knows its line."""
+    """Reads YAML nodes rather than values, because only a node knows its line."""
 
     def __init__(self, path: Path, tensors: str) -> None:
         self._path, self._tensors = path, tensors
@@ -119,7 +115,7 @@ class _Reader:
         for name, key, value in entries(self._path, entry, f"one of {', '.join(_KINDS)}"):
             if name not in _KINDS:
                 said = " (the tensors' type is the sweep's --dtype)" if name == "dtype" else ""
-                raise self._fault(key, f"expected one of {', '.join(_KINDS)}, not {described(key)}{said}")
+                raise self._fault(key, f"expected one of {', '.join(_KINDS)}, not {describe_node(key)}{said}")
             if not (nodes := items(value)):
                 raise self._fault(value, f"expected at least one value for {name}")
             options[name] = [self._value(name, node) for node in nodes]
@@ -147,14 +143,14 @@ class _Reader:
         value: Any = scalar(self._path, node) if isinstance(node, yaml.ScalarNode) else node
         if not isinstance(value, kinds) or isinstance(value, bool):
             said = " or ".join(_SAID[kind] for kind in kinds if kind in _SAID)
-            raise self._fault(node, f"expected {said} for {name}, not {described(node)}")
+            raise self._fault(node, f"expected {said} for {name}, not {describe_node(node)}")
         return self._mask(value, node) if name == "mask" else value
 
     def _window(self, node: yaml.MappingNode) -> Mask:
         sides: dict[str, Any] = {}
         for name, key, value in entries(self._path, node, _SIDES):
             if name not in ("left", "right", "alignment"):
-                raise self._fault(key, f"expected {_SIDES} in a mask, not {described(key)}")
+                raise self._fault(key, f"expected {_SIDES} in a mask, not {describe_node(key)}")
             sides[name] = scalar(self._path, value)
         try:
             return Mask(**sides)
@@ -165,5 +161,5 @@ class _Reader:
         if name is None:
             return Mask()
         if name not in _MASKS:
-            raise self._fault(node, f"expected {', '.join(_MASKS)} or a mapping for mask, not {described(node)}")
+            raise self._fault(node, f"expected {', '.join(_MASKS)} or a mapping for mask, not {describe_node(node)}")
         return _MASKS[name]

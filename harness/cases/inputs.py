@@ -1,7 +1,7 @@
-"""The tensors that kernels are measured on: named families of random inputs, drawn afresh for every case.
+"""The tensors that kernels are measured on: named families of random inputs, drawn anew for every case.
 
-The function that draws a family says what it is, why it exists, and its source.
-A captured family is none of these: its tensors are those of a real model (attnbench.harness.capture.file).
+The function that draws a family says what it is, why it exists, and its source.  A captured family has the tensors of a
+real model instead (attnbench.harness.capture.file).
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from attnbench.kernels.contract import Inputs
 from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.spec import AttentionSpec
 
-from ..capture.file import CapturedFamily
+from ..capture.file import CapturedFamily, tensor_shapes
 
 __all__ = ["DEFAULT_FAMILIES", "FAMILIES", "Drawn", "draw"]
 
-_OUTLIERS = 0.001  # the share of elements that get a second, ten times larger term: N(0, 100) has deviation 10
+_OUTLIERS = 0.001  # the share of elements with a second, ten times larger term: N(0, 100) has deviation 10
 _OUTLIER_DEVIATION = 10.0
 _CHANNELS_PER_OUTLIER = 64
 _CHANNEL_OFFSETS = (10.0, 20.0)
 _VALUE_MEAN = 0.5
 _SINK_ODDS = 3.0  # the sink's weight over that of all other keys together: 3 / (3 + 1) of a row's attention
-# Of the deviation that the mean of seqlen_kv normal values has: small enough for the other keys to make the output.
+# Times the deviation of the mean of seqlen_kv normal values: small, so that the other keys determine the output.
 _SINK_VALUE = 0.25
 _PEAKY_QUERIES = 3.0
-# torch draws about 100 M normal numbers a second on one CPU core and a hundred times that on
-# a GPU.  Up to here (a tenth of a second) every machine sees the same numbers.
+# torch draws about 100 M normal numbers a second on one CPU core and a hundred times that on a GPU.  Up to this number
+# (a tenth of a second) every machine draws the same numbers.
 _SAME_EVERYWHERE = 2**24
 
 _Shapes = dict[str, tuple[int, ...]]
@@ -45,8 +45,8 @@ _Tensors = dict[str, Tensor]
 class Drawn:
     """q (B, H, Sq, D), k (B, Hkv, Skv, D), v (B, Hkv, Skv, Dv) and, in training, grad_out (B, H, Sq, Dv).
 
-    ``drawn_on`` is the device type whose generator made them, cpu where they were read from a
-    file: the numbers are a function of the spec, the family and this.
+    ``drawn_on`` is the device type of the generator, cpu for tensors from a file.  The numbers are a function of the
+    spec, the family and this.
     """
 
     q: Tensor
@@ -57,27 +57,22 @@ class Drawn:
 
     @property
     def qkv(self) -> Inputs:
-        """What a kernel's ``prepare`` takes of them."""
+        """The inputs of a kernel's ``prepare``."""
         return Inputs(self.q, self.k, self.v)
 
 
 def draw(spec: AttentionSpec, family: str, device: torch.device) -> Drawn:
     """The inputs of a family, contiguous, in the spec's dtype on ``device``; the same on every call.
 
-    Drawn by torch's CPU generator up to 2**24 elements in all, by the device's own beyond
-    that; a CapturedFamily's are read from its file and converted to the spec's dtype.  Raises
-    InputError on an unknown family, where the spec leaves no room for what the family is made
-    of, and where captured tensors are not the spec's; MalformedFileError where their file is.
+    Drawn by torch's CPU generator up to 2**24 elements in all, else by the device's own; those of a CapturedFamily are
+    read from its file and converted.  Raises InputError on an unknown family, a spec that the family cannot be drawn
+    for, or captured tensors of another spec; MalformedFileError if their file is damaged.
     """
     if isinstance(family, CapturedFamily):
         return _inputs(family.tensors(spec), spec, device, "cpu")
     if family not in _DRAWN:
         raise InputError(f"input families are {', '.join(FAMILIES)}, not {family!r}")
-    queries = (spec.batch, spec.heads, spec.seqlen_q)
-    keys = (spec.batch, spec.kv_heads, spec.seqlen_kv)
-    shapes: _Shapes = {"q": (*queries, spec.head_dim), "k": (*keys, spec.head_dim), "v": (*keys, spec.head_dim_v)}
-    if spec.training:
-        shapes["grad_out"] = (*queries, spec.head_dim_v)
+    shapes = tensor_shapes(spec)
     small = sum(torch.Size(shape).numel() for shape in shapes.values()) <= _SAME_EVERYWHERE
     source = torch.device("cpu") if small else device
     seed = int.from_bytes(hashlib.sha256(f"{family} {spec}".encode()).digest()[:8], "big") >> 1
@@ -110,13 +105,12 @@ def _outlier(spec: AttentionSpec, shapes: _Shapes, generator: torch.Generator) -
 
 
 def _outlier_channel(spec: AttentionSpec, shapes: _Shapes, generator: torch.Generator) -> _Tensors:
-    """N(0, 1), and on one channel in 64 (one at least) of Q and K an offset of ±10 to ±20 that all tokens share.
+    """N(0, 1), and on one channel in 64 (at least one) of Q and K an offset of ±10 to ±20 that all tokens share.
 
-    As in transformers, whose keys and queries are large in the same few channels of a head,
-    token after token, while V is not: one rounding error there outweighs all other channels.
-    Large channels vary little from token to token (SmoothQuant, arXiv 2211.10438, section 3); K has them
-    and V has none (KIVI, arXiv 2402.02750, section 3); Q has them too (arXiv 2502.01563).
-    A channel's place is that of its key head, for all query heads that read it and the whole batch;
+    As in transformers, where keys and queries are large in the same few channels of a head for every token, while V is
+    not: one rounding error there outweighs all other channels.  Large channels vary little from token to token
+    (SmoothQuant, arXiv 2211.10438, section 3); K has them and V has none (KIVI, arXiv 2402.02750, section 3); Q has
+    them too (arXiv 2502.01563).  Each key head has its own channels, shared by its query heads and the whole batch;
     sizes and signs are each head's own.
     """
     drawn = _normal(spec, shapes, generator)
@@ -134,10 +128,10 @@ def _outlier_channel(spec: AttentionSpec, shapes: _Shapes, generator: torch.Gene
 
 
 def _biased_v(spec: AttentionSpec, shapes: _Shapes, generator: torch.Generator) -> _Tensors:
-    """N(0, 1), V with the mean 0.5: sums of P·V that grow with the keys, from which a short accumulator drifts away.
+    """N(0, 1), V with the mean 0.5: sums of P·V grow with the keys, and a short accumulator loses precision.
 
-    On an H200 the error of FlashAttention-3's FP8 kernel is 0.32 at 64k keys and 0.46 at
-    128k of such V; promoting the accumulator into fp32 removes it.
+    On an H200 the error of FlashAttention-3's FP8 kernel on such V is 0.32 at 64k keys and 0.46 at 128k; promoting the
+    accumulator to fp32 removes it.
     """
     drawn = _normal(spec, shapes, generator)
     drawn["v"] += _VALUE_MEAN
@@ -145,18 +139,17 @@ def _biased_v(spec: AttentionSpec, shapes: _Shapes, generator: torch.Generator) 
 
 
 def _sink(spec: AttentionSpec, shapes: _Shapes, generator: torch.Generator) -> _Tensors:
-    """N(0, 1), but most attention goes to the first key, whose value is small: the other keys' small P make the output.
+    """N(0, 1), but most attention goes to the first key, whose value is small: the other keys determine the output.
 
-    As in language models (StreamingLLM, arXiv 2309.17453), whose first key lies in the queries'
-    direction and whose first value is close to 0 (arXiv 2410.10781).  FP8 kernels scale
-    P to the row's maximum, the sink, and the rest must not vanish below the smallest number.
+    As in language models (StreamingLLM, arXiv 2309.17453), whose first key lies in the queries' direction and whose
+    first value is close to 0 (arXiv 2410.10781).  FP8 kernels scale P to the row's maximum, the sink, and the rest must
+    not vanish below the smallest number.
 
-    Every query of a key head's group is moved by √D along one direction, and the first key is
-    that direction's multiple whose mean score (before softcap, other scores having mean 0) gives it three
-    times the weight of all other keys together: about 3/4 of the attention of a query that
-    sees all seqlen_kv keys, more where it sees fewer, none where the mask hides the first key.
-    That score is 9 nats for 1024 keys and 14 for 128k at the usual scale.
-    Raises InputError where the scale is too small for any key to reach it.
+    Every query of a key head's group is shifted by √D along one direction.  The first key is the multiple of that
+    direction whose mean score (before softcap, with other scores of mean 0) gives it three times the weight of all
+    other keys together: about 3/4 of the attention of a query that sees all seqlen_kv keys, more if it sees fewer, none
+    if the mask hides the first key.  That score is 9 nats for 1024 keys and 14 for 128k at the usual scale.  Raises
+    InputError if the scale is too small for any key to reach it.
     """
     drawn = _normal(spec, shapes, generator)
     direction = _randn((spec.kv_heads, 1, spec.head_dim), generator)
@@ -175,20 +168,20 @@ def _sink(spec: AttentionSpec, shapes: _Shapes, generator: torch.Generator) -> _
 
 
 def _log_sum_exp(count: int, deviation: float) -> float:
-    """What the log of the sum of exp over ``count`` normal numbers of mean 0 tends to.
+    """The asymptotic log of the sum of exp over ``count`` normal numbers of mean 0.
 
-    Beyond a deviation of √(2 ln count) the largest number alone makes the sum: the random
-    energy model (B. Derrida, Physical Review B 24, 2613, 1981).
+    Beyond a deviation of √(2 ln count) the largest number dominates the sum: the random energy model (B. Derrida,
+    Physical Review B 24, 2613, 1981).
     """
     critical = math.sqrt(2 * math.log(count))
     return (critical**2 + deviation**2) / 2 if deviation < critical else critical * deviation
 
 
 def _peaky(spec: AttentionSpec, shapes: _Shapes, generator: torch.Generator) -> _Tensors:
-    """N(0, 1), Q three times as large: rows with few keys, where an error of a score is one of the output.
+    """N(0, 1), Q three times as large: rows attend to few keys, and an error in a score changes the output.
 
-    At the usual scale the scores have a deviation of 3 nats.  S = QKᵀ is exponentiated, so its
-    error, which grows with S in a floating-point format, is FP8 attention's largest.
+    At the usual scale the scores have a deviation of 3 nats.  The error of S = QKᵀ, which grows with S in a
+    floating-point format, is exponentiated and is FP8 attention's largest.
     """
     drawn = _normal(spec, shapes, generator)
     drawn["q"] *= _PEAKY_QUERIES

@@ -25,7 +25,7 @@ _HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 def preset_cases(name: str, dtype: str, device_type: str) -> list[Case]:
     """The cases of a preset for a sweep of ``dtype`` (fp8, bf16, fp16, fp32) on ``cpu`` or ``cuda``.
 
-    Raises InputError where there is no such preset.
+    Raises InputError if there is no such preset.
     """
     if name not in PRESETS:
         raise InputError(f"presets are {', '.join(PRESETS)}, not {name!r}")
@@ -45,23 +45,20 @@ def _full(
 ) -> AttentionSpec:
     """A GPU case of about _TOKENS tokens and ``hidden`` width, its heads a multiple of ``group``."""
     heads = max(1, hidden // head_dim // group) * group
-    return AttentionSpec.make(
-        batch=max(1, _TOKENS // seqlen),
-        heads=heads,
-        kv_heads=heads // group,
-        seqlen_q=seqlen,
-        head_dim=head_dim,
-        mask=mask,
-        direction=direction,
-    )
+    return _square(max(1, _TOKENS // seqlen), heads, head_dim, seqlen, mask, group, direction)
 
 
 def _small(
     head_dim: int, seqlen: int, mask: Mask = _NO_MASK, group: int = 1, direction: Direction = "forward"
 ) -> AttentionSpec:
-    heads = max(4, group)
+    return _square(1, max(4, group), head_dim, seqlen, mask, group, direction)
+
+
+def _square(
+    batch: int, heads: int, head_dim: int, seqlen: int, mask: Mask, group: int, direction: Direction
+) -> AttentionSpec:
     return AttentionSpec.make(
-        batch=1,
+        batch=batch,
         heads=heads,
         kv_heads=heads // group,
         seqlen_q=seqlen,
@@ -106,7 +103,7 @@ def _quick_cpu() -> Iterator[AttentionSpec]:
 
 
 def _broad(direction: Direction) -> Iterator[AttentionSpec]:
-    """Every head size, grouping and length class in each direction: 60 specs."""
+    """Head sizes, groupings and length classes in one direction: 60 specs."""
     for head_dim in _HEAD_DIMS:
         for seqlen in (512, 2048, 8192):
             for mask in (_NO_MASK, _CAUSAL):
@@ -169,6 +166,6 @@ PRESETS = {
     "quick": Preset(_quick_gpu, _quick_cpu),
     "inference": Preset(_inference_gpu, lambda: _broad_cpu("forward")),
     "training": Preset(lambda: _broad("training"), lambda: _broad_cpu("training")),
-    # Only V with a mean shows a short accumulator, whose error is small until the keys are many.
+    # Only V with a mean exposes a short accumulator, whose error is small until there are many keys.
     "long": Preset(_long_gpu, _long_cpu, (*DEFAULT_FAMILIES, "biased-v")),
 }

@@ -1,4 +1,4 @@
-"""Whether a plan is further from exact attention than before."""
+"""Which errors of a plan have risen."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from ..measure.accuracy import TensorName
 from ..results.records import Measurement
 
-__all__ = ["ErrorChange", "families_missing", "risen"]
+__all__ = ["ErrorChange", "families_missing", "risen_errors"]
 
-# Below this an error is the rounding of FP32: the same kernel's LSE was 1.9e-7 off in one run and 2.2e-7 in another.
+# A smaller difference is FP32 rounding: the same kernel's LSE was 1.9e-7 off in one run and 2.2e-7 in another.
 _ROUNDING = 1e-6
 
 
@@ -24,11 +24,10 @@ class ErrorChange:
     after: float
 
 
-def risen(before: Measurement, after: Measurement, rise: float) -> list[ErrorChange]:
-    """The errors that have risen by more than ``rise`` (0.25 is 25 %), the one that rose most first.
+def risen_errors(before: Measurement, after: Measurement, rise: float) -> list[ErrorChange]:
+    """The errors that have risen by more than ``rise`` (0.25 is 25 %) and FP32 rounding, the largest rise first.
 
-    The inputs of a case are drawn from its own seed, so that the errors of an unchanged kernel
-    are nearly the same each time; what is smaller than the rounding of FP32 says nothing.
+    The inputs of a case depend on its own seed, so an unchanged kernel has nearly the same errors each time.
     """
     found = [each for each in _shared(before, after) if each.after - each.before > _ROUNDING + rise * each.before]
     return sorted(found, key=lambda each: each.after / max(each.before, _ROUNDING), reverse=True)

@@ -1,4 +1,4 @@
-"""A comparison for programs: a JSON document, and JUnit's XML, which every CI shows as tests."""
+"""A comparison for programs: a JSON document, and JUnit XML, which every CI shows as tests."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ def regression_dict(
 
 
 def regression_junit(regression: Regression, command: str = "attnbench compare") -> str:
-    """JUnit's XML of what a command found: a test a row, in a class for its case.
+    """JUnit XML for the result of a command: a test for each row, in a class for its case.
 
-    What regressed is a failure, what cannot be compared an error; what is uncertain, missing
-    by permission or without numbers on either side is skipped, with the reason.
+    A regression is a failure, an incomparable row an error; an uncertain row, one that is missing by permission, and
+    one without numbers on either side is skipped, with the reason.
     """
     suite = ET.Element("testsuite", name=command)
     counted = {"failures": 0, "errors": 0, "skipped": 0}
     for outcome in regression.outcomes:
         case, plan = outcome.key
-        # What is printable can be spelled in XML 1.0 (its section 2.2), line ends in an attribute cannot.
+        # XML 1.0 (section 2.2) can hold any printable character; an attribute cannot hold line ends.
         test = ET.SubElement(suite, "testcase", classname=printable(case), name=printable(str(plan)))
         said = printable("; ".join(outcome.reasons))
         if outcome.regressed:
@@ -80,7 +80,7 @@ def regression_junit(regression: Regression, command: str = "attnbench compare")
     root = ET.Element("testsuites", {"name": command, **totals})
     root.append(suite)
     ET.indent(root)
-    # ASCII, with references for the rest: the same document in whatever encoding it is printed.
+    # ASCII with character references: the same document in any encoding.
     text: str = ET.tostring(root, encoding="us-ascii").decode("ascii")
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{text}'
 

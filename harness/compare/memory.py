@@ -1,4 +1,4 @@
-"""Whether a plan needs more memory than before."""
+"""Which memory needs of a plan have grown."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Literal
 from ..formatting import size
 from ..results.records import Measurement
 
-__all__ = ["MemoryChange", "grown", "memory_said"]
+__all__ = ["MemoryChange", "memory_growth", "memory_said"]
 
-_NOTHING = 2**20  # bytes: allocators round, and nobody runs out of memory for a MiB
+_NOTHING = 2**20  # bytes: allocators round, and a MiB more makes no difference
 
 
 @dataclass(frozen=True)
 class MemoryChange:
-    """Bytes of device memory before and after: the ``peak`` of a call, or what is ``held`` for a backward."""
+    """Bytes of device memory before and after: the ``peak`` of a call, or those ``held`` for a backward."""
 
     kind: Literal["peak", "held"]
     before: int
     after: int
 
 
-def grown(before: Measurement, after: Measurement, rise: float) -> Iterator[MemoryChange]:
+def memory_growth(before: Measurement, after: Measurement, rise: float) -> Iterator[MemoryChange]:
     """What has grown by more than ``rise`` (0.1 is 10 %).
 
-    The same code takes the same: of 756 rows in two committed sets none differs by more than 1.6 %.
+    The same code needs the same memory: of 756 rows in two committed sets none differs by more than 1.6 %.
     """
     for change in (
         _change("peak", before.performance.memory_bytes, after.performance.memory_bytes),
@@ -41,6 +41,6 @@ def _change(kind: Literal["peak", "held"], before: int | None, after: int | None
 
 
 def memory_said(change: MemoryChange) -> str:
-    """In a sentence."""
+    """The change as a sentence."""
     what = "its call takes" if change.kind == "peak" else "its result holds"
     return f"{what} {size(change.after)} of memory, it was {size(change.before)}"

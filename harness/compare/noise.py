@@ -1,4 +1,4 @@
-"""How far unchanged rows lie apart from one run to another, which no samples of one run show."""
+"""How far apart the times of unchanged rows are from run to run, which the samples of one run cannot show."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Kind = Literal["device", "host", "cpu"]
 
 
 class _Measured(NamedTuple):
-    """What was measured of one kind: of runs, that which is supposed of few rows, the least and the most; of visits."""
+    """Measured deviations of one kind: between runs as assumed for few rows, the least and the most; between visits."""
 
     run: float
     least: float
@@ -24,25 +24,25 @@ class _Measured(NamedTuple):
     visit: float
 
 
-# Medians of unchanged rows in two runs on one GPU (three sweeps on an H100; `forward` and `inference` on an H200) lie
-# 0.2 to 1.7 % apart in what the device decides, 8 to 40 % in what its host does; in 28 pairs of sweeps on a shared
-# CPU of two cores 6 to 55 %.  Above the most, so many rows have changed.
+# Medians of unchanged rows in two runs on one GPU (three sweeps on an H100; `forward` and `inference` on an H200) are
+# 0.2 to 1.7 % apart in device time, 8 to 40 % in host time; in 28 pairs of sweeps on a shared CPU with two cores
+# 6 to 55 %.  A larger deviation means that many rows have changed.
 _MEASURED: dict[Kind, _Measured] = {
     "device": _Measured(run=0.007, least=0.005, most=0.03, visit=0.003),
     "host": _Measured(run=0.2, least=0.1, most=0.4, visit=0.05),
     "cpu": _Measured(run=0.2, least=0.02, most=0.25, visit=0.03),
 }
-_SUPPOSED = 10  # rows' worth of what was measured, beside those that are compared
-_QUARTILE = float(stats.norm.ppf(0.75)) ** 2  # half of squared normal numbers are smaller
+_SUPPOSED = 10  # assumed rows with the usual deviation, added to the compared rows
+_QUARTILE = float(stats.norm.ppf(0.75)) ** 2  # the median of squared standard normal numbers
 
 
 def usual_run(kind: Kind) -> float:
-    """How far one unchanged row's medians lie apart from run to run: a deviation of logarithms."""
+    """The deviation, in logarithms, of one unchanged row's medians from run to run."""
     return _MEASURED[kind].run
 
 
 def most_run(kind: Kind) -> float:
-    """The most that it may be."""
+    """The most that this deviation may be."""
     return _MEASURED[kind].most
 
 
@@ -54,11 +54,11 @@ class Observed(NamedTuple):
 
 
 def noise_of(kind: Kind, observed: Sequence[Observed]) -> Noise:
-    """The noise of rows of one kind, from all of them, most of which have not changed.
+    """The noise of rows of one kind, from all of them; most must be unchanged.
 
-    The spread of visits is the median of the rows' own.  That of runs is what makes half of the
-    rows' log ratios lie within the quartiles of normal numbers about 0, where it and the
-    spread of their visits are their deviation; ten numbers of the usual size are beside them.
+    The spread of visits is the median of the rows' own.  The deviation of runs is chosen so that half of the rows' log
+    ratios, divided by their total deviation, lie within the quartiles of the normal distribution; ten numbers of the
+    usual size are added to the rows.
     """
     measured = _MEASURED[kind]
     spreads = [each for sides in observed for side in sides if (each := spread(side)) is not None]

@@ -1,4 +1,4 @@
-"""Which rows of two result sets stand against one another, and whether they can be compared at all."""
+"""Pair the rows of two result sets, and decide whether they can be compared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnbench.kernels.plan import Plan
 from attnbench.tables.environment import Environment
 
 from ..results.records import Measurement, Status, read_measurements
-from ..results.store import recorded
+from ..results.store import measurements_file
 from .terms import Key
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "baselines",
     "machine_differences",
     "other_differences",
-    "paired",
+    "pair_rows",
     "rows_of",
     "unlike_places",
     "unlike_questions",
@@ -33,7 +33,7 @@ _MACHINE = ("device_type", "device_name", "device_count", "capability", "cpu")
 
 @dataclass(frozen=True)
 class Pair:
-    """The rows of one case and plan in BASE and NEW; None where there is none."""
+    """The rows of one case and plan in BASE and NEW; None on a side without one."""
 
     key: Key
     before: Measurement | None
@@ -50,10 +50,9 @@ class Pair:
 def rows_of(place: Path) -> dict[Key, Measurement]:
     """The rows of a folder of results or a file of measurements.
 
-    Raises MalformedFileError where it holds anything else, MisuseError where it holds nothing
-    or has a case and plan twice.
+    Raises MalformedFileError if it holds anything else, MisuseError if it is empty or has a case and plan twice.
     """
-    path = recorded(place)
+    path = measurements_file(place)
     rows: dict[Key, Measurement] = {}
     for row in read_measurements(path):
         if row.key in rows:
@@ -64,15 +63,15 @@ def rows_of(place: Path) -> dict[Key, Measurement]:
     return rows
 
 
-def paired(base: Mapping[Key, Measurement], new: Mapping[Key, Measurement]) -> list[Pair]:
-    """Every case and plan of either, in the order of BASE, what only NEW has behind it."""
+def pair_rows(base: Mapping[Key, Measurement], new: Mapping[Key, Measurement]) -> list[Pair]:
+    """Every case and plan of either side: those of BASE in order, then those only in NEW."""
     return [Pair(key, base.get(key), new.get(key)) for key in dict.fromkeys([*base, *new])]
 
 
 def baselines(pairs: Iterable[Pair], plans: Sequence[Plan]) -> dict[str, tuple[Measurement, Measurement]]:
     """By case, the rows of the first of the plans that was measured on both sides.
 
-    A plan without a backward means, where gradients are asked for, the one that is its own backward.
+    In training, a plan without a backward means its forward's own backward.
     """
     measured = {pair.key: rows for pair in pairs if (rows := pair.measured) is not None}
     found: dict[str, tuple[Measurement, Measurement]] = {}
@@ -85,14 +84,14 @@ def baselines(pairs: Iterable[Pair], plans: Sequence[Plan]) -> dict[str, tuple[M
 
 
 def unlike_questions(before: Measurement, after: Measurement) -> list[str]:
-    """Why no ratio of the two says anything, not even one to a baseline."""
+    """Why no ratio of the two means anything, not even one to a baseline."""
     if before.spec == after.spec:
         return []
     return [f"the case was {before.spec}, is {after.spec}"]
 
 
 def unlike_places(before: Measurement, after: Measurement) -> list[str]:
-    """Why times of the two are not to be compared as they are: another machine, another clock."""
+    """Why times of the two cannot be compared directly: another machine, another clock."""
     found = list(machine_differences(before.environment, after.environment))
     if (was := before.performance.timer) != (now := after.performance.timer):
         found.append(f"it was timed by {was}, is by {now}")
@@ -101,17 +100,17 @@ def unlike_places(before: Measurement, after: Measurement) -> list[str]:
 
 @cache
 def machine_differences(before: Environment, after: Environment) -> tuple[str, ...]:
-    """In what two machines are unlike, so that a difference of times would be theirs, one sentence for each fact.
+    """How two machines differ, so that times differ as well; one sentence for each fact.
 
-    Versions of software are none: they are what is compared.  The power cap, and on a CPU the
-    number of threads, make a machine another one, too.
+    Versions of software are not among them: they are what is compared.  A different power cap, or on a CPU another
+    number of threads, counts as another machine.
     """
     return tuple(_differing(before, after, _binding(before, after)))
 
 
 @cache
 def other_differences(before: Environment, after: Environment) -> tuple[str, ...]:
-    """Everything else in which two environments differ, to be said beside what is found."""
+    """The other differences of two environments, to report beside the result."""
     hard, soft = before.differences(after)
     machine = set(machine_differences(before, after))
     return tuple(each for each in hard + soft if each not in machine)

@@ -1,4 +1,4 @@
-"""Two result sets held against one another: what became slower, less accurate, failed, or went missing."""
+"""Compare two result sets: what became slower, less accurate, failed, or went missing."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from ..results.records import Measurement
-from .errors import ErrorChange, families_missing, risen
-from .memory import MemoryChange, grown, memory_said
-from .pairs import FAILURES, Pair, baselines, other_differences, paired, unlike_places, unlike_questions
+from .errors import ErrorChange, families_missing, risen_errors
+from .memory import MemoryChange, memory_growth, memory_said
+from .pairs import FAILURES, Pair, baselines, other_differences, pair_rows, unlike_places, unlike_questions
 from .sentences import clocks_said, error_said, times_said
 from .terms import Gated, Key, Limits, Terms, check_used
-from .times import CostChange, Timed, changes_of, timed, verdict_of
+from .times import CostChange, Timed, changes_of, timed_costs, verdict_of
 
 __all__ = ["VERDICTS", "Outcome", "Regression", "RowVerdict", "compare_results"]
 
@@ -30,29 +30,28 @@ RowVerdict = Literal[
     "baseline",
     "unmeasured",
 ]
-VERDICTS: tuple[RowVerdict, ...] = get_args(RowVerdict)  # of several, the first is the row's
+VERDICTS: tuple[RowVerdict, ...] = get_args(RowVerdict)  # the first of several is the row's
 _REGRESSED: tuple[RowVerdict, ...] = ("failed", "inaccurate", "slower", "larger")
 _COMPARED: tuple[RowVerdict, ...] = (*_REGRESSED, "faster", "uncertain", "same")
-# What is said of a row even where something worse is.
+# Reported for a row even if it has a worse verdict.
 _FINDINGS: tuple[RowVerdict, ...] = ("inaccurate", "slower", "larger", "missing", "faster")
 Yardsticks = Mapping[str, tuple[Measurement, Measurement]]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one plan on one case.
+    """The comparison of one plan on one case.
 
     - ``failed``: it was measured in BASE and crashes, hangs, fails or runs out of memory in NEW.
     - ``inaccurate``: it is inaccurate now and was not, or an error has risen beyond its limit.
     - ``slower``, ``faster``, ``same``, ``uncertain``: its times (attnbench.harness.compare.times).
     - ``larger``: it takes more memory, beyond its limit.
-    - ``missing``: one side alone has it, or errors of it; ``allowed`` where that was allowed by name.
-    - ``incomparable``: the machines or the questions are unlike.
-    - ``baseline``: what the others' times are relative to, whose own are not compared.
+    - ``missing``: only one side has it, or its errors; ``allowed`` if that was allowed by name.
+    - ``incomparable``: the machines or the specs differ.
+    - ``baseline``: the others' times are relative to it, and its own are not compared.
     - ``unmeasured``: neither side has numbers, and NEW is no worse.
 
-    ``costs`` are the times that were compared, ``errors`` and ``memory`` those that have risen
-    beyond the limit.
+    ``costs`` are the compared times, ``errors`` and ``memory`` those that have risen beyond the limit.
     """
 
     key: Key
@@ -71,14 +70,14 @@ class Outcome:
 
     @property
     def certain(self) -> bool:
-        """Whether each of its costs would have been found slower, had it been so by its limit."""
+        """Whether each of its costs would have been found slower if it were slower by its limit."""
         return self.verdict != "uncertain" and all(each.verdict != "uncertain" for each in self.costs.values())
 
     @property
     def visible(self) -> float | None:
         """The slow-down that each of its costs would have shown with 95 %, as 0.021 for 2.1 %; None without costs.
 
-        Those that the host decides have a limit of their own and count where there are no others.
+        Costs that the host decides have a limit of their own and count only if there are no others.
         """
         own = [each.visible for each in self.costs.values() if not each.host]
         return max(own or [each.visible for each in self.costs.values()], default=None)
@@ -91,9 +90,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Regression:
-    """The outcome of every row, and ``differences``: in what else than the machine the environments differ.
+    """The outcome of every row; ``differences`` lists how the environments differ, apart from the machine.
 
-    ``advice`` is what helps where it is not certain.
+    ``advice`` says how to make an uncertain result certain.
     """
 
     outcomes: list[Outcome]
@@ -103,7 +102,7 @@ class Regression:
 
     @property
     def counts(self) -> dict[RowVerdict, int]:
-        """How many rows have each verdict, those that none has left out."""
+        """How many rows have each verdict, without verdicts that no row has."""
         counted = Counter(each.verdict for each in self.outcomes)
         return {verdict: counted[verdict] for verdict in VERDICTS if counted[verdict]}
 
@@ -111,9 +110,8 @@ class Regression:
     def exit_code(self) -> int:
         """0 clean, 1 regressed, 3 not comparable, 4 not certain.
 
-        A regression among the rows that could be compared is one, whatever the others are;
-        where none could be, what is missing says nothing of the code either.  It is clean only
-        where every row that was compared could have shown a slow-down of its limit.
+        A regression among comparable rows decides; if no row is comparable, missing rows say nothing of the code.
+        Clean means that every compared row would have shown a slow-down of its limit.
         """
         counts = self.counts
         compared = any(verdict in counts for verdict in _COMPARED)
@@ -132,12 +130,12 @@ def compare_results(
     terms: Terms,
     measured: Mapping[Key, Mapping[Gated, CostChange]] | None = None,
 ) -> Regression:
-    """Compare every row of NEW with the one of BASE that has its case and plan.
+    """Compare every row of NEW with the row of BASE that has its case and plan.
 
-    ``measured`` are changes of times that were found side by side on this machine, in place of the rows' own.
-    Raises MisuseError where the terms name what neither side has.
+    ``measured`` are changes of times measured side by side on this machine; they replace the rows' own times.  Raises
+    MisuseError if the terms name something that neither side has.
     """
-    pairs = paired(base, new)
+    pairs = pair_rows(base, new)
     check_used(terms, [pair.key for pair in pairs])
     yardsticks = baselines(pairs, terms.relative_to)
     here = measured is not None
@@ -149,7 +147,7 @@ def compare_results(
 
 
 def _timed(pair: Pair, terms: Terms, yardsticks: Yardsticks) -> list[Timed] | None:
-    """The times of a pair; None where they are not compared."""
+    """The times of a pair; None if they are not compared."""
     rows = pair.measured
     if rows is None or unlike_questions(*rows):
         return None
@@ -160,7 +158,7 @@ def _timed(pair: Pair, terms: Terms, yardsticks: Yardsticks) -> list[Timed] | No
             return None
     elif unlike_places(*rows):
         return None
-    return timed(*rows, terms.costs, terms.limits_of(pair.key), yardstick)
+    return timed_costs(*rows, terms.costs, terms.limits_of(pair.key), yardstick)
 
 
 def _outcome(
@@ -180,9 +178,9 @@ def _outcome(
         before, after = rows
         if unlike := unlike_questions(*rows) + ([] if terms.relative_to or here else unlike_places(*rows)):
             return Outcome(key, "incomparable", tuple(unlike), limits=limits)
-        errors = tuple(risen(before, after, limits.error))
+        errors = tuple(risen_errors(before, after, limits.error))
         said += _accuracy(before, after, errors)
-        memory = tuple(grown(before, after, limits.memory))
+        memory = tuple(memory_growth(before, after, limits.memory))
         said += [("larger", memory_said(each)) for each in memory]
         if key in changes:
             costs = changes[key]
@@ -203,7 +201,7 @@ def _outcome(
 
 
 def _absent(pair: Pair) -> Iterator[tuple[RowVerdict, str]]:
-    """What there is to say where one side has no numbers; nothing where both or neither should have any."""
+    """The finding if a side has no numbers; nothing if both or neither should have any."""
     before, after = pair.before, pair.after
     if after is None:
         assert before is not None, "a pair has one row at least"

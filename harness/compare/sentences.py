@@ -1,4 +1,4 @@
-"""What a comparison found, in sentences with numbers."""
+"""The results of a comparison as sentences with numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .times import CostChange
 
 __all__ = ["change", "clocks_said", "error_said", "share", "times_said"]
 
-_NOTEWORTHY = 0.01  # of a clock
+_NOTEWORTHY = 0.01  # of a clock, relative
 
 
 def change(ratio: float) -> str:
@@ -23,12 +23,12 @@ def change(ratio: float) -> str:
 
 
 def share(value: float) -> str:
-    """``2.1%`` for 0.021, rounded up; beyond every limit that can be asked for, no number."""
+    """``2.1%`` for 0.021, rounded up; ``over`` the largest limit for larger values."""
     return f"{math.ceil(value * 1e3 - 1e-6) / 10:g}%" if value <= LARGEST_LIMIT else f"over {LARGEST_LIMIT:.0%}"
 
 
 def times_said(costs: Mapping[Gated, CostChange], verdict: Verdict) -> Iterator[str]:
-    """A sentence for each cost that speaks for the verdict; of ``same``, nothing."""
+    """A sentence for each cost that supports the verdict; none for ``same``."""
     if not costs:
         yield "they have no times that can be compared"
     for each in costs.values():
@@ -46,14 +46,14 @@ def _said(each: CostChange) -> str:
 
 
 def error_said(errors: Sequence[ErrorChange]) -> str:
-    """The error that rose most, and how many others did."""
+    """The error that rose most, and the number of the others."""
     first = errors[0]
     others = f", and {len(errors) - 1} more" if len(errors) > 1 else ""
     return f"{first.tensor} on {first.family}: its error was {error(first.before)}, is {error(first.after)}{others}"
 
 
 def clocks_said(before: Measurement, after: Measurement) -> Iterator[str]:
-    """Where the GPU's clock was another, as far as both rows know it: a time may have changed for that alone."""
+    """The difference if both rows know the GPU's clock and it changed: times may have changed for that alone."""
     was, now = (gpu.clock_mhz if (gpu := row.performance.gpu) else None for row in (before, after))
     if was and now and abs(now.median - was.median) > _NOTEWORTHY * was.median:
         yield f"the GPU's clock was {was.median:.0f} MHz, is {now.median:.0f} MHz"

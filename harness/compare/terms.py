@@ -1,4 +1,4 @@
-"""On what terms two result sets are compared: which costs, how much is too much, what may be missing."""
+"""The terms of a comparison: which costs, which limits, what may be missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnbench.errors import InputError, MalformedFileError, MisuseError
 from attnbench.kernels.plan import Plan
 from attnbench.text.printable import brief
 
-from ..yaml_file import described, entries, fault, read_yaml
+from ..yaml_file import describe_node, entries, fault, read_yaml
 
 __all__ = [
     "GATED",
@@ -35,20 +35,20 @@ Key = tuple[str, Plan]  # a case's name and the plan
 Gated = Literal["kernel", "prepared", "backward", "call", "host"]  # the costs of a sweep, and the host's part of a call
 GATED: tuple[Gated, ...] = get_args(Gated)
 _PERCENTAGE = re.compile(r"(\d{1,4}(?:\.\d{1,6})?) ?%", re.ASCII)
-LARGEST_LIMIT = 10.0  # eleven times as long: whoever means more means no limit
+LARGEST_LIMIT = 10.0  # eleven times as long
 _FIELDS = ("time", "host", "error", "memory")
 _NAMES = "time, host, error or memory"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """``time``: the slow-down that must be found; ``error``, ``memory``: the rise that is too much.  0.03 is 3 %.
+    """``time``: the slow-down that must be found; ``error``, ``memory``: the largest rise.  0.03 is 3 %.
 
-    ``host`` is the slow-down that must be found of what a GPU's host decides: its part of a
-    call, and a call that waits for it.  Unchanged, that differs by tens of percent from run to run.
+    ``host`` is the slow-down to be found of what a GPU's host decides: its part of a call, and a call that waits for
+    it.  Without any change, that differs by tens of percent from run to run.
 
-    The rise of an error is far above what two runs differ by: the same kernels, in three
-    committed result sets from three GPUs and three states of the harness, were at most 14 % apart.
+    The limit of errors is far above the difference between two runs: the same kernels, in three committed result sets
+    from three GPUs and three states of the harness, were at most 14 % apart.
     """
 
     time: float = 0.03
@@ -59,7 +59,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Threshold:
-    """Limits for the rows that a pattern matches; None where it says nothing of them."""
+    """Limits for the rows that a pattern matches; None for a limit that it leaves unchanged."""
 
     pattern: str
     time: float | None = None
@@ -72,9 +72,8 @@ class Threshold:
 class Terms:
     """What is compared and how.
 
-    ``relative_to`` names the plans that times are divided by, in the order of preference;
-    ``allowed`` are patterns of what may be missing.  Of the ``thresholds`` that match a row
-    the last one counts.
+    ``relative_to`` names the plans that times are divided by, in order of preference; ``allowed`` are patterns of what
+    may be missing.  Of the ``thresholds`` that match a row the last one counts.
     """
 
     limits: Limits = Limits()
@@ -105,7 +104,7 @@ def matches(pattern: str, key: Key) -> bool:
 
 
 def check_used(terms: Terms, keys: Iterable[Key]) -> None:
-    """Raise MisuseError where a name or a pattern means none of the rows: it is misspelt, and would protect nothing."""
+    """Raise MisuseError if a plan or a pattern matches no row: it is misspelt, and would protect nothing."""
     rows = list(keys)
     patterns = [*terms.allowed, *(each.pattern for each in terms.thresholds)]
     for pattern in patterns:
@@ -118,9 +117,9 @@ def check_used(terms: Terms, keys: Iterable[Key]) -> None:
 
 
 def percentage(text: str) -> float:
-    """``3%`` is 0.03.  Raises InputError where the text is no percentage above 0 and up to 1000 %.
+    """``3%`` is 0.03.  Raises InputError if the text is not a percentage above 0 and up to 1000 %.
 
-    The sign is asked for, because 3 and 0.03 have both been meant by 3 %.
+    The sign is required, because 3 % could be written as 3 or as 0.03.
     """
     found = _PERCENTAGE.fullmatch(text.strip())
     value = float(found[1]) / 100 if found else 0.0
@@ -156,13 +155,13 @@ def _fields(path: Path, node: yaml.MappingNode) -> Iterator[tuple[str, float]]:
         raise fault(path, node, f"expected {_NAMES} here")
     for name, key, value in entries(path, node, _NAMES):
         if name not in _FIELDS:
-            raise fault(path, key, f"expected {_NAMES}, not {described(key)}")
+            raise fault(path, key, f"expected {_NAMES}, not {describe_node(key)}")
         yield name, _share(path, value)
 
 
 def _share(path: Path, node: yaml.Node) -> float:
     if not isinstance(node, yaml.ScalarNode):
-        raise fault(path, node, f"expected a percentage such as 3%, not {described(node)}")
+        raise fault(path, node, f"expected a percentage such as 3%, not {describe_node(node)}")
     try:
         return percentage(node.value)
     except InputError as error:

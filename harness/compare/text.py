@@ -23,19 +23,19 @@ _ORDER: tuple[Verdict, ...] = ("slower", "faster", "uncertain", "same")
 
 
 def regression_text(regression: Regression, style: Style, width: int, every: bool = False) -> str:
-    """The rows that failed, changed, may have or could not be compared, with ``every`` all rows; then sentences.
+    """The rows that failed, changed, may have changed or could not be compared (``every``: all); then sentences.
 
-    As text it is ``width`` columns wide where the names leave room for that.
+    As text it is ``width`` columns wide if the names leave room for that.
     """
-    told = [each for each in regression.outcomes if every or each.suspect or each.verdict not in _SILENT]
-    told.sort(key=lambda each: (not each.regressed, list(regression.counts).index(each.verdict)))
+    rows = [each for each in regression.outcomes if every or each.suspect or each.verdict not in _SILENT]
+    rows.sort(key=lambda each: (not each.regressed, list(regression.counts).index(each.verdict)))
     said = [shown(sentence, style) for sentence in _sentences(regression)]
-    parts = [*([_table(told, style, width)] if told else []), prose(said, style, bullets=True), conclusion(regression)]
+    parts = [*([_table(rows, style, width)] if rows else []), prose(said, style, bullets=True), conclusion(regression)]
     return "\n\n".join(parts)
 
 
 def conclusion(regression: Regression) -> str:
-    """One line: whether it regressed, and how many rows of each verdict make it so."""
+    """One line: whether it regressed, and the numbers of rows that decide it."""
     code = regression.exit_code
     if code == 0:
         visible = max((each.visible for each in regression.outcomes if each.visible is not None), default=None)
@@ -96,7 +96,7 @@ def _sentences(regression: Regression) -> Iterator[str]:
 
 
 def _of_cost(regression: Regression, cost: Gated) -> str:
-    """How many rows have each verdict, and what they could have shown."""
+    """How many rows have each verdict, and the slow-downs that would have been found."""
     changes = [each.costs[cost] for each in regression.outcomes if cost in each.costs]
     if not changes:
         return ""
@@ -106,14 +106,14 @@ def _of_cost(regression: Regression, cost: Gated) -> str:
 
 
 def _range(changes: Sequence[CostChange]) -> str:
-    """From the smallest to the largest slow-down that the costs would have shown."""
+    """The smallest to the largest visible slow-down of the costs."""
     visible = [each.visible for each in changes]
     low, high = share(min(visible)), share(max(visible))
     return low if low == high else f"{low} to {high}"
 
 
 def _uncertain(regression: Regression) -> Iterator[str]:
-    """How many rows could not have shown their limit, what they could have shown, and which limit would be certain."""
+    """How many rows could not have shown their limit, what they would have shown, and which limit would be certain."""
     limits = regression.terms.limits
     for host, limit, option in ((False, limits.time, "--fail-on"), (True, limits.host, "--fail-on-host")):
         rows = [[cost for cost in each.costs.values() if cost.host == host] for each in regression.outcomes]

@@ -1,4 +1,4 @@
-"""Whether plans became slower, with the chance of any false alarm bounded over all rows together."""
+"""Decide which plans became slower, with a bound on the probability of any false alarm over all rows together."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from ..statistics import Verdict, compare
 from .noise import Kind, Observed, noise_of
 from .terms import Gated, Key, Limits
 
-__all__ = ["CostChange", "Timed", "changes_of", "ratios", "timed", "verdict_of"]
+__all__ = ["CostChange", "Timed", "changes_of", "ratios", "timed_costs", "verdict_of"]
 
-_FEW = 4  # samples: of fewer, one that was held up is a third
-_FAR = 1.3  # unchanged, no visits of a GPU's times were seen to lie wholly apart by so much
-_DECIDES = 0.5  # of a call, from which on the host's part is what varies
+_FEW = 4  # samples: with fewer, one delayed sample is at least a third of them
+_FAR = 1.3  # visits of unchanged GPU times were never all apart by this factor
+_DECIDES = 0.5  # of a call: above this share the host's part is what varies
 
 
 @dataclass(frozen=True)
 class CostChange:
     """One cost of one plan before and after.
 
-    ``ratio`` is above 1 where it takes longer now, ``interval`` holds it with 95 %.
-    ``visible`` is the smallest slow-down that would have been found with 95 %, ``limit`` the
-    one that had to be: 0.03 is 3 %.  ``visits`` and ``median`` are of BASE and NEW:
-    milliseconds, or ratios to the baseline plan where ``relative``.  ``host``: the host of a GPU
-    decides it, and ``limit`` is the host's.  ``replayed`` says that one side alone was timed as
-    a CUDA graph, so that nothing can be concluded.
+    ``ratio`` is above 1 if it takes longer now; ``interval`` contains it with 95 %.  ``visible`` is the smallest
+    slow-down that would have been found with 95 %, ``limit`` the one that had to be: 0.03 is 3 %.  ``visits`` and
+    ``median`` are of BASE and NEW: milliseconds, or ratios to the baseline plan if ``relative``.  ``host``: a GPU's
+    host decides it, and ``limit`` is the host's.  ``replayed``: only one side was timed as a CUDA graph, so that
+    nothing can be concluded.
     """
 
     cost: Gated
@@ -49,10 +48,9 @@ class CostChange:
 
 @dataclass(frozen=True)
 class Timed:
-    """The medians of visits of one cost on both sides, and what decides it.
+    """The medians of visits of one cost on both sides, and what limits their precision.
 
-    ``scatter`` is the least error of such a median, as the samples of the row show it,
-    ``fewest`` the number of samples on the side that has fewer.
+    ``scatter`` is the least error of such a median by the row's samples, ``fewest`` the smaller number of samples.
     """
 
     cost: Gated
@@ -65,14 +63,14 @@ class Timed:
     relative: bool
 
 
-def timed(
+def timed_costs(
     before: Measurement,
     after: Measurement,
     costs: Sequence[Gated],
     limits: Limits,
     baseline: tuple[Measurement, Measurement] | None = None,
 ) -> list[Timed]:
-    """Each cost that both rows have, in the order of ``costs``; relative to the baseline's rows where given."""
+    """Each cost that both rows have, in the order of ``costs``; relative to the baseline's rows if given."""
     found = []
     for cost in costs:
         rows = (before, after, *(baseline or ()))
@@ -94,7 +92,7 @@ def timed(
 
 
 def changes_of(rows: Mapping[Key, Sequence[Timed]]) -> dict[Key, dict[Gated, CostChange]]:
-    """What became of every cost of all rows: each is judged by the noise of all of its kind, and as one of so many."""
+    """The changes of every cost of all rows, judged with the noise of their kind and corrected for their number."""
     every = [each for row in rows.values() for each in row]
     noises = {
         kind: noise_of(kind, [each.observed for each in every if each.kind == kind and not each.replayed])
@@ -129,9 +127,9 @@ def changes_of(rows: Mapping[Key, Sequence[Timed]]) -> dict[Key, dict[Gated, Cos
 
 
 def _far_apart(each: Timed) -> Verdict | None:
-    """Which way all visits of the device's time lie beyond those of the other side, by far and by what matters.
+    """The direction if all visits of a device time lie far beyond all visits of the other side.
 
-    Two costs of a row that do so need no test, which two visits at two clocks would not pass.
+    If two costs of a row agree in this, no test is needed; two visits at two clocks would not pass one.
     """
     far = max(_FAR, math.sqrt(1 + each.limit))
     if each.kind == "device" and not each.replayed:
@@ -143,7 +141,7 @@ def _far_apart(each: Timed) -> Verdict | None:
 
 
 def _confirmed(each: Timed, changes: Mapping[Gated, CostChange]) -> CostChange:
-    """The cost of a row; one that was visited once, or has few samples, counts where another cost shows it, too."""
+    """The change of a cost; with a single visit or few samples it needs another cost that shows the same."""
     change, others = changes[each.cost], [other for cost, other in changes.items() if cost != each.cost]
     if min(change.visits) > 1 and (each.fewest >= _FEW or not others):
         return change
@@ -156,10 +154,7 @@ def _confirmed(each: Timed, changes: Mapping[Gated, CostChange]) -> CostChange:
 
 
 def verdict_of(changes: Mapping[Gated, CostChange]) -> Verdict:
-    """What the costs of one row say together.
-
-    ``slower`` where one is, though another be faster, ``faster`` where one is, ``same`` where every cost is.
-    """
+    """The verdict of a row: ``slower`` if any cost is, else ``faster`` if any is, ``same`` if every cost is."""
     found = {each.verdict for each in changes.values()}
     for verdict in ("slower", "faster"):
         if verdict in found:
@@ -168,11 +163,10 @@ def verdict_of(changes: Mapping[Gated, CostChange]) -> Verdict:
 
 
 def ratios(medians: Sequence[float], baseline: Sequence[float]) -> list[float]:
-    """Each visit over the baseline's at the same share of the way, as many as the shorter of the two has.
+    """The ratio of visits to the baseline's at the same position, as many as the shorter list has.
 
-    A sweep visits its plans in turns, so that visits at the same share of the way were made
-    at about the same time, and what changed meanwhile is in both.  Where one side has more
-    visits, neighbours are represented by their median.
+    A sweep visits its plans in turns, so visits at the same position were made at about the same time, under the same
+    conditions.  The longer list is condensed to medians of neighbours.
     """
     count = min(len(medians), len(baseline))
     top, bottom = (
@@ -183,7 +177,7 @@ def ratios(medians: Sequence[float], baseline: Sequence[float]) -> list[float]:
 
 
 def _has(row: Measurement, cost: Gated) -> bool:
-    """On a CPU the host is the device."""
+    """Whether the row has the cost; on a CPU the host is the device."""
     if cost == "host":
         return row.performance.host_ms is not None and row.environment.device_type != "cpu"
     return cost in row.time_ms
@@ -195,7 +189,7 @@ def _kind(row: Measurement, cost: Gated) -> Kind:
     if cost == "host":
         return "host"
     host = row.performance.host_ms if cost == "call" else None
-    return "host" if host and np.median(host) > _DECIDES * np.median(row.time_ms["call"]) else "device"
+    return "host" if host and np.median(host) > _DECIDES * row.median_ms() else "device"
 
 
 def _recorded(cost: Gated) -> Cost | None:

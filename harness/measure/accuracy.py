@@ -1,10 +1,8 @@
-"""How wrong an answer is: its distance from exact attention in FP64, in numbers that hide nothing.
+"""The error of an answer: its distance from exact attention in FP64.
 
-One relative L2 over a whole tensor hides one wrong head among many, one wrong row among
-more, and a factor of 1.05 among the noise of FP8: each has a number of its own here.
-Beside each stands the floor: exact attention on the operands that the kernel really used.
-Its own error tells a bad kernel from a hard input, and the kernel's error against *it* is
-the kernel's alone.
+One relative L2 over a whole tensor hides one wrong head among many, one wrong row, and a factor of 1.05 among the noise
+of FP8, so each of these has a number of its own.  The floor is exact attention on the operands that the kernel used:
+its error tells a bad kernel from a hard input, and the kernel's distance from it is the kernel's own error.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ __all__ = [
     "Number",
     "TensorName",
     "Truth",
-    "judged",
+    "judge_tensor",
     "relative_l2",
 ]
 
@@ -47,15 +45,15 @@ Precision = Literal["fp64", "fp32"]
 _GRADIENTS: tuple[TensorName, ...] = ("dq", "dk", "dv")
 _EXACT = {"fp64": "reference:fp64", "fp32": "reference:fp32"}
 _WIDE = {"fp64": torch.float64, "fp32": torch.float32}
-# The compute capabilities whose FP64 is half as fast as FP32 or faster; elsewhere it is a 32nd or a 64th.
+# The compute capabilities whose FP64 rate is at least half of the FP32 rate; elsewhere it is 1/32 or 1/64.
 _FAST_FP64 = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))
 # Operations that one truth or floor may cost.  In FP64 the reference does about 8e12 a second on an
-# H200 and 10e9 on a CPU core, and every backend's process takes a truth and a floor of each family.
+# H200 and 10e9 on a CPU core, and every backend's process computes a truth and a floor for each family.
 LARGEST_TRUTH = {"cpu": 6e9, "cuda": 1e11}
 # Rows and heads much shorter than the others are sums that nearly cancel (the gradients of a query
-# with two keys, one of which has all of its attention): their own length is no measure of an error.
+# with two keys, one of which has all of its attention): an error relative to their length says nothing.
 _LEAST_SHARE = 0.5
-# A finite error beyond it is infinite: its size tells nothing, and ratios of such numbers leave the range of floats.
+# A larger finite error becomes infinite: ratios of such numbers leave the range of floats.
 LARGEST_ERROR = 1e100
 
 
@@ -77,15 +75,13 @@ NonNegative = Annotated[Number, Field(ge=0)]
 
 @dataclass(frozen=True)
 class Detail:
-    """What one relative L2 cannot say of a tensor; rows are along the head dimension, one for each token of a head.
+    """The parts of a tensor's error that one relative L2 hides; a row is one token of one head.
 
-    ``sqnr_db`` is -20·log10 of the relative L2, None where that is 0 or infinite.
-    ``worst_head`` is the largest relative L2 of one (batch, head), ``worst_row`` that of one
-    row.  A head counts as at least half as large as all heads are in root mean square, a
-    row as at least half as long as the rows of its head (of an LSE: as one nat).
-    ``bias`` is signed: the gain ⟨value, truth⟩ / ⟨truth, truth⟩ − 1; of the LSE the mean of
-    value − truth in nats.  ``nonfinite`` counts the values that are not finite where the
-    truth is; each of the other numbers is infinite where they meet one.
+    ``sqnr_db`` is -20·log10 of the relative L2, None if that is 0 or infinite.  ``worst_head`` is the largest relative
+    L2 of one (batch, head), ``worst_row`` that of one row.  They are relative to at least half of the root mean square
+    over all heads, or over the rows of the head (of an LSE: to at least one nat).  ``bias`` is signed: the gain ⟨value,
+    truth⟩ / ⟨truth, truth⟩ − 1, or the mean of value − truth in nats for the LSE.  ``nonfinite`` counts the values that
+    are not finite where the truth is; they make the other numbers infinite.
     """
 
     sqnr_db: Number | None
@@ -99,7 +95,7 @@ class Detail:
 
 @dataclass(frozen=True)
 class Judgement:
-    """``error``, the relative L2 of a tensor, and the rest of what there is to say about it; taken on ``rows`` rows."""
+    """``error`` is the relative L2 of a tensor, ``detail`` its parts, ``rows`` the number of rows compared."""
 
     error: float
     detail: Detail
@@ -110,10 +106,10 @@ Judgements = Mapping[TensorName, Judgement]
 
 
 def relative_l2(value: Tensor, truth: Tensor) -> float:
-    """‖value − truth‖ / ‖truth‖ in FP64, 0 for nothing against nothing; infinite where anything is wrong in kind.
+    """‖value − truth‖ / ‖truth‖ in FP64, 0 if both are zero.
 
-    Where the truth is minus infinity (the LSE of a row without keys), the value must be
-    exactly that and does not count further; any other non-finite value makes the error infinite.
+    Where the truth is minus infinity (the LSE of a row without keys), the value must be exactly that and does not count
+    further; any other value that is not finite makes the error infinite.
     """
     absent = truth == -torch.inf
     if bool(absent.any()):
@@ -129,15 +125,14 @@ def relative_l2(value: Tensor, truth: Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def judged(name: TensorName, value: Tensor, truth: Tensor, unit: float = 0.0) -> Judgement:
-    """All there is to say of a value (groups, heads, S, D), or of an LSE (groups, heads, S), beside its FP64 truth.
+def judge_tensor(name: TensorName, value: Tensor, truth: Tensor, unit: float = 0.0) -> Judgement:
+    """Compare a value (groups, heads, S, D), or an LSE (groups, heads, S), with its FP64 truth.
 
-    The error of an LSE is one in nats: a relative error of the sum of exponentials, whatever
-    the LSE itself is.  So |truth| counts as at least one nat where an error is divided by
-    it.  Where the truth is 0 throughout, each row counts as ``unit`` long: nothing is no
-    error, and something an infinite one unless a unit is given.
+    An LSE's error is absolute, in nats: it is the relative error of the sum of exponentials.  To make it relative it is
+    divided by at least one nat.  Where the truth is 0 throughout, each row counts as ``unit`` long; with a ``unit`` of
+    0 any difference is an infinite error.
     """
-    # FP64 by promotion; the one tensor of that size that is made here.
+    # FP64 by type promotion; the only tensor of that size made here.
     difference = torch.sub(value, truth)
     finite = torch.isfinite(value)
     if name == "lse":
@@ -159,7 +154,7 @@ def judged(name: TensorName, value: Tensor, truth: Tensor, unit: float = 0.0) ->
     error, size = (torch.linalg.vector_norm(x, dim=-1).flatten() for x in (error, size))
     heads = _ratio(error, torch.maximum(size, _LEAST_SHARE * _rms(size)))
     whole = _ratio(*(torch.linalg.vector_norm(x) for x in (error, size)))
-    # Waited for once: while several processes share a GPU, every wait lasts until it is this one's turn.
+    # One wait for the device: processes that share a GPU each wait for their turn.
     said = torch.stack([whole, heads.amax(), rows.amax(), bias, (~finite).sum().to(torch.float64)])
     relative, worst_head, worst_row, gain, nonfinite = said.tolist()
     return Judgement(
@@ -176,7 +171,7 @@ def judged(name: TensorName, value: Tensor, truth: Tensor, unit: float = 0.0) ->
 
 
 def _rms(size: Tensor) -> Tensor:
-    """Root mean square along the last dimension, kept."""
+    """Root mean square along the last dimension, which is kept."""
     return size.square().mean(-1, keepdim=True).sqrt_()
 
 
@@ -187,12 +182,11 @@ def _ratio(error: Tensor, size: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Truth:
-    """Exact out, lse (and dq, dk, dv) of a spec on some inputs, or of some of its heads where all cost too much.
+    """Exact out, lse (and dq, dk, dv) of a spec on some inputs, or of some of its heads if all cost too much.
 
-    A group is one (batch, key head) with the query heads that read it: the smallest part
-    whose outputs and gradients stand alone.  ``groups`` are those computed, as indices into
-    batch × kv_heads; ``values`` holds FP64 tensors (groups, heads a group, S, D).  ``units`` are
-    the lengths that rows of dq and dk count as where these are 0 throughout.
+    A group is one (batch, key head) with the query heads that read it: the smallest part whose outputs and gradients
+    depend on nothing else.  ``groups`` lists those computed, as indices into batch × kv_heads; ``values`` holds FP64
+    tensors (groups, heads per group, S, D).  ``units`` are the row lengths to assume for dq and dk that are all 0.
     """
 
     spec: AttentionSpec
@@ -212,12 +206,11 @@ class Truth:
         largest: float | None = None,
         precision: Precision | None = None,
     ) -> Truth:
-        """Compute the truth within ``largest`` operations, LARGEST_TRUTH of the device unless given.
+        """Compute the truth with at most ``largest`` operations, by default the device's LARGEST_TRUTH.
 
-        It is computed in FP64; in FP32, without TF32, on 16-bit tensors where the device is slow in FP64.
-
-        Where not all groups fit, those taken are spread evenly over batch and heads, one at
-        least; the first is another one in another spec, so that over a sweep every head is looked at.
+        It is computed in FP64; in FP32 without TF32 for 16-bit tensors if the device's FP64 is slow.  If not all groups
+        fit, at least one is taken, spread evenly over batch and heads.  The first group depends on the spec, so that a
+        sweep covers every head.
         """
         limit = LARGEST_TRUTH[inputs.q.device.type] if largest is None else largest
         count = spec.batch * spec.kv_heads
@@ -225,7 +218,7 @@ class Truth:
         first = zlib.crc32(str(spec).encode())
         groups = tuple(sorted((first + index * count // afford) % count for index in range(afford)))
         parts = [_part(x, spec, groups) for x in (inputs.q, inputs.k, inputs.v)]
-        # A floor is asked for later, when the inputs' own buffers may hold other numbers.
+        # A copy: exact_on needs it later, when the input buffers may hold other numbers.
         grad_out = None if inputs.grad_out is None else _part(inputs.grad_out, spec, groups).clone()
         units = {} if grad_out is None else _units(spec, parts, grad_out)
         precision = precision or _precision(spec, inputs.q.device)
@@ -234,21 +227,18 @@ class Truth:
 
     @property
     def note(self) -> str:
-        """What the errors were taken on, for the record."""
+        """How the truth was computed and on which part, for the record."""
         count = self.spec.batch * self.spec.kv_heads
         return f"exact attention in {self.precision.upper()} on {len(self.groups)} of {count} (batch, key head) groups"
 
     def judge(self, values: Mapping[TensorName, Tensor]) -> dict[TensorName, Judgement]:
-        """What is to be said of each named tensor, as the kernel returned it.
-
-        Raises AttnbenchError on a wrong shape.
-        """
+        """Judge each named tensor as the kernel returned it.  Raises AttnbenchError on a wrong shape."""
         return _judge(self.spec, self.groups, values, self.values, self.units)
 
     def exact_on(self, operands: Operands) -> Floor | None:
-        """Exact attention, forward and backward, on the quantised operands; None where none is quantised.
+        """Exact attention, forward and backward, on the quantised operands; None if none is quantised.
 
-        Raises AttnbenchError where operands have another shape than the inputs.
+        Raises AttnbenchError if operands have another shape than the inputs.
         """
         if not any(isinstance(x, Quantised) for x in (operands.q, operands.k, operands.v)):
             return None
@@ -266,17 +256,17 @@ class Truth:
         parts = [_part(x, spec, self.groups) for x in used]
         exact = _exact(spec, parts, self.grad_out, self.registry, self.precision)
         judgements = {
-            name: judged(name, exact[name], truth, self.units.get(name, 0.0)) for name, truth in self.values.items()
+            name: judge_tensor(name, exact[name], truth, self.units.get(name, 0.0))
+            for name, truth in self.values.items()
         }
         return Floor(spec, self.groups, exact, self.units, judgements)
 
 
 @dataclass(frozen=True)
 class Floor:
-    """Exact out, lse (and dq, dk, dv) on the operands that a kernel quantised, in the groups of the truth.
+    """Exact out, lse (and dq, dk, dv) on the operands that a kernel quantised, for the groups of the truth.
 
-    ``judgements`` is what there is to say of these ``values`` beside the truth: the error
-    that quantising alone makes, below which no kernel gets with these operands.
+    ``judgements`` compares these ``values`` with the truth: the error of quantising alone.
     """
 
     spec: AttentionSpec
@@ -286,10 +276,9 @@ class Floor:
     judgements: Mapping[TensorName, Judgement]
 
     def judge(self, values: Mapping[TensorName, Tensor]) -> dict[TensorName, Judgement]:
-        """The kernel's own error: against exact attention on the very operands that it used.
+        """Compare the kernel with exact attention on its own operands.  Raises AttnbenchError on a wrong shape.
 
-        What the inputs lost in quantising does not count; what is left is the rounding of P,
-        the sums and the output.  Raises AttnbenchError on a wrong shape.
+        What is left is the rounding of P, of the sums and of the output.
         """
         return _judge(self.spec, self.groups, values, self.values, self.units)
 
@@ -307,8 +296,9 @@ def _judge(
         expected = (spec.batch, spec.kv_heads if name in ("dk", "dv") else spec.heads, *truth.shape[2:])
         if value.shape != expected:
             raise AttnbenchError(f"{name} has the shape {tuple(value.shape)}, not {expected}")
-        judgement = judged(name, _part(value, spec, groups), truth, units.get(name, 0.0))
-        # The truth may be of few heads; that all are finite costs no truth. (The LSE of a row without keys is not.)
+        judgement = judge_tensor(name, _part(value, spec, groups), truth, units.get(name, 0.0))
+        # The truth may cover few heads, but all heads can be checked for non-finite values, except in the LSE, which
+        # is infinite for a row without keys.
         lost = int((~torch.isfinite(value)).sum()) if name != "lse" else 0
         if lost > judgement.detail.nonfinite:
             detail = replace(judgement.detail, sqnr_db=None, worst_head=math.inf, bias=math.inf, nonfinite=lost)
@@ -318,9 +308,9 @@ def _judge(
 
 
 def _units(spec: AttentionSpec, qkv: list[Tensor], grad_out: Tensor) -> dict[TensorName, float]:
-    """How long rows of dq and dk are where dP and rowsum(dO∘O), which cancel for a query with one key, do not cancel.
+    """The usual length of rows of dq and dk, for specs in which they cancel to 0 (a query with one key).
 
-    Only the order of size matters: scale · |dO·v| · |k| with all directions random, and the same with |q|.
+    Only the order of magnitude matters: scale · |dO·v| · |k| with random directions, and the same with |q|.
     """
     q_row, k_row, v_row, do_row = (
         float(torch.linalg.vector_norm(x, dtype=torch.float64)) / math.sqrt(x.numel() // x.shape[-1])
@@ -331,7 +321,7 @@ def _units(spec: AttentionSpec, qkv: list[Tensor], grad_out: Tensor) -> dict[Ten
 
 
 def _part(x: Tensor, spec: AttentionSpec, groups: tuple[int, ...]) -> Tensor:
-    """(B, H, ...) to (groups, H / kv_heads, ...), copying only the groups asked for."""
+    """(B, H, ...) to (groups, H / kv_heads, ...), copying only the groups that are needed."""
     grouped = x.reshape(spec.batch, spec.kv_heads, -1, *x.shape[2:])
     if len(groups) == spec.batch * spec.kv_heads:
         return grouped.flatten(0, 1)
@@ -348,7 +338,7 @@ def _precision(spec: AttentionSpec, device: torch.device) -> Precision:
 def _exact(
     spec: AttentionSpec, qkv: list[Tensor], grad_out: Tensor | None, registry: Registry, precision: Precision
 ) -> dict[TensorName, Tensor]:
-    """Out, LSE and gradients in FP64, computed in the precision."""
+    """Out, LSE and gradients as FP64 tensors, computed in ``precision``."""
     wide, name = _WIDE[precision], _EXACT[precision]
     q, k, v = (x.to(wide) for x in qkv)
     part = spec.replace(batch=q.shape[0], heads=spec.group, kv_heads=1, dtype=precision)

@@ -1,4 +1,4 @@
-"""One open case on one device, and the plans that are prepared for it: what a worker serves."""
+"""One open case on one device and the plans that are prepared for it: the object that a worker serves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Bench"]
 
 
 class Bench:
-    """Opens cases one after the other.  Each method is a request that may take long, raise, or never return."""
+    """Opens one case after the other.  Each method serves a request: it may take long, raise, or never return."""
 
     def __init__(self, source: str, timer: Timer) -> None:
         self.timer = timer
@@ -33,11 +33,11 @@ class Bench:
 
     @cached_property
     def registry(self) -> Registry:
-        """Made by the first case, because importing what it needs may be the fault to be noticed."""
+        """Made by the first request and not before, because an import may be the fault to report."""
         return registry_of(self._source)
 
     def open(self, case: Case) -> Opened:
-        """Draw the inputs of every family and take their truths."""
+        """Draw the inputs of every family and compute their truths."""
         self.close()
         self._open = OpenCase(case, self.registry, self.timer.device)
         self._open.take_truths()
@@ -45,24 +45,15 @@ class Bench:
         return Opened(self._open.truths[first].note, self._open.inputs[first].drawn_on, self.timer.conditions)
 
     def compile(self, case: Case, plan: Plan) -> float:
-        """Milliseconds of the plan's first run in this process, which leaves the compiler's work on the disk."""
+        """Milliseconds of the plan's first run in this process, which leaves the compiled code on the disk."""
         self.close()
-        opened = OpenCase(case, self.registry, self.timer.device)
-        start = time.perf_counter()
-        trial = Trial(plan, opened)
-        trial.run()
-        trial.synchronize()
-        return (time.perf_counter() - start) * 1e3
+        return _first_run(plan, OpenCase(case, self.registry, self.timer.device))[1]
 
     def prepare(self, plan: Plan) -> Prepared:
         """Run the plan for the first time, and prove that it is what ran."""
         assert self._open is not None, "a case is opened first"
         self._open.load_first()
-        start = time.perf_counter()
-        trial = Trial(plan, self._open)
-        trial.run()
-        trial.synchronize()
-        first_ms = (time.perf_counter() - start) * 1e3
+        trial, first_ms = _first_run(plan, self._open)
         trial.run(prove=True)
         trial.restore()
         self._trials[plan] = trial
@@ -75,19 +66,28 @@ class Bench:
         return trial.sample(self.timer, replay)
 
     def conclude(self, plan: Plan) -> Findings:
-        """Errors, in the state that the samples left behind, and everything else that is asked of a plan."""
+        """The plan's errors, in the state that the samples left, and its other findings."""
         trial = self._trials.pop(plan)
         trial.case.load_first()
         with torch.no_grad():
             return trial.conclude()
 
     def drop(self, plan: Plan) -> None:
-        """Forget a prepared plan."""
+        """Release a prepared plan."""
         self._trials.pop(plan, None)
 
     def close(self) -> None:
-        """Forget the case, its plans and the memory that they took."""
+        """Release the case, its plans and their memory."""
         self._trials.clear()
         self._open = None
         if self.timer.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _first_run(plan: Plan, case: OpenCase) -> tuple[Trial, float]:
+    """The plan's trial after one run, and the milliseconds of making and running it."""
+    start = time.perf_counter()
+    trial = Trial(plan, case)
+    trial.run()
+    trial.synchronize()
+    return trial, (time.perf_counter() - start) * 1e3

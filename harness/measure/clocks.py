@@ -1,7 +1,6 @@
-"""The watch over a GPU while it is measured: clocks, power, temperature, and what holds the clock down.
+"""Read a GPU's clocks, power, temperature and throttle reasons while it is measured.
 
-Nothing that was measured under throttling is thrown away: it is a fact about the machine,
-and the record says it.
+Measurements taken under throttling are kept: throttling is recorded with them.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from types import TracebackType
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -35,8 +33,8 @@ Throttle = Literal[
     "unknown",
 ]
 
-# nvmlClocksEventReasons in nvml.h.  "hardware slowdown" stands beside the reason for it
-# ("hardware thermal", "power brake") where the board tells that one.
+# nvmlClocksEventReasons in nvml.h.  "hardware slowdown" stands beside its cause ("hardware thermal",
+# "power brake") if the board reports that.
 _THROTTLES: dict[int, Throttle] = {
     0x004: "power cap",
     0x008: "hardware slowdown",
@@ -47,21 +45,21 @@ _THROTTLES: dict[int, Throttle] = {
     0x200: "board limit",
     0x400: "reliability",
 }
-_IDLE = 0x001  # slow because nothing runs: no throttling
-_SETTINGS = 0x002 | 0x100  # applications clocks, display clocks: slow because somebody asked for it
+_IDLE = 0x001  # slow because nothing runs: not throttling
+_SETTINGS = 0x002 | 0x100  # applications clocks, display clocks: slow because a user set them
 
 _MOST_READINGS = 30_000  # ten minutes at the usual period, a few MB
-_REACH = 10  # periods: how far from a span the nearest reading may lie and still speak for it
-_SETTLING = 8  # readings in which the clock must hold still
-_PATIENCE = 2.0  # seconds for a reading under way to end; a driver that hangs must not hang the harness
+_REACH = 10  # periods: the largest distance between a span and a reading that still describes it
+_SETTLING = 8  # readings in which the clock must be stable
+_PATIENCE = 2.0  # seconds to wait for a reading in progress; a driver that hangs must not hang the harness
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one GPU told at ``at`` (``time.perf_counter`` seconds); what it does not tell is None.
+    """One reading of a GPU at ``at`` (``time.perf_counter`` seconds); what the GPU does not report is None.
 
-    ``throttled`` names everything that holds the clock down but idleness and settings;
-    ``clock_set`` says whether a setting (applications or display clocks) does.
+    ``throttled`` names what holds the clock down, except idleness and settings; ``clock_set`` says whether a setting
+    (applications or display clocks) does.
     """
 
     at: float
@@ -94,11 +92,11 @@ class Range(BaseModel):
 
 
 class Conditions(BaseModel):
-    """How the GPU was while something was measured, for the record; what was never told is None.
+    """The GPU's state during a measurement, for the record; what the GPU never reported is None.
 
-    ``memory_mhz`` is the median, ``temperature_c`` the highest.  ``throttled`` maps each
-    reason that held the clock down to the share of readings in which it did (empty where
-    none did), ``clock_set`` is the share in which a setting did.  ``readings`` is how many there were.
+    ``memory_mhz`` is the median, ``temperature_c`` the highest.  ``throttled`` maps each throttle reason to the share
+    of readings that have it, ``clock_set`` is the share in which a setting held the clock down.  ``readings`` counts
+    the readings.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -113,7 +111,7 @@ class Conditions(BaseModel):
 
     @classmethod
     def of(cls, readings: Sequence[Reading]) -> Conditions:
-        """The readings, at least one, condensed."""
+        """Condense at least one reading."""
         memory = [each.memory_mhz for each in readings if each.memory_mhz is not None]
         degrees = [each.temperature_c for each in readings if each.temperature_c is not None]
         held = [each.throttled for each in readings if each.throttled is not None]
@@ -131,18 +129,16 @@ class Conditions(BaseModel):
 
     @property
     def was_throttled(self) -> bool | None:
-        """Whether anything but a setting held the clock down in any reading; None where the GPU does not tell."""
+        """Whether anything but a setting held the clock down in any reading; None if the GPU does not report it."""
         return None if self.throttled is None else bool(self.throttled)
 
 
 class Watch:
-    """Reads one GPU every ``every`` seconds in a thread of its own for as long as the context is open.
+    """Reads one GPU every ``every`` seconds in a thread while the context is open.
 
-    ``uuid`` is the GPU's (``torch.cuda.get_device_properties(device).uuid`` as text): by
-    number, NVML and torch may mean different GPUs.  Without one (a CPU), without NVML, and
-    where the GPU tells nothing, everything works all the same, and ``note`` says why there
-    is nothing to see.  What was read stays until the context is opened again, the last
-    30,000 readings of it.
+    ``uuid`` is the GPU's (``torch.cuda.get_device_properties(device).uuid`` as text): NVML and torch may number GPUs
+    differently.  Without one (a CPU), without NVML, or if the GPU reports nothing, there are no readings and ``note``
+    says why.  The last 30,000 readings stay until the context is opened again.
     """
 
     def __init__(self, uuid: str | None, every: float = 0.02) -> None:
@@ -160,7 +156,7 @@ class Watch:
 
     @property
     def note(self) -> str | None:
-        """Why there are no readings, or what they lack and why; None where the GPU tells everything."""
+        """Why readings are missing or incomplete; None if the GPU reports everything."""
         if self._reason is not None or self._gpu is None:
             return self._reason
         silences = ", ".join(f"{fact} ({reason})" for fact, reason in dict(self._gpu.silences).items())
@@ -169,9 +165,8 @@ class Watch:
     def between(self, *spans: tuple[float, float]) -> Conditions | None:
         """The conditions during the spans, each (start, stop) in ``time.perf_counter`` seconds, taken together.
 
-        A span too short for a reading of its own is spoken for by the nearest one, no
-        farther than ten periods away.  None where nothing was read.  Raises InputError for
-        a span that ends before it starts.
+        A span too short for a reading of its own uses the nearest one within ten periods.  None if nothing was read.
+        Raises InputError for a span that ends before it starts.
         """
         with self._lock:
             readings = list(self._readings)
@@ -181,10 +176,9 @@ class Watch:
     def steady(self, since: float, tolerance: float = 0.01) -> bool:
         """Whether the SM clock has settled since ``since`` (``time.perf_counter`` seconds, when work began).
 
-        It has when the medians of the older and the newer half of the last eight readings
-        are within ``tolerance`` of each other; a single outlier, which a GPU at its power
-        cap always shows, does not count.  True as well where no clock is told: then there
-        is nothing to wait for.
+        It has when the medians of the older and the newer half of the last eight readings differ by at most
+        ``tolerance``, relative; a median ignores the single outliers of a GPU at its power cap.  Also True if the GPU
+        reports no clock: then there is nothing to wait for.
         """
         if not self._clock_is_told:
             return True
@@ -215,9 +209,7 @@ class Watch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         if self._thread is not None:
             self._thread.join(_PATIENCE)
@@ -237,7 +229,7 @@ class Watch:
         reasons = gpu.clock_reasons()
         self._clock_is_told = clock is not None
         if clock is memory is power is degrees is reasons is None:
-            return  # not even one answer: gpu.silences knows why
+            return  # no answer at all: gpu.silences has the reasons
         throttled = None if reasons is None else _throttles(reasons)
         clock_set = None if reasons is None else bool(reasons & _SETTINGS)
         reading = Reading(at, clock, memory, power, degrees, throttled, clock_set)
@@ -248,10 +240,10 @@ class Watch:
 def readings_within(
     readings: Sequence[Reading], spans: Iterable[tuple[float, float]], reach: float
 ) -> Sequence[Reading]:
-    """The readings (in the order of time) inside any of the spans, each once.
+    """The readings (in order of time) inside any of the spans, each once.
 
-    For a span without one it is the nearest, if it lies within ``reach`` seconds of the
-    span.  Raises InputError for a span that ends before it starts.
+    A span without one gets the nearest reading within ``reach`` seconds.  Raises InputError for a span that ends before
+    it starts.
     """
     chosen: set[int] = set()
     for start, stop in spans:
@@ -284,5 +276,5 @@ def _throttles(reasons: int) -> tuple[Throttle, ...]:
 
 
 def _range(values: Iterable[float | None]) -> Range | None:
-    told = [value for value in values if value is not None]
-    return Range(lowest=min(told), median=median(told), highest=max(told)) if told else None
+    known = [value for value in values if value is not None]
+    return Range(lowest=min(known), median=median(known), highest=max(known)) if known else None

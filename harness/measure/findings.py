@@ -1,4 +1,4 @@
-"""What a worker tells the sweep: plain values, so that nothing of torch or of the device crosses the pipe."""
+"""What a worker sends to the sweep: plain values, so that nothing of torch or of the device crosses the pipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Side = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Opened:
-    """A case is open: what its errors are taken on, whose random numbers its inputs are, what a sample of time is."""
+    """A case is open: how its truth was computed, where its inputs were drawn, and what a sample of time is."""
 
     truth: str
     drawn_on: Literal["cpu", "cuda"]
@@ -25,7 +25,7 @@ class Opened:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A plan has run: milliseconds of its first run, with all that is compiled and tuned, and what was seen to run."""
+    """A plan has run: milliseconds of its first run, compiling and tuning included, and the kernels that ran."""
 
     first_ms: float
     ran: Mapping[Side, list[str]]
@@ -33,12 +33,11 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Visit:
-    """Samples of every cost of a plan, milliseconds, and the host's for each call.
+    """One visit's samples in milliseconds of every cost of a plan, and the host's milliseconds for each call.
 
-    ``spans`` are the seconds (of the clock that all processes share) in which each cost was
-    sampled; ``replayed`` the costs whose samples are replays of a CUDA graph; ``late_ms`` how
-    long the device went on after the last call had ended on its stream.  ``worn``: a graph
-    could not be recorded, after which not all of torch works as it should in this process.
+    ``span`` is the start and the end in seconds of ``time.perf_counter``, which all processes share.  ``replayed`` are
+    the costs whose samples are replays of a CUDA graph.  ``late_ms`` is how long the device worked on after the last
+    call had ended on its stream.  ``worn``: a graph could not be recorded, so torch may misbehave in this process.
     """
 
     time_ms: Mapping[Cost, list[float]]
@@ -51,10 +50,10 @@ class Visit:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings(Evidence):
-    """What is known of a plan once it has been timed: the evidence without its bound, and on what no verdict rests.
+    """What is known of a plan once it has been timed: the evidence, except its bound, and numbers without a verdict.
 
-    ``deterministic`` compares two runs bit by bit, ``leak`` is how far outputs changed with what their mask hides.
-    The bytes are those of ``attnbench.harness.results.records.Performance``.
+    ``deterministic`` compares two runs bit by bit, ``leak`` is how far outputs changed with what their mask hides.  The
+    bytes are those of ``attnbench.harness.results.records.Performance``.
     """
 
     deterministic: bool

@@ -1,4 +1,4 @@
-"""A case while its plans are measured: its inputs, drawn once, and the truth that answers are held against."""
+"""A case while its plans are measured: its inputs, drawn once, and the truths that answers are compared with."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ __all__ = ["OpenCase"]
 
 
 class OpenCase:
-    """The inputs of every family and their truths; and one set of buffers, where every kernel finds its inputs.
+    """The inputs of every family, their truths, and one set of buffers that every kernel reads its inputs from.
 
-    Because the buffers stay where they are while what is in them changes, a kernel that
-    remembers its inputs by their address is found out.
+    The buffers stay at their addresses while their contents change, which exposes a kernel that caches by address.
     """
 
     def __init__(self, case: Case, registry: Registry, device: torch.device) -> None:
@@ -38,7 +37,7 @@ class OpenCase:
             self.truths[family] = Truth.of(self.case.spec, inputs, self.registry)
 
     def exact_on(self, family: str, forward: str, operands: Operands) -> Floor | None:
-        """Exact attention on a forward's operands; kept for its next plan, whose backward is another."""
+        """Exact attention on a forward's operands, kept for the next plan that has this forward."""
         if family in self._floors:
             before, seen, floor = self._floors[family]
             if before == forward and seen is not None and _same(seen, operands):
@@ -58,7 +57,7 @@ class OpenCase:
             buffer.copy_(x)
 
     def load_first(self) -> None:
-        """Put back what every request must find, whatever the one before left when it failed."""
+        """Restore the first family's inputs, which every request starts from, whatever the last one left."""
         self.load(self.case.families[0])
 
     def unchanged(self, family: str) -> bool:
@@ -69,19 +68,19 @@ class OpenCase:
 
 
 def _quantised(operands: Operands) -> list[Tensor] | None:
-    """The numbers of the operands, None where one of them is not quantised."""
+    """The data and scales of the operands; None if one of them is not quantised."""
     parts = [x for x in (operands.q, operands.k, operands.v) if isinstance(x, Quantised)]
     return [x for part in parts for x in (part.data.view(torch.uint8), part.descale)] if len(parts) == 3 else None
 
 
 def _kept(operands: Operands) -> list[Tensor] | None:
-    """A copy, because a kernel may write its next operands where these are."""
+    """A copy: a kernel may write its next operands to the same place."""
     numbers = _quantised(operands)
     return None if numbers is None else [x.clone() for x in numbers]
 
 
 def _same(seen: list[Tensor], operands: Operands) -> bool:
-    """Whether the operands are those again: a kernel's scales may follow what it has seen."""
+    """Whether the operands are the same: a kernel's scales may depend on earlier inputs."""
     numbers = _quantised(operands)
     return numbers is not None and all(map(torch.equal, seen, numbers))
 

@@ -1,4 +1,4 @@
-"""What a device could do at best, so that a time can be said as a share of it, and an impossible one be seen."""
+"""The peak rates of devices: a time is given as a share of them, and an impossible time is detected."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ __all__ = ["PEAK_TFLOPS", "peak_share"]
 _HOPPER_SXM = {"fp8": 1978.9, "bf16": 989.4, "fp16": 989.4, "fp32": 66.9, "fp64": 66.9}
 _A100 = {"bf16": 312.0, "fp16": 312.0, "fp32": 19.5, "fp64": 19.5}
 
-# Dense operations, in 1e12 a second at the boost clock, of the fastest unit that does the
-# precision (fp32 without TF32; fp64 on tensor cores), by the name that the driver gives.
-# Sources: NVIDIA's H100 (March 2022, table 1), H200 (2024) and A100 (2021) datasheets; the
-# H200 has the H100 SXM's multiprocessors and clock.
+# Dense operations, in 1e12 a second at the boost clock, of the fastest unit for the precision (fp32 without TF32;
+# fp64 on tensor cores), by the driver's device name.  Sources: NVIDIA's H100 (March 2022, table 1), H200 (2024) and
+# A100 (2021) datasheets; the H200 has the H100 SXM's multiprocessors and clock.
 PEAK_TFLOPS: dict[str, dict[str, float]] = {
     "NVIDIA H200": _HOPPER_SXM,
     "NVIDIA H100 80GB HBM3": _HOPPER_SXM,
@@ -30,11 +29,10 @@ PEAK_TFLOPS: dict[str, dict[str, float]] = {
 
 
 def peak_share(plan: Plan, spec: AttentionSpec, time_ms: Mapping[Cost, list[float]], device_name: str) -> float | None:
-    """The time that the plan's kernels would take at the device's peak, over the median time that they took.
+    """The time that the plan's kernels would take at the device's peak, divided by the median time that they took.
 
-    Operations are those of ``AttentionSpec.flops``, forward and backward each at the peak
-    of its kernel's precision; preparing is not counted.  Above 1 either the time or the
-    count of operations is wrong.  None where the device or the precision is not in the table.
+    Operations are those of ``AttentionSpec.flops``, each pass at the peak of its kernel's precision; preparing is not
+    counted.  Above 1 the time or the count of operations is wrong.  None if the device or precision is not listed.
     """
     peaks = PEAK_TFLOPS.get(device_name, {})
     forward = spec.replace(direction="forward").flops

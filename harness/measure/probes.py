@@ -1,7 +1,7 @@
-"""Questions that one run cannot answer: what a row may not depend on, what is computed afresh, what repeats.
+"""Checks that need a second run: what a row may not depend on, whether all is computed anew, whether it repeats.
 
-Each probe changes the inputs where they lie, because a fault may depend on their
-addresses, and knows what must come out of the second run without a second truth.
+Each check changes the inputs in place, because a fault may depend on their addresses, and knows the right result of the
+second run without a second truth.
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ from attnbench.problem.spec import AttentionSpec
 
 from .accuracy import TensorName, relative_l2
 
-__all__ = ["LeakProbe", "negate", "same_bits", "unnegated"]
+__all__ = ["LeakProbe", "negate", "same_bits", "undo_negation"]
 
-# No power of two: that would move a scale over the sequence without moving a rounding of the rest.
+# Not a power of two: that would move a scale over the sequence without changing how the rest is rounded.
 _LARGER = 11.0
-# Hidden values stay finite, and so do their products: 0 · infinity would be NaN in a kernel that is right.
+# Hidden values and their products must stay finite: 0 · infinity would be NaN in a correct kernel.
 _LARGEST = 2.0**14
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class LeakProbe:
-    """Whether a row depends on what its mask hides: later keys, or later queries.
+    """Detects whether a row depends on what its mask hides: later keys, or later queries.
 
-    ``rows`` first rows are compared.  They see no key outside ``first`` to ``stop`` − 1, and
-    no row sees another's query.  ``change`` makes all the rest 11 times as large, so that
-    whatever is computed over the sequence (a scale, a mean, a maximum) changes, and these
-    rows of out and LSE (and of dq, with the same grad_out) must not, in any bit.
+    The first ``rows`` rows are compared.  They see no key outside ``first`` to ``stop`` − 1, and no row sees another's
+    query.  ``change`` multiplies everything else by 11, so that whatever is computed over the sequence (a scale, a
+    mean, a maximum) changes; these rows of out and LSE (and of dq, with the same grad_out) must not, in any bit.
     """
 
     rows: int
@@ -41,7 +40,7 @@ class LeakProbe:
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> LeakProbe | None:
-        """The probe of a spec; None where no row both sees a key and has a later one hidden from it."""
+        """The probe of a spec; None if no row both sees a key and has a later one hidden from it."""
         mask, queries, keys = spec.mask, spec.seqlen_q, spec.seqlen_kv
         if mask.right is None:
             return None
@@ -50,18 +49,18 @@ class LeakProbe:
         candidates = range(max(0, 1 - reach), min(queries, keys - reach))
         if not candidates:
             return None
-        # A third of the way, and not the middle, which ends a tile wherever lengths are powers of two:
-        # the probe is to part keys and queries that one tile holds.
+        # A third of the way: the middle ends a tile if lengths are powers of two, and the border must lie inside
+        # a tile of keys and queries.
         row = candidates[len(candidates) // 3]
         return cls(row + 1, mask.span(0, queries, keys)[0], mask.span(row, queries, keys)[1])
 
     def change(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write larger values over all that the rows may not see of q, k, v (B, H, S, D), where they lie."""
+        """Multiply in place all that the rows may not see of q, k, v (B, H, S, D)."""
         for x in (q[:, :, self.rows :], *(y[:, :, part] for y in (k, v) for part in self._hidden)):
             x.mul_(_LARGER).clamp_(-_LARGEST, _LARGEST)
 
     def leak(self, before: Tensor, after: Tensor) -> float:
-        """The relative L2 change of the rows of a tensor (B, H, Sq, ...): 0 means that no bit changed that counts."""
+        """The relative L2 change of the rows of a tensor (B, H, Sq, ...); 0 if no bit changed that counts."""
         before, after = before[:, :, : self.rows], after[:, :, : self.rows]
         return 0.0 if same_bits(before, after) else relative_l2(after, before)
 
@@ -71,24 +70,23 @@ class LeakProbe:
 
 
 def negate(*inputs: Tensor) -> None:
-    """Negate Q, K, V (and grad_out) where they lie: all of them, so that all of the answers change sign but the LSE.
+    """Negate Q, K, V (and grad_out) in place; every answer then changes its sign, except the LSE.
 
-    The scores are those of before, −Q · −K, out is linear in V, and of each gradient's
-    factors one or three change sign.  Rounding is symmetric, so this is exact in every
-    format, and the truth is that of before: ``unnegated`` goes with it.  What was kept from
-    the call before, be it an output or an operand under its old address, has the wrong sign.
+    The scores stay the same (−Q · −K), out is linear in V, and one or three factors of each gradient change sign.
+    Rounding is symmetric, so this is exact in every format and the truth stays valid after ``undo_negation``.  An
+    output or operand cached from the call before has the wrong sign.
     """
     for x in inputs:
         x.neg_()
 
 
-def unnegated(values: Mapping[TensorName, Tensor]) -> dict[TensorName, Tensor]:
-    """What a run on negated inputs returned, brought back to the truth of the inputs as they were."""
+def undo_negation(values: Mapping[TensorName, Tensor]) -> dict[TensorName, Tensor]:
+    """The results of a run on negated inputs with the signs that the truth of the original inputs has."""
     return {name: value if name == "lse" else -value for name, value in values.items()}
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two runs answered the same in every bit; a NaN is the same as any NaN at its place."""
+    """Whether two results agree in every bit; NaNs at the same place count as equal."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     bits = _INTEGERS[one.element_size()]

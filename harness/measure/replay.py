@@ -1,4 +1,4 @@
-"""A call recorded as a CUDA graph: what the device does, without the host that starts it."""
+"""Record a call as a CUDA graph, to time the device without the host that launches it."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from attnbench.kernels.contract import Result
 
 __all__ = ["RecordingError", "replay_of"]
 
-_ALIKE = 3e-2  # atomics may add in another order, in bf16 too; another answer is farther away than this
+_ALIKE = 3e-2  # atomics may add in another order, in bf16 too; a different answer is farther away than this
 
 
 class RecordingError(AttnbenchError):
-    """A call that cannot be recorded: it waits for the device, or uses another stream."""
+    """The call cannot be recorded: it waits for the device, or uses another stream."""
 
 
 def replay_of(call: Callable[[], object], device: torch.device) -> Callable[[], object] | None:
-    """A function that replays the call, or None where a replay gives another answer.
+    """A function that replays the call; None if a replay gives another answer.
 
-    The call has run before: what it allocates or compiles the first time is not recorded.
-    Raises RecordingError where it cannot be recorded; the process should do no more then,
-    because torch leaves its allocator as if it were still recording (pytorch/pytorch#180395).
+    The call must have run before, so that its first allocations and compilations are not recorded.  Raises
+    RecordingError if it cannot be recorded; the process should then do no more, because torch's allocator stays in its
+    recording state (pytorch/pytorch#180395).
     """
     graph = torch.cuda.CUDAGraph()
     direct = [x.clone() for x in _answers(call())]
     try:
-        # Within a stream's own context, because a recording that fails leaves its stream the current one.
+        # In a stream context, because a failed recording leaves its own stream the current one.
         stream, recording = (
             torch.cuda.current_stream(device),
             torch.cuda.graph(graph, capture_error_mode="thread_local"),
         )
         with torch.cuda.stream(stream), recording:
             recorded = _answers(call())
-    except Exception as error:  # a vendor's call may refuse in any way; it is then timed as it is
+    except Exception as error:  # a vendor's call may fail in any way; it is then timed without a graph
         raise RecordingError(f"{type(error).__name__}: {error}") from None
     for x in recorded:
         x.zero_()
@@ -49,7 +49,7 @@ def replay_of(call: Callable[[], object], device: torch.device) -> Callable[[], 
         graph.replay()
         return held
 
-    # All that the graph reads or writes has to live as long as it does: the call's operands, its results.
+    # All that the graph reads or writes must live as long as it does: the call's operands and its results.
     held = call, recorded
 
     return replay
@@ -65,6 +65,6 @@ def _alike(x: Tensor, y: Tensor) -> bool:
 
 
 def _answers(value: object) -> list[Tensor]:
-    """The tensors that a pass answers with.  A forward's private state is not among them: it may hold the inputs."""
+    """The tensors that a pass returns, without a forward's private state, which may hold the inputs."""
     answers = value[:2] if isinstance(value, Result) else value
     return [x for x in answers if isinstance(x, Tensor)] if isinstance(answers, tuple) else []

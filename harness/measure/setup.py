@@ -31,9 +31,8 @@ def registry_of(source: str) -> Registry:
 class DeviceSetup:
     """One device, its environment, how to time on it, and where its workers find the registry.
 
-    ``max_error`` replaces the bound of FP8 plans; the others keep that of their precision.
-    A request to a worker (preparing a plan with all that it compiles, a visit, judging it)
-    that takes longer than ``seconds`` is a hang.
+    ``max_error`` replaces the bound of FP8 plans; other plans keep that of their precision.  A request to a worker
+    (preparing a plan, a visit, judging it) that takes longer than ``seconds`` counts as a hang.
     """
 
     device: torch.device
@@ -50,11 +49,11 @@ class DeviceSetup:
 
     @property
     def uuid(self) -> str | None:
-        """The GPU's, as the driver and NVML call it; None on a CPU."""
+        """The GPU's UUID as the driver and NVML give it; None on a CPU."""
         if self.device.type != "cuda":
             return None
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
     def bound(self, plan: Plan, case: Case) -> float:
-        """The largest error with which the plan is still ``ok``."""
+        """The largest error for which the plan is still ``ok``."""
         return self.max_error if plan.fp8 and self.max_error is not None else class_bound(plan, case.spec)

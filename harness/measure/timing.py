@@ -1,12 +1,11 @@
-"""How long a call takes: raw samples, the conditions said, nothing averaged away.
+"""How long a call takes: raw samples with their conditions, nothing averaged.
 
-Four costs are told apart:
+There are four costs:
 
-- ``kernel``: the forward kernel alone, on operands that were prepared before;
-- ``prepared``: preparing (quantising, transposing) and that kernel;
+- ``kernel``: the forward kernel alone, on operands prepared before;
+- ``prepared``: preparing (quantising, transposing) and the forward kernel;
 - ``backward`` (training): the backward kernel alone, on what the forward saved;
-- ``call``: what the user pays, ``attention()`` with everything in it; in training forward and
-  backward as one step.
+- ``call``: the whole ``attention()`` call; in training forward and backward together.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ __all__ = ["COSTS", "LATE_MS", "Cost", "Taken", "Timer"]
 Cost = Literal["kernel", "prepared", "backward", "call"]
 COSTS: tuple[Cost, ...] = ("kernel", "prepared", "backward", "call")
 _LONGEST_CONDITIONS = 200
-_EVICTING = 2  # times the L2: a write of one L2's size may leave lines of the other way standing
+_EVICTING = 2  # times the L2: writing one L2's size may leave lines of other ways in place
 LATE_MS = 0.5  # waiting for an idle device takes a fiftieth of that
 _MOST_A_VISIT = 50  # the device's queue takes about a thousand launches before the host has to wait
-_FIRST_LEAD_MS = 2.0  # the host needs less for most calls; for others it is known afterwards
-_MARGIN = 1.5  # a host is not always as fast as it was
+_FIRST_LEAD_MS = 2.0  # most calls need less of the host; for the others it is known afterwards
+_MARGIN = 1.5  # the host's speed varies
 _CYCLES = 2_000_000  # of a GPU in a millisecond at its highest clock
 
 
 class Taken(NamedTuple):
-    """Samples of one visit, in the order they were taken: device and host milliseconds of each call.
+    """Samples of one visit in order: device and host milliseconds of each call.
 
-    ``late_ms`` is how long the device went on after the last call had ended on its own stream.  ``host_bound`` says
-    that most calls waited for the host that queued them, which puts its gaps into the device's times.
+    ``late_ms`` is how long the device worked on after the last call had ended on its own stream.  ``host_bound``: the
+    device waited for the host in most calls, so the device times contain the host's gaps.
     """
 
     device_ms: list[float]
@@ -48,17 +47,15 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True)
 class Timer:
-    """How samples are taken on one device, and when there are enough of them.
+    """How samples are taken on one device, and when there are enough.
 
-    A visit takes ``visit`` seconds of samples of a call, one at least.  A plan is visited again
-    until the 95 % interval of its median is narrower than ``narrow`` on either side, relative
-    to it, or its visits took ``limit`` seconds; ``fewest`` of them at least, or one that took
-    that long.  A call that takes longer than ``patience`` seconds is its own warm-up.
+    A visit takes ``visit`` seconds of samples of a call, at least one.  A plan is visited at least ``fewest`` times,
+    then until the 95 % interval of its median is narrower than ``narrow`` on either side, relative to the median, or
+    its visits took ``limit`` seconds.  A call longer than ``patience`` seconds is its own warm-up.
 
-    On a GPU a sample is device time between two events on the current stream, with the L2
-    cache (its size asked of the device) overwritten before each.  The device is held until the
-    host is ahead of it, as it is in a stream of calls: a call that finds the device idle would
-    take the host's time as well.  On a CPU it is wall time, caches as the call before left them.
+    On a GPU a sample is device time between two events on the current stream; the L2 cache is overwritten before each.
+    The device is held until the host is ahead of it, as in a stream of calls: otherwise the sample would contain the
+    host's time.  On a CPU a sample is wall time, with the caches as the call before left them.
     """
 
     device: torch.device
@@ -73,7 +70,7 @@ class Timer:
         """The limits that a whole sweep can afford for each plan."""
         if device.type == "cuda":
             return cls(device, visit=0.01, limit=0.3, patience=0.015, fewest=4)
-        # A CPU's calls take ten times as long and scatter more: what has six samples there has an interval at all.
+        # A CPU's calls take ten times as long and scatter more: six samples are enough there for an interval.
         return cls(device, visit=0.03, limit=1.5, patience=0.03, narrow=0.02)
 
     @property
@@ -86,7 +83,7 @@ class Timer:
         return f"perf_counter, caches warm, OMP_WAIT_POLICY {waiting}"[:_LONGEST_CONDITIONS]
 
     def take(self, call: Callable[[], object], renew: Callable[[], object] = lambda: None) -> Taken:
-        """The samples of one visit, after a warm-up that is not among them; ``renew`` runs before each, untimed."""
+        """The samples of one visit, after a discarded warm-up; ``renew`` runs before each sample, untimed."""
         with torch.no_grad():
             return self._on_gpu(call, renew) if self.device.type == "cuda" else self._on_cpu(call, renew)
 
@@ -111,28 +108,28 @@ class Timer:
             if _longer(warm) >= self.patience * 1e3:
                 if warm.late_ms < LATE_MS and not warm.host_bound:
                     return warm
-                # A host that was held up is not so twice; work that was left running is.
+                # A delayed host is not delayed twice; work that was left running is there again.
                 again = queue.ahead(1, _lead(warm, 1), waits=warm.host_bound)
                 return (again if warm.host_bound else warm)._replace(late_ms=min(warm.late_ms, again.late_ms))
-            # The second runs as those to come will, without the host's first hesitation.
+            # The second call runs like the later ones, without the host's initial delay.
             second = queue.take(1, _lead(warm, 1))
             count = self._count(_longer(second) / 1e3)
             return queue.ahead(count, _lead(second, count), waits=second.host_bound)
 
 
 def _longer(taken: Taken) -> float:
-    """Milliseconds of the one call: the host's or the device's."""
+    """Milliseconds of the one call on the host or the device, whichever is longer."""
     return max(*taken.device_ms, *taken.host_ms)
 
 
 def _lead(taken: Taken, count: int) -> float:
-    """Milliseconds that the device is held so that the host stays ahead for so many calls like the one taken."""
+    """Milliseconds to hold the device so that the host stays ahead for ``count`` calls like the one taken."""
     (device,), (host,) = taken.device_ms, taken.host_ms
     return _MARGIN * (host + (count - 1) * max(0.0, host - device))
 
 
 class _Queue:
-    """A call queued on the current stream between events, the L2 evicted before each."""
+    """Queues a call on the current stream between events, with the L2 evicted before each."""
 
     def __init__(self, device: torch.device, call: Callable[[], object], renew: Callable[[], object]) -> None:
         self._device, self._call, self._renew = device, call, renew
@@ -140,18 +137,18 @@ class _Queue:
         self._event: Callable[[], torch.cuda.Event] = partial(torch.cuda.Event, enable_timing=True)
 
     def ahead(self, count: int, lead_ms: float, *, waits: bool) -> Taken:
-        """So many samples, the device held where that keeps the host ahead.
+        """``count`` samples, with the device held if that keeps the host ahead.
 
-        ``waits``: the host was not ahead before either, as it never is of a call that waits for the device.
+        ``waits``: the host was not ahead before either, as for every call that waits for the device.
         """
         taken = self.take(count, lead_ms)
         if taken.host_bound and not waits:
-            taken = self.take(count, lead_ms)  # a host that was held up is not so twice
-        # A call that waits for the device would wait for what holds it, too, and the host's time count that.
+            taken = self.take(count, lead_ms)  # a delayed host is not delayed twice
+        # A call that waits for the device would also wait for the hold, and its host time would include that.
         return self.take(count, 0.0) if taken.host_bound else taken
 
     def take(self, count: int, lead_ms: float) -> Taken:
-        """So many samples, the device held for ``lead_ms`` before."""
+        """``count`` samples, after holding the device for ``lead_ms``."""
         if lead_ms:
             torch.cuda._sleep(int(lead_ms * _CYCLES))  # type: ignore[no-untyped-call]
         queued, host, waited = [], [], 0
@@ -163,7 +160,7 @@ class _Queue:
             begin = time.perf_counter()
             self._call()
             host.append((time.perf_counter() - begin) * 1e3)
-            # The device was there before all of the call was.
+            # The device reached the start before the whole call was queued.
             waited += start.query()  # type: ignore[no-untyped-call]
             stop.record()
             queued.append((start, stop))

@@ -1,4 +1,4 @@
-"""One plan on the open case: proved, sampled, and judged in the state in which it was sampled."""
+"""One plan on the open case: checked by the profiler, sampled, and judged in the state in which it was sampled."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from attnbench.kernels.plan import Plan
 from .accuracy import Judgements, TensorName
 from .findings import Findings, Side, Visit
 from .open_case import OpenCase
-from .probes import LeakProbe, negate, same_bits, unnegated
+from .probes import LeakProbe, negate, same_bits, undo_negation
 from .replay import RecordingError, replay_of
 from .timing import COSTS, Cost, Timer
-from .trace import mismatch, shortened, traced
+from .trace import mismatch, shorten_names, trace_call
 
 __all__ = ["Trial"]
 
 _T = TypeVar("_T")
 _Values = dict[TensorName, Tensor]
-_HISTORY = 3  # runs on a family before it is judged, for kernels whose scales follow what they have seen
+_HISTORY = 3  # runs on a family before it is judged, for kernels whose scales depend on earlier inputs
 _HISTORY_SECONDS = 0.1
-_NOISE = 2.0  # times what two runs on the same inputs differ by
-_SETTLING_SECONDS = 0.05  # on a CPU, where nothing tells that another thread is still at work
+_NOISE = 2.0  # times the difference between two runs on the same inputs
+_SETTLING_SECONDS = 0.05  # on a CPU, where nothing shows whether another thread still works
 
 
 class Trial:
-    """A plan with its kernels, reading the case's buffers, which hold the first family between any two calls."""
+    """A plan with its kernels; it reads the case's buffers, which hold the first family between any two calls."""
 
     def __init__(self, plan: Plan, case: OpenCase) -> None:
         self.forward: ForwardKernel = case.registry.forward(plan.forward)
@@ -48,15 +48,14 @@ class Trial:
         self._call = _call_of(Execution(case.case.spec, self.forward, self.backward), case)
 
     def synchronize(self) -> None:
-        """Wait until the device has done what was asked of it."""
+        """Wait until the device has finished its work."""
         if self.case.device.type == "cuda":
             torch.cuda.synchronize(self.case.device)
 
     def run(self, *, prove: bool = False) -> tuple[Operands, _Values]:
-        """One run of both passes on what is in the buffers, each result under its name.
+        """Run both passes once on the buffers' contents; the operands, and each result under its name.
 
-        To prove it, each pass runs under the profiler.  Raises AttnbenchError where another
-        kernel answers than the plan names.
+        With ``prove`` each pass runs under the profiler.  Raises AttnbenchError if another kernel than the plan's runs.
         """
         passed = self._proved if prove else _unseen
         inputs, spec = self.case.buffers, self.case.case.spec
@@ -74,7 +73,7 @@ class Trial:
         return operands, values
 
     def _check(self, values: _Values) -> None:
-        """Raise AttnbenchError where an answer is of another type than the contract's, or lacks its log-sum-exp."""
+        """Raise AttnbenchError if an answer has the wrong dtype, or lacks its log-sum-exp."""
         wanted = gradient_dtype(self.case.case.spec)
         for name, value in values.items():
             if name != "lse" and value.dtype != wanted:
@@ -84,12 +83,12 @@ class Trial:
             raise AttnbenchError(f"{self.forward.name} returned no log-sum-exp, which its row declares")
 
     def _renew(self) -> None:
-        """Mark the inputs as written: what is remembered by address and version is computed anew, as for a user."""
+        """Mark the inputs as written, so that results cached by address and version are computed anew."""
         for x in self.case.tensors:
             x[:0].zero_()
 
     def restore(self) -> None:
-        """Give the next plan the inputs that it must find, and remember where this one has changed them."""
+        """Restore the inputs that the next plan must find, and note whether this plan has changed them."""
         case = self.case
         if not case.unchanged(case.case.families[0]):
             self._untouched = False
@@ -97,14 +96,14 @@ class Trial:
 
     def _proved(self, side: Side, kernel: ForwardKernel | BackwardKernel, run: Callable[[], _T]) -> _T:
         device = self.case.device
-        result, names = traced(run, device)
-        self.ran[side] = shortened(kernel, names, device.type)
+        result, names = trace_call(run, device)
+        self.ran[side] = shorten_names(kernel, names, device.type)
         if reason := mismatch(kernel, names, device.type):
             raise AttnbenchError(reason)
         return result
 
     def sample(self, timer: Timer, replay: bool, costs: Collection[Cost] = COSTS) -> Visit:
-        """Samples of these costs; with ``replay``, one whose host cannot be ahead of the device as a CUDA graph."""
+        """Samples of these costs; with ``replay`` a cost that the host slows down is recorded as a CUDA graph."""
         if not self._steps:
             self._steps = self._make_steps()
         times: dict[Cost, list[float]] = {}
@@ -112,14 +111,14 @@ class Trial:
         late = 0.0
         start = time.perf_counter()
         for cost in [each for each in self._steps if each in costs]:
-            # What the others start from is never written: a graph of autograd's would refuse it.
+            # The inputs of the other costs are never written: autograd would reject a changed one.
             renew = self._renew if cost in ("prepared", "call") else _nothing
             taken = timer.take(self._steps[cost], renew)
             if replay and taken.host_bound and cost != "call" and self._replay(cost):
                 taken = timer.take(self._steps[cost], renew)
             if cost == "call":
                 host, late = taken.host_ms, taken.late_ms
-                # In a stream of calls the slower of the two makes the others wait.
+                # In a stream of calls the slower of the two sets the pace.
                 times[cost] = [max(pair) for pair in zip(taken.device_ms, taken.host_ms, strict=True)]
             else:
                 times[cost] = taken.device_ms
@@ -129,7 +128,7 @@ class Trial:
         return Visit(times, host, (start, stop), replayed, late, self._worn)
 
     def _replay(self, cost: Cost) -> bool:
-        """Put a replay in the place of a step, where it can be recorded; tried once."""
+        """Replace a step by its recorded graph; True if that worked.  Each cost is tried once."""
         device = self.case.device
         if device.type != "cuda" or cost in self._replayed or self._worn:
             return False
@@ -147,7 +146,7 @@ class Trial:
         inputs, spec, forward = self.case.buffers, self.case.case.spec, self.forward
         given = inputs.qkv
         with torch.no_grad():
-            # Copies: the buffers are written between visits, and prepare may have handed on what it was given.
+            # Copies: the buffers are written between visits, and prepare may return its own inputs.
             operands = forward.prepare(Inputs(*(x.clone() for x in given.unquantised())), spec)
             steps: dict[Cost, Callable[[], object]] = {
                 "kernel": partial(forward.run, operands),
@@ -161,7 +160,7 @@ class Trial:
         return steps | {"call": self._call}
 
     def conclude(self) -> Findings:
-        """Judge the plan as the samples left it.  What it held for them is let go first."""
+        """Judge the plan in the state that the samples left.  What it held for them is released first."""
         self._steps.clear()
         memory, retained = self._memory()
         case, (first, *others) = self.case, self.case.case.families
@@ -192,14 +191,14 @@ class Trial:
         held = self.run()[1]
         kept = {name: value.clone() for name, value in held.items()}
         negate(*case.tensors)
-        stale = case.truths[family].judge(unnegated(self.run()[1]))
-        settled &= _same(kept, held)  # a result is the caller's: the next call may not write into it
+        stale = case.truths[family].judge(undo_negation(self.run()[1]))
+        settled &= _same(kept, held)  # a result belongs to the caller: the next call may not overwrite it
         case.load(first)
         evidence = (judged, floor, own, stale, settled, self._untouched)
         return Findings(*evidence, deterministic=deterministic, leak=leak, memory_bytes=memory, retained_bytes=retained)
 
     def _leak(self, before: Tensor, again: Tensor) -> float | None:
-        """How far the rows that may not see it changed with what the mask hides from them."""
+        """How far the visible rows changed when what the mask hides from them changed."""
         case = self.case
         probe = LeakProbe.of(case.case.spec)
         if probe is None:
@@ -222,18 +221,17 @@ class Trial:
         return self.run()
 
     def _spoil(self) -> None:
-        """Leave NaN where the next results may come to lie.
+        """Fill with NaN the memory that the next results may get.
 
-        Memory that was let go is handed out again, with the very numbers of the call before in it: what a kernel does
-        not write would look as if it had.
+        Freed memory is reused with the last call's results in it: values that a kernel does not write would look right.
         """
         inputs = {x.untyped_storage().data_ptr() for x in self.case.tensors}
         for value in self.run()[1].values():
             if value.untyped_storage().data_ptr() not in inputs:
-                value.detach().fill_(torch.nan)  # autograd may know the value, and is not asked
+                value.detach().fill_(torch.nan)  # detached, because autograd may track the value
 
     def _memory(self) -> tuple[int | None, int | None]:
-        """Bytes beyond what was held before: at the peak of a call, and after its forward, while the result is held."""
+        """Bytes beyond those held before: at the peak of a call, and after its forward while the result is held."""
         device, spec = self.case.device, self.case.case.spec
         if device.type != "cuda":
             return None, None
@@ -281,7 +279,7 @@ def _call_of(execution: Execution, case: OpenCase) -> Callable[[], object]:
 
     def call() -> object:
         with torch.enable_grad():
-            # Not .backward(): that would add to .grad, a cost of its own from the second time on.
+            # Not .backward(): that would add to .grad, an extra cost from the second call on.
             return torch.autograd.grad(execution(Inputs(*leaves))[0], leaves, grad_out)
 
     return call

@@ -1,16 +1,13 @@
-"""Whether a kernel's numbers are those of an honest one: small checks by name, applied in order.
+"""Decide whether a kernel's numbers are plausible: small named checks, applied in order.
 
-Each check sees a fault that the others let pass.  What is too much was measured on honest
-kernels, and stands beside each number: FP8 emulated in every recipe (scales per tensor,
-head, block and token, e4m3 and e5m2, rotated, smoothed, with Hopper's accumulator, with P
-unscaled and with the output itself in FP8), 16-bit kernels and plans that mix them, 1 to
+Each check finds a fault that the others miss.  The limits were measured on correct kernels and stand beside each
+number: FP8 emulated in every recipe (scales per tensor, head, block and token, e4m3 and e5m2, rotated, smoothed, with
+Hopper's accumulator, with P unscaled and with the output itself in FP8), 16-bit kernels and plans that mix them, 1 to
 2048 keys, all input families.
 
-Two principles keep honest kernels from being accused.  Where the kernel quantises, it is
-held against exact attention on the operands that it used, which leaves only its own
-arithmetic to be explained.  And where an honest number may be as large as a fault's, it
-takes several families: a fault of the kernel shows on all of them, while what a difficult
-input does to an honest kernel stays with that input.
+Two principles protect correct kernels.  A kernel that quantises is compared with exact attention on the operands that
+it used, so that only its own arithmetic counts.  And where a correct number may be as large as a faulty one, several
+families decide: a fault of the kernel shows on all of them, a difficult input on its own family only.
 """
 
 from __future__ import annotations
@@ -20,50 +17,49 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-if TYPE_CHECKING:  # what torch is needed for is not needed here
+if TYPE_CHECKING:  # these modules import torch, which is not needed here
     from .accuracy import Detail, Judgement, Judgements, TensorName
 
 __all__ = ["CHECKS", "Check", "Evidence", "Verdict", "judge"]
 
-# In the comments: the largest on honest kernels, as a multiple of the same thing.
-# Of the bound: the own error of one head.  1.1 for out, 0.7 for dv, 3.3 for dq and dk, of which
-# a query with two keys leaves little more than a rounding; a head left out is 5 or more.
+# Comments give the largest values on correct kernels, as multiples of the same quantity.
+# Of the bound: the own error of one head.  1.1 for out, 0.7 for dv, 3.3 for dq and dk, where a query
+# with two keys leaves little more than a rounding error; a missing head is 5 or more.
 _HEAD: Mapping[TensorName, float] = {"out": 2.0, "lse": 2.0, "dv": 2.0, "dq": 4.0, "dk": 4.0}
 # Of the bound: the own error of one row.  2.7 for out (P without a scale beside a sink), 3.1 for dv.
-# Rows of dq and dk are sums that nearly cancel, honestly any multiple wrong, and are not looked at.
+# Rows of dq and dk are sums that nearly cancel and may have any relative error, so they are not checked.
 _ROW: Mapping[TensorName, float] = {"out": 4.0, "lse": 4.0, "dv": 4.0}
-# However small the bound: of 800 heads in bf16 the worst dk was 0.043 off on an H200, and so with four libraries.
+# Allowed however small the bound: of 800 heads in bf16 the worst dk was off by 0.043 on an H200, with four libraries.
 _ODD = 0.15
-_LEFT_OUT = 0.8  # the most that is accepted of a head or row, whatever the bound: 1 is nothing at all
-# Fewer rows than these have too few roundings for a mean to say more than the error does.
+_LEFT_OUT = 0.8  # the most that a head or row may be off, whatever the bound: 1 is a missing one
+# With fewer rows the mean of their rounding errors says no more than the error itself.
 _ROWS = 64
 # The gain that two families share: 0.016 of out and dv, 0.035 of dq and dk.  A factor of 1.05 is 0.05.
 _GAIN: Mapping[TensorName, float] = {"out": 0.02, "dq": 0.04, "dk": 0.04, "dv": 0.02}
-_GAIN_OF_FLOOR = 0.5  # of the least floor: where that is large, so are the roundings that a gain is the mean of
-# Mean LSE in nats: 0.0001 on most families, but 0.004 with Hopper's accumulator where scores are large,
-# which is where the floor is: 0.9 times that.  64 of 16k keys are 0.0039.
+_GAIN_OF_FLOOR = 0.5  # of the least floor: a large floor means large rounding errors in the gain as well
+# Mean LSE in nats: 0.0001 on most families, but 0.004 with Hopper's accumulator where scores are large;
+# the floor is large there too: it is 0.9 times the floor.  64 of 16k keys are 0.0039.
 _NATS = 0.003
 _NATS_OF_FLOOR = 2.0
 _NATS_OF_MOST = 0.001
 # The own error of out on its best family: P in e4m3 0.03, with out in e4m3 as well 0.04, P in e5m2 0.053.
 _OWN = 0.06
 _OWN_OF_BOUND = 0.5
-# Of the floor: 0.45 at the least, for two keys, else 0.8; 16 bits get to 0.05 and, in gradients, 0.13.
+# Of the floor: at least 0.45 with two keys, else 0.8; 16-bit kernels reach 0.05 and, in gradients, 0.13.
 _TOO_GOOD = 1 / 3
-# Of what the error is without negating: 1.
+# Of the error without negating: 1.
 _STALE = 2.0
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that the verdict rests on.
+    """The numbers that a verdict depends on.
 
-    ``bound`` is the relative L2 that is accepted, which the sweep sets.  ``judged``, ``floor`` and ``own`` map input
-    families to judgements by tensor: of the kernel against the truth, of exact attention on the quantised
-    operands against the truth, and of the kernel against that attention; the latter two
-    lack families in which nothing was quantised.  ``stale`` judges a run on negated inputs
-    (attnbench.harness.measure.probes).  ``settled`` says that the result was the same once the
-    device was idle, ``untouched`` that the inputs were.
+    ``bound`` is the largest accepted relative L2, set by the sweep.  ``judged``, ``floor`` and ``own`` map input
+    families to judgements by tensor: of the kernel against the truth, of exact attention on the quantised operands
+    against the truth, and of the kernel against that attention; the latter two lack families in which nothing was
+    quantised.  ``stale`` judges a run on negated inputs (attnbench.harness.measure.probes).  ``settled``: the result
+    did not change until the device was idle.  ``untouched``: the inputs did not change.
     """
 
     judged: Mapping[str, Judgements]
@@ -75,24 +71,24 @@ class Evidence:
     bound: float = math.inf
 
     def exact(self, tensor: TensorName) -> dict[str, Judgement]:
-        """By family, of the kernel against exact attention on what it computed with."""
+        """By family, the kernel against exact attention on the operands that it used."""
         found = {family: self.own.get(family, judged) for family, judged in self.judged.items()}
         return {family: each[tensor] for family, each in found.items() if tensor in each}
 
     def biases(self, tensor: TensorName) -> dict[str, float]:
-        """The same, the bias alone, and none where a tensor has too few rows for any mean."""
+        """The biases of ``exact``; empty if a tensor has too few rows for a mean."""
         if any(judgement.rows < _ROWS for each in self.judged.values() for judgement in each.values()):
             return {}
         return {family: judgement.detail.bias for family, judgement in self.exact(tensor).items()}
 
     def floor_of(self, tensor: TensorName) -> float:
-        """The floor of the family that quantising hurts least, 0 where nothing is quantised."""
+        """The least floor over the families, 0 if nothing is quantised."""
         return min((each[tensor].error for each in self.floor.values() if tensor in each), default=0.0)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """``ok``, or ``inaccurate`` with one sentence and the name of the check that says it."""
+    """``ok``, or ``inaccurate`` with one sentence and the name of the check that found it."""
 
     status: Literal["ok", "inaccurate"]
     reason: str | None = None
@@ -103,7 +99,7 @@ Check = Callable[[Evidence], "str | None"]
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """The verdict of the first check that has something to say."""
+    """The verdict of the first check that finds a fault."""
     for name, check in CHECKS.items():
         if reason := check(evidence):
             return Verdict("inaccurate", reason, name)
@@ -119,10 +115,10 @@ def _settled(evidence: Evidence) -> str | None:
 
 
 def _stale(evidence: Evidence) -> str | None:
-    """Further off with the inputs negated than on any family: something was kept from the run before."""
+    """With the inputs negated the error is larger than on any family: something was kept from the run before."""
     for tensor, stale in evidence.stale.items():
         judged = [each[tensor] for each in evidence.judged.values() if tensor in each]
-        # One stale head can be told in out, whose heads are no sums that cancel.
+        # Heads of out do not nearly cancel, so there one stale head can be detected.
         found, before = (
             (stale.detail.worst_head, [each.detail.worst_head for each in judged])
             if tensor == "out"
@@ -155,7 +151,7 @@ def _error(evidence: Evidence) -> str | None:
 
 
 def _too_good(evidence: Evidence) -> str | None:
-    """Closer to the truth than the operands that it shows allow, on every family: it computed with others."""
+    """Closer to the truth than its quantised operands allow, on every family: it computed with others."""
     for tensor in _GAIN:
         pairs = [
             (evidence.judged[family][tensor].error, each[tensor].error)
@@ -196,7 +192,7 @@ def _limit(times: float, evidence: Evidence) -> float:
 
 
 def _bias(evidence: Evidence) -> str | None:
-    """The same sign on every family, and not small on any."""
+    """The bias has the same sign on every family, and is not small on any."""
     for tensor, least in _GAIN.items():
         gains = evidence.biases(tensor)
         if len(gains) < 2 or min(gains.values()) < 0 < max(gains.values()):
@@ -212,7 +208,7 @@ def _bias(evidence: Evidence) -> str | None:
 
 
 def _lse(evidence: Evidence) -> str | None:
-    """More on one family than its floor explains, and not next to nothing on most of the others."""
+    """The mean LSE is off by more than one family's floor explains, and by a noticeable amount on most families."""
     means = evidence.biases("lse")
     sizes = sorted(map(abs, means.values()))
     if not sizes or sizes[(len(sizes) - 1) // 2] <= _NATS_OF_MOST:
@@ -226,7 +222,7 @@ def _lse(evidence: Evidence) -> str | None:
 
 
 def _own(evidence: Evidence) -> str | None:
-    """Where nothing is quantised it is the error, which has its own bound."""
+    """Out is off from exact attention on the quantised operands, on every family."""
     errors = {family: each["out"].error for family, each in evidence.own.items() if "out" in each}
     if len(errors) < 2:
         return None
@@ -244,7 +240,7 @@ def _said(number: float) -> str:
     return f"{number:.3g}" if math.isfinite(number) else "infinite"
 
 
-# Those that say most come first: a NaN is an error before it is a wrong row.
+# The most informative check comes first: a NaN is an error before it is a wrong row.
 CHECKS: dict[str, Check] = {
     "inputs": _inputs,
     "settled": _settled,

@@ -1,7 +1,6 @@
-"""The process in which one backend runs: what it breaks is its own, and is noticed.
+"""The process in which one backend runs, so that what it breaks is contained and detected.
 
-It reads requests from a connection and answers each.  Both ends are attnbench's own: nothing
-that comes from a file is unpickled here.
+It reads requests from a connection and answers each.  Both ends belong to attnbench: nothing from a file is unpickled.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ if TYPE_CHECKING:
 
     from .timing import Timer
 
-__all__ = ["Answer", "Setting", "main"]
+__all__ = ["Answer", "Setting", "is_out_of_memory", "main"]
 
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a worker is told first: the registry (``module:function``), how to time, torch's threads on the CPU."""
+    """The first message to a worker: the registry (``module:function``), how to time, torch's threads on the CPU."""
 
     source: str
     timer: Timer
@@ -38,7 +37,7 @@ class Setting:
 
 
 class Answer(NamedTuple):
-    """``done`` with the value, or what an exception makes of the row; after ``fatal`` the process is of no more use."""
+    """``done`` with the value, or the status and reason of a failure; after ``fatal`` the process must end."""
 
     status: Literal["done", "oom", "error", "crashed"]
     value: object
@@ -46,28 +45,27 @@ class Answer(NamedTuple):
 
 
 def main(descriptor: int, parent: int, made: Callable[[Any], object] | None = None) -> None:
-    """Serve the connection that was inherited as ``descriptor`` until the process ``parent`` closes it, or dies.
+    """Serve the inherited connection ``descriptor`` until the process ``parent`` closes it, or dies.
 
-    The first message is the setting, from which ``made`` makes the object whose methods are asked for: a bench
-    where nothing is given.
+    The first message is the setting; ``made`` makes the served object from it, by default a bench.
     """
     _die_with(parent)
     faulthandler.enable()
-    os.set_inheritable(descriptor, False)  # nor may a program that a library starts
+    os.set_inheritable(descriptor, False)  # programs that a library starts must not have it
     connection: Connection[Any, Any] = Connection(descriptor)
-    # A child that a library forks would hold this end open, and the worker's death go unnoticed.
+    # A child forked by a library would keep this end open, and the worker's death would go unnoticed.
     os.register_at_fork(after_in_child=connection.close)
     _serve(connection, made or _bench)
-    # No destructors: after a fault those of a vendor's library may hang, and there is nothing to save.
+    # No destructors: after a fault those of a vendor's library may hang, and nothing needs to be saved.
     sys.stdout.flush()
     os._exit(0)
 
 
 def _die_with(parent: int) -> None:
-    """Have the system kill this process when the sweep dies, however it dies and whatever a kernel is doing then."""
+    """Have the system kill this process when its parent dies, whatever a kernel is doing then."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before it could be tied to this one
+    if os.getppid() != parent:  # the parent died before prctl was called
         os._exit(1)
 
 
@@ -91,7 +89,7 @@ def _serve(connection: Connection[Any, Any], made: Callable[[Any], object]) -> N
         except EOFError:  # the sweep has ended
             return
         answer = _answer(served, method, arguments)
-        state.restore()  # a backend sets it for its next plan, and for the inputs and truths, too
+        state.restore()  # a backend must not change it for later plans, inputs and truths
         connection.send(tuple(answer))
         if answer.fatal:
             return
@@ -99,7 +97,7 @@ def _serve(connection: Connection[Any, Any], made: Callable[[Any], object]) -> N
 
 @dataclass(frozen=True)
 class _State:
-    """What one plan may leave set in torch for all that runs after it in this process."""
+    """Settings of torch that one plan may change for all that runs after it in this process."""
 
     dtype: torch.dtype
     threads: int
@@ -129,27 +127,28 @@ class _State:
 
 
 def _answer(served: object, method: str, arguments: tuple[object, ...]) -> Answer:
-    """A kernel may raise anything; it costs this row alone, unless it has spoilt the device for the next one."""
+    """Call the method.  A kernel may raise anything; it costs only its own row, unless it broke the device."""
     try:
         return Answer("done", getattr(served, method)(*arguments))
     except BaseException as error:
-        said, lost = in_one_line(error), _out_of_memory(error)
-    # Only here, where the traceback no longer keeps the tensors of the failure alive.
+        said, lost = in_one_line(error), is_out_of_memory(error)
+    # Outside the except block, where the traceback no longer keeps the failed call's tensors alive.
     broken = _broken()
     if broken is not None:
         return Answer("crashed", said if said == broken else f"{said}; then {broken}", fatal=True)
     return Answer("oom" if lost else "error", said)
 
 
-def _out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU or a CPU had too little memory."""
     import torch
 
-    # torch has no class of its own for a CPU allocation that fails.
+    # torch has no class of its own for a failed CPU allocation.
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 def _broken() -> str | None:
-    """Why the device takes no more work from this process, as after an illegal memory access; None where it does."""
+    """Why the device accepts no more work from this process, as after an illegal memory access; None if it does."""
     import torch
 
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What else a reader must know of a measured plan, in a word each."""
+"""Flags of a measured plan: facts that a reader of its numbers must know."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ MEANINGS: dict[Flag, str] = {
     "host-bound": "the host took as long to launch the call as the call lasted: kernels waited for it",
     "replayed": "kernel, prepared or backward kept the device waiting for the host and was timed as a CUDA graph",
 }
-# A full load runs at its power cap on many boards, most of the time and at nearly the full clock: that is no news.
+# "power cap" is missing: under full load many boards reach it, at nearly the full clock.
 _ALWAYS: frozenset[Throttle] = frozenset(("thermal", "hardware thermal", "hardware slowdown", "power brake"))
 _FALLEN = 0.03
-# Of the call: a device that waits for its host runs between events that the host records, which take a little, too.
+# Of the call: even if the device always waits for its host, the events that the host records take some of the time.
 _HOST_SHARE = 0.9
 
 
 def flags(row: Measurement, highest_mhz: float | None) -> list[Flag]:
-    """The flags of a measured row, ``highest_mhz`` being the highest clock that any row of the sweep saw."""
+    """The flags of a measured row; ``highest_mhz`` is the highest clock in any row of the sweep."""
     holds: dict[Flag, bool] = {
         "emulated": row.emulated,
         "throttled": _throttled(row.performance.gpu, highest_mhz),
@@ -51,7 +51,7 @@ def flags(row: Measurement, highest_mhz: float | None) -> list[Flag]:
 
 
 def highest_clock(rows: Iterable[Measurement]) -> float | None:
-    """The highest SM clock in MHz that any of the rows saw; None where none tells."""
+    """The highest SM clock in MHz in any of the rows; None if no row has one."""
     seen = [row.performance.gpu for row in rows if row.measured]
     clocks = [gpu.clock_mhz.highest for gpu in seen if gpu is not None and gpu.clock_mhz is not None]
     return max(clocks, default=None)
@@ -67,8 +67,8 @@ def _throttled(gpu: Conditions | None, highest_mhz: float | None) -> bool:
 
 
 def _host_bound(row: Measurement) -> bool:
-    """On a CPU the host is the device, and nothing waits."""
+    """Whether the device waits for the host; never on a CPU, where the host is the device."""
     host = row.performance.host_ms
     if host is None or row.environment.device_type == "cpu":
         return False
-    return bool(np.median(host) >= _HOST_SHARE * np.median(row.time_ms["call"]))
+    return bool(np.median(host) >= _HOST_SHARE * row.median_ms())

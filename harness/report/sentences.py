@@ -1,4 +1,4 @@
-"""What the rows of one case say, in sentences: the answer first, then what a reader would not see in the table."""
+"""The results of one case in sentences: the fastest plan first, then what the table does not show."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from ..statistics import Comparison, compare
 
 __all__ = ["answer_of", "by_call", "families_of", "fastest", "sentences"]
 
-_FAR_APART = 1.03  # what compare looks for, if not told otherwise
+_FAR_APART = 1.03  # the default limit of compare
 _MOST_NAMED = 3
 _LONG_RUN_MS = 1000.0
-_REMARKABLE_HEAD = 2.0  # times the error of its whole tensor; honest heads under outliers differ by less
+_REMARKABLE_HEAD = 2.0  # times the error of its whole tensor; correct heads under outliers differ by less
 _NO_ANSWER = 1.0  # the relative L2 of zeros
 _Found: TypeAlias = tuple[float, str, Measurement, str, float]
 _GROUPS = re.compile(r"on ([0-9]+) of ([0-9]+) ")
 
 
 def by_call(rows: Iterable[Measurement]) -> list[Measurement]:
-    """Measured rows in the order of their median call; the emulated ones behind, in the order of their errors."""
+    """Measured rows by median call; then the emulated ones by error."""
     measured = [row for row in rows if row.measured]
     emulated = [row for row in measured if row.emulated]
-    return sorted((row for row in measured if not row.emulated), key=_call) + sorted(emulated, key=_worst)
+    return sorted((row for row in measured if not row.emulated), key=Measurement.median_ms) + sorted(
+        emulated, key=_worst
+    )
 
 
 def fastest(rows: Iterable[Measurement]) -> list[Measurement]:
-    """The fastest row within its bound, and those behind it that its samples cannot tell from it; none is emulated."""
+    """The fastest row within its bound, and those that its samples cannot distinguish from it; none is emulated."""
     ok = [row for row in by_call(rows) if row.status == "ok" and not row.emulated]
     return ok[:1] + list(takewhile(lambda row: _alike(ok[0], row), ok[1:]))
 
@@ -45,7 +47,7 @@ def families_of(rows: Iterable[Measurement]) -> list[str]:
 
 
 def sentences(rows: Sequence[Measurement]) -> list[str]:
-    """Which plan is fastest within its bound, which most accurate, which out of bounds, and what else is remarkable."""
+    """The fastest plan within its bound, the most accurate one, those out of bounds, and other remarkable facts."""
     measured = by_call(rows)
     said = [_fastest(measured)]
     narrow = [row for row in measured if row.plan.fp8]
@@ -57,7 +59,7 @@ def sentences(rows: Sequence[Measurement]) -> list[str]:
 
 
 def answer_of(rows: Sequence[Measurement]) -> dict[str, str]:
-    """One line of the table that sums all cases up, by column; empty where no plan was timed within its bound.
+    """One line of the summary table, by column; empty if no plan was timed within its bound.
 
     The last column is how many times as long the fastest plan of the other kind takes, in FP8 or without.
     """
@@ -67,28 +69,28 @@ def answer_of(rows: Sequence[Measurement]) -> dict[str, str]:
     first = tied[0]
     rival = next((row for row in by_call(rows) if _other_kind(row, [first])), None)
     kind = "in FP8" if rival is not None and rival.plan.fp8 else "without FP8"
-    other = "" if rival is None else f"{number(_call(rival) / _call(first))}x {kind}"
+    other = "" if rival is None else f"{number(rival.median_ms() / first.median_ms())}x {kind}"
     plan = first.plan.forward if first.plan.backward in (None, first.plan.forward) else str(first.plan)
     return {
         "case": first.case,
         "fastest within its bound": f"{plan}{' ?' if len(tied) > 1 else ''}",
-        "ms": number(_call(first)),
+        "ms": number(first.median_ms()),
         "error": error(_worst(first)),
         "the other kind": other,
     }
 
 
 def _other_kind(row: Measurement, tied: Sequence[Measurement]) -> bool:
-    """Whether a row is in FP8 where none of the tied ones is, or the other way round, and counts."""
+    """Whether a valid row is in FP8 and none of the tied ones is, or the other way round."""
     return row.status == "ok" and not row.emulated and row.plan.fp8 not in {each.plan.fp8 for each in tied}
 
 
 def _alike(first: Measurement, second: Measurement) -> bool:
-    """Whether the second, slower in the median, may be as fast."""
+    """Whether the second row, slower in the median, may be as fast."""
     one, other = first.time_ms["call"], second.time_ms["call"]
     found = _compared(first, second)
     if found.verdict == "uncertain":
-        # A handful of samples is uncertain whatever they say; sets that lie far apart are no tie all the same.
+        # Few samples are always uncertain, but sets that lie far apart are not a tie.
         return found.ratio < _FAR_APART or bool(np.percentile(other, 25) <= np.percentile(one, 75))
     return found.verdict != "slower"
 
@@ -102,26 +104,27 @@ def _fastest(measured: Sequence[Measurement]) -> str:
         return "No plan stayed within its bound."
     first = tied[0]
     certain = "Fastest within its bound" if len(tied) == 1 else "Fastest within its bound, but not for certain"
-    said = f"{certain}: {first.plan}, {number(_call(first))} ms a call"
+    said = f"{certain}: {first.plan}, {number(first.median_ms())} ms a call"
     if len(tied) > 1:
-        named = [f"{row.plan} ({number(_call(row))} ms{_within(first, row)})" for row in tied[1:_MOST_NAMED]]
+        named = [f"{row.plan} ({number(row.median_ms())} ms{_within(first, row)})" for row in tied[1:_MOST_NAMED]]
         more = [f"{len(tied) - _MOST_NAMED} more"] if len(tied) > _MOST_NAMED else []
         said += f"; {' and '.join(named + more)} may be as fast"
     rival = next((row for row in timed if _other_kind(row, tied)), None)
     if rival is None:
         return f"{said}."
     kind = "FP8 plan" if rival.plan.fp8 else "plan without FP8"
-    return f"{said}; the fastest {kind}, {rival.plan}, takes {number(_call(rival) / _call(first))} times as long."
+    times = number(rival.median_ms() / first.median_ms())
+    return f"{said}; the fastest {kind}, {rival.plan}, takes {times} times as long."
 
 
 def _within(first: Measurement, other: Measurement) -> str:
-    """How far apart two tied calls may be at most, on either side, with 95 % confidence, as part of a sentence."""
+    """The largest difference between two tied calls, on either side, with 95 % confidence, as part of a sentence."""
     low, high = _compared(first, other).interval
     return f", at most {max(high, 1 / low) - 1:.0%} apart"
 
 
 def _compared(first: Measurement, second: Measurement) -> Comparison:
-    """Of two calls that were visited in turns, so that the state of the machine is the same in both."""
+    """Compare two calls that were visited in turns, with the machine in the same state."""
     return compare(visit_medians(first, "call"), visit_medians(second, "call"))
 
 
@@ -145,7 +148,7 @@ def _largest(row: Measurement) -> float:
 
 
 def _astray(measured: Sequence[Measurement]) -> list[str]:
-    """The worst head and the worst row of the plans within their bounds, where the error of the whole hides them."""
+    """The worst head and the worst row of plans within their bounds, if the error of the whole tensor hides them."""
     heads: list[_Found] = []
     rows: list[_Found] = []
     for row in measured:
@@ -154,7 +157,7 @@ def _astray(measured: Sequence[Measurement]) -> list[str]:
                 whole = row.error[family][name]
                 if name != "lse" and detail.worst_head > max(_REMARKABLE_HEAD * whole, row.correctness.bound):
                     heads.append((detail.worst_head, f"One head of {name}", row, family, whole))
-                # A row of dq or dk may be a sum that nearly cancels, of which no error tells anything.
+                # A row of dq or dk may be a sum that nearly cancels, whose relative error means nothing.
                 if name in ("out", "dv") and detail.worst_row > _NO_ANSWER:
                     rows.append((detail.worst_row, f"One row of {name}", row, family, whole))
     return [_off(max(found, key=lambda each: each[0])) for found in (heads, rows) if found]
@@ -170,7 +173,7 @@ def _off(found: _Found) -> str:
 
 
 def _costs(measured: Sequence[Measurement]) -> list[str]:
-    """Compiling and memory, which a call that is repeated does not show."""
+    """Compile time and memory, which the time of a call does not show."""
     said = []
     first = max(((row.performance.first_ms or 0.0, str(row.plan)) for row in measured), default=(0.0, ""))
     if first[0] >= _LONG_RUN_MS:
@@ -192,7 +195,7 @@ def _range(measured: Sequence[Measurement], of: Callable[[Measurement], int | No
 
 
 def _truths(measured: Sequence[Measurement]) -> list[str]:
-    """The family that errors were taken on, where the table has but one; the truth, where it is not of all heads."""
+    """The input family of the errors if there is only one, and the truth if it does not cover all heads."""
     families = families_of(measured)
     partial = [f"Errors are on {families[0]} inputs."] if len(families) == 1 else []
     for truth in dict.fromkeys(row.correctness.truth for row in measured):
@@ -204,7 +207,3 @@ def _truths(measured: Sequence[Measurement]) -> list[str]:
 
 def _worst(row: Measurement) -> float:
     return max(worst_errors(row).values())
-
-
-def _call(row: Measurement) -> float:
-    return float(np.median(row.time_ms["call"]))

@@ -1,4 +1,4 @@
-"""The table of one case: a line a plan, its times, its worst error beside the floor, and its flags."""
+"""The table of one case: a line for each plan with its times, its worst error beside the floor, and its flags."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 from tabulate import tabulate
 
 from ..formatting import WIDTH, Style, error, number, shown, size
@@ -23,7 +22,7 @@ PRECISION = "+-"  # the column's name
 _NOTEWORTHY = 0.02  # of the median
 _PLAN_WIDTH = 28  # a longer plan breaks before its backward, so that the numbers fit beside it
 _LEAST_WIDTH = 10  # of the last column: room for any one number
-_GAP = 2  # what tabulate puts between columns
+_GAP = 2  # tabulate's space between columns
 
 
 def case_table(
@@ -32,18 +31,17 @@ def case_table(
     flags: Sequence[Sequence[Flag]],
     style: Style,
 ) -> str:
-    """The measured rows of one case as they come, ``marked`` ones with *, inaccurate ones with !, emulated untimed.
+    """The measured rows of one case in order; ``marked`` ones have *, inaccurate ones !, emulated ones no times.
 
-    ``flags`` are the rows' own.  As text it is at most 100 columns wide: the error is that of
-    the worst family, flags stand under the plan.  Markdown has a column for every family, and for memory
-    and first runs.
+    ``flags`` are the rows' own.  As text it is at most 100 columns wide: the error is that of the worst family, flags
+    follow the plan.  Markdown has a column for every family, and for memory and first runs.
     """
     training = any(row.spec.training for row in measured)
     costs = [row.performance for row in measured]
     columns: dict[str, list[str]] = {cost: _times(measured, cost) for cost in _costs(training, style)}
     columns |= {
         PRECISION: [spread(row) for row in measured],
-        "TFLOPS": ["" if row.emulated else number(row.spec.flops / _median(row, "call") / 1e9) for row in measured],
+        "TFLOPS": ["" if row.emulated else number(row.spec.flops / row.median_ms() / 1e9) for row in measured],
         "peak": ["" if each.peak_share is None else f"{each.peak_share:.0%}" for each in costs],
     }
     marks = [" *" if row in marked else " !" if row.status == "inaccurate" else "" for row in measured]
@@ -51,7 +49,7 @@ def case_table(
         plans = [f"{shown(str(row.plan), style)}{mark}" for row, mark in zip(measured, marks, strict=True)]
         columns = {"plan": plans} | columns | _further(measured, flags)
         return in_markdown(columns)
-    # The cell of the call says that a plan is emulated; the flag would take a line.
+    # The cell of the call says that a plan is emulated; a flag would need a line.
     further = [[flag for flag in own if flag != "emulated"] for own in flags]
     plans = [_folded(row, mark, own) for row, mark, own in zip(measured, marks, further, strict=True)]
     columns = {"plan": plans} | {name: cells for name, cells in columns.items() if any(cells)}
@@ -63,10 +61,10 @@ def case_table(
 
 
 def spread(row: Measurement) -> str:
-    """How far off the median of the call may be with 95 % confidence, where that is 2 % of it or more.
+    """The 95 % confidence limit of the median of the call, as a share of it, if that is 2 % or more.
 
-    Of two to five samples, which have no such interval, how far the farthest lies from the median.  Empty for an
-    emulated plan, whose time is not shown.
+    With two to five samples, which give no such interval, the distance of the farthest sample from the median.  Empty
+    for an emulated plan, whose time is not shown.
     """
     if row.emulated:
         return ""
@@ -81,9 +79,9 @@ def spread(row: Measurement) -> str:
 
 
 def ruled(columns: Mapping[str, Sequence[str]], words: Sequence[str]) -> str:
-    """A table for a terminal without the columns that are empty throughout; all but ``words`` to the right.
+    """A table for a terminal without empty columns; all but ``words`` are aligned to the right.
 
-    A header is no wider than its name, where tabulate's own headers are padded: lines that fit break less.
+    A header is no wider than its name; tabulate would pad it, and longer lines break more often.
     """
     kept = {name: cells for name, cells in columns.items() if any(cells)}
     align = ["left" if name in words else "right" for name in kept]
@@ -92,7 +90,7 @@ def ruled(columns: Mapping[str, Sequence[str]], words: Sequence[str]) -> str:
 
 
 def in_markdown(columns: Mapping[str, Sequence[str]]) -> str:
-    """The same table in Markdown, where every column stands to the left."""
+    """The same table in Markdown, with every column aligned to the left."""
     kept = {name: cells for name, cells in columns.items() if any(cells)}
     return tabulate(kept, headers="keys", tablefmt="github", disable_numparse=True, colalign=["left"] * len(kept))
 
@@ -110,15 +108,15 @@ def _times(measured: Sequence[Measurement], cost: Cost) -> list[str]:
 def _time(row: Measurement, cost: Cost) -> str:
     if row.emulated:
         return "emulated" if cost == "call" else ""
-    return number(_median(row, cost)) if cost in row.time_ms else ""
+    return number(row.median_ms(cost)) if cost in row.time_ms else ""
 
 
 def _folded(row: Measurement, mark: str, flags: Sequence[Flag]) -> str:
-    """The plan and its mark, on as many lines as it takes, and its flags below."""
+    """The plan and its mark, wrapped, with its flags below."""
     plan = str(row.plan)
     parts = plan.replace(">", "\n>").split("\n") if len(plan) > _PLAN_WIDTH else [plan]
     lines = [line for part in parts for line in textwrap.wrap(part, _PLAN_WIDTH)]
-    # tabulate would strip blanks in front of a plan, so the mark stands behind it.
+    # tabulate strips blanks before a plan, so the mark follows it.
     lines[-1] += mark
     return "\n".join([*lines, *(textwrap.wrap(f"({', '.join(flags)})", _PLAN_WIDTH + 2) if flags else ())])
 
@@ -128,7 +126,7 @@ def _width(cells: Sequence[str]) -> int:
 
 
 def _further(measured: Sequence[Measurement], flags: Sequence[Sequence[Flag]]) -> dict[str, list[str]]:
-    """The columns for which only Markdown has room."""
+    """The columns that only Markdown has."""
     families = families_of(measured)
     columns = {"worst": [shown(_worst(row, True), "markdown") for row in measured]} if len(families) > 1 else {}
     for family in families:
@@ -143,13 +141,13 @@ def _further(measured: Sequence[Measurement], flags: Sequence[Sequence[Flag]]) -
 
 
 def _off(row: Measurement, family: str) -> TensorName | None:
-    """The output or gradient that is the farthest off."""
+    """The output or gradient with the largest error."""
     errors = {name: value for name, value in row.error.get(family, {}).items() if name != "lse"}
     return max(errors, key=lambda name: errors[name], default=None)
 
 
 def _worst(row: Measurement, several: bool) -> str:
-    """The largest error, its floor, and where it is: of several families, which."""
+    """The largest error, its floor, and its tensor; with several families, the family."""
     found = [(row.error[family][name], family, name) for family in row.error if (name := _off(row, family))]
     _, family, name = max(found, key=lambda each: each[0])
     parts = [_error(row, family, name)]
@@ -159,7 +157,7 @@ def _worst(row: Measurement, several: bool) -> str:
 
 
 def _error(row: Measurement, family: str, name: TensorName | None) -> str:
-    """An error, in brackets the floor of the same tensor, and how many times that floor it is."""
+    """An error, in brackets the floor of the same tensor, and the ratio of the two."""
     if name is None:
         return ""
     value, floor = row.error[family][name], row.correctness.floor.get(family, {}).get(name)
@@ -168,7 +166,3 @@ def _error(row: Measurement, family: str, name: TensorName | None) -> str:
     times = value / floor if floor else math.inf
     ratio = f" {number(times) if times >= 10 else f'{times:.1f}'}x" if math.isfinite(times) else ""
     return f"{error(value)} ({error(floor)}){ratio}"
-
-
-def _median(row: Measurement, cost: Cost) -> float:
-    return float(np.median(row.time_ms[cost]))

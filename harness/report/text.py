@@ -1,4 +1,4 @@
-"""What a sweep has to say: a table for each case, the answer in sentences, and what was passed over, by reason."""
+"""The report of a sweep: a table for each case, the findings in sentences, and what was not measured, by reason."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ADD = "`attnbench doctor` says which of them can be added here, and how."
 def report(rows: Sequence[Measurement], style: Style) -> str:
     """The rows for a terminal of 100 columns, or as Markdown; plans in the order of their call time.
 
-    The answer for all cases in one table stands where it is read first: last on a terminal, first on a page.
+    The summary of all cases is where it is read first: last on a terminal, first on a page.
     """
     parts = []
     seen: set[Flag] = set()
@@ -57,7 +57,7 @@ def report(rows: Sequence[Measurement], style: Style) -> str:
 
 
 def _answer(rows: Sequence[Measurement], style: Style) -> str:
-    """Every case with the plan that is fastest within its bound; nothing where a single case has said it."""
+    """Every case with its fastest plan within its bound; empty for a single case."""
     answers = [answer for group in _by_case(rows).values() if (answer := answer_of(group))]
     if len(answers) < 2:
         return ""
@@ -77,7 +77,7 @@ def _answer(rows: Sequence[Measurement], style: Style) -> str:
 
 
 def _legend(measured: Sequence[Measurement], seen: set[Flag]) -> list[str]:
-    """What the tables need to be read, and no more."""
+    """The explanations that the tables need."""
     if not measured:
         return []
     said = [_LEGEND]
@@ -88,9 +88,9 @@ def _legend(measured: Sequence[Measurement], seen: set[Flag]) -> list[str]:
 
 
 def _passed_over(rows: Sequence[Measurement], style: Style) -> str:
-    """The rows without numbers, grouped by the first of their reasons: twenty refusals for one cause are one line.
+    """The rows without numbers, grouped by their first reason: twenty refusals for one cause are one line.
 
-    What stands behind the first reason of a failure, such as the last that its process printed, is the first row's.
+    Further details of a failure, such as the last output of its process, are those of the first row.
     """
     causes: dict[tuple[Status, str], list[Measurement]] = {}
     for row in rows:
@@ -118,7 +118,7 @@ def _passed_over(rows: Sequence[Measurement], style: Style) -> str:
 
 
 def _cause(row: Measurement) -> str:
-    """The first of the reasons, without the backend that it is said of: the plan names that one."""
+    """The first of the reasons, without its backend, which the plan names."""
     reason = (row.reason or "").partition("; ")[0]
     for backend in map(backend_of, row.plan.kernels):
         reason = reason.removeprefix(f"{backend}: ")

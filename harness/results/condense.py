@@ -1,4 +1,4 @@
-"""Measurements condensed for choosing: one entry a row, and one table of several sweeps."""
+"""Condense measurements for choosing: one entry for each row, and one table from several sweeps."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from attnbench.tables.table import Entry, Table
 
 from .records import Measurement
 
-__all__ = ["condense", "joined", "worst_errors"]
+__all__ = ["condense", "join_sweeps", "worst_errors"]
 
 
 def condense(rows: Iterable[Measurement]) -> list[Entry]:
-    """Entries for a table: the median of the whole call and its interquartile range, the worst error of each family."""
+    """Entries for a table: median and interquartile range of the whole call, the worst error of each family."""
     entries: dict[tuple[AttentionSpec, Plan], Entry] = {}
     for row in rows:
         new = _entry(row)
@@ -31,15 +31,14 @@ def condense(rows: Iterable[Measurement]) -> list[Entry]:
     return list(entries.values())
 
 
-def joined(sweeps: Mapping[str, Sequence[Measurement]]) -> Table:
-    """One table of all that was measured in some sweeps, which are named by where they were read.
+def join_sweeps(sweeps: Mapping[str, Sequence[Measurement]]) -> Table:
+    """One table of the measurements of some sweeps; the keys say where each was read.
 
-    Of a plan that several sweeps measured at one spec, the newest row counts; its errors are
-    joined by those on input families that only older ones had (``Entry.renewed``).  The
-    environment is that of the newest row of all, with every backend that any of them knew.
+    If several sweeps measured a plan at a spec, the newest row counts; errors on input families that only older rows
+    have are added (``Entry.renewed``).  The environment is that of the newest row, with every backend of any row.
 
-    Raises MisuseError where there is nothing, and where two environments cannot be compared
-    (``Environment.differences``); another commit of attnbench is no reason.
+    Raises MisuseError if there is no measurement, or if two environments cannot be compared
+    (``Environment.differences``); another commit of attnbench does not matter.
     """
     places: dict[Environment, str] = {}
     for place, rows in sweeps.items():
@@ -65,7 +64,7 @@ def joined(sweeps: Mapping[str, Sequence[Measurement]]) -> Table:
 
 
 def _dated(rows: Sequence[Measurement]) -> list[tuple[datetime, Entry]]:
-    """The entries of a sweep, each with when its last row was begun."""
+    """The entries of a sweep, each with the start of its last row."""
     begun: dict[tuple[AttentionSpec, Plan], datetime] = {}
     for row in rows:
         begun[row.spec, row.plan] = max(row.started, begun.get((row.spec, row.plan), row.started))
@@ -73,7 +72,7 @@ def _dated(rows: Sequence[Measurement]) -> list[tuple[datetime, Entry]]:
 
 
 def _worse(one: Entry, other: Entry) -> Entry:
-    """What holds for two cases with one question, as captured calls of two layers: the worse, the larger errors."""
+    """The entry for two cases with one spec, such as captured calls of two layers: the worse with the larger errors."""
     worse = max(one, other, key=lambda each: (each.status != "ok", not each.usable, each.time_ms or 0.0))
     if worse.time_ms is None:
         return worse

@@ -1,4 +1,4 @@
-"""The parts of a sweep joined into one folder: every row once, none missing unnoticed, nothing that contradicts."""
+"""Merge the parts of a sweep into one folder: every row once, missing parts reported, contradictions refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from attnbench.tables.table import Table
 from .condense import condense
 from .records import Measurement, read_measurements
 from .shards import Shard
-from .store import LOCK, MEASUREMENTS, TABLE, Store, recorded
+from .store import LOCK, MEASUREMENTS, TABLE, Store, measurements_file
 
 __all__ = ["Merged", "Part", "merge"]
 
@@ -32,7 +32,7 @@ _MOST_NAMED = 16
 
 @dataclass(frozen=True)
 class Part:
-    """What one folder or file gave: its rows, and what is wrong with it, if anything is."""
+    """One source folder or file: its rows, and what is missing from it, if anything is."""
 
     path: Path
     rows: list[Measurement]
@@ -41,11 +41,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Merged:
-    """What lies in ``folder`` now.
+    """The contents of ``folder`` after a merge.
 
-    ``rows`` are those that were written, ``repeated`` counts those that stood in a part
-    before.  ``gaps`` say what is missing, and only a partial merge has some; ``notes`` how
-    the environments of the parts differ without making them incomparable.
+    ``rows`` are those that were written, ``repeated`` counts rows that an earlier part had.  ``gaps`` say what is
+    missing, which only a partial merge allows; ``notes`` list harmless differences between the parts' environments.
     """
 
     folder: Path
@@ -57,20 +56,18 @@ class Merged:
 
 
 def merge(out: Path, sources: Sequence[Path], *, partial: bool = False) -> Merged:
-    """Join results into ``out``, a fresh or empty folder, which afterwards is whole or as it was before.
+    """Merge results into ``out``, a new or empty folder, which afterwards is complete or unchanged.
 
-    A source is a sweep's folder, its ``measurements.jsonl`` or another JSON Lines file of
-    measurements, or a folder of ``part-*-of-*`` folders, which stands for these.  Rows come in
-    the order of the parts, numbered ones first, then by path, and within a part in their own
-    order, however the sources are listed.  Rows with the same case and plan are one where they
-    say the same.  ``partial`` accepts parts that are missing or unfinished; the result then has
-    no ``table.json``, the mark of a sweep that ended, and `attnbench sweep --resume` can complete it.
+    A source is a sweep's folder, its ``measurements.jsonl`` or another JSON Lines file of measurements, or a folder of
+    ``part-*-of-*`` folders, which stands for these.  Rows come in the order of the parts, numbered ones first, then by
+    path, and within a part in their own order.  Equal rows of one case and plan are written once.  ``partial`` accepts
+    missing or unfinished parts; the result then has no ``table.json``, which marks a finished sweep, and `attnbench
+    sweep --resume` can complete it.
 
-    Raises MisuseError where ``out`` holds anything, where parts are missing, unfinished or
-    still being written, were measured in environments that cannot be compared, or contradict
-    each other; MalformedFileError where a source holds anything but measurements or cannot be
-    read; OutputError where ``out`` cannot be written.  No error leaves anything behind or
-    touches a source.
+    Raises MisuseError if ``out`` is not empty, or if parts are missing, unfinished, still being written, from
+    environments that cannot be compared, or contradict each other; MalformedFileError if a source cannot be read or
+    holds anything but measurements; OutputError if ``out`` cannot be written.  An error leaves nothing behind and
+    changes no source.
     """
     target = _fresh(out)
     places = sorted(_places(sources), key=_order)
@@ -88,7 +85,7 @@ def merge(out: Path, sources: Sequence[Path], *, partial: bool = False) -> Merge
 
 
 def _fresh(out: Path) -> Path:
-    """Where ``out`` really lies.  Raises MisuseError where something is there."""
+    """The real path of ``out``.  Raises MisuseError if something is there."""
     try:
         target = Path(os.path.realpath(out))
         if target == Path.cwd():
@@ -103,7 +100,7 @@ def _fresh(out: Path) -> Path:
 
 
 def _places(sources: Sequence[Path]) -> list[Path]:
-    """The folders and files that the sources stand for, each once however often it is named."""
+    """The folders and files that the sources stand for, each once."""
     found: dict[str, Path] = {}
     for source in sources:
         for place in _parts_of(source):
@@ -114,7 +111,7 @@ def _places(sources: Sequence[Path]) -> list[Path]:
 def _parts_of(source: Path) -> list[Path]:
     with _reading(source):
         if not stat.S_ISDIR(source.stat().st_mode):
-            # A sweep's file is its folder, so that the lock, the table and the name beside it count.
+            # A sweep's file stands for its folder, whose lock, table and name matter.
             return [source.parent if source.name == MEASUREMENTS else source]
         names = os.listdir(source)
     numbered = [source / name for name in names if Shard.named(name) is not None]
@@ -128,7 +125,7 @@ def _parts_of(source: Path) -> list[Path]:
 
 
 def _shard(place: Path) -> Shard | None:
-    """Which part the name says it is; ``.`` has the name of the folder that it is."""
+    """The part that the name gives; ``.`` has the name of its folder."""
     return Shard.named(os.path.basename(os.path.abspath(place)).removesuffix(".jsonl"))
 
 
@@ -138,10 +135,10 @@ def _order(place: Path) -> tuple[bool, int, int, str]:
 
 
 def _read(place: Path, locks: ExitStack) -> Part:
-    """The rows of a folder or file, which is not changed; a folder's lock is kept until the others are read, too."""
+    """The rows of a folder or file.  A folder's lock is kept until all parts are read."""
     with _reading(place):
         folder = stat.S_ISDIR(place.stat().st_mode)
-        path = recorded(place)
+        path = measurements_file(place)
         if folder:
             _lock(place, locks)
             if path.name not in os.listdir(place):
@@ -156,7 +153,7 @@ def _read(place: Path, locks: ExitStack) -> Part:
 
 
 def _lock(folder: Path, locks: ExitStack) -> None:
-    """Keep every sweep from writing the folder; where there is no lock no sweep has ever done so."""
+    """Keep every sweep from writing the folder; a folder without a lock file was never written by one."""
     if LOCK not in os.listdir(folder):
         return
     if not locks.enter_context(FileLock(folder / LOCK, read=True)).acquire(shared=True):
@@ -164,7 +161,7 @@ def _lock(folder: Path, locks: ExitStack) -> None:
 
 
 def _unfinished(folder: Path, rows: list[Measurement]) -> str | None:
-    """A sweep writes its table when all is measured, so that a table tells how far it came."""
+    """Why the sweep is not complete, or None: a sweep writes its table when everything is measured."""
     if TABLE not in os.listdir(folder):
         return f"{folder} is unfinished, its sweep wrote no {TABLE}"
     if Table.load(folder / TABLE).entries.keys() != {(row.spec, row.plan) for row in rows}:
@@ -173,7 +170,7 @@ def _unfinished(folder: Path, rows: list[Measurement]) -> str | None:
 
 
 def _missing(places: Sequence[Path]) -> list[str]:
-    """The parts that others imply: where there is part 3 of 8, there are 8, of every sweep that was cut in 8."""
+    """The parts that other parts imply: part 3 of 8 implies 8 parts, for every sweep that was split in 8."""
     held = Counter(shard for place in places if (shard := _shard(place)) is not None)
     gaps = []
     for count in sorted({shard.count for shard in held}):
@@ -187,7 +184,7 @@ def _missing(places: Sequence[Path]) -> list[str]:
 
 
 def _united(parts: Sequence[Part]) -> list[Measurement]:
-    """The rows of all parts, those that say the same once.  Raises MisuseError where two contradict each other."""
+    """The rows of all parts, equal ones once.  Raises MisuseError if two contradict each other."""
     first: dict[tuple[str, Plan], tuple[Measurement, str]] = {}
     cases: dict[str, tuple[Measurement, str]] = {}
     families: dict[str, tuple[Set[str], str]] = {}
@@ -217,29 +214,29 @@ def _united(parts: Sequence[Part]) -> list[Measurement]:
 
 
 def _contradiction(before: Measurement, row: Measurement) -> str | None:
-    """What two rows of one case and plan disagree in, or None."""
+    """How two rows of one case and plan differ, or None."""
     one, other = _facts(before), _facts(row)
     differing = [name for name in one | other if one.get(name) != other.get(name)]
     if before.status != row.status:
         return f"its status is {before.status}, then {row.status}"
     if before.measured:
         return f"it was measured twice, with another {' and another '.join(differing)}" if differing else None
-    # Two refusals for one reason say the same, whenever and on whichever node of a kind they were written down.
+    # Two refusals for one reason are equal, whenever and on whichever node of a kind they were written.
     differing = [name for name in differing if name not in ("started", "environment")]
     return f"it has another {' and another '.join(differing)}" if differing else None
 
 
 def _facts(row: Measurement) -> dict[str, Any]:
-    """What a row says, its numbers beside the rest."""
+    """A row's fields, with those of its nested records beside them."""
     facts = dict(row)
     correctness, performance = facts.pop("correctness_"), facts.pop("performance_")
     return dict(performance or ()) | dict(correctness or ()) | facts
 
 
 def _shared_environment(parts: Sequence[Part]) -> tuple[Environment, list[str]]:
-    """The environment that all rows agree with, all that any of them knows, and what was not quite the same.
+    """The environment that agrees with all rows, with all that any of them knows, and notes on soft differences.
 
-    Raises MisuseError where two environments cannot be compared.
+    Raises MisuseError if two environments cannot be compared.
     """
     shared = next(row.environment for part in parts for row in part.rows)
     notes: dict[str, None] = {}
@@ -257,7 +254,7 @@ def _shared_environment(parts: Sequence[Part]) -> tuple[Environment, list[str]]:
 
 
 def _known(first: Environment, other: Environment) -> Environment:
-    """All that either knows: what the first does not tell may still be contradicted by a third."""
+    """All that either environment knows: a third may contradict what the first does not say."""
     facts: dict[str, Any] = {}
     for each in fields(Environment):
         mine, theirs = getattr(first, each.name), getattr(other, each.name)
@@ -269,7 +266,7 @@ def _known(first: Environment, other: Environment) -> Environment:
 
 
 def _write(target: Path, rows: Sequence[Measurement], environment: Environment, whole: bool) -> None:
-    """Build the folder beside its place and move it there in one step."""
+    """Build the folder beside its final place and move it there in one step."""
     scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
         with Store(scratch, environment) as store:
@@ -282,7 +279,7 @@ def _write(target: Path, rows: Sequence[Measurement], environment: Environment, 
         shutil.rmtree(scratch, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
-        # Store and Table say what became of their own files, which nobody shall look for.
+        # Messages of Store and Table name files that no longer exist.
         cause = error.__context__ if isinstance(error, OutputError) else error
         reason = cause.strerror if isinstance(cause, OSError) else cause
         raise OutputError(f"{target} cannot be written: {reason}; nothing was kept, the parts are untouched") from error
@@ -297,6 +294,6 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _listed(names: Sequence[str], number: int | None = None) -> str:
-    """Names with commas; of ``number``, where there are more of them than names."""
+    """Names with commas; ``number`` is the total if there are more than the names."""
     more = (number or len(names)) - len(names)
     return ", ".join(names) + (f" and {more} more" if more else "")

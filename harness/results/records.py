@@ -1,4 +1,4 @@
-"""One record a plan and case: what was measured, or why nothing was.  Data, never code."""
+"""One record for each plan and case: what was measured, or why nothing was.  Records are data, never code."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shlex
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -58,15 +59,14 @@ _Ran = Annotated[list[Annotated[str, Field(max_length=LONGEST_KERNEL)]], Field(m
 class Correctness(BaseModel):
     """How far a plan's answers are from the truth.
 
-    ``error`` and ``floor`` map input family and tensor (out, lse, dq, dk, dv) to relative L2
-    against the truth; what was not finite has the error ``"Infinity"``; a kernel that
-    quantises nothing has no floor, its floor is 0.  ``detail`` says more of each error.
-    ``bound`` is the largest error that was accepted for the status ``ok``, ``declared_error``
-    what the kernels promise on normal inputs.  ``truth`` is what errors were taken on,
-    ``drawn_on`` whose random numbers the inputs are.
+    ``error`` and ``floor`` map input family and tensor (out, lse, dq, dk, dv) to relative L2 against the truth; a value
+    that is not finite has the error ``"Infinity"``; a kernel that quantises nothing has no floor.  ``detail`` divides
+    each error into parts.  ``bound`` is the largest error accepted for the status ``ok``, ``declared_error`` what the
+    kernels declare for normal inputs.  ``truth`` says how the truth was computed, ``drawn_on`` which device type drew
+    the inputs.
 
-    ``deterministic``: two runs agreed bit by bit.  ``leak``: how far outputs changed, relative
-    L2, with keys and queries that their mask hides from them; None where it hides none.
+    ``deterministic``: two runs agreed bit by bit.  ``leak``: how far outputs changed, relative L2, with keys and
+    queries that their mask hides from them; None if it hides none.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -95,17 +95,15 @@ class Correctness(BaseModel):
 class Performance(BaseModel):
     """What a plan's calls cost.
 
-    ``time_ms`` holds the raw samples of each cost (attnbench.harness.measure.timing names them),
-    ``timer`` says what a sample is.  ``memory_bytes`` is the peak of device memory during one
-    call beyond what lay there before, None on a CPU; ``retained_bytes`` stay while the result
-    of a forward is held.  ``peak_share`` is how much of the device's peak the kernels
-    reached (attnbench.harness.measure.peaks), None where the device is unknown.
+    ``time_ms`` holds the raw samples of each cost (attnbench.harness.measure.timing), ``timer`` says what a sample is.
+    ``memory_bytes`` is the peak of device memory during one call beyond what was allocated before, None on a CPU;
+    ``retained_bytes`` stay allocated while the result of a forward is held.  ``peak_share`` is the share of the
+    device's peak that the kernels reached (attnbench.harness.measure.peaks), None for an unknown device.
 
-    ``visits`` says of each cost how many samples each visit took, in the order of ``time_ms``: plans are
-    visited in turns, and the samples of one visit are more alike than those of two.
-    ``host_ms`` is the host's part of each sample of the call, ``first_ms`` the first run,
-    compiling and tuning included.  ``replayed`` names the costs whose samples are replays of
-    a CUDA graph.  ``gpu`` is how the GPU was while the samples were taken.
+    ``visits`` counts the samples of each visit of each cost, in the order of ``time_ms``: plans are visited in turns,
+    and samples of one visit are more alike than those of two.  ``host_ms`` is the host's part of each sample of the
+    call, ``first_ms`` the first run, compiling and tuning included.  ``replayed`` names the costs whose samples are
+    replays of a CUDA graph.  ``gpu`` is the GPU's state while the samples were taken.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -134,12 +132,12 @@ class Performance(BaseModel):
 class Measurement(BaseModel):
     """One plan on one case in one environment.
 
-    What ran, with the status ``ok`` or ``inaccurate``, has ``correctness`` and ``performance``; what did not has
-    neither.  Every status but ``ok`` has a ``reason``.
+    A row with the status ``ok`` or ``inaccurate`` has ``correctness`` and ``performance``; any other row has neither.
+    Every status but ``ok`` has a ``reason``.
 
-    ``check`` names what made the plan inaccurate or wrong (attnbench.harness.measure.verdict), ``ran`` what the
-    profiler saw in each pass.  ``emulated``: other arithmetic stood in for a kernel of the plan here, so that its
-    times are compared with no other plan's.
+    ``check`` names the check that made the plan inaccurate or wrong (attnbench.harness.measure.verdict), ``ran`` the
+    kernels that the profiler saw in each pass.  ``emulated``: other arithmetic replaced a kernel of the plan here, so
+    its times are not compared with other plans'.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
@@ -160,34 +158,38 @@ class Measurement(BaseModel):
 
     @property
     def measured(self) -> bool:
-        """Whether it carries times and errors."""
+        """Whether it has times and errors."""
         return self.status in ("ok", "inaccurate")
 
     @property
     def key(self) -> tuple[str, Plan]:
-        """What is measured once in a sweep."""
+        """The case and plan; each pair is measured once in a sweep."""
         return self.case, self.plan
 
     @property
     def correctness(self) -> Correctness:
-        """How far off it is, of a row that was measured."""
+        """The errors of a measured row."""
         assert self.correctness_ is not None, f"a row with the status {self.status} has none"
         return self.correctness_
 
     @property
     def performance(self) -> Performance:
-        """What its calls cost, of a row that was measured."""
+        """The times and memory of a measured row."""
         assert self.performance_ is not None, f"a row with the status {self.status} has none"
         return self.performance_
 
     @property
     def time_ms(self) -> Mapping[Cost, Sequence[float]]:
-        """The raw samples of each cost; empty where nothing was measured."""
+        """The raw samples of each cost; empty for a row that was not measured."""
         return self.performance.time_ms if self.measured else {}
+
+    def median_ms(self, cost: Cost = "call") -> float:
+        """The median of a cost's samples.  Raises KeyError if the cost was not measured."""
+        return median(self.time_ms[cost])
 
     @property
     def error(self) -> Mapping[str, Mapping[TensorName, float]]:
-        """Relative L2 against the truth by input family and tensor; empty where nothing was measured."""
+        """Relative L2 against the truth by input family and tensor; empty for a row that was not measured."""
         return self.correctness.error if self.measured else {}
 
     @model_validator(mode="after")
@@ -204,12 +206,12 @@ class Measurement(BaseModel):
         return self.model_dump_json(by_alias=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same in plain JSON types."""
+        """The record in plain JSON types."""
         return self.model_dump(mode="json", by_alias=True)
 
 
 def _nest(flat: dict[str, Any]) -> dict[str, Any]:
-    """A row of the first schema, in which all numbers stand beside each other, as one of this schema."""
+    """Convert a row of the first schema, which has no nested records, to this schema."""
     row = flat | {"schema": SCHEMA}
     for name, part in (("correctness", Correctness), ("performance", Performance)):
         found = {field: row.pop(field) for field in part.model_fields if field in row}
@@ -230,8 +232,8 @@ def _warn(said: str) -> None:
 def read_measurements(path: Path, torn: Callable[[str], None] = _warn) -> Iterator[Measurement]:
     """The records of a JSON Lines file, compressed (``.gz``) or not, one at a time.
 
-    The last line that a killed sweep has left half-written is no record: ``torn`` is given a sentence with its place
-    and the command that completes it, a warning unless it does something else with that.
+    A half-written last line of a killed sweep is not a record: ``torn`` receives a sentence with its place and the
+    command that completes it, and warns by default.
 
     Raises MalformedFileError with the line and what was expected there.
     """
@@ -242,7 +244,7 @@ def read_measurements(path: Path, torn: Callable[[str], None] = _warn) -> Iterat
 
 
 def _completed(path: Path) -> str:
-    """How a file that ends in half a line becomes whole."""
+    """How to complete a file that ends in half a line."""
     if path.name != MEASUREMENTS:
         return "the sweep that wrote it, run again in its own folder with --resume, completes it"
     part = Shard.named(path.absolute().parent.name) is not None

@@ -1,7 +1,6 @@
-"""Which cases of a sweep are this process's own, where many run the same command: torchrun, srun, a Slurm array.
+"""Which cases of a sweep this process measures if many processes run the same command: torchrun, srun, a Slurm array.
 
-No process asks another: each finds its place in the environment that its launcher set, and
-computes the same split of the same list.
+The processes do not communicate: each finds its index in the variables of its launcher, and all compute the same split.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ _PART = re.compile(r"part-([0-9]{1,9})-of-([0-9]{1,9})")
 class Shard:
     """Part ``index`` (from 0) of ``count``; one of one is everything.
 
-    ``local`` counts the processes of this node, None where the launcher does not tell.
-    ``bound`` says that the launcher gave the process GPUs that its neighbours do not see.
-    Raises MisuseError where there is no such part.
+    ``local`` is the rank on this node, None if the launcher does not give it.  ``bound``: the launcher gave the process
+    GPUs that its neighbours do not see.  Raises MisuseError if there is no such part.
     """
 
     index: int = 0
@@ -43,15 +41,14 @@ class Shard:
 
     @classmethod
     def detect(cls, environ: Mapping[str, str]) -> Shard:
-        """The shard that the launcher's variables describe; one of one where there is no launcher.
+        """The shard that the launcher's variables describe; one of one without a launcher.
 
-        torchrun is asked first, then srun; the tasks of a Slurm array, each of which may hold
-        either, come on top.  Inside ``sbatch`` and ``salloc`` without ``srun`` there is one
-        process, whatever SLURM_NTASKS says of the allocation: only a job step counts
-        (SLURM_STEP_NUM_TASKS; Slurm's ``src/common/env.c``, ``env_array_for_step``).
-        torchrun's variables are those of torch's ``elastic/agent/server/local_elastic_agent.py``.
+        torchrun is checked first, then srun; the tasks of a Slurm array multiply either.  Inside ``sbatch`` and
+        ``salloc`` without ``srun`` there is one process, whatever SLURM_NTASKS says of the allocation: only a job step
+        counts (SLURM_STEP_NUM_TASKS; Slurm's ``src/common/env.c``, ``env_array_for_step``).  torchrun's variables are
+        those of torch's ``elastic/agent/server/local_elastic_agent.py``.
 
-        Raises MisuseError where a variable is missing or no number, or where two contradict each other.
+        Raises MisuseError if a variable is missing or not a number, or if two contradict each other.
         """
         step = _step(environ)
         tasks = _torchrun(environ, step) or step or cls()
@@ -60,27 +57,27 @@ class Shard:
 
     @classmethod
     def named(cls, name: str) -> Shard | None:
-        """The shard whose folder is called so, or None; MisuseError where the name says part 8 of 8."""
+        """The shard of a folder with this name, or None; MisuseError if the name says part 8 of 8."""
         match = _PART.fullmatch(name)
         return None if match is None else cls(int(match[1]), int(match[2]))
 
     @property
     def name(self) -> str:
-        """What its folder is called: ``part-0003-of-0008`` is the fourth."""
+        """The name of its folder: ``part-0003-of-0008`` is the fourth."""
         return f"part-{self.index:04d}-of-{self.count:04d}"
 
     def of(self, items: Sequence[Item], weight: Callable[[Item], float] | None = None) -> list[Item]:
-        """This shard's items, in their order; those of all shards are all items, each once.
+        """This shard's items in their order; the shards together have each item once.
 
-        The heaviest item goes first, each to the shard that has the least so far (Graham's
-        longest processing time rule: at most 4/3 of the best split's longest part).  More
-        shards than items leave some empty.  Raises InputError on a weight that is negative or not finite.
+        The heaviest item goes first, each to the shard with the least weight so far (Graham's longest processing time
+        rule: at most 4/3 of the best split's longest part).  With more shards than items some stay empty.  Raises
+        InputError on a weight that is negative or not finite.
         """
         weights = [1.0 if weight is None else weight(item) for item in items]
         if wrong := [each for each in weights if not 0 <= each < math.inf]:
             raise InputError(f"a weight must be finite and not negative, not {wrong[0]}")
         mine = []
-        # Of shards that weigh the same the one with fewer items is next, so that weights of 0 spread, too.
+        # Of shards with equal weight the one with fewer items is next, so that items of weight 0 spread as well.
         loads = [(0.0, 0, shard) for shard in range(min(self.count, len(items)))]
         for position in sorted(range(len(items)), key=lambda position: -weights[position]):
             load, held, shard = loads[0]
@@ -90,15 +87,14 @@ class Shard:
         return [items[position] for position in sorted(mine)]
 
     def folder(self, out: Path) -> Path:
-        """Where it writes: a folder of its own in ``out``, or ``out`` itself where there is one shard."""
+        """Where it writes: its own folder in ``out``, or ``out`` itself for a single shard."""
         return out if self.count == 1 else out / self.name
 
     def device(self, name: str, visible: int) -> str:
-        """The device to measure on, where ``visible`` GPUs are visible to this process.
+        """The device to measure on if ``visible`` GPUs are visible to this process.
 
-        ``auto`` and ``cuda``, which name no GPU, become the process's own one; every other
-        name is left as it is.  Raises MisuseError where processes of this node would share a
-        GPU and so measure each other.
+        ``auto`` and ``cuda``, which name no GPU, become the process's own one; other names are unchanged.  Raises
+        MisuseError if processes of this node would share a GPU, and so measure each other.
         """
         if name not in ("auto", "cuda") or self.local is None or not visible:
             return name
@@ -149,16 +145,16 @@ def _ranked(environ: Mapping[str, str], rank: str, size: str, local_rank: str, b
     local = _number(environ, local_rank) if local_rank in environ else None
     if local is not None and local >= count:
         raise MisuseError(f"{local_rank} is {local}, but {size} is {count}: a node cannot hold more ranks than all do")
-    # Neither torchrun nor srun shows its processes one GPU each unless told to, and then it shows each another one.
+    # torchrun and srun show all GPUs to each process unless told to show each its own.
     one = re.fullmatch(r"[^,]+", environ.get("CUDA_VISIBLE_DEVICES", "")) is not None
     return Shard(index, count, local, bound=bound or one)
 
 
 def _array(environ: Mapping[str, str]) -> Shard | None:
-    """Where the task stands among the indices of its Slurm array, which have to be evenly spaced.
+    """The task's position among the indices of its Slurm array, which must be evenly spaced.
 
-    Slurm says their number and bounds, but its step is only what stood behind the first colon of
-    --array (``src/slurmctld/job_mgr.c``, ``_create_job_array``): 0,4,8 has the step 1 there.
+    Slurm gives their number and bounds, but its step is only what follows the first colon of --array
+    (``src/slurmctld/job_mgr.c``, ``_create_job_array``): 0,4,8 has the step 1 there.
     """
     if "SLURM_ARRAY_TASK_ID" not in environ:
         return None

@@ -1,11 +1,10 @@
-"""A folder of results: one line a measurement, whole or not there at all."""
+"""A folder of results: each measurement is one complete line, or absent."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 from attnbench.errors import MalformedFileError, MisuseError, OutputError
 from attnbench.files.lock import FileLock
@@ -14,16 +13,16 @@ from attnbench.tables.environment import Environment
 
 from .records import MEASUREMENTS, Measurement, read_measurements
 
-__all__ = ["LOCK", "MEASUREMENTS", "TABLE", "Store", "recorded"]
+__all__ = ["LOCK", "MEASUREMENTS", "TABLE", "Store", "measurements_file"]
 
-TABLE = "table.json"  # what the measurements come down to, written once all are there
+TABLE = "table.json"  # the condensed measurements, written once all are there
 LOCK = ".lock"
 _PAGE = 2**12  # bytes
-_ROOM = 16 * _PAGE  # bytes that a disk must have when a sweep begins: some rows, or its table
+_ROOM = 16 * _PAGE  # bytes that must be free when a sweep begins: some rows, or its table
 
 
-def recorded(place: Path) -> Path:
-    """The file of measurements that a path means: itself, or of a folder the one in it, compressed or not."""
+def measurements_file(place: Path) -> Path:
+    """The file of measurements of a path: the file itself, or the one in a folder, compressed or not."""
     if not os.path.isdir(place):
         return place
     plain, packed = place / MEASUREMENTS, place / f"{MEASUREMENTS}.gz"
@@ -33,14 +32,12 @@ def recorded(place: Path) -> Path:
 class Store:
     """``folder/measurements.jsonl``, written by one sweep at a time, which holds the folder's lock.
 
-    ``recorded`` finds it where somebody has compressed it since, to be kept; nothing is added to such a file.
-    Opening repairs the file first: a last line that a killed process left half-written is cut
-    off, and ``notes`` says so.  ``rows`` are the measurements in the order they were written.
+    A compressed file (see ``measurements_file``) is never added to.  Opening first repairs the file: a half-written
+    last line is cut off, and ``notes`` says so.  ``rows`` are the measurements in the order in which they were written.
 
-    Raises MisuseError where the folder has results and ``resume`` is not set, where another
-    sweep is writing it, and where its results come from an environment that cannot be
-    compared with this one; MalformedFileError where it holds anything but measurements;
-    OutputError where it cannot be written.  No error touches what is already there.
+    Raises MisuseError if the folder has results and ``resume`` is not set, if another sweep is writing it, or if its
+    results come from an environment that cannot be compared with this one; MalformedFileError if it holds anything but
+    measurements; OutputError if it cannot be written.  No error changes what is already there.
     """
 
     def __init__(self, folder: Path, environment: Environment, *, resume: bool = False) -> None:
@@ -66,7 +63,7 @@ class Store:
             raise OutputError(said) from error
         if not ours:
             raise MisuseError(f"another sweep is writing {self.folder}; wait for it or name another folder with --out")
-        if recorded(self.folder) != self.path:
+        if measurements_file(self.folder) != self.path:
             raise MisuseError(f"{self.folder} holds compressed results, to be kept; name another folder with --out")
         if self.path.exists():
             if not resume and self.path.stat().st_size:
@@ -89,7 +86,7 @@ class Store:
             ) from error
 
     def _check_room(self) -> None:
-        """Raise OSError where the disk is full: better now than when the first row has been measured."""
+        """Raise OSError if the disk is full: better now than after the first row is measured."""
         try:
             for start in range(0, _ROOM, _PAGE):
                 os.pwrite(self._lock.handle, bytes(_PAGE), start)
@@ -131,12 +128,12 @@ class Store:
         return {row.key: row for row in self.rows}
 
     def append(self, row: Measurement) -> None:
-        """Write one row to the disk, whole; where that fails, nothing of it stays.  Raises OutputError."""
+        """Write one row completely, or nothing of it.  Raises OutputError."""
         line = (row.to_line() + "\n").encode()
         before = os.fstat(self._file).st_size
         try:
             written = os.write(self._file, line)
-            while written < len(line):  # a disk that fills takes a part first and says why on the next try
+            while written < len(line):  # a full disk takes a part first and reports the error on the next write
                 written += os.write(self._file, line[written:])
             os.fsync(self._file)
         except OSError as error:
@@ -150,13 +147,11 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._file)
         self._lock.close()
 
 
 def _torn(content: bytes) -> int:
-    """How many bytes stand behind the last line end."""
+    """The number of bytes after the last line end."""
     return len(content) - (content.rfind(b"\n") + 1)

@@ -1,4 +1,4 @@
-"""A backend's place at a case: its worker, told again what it must know whenever it had to be replaced."""
+"""The client of one backend's worker: it opens the case and prepares plans again whenever the worker was replaced."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ _MOST_REVIVALS = 3  # of a plan that ran before: beyond that its worker does not
 
 @dataclass
 class BackendProcess:
-    """One worker, and what it has been told of the open case.
+    """One worker process, and what it knows of the open case.
 
-    A worker that dies costs the plan that it was asked about.  The others of its backend are
-    prepared anew in the next process, and sampled once before they are judged, because they
-    are to be judged in the state in which they are timed.
+    A worker that dies costs the plan that it was running.  The backend's other plans are prepared again in the next
+    process, and sampled once before they are judged: a plan is judged in the state in which it is timed.
 
-    A plan of which no graph could be recorded once is not tried again in later cases either:
-    each failure costs a process, with all that it had compiled.
+    A plan whose CUDA graph could not be recorded is not recorded again in later cases: each failure costs a process
+    with all that it has compiled.
     """
 
     worker: Worker
@@ -38,7 +37,7 @@ class BackendProcess:
     _unrecordable: set[Plan] = field(default_factory=set)
 
     def open(self, case: Case) -> Opened:
-        """Open the case, or say again what came of it: what cannot be opened is not tried for every plan."""
+        """Open the case.  Raises LostError; a case that could not be opened is not tried again for every plan."""
         if self._case is not case:
             self._case, self._opened = case, None
             self._prepared.clear()
@@ -88,27 +87,27 @@ class BackendProcess:
         return findings
 
     def drop(self, plan: Plan) -> None:
-        """Let go of a plan that was lost."""
+        """Release a plan that was lost."""
         if plan in self._prepared and self.worker.alive and self._generation == self.worker.generation:
-            self._told("drop", plan)
+            self._release("drop", plan)
         self._prepared.discard(plan)
 
     def close(self) -> None:
-        """Let go of the case."""
+        """Release the case."""
         if self._case is not None and self.worker.alive and self._generation == self.worker.generation:
-            self._told("close")
+            self._release("close")
         self._case = self._opened = None
         self._prepared.clear()
 
-    def _told(self, method: str, *arguments: Any) -> None:
-        """Where it dies of being told to forget, there is nothing left to forget: the next case gets a new process."""
+    def _release(self, method: str, *arguments: Any) -> None:
+        """Ask the worker to release something.  If it dies, its memory is free anyway, and the next case starts one."""
         try:
             self.worker.ask(method, *arguments, seconds=self.seconds)
         except LostError:
             self.worker.close()
 
     def _revive(self, plan: Plan) -> bool:
-        """Prepare the plan again if the process that knew it is gone; whether it was."""
+        """Prepare the plan again if the process that knew it is gone; True if it was."""
         if plan in self._prepared and self.worker.alive and self._generation == self.worker.generation:
             return False
         self._revivals[plan] = self._revivals.get(plan, 0) + 1

@@ -1,7 +1,7 @@
-"""Compiling ahead: what compiles for every shape does so in many processes at once, before anything is timed.
+"""Compile kernels in many processes at once before anything is timed.
 
-Inductor and Triton keep what they have compiled on the disk, where the workers that measure
-find it.  A sweep of sixty cases would else wait for one compiler after the other.
+Inductor and Triton cache what they compile on the disk, where the measuring workers find it.  Otherwise a sweep of
+sixty cases would wait for one compilation after the other.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _MOST_PROCESSES = 12  # each holds a context of the device, half a GB
 
 
 class FirstRuns:
-    """The first runs of a sweep's compiling backends on one GPU, several at a time.
+    """The first runs of the compiling backends' plans on one GPU, several at a time.
 
-    ``first_ms`` is how long each took, by the case's name and plan: its run in the worker that
-    measures finds the compiler's work done.  A run that fails here fails there again, and is a row.
+    ``first_ms`` maps case name and plan to the duration of the first run: in the worker that measures, the compiled
+    code already exists.  A run that fails here fails there again, and gets a row.
     """
 
     def __init__(self, work: Sequence[tuple[Case, Sequence[Plan]]], setup: DeviceSetup) -> None:
@@ -46,11 +46,11 @@ class FirstRuns:
 
     @property
     def needed(self) -> bool:
-        """Whether there is anything to do."""
+        """Whether there is anything to run."""
         return bool(self._workers)
 
     def run(self) -> Mapping[tuple[str, Plan], float]:
-        """Do it.  An exception in the calling thread, as of an interrupt, ends every process."""
+        """Run them all.  An exception in the calling thread, such as an interrupt, ends every process."""
         threads = [threading.Thread(target=self._work, args=(worker,)) for worker in self._workers]
         try:
             for thread in threads:
@@ -80,14 +80,14 @@ class FirstRuns:
 
 
 def usable_cores() -> int:
-    """How many cores this process may use, which may be fewer than the machine has: ``taskset``, a container's set."""
+    """How many cores this process may use: fewer than the machine has under ``taskset`` or in a container."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _first_runs(work: Sequence[tuple[Case, Sequence[Plan]]], setup: DeviceSetup) -> list[tuple[Case, Plan]]:
-    """For each case the plans that have all compiling kernels between them, the one family that is needed left in it.
+    """For each case the plans that together contain every compiling kernel, with the one input family that is needed.
 
-    A plan whose kernels all compile elsewhere is left out: pairs of two such kernels are as many as their product.
+    A plan whose kernels are all in earlier plans is left out.
     """
     compiling = {name for name, backend in setup.registry.backends.items() if backend.compiles}
     runs = []

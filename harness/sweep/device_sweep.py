@@ -1,4 +1,4 @@
-"""One device's part of a sweep: case by case, every backend in its own process, the candidates in turns."""
+"""The sweep of one device: case by case, each backend in its own process, the plans timed in turns."""
 
 from __future__ import annotations
 
@@ -21,42 +21,39 @@ from attnbench.kernels.plan import Plan, backend_of
 
 from ..cases.case import Case
 from ..measure.clocks import Watch
-from ..measure.findings import Findings, Opened, Prepared, Visit
+from ..measure.findings import Opened, Prepared, Visit
 from ..measure.setup import DeviceSetup
 from ..measure.worker import Setting
 from ..results.records import Measurement
 from .backend_process import BackendProcess
 from .compile_ahead import usable_cores
-from .interleave import Samples, interleaved
-from .rows import measured, passed_over
+from .interleave import Samples, interleave
+from .rows import measured_row, unmeasured_row
 from .worker_process import LostError, Worker
 
 __all__ = ["DeviceSweep", "Phase", "PhaseStarted", "StoppedError"]
 
 _T = TypeVar("_T")
 Phase = Literal["compiling", "preparing", "timing", "judging"]
-_PREPARING: Phase = "preparing"
-_TIMING: Phase = "timing"
-_JUDGING: Phase = "judging"
 
 
 class StoppedError(Exception):
-    """The sweep was told to end; what is under way is of no use any more."""
+    """The sweep was stopped; whatever was running is discarded."""
 
 
 @dataclass(frozen=True)
 class PhaseStarted:
-    """What a device is at: a phase of a case, or of all of them."""
+    """A device has started a phase, of one case or (``case`` None) of all."""
 
     phase: Phase
     case: Case | None = None
 
 
 class DeviceSweep:
-    """Measures on one device until it is stopped.  Used from one thread, which must live as long as the context.
+    """Measures on one device until it is stopped.  Used from one thread, which must outlive the context.
 
-    ``spent`` counts the seconds of each phase; what a sweep takes beyond them is its own.
-    ``first_ms`` holds, by case and plan, the first runs that were made ahead, elsewhere.
+    ``spent`` counts the seconds of each phase.  ``first_ms`` holds, by case and plan, the first runs that were made
+    ahead in other processes.
     """
 
     def __init__(self, setup: DeviceSetup) -> None:
@@ -82,22 +79,21 @@ class DeviceSweep:
             self.notes.append(f"{self.setup.device}: {self._watch.note}")
 
     def stop(self) -> None:
-        """End what is under way, from any thread."""
+        """End whatever is running.  May be called from any thread."""
         self._stopped.set()
         for process in list(self._processes.values()):
             process.worker.kill()
 
     def start(self, plans: Iterable[Plan]) -> None:
-        """Let the plans' processes import what they need while nothing is timed yet."""
+        """Start the plans' processes, so that they import what they need before anything is timed."""
         for process in {self._place(plan): self._process_of(plan) for plan in plans}.values():
-            with suppress(LostError):  # it is started by the first request else, whose row then says why it was not
+            with suppress(LostError):  # the first request starts it again, and its row then has the reason
                 process.worker.start()
 
     def measure(self, case: Case, plans: Sequence[Plan]) -> Iterator[PhaseStarted | Measurement]:
-        """The rows of a case, each as soon as it is known.  Raises StoppedError.
+        """Yield the rows of a case, each as soon as it is known.  Raises StoppedError.
 
-        A plan for which memory did not suffice beside the other candidates is measured once
-        more without them.
+        A plan that ran out of memory beside the other plans is measured once more alone.
         """
         lost = (yield from self._together(case, plans)) if plans else {}
         for plan, reason in lost.items():
@@ -113,12 +109,18 @@ class DeviceSweep:
     ) -> Generator[PhaseStarted | Measurement, None, dict[Plan, LostError]]:
         started = datetime.now(timezone.utc)
         lost: dict[Plan, LostError] = {}
-        yield PhaseStarted(_PREPARING, case)
-        prepared = self._prepared(case, plans, lost)
-        yield PhaseStarted(_TIMING, case)
-        samples = self._timed(case, list(prepared), lost)
-        yield PhaseStarted(_JUDGING, case)
-        for plan, findings in self._abreast(_JUDGING, list(samples), self._judge).items():
+        yield PhaseStarted("preparing", case)
+        prepared: dict[Plan, tuple[Opened, Prepared]] = {}
+        found = self._in_parallel("preparing", plans, lambda process, plan: (process.open(case), process.prepare(plan)))
+        for plan, each in found.items():
+            if isinstance(each, LostError):
+                lost[plan] = each
+            else:
+                prepared[plan] = each
+        yield PhaseStarted("timing", case)
+        samples = self._time(case, list(prepared), lost)
+        yield PhaseStarted("judging", case)
+        for plan, findings in self._in_parallel("judging", list(samples), BackendProcess.conclude).items():
             if isinstance(findings, LostError):
                 lost[plan] = findings
                 continue
@@ -128,26 +130,26 @@ class DeviceSweep:
             gathered = samples[plan]
             gpu = self._watch.between(*gathered.spans)
             try:
-                row = measured(case, plan, opened, first, gathered, findings, gpu, started, self.setup)
-            except ValidationError as error:  # a number that no record holds costs its own row
+                row = measured_row(case, plan, opened, first, gathered, findings, gpu, started, self.setup)
+            except ValidationError as error:  # a number outside a record's range costs only this row
                 said = error.errors(include_url=False, include_input=False)[0]
                 where = ".".join(map(str, said["loc"]))
                 lost[plan] = LostError("error", f"no record holds its {where}: {said['msg']}", died=False)
             else:
                 yield row
-        self._abreast(_JUDGING, plans, self._close)
+        self._in_parallel("judging", plans, lambda process, _: process.close())
         return lost
 
-    def _abreast(
+    def _in_parallel(
         self, phase: Phase, plans: Sequence[Plan], work: Callable[[BackendProcess, Plan], _T]
     ) -> dict[Plan, _T | LostError]:
-        """Work on the plans, each process's one after the other, several at a time, where nothing is timed."""
-        by_seat: dict[str, list[Plan]] = {}
+        """Work on the plans while nothing is timed: processes in parallel, each process's plans one after the other."""
+        by_process: dict[str, list[Plan]] = {}
         for plan in plans:
             self._process_of(plan)  # made here, because the pool's threads must not make one twice
-            by_seat.setdefault(self._place(plan), []).append(plan)
+            by_process.setdefault(self._place(plan), []).append(plan)
 
-        def go_on(own: Sequence[Plan]) -> dict[Plan, _T | LostError]:
+        def work_through(own: Sequence[Plan]) -> dict[Plan, _T | LostError]:
             found: dict[Plan, _T | LostError] = {}
             for plan in own:
                 if self._stopped.is_set():
@@ -160,33 +162,13 @@ class DeviceSweep:
 
         start = time.perf_counter()
         found: dict[Plan, _T | LostError] = {}
-        for each in self._pool.map(go_on, by_seat.values()):
+        for each in self._pool.map(work_through, by_process.values()):
             found |= each
         self.spent[phase] += time.perf_counter() - start
         self._check()
         return {plan: found[plan] for plan in plans}
 
-    @staticmethod
-    def _judge(process: BackendProcess, plan: Plan) -> Findings:
-        return process.conclude(plan)
-
-    @staticmethod
-    def _close(process: BackendProcess, plan: Plan) -> None:
-        process.close()
-
-    def _prepared(
-        self, case: Case, plans: Sequence[Plan], lost: dict[Plan, LostError]
-    ) -> dict[Plan, tuple[Opened, Prepared]]:
-        """First runs."""
-
-        def prepare(process: BackendProcess, plan: Plan) -> tuple[Opened, Prepared]:
-            return process.open(case), process.prepare(plan)
-
-        found = self._abreast(_PREPARING, plans, prepare)
-        lost |= {plan: each for plan, each in found.items() if isinstance(each, LostError)}
-        return {plan: each for plan, each in found.items() if not isinstance(each, LostError)}
-
-    def _timed(self, case: Case, plans: Sequence[Plan], lost: dict[Plan, LostError]) -> dict[Plan, Samples]:
+    def _time(self, case: Case, plans: Sequence[Plan], lost: dict[Plan, LostError]) -> dict[Plan, Samples]:
         def visit(plan: Plan) -> Visit | None:
             process = self._process_of(plan)
             self._check()
@@ -197,20 +179,20 @@ class DeviceSweep:
                 lost[plan] = error
                 process.drop(plan)
                 return None
-            self.spent[_TIMING] += visited.span[1] - visited.span[0]
+            self.spent["timing"] += visited.span[1] - visited.span[0]
             return visited
 
         steady = partial(self._watch.steady, time.perf_counter())
         emulated = [plan for plan in plans if self.setup.registry.emulated(plan, self.setup.device.type)]
         brief = emulated if len(emulated) < len(plans) else ()
-        return interleaved(plans, visit, self.setup.timer, case.name, steady, brief)
+        return interleave(plans, visit, self.setup.timer, case.name, steady, brief)
 
     def _check(self) -> None:
         if self._stopped.is_set():
             raise StoppedError
 
     def _failed(self, case: Case, plan: Plan, lost: LostError) -> Measurement:
-        return passed_over(case, plan, lost.status, [lost.reason], self.setup)
+        return unmeasured_row(case, plan, lost.status, [lost.reason], self.setup)
 
     def _process_of(self, plan: Plan) -> BackendProcess:
         place = self._place(plan)
@@ -220,13 +202,13 @@ class DeviceSweep:
         return self._processes[place]
 
     def _place(self, plan: Plan) -> str:
-        """Whose process it is: the backend's, or where compilers make it wait the forward kernel's own."""
+        """The name of the plan's process: its backend, or its forward kernel if the backend compiles."""
         backend = backend_of(plan.forward)
         return plan.forward if self.setup.registry.backends[backend].compiles else backend
 
 
 def _credible(visit: Visit) -> Visit:
-    """Raise LostError where a sample is no time at all, from which nothing may be concluded."""
+    """The visit.  Raises LostError if a sample is not a positive finite time."""
     for cost, taken in visit.time_ms.items():
         if odd := [sample for sample in taken if not (math.isfinite(sample) and sample > 0)]:
             raise LostError("error", f"a sample of the cost {cost} took {odd[0]:g} ms", died=False)
@@ -234,5 +216,5 @@ def _credible(visit: Visit) -> Visit:
 
 
 def _backends_at_a_time(device: torch.device) -> int:
-    """While nothing is timed: compiling is work for a CPU core, and so is a CPU's own kernel."""
+    """How many backends work at once while nothing is timed: compiling needs a CPU core, and a CPU's kernels all."""
     return max(1, min(16, usable_cores() * 3 // 4)) if device.type == "cuda" else 1

@@ -1,4 +1,4 @@
-"""Several devices at work on one list of cases, each in a thread, their rows in one stream."""
+"""Several devices that share one list of cases, a thread for each; their rows arrive in one stream."""
 
 from __future__ import annotations
 
@@ -9,28 +9,36 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from queue import SimpleQueue
-from types import TracebackType
 
+from attnbench.kernels.capabilities import Device
 from attnbench.kernels.plan import Plan
+from attnbench.kernels.registry import Registry
 
 from ..cases.case import Case
 from ..measure.setup import DeviceSetup
 from ..results.records import Measurement, Status
 from .compile_ahead import FirstRuns
 from .device_sweep import DeviceSweep, Phase, PhaseStarted, StoppedError
-from .rows import passed_over
+from .rows import unmeasured_row
 
 __all__ = ["DeviceSweeps", "Task"]
 
 
 @dataclass(frozen=True)
 class Task:
-    """A plan to be measured on a case (status ``ok``), or to be passed over (``unavailable``, ``refused``) and why."""
+    """A plan to measure on a case (status ``ok``), or to record as ``unavailable`` or ``refused`` with the reasons."""
 
     case: Case
     plan: Plan
     status: Status
     reasons: tuple[str, ...]
+
+    @classmethod
+    def of(cls, case: Case, plan: Plan, registry: Registry, device: Device) -> Task:
+        """The task, with the status that the registry gives it."""
+        status, reasons = registry.reasons(plan, case.spec, device)
+        known: Status = "ok" if status == "ok" else "unavailable" if status == "unavailable" else "refused"
+        return cls(case, plan, known, tuple(reasons))
 
     @property
     def runs(self) -> bool:
@@ -39,12 +47,12 @@ class Task:
 
     @property
     def key(self) -> tuple[str, Plan]:
-        """What is measured once in a sweep."""
+        """The case and plan; each pair is measured once in a sweep."""
         return self.case.name, self.plan
 
 
 class DeviceSweeps:
-    """One sweep a setup.  Leaving the context ends whatever is under way."""
+    """One sweep for each setup.  Leaving the context ends whatever is running."""
 
     def __init__(self, setups: Sequence[DeviceSetup]) -> None:
         self.seconds = 0.0
@@ -55,17 +63,17 @@ class DeviceSweeps:
 
     @property
     def spent(self) -> dict[Phase, float]:
-        """Seconds in each phase, of all devices together."""
+        """Seconds in each phase, summed over all devices."""
         phases = dict.fromkeys(phase for sweep in self._sweeps for phase in sweep.spent)
         return {phase: sum(sweep.spent[phase] for sweep in self._sweeps) for phase in phases}
 
     @property
     def notes(self) -> list[str]:
-        """What is good to know about the devices."""
+        """Remarks about the devices for the user."""
         return [note for sweep in self._sweeps for note in sweep.notes]
 
     def measured(self, tasks: Sequence[Task]) -> Iterator[PhaseStarted | Measurement]:
-        """What happens, as it happens; whatever a sweep raises is raised here."""
+        """Yield the events of all devices in order of time.  Raises whatever a device's sweep raises."""
         waiting = deque((case, list(group)) for case, group in groupby(tasks, key=lambda task: task.case))
         happened: SimpleQueue[PhaseStarted | Measurement | BaseException | None] = SimpleQueue()
         sweeps = [DeviceSweep(setup) for setup in self._setups[: max(1, len(waiting))]]
@@ -109,7 +117,7 @@ class DeviceSweeps:
                         break
                     for task in tasks:
                         if not task.runs:
-                            happened.put(passed_over(case, task.plan, task.status, task.reasons, sweep.setup))
+                            happened.put(unmeasured_row(case, task.plan, task.status, task.reasons, sweep.setup))
                     for event in sweep.measure(case, [task.plan for task in tasks if task.runs]):
                         happened.put(event)
         except StoppedError:
@@ -121,9 +129,7 @@ class DeviceSweeps:
     def __enter__(self) -> DeviceSweeps:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopped.set()
         for sweep in self._sweeps:
             sweep.stop()

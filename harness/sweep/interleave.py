@@ -1,4 +1,4 @@
-"""The candidates of a case in turns, so that what changes while they are timed changes for all of them alike."""
+"""Time the plans of a case in turns, so that whatever changes during timing affects all plans alike."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from ..measure.findings import Visit
 from ..measure.timing import Cost, Timer
 from ..statistics import median_interval
 
-__all__ = ["Samples", "interleaved"]
+__all__ = ["Samples", "interleave"]
 
 _MOST_SAMPLES = 9_000  # of one cost; a record holds 10,000
-_TELLING = 3  # visits whose median one of them cannot move far
-_SEVERAL = 5  # samples of a call whose median one that was held up does not move
-_BEATEN = 1.25  # times the fastest: a plan that is slower for certain is not measured more closely
-_WARM_SECONDS = 0.5  # a clock that is not steady by then will not be
+_TELLING = 3  # with this many visits, one visit cannot move the median far
+_SEVERAL = 5  # with this many samples of a call, one delayed sample does not move the median
+_BEATEN = 1.25  # times the fastest: a plan that is certainly slower is not measured more closely
+_WARM_SECONDS = 0.5  # a clock that is not steady by then never will be
 
 
 @dataclass
 class Samples:
-    """All visits of a plan: milliseconds by cost, the host's for each call, and when they were taken.
+    """All visits of a plan: milliseconds by cost, the host's milliseconds for each call, and when they were taken.
 
-    ``visits``: how many samples of each cost every visit took, in their order.  ``late_ms`` is
-    the least of all visits: a host that is held up is late now and then, work that was left
-    running is so every time.
+    ``visits`` counts each cost's samples in each visit, in order.  ``late_ms`` is the least of all visits: a delayed
+    host is late in some visits, work left running after the call is late in every visit.
     """
 
     time_ms: dict[Cost, list[float]] = field(default_factory=dict)
@@ -41,7 +40,7 @@ class Samples:
     seconds: float = 0.0
 
     def add(self, visit: Visit) -> None:
-        """Put a visit's samples behind those there are; those of another kind, replayed or not, take their place."""
+        """Append a visit's samples; those of a cost that is now replayed, or no longer is, replace the earlier ones."""
         for cost, taken in visit.time_ms.items():
             if (cost in visit.replayed) != (cost in self.replayed):
                 self.time_ms.pop(cost, None)
@@ -55,13 +54,13 @@ class Samples:
         self.late_ms = min(self.late_ms, visit.late_ms)
 
     def enough(self, timer: Timer) -> bool:
-        """Whether another visit would not tell more, or cost more than the plan has."""
+        """Whether another visit would add no information, or exceed the plan's time limit."""
         if self.over(timer) or max(map(len, self.time_ms.values()), default=0) > _MOST_SAMPLES:
             return True
         return len(self.spans) >= timer.fewest and all(self._narrow(cost, timer) for cost in self.time_ms)
 
     def over(self, timer: Timer) -> bool:
-        """Whether the plan has had its time: twice as much where one visit that was held up would decide."""
+        """Whether the plan has used up its time; twice the limit while one delayed visit could decide."""
         return self.seconds > timer.limit * (1 if len(self.spans) >= _TELLING else 2)
 
     def _narrow(self, cost: Cost, timer: Timer) -> bool:
@@ -69,7 +68,7 @@ class Samples:
         return high - low <= 2 * timer.narrow * middle
 
 
-def interleaved(
+def interleave(
     plans: Sequence[Plan],
     visit: Callable[[Plan], Visit | None],
     timer: Timer,
@@ -77,13 +76,11 @@ def interleaved(
     steady: Callable[[], bool],
     brief: Collection[Plan] = (),
 ) -> dict[Plan, Samples]:
-    """Visit the plans forwards and backwards in turn (ABBA) until each has enough samples, or is clearly beaten.
+    """Visit the plans forwards and backwards in turn (ABBA) until each has enough samples or is clearly slower.
 
-    ``brief`` plans, whose times are compared with no others', are visited in the first turns alone.
-
-    Before that, visits whose samples are thrown away warm the device until it is ``steady``.
-    The order is drawn from the seed, so that no plan follows the same one in every case.  A
-    plan whose visit gives None is not visited again and has no samples.
+    ``brief`` plans, whose times are not compared with others', are visited in the first round only.  Before that,
+    visits whose samples are discarded warm the device until it is ``steady``.  The order is drawn from ``seed``, so
+    that no plan follows the same plan in every case.  A plan whose visit returns None gets no samples.
     """
     order = list(plans)
     random.Random(seed).shuffle(order)
@@ -121,8 +118,8 @@ def interleaved(
 def _beaten(samples: Samples, fastest: float, timer: Timer) -> bool:
     """Whether the plan is clearly slower.
 
-    A host that is held up makes a sample longer and none shorter: that the shortest of several is too long says so
-    after two visits, the interval of the median after more.
+    A delayed host makes a sample longer, never shorter.  So after two visits the shortest of several samples decides,
+    and after more visits the interval of the median.
     """
     calls = samples.time_ms["call"]
     if len(calls) >= _SEVERAL and min(calls) > _BEATEN * fastest:

@@ -1,10 +1,9 @@
-"""How far a sweep is: one live line on a terminal, a line a case in a log, or on request a line a row."""
+"""Progress of a sweep: one live line on a terminal, a line for each case in a log, or a line for each row."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -17,17 +16,17 @@ from ..results.condense import worst_errors
 from ..results.records import Measurement, Status
 from .run import Ended, Event, Finished, Started
 
-__all__ = ["followed"]
+__all__ = ["show_progress"]
 
 _FAILURES: tuple[Status, ...] = ("oom", "timeout", "crashed", "error")
-_WHOLE_SWEEP = 86_400.0  # seconds over which the speed is taken: rows come in bursts, at the end of a case
+_WHOLE_SWEEP = 86_400.0  # seconds over which the speed is averaged: rows come in bursts at the end of a case
 
 
-def followed(events: Iterable[Event], console: Console, *, verbose: bool = False) -> Iterator[Measurement]:
+def show_progress(events: Iterable[Event], console: Console, *, verbose: bool = False) -> Iterator[Measurement]:
     """The rows of the events, shown on the console as they come.
 
-    A terminal has one line that lives as long as the sweep; a log has a line for each case that begins and for each
-    plan that fails.  ``verbose`` prints a line for every row, refusals included, on either.
+    A terminal shows one line while the sweep runs; a log gets a line when a case begins and a line for each plan that
+    fails.  ``verbose`` prints a line for every row, refusals included, in both.
     """
     if verbose:
         return _with_rows(events, console)
@@ -94,7 +93,7 @@ def _print(lines: Iterable[str], console: Console) -> None:
 
 
 def _summary(ended: Ended) -> list[str]:
-    """Where the time went; what is neither measured nor made ready for it is the harness's own."""
+    """Where the time went; what remains beside the phases is the harness's own work."""
     if not ended.spent:
         return []
     rest = ended.seconds - sum(ended.spent.values())
@@ -108,5 +107,5 @@ def _outcome(row: Measurement) -> str:
     if not row.measured:
         return f"{row.status}: {row.reason}"
     errors = ", ".join(f"{family} {error:.2g}" for family, error in worst_errors(row).items())
-    time = "emulated" if row.emulated else f"{number(float(np.median(row.time_ms['call'])))} ms a call"
+    time = "emulated" if row.emulated else f"{number(row.median_ms())} ms a call"
     return f"{row.status}, {time}, error {errors}"

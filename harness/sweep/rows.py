@@ -1,4 +1,4 @@
-"""From what was found to the row that is kept."""
+"""Build a Measurement from what the worker found."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ..measure.verdict import judge
 from ..results.records import LONGEST_REASON, Correctness, Measurement, Performance, Status
 from .interleave import Samples
 
-__all__ = ["measured", "passed_over"]
+__all__ = ["measured_row", "unmeasured_row"]
 
-_DIGITS = 6  # of a millisecond: a nanosecond, far below what any clock here resolves
+_DIGITS = 6  # of a millisecond: one nanosecond, far below the resolution of any clock used here
 
 
-def passed_over(
+def unmeasured_row(
     case: Case,
     plan: Plan,
     status: Status,
@@ -49,7 +49,7 @@ def passed_over(
     )
 
 
-def measured(
+def measured_row(
     case: Case,
     plan: Plan,
     opened: Opened,
@@ -60,11 +60,11 @@ def measured(
     started: datetime,
     setup: DeviceSetup,
 ) -> Measurement:
-    """The row of a plan that was timed and judged; a time that cannot be makes it an error."""
+    """The row of a plan that was timed and judged.  A time above the device's peak gives an ``error`` row."""
     share = peak_share(plan, case.spec, samples.time_ms, setup.environment.device_name)
     if share is not None and share > 1:
         said = f"{share:.0%} of the device's peak: the time or the count of operations is wrong"
-        return passed_over(case, plan, "error", [said], setup, prepared.ran, "peak")
+        return unmeasured_row(case, plan, "error", [said], setup, prepared.ran, "peak")
     bound = setup.bound(plan, case)
     settled = findings.settled and samples.late_ms < LATE_MS
     verdict = judge(replace(findings, bound=bound, settled=settled))

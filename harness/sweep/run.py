@@ -1,4 +1,4 @@
-"""A sweep: every plan on every case, one row each, written as soon as it is known."""
+"""A sweep: every plan on every case, one row for each, written as soon as it is known."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attnbench.problem.spec import AttentionSpec
 
 from ..cases.case import Case, admits
 from ..measure.setup import DeviceSetup
-from ..results.records import Measurement, Status
+from ..results.records import Measurement
 from ..results.store import Store
 from .device_sweep import Phase, PhaseStarted
 from .devices import DeviceSweeps, Task
@@ -29,7 +29,7 @@ _PAIRS = 2  # a sweep of every forward with every backward would take hours
 
 @dataclass(frozen=True)
 class Started:
-    """A device has begun something; ``index`` of the ``total`` plans that can be measured are done."""
+    """A device has started a phase; ``index`` of the ``total`` plans that can be measured are done."""
 
     index: int
     total: int
@@ -38,9 +38,9 @@ class Started:
 
 @dataclass(frozen=True)
 class Finished:
-    """A row has reached the disk, or was there already (``resumed``).
+    """A row was written, or was there already (``resumed``).
 
-    With it ``index`` of the ``total`` plans that can be measured are done; one that cannot counts in neither.
+    ``index`` of the ``total`` plans that can be measured are now done; plans that cannot are in neither number.
     """
 
     index: int
@@ -51,7 +51,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Ended:
-    """All is measured: seconds that the devices spent in each phase, and in all; what is good to know."""
+    """All is measured: the devices' seconds in each phase and in total, and remarks for the user."""
 
     spent: Mapping[Phase, float]
     seconds: float
@@ -64,14 +64,13 @@ Event = Started | Finished | Ended
 def tasks_of(
     cases: Sequence[Case], registry: Registry, device: torch.device, dtype: str, names: Sequence[str] = ()
 ) -> list[Task]:
-    """Every plan that a sweep of ``dtype`` admits on every case, yardsticks aside, or those that the names keep.
+    """Every plan that a sweep of ``dtype`` admits on every case, without yardsticks; or those that ``names`` select.
 
-    A forward that other backends' backwards can follow is swept with the two of these that come
-    first, of those that can serve; a plan that is named is always kept.  A name is a backend's
-    (``fa3``) or a kernel's (``fa3:fp8``, listed or one that its backend makes) and keeps the
-    plans that start with it, or that end with it where none
-    starts so; or it is a plan (``fa3:fp8>fa4:bf16``).  Raises UnknownBackendError for names
-    that nothing carries, MisuseError where nothing is left to measure.
+    Of the pairs of a forward with another backend's backward, only the two preferred ones that can serve are swept; a
+    plan that is named is always kept.  A name is a plan (``fa3:fp8>fa4:bf16``), a backend (``fa3``) or a kernel
+    (``fa3:fp8``, listed or made by its backend on request).  Backend and kernel names select the plans with that
+    forward, or, if there are none, with that backward.  Raises UnknownBackendError for an unknown name and MisuseError
+    if there is nothing to measure.
     """
     facts = describe(device)
     for name in names:
@@ -79,21 +78,17 @@ def tasks_of(
     tasks = []
     for case in cases:
         plans = [plan for plan in _plans(case.spec, registry, facts, names) if admits(dtype, plan)]
-        for plan in plans:
-            status, reasons = registry.reasons(plan, case.spec, facts)
-            known: Status = "ok" if status == "ok" else "unavailable" if status == "unavailable" else "refused"
-            tasks.append(Task(case, plan, known, tuple(reasons)))
+        tasks += [Task.of(case, plan, registry, facts) for plan in plans]
     if not tasks:
         raise MisuseError(f"a sweep of {dtype} has no plan among {', '.join(names) or 'the installed backends'}")
     return tasks
 
 
 def run_sweep(tasks: Sequence[Task], setups: Sequence[DeviceSetup], store: Store) -> Iterator[Event]:
-    """Measure the tasks that the store does not hold yet, writing each row before it is yielded.
+    """Measure the tasks that the store does not hold yet; each row is written before it is yielded.
 
-    Each setup's device takes the next case that none has taken.  Raises MisuseError,
-    before anything runs, where a row of the store was measured on another spec or judged by
-    another bound than its task would be; OutputError where a row cannot be written.
+    Each device takes the next waiting case.  Raises MisuseError before anything runs if a stored row has another spec
+    or error bound than its task, OutputError if a row cannot be written.
     """
     done = store.done
     for task in tasks:
@@ -118,7 +113,7 @@ def run_sweep(tasks: Sequence[Task], setups: Sequence[DeviceSetup], store: Store
 
 
 def _check(name: str, registry: Registry) -> None:
-    """Raise UnknownBackendError unless something carries the name; a backward's is a name here, too."""
+    """Raise UnknownBackendError unless something has the name; here a backward kernel's name is allowed too."""
     if name not in registry.backwards:
         registry.check(name)
 
@@ -137,7 +132,7 @@ def _plans(spec: AttentionSpec, registry: Registry, facts: Device, names: Sequen
 
 
 def _few_pairs(plans: Sequence[Plan], registry: Registry, facts: Device, spec: AttentionSpec) -> list[Plan]:
-    """The plans, but of each forward's with other backends' backwards the first few; each backward stays in one."""
+    """The plans, with only the first ``_PAIRS`` cross-backend pairs of each forward; every backward is kept."""
 
     def place(plan: Plan) -> tuple[bool, float]:
         assert plan.backward is not None, "only pairs are ordered"
@@ -166,7 +161,7 @@ def _named(name: str, spec: AttentionSpec, registry: Registry, listed: list[Plan
         return starting or [plan for plan in listed if plan.backward and backend_of(plan.backward) == name]
     try:
         return registry.plans_with(name, spec)
-    except UnknownBackendError:  # it is a backward, or _check would have raised
+    except UnknownBackendError:  # a backward kernel's name: _check has accepted it
         return [plan for plan in listed if plan.backward == name]
 
 

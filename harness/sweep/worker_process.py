@@ -1,4 +1,4 @@
-"""A worker as the sweep sees it: asked, waited for, buried with a reason, and replaced."""
+"""A worker process as its parent sees it: started, asked, waited for, ended with a reason, and replaced."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from ..results.records import LONGEST_REASON, Status
 
 __all__ = ["LostError", "Worker"]
 
-_STARTING_SECONDS = 300.0  # a cold disk and a busy machine may take minutes to import torch
-_DYING_SECONDS = 10.0  # a large process writes its memory back, a GPU's driver tears down what it held
+_STARTING_SECONDS = 300.0  # importing torch may take minutes from a cold disk on a busy machine
+_DYING_SECONDS = 10.0  # the kernel must free a large process's memory, and the GPU's driver its allocations
 _LAST_LINES = 4
 _LONGEST_TAIL = 4096
 _FATAL = "Fatal Python error"
-# Threads that spin while they wait for each other make a CPU kernel 25 times as slow as soon as
-# anything else wants a core.  OpenMP reads this when torch loads it.
+# Threads that spin while they wait for each other make a CPU kernel 25 times slower as soon as another process
+# needs a core.  OpenMP reads this variable when torch is loaded.
 _PATIENT = {"OMP_WAIT_POLICY": "passive"}
-# Not -m: that would put the folder where the sweep was started before everything that is installed.
+# Not -m: that would put the current folder before everything that is installed.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]) or [place for place in sys.path if place]; "
     "from {module} import main; main(int(sys.argv[2]), int(sys.argv[3]))"
@@ -41,13 +41,10 @@ _BENCH = "attnbench.harness.measure.worker"
 
 
 class LostError(AttnbenchError):
-    """A request that got no value: the row's status, and why.
-
-    ``died`` says that the process is gone, and all that it held with it.
-    """
+    """A request that got no value: the row's status and the reason.  ``died``: the process is gone."""
 
     def __init__(self, status: Status, reason: str, *, died: bool) -> None:
-        # What has no UTF-8 (a file name's lone surrogate) no record can hold.
+        # A record cannot hold text without UTF-8, such as a file name's lone surrogate.
         reason = reason[:LONGEST_REASON].encode(errors="replace").decode()
         super().__init__(reason)
         self.status, self.reason, self.died = status, reason, died
@@ -63,14 +60,14 @@ class _Process:
 
 @dataclass
 class Worker:
-    """One process, started by the first request, and again by the first after its death.
+    """One process, started by the first request, and again by the first request after its death.
 
-    ``generation`` counts the processes, so that one can tell what a new one has not been told yet.
-    The system ties a process to the thread that started it: that thread must outlive the worker.
+    ``generation`` counts the processes, so that a client knows when the current one is new.  The system ties a process
+    to the thread that started it: that thread must outlive the worker.
 
-    ``module`` has the function ``main`` that the process runs, and ``setting`` is the first thing that it is told.
-    ``python`` is the interpreter of another environment, whose packages the process then sees in place of this one's;
-    ``environ`` are variables that it has beside this process's own.
+    ``module`` has the function ``main`` that the process runs, and ``setting`` is the first message that it receives.
+    ``python`` is the interpreter of another environment, whose packages the process then uses; ``environ`` holds
+    variables to set beside this process's own.
     """
 
     setting: object
@@ -86,7 +83,7 @@ class Worker:
         return self._process is not None
 
     def kill(self) -> None:
-        """Kill the process from any thread; whoever waits for it finds it dead."""
+        """Kill the process, from any thread; the thread that waits for it finds it dead."""
         process = self._process
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -100,38 +97,38 @@ class Worker:
             except OSError as error:  # no process, descriptor or space is left
                 raise LostError("error", f"no process could be started: {error}", died=False) from error
             self.generation += 1
-            with contextlib.suppress(OSError):  # it is dead already; reading says how
+            with contextlib.suppress(OSError):  # it is dead already; reading finds out how
                 self._process.connection.send(self.setting)
         return self._process
 
     def ask(self, method: str, *arguments: object, seconds: float) -> Any:
-        """What the worker's method returns.  Raises LostError where it raises, dies, or takes longer than that."""
+        """What the worker's method returns.  Raises LostError if it raises, dies, or takes longer than ``seconds``."""
         process = self.start()
         if not process.ready:
-            self._awaited(process, _STARTING_SECONDS)
+            self._wait(process, _STARTING_SECONDS)
             process.ready = True
-        with contextlib.suppress(OSError):  # it died since; reading says how
+        with contextlib.suppress(OSError):  # it has died since; reading finds out how
             process.connection.send((method, arguments))
         try:
-            return self._awaited(process, seconds)
+            return self._wait(process, seconds)
         finally:
             if self._process is process:
-                os.ftruncate(process.log.fileno(), 0)  # what it prints belongs to what it is asked
+                os.ftruncate(process.log.fileno(), 0)  # what it prints belongs to one request
 
     def close(self) -> None:
         """End the process, whatever it is doing."""
         if self._process is not None:
-            self._buried(self._process, 0.0)
+            self._end(self._process, 0.0)
 
-    def _awaited(self, process: _Process, seconds: float) -> Any:
+    def _wait(self, process: _Process, seconds: float) -> Any:
         kills = _system_kills()
         try:
             if not process.connection.poll(seconds):
-                _, said = self._buried(process, 0.0)
+                _, said = self._end(process, 0.0)
                 raise LostError("timeout", f"no answer within {seconds:g} s{said}", died=True)
             answer = Answer(*process.connection.recv())
         except (EOFError, OSError):  # OSError where it died in the middle of an answer
-            code, said = self._buried(process, _DYING_SECONDS)
+            code, said = self._end(process, _DYING_SECONDS)
             if code == -signal.SIGKILL and _system_kills() > kills:
                 raise LostError(
                     "oom", f"the system ran out of memory and killed the process{said}", died=True
@@ -141,11 +138,11 @@ class Worker:
             return answer.value
         reason = str(answer.value)
         if answer.fatal:
-            reason += self._buried(process, _DYING_SECONDS)[1]
+            reason += self._end(process, _DYING_SECONDS)[1]
         raise LostError(answer.status, reason, died=answer.fatal)
 
-    def _buried(self, process: _Process, grace: float) -> tuple[int | None, str]:
-        """Wait ``grace`` seconds for its end, then kill it and its children: its exit code, and its last words."""
+    def _end(self, process: _Process, grace: float) -> tuple[int | None, str]:
+        """Wait ``grace`` seconds for its end, then kill it and its children: its exit code and its last output."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.popen.wait(grace)
         with contextlib.suppress(ProcessLookupError):
@@ -153,7 +150,7 @@ class Worker:
         code: int | None = None
         with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it beyond a signal
             code = process.popen.wait(_DYING_SECONDS)
-        said = _last_words(process.log)
+        said = _last_output(process.log)
         process.connection.close()
         process.log.close()
         self._process = None
@@ -162,7 +159,7 @@ class Worker:
 
 def _started(module: str, python: Path | None, environ: Mapping[str, str]) -> _Process:
     """Raises OSError, and leaves nothing open then."""
-    # Another environment's own, without the folder in which this was started.
+    # Another environment has a path of its own, without the current folder.
     places = sys.path if python is None else []
     program = _PROGRAM.format(module=module)
     with contextlib.ExitStack() as opened:
@@ -171,14 +168,14 @@ def _started(module: str, python: Path | None, environ: Mapping[str, str]) -> _P
         ours, theirs = map(opened.enter_context, socket.socketpair())
         end = theirs.fileno()
         popen = subprocess.Popen(
-            # Unbuffered, or what it prints last dies with it.
+            # Unbuffered: otherwise its last output would be lost with it.
             [str(python or sys.executable), "-u", "-c", program, json.dumps(places), str(end), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             pass_fds=[end],
             env={**_PATIENT, **os.environ, **environ},
-            start_new_session=True,  # an interrupt at the terminal is the sweep's to act on
+            start_new_session=True,  # the sweep handles an interrupt at the terminal
         )
         opened.pop_all()
         theirs.close()
@@ -196,20 +193,20 @@ def _ending(code: int | None) -> str:
         return f"was killed by signal {-code}"
 
 
-def _last_words(log: IO[bytes]) -> str:
+def _last_output(log: IO[bytes]) -> str:
     """The end of what a process printed, as the end of a sentence."""
     size = os.fstat(log.fileno()).st_size
     start = max(0, size - _LONGEST_TAIL)
     text = os.pread(log.fileno(), _LONGEST_TAIL, start).decode(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    # Python tells of a fatal signal from the innermost frame outwards, so there the first lines say most.
+    # Python reports a fatal signal from the innermost frame outwards, so there the first lines say most.
     faults = [number for number, line in enumerate(lines) if line.startswith(_FATAL)]
     last = lines[faults[-1] :][:_LAST_LINES] if faults else lines[-_LAST_LINES:]
     return f"; its last output: {' | '.join(last)}" if last else ""
 
 
 def _system_kills() -> int:
-    """How many processes the system has killed for want of memory; 0 where it does not tell."""
+    """How many processes the system has killed because memory ran out; 0 if it does not say."""
     try:
         facts = Path("/proc/vmstat").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""What one training run is: a model, its precision, its data and its seed, frozen, comparable and JSON-able."""
+"""The configuration of one training run: model, precision, data and seed; frozen, comparable and JSON-able."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ Optimiser = Literal["adamw", "adamw-fp8", "sgd"]
 Parallel = Literal["none", "ddp", "fsdp2"]
 Block = Literal["plain", "te"]
 
-SDPA, OWN = "sdpa", "own"  # the two attentions that are not attnbench's to choose
+SDPA, OWN = "sdpa", "own"  # the two attentions that attnbench does not choose
 LARGEST_SEED = 2**63 - 1
 _LARGEST = 2**31 - 1
 _SIZES = {"gpt": ("tiny", "small", "medium", "1b", "3b", "8b"), "vit-huge": ("huge", "tiny")}
 _IMAGE_TOKENS = {"huge": 197, "tiny": 17}
-# AdamW's rates by size, after the table of the GPT-3 paper (arXiv 2005.14165, table 2.1); tiny is for 30 steps.
+# AdamW's learning rates by size, after the GPT-3 paper (arXiv 2005.14165, table 2.1); tiny is for 30 steps.
 _RATES = {"tiny": 3e-3, "small": 6e-4, "medium": 3e-4, "1b": 2e-4, "3b": 1.6e-4, "8b": 1.2e-4}
 _HF = "hf:"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One run.  ``make`` fills in what depends on the model; here everything is named.
+    """One run.  ``make`` fills in what depends on the model; here every field is set.
 
     ``model``          ``gpt``, ``vit-huge``, or ``hf:`` and a transformers config (folder, file or name)
     ``size``           gpt: tiny, small, medium, 1b, 3b, 8b; vit-huge: huge, tiny; hf: ``config``
     ``vocab``          rows of gpt's embedding and head; 0 for the size's own
-    ``seqlen``         tokens a sample; of vit-huge what its images make (197, tiny 17)
-    ``batch``          samples a step and rank
-    ``attention``      ``sdpa`` (torch's own choice), ``auto``, or a backend, kernel or plan as in
-                       ``attention(backend=...)``; ``own`` with ``block="te"`` alone
+    ``seqlen``         tokens per sample; for vit-huge the tokens of its images (197, tiny 17)
+    ``batch``          samples per step and rank
+    ``attention``      ``sdpa`` (torch's default), ``auto``, a backend, kernel or plan as in ``attention(backend=...)``;
+                       ``own`` only with ``block="te"``
     ``max_error``, ``fp8``  open FP8 plans to ``auto``
-    ``linears``        ``bf16`` is torch's Linear in the policy's type
-    ``block``          ``te`` puts TransformerEngine's TransformerLayer, with its own attention, into vit-huge
+    ``linears``        ``bf16`` is torch's Linear in the policy's dtype
+    ``block``          ``te`` uses TransformerEngine's TransformerLayer, with its own attention, in vit-huge
     ``lr``, ``warmup`` (steps), ``weight_decay``, ``grad_clip`` (norm; 0 for none)
-    ``data``           ``stdlib``, a text file or folder; ``images`` of vit-huge
+    ``data``           ``stdlib``, a text file or folder; ``images`` for vit-huge
 
-    Raises InputError on what is no run, UnknownBackendError on an attention that nothing carries.
+    Raises InputError on invalid fields, UnknownBackendError on an unknown attention.
     """
 
     model: str
@@ -101,9 +101,9 @@ class TrainConfig:
         data: str | None = None,
         **others: Any,
     ) -> TrainConfig:
-        """A config with the model's usual size, length, data and optimiser: of vit-huge what its article has.
+        """A config with the model's usual size, length, data and optimiser.
 
-        That is SGD at a constant rate, without decay and clipping.
+        For vit-huge they are its article's: SGD at a constant rate, without decay and clipping.
         """
         images = model == "vit-huge"
         size = size or {"gpt": "tiny", "vit-huge": "huge"}.get(model, "config")
@@ -206,7 +206,7 @@ class TrainConfig:
         return asdict(self)
 
     def replace(self, **changes: Any) -> TrainConfig:
-        """The same run with some fields changed."""
+        """The config with some fields changed."""
         return replace(self, **changes)
 
     @property
@@ -221,7 +221,7 @@ def _whole(name: str, value: object, least: int, most: int) -> None:
 
 
 def _writable(name: str, value: str) -> None:
-    """A row, which is JSON, must be able to hold it."""
+    """Raise InputError if a row, which is JSON, cannot hold the value."""
     if len(value) > LONGEST_SETTING:
         raise InputError(f"{name} has {len(value)} characters, and rows hold {LONGEST_SETTING}")
     try:

@@ -1,4 +1,4 @@
-"""One record a training run: what was asked for, and every step as it was.  Data, never code."""
+"""One record for each training run: its settings and every step.  Records are data, never code."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ __all__ = [
     "Count",
     "Series",
     "Share",
-    "Sign",
     "StepTimes",
     "Text",
     "TrainingRun",
+    "WarningSign",
     "read_runs",
     "write_runs",
 ]
@@ -58,7 +58,7 @@ _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 def _number(value: object) -> object:
     """JSON has neither infinity nor NaN, so a run that diverged writes them as text.
 
-    What is beyond ``LARGEST_ERROR`` counts as infinite, so that sums and squares of the others stay numbers.
+    A value beyond ``LARGEST_ERROR`` becomes infinite, so that sums and squares of the others stay finite.
     """
     if isinstance(value, (int, float)) and abs(value) > LARGEST_ERROR:
         return math.inf if value > 0 else -math.inf  # of a whole number beyond all floats, too
@@ -88,12 +88,12 @@ _strict = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=
 
 
 class Share(BaseModel):
-    """How much of a step attention took, measured over ``steps`` steps that the profiler watched.
+    """The share of attention in a step, measured over ``steps`` steps under the profiler.
 
-    ``forward_ms`` and ``backward_ms`` are attention's milliseconds a step, what it recomputes
-    for checkpointing counted as forward; ``busy_ms`` is all that the device did in a step, and
-    ``share`` attention's part of it.  On a GPU these are times of kernels and copies, on a CPU
-    times of operators.  ``kernels`` names those that took attention's time, the longest first.
+    ``forward_ms`` and ``backward_ms`` are attention's milliseconds per step; recomputation for checkpointing counts as
+    forward.  ``busy_ms`` is all work of the device in a step, and ``share`` attention's part of it.  On a GPU these are
+    times of kernels and copies, on a CPU times of operators.  ``kernels`` names those that took attention's time, the
+    longest first.
     """
 
     model_config = _strict
@@ -106,13 +106,12 @@ class Share(BaseModel):
     kernels: Annotated[list[Annotated[str, Field(max_length=200)]], Field(max_length=12)] = []
 
 
-class Sign(BaseModel):
-    """What attention's own tensors told before the step ``step``, the worst over the modules.
+class WarningSign(BaseModel):
+    """Warning signs from attention's tensors before the step ``step``, the worst over the modules.
 
-    ``kurtosis_q`` and ``kurtosis_k`` are E[x⁴] / E[x²]² over a head (3 for normal numbers,
-    more with outliers); ``ds_underflow`` maps e4m3 and e5m2 to the share of the entries of
-    dS, not zero, that would be flushed to zero by one scale for the tensor, estimated on some
-    rows.  ``gradient_norm`` is the norm of dQ, dK and dV of all modules together.
+    ``kurtosis_q`` and ``kurtosis_k`` are E[x⁴] / E[x²]² over a head (3 for normal numbers, more with outliers);
+    ``ds_underflow`` maps e4m3 and e5m2 to the share of the nonzero entries of dS that one scale for the tensor would
+    flush to zero, estimated on some rows.  ``gradient_norm`` is the norm of dQ, dK and dV of all modules together.
     """
 
     model_config = _strict
@@ -127,19 +126,16 @@ class Sign(BaseModel):
 class TrainingRun(BaseModel):
     """One run of one configuration with one seed.
 
-    ``settings`` are all fields of the configuration by name.  ``status``: ``ok`` where every
-    step was taken, ``diverged`` where it ended because losses or gradients were not finite,
-    ``unfinished`` while it runs and for ever where it was killed, ``oom``, ``error``;
-    ``reason`` says more of the last three and of ``diverged``.  ``loss`` (mean over all ranks,
-    in nats) and ``grad_norm`` (of all parameters, before clipping) have an entry for each step
-    taken, ``step_ms`` the milliseconds of each, raw; steps before ``timed_from`` warm up, and
-    those in ``untimed`` were watched by a profiler, interrupted or write a checkpoint.
-    ``world`` ranks took ``units_per_step`` ``units`` (tokens or images) in a step, and
-    ``flops_per_step`` operations by ``flops_model``, all ranks together; ``peak_tflops`` is
-    what one device could do in bf16, None where nobody tells.  ``memory_bytes`` is the peak of
-    device memory of the first rank, None on a CPU.  ``price_per_hour`` is that of the whole
-    machine.  ``plans`` are those that attention ran, whatever was asked for, none where it is
-    torch's own or TransformerEngine's.  ``resumed_at`` lists the steps at which it went on from a checkpoint.
+    ``settings`` are all fields of the configuration by name.  ``status``: ``ok`` if every step was taken, ``diverged``
+    if it ended because losses or gradients were not finite, ``unfinished`` while it runs and if it was killed, ``oom``,
+    ``error``; ``reason`` explains every status but ``ok``.  ``loss`` (mean over all ranks, in nats) and ``grad_norm``
+    (of all parameters, before clipping) have an entry for each step taken, ``step_ms`` its raw milliseconds; steps
+    before ``timed_from`` are the warm-up, and those in ``untimed`` were profiled, interrupted or wrote a checkpoint.
+    ``world`` ranks together took ``units_per_step`` ``units`` (tokens or images) and ``flops_per_step`` operations by
+    ``flops_model`` in a step; ``peak_tflops`` is one device's bf16 peak, None if unknown.  ``memory_bytes`` is the peak
+    of device memory of the first rank, None on a CPU.  ``price_per_hour`` is that of the whole machine.  ``plans`` are
+    the plans that attention ran, none for torch's own or TransformerEngine's.  ``resumed_at`` lists the steps at which
+    it resumed from a checkpoint.
     """
 
     model_config = _strict
@@ -162,7 +158,7 @@ class TrainingRun(BaseModel):
     peak_tflops: Annotated[float, Field(ge=1e-6, le=1e9)] | None = None
     memory_bytes: Count | None = None
     attention: Share | None = None
-    signs: Annotated[list[Sign], Field(max_length=MOST_SIGNS)] = []
+    signs: Annotated[list[WarningSign], Field(max_length=MOST_SIGNS)] = []
     plans: Annotated[list[Text], Field(max_length=MOST_PLANS)] = []
     price_per_hour: Annotated[float, Field(ge=LEAST_PRICE, le=LARGEST_PRICE)] | None = None
     resumed_at: Annotated[list[Count], Field(max_length=MOST_RESUMED)] = []
@@ -190,18 +186,18 @@ class TrainingRun(BaseModel):
 
     @property
     def key(self) -> str:
-        """The settings and the number of ranks: what makes two rows the same run."""
+        """The role, settings and number of ranks, which identify a run."""
         return json.dumps([self.role, self.world, self.settings], sort_keys=True)
 
     @property
     def samples_ms(self) -> list[float]:
-        """The step times that count: after the warm-up, undisturbed."""
+        """The valid step times: after the warm-up, undisturbed."""
         left_out = set(self.untimed)
         return [taken for step, taken in enumerate(self.step_ms) if step >= self.timed_from and step not in left_out]
 
     @property
     def median_ms(self) -> float | None:
-        """The median of ``samples_ms``; None where there are none."""
+        """The median of ``samples_ms``; None if there are none."""
         return float(np.median(self.samples_ms)) if self.samples_ms else None
 
     @property
@@ -213,8 +209,8 @@ class TrainingRun(BaseModel):
     def mfu(self) -> float | None:
         """Model FLOP utilisation: ``flops_per_step`` in the median step, over the bf16 peak of all devices.
 
-        The peak is that of bf16 whatever the run computed in, so that runs can be compared:
-        with FP8 it may exceed 1.  None where the device's peak is not known.
+        The peak is that of bf16 for every precision, so that runs can be compared; with FP8 the result may exceed 1.
+        None if the device's peak is not known.
         """
         if self.median_ms is None or self.peak_tflops is None:
             return None
@@ -225,7 +221,7 @@ class TrainingRun(BaseModel):
         return self.model_dump_json(by_alias=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same in plain JSON types."""
+        """The record in plain JSON types."""
         return self.model_dump(mode="json", by_alias=True)
 
 
@@ -238,8 +234,5 @@ def read_runs(path: Path) -> Iterator[TrainingRun]:
 
 
 def write_runs(path: Path, runs: Iterable[TrainingRun]) -> None:
-    """Replace the file by these runs, whole: a reader sees the old one or the new one.  One process writes it.
-
-    Raises OutputError; the old file is untouched then.
-    """
+    """Replace the file by these runs atomically; one process writes it.  Raises OutputError; the old file stays."""
     replace_file(path, "".join(run.to_line() + "\n" for run in runs).encode())

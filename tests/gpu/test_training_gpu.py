@@ -7,7 +7,7 @@ import torch
 
 from attnbench.harness.training.config import TrainConfig
 from attnbench.harness.training.run.parallel import Ranks
-from attnbench.harness.training.run.session import Session, planned
+from attnbench.harness.training.run.session import Session, plan_runs
 from attnbench.harness.training.run.trainable import build
 
 pytestmark = [
@@ -20,7 +20,7 @@ def _rows(folder: Path, steps: int = 24, **settings):
     config = TrainConfig.make(size="tiny", seqlen=1024, batch=4, steps=steps, **settings)
     ranks = Ranks(torch.device("cuda", 0))
     with Session(folder, ranks, checkpoint_every=5) as session:
-        return session.run(planned(config, None, 1), build, lambda row: None)
+        return session.run(plan_runs(config, None, 1), build, lambda row: None)
 
 
 @pytest.mark.parametrize("settings", [{}, {"checkpointing": True}, {"compile": True}, {"attention": "sdpa-flash"}])
@@ -42,7 +42,7 @@ def test_longer_sequences_spend_more_of_a_step_in_attention(tmp_path: Path) -> N
     for seqlen in (512, 4096):
         config = TrainConfig.make(size="tiny", seqlen=seqlen, batch=8192 // seqlen, steps=24, attention="sdpa-flash")
         with Session(tmp_path / str(seqlen), Ranks(torch.device("cuda", 0))) as session:
-            (row,) = session.run(planned(config, None, 1), build, lambda row: None)
+            (row,) = session.run(plan_runs(config, None, 1), build, lambda row: None)
         shares.append(row.attention.share)
     assert shares[1] > 1.5 * shares[0]
 

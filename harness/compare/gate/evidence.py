@@ -1,8 +1,8 @@
-"""How much longer one row takes than before, and how well that is known: the statistics of the gate.
+"""The statistics of the gate: how much longer one row takes than before, and how certain that is.
 
-What replicates is a round of visits, not a sample: samples of one visit share the clock, the cache and the core that
-they found.  A round gives one number, the logarithm of NEW's time over BASE's.  Rounds of one pair of processes share
-their memory's layout, so that processes replicate, too: each pair is a generation.
+The unit of replication is a round of visits, because samples of one visit share the clock, the cache and the core.  A
+round gives one number, the logarithm of NEW's time over BASE's.  Rounds of one pair of processes share their memory's
+layout, so processes are a second level of replication: each pair is a generation.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from scipy import stats
 
 __all__ = ["FEWEST", "SEEN", "Estimate", "combined", "of_generation", "slower", "suspected", "unchanged", "visible"]
 
-FEWEST = 4  # rounds of a generation: of fewer nothing is left of a spread once the outermost are trimmed
-SEEN = 0.95  # the chance with which a slow-down of the size that is called visible is found
-# How sure one must be, as chosen on recorded rounds of an H100 and held on those of an H200 (tests/harness/compare):
-# to measure a row again in other processes, to call it slower once that has been done, and to exclude a slow-down of
-# the limit.
+FEWEST = 4  # rounds of a generation: with fewer, trimming leaves no spread
+SEEN = 0.95  # the probability of finding a slow-down of the size that is called visible
+# Confidence levels, chosen on recorded rounds of an H100 and checked on those of an H200 (tests/harness/compare): to
+# measure a row again in other processes, to call it slower after that, and to exclude a slow-down of the limit.
 _SUSPECTED, _CERTAIN, _EXCLUDED = 0.95, 0.999, 0.99
-_TRIMMED = 0.2  # of the rounds at either end: what holds the host up, or another clock, moves the middle little
+_TRIMMED = 0.2  # of the rounds at either end, so that a delayed host or another clock has little effect
 
 
 class Estimate(NamedTuple):
@@ -34,15 +33,15 @@ class Estimate(NamedTuple):
     freedom: float
 
     def reach(self, chance: float) -> float:
-        """How far the truth may lie above, or below, with that chance at most beyond."""
+        """The distance from the estimate that the truth exceeds, to one side, with a probability of 1 − ``chance``."""
         return float(stats.t.ppf(chance, self.freedom)) * self.deviation
 
 
 def of_generation(rounds: Sequence[float]) -> Estimate | None:
-    """The trimmed mean of a generation's rounds; None where there are too few.
+    """The trimmed mean of a generation's rounds; None if there are too few.
 
-    A fifth is trimmed at either end, and the error taken from the winsorised spread (Yuen, The two-sample
-    trimmed t for unequal population variances, Biometrika 61, 1974).
+    A fifth is trimmed at either end; the error comes from the winsorised spread (Yuen, The two-sample trimmed t for
+    unequal population variances, Biometrika 61, 1974).
     """
     count = len(rounds)
     if count < FEWEST:
@@ -57,11 +56,11 @@ def of_generation(rounds: Sequence[float]) -> Estimate | None:
 
 
 def combined(generations: Sequence[Sequence[float]], floor: float) -> Estimate | None:
-    """One estimate of all generations' rounds; ``floor`` is what processes of the same code lie apart by, at least.
+    """One estimate from all generations' rounds; None if none of them has enough.
 
-    The generations are weighed as studies are whose true effects differ (DerSimonian and Laird, Meta-analysis in
-    clinical trials, Controlled Clinical Trials 7, 1986), with the between-variance that they show where it is
-    larger than the floor's.  None where none of them has rounds enough.
+    Generations are weighted as studies with different true effects (DerSimonian and Laird, Meta-analysis in clinical
+    trials, Controlled Clinical Trials 7, 1986).  Their between-variance is at least that of ``floor``, the deviation
+    between processes of the same code.
     """
     found = [each for rounds in generations if (each := of_generation(rounds)) is not None]
     if not found:
@@ -75,7 +74,7 @@ def combined(generations: Sequence[Sequence[float]], floor: float) -> Estimate |
 
 
 def _between(shifts: npt.NDArray[np.float64], own: npt.NDArray[np.float64]) -> float:
-    """The variance between generations beyond what their own errors explain; 0 where there is one."""
+    """The variance between generations beyond what their own errors explain; 0 for one generation."""
     if shifts.size < 2:
         return 0.0
     weights = 1 / np.maximum(own, 1e-12)
@@ -85,21 +84,21 @@ def _between(shifts: npt.NDArray[np.float64], own: npt.NDArray[np.float64]) -> f
 
 
 def suspected(estimate: Estimate, limit: float) -> bool:
-    """Whether a row may be slower than half-way to the limit (0.03: 3 %), so that other processes have to tell."""
+    """Whether a row may be slower by half of the limit (0.03: 3 %), so that other processes must confirm it."""
     return estimate.shift - estimate.reach(_SUSPECTED) > math.log1p(limit) / 2
 
 
 def slower(estimate: Estimate, limit: float) -> bool:
-    """Whether a row is slower for certain: beyond half-way to the limit, as a true 3 % looks less every other time."""
+    """Whether a row is certainly slower by half of the limit: a true 3 % is measured as less every other time."""
     return estimate.shift - estimate.reach(_CERTAIN) > math.log1p(limit) / 2
 
 
 def unchanged(estimate: Estimate, limit: float, *, confirmed: bool) -> bool:
     """Whether a slow-down of the limit would have been found and can be excluded.
 
-    ``confirmed`` says that it comes from more than one pair of processes.  One alone may have a layout that hides a
-    slow-down, and is believed where it shows a quarter of the limit at most: of rows on a shared CPU that took 5 %
-    longer, half of it let 8 % pass, a quarter 2 %.
+    ``confirmed``: the estimate comes from more than one pair of processes.  The memory layout of a single pair may hide
+    a slow-down, so it must show at most a quarter of the limit: of rows on a shared CPU that took 5 % longer, half of
+    the limit let 8 % pass, a quarter 2 %.
     """
     edge = math.log1p(limit)
     seen = visible(estimate) <= limit and estimate.shift + estimate.reach(_EXCLUDED) < edge
@@ -107,5 +106,5 @@ def unchanged(estimate: Estimate, limit: float, *, confirmed: bool) -> bool:
 
 
 def visible(estimate: Estimate) -> float:
-    """The smallest slow-down that would have been found with a chance of ``SEEN``: 0.021 is 2.1 %."""
+    """The smallest slow-down that would have been found with a probability of ``SEEN``: 0.021 is 2.1 %."""
     return math.expm1(estimate.reach(_EXCLUDED) + estimate.reach(SEEN))

@@ -1,4 +1,4 @@
-"""The gate's way to a verdict: rows visited in turns, in fresh processes where one pair of them does not prove it."""
+"""Run the gate: visit rows in turns, again in new processes if one pair of processes is not enough."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from .sides import SIDES, Side, Sides, Visited
 
 __all__ = ["Gate"]
 
-# Forwards and backwards, then the other way round: drift takes no side, nor does what the first visit after another
-# row's finds.  On an H100 at its power limit the two halves of a round differ by 2 %, in turns up and down.
+# Forwards and backwards, then the other way round, so that neither drift nor the visit to another row just before
+# favours a side.  On an H100 at its power limit the two halves of a round differ by 2 %, alternately up and down.
 _ORDER: tuple[Side, ...] = ("BASE", "NEW", "NEW", "BASE", "NEW", "BASE", "BASE", "NEW")
-_MOST_ROWS = 24  # at a time: each holds its inputs, and what its graphs keep, twice on the device
+_MOST_ROWS = 24  # at a time: each holds its inputs and its graphs' memory twice on the device
 
 
 class Gate:
-    """Visits rows until each is decided, or ``deadline`` (``time.monotonic`` seconds) is over.
+    """Visits rows until each is decided, or ``deadline`` (``time.monotonic`` seconds) has passed.
 
-    ``say`` is told, a line at a time, what is done.
+    ``say`` receives a line of progress at a time.
     """
 
     def __init__(self, sides: Sides, deadline: float, say: Callable[[str], object]) -> None:
         self._sides, self._deadline, self._say = sides, deadline, say
 
     def run(self, rows: Sequence[GateRow]) -> None:
-        """Measure all rows, some at a time, each part with its share of the time; alone what had no room."""
+        """Measure all rows in parts that share the time; rows without enough memory are measured again alone."""
         waiting = [list(rows[start : start + _MOST_ROWS]) for start in range(0, len(rows), _MOST_ROWS)]
         while waiting:
             part = waiting.pop(0)
@@ -38,7 +38,7 @@ class Gate:
                 waiting += [[row] for row in crowded]
 
     def _part(self, rows: Sequence[GateRow], deadline: float) -> list[GateRow]:
-        """Measure the rows side by side; which of them found too little memory beside the others."""
+        """Measure the rows side by side; returns those for which memory did not suffice."""
         crowded: list[GateRow] = []
         for generation in range(MOST_GENERATIONS):
             going = [row for row in rows if row.open and row not in crowded]
@@ -55,7 +55,7 @@ class Gate:
         return crowded
 
     def _begin(self, rows: Sequence[GateRow], *, alone: bool) -> list[GateRow]:
-        """Prepare the rows; which have to wait until there is memory.  The others that were lost are marked so."""
+        """Prepare the rows; returns those that must wait for memory.  Other rows that fail are marked as lost."""
         lost = self._sides.begin([row.question for row in rows])
         crowded = []
         for row in rows:
@@ -69,7 +69,7 @@ class Gate:
         return crowded
 
     def _generation(self, rows: Sequence[GateRow], deadline: float) -> None:
-        """Rounds over all rows that are not settled: a row's own rounds lie apart, so that nothing lasts over them."""
+        """Visit all rows that are not settled in rounds, so that a disturbance falls on many rows, not on one."""
         for number in range(LOOKS[-1] + 1):
             going = [row for row in rows if not row.settled]
             if not going:
@@ -88,7 +88,7 @@ class Gate:
                 self._say(f"{number} rounds: {sum(not row.settled for row in rows)} of {len(rows)} rows are open")
 
     def _round(self, row: GateRow) -> dict[Side, list[Visited]] | None:
-        """Visits of both sides; None where one was lost."""
+        """Visits of both sides; None if one was lost."""
         visits: dict[Side, list[Visited]] = {side: [] for side in SIDES}
         costs = [cost for cost, each in row.series.items() if not each.settled]
         for side in _ORDER:

@@ -1,4 +1,4 @@
-"""What the gate says of its rows, in the words and with the exit codes of a comparison."""
+"""The gate's results as a comparison, with its verdicts and exit codes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WORSE: tuple[RowVerdict, ...] = ("failed", "inaccurate", "slower", "larger", "m
 def outcomes(
     base: Mapping[Key, Measurement], new: Mapping[Key, Measurement], rows: Sequence[GateRow], terms: Terms
 ) -> Regression:
-    """Errors, failures and what is missing from the rows of both sides, times from what the gate measured."""
+    """Compare errors, failures and missing rows of both sides, with the times that the gate measured."""
     changes = {row.question.key: _changes(row) for row in rows if row.lost is None and row.series}
     regression = compare_results(base, new, terms, changes)
     known = {row.question.key: row for row in rows}
@@ -41,7 +41,7 @@ def _changes(row: GateRow) -> dict[Gated, CostChange]:
 
 def _change(cost: Gated, series: Series, estimate: Estimate) -> CostChange:
     either, new = estimate.reach(_INTERVAL), median(series.times["NEW"])
-    # Beside the anchor, BASE's time is what it would have been now.
+    # With an anchor, BASE's time is what it would be now.
     base = new / math.exp(estimate.shift) if series.anchored else median(series.times["BASE"])
     return CostChange(
         cost,
@@ -65,7 +65,7 @@ def _verdict(series: Series, estimate: Estimate) -> Verdict:
 
 
 def _without_times(outcome: Outcome, row: GateRow | None) -> Outcome:
-    """A row that was lost in NEW since its first look has failed; lost in BASE, or never timed, it is uncertain."""
+    """The outcome of a row without times: failed if it was lost in NEW, else uncertain."""
     if row is None or outcome.verdict in _WORSE:
         return outcome
     if row.lost is not None:
@@ -82,9 +82,9 @@ def _without_times(outcome: Outcome, row: GateRow | None) -> Outcome:
 
 
 def minutes_needed(rows: Sequence[GateRow]) -> float | None:
-    """About how many more minutes would settle what is open; None where no time would, or nothing is open.
+    """About how many more minutes would settle the open rows; None if no time would, or none is open.
 
-    Errors shrink with the root of the time: what could have been seen over what is to be seen, squared.
+    Errors shrink with the square root of the time.
     """
     needed = 0.0
     for row in rows:

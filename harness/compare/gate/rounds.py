@@ -1,4 +1,4 @@
-"""The rounds that a gate measured, a line for each cost of each row: what it decided by, and a later gate's base."""
+"""The rounds that a gate measured, a line for each cost of each row: the basis of its verdict and of a later gate."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _Times = Annotated[list[_Milliseconds], Field(max_length=10_000)]
 class Rounds(BaseModel):
     """One cost of one row.
 
-    ``against``: whether BASE was visited, or the anchor, a fixed piece of work.  ``generations`` has, for each pair
-    of processes, the logarithm of NEW's time over the other's in each round; ``times_ms`` both times of each.
+    ``against``: whether BASE was visited, or the anchor, a fixed piece of work.  ``generations`` has, for each pair of
+    processes, the logarithm of NEW's time over the other's in each round; ``times_ms`` both times of each round.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
@@ -43,7 +43,7 @@ class Rounds(BaseModel):
 
 
 def rounds_of(rows: Sequence[GateRow]) -> list[Rounds]:
-    """What the gate's rows hold."""
+    """The rounds of the gate's rows."""
     return [
         Rounds(
             case=row.question.key[0],
@@ -60,12 +60,12 @@ def rounds_of(rows: Sequence[GateRow]) -> list[Rounds]:
 
 
 def rounds_text(rounds: Sequence[Rounds]) -> str:
-    """The file of these rounds."""
+    """The contents of a file of rounds."""
     return "".join(each.model_dump_json(by_alias=True) + "\n" for each in rounds)
 
 
 def read_rounds(path: Path) -> Mapping[tuple[Key, Gated], list[list[float]]]:
-    """The generations against the anchor by row and cost; empty where there is no such file.
+    """The generations against the anchor by row and cost; empty if there is no such file.
 
     Raises MalformedFileError with the line and what was expected there.
     """

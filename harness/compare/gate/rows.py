@@ -1,10 +1,9 @@
-"""Which rows are gated, and the first look at each: whether it still runs, and how accurate it is."""
+"""Select the rows to gate, and take a first look at each: whether it still runs, and how accurate it is."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from statistics import median
 
 import torch
 
@@ -14,22 +13,22 @@ from attnbench.kernels.registry import Registry
 from ...capture.file import PREFIX
 from ...cases.case import Case
 from ...measure.timing import Timer
-from ...results.records import Measurement, Status
+from ...results.records import Measurement
 from ...sweep.devices import Task
 from ..noise import most_run, usual_run
 from ..terms import Gated, Key, Terms
 from .series import GateRow, Series
 from .sides import Question
 
-__all__ = ["MOST_ROWS", "brief_timer", "chosen", "gate_rows", "tasks"]
+__all__ = ["MOST_ROWS", "brief_timer", "choose_rows", "gate_rows", "tasks"]
 
 MOST_ROWS = 20
-_RUNNERS_UP = 1  # of each of the two budgets that a caller has by default: 16 bits, and FP8 opted into
-# Together they are the call: what the device does in either pass, and the host.
+_RUNNERS_UP = 1  # for each of the two default budgets of a caller: 16 bits, and FP8 opted into
+# Together they are the call: the device's work in either pass, and the host.
 _COSTS: dict[str, tuple[Gated, ...]] = {"cuda": ("prepared", "backward", "host"), "cpu": ("call",)}
 
 
-def chosen(base: Mapping[Key, Measurement], most: int = MOST_ROWS) -> list[Measurement]:
+def choose_rows(base: Mapping[Key, Measurement], most: int = MOST_ROWS) -> list[Measurement]:
     """The fastest accurate plan of each case in 16 bits and in FP8, as ``auto`` chooses, then the runners-up.
 
     Of the runners-up the closest to the fastest come first; ``most`` rows in all.
@@ -38,12 +37,12 @@ def chosen(base: Mapping[Key, Measurement], most: int = MOST_ROWS) -> list[Measu
     others: dict[Key, float] = {}
     for own in _by_case(base).values():
         for rivals in (own, [row for row in own if not row.plan.fp8]):
-            ranked = sorted(rivals, key=_call)
+            ranked = sorted(rivals, key=Measurement.median_ms)
             for place, row in enumerate(ranked[: 1 + _RUNNERS_UP]):
                 if place == 0:
                     winners[row.key] = row
                 else:
-                    behind = _call(row) / _call(ranked[0])
+                    behind = row.median_ms() / ranked[0].median_ms()
                     others[row.key] = min(behind, others.get(row.key, behind))
     runners_up = sorted(others.keys() - winners.keys(), key=lambda key: (others[key], key[0], str(key[1])))
     return [*winners.values(), *(base[key] for key in runners_up)][:most]
@@ -57,34 +56,28 @@ def _by_case(base: Mapping[Key, Measurement]) -> Mapping[str, list[Measurement]]
     return cases
 
 
-def _call(row: Measurement) -> float:
-    return median(row.time_ms["call"])
-
-
 def repeatable(row: Measurement) -> bool:
-    """Whether a case with the row's name and spec asks the same again: captured inputs lie in a file of their own."""
+    """Whether the row's inputs can be drawn again from its case's name and spec: captured inputs cannot."""
     return row.measured and not any(family.startswith(PREFIX) for family in row.error)
 
 
 def tasks(rows: Sequence[Measurement], registry: Registry, device: torch.device) -> Iterator[Task]:
-    """The rows as a sweep of NEW asks them."""
+    """The rows as tasks of a sweep of NEW."""
     facts = describe(device)
     for row in rows:
-        status, reasons = registry.reasons(row.plan, row.spec, facts)
-        known: Status = "ok" if status == "ok" else "unavailable" if status == "unavailable" else "refused"
-        yield Task(Case(row.case, row.spec, tuple(row.error)), row.plan, known, tuple(reasons))
+        yield Task.of(Case(row.case, row.spec, tuple(row.error)), row.plan, registry, facts)
 
 
 def brief_timer(device: torch.device) -> Timer:
-    """For the first look, whose times decide nothing."""
+    """A timer for the first look, whose times decide nothing."""
     return replace(Timer.for_device(device), limit=0.02, fewest=1, narrow=1.0)
 
 
 def _between_runs(cost: str, device_type: str, *, same_gpu: bool) -> float:
-    """What two runs of the same code beside the anchor lie apart by: a deviation of logarithms.
+    """The deviation, in logarithms, between two runs of the same code beside the anchor.
 
-    Three runs in a row on one H200, five rows of 0.6 to 1.3 ms, lay 0.1 % apart and 0.22 % at most; 0.4 % are
-    supposed.  Elsewhere the anchor has not been shown to help.
+    Three consecutive runs on one H200, five rows of 0.6 to 1.3 ms, were 0.1 % apart and 0.22 % at most; 0.4 % is
+    assumed.  On other devices the anchor has not been shown to help.
     """
     if device_type == "cpu" or cost == "host":
         return usual_run("cpu" if device_type == "cpu" else "host")
@@ -100,7 +93,7 @@ def gate_rows(
     *,
     same_gpu: bool = True,
 ) -> list[GateRow]:
-    """The rows with the costs that are gated; ``recorded`` are BASE's rounds where it is not visited itself."""
+    """The rows with their gated costs; ``recorded`` are BASE's rounds if BASE is not visited itself."""
     names = _COSTS[device.type] if costs is None else costs
     found = []
     for number, row in enumerate(rows):

@@ -24,7 +24,7 @@ from ..terms import Gated, Key, Terms
 from .gate import Gate
 from .outcome import minutes_needed, outcomes
 from .rounds import ROUNDS, Rounds, read_rounds, rounds_of
-from .rows import brief_timer, chosen, gate_rows, repeatable, tasks
+from .rows import brief_timer, choose_rows, gate_rows, repeatable, tasks
 from .series import GateRow
 from .sides import SECONDS, Sides
 
@@ -34,14 +34,14 @@ _Recorded = Mapping[tuple[Key, Gated], list[list[float]]]
 
 
 class UnlikeMachinesError(AttnbenchError):
-    """BASE is another machine's, so that its times say nothing of this one."""
+    """BASE was measured on another machine, so its times cannot be compared with this one's."""
 
     exit_code = 3
 
 
 @dataclass(frozen=True)
 class GateRun:
-    """The verdict, the gated rows of BASE and NEW, their rounds, and in a sentence how much was measured."""
+    """The verdict, the gated rows of BASE and NEW, their rounds, and a sentence on how much was measured."""
 
     regression: Regression
     base: Mapping[Key, Measurement]
@@ -64,20 +64,20 @@ def run_gate(
     say: Callable[[str], object] = print,
     source: str = INSTALLED,
 ) -> GateRun:
-    """Gate rows of BASE, those that ``auto`` chooses and their runners-up or ``every`` one, within so many minutes.
+    """Gate rows of BASE within so many minutes: those that ``auto`` chooses and their runners-up, or ``every`` one.
 
-    BASE is visited in the environment of ``base_python``, or known by the rounds that an earlier gate left in its
-    folder.  ``folder`` gets NEW's rows.  ``say`` is told what is done, ``source`` names the registry's
-    function, for tests.
+    BASE is visited in the environment of ``base_python``; without one, the rounds that an earlier gate left in BASE's
+    folder are used.  NEW's rows are written to ``folder``.  ``say`` receives lines of progress, ``source`` names the
+    registry's function, for tests.
 
-    Raises MisuseError where there is nothing to gate, or BASE's environment cannot take part; UnlikeMachinesError;
-    MalformedFileError where BASE is damaged; OutputError where the folder cannot be written.
+    Raises MisuseError if there is nothing to gate or BASE's environment cannot take part; UnlikeMachinesError;
+    MalformedFileError if BASE is damaged; OutputError if the folder cannot be written.
     """
     start = time.monotonic()
     registry = registry_of(source)
     environment = Environment.detect(device, registry)
     known = _known(rows_of(base), cases, base)
-    wanted = known if every else {row.key: row for row in chosen(known)}
+    wanted = known if every else {row.key: row for row in choose_rows(known)}
     if not wanted:
         raise MisuseError(f"{base} has no row to gate: none has numbers and inputs that can be drawn again")
     recorded = None if base_python is not None else _recorded(base, wanted, environment)
@@ -99,14 +99,14 @@ def run_gate(
 
 
 def _known(rows: Mapping[Key, Measurement], cases: Collection[str], base: Path) -> dict[Key, Measurement]:
-    """The rows that can be measured again, of these cases where some are named."""
+    """The rows that can be measured again, of these cases if any are named."""
     if unknown := sorted(set(cases) - {case for case, _ in rows}):
         raise MisuseError(f"{base} has no case {unknown[0][:100]!r}")
     return {key: row for key, row in rows.items() if repeatable(row) and (not cases or key[0] in cases)}
 
 
 def _recorded(base: Path, wanted: Mapping[Key, Measurement], environment: Environment) -> _Recorded:
-    """BASE's own rounds.  Raises UnlikeMachinesError: no anchor makes up for another machine."""
+    """BASE's recorded rounds.  Raises UnlikeMachinesError: an anchor cannot compensate for another machine."""
     for row in wanted.values():
         if unlike := machine_differences(row.environment, environment):
             raise UnlikeMachinesError(
@@ -123,7 +123,7 @@ def _first_look(
     folder: Path,
     say: Callable[[str], object],
 ) -> dict[Key, Measurement]:
-    """NEW's row of each: errors, memory, the first run, and whether it runs at all."""
+    """NEW's row for each: errors, memory, the first run, and whether it runs at all."""
     say(f"a first look at {len(rows)} rows")
     asked = list(tasks(rows, registry, setup.device))
     with Store(folder, setup.environment) as store:
@@ -132,7 +132,7 @@ def _first_look(
 
 
 def _advice(rows: Sequence[GateRow], minutes: float, recorded: _Recorded | None) -> str:
-    """What would make it certain."""
+    """What would make the result certain."""
     if recorded is not None and not recorded:
         return "BASE has no rounds of an earlier gate: --base-python measures the old code, or make this run the base"
     if any(row.lost is None and not row.known for row in rows):

@@ -1,4 +1,4 @@
-"""One row at the gate: rounds of visits by cost, and what is decided from them at each look."""
+"""One row at the gate: rounds of visits by cost, and what is decided from them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["LOOKS", "MOST_GENERATIONS", "Finding", "GateRow", "Series", "floor_o
 
 Finding = Literal["slower", "same", "open"]
 
-# After how many rounds of a generation it is asked whether a row is decided: each time as many again, by half.
+# The numbers of rounds of a generation after which a decision is tried: each about half as many again.
 LOOKS = (5, 7, 10, 14, 20, 28, 40)
 MOST_GENERATIONS = 4
-_FOR_LATER = 2  # generations of a row that BASE has no times of: a later gate's base
-_HOST_MATTERS = 0.5  # of the device's time: a host that needs less is ahead of it, whatever becomes of it
+_FOR_LATER = 2  # generations of a row without times of BASE: they are a later gate's base
+_HOST_MATTERS = 0.5  # of the device's time: a host that needs less is always ahead of the device
 
 
 def floor_of(cost: str, ms: float, device_type: str) -> float:
-    """What the logarithms of two processes' times differ by, though they run the same code: a standard deviation.
+    """The standard deviation between the logarithms of two processes' times, though they run the same code.
 
-    As seen in three pairs of processes of 27 rows on an H100: of kernels of 0.15 ms and more nine in ten lay less
-    than 0.3 % apart, those of 16, 27 and 32 us about 4, 4 and 2 %, as if 0.7 us were added here and there.  On a
-    shared CPU eight rows of 20 to 140 ms lay 0.5 % apart in the median.
+    Seen in three pairs of processes of 27 rows on an H100: of kernels of 0.15 ms and more nine in ten were less than
+    0.3 % apart, those of 16, 27 and 32 us about 4, 4 and 2 %, as if 0.7 us were added now and then.  On a shared CPU
+    eight rows of 20 to 140 ms were 0.5 % apart in the median.
     """
     if cost == "host":
         return 0.03
@@ -38,9 +38,9 @@ def floor_of(cost: str, ms: float, device_type: str) -> float:
 class Series:
     """The rounds of one cost, by generation: logarithms of NEW's time over BASE's.
 
-    ``limit`` is the slow-down to be found (0.03: 3 %); ``recorded`` are BASE's own generations where its times were
-    taken beside the anchor once, as NEW's are now, and ``run`` is what two runs beside it lie apart by, which no
-    process of this run shows.  None and 0 where BASE is visited itself.
+    ``limit`` is the slow-down to be found (0.03: 3 %).  If BASE is not visited itself, ``recorded`` holds its
+    generations, measured earlier beside the anchor as NEW's are now, and ``run`` is the deviation between two such
+    runs.  None and 0 if BASE is visited.
     """
 
     cost: Gated
@@ -60,31 +60,31 @@ class Series:
 
     @property
     def unknown(self) -> bool:
-        """Whether there are no times of BASE, so that NEW's are taken for a later gate alone."""
+        """Whether BASE has no times, so that NEW's only serve a later gate."""
         return self.recorded == []
 
     @property
     def floor(self) -> float:
-        """Of two processes' times."""
+        """The deviation between two processes of the same code."""
         return floor_of(self.cost, median(self.times["NEW"]), self.device_type)
 
     @property
     def estimate(self) -> Estimate | None:
-        """From all rounds; None where there are too few, or BASE's times are not known."""
+        """From all rounds; None if there are too few, or BASE's times are not known."""
         return self._against_base(combined(self.generations, self.floor)) if self.times["NEW"] else None
 
     def renew(self) -> None:
-        """Begin a generation; one that got no round is not one."""
+        """Begin a generation, unless the last one got no round."""
         if not self.generations or self.generations[-1]:
             self.generations.append([])
         self.settled = self.finding != "open"
 
     def add(self, visits: dict[Side, list[float]]) -> None:
-        """Take in a round: each side's visits, milliseconds.
+        """Add a round: each side's visits, milliseconds.
 
-        A side's time is that of its quickest visit, because what holds up a visit (another process, a clock at the
-        power limit) makes it longer and none shorter: on an H100 rounds are 0.24 % apart so, by their means 0.64 %.
-        A host's visits are long or short by where the system puts the process, so of them it is the median.
+        A side's time is that of its fastest visit, because a disturbance (another process, a clock at the power limit)
+        only makes a visit longer: on an H100 rounds are then 0.24 % apart, with means 0.64 %.  The host's time is the
+        median of its visits, which depend on the core that the system has given the process.
         """
         middle = median if self.cost == "host" else min
         for side in SIDES:
@@ -92,7 +92,7 @@ class Series:
         self.generations[-1].append(math.log(self.times["NEW"][-1] / self.times["BASE"][-1]))
 
     def look(self, *, last: bool = False) -> None:
-        """Ask whether the cost is decided, or settled for this generation, if it is time to: ``last`` is always."""
+        """Decide the cost, or settle it for this generation, after a number of rounds in LOOKS or if ``last``."""
         rounds = self.generations[-1]
         if self.settled or (len(rounds) not in LOOKS and not last):
             return
@@ -103,16 +103,16 @@ class Series:
         elif not confirmed:
             self.settled = together is not None and suspected(together, self.limit)
         elif together is not None and alone is not None and slower(together, self.limit):
-            # The processes that raised the suspicion do not confirm it themselves.
+            # The processes that raised the suspicion cannot confirm it.
             shown = alone.shift > math.log1p(self.limit) / 2
             self.finding, self.settled = ("slower", True) if shown else (self.finding, self.settled)
-        # Where the rounds are many and what is left is between processes, only other processes can tell.
+        # If the remaining uncertainty lies between processes, only other processes can reduce it.
         between = self._lowest_visible(len(self.generations)) > self.limit
         self.settled |= len(rounds) >= LOOKS[-1] or ((between or self.unknown) and len(rounds) >= LOOKS[2])
 
     @property
     def floor_is_too_high(self) -> bool:
-        """Whether processes of the same code lie too far apart for any number of rounds to show the limit."""
+        """Whether processes of the same code differ too much for any number of rounds to show the limit."""
         return self._lowest_visible(MOST_GENERATIONS) > self.limit
 
     def _lowest_visible(self, generations: int) -> float:
@@ -130,7 +130,7 @@ class Series:
 
 @dataclass
 class GateRow:
-    """A row, its series by cost, and where and why it was lost if it was."""
+    """A row, its series by cost, and if it was lost, the side and the reason."""
 
     question: Question
     series: dict[Gated, Series]
@@ -139,7 +139,7 @@ class GateRow:
 
     @property
     def open(self) -> bool:
-        """Whether another generation may tell more."""
+        """Whether another generation may decide more."""
         return self.lost is None and any(
             each.finding == "open" and len(each.generations) < (_FOR_LATER if each.unknown else MOST_GENERATIONS)
             for each in self.series.values()
@@ -152,7 +152,7 @@ class GateRow:
 
     @property
     def settled(self) -> bool:
-        """Whether this generation has told what it can."""
+        """Whether this generation cannot decide more."""
         return self.lost is not None or all(each.settled for each in self.series.values())
 
     def renew(self) -> None:
@@ -161,25 +161,25 @@ class GateRow:
             each.renew()
 
     def add(self, visits: dict[Side, list[Visited]]) -> None:
-        """Take in a round of visits, and look."""
+        """Add a round of visits, and try to decide."""
         for cost, series in self.series.items():
             if not series.settled:
                 series.add({side: [each[cost] for each in visits[side]] for side in SIDES})
                 series.look()
 
     def look(self) -> None:
-        """Judge what there is, because no more will come."""
+        """Decide with the rounds there are, because no more will come."""
         for each in self.series.values():
             if each.generations and each.times["NEW"]:
                 each.look(last=True)
 
     def leave_out_an_idle_host(self) -> None:
-        """Drop the host's time where the device's is so much longer that nobody waits for the host."""
+        """Drop the host's time if the device's is so much longer that the device never waits for the host."""
         host = self.series.get("host")
         if host is None:
             return
         device = sum(median(each.times["NEW"]) for cost, each in self.series.items() if cost != "host")
-        # Where BASE has no rounds of it, its host was idle: a host that is only just over the line has not changed.
+        # If BASE has no rounds of it, its host was idle: a host just above the threshold has not changed.
         matters = 2 * _HOST_MATTERS if host.unknown else _HOST_MATTERS
         if median(host.times["NEW"]) < matters * device:
             del self.series["host"]

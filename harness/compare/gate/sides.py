@@ -1,4 +1,4 @@
-"""BASE and NEW as the gate sees them: processes of two environments that hold the same rows, visited in turns."""
+"""BASE and NEW for the gate: processes of two environments that hold the same rows and are visited in turns."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ __all__ = ["SECONDS", "SIDES", "Question", "Side", "Sides", "Visited"]
 Side = Literal["BASE", "NEW"]
 SIDES: tuple[Side, Side] = ("BASE", "NEW")
 _MODULE = "attnbench.harness.compare.gate.worker"
-# glibc's malloc gives memory back, or keeps it, by what happened to be freed first: two processes of the same code
-# were 19 % apart on a CPU in a kernel with large temporaries, and 1 % with these.
+# Whether glibc's malloc returns memory depends on what was freed first: two processes of the same code were 19 % apart
+# on a CPU in a kernel with large temporaries, and 1 % with these settings.
 _STEADY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
-# Of this environment, which must not stand in for the other's packages.
+# This environment's path must not replace the other environment's packages.
 _WITHOUT_OURS = {"PYTHONPATH": ""}
 SECONDS = 300.0  # that one request to a process may take before it is a hang
 _MOST_REVIVALS = 3  # of a process that dies while its rows are visited
@@ -42,7 +42,7 @@ Visited = Mapping[str, float]  # by cost, the median of a visit's samples in mil
 
 @dataclass(frozen=True)
 class Question:
-    """What a row asks of both sides: its number, case and plan, spec, and the input family it is timed on."""
+    """A row to measure on both sides: its number, case and plan, spec, and the input family for its timing."""
 
     number: int
     key: Key
@@ -51,30 +51,29 @@ class Question:
 
     @property
     def plan(self) -> Plan:
-        """The plan that answers."""
+        """The row's plan."""
         return self.key[1]
 
     @property
     def backend(self) -> str:
-        """Whose process it is measured in."""
+        """The backend in whose process it is measured."""
         return backend_of(self.plan.forward)
 
 
 class Sides:
-    """The processes, one for each side and backend, kept from row to row until the context is left.
+    """The processes, one for each side and backend, kept until the context is left.
 
-    ``base`` is the Python of the environment that holds the old code; None where there is none, and a fixed piece
-    of work, the anchor, stands in its place.  ``source`` names the registry's function, for tests.  Used from one
-    thread, which must live as long as the context.
+    ``base`` is the Python of the environment with the old code; None if a fixed piece of work, the anchor, takes its
+    place.  ``source`` names the registry's function, for tests.  Used from one thread, which must outlive the context.
     """
 
     def __init__(self, device: torch.device, base: Path | None, source: str = INSTALLED) -> None:
         self._device, self._base, self._source = device, base, source
         self._workers: dict[_Place, Worker] = {}
-        self._begun: dict[tuple[Side, int], int] = {}  # in which of its worker's processes
+        self._begun: dict[tuple[Side, int], int] = {}  # the generation of the worker that has the row
         self._revivals: Counter[_Place] = Counter()
         self._unrecordable: set[tuple[Side, int]] = set()
-        # The system ties a process to the thread that started it, so these live as long as the processes.
+        # The system ties a process to the thread that started it, so this pool lives as long as the processes.
         self._pool = ThreadPoolExecutor(max(1, usable_cores() // 2), thread_name_prefix="gate")
 
     def __enter__(self) -> Sides:
@@ -85,7 +84,7 @@ class Sides:
         self._pool.shutdown()
 
     def close(self) -> None:
-        """End every process: what is begun next starts in new ones."""
+        """End every process; the next rows start new ones."""
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()
@@ -98,39 +97,36 @@ class Sides:
         return self._base is None
 
     def start(self, questions: Iterable[Question]) -> None:
-        """Let the processes import what they need, without waiting for them."""
+        """Start the processes, which import what they need, without waiting for them."""
         for side in SIDES:
             for backend in {each.backend for each in questions}:
                 with suppress(LostError):  # the first request to it says why
                     self._worker(side, backend).start()
 
     def introduce(self, question: Question, say: Callable[[str], object]) -> None:
-        """Say which environments are compared, as the processes of a row's backend know them.
-
-        Raises MisuseError where BASE's cannot take part at all.
-        """
+        """Say which environments are compared.  Raises MisuseError if BASE's cannot take part."""
         if self.anchored:
             return
-        told = {}
+        facts = {}
         for side in SIDES:
             try:
-                told[side] = self._about((side, question.backend))
+                facts[side] = self._about((side, question.backend))
             except LostError as error:
                 if side == "BASE" and _TOO_OLD in error.reason:
                     raise MisuseError(f"{self._base} has no attnbench with a gate") from error
-                return  # the backend's own fault, and said with its rows
-            say(f"{side}: {', '.join(f'{name} {value}' for name, value in told[side].items())}")
-        if told["BASE"] == told["NEW"]:
+                return  # the backend's own fault; its rows report it
+            say(f"{side}: {', '.join(f'{name} {value}' for name, value in facts[side].items())}")
+        if facts["BASE"] == facts["NEW"]:
             say("both environments say the same of themselves: is the old one really the old one?")
 
     def _about(self, place: _Place) -> dict[str, str]:
         if (spoken := self._ask(place, "protocol")) != PROTOCOL:
             raise MisuseError(f"{self._base}: its attnbench speaks the gate's protocol {spoken}, not {PROTOCOL}")
-        told: dict[str, str] = self._ask(place, "about")
-        return told
+        facts: dict[str, str] = self._ask(place, "about")
+        return facts
 
     def begin(self, questions: Sequence[Question]) -> dict[int, tuple[Side, LostError]]:
-        """Prepare the rows on both sides, several processes at a time: which were lost, where, and why."""
+        """Prepare the rows on both sides, several processes at a time; returns those lost, with side and reason."""
         self.start(questions)
         lost: dict[int, tuple[Side, LostError]] = {}
 
@@ -164,7 +160,7 @@ class Sides:
         return {cost: median(samples[cost]) for cost in costs if samples.get(cost)}
 
     def end(self, question: Question) -> None:
-        """Let go of a row on both sides; a process that dies of that is replaced when it is next asked."""
+        """Release a row on both sides; a process that dies of it is replaced by the next request."""
         for side in SIDES:
             place = side, question.backend
             worker, begun = self._workers.get(place), self._begun.pop((side, question.number), None)

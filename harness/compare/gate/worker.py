@@ -1,7 +1,7 @@
-"""A worker of the gate: plans of many cases, prepared side by side, each sampled whenever it is asked for.
+"""A worker of the gate: plans of many cases, prepared side by side, each sampled on request.
 
-The environment that holds the old code runs this too, in its own version.  So what crosses the pipe is made of
-plain values alone, and ``PROTOCOL`` counts up when their meaning changes.
+The environment with the old code runs its own version of this module.  So only plain values cross the pipe, and
+``PROTOCOL`` counts up when their meaning changes.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from ...measure.worker import main as serve
 __all__ = ["PROTOCOL", "GateWorker", "main"]
 
 PROTOCOL = 1
-# Seconds of samples on a GPU, whose rounds scatter by its clock, not by the samples of one visit.
+# Seconds of samples on a GPU, where rounds vary with the clock more than samples within a visit.
 _VISIT = 0.005
-_COUNTED = 20_000  # to which the anchor's host counts: under a millisecond
+_COUNTED = 20_000  # the anchor's host work, counting to this number, takes less than a millisecond
 
 
 class GateWorker:
-    """Rows by number, each a case with one input family and a plan.  Methods are requests, and may raise anything."""
+    """Rows by number, each a case with one input family and a plan.  Methods are requests and may raise anything."""
 
     def __init__(self, source: str, timer: Timer) -> None:
         self._source, self._timer = source, timer
@@ -45,15 +45,15 @@ class GateWorker:
             torch.cuda.set_device(timer.device)
 
     def protocol(self) -> int:
-        """What this end of the pipe speaks."""
+        """The protocol of this end of the pipe."""
         return PROTOCOL
 
     def about(self) -> dict[str, str]:
-        """Which attnbench and torch these are."""
+        """The versions of attnbench and torch."""
         return {"attnbench": __version__, "commit": own_commit() or "unknown", "torch": str(torch.__version__)}
 
     def begin(self, row: int, name: str, spec: Mapping[str, Any], family: str, plan: str) -> float:
-        """Prepare a row, and run it for the first time: the milliseconds that took."""
+        """Prepare a row and run it for the first time; returns the milliseconds."""
         if name not in self._cases:
             case = Case(name, AttentionSpec.from_dict(spec), (family,))
             self._cases[name] = OpenCase(case, registry_of(self._source), self._timer.device)
@@ -68,7 +68,7 @@ class GateWorker:
     def visit(self, row: int, costs: list[str], replay: bool) -> dict[str, list[float]]:
         """Samples of these costs, milliseconds; ``host`` is the host's part of each call.
 
-        ``worn`` is 1 where a call could not be recorded as a CUDA graph, after which the process is to be replaced.
+        ``worn`` is 1 if a call could not be recorded as a CUDA graph; the process must then be replaced.
         """
         trial = self._trials[row]
         trial.case.load_first()
@@ -78,9 +78,9 @@ class GateWorker:
         return samples | {"host": visit.host_ms, "worn": [float(visit.worn)]}
 
     def anchor(self, row: int, costs: list[str], replay: bool) -> dict[str, list[float]]:
-        """The same of a piece of work that no version of attnbench changes, under the name of every cost.
+        """The same for a piece of work that no version of attnbench changes, under the name of every cost.
 
-        The device multiplies two matrices, as long as attention on 1k tokens takes; the host counts.
+        The device multiplies two matrices, which takes as long as attention on 1k tokens; the host counts.
         """
         device = self._timer.device
         if self._anchor is None:
@@ -95,7 +95,7 @@ class GateWorker:
         return {cost: [host] if cost == "host" else taken.device_ms for cost in costs}
 
     def end(self, row: int) -> None:
-        """Let go of a row, and of its case with the last."""
+        """Release a row, and its case if no other row has it."""
         case = self._trials.pop(row).case
         if all(each.case is not case for each in self._trials.values()):
             del self._cases[case.case.name]
@@ -104,12 +104,12 @@ class GateWorker:
 
 
 def _made(setting: Mapping[str, Any]) -> GateWorker:
-    """What serves a setting: source, device and threads."""
+    """The worker for a setting with source, device and threads."""
     torch.set_num_threads(setting["threads"])
     timer = Timer.for_device(torch.device(setting["device"]))
     return GateWorker(setting["source"], replace(timer, visit=_VISIT) if timer.device.type == "cuda" else timer)
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Serve the connection that was inherited as ``descriptor``."""
+    """Serve the inherited connection ``descriptor``."""
     serve(descriptor, parent, _made)

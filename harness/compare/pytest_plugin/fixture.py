@@ -1,4 +1,4 @@
-"""What the fixture ``attention_benchmark`` does: measure a plan as a sweep does, report it to pytest-benchmark."""
+"""The fixture ``attention_benchmark``: measure a plan as a sweep does, and report it to pytest-benchmark."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,7 +25,7 @@ from ...measure.setup import DeviceSetup
 from ...measure.timing import COSTS, Cost, Timer
 from ...results.records import Measurement, Status
 from ...sweep.device_sweep import DeviceSweep
-from ...sweep.rows import passed_over
+from ...sweep.rows import unmeasured_row
 from .samples import Benchmark, Replay, hand_over
 
 if TYPE_CHECKING:
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["AttentionBenchmark", "SessionDevices", "unlike"]
 
-# Of a row, beside its samples: what was measured, how, and how wrong it is.
-_TOLD = (
+# The fields of a row that go to extra_info, beside its samples.
+_EXTRA_INFO = (
     "plan",
     "spec",
     "status",
@@ -55,10 +54,10 @@ _TOLD = (
 
 
 class SessionDevices:
-    """The devices that a pytest session has measured on, each with its backends' processes until the session ends.
+    """The devices of a pytest session, each with its backends' processes until the session ends.
 
-    ``most_seconds`` is how long a plan's samples may take at the most; a device's own limit
-    (attnbench.harness.measure.timing.Timer) holds where it is shorter.
+    ``most_seconds`` limits a plan's sampling time; a device's own limit (attnbench.harness.measure.timing.Timer)
+    applies if it is shorter.
     """
 
     def __init__(self, most_seconds: float) -> None:
@@ -68,7 +67,7 @@ class SessionDevices:
 
     @property
     def environments(self) -> dict[str, Environment]:
-        """By the name of the device."""
+        """The environments by device name."""
         return {str(device): sweep.setup.environment for device, sweep in self._sweeps.items()}
 
     def measure(self, case: Case, plan: Plan, device: torch.device, max_error: float | None, once: bool) -> Measurement:
@@ -78,8 +77,8 @@ class SessionDevices:
         status, reasons = sweep.setup.registry.reasons(plan, case.spec, describe(device))
         if status != "ok":
             known: Status = "refused" if status == "refused" else "unavailable"
-            return passed_over(case, plan, known, reasons, sweep.setup)
-        _quiet()
+            return unmeasured_row(case, plan, known, reasons, sweep.setup)
+        _quiesce()
         (row,) = [event for event in sweep.measure(case, [plan]) if isinstance(event, Measurement)]
         return row
 
@@ -96,16 +95,14 @@ class SessionDevices:
     def __enter__(self) -> SessionDevices:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._open.close()
 
 
 class AttentionBenchmark:
     """The fixture: called once in a test, with a plan and a spec.
 
-    ``gatekeeper`` holds its rows against an older environment, where the session has one.
+    ``gatekeeper`` compares its rows with an older environment, if the session has one.
     """
 
     def __init__(
@@ -130,23 +127,20 @@ class AttentionBenchmark:
     ) -> Measurement:
         """Measure the plan on the spec in a process of its own, judge its answers, and report its samples.
 
-        ``plan`` is written ``fa3:fp8``, or ``fa3:fp8>fa4:bf16`` where the spec trains.  The samples of ``cost``
-        (kernel, prepared, backward, call) become the benchmark's, in seconds; the errors on each of
-        ``families``, which are drawn for the spec, and the conditions its ``extra_info``.
-        ``device`` is auto (the first GPU, else the CPU), cpu, cuda or cuda:N.  ``max_error`` is
-        the largest error with which an FP8 plan is ``ok``, its class's own unless given.
+        ``plan`` is written ``fa3:fp8``, or ``fa3:fp8>fa4:bf16`` for training.  The samples of ``cost`` (kernel,
+        prepared, backward, call) become the benchmark's, in seconds; the errors on each of ``families``, drawn for the
+        spec, and the conditions become its ``extra_info``.  ``device`` is auto (the first GPU, else the CPU), cpu, cuda
+        or cuda:N.  ``max_error`` is the largest error for which an FP8 plan is ``ok``, by default its class's.
 
-        The row is what a sweep would have written.  A plan with another status than ``ok`` fails
-        the test with the reason, an inaccurate one after its times were reported; with
-        ``optional`` a plan that is not available or refuses the spec skips it instead.
-        With ``--attention-base-python`` an ``ok`` row is also visited in that environment, in
-        turns with this one: it fails where it is slower here, or that could not be told.  With
-        ``gate=False`` it is not, as a plan that the other environment does not have must be.
-        Where benchmarks are disabled (``--benchmark-disable``, xdist) the plan is judged all
-        the same, but timed as little as can be, and nothing is gated or reported.
+        Returns the row that a sweep would write.  A plan with another status than ``ok`` fails the test with the
+        reason, an inaccurate one after its times were reported; with ``optional`` a plan that is unavailable or refuses
+        the spec skips it.  With ``--attention-base-python`` an ``ok`` row is also visited in that environment, in turns
+        with this one: the test fails if the row is slower here, or that remains uncertain.  ``gate=False`` turns this
+        off, for a plan that the other environment does not have.  If benchmarks are disabled (``--benchmark-disable``,
+        xdist) the plan is judged as usual but timed as little as possible, and nothing is gated or reported.
 
-        Raises InputError or UnknownBackendError where what is asked for does not exist,
-        MisuseError where it makes no sense together; pytest then shows the test's own line alone.
+        Raises InputError or UnknownBackendError for something that does not exist, MisuseError for arguments that do
+        not fit together; pytest then shows the test's own line alone.
         """
         __tracebackhide__ = True
         try:
@@ -175,7 +169,7 @@ class AttentionBenchmark:
         device: str,
         max_error: float | None,
     ) -> tuple[Measurement, torch.device]:
-        """The row, and the device that it was measured on."""
+        """The row and the device that it was measured on."""
         plan = plan if isinstance(plan, Plan) else Plan.parse(plan)
         case = Case(str(spec), spec, tuple(families))
         place = find(device)
@@ -187,30 +181,30 @@ class AttentionBenchmark:
         return self._devices.measure(case, plan, place, max_error, self._benchmark.disabled), place
 
     def _gate(self, row: Measurement, cost: Cost, device: torch.device) -> GateVerdict | None:
-        """What the older environment shows of the row; None where nothing is to be held against it."""
+        """The gate's verdict on the row; None if the row is not gated."""
         if self._gatekeeper is None or row.status != "ok":
             return None
         if self._benchmark.disabled:
             said = "--attention-base-python gates nothing where benchmarks are disabled"
             warnings.warn(AttnbenchWarning(said), stacklevel=3)
             return None
-        _quiet()
+        _quiesce()
         return self._gatekeeper.judge(row, cost, device)
 
     def _report(self, row: Measurement, cost: Cost, device: torch.device, verdict: GateVerdict | None) -> None:
         benchmark, data = self._benchmark, row.to_dict()
         data |= data["correctness"] | data["performance"]
-        if benchmark.group is None:  # what stands in one table can be compared
+        if benchmark.group is None:  # rows in one table are comparable
             benchmark.group = f"{row.spec}, {cost} on {device}"
-        told = {name: data[name] for name in _TOLD if data[name] is not None}
-        benchmark.extra_info.update({"cost": cost, "device": str(device), **told})
+        facts = {name: data[name] for name in _EXTRA_INFO if data[name] is not None}
+        benchmark.extra_info.update({"cost": cost, "device": str(device), **facts})
         if verdict is not None:
-            benchmark.extra_info["gate"] = verdict.told
+            benchmark.extra_info["gate"] = verdict.details
         hand_over(benchmark, self._clock, [sample / 1e3 for sample in row.time_ms[cost]], row.performance.timer)
 
 
 def unlike(saved: Any) -> Iterator[AttnbenchWarning]:
-    """What makes times that were saved with these environments (by device, as written) incomparable with new ones."""
+    """Warnings for saved environments (by device) whose times cannot be compared with new ones."""
     for name, data in saved.items() if isinstance(saved, dict) else [("an unknown device", saved)]:
         try:
             before = Environment.from_dict(data)
@@ -225,8 +219,8 @@ def _costs(spec: AttentionSpec) -> list[Cost]:
     return [cost for cost in COSTS if spec.training or cost != "backward"]
 
 
-def _quiet() -> None:
-    """What this process has queued on a GPU would be timed with the plan, and what it keeps there be missing."""
+def _quiesce() -> None:
+    """Finish this process's GPU work, which would be timed with the plan, and release its cached memory."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

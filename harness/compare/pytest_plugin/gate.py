@@ -1,4 +1,4 @@
-"""The gate behind the fixture ``attention_benchmark``: a plan visited in turns with itself in an older environment."""
+"""The gate of the fixture ``attention_benchmark``: a plan visited in turns with itself in an older environment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,20 +27,20 @@ from ..terms import Limits, Terms
 __all__ = ["GateVerdict", "Gatekeeper"]
 
 _HOST = 0.5  # of the host's part of a call on a GPU, as for `attnbench gate`
-_TOLD = ("verdict", "certain", "visible", "limits", "costs", "reasons")
+_DETAILS = ("verdict", "certain", "visible", "limits", "costs", "reasons")
 
 
 class GateVerdict(NamedTuple):
-    """``fault`` says why a row does not pass, None where it does; ``told`` is what was found, in plain JSON types."""
+    """``fault`` says why a row does not pass, None if it does; ``details`` has the result in plain JSON types."""
 
     fault: str | None
-    told: dict[str, Any]
+    details: dict[str, Any]
 
 
 class Gatekeeper:
-    """Holds rows against the environment of the Python ``base``; the processes are kept until the context is left.
+    """Compares rows with the environment of the Python ``base``; keeps its processes until the context is left.
 
-    ``fail_on`` is the slow-down to be found (0.03: 3 %), ``minutes`` the time that one row may take.
+    ``fail_on`` is the slow-down to be found (0.03: 3 %), ``minutes`` the time limit for one row.
     """
 
     def __init__(self, base: Path, fail_on: float, minutes: float) -> None:
@@ -52,18 +51,18 @@ class Gatekeeper:
         self._open = ExitStack()
 
     def judge(self, row: Measurement, cost: Cost, device: torch.device) -> GateVerdict:
-        """Visit the row in both environments until it is decided; of a call, the costs that `attnbench gate` takes.
+        """Visit the row in both environments until it is decided; for a call, with the costs of `attnbench gate`.
 
-        Raises MisuseError where the old environment cannot take part in a gate.
+        Raises MisuseError if the old environment cannot take part in a gate.
         """
-        (asked,) = gate_rows([row], self._terms, device, None if cost == "call" else [cost], None)
-        asked.question = replace(asked.question, number=next(self._numbers))
-        Gate(self._sides_on(device, asked.question), time.monotonic() + self._minutes * 60, print).run([asked])
+        (gated,) = gate_rows([row], self._terms, device, None if cost == "call" else [cost], None)
+        gated.question = replace(gated.question, number=next(self._numbers))
+        Gate(self._sides_on(device, gated.question), time.monotonic() + self._minutes * 60, print).run([gated])
         rows = {row.key: row}
-        regression = outcomes(rows, rows, [asked], self._terms)
-        (outcome,), (told,) = regression.outcomes, regression_dict(regression, rows, rows)["rows"]
-        found = {name: told[name] for name in _TOLD}
-        return GateVerdict(self._fault(outcome, asked), {"base_python": str(self._base), **found})
+        regression = outcomes(rows, rows, [gated], self._terms)
+        (outcome,), (found,) = regression.outcomes, regression_dict(regression, rows, rows)["rows"]
+        details = {"base_python": str(self._base), **{name: found[name] for name in _DETAILS}}
+        return GateVerdict(self._fault(outcome, gated), details)
 
     def _fault(self, outcome: Outcome, row: GateRow) -> str | None:
         if outcome.regressed:
@@ -77,7 +76,7 @@ class Gatekeeper:
         return f"not certain whether it is slower: {'; '.join(said)}"
 
     def _remedy(self, row: GateRow) -> str:
-        """What would make it certain."""
+        """What would make the result certain."""
         if not row.known:
             return f"--attention-minutes {self._minutes:g} is not enough"
         needed = minutes_needed([row])
@@ -96,7 +95,5 @@ class Gatekeeper:
     def __enter__(self) -> Gatekeeper:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._open.close()

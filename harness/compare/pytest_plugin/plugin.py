@@ -1,7 +1,7 @@
 """The pytest plug-in: the fixture ``attention_benchmark``, for pytest-benchmark (docs/ci.md).
 
-Every pytest session on a machine where attnbench is installed loads this module, whatever it tests.  So it imports
-nothing but pytest, and does nothing before a test asks for the fixture: then the harness and torch are imported.
+Every pytest session on a machine with attnbench loads this module.  So it imports only pytest, and does nothing before
+a test asks for the fixture; only then are the harness and torch imported.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Read the options of a gate, before anything runs."""
+    """Read the options of a gate before anything runs."""
     asked, minutes = config.getoption("attention_base_python"), config.getoption("attention_minutes")
     if asked is None:
         return
@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     from ..terms import percentage
 
-    base = config.invocation_params.dir / asked  # not resolved: an environment is known by its link
+    base = config.invocation_params.dir / asked  # not resolved: the link identifies the environment
     if not (base.is_file() and os.access(base, os.X_OK)):
         raise pytest.UsageError(f"--attention-base-python: {base} is no program; expected the Python of an environment")
     if not 0 < minutes < math.inf:
@@ -77,8 +77,7 @@ def attention_benchmark(
 ) -> AttentionBenchmark:
     """Measure one plan as ``attnbench sweep`` does (on a GPU device time, L2 cold) and report it to pytest-benchmark.
 
-    ``attention_benchmark(plan, spec)`` returns the Measurement; attnbench.harness.compare.pytest_plugin.fixture
-    has the details.
+    ``attention_benchmark(plan, spec)`` returns the Measurement; see attnbench.harness.compare.pytest_plugin.fixture.
     """
     from .fixture import AttentionBenchmark
 
@@ -112,7 +111,7 @@ def _attention_gatekeeper(pytestconfig: pytest.Config) -> Iterator[Gatekeeper | 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Have pytest-benchmark read our clock: it asks the closest marker of the test for one."""
+    """Make pytest-benchmark use our clock: it takes one from the closest marker of the test."""
     if {"attention_benchmark", "benchmark"} <= set(getattr(item, "fixturenames", ())):
         from .samples import Replay
 
@@ -125,7 +124,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
-    """Add the environment of each device that something was measured on, and nothing to other sessions."""
+    """Add the environment of each device that was measured on; leave other sessions unchanged."""
     devices = config.stash.get(_devices, None)
     if devices is not None and devices.environments:
         machine_info[_ENTRY] = {name: each.to_dict() for name, each in devices.environments.items()}
@@ -135,9 +134,9 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 def pytest_benchmark_compare_machine_info(
     config: pytest.Config, machine_info: dict[str, Any], compared_benchmark: dict[str, Any]
 ) -> Generator[None, object, object]:
-    """Warn in sentences of what makes saved times incomparable with this machine's.
+    """Warn if saved times cannot be compared with this machine's.
 
-    pytest-benchmark compares the rest.  This happens before any test has run, so it finds ours on both sides alike.
+    pytest-benchmark compares the rest.  This runs before any test, so our entry is made equal on both sides.
     """
     saved = compared_benchmark["machine_info"].get(_ENTRY)
     if saved is None:

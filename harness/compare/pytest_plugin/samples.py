@@ -1,10 +1,9 @@
-"""How samples that were taken already become pytest-benchmark's own, through what it documents and nothing else.
+"""Report samples that exist already as pytest-benchmark's own, using only its documented interface.
 
-``benchmark.pedantic(target, rounds=N)`` asks a clock before and after each of N rounds, and a
-marker names the clock (``@pytest.mark.benchmark(timer=...)``).  Ours replays the samples: it
-answers 0 and then the sample, whose difference is the sample to the last bit, while the rounds
-themselves do nothing.  A pytest-benchmark that does otherwise is noticed, because what it
-kept is compared with what it was given.
+``benchmark.pedantic(target, rounds=N)`` reads a clock before and after each of N rounds, and a marker can set the clock
+(``@pytest.mark.benchmark(timer=...)``).  Ours replays the samples: it answers 0 and then the sample, so that the
+difference is exactly the sample, while the rounds do nothing.  The times that pytest-benchmark kept are compared with
+the samples, so that a version that works differently is detected.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ __all__ = ["Benchmark", "Replay", "hand_over"]
 
 
 class Benchmark(Protocol):
-    """What is used of pytest-benchmark's fixture.
+    """The part of pytest-benchmark's fixture that is used.
 
-    ``stats`` is None before it has been used, and always where it is ``disabled``; its own ``stats.data`` are the
-    seconds that it kept, its ``options`` what it says of how they were taken.
+    ``stats`` is None before use, and always if it is ``disabled``; ``stats.stats.data`` are the seconds that it kept,
+    ``stats.options`` its description of how they were taken.
     """
 
     disabled: bool
@@ -38,24 +37,24 @@ class Benchmark(Protocol):
 
 
 class Replay:
-    """A clock that was somewhere else: every second answer is a sample, those between are 0."""
+    """A clock that replays samples: every second answer is a sample, the others are 0."""
 
     def __init__(self) -> None:
         self._answers: Iterator[float] = iter(())
 
     def load(self, seconds: Sequence[float]) -> None:
-        """Replay these from now on."""
+        """Replay these samples from now on."""
         self._answers = iter([answer for sample in seconds for answer in (0.0, sample)])
 
     def __call__(self) -> float:
-        """Seconds; not a number once there are no more."""
+        """Seconds; NaN when no samples are left."""
         return next(self._answers, math.nan)
 
 
 def hand_over(benchmark: Benchmark, clock: Replay, seconds: Sequence[float], timer: str) -> None:
-    """Make the seconds (one at least) the benchmark's, taken with ``timer``; nothing where it is disabled.
+    """Make the seconds (at least one) the benchmark's, taken with ``timer``; does nothing if it is disabled.
 
-    Raises AttnbenchError, and has pytest-benchmark save nothing, where it kept others.
+    Raises AttnbenchError, and makes pytest-benchmark save nothing, if it kept other times.
     """
     clock.load(seconds)
     benchmark.pedantic(_nothing, rounds=len(seconds), iterations=1)
@@ -67,7 +66,7 @@ def hand_over(benchmark: Benchmark, clock: Replay, seconds: Sequence[float], tim
             f"pytest-benchmark {version('pytest-benchmark')} kept other times than those that were measured; "
             "this attnbench cannot be used with it"
         )
-    # Rounds, calibration and warm-up are the session's, and none of them has taken part in this.
+    # The session's rounds, calibration and warm-up do not apply to these samples.
     benchmark.stats.options = {"timer": timer}
 
 

@@ -1,4 +1,4 @@
-"""One case as the page shows it: its candidates with why they won or lost, what was not measured, how to repeat it."""
+"""One case on the page: its candidates with why they won or lost, what was not measured, and how to repeat it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ...results.records import Measurement
 from ..flags import Flag, flags
 from ..sentences import sentences
 from .commands import PLAN, sweep_command
-from .machines import DEFAULT, Answer, Case, call_ms, worst_error
+from .machines import DEFAULT, Answer, Case, worst_error
 
 __all__ = ["CaseView", "Line", "Missing", "asked_text", "view"]
 
 
 @dataclass(frozen=True)
 class Line:
-    """A measured plan: its row, what became of it and why, in the words of a choice."""
+    """A measured plan: its row, its verdict, and the reason in the words of a choice."""
 
     row: Measurement
     verdict: str
@@ -31,7 +31,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Missing:
-    """Plans that have no number, for one reason."""
+    """Plans without numbers for the same reason."""
 
     status: str
     reason: str
@@ -40,7 +40,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class CaseView:
-    """``command`` has ``plan`` where any other of the lines' plans may stand; ``note`` says why there is none."""
+    """``command`` contains ``plan``, which any other plan may replace; ``note`` says why there is no command."""
 
     case: Case
     said: list[str]
@@ -90,7 +90,7 @@ def _verdict(case: Case, row: Measurement) -> tuple[str, str]:
         return "eligible", f"out of the bound of its sweep: {row.reason}"
     if answer.plan is None:
         return "eligible", ""
-    ratio = call_ms(row) / case.times[answer.plan]
+    ratio = row.median_ms() / case.times[answer.plan]
     if ratio < 1:
         return (
             "eligible",
@@ -121,7 +121,7 @@ def _missing(case: Case) -> list[Missing]:
 
 
 def asked_text(asked: Asked) -> str:
-    """What a caller would have to say to be answered so."""
+    """The request that gets this answer."""
     if not asked.fp8:
         return "16 bits only"
     return "FP8, default budget" if asked == DEFAULT else f"FP8, error ≤ {asked.max_error:g}"

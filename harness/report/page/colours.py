@@ -1,4 +1,4 @@
-"""The page's colours, light and dark, in one place: its style sheet and its figures take them from here."""
+"""The page's colours, light and dark, for its style sheet and its figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from attnbench.kernels.plan import Plan, backend_of
 __all__ = ["OTHERS", "THEMES", "Theme", "contrast", "hues_of", "style_variables"]
 
 Theme = Literal["light", "dark"]
-# hN are for marks, lines and names, tN are the grounds of text in `ink`; the last of each is what all others share.
+# No two of the light theme are alike: a figure's colours are told by them (attnbench.harness.report.page.vector).
+# hN are for marks, lines and names, tN are backgrounds of text in `ink`; all other backends share the last of each.
+# The light theme has no colour twice: a figure's colours are recognised by them (attnbench.harness.report.page.vector).
 # No two of the light theme are alike: a figure's colours are told by them (attnbench.harness.report.page.vector).
 THEMES: dict[Theme, dict[str, str]] = {
     "light": {
@@ -70,11 +72,11 @@ THEMES: dict[Theme, dict[str, str]] = {
         "t8": "#333941",
     },
 }
-OTHERS = 8  # the hue that all backends share that have none of their own
+OTHERS = 8  # the hue of all backends without one of their own
 
 
 def hues_of(plans: Sequence[Plan]) -> dict[str, int]:
-    """The hue of each backend, by forward kernel: those that stand first get one of their own."""
+    """The hue of each forward kernel's backend; the first backends get hues of their own."""
     backends = list(dict.fromkeys(backend_of(plan.forward) for plan in plans))
     return {backend: min(place, OTHERS) for place, backend in enumerate(backends)}
 

@@ -1,7 +1,7 @@
-"""How a row is measured again: one command for a shell, made of numbers and names that were checked, never of text.
+"""The shell command that measures a row again, built only from checked numbers and names.
 
-What a file says in words (the name of a case, a family of captured tensors) does not enter a
-command: somebody is going to paste it.
+Text from a file (the name of a case, a family of captured tensors) never enters a command, because a user will paste
+it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from ...training.judge.arms import Arm
 
 __all__ = ["PLAN", "sweep_command", "train_command"]
 
-PLAN = "PLAN"  # stands for a row's plan in the command of its case
+PLAN = "PLAN"  # stands for a plan in the command of its case
 _FILE = "case.yaml"
 _ORDINARY = re.compile(r"[\w./:=@%+,>~ -]+", re.ASCII)
 _SAID = ("model", "size", "steps", "seed", "attention")  # in places of their own
 
 
 def sweep_command(rows: Sequence[Measurement]) -> tuple[str, str | None]:
-    """(the command that measures a case again, ``PLAN`` standing for a plan; what it cannot do, or None).
+    """(the command that measures a case again, with ``PLAN`` for the plan; what it cannot do, or None).
 
-    ``rows`` are those of one spec.  Where no command can, as for a model's own tensors, the first is empty.
+    ``rows`` have one spec.  If no command exists, as for captured tensors, the first is empty.
     """
     row = next((row for row in rows if row.measured), rows[0])
     spec, dtype = row.spec, "fp8" if row.spec.dtype == "bf16" else row.spec.dtype
@@ -61,7 +61,7 @@ def sweep_command(rows: Sequence[Measurement]) -> tuple[str, str | None]:
 
 
 def _bound(rows: Sequence[Measurement], spec: AttentionSpec) -> list[str]:
-    """The budget that FP8 plans were held to, where it is another than theirs by default."""
+    """The budget of the FP8 plans, if it is not their default one."""
     bounds = {row.correctness.bound for row in rows if row.plan.fp8 and row.measured}
     usual = class_bound(Plan("any:fp8"), spec)
     return [f"--max-error {bound!r}" for bound in sorted(bounds - {usual})][:1]
@@ -97,9 +97,9 @@ def _entry(spec: AttentionSpec, families: Sequence[str]) -> str:
 
 
 def train_command(arm: Arm, baseline: Arm | None) -> str:
-    """The command that runs an arm again, beside its baseline where it has one; empty where its settings are none.
+    """The command that runs an arm again, with its baseline if it has one; empty if its settings are not valid.
 
-    Values are attached to their options and quoted, and none may hold what a terminal would act on.
+    Values are attached to their options and quoted, and none may contain what a terminal acts on.
     """
     try:
         config = TrainConfig.from_dict(arm.first.settings)

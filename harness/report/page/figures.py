@@ -1,7 +1,6 @@
-"""The figures, drawn by matplotlib: who wins where, speed against error, loss curves.
+"""The figures, drawn by matplotlib: the fastest plan of each shape, speed against error, loss curves.
 
-What is drawn in a colour of the light theme can be shown in another theme
-(``attnbench.harness.report.page.vector``).
+Colours of the light theme are replaced for another theme (``attnbench.harness.report.page.vector``).
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from attnbench.choosing.regret import Asked
 from attnbench.kernels.plan import Plan, backend_of
 
 from ...formatting import shown
-from ...training.judge.arms import Arm, compared
-from ...training.judge.curves import gap_curve, smoothed
+from ...training.judge.arms import Arm, compare_arms
+from ...training.judge.curves import gap_curve, smooth, window_of
 from ...training.judge.learning import TOLERANCE
 from ...training.report.plots import legend
 from .colours import OTHERS, THEMES
 from .machines import DEFAULT, Case
+from .plan_summaries import Point
 from .shapes import Grid, short
-from .standings import Point
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,15 +35,14 @@ __all__ = ["bytes_of", "loss_figure", "speed_error_figure", "winners_figure"]
 _LIGHT = THEMES["light"]
 _MOST_NAMED = 9
 _LINES = 28  # of names that fit one below the other
-_ERRORS, _SPEEDS = (1e-9, 10.0), (1 / 16, 64.0)  # what is beyond stands at the edge
+_ERRORS, _SPEEDS = (1e-9, 10.0), (1 / 16, 64.0)  # values beyond are drawn at the edge
 _LONGEST_LABEL = 60
 _LARGEST = 1e6  # of a loss
-_WINDOW = 20  # a curve is smoothed over a twentieth of its steps
 _MOST_POINTS = 400  # of a curve: no screen shows more
 
 
 def bytes_of(figure: Figure, form: Literal["svg", "png"]) -> bytes:
-    """The picture as a file's content, the same for the same figure; text in an SVG stays text."""
+    """The contents of the picture's file, the same for the same figure; text in an SVG stays text."""
     buffer = BytesIO()
     with _settings():
         if form == "svg":
@@ -56,7 +54,7 @@ def bytes_of(figure: Figure, form: Literal["svg", "png"]) -> bytes:
 
 @contextmanager
 def _settings() -> Iterator[None]:
-    """Text is text and never mathematics, whatever a label holds; nothing depends on the user's own matplotlibrc."""
+    """Settings under which labels are never read as mathematics and the user's matplotlibrc has no effect."""
     import matplotlib as mpl
 
     chosen: dict[Any, Any] = {
@@ -84,7 +82,7 @@ def _settings() -> Iterator[None]:
 
 
 def winners_figure(grids: Sequence[Grid], hues: Mapping[str, int]) -> Figure:
-    """A cell for each shape and length: the plan that is chosen with the FP8 plans within the default budget."""
+    """A cell for each shape and length: the plan chosen with FP8 plans within the default budget."""
     with _settings():
         from matplotlib.figure import Figure
         from matplotlib.patches import Rectangle
@@ -128,8 +126,8 @@ def speed_error_figure(
 ) -> Figure:
     """A dot for each plan and case, a large mark for the median of each plan, a line for each question's budget.
 
-    Groups are named for those that show them: ``dots-N`` and ``mark-N`` of the Nth plan in the
-    order of the points, ``budget-N`` of the Nth question, ``name-N`` of some mark.
+    Groups have names for the page's script: ``dots-N`` and ``mark-N`` of the Nth plan in the order of the points,
+    ``budget-N`` of the Nth question, ``name-N`` of some mark.
     """
     with _settings():
         from matplotlib.figure import Figure
@@ -182,7 +180,7 @@ class _Mark(NamedTuple):
 
 
 def _name_marks(panel: Any, marks: Sequence[_Mark]) -> None:
-    """The fastest plan of each backend by its name, with FP8 and without, one below the other where they are close."""
+    """The names of the fastest plan of each backend with and without FP8, moved apart where they are close."""
     best: dict[tuple[str, bool], _Mark] = {}
     for mark in sorted(marks, key=lambda mark: (-mark.speed, str(mark.plan))):
         best.setdefault((backend_of(mark.plan.forward), mark.plan.fp8), mark)
@@ -205,11 +203,11 @@ def _name_marks(panel: Any, marks: Sequence[_Mark]) -> None:
 
 
 def loss_figure(arms: Sequence[Arm]) -> Figure:
-    """Above every run's loss, below each candidate's gap to its baseline; the baseline's lines are dashed."""
+    """Above, every run's loss; below, each candidate's gap to its baseline.  The baseline's lines are dashed."""
     with _settings():
         from matplotlib.figure import Figure
 
-        found = [each for each in compared(arms) if any(run.loss for run in each[0].runs)]
+        found = [each for each in compare_arms(arms) if any(run.loss for run in each[0].runs)]
         heights = [3, 2] if found else [3]
         figure = Figure(figsize=(7, 5.4 if found else 3.4), layout="constrained")
         panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
@@ -219,7 +217,7 @@ def loss_figure(arms: Sequence[Arm]) -> Figure:
             for run in arm.runs:
                 if finite := [value for value in run.loss if np.isfinite(value)]:
                     line = "--" if arm.baseline else "-"
-                    _curve(panels[0], smoothed(finite, _window(len(finite))), colours[id(arm)], line, label)
+                    _curve(panels[0], smooth(finite, window_of(len(finite))), colours[id(arm)], line, label)
                     label = None
         panels[0].set_ylabel("loss (nats)")
         legend(figure, panels[0])
@@ -248,11 +246,7 @@ def _gaps(arm: Arm, baseline: Arm) -> Iterator[Any]:
     for run in arm.runs:
         steps = min(len(run.loss), len(rivals.get(run.seed, ())))
         if steps:
-            yield gap_curve(run.loss[:steps], rivals[run.seed][:steps], _window(steps))
-
-
-def _window(steps: int) -> int:
-    return max(1, steps // _WINDOW)
+            yield gap_curve(run.loss[:steps], rivals[run.seed][:steps], window_of(steps))
 
 
 def _hue(plan: Plan, hues: Mapping[str, int]) -> int:

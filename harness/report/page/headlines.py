@@ -1,4 +1,4 @@
-"""The findings in sentences, for a reader of two minutes: what wins, does FP8 pay, what is a trap, what is saved."""
+"""The main findings in sentences: fastest plans, gain of FP8, fast but inaccurate plans, gain of choosing."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _EMULATION = "They show what FP8 does to the result; their times say nothing of 
 
 
 def fixed_of(machine: Machine, known: Registry) -> list[Fixed]:
-    """What always taking one backend costs, FP8 plans admitted."""
+    """The cost of always using one backend, FP8 plans included."""
     return against_fixed(machine.table, known, DEFAULT)
 
 
 def headlines(machine: Machine, fixed: Sequence[Fixed]) -> list[tuple[str, str]]:
-    """(what it is about, a sentence) pairs, in the order of their weight."""
+    """(topic, sentence) pairs, the most important first."""
     said = []
     for direction in DIRECTIONS:
         cases = [case for case in machine.of(direction) if case.answer.plan is not None]
@@ -70,7 +70,7 @@ def _counted(won: Sequence[tuple[str, int]], total: int) -> str:
 
 
 def _pays(machine: Machine, direction: Direction) -> str:
-    """How often the plan that is chosen computes in FP8, and by how much it is ahead of the fastest without."""
+    """How often the chosen plan uses FP8, and how much faster it is than the fastest plan without FP8."""
     cases = [case for case in machine.of(direction) if case.wide_ms is not None and case.answer.plan is not None]
     tried = [case for case in cases if any(row.plan.fp8 and not row.emulated for row in case.measured)]
     if not tried:
@@ -86,7 +86,7 @@ def _pays(machine: Machine, direction: Direction) -> str:
 
 
 def _traps(machine: Machine) -> str:
-    """Plans that would win by time alone, and must not: how often, and how wrong."""
+    """Plans that are faster than the chosen one but not accurate enough: how often, and their errors."""
     ahead: dict[Plan, list[tuple[float, float]]] = {}
     for case in machine.cases:
         chosen = case.answer.plan

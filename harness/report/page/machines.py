@@ -1,12 +1,10 @@
-"""What was measured on each machine, case by case, and which plan each question would have chosen there."""
+"""The measurements of each machine, case by case, and the plan that each question would choose."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-
-import numpy as np
 
 from attnbench.choosing.candidate import Candidate, Margin
 from attnbench.choosing.evidence import Evidence
@@ -21,10 +19,10 @@ from attnbench.tables.table import Table
 from attnbench.tables.user_table import Known
 
 from ...measure.timing import COSTS
-from ...results.condense import joined, worst_errors
+from ...results.condense import join_sweeps, worst_errors
 from ...results.records import Measurement
 
-__all__ = ["DEFAULT", "DIRECTIONS", "Answer", "Case", "Machine", "call_ms", "machines_of", "worst_error"]
+__all__ = ["DEFAULT", "DIRECTIONS", "Answer", "Case", "Machine", "machines_of", "worst_error"]
 
 DEFAULT = Asked(True)  # the question that the page answers first
 WIDE = Asked(False)
@@ -35,7 +33,7 @@ _MOST_SAMPLES = 500  # of each cost, evenly spread: comparing two plans takes th
 
 @dataclass(frozen=True)
 class Answer:
-    """What a question chooses at a spec, how far the runner-up lies behind, and what was known of every plan."""
+    """The plan that a question chooses at a spec, the margin to the runner-up, and what was known of every plan."""
 
     asked: Asked
     plan: Plan | None
@@ -47,8 +45,8 @@ class Answer:
 class Case:
     """One spec on one machine: the newest row of every plan, and the answers.
 
-    ``name`` is that of its newest row; ``sources`` names the sweeps that the rows are from,
-    with their numbers.  ``number`` is its own on the page.
+    ``name`` is that of its newest row; ``sources`` counts the measured rows of each sweep.  ``number`` identifies it on
+    the page.
     """
 
     number: int
@@ -60,33 +58,33 @@ class Case:
 
     @property
     def answer(self) -> Answer:
-        """With the FP8 plans, within the default budget."""
+        """The answer with FP8 plans, within the default budget."""
         return self.answers[DEFAULT]
 
     @cached_property
     def measured(self) -> list[Measurement]:
         """The rows with numbers, in the order of their median call."""
-        return sorted((row for row in self.rows if row.measured), key=call_ms)
+        return sorted((row for row in self.rows if row.measured), key=Measurement.median_ms)
 
     @cached_property
     def times(self) -> dict[Plan, float]:
         """Median milliseconds of the call of every measured plan."""
-        return {row.plan: call_ms(row) for row in self.measured}
+        return {row.plan: row.median_ms() for row in self.measured}
 
     @property
     def wide_ms(self) -> float | None:
-        """The time of the fastest plan without FP8 that is accurate enough; None where there is none."""
+        """The time of the fastest accurate plan without FP8; None if there is none."""
         found = self.answers[WIDE].candidates.values()
         return min((self.times[each.plan] for each in found if each.verdict == "eligible"), default=None)
 
     def speed(self, plan: Plan) -> float | None:
-        """How many times as fast as the fastest plan without FP8."""
+        """How many times as fast the plan is as the fastest plan without FP8."""
         return None if self.wide_ms is None else self.wide_ms / self.times[plan]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Sweeps whose environments can be compared with one another, by name."""
+    """Sweeps whose environments can be compared, by name."""
 
     name: str
     sweeps: Mapping[str, Sequence[Measurement]]
@@ -107,7 +105,7 @@ class Machine:
         return [case for case in self.cases if case.spec.direction == direction]
 
     def winners(self) -> list[Plan]:
-        """Every plan that some question chooses or that was measured, those that win most often first."""
+        """Every plan that was measured or chosen, the most frequent winners first."""
         wins: dict[Plan, int] = {}
         for case in self.cases:
             for row in case.measured:
@@ -118,10 +116,10 @@ class Machine:
 
 
 def machines_of(sweeps: Mapping[str, Sequence[Measurement]], known: Registry) -> list[Machine]:
-    """The sweeps by machine, in the order in which they were named; those that cannot be compared are told apart.
+    """The sweeps by machine, in the order of their names; sweeps that cannot be compared are separate machines.
 
-    Of a plan that several sweeps measured at one spec, the newest row counts.  Raises MisuseError where there are more
-    environments than anybody compares.
+    If several sweeps measured a plan at a spec, the newest row counts.  Raises MisuseError if there are too many
+    environments.
     """
     groups: list[dict[str, list[Measurement]]] = []
     seen: list[list[Environment]] = []
@@ -139,7 +137,7 @@ def machines_of(sweeps: Mapping[str, Sequence[Measurement]], known: Registry) ->
     machines: list[Machine] = []
     first = 0
     for place, group in enumerate(groups):
-        table = joined(group)
+        table = join_sweeps(group)
         cases = list(_cases(group, table, known, first))
         first += len(cases)
         same = names[:place].count(names[place])
@@ -148,7 +146,7 @@ def machines_of(sweeps: Mapping[str, Sequence[Measurement]], known: Registry) ->
 
 
 def _place(environment: Environment, seen: list[list[Environment]]) -> int:
-    """The index of the first group that it can be compared with, a new one where there is none."""
+    """The index of the first group that it can be compared with; a new group if there is none."""
     for place, group in enumerate(seen):
         if not any(environment.differences(other)[0] for other in group):
             group.append(environment)
@@ -187,7 +185,7 @@ def _order(spec: AttentionSpec) -> tuple[object, ...]:
 
 
 def _answer(table: Table, spec: AttentionSpec, asked: Asked, known: Registry) -> Answer:
-    """As ``attention`` would choose among what was measured, whatever is installed here."""
+    """The choice of ``attention`` among what was measured, whatever is installed here."""
     evidence = Evidence(spec, Known.of(table))
     candidates: dict[Plan, Candidate] = {}
     for plan, entry in table.at(spec).items():
@@ -217,11 +215,6 @@ def _thinned(row: Measurement) -> Measurement:
 
 def _some(samples: Sequence[float]) -> list[float]:
     return list(samples[:: -(-len(samples) // _MOST_SAMPLES)])
-
-
-def call_ms(row: Measurement) -> float:
-    """The median of the whole call."""
-    return float(np.median(row.time_ms["call"]))
 
 
 def worst_error(row: Measurement) -> tuple[float, str]:

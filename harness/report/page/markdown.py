@@ -1,4 +1,4 @@
-"""The figures as Markdown, for a pull request or a README: what wins where, how the plans stand, how training went."""
+"""The figures as Markdown, for a pull request or a README: the fastest plans, the plans over all cases, training."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from attnbench.problem.spec import Direction
 
 from ...formatting import error, heading, shown
 from .machines import Case
+from .plan_summaries import PlanSummary
 from .shapes import Grid, short
-from .standings import Standing
 
-__all__ = ["standings_markdown", "winners_markdown"]
+__all__ = ["summaries_markdown", "winners_markdown"]
 
 
 def winners_markdown(grids: Sequence[Grid]) -> str:
-    """A table for each grid; an FP8 plan in bold, with how many times as fast it is as the fastest plan without."""
+    """A table for each grid; an FP8 plan is bold, with its speed relative to the fastest plan without FP8."""
     parts = []
     for grid in grids:
         rows = [
@@ -39,10 +39,10 @@ def _cell(case: Case) -> str:
     return f"**{name}**{'' if speed is None else f' {speed:.2f}×'}"
 
 
-def standings_markdown(found: Sequence[tuple[Direction, Sequence[Standing]]]) -> str:
+def summaries_markdown(found: Sequence[tuple[Direction, Sequence[PlanSummary]]]) -> str:
     """A table for each direction."""
     parts = []
-    for direction, standings in found:
+    for direction, summaries in found:
         rows = [
             {
                 "plan": shown(short(each.plan), "markdown"),
@@ -53,7 +53,7 @@ def standings_markdown(found: Sequence[tuple[Direction, Sequence[Standing]]]) ->
                 "errors": f"{error(each.errors[0])} – {error(each.errors[1])}",
                 "peak": "" if each.peak is None else f"{each.peak[0]:.0%}, at best {each.peak[1]:.0%}",
             }
-            for each in standings
+            for each in summaries
         ]
         table = tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)
         parts += [heading(direction.capitalize(), "markdown"), table]

@@ -1,4 +1,4 @@
-"""The page: one file that asks the network for nothing and runs no script but its own."""
+"""The page: one file that loads nothing from the network and runs no script but its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attnbench.tables.environment import Environment
 from ...formatting import error, number, shown, size
 from ...measure.timing import Cost
 from ...results.records import Measurement
-from ...training.judge.arms import Arm, arms_of, compared, kinds_of, title_of
+from ...training.judge.arms import Arm, arms_of, compare_arms, kinds_of, title_of
 from ...training.judge.learning import RULES
 from ...training.rows import TrainingRun
 from ..flags import FLAGS, MEANINGS, highest_clock
@@ -32,9 +32,9 @@ from .commands import train_command
 from .figures import bytes_of, loss_figure, speed_error_figure
 from .headlines import fixed_of, headlines
 from .machines import DEFAULT, DIRECTIONS, Machine, machines_of
+from .plan_summaries import plan_summaries, points_of
 from .results import Results
 from .shapes import grids_of, short
-from .standings import points_of, standings
 from .vector import Sheet, inline
 
 __all__ = ["page"]
@@ -44,10 +44,7 @@ _MOST_HELD_OUT = 250  # specs; the choices to score grow faster than these
 
 
 def page(results: Results, known: Registry) -> str:
-    """The whole page as HTML.
-
-    Raises MisuseError where the results hold more cases than a page can show.
-    """
+    """The whole page as HTML.  Raises MisuseError if the results have more cases than a page can show."""
     from jinja2 import Environment as Templates
     from jinja2 import StrictUndefined
     from markupsafe import Markup
@@ -101,7 +98,7 @@ def page(results: Results, known: Registry) -> str:
 
 
 def _printable(value: Any) -> Any:
-    """Every text that the template shows goes through here before it is escaped."""
+    """Makes every text of the template printable before it is escaped."""
     if value is None:
         return ""
     return shown(value, "text") if isinstance(value, str) and not hasattr(value, "__html__") else value
@@ -120,8 +117,7 @@ def _hue(hues: Mapping[str, int], plan: Plan) -> int:
 
 
 def _median(row: Measurement, cost: Cost) -> float | None:
-    samples = sorted(row.time_ms.get(cost, ()))
-    return None if not samples else (samples[(len(samples) - 1) // 2] + samples[len(samples) // 2]) / 2
+    return row.median_ms(cost) if cost in row.time_ms else None
 
 
 def _title(machines: Sequence[Machine], results: Results) -> str:
@@ -153,7 +149,9 @@ def _machine(machine: Machine, place: int, hues: Mapping[str, int], sheet: Sheet
             for hue in sorted({hues[each] for each in used})
         ],
         "scatters": _scatters(machine, place, hues, sheet),
-        "standings": [(direction, found) for direction in DIRECTIONS if (found := standings(machine.of(direction)))],
+        "summaries": [
+            (direction, found) for direction in DIRECTIONS if (found := plan_summaries(machine.of(direction)))
+        ],
         "fixed": [(direction, [row for row in fixed if row.direction == direction]) for direction in DIRECTIONS],
         "held_out": summarised(scores) if scores else [],
         "environment": first,
@@ -201,7 +199,7 @@ def _training(results: Results, sheet: Sheet) -> dict[str, Any] | None:
 
 
 def _environments(found: Iterable[Environment]) -> list[tuple[Environment, list[list[str]]]]:
-    """The first of each device, and in what each other one of that device differs from it."""
+    """The first environment of each device, and how each other one of that device differs from it."""
     groups: dict[str, list[Environment]] = {}
     for each in dict.fromkeys(found):
         groups.setdefault(each.device_name, []).append(each)
@@ -212,9 +210,9 @@ def _environments(found: Iterable[Environment]) -> list[tuple[Environment, list[
 
 
 def _kind(runs: Sequence[TrainingRun], place: int, sheet: Sheet) -> dict[str, Any]:
-    """Runs that are held against one another."""
+    """Runs that are compared with one another."""
     arms = arms_of(runs)
-    found = compared(arms)
+    found = compare_arms(arms)
     rivals: dict[int, tuple[Arm, Any]] = {id(arm): (baseline, learning) for arm, baseline, learning in found}
     title = shown(title_of(arms), "text")
     label = (

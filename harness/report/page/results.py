@@ -1,4 +1,4 @@
-"""The results that a report is about: sweeps and training runs, from folders and files, bounded."""
+"""The results for a report: sweeps and training runs from folders and files, limited in size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnbench.errors import MisuseError
 from attnbench.files.untrusted import open_regular
 
 from ...results.records import Measurement, read_measurements
-from ...results.store import recorded
+from ...results.store import measurements_file
 from ...training.rows import ROWS, TrainingRun, read_runs
 
 __all__ = ["Results", "read_results"]
@@ -35,10 +35,10 @@ class Results:
 
 
 def read_results(paths: Sequence[Path]) -> Results:
-    """All that folders and files hold: measurements, training runs, or folders that hold these.
+    """Everything in the folders and files: measurements, training runs, or folders that hold these.
 
-    Raises MisuseError where a path holds nothing, or all together more than a page can show;
-    MalformedFileError where a file is not what it should be.
+    Raises MisuseError if a path holds nothing, or if there is more than a page can show; MalformedFileError if a file
+    is not valid.
     """
     results = Results()
     left = _MOST_ROWS
@@ -78,11 +78,11 @@ def _files(path: Path) -> list[Path]:
 
 
 def _in(folder: Path) -> list[Path]:
-    return [file for file in (recorded(folder), folder / ROWS) if file.is_file()]
+    return [file for file in (measurements_file(folder), folder / ROWS) if file.is_file()]
 
 
 def _holds_training(path: Path) -> bool:
-    """By how the file starts; what cannot be read is left to the reader of measurements, which says why."""
+    """Decided by the start of the file; an unreadable file is left to the reader of measurements, which reports why."""
     try:
         with open_regular(path) as stored, gzip.open(stored) if path.suffix == ".gz" else stored as file:
             return _TRAINING.search(file.read(_SNIFFED)) is not None
@@ -91,7 +91,7 @@ def _holds_training(path: Path) -> bool:
 
 
 def _name(path: Path, taken: Iterable[str]) -> str:
-    """Of the folder where it says more than the file does; never the whole path, which tells of its owner's machine."""
+    """The folder's name if it says more than the file's; never the whole path, which is private."""
     stem = path.name.partition(".")[0]
     name = path.resolve().parent.name if stem == "measurements" else stem
     number, named, taken = 1, name or stem, set(taken)

@@ -1,4 +1,4 @@
-"""Where a case stands in the map of winners: its row is a shape, its column a length."""
+"""The place of a case in the grid of winners: its row is a shape, its column a length."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ __all__ = ["Grid", "grids_of", "short"]
 class Grid:
     """The cases of one direction with as many queries as keys, or with fewer or more.
 
-    ``cells`` maps (row, column) to the cases there: several where batch, type or another
-    detail differs alone, and then their specs tell them apart.
+    ``cells`` maps (row, column) to cases: several if only the batch, the dtype or another detail differs.
     """
 
     direction: Direction
@@ -75,10 +74,10 @@ def _column(spec: AttentionSpec) -> str:
 
 
 def _length(length: int) -> str:
-    """4096 as 4k: exact, or in full."""
+    """4096 as 4k; other lengths in full."""
     return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)
 
 
 def short(plan: Plan) -> str:
-    """The plan's name; a kernel name that serves both passes is written once."""
+    """The plan's name; one kernel name for a plan that uses it in both passes."""
     return plan.forward if plan.forward == plan.backward else str(plan)

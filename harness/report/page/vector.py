@@ -1,6 +1,6 @@
-"""A figure of matplotlib's as part of the page: its styles as classes, its colours as the theme's, its parts named.
+"""Make a figure of matplotlib's part of the page: styles become classes, colours those of the theme, parts get names.
 
-The page's policy forbids style attributes, and a figure must follow the page into the dark.
+The page's policy forbids style attributes, and figures must follow the page's dark theme.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAMED = ("dots", "mark", "name", "budget")
 
 
 class Sheet:
-    """The rules that the figures of one page need: a class for each distinct style."""
+    """The style rules of one page's figures: a class for each distinct style."""
 
     def __init__(self) -> None:
         self._classes: dict[str, str] = {}
@@ -41,11 +41,11 @@ class Sheet:
 
 
 def inline(svg: bytes, key: str, label: str, sheet: Sheet, cases: Mapping[str, Sequence[int]]) -> Markup:
-    """The figure for the page, its rules in ``sheet``.
+    """The figure for the page; its rules are added to ``sheet``.
 
-    ``key`` tells its ids from those of other figures, ``label`` is read aloud in its place.
-    ``cases`` maps the groups ``dots-N`` to the numbers of their dots' cases, in order; other
-    named groups become classes (``mark``, ``name``, ``budget-N``).
+    ``key`` makes its ids unique on the page, ``label`` is its text for screen readers.  ``cases`` maps the groups
+    ``dots-N`` to the numbers of their dots' cases, in order; other named groups become classes (``mark``, ``name``,
+    ``budget-N``).
     """
     root = ElementTree.fromstring(svg)
     for parent in list(root.iter()):
@@ -70,7 +70,7 @@ def inline(svg: bytes, key: str, label: str, sheet: Sheet, cases: Mapping[str, S
     kept = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": label, "class": "figure"}
     root.attrib.clear()
     root.attrib.update(kept)
-    return Markup(ElementTree.tostring(root, encoding="unicode"))  # ElementTree has escaped what is text
+    return Markup(ElementTree.tostring(root, encoding="unicode"))  # ElementTree has escaped the text
 
 
 def _classed(element: ElementTree.Element, sheet: Sheet) -> None:
@@ -83,7 +83,7 @@ def _name_group(group: ElementTree.Element, cases: Mapping[str, Sequence[int]]) 
     name = group.attrib.get("id", "")
     kind, _, number = name.partition("-")
     if kind not in _NAMED or not number:
-        if name and not name.startswith("p"):  # nothing refers to a group but by the names above
+        if name and not name.startswith("p"):  # nothing else refers to a group
             del group.attrib["id"]
         return
     del group.attrib["id"]
@@ -96,7 +96,7 @@ def _name_group(group: ElementTree.Element, cases: Mapping[str, Sequence[int]]) 
 
 
 def _leaves(element: ElementTree.Element) -> list[ElementTree.Element]:
-    """What is drawn below an element, definitions left out."""
+    """The drawn elements below an element, without definitions."""
     if element.tag == f"{_SVG}defs":
         return []
     children = list(element)

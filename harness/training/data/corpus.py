@@ -1,8 +1,8 @@
-"""What text models learn, in bytes: the installed Python's own library, or the user's files.
+"""The text that models learn, in bytes: the installed Python's own library, or the user's files.
 
-Sample n of a run is a function of the seed and n alone.  Rank r of a world of w reads at step
-s the samples ``(s · w + r) · batch`` and on, so a resumed run goes on where it stopped, and a
-world of another size with the same samples a step sees the same ones.
+Sample n of a run is a function of the seed and n alone.  At step s, rank r of w reads ``batch`` samples from number
+``(s · w + r) · batch`` on, so a resumed run continues where it stopped, and another number of ranks with as many
+samples per step sees the same ones.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ __all__ = ["BYTE_TOKENS", "STDLIB", "Corpus", "load", "samples_of"]
 
 STDLIB = "stdlib"
 _SHARE = 20  # one part in so many is held back
-# What distributions leave out, and packages that are not the library's.
+# Tests, which some distributions leave out, and packages outside the library.
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 class Corpus:
-    """Windows of ``seqlen`` + 1 tokens of a text, one part of it held back for validation.
+    """Windows of ``seqlen`` + 1 tokens of a text, with a part held back for validation.
 
-    Files whose name's hash says so are held back, about a twentieth of them; where that
-    leaves either side shorter than a window, the last twentieth of the text (at least a
-    window) is.  Raises InputError where the text is too short for both.
+    Files are held back by a hash of their name, about a twentieth of them; if that leaves either side shorter than a
+    window, the last twentieth of the text (at least a window) is held back.  Raises InputError if the text is too short
+    for both.
     """
 
     def __init__(self, files: list[File], seqlen: int) -> None:
@@ -54,7 +54,7 @@ class Corpus:
 
     @property
     def digest(self) -> str:
-        """16 hexadecimal digits that differ where names, sizes or the split of the files do."""
+        """16 hexadecimal digits that depend on the names, sizes and split of the files."""
         return blake2b(f"{self.train.digest}{self.validation.digest}".encode(), digest_size=8).hexdigest()
 
     def sample(self, seed: int, number: int) -> Tensor:
@@ -74,15 +74,15 @@ class Corpus:
 
 
 def load(data: str, seqlen: int) -> Corpus:
-    """The corpus that a config's ``data`` names: ``stdlib``, a text file or a folder.
+    """The corpus for a config's ``data``: ``stdlib``, a text file or a folder.
 
-    Raises InputError where it is missing, empty, unreadable, no text or too short.
+    Raises InputError if it is missing, empty, unreadable, not text or too short.
     """
     return Corpus(_library() if data == STDLIB else files_under(Path(data).expanduser()), seqlen)
 
 
 def samples_of(step: int, batch: int, rank: int, world: int) -> range:
-    """The numbers of the samples that a rank reads at a step, the first step being 0."""
+    """The numbers of the samples that a rank reads at a step; steps count from 0."""
     if not 0 <= rank < world or step < 0:
         raise InputError(f"there is no rank {rank} of {world} at step {step}")
     first = (step * world + rank) * batch
@@ -94,7 +94,7 @@ def _held_back(name: str) -> bool:
 
 
 def _library() -> list[File]:
-    """The Python sources of the running interpreter's library, sorted, its tests left out."""
+    """The Python sources of the running interpreter's library, sorted, without its tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = []
     for folder, folders, names in os.walk(root):

@@ -1,4 +1,4 @@
-"""Random images and labels for vit-huge: its article measures speed, and speed asks nothing of a picture."""
+"""Random images and labels for vit-huge: its article measures speed, which does not depend on the images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A text of many files as one row of byte tokens, read where it is asked for: its size costs no memory."""
+"""A text of many files as one sequence of byte tokens, read on demand, so that its size needs no memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attnbench.errors import InputError
 
 __all__ = ["BOUNDARY", "BYTE_TOKENS", "File", "Text", "files_under"]
 
-BOUNDARY = 256  # stands behind each file
+BOUNDARY = 256  # follows each file
 BYTE_TOKENS = 257
 _PROBED = 8192
 
@@ -31,7 +31,7 @@ class File(NamedTuple):
 
 
 class Text:
-    """Tokens ``start`` to ``stop`` (None: the end) of the files in a row: bytes 0 to 255, a boundary after each."""
+    """Tokens ``start`` to ``stop`` (None: the end) of the joined files: bytes 0 to 255, a boundary after each."""
 
     def __init__(self, files: Sequence[File], start: int = 0, stop: int | None = None) -> None:
         self.files = tuple(files)
@@ -47,7 +47,7 @@ class Text:
         return Text(self.files, self._start + start, self._start + stop)
 
     def read(self, start: int, length: int) -> NDArray[np.int64]:
-        """``length`` tokens from ``start`` on.  Raises InputError where a file is no longer what it was."""
+        """``length`` tokens from ``start`` on.  Raises InputError if a file has changed."""
         assert 0 <= start <= len(self) - length, "a window lies inside its text"
         tokens = np.empty(length, np.int64)
         at, filled = self._start + start, 0
@@ -85,15 +85,15 @@ def _bytes_of(file: File, offset: int, count: int) -> NDArray[np.uint8]:
 
 
 def files_under(root: Path) -> list[File]:
-    """The text files of a folder in the order of their names, hidden ones and empty ones left out; or the one file.
+    """The text files of a folder sorted by name, without hidden and empty ones; or the one file.
 
-    Links to folders are not followed.  Raises InputError where there is nothing, nothing
-    readable, or a file that is no text (a zero byte in its first 8 KiB).
+    Links to folders are not followed.  Raises InputError if there is no file, an unreadable file, or a file that is not
+    text (a zero byte in its first 8 KiB).
     """
     if os.path.isdir(root):  # Path.is_dir raises on a name that no file system takes
         found = []
         for folder, folders, names in os.walk(root, onerror=_unreadable):
-            folders[:] = [each for each in folders if not each.startswith(".")]  # where os.walk looks what comes next
+            folders[:] = [each for each in folders if not each.startswith(".")]  # os.walk continues with these
             paths = [Path(folder, name) for name in names if not name.startswith(".")]
             found += [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
     elif os.path.isfile(root):

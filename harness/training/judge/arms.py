@@ -1,4 +1,4 @@
-"""Runs that differ in nothing but their seed are one arm; a candidate's arm is held against its baseline's."""
+"""Group runs that differ only in their seed into arms, and compare a candidate's arm with its baseline's."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..rows import Share, TrainingRun
-from .curves import ending
-from .learning import END, Learning, judged, pairs_of
+from .curves import ending, known_median
+from .learning import END, Learning, judge_pairs, pairs_of
 
-__all__ = ["Arm", "arms_of", "compared", "kinds_of", "scaling_efficiency", "title_of"]
+__all__ = ["Arm", "arms_of", "compare_arms", "kinds_of", "scaling_efficiency", "title_of"]
 
-# What may differ between a candidate and its baseline: how it is computed, not what is learnt from what.
+# What may differ between a candidate and its baseline: the computation, not the model, data or schedule.
 _HOW = (
     "attention",
     "max_error",
@@ -27,15 +27,15 @@ _HOW = (
     "optimiser",
     "parallel",
 )
-_SPREAD = ("parallel", "policy")  # what belongs to the number of GPUs
+_SPREAD = ("parallel", "policy")  # what depends on the number of GPUs
 _ATTENTION = ("attention", "max_error", "fp8")
 
 
 @dataclass(frozen=True)
 class Arm:
-    """``runs`` in the order of their seeds; ``label`` tells the arm from the others beside it.
+    """``runs`` in the order of their seeds; ``label`` distinguishes the arm from the others.
 
-    ``time`` counts from 1 how often the same runs were shown: made again on the machine, or at another price.
+    ``time`` numbers repetitions of the same runs from 1: made again on the machine, or at another price.
     """
 
     label: str
@@ -44,42 +44,42 @@ class Arm:
 
     @property
     def first(self) -> TrainingRun:
-        """The run that speaks for what all have in common."""
+        """The first run, for what all runs have in common."""
         return self.runs[0]
 
     @property
     def baseline(self) -> bool:
-        """Whether others are held against it."""
+        """Whether others are compared with it."""
         return self.first.role == "baseline"
 
     @property
     def samples_ms(self) -> list[float]:
-        """The step times of all runs that count."""
+        """The valid step times of all runs."""
         return [taken for run in self.runs for taken in run.samples_ms]
 
     @property
     def median_ms(self) -> float | None:
-        """The median of ``samples_ms``; None where there are none."""
+        """The median of ``samples_ms``; None if there are none."""
         return float(np.median(self.samples_ms)) if self.samples_ms else None
 
     @property
     def units_per_second(self) -> float | None:
-        """Of all ranks, at the median step."""
+        """Units of all ranks per second, at the median step."""
         return None if self.median_ms is None else self.first.units_per_step / self.median_ms * 1e3
 
     @property
     def mfu(self) -> float | None:
         """The median over the runs."""
-        return _median([run.mfu for run in self.runs])
+        return known_median([run.mfu for run in self.runs])
 
     @property
     def attention_share(self) -> float | None:
         """The median over the runs."""
-        return _median([None if run.attention is None else run.attention.share for run in self.runs])
+        return known_median([None if run.attention is None else run.attention.share for run in self.runs])
 
     @property
     def attention(self) -> Share | None:
-        """That of the first run that has one."""
+        """The first run's that has one."""
         return next((run.attention for run in self.runs if run.attention is not None), None)
 
     @property
@@ -89,13 +89,13 @@ class Arm:
 
     @property
     def end(self) -> float | None:
-        """The mean over the runs of the loss at their end."""
+        """The mean over the runs of their final loss."""
         ends = [ending(run.loss, END) for run in self.runs if run.loss]
         return float(np.mean(ends)) if ends else None
 
 
 def arms_of(runs: Sequence[TrainingRun]) -> list[Arm]:
-    """The arms in the order of their first runs, each with a label that no other has where settings differ."""
+    """The arms in the order of their first runs, each with a unique label if settings differ."""
     groups: dict[tuple[str, int], list[TrainingRun]] = {}
     times: dict[str, int] = {}
     for run in runs:
@@ -117,9 +117,9 @@ def arms_of(runs: Sequence[TrainingRun]) -> list[Arm]:
 
 
 def kinds_of(runs: Sequence[TrainingRun]) -> list[list[TrainingRun]]:
-    """The runs by what is learnt from what, in the order of their first ones.
+    """The runs grouped by model, data and schedule, in the order of their first ones.
 
-    Runs of one kind may be held against one another, on whatever machine and however many GPUs.
+    Runs of one group may be compared, on whatever machine and number of GPUs.
     """
     kinds: dict[str, list[TrainingRun]] = {}
     for run in runs:
@@ -128,7 +128,7 @@ def kinds_of(runs: Sequence[TrainingRun]) -> list[list[TrainingRun]]:
 
 
 def title_of(arms: Sequence[Arm]) -> str:
-    """What is trained; of arms of many kinds the first three."""
+    """The model, data and device; for many kinds of arms the first three."""
     said = dict.fromkeys(
         f"{run.settings.get('model')} {run.settings.get('size')}, {run.settings.get('seqlen')} tokens a sample, batch "
         f"{run.settings.get('batch')}, {run.settings.get('steps')} steps on {run.environment.device_name}"
@@ -137,19 +137,19 @@ def title_of(arms: Sequence[Arm]) -> str:
     return "; ".join(list(said)[:3]) + ("; ..." if len(said) > 3 else "")
 
 
-def compared(arms: Sequence[Arm]) -> list[tuple[Arm, Arm, Learning]]:
-    """Each candidate with the baseline that is most like it, learns the same from the same, and the verdict."""
+def compare_arms(arms: Sequence[Arm]) -> list[tuple[Arm, Arm, Learning]]:
+    """Each candidate with the most similar baseline of the same model, data and schedule, and the verdict."""
     found = []
     for arm in arms:
         rivals = [each for each in arms if each.baseline and _learns_the_same(arm.first, each.first)]
         if not arm.baseline and rivals:
             nearest = min(rivals, key=lambda each: (each.time != arm.time, _differences(arm.first, each.first)))
-            found.append((arm, nearest, judged(pairs_of([*arm.runs, *nearest.runs]))))
+            found.append((arm, nearest, judge_pairs(pairs_of([*arm.runs, *nearest.runs]))))
     return found
 
 
 def scaling_efficiency(arm: Arm, arms: Sequence[Arm]) -> float | None:
-    """Throughput of an arm's N ranks over N times that of the same arm on one; None where that was not run.
+    """Throughput of an arm's N ranks over N times that of the same arm on one rank; None if that was not run.
 
     Each rank has the same batch in both (weak scaling).
     """
@@ -196,8 +196,3 @@ def _label(run: TrainingRun, varying: Sequence[str], machines: bool, time: int) 
     if time > 1:
         said += f" #{time}"
     return said
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    told = [value for value in values if value is not None]
-    return float(np.median(told)) if told else None

@@ -1,4 +1,4 @@
-"""What a loss curve says once its noise is taken out: its end, its spikes, and how far two lie apart."""
+"""Noise-free facts of loss curves: the final loss, spikes, and the gap between two curves."""
 
 from __future__ import annotations
 
@@ -11,20 +11,29 @@ import numpy.typing as npt
 
 from attnbench.errors import InputError
 
-__all__ = ["Curve", "ending", "gap_curve", "smoothed", "spikes"]
+__all__ = ["Curve", "ending", "gap_curve", "known_median", "smooth", "spikes", "window_of"]
 
 Curve: TypeAlias = npt.NDArray[np.float64]
-_SPIKE = 8.0  # deviations above the steps before; of normal noise one step in 1e15 lies there
-_BEFORE = 20  # steps that a spike is held against
+_SPIKE = 8.0  # deviations above the steps before; normal noise exceeds it in one step of 1e15
+_BEFORE = 20  # steps that a spike is compared with
 _MAD = 1.4826  # the deviation of normal numbers whose median distance from their median is 1
-_LEAST = 1e-3  # of the loss: nothing smaller is a spike, however quiet the steps before
+_WINDOW = 20
+_LEAST = 1e-3  # of the loss: a smaller rise is never a spike
 
 
-def smoothed(losses: Sequence[float], window: int) -> Curve:
-    """The mean of each step and the ``window`` − 1 before it, of those there are.
+def known_median(values: Sequence[float | None]) -> float | None:
+    """The median of the values that are not None; None if there are none."""
+    known = [value for value in values if value is not None]
+    return float(np.median(known)) if known else None
 
-    Raises InputError for a window below 1.
-    """
+
+def window_of(steps: int) -> int:
+    """The window in which a curve of ``steps`` steps is smoothed for a figure: a twentieth of it."""
+    return max(1, steps // _WINDOW)
+
+
+def smooth(losses: Sequence[float], window: int) -> Curve:
+    """The mean of each step and up to ``window`` − 1 steps before it.  Raises InputError for a window below 1."""
     if window < 1:
         raise InputError(f"a window has at least one step, not {window}")
     values = np.asarray(losses, dtype=np.float64)
@@ -36,24 +45,23 @@ def smoothed(losses: Sequence[float], window: int) -> Curve:
 
 
 def ending(losses: Sequence[float], share: float) -> float:
-    """The mean loss of the last ``share`` of the steps, of one at least.  Raises InputError where there is no step."""
+    """The mean loss of the last ``share`` of the steps, at least one.  Raises InputError if there is no step."""
     if not losses:
         raise InputError("a curve has at least one step")
     return float(np.mean(losses[-max(1, round(len(losses) * share)) :]))
 
 
 def gap_curve(candidate: Sequence[float], baseline: Sequence[float], window: int) -> Curve:
-    """The smoothed loss of the candidate over that of the baseline, minus one, for the steps that both have."""
+    """The candidate's smoothed loss over the baseline's, minus one, for the steps that both have."""
     steps = min(len(candidate), len(baseline))
-    gap: Curve = smoothed(candidate[:steps], window) / smoothed(baseline[:steps], window) - 1
+    gap: Curve = smooth(candidate[:steps], window) / smooth(baseline[:steps], window) - 1
     return gap
 
 
 def spikes(losses: Sequence[float]) -> list[int]:
-    """The steps whose loss leaps above the 20 steps before by 8 of their deviations, or is not finite.
+    """The steps whose loss is more than 8 deviations above the 20 steps before, or is not finite.
 
-    The deviation is that of the steps before about their own median, by the median distance,
-    which earlier spikes do not widen.
+    The deviation comes from the median distance of those steps to their median, which earlier spikes do not widen.
     """
     values = np.asarray(losses, dtype=np.float64)
     leaps = ~np.isfinite(values)

@@ -1,8 +1,8 @@
-"""Does a configuration learn as well as the baseline?  A verdict by stated rules over paired runs.
+"""Decide whether a configuration learns as well as the baseline, by stated rules over paired runs.
 
-Runs are paired by seed: the same weights at the start, the same data in the same order.  So what differs is what
-the configuration changes, and what rounding makes of it; how far runs of the baseline with different seeds end
-apart is the band that nobody would call a difference.
+Runs are paired by seed: the same initial weights, the same data in the same order.  Differences come from the
+configuration and from rounding.  The range of the final losses of baseline runs with different seeds is the band within
+which a difference does not count.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from attnbench.errors import InputError
 
 from ...formatting import change, number
 from ..rows import TrainingRun
-from .curves import ending, spikes
+from .curves import ending, known_median, spikes
 
-__all__ = ["RULES", "Learning", "Pair", "Verdict", "judged", "pairs_of"]
+__all__ = ["RULES", "Learning", "Pair", "Verdict", "judge_pairs", "pairs_of"]
 
 Verdict = Literal["equivalent", "degraded", "diverged", "inconclusive"]
 
 TOLERANCE = 0.0025  # relative loss; what DeepSeek-V3's report (arXiv 2412.19437, section 3.3) accepts of FP8
 LEAST_SEEDS = 3
 LEAST_STEPS = 100
-END = 0.2  # the share of the steps whose mean is a run's end
+END = 0.2  # the share of the steps whose mean is a run's final loss
 CONFIDENCE = 0.95  # one-sided, of the mean gap over the seeds
-GRADIENT = 0.25  # twice the error that FP8 attention is allowed by default changes a norm by less
-RISE = 0.1  # of the loss, from the lowest fifth on: what a run that learns does not do
-_ROUNDING = 1e-9  # of the means that the band is taken from
-_CERTAIN = 4.0  # standard errors by which it must rise: small batches alone make fifths differ
+GRADIENT = 0.25  # twice the default error limit of FP8 attention changes a norm by less
+RISE = 0.1  # of the loss, above the lowest fifth: a run that learns does not rise so far
+_ROUNDING = 1e-9  # of the means that the band is computed from
+_CERTAIN = 4.0  # standard errors by which it must rise, because small batches make fifths differ
 
 RULES: tuple[tuple[Verdict | str, str], ...] = (
     (
@@ -57,7 +57,7 @@ RULES: tuple[tuple[Verdict | str, str], ...] = (
         f"that with {CONFIDENCE:.0%} confidence",
     ),
 )
-"""The verdicts in the order in which they are asked, each with its rule.
+"""The verdicts in the order in which they are tried, each with its rule.
 
 *End* is the mean loss of the last fifth of the steps; *gap* the mean over the pairs of (candidate's end / baseline's
 end − 1); its confidence is Student's over the pairs.  The *band* reaches from the lowest to the highest end of the
@@ -88,7 +88,7 @@ class Pair:
 
     @property
     def first_gradient_ratio(self) -> float | None:
-        """Candidate over baseline, the norm of attention's own gradients at the first step, when weights are equal."""
+        """The ratio of the norms of attention's own gradients at the first step, when the weights are equal."""
         if not (self.candidate.signs and self.baseline.signs):
             return None
         ours, theirs = self.candidate.signs[0], self.baseline.signs[0]
@@ -99,12 +99,11 @@ class Pair:
 
 @dataclass(frozen=True)
 class Learning:
-    """What the pairs showed.
+    """The verdict on the pairs.
 
-    ``gap`` and its one-sided bounds ``low`` and ``high`` are relative losses, ``band`` the
-    baseline's (lowest, highest) end relative to its mean; None where there is nothing to say
-    them from.  ``gradient_ratio`` and ``first_gradient_ratio`` are medians over the pairs;
-    ``spikes`` counts those of (candidate, baseline) over all pairs.
+    ``gap`` and its one-sided bounds ``low`` and ``high`` are relative losses, ``band`` is the baseline's (lowest,
+    highest) end relative to its mean; None if they cannot be computed.  ``gradient_ratio`` and ``first_gradient_ratio``
+    are medians over the pairs; ``spikes`` counts those of (candidate, baseline) over all pairs.
     """
 
     verdict: Verdict
@@ -121,9 +120,9 @@ class Learning:
 
 
 def pairs_of(runs: Sequence[TrainingRun]) -> list[Pair]:
-    """Candidates and baselines of equal seed, in the order of the seeds.
+    """Candidates and baselines with equal seeds, in the order of the seeds.
 
-    Raises InputError where two runs have one role and seed.
+    Raises InputError if two runs have the same role and seed.
     """
     found: dict[tuple[str, int], TrainingRun] = {}
     for run in runs:
@@ -138,15 +137,15 @@ def pairs_of(runs: Sequence[TrainingRun]) -> list[Pair]:
     ]
 
 
-def judged(pairs: Sequence[Pair]) -> Learning:
-    """The verdict on the pairs, by ``RULES``, with the sentence that says which rule it was."""
+def judge_pairs(pairs: Sequence[Pair]) -> Learning:
+    """The verdict on the pairs by ``RULES``, with a sentence that names the rule."""
     if not pairs:
         return Learning("inconclusive", "no pair of runs", 0, 0)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # of losses that are not finite
-        return _judged(pairs)
+        return _judge(pairs)
 
 
-def _judged(pairs: Sequence[Pair]) -> Learning:
+def _judge(pairs: Sequence[Pair]) -> Learning:
     steps = min(min(len(pair.candidate.loss), len(pair.baseline.loss)) for pair in pairs)
     counted = (
         sum(len(spikes(pair.candidate.loss)) for pair in pairs),
@@ -154,7 +153,7 @@ def _judged(pairs: Sequence[Pair]) -> Learning:
     )
     baselines = [pair.baseline for pair in pairs]
     lost = [pair.candidate for pair in pairs if _diverged(pair.candidate)]
-    first = _median([pair.first_gradient_ratio for pair in pairs])
+    first = known_median([pair.first_gradient_ratio for pair in pairs])
     gaps = np.array([pair.gap for pair in pairs]) if steps else np.full(len(pairs), math.nan)
     gap, (low, high) = float(gaps.mean()), _interval(gaps)
     band = _band(baselines, steps) if steps else (math.nan, math.nan)
@@ -182,7 +181,7 @@ def _judged(pairs: Sequence[Pair]) -> Learning:
         low=low if math.isfinite(low) else None,
         high=high if math.isfinite(high) else None,
         band=band if all(map(math.isfinite, band)) else None,
-        gradient_ratio=_median([pair.gradient_ratio for pair in pairs]),
+        gradient_ratio=known_median([pair.gradient_ratio for pair in pairs]),
         first_gradient_ratio=first,
         spikes=counted,
     )
@@ -243,8 +242,3 @@ def _band(baselines: Sequence[TrainingRun], steps: int) -> tuple[float, float]:
     ends = [ending(run.loss[:steps], END) for run in baselines]
     middle = float(np.mean(ends))
     return (min(ends) / middle - 1, max(ends) / middle - 1) if middle else (math.nan, math.nan)
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    told = [value for value in values if value is not None]
-    return float(np.median(told)) if told else None

@@ -1,4 +1,4 @@
-"""The attention of a model being trained: torch's own, or what ``attnbench.attention`` is asked for."""
+"""The attention of a model in training: torch's own, or ``attnbench.attention`` with the config's arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnbench.errors import InputError
 
 from ..config import OWN, SDPA, TrainConfig
 
-__all__ = ["Attend", "Attending", "AttentionCore", "plans_noted"]
+__all__ = ["Attend", "Attending", "AttentionCore", "note_plans"]
 
 
 # (q (B, H, S, D), k (B, Hkv, S, D), v (B, Hkv, S, Dv), is_causal) to (B, H, S, Dv).  scale, window (keys before and
@@ -23,7 +23,7 @@ Attending = Callable[..., Tensor]
 
 
 class Attend:
-    """What the config asks for.  ``sdpa`` is torch's default choice among its own kernels, with nothing forced."""
+    """The attention of a config.  ``sdpa`` is torch's default choice among its own kernels."""
 
     def __init__(self, config: TrainConfig) -> None:
         if config.attention == OWN:
@@ -46,7 +46,7 @@ class Attend:
         window: tuple[int | None, int | None] | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Raises InputError where torch's SDPA cannot say what is asked, and what ``attnbench.attention`` raises."""
+        """Raises InputError if torch's SDPA cannot serve the arguments, and what ``attnbench.attention`` raises."""
         if not self._sdpa:
             out = attention(q, k, v, is_causal=is_causal, scale=scale, window=window, softcap=softcap, **self._asked)
             assert isinstance(out, Tensor)
@@ -56,19 +56,19 @@ class Attend:
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
 
     def plan(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, **options: Any) -> str | None:
-        """The plan that a call with such tensors runs, None for torch's SDPA.  Raises what the call would raise."""
+        """The plan for a call with such tensors, None for torch's SDPA.  Raises what the call would raise."""
         return None if self._sdpa else str(explain(q, k, v, is_causal=is_causal, **options, **self._asked).plan)
 
     def check(self, *, window: object = None, softcap: object = None, **_: object) -> None:
-        """Raise InputError where torch's SDPA has no argument for what a model asks for."""
+        """Raise InputError if torch's SDPA lacks an argument that a model needs."""
         if self._sdpa and (window is not None or softcap is not None):
             what = "a sliding window" if softcap is None else "a softcap"
             raise InputError(f"it asks for {what}, which torch's SDPA has not; name attention=auto or a backend")
 
 
 @contextmanager
-def plans_noted(modules: Sequence[AttentionCore]) -> Iterator[list[str]]:
-    """The plans that the modules' calls run meanwhile, each once; asking again costs time, so not while it counts."""
+def note_plans(modules: Sequence[AttentionCore]) -> Iterator[list[str]]:
+    """Collect the plans of the modules' calls, each once; not for timed steps, because it chooses each again."""
     noted: dict[str, None] = {}
     asked: set[object] = set()
     plans: list[str] = []
@@ -90,7 +90,7 @@ def plans_noted(modules: Sequence[AttentionCore]) -> Iterator[list[str]]:
 
 
 class AttentionCore(nn.Module):
-    """Where each layer's attention passes through: a module without parameters, to be hooked and timed."""
+    """Each layer calls attention through this module without parameters, so that it can be hooked and timed."""
 
     def __init__(self, attend: Attending) -> None:
         super().__init__()

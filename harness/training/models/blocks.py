@@ -1,4 +1,4 @@
-"""Activation checkpointing and torch.compile, block by block and in place: no parameter changes its name."""
+"""Activation checkpointing and torch.compile for each block, in place; parameter names do not change."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["checkpoint_blocks", "compile_blocks"]
 def checkpoint_blocks(blocks: Sequence[nn.Module], te: bool) -> None:
     """Keep only each block's inputs for the backward, which computes the rest again.
 
-    With ``te`` by TransformerEngine's own function: its scales follow what a forward has seen,
-    and must not see it twice.
+    ``te`` uses TransformerEngine's own function: its scales depend on the forwards that they see, and must not see one
+    twice.
     """
     how: Callable[..., Any] = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if te:
@@ -40,6 +40,6 @@ def _recomputing(how: Callable[..., Any], forward: Callable[..., Any]) -> Callab
 
 
 def compile_blocks(blocks: Sequence[nn.Module], backend: str = "inductor") -> None:
-    """Compile each block, after ``checkpoint_blocks``, which it sees into; blocks that look alike share the work."""
+    """Compile each block, after ``checkpoint_blocks``; equal blocks share the compiled code."""
     for block in blocks:
         block.compile(backend=backend)

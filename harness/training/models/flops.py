@@ -1,11 +1,10 @@
-"""The stated model of a training step's work, of which MFU is the share that the device gets done.
+"""The operations of a training step, from which MFU is computed.
 
-A matrix of n elements costs 2·n floating-point operations a token forward and twice that
-backward (its input's gradient and its own).  Attention costs 2·(D + Dv) a visible pair of
-query and key and head forward, twice that backward; a causal mask shows half the pairs.
-Counted is what the mathematics needs: nothing that checkpointing, a fused attention's backward or a long
-batch's loss computes again, and no norms, activations, softmax or optimiser.  This is the
-accounting of PaLM's appendix B (arXiv 2204.02311), with the mask taken into account.
+A matrix of n elements costs 2·n floating-point operations per token forward and twice that backward (the gradients of
+its input and its own).  Attention costs 2·(D + Dv) per visible pair of query and key and head forward, twice that
+backward; a causal mask shows half the pairs.  Only what the mathematics needs is counted: no recomputation by
+checkpointing, by a fused attention's backward or by a long batch's loss, and no norms, activations, softmax or
+optimiser.  This follows PaLM's appendix B (arXiv 2204.02311), and takes the mask into account.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ __all__ = ["attention_flops", "gpt_flops", "matrix_flops", "vit_flops"]
 
 
 def matrix_flops(elements: float, tokens: float) -> float:
-    """Forward and backward of matrices with so many elements in all, applied to each of the tokens."""
+    """Forward and backward of matrices with ``elements`` elements in all, applied to each token."""
     return 6.0 * elements * tokens
 
 
@@ -29,7 +28,7 @@ def attention_flops(batch: int, heads: int, seqlen: int, head_dim: int, head_dim
 
 
 def gpt_flops(size: GptSize, batch: int, seqlen: int) -> float:
-    """One step of ``batch`` samples: blocks, head (tied or not) and causal attention; looking tokens up is free."""
+    """One step of ``batch`` samples: blocks, head (tied or not) and causal attention; look-ups cost nothing."""
     elements = size.layers * size.block_weights + size.width * size.vocab
     attention = attention_flops(batch, size.heads, seqlen, size.head_dim, size.head_dim, Mask(right=0))
     return matrix_flops(elements, batch * seqlen) + size.layers * attention

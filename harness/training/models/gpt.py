@@ -61,7 +61,7 @@ SIZES = {
 
 
 def gpt_size(config: TrainConfig) -> GptSize:
-    """The size that a config means.  Raises InputError on a vocabulary that bytes do not fit in."""
+    """The size of a config.  Raises InputError on a vocabulary that is too small for bytes."""
     size = SIZES[config.size]
     if not config.vocab:
         return size
@@ -142,17 +142,17 @@ def _rotation(length: int, size: GptSize, device: torch.device) -> tuple[Tensor,
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, H, S, D), the first half of each head turned against the second, in x's type."""
+    """x (B, H, S, D), the first half of each head rotated against the second, in x's dtype."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 @torch.no_grad()
 def initialise(model: Gpt, seed: int) -> None:
-    """Draw the weights in place: normal with deviation 0.02, what ends in the residual stream narrower by √(2·layers).
+    """Draw the weights in place: normal with deviation 0.02, for projections to the residual stream over √(2·layers).
 
-    Each parameter has a generator of its own made from the seed and its name, so that nothing
-    else can change what it draws; a GPU draws other numbers than a CPU.
+    Each parameter has its own generator, seeded by the seed and its name, so that nothing else affects its values; a
+    GPU draws other numbers than a CPU.
     """
     narrow = _DEVIATION / (2 * model.size.layers) ** 0.5
     for name, parameter in model.named_parameters():

@@ -1,9 +1,9 @@
 """Any causal language model of transformers, by its config and with random weights, around our attention.
 
-Its attention layers call a function that transformers looks up by the name ``attnbench-train``, which this module
-registers; nothing else of transformers is touched.  Samples are whole, so no mask tensor is ever made: what each layer
-hides is asked once, on building, and kept.  Dropout is 0, as in pre-training today: both runs of a pair compute the
-same function.  The loss is the next token's alone, without what routers of experts may add.
+Its attention layers call a function that transformers finds by the name ``attnbench-train``, registered here; nothing
+else of transformers is changed.  Samples are unpadded, so no mask tensor is ever made: each layer's mask is determined
+once, when the model is built.  Dropout is 0, as in pre-training today, so that both runs of a pair compute the same
+function.  The loss is the next token's alone, without what routers of experts may add.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ class HfModel(nn.Module):
 
     @property
     def cores(self) -> list[AttentionCore]:
-        """Where each layer's attention passes through."""
+        """Each layer's attention module."""
         return self._lists[1]
 
 
 def make_hf(name: str, seqlen: int, device: torch.device, seed: int, core: Callable[[], AttentionCore]) -> HfModel:
     """The model of a config (a folder, a config.json or a name), its fp32 weights drawn by transformers from the seed.
 
-    Raises InputError where transformers or the config is missing, the config is no causal
-    language model's, holds too few tokens or positions, or has an attention that cannot be served.
+    Raises InputError if transformers or the config is missing, or if the config is not a causal language model's, has
+    too few tokens or positions, or an attention that cannot be served.
     """
     transformers = _transformers()
     config = _config(transformers, name)
@@ -169,7 +169,7 @@ def _attend(
 
 
 def _noted(call: _Call, query: Tensor) -> Tensor:
-    """Zeros in the place of attention, for a layer of a new model that is asked what it computes."""
+    """Record a layer's call while a new model is built, and return zeros instead of attention."""
     name, calls = type(call.layer).__name__, _calls.get()
     if calls is None:
         raise InputError(f"its {name} calls attention, and did not when the model was built")
@@ -180,7 +180,7 @@ def _noted(call: _Call, query: Tensor) -> Tensor:
 
 
 def _mask(*positions: Any, **named: Any) -> LayerMask | None:
-    """transformers' mask function: what a new model hides, and later nothing, since its layers keep what they hide."""
+    """transformers' mask function: a new model's mask; later None, since each layer keeps its mask."""
     if _calls.get() is None or named.get("local_size") == 0:  # a window of layers that the model does not have
         return None
     try:
@@ -190,7 +190,7 @@ def _mask(*positions: Any, **named: Any) -> LayerMask | None:
 
 
 def _served(model: Any, seqlen: int, core: Callable[[], AttentionCore]) -> HfModel:
-    """The model with a core in every attention layer, and the mask that the layer asks for beside it."""
+    """The model with a core and the mask in every attention layer."""
     calls, flops = _asked(model, seqlen)
     layers = {id(call.layer): call for call in calls}
     cores = [core() for _ in layers]
@@ -205,7 +205,7 @@ def _served(model: Any, seqlen: int, core: Callable[[], AttentionCore]) -> HfMod
 
 
 def _asked(model: Any, seqlen: int) -> tuple[list[_Call], float]:
-    """What its layers ask of attention in one forward pass, and the other operations of a training step of a sample."""
+    """Its layers' attention calls in one forward pass, and the other operations of a training step of a sample."""
     calls: list[_Call] = []
     token = _calls.set(calls)
     try:
@@ -220,7 +220,7 @@ def _asked(model: Any, seqlen: int) -> tuple[list[_Call], float]:
 
 @contextmanager
 def _counted_experts(model: Any) -> Iterator[None]:
-    """Experts one by one, as plain matrix products: torch counts no operations of grouped ones."""
+    """Run experts one by one as plain matrix products: torch counts no operations of grouped ones."""
     if not hasattr(model, "set_experts_implementation"):
         yield
         return
@@ -233,7 +233,7 @@ def _counted_experts(model: Any) -> Iterator[None]:
 
 
 def _blocks(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """The list of modules that holds all attention layers between its members."""
+    """The list of modules that contains all attention layers."""
     for candidates in model.modules():
         if isinstance(candidates, nn.ModuleList):
             inside = {id(part) for part in candidates.modules()}

@@ -1,8 +1,7 @@
 """The matrix products of the blocks: torch's own, TransformerEngine's FP8, or torchao's float8.
 
-Only what stands inside a transformer block is converted.  Embedding, head, a last norm and
-the patches of an image stay as they are, in the policy's type: their share of the work is
-small and the loss is most sensitive to them.
+Only linears inside a transformer block are converted.  Embedding, head, a last norm and the patches of an image stay in
+the policy's dtype: they are a small share of the work, and the loss is most sensitive to them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _INSTALL_TORCHAO = "pip install 'torchao>=0.10'"
 
 
 def refusal(kind: Linears, device: torch.device) -> str | None:
-    """Why these linears cannot be had on the device, with the command that installs what is missing; None: they can."""
+    """Why these linears cannot be used on the device, with the command to install what is missing, or None."""
     if kind == "bf16":
         return None
     needed = _HOPPER if kind == "float8-rowwise" else _ADA
@@ -55,11 +54,11 @@ def transformer_engine() -> Any:
 
 
 def convert_linears(blocks: Sequence[nn.Module], kind: Linears, tokens: int, emulate: bool = False) -> None:
-    """Replace every Linear inside the blocks, in place; weights keep their values, names and types.
+    """Replace every Linear inside the blocks, in place; weights keep their values, names and dtypes.
 
-    ``tokens`` is what a step feeds them.  ``emulate`` lets torchao compute on any device what
-    float8 would give.  Raises InputError where a size does not suit FP8 or a block multiplies
-    by a matrix that is no Linear's: nothing is left in bf16 silently.
+    ``tokens`` is the number of tokens in a step.  ``emulate`` lets torchao emulate float8 on any device.  Raises
+    InputError if a size does not suit FP8 or a block multiplies by a matrix that is not a Linear's, which would
+    silently stay in bf16.
     """
     if kind == "bf16":
         return
@@ -80,7 +79,7 @@ def convert_linears(blocks: Sequence[nn.Module], kind: Linears, tokens: int, emu
 
 
 def linears_context(kind: Linears) -> AbstractContextManager[Any]:
-    """What a forward pass runs in: TransformerEngine's FP8 autocast with the device's default recipe, or nothing."""
+    """The context of a forward pass: TransformerEngine's FP8 autocast with the device's default recipe, or nothing."""
     if kind != "te-fp8":
         return nullcontext()
     context: AbstractContextManager[Any] = transformer_engine().autocast(enabled=True)

@@ -1,4 +1,4 @@
-"""The next-token loss in fp32, without ever holding all logits of a long batch."""
+"""The next-token loss in fp32, without holding all logits of a long batch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LARGEST_LOGITS = 2**27  # logits at a time: 512 MiB in fp32
 def head_loss(hidden: Tensor, head: Tensor, targets: Tensor, largest: int = LARGEST_LOGITS) -> Tensor:
     """Mean cross-entropy, an fp32 scalar, of ``hidden`` (..., width) under ``head`` (vocab, width).
 
-    ``targets`` (...) are token numbers.  Beyond ``largest`` logits the tokens are taken in
-    parts whose logits the backward computes again.
+    ``targets`` (...) are token numbers.  Beyond ``largest`` logits the tokens are processed in parts, whose logits the
+    backward computes again.
     """
 
     def part(hidden: Tensor, targets: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ def head_loss(hidden: Tensor, head: Tensor, targets: Tensor, largest: int = LARG
 
 
 def token_loss(logits: Tensor, targets: Tensor, largest: int = LARGEST_LOGITS) -> Tensor:
-    """The same of logits (..., vocab) that a model has made itself: it spares copies in fp32, which are kept else."""
+    """The same for logits (..., vocab) that a model has computed; it avoids keeping fp32 copies of them."""
     return _in_parts(_summed, logits, targets, largest // logits.shape[-1])
 
 
@@ -37,7 +37,7 @@ def _summed(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _in_parts(part: Callable[[Tensor, Tensor], Tensor], x: Tensor, targets: Tensor, rows: int) -> Tensor:
-    """The mean over all targets of what ``part`` sums for at most ``rows`` of them at a time."""
+    """The mean over all targets; ``part`` computes the sum for at most ``rows`` of them at a time."""
     x, targets, rows = x.flatten(0, -2), targets.flatten(), max(1, rows)
     if targets.numel() <= rows:
         return part(x, targets) / targets.numel()

@@ -1,7 +1,7 @@
 """``vit-huge``: timm's VisionTransformer with the article's sizes, its attention replaced layer by layer.
 
-The article is C. Rand, "Accelerating PyTorch Training Workloads with FP8" (Towards Data
-Science, 2023): random images, cross-entropy over 1000 classes, width 1280, 32 blocks of 16 heads.
+The article is C. Rand, "Accelerating PyTorch Training Workloads with FP8" (Towards Data Science, 2023): random images,
+cross-entropy over 1000 classes, width 1280, 32 blocks of 16 heads.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def make_vit(
 ) -> Vit:
     """The model with fp32 weights that timm draws on the device from the seed.
 
-    With ``core`` None each block keeps the attention it comes with; ``options`` go to timm's
-    constructor (``block_fn``).  Raises InputError where timm is missing.
+    With ``core`` None each block keeps its own attention; ``options`` go to timm's constructor (``block_fn``).  Raises
+    InputError if timm is missing.
     """
     try:
         timm = import_module("timm.models.vision_transformer")

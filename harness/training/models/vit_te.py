@@ -1,8 +1,7 @@
-"""The article's other block: TransformerEngine's TransformerLayer in the place of timm's.
+"""The article's other block: TransformerEngine's TransformerLayer in place of timm's.
 
-The article leaves the layer's mask and its order of axes at their defaults, which are causal
-and (S, B, E), and so attends causally over the batch.  Here it computes what timm's block
-computes: no mask, over the (B, S, E) that timm hands it.
+The article leaves the layer's mask and axis order at their defaults, causal and (S, B, E), and so attends causally over
+the batch.  Here it computes what timm's block computes: no mask, over (B, S, E).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loss curves and gaps as a picture, and one page that holds the picture, the tables and nothing from elsewhere."""
+"""Loss curves and gaps as a picture, and a self-contained page with the picture and the tables."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import numpy as np
 from attnbench.files.atomic import replace_file
 
 from ...formatting import shown
-from ..judge.arms import Arm, arms_of, compared
-from ..judge.curves import gap_curve, smoothed
+from ..judge.arms import Arm, arms_of, compare_arms
+from ..judge.curves import gap_curve, smooth, window_of
 from ..judge.learning import TOLERANCE
 from ..rows import TrainingRun
 from .summary import report
@@ -28,7 +28,6 @@ __all__ = ["PAGE", "PICTURE", "legend", "write_plots"]
 PICTURE, PAGE = "loss.png", "training.html"
 _MOST_INSIDE = 6  # names of curves
 _LINE = 0.24  # inches, of two names
-_WINDOW = 20  # a curve is smoothed over a twentieth of its steps
 _COLOURS = ("#3b6ea5", "#c8553d", "#4f8a4b", "#8a5fa0", "#b8860b", "#4a4a4a", "#2a9d8f", "#a0527d")
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:62rem;margin:2rem auto;padding:0 1rem;color:#222}"
@@ -45,10 +44,10 @@ def write_plots(runs: Sequence[TrainingRun], folder: Path) -> None:
 
 
 def _figure(arms: Sequence[Arm]) -> Figure:
-    """Above every run's loss, below each candidate's gap to its baseline."""
+    """Above, every run's loss; below, each candidate's gap to its baseline."""
     from matplotlib.figure import Figure
 
-    found = [each for each in compared(arms) if any(run.loss for run in each[0].runs)]
+    found = [each for each in compare_arms(arms) if any(run.loss for run in each[0].runs)]
     figure = Figure(figsize=(10, 7.5 if found else 4.5), layout="constrained")
     panels: Any = figure.subplots(
         2 if found else 1, 1, sharex=True, squeeze=False, height_ratios=[3, 2][: 1 + bool(found)]
@@ -58,7 +57,7 @@ def _figure(arms: Sequence[Arm]) -> Figure:
     for arm in arms:
         for index, run in enumerate(run for run in arm.runs if run.loss):
             losses.plot(run.loss, color=colours[id(arm)], alpha=0.2, linewidth=0.6)
-            curve = smoothed(run.loss, _window(len(run.loss)))
+            curve = smooth(run.loss, window_of(len(run.loss)))
             label = _plain(arm.label) if index == 0 else None
             style = "--" if arm.baseline else "-"
             losses.plot(curve, color=colours[id(arm)], linewidth=1.3, linestyle=style, label=label)
@@ -79,7 +78,7 @@ def _figure(arms: Sequence[Arm]) -> Figure:
 
 
 def legend(figure: Figure, panel: Any) -> None:
-    """Name the panel's curves: inside it where they are few, below a figure that grows for it where they are many.
+    """Name the panel's curves: few inside the panel, many below a figure that grows for them.
 
     The figure's layout is ``constrained``.
     """
@@ -101,7 +100,7 @@ def _draw_gaps(panel: Any, arm: Arm, baseline: Arm, colour: str) -> None:
         rival = rivals.get(run.seed)
         steps = min(len(run.loss), len(rival.loss)) if rival is not None else 0
         if rival is not None and steps:
-            curves.append(100 * gap_curve(run.loss, rival.loss, _window(steps)))
+            curves.append(100 * gap_curve(run.loss, rival.loss, window_of(steps)))
             panel.plot(curves[-1], color=colour, alpha=0.3, linewidth=0.8)
     if curves:
         shortest = min(curve.size for curve in curves)
@@ -109,12 +108,8 @@ def _draw_gaps(panel: Any, arm: Arm, baseline: Arm, colour: str) -> None:
         panel.plot(middle, color=colour, linewidth=1.6)
 
 
-def _window(steps: int) -> int:
-    return max(1, steps // _WINDOW)
-
-
 def _plain(text: str) -> str:
-    """Without what matplotlib would take for mathematics, or has no letter for."""
+    """The text without mathematics for matplotlib and without unprintable characters."""
     return shown(text, "text").replace("$", r"\$")
 
 

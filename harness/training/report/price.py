@@ -1,7 +1,7 @@
-"""What a machine's hour buys: price-performance as the article on FP8 workloads states it, machines side by side.
+"""Price-performance as in the article on FP8 workloads, for machines side by side.
 
-The article (C. Rand, Accelerating PyTorch Training Workloads with FP8) divides what is trained in an hour by the
-hour's price, and says one machine or precision as so many per cent better or worse than another.
+The article (C. Rand, Accelerating PyTorch Training Workloads with FP8) divides what is trained in an hour by the hour's
+price, and states how many per cent better or worse one machine or precision is than another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Offer", "PricePerformance", "side_by_side"]
 class Offer:
     """``units_per_step`` tokens or images in ``step_ms`` milliseconds, on a machine of ``price_per_hour``.
 
-    Raises InputError on what is not positive and finite.
+    Raises InputError unless all are positive and finite.
     """
 
     label: str
@@ -46,7 +46,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class PricePerformance:
-    """An offer, and by how much it is faster and better value than the first: 0.32 is 32 % better, −0.3 30 % worse."""
+    """An offer, and how much faster and better value it is than the first: 0.32 is 32 % better, −0.3 30 % worse."""
 
     offer: Offer
     faster: float

@@ -1,4 +1,4 @@
-"""What training runs have to say: a verdict on each candidate, a table of all arms, and what an hour's price buys."""
+"""The report of training runs: a verdict on each candidate, a table of all arms, and price-performance."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from tabulate import tabulate
 from ...formatting import Style, change, heading, number, prose, shown, size
 from ...results.visits import groups
 from ...statistics import Noise, compare, median_interval
-from ..judge.arms import Arm, arms_of, compared, scaling_efficiency, title_of
+from ..judge.arms import Arm, arms_of, compare_arms, scaling_efficiency, title_of
 from ..judge.learning import RULES, Learning
 from ..rows import Share, TrainingRun
 from .price import Offer, side_by_side
 
 __all__ = ["offers_of", "report"]
 
-_GROUPS = 10  # of steps in a row, as which they are compared: neighbours are alike
+_GROUPS = 10  # of consecutive steps, which are compared because neighbouring steps are alike
 _NOISE = Noise(run=0.005)  # of two runs, one after the other
 _LARGE = 1e4  # a loss that needs no fourth decimal
-_HOST_BOUND = 0.8  # of a step: a GPU that works less than this waits for its host
+_HOST_BOUND = 0.8  # of a step: a GPU with less work than this waits for its host
 _LEGEND = (
     "Step times are medians after the warm-up, with the 95% interval of the median. Attention is its measured share of "
     "what the device did in a step, forward and backward. MFU is over the device's bf16 peak. The loss is the mean of "
@@ -33,7 +33,7 @@ def report(runs: Sequence[TrainingRun], style: Style) -> str:
     arms = arms_of(runs)
     if not arms:
         return "No runs."
-    found = compared(arms)
+    found = compare_arms(arms)
     verdicts = [_verdict(arm, baseline, learning, style) for arm, baseline, learning in found]
     parts = [heading(shown(title_of(arms), style), style)]
     parts.append(prose(verdicts, style, bullets=len(verdicts) > 1) if verdicts else "")
@@ -69,7 +69,7 @@ def _verdict(arm: Arm, baseline: Arm, learning: Learning, style: Style) -> str:
 
 
 def _speed(arm: Arm, baseline: Arm) -> str:
-    """Faster or slower, where the step times say so for certain."""
+    """A sentence that says which is faster, if the step times are significant."""
     if not (arm.samples_ms and baseline.samples_ms):
         return ""
     ours, theirs = (groups(each.samples_ms, -(-len(each.samples_ms) // _GROUPS)) for each in (arm, baseline))
@@ -144,7 +144,7 @@ def _remarks(arms: Sequence[Arm], style: Style) -> str:
 
 
 def _waiting(arm: Arm, share: Share) -> str | None:
-    """What a step's time does not tell where the host cannot launch as fast as a GPU works."""
+    """A remark if the host cannot launch as fast as the GPU works."""
     if arm.first.environment.device_type != "cuda" or arm.median_ms is None:
         return None
     worked = share.busy_ms / arm.median_ms

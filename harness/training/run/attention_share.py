@@ -1,8 +1,8 @@
-"""Attention's share of a training step, measured: what the profiler saw inside attention, forward and backward.
+"""Measure attention's share of a training step with the profiler, forward and backward.
 
-Ranges are opened and closed by hooks around the modules that hold nothing but attention; what runs while one is open
-is attention's, whoever launches it.  A compiled model has no such hooks without being compiled anew, so there the
-operators that attention goes through (attnbench's own and torch's) are the ranges.
+Hooks around the modules that contain only attention open and close ranges; whatever runs in an open range is
+attention's.  A compiled model would have to be compiled again for such hooks, so there the operators of attention
+(attnbench's own and torch's) are the ranges.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OPERATORS = {
 def share_of_attention(
     steps: Sequence[Callable[[], None]], modules: Sequence[nn.Module], device: torch.device, *, compiled: bool
 ) -> Share | None:
-    """Run the steps under the profiler; None where it saw nothing, or nothing of attention."""
+    """Run the steps under the profiler; None if it recorded nothing, or nothing of attention."""
     gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if gpu else [ProfilerActivity.CPU]
     with _ranges([] if compiled else modules), profile(activities=activities, acc_events=True) as profiler:
@@ -98,9 +98,9 @@ def _ranges(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 class _Spent:
-    """The time of ranges on the device, and what took it; a range inside another counts for itself alone.
+    """The time of ranges on the device, and the kernels that took it; a range inside another counts only once.
 
-    So does the forward that checkpointing recomputes inside a backward, and torch's operator inside torch's operator.
+    Such nesting occurs if checkpointing recomputes a forward inside a backward, and between torch's own operators.
     """
 
     def __init__(self, gpu: bool) -> None:

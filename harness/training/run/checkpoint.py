@@ -1,10 +1,10 @@
-"""A run's state on disk: tensors in safetensors and facts in JSON, whole or not there at all, nothing unpickled.
+"""A run's state on disk: tensors in safetensors and facts in JSON, complete or absent; nothing is unpickled.
 
-A checkpoint is a folder ``step-N`` with a file for each rank, which holds what lives on that rank: its parameters or
-its shards of them, its optimiser's state, its random number generators, and the run's history.  It is written under
-another name, flushed to the disk and renamed; only then is the one before it removed.  So a process may be killed at
-any moment.  TransformerEngine's scaling history is not in it (that library writes it as a pickle): there, the first
-steps after resuming scale as the first steps of a run do.
+A checkpoint is a folder ``step-N`` with a file for each rank: its parameters or its shards of them, its optimiser's
+state, its random number generators, and the run's history.  It is written under another name, flushed to the disk and
+renamed; only then is the previous one removed.  So a process may be killed at any moment.  TransformerEngine's scaling
+history is not included (that library writes it as a pickle): the first steps after resuming scale as those of a new
+run.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _CPU_RANDOM, _GPU_RANDOM = "random.cpu", "random.cuda"
 
 
 def state_of(module: nn.Module, optimiser: Optimising) -> dict[str, Tensor]:
-    """Every tensor of a run that training changes, by name, as it lies on this rank.
+    """Every tensor of a run that training changes, by name, as stored on this rank.
 
-    Sharded tensors appear as the local shard, subclasses (quantised optimiser states) as what
-    they are made of.  The tensors are the live ones: writing to them restores a run.
+    Sharded tensors appear as the local shard, subclasses (quantised optimiser states) as their parts.  The tensors are
+    the live ones: writing to them restores a run.
     """
     found: dict[str, Tensor] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -87,22 +87,21 @@ def save(
                     shutil.rmtree(old, ignore_errors=True)
         ranks.wait()
     except (OSError, SafetensorError) as error:
-        with suppress(OSError):  # the room that it has taken
+        with suppress(OSError):  # frees the disk space
             (partial / _file(ranks.rank)).unlink()
         raise OutputError(f"the checkpoint {final} cannot be written: {error}") from error
 
 
 def newest(folder: Path) -> Path | None:
-    """The last whole checkpoint in the folder of a run."""
+    """The last complete checkpoint in the folder of a run."""
     return max(_complete(folder), default=None)
 
 
 def load(path: Path, state: Mapping[str, Tensor], settings: Mapping[str, Any], ranks: Ranks) -> History:
-    """Put the checkpoint's tensors into the live ones and this process's generators, and return the history.
+    """Copy the checkpoint into the live tensors and this process's generators, and return the history.
 
-    ``state`` must hold every tensor of the checkpoint (an optimiser has its state only after
-    a first step).  Raises MisuseError where it is another run's, MalformedFileError where it
-    is not a whole checkpoint; nothing has been changed then.
+    ``state`` must hold every tensor of the checkpoint (an optimiser has its state only after a first step).  Raises
+    MisuseError if it is another run's, MalformedFileError if it is not a complete checkpoint; nothing is changed then.
     """
     file = path / _file(ranks.rank)
     try:

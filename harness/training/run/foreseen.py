@@ -1,4 +1,4 @@
-"""What can be refused before anything is trained: nobody waits for a baseline to hear that its candidate cannot run."""
+"""Refuse impossible configurations before anything is trained, not after the baseline has run."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class _Shape(NamedTuple):
 def check_beforehand(config: TrainConfig, device: torch.device) -> None:
     """Raise what building the model or its first attention would, without memory or time.
 
-    What a transformers config asks of attention is known once it is built, and not here.
-    Raises InputError on linears or a block that the device or a missing package cannot
-    serve, and what ``attnbench.explain`` raises on an attention that cannot be had.
+    The attention of a transformers config is only known once it is built, and is not checked here.  Raises InputError
+    on linears or a block that the device or a missing package cannot serve, and what ``attnbench.explain`` raises on an
+    attention that cannot be had.
     """
     if reason := refusal(config.linears, device):
         raise InputError(reason)

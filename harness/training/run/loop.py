@@ -1,4 +1,4 @@
-"""The training loop: every step taken, timed and written down, from the first or from a checkpoint."""
+"""The training loop: every step taken, timed and recorded, from the first or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from ..models.attention import plans_noted
+from ..models.attention import note_plans
 from .attention_share import share_of_attention
 from .checkpoint import load, newest, save, state_of
 from .history import History
@@ -23,18 +23,18 @@ from .step_clock import StepClock
 from .trainable import Trainable
 from .warning_signs import signs_of
 
-__all__ = ["Conduct", "train", "warm_up_steps"]
+__all__ = ["LoopOptions", "train", "warm_up_steps"]
 
 _MOST_WARM_UP = 10  # steps, as the article has; a quarter of a shorter run
 _MOST_WATCHED = 3
 
 
 @dataclass(frozen=True)
-class Conduct:
-    """How a run is kept and when it is given up.
+class LoopOptions:
+    """How a run is checkpointed and when it stops.
 
-    Every ``checkpoint_every`` steps (0: never) its state is written to ``checkpoints``.  It
-    ends as diverged after ``patience`` steps in a row whose loss or gradient is not finite.
+    Every ``checkpoint_every`` steps (0: never) its state is written to ``checkpoints``.  It ends as diverged after
+    ``patience`` consecutive steps whose loss or gradient is not finite.
     """
 
     checkpoints: Path
@@ -50,28 +50,29 @@ def warm_up_steps(steps: int) -> int:
 def train(
     trainable: Trainable,
     ranks: Ranks,
-    conduct: Conduct,
-    told: Callable[[History], None],
+    options: LoopOptions,
+    on_step: Callable[[History], None],
     *,
     resume: bool = False,
 ) -> str | None:
-    """Take every step of the configuration, and tell the history after each; answers why it diverged, or None.
+    """Take every step and call ``on_step`` with the history after each; returns why the run diverged, or None.
 
-    The model is spread over the ranks first.  With ``resume`` it goes on from the newest
-    checkpoint, if there is one.  Before the first step, one in the middle and the last, an
-    extra pass reads the warning signs; after the warm-up, a few steps run under the profiler.
-    Neither changes what is learnt, and their steps are not timed.
+    The model is first spread over the ranks.  With ``resume`` it continues from the newest checkpoint, if there is one.
+    Before the first step, one in the middle and the last, an extra pass reads the warning signs; after the warm-up, a
+    few steps run under the profiler.  Neither changes what is learnt, and these steps are not timed.
     """
-    run = _Run(trainable, ranks, conduct, told)
+    run = _Run(trainable, ranks, options, on_step)
     if resume:
         run.restore()
     return run.go()
 
 
 class _Run:
-    def __init__(self, trainable: Trainable, ranks: Ranks, conduct: Conduct, told: Callable[[History], None]) -> None:
+    def __init__(
+        self, trainable: Trainable, ranks: Ranks, options: LoopOptions, on_step: Callable[[History], None]
+    ) -> None:
         spread(trainable, ranks)
-        self.trainable, self.ranks, self.conduct, self.told = trainable, ranks, conduct, told
+        self.trainable, self.ranks, self.options, self.on_step = trainable, ranks, options, on_step
         self.config, self.device = trainable.config, ranks.device
         self.optimiser = make_optimiser(self.config, trainable.module)
         self.history = History()
@@ -81,12 +82,12 @@ class _Run:
         self.watched = False
 
     def restore(self) -> None:
-        path = newest(self.conduct.checkpoints)
+        path = newest(self.options.checkpoints)
         step = self.ranks.agreed(-1 if path is None else int(path.name.partition("-")[2]))
         if step < 0:
             return
         self._make_state()
-        path = self.conduct.checkpoints / f"step-{step:09d}"
+        path = self.options.checkpoints / f"step-{step:09d}"
         state = state_of(self.trainable.module, self.optimiser)
         self.history = load(path, state, self._learnt(), self.ranks)
         self.history.resumed_at.append(self.history.steps)
@@ -107,7 +108,7 @@ class _Run:
             else:
                 self._clocked(step)
                 step += 1
-            every = self.conduct.checkpoint_every
+            every = self.options.checkpoint_every
             due = bool(every) and step // every > (step - max(1, watched)) // every and step < self.config.steps
             if reason := self._take_in(all=due or step == self.config.steps):
                 return reason
@@ -131,22 +132,22 @@ class _Run:
         self.clock.stop(step, self._found)
 
     def _clipped(self) -> Tensor:
-        """The norm of all gradients; those that are longer than the limit are cut to it."""
+        """The norm of all gradients, which are then clipped to the limit."""
         norm = get_total_norm([each.grad for each in self.parameters if each.grad is not None])
         if self.config.grad_clip:
             clip_grads_with_norm_(self.parameters, self.config.grad_clip, norm)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def _take_in(self, *, all: bool) -> str | None:
-        """Write down the steps that have ended; why the run diverged, if it did."""
+        """Record the steps that have ended; returns why the run diverged, if it did."""
         for step, ms, loss, norm in self.clock.ended(all=all):
             self.history.loss.append(loss)
             self.history.grad_norm.append(norm)
             self.history.step_ms.append(round(ms, 6))
             self._count(loss, norm)
             self._note_memory()
-            self.told(self.history)
-            if self.bad >= self.conduct.patience:
+            self.on_step(self.history)
+            if self.bad >= self.options.patience:
                 steps = "1 step" if self.bad == 1 else f"{self.bad} steps"
                 return f"loss or gradients were not finite for {steps}, from step {step - self.bad + 1} on"
         return None
@@ -160,7 +161,7 @@ class _Run:
             self.history.memory_bytes = max(peak, self.history.memory_bytes or 0)
 
     def _to_watch(self, step: int) -> int:
-        """How many steps from here on the profiler is to see."""
+        """How many steps from here on to profile."""
         count = min(_MOST_WATCHED, self.config.steps // 8)
         fits = warm_up_steps(self.config.steps) <= step <= self.config.steps - count
         return count if fits and not self.watched and self.history.attention is None else 0
@@ -175,7 +176,7 @@ class _Run:
         return step + count
 
     def _read_signs(self, step: int) -> None:
-        """One more forward and backward of the step's batch, of which nothing stays."""
+        """One extra forward and backward of the step's batch, which changes nothing."""
         self._note_memory()
 
         def work() -> None:
@@ -187,7 +188,7 @@ class _Run:
         with (
             torch.random.fork_rng(devices=gpus),
             torch.compiler.set_stance("force_eager"),
-            plans_noted(modules) as plans,
+            note_plans(modules) as plans,
         ):
             sign = signs_of(step, modules, work)
         self.history.plans = list(dict.fromkeys([*self.history.plans, *plans]))
@@ -199,7 +200,7 @@ class _Run:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def _make_state(self) -> None:
-        """An optimiser has no state before its first step: take one that moves nothing, to be overwritten."""
+        """Create the optimiser's state, which a first step makes, by a step that changes nothing."""
         for each in self.parameters:
             each.grad = torch.zeros_like(each)
         set_rate(self.optimiser, 0.0)
@@ -208,9 +209,9 @@ class _Run:
 
     def _checkpoint(self) -> None:
         state = state_of(self.trainable.module, self.optimiser)
-        save(self.conduct.checkpoints, state, self.history, self._learnt(), self.ranks)
+        save(self.options.checkpoints, state, self.history, self._learnt(), self.ranks)
 
     def _learnt(self) -> dict[str, Any]:
-        """What must be the same to go on: the configuration, and the text behind its name."""
+        """What must be the same to resume: the configuration, and the text that its data names."""
         corpus = self.trainable.corpus
         return self.config.to_dict() | ({} if corpus is None else {"corpus": corpus.digest})

@@ -1,4 +1,4 @@
-"""Optimisers by name, fp32 copies of bf16 weights, and the learning rate's course."""
+"""Optimisers by name, fp32 copies of bf16 weights, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Groups = list[dict[str, Any]]
 
 
 class Optimising(Protocol):
-    """What a training loop needs of an optimiser."""
+    """The part of an optimiser that a training loop needs."""
 
     @property
     def param_groups(self) -> _Groups:
@@ -38,17 +38,17 @@ class Optimising(Protocol):
         """Drop the gradients."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What has to be kept to go on."""
+        """The state to save."""
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Go on from there."""
+        """Restore a saved state."""
 
 
 def make_optimiser(config: TrainConfig, module: nn.Module) -> Optimising:
-    """The config's optimiser over the module's parameters, to be made after they were sharded.
+    """The config's optimiser over the module's parameters, made after they are sharded.
 
-    Matrices decay, vectors (norms, biases) do not.  AdamW has betas 0.9 and 0.95, SGD a
-    momentum of 0.9.  Raises InputError where torchao's FP8 state cannot be had.
+    Matrices decay, vectors (norms, biases) do not.  AdamW has betas 0.9 and 0.95, SGD a momentum of 0.9.  Raises
+    InputError if torchao's FP8 optimiser is not available.
     """
     parameters: list[Tensor] = [each for each in module.parameters() if each.requires_grad]
     if config.policy == "fp32-and-bf16":
@@ -82,7 +82,7 @@ def _fp8_adamw(device: torch.device) -> Any:
 
 
 class MasterWeights:
-    """An optimiser over fp32 copies of bf16 weights, which are rounded from the copies after each step."""
+    """An optimiser over fp32 copies of bf16 weights; after each step the copies are rounded to the weights."""
 
     def __init__(self, parameters: list[Tensor], make: Callable[[list[Tensor]], Optimising]) -> None:
         self._parameters = parameters
@@ -91,7 +91,7 @@ class MasterWeights:
 
     @property
     def param_groups(self) -> _Groups:
-        """The inner optimiser's: learning rates are set here."""
+        """The inner optimiser's groups, with the learning rates."""
         return self._inner.param_groups
 
     @torch.no_grad()
@@ -115,7 +115,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take both over, and round the copies to the weights."""
+        """Restore both, and round the copies to the weights."""
         for master, kept in zip(self._masters, state_dict["masters"], strict=True):
             master.copy_(kept)
         self._inner.load_state_dict(state_dict["inner"])
@@ -127,7 +127,7 @@ class MasterWeights:
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """The rate of a step, the first being 0: a linear warm-up, then a cosine down to a tenth; SGD's stays."""
+    """The learning rate of a step, counted from 0: a linear warm-up, then a cosine down to a tenth; SGD's stays."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     if config.optimiser == "sgd":
@@ -139,7 +139,7 @@ def learning_rate(config: TrainConfig, step: int) -> float:
 def set_rate(optimiser: Optimising, rate: float) -> None:
     """Give all parameters this learning rate."""
     for group in optimiser.param_groups:
-        if isinstance(group["lr"], Tensor):  # torchao keeps it in a tensor, which its compiled step reads
+        if isinstance(group["lr"], Tensor):  # torchao's compiled step reads it from a tensor
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate

@@ -1,4 +1,4 @@
-"""One process or many: which rank this is, and a model spread over all of them."""
+"""One process or many: this process's rank, and the model spread over all ranks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from .policy import sharding_policy
 if TYPE_CHECKING:
     from .trainable import Trainable
 
-__all__ = ["Ranks", "joined", "spread"]
+__all__ = ["Ranks", "join_ranks", "spread"]
 
-_PATIENCE = timedelta(minutes=30)  # compiling and the first step of a large model on one rank, while the others wait
+_PATIENCE = timedelta(minutes=30)  # for compiling and the first step of a large model on one rank while the others wait
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,16 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that writes and speaks."""
+        """Whether this is the rank that writes files and messages."""
         return self.rank == 0
 
     def wait(self) -> None:
-        """Until every rank is here."""
+        """Wait for every rank."""
         if self.world > 1:
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean over all ranks of a tensor that each has, without waiting for the device."""
+        """The mean of a tensor over all ranks, without waiting for the device."""
         if self.world == 1:
             return value
         total = value.clone()
@@ -59,19 +59,18 @@ class Ranks:
         """The first rank's number."""
         if self.world == 1:
             return number
-        told = torch.tensor(number, device=self.device)
-        dist.broadcast(told, 0)
-        return int(told)
+        shared = torch.tensor(number, device=self.device)
+        dist.broadcast(shared, 0)
+        return int(shared)
 
 
 @contextmanager
-def joined(device: str, environ: Mapping[str, str] = os.environ) -> Iterator[Ranks]:
-    """This process among those that ``torchrun`` started; alone where it did not.
+def join_ranks(device: str, environ: Mapping[str, str] = os.environ) -> Iterator[Ranks]:
+    """This process's place among those that ``torchrun`` started; alone without torchrun.
 
-    ``device`` is ``auto``, ``cpu``, ``cuda``, or alone ``cuda:N``; under torchrun each process
-    of a node takes the GPU of its local rank.  NCCL connects GPUs, gloo CPUs.  Raises
-    MisuseError where torchrun's variables are not numbers or not all there, or one GPU is
-    named for all ranks.
+    ``device`` is ``auto``, ``cpu``, ``cuda``, or without torchrun ``cuda:N``; under torchrun each process of a node
+    takes the GPU of its local rank.  NCCL connects GPUs, gloo CPUs.  Raises MisuseError if torchrun's variables are
+    incomplete or not numbers, or if one GPU is named for all ranks.
     """
     names, meeting = ("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("MASTER_ADDR", "MASTER_PORT")
     if not all(name in environ for name in names):
@@ -102,9 +101,9 @@ def _current(device: torch.device) -> torch.device:
 
 
 def spread(trainable: Trainable, ranks: Ranks) -> None:
-    """Spread the model as its configuration says: DDP, or FSDP2 with every block a shard group of its own.
+    """Spread the model as its configuration says: DDP, or FSDP2 with every block as a shard group.
 
-    Raises MisuseError where ranks and configuration do not go together.
+    Raises MisuseError if the number of ranks and the configuration do not agree.
     """
     kind = trainable.config.parallel
     if kind == "none":

@@ -28,14 +28,14 @@ __all__ = ["cast_weights", "policy_context", "sharding_policy"]
 
 @torch.no_grad()
 def cast_weights(module: nn.Module, config: TrainConfig) -> None:
-    """Bring fp32 parameters to what the policy keeps; buffers (such as rotary frequencies) stay as they are."""
+    """Cast fp32 parameters to the policy's dtype; buffers (such as rotary frequencies) stay as they are."""
     if config.policy in ("bf16", "fp32-and-bf16"):
         for parameter in module.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def policy_context(config: TrainConfig, device: torch.device) -> AbstractContextManager[Any]:
-    """What a forward pass runs in."""
+    """The context of a forward pass."""
     if config.policy != "autocast":
         return nullcontext()
     return torch.autocast(device.type, torch.bfloat16)
@@ -44,7 +44,7 @@ def policy_context(config: TrainConfig, device: torch.device) -> AbstractContext
 def sharding_policy(config: TrainConfig) -> Any:
     """FSDP2's MixedPrecisionPolicy: bf16 gathered and fp32 reduced for ``fsdp-mixed``, no casts for the others.
 
-    Gradients are summed over ranks in fp32 wherever they are made in bf16 beside an fp32 optimiser.
+    bf16 gradients with an fp32 optimiser are summed over ranks in fp32.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 

@@ -1,4 +1,4 @@
-"""How far training is: a bar with loss and throughput on a terminal, a line now and then in a log."""
+"""Progress of training: a bar with loss and throughput on a terminal, a line now and then in a log."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from attnbench.text.printable import printable
 
 from ..rows import TrainingRun
 
-__all__ = ["ProgressCallback", "progress_shown"]
+__all__ = ["ProgressCallback", "show_training_progress"]
 
 _LINES_A_RUN = 5
 
 
 class ProgressCallback(Protocol):
-    """What is called after every step."""
+    """Called after every step."""
 
     def __call__(self, row: TrainingRun) -> None:
-        """The run so far."""
+        """``row`` is the run so far."""
 
 
 @contextmanager
-def progress_shown(console: Console, runs: int, *, silent: bool = False) -> Iterator[ProgressCallback]:
-    """Show ``runs`` runs on the console as they go; nothing where ``silent``, as on all ranks but one."""
+def show_training_progress(console: Console, runs: int, *, silent: bool = False) -> Iterator[ProgressCallback]:
+    """Show ``runs`` runs on the console as they go; nothing if ``silent``, as on all ranks but one."""
     if silent:
         yield lambda row: None
     elif not console.is_terminal:

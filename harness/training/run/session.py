@@ -1,4 +1,4 @@
-"""Runs side by side in one folder: every seed with baseline and candidate, kept as they go, resumed if asked."""
+"""Runs in one folder: every seed with baseline and candidate, saved as they go, resumed on request."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ from attnbench.text.failure import in_one_line
 
 from ...measure.clocks import Conditions, Watch
 from ...measure.peaks import PEAK_TFLOPS
+from ...measure.worker import is_out_of_memory
 from ..config import TrainConfig
 from ..rows import LONGEST_REASON, ROWS, TrainingRun, read_runs, write_runs
 from .history import History
-from .loop import Conduct, train, warm_up_steps
+from .loop import LoopOptions, train, warm_up_steps
 from .parallel import Ranks
 from .trainable import Trainable
 
-__all__ = ["Build", "Planned", "Session", "planned"]
+__all__ = ["Build", "PlannedRun", "Session", "plan_runs"]
 
 Role = Literal["candidate", "baseline"]
 Status = Literal["ok", "diverged", "unfinished", "oom", "error"]
 Build = Callable[[TrainConfig, torch.device], Trainable]
 _LOCK = ".lock"
 _CHECKPOINTS = "checkpoints"
-_SERIES = ("loss", "grad_norm", "step_ms", "untimed", "signs", "plans", "attention", "memory_bytes", "resumed_at")
-_KEEPING_S = 2.0  # seconds between two writings of a run under way
+_KEEPING_S = 2.0  # seconds between two writes of a run's row
 _FLOPS_MODEL = "matrix products and attention of the model, forward and backward, nothing recomputed"
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A run to be made."""
+class PlannedRun:
+    """A run to make."""
 
     role: Role
     config: TrainConfig
 
 
-def planned(candidate: TrainConfig, baseline: TrainConfig | None, seeds: int) -> list[Planned]:
-    """The runs with ``seeds`` seeds from the candidate's on, each pair together, so that an end leaves whole pairs.
+def plan_runs(candidate: TrainConfig, baseline: TrainConfig | None, seeds: int) -> list[PlannedRun]:
+    """The runs with ``seeds`` seeds from the candidate's on, pair by pair, so that stopping leaves whole pairs.
 
-    Raises MisuseError where the two are one configuration.
+    Raises MisuseError if the two are the same configuration.
     """
     if baseline == candidate:
         raise MisuseError(
@@ -63,19 +63,18 @@ def planned(candidate: TrainConfig, baseline: TrainConfig | None, seeds: int) ->
     runs = []
     for seed in range(candidate.seed, candidate.seed + seeds):
         if baseline is not None:
-            runs.append(Planned("baseline", baseline.replace(seed=seed)))
-        runs.append(Planned("candidate", candidate.replace(seed=seed)))
+            runs.append(PlannedRun("baseline", baseline.replace(seed=seed)))
+        runs.append(PlannedRun("candidate", candidate.replace(seed=seed)))
     return runs
 
 
 class Session:
-    """``folder/training.jsonl``, written by one command at a time, and the checkpoints of what is not yet done.
+    """``folder/training.jsonl``, written by one command at a time, and the checkpoints of unfinished runs.
 
-    A context, entered by every rank; the first one alone holds the lock, reads and writes.
-    Raises MisuseError where the folder has runs and ``resume`` is not set, where another
-    command is writing it, and where its runs come from an environment that cannot be compared
-    with this one; MalformedFileError where it holds anything but runs; OutputError where it
-    cannot be written.
+    A context, entered by every rank; only the first holds the lock, reads and writes.  Raises MisuseError if the folder
+    has runs and ``resume`` is not set, if another command is writing it, or if its runs come from an environment that
+    cannot be compared with this one; MalformedFileError if it holds anything but runs; OutputError if it cannot be
+    written.
     """
 
     def __init__(
@@ -146,11 +145,13 @@ class Session:
         if self.price_per_hour is not None:
             write_runs(path, self.rows.values())
 
-    def run(self, runs: Sequence[Planned], build: Build, told: Callable[[TrainingRun], None]) -> list[TrainingRun]:
-        """The rows of the runs, those that are done taken as they are; ``told`` sees every step's row."""
-        return [self._one(each, build, told) for each in runs]
+    def run(
+        self, runs: Sequence[PlannedRun], build: Build, on_step: Callable[[TrainingRun], None]
+    ) -> list[TrainingRun]:
+        """The rows of the runs; finished ones are not run again.  ``on_step`` receives the row after every step."""
+        return [self._one(each, build, on_step) for each in runs]
 
-    def _one(self, plan: Planned, build: Build, told: Callable[[TrainingRun], None]) -> TrainingRun:
+    def _one(self, plan: PlannedRun, build: Build, on_step: Callable[[TrainingRun], None]) -> TrainingRun:
         record = _Record(plan, self)
         known = self.rows.get(record.row.key)
         if known is not None:
@@ -158,7 +159,7 @@ class Session:
         if self.ranks.agreed(int(known is not None and known.status == "ok")):
             return known or record.row
         record.keep()
-        conduct = Conduct(record.checkpoints, self._every, self._patience)
+        options = LoopOptions(record.checkpoints, self._every, self._patience)
         if not self.resume and self.ranks.first:
             shutil.rmtree(record.checkpoints, ignore_errors=True)
         self.ranks.wait()
@@ -169,7 +170,7 @@ class Session:
                 trainable = build(plan.config, self.ranks.device)
                 record.describe(trainable)
                 reason = train(
-                    trainable, self.ranks, conduct, lambda history: told(record.take(history)), resume=self.resume
+                    trainable, self.ranks, options, lambda history: on_step(record.take(history)), resume=self.resume
                 )
                 gpu = watch.between((began, time.perf_counter())) if watch is not None else None
             record.end("ok" if reason is None else "diverged", reason, gpu)
@@ -177,7 +178,7 @@ class Session:
             record.end("unfinished", "it was interrupted")
             raise
         except Exception as error:
-            short = _is_short_of_memory(error)
+            short = is_out_of_memory(error)
             if short:
                 record.end("oom", str(error).partition("\n")[0] or "out of memory")
             else:
@@ -202,16 +203,16 @@ class Session:
             yield watch
 
     def keep(self, row: TrainingRun) -> None:
-        """Write all rows, this one among them; by the first rank alone.  Raises OutputError."""
+        """Write all rows including this one, on the first rank.  Raises OutputError."""
         self.rows[row.key] = row
         if self.ranks.first:
             write_runs(self.folder / ROWS, self.rows.values())
 
 
 class _Record:
-    """The row of a run under way."""
+    """The row of a run in progress."""
 
-    def __init__(self, plan: Planned, session: Session) -> None:
+    def __init__(self, plan: PlannedRun, session: Session) -> None:
         self._session, self._kept = session, 0.0
         config, ranks = plan.config, session.ranks
         self.row = TrainingRun(
@@ -237,7 +238,7 @@ class _Record:
         self.checkpoints = session.folder / _CHECKPOINTS / name
 
     def describe(self, trainable: Trainable) -> None:
-        """What the model says of a step."""
+        """Record the model's units and operations per step."""
         world = self._session.ranks.world
         self._change(
             units=trainable.units,
@@ -246,30 +247,25 @@ class _Record:
         )
 
     def begin_with(self, known: TrainingRun) -> None:
-        """What an earlier command has seen of the run stays in the row until this one has seen more."""
-        self._change(**{name: getattr(known, name) for name in _SERIES})
+        """Start with the steps of an earlier command, until this one has taken more."""
+        self._change(**{name: getattr(known, name) for name in History.model_fields})
 
     def take(self, history: History) -> TrainingRun:
-        """The row with what has happened so far, written down now and then."""
-        self._change(**{name: getattr(history, name) for name in _SERIES})
+        """The row with the history so far, written to disk now and then."""
+        self._change(**dict(history))
         if time.monotonic() - self._kept > _KEEPING_S:
             self.keep()
         return self.row
 
     def end(self, status: Status, reason: str | None, gpu: Conditions | None = None) -> None:
-        """The last word on the run."""
+        """Set the final status and write the row."""
         self._change(status=status, reason=None if reason is None else reason[:LONGEST_REASON], gpu=gpu)
         self.keep()
 
     def keep(self) -> None:
-        """Write the row down."""
+        """Write the row."""
         self._kept = time.monotonic()
         self._session.keep(self.row)
 
     def _change(self, **changes: object) -> None:
         self.row = self.row.model_copy(update=changes)
-
-
-def _is_short_of_memory(error: Exception) -> bool:
-    """Whether a GPU or a CPU had no room; torch has no error of its own for a CPU."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)

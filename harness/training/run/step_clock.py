@@ -1,4 +1,4 @@
-"""What each step took and what it found, read without making the device wait for the host."""
+"""Time each step and read its results without making the device wait for the host."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 __all__ = ["StepClock", "Stepped"]
 
-_BEHIND = 4  # steps that a GPU may be ahead of the host's reading, so that launches hide behind kernels
+_BEHIND = 4  # steps by which the host's reading lags, so that launches overlap with kernels
 
 
 class Stepped(NamedTuple):
-    """A step that has ended: milliseconds, and the numbers that it was told to report."""
+    """A step that has ended: its milliseconds, loss and gradient norm."""
 
     step: int
     ms: float
@@ -26,9 +26,9 @@ class Stepped(NamedTuple):
 class StepClock:
     """Times steps from their first operation to their last.
 
-    On a GPU by events on the current stream, so that a step's time holds the gaps that a slow
-    host leaves between its kernels, and nothing of what lies between steps; on a CPU by wall
-    time.  Results come some steps later on a GPU: ``ended`` returns those that are known.
+    On a GPU by events on the current stream: a step's time includes gaps between its kernels that a slow host causes,
+    but nothing between steps.  On a CPU by wall time.  On a GPU results come some steps later: ``ended`` returns those
+    that are known.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,15 +37,15 @@ class StepClock:
         self._start: torch.cuda.Event | float = 0.0
 
     def start(self) -> None:
-        """A step begins."""
+        """Mark the start of a step."""
         self._start = self._now()
 
     def stop(self, step: int, found: Tensor) -> None:
-        """The step has been launched; ``found`` (2,) will hold loss and gradient norm."""
+        """Mark the end of a launched step; ``found`` (2,) will hold loss and gradient norm."""
         self._open.append((step, self._start, self._now(), found))
 
     def ended(self, *, all: bool = False) -> list[Stepped]:
-        """The steps that have ended since the last time; waits for ``all`` of them if so told."""
+        """The steps that have ended since the last call; ``all`` waits for every step."""
         left = 0 if all or not self._gpu else _BEHIND
         known = []
         while len(self._open) > left:

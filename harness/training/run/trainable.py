@@ -1,4 +1,4 @@
-"""A config made into something that a loop can train: module, loss, data, and the parts that others measure."""
+"""Build what a loop trains from a config: module, loss, data, and the parts that others measure."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass
 class Trainable:
-    """A model ready to train.  ``module(*batch)`` is its fp32 loss; a loop may put a wrapped one in its place.
+    """A model ready to train.  ``module(*batch)`` is its fp32 loss; a loop may replace it by a wrapped one.
 
-    ``blocks`` are the units to shard, and ``attention_modules`` where attention passes
-    through, called with q (B, H, S, D), k, v and ``is_causal`` (none where TransformerEngine's
-    block keeps its own).  ``flops_per_step`` is the stated model's count (flops.py) and
-    ``units_per_step`` the tokens or images, both of one rank.
+    ``blocks`` are the units to shard, ``attention_modules`` each layer's attention, called with q (B, H, S, D), k, v
+    and ``is_causal`` (none with TransformerEngine's block).  ``flops_per_step`` (see models/flops.py) and
+    ``units_per_step``, tokens or images, are those of one rank.
     """
 
     config: TrainConfig
@@ -52,20 +51,20 @@ class Trainable:
     corpus: Corpus | None
 
     def loss(self, batch: Batch) -> Tensor:
-        """The mean loss of a batch, an fp32 scalar, in what policy and linears compute in."""
+        """The mean loss of a batch, an fp32 scalar, computed under the config's policy and linears."""
         with policy_context(self.config, self.device), linears_context(self.config.linears):
             loss: Tensor = self.module(*batch)
         return loss
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> Batch:
-        """What a rank of a world learns at a step (from 0 on), on the device: the same for equal seeds and data."""
+        """The batch of a rank at a step (from 0 on), on the device: the same for equal seeds and data."""
         numbers = samples_of(step, self.config.batch, rank, world)
         if self.corpus is None:
             return self._images(numbers, "train", self.config.seed)
         return self._tokens([self.corpus.sample(self.config.seed, number) for number in numbers])
 
     def validation(self, index: int, rank: int = 0, world: int = 1) -> Batch:
-        """A batch that is never learnt, the same for every seed."""
+        """A batch that is never trained on, the same for every seed."""
         numbers = samples_of(index, self.config.batch, rank, world)
         if self.corpus is None:
             return self._images(numbers, "validation", 0)
@@ -85,9 +84,9 @@ def build(
 ) -> Trainable:
     """The config's model on the device, its weights drawn from the seed alone.
 
-    ``attend`` takes the place of the attention that the config names.  Unless ``finished`` is
-    False, checkpointing and compilation are applied too.  Raises InputError on a device or
-    package that cannot serve the config, with the command that installs what is missing.
+    ``attend`` replaces the config's attention.  Unless ``finished`` is False, checkpointing and compilation are applied
+    too.  Raises InputError on a device or package that cannot serve the config, with the command that installs what is
+    missing.
     """
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
@@ -96,7 +95,7 @@ def build(
         raise InputError("block=te has an attention of its own, and takes no other")
     if reason := refusal(config.linears, device):
         raise InputError(reason)
-    corpus = load(config.data, config.seqlen) if config.learns_text else None  # before the model: it fails sooner
+    corpus = load(config.data, config.seqlen) if config.learns_text else None  # fails sooner than the model
     made = _made(config, device, corpus, attend)
     made.parameters = sum(each.numel() for each in made.module.parameters())
     cast_weights(made.module, config)
@@ -141,7 +140,7 @@ def _made(config: TrainConfig, device: torch.device, corpus: Corpus | None, atte
 
 
 def _maker(config: TrainConfig, attend: Attending | None, made: list[AttentionCore]) -> Callable[[], AttentionCore]:
-    """Makes cores around the attention, and lists them."""
+    """A function that makes an attention core and adds it to ``made``."""
 
     def core() -> AttentionCore:
         made.append(AttentionCore(attend or Attend(config)))

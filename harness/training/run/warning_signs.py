@@ -1,8 +1,8 @@
-"""Early warnings from attention's own tensors: outliers in Q and K, gradients that FP8 would lose, gradients too long.
+"""Early warnings from attention's tensors: outliers in Q and K, gradients that FP8 would lose, gradients too long.
 
 Kurtosis of activations rises long before FP8 training fails (FOG, arXiv 2505.20524); dS is the tensor of the backward
-whose entries are smallest and whose errors dominate (SageBwd, arXiv 2603.02170).  Both are read off one extra forward
-and backward of a step's own batch, outside the timed steps.
+with the smallest entries and the dominating errors (SageBwd, arXiv 2603.02170).  Both are read in one extra forward and
+backward of a step's own batch, outside the timed steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from attnbench.problem.exact import probabilities, product
 from attnbench.problem.spec import AttentionSpec
 from attnbench.problem.tensors import mask_of
 
-from ..rows import Sign
+from ..rows import WarningSign
 
 __all__ = ["kurtosis", "score_gradients", "signs_of", "underflow"]
 
@@ -42,8 +42,8 @@ def kurtosis(x: Tensor) -> Tensor:
 def score_gradients(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, rows: Tensor, spec: AttentionSpec) -> Tensor:
     """Scale · dS of some rows of one head in fp32, from exact attention.
 
-    ``q``, ``grad_out`` (R, D) are the queries number ``rows`` (R,); ``k``, ``v`` (S, D).
-    Answers (R, S), zero where the mask hides a key.
+    ``q``, ``grad_out`` (R, D) are the queries number ``rows`` (R,); ``k``, ``v`` (S, D).  Returns (R, S), zero where
+    the mask hides a key.
     """
     q, k, v, grad_out = (x.detach().float()[None] for x in (q, k, v, grad_out))
     hidden = spec.mask.hidden(rows, torch.arange(spec.seqlen_kv, device=k.device), spec.seqlen_q, spec.seqlen_kv)
@@ -52,9 +52,9 @@ def score_gradients(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, rows: Ten
 
 
 def underflow(x: Tensor, format: Format) -> float:
-    """The share of the entries of ``x``, not zero, that become zero in the format, with one scale to its largest value.
+    """The share of the nonzero entries of ``x`` that become zero in the format, with one scale to its largest value.
 
-    0 where no entry is other than zero.
+    0 if all entries are zero.
     """
     visible = x != 0
     largest = x.abs().amax()
@@ -65,8 +65,8 @@ def underflow(x: Tensor, format: Format) -> float:
     return float(flushed.sum() / visible.sum())
 
 
-class _Picked(NamedTuple):
-    """What dS of some rows of one head needs, but dO."""
+class _SampledHead(NamedTuple):
+    """The inputs for dS of some rows of one head, except dO."""
 
     batch: int
     head: int
@@ -78,30 +78,29 @@ class _Picked(NamedTuple):
 
 
 @dataclass
-class _Seen:
-    """What one module's pass showed."""
+class _ModuleSigns:
+    """The signs of one module's pass."""
 
     kurtosis_q: float = 0.0
     kurtosis_k: float = 0.0
     forwards: int = 0
-    picked: list[_Picked] = field(default_factory=list)
+    picked: list[_SampledHead] = field(default_factory=list)
     underflow: dict[Format, float] = field(default_factory=lambda: dict.fromkeys(_DTYPES, 0.0))
     square: float = 0.0
 
 
-def signs_of(step: int, modules: Sequence[nn.Module], work: Callable[[], None]) -> Sign | None:
+def signs_of(step: int, modules: Sequence[nn.Module], work: Callable[[], None]) -> WarningSign | None:
     """The signs of one forward and backward, which ``work`` runs; None without attention modules.
 
-    ``modules`` are called with q (B, H, S, D), k and v (B, Hkv, S, D) and return out in q's
-    shape; ``is_causal`` is their fourth argument, or named, ``scale``, ``window`` and
-    ``softcap`` are named.
+    ``modules`` are called with q (B, H, S, D), k and v (B, Hkv, S, D) and return out in q's shape; ``is_causal`` is the
+    fourth or a named argument, ``scale``, ``window`` and ``softcap`` are named.
     """
     if not modules:
         return None
-    seen = [_Seen() for _ in modules]
+    seen = [_ModuleSigns() for _ in modules]
     with _watched(modules, seen):
         work()
-    return Sign(
+    return WarningSign(
         step=step,
         kurtosis_q=max(one.kurtosis_q for one in seen),
         kurtosis_k=max(one.kurtosis_k for one in seen),
@@ -111,7 +110,7 @@ def signs_of(step: int, modules: Sequence[nn.Module], work: Callable[[], None]) 
 
 
 @contextmanager
-def _watched(modules: Sequence[nn.Module], seen: Sequence[_Seen]) -> Iterator[None]:
+def _watched(modules: Sequence[nn.Module], seen: Sequence[_ModuleSigns]) -> Iterator[None]:
     handles: list[Any] = []
     for module, own in zip(modules, seen, strict=True):
         handles += [
@@ -126,11 +125,11 @@ def _watched(modules: Sequence[nn.Module], seen: Sequence[_Seen]) -> Iterator[No
             handle.remove()
 
 
-def _forward(own: _Seen) -> Callable[..., None]:
+def _forward(own: _ModuleSigns) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], out: Tensor) -> None:
         own.forwards += 1
         if own.forwards > 1:
-            return  # checkpointing computes it a second time
+            return  # a recomputation for checkpointing
         q, k, v = args[:3]
         own.kurtosis_q, own.kurtosis_k = (float(kurtosis(x).amax()) for x in (q, k))
         batch, heads, queries, head_dim = q.shape
@@ -146,12 +145,12 @@ def _forward(own: _Seen) -> Callable[..., None]:
             shared = h // spec.group
             with torch.no_grad():
                 q_rows, own_k, own_v = q[b, h, rows], k[b, shared].clone(), v[b, shared].clone()
-            own.picked.append(_Picked(b, h, rows, q_rows, own_k, own_v, spec))
+            own.picked.append(_SampledHead(b, h, rows, q_rows, own_k, own_v, spec))
 
     return hook
 
 
-def _output_gradient(own: _Seen) -> Callable[..., None]:
+def _output_gradient(own: _ModuleSigns) -> Callable[..., None]:
     def hook(module: nn.Module, grads: tuple[Tensor | None, ...]) -> None:
         if not grads or grads[0] is None:
             return
@@ -162,7 +161,7 @@ def _output_gradient(own: _Seen) -> Callable[..., None]:
     return hook
 
 
-def _input_gradients(own: _Seen) -> Callable[..., None]:
+def _input_gradients(own: _ModuleSigns) -> Callable[..., None]:
     def hook(module: nn.Module, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...]) -> None:
         own.square += sum(float(grad.detach().float().square().sum()) for grad in inputs[:3] if grad is not None)
 

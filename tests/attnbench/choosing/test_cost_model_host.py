@@ -106,11 +106,11 @@ def rows():
     """(entry, ms of the device alone) of what two sweeps of an H200 measured."""
     from attnbench.harness.results.condense import condense
     from attnbench.harness.results.records import read_measurements
-    from attnbench.harness.results.store import recorded
+    from attnbench.harness.results.store import measurements_file
 
     found = []
     for name in ("inference-plans", "training-plans"):
-        measured = [row for row in read_measurements(recorded(RESULTS / "nvidia-h200" / name)) if row.measured]
+        measured = [row for row in read_measurements(measurements_file(RESULTS / "nvidia-h200" / name)) if row.measured]
         alone = {(row.spec, row.plan): _alone(row.time_ms) for row in measured}
         found += [(each, alone[each.spec, each.plan]) for each in condense(measured) if each.usable]
     return found

@@ -221,12 +221,12 @@ STEADY, UNSTEADY = ("facts", "keys", "quick"), ("inference", "training")
 @cache
 def measured(sweeps: tuple[str, ...]) -> Table:
     """What was measured on an H200, with every plan of both directions."""
-    from attnbench.harness.results.condense import joined
+    from attnbench.harness.results.condense import join_sweeps
     from attnbench.harness.results.records import read_measurements
-    from attnbench.harness.results.store import recorded
+    from attnbench.harness.results.store import measurements_file
 
-    files = [recorded(H200 / name) for name in sweeps]
-    return joined({str(file): list(read_measurements(file)) for file in files})
+    files = [measurements_file(H200 / name) for name in sweeps]
+    return join_sweeps({str(file): list(read_measurements(file)) for file in files})
 
 
 @pytest.mark.parametrize(("sweeps", "worst"), [(STEADY, WORST), (UNSTEADY, WORST_OF_UNSTEADY_ROWS)])

@@ -17,7 +17,7 @@ from places import ROOT
 
 from attnbench import AttentionSpec
 from attnbench.errors import AttnbenchError, MisuseError, OutputError
-from attnbench.harness.results.condense import joined
+from attnbench.harness.results.condense import join_sweeps
 from attnbench.harness.results.records import Measurement
 from attnbench.harness.results.store import Store
 from attnbench.kernels.registry import registry
@@ -57,12 +57,12 @@ def test_of_several_sweeps_the_newest_row_counts_whatever_their_order():
     old = [row(call=1.0), row("slow:bf16", hours=5, call=5.0)]
     new = [row(hours=1, call=2.0), row("slow:bf16", hours=1, call=6.0)]
     for sweeps in ({"old": old, "new": new}, {"new": new, "old": old}):
-        assert times(joined(sweeps)) == {"fast:bf16": 2.0, "slow:bf16": 5.0}
+        assert times(join_sweeps(sweeps)) == {"fast:bf16": 2.0, "slow:bf16": 5.0}
 
 
 def test_a_newer_sweep_on_fewer_families_takes_nothing_back():
     wide = row(error={"normal": {"out": 0.02}, "biased-v": {"out": 0.3}})
-    table = joined({"wide": [wide], "narrow": [row(hours=1, call=2.0)]})
+    table = join_sweeps({"wide": [wide], "narrow": [row(hours=1, call=2.0)]})
     (entry,) = table.entries.values()
     assert (entry.time_ms, entry.errors) == (2.0, {"normal": 0.01, "biased-v": 0.3})
 
@@ -70,28 +70,28 @@ def test_a_newer_sweep_on_fewer_families_takes_nothing_back():
 @pytest.mark.parametrize("status", ["crashed", "oom", "timeout", "error"])
 def test_a_plan_that_failed_when_it_was_last_measured_has_failed(status):
     failed = row(hours=1, status=status)
-    (entry,) = joined({"one": [row()], "two": [failed]}).entries.values()
+    (entry,) = join_sweeps({"one": [row()], "two": [failed]}).entries.values()
     assert (entry.status, entry.time_ms, entry.errors) == (status, None, {})
-    (entry,) = joined({"one": [row(hours=2)], "two": [failed]}).entries.values()
+    (entry,) = join_sweeps({"one": [row(hours=2)], "two": [failed]}).entries.values()
     assert entry.status == "ok"
 
 
 def test_two_cases_of_one_sweep_that_ask_the_same_count_as_the_worse():
     layers = [row(call=3.0, error={"a": {"out": 0.01}}), row(hours=1, call=2.0, error={"b": {"out": 0.2}}, case="b")]
-    (entry,) = joined({"one": layers}).entries.values()
+    (entry,) = join_sweeps({"one": layers}).entries.values()
     assert (entry.time_ms, entry.errors) == (3.0, {"a": 0.01, "b": 0.2})
     beyond, stale = (row(call=3.0, status="inaccurate", check=check, case=check) for check in ("error", "stale"))
     crashed = row(case="c", status="crashed")
     for one, other in ((row(), crashed), (row(), stale), (beyond, crashed), (beyond, stale), (stale, crashed)):
         for cases in ([one, other], [other, one]):
-            (entry,) = joined({"one": cases}).entries.values()
+            (entry,) = join_sweeps({"one": cases}).entries.values()
             assert not entry.usable
 
 
 def test_the_check_that_found_a_plan_inaccurate_is_kept():
-    (entry,) = joined({"one": [row(status="inaccurate", check="stale")]}).condensed().entries.values()
+    (entry,) = join_sweeps({"one": [row(status="inaccurate", check="stale")]}).condensed().entries.values()
     assert (entry.check, entry.usable) == ("stale", False)
-    (entry,) = joined({"one": [row(status="inaccurate", check="error")]}).condensed().entries.values()
+    (entry,) = join_sweeps({"one": [row(status="inaccurate", check="error")]}).condensed().entries.values()
     assert (entry.check, entry.usable) == ("error", True)
 
 
@@ -99,7 +99,7 @@ def test_the_environment_is_the_newest_row_s_with_every_backend_that_any_knew():
     first = replace(HERE, backends={"fast": "1.0"}, origins={"fast": "a"}, driver="1", commit="abcdef0")
     later = replace(HERE, backends={"slow": "1.0"}, origins={"slow": "b"}, driver="2", commit="1234567-dirty")
     sweeps = {"one": [row(hours=1, environment=later)], "two": [row("slow:bf16", environment=first)]}
-    table = joined(sweeps)
+    table = join_sweeps(sweeps)
     assert len(table.entries) == 2
     assert table.environment == replace(
         later, backends={"fast": "1.0", "slow": "1.0"}, origins={"fast": "a", "slow": "b"}
@@ -116,14 +116,14 @@ def test_the_environment_is_the_newest_row_s_with_every_backend_that_any_knew():
 )
 def test_sweeps_that_must_not_be_mixed_are_refused_with_the_reason(changes, said):
     with pytest.raises(MisuseError, match=f"one and two: .*must not be mixed.*{said}"):
-        joined({"one": [row()], "two": [row(environment=replace(HERE, **changes))]})
+        join_sweeps({"one": [row()], "two": [row(environment=replace(HERE, **changes))]})
     with pytest.raises(MisuseError, match=r"^one: .*must not be mixed"):
-        joined({"one": [row(), row(environment=replace(HERE, **changes))]})
+        join_sweeps({"one": [row(), row(environment=replace(HERE, **changes))]})
 
 
 def test_nothing_is_misuse():
     with pytest.raises(MisuseError, match="one and two holds no measurement"):
-        joined({"one": [], "two": []})
+        join_sweeps({"one": [], "two": []})
 
 
 # --- the command ---

@@ -15,7 +15,7 @@ import attnbench
 from attnbench import api, attention, explain
 from attnbench.choosing import selector
 from attnbench.harness.autotune import run as tuning
-from attnbench.harness.autotune.asked_specs import AskedSpec
+from attnbench.harness.autotune.observed_specs import ObservedSpec
 from attnbench.harness.autotune.tuning import chosen, tuning_task
 from attnbench.harness.results.condense import condense
 from attnbench.kernels.plan import Plan
@@ -165,7 +165,7 @@ def test_what_runs_now_and_where_nothing_is_known_comes_first_then_who_is_predic
 
 def test_where_nothing_is_known_plans_come_in_their_declared_order(monkeypatch):
     monkeypatch.setattr(HERE.registry.forward(FP8), "preference", 0.5)
-    errand = tuning_task(AskedSpec(spec(64), CPU), HERE, True, (), NOTHING, False)
+    errand = tuning_task(ObservedSpec(spec(64), CPU), HERE, True, (), NOTHING, False)
     assert list(map(str, errand.plans)) == [SLOW, FP8, BREAKS, FAST]  # in turn of calls with FP8 and without
 
 
@@ -182,7 +182,7 @@ def test_no_call_is_slower_for_an_entry_that_time_has_cut_short(near, here, fp8,
     """Whatever the truth, the prediction and the place of the cut: with FP8, without, and where nothing was known."""
     predicted = known_of(*(row(plan, ms, 128) for plan, ms in zip(EVERY, near, strict=True)))
     truth = {Plan(plan): ms for plan, ms in zip(EVERY, here, strict=True)}
-    asked = AskedSpec(spec(64), CPU)
+    asked = ObservedSpec(spec(64), CPU)
     questions = [(fp8, None), (False, None)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selector, "known_tables", lambda device: Known.of(predicted))

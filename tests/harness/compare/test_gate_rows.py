@@ -7,7 +7,7 @@ import torch
 from compared import QUICK, results, row, times
 
 from attnbench.harness.compare.gate.rounds import read_rounds, rounds_of, rounds_text
-from attnbench.harness.compare.gate.rows import MOST_ROWS, chosen, gate_rows, repeatable
+from attnbench.harness.compare.gate.rows import MOST_ROWS, choose_rows, gate_rows, repeatable
 from attnbench.harness.compare.pairs import rows_of
 from attnbench.harness.compare.terms import Terms
 from attnbench.problem.spec import AttentionSpec
@@ -29,14 +29,14 @@ def test_the_fastest_accurate_plans_of_both_precisions_come_first_and_then_the_c
         plan("cudnn:fp8", 0.5, status="inaccurate", reason="an error of 0.3"),
         plan("emulated:fp8", 0.1, emulated=True),
     )
-    names = [str(each.plan) for each in chosen(known)]
+    names = [str(each.plan) for each in choose_rows(known)]
     assert names == ["fa3:fp8", "fa3:bf16", "sdpa-cudnn:bf16", "triton:fp8"]
-    assert [str(each.plan) for each in chosen(known, 3)] == names[:3]
+    assert [str(each.plan) for each in choose_rows(known, 3)] == names[:3]
 
 
 def test_of_the_committed_rows_twenty_are_taken_and_the_fastest_of_each_case_among_them():
     known = rows_of(QUICK)
-    taken = chosen(known)
+    taken = choose_rows(known)
     assert len(taken) == MOST_ROWS
     eligible = [each for each in known.values() if each.status == "ok" and not each.emulated and repeatable(each)]
     for case in {each.case for each in eligible}:

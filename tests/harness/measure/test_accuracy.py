@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from attnbench.errors import AttnbenchError
 from attnbench.harness.cases.inputs import draw
-from attnbench.harness.measure.accuracy import Detail, Truth, judged, relative_l2
+from attnbench.harness.measure.accuracy import Detail, Truth, judge_tensor, relative_l2
 from attnbench.kernels.contract import Saved
 from attnbench.kernels.registry import registry
 from attnbench.problem.mask import Mask
@@ -157,7 +157,7 @@ def by_hand(value: torch.Tensor, truth: torch.Tensor) -> dict[str, float]:
 def test_every_number_is_what_its_definition_says(shape, noise, seed, dtype):
     truth = normal(*shape, seed=seed) * normal(*shape[:3], 1, seed=seed + 2) ** 3  # heads and rows of all sizes
     value = (truth + noise * normal(*shape, seed=seed + 1)).to(dtype)
-    found, expected = judged("dq", value, truth), by_hand(value, truth)
+    found, expected = judge_tensor("dq", value, truth), by_hand(value, truth)
     assert found.error == pytest.approx(expected.pop("error"), rel=1e-9)
     assert found.rows == shape[0] * shape[1] * shape[2]
     for name, number in expected.items():
@@ -166,7 +166,7 @@ def test_every_number_is_what_its_definition_says(shape, noise, seed, dtype):
 
 def test_an_lse_is_judged_in_nats_and_never_divided_by_less_than_one():
     truth = torch.tensor([[[4.0, 0.0, -0.5, 8.0]]], dtype=torch.float64)
-    found = judged("lse", truth + torch.tensor([0.2, 0.1, -0.1, 0.0]), truth)
+    found = judge_tensor("lse", truth + torch.tensor([0.2, 0.1, -0.1, 0.0]), truth)
     assert found.detail.bias == pytest.approx(0.05)
     assert found.detail.worst_row == pytest.approx(0.1)
     assert found.error == pytest.approx(math.sqrt(0.06 / (16 + 1 + 1 + 64)))
@@ -176,20 +176,20 @@ def test_an_lse_is_judged_in_nats_and_never_divided_by_less_than_one():
 
 def test_an_lse_of_rows_without_keys_is_right_at_minus_infinity_only():
     truth = torch.tensor([[[-math.inf, 1.0, 2.0]]], dtype=torch.float64)
-    right = judged("lse", truth.float(), truth)
+    right = judge_tensor("lse", truth.float(), truth)
     assert (right.error, right.detail) == (0.0, Detail(None, 0.0, 0.0, 0.0, 0))
     for wrong, nonfinite in ((0.0, 0), (-1e30, 0), (math.inf, 1), (math.nan, 1)):
         value = truth.clone()
         value[0, 0, 0] = wrong
-        found = judged("lse", value, truth)
+        found = judge_tensor("lse", value, truth)
         assert found.error == found.detail.worst_row == found.detail.bias == math.inf, wrong
         assert found.detail.nonfinite == nonfinite
     value = truth.clone()
     value[0, 0, 1] = -math.inf
-    assert judged("lse", value, truth).detail.nonfinite == 1
-    assert judged("lse", truth + 0.1, truth).detail.bias == pytest.approx(0.1)
+    assert judge_tensor("lse", value, truth).detail.nonfinite == 1
+    assert judge_tensor("lse", truth + 0.1, truth).detail.bias == pytest.approx(0.1)
     empty = torch.full((2, 1, 3), -math.inf, dtype=torch.float64)
-    assert judged("lse", empty, empty).detail == Detail(None, 0.0, 0.0, 0.0, 0)
+    assert judge_tensor("lse", empty, empty).detail == Detail(None, 0.0, 0.0, 0.0, 0)
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
@@ -197,18 +197,20 @@ def test_what_is_not_finite_is_counted_and_makes_every_number_infinite(wrong):
     truth = normal(2, 3, 40, 8)
     value = truth.to(torch.bfloat16)
     value[1, 2, 7, 3:6] = wrong
-    found = judged("out", value, truth)
+    found = judge_tensor("out", value, truth)
     assert found.error == math.inf
     assert found.detail == Detail(None, math.inf, math.inf, math.inf, 3)
 
 
 def test_a_truth_of_zeros_makes_no_nan():
     truth = torch.zeros(1, 2, 3, 4, dtype=torch.float64)
-    assert judged("dq", truth.clone(), truth).detail == Detail(None, 0.0, 0.0, 0.0, 0)
+    assert judge_tensor("dq", truth.clone(), truth).detail == Detail(None, 0.0, 0.0, 0.0, 0)
     something = truth + 1e-20
-    assert judged("dq", something, truth).error == math.inf
-    assert not any(each is not None and math.isnan(each) for each in astuple(judged("dq", something, truth).detail))
-    unit = judged("dq", truth + 0.1, truth, unit=4.0)  # rows of length 0.2
+    assert judge_tensor("dq", something, truth).error == math.inf
+    assert not any(
+        each is not None and math.isnan(each) for each in astuple(judge_tensor("dq", something, truth).detail)
+    )
+    unit = judge_tensor("dq", truth + 0.1, truth, unit=4.0)  # rows of length 0.2
     assert [unit.error, unit.detail.worst_head, unit.detail.worst_row] == pytest.approx([0.05] * 3)
     assert unit.detail.bias == 0.0
 
@@ -218,7 +220,7 @@ def test_judging_leaves_the_value_alone_and_does_not_mind_its_strides():
     value = (truth * 1.01).permute(2, 0, 3, 1).contiguous().permute(1, 3, 0, 2)
     before = value.clone()
     assert not value.is_contiguous()
-    assert judged("out", value, truth) == judged("out", value.contiguous(), truth)
+    assert judge_tensor("out", value, truth) == judge_tensor("out", value.contiguous(), truth)
     assert torch.equal(value, before)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from problems import masks, problems
 
 from attnbench.harness.cases.inputs import draw
-from attnbench.harness.measure.probes import LeakProbe, negate, same_bits, unnegated
+from attnbench.harness.measure.probes import LeakProbe, negate, same_bits, undo_negation
 from attnbench.kernels.registry import registry
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
@@ -134,7 +134,7 @@ def test_negating_every_input_negates_every_answer_but_the_lse(problem):
     negate(q, k, v, do)
     now = answers()
     assert any(now[name].any() and not torch.equal(now[name], value) for name, value in before.items())
-    for name, value in unnegated(now).items():
+    for name, value in undo_negation(now).items():
         assert torch.equal(value, before[name]), name
 
 

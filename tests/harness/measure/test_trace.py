@@ -5,14 +5,14 @@ import re
 import torch
 from planted import FakeForward
 
-from attnbench.harness.measure.trace import LONGEST_NAME, MOST_NAMES, mismatch, shortened, traced
+from attnbench.harness.measure.trace import LONGEST_NAME, MOST_NAMES, mismatch, shorten_names, trace_call
 
 CPU = torch.device("cpu")
 
 
 def test_operators_are_named_and_the_result_is_passed_on(capfd):
     x = torch.ones(64, 64)
-    result, names = traced(lambda: x @ x, CPU)
+    result, names = trace_call(lambda: x @ x, CPU)
     assert torch.equal(result, torch.full((64, 64), 64.0))
     assert "aten::mm" in names
     assert capfd.readouterr() == ("", "")
@@ -20,7 +20,7 @@ def test_operators_are_named_and_the_result_is_passed_on(capfd):
 
 def test_only_what_runs_inside_is_named():
     torch.ones(3).softmax(0)
-    assert not any("softmax" in name for name in traced(lambda: torch.ones(3) + 1, CPU)[1])
+    assert not any("softmax" in name for name in trace_call(lambda: torch.ones(3) + 1, CPU)[1])
 
 
 def test_a_kernel_is_proved_by_its_evidence():
@@ -35,7 +35,7 @@ def test_a_kernel_is_proved_by_its_evidence():
 def test_names_are_bounded_and_the_evidence_is_kept():
     flash = FakeForward("x:bf16", evidence={"cpu": "flash"})
     names = [f"{number}" + "x" * 1000 for number in range(100)] + ["flash"]
-    kept = shortened(flash, names, "cpu")
+    kept = shorten_names(flash, names, "cpu")
     assert kept[0] == "flash"
     assert len(kept) == MOST_NAMES
     assert max(map(len, kept)) == LONGEST_NAME

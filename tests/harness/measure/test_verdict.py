@@ -18,7 +18,7 @@ from attnbench.choosing.budget import class_bound
 from attnbench.harness.cases.inputs import FAMILIES, Drawn, draw
 from attnbench.harness.measure import verdict
 from attnbench.harness.measure.accuracy import Detail, Judgement, Truth
-from attnbench.harness.measure.probes import negate, unnegated
+from attnbench.harness.measure.probes import negate, undo_negation
 from attnbench.harness.measure.verdict import CHECKS, Evidence, Verdict, judge
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import Operands, Saved
@@ -80,7 +80,7 @@ def evidence(
     change(now)
     if stale is not None:
         now = stale(changed, now)
-    again = truth.judge(unnegated(now))
+    again = truth.judge(undo_negation(now))
     return Evidence(bound=class_bound(plan, spec), judged=judged, floor=floor, own=own, stale=again)
 
 

@@ -21,12 +21,12 @@ from attnbench.harness.report.page.colours import THEMES, contrast, hues_of
 from attnbench.harness.report.page.figures import bytes_of, loss_figure, speed_error_figure, winners_figure
 from attnbench.harness.report.page.headlines import fixed_of, headlines
 from attnbench.harness.report.page.machines import DEFAULT, WIDE, machines_of
+from attnbench.harness.report.page.plan_summaries import plan_summaries, points_of
 from attnbench.harness.report.page.render import page
 from attnbench.harness.report.page.results import Results, read_results
 from attnbench.harness.report.page.shapes import grids_of
-from attnbench.harness.report.page.standings import points_of, standings
 from attnbench.harness.training.config import TrainConfig
-from attnbench.harness.training.judge.arms import arms_of, compared
+from attnbench.harness.training.judge.arms import arms_of, compare_arms
 from attnbench.kernels.plan import Plan
 from attnbench.kernels.registry import registry
 from attnbench.tables.entry import LONGEST_MS, SHORTEST_MS
@@ -91,13 +91,13 @@ def test_the_findings_name_the_winner_the_gain_and_the_trap():
     assert re.search(r"te:fp8 \(at 1, error up to 0\.5, up to 1\.5", said["Fast but wrong"])
 
 
-def test_standings_add_up():
-    found = {str(each.plan): each for each in standings(machine(a_sweep()).of("forward"))}
+def test_plan_summaries_add_up():
+    found = {str(each.plan): each for each in plan_summaries(machine(a_sweep()).of("forward"))}
     assert (found["fa3:fp8"].wins, found["fa3:bf16"].wins, found["flex:fp8"].wins) == (1, 1, 0)
     assert found["flex:fp8"].inaccurate == 1
     costs = found["fa3:fp8"].costs
     assert (costs.kernel, costs.prepare, costs.rest) == pytest.approx((0.5, 0.3, 0.2), abs=0.01)
-    learnt = standings(machine(a_sweep()).of("training"))[0].costs
+    learnt = plan_summaries(machine(a_sweep()).of("training"))[0].costs
     assert learnt.kernel + learnt.prepare + learnt.backward + learnt.rest == pytest.approx(1)
 
 
@@ -344,7 +344,7 @@ def test_a_training_command_is_that_of_its_settings():
         run_of([3, 2, 1], role, settings=config.to_dict())
         for role, config in (("candidate", candidate), ("baseline", baseline))
     ])  # fmt: skip
-    ((arm, rival, _),) = compared(arms)
+    ((arm, rival, _),) = compare_arms(arms)
     assert commands.train_command(arm, rival) == (
         "attnbench train --model=gpt --size=tiny --steps=3 --batch=4 --checkpointing --attention=emulated:fp8 "
         "--compare=auto --seeds=1 --seed=0 --device=cpu"

@@ -22,7 +22,7 @@ from attnbench.harness.report.sentences import fastest, sentences
 from attnbench.harness.report.text import report
 from attnbench.harness.results.records import Measurement
 from attnbench.harness.results.store import Store
-from attnbench.harness.sweep.progress import followed
+from attnbench.harness.sweep.progress import show_progress
 from attnbench.harness.sweep.run import Ended, Finished, run_sweep, tasks_of
 from attnbench.kernels.plan import Plan
 from attnbench.problem.spec import AttentionSpec
@@ -37,7 +37,7 @@ def sweep(folder, console):
     cases = [Case("first", spec), Case("second", spec.replace(direction="training"))]
     lab = setup("planted:reported")
     with Store(folder, lab.environment) as store:
-        return list(followed(run_sweep(tasks_of(cases, lab.registry, CPU, "fp8"), [lab], store), console))
+        return list(show_progress(run_sweep(tasks_of(cases, lab.registry, CPU, "fp8"), [lab], store), console))
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +289,7 @@ def test_markdown_keeps_its_cells(shown):
 
 def told(events, **how):
     log = io.StringIO()
-    rows = list(followed(events, Console(file=log, width=300), **how))
+    rows = list(show_progress(events, Console(file=log, width=300), **how))
     return rows, log.getvalue().splitlines()
 
 
@@ -312,7 +312,7 @@ def test_who_wants_every_row_gets_a_line_for_it(shown):
     for terminal in (False, True):
         log = io.StringIO()
         screen = Console(file=log, width=300, force_terminal=terminal, color_system=None)
-        assert list(followed(events, screen, verbose=True)) == rows
+        assert list(show_progress(events, screen, verbose=True)) == rows
         lines = log.getvalue().splitlines()
         assert len(lines) == len(rows)
         assert lines[0].endswith("there already")

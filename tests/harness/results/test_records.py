@@ -16,7 +16,7 @@ from attnbench.errors import MalformedFileError
 from attnbench.harness.measure.accuracy import Detail
 from attnbench.harness.results import records
 from attnbench.harness.results.records import SCHEMA, STATUSES, Measurement, read_measurements
-from attnbench.harness.results.store import recorded
+from attnbench.harness.results.store import measurements_file
 from attnbench.kernels.plan import Plan
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
@@ -197,9 +197,9 @@ def test_a_line_that_is_no_record(tmp_path, line):
 def test_a_compressed_file_is_read_as_a_plain_one(tmp_path):
     row = measurement(**FACTS, **NUMBERS)
     (tmp_path / "measurements.jsonl.gz").write_bytes(gzip.compress(f"{row.to_line()}\n{row.to_line()}\n".encode()))
-    assert list(read_measurements(recorded(tmp_path))) == [row, row]
+    assert list(read_measurements(measurements_file(tmp_path))) == [row, row]
     (tmp_path / "measurements.jsonl").write_text(f"{row.to_line()}\n")
-    assert list(read_measurements(recorded(tmp_path))) == [row]
+    assert list(read_measurements(measurements_file(tmp_path))) == [row]
 
 
 def test_a_damaged_compressed_file_is_malformed(tmp_path):

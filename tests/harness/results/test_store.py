@@ -20,7 +20,7 @@ from attnbench.errors import MalformedFileError, MisuseError, OutputError
 from attnbench.harness.cases.case import Case
 from attnbench.harness.results.records import read_measurements
 from attnbench.harness.results.store import MEASUREMENTS, Store
-from attnbench.harness.sweep.rows import passed_over
+from attnbench.harness.sweep.rows import unmeasured_row
 from attnbench.harness.sweep.run import run_sweep, tasks_of
 from attnbench.kernels.plan import Plan
 from attnbench.problem.spec import AttentionSpec
@@ -44,7 +44,7 @@ def sweep(folder: Path, source: str = "planted:healthy") -> None:
 
 
 def row(number: int):
-    return passed_over(Case(f"case {number}", SPEC), Plan("absent:fp8"), "unavailable", ["it is not there"], LAB)
+    return unmeasured_row(Case(f"case {number}", SPEC), Plan("absent:fp8"), "unavailable", ["it is not there"], LAB)
 
 
 def test_rows_come_back_in_order(tmp_path):

@@ -12,7 +12,7 @@ from planted import CPU
 
 from attnbench.harness.measure.findings import Visit
 from attnbench.harness.measure.timing import Timer
-from attnbench.harness.sweep.interleave import Samples, interleaved
+from attnbench.harness.sweep.interleave import Samples, interleave
 from attnbench.kernels.plan import Plan
 from examples import examples
 
@@ -49,7 +49,7 @@ def noisy(number):
 
 
 def run(device, timer=TIMER, seed="case", steady=lambda: True):
-    return interleaved(list(device.ms), device.visit, timer, seed, steady)
+    return interleave(list(device.ms), device.visit, timer, seed, steady)
 
 
 counts = st.integers(1, 7)
@@ -106,7 +106,7 @@ def test_a_lost_plan_is_not_visited_again_and_costs_no_other_its_samples(lost_at
 
 
 def test_nothing_to_measure_is_nothing():
-    assert interleaved([], lambda plan: None, TIMER, "", lambda: False) == {}
+    assert interleave([], lambda plan: None, TIMER, "", lambda: False) == {}
 
 
 @given(counts, st.integers(1, 9), seeds)
@@ -190,7 +190,7 @@ def test_one_visit_that_was_held_up_does_not_decide(seed):
             return Visit({"call": [200.0]}, [200.0], (start, stop + 0.8 * TIMER.limit), (), 0.0)
         return Visit({"call": found.time_ms["call"][:1]}, found.host_ms[:1], found.span, (), 0.0)
 
-    samples = interleaved([slow, quick], stalling, TIMER, seed, lambda: True)
+    samples = interleave([slow, quick], stalling, TIMER, seed, lambda: True)
     assert statistics.median(samples[slow].time_ms["call"]) == 2.0
 
 
@@ -218,7 +218,7 @@ def test_a_plan_that_was_held_up_is_not_taken_for_a_slow_one(seed):
             found.time_ms["call"][1:] = [3.0] * (A_VISIT - 1)
         return found
 
-    samples = interleaved([fast, held], visit, timer, seed, lambda: True)
+    samples = interleave([fast, held], visit, timer, seed, lambda: True)
     assert abs(len(samples[held].spans) - len(samples[fast].spans)) <= 2
 
 
@@ -232,7 +232,7 @@ def test_few_samples_of_a_slow_plan_are_not_enough_to_pass_over_it(seed):
         found = device.visit(plan)
         return replace(found, time_ms={"call": found.time_ms["call"][:1]}) if plan == slow else found
 
-    samples = interleaved([fast, slow], single, TIMER, seed, lambda: True)
+    samples = interleave([fast, slow], single, TIMER, seed, lambda: True)
     assert len(samples[slow].spans) >= 3
 
 
@@ -271,7 +271,7 @@ def test_drift_changes_ratios_by_less_than_one_after_the_other(ratio, drift, see
 
     in_turns = run(drifting(), timer, seed)
     device = drifting()
-    in_a_row = {plan: interleaved([plan], device.visit, timer, seed, lambda: True)[plan] for plan in (one, other)}
+    in_a_row = {plan: interleave([plan], device.visit, timer, seed, lambda: True)[plan] for plan in (one, other)}
     assert error(in_turns) < error(in_a_row) / 3
 
 
@@ -316,6 +316,6 @@ def test_a_brief_plan_has_the_first_turns_alone_and_decides_nothing_for_the_othe
     brief, one, other = plans(3)
     device = Device({brief: 1.0, one: 4.0, other: 4.1}, noise=noisy)
     timer = replace(TIMER, limit=5.0, narrow=0.001)
-    samples = interleaved([brief, one, other], device.visit, timer, seed, lambda: True, [brief])
+    samples = interleave([brief, one, other], device.visit, timer, seed, lambda: True, [brief])
     assert len(samples[brief].spans) == 2
     assert min(len(samples[plan].spans) for plan in (one, other)) > 10

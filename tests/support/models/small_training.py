@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attnbench.harness.training.config import TrainConfig
 from attnbench.harness.training.models.attention import AttentionCore
-from attnbench.harness.training.rows import Sign, TrainingRun
+from attnbench.harness.training.rows import TrainingRun, WarningSign
 from attnbench.harness.training.run.parallel import Ranks
 from attnbench.harness.training.run.session import Session
 from attnbench.harness.training.run.trainable import Trainable
@@ -143,7 +143,7 @@ HERE = Environment(
 def run_of(losses, role="candidate", seed=0, gradient=1.0, **more) -> TrainingRun:
     steps = len(losses)
     settings = {"attention": role, "seed": seed, "steps": steps}
-    sign = Sign(step=0, kurtosis_q=3.0, kurtosis_k=3.0, ds_underflow={}, gradient_norm=gradient)
+    sign = WarningSign(step=0, kurtosis_q=3.0, kurtosis_k=3.0, ds_underflow={}, gradient_norm=gradient)
     return TrainingRun(
         **{
             "settings": settings,

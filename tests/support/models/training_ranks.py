@@ -13,8 +13,8 @@ from patience import PATIENCE
 from small_training import build_small, small
 
 from attnbench.harness.training.run.history import History
-from attnbench.harness.training.run.loop import Conduct, train
-from attnbench.harness.training.run.parallel import joined
+from attnbench.harness.training.run.loop import LoopOptions, train
+from attnbench.harness.training.run.parallel import join_ranks
 
 EVERY = 3  # steps between checkpoints
 
@@ -22,7 +22,7 @@ EVERY = 3  # steps between checkpoints
 def main(folder: Path, settings: dict, pause: float) -> None:
     faulthandler.dump_traceback_later(PATIENCE / 2, exit=True)  # one that hangs says where, before it is ended
     torch.set_num_threads(1)
-    with joined("cpu") as ranks:
+    with join_ranks("cpu") as ranks:
 
         def told(history: History) -> None:
             if ranks.first:
@@ -30,7 +30,7 @@ def main(folder: Path, settings: dict, pause: float) -> None:
             time.sleep(pause)
 
         trainable = build_small(small(**settings), ranks.device, dropout=ranks.world == 1)
-        conduct = Conduct(folder / "checkpoints", EVERY)
+        conduct = LoopOptions(folder / "checkpoints", EVERY)
         kept = []
         train(trainable, ranks, conduct, lambda history: (kept.append(history), told(history)), resume=True)
         if ranks.first:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from small_training import builder, gradient_times, not_a_number_after, rounded, run_of, session_of, small
 
 from attnbench.errors import InputError
-from attnbench.harness.training.judge.curves import ending, gap_curve, smoothed, spikes
-from attnbench.harness.training.judge.learning import RULES, TOLERANCE, Pair, judged, pairs_of
-from attnbench.harness.training.run.session import planned
+from attnbench.harness.training.judge.curves import ending, gap_curve, smooth, spikes
+from attnbench.harness.training.judge.learning import RULES, TOLERANCE, Pair, judge_pairs, pairs_of
+from attnbench.harness.training.run.session import plan_runs
 from examples import examples
 
 
@@ -22,27 +22,27 @@ def _trained(planted, folder: Path, steps: int = 120):
     candidate = small(attention="sdpa-math", steps=steps)
     with session_of(folder) as session:
         return session.run(
-            planned(candidate, candidate.replace(attention="sdpa"), 3), builder(planted), lambda row: None
+            plan_runs(candidate, candidate.replace(attention="sdpa"), 3), builder(planted), lambda row: None
         )
 
 
 @pytest.mark.parametrize("factor", [0.0, 1.5])
 def test_an_attention_with_a_wrong_gradient_is_found(tmp_path: Path, factor: float) -> None:
-    learning = judged(pairs_of(_trained(gradient_times(factor), tmp_path, 12)))
+    learning = judge_pairs(pairs_of(_trained(gradient_times(factor), tmp_path, 12)))
     assert learning.verdict == "degraded", learning
     assert math.isclose(learning.first_gradient_ratio, factor, rel_tol=0.1)
 
 
 def test_an_attention_that_does_not_learn_is_found_by_its_loss_alone(tmp_path: Path) -> None:
     rows = [row.model_copy(update={"signs": []}) for row in _trained(gradient_times(0.0), tmp_path)]
-    learning = judged(pairs_of(rows))
+    learning = judge_pairs(pairs_of(rows))
     assert learning.verdict == "degraded", learning
     assert learning.gap > 0.05
 
 
 def test_runs_that_differ_by_rounding_are_equivalent(tmp_path: Path) -> None:
     rows = _trained(rounded, tmp_path)
-    learning = judged(pairs_of(rows))
+    learning = judge_pairs(pairs_of(rows))
     assert learning.verdict == "equivalent", learning
     assert rows[0].loss != rows[1].loss  # they do differ
     assert rows[0].loss[0] == pytest.approx(rows[1].loss[0], rel=1e-6)  # and have begun alike
@@ -50,7 +50,7 @@ def test_runs_that_differ_by_rounding_are_equivalent(tmp_path: Path) -> None:
 
 def test_an_attention_that_becomes_nan_leaves_its_rows_and_is_diverged(tmp_path: Path) -> None:
     rows = _trained(not_a_number_after(100), tmp_path)
-    learning = judged(pairs_of(rows))
+    learning = judge_pairs(pairs_of(rows))
     assert learning.verdict == "diverged", learning
     ended = [row for row in rows if row.role == "candidate"]
     assert {row.status for row in ended} == {"diverged"}
@@ -66,7 +66,7 @@ def _simulated(generator, gap: float, seeds: int, steps: int = 200, noise: float
         shared = course * (1 + 0.01 * generator.standard_normal()) * (1 + noise * generator.standard_normal(steps))
         apart = 1 + chaos * generator.standard_normal() + chaos * generator.standard_normal(steps)
         runs += [run_of(shared, "baseline", seed), run_of(shared * apart * (1 + gap), "candidate", seed)]
-    return judged(pairs_of(runs)).verdict
+    return judge_pairs(pairs_of(runs)).verdict
 
 
 @pytest.mark.parametrize(
@@ -95,21 +95,21 @@ def test_right_verdicts_are_frequent(gap: float, right: str) -> None:
 def test_a_run_that_falls_is_equivalent_to_itself(seed: int, steps: int, spread: float) -> None:
     falling = np.sort(1 + spread * np.random.default_rng(seed).random(steps))[::-1]
     runs = [run_of(falling, role, seed) for seed in range(3) for role in ("candidate", "baseline")]
-    assert judged(pairs_of(runs)).verdict == "equivalent"
+    assert judge_pairs(pairs_of(runs)).verdict == "equivalent"
 
 
 @given(st.integers(0, 2), st.integers(100, 200))
 def test_too_few_seeds_are_inconclusive(seeds: int, steps: int) -> None:
     curve = np.linspace(3, 2, steps)
     runs = [run_of(curve, role, seed) for seed in range(seeds) for role in ("candidate", "baseline")]
-    assert judged(pairs_of(runs)).verdict == "inconclusive"
+    assert judge_pairs(pairs_of(runs)).verdict == "inconclusive"
 
 
 @given(st.integers(1, 99))
 def test_too_few_steps_are_inconclusive(steps: int) -> None:
     curve = np.linspace(3, 2, steps)
     runs = [run_of(curve, role, seed) for seed in range(3) for role in ("candidate", "baseline")]
-    assert judged(pairs_of(runs)).verdict == "inconclusive"
+    assert judge_pairs(pairs_of(runs)).verdict == "inconclusive"
 
 
 def test_a_loss_that_climbs_is_diverged_and_one_that_only_scatters_is_not() -> None:
@@ -117,16 +117,16 @@ def test_a_loss_that_climbs_is_diverged_and_one_that_only_scatters_is_not() -> N
     falling, climbing = np.linspace(4, 2, 200), np.concatenate((np.linspace(4, 2, 100), np.linspace(2, 3.5, 100)))
     scatter = 2 * (1 + 0.5 * generator.standard_normal(200).clip(-1, 1))
     pairs = lambda curve: pairs_of([run_of(curve), run_of(falling, "baseline")])  # noqa: E731
-    assert judged(pairs(climbing)).verdict == "diverged"
-    assert judged(pairs(scatter)).verdict != "diverged"
-    assert judged([Pair(run_of(falling), run_of(climbing, "baseline"))]).verdict == "inconclusive"
+    assert judge_pairs(pairs(climbing)).verdict == "diverged"
+    assert judge_pairs(pairs(scatter)).verdict != "diverged"
+    assert judge_pairs([Pair(run_of(falling), run_of(climbing, "baseline"))]).verdict == "inconclusive"
 
 
 def test_outside_the_seeds_band_nothing_is_equivalent() -> None:
     curve = np.linspace(4, 2, 200)
     runs = [run_of(curve, "baseline", seed) for seed in range(3)]  # all alike: the band is a point
     runs += [run_of(curve * 1.001, "candidate", seed) for seed in range(3)]
-    learning = judged(pairs_of(runs))
+    learning = judge_pairs(pairs_of(runs))
     assert learning.verdict == "inconclusive"
     assert "outside" in learning.reason
 
@@ -142,7 +142,7 @@ def test_two_runs_of_one_seed_are_no_pair() -> None:
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=50), st.integers(1, 60))
 def test_smoothing_is_the_mean_of_the_window(losses: list[float], window: int) -> None:
-    for step, value in enumerate(smoothed(losses, window)):
+    for step, value in enumerate(smooth(losses, window)):
         assert value == pytest.approx(np.mean(losses[max(0, step - window + 1) : step + 1]))
     assert ending(losses, 1.0) == pytest.approx(np.mean(losses))
     assert gap_curve([1.1 * loss for loss in losses], losses, window) == pytest.approx(0.1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from small_training import HERE, run_of
 
 from attnbench.errors import InputError
-from attnbench.harness.training.judge.arms import arms_of, compared, scaling_efficiency
+from attnbench.harness.training.judge.arms import arms_of, compare_arms, scaling_efficiency
 from attnbench.harness.training.report.plots import PAGE, PICTURE, write_plots
 from attnbench.harness.training.report.price import Offer, side_by_side
 from attnbench.harness.training.report.summary import offers_of, report
@@ -63,7 +63,7 @@ def test_a_candidate_is_held_against_the_baseline_that_is_most_like_it() -> None
     ]
     arms = arms_of(runs)
     assert len({arm.label for arm in arms}) == 4
-    ((candidate, baseline, learning),) = compared(arms)
+    ((candidate, baseline, learning),) = compare_arms(arms)
     assert candidate.first.settings["linears"] == baseline.first.settings["linears"] == "te-fp8"
     assert learning.verdict == "equivalent"
 
@@ -127,7 +127,7 @@ def test_runs_that_were_made_twice_or_have_two_prices_stand_side_by_side() -> No
     again = [run.model_copy(update={"price_per_hour": 1.0, "step_ms": [0.5] * 120}) for run in first]
     arms = arms_of([*first, *again])
     assert [arm.label for arm in arms] == ["auto", "te:fp8", "auto #2", "te:fp8 #2"]
-    assert [(ours.label, theirs.label) for ours, theirs, _ in compared(arms)] == [
+    assert [(ours.label, theirs.label) for ours, theirs, _ in compare_arms(arms)] == [
         ("te:fp8", "auto"),
         ("te:fp8 #2", "auto #2"),
     ]

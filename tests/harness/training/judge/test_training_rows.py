@@ -12,7 +12,7 @@ from small_training import build_small, builder, exact, not_a_number_after, run_
 
 from attnbench.errors import InputError, MalformedFileError, MisuseError, OutputError
 from attnbench.harness.training.rows import ROWS, Share, TrainingRun, read_runs, write_runs
-from attnbench.harness.training.run.session import planned
+from attnbench.harness.training.run.session import plan_runs
 
 ANY = st.floats(-1e100, 1e100) | st.sampled_from([math.nan, math.inf, -math.inf])
 
@@ -113,16 +113,16 @@ def test_a_session_keeps_what_is_done_and_adds_what_is_not(tmp_path: Path) -> No
 
     config = small(steps=4)
     with session_of(tmp_path) as session:
-        session.run(planned(config, None, 1), build, lambda row: None)
+        session.run(plan_runs(config, None, 1), build, lambda row: None)
     with pytest.raises(MisuseError, match="--resume"), session_of(tmp_path):
         pass
     with session_of(tmp_path, resume=True, price_per_hour=3.0) as session:
-        rows = session.run(planned(config, None, 2), build, lambda row: None)
+        rows = session.run(plan_runs(config, None, 2), build, lambda row: None)
         with pytest.raises(MisuseError, match="another command"), session_of(tmp_path, resume=True):
             pass
     assert built == [0, 1]
     with session_of(tmp_path, resume=True, price_per_hour=4.0) as session:
-        session.run(planned(config, None, 2), build, lambda row: None)
+        session.run(plan_runs(config, None, 2), build, lambda row: None)
     assert [row.price_per_hour for row in read_runs(tmp_path)] == [4.0, 4.0]
     with session_of(tmp_path, resume=True, price_per_hour=3.0):
         found = list(read_runs(tmp_path))
@@ -142,7 +142,7 @@ def test_a_run_that_fails_leaves_the_row_of_what_it_did(tmp_path: Path) -> None:
 
     config = small(steps=8, attention="sdpa-math")
     with session_of(tmp_path) as session, pytest.raises(RuntimeError, match="broke"):
-        session.run(planned(config, None, 1), builder(failing), lambda row: None)
+        session.run(plan_runs(config, None, 1), builder(failing), lambda row: None)
     (row,) = read_runs(tmp_path)
     assert row.status == "error"
     assert "the kernel broke" in row.reason
@@ -151,7 +151,7 @@ def test_a_run_that_fails_leaves_the_row_of_what_it_did(tmp_path: Path) -> None:
 
 def test_what_a_run_has_learnt_survives_a_second_start_that_fails(tmp_path: Path) -> None:
     """Of a run that diverged, say: its curve is what it was trained for."""
-    plan = planned(small(steps=8, attention="sdpa-math"), None, 1)
+    plan = plan_runs(small(steps=8, attention="sdpa-math"), None, 1)
     with session_of(tmp_path, patience=2) as session:
         session.run(plan, builder(not_a_number_after(6)), lambda row: None)
     (before,) = read_runs(tmp_path)
@@ -172,7 +172,7 @@ def test_a_run_that_diverges_at_its_first_step_has_told_that_step(tmp_path: Path
     told: list[TrainingRun] = []
     with session_of(tmp_path, patience=1) as session:
         config = small(steps=8, attention="sdpa-math")
-        session.run(planned(config, None, 1), builder(not_a_number_after(0)), told.append)
+        session.run(plan_runs(config, None, 1), builder(not_a_number_after(0)), told.append)
     (row,) = read_runs(tmp_path)
     assert (row.status, len(row.loss), len(row.signs), len(told)) == ("diverged", 1, 1, 1)
     assert "for 1 step, from step 0 on" in row.reason
@@ -186,7 +186,7 @@ def test_a_cpu_without_room_is_a_row_like_a_gpu_without_room(tmp_path: Path) -> 
     config = small(steps=2)
     with session_of(tmp_path) as session:
         session.run(
-            [*planned(config, None, 1), *planned(config.replace(seed=1), None, 1)],
+            [*plan_runs(config, None, 1), *plan_runs(config.replace(seed=1), None, 1)],
             lambda config, device: (build_small if config.seed else too_large)(config, device),
             lambda row: None,
         )
@@ -200,10 +200,10 @@ def test_a_model_that_could_not_be_built_does_not_cost_the_folder(tmp_path: Path
         raise InputError("there is no such text")
 
     with session_of(tmp_path) as session, pytest.raises(InputError):
-        session.run(planned(small(steps=2, data="txt"), None, 1), misspelled, lambda row: None)
+        session.run(plan_runs(small(steps=2, data="txt"), None, 1), misspelled, lambda row: None)
     assert [row.status for row in read_runs(tmp_path)] == ["error"]
     with session_of(tmp_path) as session:  # the same command, corrected, without --resume
-        session.run(planned(small(steps=2), None, 1), build_small, lambda row: None)
+        session.run(plan_runs(small(steps=2), None, 1), build_small, lambda row: None)
     assert [row.status for row in read_runs(tmp_path)] == ["ok"]
 
 
@@ -215,11 +215,11 @@ def test_a_folder_from_another_environment_is_left_alone(tmp_path: Path) -> None
 
 def test_a_baseline_that_is_the_candidate_is_refused() -> None:
     with pytest.raises(MisuseError, match="the candidate itself"):
-        planned(small(), small(), 3)
+        plan_runs(small(), small(), 3)
 
 
 def test_a_row_says_it_is_unfinished_while_it_runs(tmp_path: Path) -> None:
     seen: list[TrainingRun] = []
     with session_of(tmp_path) as session:
-        session.run(planned(small(steps=3), None, 1), build_small, lambda row: seen.extend(read_runs(tmp_path)))
+        session.run(plan_runs(small(steps=3), None, 1), build_small, lambda row: seen.extend(read_runs(tmp_path)))
     assert {row.status for row in seen} == {"unfinished"}

@@ -19,7 +19,7 @@ from attnbench.errors import MalformedFileError, MisuseError, OutputError
 from attnbench.harness.training.config import TrainConfig
 from attnbench.harness.training.run.checkpoint import load, newest, save, state_of
 from attnbench.harness.training.run.history import History
-from attnbench.harness.training.run.loop import Conduct, train
+from attnbench.harness.training.run.loop import LoopOptions, train
 from attnbench.harness.training.run.optimisers import make_optimiser
 from attnbench.harness.training.run.parallel import Ranks
 from attnbench.harness.training.run.trainable import build
@@ -32,7 +32,7 @@ def _here(folder: Path, **settings) -> History:
     """The whole run or the rest of it, in this process."""
     kept: list[History] = []
     trainable = build_small(small(**settings), torch.device("cpu"), dropout=True)
-    train(trainable, ALONE, Conduct(folder / "checkpoints", training_ranks.EVERY), kept.append, resume=True)
+    train(trainable, ALONE, LoopOptions(folder / "checkpoints", training_ranks.EVERY), kept.append, resume=True)
     return kept[-1]
 
 
@@ -72,7 +72,7 @@ def test_a_run_killed_again_and_again_has_the_curve_of_one_left_alone(tmp_path: 
 def _trained(folder: Path, steps: int = 4, **settings):
     trainable = build_small(small(steps=steps, **settings), torch.device("cpu"))
     kept: list[History] = []
-    train(trainable, ALONE, Conduct(folder, 2), kept.append)
+    train(trainable, ALONE, LoopOptions(folder, 2), kept.append)
     return trainable
 
 
@@ -147,7 +147,9 @@ def test_a_text_that_has_changed_is_not_gone_on_with(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("what is learnt " * 40)
     config = TrainConfig.make(seqlen=16, batch=2, steps=4, attention="sdpa", data=str(text))
-    again = partial(train, ranks=ALONE, conduct=Conduct(tmp_path / "kept", 2), told=lambda history: None, resume=True)
+    again = partial(
+        train, ranks=ALONE, options=LoopOptions(tmp_path / "kept", 2), on_step=lambda history: None, resume=True
+    )
     again(build(config, "cpu"))
     assert newest(tmp_path / "kept") is not None
     again(build(config, "cpu"))

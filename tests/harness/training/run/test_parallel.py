@@ -21,8 +21,8 @@ from attnbench.errors import MisuseError
 from attnbench.harness.training.config import TrainConfig
 from attnbench.harness.training.rows import ROWS, write_runs
 from attnbench.harness.training.run.history import History
-from attnbench.harness.training.run.loop import Conduct, train
-from attnbench.harness.training.run.parallel import Ranks, joined, spread
+from attnbench.harness.training.run.loop import LoopOptions, train
+from attnbench.harness.training.run.parallel import Ranks, join_ranks, spread
 from attnbench.harness.training.run.trainable import build
 
 STEPS = 8
@@ -51,7 +51,7 @@ def _ranks(folder: Path, world: int, **settings) -> dict:
 def _alone(folder: Path) -> History:
     kept: list[History] = []
     trainable = build_small(small(steps=STEPS, batch=8, lr=0.003), torch.device("cpu"))
-    train(trainable, Ranks(torch.device("cpu")), Conduct(folder / "alone", 0), kept.append)
+    train(trainable, Ranks(torch.device("cpu")), LoopOptions(folder / "alone", 0), kept.append)
     return kept[-1]
 
 
@@ -84,12 +84,12 @@ def test_ranks_and_configuration_must_agree() -> None:
 )
 def test_what_torchrun_did_not_set_is_refused(device: str, environ: dict, said: str) -> None:
     started = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"} | environ
-    with pytest.raises(MisuseError, match=said), joined(device, started):
+    with pytest.raises(MisuseError, match=said), join_ranks(device, started):
         pass
 
 
 def test_without_torchrun_there_is_one_rank() -> None:
-    with joined("cpu", {"RANK": "3"}) as ranks:
+    with join_ranks("cpu", {"RANK": "3"}) as ranks:
         assert (ranks.rank, ranks.world, ranks.first, ranks.agreed(5)) == (0, 1, True, 5)
 
 
@@ -101,7 +101,7 @@ def test_fsdps_mixed_precision_rounds_weights_and_not_the_angles_of_rotary_embed
         monkeypatch.setenv(name, value)
     config = TrainConfig.make(seqlen=16, batch=1, attention="sdpa", parallel="fsdp2", policy="fsdp-mixed")
     seen: list[tuple[torch.dtype, ...]] = []
-    with joined("cpu") as ranks:
+    with join_ranks("cpu") as ranks:
         made = build(config, ranks.device)
         spread(made, ranks)
         first = made.blocks[0]

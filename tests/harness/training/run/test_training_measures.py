@@ -17,7 +17,7 @@ from attnbench import AttentionSpec, Mask
 from attnbench.harness.training.models.attention import AttentionCore
 from attnbench.harness.training.run import warning_signs
 from attnbench.harness.training.run.attention_share import share_of_attention
-from attnbench.harness.training.run.loop import Conduct, train, warm_up_steps
+from attnbench.harness.training.run.loop import LoopOptions, train, warm_up_steps
 from attnbench.harness.training.run.parallel import Ranks
 from attnbench.harness.training.run.step_clock import StepClock
 from attnbench.harness.training.run.warning_signs import kurtosis, score_gradients, signs_of, underflow
@@ -164,7 +164,7 @@ def test_windows_and_softcaps_have_gradients_of_their_own_scores(monkeypatch: py
 def test_watching_changes_nothing_of_what_is_learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def losses() -> list[float]:
         kept: list = []
-        train(build_small(small(), CPU, dropout=True), Ranks(CPU), Conduct(tmp_path, 0), kept.append)
+        train(build_small(small(), CPU, dropout=True), Ranks(CPU), LoopOptions(tmp_path, 0), kept.append)
         return kept[-1].loss
 
     watched = losses()
@@ -175,7 +175,7 @@ def test_watching_changes_nothing_of_what_is_learnt(tmp_path: Path, monkeypatch:
 
 def test_watched_steps_and_the_warm_up_are_not_timed(tmp_path: Path) -> None:
     kept: list = []
-    train(build_small(small(steps=24), CPU), Ranks(CPU), Conduct(tmp_path, 0), kept.append)
+    train(build_small(small(steps=24), CPU), Ranks(CPU), LoopOptions(tmp_path, 0), kept.append)
     history = kept[-1]
     assert history.steps == len(history.step_ms) == 24
     assert warm_up_steps(24) == 6

@@ -1,4 +1,4 @@
-"""How the plans stand over all cases of one direction: wins, speed, errors, peak, and the three costs."""
+"""Each plan over all cases of one direction: wins, speed, errors, share of the peak, and costs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ...measure.timing import COSTS
 from ...results.records import Measurement
 from .machines import WIDE, Case, worst_error
 
-__all__ = ["Costs", "Point", "Standing", "costs_of", "points_of", "standings"]
+__all__ = ["Costs", "PlanSummary", "Point", "costs_of", "plan_summaries", "points_of"]
 
 
 @dataclass(frozen=True)
 class Point:
-    """One plan on one case: its worst error, and how many times as fast it is as the fastest plan without FP8."""
+    """One plan on one case: its worst error, and its speed relative to the fastest plan without FP8."""
 
     case: Case
     plan: Plan
@@ -28,7 +28,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Costs:
-    """Where the time of a call goes, in parts of it: the forward kernel, preparing, the backward kernel, the rest."""
+    """The shares of a call's time: the forward kernel, preparing, the backward kernel, the rest."""
 
     kernel: float
     prepare: float
@@ -37,14 +37,13 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Standing:
+class PlanSummary:
     """A plan over the cases that it was measured on.
 
-    ``wins`` counts the cases where it is chosen with the FP8 plans within the default budget,
-    ``wide_wins`` those where it is chosen without them; ``inaccurate`` those where it is not
-    accurate enough.  ``speed`` is the median of ``Point.speed``, ``errors`` the least and the
-    largest of the worst errors, ``peak`` the median and the largest share of the device's
-    peak.  None where nothing tells.
+    ``wins`` counts the cases where it is chosen with FP8 plans within the default budget, ``wide_wins`` those where it
+    is chosen without FP8 plans, ``inaccurate`` those where it is not accurate enough.  ``speed`` is the median of
+    ``Point.speed``, ``errors`` the least and the largest of the worst errors, ``peak`` the median and the largest share
+    of the device's peak.  None if unknown.
     """
 
     plan: Plan
@@ -59,7 +58,7 @@ class Standing:
 
 
 def points_of(cases: Sequence[Case]) -> list[Point]:
-    """A point for every measured row whose error is finite, of the cases where something without FP8 ran."""
+    """A point for every measured row with a finite error, for the cases with a plan without FP8."""
     return [
         Point(case, row.plan, error, speed)
         for case in cases
@@ -68,22 +67,22 @@ def points_of(cases: Sequence[Case]) -> list[Point]:
     ]
 
 
-def standings(cases: Sequence[Case]) -> list[Standing]:
-    """One a plan, those that win most often first, then the fastest."""
+def plan_summaries(cases: Sequence[Case]) -> list[PlanSummary]:
+    """One for each plan: the most wins first, then the fastest."""
     rows: dict[Plan, list[tuple[Case, Measurement]]] = {}
     for case in cases:
         for row in case.measured:
             rows.setdefault(row.plan, []).append((case, row))
-    found = [_standing(plan, each) for plan, each in rows.items()]
+    found = [_summary(plan, each) for plan, each in rows.items()]
     return sorted(found, key=lambda each: (-each.wins, -each.wide_wins, -(each.speed or 0.0), str(each.plan)))
 
 
-def _standing(plan: Plan, rows: Sequence[tuple[Case, Measurement]]) -> Standing:
+def _summary(plan: Plan, rows: Sequence[tuple[Case, Measurement]]) -> PlanSummary:
     errors = [worst_error(row)[0] for _, row in rows]
     speeds = [speed for case, _ in rows if (speed := case.speed(plan)) is not None]
     peaks = [share for _, row in rows if (share := row.performance.peak_share) is not None]
     costs = [costs for _, row in rows if (costs := costs_of(row)) is not None]
-    return Standing(
+    return PlanSummary(
         plan=plan,
         cases=len(rows),
         wins=sum(case.answer.plan == plan for case, _ in rows),
@@ -102,8 +101,8 @@ def _accurate(case: Case, row: Measurement) -> bool:
 
 
 def costs_of(row: Measurement) -> Costs | None:
-    """Differences of the medians, none below zero; None where a cost was not taken."""
-    taken = {cost: float(np.median(samples)) for cost, samples in row.time_ms.items()}
+    """Shares from differences of the medians, none below zero; None if a cost was not measured."""
+    taken = {cost: row.median_ms(cost) for cost in row.time_ms}
     if any(cost not in taken for cost in COSTS if cost != "backward" or row.spec.training):
         return None
     prepare = max(0.0, taken["prepared"] - taken["kernel"])

@@ -1,0 +1,89 @@
+"""The specs that a program uses while autotune is open, and how often each is called."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import torch
+
+from attnbench.choosing.choice import Choice
+from attnbench.dispatch.context import Wish
+from attnbench.kernels.contract import Inputs, Operands, Result
+from attnbench.kernels.execution import Execution
+from attnbench.problem.spec import AttentionSpec
+
+from ..capture.file import input_bytes
+
+__all__ = ["ObservedSpec", "ObservedSpecs", "Terms"]
+
+_MOST = 4096  # specs to keep: a program with changing shapes has any number
+_FLOPS_PER_BYTE = 200.0  # roughly what a GPU computes while it reads a byte: few queries on many keys are limited by it
+Terms = tuple[bool, float | None]  # whether FP8 was opted into, and the budget if one was given
+
+
+@dataclass(eq=False)
+class ObservedSpec:
+    """One spec on one device.
+
+    ``calls`` counts the forward passes that left the choice to attnbench; ``choices`` maps the terms of the calls to
+    what was chosen.  If there are none, ``named`` says which backend was named and where.
+    """
+
+    spec: AttentionSpec
+    device: torch.device
+    calls: int = 0
+    choices: dict[Terms, Choice] = field(default_factory=dict)
+    named: str = ""
+
+    @property
+    def fp8(self) -> bool:
+        """Whether FP8 was opted into by any call."""
+        return any(fp8 for fp8, _ in self.choices)
+
+    @property
+    def weight(self) -> float:
+        """An estimate of its share of the program's time, in operations; at least one call is assumed."""
+        return max(1, self.calls) * (self.spec.flops + _FLOPS_PER_BYTE * input_bytes(self.spec))
+
+
+@dataclass(frozen=True)
+class _Counted(Execution):
+    """An execution that counts its forward passes."""
+
+    asked: ObservedSpec = field(kw_only=True, compare=False, repr=False)
+
+    def answer(self, inputs: Inputs) -> tuple[Operands, Result]:
+        self.asked.calls += 1  # threads may lose a count, which only affects an order
+        return super().answer(inputs)
+
+
+class ObservedSpecs:
+    """A listener (``attnbench.dispatch.memory``) that keeps specs and no tensors."""
+
+    def __init__(self) -> None:
+        self._asked: dict[tuple[torch.device, AttentionSpec], ObservedSpec] = {}
+        self._lock = threading.Lock()
+
+    def chosen(self, device: torch.device, wish: Wish, choice: Choice, execution: Execution) -> Execution:
+        """Record the choice for the wish; the returned execution counts its calls."""
+        with self._lock:
+            if len(self._asked) >= _MOST:
+                return execution
+            asked = self.of(choice.spec, device)
+            if wish.backend != "auto":
+                asked.named = f"{wish.backend} was asked for by {wish.asked_by}"
+                return execution
+            asked.choices.setdefault((wish.dtype == "fp8", wish.max_error), choice)
+        return _Counted(execution.spec, execution.forward, execution.backward, execution.budget, asked=asked)
+
+    def of(self, spec: AttentionSpec, device: torch.device) -> ObservedSpec:
+        """The entry of the spec; whether the log-sum-exp is returned changes neither time nor error."""
+        spec = spec.replace(return_lse=False)
+        return self._asked.setdefault((device, spec), ObservedSpec(spec, device))
+
+    @property
+    def heaviest_first(self) -> list[ObservedSpec]:
+        """All specs, by their estimated share of the program's time."""
+        with self._lock:
+            return sorted(self._asked.values(), key=lambda asked: asked.weight, reverse=True)
