@@ -176,7 +176,7 @@ def told(folder: Path, chance: random.Random) -> str:
 
 # How many files each reads in the default run.
 READERS: dict[Callable[[Path, random.Random], str], int] = {
-    compared: 40, merged: 15, condensed: 20, trained: 60, told: 20, drawn: 2,
+    compared: 20, merged: 6, condensed: 8, trained: 25, told: 10, drawn: 2,
 }  # fmt: skip
 
 
@@ -206,8 +206,6 @@ def lines(path: Path, *rows: dict) -> Path:
             "performance.time_ms.call.0: Input should be less than or equal to 1000000000",
         ),
         ({"correctness": {"detail": {"strange": DETAIL["normal"]}}}, "detail has 'strange: out', which error lacks"),
-        ({"correctness": {"detail": {"normal": {"dq": DETAIL["normal"]["out"]}}}}, "detail has 'normal: dq'"),
-        ({"performance": {"first_ms": 10**400}}, "first_ms: Input should be"),
         ({"\x1b[2J": 1}, " [2J: Extra inputs are not permitted"),
         ({"spec": {"heads": 10**400}}, "got a number of 400 digits or more"),
         ({"spec": {"scale": 10**400}}, "scale must be a finite number"),
@@ -228,7 +226,7 @@ def test_what_cannot_be_is_refused_by_every_command(tmp_path: Path, change: dict
         assert len(run.stderr) < 600
 
 
-@pytest.mark.parametrize("loss", [[1e308] * 9, [10**400] * 9, [5e-324] * 9, ["NaN"] * 9, ["-Infinity"] * 9, [0.0] * 9])
+@pytest.mark.parametrize("loss", [[1e308] * 9, [5e-324] * 9, ["NaN"] * 9, ["-Infinity"] * 9])
 def test_losses_of_every_size_are_reported_without_a_warning(tmp_path: Path, loss: list) -> None:
     runs = [{**each, "loss": loss, "grad_norm": [1e308] * 9, "step_ms": [1.0] * 9} for each in RUNS]
     lines(tmp_path / "training.jsonl", *runs)

@@ -5,9 +5,11 @@ from typing import get_args
 
 import command_line
 import pytest
+from planted import in_haste
 
 from attnbench.cli.sweep import SweepDtype
 from attnbench.harness.cases.case import SWEEP_DTYPES
+from attnbench.harness.measure.timing import Timer
 from attnbench.harness.results.records import Measurement
 from attnbench.tables.table import Table
 
@@ -18,6 +20,11 @@ def attnbench(*arguments, code=0, run=command_line.attnbench):
     done = run("sweep", "--device", "cpu", *map(str, arguments))
     assert done.returncode == code, done.stderr
     return done
+
+
+@pytest.fixture(autouse=True)
+def haste(monkeypatch):
+    monkeypatch.setattr(Timer, "for_device", in_haste)
 
 
 @pytest.fixture(scope="module")
