@@ -11,6 +11,7 @@ from flat import changed
 from planted import REPORTED, setup
 from reported import lost
 from rich.console import Console
+from stations import Shop
 
 from attnbench.harness.cases.case import Case
 from attnbench.harness.cases.inputs import FAMILIES
@@ -38,7 +39,8 @@ def swept(tmp_path_factory):
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=64, head_dim=16)
     cases = [Case("first", spec), Case("second", spec.replace(direction="training"))]
     lab = setup("planted:reported")
-    with Store(tmp_path_factory.mktemp("report"), lab.environment) as store:
+    with pytest.MonkeyPatch.context() as patch, Store(tmp_path_factory.mktemp("report"), lab.environment) as store:
+        Shop(patch)
         return list(run_sweep(tasks_of(cases, lab.registry, CPU, "fp8"), [lab], store))
 
 

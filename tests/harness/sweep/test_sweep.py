@@ -37,7 +37,9 @@ def swept(folder, lab, cases, names=(), dtype="fp8", resume=False):
 def whole(tmp_path_factory):
     """A sweep that nothing disturbs, with a case that no machine holds in its middle."""
     folder = tmp_path_factory.mktemp("whole")
-    return *swept(folder, setup(), [FORWARD, HUGE, TRAINING]), folder
+    with pytest.MonkeyPatch.context() as patch:
+        Shop(patch)
+        return *swept(folder, setup(), [FORWARD, HUGE, TRAINING]), folder
 
 
 @pytest.fixture
@@ -54,7 +56,9 @@ def rows(whole):
 def faulty_rows(tmp_path_factory):
     lab = setup("planted:faulty")
     names = [*FAULTS, "bad:bf16-good", *(f"reference:fp32>{name}" for name in BACKWARD_FAULTS)]
-    return swept(tmp_path_factory.mktemp("faulty"), lab, [FORWARD, TRAINING], names)[0]
+    with pytest.MonkeyPatch.context() as patch:
+        Shop(patch)
+        return swept(tmp_path_factory.mktemp("faulty"), lab, [FORWARD, TRAINING], names)[0]
 
 
 def test_a_forward_is_swept_with_the_first_two_of_the_others_backwards_that_can_serve():

@@ -20,6 +20,7 @@ from patience import PATIENCE
 from planted import FakeForward, backend
 
 from attnbench.backends.reference import BACKEND as REFERENCE
+from attnbench.harness.measure import worker
 from attnbench.harness.measure.bench import Bench
 from attnbench.harness.measure.worker import Setting
 from attnbench.harness.sweep import device_sweep
@@ -77,7 +78,10 @@ class Shop:
                     raise error
             if station.generation not in benches:
                 benches[station.generation] = Bench(setting.source, setting.timer)
-            return getattr(benches[station.generation], method)(*arguments)
+            found = worker._answer(benches[station.generation], method, arguments)
+            if found.status != "done":
+                raise LostError(found.status, str(found.value), died=found.fatal)
+            return found.value
 
         station = Station(answer)
         self.stations.append(station)

@@ -18,38 +18,52 @@ from examples import examples
 
 
 @cache
-def _trained(planted, folder: Path, steps: int = 100):
-    candidate = small(attention="sdpa-math", steps=steps)
+def _baselines(folder: Path, steps: int):
+    """The runs against which all candidates of so many steps are judged."""
+    baseline = small(steps=steps)
     with session_of(folder) as session:
-        return session.run(
-            planned(candidate, candidate.replace(attention="sdpa"), 3), builder(planted), lambda row: None
-        )
+        rows = session.run(planned(baseline, None, 3), builder(None), lambda row: None)
+    return [row.model_copy(update={"role": "baseline"}) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory):
+    """Rows of baselines and of candidates with a planted attention."""
+    folder = tmp_path_factory.mktemp("baselines")
+
+    def make(planted, steps: int = 100):
+        candidate = small(attention="sdpa-math", steps=steps)
+        with session_of(tmp_path_factory.mktemp("candidates")) as session:
+            rows = session.run(planned(candidate, None, 3), builder(planted), lambda row: None)
+        return [*_baselines(folder / str(steps), steps), *rows]
+
+    return make
 
 
 @pytest.mark.parametrize("factor", [0.0, 1.5])
-def test_an_attention_with_a_wrong_gradient_is_found(tmp_path: Path, factor: float) -> None:
-    learning = judged(pairs_of(_trained(gradient_times(factor), tmp_path, 12)))
+def test_an_attention_with_a_wrong_gradient_is_found(trained, factor: float) -> None:
+    learning = judged(pairs_of(trained(gradient_times(factor), 12)))
     assert learning.verdict == "degraded", learning
     assert math.isclose(learning.first_gradient_ratio, factor, rel_tol=0.1)
 
 
-def test_an_attention_that_does_not_learn_is_found_by_its_loss_alone(tmp_path: Path) -> None:
-    rows = [row.model_copy(update={"signs": []}) for row in _trained(gradient_times(0.0), tmp_path)]
+def test_an_attention_that_does_not_learn_is_found_by_its_loss_alone(trained) -> None:
+    rows = [row.model_copy(update={"signs": []}) for row in trained(gradient_times(0.0))]
     learning = judged(pairs_of(rows))
     assert learning.verdict == "degraded", learning
     assert learning.gap > 0.05
 
 
-def test_runs_that_differ_by_rounding_are_equivalent(tmp_path: Path) -> None:
-    rows = _trained(rounded, tmp_path)
+def test_runs_that_differ_by_rounding_are_equivalent(trained) -> None:
+    rows = trained(rounded)
     learning = judged(pairs_of(rows))
     assert learning.verdict == "equivalent", learning
-    assert rows[0].loss != rows[1].loss  # they do differ
-    assert rows[0].loss[0] == pytest.approx(rows[1].loss[0], rel=1e-6)  # and have begun alike
+    assert rows[0].loss != rows[3].loss  # they do differ
+    assert rows[0].loss[0] == pytest.approx(rows[3].loss[0], rel=1e-6)  # and have begun alike
 
 
-def test_an_attention_that_becomes_nan_leaves_its_rows_and_is_diverged(tmp_path: Path) -> None:
-    rows = _trained(not_a_number_after(80), tmp_path)
+def test_an_attention_that_becomes_nan_leaves_its_rows_and_is_diverged(trained) -> None:
+    rows = trained(not_a_number_after(80))
     learning = judged(pairs_of(rows))
     assert learning.verdict == "diverged", learning
     ended = [row for row in rows if row.role == "candidate"]
