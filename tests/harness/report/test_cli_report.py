@@ -12,6 +12,7 @@ import pytest
 from planted import in_haste
 from reported import Structure, a_sweep
 from small_training import run_of
+from stations import Shop
 
 from attnbench.cli import main
 from attnbench.harness.measure.timing import Timer
@@ -107,6 +108,7 @@ def swept(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         patch.setattr(Timer, "for_device", in_haste)
+        Shop(patch)
         asked = ("--device", "cpu", "--preset", folder / "tiny.yaml", "--backends", names, "--out", folder / "a")
         done = command_line.attnbench("sweep", *asked)
     assert done.returncode == 0, done.stderr
@@ -124,6 +126,7 @@ def test_the_command_of_a_row_measures_that_row_again(attnbench, swept, tmp_path
     subprocess.run(taken, shell=True, cwd=tmp_path, check=True)
     words = (tmp_path / "words").read_text().split("\0")[:-1]
     monkeypatch.setattr(Timer, "for_device", in_haste)
+    Shop(monkeypatch)
     (again,) = json.loads(attnbench(*words, "--format", "json").out)
     (before,) = [
         row for row in read_measurements(swept / "a" / "measurements.jsonl") if str(row.plan) == "emulated:fp8"

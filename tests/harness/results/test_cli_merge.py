@@ -7,6 +7,7 @@ from datetime import datetime, timezone
 import command_line
 import pytest
 from planted import in_haste
+from stations import Shop
 
 from attnbench.harness.measure.timing import Timer
 from attnbench.harness.results.condense import condense
@@ -53,7 +54,7 @@ def run(tmp_path):
 
 
 def test_json_says_what_was_joined(run, tmp_path, own_cache):
-    done = attnbench("merge", tmp_path / "out", run, "--format", "json", run=command_line.process)
+    done = attnbench("merge", tmp_path / "out", run, "--format", "json")
     rows = list(read_measurements(tmp_path / "out" / MEASUREMENTS))
     assert [each.case for each in rows] == ["case 0", "case 1", "case 2", "case 3"]
     said = json.loads(done.stdout)
@@ -91,6 +92,7 @@ def test_a_missing_part_is_refused_or_named(run, tmp_path):
 def test_a_partial_result_is_completed_by_a_sweep(tmp_path, monkeypatch):
     """The part of a rank that was lost is measured again by one process."""
     monkeypatch.setattr(Timer, "for_device", in_haste)
+    Shop(monkeypatch)
     shapes = "- {{batch: 1, heads: 1, seqlen_q: {}, head_dim: 64}}\n"
     (tmp_path / "part.yaml").write_text(shapes.format(64))
     (tmp_path / "all.yaml").write_text(shapes.format("[64, 96]"))

@@ -6,6 +6,7 @@ from typing import get_args
 import command_line
 import pytest
 from planted import in_haste
+from stations import Shop
 
 from attnbench.cli.sweep import SweepDtype
 from attnbench.harness.cases.case import SWEEP_DTYPES
@@ -66,7 +67,8 @@ def test_json_is_the_records_and_nothing_else_and_the_table_is_kept(tiny, tmp_pa
     assert again.stderr.count("there already") == len(rows)
 
 
-def test_a_table_by_default_and_a_fresh_folder_that_is_named(tiny, own_cache):
+def test_a_table_by_default_and_a_fresh_folder_that_is_named(tiny, own_cache, monkeypatch):
+    Shop(monkeypatch)
     done = attnbench("--preset", tiny, "--backends", "sdpa-flash:bf16,sdpa-cudnn:bf16")
     assert "Fastest within its bound: sdpa-flash:bf16" in done.stdout
     assert "Not measured" in done.stdout
