@@ -26,8 +26,8 @@ HERE = Environment(
 STEERS = "\x1b[31mLinux"  # what would colour a terminal
 
 
-def attnbench(*arguments, code=0, run=command_line.attnbench):
-    done = run(*map(str, arguments))
+def attnbench(*arguments, code=0):
+    done = command_line.attnbench(*arguments)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     return done
