@@ -77,6 +77,18 @@ def test_a_death_costs_one_row_and_the_others_of_its_backend_are_measured(shop, 
     assert len(rows[WIDER].time_ms["call"]) == len(rows[WIDER].performance.host_ms) > 0
 
 
+def test_a_death_long_after_the_first_visits_costs_no_other_its_samples(shop):
+    visits = []
+
+    def third(method, *arguments):
+        visits.append((method, *arguments) == ("sample", EXACT))
+        return sum(visits) == 3 and visits[-1]
+
+    shop.faults.append((DIED, 1, third))
+    rows, _ = measured()
+    assert statuses(rows) == {**dict.fromkeys(PLANS, "ok"), EXACT: "crashed"}
+
+
 def test_a_case_that_cannot_be_opened_costs_the_rows_of_that_backend_and_case_alone(shop):
     shop.breaks(DIED, "open", CASE)
     with DeviceSweep(setup()) as line:
