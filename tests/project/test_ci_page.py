@@ -21,6 +21,7 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
+from pages import command_of, commands
 from patience import PATIENCE
 from places import ROOT
 
@@ -208,6 +209,7 @@ def gated(tmp_path_factory: pytest.TempPathFactory, repository: Path, machine: d
     return runner
 
 
+@pytest.mark.exhaustive
 def test_the_steps_of_the_workflow_run(gated: GitHub) -> None:
     """The verdict is the job's summary, what was measured its artifact; the old code was measured as well."""
     summary = gated.files["GITHUB_STEP_SUMMARY"].read_text()
@@ -241,6 +243,31 @@ def test_the_pipeline_has_the_form_of_one() -> None:
     for name in ("attention-base", "attention-gate"):
         assert GITLAB[name]["extends"] == ".attention"
     assert GITLAB["attention-gate"]["artifacts"]["when"] == "always"
+
+
+@pytest.mark.parametrize(
+    ("variables", "lines"),
+    [
+        (GITHUB["env"], [step.get("run", "") for job in GITHUB["jobs"].values() for step in job["steps"]]),
+        (GITLAB[".attention"]["variables"], [line for job in GITLAB.values() for line in job.get("script", ())]),
+    ],
+    ids=["workflow", "pipeline"],
+)
+def test_the_commands_of_attnbench_parse(
+    variables: dict[str, str], lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "base").mkdir()
+    for file in ("base.jsonl", ".venv-before/bin/python"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    called = [words for line in lines for words in commands(os.path.expandvars(line))]
+    assert [words[0] for words in called] == ["sweep", "gate"]
+    for words in called:
+        command, rest = command_of(words)
+        command.make_context(command.name, rest)  # which parses, checks and runs nothing
 
 
 class Packages(http.server.BaseHTTPRequestHandler):

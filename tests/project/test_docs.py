@@ -4,7 +4,6 @@ import ast
 import importlib
 import logging
 import re
-import shlex
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -13,16 +12,15 @@ from importlib.util import module_from_spec, spec_from_file_location
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
-import typer.main
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+from pages import command_of, commands
 from places import ROOT
 
 from attnbench.choosing.candidate import Basis
-from attnbench.cli import app
 from attnbench.harness.cases.inputs import FAMILIES
 from attnbench.harness.results.records import STATUSES
 
@@ -32,7 +30,6 @@ OURS = {"attnbench", "torch"}  # of the modules that examples import, those that
 EXAMPLE = ROOT / "examples/attnbench-backend-example"
 COMMAND_SPAN = re.compile(r"attnbench (?!\.)[a-z].*", re.DOTALL)
 NAME_SPAN = re.compile(r"(attnbench(?:\.\w+)+)(?:\(.*\))?", re.DOTALL)
-OPERATORS = set("&|;<>()")
 
 
 def tokens(page: Path) -> list[Token]:
@@ -79,27 +76,6 @@ def test_every_link_leads_to_what_is_there(page: Path) -> None:
         assert target.is_relative_to(ROOT), link
         if anchor:
             assert anchor in anchors(target), f"{link}: the headings are {sorted(anchors(target))}"
-
-
-def commands(script: str) -> Iterator[list[str]]:
-    """The words behind ``attnbench`` in each command of a shell script that calls it, directly or by a launcher."""
-    for line in script.replace("\\\n", " ").splitlines():
-        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
-        lexer.whitespace_split = True
-        words = list(lexer)
-        while "attnbench" in words:
-            words = words[words.index("attnbench") + 1 :]
-            end = next((place for place, word in enumerate(words) if set(word) <= OPERATORS), len(words))
-            yield words[:end]
-
-
-def command_of(words: list[str]) -> tuple[Any, list[str]]:
-    """The command that the words call, and the rest of them."""
-    command: Any = typer.main.get_command(app)
-    while words and not words[0].startswith("-") and hasattr(command, "commands"):
-        assert words[0] in command.commands, f"attnbench has no command {words[0]}"
-        command, words = command.commands[words[0]], words[1:]
-    return command, words
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)

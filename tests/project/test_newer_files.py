@@ -72,9 +72,7 @@ def test_a_newer_schema_is_said_to_be_one(tmp_path: Path, kind: str) -> None:
     [
         ("attnbench.{kind}/0", "an older attnbench wrote this file; make it again"),
         ("attnbench.other/1", "another kind of file"),
-        ("9" * 5000, "found '999"),
         ("attnbench.{kind}/" + "9" * 5000, "found 'attnbench"),
-        ("attnbench.{kind}/٣", "found 'attnbench"),
         ("\x1b[2J", "found '\\x1b[2J'"),
     ],
 )

@@ -1,18 +1,18 @@
 """``attnbench report`` end to end: the page, single figures, and a row measured again by the command that it names."""
 
 import json
-import os
 import re
 import subprocess
 import sys
 import warnings
 from html import unescape
-from pathlib import Path
 
 import command_line
 import pytest
+from planted import in_haste
 from reported import Structure, a_sweep
 from small_training import run_of
+from stations import Shop
 
 from attnbench.cli import main
 from attnbench.harness.measure.timing import Timer
@@ -100,12 +100,6 @@ def test_misuse_is_said_and_writes_nothing(attnbench, results, arguments, said):
     assert (sorted(results.iterdir()), (results / "measurements.jsonl").read_bytes()) == before
 
 
-def test_a_file_that_is_no_result_is_refused_with_its_line(attnbench, results, tmp_path):
-    (tmp_path / "measurements.jsonl").write_text('{"schema": "attnbench.measurement/1"}\n')
-    assert "measurements.jsonl:1" in attnbench("report", tmp_path, code=2).err
-    assert not (tmp_path / "report.html").exists()
-
-
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory):
     folder = tmp_path_factory.mktemp("swept")
@@ -113,34 +107,27 @@ def swept(tmp_path_factory):
     names = "emulated:fp8,sdpa-math:bf16"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
-        patch.setattr(Timer, "for_device", lambda device: Timer(device, visit=0.0, limit=0.05, patience=1.0))
+        patch.setattr(Timer, "for_device", in_haste)
+        Shop(patch)
         asked = ("--device", "cpu", "--preset", folder / "tiny.yaml", "--backends", names, "--out", folder / "a")
         done = command_line.attnbench("sweep", *asked)
     assert done.returncode == 0, done.stderr
     return folder
 
 
-def test_the_command_of_a_row_measures_that_row_again(attnbench, swept, tmp_path):
+def test_the_command_of_a_row_measures_that_row_again(attnbench, swept, tmp_path, monkeypatch):
+    """A shell takes the command apart; what it would call runs here, in haste."""
     attnbench("report", swept / "a", "-o", tmp_path / "page.html")
     shown = (tmp_path / "page.html").read_text(encoding="utf-8")
     ((plan, command),) = re.findall(r'<code data-plan="(.*?)">(.*?)</code>', shown)
     wanted = unescape(command).replace(f"--backends '{unescape(plan)}'", "--backends 'emulated:fp8'")
     assert wanted != unescape(command)  # what the page's own script does for any row
-    scripts = Path(sys.executable).parent
-    environment = os.environ | {
-        "PATH": f"{scripts}:{os.environ['PATH']}", "XDG_DATA_HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path),
-    }  # fmt: skip
-    done = subprocess.run(
-        f"{wanted} --format json",
-        shell=True,
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    (again,) = json.loads(done.stdout)
+    taken = f'attnbench() {{ printf "%s\\0" "$@" > words; }}; {wanted}'
+    subprocess.run(taken, shell=True, cwd=tmp_path, check=True)
+    words = (tmp_path / "words").read_text().split("\0")[:-1]
+    monkeypatch.setattr(Timer, "for_device", in_haste)
+    Shop(monkeypatch)
+    (again,) = json.loads(attnbench(*words, "--format", "json").out)
     (before,) = [
         row for row in read_measurements(swept / "a" / "measurements.jsonl") if str(row.plan) == "emulated:fp8"
     ]

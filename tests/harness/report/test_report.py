@@ -11,6 +11,7 @@ from flat import changed
 from planted import REPORTED, setup
 from reported import lost
 from rich.console import Console
+from stations import Shop
 
 from attnbench.harness.cases.case import Case
 from attnbench.harness.cases.inputs import FAMILIES
@@ -32,18 +33,21 @@ LONG = REPORTED
 PLAIN = Detail(sqnr_db=20.0, worst_head=0.1, worst_row=0.1, bias=0.0, nonfinite=0)
 
 
-def sweep(folder, console):
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """Every event of a sweep."""
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=64, head_dim=16)
     cases = [Case("first", spec), Case("second", spec.replace(direction="training"))]
     lab = setup("planted:reported")
-    with Store(folder, lab.environment) as store:
-        return list(show_progress(run_sweep(tasks_of(cases, lab.registry, CPU, "fp8"), [lab], store), console))
+    with pytest.MonkeyPatch.context() as patch, Store(tmp_path_factory.mktemp("report"), lab.environment) as store:
+        Shop(patch)
+        return list(run_sweep(tasks_of(cases, lab.registry, CPU, "fp8"), [lab], store))
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory):
+def shown(swept):
     log = io.StringIO()
-    rows = sweep(tmp_path_factory.mktemp("report"), Console(file=log))
+    rows = list(followed(iter(swept), Console(file=log)))
     return rows, log.getvalue()
 
 
@@ -75,12 +79,6 @@ def on_gpu(row, clock=1980.0, throttled=None):
     )
     gpu = replace(row.environment, device_type="cuda", device_name="GPU")
     return changed(row, environment=gpu, gpu=conditions)
-
-
-def test_it_fits_a_terminal_of_100_columns(shown):
-    text = report(shown[0], "text")
-    assert max(map(len, text.splitlines())) <= 100
-    assert "\x1b" not in text
 
 
 def test_six_families_and_the_longest_plans_fit_too(made):
@@ -256,6 +254,8 @@ def test_nothing_within_its_bound_is_said(shown):
 
 def test_refusals_of_one_cause_are_one_line_and_failures_come_first(shown):
     text = report(shown[0], "text")
+    assert max(map(len, text.splitlines())) <= 100
+    assert "\x1b" not in text
     passed_over = text[text.index("Not measured") :].split("\n- ")[1:]
     assert passed_over[0].startswith("error, ")
     assert "no such tile" in passed_over[0]
@@ -328,9 +328,9 @@ def test_the_end_of_a_log_says_where_the_time_went():
     ]
 
 
-def test_a_terminal_gets_a_bar_and_no_line_a_row(tmp_path):
+def test_a_terminal_gets_a_bar_and_no_line_a_row(swept):
     screen = io.StringIO()
-    rows = sweep(tmp_path, Console(file=screen, force_terminal=True, width=100))
+    rows = list(followed(iter(swept), Console(file=screen, force_terminal=True, width=100)))
     assert f"/{sum(row.status not in ('refused', 'unavailable') for row in rows)}" in screen.getvalue()
     assert "no such tile" not in screen.getvalue()
 

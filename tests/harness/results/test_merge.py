@@ -13,9 +13,10 @@ from attnbench.harness.results.merge import merge
 from attnbench.harness.results.records import read_measurements
 from attnbench.harness.results.store import MEASUREMENTS, Store
 from attnbench.tables.table import Table
+from examples import examples
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(12, 60), deadline=None)
 @given(st.data())
 def test_any_split_merges_to_the_same_rows_in_whatever_order_the_parts_are_named(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("split")

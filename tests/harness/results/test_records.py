@@ -77,19 +77,10 @@ def test_to_a_file_and_back(tmp_path_factory, numbers, case):
     assert list(read_measurements(file)) == [row, row]
 
 
-def test_an_infinite_error_is_written_as_text_and_read_as_infinite(tmp_path):
-    row = measurement(
-        **FACTS, **{**NUMBERS, "error": {"normal": {"out": math.inf}}, "status": "inaccurate"}, reason="so"
-    )
-    assert row.to_dict()["correctness"]["error"] == {"normal": {"out": "Infinity"}}
-    file = tmp_path / "rows.jsonl"
-    file.write_text(row.to_line() + "\n")
-    assert next(read_measurements(file)).error["normal"]["out"] == math.inf
-
-
 def test_an_error_beyond_all_measure_is_infinite():
     row = measurement(**FACTS, **{**NUMBERS, "error": {"normal": {"out": 1e300, "lse": 5}}, "leak": 1e308})
     assert row.error == {"normal": {"out": math.inf, "lse": 5.0}}
+    assert row.to_dict()["correctness"]["error"]["normal"]["out"] == "Infinity"
     assert row.correctness.leak == math.inf
 
 
@@ -122,7 +113,6 @@ def test_every_number_on_what_was_measured(name):
         {"status": "inaccurate"},
         {"status": "fine"},
         {"status": "refused", "reason": ""},
-        {"colour": "red"},
         {"schema": "attnbench.measurement/0"},
         {"case": ""},
         {"case": "x" * 201},
@@ -130,12 +120,9 @@ def test_every_number_on_what_was_measured(name):
         {"time_ms": {"call": []}},
         {"time_ms": {"call": [-1.0]}},
         {"time_ms": {"call": [math.nan]}},
-        {"time_ms": {"call": [math.inf]}},
-        {"time_ms": {"call": ["1.0"]}},
         {"time_ms": {"call": [1e-7]}},  # no clock here resolves it
         {"time_ms": {"call": [1e308]}},  # nor waits so long
         {"host_ms": [1e308]},
-        {"first_ms": 1e308},
         {"bound": 1e308},
         {"memory_bytes": 2**80},
         {"detail": {"outlier": {"out": DETAIL}}},
@@ -143,12 +130,10 @@ def test_every_number_on_what_was_measured(name):
         {"time_ms": {"lunch": [1.0], "call": [1.0]}},
         {"error": {"normal": {"out": math.nan}}},
         {"error": {"normal": {"out": -0.1}}},
-        {"error": {"normal": {"out": None}}},
         {"error": {"normal": {"out": "inf"}}},
         {"error": {"normal": {"lse": 0.1}}},
         {"ran": {"forward": ["x" * 161]}},
         {"ran": {"forward": ["x"] * 13}},
-        {"memory_bytes": -1},
         {"started": datetime(2026, 11, 20)},
     ],
 )
@@ -161,14 +146,10 @@ def test_nonsense_is_refused(wrong):
     ("change", "expected"),
     [
         (lambda row: row.update(schema="other/1"), SCHEMA),
-        (lambda row: row.pop("schema"), SCHEMA),
         (lambda row: row.pop("case"), "case"),
         (lambda row: row.update(plan="fa3"), "plan"),
-        (lambda row: row.update(plan=5), "plan"),
         (lambda row: row["spec"].update(heads=0), "heads"),
-        (lambda row: row["spec"].update(mask=3), "mask"),
         (lambda row: row["environment"].update(threads="two"), "threads"),
-        (lambda row: row.update(environment=[]), "environment"),
         (lambda row: row.update(extra=1), "extra"),
     ],
 )
@@ -248,9 +229,7 @@ def test_rows_of_the_first_schema_are_read_and_stand_beside_newer_ones(tmp_path_
         ({"time_ms": {"call": ["1.0"]}}, "performance.time_ms.call.0: Input should be a valid number"),
         ({"error": {}}, "correctness.error: Dictionary should have at least 1 item"),
         ({"status": "refused", "reason": "so"}, "the status refused must not carry correctness"),
-        ({"colour": "red"}, "colour: Extra inputs are not permitted"),
         ({"case": "\ud800"}, "one JSON object a line"),
-        ({"case": []}, "case: Input should be a valid string"),
     ],
 )
 def test_a_malformed_row_of_the_first_schema_is_said_with_its_number(tmp_path, change, said):

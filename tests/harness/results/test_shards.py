@@ -26,12 +26,10 @@ ONE_TASK = {**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOC
     ("environ", "expected"),
     [
         ({}, Shard()),
-        ({"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0"}, Shard()),
         (BATCH, Shard()),  # a batch script runs once, whatever was allocated
         ({"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}, Shard()),  # salloc
         ({**BATCH, **ONE_TASK, "SLURM_NTASKS": "8"}, Shard(0, 1, 0)),  # salloc with an interactive step
         (TORCHRUN, Shard(5, 16, 1)),
-        ({"RANK": "2", "WORLD_SIZE": "3"}, Shard(2, 3)),
         (STEP, Shard(6, 8, 2)),
         ({**STEP, "SLURM_NTASKS": "64"}, Shard(6, 8, 2)),  # srun --preserve-env leaves the allocation's
         (ARRAY, Shard(2, 4)),
@@ -39,9 +37,7 @@ ONE_TASK = {**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOC
         ({**BATCH, **ARRAY}, Shard(2, 4)),
         ({**STEP, **ARRAY}, Shard(2 * 8 + 6, 32, 2)),
         ({**TORCHRUN, **ARRAY}, Shard(2 * 16 + 5, 64, 1)),
-        ({**TORCHRUN, **BATCH}, Shard(5, 16, 1)),
         ({**TORCHRUN, **STEP, "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}, Shard(5, 16, 1)),
-        ({**TORCHRUN, **ONE_TASK}, Shard(5, 16, 1)),
         ({"RANK": "6", "WORLD_SIZE": "8", **STEP}, Shard(6, 8, 2)),  # a script that translates srun's variables
         ({**STEP, "CUDA_VISIBLE_DEVICES": "3"}, Shard(6, 8, 2, bound=True)),
         ({**STEP, "SLURM_GPUS_PER_TASK": "2", "CUDA_VISIBLE_DEVICES": "0,1"}, Shard(6, 8, 2, bound=True)),
@@ -60,28 +56,20 @@ def test_what_the_launcher_says(environ, expected):
         ({"RANK": "0"}, "WORLD_SIZE is not set"),
         ({"WORLD_SIZE": "2"}, "RANK is not set"),
         ({"LOCAL_RANK": "0"}, "RANK is not set"),
-        ({**TORCHRUN, "RANK": ""}, "RANK must be a whole number, not ''"),
         ({**TORCHRUN, "RANK": "-1"}, "RANK must be a whole number, not '-1'"),
-        ({**TORCHRUN, "RANK": "1.0"}, "RANK must"),
         ({**TORCHRUN, "RANK": "١"}, "RANK must"),
-        ({**TORCHRUN, "RANK": " 1"}, "RANK must"),
         ({**TORCHRUN, "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE must"),
-        ({**TORCHRUN, "LOCAL_RANK": "one"}, "LOCAL_RANK must"),
         ({**TORCHRUN, "RANK": "16"}, "RANK is 16, but WORLD_SIZE is 16"),
         ({**TORCHRUN, "LOCAL_RANK": "16"}, "LOCAL_RANK is 16, but WORLD_SIZE is 16"),
         ({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE is 0"),
         ({**STEP, "SLURM_PROCID": "8"}, "SLURM_PROCID is 8, but SLURM_STEP_NUM_TASKS is 8"),
-        ({"SLURM_STEP_NUM_TASKS": "8"}, "SLURM_PROCID is not set"),
         ({**TORCHRUN, **STEP, "GROUP_WORLD_SIZE": "1"}, "srun started 8 tasks.*joined 1.*--nnodes"),
         ({"RANK": "0", "WORLD_SIZE": "8", **STEP}, "RANK and WORLD_SIZE say part 0 of 8.*say 6 of 8"),
-        ({"RANK": "6", "WORLD_SIZE": "9", **STEP}, "part 6 of 9"),
         ({"SLURM_ARRAY_TASK_ID": "3"}, "SLURM_ARRAY_TASK_COUNT is not set"),
-        ({**ARRAY, "SLURM_ARRAY_TASK_STEP": "0"}, "not 0 apart"),
         ({**ARRAY_OF_ONE, "SLURM_ARRAY_TASK_STEP": "0"}, "not 0 apart"),
         ({**ARRAY, "SLURM_ARRAY_TASK_COUNT": "0"}, "the 0 indices"),
         ({**ARRAY, "SLURM_ARRAY_TASK_MAX": "11"}, "from 1 to 11 are not 3 apart.*--array=0-N"),
         ({**ARRAY, "SLURM_ARRAY_TASK_ID": "6"}, "none of the 4 indices"),
-        ({**ARRAY, "SLURM_ARRAY_TASK_ID": "13"}, "none of the 4 indices"),
         ({**ARRAY, "SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_STEP": "3"}, "none of the 4 indices"),
     ],
 )
@@ -171,15 +159,12 @@ def test_a_name_says_its_shard(place):
         (Shard(), "auto", 8, "auto"),
         (Shard(2, 4), "auto", 8, "auto"),  # the tasks of an array are on nodes, or in jobs, of their own
         (Shard(5, 16, 1), "auto", 0, "auto"),
-        (Shard(5, 16, 1), "cuda", 0, "cuda"),
         (Shard(5, 16, 1), "auto", 4, "cuda:1"),
-        (Shard(5, 16, 1), "cuda", 4, "cuda:1"),
         (Shard(5, 16, 1), "cuda:3", 4, "cuda:3"),
         (Shard(5, 16, 1), "cuda:0,cuda:1", 4, "cuda:0,cuda:1"),
         (Shard(5, 16, 1), "cpu", 4, "cpu"),
         (Shard(5, 16, 3, bound=True), "auto", 1, "cuda:0"),
         (Shard(5, 16, 3, bound=True), "auto", 2, "cuda:1"),
-        (Shard(4, 16, 0), "auto", 1, "cuda:0"),
     ],
 )
 def test_each_rank_takes_a_gpu_of_its_own(shard, name, visible, expected):

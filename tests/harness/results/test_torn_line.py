@@ -37,7 +37,6 @@ def sentence(folder):
         (("report", "TORN", "-o", "OUT.html"), 0),
         (("compare", "TORN", "TORN"), 4),
         (("table", "build", "TORN", "-o", "OUT.json"), 0),
-        (("table", "build", "TORN"), 0),
         (("table", "check", "TORN"), None),
         (("merge", "OUT", "TORN"), 2),
         (("merge", "--partial", "OUT", "TORN"), 0),
@@ -54,13 +53,6 @@ def test_every_command_that_reads_a_sweep_names_it(torn, tmp_path, command, code
     assert "Traceback" not in run.stderr
     assert code is None or run.returncode == code, run.stderr
     assert (torn / MEASUREMENTS).read_bytes() == before
-
-
-def test_in_python_it_is_a_warning_and_the_whole_rows_are_read(torn):
-    with pytest.warns(AttnbenchWarning) as said:
-        rows = list(read_measurements(torn / MEASUREMENTS))
-    assert rows == WHOLE
-    assert [str(each.message) for each in said] == [sentence(torn)]
 
 
 @pytest.mark.parametrize("kept", [1, 2, 12, 60, -1])

@@ -5,9 +5,12 @@ from typing import get_args
 
 import command_line
 import pytest
+from planted import in_haste
+from stations import Shop
 
 from attnbench.cli.sweep import SweepDtype
 from attnbench.harness.cases.case import SWEEP_DTYPES
+from attnbench.harness.measure.timing import Timer
 from attnbench.harness.results.records import Measurement
 from attnbench.tables.table import Table
 
@@ -18,6 +21,11 @@ def attnbench(*arguments, code=0, run=command_line.attnbench):
     done = run("sweep", "--device", "cpu", *map(str, arguments))
     assert done.returncode == code, done.stderr
     return done
+
+
+@pytest.fixture(autouse=True)
+def haste(monkeypatch):
+    monkeypatch.setattr(Timer, "for_device", in_haste)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +67,8 @@ def test_json_is_the_records_and_nothing_else_and_the_table_is_kept(tiny, tmp_pa
     assert again.stderr.count("there already") == len(rows)
 
 
-def test_a_table_by_default_and_a_fresh_folder_that_is_named(tiny, own_cache):
+def test_a_table_by_default_and_a_fresh_folder_that_is_named(tiny, own_cache, monkeypatch):
+    Shop(monkeypatch)
     done = attnbench("--preset", tiny, "--backends", "sdpa-flash:bf16,sdpa-cudnn:bf16")
     assert "Fastest within its bound: sdpa-flash:bf16" in done.stdout
     assert "Not measured" in done.stdout

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from patience import PATIENCE
 from planted import setup
-from stations import Station, wait_until
+from stations import Shop, Station, wait_until
 
 from attnbench.harness.cases.case import Case
 from attnbench.harness.measure.bench import Bench
+from attnbench.harness.measure.peaks import PEAK_TFLOPS
 from attnbench.harness.measure.setup import DeviceSetup
-from attnbench.harness.sweep import device_sweep as module
 from attnbench.harness.sweep.device_sweep import DeviceSweep, PhaseStarted, StoppedError
 from attnbench.harness.sweep.worker_process import LostError
 from attnbench.kernels.plan import Plan
@@ -28,37 +28,6 @@ WIDE, SMALL, EXACT, WIDER = (
 PLANS = [WIDE, SMALL, EXACT, WIDER]
 DIED = LostError("crashed", "the process was killed", died=True)
 FULL = LostError("oom", "OutOfMemoryError: no more", died=False)
-
-
-class Shop:
-    """Makes workers that share a process with the test, and breaks the requests that it is told to."""
-
-    def __init__(self, monkeypatch):
-        self.stations, self.faults = [], []
-        monkeypatch.setattr(module, "Worker", self.made)
-
-    def made(self, setting):
-        benches = {}
-
-        def answer(method, *arguments):
-            for number, (error, times, is_meant) in enumerate(self.faults):
-                if times and is_meant(method, *arguments):
-                    self.faults[number] = (error, times - 1, is_meant)
-                    raise error
-            if station.generation not in benches:
-                benches[station.generation] = Bench(setting.source, setting.timer)
-            return getattr(benches[station.generation], method)(*arguments)
-
-        station = Station(answer)
-        self.stations.append(station)
-        return station
-
-    def breaks(self, error, *wanted, times=1):
-        self.faults.append((error, times, lambda method, *arguments: (method, *arguments)[: len(wanted)] == wanted))
-
-    @property
-    def asked(self):
-        return Counter((method, *arguments[:1]) for station in self.stations for _, method, *arguments in station.asked)
 
 
 @pytest.fixture
@@ -99,8 +68,7 @@ def test_no_plan_is_no_row(shop):
     assert shop.stations == []
 
 
-@pytest.mark.parametrize("method", ["prepare", "sample", "conclude"])
-@pytest.mark.parametrize("status", ["crashed", "timeout", "oom"])
+@pytest.mark.parametrize(("method", "status"), [("prepare", "crashed"), ("sample", "timeout"), ("conclude", "oom")])
 def test_a_death_costs_one_row_and_the_others_of_its_backend_are_measured(shop, method, status):
     shop.breaks(LostError(status, "gone", died=True), method, EXACT, times=2)
     rows, _ = measured()
@@ -162,7 +130,7 @@ def test_what_failed_for_another_reason_is_not_tried_again(shop, method):
     assert shop.asked["drop", WIDE] == (method == "sample")  # so that it holds no memory while others go on
 
 
-@pytest.mark.parametrize("sample", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("sample", [0.0, float("nan"), float("inf")])
 def test_a_sample_that_is_no_time_costs_its_own_row(shop, monkeypatch, sample):
     """An event that was never recorded reads as 0."""
     taken = Bench.sample
@@ -195,14 +163,28 @@ def test_a_process_that_does_not_start_ahead_is_started_by_the_first_request(sho
         assert statuses(measured(line=line)[0]) == dict.fromkeys(PLANS, "ok")
 
 
-def test_seconds_are_counted_by_phase_and_by_nothing_else(shop):
-    with DeviceSweep(setup()) as line:
-        assert not line.spent
-        measured(line=line)
+def test_a_time_that_cannot_be_is_an_error_and_a_possible_one_a_share(shop, monkeypatch):
+    lab = setup()
+    with DeviceSweep(lab) as line:
+        monkeypatch.setitem(PEAK_TFLOPS, lab.environment.device_name, {"bf16": 1e-9})
+        row = measured(plans=[WIDE], line=line)[0][WIDE]
+        assert row.status == "error"
+        assert "of the device's peak" in row.reason
         first = dict(line.spent)
         assert set(first) == {"preparing", "timing", "judging"}
-        measured(NEXT, line=line)
+        monkeypatch.setitem(PEAK_TFLOPS, lab.environment.device_name, {"bf16": 1e3})
+        row = measured(NEXT, [WIDE], line)[0][WIDE]
+        assert row.status == "ok"
+        assert 0 < row.performance.peak_share < 1
         assert all(line.spent[phase] > first[phase] for phase in first)
+
+
+def test_max_error_is_the_bound_of_fp8_plans_alone(shop):
+    with DeviceSweep(setup(max_error=0.011)) as line:
+        rows, _ = measured(line=line, plans=[WIDE, SMALL])
+    assert rows[SMALL].status == "inaccurate"
+    assert "beyond 0.011" in rows[SMALL].reason
+    assert rows[WIDE].correctness.bound == 0.01
 
 
 def test_processes_start_before_anything_is_asked_of_them(shop):

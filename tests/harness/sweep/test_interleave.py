@@ -70,25 +70,18 @@ def test_plans_go_forwards_then_backwards_until_the_last_has_enough(count, seed)
     assert full == turn * (len(full) // len(turn))
 
 
-@given(seeds)
-def test_the_order_is_drawn_from_the_seed_and_not_from_the_order_given(seed):
-    ms = dict.fromkeys(plans(6), 2.0)
-    first, again = Device(ms), Device(ms)
-    run(first, seed=seed)
-    run(again, seed=seed)
-    assert first.visits == again.visits
-
-
-def test_the_order_differs_between_cases_and_no_plan_always_leads():
-    leaders = Counter()
-    orders = set()
-    for number in range(300):
-        device = Device(dict.fromkeys(plans(3), 2.0))
-        run(device, seed=f"case {number}")
-        leaders[device.visits[0]] += 1
-        orders.add(tuple(device.visits[:3]))
+def test_the_order_is_that_of_the_seed_and_no_plan_always_leads():
+    leaders, orders = Counter(), set()
+    for number in range(120):
+        devices = [Device(dict.fromkeys(plans(3), 2.0)) for _ in range(2)]
+        for device in devices:
+            run(device, seed=f"case {number}")
+        first, again = (device.visits for device in devices)
+        assert first == again
+        leaders[first[0]] += 1
+        orders.add(tuple(first[:3]))
     assert len(orders) == 6
-    assert min(leaders.values()) > 60
+    assert min(leaders.values()) > 24
 
 
 @given(st.lists(st.sampled_from([None, 1, 2, 3, 4]), min_size=1, max_size=6), seeds, st.booleans())
@@ -105,10 +98,6 @@ def test_a_lost_plan_is_not_visited_again_and_costs_no_other_its_samples(lost_at
         assert samples[plan].enough(TIMER)
 
 
-def test_nothing_to_measure_is_nothing():
-    assert interleave([], lambda plan: None, TIMER, "", lambda: False) == {}
-
-
 @given(counts, st.integers(1, 9), seeds)
 def test_samples_that_agree_end_after_the_fewest_visits(count, fewest, seed):
     timer = Timer(CPU, visit=0.01, limit=1e9, patience=0.05, fewest=fewest)
@@ -117,17 +106,6 @@ def test_samples_that_agree_end_after_the_fewest_visits(count, fewest, seed):
     for plan, each in samples.items():
         # Turns come in pairs, because only a pair cancels drift.
         assert len(each.spans) == device.visits.count(plan) == fewest + fewest % 2
-
-
-@given(st.floats(0.001, 0.2))
-def test_it_goes_on_while_the_median_is_not_known_to_within_narrow(narrow):
-    timer = Timer(CPU, visit=0.01, limit=1e9, patience=0.05, fewest=2, narrow=narrow)
-    # Noise that becomes calm: at some time the interval is as narrow as asked.
-    device = Device(dict.fromkeys(plans(2), 2.0), noise=lambda number: 1 + 0.5 * (number % 7 < 3 and number < 60))
-    for each in run(device, timer).values():
-        assert each.enough(timer)
-        before = Samples(time_ms={"call": each.time_ms["call"][: -2 * A_VISIT]}, spans=each.spans[:-2])
-        assert len(each.spans) == 2 or not before.enough(timer)
 
 
 @pytest.mark.parametrize(("half", "enough"), [(0.009, True), (0.011, False)])
@@ -174,6 +152,7 @@ def test_a_plan_slower_than_its_limit_is_visited_once_and_the_others_go_on(count
 
 
 @given(seeds)
+@long
 def test_one_visit_that_was_held_up_does_not_decide(seed):
     """A host that stalls for a while takes the time of two visits; the median of two would be half the stall."""
     slow, quick = plans(2)
@@ -206,6 +185,7 @@ def test_what_is_slower_for_certain_is_not_measured_more_closely(ratio, seed):
 
 
 @given(seeds)
+@long
 def test_a_plan_that_was_held_up_is_not_taken_for_a_slow_one(seed):
     """Every sample of its first visit but one, and no other plan's: what the host does to one visit."""
     fast, held = plans(2)
@@ -223,6 +203,7 @@ def test_a_plan_that_was_held_up_is_not_taken_for_a_slow_one(seed):
 
 
 @given(seeds)
+@long
 def test_few_samples_of_a_slow_plan_are_not_enough_to_pass_over_it(seed):
     """One a visit: two of them would give a median that one held-up sample moves."""
     fast, slow = plans(2)

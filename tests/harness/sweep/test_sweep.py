@@ -7,10 +7,10 @@ import pytest
 import torch
 from flat import changed
 from planted import BACKWARD_FAULTS, FAULTS, FakeBackward, FakeForward, backend, healthy, setup
+from stations import Shop
 
 from attnbench.errors import MisuseError, UnknownBackendError
 from attnbench.harness.cases.case import Case
-from attnbench.harness.measure.peaks import PEAK_TFLOPS
 from attnbench.harness.results.condense import condense
 from attnbench.harness.results.store import Store
 from attnbench.harness.sweep.run import Ended, Finished, Started, run_sweep, tasks_of
@@ -37,7 +37,14 @@ def swept(folder, lab, cases, names=(), dtype="fp8", resume=False):
 def whole(tmp_path_factory):
     """A sweep that nothing disturbs, with a case that no machine holds in its middle."""
     folder = tmp_path_factory.mktemp("whole")
-    return *swept(folder, setup(), [FORWARD, HUGE, TRAINING]), folder
+    with pytest.MonkeyPatch.context() as patch:
+        Shop(patch)
+        return *swept(folder, setup(), [FORWARD, HUGE, TRAINING]), folder
+
+
+@pytest.fixture
+def shop(monkeypatch):
+    return Shop(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +56,9 @@ def rows(whole):
 def faulty_rows(tmp_path_factory):
     lab = setup("planted:faulty")
     names = [*FAULTS, "bad:bf16-good", *(f"reference:fp32>{name}" for name in BACKWARD_FAULTS)]
-    return swept(tmp_path_factory.mktemp("faulty"), lab, [FORWARD, TRAINING], names)[0]
+    with pytest.MonkeyPatch.context() as patch:
+        Shop(patch)
+        return swept(tmp_path_factory.mktemp("faulty"), lab, [FORWARD, TRAINING], names)[0]
 
 
 def test_a_forward_is_swept_with_the_first_two_of_the_others_backwards_that_can_serve():
@@ -150,30 +159,10 @@ def test_faults_of_a_backward(faulty_rows, name):
     assert row.reason is None if reason is None else reason in row.reason
 
 
-def test_a_time_that_cannot_be_is_an_error_and_a_possible_one_a_share(tmp_path, monkeypatch):
-    lab = setup()
-    for folder, peak in {"slow": 1e-9, "fast": 1e3}.items():
-        monkeypatch.setitem(PEAK_TFLOPS, lab.environment.device_name, {"bf16": peak})
-        row = swept(tmp_path / folder, lab, [FORWARD], ["wide"])[0]["forward", "wide:bf16"]
-        if folder == "slow":
-            assert row.status == "error"
-            assert "of the device's peak" in row.reason
-        else:
-            assert row.status == "ok"
-            assert 0 < row.performance.peak_share < 1
-
-
 def test_a_case_too_large_for_the_machine_costs_its_own_rows(rows):
     assert rows["huge", "wide:bf16"].status == "oom"
     assert rows["huge", "absent:fp8"].status == "unavailable"
     assert rows["training", "wide:bf16>wide:bf16"].status == "ok"
-
-
-def test_max_error_is_the_bound_of_fp8_plans_alone(tmp_path):
-    rows, _ = swept(tmp_path, setup(max_error=0.011), [FORWARD], ["wide", "small"])
-    assert rows["forward", "small:fp8"].status == "inaccurate"
-    assert "beyond 0.011" in rows["forward", "small:fp8"].reason
-    assert rows["forward", "wide:bf16"].correctness.bound == 0.01
 
 
 def test_a_sweep_of_a_wider_type_leaves_fp8_out():
@@ -209,7 +198,7 @@ def test_names_keep_plans(names, forward, training):
     assert "many:bf16-7" not in {str(task.plan) for task in tasks_of([FORWARD], registry, CPU, "fp8")}
 
 
-@pytest.mark.parametrize("name", ["wid", "wide:bf17", "wide:bf16>wide:bf17", "wide:bf16>", ":", "nobody:fp8"])
+@pytest.mark.parametrize("name", ["wide:bf17", "wide:bf16>wide:bf17", ":", "nobody:fp8"])
 def test_unknown_names_are_said(name):
     with pytest.raises(UnknownBackendError):
         tasks_of([FORWARD], healthy(), CPU, "fp8", [name])
@@ -220,7 +209,7 @@ def test_nothing_left_to_measure_is_misuse():
         tasks_of([FORWARD], healthy(), CPU, "bf16", ["small:fp8"])
 
 
-def test_events_count_and_rows_are_on_disk_when_they_are_told(tmp_path):
+def test_events_count_and_rows_are_on_disk_when_they_are_told(tmp_path, shop):
     lab = setup()
     tasks = tasks_of([FORWARD], lab.registry, CPU, "fp8", ["reference", "absent"])
     runs = {task.key: task.runs for task in tasks}
@@ -275,14 +264,13 @@ def test_leaving_a_sweep_leaves_what_was_written_and_no_process(tmp_path):
         start = time.perf_counter()
         events.close()
         assert time.perf_counter() - start < lab.seconds / 2
+        assert [row.status for row in store.rows] == ["ok"]
     assert _children() == before
-    rows, _ = swept(tmp_path, lab, [FORWARD], ["wide", "small"], resume=True)
-    assert [row.status for row in rows.values()] == ["ok", "ok"]
 
 
 def test_devices_share_the_cases(tmp_path):
     lab = setup()
-    cases = [Case(f"case {size}", FORWARD.spec.replace(seqlen_q=size, seqlen_kv=size)) for size in range(8, 16)]
+    cases = [Case(f"case {size}", FORWARD.spec.replace(seqlen_q=size, seqlen_kv=size)) for size in range(8, 12)]
     tasks = tasks_of(cases, lab.registry, CPU, "fp8", ["wide", "absent"])
     with Store(tmp_path, lab.environment) as store:
         events = list(run_sweep(tasks, [lab, lab], store))

@@ -68,15 +68,6 @@ def log_size(worker):
     return os.fstat(worker._process.log.fileno()).st_size
 
 
-def test_a_value_comes_back_and_the_process_stays(worker):
-    first = asked(worker, "fine")
-    assert isinstance(first, Prepared)
-    assert first.first_ms > 0
-    generation = worker.generation
-    asked(worker, "fine")
-    assert (worker.alive, worker.generation) == (True, generation)
-
-
 @pytest.mark.parametrize(
     ("name", "status", "reason"),
     [
@@ -88,13 +79,13 @@ def test_a_value_comes_back_and_the_process_stays(worker):
     ],
 )
 def test_what_is_raised_is_one_line_and_costs_no_process(worker, name, status, reason):
-    asked(worker, "fine")
+    assert isinstance(asked(worker, "fine"), Prepared)
     generation = worker.generation
     found = lost(worker, name)
     assert (found.status, found.died) == (status, False)
     assert re.fullmatch(reason, found.reason)
-    asked(worker, "fine")
-    assert worker.generation == generation
+    assert asked(worker, "fine").first_ms > 0
+    assert (worker.alive, worker.generation) == (True, generation)
 
 
 def test_a_method_or_plan_that_does_not_exist_is_an_error(worker):
@@ -113,41 +104,28 @@ def test_what_is_printed_stays_out_of_the_sweep_and_of_the_log(worker, capfd):
     asked(worker, "floods")  # megabytes
     assert log_size(worker) == 0
     assert tuple(capfd.readouterr()) == ("", "")
+    asked(worker, "reads")  # nothing, from a terminal that is not there
 
 
-def test_there_is_nothing_to_read_from_the_terminal(worker):
-    asked(worker, "reads")
-
-
-@pytest.mark.parametrize("before", ["says-and-fails", pytest.param("prints", marks=pytest.mark.exhaustive)])
-def test_last_words_are_those_of_the_request_that_died(worker, before):
+def test_an_exit_says_its_code_and_the_last_words_of_its_request_and_a_new_process_takes_over(worker):
     asked(worker, "fine")
-    if before == "prints":
-        asked(worker, before)
-    else:
-        assert lost(worker, before).reason == "ValueError: no"
-    found = lost(worker, "leaves")
-    assert found.reason.endswith("last output: printed before leaving | last words before leaving")
-
-
-def test_an_exit_says_its_code_and_a_new_process_takes_over(worker):
-    asked(worker, "prints")
+    assert lost(worker, "says-and-fails").reason == "ValueError: no"
     generation = worker.generation
     found = lost(worker, "leaves")
     assert (found.status, found.died) == ("crashed", True)
-    assert found.reason.startswith("the process ended with the exit code 7; its last output: ")
+    words = "printed before leaving | last words before leaving"
+    assert found.reason == f"the process ended with the exit code 7; its last output: {words}"
     assert not worker.alive
     with pytest.raises(LostError, match="case is opened first"):  # it knows nothing of what the other was told
         worker.ask("prepare", plan("fine"), seconds=PATIENCE)
     assert worker.generation == generation + 1
-    worker.close()
+    assert isinstance(worker.ask("open", CASE, seconds=PATIENCE), Opened)
 
 
 def test_a_death_in_the_middle_of_an_answer_is_a_death(worker):
     found = lost(worker, "dies-answering")
     assert (found.status, found.died) == ("crashed", True)
     assert found.reason == "the process ended with the exit code 9"
-    asked(worker, "fine")
 
 
 @pytest.mark.parametrize("failing", ["subprocess.Popen", "socket.socketpair", "tempfile.TemporaryFile"])
@@ -194,32 +172,25 @@ def test_a_hang_ends_in_time_with_all_that_it_started(worker, notes):
     started = noted(notes)[before:]
     assert len(started) == 2
     wait_until(lambda: not any(map(runs, started)))
-    worker.close()
-    worker.close()
 
 
-@pytest.mark.parametrize("name", [pytest.param("killed", marks=pytest.mark.exhaustive), "forks"])
-def test_children_of_a_process_that_was_killed_do_not_hide_it_or_outlive_it(worker, notes, name):
+def test_children_of_a_process_that_was_killed_do_not_hide_it_or_outlive_it(worker, notes):
     asked(worker, "fine")
     before = len(noted(notes))
-    found = lost(worker, name)
+    found = lost(worker, "forks")
     assert (found.status, found.died) == ("crashed", True)
     assert "was killed by SIGKILL" in found.reason
     (child,) = noted(notes)[before:]
     wait_until(lambda: not runs(child))
 
 
-def test_one_that_was_killed_while_it_waited_is_found_dead_and_replaced(worker):
+def test_one_that_was_killed_while_it_waited_is_replaced_and_closing_leaves_no_process(worker):
     asked(worker, "fine")
     generation = worker.generation
     worker.kill()
     assert "was killed by SIGKILL" in lost(worker, "fine").reason
     asked(worker, "fine")
     assert worker.generation == generation + 1
-
-
-def test_closing_leaves_no_process_and_may_be_done_twice(worker):
-    asked(worker, "fine")
     pid = worker._process.popen.pid
     for _ in range(2):
         worker.close()

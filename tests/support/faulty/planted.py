@@ -171,8 +171,12 @@ def slow() -> Registry:
     return healthy(delay=0.01)
 
 
+def in_haste(device: torch.device) -> Timer:
+    """Enough samples for a row, and no more."""
+    return Timer(device, visit=0.0, limit=0.05, patience=1.0)
+
+
 def setup(source: str = "planted:healthy", **changes: Any) -> DeviceSetup:
     """A CPU that is measured in haste."""
-    timer = Timer(CPU, visit=0.0, limit=0.05, patience=1.0)
     here = Environment.detect(CPU, registry_of(source))
-    return DeviceSetup(CPU, here, timer, source=source, **{"seconds": PATIENCE, **changes})
+    return DeviceSetup(CPU, here, in_haste(CPU), source=source, **{"seconds": PATIENCE, **changes})

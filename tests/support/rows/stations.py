@@ -10,14 +10,20 @@ import stat
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from patience import PATIENCE
 from planted import FakeForward, backend
 
 from attnbench.backends.reference import BACKEND as REFERENCE
+from attnbench.harness.measure import worker
+from attnbench.harness.measure.bench import Bench
+from attnbench.harness.measure.worker import Setting
+from attnbench.harness.sweep import device_sweep
 from attnbench.harness.sweep.worker_process import LostError
 from attnbench.kernels.registry import Registry
 
@@ -52,6 +58,41 @@ class Station:
 
     def kill(self) -> None:
         self.close()
+
+
+class Shop:
+    """Makes workers that share a process with the test, and breaks the requests that it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stations: list[Station] = []
+        self.faults: list[tuple[Exception, int, Callable[..., bool]]] = []
+        monkeypatch.setattr(device_sweep, "Worker", self.made)
+
+    def made(self, setting: Setting) -> Station:
+        benches: dict[int, Bench] = {}
+
+        def answer(method: str, *arguments: object) -> object:
+            for number, (error, times, is_meant) in enumerate(self.faults):
+                if times and is_meant(method, *arguments):
+                    self.faults[number] = (error, times - 1, is_meant)
+                    raise error
+            if station.generation not in benches:
+                benches[station.generation] = Bench(setting.source, setting.timer)
+            found = worker._answer(benches[station.generation], method, arguments)
+            if found.status != "done":
+                raise LostError(found.status, str(found.value), died=found.fatal)
+            return found.value
+
+        station = Station(answer)
+        self.stations.append(station)
+        return station
+
+    def breaks(self, error: Exception, *wanted: object, times: int = 1) -> None:
+        self.faults.append((error, times, lambda method, *arguments: (method, *arguments)[: len(wanted)] == wanted))
+
+    @property
+    def asked(self) -> Counter[tuple[Any, ...]]:
+        return Counter((method, *arguments[:1]) for station in self.stations for _, method, *arguments in station.asked)
 
 
 def noted(path: Path) -> list[int]:
@@ -161,12 +202,6 @@ def _hangs(value: Any) -> Any:
     return value
 
 
-def _is_killed_with_child(value: Any) -> Any:
-    _note(_child())
-    os.kill(os.getpid(), signal.SIGKILL)
-    return value
-
-
 def _forks_and_is_killed(value: Any) -> Any:
     pid = os.fork()
     if not pid:
@@ -201,7 +236,6 @@ ACTS: dict[str, Callable[[Any], Any]] = {
     "dies-answering": _dies_answering,
     "chats-and-dies": _chats_and_dies,
     "hangs": _hangs,
-    "killed": _is_killed_with_child,
     "forks": _forks_and_is_killed,
     "locks": _holds_the_lock,
 }

@@ -28,20 +28,13 @@ def test_what_is_written_is_read_to_the_last_bit(tmp_path_factory, losses: list[
     assert found[0].to_line() == row.to_line()
 
 
-def _without(name: str):
-    return lambda row: {key: value for key, value in row.items() if key != name}
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (lambda row: row | {"schema": "attnbench.training/2"}, "schema"),
-        (_without("loss"), "loss"),
         (lambda row: row | {"more": 1}, "more"),
         (lambda row: row | {"loss": [1.0]}, "an entry for each step"),
-        (lambda row: row | {"loss": ["Inf"] * 2}, "loss"),
         (lambda row: row | {"step_ms": [1.0, "NaN"]}, "step_ms"),
-        (lambda row: row | {"step_ms": [1.0, -1.0]}, "step_ms"),
         (lambda row: row | {"status": "oom"}, "reason"),
         (lambda row: row | {"settings": {"seed": 0, "steps": 2}}, "attention"),
         (lambda row: row | {"settings": row["settings"] | {"seed": "0"}}, "whole numbers"),
@@ -64,11 +57,6 @@ def test_hostile_rows_are_refused_with_their_line(tmp_path: Path, change, said: 
 def test_what_is_no_row_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / ROWS).write_bytes(content)
     with pytest.raises(MalformedFileError):
-        list(read_runs(tmp_path / ROWS))
-
-
-def test_a_missing_file_is_an_error_with_its_name(tmp_path: Path) -> None:
-    with pytest.raises(MalformedFileError, match=ROWS):
         list(read_runs(tmp_path / ROWS))
 
 

