@@ -132,11 +132,19 @@ def _scored(
 
 
 def chosen_at(
-    spec: AttentionSpec, here: Iterable[Plan], evidence: Evidence, asked: Asked, known: Registry
+    spec: AttentionSpec,
+    here: Iterable[Plan],
+    evidence: Evidence,
+    asked: Asked,
+    known: Registry,
+    declared: Callable[[Plan], float] | None = None,
 ) -> tuple[Candidate, set[Plan]] | None:
-    """(the plan that the selector chooses among the plans measured here, all eligible plans), or None."""
-    # What was not measured in the class of the spec counts as what it must be to deserve the status ok.
-    judge = Judge(evidence, asked.budget(spec), asked.fp8, known, lambda plan: class_bound(plan, spec))
+    """(the plan that the selector chooses from those that served here, all eligible ones); None if there is none.
+
+    ``declared`` is a plan's error where nothing was measured in the spec's class; by default what it must be to
+    deserve the status ok.
+    """
+    judge = Judge(evidence, asked.budget(spec), asked.fp8, known, declared or (lambda plan: class_bound(plan, spec)))
     eligible = [each for each in map(judge, here) if each.verdict == "eligible"]
     if not eligible:
         return None

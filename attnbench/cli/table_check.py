@@ -1,7 +1,9 @@
-"""``attnbench table check``: how good the choices by a table are on shapes that are not in it."""
+"""``attnbench table check``: how good the choices by a table are on shapes that it does not know."""
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -10,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import MisuseError
-from .output import FormatOption, print_json, print_table
+from .output import DeviceOption, Format, FormatOption, fresh_folder, print_json, print_table
 
 if TYPE_CHECKING:
+    from ..choosing.fresh_regret import FreshScore, FreshSummary
     from ..choosing.regret import Score, Summary
     from ..choosing.regret_fixed import Fixed
     from ..tables.table import Table
@@ -22,20 +25,50 @@ __all__ = ["check"]
 
 def check(
     tables: Annotated[
-        list[Path],
-        typer.Argument(exists=True, help="A table, or folders of sweeps, or their measurements.jsonl."),
-    ],
-    seed: Annotated[int, typer.Option("--seed", help="Seed for drawing the random halves.")] = 0,
+        list[Path] | None,
+        typer.Argument(
+            exists=True,
+            help="A table, or folders of sweeps, or their measurements.jsonl; "
+            "with --fresh and --on by default the tables that auto reads here.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed for drawing the random halves, or the fresh shapes.")] = 0,
+    fresh: Annotated[
+        int | None, typer.Option(min=1, help="Draw so many shapes of published models, measure and score them.")
+    ] = None,
+    on: Annotated[
+        Path | None, typer.Option(exists=True, help="Score the choices on the shapes of these results: a folder.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for what --fresh measures [default: a new one, printed at the end]")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the interrupted --fresh in --out.")] = False,
+    backends: Annotated[
+        str | None, typer.Option(help="Measure only these with --fresh, as in `attnbench sweep`.")
+    ] = None,
+    device: DeviceOption = "auto",
     format: FormatOption = "table",
 ) -> None:
-    """Measure the regret of choices on held-out shapes.
+    """Measure the regret of choices on shapes that the table does not know.
 
-    In several random splits, one half of the specs chooses plans for the other half, and vice versa; then auto with the
-    whole table is compared with always using one backend.  Regret is the time of the chosen plan divided by that of the
-    best eligible plan, minus one.  Caution is the additional cost of excluding FP8 plans that were accurate enough but
-    about which too little is known.  Only steady times are compared.  Exits 1 if, in either direction, the geometric
-    mean of the regret exceeds 2 % or the worst regret 15 %, or if a chosen plan exceeds its budget.
+    With --fresh N, N attention layers of published models are drawn with batch, length and direction, every plan is
+    measured on them, and what the tables choose without knowing these shapes is compared with the fastest accurate
+    plan.  --on FOLDER repeats the comparison on the results of an earlier --fresh, or of any sweep, without measuring.
+    Exits 1 if the regret exceeds 2 % in the geometric mean (3 % with FP8), 8 % at the 90th percentile or 20 % at worst,
+    if a rule decides more than 2 % of the choices, or if a chosen plan exceeds its budget.
+
+    Without both, the table is held against itself.  In several random splits, one half of the specs chooses plans for
+    the other half, and vice versa; then auto with the whole table is compared with always using one backend.  Regret is
+    the time of the chosen plan divided by that of the best eligible plan, minus one.  Caution is the additional cost of
+    excluding FP8 plans that were accurate enough but about which too little is known.  Only steady times are compared.
+    Exits 1 if, in either direction, the geometric mean of the regret exceeds 2 % or the worst regret 15 %, or if a
+    chosen plan exceeds its budget.
     """
+    if fresh is not None or on is not None:
+        _check_fresh(tables or [], seed, fresh, on, out, resume, backends, device, format)
+        return
+    if not tables:
+        raise MisuseError("name a table or results, or ask for fresh shapes with --fresh N")
     from ..choosing.regret import GEOMETRIC_MEAN, WORST, Asked, held_out, summarised
     from ..choosing.regret_fixed import against_fixed
     from ..choosing.similarity import class_of
@@ -73,6 +106,86 @@ def check(
         raise typer.Exit(1)
 
 
+def _check_fresh(
+    tables: list[Path],
+    seed: int,
+    fresh: int | None,
+    on: Path | None,
+    out: Path | None,
+    resume: bool,
+    backends: str | None,
+    device: str,
+    format: Format,
+) -> None:
+    from ..choosing.fresh_regret import fresh_scores, summary_of
+    from ..kernels.devices import find
+    from ..kernels.registry import registry
+    from ..tables.user_table import Known, known_tables
+
+    if fresh is not None and on is not None:
+        raise MisuseError("--fresh measures and --on reads what was measured; give one of them")
+    if fresh is None and (out is not None or resume or backends is not None):
+        raise MisuseError("--out, --resume and --backends belong to --fresh")
+    if resume and out is None:
+        raise MisuseError("--resume needs --out, the folder of the interrupted --fresh")
+    known_by = Known.of(_table(tables)) if tables else known_tables(find(device))
+    truth = _table([on]) if on is not None else _measured(fresh or 0, seed, out, resume, backends, device)
+    scores = list(fresh_scores(truth, known_by, registry()))
+    if not scores:
+        raise MisuseError("no plan served within the budget at any of these shapes, so there is nothing to compare")
+    summaries = summary_of(scores)
+    passed = all(each.passes for each in summaries)
+    if format == "json":
+        print_json(
+            {
+                "passed": passed,
+                "fresh": [{**asdict(each), "asked": str(each.asked)} for each in summaries],
+                "choices": [_choice(each) for each in scores],
+            }
+        )
+    else:
+        print_table([_fresh(each) for each in summaries], format)
+        print()
+        if lost := [_lost(each) for each in _worst_first(scores)]:
+            print_table(lost, format)
+        print(f"{'passed' if passed else 'failed'}: {len({each.spec for each in scores})} shapes")
+    if not passed:
+        raise typer.Exit(1)
+
+
+def _measured(count: int, seed: int, out: Path | None, resume: bool, backends: str | None, device: str) -> Table:
+    """Measure every plan on the drawn shapes; the user's table stays as it is."""
+    from rich.console import Console
+
+    from ..harness.cases.models import drawn_cases
+    from ..harness.measure.setup import DeviceSetup
+    from ..harness.measure.timing import Timer
+    from ..harness.results.condense import condense
+    from ..harness.results.store import TABLE, Store
+    from ..harness.sweep.progress import show_progress
+    from ..harness.sweep.run import run_sweep, tasks_of
+    from ..kernels.devices import find
+    from ..kernels.registry import registry
+    from ..tables.environment import Environment
+    from ..tables.table import Table
+
+    place, known = find(device), registry()
+    names = [name.strip() for name in (backends or "").split(",") if name.strip()]
+    tasks = tasks_of(drawn_cases(count, seed, place.type), known, place, "fp8", names)
+    setup = DeviceSetup(place, Environment.detect(place, known), Timer.for_device(place))
+    with Store(fresh_folder("fresh") if out is None else out, setup.environment, resume=resume) as store:
+        try:
+            for _ in show_progress(run_sweep(tasks, [setup], store), Console(stderr=True), verbose=False):
+                pass
+        except KeyboardInterrupt:
+            print(f"stopped; continue with --resume --out {shlex.quote(str(store.folder))}", file=sys.stderr)
+            raise
+        table = Table.from_entries(setup.environment, condense(store.rows))
+        table.save(store.folder / TABLE)
+        print(f"the measurements are in {store.folder}", file=sys.stderr)
+    return table
+
+
 def _table(paths: list[Path]) -> Table:
     """The table file, or one table built from all sweeps.  Raises MisuseError for a mixture of both."""
     from ..harness.results.condense import join_sweeps
@@ -108,6 +221,48 @@ def _slow_down(row: Fixed, asked: str) -> dict[str, str]:
         "serves": f"{row.serves} of {row.specs}",
         "time over auto's": f"{1 + row.slow_down:.2f}",
         "worst": f"{1 + row.worst:.2f}",
+    }
+
+
+def _fresh(summary: FreshSummary) -> dict[str, str]:
+    return {
+        "asked for": str(summary.asked),
+        "choices": str(summary.choices),
+        "geometric mean": f"{summary.geometric_mean:.1%}",
+        "90th percentile": f"{summary.percentile_90:.1%}",
+        "worst": f"{summary.worst:.1%}",
+        "by a rule": str(summary.rules),
+        "over budget": str(summary.violations),
+    }
+
+
+def _worst_first(scores: Iterable[FreshScore]) -> list[FreshScore]:
+    """The choices that cost more than 10 % or exceed their budget."""
+    return sorted((each for each in scores if each.regret > 0.1 or each.violated), key=lambda each: -each.regret)
+
+
+def _lost(score: FreshScore) -> dict[str, str]:
+    return {
+        "shape": str(score.spec),
+        "asked for": str(score.asked),
+        "chosen": str(score.plan),
+        "basis": score.basis,
+        "best": str(score.best),
+        "regret": f"{score.regret:.1%}",
+        "error": f"{score.error:.2g}" + (" over budget" if score.violated else ""),
+    }
+
+
+def _choice(score: FreshScore) -> dict[str, Any]:
+    return {
+        "spec": score.spec.to_dict(),
+        "asked": str(score.asked),
+        "plan": str(score.plan),
+        "basis": score.basis,
+        "best": str(score.best),
+        "regret": score.regret,
+        "error": score.error,
+        "budget": score.budget,
     }
 
 

@@ -16,9 +16,11 @@ import pytest
 from markdown_it import MarkdownIt
 from places import ROOT
 
+from attnbench.choosing import fresh_regret
 from attnbench.choosing.evidence import MARGIN
 from attnbench.cli.train import train
 from attnbench.guarding.significance import Detector
+from attnbench.harness.cases.models import published_models
 from attnbench.harness.compare.regression import compare_results
 from attnbench.harness.compare.terms import Terms
 from attnbench.harness.measure.clocks import Watch
@@ -277,6 +279,22 @@ HELD: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
         ],
     ),
     ("budget.md", r"by a margin of ([\d.]+)\. ", lambda: (MARGIN,)),
+    (
+        "tables.md",
+        r"exceeds ([\d.]+) % in the geometric mean\s+\(([\d.]+) % with FP8\),\s+"
+        r"([\d.]+) % at the 90th percentile or ([\d.]+) % at worst, "
+        r"if a rule decides more than ([\d.]+) %",
+        lambda: [
+            100 * each
+            for each in (
+                *fresh_regret._MEAN.values(),
+                fresh_regret._PERCENTILE_90,
+                fresh_regret._WORST,
+                fresh_regret._RULES,
+            )
+        ],
+    ),
+    ("tables.md", r"one of (\d+) published models", lambda: (len(published_models()),)),
     ("tables.md", r"an error below ([\d.]+), which 8 bits", lambda: (table_entry._LEAST_FP8_ERROR,)),
     ("ci.md", r"every (\d+) ms into the row", lambda: (1000 * inspect.signature(Watch).parameters["every"].default,)),
 ]

@@ -87,7 +87,7 @@ def test_the_wheel_holds_the_three_packages_and_nothing_else(wheel: Path) -> Non
     tables = {f"attnbench/tables/{path.name}" for path in (ROOT / "attnbench" / "tables").iterdir()}
     assert "attnbench/tables/nvidia-h200.json" in tables
     page = {f"attnbench/harness/report/page/page.{suffix}" for suffix in ("html", "css", "js")}
-    assert packed == sources | tables | page | {"attnbench/py.typed"}
+    assert packed == sources | tables | page | {"attnbench/py.typed", "attnbench/harness/cases/models.yaml"}
 
 
 def test_the_source_archive_is_the_repository(checkout: Path, tracked: set[str], tmp_path: Path) -> None:

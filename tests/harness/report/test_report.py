@@ -47,7 +47,7 @@ def swept(tmp_path_factory):
 @pytest.fixture(scope="module")
 def shown(swept):
     log = io.StringIO()
-    rows = list(followed(iter(swept), Console(file=log)))
+    rows = list(show_progress(iter(swept), Console(file=log)))
     return rows, log.getvalue()
 
 
@@ -330,7 +330,7 @@ def test_the_end_of_a_log_says_where_the_time_went():
 
 def test_a_terminal_gets_a_bar_and_no_line_a_row(swept):
     screen = io.StringIO()
-    rows = list(followed(iter(swept), Console(file=screen, force_terminal=True, width=100)))
+    rows = list(show_progress(iter(swept), Console(file=screen, force_terminal=True, width=100)))
     assert f"/{sum(row.status not in ('refused', 'unavailable') for row in rows)}" in screen.getvalue()
     assert "no such tile" not in screen.getvalue()
 

@@ -1,0 +1,138 @@
+"""How good the choices of tables are on shapes that were measured for this alone: fresh regret."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from ..kernels.capabilities import Device
+from ..kernels.plan import Plan
+from ..kernels.registry import Registry
+from ..problem.spec import AttentionSpec
+from ..tables.environment import Environment
+from ..tables.table import Table
+from ..tables.user_table import Known
+from .candidate import Basis
+from .evidence import Evidence
+from .regret import Asked, chosen_at, geometric_mean, served
+
+__all__ = ["FreshScore", "FreshSummary", "fresh_scores", "summary_of"]
+
+# Bounds: geometric mean without and with FP8, 90th percentile, worst, and the share that a rule may decide.
+_MEAN = {False: 0.02, True: 0.03}
+_PERCENTILE_90, _WORST, _RULES = 0.08, 0.20, 0.02
+
+
+@dataclass(frozen=True)
+class FreshScore:
+    """The choice of the tables at a spec whose own entries they were not asked for.
+
+    ``regret`` is the measured time of ``plan`` over that of ``best``, the fastest plan that is accurate
+    enough, minus one.  ``error`` is the measured one of ``plan``, held against ``budget``.
+    """
+
+    spec: AttentionSpec
+    asked: Asked
+    plan: Plan
+    basis: Basis
+    best: Plan
+    regret: float
+    error: float
+    budget: float
+
+    @property
+    def violated(self) -> bool:
+        """Whether the chosen plan is beyond the budget."""
+        return not self.error <= self.budget
+
+
+def fresh_scores(
+    truth: Table, tables: Known, known: Registry, questions: Sequence[Asked] = (Asked(False), Asked(True))
+) -> Iterator[FreshScore]:
+    """Choose by ``tables`` at every spec of ``truth``, and compare with what was measured there.
+
+    A spec at which no plan served within the budget has no score.
+    """
+    device = _device(truth.environment)
+    for spec in sorted({spec for spec, _ in truth.entries}, key=str):
+        here = served(truth, spec, known)
+        evidence = Evidence(spec, _without(tables, spec))
+        declared = partial(known.declared_error, spec=spec, device=device)
+        for asked in questions:
+            budget = asked.budget(spec)
+            times = {
+                plan: entry.time_ms
+                for plan, entry in here.items()
+                if entry.time_ms and (asked.fp8 or not plan.fp8) and entry.worst[0] <= budget
+            }
+            chosen = chosen_at(spec, here, evidence, asked, known, declared)
+            if chosen is None or not times:
+                continue
+            winner = chosen[0]
+            best = min(times, key=lambda plan: (times[plan], str(plan)))
+            entry = here[winner.plan]
+            regret = (entry.time_ms or 0.0) / times[best] - 1
+            yield FreshScore(spec, asked, winner.plan, winner.basis, best, regret, entry.worst[0], budget)
+
+
+@dataclass(frozen=True)
+class FreshSummary:
+    """The scores of one question: regret (geometric mean, 90th percentile, worst), rules and violations counted."""
+
+    asked: Asked
+    choices: int
+    geometric_mean: float
+    percentile_90: float
+    worst: float
+    rules: int
+    violations: int
+
+    @property
+    def passes(self) -> bool:
+        """Whether all stay within the bounds: 2 % (3 % with FP8), 8 %, 20 %, rules in 2 %, no violation."""
+        return (
+            self.geometric_mean <= _MEAN[self.asked.fp8]
+            and self.percentile_90 <= _PERCENTILE_90
+            and self.worst <= _WORST
+            and self.rules <= _RULES * self.choices
+            and not self.violations
+        )
+
+
+def summary_of(scores: Iterable[FreshScore]) -> list[FreshSummary]:
+    """One summary for each question that has a score."""
+    grouped: dict[Asked, list[FreshScore]] = {}
+    for score in scores:
+        grouped.setdefault(score.asked, []).append(score)
+    return [_summary(asked, each) for asked, each in grouped.items()]
+
+
+def _summary(asked: Asked, scores: list[FreshScore]) -> FreshSummary:
+    regrets = sorted(score.regret for score in scores)
+    return FreshSummary(
+        asked=asked,
+        choices=len(scores),
+        geometric_mean=geometric_mean(1 + regret for regret in regrets) - 1,
+        percentile_90=regrets[math.ceil(0.9 * len(regrets)) - 1],
+        worst=regrets[-1],
+        rules=sum(score.basis == "rule" for score in scores),
+        violations=sum(score.violated for score in scores),
+    )
+
+
+def _without(tables: Known, spec: AttentionSpec) -> Known:
+    """The tables without what they know of this very spec."""
+    kept = (
+        Table(each.environment, {key: entry for key, entry in each.entries.items() if key[0] != spec})
+        if each.at(spec)
+        else each
+        for each in tables.tables
+    )
+    return Known(tuple(kept), tables.note, tables.dropped)
+
+
+def _device(environment: Environment) -> Device:
+    major, _, minor = (environment.capability or "0.0").partition(".")
+    return Device(environment.device_type, environment.device_name, (int(major), int(minor)))

@@ -1,0 +1,106 @@
+"""Shapes that nobody chose: attention layers of published models, drawn at random with batch, length and direction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from random import Random
+from typing import Any
+
+import yaml
+
+from attnbench.errors import InputError
+from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
+
+from .case import Case
+
+__all__ = ["ModelAttention", "drawn_cases", "published_models"]
+
+_LENGTHS = (128, 131072)
+_MOST_TOKENS = 131072  # batch x queries; more only repeats what a GPU does
+_MOST_FLOPS = {"cuda": 2e14, "cpu": 2e9}  # of a forward pass: about 0.3 s on an H200, less on a laptop
+_TENSOR_PARALLEL = (1, 2, 4, 8)
+_TRIES = 1000
+
+
+@dataclass(frozen=True)
+class ModelAttention:
+    """The attention layers of one published model; ``source`` is its repository on huggingface.co."""
+
+    name: str
+    source: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    masks: tuple[Mask, ...]
+    softcap: float = 0.0
+    lengths: tuple[int, int] = _LENGTHS
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> ModelAttention:
+        """From an entry of models.yaml, its defaults filled in."""
+        given = {"kv_heads": entry["heads"], "head_dim_v": entry["head_dim"], **entry}
+        masks = tuple(_mask(each) for each in given.pop("masks"))
+        return cls(masks=masks, lengths=tuple(given.pop("lengths", _LENGTHS)), **given)
+
+    def draw(self, random: Random) -> AttentionSpec:
+        """One of its layers in a direction, on one of 1 to 8 GPUs, with a batch and a length, both log-uniform."""
+        shares = [each for each in _TENSOR_PARALLEL if self.kv_heads % each == 0 and self.heads % each == 0]
+        share = random.choice(shares)
+        length = _log_uniform(random, *self.lengths)
+        if length >= 256 and self.lengths[0] < self.lengths[1] and random.random() < 0.5:
+            length -= length % 128  # as often as not somebody chose the length for its roundness
+        return AttentionSpec.make(
+            batch=_log_uniform(random, 1, max(1, min(64, _MOST_TOKENS // length))),
+            heads=self.heads // share,
+            kv_heads=self.kv_heads // share,
+            seqlen_q=length,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim_v,
+            mask=random.choice(self.masks),
+            softcap=self.softcap,
+            direction=random.choice(("forward", "training")),
+        )
+
+
+@cache
+def published_models() -> tuple[ModelAttention, ...]:
+    """All models of models.yaml."""
+    text = files(__package__).joinpath("models.yaml").read_text(encoding="utf-8")
+    return tuple(ModelAttention.of(entry) for entry in yaml.safe_load(text))
+
+
+def drawn_cases(count: int, seed: int, device_type: str) -> list[Case]:
+    """``count`` different shapes of bf16 tensors; the first ones are the same whatever the count.
+
+    Shapes of more operations in the forward pass than the type of device (cuda, cpu) does at once are drawn again.
+    Raises InputError for a count that is not positive, or where too few different shapes are found.
+    """
+    if count < 1:
+        raise InputError(f"expected a positive number of shapes, not {count}")
+    random, found = Random(f"published models {seed}"), dict[AttentionSpec, str]()
+    for _ in range(_TRIES * count):
+        model = random.choice(published_models())
+        spec = model.draw(random)
+        if spec.replace(direction="forward").flops <= _MOST_FLOPS[device_type]:
+            found.setdefault(spec, model.name)
+        if len(found) == count:
+            return [Case(f"{name}: {spec}", spec) for spec, name in found.items()]
+    raise InputError(f"only {len(found)} different shapes were drawn, of {count}")
+
+
+def _mask(given: str | Mapping[str, int]) -> Mask:
+    if isinstance(given, str):
+        return {"none": Mask(), "causal": Mask(right=0)}[given]
+    if "window" in given:
+        return Mask(left=given["window"] - 1, right=0)
+    return Mask(left=given["around"], right=given["around"])
+
+
+def _log_uniform(random: Random, low: int, high: int) -> int:
+    return round(math.exp(random.uniform(math.log(low), math.log(high))))

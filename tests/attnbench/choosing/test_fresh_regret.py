@@ -1,0 +1,142 @@
+"""Fresh regret: choices by one table, held against what was measured of other shapes, or of the same ones anew."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+from fakes import FakeForward, an_environment, fake_backend, fake_registry
+
+from attnbench import AttentionSpec, Mask, Plan
+from attnbench.choosing.fresh_regret import fresh_scores, summary_of
+from attnbench.tables.table import Entry, Table
+from attnbench.tables.user_table import Known
+
+KNOWN = fake_registry(
+    fake_backend("near", FakeForward("near:bf16", preference=10)),
+    fake_backend("far", FakeForward("far:bf16", preference=20), FakeForward("far:fp8")),
+)
+MASKS = (Mask(), Mask(right=0))
+# A short launch and a low rate, the other way round, and a plan in 8 bits: (ms, ms per tera-operation, error).
+LAWS = {"near:bf16": (0.02, 2.0, 0.002), "far:bf16": (0.2, 1.5, 0.002), "far:fp8": (0.3, 1.0, 0.06)}
+
+
+def spec(length, batch, mask):
+    return AttentionSpec.make(batch=batch, heads=16, seqlen_q=length, head_dim=128, mask=mask)
+
+
+FRESH = [spec(3000, 5, mask) for mask in MASKS]
+
+
+def truth(laws=LAWS, specs=FRESH):
+    entries = [
+        Entry(at, Plan.parse(plan), "ok", (time := launch + rate * at.flops / 1e12), 0.002 * time, {"outlier": error})
+        for at in specs
+        for plan, (launch, rate, error) in laws.items()
+    ]
+    return Table.from_entries(an_environment(), entries)
+
+
+def lawful():
+    return truth(specs=[spec(2**n, 2 ** (14 - n), mask) for n in range(9, 15) for mask in MASKS])
+
+
+def scores(of=None, tables=None):
+    return list(fresh_scores(of or truth(), Known.of(tables or lawful()), KNOWN))
+
+
+def test_a_table_that_knows_the_law_loses_nothing():
+    found = scores()
+    assert len(found) == 2 * len(FRESH)
+    assert all(each.regret == 0 and each.plan == each.best and each.basis != "rule" for each in found)
+    assert all(each.passes for each in summary_of(found))
+
+
+def test_a_law_that_changed_costs_what_it_changed():
+    changed = LAWS | {"near:bf16": (0.02, 8.0, 0.002), "far:bf16": (0.2, 0.5, 0.002)}
+    before = {(each.spec, each.asked): each.plan for each in scores()}
+    for each in scores(truth(changed)):
+        assert each.plan == before[each.spec, each.asked]
+        times = {entry.plan: entry.time_ms for entry in truth(changed).entries.values() if entry.spec == each.spec}
+        allowed = [time for plan, time in times.items() if each.asked.fp8 or not plan.fp8]
+        assert each.regret == pytest.approx(times[each.plan] / min(allowed) - 1)
+
+
+def test_what_the_table_knows_of_the_very_shape_is_forgotten():
+    """A table that claims the slow plan to be fast at the fresh shape alone: by it, the choice would be wrong."""
+    at = FRESH[0]
+    lie = Entry(at, Plan.parse("near:bf16"), "ok", 1e-6, 1e-9, {"outlier": 0.002})
+    table = Table(lawful().environment, dict(lawful().entries) | {(at, lie.plan): lie})
+    plain, lied = ([(each.plan, each.basis) for each in scores(truth(), tables)] for tables in (lawful(), table))
+    assert plain == lied
+
+
+def test_a_choice_beyond_its_budget_is_no_success_however_fast():
+    """far:fp8 was seen at 0.06 and is 0.5 off at the fresh shapes."""
+    found = [each for each in scores(truth(LAWS | {"far:fp8": (0.3, 0.1, 0.5)})) if each.plan == Plan.parse("far:fp8")]
+    assert found
+    assert all(each.violated for each in found)
+    assert not any(each.passes for each in summary_of(found))
+
+
+def test_an_unknown_class_is_chosen_by_a_rule_and_counted():
+    unknown = [replace(at, head_dim=64, head_dim_v=64) for at in FRESH]
+    (plain, _) = summary_of(scores(truth(specs=unknown)))
+    assert plain.rules == plain.choices == len(unknown)
+    assert not plain.passes
+
+
+@pytest.fixture
+def run_check(monkeypatch, capsys):
+    """``attnbench table check`` with these arguments: (exit code, standard output and error)."""
+
+    def run(*arguments):
+        from attnbench.cli import main
+
+        monkeypatch.setattr(sys, "argv", ["attnbench", "table", "check", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_the_command_scores_results_without_measuring_and_exits_by_the_bounds(tmp_path, monkeypatch, run_check):
+    monkeypatch.setattr("attnbench.kernels.registry.registry", lambda: KNOWN)
+    mine, fresh = tmp_path / "mine.json", tmp_path / "fresh.json"
+    lawful().save(mine)
+    truth().save(fresh)
+    code, out, _ = run_check(mine, "--on", fresh, "--format", "json")
+    assert code == 0
+    data = json.loads(out)
+    assert data["passed"]
+    assert {each["regret"] for each in data["choices"]} == {0.0}
+    truth(LAWS | {"near:bf16": (0.02, 9.0, 0.002), "far:fp8": (0.3, 9.0, 0.06)}).save(fresh)
+    code, out, _ = run_check(mine, "--on", fresh)
+    assert code == 1
+    assert "failed: 2 shapes" in out
+
+
+def test_fresh_shapes_are_measured_resumed_and_scored(tmp_path, run_check):
+    arguments = ("--fresh", 1, "--seed", 3, "--backends", "sdpa-flash,sdpa-math", "--out", tmp_path / "out")
+    code, out, _ = run_check(*arguments, "--format", "json")
+    measured = (tmp_path / "out" / "measurements.jsonl").read_text()
+    assert code in (0, 1)
+    assert {each["asked"] for each in json.loads(out)["fresh"]} == {"nothing", 'dtype="fp8"'}
+    run_check(*arguments, "--resume")
+    assert (tmp_path / "out" / "measurements.jsonl").read_text() == measured
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "name a table or results"),
+        (["--fresh", "2", "--on", "."], "give one of them"),
+        (["--on", ".", "--out", "x"], "belong to --fresh"),
+        (["--fresh", "2", "--resume"], "--resume needs --out"),
+    ],
+)
+def test_misuse_is_said_and_nothing_is_measured(run_check, arguments, said):
+    code, _, error = run_check(*arguments)
+    assert code == 2
+    assert said in error
