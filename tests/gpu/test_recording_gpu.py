@@ -44,4 +44,4 @@ def test_a_call_that_cannot_be_recorded_is_timed_as_it_is_and_so_are_its_neighbo
     one, waits, two = (rows[plan] for plan in PLANS)
     assert waits.performance.replayed == []
     assert one.performance.replayed == two.performance.replayed == ["kernel", "prepared"]
-    assert all(len(row.time_ms[cost]) >= 4 for row in rows.values() for cost in ("kernel", "call"))
+    assert all(len(row.time_ms[cost]) >= 2 for row in rows.values() for cost in ("kernel", "call"))

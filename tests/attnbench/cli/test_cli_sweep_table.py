@@ -34,7 +34,7 @@ def sweep(tmp_path, monkeypatch):
                 yield row
 
         monkeypatch.setattr("attnbench.harness.sweep.run.run_sweep", measures)
-        monkeypatch.setattr("attnbench.harness.sweep.progress.followed", lambda events, console, verbose: events)
+        monkeypatch.setattr("attnbench.harness.sweep.progress.show_progress", lambda events, console, verbose: events)
         with Store(tmp_path / "a sweep", HERE) as store:
             return sweep_command._measure(
                 [], [SimpleNamespace(environment=HERE)], store, "json", update=update, verbose=False

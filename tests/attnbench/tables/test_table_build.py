@@ -169,7 +169,7 @@ def test_only_a_sweep_that_ends_writes_tables(stop, monkeypatch, tmp_path, capsy
         yield store.rows[0]
 
     monkeypatch.setattr("attnbench.harness.sweep.run.run_sweep", run_sweep)
-    monkeypatch.setattr("attnbench.harness.sweep.progress.followed", lambda events, console, verbose: events)
+    monkeypatch.setattr("attnbench.harness.sweep.progress.show_progress", lambda events, console, verbose: events)
     with Store(tmp_path / "out", HERE) as store, pytest.raises(type(stop)) if stop else nullcontext():
         sweep_command._measure([], [SimpleNamespace(environment=HERE)], store, "json", update=True, verbose=False)
     written = (tmp_path / "out" / "table.json").exists(), user_table_path(HERE).exists()

@@ -41,7 +41,7 @@ def test_the_fp8_backward_has_no_other_head_dimension_than_128(size: int, monkey
     """Smaller ones are padded to it; what is larger would have to be a kernel of its own."""
     spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=256, head_dim=size, direction="training")
     assert BACKWARDS["cudnn:fp8"].refusals(spec, describe(torch.device("cuda", 0)))
-    monkeypatch.setattr(cudnn, "_BACKWARD_SIZE", size)
+    monkeypatch.setattr(cudnn, "BACKWARD_SIZE", size)
     truth = Truth.of(spec, 0, torch.device("cuda", 0))
     operands = FORWARDS["cudnn:fp8"].prepare(Inputs(*truth.inputs[:3]), spec)
     saved = Saved(operands, *FORWARDS["cudnn:fp8"].run(operands))
