@@ -18,11 +18,10 @@ from .candidate import Basis
 from .evidence import Evidence
 from .regret import Asked, chosen_at, geometric_mean, served
 
-__all__ = ["FreshScore", "FreshSummary", "fresh_scores", "summary_of"]
+__all__ = ["BOUNDS", "FreshScore", "FreshSummary", "fresh_scores", "summary_of"]
 
-# Bounds: geometric mean without and with FP8, 90th percentile, worst, and the share that a rule may decide.
-_MEAN = {False: 0.02, True: 0.03}
-_PERCENTILE_90, _WORST, _RULES = 0.08, 0.20, 0.02
+# On regret: the geometric mean without and with FP8, the 90th percentile, the worst; the share that a rule may decide.
+BOUNDS = (0.02, 0.03, 0.08, 0.20, 0.02)
 
 
 @dataclass(frozen=True)
@@ -93,10 +92,10 @@ class FreshSummary:
     def passes(self) -> bool:
         """Whether all stay within the bounds: 2 % (3 % with FP8), 8 %, 20 %, rules in 2 %, no violation."""
         return (
-            self.geometric_mean <= _MEAN[self.asked.fp8]
-            and self.percentile_90 <= _PERCENTILE_90
-            and self.worst <= _WORST
-            and self.rules <= _RULES * self.choices
+            self.geometric_mean <= BOUNDS[self.asked.fp8]
+            and self.percentile_90 <= BOUNDS[2]
+            and self.worst <= BOUNDS[3]
+            and self.rules <= BOUNDS[4] * self.choices
             and not self.violations
         )
 
