@@ -25,7 +25,7 @@ from .merge import merge
 from .report import report
 from .streams import flush_streams, is_lost_output, prepare_streams
 from .sweep import sweep
-from .table import app as table
+from .tables.table import app as table
 from .train import train
 
 __all__ = ["app", "main"]

@@ -136,7 +136,7 @@ def folder(path: Path, *rows: Measurement) -> Path:
 
 
 def build(*arguments: object) -> None:
-    from attnbench.cli.table import app
+    from attnbench.cli.tables.table import app
 
     app([str(each) for each in ("build", *arguments)], standalone_mode=False)
 

@@ -1,0 +1,1 @@
+"""The commands about tables: building, showing, checking and sharing them."""
