@@ -1,1 +1,1 @@
-"""The commands about tables: building, showing, checking and sharing them."""
+"""The commands about tables: build, show, check and share them."""
