@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import MisuseError
-from .output import DeviceOption, Format, FormatOption, fresh_folder, print_json, print_table
+from ...errors import MisuseError
+from ..output import DeviceOption, Format, FormatOption, fresh_folder, print_json, print_table
 
 if TYPE_CHECKING:
-    from ..choosing.fresh_regret import FreshScore, FreshSummary
-    from ..choosing.regret import Score, Summary
-    from ..choosing.regret_fixed import Fixed
-    from ..tables.table import Table
+    from ...choosing.fresh_regret import FreshScore, FreshSummary
+    from ...choosing.regret import Score, Summary
+    from ...choosing.regret_fixed import Fixed
+    from ...tables.table import Table
 
 __all__ = ["check"]
 
@@ -69,10 +69,10 @@ def check(
         return
     if not tables:
         raise MisuseError("name a table or results, or ask for fresh shapes with --fresh N")
-    from ..choosing.regret import GEOMETRIC_MEAN, WORST, Asked, held_out, summarised
-    from ..choosing.regret_fixed import against_fixed
-    from ..choosing.similarity import class_of
-    from ..kernels.registry import registry
+    from ...choosing.regret import GEOMETRIC_MEAN, WORST, Asked, held_out, summarised
+    from ...choosing.regret_fixed import against_fixed
+    from ...choosing.similarity import class_of
+    from ...kernels.registry import registry
 
     table = _table(tables)
     known = registry()
@@ -117,10 +117,10 @@ def _check_fresh(
     device: str,
     format: Format,
 ) -> None:
-    from ..choosing.fresh_regret import fresh_scores, summary_of
-    from ..kernels.devices import find
-    from ..kernels.registry import registry
-    from ..tables.user_table import Known, known_tables
+    from ...choosing.fresh_regret import fresh_scores, summary_of
+    from ...kernels.devices import find
+    from ...kernels.registry import registry
+    from ...tables.user_table import Known, known_tables
 
     if fresh is not None and on is not None:
         raise MisuseError("--fresh measures and --on reads what was measured; give one of them")
@@ -157,17 +157,17 @@ def _measured(count: int, seed: int, out: Path | None, resume: bool, backends: s
     """Measure every plan on the drawn shapes; the user's table stays as it is."""
     from rich.console import Console
 
-    from ..harness.cases.models import drawn_cases
-    from ..harness.measure.setup import DeviceSetup
-    from ..harness.measure.timing import Timer
-    from ..harness.results.condense import condense
-    from ..harness.results.store import TABLE, Store
-    from ..harness.sweep.progress import show_progress
-    from ..harness.sweep.run import run_sweep, tasks_of
-    from ..kernels.devices import find
-    from ..kernels.registry import registry
-    from ..tables.environment import Environment
-    from ..tables.table import Table
+    from ...harness.cases.models import drawn_cases
+    from ...harness.measure.setup import DeviceSetup
+    from ...harness.measure.timing import Timer
+    from ...harness.results.condense import condense
+    from ...harness.results.store import TABLE, Store
+    from ...harness.sweep.progress import show_progress
+    from ...harness.sweep.run import run_sweep, tasks_of
+    from ...kernels.devices import find
+    from ...kernels.registry import registry
+    from ...tables.environment import Environment
+    from ...tables.table import Table
 
     place, known = find(device), registry()
     names = [name.strip() for name in (backends or "").split(",") if name.strip()]
@@ -188,10 +188,10 @@ def _measured(count: int, seed: int, out: Path | None, resume: bool, backends: s
 
 def _table(paths: list[Path]) -> Table:
     """The table file, or one table built from all sweeps.  Raises MisuseError for a mixture of both."""
-    from ..harness.results.condense import join_sweeps
-    from ..harness.results.records import read_measurements
-    from ..harness.results.store import measurements_file
-    from ..tables.table import Table
+    from ...harness.results.condense import join_sweeps
+    from ...harness.results.records import read_measurements
+    from ...harness.results.store import measurements_file
+    from ...tables.table import Table
 
     files = [measurements_file(path) for path in paths]
     if all(file.suffix != ".json" for file in files):
