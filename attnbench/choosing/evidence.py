@@ -41,9 +41,10 @@ class Evidence:
         # Elsewhere the one that knows most of the class: a single shape of the user's own must not hide a whole sweep.
         tables = [table for table in known.tables if table.at(self._spec)][:1] or known.tables
         holding = [each for table in tables if alike in (each := _index(_Same(table))).classes]
-        index = max(holding, key=lambda each: each.specs(alike), default=None)
+        index = max(holding, key=lambda each: (each.scaled_from is None, each.specs(alike)), default=None)
         self._class = {} if index is None else index.classes[alike]
         self.model = None if index is None else index.model
+        self._scaled_from, self._scaling_error = (None, 0.0) if index is None else (index.scaled_from, index.time_error)
 
     def candidate(self, plan: Plan, budget: float, growth: float | None) -> Candidate | None:
         """The plan as ``eligible``, ``inaccurate`` or ``unmeasured``; None if nothing is known about it.
@@ -51,10 +52,16 @@ class Evidence:
         ``growth`` is the factor by which its error grows when the keys double, None if unknown.
         """
         entry = self._here.get(plan)
-        if entry is not None:
-            return _measured(entry, budget)
         entries = self._class.get(plan)
-        return None if not entries else self._neighbours(plan, entries, budget, growth)
+        if entry is not None:
+            found = _measured(entry, budget)
+        elif entries:
+            found = self._neighbours(plan, entries, budget, growth)
+        else:
+            return None
+        if self._scaled_from is None or found.time_ms is None:
+            return found
+        return found.scaled(self._scaled_from, self._scaling_error)
 
     def nearest(self, plan: Plan, others: Iterable[Plan]) -> list[Candidate]:
         """Measurements of a predicted plan and of the others at the nearest spec that has the plan; none beyond
@@ -151,6 +158,7 @@ class _Index:
             if entry.kept:
                 self.classes.setdefault(class_of(entry.spec), {}).setdefault(entry.plan, []).append(entry)
         self.model = CostModel(table.entries.values())
+        self.scaled_from, self.time_error = table.scaled_from, table.time_error
 
     def specs(self, alike: SpecClass) -> int:
         """How many specs of a class there are."""
@@ -170,6 +178,6 @@ class _Same:
         return id(self.table)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=512)  # more than the tables of a device
 def _index(same: _Same) -> _Index:
     return _Index(same.table)

@@ -8,24 +8,14 @@ import numpy as np
 
 from attnbench.kernels.plan import Plan, precision_of
 from attnbench.problem.spec import AttentionSpec
+from attnbench.tables.gpu_models import GPU_MODELS
 
 from .timing import Cost
 
 __all__ = ["PEAK_TFLOPS", "least_ms", "peak_share"]
 
-_HOPPER_SXM = {"int8": 1978.9, "fp8": 1978.9, "bf16": 989.4, "fp16": 989.4, "fp32": 66.9, "fp64": 66.9}
-_A100 = {"int8": 624.0, "bf16": 312.0, "fp16": 312.0, "fp32": 19.5, "fp64": 19.5}
-
-# Dense operations, in 1e12 a second at the boost clock, of the fastest unit for the precision (fp32 without TF32;
-# fp64 on tensor cores), by the driver's device name.  Sources: NVIDIA's H100 (March 2022, table 1), H200 (2024) and
-# A100 (2021) datasheets; the H200 has the H100 SXM's multiprocessors and clock.
-PEAK_TFLOPS: dict[str, dict[str, float]] = {
-    "NVIDIA H200": _HOPPER_SXM,
-    "NVIDIA H100 80GB HBM3": _HOPPER_SXM,
-    "NVIDIA A100-SXM4-40GB": _A100,
-    "NVIDIA A100-SXM4-80GB": _A100,
-    "NVIDIA A100 80GB PCIe": _A100,
-}
+# Dense operations, in 1e12 a second, by the driver's device name.
+PEAK_TFLOPS: dict[str, dict[str, float]] = {name: dict(model.tflops) for name, model in GPU_MODELS.items()}
 
 
 def least_ms(plan: Plan, spec: AttentionSpec, device_name: str) -> float | None:

@@ -54,6 +54,7 @@ def check(
     With --fresh N, N attention layers of published models are drawn with batch, length and direction, every plan is
     measured on them, and what the tables choose without knowing these shapes is compared with the fastest accurate
     plan.  --on FOLDER repeats the comparison on the results of an earlier --fresh, or of any sweep, without measuring.
+    A named TABLE of another GPU of the same generation is scaled to the GPU of the results, as auto does.
     Exits 1 if the regret exceeds 2 % in the geometric mean (3 % with FP8), 8 % at the 90th percentile or 20 % at worst,
     if a rule decides more than 2 % of the choices, or if a chosen plan exceeds its budget.
 
@@ -120,6 +121,7 @@ def _check_fresh(
     from ...choosing.fresh_regret import fresh_scores, summary_of
     from ...kernels.devices import find
     from ...kernels.registry import registry
+    from ...tables.scaling import scaled
     from ...tables.user_table import Known, known_tables
 
     if fresh is not None and on is not None:
@@ -128,8 +130,11 @@ def _check_fresh(
         raise MisuseError("--out, --resume and --backends belong to --fresh")
     if resume and out is None:
         raise MisuseError("--resume needs --out, the folder of the interrupted --fresh")
-    known_by = Known.of(_table(tables)) if tables else known_tables(find(device))
+    given = _table(tables) if tables else None
+    known_by = known_tables(find(device)) if given is None else Known.of(given)
     truth = _table([on]) if on is not None else _measured(fresh or 0, seed, out, resume, backends, device)
+    if given is not None and (moved := scaled(given, truth.environment)) is not None:
+        known_by = Known.of(moved)
     scores = list(fresh_scores(truth, known_by, registry()))
     if not scores:
         raise MisuseError("no plan served within the budget at any of these shapes, so there is nothing to compare")

@@ -117,6 +117,17 @@ def test_the_command_scores_results_without_measuring_and_exits_by_the_bounds(tm
     assert "failed: 2 shapes" in out
 
 
+def test_the_command_scales_a_table_of_another_gpu_to_that_of_the_results(tmp_path, monkeypatch, run_check):
+    monkeypatch.setattr("attnbench.kernels.registry.registry", lambda: KNOWN)
+    mine, fresh = tmp_path / "mine.json", tmp_path / "fresh.json"
+    there = replace(an_environment(), device_type="cuda", device_name="NVIDIA H200", capability="9.0")
+    replace(lawful(), environment=there).save(mine)
+    for name, basis in (("NVIDIA H100 80GB HBM3", {"scaled"}), ("NVIDIA H200", {"predicted"})):
+        replace(truth(), environment=replace(there, device_name=name)).save(fresh)
+        _, out, _ = run_check(mine, "--on", fresh, "--format", "json")
+        assert {each["basis"] for each in json.loads(out)["choices"]} == basis
+
+
 def test_fresh_shapes_are_measured_resumed_and_scored(tmp_path, run_check):
     arguments = ("--fresh", 1, "--seed", 3, "--backends", "sdpa-flash,sdpa-math", "--out", tmp_path / "out")
     code, out, _ = run_check(*arguments, "--format", "json")
