@@ -79,8 +79,8 @@ def test_a_choice_beyond_its_budget_is_no_success_however_fast():
     assert not any(each.passes for each in summary_of(found))
 
 
-def test_an_unknown_class_is_chosen_by_a_rule_and_counted():
-    unknown = [replace(at, head_dim=64, head_dim_v=64) for at in FRESH]
+def test_shapes_of_a_type_that_no_table_knows_are_chosen_by_a_rule_and_counted():
+    unknown = [replace(at, dtype="fp16") for at in FRESH]
     (plain, _) = summary_of(scores(truth(specs=unknown)))
     assert plain.rules == plain.choices == len(unknown)
     assert not plain.passes
