@@ -107,5 +107,6 @@ def test_the_readme_tells_the_fresh_regret_of_the_page() -> None:
         r"On (\d+) layers .*? costs ([\d.]+) % in 16 bits and ([\d.]+) % with FP8 \((\d+) % at worst", readme
     )
     page = re.search(r"NVIDIA H200 \|.* (\d+) shapes; 16 bits ([\d.]+)%, worst \d+%; FP8 ([\d.]+)%, worst (\d+)%", PAGE)
-    assert told and page
+    assert told
+    assert page
     assert told.groups() == page.groups()
