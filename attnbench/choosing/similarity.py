@@ -6,6 +6,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+from ..problem.lengths_kind import Batch
 from ..problem.spec import AttentionSpec, Direction, Granularity
 
 __all__ = ["SpecClass", "apart", "class_of", "distance", "sizes"]
@@ -26,6 +27,7 @@ class SpecClass(NamedTuple):
     softcap: float
     scale: float
     has_empty_rows: bool
+    batch: Batch | None = None
 
     def __str__(self) -> str:
         sizes = (
@@ -38,6 +40,7 @@ class SpecClass(NamedTuple):
             f"cap{self.softcap!r}" if self.softcap else "",
             f"scale{self.scale!r}" if self.scale != self.head_dim**-0.5 else "",
             "with empty rows" if self.has_empty_rows else "",
+            self.batch or "",
         )
         return " ".join(filter(None, (*sizes, *kinds, self.direction)))
 
@@ -56,14 +59,18 @@ def class_of(spec: AttentionSpec) -> SpecClass:
         softcap=spec.softcap,
         scale=spec.scale,
         has_empty_rows=spec.has_empty_rows,
+        batch=None if spec.lengths is None else spec.lengths.batch,
     )
 
 
 def apart(one: SpecClass, other: SpecClass) -> float:
     """How much two classes of one direction and type differ in what errors depend on: doublings of the head dimension.
 
-    The recipe and the mask count; grouping, softcap and scale hardly do.
+    The recipe and the mask count; grouping, softcap and scale hardly do.  Nothing measured on sequences of one length
+    is evidence for a packed or padded batch: infinity.
     """
+    if one.batch != other.batch:
+        return math.inf
     pairs = ((one.head_dim, other.head_dim), (one.head_dim_v, other.head_dim_v))
     dims = sum(abs(math.log2(a / b)) for a, b in pairs) / 2
     kinds = (one.grouped, one.softcap, one.scale, one.has_empty_rows), (
