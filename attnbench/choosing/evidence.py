@@ -143,12 +143,14 @@ def _lost(candidate: Candidate, verdict: Verdict, reason: str) -> Candidate:
 
 
 class _Index:
-    """A table's entries by class and plan, refusals left out: those are asked of the kernels anew."""
+    """A table's entries by class and plan, except refusals, which are asked of the kernels anew, and plans that lost a
+    race, of which only times are known.
+    """
 
     def __init__(self, table: Table) -> None:
         self.classes: dict[SpecClass, dict[Plan, list[Entry]]] = {}
         for entry in table.entries.values():
-            if entry.kept:
+            if entry.kept and entry.status != "slower":
                 self.classes.setdefault(class_of(entry.spec), {}).setdefault(entry.plan, []).append(entry)
         self.model = CostModel(table.entries.values())
 

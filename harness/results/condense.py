@@ -90,7 +90,7 @@ def worst_errors(row: Measurement) -> dict[str, float]:
 
 def _entry(row: Measurement) -> Entry:
     time_ms = spread_ms = None
-    if row.measured:
+    if row.time_ms:
         lower, median, upper = np.percentile(row.time_ms["call"], (25, 50, 75))
         time_ms, spread_ms = float(median), float(upper - lower)
     return Entry(

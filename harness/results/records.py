@@ -132,8 +132,9 @@ class Performance(BaseModel):
 class Measurement(BaseModel):
     """One plan on one case in one environment.
 
-    A row with the status ``ok`` or ``inaccurate`` has ``correctness`` and ``performance``; any other row has neither.
-    Every status but ``ok`` has a ``reason``.
+    A row with the status ``ok`` or ``inaccurate`` has ``correctness`` and ``performance``.  A plan that lost a race
+    (``slower``) has no ``correctness``, and the ``performance`` of a first look if there was one.  Any other row has
+    neither.  Every status but ``ok`` has a ``reason``.
 
     ``check`` names the check that made the plan inaccurate or wrong (attnbench.harness.measure.verdict), ``ran`` the
     kernels that the profiler saw in each pass.  ``emulated``: other arithmetic replaced a kernel of the plan here, so
@@ -174,14 +175,14 @@ class Measurement(BaseModel):
 
     @property
     def performance(self) -> Performance:
-        """The times and memory of a measured row."""
+        """The times and memory of a measured row, or the times of a first look."""
         assert self.performance_ is not None, f"a row with the status {self.status} has none"
         return self.performance_
 
     @property
     def time_ms(self) -> Mapping[Cost, Sequence[float]]:
-        """The raw samples of each cost; empty for a row that was not measured."""
-        return self.performance.time_ms if self.measured else {}
+        """The raw samples of each cost; empty for a row without times."""
+        return {} if self.performance_ is None else self.performance_.time_ms
 
     def median_ms(self, cost: Cost = "call") -> float:
         """The median of a cost's samples.  Raises KeyError if the cost was not measured."""
@@ -197,6 +198,8 @@ class Measurement(BaseModel):
         if (self.status == "ok") != (self.reason is None):
             raise ValueError("every status but ok has a reason, and ok has none")
         for name, part in (("correctness", self.correctness_), ("performance", self.performance_)):
+            if name == "performance" and self.status == "slower":
+                continue
             if (part is not None) != self.measured:
                 raise ValueError(f"the status {self.status} {'needs' if self.measured else 'must not carry'} {name}")
         return self

@@ -14,7 +14,7 @@ from ..measure.findings import Visit
 from ..measure.timing import Cost, Timer
 from ..statistics import median_interval
 
-__all__ = ["Samples", "interleave"]
+__all__ = ["Samples", "interleave", "warm"]
 
 _MOST_SAMPLES = 9_000  # of one cost; a record holds 10,000
 _TELLING = 3  # with this many visits, one visit cannot move the median far
@@ -84,17 +84,7 @@ def interleave(
     """
     order = list(plans)
     random.Random(seed).shuffle(order)
-    samples = {plan: Samples() for plan in order}
-    spent = 0.0
-    for plan in cycle(order):
-        if steady() or spent > _WARM_SECONDS or not samples:
-            break
-        if plan in samples:
-            warming = visit(plan)
-            if warming is None:
-                del samples[plan]
-            else:
-                spent += warming.span[1] - warming.span[0]
+    samples = {plan: Samples() for plan in warm(order, visit, steady)}
     going = list(samples)
     while going:
         for turn in (going, going[::-1]):
@@ -113,6 +103,24 @@ def interleave(
             if plan in rivals and not rivals[plan].enough(timer) and not _beaten(rivals[plan], fastest, timer)
         ]
     return samples
+
+
+def warm(
+    order: Sequence[Plan], visit: Callable[[Plan], Visit | None], steady: Callable[[], bool]
+) -> list[Plan]:
+    """Visit the plans in turn until the device is ``steady``; the plans, without those whose visit returned None."""
+    left = dict.fromkeys(order)
+    spent = 0.0
+    for plan in cycle(order):
+        if steady() or spent > _WARM_SECONDS or not left:
+            break
+        if plan in left:
+            warming = visit(plan)
+            if warming is None:
+                del left[plan]
+            else:
+                spent += warming.span[1] - warming.span[0]
+    return list(left)
 
 
 def _beaten(samples: Samples, fastest: float, timer: Timer) -> bool:

@@ -21,7 +21,7 @@ from ..measure.verdict import judge
 from ..results.records import LONGEST_REASON, Correctness, Measurement, Performance, Status
 from .interleave import Samples
 
-__all__ = ["measured_row", "unmeasured_row"]
+__all__ = ["measured_row", "slower_row", "unmeasured_row"]
 
 _DIGITS = 6  # of a millisecond: one nanosecond, far below the resolution of any clock used here
 
@@ -47,6 +47,21 @@ def unmeasured_row(
         started=datetime.now(timezone.utc),
         environment=setup.environment,
     )
+
+
+def slower_row(
+    case: Case,
+    plan: Plan,
+    reason: str,
+    opened: Opened,
+    prepared: Prepared,
+    samples: Samples,
+    gpu: Conditions | None,
+    setup: DeviceSetup,
+) -> Measurement:
+    """The row of a plan that lost a race at a first look."""
+    row = unmeasured_row(case, plan, "slower", [reason], setup)
+    return row.model_copy(update={"performance_": _performance(opened, prepared, samples, gpu)})
 
 
 def measured_row(
@@ -86,25 +101,38 @@ def measured_row(
             },
             bound=bound,
             declared_error=setup.registry.declared_error(plan, case.spec, describe(setup.device)),
-            truth=opened.truth,
+            truth=findings.truth,
             drawn_on=opened.drawn_on,
             deterministic=findings.deterministic,
             leak=findings.leak,
         ),
-        performance_=Performance(
-            time_ms={cost: _rounded(taken) for cost, taken in samples.time_ms.items()},
-            visits=samples.visits,
-            host_ms=_rounded(samples.host_ms),
-            first_ms=round(prepared.first_ms, _DIGITS),
-            replayed=list(samples.replayed),
-            timer=opened.timer,
+        performance_=_performance(
+            opened,
+            prepared,
+            samples,
+            gpu,
             memory_bytes=findings.memory_bytes,
             retained_bytes=findings.retained_bytes,
             peak_share=share,
-            gpu=gpu,
         ),
         started=started,
         environment=setup.environment,
+    )
+
+
+def _performance(
+    opened: Opened, prepared: Prepared, samples: Samples, gpu: Conditions | None, **found: float | None
+) -> Performance:
+    """The samples, and what else was ``found``: memory and the share of the peak."""
+    return Performance(
+        time_ms={cost: _rounded(taken) for cost, taken in samples.time_ms.items()},
+        visits=samples.visits,
+        host_ms=_rounded(samples.host_ms),
+        first_ms=round(prepared.first_ms, _DIGITS),
+        replayed=list(samples.replayed),
+        timer=opened.timer,
+        gpu=gpu,
+        **found,
     )
 
 

@@ -1,0 +1,149 @@
+"""The race of a case's plans: after a first look at each, only those that may win are measured in full.
+
+A first look is one visit, without a proof of what ran, CUDA graphs or errors.  A delayed host makes a call longer, never
+shorter, so the shortest sample counts; and a plan that only its host made slow is looked at once more.  In 333 cases on
+an H200 (tests/harness/sweep/test_race_replay.py) the plan that a full sweep found fastest stayed in the race in all but
+one, where the host decided between the two.
+
+FP8 plans and 16-bit plans race apart, because a caller may accept the latter alone.  A plan that is found inaccurate
+leaves the race, so that those behind it may win.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from attnbench.kernels.plan import Plan, backend_of
+
+from ..measure.timing import Cost
+from .interleave import Samples
+
+__all__ = ["LOOKED_AT", "Race", "covering"]
+
+LOOKED_AT: tuple[Cost, ...] = ("prepared", "backward", "call")
+# Times the fastest.  With 1.2 three winners of 333 cases are lost, one of them 28 % faster than the next plan.
+_MAY_WIN = 1.3
+_FP8_MAY_WIN = 1.1  # times the fastest 16-bit plan, which is more accurate
+_LOOKS = 2
+
+
+class Race:
+    """The plans of one case that are compared by time, and what first looks found of them.
+
+    ``required`` plans are measured in full whatever their time.  ``emulated`` ones are too, because their errors are
+    wanted and their times say nothing.  ``looks`` holds the samples of first looks, ``entered`` the plans that were, or
+    are being, measured in full.
+    """
+
+    def __init__(self, plans: Sequence[Plan], required: Collection[Plan] = (), emulated: Collection[Plan] = ()) -> None:
+        self.plans = list(plans)
+        self.looks: dict[Plan, Samples] = {}
+        self.entered: set[Plan] = set()
+        self._out: set[Plan] = set()
+        self._always = {*required, *emulated}
+        self._emulated = frozenset(emulated)
+        self._cover = {*covering(plans), *self._always}
+
+    def leave(self, plan: Plan) -> None:
+        """Take a plan out that failed or is inaccurate: none has to be as fast as it."""
+        self._out.add(plan)
+
+    def retry(self, plan: Plan) -> None:
+        """Take a plan that failed back into the race, as if nothing was known of it."""
+        self._out.discard(plan)
+        self.entered.discard(plan)
+        self.looks.pop(plan, None)
+
+    def unseen(self) -> list[Plan]:
+        """The plans to look at next: those that contain every kernel, then the pairs that these say may win."""
+        waiting = [plan for plan in self.plans if plan not in self.looks and plan not in self._out]
+        if first := [plan for plan in waiting if plan in self._cover]:
+            return first
+        return [plan for plan in waiting if self._passes(plan) <= self._limit(plan)[0]]
+
+    def doubtful(self) -> list[Plan]:
+        """The plans to look at again: the device was fast enough for them to win, the call was not."""
+        return [
+            plan
+            for plan, look in self._running().items()
+            if plan not in self.entered
+            and len(look.spans) < _LOOKS
+            and _work(look) <= self._limit(plan)[0] < _call(look)
+        ]
+
+    def entrants(self) -> list[Plan]:
+        """The plans to measure in full now; they count as entered."""
+        seen = [plan for plan in self.plans if plan in self.looks and plan not in self._out | self.entered]
+        found = [plan for plan in seen if plan in self._always or _call(self.looks[plan]) <= self._limit(plan)[0]]
+        self.entered.update(found)
+        return found
+
+    def slower(self) -> dict[Plan, str]:
+        """The plans that lost by time, and why."""
+        return {plan: self._why(plan) for plan in self.plans if plan not in self.entered and plan not in self._out}
+
+    def _why(self, plan: Plan) -> str:
+        limit, rival = self._limit(plan)
+        assert rival is not None, "without a rival it may win"
+        fastest = _call(self.looks[rival])
+        if plan in self.looks:
+            return f"slower than {rival} at a first look; {_call(self.looks[plan]) / fastest:.2f} times as long"
+        return f"slower than {rival} by its passes in other plans; {self._passes(plan) / fastest:.2f} times as long"
+
+    def _running(self) -> dict[Plan, Samples]:
+        """The plans whose times count."""
+        return {
+            plan: look for plan, look in self.looks.items() if plan not in self._out and plan not in self._emulated
+        }
+
+    def _limit(self, plan: Plan) -> tuple[float, Plan | None]:
+        """The longest call in milliseconds with which the plan may win, and the rival that sets it."""
+        running = {each: _call(look) for each, look in self._running().items()}
+        exact = {each: ms for each, ms in running.items() if not each.fp8}
+        limits = [_within(_MAY_WIN, running if plan.fp8 else exact)]
+        if plan.fp8:
+            limits.append(_within(_FP8_MAY_WIN, exact))
+        return min(limits, key=lambda limit: limit[0])
+
+    def _passes(self, plan: Plan) -> float:
+        """The least time in milliseconds of the plan's passes in the plans that were looked at; 0 of unseen kernels."""
+        forwards = [min(look.time_ms["prepared"]) for each, look in self.looks.items() if each.forward == plan.forward]
+        backwards = [
+            min(look.time_ms["backward"])
+            for each, look in self.looks.items()
+            if each.backward == plan.backward is not None
+        ]
+        return min(forwards, default=0.0) + min(backwards, default=0.0)
+
+
+def covering(plans: Iterable[Plan]) -> list[Plan]:
+    """Plans that together contain every forward and backward kernel, pairs of one backend first."""
+    seen: set[tuple[int, str]] = set()
+    kept = []
+    for plan in sorted(plans, key=_mixed):
+        kernels = set(enumerate(plan.kernels))
+        if kernels - seen:
+            seen |= kernels
+            kept.append(plan)
+    return kept
+
+
+def _mixed(plan: Plan) -> bool:
+    return plan.backward is not None and backend_of(plan.backward) != backend_of(plan.forward)
+
+
+def _within(factor: float, times: Mapping[Plan, float]) -> tuple[float, Plan | None]:
+    if not times:
+        return math.inf, None
+    fastest = min(times, key=lambda plan: times[plan])
+    return factor * times[fastest], fastest
+
+
+def _call(look: Samples) -> float:
+    return min(look.time_ms["call"])
+
+
+def _work(look: Samples) -> float:
+    """Milliseconds of the device for both passes, without waiting for the host."""
+    return min(look.time_ms["prepared"]) + min(look.time_ms.get("backward", [0.0]))
