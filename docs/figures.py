@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
+from figures_coverage import HEADERS, coverage_rows
+
 from attnbench.choosing.budget import default_budget
 from attnbench.choosing.evidence import Evidence
 from attnbench.choosing.regret import Asked, chosen_at, served
@@ -329,10 +331,16 @@ def backends() -> str:
     )
 
 
+def coverage() -> str:
+    """The GPUs that have a table, and how far each is to be trusted."""
+    return _table(HEADERS, coverage_rows(SHIPPED.parent, ROOT / "results"))
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "accumulator": accumulator,
     "backends": backends,
     "budgets": budgets,
+    "coverage": coverage,
     "forward-errors": forward_errors,
     "guard-rows": guard_rows,
     "ladder": ladder,

@@ -44,5 +44,6 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     home = tmp_path_factory.mktemp("home")
     for variable in ("XDG_CACHE_HOME", "XDG_DATA_HOME", "XDG_CONFIG_HOME"):
         monkeypatch.setenv(variable, str(home / variable.lower()))
-    monkeypatch.delenv("ATTNBENCH_BACKEND", raising=False)
+    for variable in ("ATTNBENCH_BACKEND", "ATTNBENCH_TABLES"):
+        monkeypatch.delenv(variable, raising=False)
     return home

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..kernels.plan import Plan
@@ -10,7 +11,7 @@ from ..problem.spec import AttentionSpec
 
 __all__ = ["ORDER", "Basis", "Candidate", "Margin", "Trade", "Verdict"]
 
-Basis = Literal["measured", "predicted", "nearest", "rule", "frozen"]
+Basis = Literal["measured", "predicted", "nearest", "scaled", "rule", "frozen"]
 Verdict = Literal["chosen", "eligible", "inaccurate", "unmeasured", "not asked for", "refused", "unavailable"]
 ORDER: tuple[Verdict, ...] = (
     "chosen",
@@ -31,11 +32,12 @@ class Candidate:
     (worst relative L2 over tensors and input families, seen in ``family``) are None if nothing was measured.
     ``basis``: ``measured`` at this spec; ``predicted`` by the cost model, with the largest error of its measured
     neighbours, at the spec ``measured_at``; ``nearest``: predicted, and chosen because it won at the nearest measured
-    spec; ``rule``: the kernels' declared preference and error; ``frozen``: named by a file, without tables.
+    spec; ``scaled``: the time of a table that was ``scaled_from`` another GPU, measured or predicted there, with the
+    error seen there; ``rule``: the kernels' declared preference and error; ``frozen``: named by a file, without tables.
 
     ``spread_ms`` is the interquartile range of a measured time, ``time_error`` the standard error of the logarithm of a
-    predicted one (0.05 is about 5 %).  ``needs`` is the smallest budget that admits the plan with FP8 allowed; None if
-    no budget does.
+    predicted or scaled one (0.05 is about 5 %), ``scaling_error`` what scaling adds to it.  ``needs`` is the smallest
+    budget that admits the plan with FP8 allowed; None if no budget does.
     """
 
     plan: Plan
@@ -49,6 +51,20 @@ class Candidate:
     spread_ms: float | None = None
     time_error: float | None = None
     needs: float | None = None
+    scaled_from: str | None = None
+    scaling_error: float = 0.0
+
+    def scaled(self, source: str, error: float) -> Candidate:
+        """The same for a time that was scaled from the GPU ``source``, with the standard ``error`` of the logarithm."""
+        known = self.time_error or 0.0
+        return replace(
+            self,
+            basis="scaled",
+            spread_ms=None,
+            time_error=math.hypot(known, error),
+            scaled_from=source,
+            scaling_error=error,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -62,6 +78,7 @@ class Candidate:
             "error": _finite(self.error),
             "family": self.family,
             "basis": self.basis,
+            "scaled_from": self.scaled_from,
             "measured_at": None if self.measured_at is None else self.measured_at.to_dict(),
             "needs": _finite(self.needs),
         }

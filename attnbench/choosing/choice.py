@@ -25,17 +25,17 @@ class Choice:
 
     ``asked`` is the backend that was asked for, ``asked_by`` its source (``argument``, ``context``,
     ``ATTNBENCH_BACKEND`` or ``default``).  ``budget`` is the largest accepted error, None if a backend or plan was
-    named without ``max_error``.  ``basis`` is what decided: ``measured``, ``predicted``, ``nearest``, ``rule``,
-    ``explicit``, or ``frozen`` in the file ``frozen_in``.  ``margin`` is the lead over the runner-up, None if fewer
-    than two plans have a time; ``trades`` are what other budgets would choose, the tightest first; ``hint`` is how to
-    get a better choice.
+    named without ``max_error``.  ``basis`` is what decided: ``measured``, ``predicted``, ``nearest``, ``scaled``,
+    ``rule``, ``explicit``, or ``frozen`` in the file ``frozen_in``.  ``margin`` is the lead over the runner-up, None if
+    fewer than two plans have a time; ``trades`` are what other budgets would choose, the tightest first; ``hint`` is
+    how to get a better choice.
     """
 
     spec: AttentionSpec
     device: str
     plan: Plan
     budget: float | None
-    basis: Literal["measured", "predicted", "nearest", "rule", "explicit", "frozen"]
+    basis: Literal["measured", "predicted", "nearest", "scaled", "rule", "explicit", "frozen"]
     candidates: tuple[Candidate, ...]
     asked: str = "auto"
     asked_by: str = "default"
@@ -122,6 +122,8 @@ def _basis(choice: Choice) -> str:
         return "prediction from measured neighbours"
     if choice.basis == "nearest" and choice.chosen.measured_at is not None:
         return "the nearest measured shape, the predictions being too near one another"
+    if choice.basis == "scaled":
+        return f"prediction scaled from {choice.chosen.scaled_from}"
     if choice.basis == "frozen":
         return f"the choices frozen in {choice.frozen_in}"
     return {"measured": "measurement", "nearest": "the nearest measured shape"}.get(choice.basis, choice.basis)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ..kernels.capabilities import Device
@@ -124,7 +124,7 @@ def _summary(asked: Asked, scores: list[FreshScore]) -> FreshSummary:
 def _without(tables: Known, spec: AttentionSpec) -> Known:
     """The tables without what they know of this very spec."""
     kept = (
-        Table(each.environment, {key: entry for key, entry in each.entries.items() if key[0] != spec})
+        replace(each, entries={key: entry for key, entry in each.entries.items() if key[0] != spec})
         if each.at(spec)
         else each
         for each in tables.tables

@@ -67,7 +67,9 @@ class Ranking:
             if not there:
                 return fastest
             plan = self._settled(there).plan
-            known = replace(next(each for each in timed if each.plan == plan), basis="nearest")
+            known = next(each for each in timed if each.plan == plan)
+            if known.basis == "predicted":
+                known = replace(known, basis="nearest")
         if known.plan == fastest.plan or _gap(known, fastest) > self._error(known, fastest):
             return fastest
         return known
@@ -123,7 +125,7 @@ class Ranking:
         if one.basis == "measured" and other.basis == "measured":
             return noise(one, other)
         if self._model is not None and "measured" not in (one.basis, other.basis):
-            return self._model.gap_error(one.plan, other.plan, self._spec)
+            return math.hypot(self._model.gap_error(one.plan, other.plan, self._spec), one.scaling_error)
         return max(_FLOOR, one.time_error or 0.0, other.time_error or 0.0)
 
 

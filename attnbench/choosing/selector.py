@@ -25,10 +25,9 @@ from .freeze_hook import freezing
 from .judge import Judge
 from .ranking import Ranking
 from .shortfall import no_plan, over_budget
+from .table_advice import advice
 
 __all__ = ["choose", "named_plans"]
-
-_SWEEP = "nothing like this was measured on this device; `attnbench sweep` lets auto choose by measurement"
 
 
 def choose(
@@ -104,7 +103,7 @@ def choose(
         candidates=tuple(_explained(each, winner, named) for each in [*field, *candidates[len(field) :]]),
         asked=backend,
         asked_by=asked_by,
-        hint=tables.note or (_SWEEP if winner.basis == "rule" and named is None else None),
+        hint="; ".join(filter(None, (tables.note, advice(winner) if named is None else None))) or None,
         margin=ranking.margin(winner, eligible),
         trades=ranking.trades(winner, budget, candidates) if named is None else (),
     )
@@ -113,6 +112,7 @@ def choose(
 _WON_A_TIE = {
     "measured": ", within the noise, where the more accurate plan wins, then the first in the declared order",
     "nearest": ", within the error of the prediction, where the winner at the nearest measured shape runs",
+    "scaled": ", within the error of the scaled times, where the winner at the nearest shape of that table runs",
 }
 # Verdicts that do not stop a named plan: the caller insists on it.
 _TIMID = ("inaccurate", "unmeasured")

@@ -56,6 +56,8 @@ def _reach(best: Candidate) -> str:
     if best.error is None:
         return f"{best.plan}, reaches {rounded_up(best.needs or 0.0):g} (declared)"
     seen = "measured" if best.basis == "measured" else "measured at nearby shapes"
+    if best.scaled_from is not None:
+        seen = f"measured on {best.scaled_from}"
     return f"{best.plan}, reaches {best.error:.2g} ({seen} on {best.family} inputs)"
 
 

@@ -25,7 +25,8 @@ from .merge import merge
 from .report import report
 from .streams import flush_streams, is_lost_output, prepare_streams
 from .sweep import sweep
-from .table import app as table
+from .tables.submit import submit
+from .tables.table import app as table
 from .train import train
 
 __all__ = ["app", "main"]
@@ -39,7 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (sweep, train, backends, explain, check, compare, gate, doctor, merge, report):
+for command in (sweep, train, backends, explain, check, compare, gate, doctor, merge, report, submit):
     app.command()(command)
 # All arguments after the program's name belong to the program.
 app.command(context_settings={"allow_interspersed_args": False})(capture)

@@ -172,7 +172,7 @@ def _table() -> Finding:
     if not known.tables:
         detail = "; ".join(notes) or "nothing was measured on this device yet"
         return Finding(_TABLE, "missing", detail, "attnbench sweep")
-    counted = [f"{len(table.entries)} entries measured on {table.environment.device_name}" for table in known.tables]
+    counted = [f"{len(table.entries)} entries {table.origin}" for table in known.tables]
     return Finding(_TABLE, "ok", "; ".join([*counted, *notes]))
 
 

@@ -9,6 +9,7 @@ import torch
 
 from ..choosing.budget import class_bound, default_budget
 from ..choosing.choice import Choice
+from ..choosing.table_advice import warn_of_rule
 from ..kernels.execution import Execution
 from ..kernels.registry import registry
 from ..state import Cache, Slot
@@ -48,6 +49,7 @@ def execution_of(question: Question, training: bool, wish: Wish) -> Execution:
     """The execution for a question under the wish of its context.  Raises what ``decide`` raises."""
     wish = settled(question, wish)
     choice = decide(question, training, wish)
+    warn_of_rule(choice, question.q.device)
     known = registry()
     backward = None if choice.plan.backward is None else known.backward(choice.plan.backward)
     budget = choice.budget

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..kernels.plan import backend_of
 from ..kernels.registry import Registry
@@ -68,13 +68,13 @@ class Binding:
     def usable(self, table: Table) -> Table:
         """The table without the entries that may not be used."""
         if self.refused:
-            return Table(table.environment, {})
+            return replace(table, entries={})
         kept = {
             (spec, plan): entry
             for (spec, plan), entry in table.entries.items()
             if not any(backend_of(kernel) in self.dropped for kernel in plan.kernels)
         }
-        return Table(table.environment, kept)
+        return replace(table, entries=kept)
 
 
 def release_of(version: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .environment import Environment
 
-__all__ = ["file_name", "shipped_table_path"]
+__all__ = ["file_name", "shipped_table_path", "shipped_tables"]
 
 _FOLDER = Path(__file__).parent
 
@@ -22,3 +22,8 @@ def shipped_table_path(environment: Environment) -> Path | None:
     """The table that attnbench ships for the device, or None.  There are none for CPUs, and nothing is looked for."""
     path = _FOLDER / file_name(environment)
     return path if environment.device_type == "cuda" and path.is_file() else None
+
+
+def shipped_tables() -> list[Path]:
+    """Every table that attnbench ships, by name."""
+    return sorted(_FOLDER.glob("*.json"))

@@ -21,10 +21,16 @@ __all__ = ["Entry", "Table"]
 
 @dataclass(frozen=True)
 class Table:
-    """Entries by (spec, plan), and the environment in which they were measured."""
+    """Entries by (spec, plan), and the environment in which they were measured.
+
+    ``scaled_from`` names the GPU whose times were scaled to the environment's (``scaling``), None if it was measured;
+    ``time_error`` is then the standard error that this adds to the logarithm of a time.
+    """
 
     environment: Environment
     entries: dict[tuple[AttentionSpec, Plan], Entry]
+    scaled_from: str | None = None
+    time_error: float = 0.0
 
     @classmethod
     def from_entries(cls, environment: Environment, entries: Iterable[Entry]) -> Table:
@@ -63,6 +69,13 @@ class Table:
         return Table(environment, entries)
 
     @property
+    def origin(self) -> str:
+        """Where the times come from: ``measured on NVIDIA H200`` or ``scaled from NVIDIA H200``."""
+        if self.scaled_from is not None:
+            return f"scaled from {self.scaled_from}"
+        return f"measured on {self.environment.device_name}"
+
+    @property
     def specs(self) -> Iterable[AttentionSpec]:
         """Every spec that has an entry, once."""
         return self._by_spec.keys()
@@ -96,7 +109,8 @@ class Table:
             for entry in sorted(self.entries.values(), key=rank)
             if entry.time_ms is not None
         ]
-        head = f"{self.environment.device_name}, torch {self.environment.torch}: {len(rows)} measured plans"
+        torch = self.environment.torch
+        head = f"{self.environment.device_name}, torch {torch}: {len(rows)} plans, {self.origin}"
         return head + "\n\n" + tabulate(rows, ["spec", "plan", "status", "call ms", "errors"], disable_numparse=True)
 
 

@@ -1,10 +1,11 @@
-"""The tables that choices on a device use: the user's own, measured there, and the one that attnbench ships."""
+"""The tables that choices on a device use: the user's own, those of ATTNBENCH_TABLES, and the shipped ones."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -15,10 +16,14 @@ from ..kernels.plan import Plan
 from ..kernels.registry import registry
 from ..problem.spec import AttentionSpec
 from ..state import Cache
+from ..text.printable import printable
 from .binding import Binding
 from .environment import Environment
 from .files import check_writable, locked
-from .shipped import file_name, shipped_table_path
+from .folders import VARIABLE, folder_tables
+from .gpu_models import GPU_MODELS
+from .scaling import scaled
+from .shipped import file_name, shipped_table_path, shipped_tables
 from .table import Entry, Table
 
 __all__ = ["Known", "check_user_table", "known_tables", "update_user_table", "user_table_path"]
@@ -28,7 +33,8 @@ __all__ = ["Known", "check_user_table", "known_tables", "update_user_table", "us
 class Known:
     """The measurements usable on a device.
 
-    ``tables``: the user's first, then the shipped one, without unusable entries.  A spec is in one of them only,
+    ``tables``: the user's first, then those of ``ATTNBENCH_TABLES``, then the shipped one, or where none is shipped for
+    this model those of both kinds that can be scaled to it; without unusable entries.  A spec is in one of them only,
     because times of two machines must not be compared in a choice.  ``note``: what to report about them, or None.
     ``dropped`` maps a backend to why its entries are not used.
     """
@@ -47,6 +53,8 @@ class Known:
         return next((found for table in self.tables if (found := table.at(spec))), {})
 
 
+_SHIPPED = "the table that attnbench ships"
+_MOST_NOTES = 8  # a folder may hold many tables, each with something to report
 _known: Cache[torch.device, Known] = Cache()
 
 
@@ -93,34 +101,63 @@ def known_tables(device: torch.device) -> Known:
 
 def _read(device: torch.device) -> Known:
     here = Environment.detect(device, registry())
-    tables: list[Table] = []
-    notes: list[str] = []
-    dropped: dict[str, str] = {}
-    try:
-        own = user_table_path(here)
-    except OutputError:  # there is no folder where one could be
-        own = None
+    kept = _Kept(here)
+    with suppress(OutputError):  # there is no folder where one could be
+        kept.add("your table", user_table_path(here), warned=True)
+    others = [(f"{printable(path.name)} of {VARIABLE}", path, table) for path, table in folder_tables()]
+    for whose, path, table in others:
+        if table.environment.device_name == here.device_name:
+            kept.use(whose, path, table)
     shipped = shipped_table_path(here)
-    for whose, path in (("your table", own), ("the table that attnbench ships", shipped)):
-        table = None if path is None else _loaded(whose, path)
-        if table is None:
-            continue
-        binding = Binding.between(table, here, registry())
+    if shipped is not None and kept.add(_SHIPPED, shipped):
+        return kept.known()
+    if here.device_name in GPU_MODELS:
+        tables = ((_SHIPPED, path, _loaded(_SHIPPED, path)) for path in shipped_tables() if path != shipped)
+        for whose, path, found in (*others, *tables):
+            moved = None if found is None else scaled(found, here)
+            if moved is not None:
+                kept.use(f"{whose}, scaled from {moved.scaled_from},", path, moved)
+    return kept.known()
+
+
+class _Kept:
+    """Collects the tables that are usable here, in the order of their precedence."""
+
+    def __init__(self, here: Environment) -> None:
+        self._here = here
+        self._tables: list[Table] = []
+        self._notes: list[str] = []
+        self._dropped: dict[str, str] = {}
+
+    def add(self, whose: str, path: Path, warned: bool = False) -> bool:
+        """Whether the file's entries are used; ``warned``: a file of which nothing is gets a warning."""
+        table = _loaded(whose, path)
+        return table is not None and self.use(whose, path, table, warned)
+
+    def use(self, whose: str, path: Path, table: Table, warned: bool = False) -> bool:
+        """Whether the table's entries are used."""
+        binding = Binding.between(table, self._here, registry())
         usable = binding.usable(table)
         unused = [*binding.refused, *dict.fromkeys(binding.dropped.values())]
         if usable.entries:
-            others = {spec for each in tables for spec in each.specs}
-            tables.append(
-                Table(usable.environment, {key: entry for key, entry in usable.entries.items() if key[0] not in others})
-            )
-            notes += [f"{whose} was measured where {'; '.join(binding.soft)}"] if binding.soft else []
-            notes += [f"{whose} is used in part: {'; '.join(unused)}"] if unused else []
+            measured = {spec for each in self._tables for spec in each.specs}
+            left = {key: entry for key, entry in usable.entries.items() if key[0] not in measured}
+            if left:
+                self._tables.append(replace(usable, entries=left))
+            self._notes += [f"{whose} was measured where {'; '.join(binding.soft)}"] if binding.soft else []
+            self._notes += [f"{whose} is used in part: {'; '.join(unused)}"] if unused else []
         elif unused:
-            notes.append(f"{whose} ({path}) is not used, run `attnbench sweep` for one of here: {'; '.join(unused)}")
-            if path == own:
-                warnings.warn(notes[-1], AttnbenchWarning, stacklevel=4)
-        dropped = {**binding.dropped, **dropped}
-    return Known(tuple(tables), "; ".join(notes) or None, dropped)
+            where = f"{whose} ({printable(str(path))})"
+            said = f"{where} is not used, run `attnbench sweep` for one of here: {'; '.join(unused)}"
+            self._notes.append(said)
+            if warned:
+                warnings.warn(said, AttnbenchWarning, stacklevel=6)
+        self._dropped = {**binding.dropped, **self._dropped}
+        return bool(usable.entries)
+
+    def known(self) -> Known:
+        more = [f"and {len(self._notes) - _MOST_NOTES} more notes"] if len(self._notes) > _MOST_NOTES else []
+        return Known(tuple(self._tables), "; ".join([*self._notes[:_MOST_NOTES], *more]) or None, self._dropped)
 
 
 def _loaded(whose: str, path: Path) -> Table | None:
@@ -129,5 +166,5 @@ def _loaded(whose: str, path: Path) -> Table | None:
     except FileNotFoundError:
         return None
     except (OSError, MalformedFileError) as error:
-        warnings.warn(f"{whose} cannot be used: {error}", AttnbenchWarning, stacklevel=5)
+        warnings.warn(f"{whose} cannot be used: {error}", AttnbenchWarning, stacklevel=6)
         return None

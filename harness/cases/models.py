@@ -29,10 +29,15 @@ _TRIES = 1000
 
 @dataclass(frozen=True)
 class ModelAttention:
-    """The attention layers of one published model; ``source`` is its repository on huggingface.co."""
+    """The attention layers of one published model.
+
+    ``source`` is its repository on huggingface.co; ``seen`` are the files of GitHub repositories (owner/name:path) and
+    the pages (https://...) where its numbers were read.  ``lengths`` are its shortest and its longest sequence.
+    """
 
     name: str
     source: str
+    seen: tuple[str, ...]
     heads: int
     kv_heads: int
     head_dim: int
@@ -44,17 +49,19 @@ class ModelAttention:
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> ModelAttention:
         """From an entry of models.yaml, its defaults filled in."""
-        given = {"kv_heads": entry["heads"], "head_dim_v": entry["head_dim"], **entry}
+        given = {"kv_heads": entry["heads"], "head_dim_v": entry["head_dim"], "lengths": _LENGTHS, **entry}
         masks = tuple(_mask(each) for each in given.pop("masks"))
-        return cls(masks=masks, lengths=tuple(given.pop("lengths", _LENGTHS)), **given)
+        seen, lengths = tuple(given.pop("seen")), tuple(given.pop("lengths"))
+        return cls(seen=seen, masks=masks, lengths=lengths, **given)
 
     def draw(self, random: Random) -> AttentionSpec:
         """One of its layers in a direction, on one of 1 to 8 GPUs, with a batch and a length, both log-uniform."""
         shares = [each for each in _TENSOR_PARALLEL if self.kv_heads % each == 0 and self.heads % each == 0]
         share = random.choice(shares)
         length = _log_uniform(random, *self.lengths)
-        if length >= 256 and self.lengths[0] < self.lengths[1] and random.random() < 0.5:
-            length -= length % 128  # as often as not somebody chose the length for its roundness
+        rounded = length - length % 128
+        if rounded >= max(256, self.lengths[0]) and random.random() < 0.5:
+            length = rounded  # as often as not somebody chose the length for its roundness
         return AttentionSpec.make(
             batch=_log_uniform(random, 1, max(1, min(64, _MOST_TOKENS // length))),
             heads=self.heads // share,

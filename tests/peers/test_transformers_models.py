@@ -103,6 +103,13 @@ def pair(kind, config, theirs):
     return model
 
 
+def answer_of(model, inputs):
+    """Some models draw random numbers in every call: both sides draw the same ones."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        return first_tensor(model(**inputs))
+
+
 def of_ours(model, kind, config):
     ours = kind._from_config(copy.deepcopy(config), attn_implementation="attnbench", dtype=torch.float32).eval()
     ours.load_state_dict(model.state_dict())
@@ -111,8 +118,12 @@ def of_ours(model, kind, config):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_outputs_are_those_of_transformers_own_attention(name, verdicts):
-    kind = getattr(transformers, name, None)
-    if kind is None or getattr(kind, "config_class", None) is None:
+    try:
+        kind = getattr(transformers, name, None)
+        known = getattr(kind, "config_class", None) is not None
+    except ImportError:  # a stand-in for a class whose libraries are absent
+        known = False
+    if not known:
         pytest.skip("no such class here")
     try:
         config = tiny(kind.config_class)
@@ -124,10 +135,7 @@ def test_outputs_are_those_of_transformers_own_attention(name, verdicts):
         theirs = "sdpa" if kind._supports_sdpa else "eager"
         model = pair(kind, config, theirs)
         batches = inputs_of(model, config)
-        wanted = {}
-        with torch.no_grad():
-            for case, inputs in batches.items():
-                wanted[case] = first_tensor(model(**inputs))
+        wanted = {case: answer_of(model, inputs) for case, inputs in batches.items()}
     except Exception as error:
         pytest.skip(f"not built: {type(error).__name__}: {str(error)[:100]}")
     if not wanted:
@@ -135,9 +143,7 @@ def test_outputs_are_those_of_transformers_own_attention(name, verdicts):
 
     def run(inputs, otherwise):
         calls = register(backend="reference", otherwise=otherwise)
-        ours = of_ours(model, kind, config)
-        with torch.no_grad():
-            return first_tensor(ours(**inputs)), calls
+        return answer_of(of_ours(model, kind, config), inputs), calls
 
     for case, inputs in batches.items():
         real = inputs.get("attention_mask")

@@ -38,7 +38,8 @@ class CostModel:
     Williams, Gaussian Processes for Machine Learning, chapter 2; leave-one-out residuals are their equation 5.12).  An
     entry counts as far as the device limited it.
 
-    A plan is predicted only in a class (``similarity``) in which it was measured.  Fits are made when they are needed.
+    A plan is predicted in any class (``similarity``), with a larger error in those in which it was not measured.  Fits
+    are made when they are needed.
     """
 
     def __init__(self, entries: Iterable[Entry]) -> None:
@@ -50,7 +51,7 @@ class CostModel:
         self._lock = threading.Lock()
 
     def predict(self, plan: Plan, spec: AttentionSpec) -> Prediction | None:
-        """The predicted time of a plan at a spec; None if it was never measured in the spec's class."""
+        """The predicted time of a plan at a spec; None if it was never measured in its direction and type."""
         fit = self._fit(plan, spec)
         if fit is None:
             return None
@@ -74,7 +75,7 @@ class CostModel:
     def _fit(self, plan: Plan, spec: AttentionSpec) -> Fit | None:
         series = _series(plan, spec)
         entries = self._entries.get(series, [])
-        if not any(class_of(entry.spec) == class_of(spec) for entry in entries):
+        if not entries:
             return None
         doublings = _doublings(spec) if len(entries) > _MOST_ENTRIES else None
         key = series if doublings is None else (*series, class_of(spec), doublings)

@@ -12,7 +12,6 @@ import sysconfig
 from hashlib import blake2b
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,18 +58,8 @@ class Corpus:
 
     def sample(self, seed: int, number: int) -> Tensor:
         """Sample ``number`` (S + 1 tokens, int64) of the run with this seed."""
-        return self._drawn(self.train, derived(seed, "train", number))
-
-    def held_back(self, number: int) -> Tensor:
-        """Validation sample ``number``, the same for every seed."""
-        return self._drawn(self.validation, derived("validation", number))
-
-    def _drawn(self, text: Text, draw: int) -> Tensor:
-        tokens: Tensor = torch.from_numpy(np.ascontiguousarray(text.read(draw % self._starts(text), self._window)))
-        return tokens
-
-    def _starts(self, text: Text) -> int:
-        return len(text) - self._window + 1
+        start = derived(seed, "train", number) % (len(self.train) - self._window + 1)
+        return torch.from_numpy(self.train.read(start, self._window))
 
 
 def load(data: str, seqlen: int) -> Corpus:

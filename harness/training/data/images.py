@@ -10,17 +10,15 @@ from .seeds import derived
 __all__ = ["random_images"]
 
 
-def random_images(
-    seed: int, numbers: range, pixels: int, classes: int, device: torch.device, part: str = "train"
-) -> tuple[Tensor, Tensor]:
+def random_images(seed: int, numbers: range, pixels: int, classes: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Images (B, 3, pixels, pixels), normal, fp32, and labels (B,) below ``classes``, drawn on the device.
 
-    Image n depends on seed, part and n alone.
+    Image n depends on seed and n alone.
     """
     images = torch.empty(len(numbers), 3, pixels, pixels, device=device)
     generator = torch.Generator(device)
     for image, number in zip(images, numbers, strict=True):
-        generator.manual_seed(derived(seed, "image", part, number))
+        generator.manual_seed(derived(seed, "image", "train", number))
         image.normal_(generator=generator)
-    labels = [derived(seed, "label", part, number) % classes for number in numbers]
+    labels = [derived(seed, "label", "train", number) % classes for number in numbers]
     return images, torch.tensor(labels, device=device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -39,9 +39,6 @@ class Optimising(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """The state to save."""
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Restore a saved state."""
 
 
 def make_optimiser(config: TrainConfig, module: nn.Module) -> Optimising:
@@ -100,9 +97,9 @@ class MasterWeights:
         for parameter, master in zip(self._parameters, self._masters, strict=True):
             master.grad = None if parameter.grad is None else parameter.grad.to(torch.float32)
         self._inner.step()
-        for master in self._masters:
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
             master.grad = None
-        self._round()
+            parameter.data.copy_(master)
 
     def zero_grad(self) -> None:
         """Drop the weights' gradients."""
@@ -112,18 +109,6 @@ class MasterWeights:
     def state_dict(self) -> dict[str, Any]:
         """The copies and the inner optimiser's state."""
         return {"masters": self._masters, "inner": self._inner.state_dict()}
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore both, and round the copies to the weights."""
-        for master, kept in zip(self._masters, state_dict["masters"], strict=True):
-            master.copy_(kept)
-        self._inner.load_state_dict(state_dict["inner"])
-        self._round()
-
-    def _round(self) -> None:
-        for parameter, master in zip(self._parameters, self._masters, strict=True):
-            parameter.data.copy_(master)
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

@@ -60,23 +60,11 @@ class Trainable:
         """The batch of a rank at a step (from 0 on), on the device: the same for equal seeds and data."""
         numbers = samples_of(step, self.config.batch, rank, world)
         if self.corpus is None:
-            return self._images(numbers, "train", self.config.seed)
-        return self._tokens([self.corpus.sample(self.config.seed, number) for number in numbers])
-
-    def validation(self, index: int, rank: int = 0, world: int = 1) -> Batch:
-        """A batch that is never trained on, the same for every seed."""
-        numbers = samples_of(index, self.config.batch, rank, world)
-        if self.corpus is None:
-            return self._images(numbers, "validation", 0)
-        return self._tokens([self.corpus.held_back(number) for number in numbers])
-
-    def _tokens(self, samples: list[Tensor]) -> Batch:
+            size = VIT_SIZES[self.config.size]
+            return random_images(self.config.seed, numbers, size.pixels, size.classes, self.device)
+        samples = [self.corpus.sample(self.config.seed, number) for number in numbers]
         tokens = torch.stack(samples).to(self.device)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-    def _images(self, numbers: range, part: str, seed: int) -> Batch:
-        size = VIT_SIZES[self.config.size]
-        return random_images(seed, numbers, size.pixels, size.classes, self.device, part)
 
 
 def build(

@@ -54,7 +54,9 @@ def test_a_rate_of_its_own_at_each_head_dim_and_mask_is_learned_and_the_launch_s
     for length in (512, 16384):
         asked = at(length, 96, Mask())
         assert model.predict(PLAN, asked).time_ms == pytest.approx(law(asked, 0.3, 450.0), rel=0.2)
-    assert model.predict(PLAN, at(4096, 80, Mask())) is None  # no spec of that class
+    between = model.predict(PLAN, at(4096, 80, Mask()))  # no spec of that class
+    assert between.time_ms == pytest.approx(law(at(4096, 80, Mask()), 0.3, 430.0), rel=0.2)
+    assert between.error > model.predict(PLAN, at(4096, 64, Mask())).error
     assert model.predict(OTHER, alone) is None
 
 

@@ -79,8 +79,8 @@ def test_a_choice_beyond_its_budget_is_no_success_however_fast():
     assert not any(each.passes for each in summary_of(found))
 
 
-def test_an_unknown_class_is_chosen_by_a_rule_and_counted():
-    unknown = [replace(at, head_dim=64, head_dim_v=64) for at in FRESH]
+def test_shapes_of_a_type_that_no_table_knows_are_chosen_by_a_rule_and_counted():
+    unknown = [replace(at, dtype="fp16") for at in FRESH]
     (plain, _) = summary_of(scores(truth(specs=unknown)))
     assert plain.rules == plain.choices == len(unknown)
     assert not plain.passes
@@ -115,6 +115,17 @@ def test_the_command_scores_results_without_measuring_and_exits_by_the_bounds(tm
     code, out, _ = run_check(mine, "--on", fresh)
     assert code == 1
     assert "failed: 2 shapes" in out
+
+
+def test_the_command_scales_a_table_of_another_gpu_to_that_of_the_results(tmp_path, monkeypatch, run_check):
+    monkeypatch.setattr("attnbench.kernels.registry.registry", lambda: KNOWN)
+    mine, fresh = tmp_path / "mine.json", tmp_path / "fresh.json"
+    there = replace(an_environment(), device_type="cuda", device_name="NVIDIA H200", capability="9.0")
+    replace(lawful(), environment=there).save(mine)
+    for name, basis in (("NVIDIA H100 80GB HBM3", {"scaled"}), ("NVIDIA H200", {"predicted"})):
+        replace(truth(), environment=replace(there, device_name=name)).save(fresh)
+        _, out, _ = run_check(mine, "--on", fresh, "--format", "json")
+        assert {each["basis"] for each in json.loads(out)["choices"]} == basis
 
 
 def test_fresh_shapes_are_measured_resumed_and_scored(tmp_path, run_check):

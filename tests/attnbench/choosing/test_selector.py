@@ -112,8 +112,41 @@ def test_a_shape_between_measured_ones_is_predicted():
         choice = pick(spec(seqlen_q=length), table=both)
         assert (str(choice.plan), choice.basis) == (plan, "predicted")
         assert choice.chosen.time_error > 0
-    for other in ({"head_dim": 128}, {"mask": Mask(None, 0)}, {"dtype": "fp16"}, {"scale": 0.5}, {"softcap": 3.0}):
-        assert pick(spec(seqlen_q=12000, **other), table=both).basis == "rule"
+    for other in ({"head_dim": 128}, {"mask": Mask(None, 0)}, {"scale": 0.5}, {"softcap": 3.0}):
+        assert pick(spec(seqlen_q=12000, **other), table=both).basis == "predicted"
+    for strange in ({"dtype": "fp16"}, {"direction": "training"}):
+        assert pick(spec(seqlen_q=12000, **strange), table=both).basis == "rule"
+
+
+@given(
+    head_dim=st.sampled_from((32, 64, 96, 128, 256)),
+    mask=st.sampled_from((Mask(), Mask(None, 0), Mask(127, 0))),
+    error=st.floats(0.02, 0.15),
+)
+def test_an_fp8_error_of_another_class_counts_for_more_the_more_the_class_differs(head_dim, mask, error):
+    """By MARGIN, 1.6 for each doubling of the head dimension, and 1.6 ** 0.7 for another mask."""
+    measured = table(entry("fast:bf16", 2.0), entry("fast:fp8", 1.0, normal=0.02, outlier=error))
+    choice = pick(spec(head_dim=head_dim, mask=mask), table=measured, fp8=True)
+    found = next(each for each in choice.candidates if str(each.plan) == "fast:fp8")
+    doublings = abs(math.log2(head_dim / 64)) + 0.7 * (mask != Mask())
+    assert found.needs == pytest.approx(error * (1.3 * 1.6**doublings if doublings else 1.0), rel=0.06)
+    assert (found.verdict == "inaccurate") == (found.needs > choice.budget)
+
+
+def test_classes_farther_away_prove_the_keys_that_the_nearest_other_class_lacks():
+    near = [entry("fast:bf16", 2.0), entry("fast:fp8", 1.0, normal=0.02, outlier=0.02)]
+    far = entry("fast:fp8", 100.0, spec(seqlen_q=16384, head_dim=128), normal=0.02, outlier=0.02)
+    asked = spec(seqlen_q=8192, softcap=3.0)
+    for entries, proven in ((near, False), ([*near, far], True)):
+        assert (verdicts(pick(asked, table=table(*entries), fp8=True))["fast:fp8"] != "unmeasured") == proven
+
+
+def test_a_failure_of_its_own_class_weighs_more_than_a_success_of_another():
+    failed = entry("fast:bf16", None, status="crashed")
+    other = entry("fast:bf16", 0.5, spec(head_dim=128))
+    assert verdicts(pick(spec(seqlen_q=2048), table=table(entry("slow:bf16", 3.0), failed, other)))["fast:bf16"] == (
+        "unmeasured"
+    )
 
 
 def test_predictions_within_their_error_leave_it_to_the_nearest_measured_shape():

@@ -209,6 +209,18 @@ def test_a_context_reaches_what_a_checkpoint_computes_again(ran):
     assert [plan for plan, _ in ran] == ["emulated:fp8", "emulated:fp8"]
 
 
+def test_a_rule_warns_at_the_first_call_of_a_question_alone(monkeypatch):
+    """Explaining and asking again do not: the warning is for a program that runs by rule."""
+    warned = []
+    monkeypatch.setattr(memory, "warn_of_rule", lambda choice, device: warned.append((choice.basis, device.type)))
+    x = tensors(sq=13)
+    explain(*x)
+    assert warned == []
+    attention(*x)
+    attention(*x)
+    assert warned == [("rule", "cpu")]
+
+
 @pytest.mark.parametrize(("training", "most"), [(False, 25), (True, 39)])
 def test_a_call_that_was_asked_before_runs_little_python(training, most):
     """Of what a call costs over torch's own, most is calls of Python functions."""

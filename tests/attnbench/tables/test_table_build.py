@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from command_line import attnbench
 from fakes import an_environment
 from flat import measurement
 from places import ROOT
@@ -30,7 +31,9 @@ from attnbench.tables.user_table import known_tables, user_table_path
 SHIPPED = sorted((ROOT / "attnbench" / "tables").glob("*.json"))
 sweep_command = import_module("attnbench.cli.sweep")
 COMMANDS = re.findall(
-    r"^attnbench table build (.+) -o (attnbench/tables/\S+)$", (ROOT / "docs" / "tables.md").read_text(), re.MULTILINE
+    r"^attnbench (table build|submit) (.+) -o (attnbench/tables/\S+)$",
+    (ROOT / "docs" / "tables.md").read_text(),
+    re.MULTILINE,
 )
 SPEC = AttentionSpec.make(batch=1, heads=4, seqlen_q=1024, head_dim=64)
 HERE = an_environment()
@@ -136,7 +139,7 @@ def folder(path: Path, *rows: Measurement) -> Path:
 
 
 def build(*arguments: object) -> None:
-    from attnbench.cli.table import app
+    from attnbench.cli.tables.table import app
 
     app([str(each) for each in ("build", *arguments)], standalone_mode=False)
 
@@ -181,10 +184,11 @@ def test_only_a_sweep_that_ends_writes_tables(stop, monkeypatch, tmp_path, capsy
 
 def test_the_shipped_tables_come_from_the_committed_rows(tmp_path):
     """By the commands in docs/tables.md, byte by byte."""
-    assert sorted(Path(file).name for _, file in COMMANDS) == [path.name for path in SHIPPED]
-    for results, file in COMMANDS:
+    assert sorted(Path(file).name for _, _, file in COMMANDS) == [path.name for path in SHIPPED]
+    for command, results, file in COMMANDS:
         rebuilt = tmp_path / Path(file).name
-        build(*(ROOT / each for each in shlex.split(results)), "-o", rebuilt)
+        run = attnbench(*command.split(), *(ROOT / each for each in shlex.split(results)), "-o", rebuilt)
+        assert run.returncode == 0, run.stderr
         assert rebuilt.read_bytes() == (ROOT / file).read_bytes()
 
 
@@ -200,7 +204,7 @@ def test_a_shipped_table_is_small_and_known_and_named_after_its_device(path):
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
-def test_a_shipped_table_is_used_on_its_gpu_and_on_no_other(path, monkeypatch):
+def test_a_shipped_table_is_used_on_its_gpu_and_elsewhere_scaled_or_not_at_all(path, monkeypatch):
     table = Table.load(path)
     device = torch.device("cuda", 0)
 
@@ -215,9 +219,10 @@ def test_a_shipped_table_is_used_on_its_gpu_and_on_no_other(path, monkeypatch):
     assert "driver was" in on(replace(table.environment, driver="1.0")).note
     for other in ("NVIDIA H100 80GB HBM3", "NVIDIA H800", "NVIDIA H20", "NVIDIA H200 NVL", "NVIDIA B200"):
         elsewhere = replace(table.environment, device_name=other)
-        assert on(elsewhere).tables == ()
+        scaled = [] if other == "NVIDIA B200" else [table.environment.device_name]
+        assert [each.scaled_from for each in on(elsewhere).tables] == scaled
         mine = user_table_path(elsewhere)
         table.save(mine)
         with pytest.warns(UserWarning, match=f"is not used.*device_name was .*, is {other}"):
-            assert on(elsewhere).tables == ()
+            assert [each.scaled_from for each in on(elsewhere).tables] == scaled
     forget()

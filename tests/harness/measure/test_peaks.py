@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnbench import AttentionSpec, Mask, Plan
-from attnbench.harness.measure.peaks import PEAK_TFLOPS, peak_share
+from attnbench.harness.measure.peaks import PEAK_TFLOPS, least_ms, peak_share
 
 SPEC = AttentionSpec.make(batch=4, heads=16, seqlen_q=4096, head_dim=128)
 FLOPS = 4 * 4 * 16 * 4096**2 * 128
@@ -32,7 +32,7 @@ def test_passes_count_each_at_its_own_precision():
     ("plan", "times", "device"),
     [
         ("a:bf16", {"kernel": [1.0]}, "A CPU"),
-        ("a:int8", {"kernel": [1.0]}, "NVIDIA H200"),
+        ("a:int4", {"kernel": [1.0]}, "NVIDIA H200"),
         ("a:fp8", {"kernel": [1.0]}, "NVIDIA A100-SXM4-80GB"),
         ("a:bf16", {"call": [1.0]}, "NVIDIA H200"),
         ("a:bf16>b:bf16", {"kernel": [1.0]}, "NVIDIA H200"),
@@ -47,3 +47,12 @@ def test_twice_the_time_is_half_the_share(device, time):
     one, two = (peak_share(Plan("a:fp16"), SPEC, {"kernel": [x]}, device) for x in (time, 2 * time))
     assert one == pytest.approx(2 * two)
     assert peak_share(Plan("a:fp16"), SPEC, {"kernel": [time, time / 100, time * 100]}, device) == one
+
+
+def test_the_least_time_is_that_of_a_share_of_one():
+    training = SPEC.replace(direction="training")
+    for plan, spec in ((Plan("a:fp8"), SPEC), (Plan("a:int8", "b:bf16"), training)):
+        least = least_ms(plan, spec, "NVIDIA H200")
+        share = peak_share(plan, spec, {"kernel": [least / 2], "backward": [least / 2]}, "NVIDIA H200")
+        assert share == pytest.approx(1.0 if plan.backward else 2.0)
+    assert least_ms(Plan("a:bf16"), SPEC, "A GPU") is None

@@ -181,7 +181,6 @@ def test_a_pair_of_configs_learns_the_same_batches() -> None:
     halves = build(base.replace(batch=1), "cpu")
     joined = torch.cat([halves.batch(3, rank, 2)[0] for rank in range(2)])
     assert torch.equal(joined, one.batch(3)[0])
-    assert torch.equal(one.validation(0)[0], build(base.replace(seed=9), "cpu").validation(0)[0])
 
 
 @pytest.mark.parametrize("largest", [1, 700, 10**9])

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import MisuseError
-from .output import DeviceOption, Format, FormatOption, fresh_folder, print_json, print_table
+from ...errors import MisuseError
+from ..output import DeviceOption, Format, FormatOption, fresh_folder, print_json, print_table
 
 if TYPE_CHECKING:
-    from ..choosing.fresh_regret import FreshScore, FreshSummary
-    from ..choosing.regret import Score, Summary
-    from ..choosing.regret_fixed import Fixed
-    from ..tables.table import Table
+    from ...choosing.fresh_regret import FreshScore, FreshSummary
+    from ...choosing.regret import Score, Summary
+    from ...choosing.regret_fixed import Fixed
+    from ...tables.table import Table
 
 __all__ = ["check"]
 
@@ -54,6 +54,7 @@ def check(
     With --fresh N, N attention layers of published models are drawn with batch, length and direction, every plan is
     measured on them, and what the tables choose without knowing these shapes is compared with the fastest accurate
     plan.  --on FOLDER repeats the comparison on the results of an earlier --fresh, or of any sweep, without measuring.
+    A named TABLE of another GPU of the same generation is scaled to the GPU of the results, as auto does.
     Exits 1 if the regret exceeds 2 % in the geometric mean (3 % with FP8), 8 % at the 90th percentile or 20 % at worst,
     if a rule decides more than 2 % of the choices, or if a chosen plan exceeds its budget.
 
@@ -69,10 +70,10 @@ def check(
         return
     if not tables:
         raise MisuseError("name a table or results, or ask for fresh shapes with --fresh N")
-    from ..choosing.regret import GEOMETRIC_MEAN, WORST, Asked, held_out, summarised
-    from ..choosing.regret_fixed import against_fixed
-    from ..choosing.similarity import class_of
-    from ..kernels.registry import registry
+    from ...choosing.regret import GEOMETRIC_MEAN, WORST, Asked, held_out, summarised
+    from ...choosing.regret_fixed import against_fixed
+    from ...choosing.similarity import class_of
+    from ...kernels.registry import registry
 
     table = _table(tables)
     known = registry()
@@ -117,10 +118,11 @@ def _check_fresh(
     device: str,
     format: Format,
 ) -> None:
-    from ..choosing.fresh_regret import fresh_scores, summary_of
-    from ..kernels.devices import find
-    from ..kernels.registry import registry
-    from ..tables.user_table import Known, known_tables
+    from ...choosing.fresh_regret import fresh_scores, summary_of
+    from ...kernels.devices import find
+    from ...kernels.registry import registry
+    from ...tables.scaling import scaled
+    from ...tables.user_table import Known, known_tables
 
     if fresh is not None and on is not None:
         raise MisuseError("--fresh measures and --on reads what was measured; give one of them")
@@ -128,8 +130,11 @@ def _check_fresh(
         raise MisuseError("--out, --resume and --backends belong to --fresh")
     if resume and out is None:
         raise MisuseError("--resume needs --out, the folder of the interrupted --fresh")
-    known_by = Known.of(_table(tables)) if tables else known_tables(find(device))
+    given = _table(tables) if tables else None
+    known_by = known_tables(find(device)) if given is None else Known.of(given)
     truth = _table([on]) if on is not None else _measured(fresh or 0, seed, out, resume, backends, device)
+    if given is not None and (moved := scaled(given, truth.environment)) is not None:
+        known_by = Known.of(moved)
     scores = list(fresh_scores(truth, known_by, registry()))
     if not scores:
         raise MisuseError("no plan served within the budget at any of these shapes, so there is nothing to compare")
@@ -157,17 +162,17 @@ def _measured(count: int, seed: int, out: Path | None, resume: bool, backends: s
     """Measure every plan on the drawn shapes; the user's table stays as it is."""
     from rich.console import Console
 
-    from ..harness.cases.models import drawn_cases
-    from ..harness.measure.setup import DeviceSetup
-    from ..harness.measure.timing import Timer
-    from ..harness.results.condense import condense
-    from ..harness.results.store import TABLE, Store
-    from ..harness.sweep.progress import show_progress
-    from ..harness.sweep.run import run_sweep, tasks_of
-    from ..kernels.devices import find
-    from ..kernels.registry import registry
-    from ..tables.environment import Environment
-    from ..tables.table import Table
+    from ...harness.cases.models import drawn_cases
+    from ...harness.measure.setup import DeviceSetup
+    from ...harness.measure.timing import Timer
+    from ...harness.results.condense import condense
+    from ...harness.results.store import TABLE, Store
+    from ...harness.sweep.progress import show_progress
+    from ...harness.sweep.run import run_sweep, tasks_of
+    from ...kernels.devices import find
+    from ...kernels.registry import registry
+    from ...tables.environment import Environment
+    from ...tables.table import Table
 
     place, known = find(device), registry()
     names = [name.strip() for name in (backends or "").split(",") if name.strip()]
@@ -188,10 +193,10 @@ def _measured(count: int, seed: int, out: Path | None, resume: bool, backends: s
 
 def _table(paths: list[Path]) -> Table:
     """The table file, or one table built from all sweeps.  Raises MisuseError for a mixture of both."""
-    from ..harness.results.condense import join_sweeps
-    from ..harness.results.records import read_measurements
-    from ..harness.results.store import measurements_file
-    from ..tables.table import Table
+    from ...harness.results.condense import join_sweeps
+    from ...harness.results.records import read_measurements
+    from ...harness.results.store import measurements_file
+    from ...tables.table import Table
 
     files = [measurements_file(path) for path in paths]
     if all(file.suffix != ".json" for file in files):

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ..errors import AttnbenchError
-from .output import DeviceOption, print_text
+from ...errors import AttnbenchError
+from ..output import DeviceOption, print_text
 from .table_check import check
 
 __all__ = ["app"]
@@ -33,10 +33,10 @@ def build(
 
     By default the result is merged into your own table, which backend="auto" reads.
     """
-    from ..harness.results.condense import join_sweeps
-    from ..harness.results.records import read_measurements
-    from ..harness.results.store import measurements_file
-    from ..tables.user_table import update_user_table
+    from ...harness.results.condense import join_sweeps
+    from ...harness.results.records import read_measurements
+    from ...harness.results.store import measurements_file
+    from ...tables.user_table import update_user_table
 
     records = [measurements_file(each) for each in results]
     table = join_sweeps({str(each): list(read_measurements(each)) for each in records}).condensed()
@@ -56,9 +56,9 @@ def show(
     device: DeviceOption = "auto",
 ) -> None:
     """Show every measured plan by shape, fastest first."""
-    from ..kernels.devices import find
-    from ..tables.table import Table
-    from ..tables.user_table import known_tables
+    from ...kernels.devices import find
+    from ...tables.table import Table
+    from ...tables.user_table import known_tables
 
     if file is not None:
         print_text(Table.load(file).to_text())

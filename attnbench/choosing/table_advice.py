@@ -1,0 +1,36 @@
+"""What to say where a device has no table of its own: the command that makes one, and how long that takes."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from ..errors import AttnbenchWarning
+from ..kernels.devices import describe
+from ..state import Cache
+from ..text.printable import printable
+from .candidate import Candidate
+from .choice import Choice
+
+__all__ = ["advice", "warn_of_rule"]
+
+_COMMAND = "`attnbench sweep` makes a table of this device in about 5 minutes"
+_warned: Cache[torch.device, str] = Cache(lasting=True)
+
+
+def advice(winner: Candidate) -> str | None:
+    """The hint of a choice by rule, or by another GPU's times; None for others."""
+    if winner.basis == "rule":
+        return f"nothing like this was measured on this device; {_COMMAND}"
+    return f"its times were measured on another GPU; {_COMMAND}" if winner.basis == "scaled" else None
+
+
+def warn_of_rule(choice: Choice, device: torch.device) -> None:
+    """Warn if ``auto`` chose by rule on a GPU, once a device; on a CPU a rule is the usual thing."""
+    if choice.basis != "rule" or device.type != "cuda" or device in _warned.entries:
+        return
+    said = f"nothing like {choice.spec} was measured on {printable(describe(device).name)}, so a fixed order of kernels"
+    said = f"{said} decides; {_COMMAND}"
+    if _warned.of(device, lambda: said) is said:  # not another thread's
+        warnings.warn(said, AttnbenchWarning, stacklevel=2)

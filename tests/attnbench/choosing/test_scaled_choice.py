@@ -1,0 +1,174 @@
+"""Choices by the times of another GPU: never taken for measured ones, and said to be scaled wherever they are shown."""
+
+import json
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from fakes import FakeForward, an_environment, fake_backend, fake_registry
+
+from attnbench import AttentionSpec, Plan
+from attnbench.choosing import table_advice
+from attnbench.choosing.fresh_regret import fresh_scores
+from attnbench.choosing.selector import choose
+from attnbench.choosing.table_advice import warn_of_rule
+from attnbench.errors import AttnbenchWarning, NoPlanError
+from attnbench.kernels.capabilities import Device
+from attnbench.tables.scaling import scaled
+from attnbench.tables.table import Entry, Table
+from attnbench.tables.user_table import Known
+
+CPU = torch.device("cpu")
+KNOWN = fake_registry(
+    fake_backend("slow", FakeForward("slow:bf16", preference=10)),
+    fake_backend("fast", FakeForward("fast:bf16", preference=20), FakeForward("fast:fp8")),
+)
+H200 = replace(an_environment(), device_type="cuda", device_name="NVIDIA H200", capability="9.0")
+H100 = replace(H200, device_name="NVIDIA H100 80GB HBM3")
+ERRORS = {"slow:bf16": 0.002, "fast:bf16": 0.002, "fast:fp8": 0.08}
+LENGTHS = (1024, 4096, 16384)
+
+
+def spec(length: int = 4096, **more) -> AttentionSpec:
+    return AttentionSpec.make(**{"batch": 1, "heads": 16, "seqlen_q": length, "head_dim": 128, **more})
+
+
+def table(environment=H200, lengths=LENGTHS, **rates: float) -> Table:
+    """Plans of so many TFLOPS at every length."""
+    names = {"slow": "slow:bf16", "fast": "fast:bf16", "fp8": "fast:fp8"}
+    return Table.from_entries(
+        environment,
+        [
+            Entry(at, Plan(names[name]), "ok", 0.01 + at.flops / rate / 1e9, 0.0, {"outlier": ERRORS[names[name]]})
+            for at in map(spec, lengths)
+            for name, rate in rates.items()
+        ],
+    )
+
+
+def known(**rates: float) -> Known:
+    return Known.of(scaled(table(**rates), H100))
+
+
+@pytest.fixture
+def by(monkeypatch):
+    """A choice by these tables."""
+
+    def pick(tables: Known, asked: AttentionSpec | None = None, **more):
+        monkeypatch.setattr("attnbench.choosing.selector.known_tables", lambda device: tables)
+        return choose(asked or spec(), CPU, known=KNOWN, **more)
+
+    return pick
+
+
+@pytest.mark.parametrize("length", [4096, 6000])
+def test_a_scaled_choice_says_so_wherever_it_is_shown(by, length):
+    choice = by(known(slow=300, fast=500, fp8=800), spec(length))
+    assert (str(choice.plan), choice.basis, choice.chosen.scaled_from) == ("fast:bf16", "scaled", "NVIDIA H200")
+    assert "(by prediction scaled from NVIDIA H200)" in str(choice)
+    assert "`attnbench sweep`" in choice.hint
+    said = json.loads(json.dumps(choice.to_dict()))
+    assert {each["basis"] for each in said["candidates"]} == {"scaled"}
+    assert {each["scaled_from"] for each in said["candidates"]} == {"NVIDIA H200"}
+    assert {each["spread_ms"] for each in said["candidates"]} == {None}
+    assert all(each["time_error"] >= 0.05 for each in said["candidates"])
+    assert " ± 0%" not in str(choice)
+    assert "error of the prediction" in str(choice)
+
+
+def test_a_measured_choice_names_no_other_gpu(by):
+    choice = by(Known.of(table(slow=300, fast=500)))
+    assert (choice.basis, choice.hint) == ("measured", None)
+    assert {each["scaled_from"] for each in choice.to_dict()["candidates"]} == {None}
+
+
+def test_a_named_plan_is_explicit_and_gets_no_advice(by):
+    choice = by(known(slow=300, fast=500), backend="slow:bf16")
+    assert (choice.basis, choice.chosen.basis, choice.hint) == ("explicit", "scaled", None)
+
+
+def test_fp8_is_chosen_by_the_errors_of_the_other_gpu(by):
+    tables = known(slow=300, fp8=800)
+    assert str(by(tables, fp8=True).plan) == "fast:fp8"
+    assert str(by(tables, fp8=True, max_error=0.05).plan) == "slow:bf16"
+    with pytest.raises(NoPlanError, match=r"the best, .*measured on NVIDIA H200"):
+        by(known(slow=300, fast=500), max_error=1e-4)
+
+
+def test_a_lead_within_the_error_of_scaling_is_none(by):
+    """Measured there, 4 % decide; scaled they do not, and margins say by how much they would have to differ."""
+    rates = {"slow": 400, "fast": 416}
+    assert str(by(Known.of(table(**rates))).plan) == "fast:bf16"
+    choice = by(known(**rates))
+    assert choice.margin.noise >= 0.05
+    assert choice.margin.inside_noise
+    assert not by(known(slow=400, fast=600)).margin.inside_noise
+
+
+def test_a_table_of_this_gpu_decides_where_it_knows_the_class(by):
+    own = table(H100, lengths=(8192,), slow=500, fast=300)
+    tables = Known((own, scaled(table(slow=300, fast=500), H100)))
+    for length in (8192, 6000):
+        choice = by(tables, spec(length))
+        assert (str(choice.plan), choice.basis) == ("slow:bf16", "measured" if length == 8192 else "predicted")
+    other = by(tables, spec(4096))  # measured on the H200 alone
+    assert (str(other.plan), other.basis) == ("fast:bf16", "scaled")
+    assert {each.basis for each in other.candidates if each.time_ms} == {"scaled"}  # times of two machines never meet
+    swapped = Known(tables.tables[::-1])
+    assert by(swapped, spec(6000)).basis == "predicted"
+
+
+def test_regret_counts_a_scaled_choice_as_scaled():
+    truth = table(H100, slow=300, fast=500)
+    scores = list(fresh_scores(truth, known(slow=300, fast=500), KNOWN))
+    assert scores
+    assert {score.basis for score in scores} == {"scaled"}
+    assert all(score.regret == 0 for score in scores)
+
+
+# --- one warning a GPU ---
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(table_advice, "describe", lambda device: Device("cuda", "NVIDIA\x1b H100", (9, 0)))
+    table_advice._warned.forget()
+    yield torch.device("cuda", 0)
+    table_advice._warned.forget()
+
+
+def caught(choice, *devices) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for device in devices:
+            warn_of_rule(choice, device)
+    assert all(each.category is AttnbenchWarning for each in found)
+    return [str(each.message) for each in found]
+
+
+def test_a_rule_on_a_gpu_warns_once_a_device_in_one_line(by, gpu):
+    choice = by(Known())
+    assert choice.basis == "rule"
+    (said,) = caught(choice, gpu, gpu)
+    assert said.isprintable()
+    assert said.startswith(f"nothing like {spec()} was measured on NVIDIA  H100, so a fixed order of kernels decides; ")
+    assert "`attnbench sweep` makes a table of this device in about 5 minutes" in said
+    assert caught(choice, gpu) == []
+    assert len(caught(choice, torch.device("cuda", 1))) == 1
+
+
+def test_nothing_warns_on_a_cpu_or_where_something_else_decided(by, gpu):
+    assert caught(by(Known()), CPU) == []
+    chosen = [by(known(slow=300)), by(Known.of(table(slow=300))), by(Known(), backend="slow")]
+    assert [each.basis for each in chosen] == ["scaled", "measured", "explicit"]
+    assert [caught(each, gpu) for each in chosen] == [[], [], []]
+
+
+def test_a_rule_may_warn_as_an_error_and_the_next_call_works(by, gpu):
+    choice = by(Known())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(AttnbenchWarning):
+            warn_of_rule(choice, gpu)
+        warn_of_rule(choice, gpu)

@@ -1,0 +1,148 @@
+"""``attnbench submit``: one file from honest results; every reason, and no file, from others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from command_line import Run, attnbench, fails, named
+from flat import changed
+from places import ROOT
+from reported import lost
+from submitted import H200, SPECS, honest, visited
+
+from attnbench.harness.results.records import Measurement
+from attnbench.tables.table import Table
+
+ROWS = honest()
+H900 = replace(H200, device_name="NVIDIA H900")
+
+
+def folder(path: Path, rows: Sequence[Measurement]) -> Path:
+    path.mkdir()
+    (path / "measurements.jsonl").write_text("".join(row.to_line() + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder of a command, empty."""
+    place = tmp_path / "here"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    return place
+
+
+def reasons(run: Run) -> list[str]:
+    return [line for line in run.stderr.splitlines() if line.startswith("- ")]
+
+
+def test_honest_results_make_a_file_named_after_the_device(here: Path, tmp_path: Path) -> None:
+    run = attnbench("submit", folder(tmp_path / "mine", ROWS))
+    assert (run.returncode, run.stderr) == (0, "")
+    assert [path.name for path in here.iterdir()] == ["nvidia-h200.json"]
+    assert "36 plans at 12 shapes of NVIDIA H200; every check passed" in run.stdout
+    # attnbench has a table of this GPU, so this one is offered as another's.
+    assert "as results/nvidia-h200/submitted/0123456789ab.json and its rows below results/nvidia-h200/" in run.stdout
+    checked = attnbench("submit", here / "nvidia-h200.json")
+    assert checked.returncode == 0, checked.stderr
+    assert "36 plans at 12 shapes" in checked.stdout
+
+
+def test_the_file_is_what_table_build_writes_wherever_the_rows_lie(here: Path, tmp_path: Path) -> None:
+    one, two = folder(tmp_path / "one", ROWS[:20]), folder(tmp_path / "two", ROWS[20:])
+    assert attnbench("table", "build", one, two, "-o", here / "built.json").returncode == 0
+    assert attnbench("submit", one, two, "-o", here / "a.json").returncode == 0
+    assert attnbench("submit", two / "measurements.jsonl", one, one, "-o", here / "b.json").returncode == 0
+    built, a, b = ((here / name).read_bytes() for name in ("built.json", "a.json", "b.json"))
+    assert built == a == b
+
+
+def test_rows_without_two_visits_that_agree_are_left_out_and_counted(here: Path, tmp_path: Path) -> None:
+    rows = [visited(row, row.median_ms(), 3 * row.median_ms()) for row in ROWS[:4]] + ROWS[4:]
+    run = attnbench("submit", folder(tmp_path / "mine", rows))
+    assert run.returncode == 0, run.stderr
+    assert "4 of 36 rows are left out" in run.stdout
+    assert len(Table.load(here / "nvidia-h200.json").entries) == 32
+
+
+def test_all_reasons_are_given_and_the_old_file_stays(here: Path, tmp_path: Path) -> None:
+    (here / "nvidia-h200.json").write_text("mine")
+    rows = [changed(ROWS[0], error={"normal": {"out": 0.3}}), *ROWS[1:5]]
+    rows.append(lost("fa3:fp8", "crashed", "in /home/alice/\x1b[2Jx.py", SPECS[0], environment=H200))
+    broken = folder(tmp_path / "broken", ROWS[5:7])
+    text = (broken / "measurements.jsonl").read_text()
+    (broken / "measurements.jsonl").write_text(re.sub(r'"out":[\d.e-]+', '"out":NaN', text, count=1))
+    run = attnbench("submit", folder(tmp_path / "mine", rows), broken)
+    fails(run, 1, "attnbench: not to be shared, for 4 reasons:")
+    found = reasons(run)
+    assert len(found) == 4
+    for said in ("measurements.jsonl:1", "beyond 0.01", "'/home/alice'", "2 shapes with"):
+        assert sum(said in reason for reason in found) == 1, said
+    assert "\x1b" not in run.stderr
+    assert {path.name: path.read_text() for path in here.iterdir()} == {"nvidia-h200.json": "mine"}
+
+
+def test_a_gpu_whose_peak_is_unknown_is_told_what_to_add(here: Path, tmp_path: Path) -> None:
+    run = attnbench("submit", folder(tmp_path / "mine", [changed(row, environment=H900) for row in ROWS]))
+    fails(run, 1, "the peak of NVIDIA H900 is not known", "harness/measure/peaks.py")
+    assert list(here.iterdir()) == []
+
+
+def test_a_first_table_of_a_gpu_is_offered_as_the_one_that_ships(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attnbench.harness.measure.peaks import PEAK_TFLOPS
+
+    monkeypatch.setitem(PEAK_TFLOPS, "NVIDIA H900", PEAK_TFLOPS["NVIDIA H200"])
+    run = attnbench("submit", folder(tmp_path / "mine", [changed(row, environment=H900) for row in ROWS]))
+    assert "with this file as attnbench/tables/nvidia-h900.json and its rows below results/nvidia-h900/" in run.stdout
+
+
+def test_reports_of_conformance_are_held_against_the_table(here: Path, tmp_path: Path) -> None:
+    mine, reports = folder(tmp_path / "mine", ROWS), tmp_path / "reports"
+    reports.mkdir()
+    fails(attnbench("submit", mine, "--conformance", reports), 1, "holds no report")
+    committed = (ROOT / "results/nvidia-h200/conformance/fa3.md").read_text()
+    (reports / "fa3.md").write_text(committed)
+    run = attnbench("submit", mine, "--conformance", reports)
+    assert "no conformance report has checked sdpa-flash:bf16, triton:fp8" in run.stdout, run.stderr
+    (reports / "fa3.md").write_text(committed.replace("| out | passed |", "| out | **failed** |"))
+    (reports / "notes.md").write_text("# Notes\n")
+    run = attnbench("submit", mine, "--conformance", reports, "-o", here / "no.json")
+    fails(run, 1, "fa3:bf16 failed out", "notes.md: expected a report")
+    assert not (here / "no.json").exists()
+
+
+def test_a_table_that_was_edited_by_hand_is_told_apart(here: Path, tmp_path: Path) -> None:
+    assert attnbench("submit", folder(tmp_path / "mine", ROWS)).returncode == 0
+    path = here / "nvidia-h200.json"
+    text = path.read_text()
+    for old, new, said in (
+        ('"errors": {', '"errors":  {', "is not as `attnbench submit` writes it"),
+        ('"time_ms": 0.5', '"time_ms": 0.0005', "above the device's peak"),
+        ('"triton:fp8": {"time_ms"', '"acme:fp8": {"time_ms"', "no backend is named 'acme'"),
+        ('"platform": "', '"platform": "/home/alice ', "platform holds '/home/alice'"),
+        ('"normal": 0.0', '"normal": NaN, "x": 0.0', "NaN is no number"),
+        ("]}", "", "expected JSON"),
+    ):
+        assert old in text
+        path.write_text(text.replace(old, new))
+        fails(attnbench("submit", path), 1, said)
+
+
+def test_misuse_and_places_that_cannot_be_written(here: Path, tmp_path: Path) -> None:
+    mine = folder(tmp_path / "mine", ROWS)
+    (here / "file").touch()
+    named(attnbench("submit", mine, "-o", here / "file" / "x.json"), 1, "cannot be written")
+    fails(attnbench("submit", folder(tmp_path / "none", [])), 1, "there is no measurement")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    fails(attnbench("submit", mine, empty), 1, "empty/measurements.jsonl")
+    table = ROOT / "attnbench" / "tables" / "nvidia-h200.json"
+    named(attnbench("submit", table, mine), 2, "either one table")
+    named(attnbench("submit", table, "-o", here / "x.json"), 2, "either one table")
+    assert [path.name for path in here.iterdir()] == ["file"]

@@ -1,0 +1,359 @@
+"""Folders of tables from anyone: what is no table is named in one warning, the rest is used in a fixed order."""
+
+import json
+import os
+import socket
+import threading
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fakes import an_environment
+from patience import PATIENCE
+
+from attnbench import AttentionSpec, Plan
+from attnbench.errors import AttnbenchWarning
+from attnbench.state import forget
+from attnbench.tables import folders
+from attnbench.tables.environment import Environment
+from attnbench.tables.files import LARGEST
+from attnbench.tables.folders import folder_tables
+from attnbench.tables.table import Entry, Table
+from attnbench.tables.user_table import known_tables, update_user_table
+
+SPEC = AttentionSpec.make(batch=1, heads=4, seqlen_q=1024, head_dim=64)
+FAST, SLOW = Plan("fast:bf16"), Plan("slow:bf16")
+H200 = replace(
+    an_environment(), device_type="cuda", device_name="NVIDIA H200", capability="9.0",
+    backends={"fast": "1.0", "slow": "1.0"},
+)  # fmt: skip
+H100 = replace(H200, device_name="NVIDIA H100 80GB HBM3")
+GPU = torch.device("cuda", 0)
+
+
+def table(*times: float, environment: Environment = H100, spec: AttentionSpec = SPEC) -> Table:
+    plans = zip((FAST, SLOW), times, strict=False)
+    return Table.from_entries(environment, [Entry(spec, plan, "ok", t, errors={"normal": 0.01}) for plan, t in plans])
+
+
+@pytest.fixture
+def shipped(monkeypatch, tmp_path):
+    """This process believes to be on an H100; attnbench ships the tables that the test puts into the folder."""
+    monkeypatch.setattr(Environment, "detect", classmethod(lambda *_: H100))
+    monkeypatch.setattr("attnbench.tables.shipped._FOLDER", tmp_path / "shipped")
+    forget()
+    yield tmp_path / "shipped"
+    forget()
+
+
+@pytest.fixture
+def folder(shipped, monkeypatch, tmp_path):
+    place = tmp_path / "folder"
+    place.mkdir()
+    monkeypatch.setenv("ATTNBENCH_TABLES", str(place))
+    return place
+
+
+def times(spec: AttentionSpec = SPEC) -> dict[str, float]:
+    return {str(plan): entry.time_ms for plan, entry in known_tables(GPU).at(spec).items()}
+
+
+def silent() -> tuple[tuple[Path, Table], ...]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return folder_tables()
+
+
+def warned(*, of: int = 1) -> str:
+    """The one warning of reading the folders, and that reading them again in this process gives none."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert len(folder_tables()) == of
+        assert len(folder_tables()) == of
+    assert [each.category for each in caught] == [AttnbenchWarning]
+    said = str(caught[0].message)
+    assert said.isprintable()
+    return said
+
+
+# --- which are used, and in which order ---
+
+
+def test_without_the_variable_nothing_is_read(shipped, monkeypatch):
+    monkeypatch.delenv("ATTNBENCH_TABLES", raising=False)
+    assert silent() == ()
+    monkeypatch.setenv("ATTNBENCH_TABLES", "")
+    assert silent() == ()
+    monkeypatch.setenv("ATTNBENCH_TABLES", os.pathsep)
+    assert silent() == ()
+
+
+def test_a_table_of_this_device_comes_after_the_user_s_and_before_the_shipped(folder, shipped):
+    one, two, three = (SPEC.replace(batch=batch) for batch in (1, 2, 3))
+    both = [table(1.0, 2.0, spec=spec).entries for spec in (one, two)]
+    Table(H100, {**both[0], **both[1]}).save(folder / "mine.json")
+    of_all = [table(5.0, 6.0, spec=spec).entries for spec in (one, two, three)]
+    Table(H100, {key: entry for each in of_all for key, entry in each.items()}).save(
+        shipped / "nvidia-h100-80gb-hbm3.json"
+    )
+    update_user_table(table(9.0, spec=one))
+    assert times(one) == {"fast:bf16": 9.0}  # the user's alone, though others know more plans
+    assert times(two) == {"fast:bf16": 1.0, "slow:bf16": 2.0}
+    assert times(three) == {"fast:bf16": 5.0, "slow:bf16": 6.0}
+    assert [each.scaled_from for each in known_tables(GPU).tables] == [None, None, None]
+
+
+def test_a_spec_in_several_files_is_the_first_file_s_alone(folder, monkeypatch, tmp_path):
+    """Times of two machines must not meet: the second file knows another plan of it, and of another spec."""
+    other = tmp_path / "other"
+    other.mkdir()
+    table(1.0).save(folder / "b.json")
+    Table(H100, {**table(2.0, 3.0).entries, **table(4.0, spec=SPEC.replace(batch=2)).entries}).save(folder / "c.json")
+    table(7.0, 8.0).save(other / "a.json")
+    for value, expected in (
+        (f"{folder}{os.pathsep}{other}", {"fast:bf16": 1.0}),
+        (f"{other}{os.pathsep}{folder}{os.pathsep}{folder}", {"fast:bf16": 7.0, "slow:bf16": 8.0}),
+    ):
+        monkeypatch.setenv("ATTNBENCH_TABLES", value)
+        forget()
+        assert times() == expected
+        assert times(SPEC.replace(batch=2)) == {"fast:bf16": 4.0}
+        found = [spec for each in known_tables(GPU).tables for spec in each.specs]
+        assert len(found) == len(set(found))
+
+
+def test_another_gpu_s_is_scaled_where_it_can_be_and_ignored_where_not(folder):
+    table(1.0, environment=replace(H200, device_name="NVIDIA B200", capability="10.0")).save(folder / "a.json")
+    table(2.0, environment=an_environment()).save(folder / "b.json")
+    assert known_tables(GPU).tables == ()
+    table(3.0, environment=H200).save(folder / "c.json")
+    forget()
+    (found,) = known_tables(GPU).tables
+    assert (found.scaled_from, found.environment.device_name) == ("NVIDIA H200", H100.device_name)
+    assert 3.0 < times()["fast:bf16"] < 3.0 * 4.8 / 3.35
+    assert known_tables(GPU).note is None
+
+
+def test_what_is_of_this_gpu_comes_before_what_is_scaled(folder, shipped):
+    table(1.0, 1.0, environment=H200).save(folder / "a.json")
+    table(2.0).save(folder / "b.json")
+    table(3.0, 3.0, environment=H200).save(shipped / "nvidia-h200.json")
+    assert times() == {"fast:bf16": 2.0}
+    (found,) = known_tables(GPU).tables
+    assert found.scaled_from is None
+
+
+def test_where_a_table_is_shipped_for_this_gpu_none_is_scaled(folder, shipped):
+    far = SPEC.replace(head_dim=128)
+    table(1.0, environment=H200, spec=far).save(folder / "a.json")
+    table(2.0).save(shipped / "nvidia-h100-80gb-hbm3.json")
+    table(3.0, environment=H200, spec=far).save(shipped / "nvidia-h200.json")
+    assert [each.scaled_from for each in known_tables(GPU).tables] == [None]
+    (shipped / "nvidia-h100-80gb-hbm3.json").unlink()
+    forget()
+    assert [each.scaled_from for each in known_tables(GPU).tables] == ["NVIDIA H200"]
+
+
+def test_a_backend_of_another_version_is_dropped_from_every_kind(folder, shipped):
+    old = {"fast": "0.9", "slow": "1.0"}
+    table(1.0, 2.0, environment=replace(H100, backends=old)).save(folder / "a.json")
+    table(1.0, 2.0, environment=replace(H200, backends=old, torch=H200.torch), spec=SPEC.replace(batch=2)).save(
+        shipped / "nvidia-h200.json"
+    )
+    assert times().keys() == times(SPEC.replace(batch=2)).keys() == {"slow:bf16"}
+    known = known_tables(GPU)
+    assert known.dropped == {"fast": "measured with fast 0.9, here is 1.0"}
+    assert "a.json of ATTNBENCH_TABLES is used in part" in known.note
+    assert "scaled from NVIDIA H200, is used in part" in known.note
+
+
+def test_many_tables_with_something_to_report_make_a_short_note(folder):
+    for number in range(40):
+        elsewhere = replace(H100, python=f"3.{number}.99")
+        table(1.0, environment=elsewhere, spec=SPEC.replace(batch=number + 1)).save(folder / f"{number:02}.json")
+    known = known_tables(GPU)
+    assert len(known.tables) == 40
+    assert known.note.startswith("00.json of ATTNBENCH_TABLES was measured where python was 3.0.99")
+    assert known.note.endswith("; and 32 more notes")
+
+
+# --- what is no table ---
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path.with_suffix(".other"))
+    path.with_suffix(".other").symlink_to(path)
+
+
+def a_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        before = Path.cwd()
+        os.chdir(path.parent)  # a socket's path may have 108 bytes
+        try:
+            listening.bind(path.name)
+        finally:
+            os.chdir(before)
+
+
+def huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(LARGEST + 1)
+
+
+def too_fast(path: Path) -> None:
+    table(1e-6, environment=H200).save(path)
+
+
+def unknown_plan(path: Path) -> None:
+    table(1.0).save(path)
+    path.write_text(path.read_text().replace("fast:bf16", "../../etc/passwd"))
+
+
+HOSTILE = {
+    "garbage": lambda path: path.write_bytes(os.urandom(LARGEST)),
+    "braces": lambda path: path.write_text("[" * 1_000_000),
+    "empty": lambda path: path.write_text(""),
+    "another schema": lambda path: path.write_text('{"schema": "attnbench.choices/1"}'),
+    "newer": lambda path: path.write_text('{"schema": "attnbench.table/99"}'),
+    "fifo": fifo,
+    "socket": a_socket,
+    "loop": loop,
+    "dangling": lambda path: path.symlink_to("nowhere"),
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "directory": lambda path: path.mkdir(),
+    "huge": huge,
+    "too fast": too_fast,
+    "unknown plan": unknown_plan,
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_what_is_no_table_is_named_in_one_warning_and_costs_itself_alone(kind, folder):
+    table(1.0).save(folder / "good.json")
+    HOSTILE[kind](folder / "bad.json")
+    found: list[str] = []
+    reader = threading.Thread(target=lambda: found.append(warned()), daemon=True)
+    reader.start()
+    reader.join(PATIENCE)
+    assert not reader.is_alive(), "it is waited for"
+    assert "bad.json: " in found[0]
+    assert "good.json" not in found[0]
+    assert times() == {"fast:bf16": 1.0}
+
+
+def test_a_file_that_may_not_be_read_is_named(folder, monkeypatch):
+    table(1.0).save(folder / "good.json")
+    table(1.0).save(folder / "bad.json")
+    load = Table.load
+
+    def refused(path):
+        if path.name == "bad.json":
+            raise PermissionError(13, "Permission denied", str(path))
+        return load(path)
+
+    monkeypatch.setattr(Table, "load", refused)
+    assert "bad.json: Permission denied" in warned()
+
+
+def test_a_file_that_changes_while_it_is_read_is_named(folder, monkeypatch):
+    path = folder / "bad.json"
+    table(1.0).save(path)
+    fstat, calls = os.fstat, []
+
+    def grown(handle):
+        calls.append(handle)
+        if len(calls) == 3:  # whether it is regular, before, after
+            with path.open("a") as file:
+                file.write(" ")
+        return fstat(handle)
+
+    monkeypatch.setattr("attnbench.tables.files.os.fstat", grown)
+    assert "bad.json: expected a file that stays as it is while it is read" in warned(of=0)
+
+
+def test_a_file_that_vanishes_is_named(folder, monkeypatch):
+    table(1.0).save(folder / "bad.json")
+    monkeypatch.setattr(folders, "_files", lambda *_: [folder / "gone.json"])
+    assert "gone.json: No such file or directory" in warned(of=0)
+
+
+def test_a_hostile_name_steers_no_terminal(folder):
+    (folder / "\x1b[2Jx\n\u202e.json").write_text("{")
+    assert "[2Jx" in warned(of=0)
+
+
+def test_what_is_hidden_or_no_json_or_deeper_is_not_looked_at(folder):
+    table(1.0).save(folder / "good.json")
+    for name in (".draft.json", "x.lock", "README.md", "json"):
+        (folder / name).write_text("{")
+    (folder / "deeper").mkdir()
+    (folder / "deeper" / "x.json").write_text("{")
+    assert len(silent()) == 1
+
+
+@pytest.mark.parametrize("place", ["nowhere", "a-file", "zero\0byte"])
+def test_a_folder_that_cannot_be_read_costs_itself_alone(place, folder, monkeypatch, tmp_path):
+    table(1.0).save(folder / "good.json")
+    (tmp_path / "a-file").write_text("x")
+    value = f"{tmp_path / place}{os.pathsep}{folder}"
+    monkeypatch.setattr(os, "environ", {**os.environ, "ATTNBENCH_TABLES": value})  # the real one takes no zero byte
+    assert "cannot be read" in warned()
+    assert times() == {"fast:bf16": 1.0}
+
+
+# --- how much is read ---
+
+
+def test_of_ten_thousand_files_the_first_by_name_are_read(folder, monkeypatch):
+    for number in range(10_000):
+        (folder / f"{number:05}.json").touch()
+    table(1.0).save(folder / "00000.json")
+    reads: list[str] = []
+    load = Table.load
+    monkeypatch.setattr(Table, "load", lambda path: (reads.append(path.name), load(path))[1])
+    said = warned()
+    assert reads == [f"{number:05}.json" for number in range(256)]
+    assert len(said) < 2000
+    assert said.endswith("and 248 more")
+    assert times() == {"fast:bf16": 1.0}
+
+
+def test_the_number_of_files_counts_over_all_folders(folder, monkeypatch, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    for number in range(4):
+        table(1.0).save(folder / f"{number}.json")
+        table(1.0).save(other / f"{number}.json")
+    monkeypatch.setenv("ATTNBENCH_TABLES", f"{folder}{os.pathsep}{other}")
+    monkeypatch.setattr(folders, "_MOST_FILES", 6)
+    assert f"in {other} are not used: 2.json and those after it: there are more than 6 files" in warned(of=6)
+    monkeypatch.setattr(folders, "_MOST_FILES", 4)
+    forget()
+    assert f"in {other} are not used: 0.json and those after it" in warned(of=4)
+
+
+def test_no_more_than_so_many_bytes_are_read(folder, monkeypatch):
+    for number in range(4):
+        table(1.0).save(folder / f"{number}.json")
+    monkeypatch.setattr(folders, "_MOST_BYTES", 2 * (folder / "0.json").stat().st_size)
+    assert "2.json and those after it: all files have more than" in warned(of=2)
+
+
+def test_files_are_read_once_for_all_gpus(folder, monkeypatch):
+    table(1.0).save(folder / "a.json")
+    known_tables(GPU)
+    (folder / "a.json").write_text(json.dumps("no table"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        known_tables(torch.device("cuda", 1))
+        update_user_table(table(2.0))  # reads tables anew, but not the folders
+        assert times() == {"fast:bf16": 2.0}
+    forget()
+    with pytest.warns(AttnbenchWarning, match=r"a\.json: "):
+        known_tables(GPU)

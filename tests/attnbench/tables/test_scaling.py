@@ -1,0 +1,223 @@
+"""Times of one GPU scaled to another: bounded by the ratios of the rates, and near what was measured there."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from fakes import an_environment
+from hypothesis import given
+from hypothesis import strategies as st
+from places import ROOT
+
+from attnbench import AttentionSpec, Mask, Plan
+from attnbench.tables.gpu_models import GPU_MODELS, GpuModel
+from attnbench.tables.scaling import Rates, impossible, scaled, scaled_ms
+from attnbench.tables.table import Entry, Table
+
+H200 = replace(
+    an_environment(), device_type="cuda", device_name="NVIDIA H200", capability="9.0", power_cap_w=700,
+    backends={"fast": "1.0", "slow": "1.0"},
+)  # fmt: skip
+H100 = replace(H200, device_name="NVIDIA H100 80GB HBM3", memory_bytes=80 * 10**9, driver="570.1")
+HOPPERS = sorted(name for name in GPU_MODELS if "A100" not in name)
+PLANS = {
+    "forward": [Plan("fast:bf16"), Plan("fast:fp8-token"), Plan("slow:int8")],
+    "training": [Plan("fast:fp8", "slow:bf16"), Plan("slow:bf16", "slow:bf16")],
+}
+
+
+def spec(**more) -> AttentionSpec:
+    return AttentionSpec.make(**{"batch": 4, "heads": 16, "seqlen_q": 4096, "head_dim": 128, **more})
+
+
+SPECS = st.builds(
+    spec,
+    batch=st.sampled_from([1, 4, 64]),
+    seqlen_q=st.sampled_from([1, 300, 2048, 65536]),
+    seqlen_kv=st.sampled_from([128, 2048, 65536]),
+    head_dim=st.sampled_from([64, 128]),
+    mask=st.sampled_from([Mask(), Mask(right=0)]),
+    direction=st.sampled_from(["forward", "training"]),
+)
+CALLS = SPECS.flatmap(lambda at: st.tuples(st.just(at), st.sampled_from(PLANS[at.direction]), st.floats(1e-5, 1e5)))
+RATES = st.sampled_from(HOPPERS).map(lambda name: Rates(GPU_MODELS[name], GPU_MODELS[name].clock()))
+
+
+def table(*times: float, environment=H200, plan: str = "fast:bf16", **more) -> Table:
+    return Table.from_entries(
+        environment, [Entry(spec(batch=n), Plan(plan), "ok", time, **more) for n, time in enumerate(times, 1)]
+    )
+
+
+def ratios(source: Rates, target: Rates) -> list[float]:
+    operations = [source.operations(each) / target.operations(each) for each in ("bf16", "fp8", "fp32")]
+    return [*operations, source.model.bandwidth / target.model.bandwidth]
+
+
+@given(CALLS, st.floats(0, 2), RATES, RATES)
+def test_the_factor_lies_between_the_ratios_of_the_rates(call, launch, source, target):
+    at, plan, time = call
+    found = scaled_ms(plan, at, time, launch, source, target)
+    factors = [1.0, *ratios(source, target)]
+    assert time * min(factors) * (1 - 1e-9) <= found <= time * max(factors) * (1 + 1e-9)
+    if time <= launch:
+        assert found == time
+
+
+@given(CALLS, RATES)
+def test_equal_rates_change_nothing(call, rates):
+    at, plan, time = call
+    assert scaled_ms(plan, at, time, 0.0, rates, rates) == pytest.approx(time, rel=1e-12)
+
+
+@given(CALLS, RATES, RATES, st.sampled_from(["tflops", "bandwidth", "clock"]), st.floats(1, 9))
+def test_a_faster_gpu_is_never_slower(call, source, target, what, factor):
+    at, plan, time = call
+    model = target.model
+    if what == "tflops":
+        model = replace(model, tflops={name: rate * factor for name, rate in model.tflops.items()})
+    if what == "bandwidth":
+        model = replace(model, bandwidth=model.bandwidth * factor)
+    faster = Rates(model, target.clock * (factor if what == "clock" else 1))
+    before, after = (scaled_ms(plan, at, time, 0.01, source, each) for each in (target, faster))
+    assert after <= before * (1 + 1e-12)
+
+
+# Whole calls on an H100 of a plain install: the best plan in FP8 and sdpa-cudnn:bf16, in TFLOPS.
+MEASURED = [
+    ({"batch": 4, "heads": 32, "head_dim": 64, "seqlen_q": 4096}, 526, 472),
+    ({"batch": 1, "heads": 32, "head_dim": 64, "seqlen_q": 16384, "mask": Mask(right=0)}, 588, 467),
+    ({"batch": 4, "heads": 16, "head_dim": 128, "seqlen_q": 4096}, 809, 657),
+]
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Table:
+    return Table.load(ROOT / "attnbench/tables/nvidia-h200.json")
+
+
+@pytest.mark.parametrize(("sizes", "fp8", "bf16"), MEASURED)
+def test_the_h200_s_table_gives_what_an_h100_took(shipped, sizes, fp8, bf16):
+    here = replace(shipped.environment, device_name="NVIDIA H100 80GB HBM3")
+    at = AttentionSpec.make(**sizes, dtype="bf16")
+    rates = {str(plan): at.flops / entry.time_ms / 1e9 for plan, entry in scaled(shipped, here).at(at).items()}
+    ours = max(rate for plan, rate in rates.items() if plan.startswith("triton:fp8"))
+    cudnn = rates["sdpa-cudnn:bf16"]
+    assert (ours, cudnn) == pytest.approx((fp8, bf16), rel=0.04)
+    assert ours / cudnn == pytest.approx(fp8 / bf16, rel=0.02)
+
+
+# flash-attention issue 1310, TFLOPS of FlashAttention-3 and cuDNN on an H20, 2,048 keys without a mask.
+@pytest.mark.parametrize(("head_dim", "fa3", "cudnn"), [(64, 120.1, 126.1), (128, 126.2, 129.1)])
+def test_the_h200_s_table_gives_what_an_h20_took(shipped, head_dim, fa3, cudnn):
+    here = replace(shipped.environment, device_name="NVIDIA H20", power_cap_w=400)
+    at = AttentionSpec.make(batch=8, heads=2048 // head_dim, seqlen_q=2048, head_dim=head_dim)
+    found = scaled(shipped, here).at(at)
+    rates = [at.flops / found[Plan(name)].time_ms / 1e9 for name in ("fa3:bf16", "sdpa-cudnn:bf16")]
+    assert rates == pytest.approx([fa3, cudnn], rel=0.08)
+
+
+def test_what_limits_a_call_scales_it(shipped):
+    here = replace(H200, device_name="NVIDIA H20", power_cap_w=None)
+    prefill, decode = spec(seqlen_q=32768, batch=1), spec(seqlen_q=1, seqlen_kv=65536)
+    entries = [Entry(at, Plan("fast:bf16"), "ok", time) for at, time in ((prefill, 12.0), (decode, 0.6))]
+    found = scaled(Table.from_entries(H200, entries), here)
+    slower = [found.at(each.spec)[each.plan].time_ms / each.time_ms for each in entries]
+    assert slower[0] > 4  # near the ratio of the operations, 6.7
+    assert slower[1] == pytest.approx(4.8 / 4.0, rel=0.25)
+
+
+def test_launching_takes_as_long_anywhere():
+    """Of calls that all take 0.2 ms, whatever their size, nothing is the GPU's."""
+    small = [Entry(spec(seqlen_q=2**n), Plan("fast:bf16"), "ok", 0.2) for n in (4, 6)]
+    work = [Entry(spec(seqlen_q=2**13), Plan("fast:bf16"), "ok", 20.0)]
+    slow = replace(H200, device_name="NVIDIA H20")
+    found = scaled(Table.from_entries(H200, small + work), slow)
+    assert [found.at(each.spec)[each.plan].time_ms for each in small] == pytest.approx([0.2, 0.2], rel=0.02)
+    assert found.at(work[0].spec)[work[0].plan].time_ms > 30
+
+
+def test_a_scaled_table_keeps_errors_and_versions_and_takes_this_gpu_s_facts():
+    found = scaled(table(1.0, 2.0, spread_ms=0.1, errors={"normal": 0.01}), H100)
+    assert (found.scaled_from, found.environment) == ("NVIDIA H200", H100)
+    for entry in found.entries.values():
+        before = float(entry.spec.batch)
+        assert entry.errors == {"normal": 0.01}
+        assert before < entry.time_ms < before * 4.8 / 3.35
+        assert entry.spread_ms / entry.time_ms == pytest.approx(0.1 / before)
+    other = replace(H200, backends={"fast": "0.9"}, torch="2.8.0")
+    kept = scaled(table(1.0, environment=other), H100).environment
+    assert (kept.backends, kept.torch, kept.driver) == ({"fast": "0.9"}, "2.8.0", "570.1")
+
+
+def test_a_failed_entry_has_no_time_anywhere():
+    failed = Entry(spec(), Plan("fast:bf16"), "oom", reason="no memory")
+    assert list(scaled(Table.from_entries(H200, [failed]), H100).entries.values()) == [failed]
+
+
+@pytest.mark.parametrize("time", [1e-6, 1e9])
+def test_a_time_stays_one_that_a_table_may_hold(time):
+    for name in HOPPERS:
+        here = replace(H200, device_name=name, power_cap_w=None)
+        for one, other in ((H200, here), (here, H200)):
+            if (found := scaled(table(time, environment=one), other)) is not None:
+                assert 1e-6 <= found.at(spec(batch=1))[Plan("fast:bf16")].time_ms <= 1e9
+
+
+@pytest.mark.parametrize(
+    "here",
+    [
+        H200,
+        replace(H100, capability="9.1"),
+        replace(H100, capability=None),
+        replace(H100, device_name="NVIDIA H100 80GB HBM3 MIG 1g.10gb"),
+        replace(H100, device_name="NVIDIA A100-SXM4-80GB", capability="8.0"),
+        replace(H100, device_type="cpu"),
+    ],
+    ids=["same", "capability", "unknown capability", "unknown model", "generation", "cpu"],
+)
+def test_only_another_known_model_of_the_generation_is_scaled_to(here):
+    assert scaled(table(1.0), here) is None
+
+
+def test_the_error_of_a_scaled_time_grows_with_the_distance():
+    def error(name: str, power: int | None = None) -> float:
+        return scaled(table(1.0, environment=H100), replace(H200, device_name=name, power_cap_w=power)).time_error
+
+    assert error("NVIDIA H800") == pytest.approx(0.05)
+    assert 0.05 < error("NVIDIA H200") < error("NVIDIA H100 PCIe") < error("NVIDIA H20") < 0.3
+
+
+def test_less_power_is_slower_and_an_absurd_limit_does_no_harm():
+    def time(power: int | None, environment=H200) -> float:
+        here = replace(H100, power_cap_w=power)
+        return scaled(table(2.0, environment=environment), here).at(spec(batch=1))[Plan("fast:bf16")].time_ms
+
+    assert time(350) > time(500) > time(700) == time(None) == time(2**20 - 1)
+    assert time(1) == time(175) < 4.0
+    assert time(700, replace(H200, power_cap_w=1)) > 0.5  # a file may say so
+
+
+def test_a_rate_is_that_of_the_precision():
+    model = GpuModel({"int8": 8.0, "fp8": 8.0, "bf16": 4.0, "fp16": 3.0, "fp32": 1.0, "fp64": 2.0}, 1.0, 100)
+    found = {name: model.rate(name) for name in ("fp8-token", "int8", "fp16", "fp64", "bf16", "tf32x3")}
+    assert found == {"fp8-token": 8.0, "int8": 8.0, "fp16": 3.0, "fp64": 2.0, "bf16": 4.0, "tf32x3": 4.0}
+
+
+def test_a_plan_beyond_the_peak_makes_a_table_impossible(shipped):
+    assert impossible(shipped) is None
+    least = spec(batch=1).flops / 989.4e9
+    assert impossible(table(least)) is None  # a clock may exceed the one that peaks are published for
+    assert "fast:bf16 at b1 h16 s4096 d128 bf16 forward" in impossible(table(least / 1.2))
+    assert impossible(table(least / 1.2, plan="fast:fp8")) is None
+    assert impossible(table(least / 1.2, environment=replace(H200, device_name="NVIDIA B200"))) is None
+
+
+@pytest.mark.parametrize("name", sorted(GPU_MODELS))
+def test_the_published_figures_belong_together(name):
+    model = GPU_MODELS[name]
+    assert model.tflops["fp16"] == model.tflops["bf16"]
+    assert model.tflops.get("fp8", 2 * model.tflops["bf16"]) == pytest.approx(2 * model.tflops["bf16"], rel=1e-3)
+    assert 1 < model.bandwidth < 5
+    assert 0.8 < model.clock() <= 1
+    assert not math.isclose(model.clock(), model.clock(model.watts // 2), rel_tol=1e-3) or name == "NVIDIA H20"

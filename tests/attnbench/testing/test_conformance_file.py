@@ -1,0 +1,89 @@
+"""What a report of the conformance suite says of a table's kernels, read back from its file."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from places import ROOT
+from submitted import H200, honest
+
+from attnbench.errors import MalformedFileError
+from attnbench.harness.results.condense import join_sweeps
+from attnbench.tables.table import Table
+from attnbench.testing.conformance_file import read_report, report_faults, uncovered
+from attnbench.testing.conformance_report import Finding, Outcome, Report
+
+TABLE = join_sweeps({"a folder": honest()})
+COMMITTED = sorted((ROOT / "results").glob("*/conformance/*.md"))
+
+
+def findings(plan: str, **outcomes: Outcome) -> list[Finding]:
+    return [Finding(plan, check, outcome, "1 spec | `b1`; *so* it is") for check, outcome in outcomes.items()]
+
+
+def report(folder: Path, *found: Finding, device: str = "NVIDIA H200", version: str = "0.4.2.post2") -> Path:
+    backend = found[0].plan.partition(":")[0]
+    path = folder / f"{backend}.md"
+    made = Report(backend, device, f"{version} from a place", 0, H200, found)
+    path.write_text(made.to_markdown(), encoding="utf-8")
+    return path
+
+
+def faults(*paths: Path) -> list[str]:
+    return list(report_faults(TABLE, map(read_report, paths)))
+
+
+def test_a_report_that_passed_says_nothing_against_its_kernels(tmp_path: Path) -> None:
+    path = report(tmp_path, *findings("fa3:bf16", out="passed", sink="skipped"))
+    assert faults(path) == []
+    assert uncovered(TABLE, [read_report(path)]) == ["sdpa-flash:bf16", "triton:fp8"]
+
+
+def test_every_failed_check_of_a_kernel_that_the_table_names_counts(tmp_path: Path) -> None:
+    pair = findings("fa3:bf16>fa3:bf16", dq="failed", dk="passed")
+    other = findings("fa3:fp16", out="failed")
+    (fault,) = faults(report(tmp_path, *findings("fa3:bf16", out="failed", LSE="failed"), *pair, *other))
+    assert "fa3:bf16 failed out, LSE, dq" in fault
+
+
+def test_a_kernel_of_which_every_check_was_skipped_is_not_covered(tmp_path: Path) -> None:
+    path = report(tmp_path, *findings("fa3:fp16", out="passed"), *findings("fa3:bf16", out="skipped"))
+    assert "fa3:bf16" in uncovered(TABLE, [read_report(path)])
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"device": "NVIDIA H100 80GB HBM3"}, "is of NVIDIA H100 80GB HBM3, the table of NVIDIA H200"),
+        ({"version": "0.5.0"}, "is of fa3 0.5.0, the table of 0.4.2.post2"),
+    ],
+)
+def test_a_report_from_elsewhere_shows_nothing_of_this_table(facts: dict[str, str], said: str, tmp_path: Path) -> None:
+    (fault,) = faults(report(tmp_path, *findings("fa3:bf16", out="passed"), **facts))
+    assert said in fault
+    assert faults(report(tmp_path, *findings("te:bf16", out="failed"), **facts)) == []  # the table has none of it
+
+
+def test_a_patch_of_the_same_release_counts_as_the_same(tmp_path: Path) -> None:
+    assert faults(report(tmp_path, *findings("fa3:bf16", out="passed"), version="0.4.9")) == []
+
+
+def test_committed_reports_are_read_and_none_has_a_failure() -> None:
+    reports = [read_report(path) for path in COMMITTED]
+    assert len(reports) > 20
+    assert all(each.kernels and not any(each.kernels.values()) for each in reports)
+    shipped = Table.load(ROOT / "attnbench" / "tables" / "nvidia-h200.json")
+    own = [each for each in reports if each.path.parts[-3] == "nvidia-h200"]
+    assert list(report_faults(shipped, own)) == []
+    assert list(report_faults(replace(shipped, environment=replace(shipped.environment, device_name="A GPU")), own))
+
+
+@pytest.mark.parametrize("content", ["", "# A page\n", "# Conformance of `fa3`\n", "whole, twice", "not text"])
+def test_what_is_no_report_is_named(content: str, tmp_path: Path) -> None:
+    path = report(tmp_path, *findings("fa3:bf16", out="passed"))
+    whole = path.read_text(encoding="utf-8")
+    path.write_bytes(
+        {"whole, twice": whole[1:].encode(), "not text": b"\xff" + whole.encode()}.get(content, content.encode())
+    )
+    with pytest.raises(MalformedFileError, match=path.name):
+        read_report(path)

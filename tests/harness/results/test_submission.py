@@ -1,0 +1,233 @@
+"""What a table for others must fulfil: honest rows pass, each lie is named, and no lie hides another."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from flat import changed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from places import ROOT
+from reported import lost
+from submitted import H200, SPECS, honest, visited
+
+from attnbench.harness.measure.peaks import least_ms
+from attnbench.harness.results.condense import join_sweeps
+from attnbench.harness.results.records import Measurement
+from attnbench.harness.results.submission import (
+    LEAST_SHAPES,
+    agreement,
+    submission_of,
+    table_faults,
+    visits_agree,
+)
+from attnbench.kernels.plan import Plan
+from attnbench.kernels.registry import registry
+from attnbench.tables.environment import Environment
+from attnbench.tables.table import Table
+from attnbench.tables.text import written
+from examples import examples
+
+ROWS = honest()
+COMMITTED = [*(ROOT / "attnbench" / "tables").glob("*.json"), *(ROOT / "results").glob("*/submitted/*.json")]
+Change = Callable[[list[Measurement]], list[Measurement]]
+
+
+def faults(rows: Sequence[Measurement], names: Sequence[str] = ()) -> tuple[str, ...]:
+    found = submission_of({"a folder": rows}, registry(), names)
+    assert found is not None
+    return found.faults
+
+
+def text_of(table: Table) -> str:
+    return written(table.environment, table.entries.values())
+
+
+def one(place: int, **facts) -> Change:
+    """One row with other facts."""
+    return lambda rows: [*rows[:place], changed(rows[place], **facts), *rows[place + 1 :]]
+
+
+def everywhere(**facts) -> Change:
+    """Every row's environment with other facts."""
+    here = replace(H200, **facts)
+    return lambda rows: [changed(row, environment=here) for row in rows]
+
+
+def faster(rows: list[Measurement]) -> list[Measurement]:
+    """The second plan's call at a thousandth of its time, its kernels as they were."""
+    calls = [each / 1000 for each in rows[1].time_ms["call"]]
+    return one(1, time_ms={**rows[1].time_ms, "call": calls})(rows)
+
+
+def impossible(rows: list[Measurement]) -> list[Measurement]:
+    times = {cost: [each / 1000 for each in samples] for cost, samples in rows[1].time_ms.items()}
+    return one(1, time_ms=times)(rows)
+
+
+def crashed(reason: str) -> Change:
+    return lambda rows: [*rows, lost("fa3:fp8", "crashed", reason, SPECS[0], environment=H200)]
+
+
+LIES: dict[str, tuple[Change, list[str]]] = {
+    "a call above the peak": (faster, ["above the device's peak", "its call takes"]),
+    "kernels above the peak": (impossible, ["above the device's peak", "its kernels reach"]),
+    "ok in spite of its error": (one(2, error={"normal": {"out": 0.3}, "outlier": {"out": 0.1}}), ["error on normal"]),
+    "ok in spite of no number": (one(1, error={"normal": {"out": math.inf}}), ["error on normal inputs is inf"]),
+    "the bound set by itself": (one(1, error={"normal": {"out": 0.05}}, bound=0.5), ["beyond 0.01"]),
+    "emulated": (one(2, emulated=True), ["is emulated"]),
+    "emulated in its name": (one(2, plan=Plan("emulated:fp8")), ["no version of emulated", "is emulated"]),
+    "a CPU": (everywhere(device_type="cpu"), ["only GPUs' tables"]),
+    "another GPU": (everywhere(device_name="NVIDIA H900"), ["the peak of NVIDIA H900 is not known"]),
+    "a GPU without an identity": (everywhere(uuid_hash=None, driver=None), ["does not say driver, uuid_hash"]),
+    "other code": (everywhere(commit="740ed255f90d-dirty"), ["local changes nobody else has"]),
+    "a backend without a version": (everywhere(backends={**H200.backends, "fa3": "unknown"}), ["no version of fa3"]),
+    "an unknown backend": (one(1, plan=Plan("acme:bf16")), ["no backend is named 'acme'", "no version of acme"]),
+    "an unknown kernel": (one(1, plan=Plan("sdpa-flash:fp8")), ["no forward kernel is named 'sdpa-flash:fp8'"]),
+    "an unknown backward": (
+        one(1, plan=Plan("fa3:bf16", "sdpa-flash:fp8")),
+        ["no backward kernel is named 'sdpa-flash:fp8'", "with a backward is none for forward"],
+    ),
+    "two versions of torch": (one(1, environment=replace(H200, torch="2.10.0")), ["must not be mixed: torch was"]),
+    "two GPUs": (one(1, environment=replace(H200, device_name="NVIDIA H20")), ["must not be mixed: device_name was"]),
+    "a path": (crashed("cannot open /home/alice/lib.so"), ["'/home/alice/lib.so'"]),
+    "a name": (crashed("the job of Alice ended"), ["'Alice'"]),
+    "an origin": (everywhere(origins={**H200.origins, "fa3": "git+ssh://build.acme.corp/fa3"}), ["origin of fa3"]),
+    "a host": (everywhere(platform="Linux-6.18-node17.cluster.internal"), ["platform holds"]),
+    "few shapes": (lambda rows: rows[: 3 * (LEAST_SHAPES - 1)], [f"{LEAST_SHAPES - 1} shapes with"]),
+    "one plan": (lambda rows: rows[::3], ["0 shapes with at least 2 plans"]),
+    "one visit each": (
+        lambda rows: [visited(row, row.median_ms()) for row in rows[:9]] + rows[9:],
+        ["no two visits agree on the time of 9 of 36 rows", "9 shapes with"],
+    ),
+}  # fmt: skip
+
+
+def test_honest_rows_pass_and_make_the_table_that_build_makes(tmp_path: Path) -> None:
+    found = submission_of({"a folder": ROWS}, registry(), ["alice"])
+    assert found is not None
+    assert (found.faults, found.left_out) == ((), ())
+    assert found.table == join_sweeps({"a folder": ROWS}).condensed()
+    found.table.save(tmp_path / "table.json")
+    assert table_faults(Table.load(tmp_path / "table.json"), registry()) == []
+
+
+@pytest.mark.parametrize(("change", "said"), LIES.values(), ids=LIES)
+def test_each_lie_is_named_and_no_honest_row_is_suspected(change: Change, said: list[str]) -> None:
+    found = faults(change(ROWS), ["alice"])
+    for each in said:
+        assert [each in fault for fault in found].count(True) == 1, found
+    assert len(found) == len(said)
+
+
+def test_no_lie_hides_another() -> None:
+    rows = everywhere(commit="740ed255f90d-dirty", platform="Linux-6.18-node17.cluster.internal")(ROWS)
+    told = ("kernels above the peak", "ok in spite of its error", "a path")
+    for name in told:
+        rows = LIES[name][0](rows)
+    expected = [said for name in (*told, "other code", "a host") for said in LIES[name][1]]
+    found = faults(rows)
+    assert len(found) == len(expected) == 6
+    for said in expected:
+        assert any(said in fault for fault in found), said
+
+
+def test_what_a_table_alone_shows_needs_no_rows() -> None:
+    """The same sentence for the same lie, read from the file of somebody who did not ask us."""
+    for name in ("a call above the peak", "ok in spite of its error", "a path", "an unknown kernel", "few shapes"):
+        change, (said, *_) = LIES[name]
+        table = join_sweeps({"a folder": change(ROWS)}).condensed()
+        assert any(said in fault for fault in table_faults(table, registry())), name
+
+
+@given(st.integers(0, len(ROWS) - 1), st.floats(1e-3, 0.999))
+def test_a_time_just_below_the_least_possible_is_found_wherever_it_stands(place: int, factor: float) -> None:
+    table = join_sweeps({"a folder": ROWS})
+    key = sorted(table.entries, key=str)[place]
+    least = least_ms(key[1], key[0], H200.device_name)
+    assert least is not None
+    for time, expected in ((least * factor, 1), (least / factor, 0)):
+        entries = {**table.entries, key: replace(table.entries[key], time_ms=time)}
+        assert len(table_faults(Table(H200, entries), registry())) == expected
+
+
+# --- visits ---
+
+
+@given(st.lists(st.floats(0.97, 1.03), min_size=2, max_size=6))
+def test_visits_that_scatter_a_little_agree(medians: list[float]) -> None:
+    assert visits_agree(visited(ROWS[0], *medians))
+
+
+@given(st.floats(1e-3, 1e3), st.floats(0.05, 0.8))
+def test_one_lucky_visit_is_not_believed(usual: float, luck: float) -> None:
+    """Alone, or with so many samples that they decide the median."""
+    assert not visits_agree(visited(ROWS[0], usual))
+    lucky, other = [usual * luck] * 30, [usual] * 5
+    times = {"kernel": [usual * luck / 2] * 40, "call": [*lucky, *other, *other]}
+    assert not visits_agree(changed(ROWS[0], time_ms=times, visits={"call": [30, 5, 5]}))
+
+
+def test_a_row_that_rests_on_one_visit_is_left_out_and_counted() -> None:
+    noisy = visited(ROWS[4], 0.1, 0.5, 0.9, 2.0)
+    found = submission_of({"a folder": [*ROWS[:4], noisy, *ROWS[5:]]}, registry())
+    assert found is not None
+    assert (found.faults, found.left_out) == ((), (noisy,))
+    assert found.table.entries.keys() == join_sweeps({"a": ROWS}).entries.keys() - {(noisy.spec, noisy.plan)}
+
+
+# --- the same bytes ---
+
+
+@settings(max_examples=examples(10, 100))
+@given(st.randoms(use_true_random=False), st.integers(1, 3))
+def test_the_same_rows_make_the_same_bytes_in_any_order(shuffle: random.Random, folders: int) -> None:
+    """Each row in the folder that it was in; folders and rows in any order, under any names."""
+    other = [changed(row, environment=replace(H200, uuid_hash="ba9876543210")) for row in ROWS[::2]]
+    same_time = [changed(row, started=ROWS[0].started) for row in ROWS[1::2]]
+    sweeps = [ROWS, other, same_time][:folders]
+
+    def built(sweeps: Sequence[Sequence[Measurement]]) -> str:
+        found = submission_of({f"{place}": each for place, each in enumerate(sweeps)}, registry())
+        assert found is not None
+        assert found.faults == ()
+        return text_of(found.table)
+
+    shuffled = [shuffle.sample(each, len(each)) for each in sweeps]
+    assert built(shuffle.sample(shuffled, len(shuffled))) == built(sweeps)
+
+
+def test_no_row_makes_no_submission() -> None:
+    assert submission_of({"a folder": []}, registry()) is None
+    (fault, *_) = faults([visited(row, 1.0) for row in ROWS])
+    assert "no two visits agree on the time of 36 of 36" in fault
+
+
+# --- others' tables ---
+
+
+def test_committed_tables_could_be_shared() -> None:
+    assert COMMITTED
+    for path in COMMITTED:
+        table = Table.load(path)
+        assert table_faults(table, registry()) == [], path
+        assert text_of(table.condensed()) == path.read_text(encoding="utf-8")
+
+
+def shared(factor: float, environment: Environment = H200, count: int = len(ROWS)) -> Table:
+    return join_sweeps({"a folder": honest(environment, factor)[:count]})
+
+
+def test_a_table_confirms_another_where_its_times_are_the_same() -> None:
+    mine = shared(1.0)
+    assert agreement(mine, shared(1.05)).ratio == pytest.approx(1.05)
+    assert agreement(mine, shared(1.05)).confirms
+    assert not agreement(mine, shared(1.2)).confirms
+    assert not agreement(mine, shared(0.8)).confirms
+    assert not agreement(mine, shared(1.0, count=5)).confirms
+    assert agreement(mine, Table(H200, {})).shared == 0
