@@ -62,9 +62,14 @@ class Evidence:
         ``growth`` is the factor by which its error grows when the keys double, None if unknown.
         """
         entry = self._here.get(plan)
-        found = self._neighbours(plan, budget, growth) if entry is None else _measured(entry, budget)
+        if entry is None or entry.status == "slower":
+            found = self._neighbours(plan, budget, growth)
+        else:
+            found = _measured(entry, budget)
         if found is None:
             return None
+        if entry is not None and entry.status == "slower":
+            found = replace(found, time_ms=entry.time_ms)
         if self._scaled_from is None or found.time_ms is None:
             return found
         return found.scaled(self._scaled_from, self._scaling_error)

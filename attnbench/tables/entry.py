@@ -32,7 +32,8 @@ class Entry:
     """The measurement of one plan at one spec, as a table holds it.
 
     ``time_ms`` is the median of the whole call and ``spread_ms`` its interquartile range, None unless ``status`` is
-    ``ok`` or ``inaccurate``, or ``slower`` after a first look.  ``errors`` maps an input family to the worst relative L2 over tensors, infinite if not
+    ``ok``, ``inaccurate`` or ``slower``: after a first look, or (without a spread) by its passes in other plans.
+    ``errors`` maps an input family to the worst relative L2 over tensors, infinite if not
     finite.  ``reason`` says why the status is not ``ok``; ``check`` names the check that found a plan inaccurate,
     ``error`` if the errors exceed a bound.
     """
@@ -55,7 +56,7 @@ class Entry:
     def unusable(self) -> str | None:
         """Why the plan cannot be chosen by this entry, one sentence, or None where it can."""
         if self.status == "slower":
-            return self.reason or "slower than another plan at a first look"
+            return f"it lost a race when it was measured: {self.reason}"
         if self.time_ms is None or not self.errors:
             return f"{self.status} when it was measured: {self.reason}"
         if self.check not in (None, "error"):
@@ -94,7 +95,7 @@ class Entry:
         A first look, which takes no errors, renews the times alone.
         """
         if newer.status == "slower" and self.errors:
-            return self if newer.time_ms is None else replace(self, time_ms=newer.time_ms, spread_ms=newer.spread_ms)
+            return replace(self, time_ms=newer.time_ms, spread_ms=newer.spread_ms)
         return newer if newer.time_ms is None else replace(newer, errors={**self.errors, **newer.errors})
 
 

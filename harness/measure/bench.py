@@ -37,12 +37,10 @@ class Bench:
         """Made by the first request and not before, because an import may be the fault to report."""
         return registry_of(self._source)
 
-    def open(self, case: Case, truths: bool = True) -> Opened:
-        """Draw inputs and compute their truths; without ``truths`` the first plan that is judged has that done."""
+    def open(self, case: Case) -> Opened:
+        """Draw the inputs; truths are computed for the first plan that is judged."""
         self.close()
         self._open = OpenCase(case, self.registry, self.timer.device)
-        if truths:
-            self._open.take_truths()
         return Opened(self._open.buffers.drawn_on, self.timer.conditions)
 
     def compile(self, case: Case, plan: Plan) -> float:

@@ -43,11 +43,6 @@ class OpenCase:
             self._truths[family] = Truth.of(self.case.spec, self.inputs(family), self.registry)
         return self._truths[family]
 
-    def take_truths(self) -> None:
-        """Compute the truth of every family now."""
-        for family in self.case.families:
-            self.truth(family)
-
     def exact_on(self, family: str, forward: str, operands: Operands) -> Floor | None:
         """Exact attention on a forward's operands, kept for the next plan that has this forward."""
         if family in self._floors:

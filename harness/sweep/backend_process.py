@@ -24,16 +24,12 @@ class BackendProcess:
     A worker that dies costs the plan that it was running.  The backend's other plans are prepared again in the next
     process, and sampled once before they are judged: a plan is judged in the state in which it is timed.
 
-    With ``truths`` opening a case computes the truths that every plan is compared with; otherwise the first plan that is
-    judged has that done.
-
     A plan whose CUDA graph could not be recorded is not recorded again in later cases: each failure costs a process
     with all that it has compiled.
     """
 
     worker: Worker
     seconds: float
-    truths: bool = True
     _case: Case | None = None
     _opened: Opened | LostError | None = None
     _generation: int = 0
@@ -55,8 +51,7 @@ class BackendProcess:
         if self._opened is None or self._generation != self.worker.generation or not self.worker.alive:
             self._prepared.clear()
             try:
-                how = () if self.truths else (False,)
-                opened: Opened = self.worker.ask("open", self._case, *how, seconds=self.seconds)
+                opened: Opened = self.worker.ask("open", self._case, seconds=self.seconds)
             except LostError as lost:
                 self._opened = lost
                 raise

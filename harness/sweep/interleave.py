@@ -105,9 +105,7 @@ def interleave(
     return samples
 
 
-def warm(
-    order: Sequence[Plan], visit: Callable[[Plan], Visit | None], steady: Callable[[], bool]
-) -> list[Plan]:
+def warm(order: Sequence[Plan], visit: Callable[[Plan], Visit | None], steady: Callable[[], bool]) -> list[Plan]:
     """Visit the plans in turn until the device is ``steady``; the plans, without those whose visit returned None."""
     left = dict.fromkeys(order)
     spent = 0.0

@@ -1,9 +1,9 @@
 """The race of a case's plans: after a first look at each, only those that may win are measured in full.
 
-A first look is one visit, without a proof of what ran, CUDA graphs or errors.  A delayed host makes a call longer, never
-shorter, so the shortest sample counts; and a plan that only its host made slow is looked at once more.  In 333 cases on
-an H200 (tests/harness/sweep/test_race_replay.py) the plan that a full sweep found fastest stayed in the race in all but
-one, where the host decided between the two.
+A first look is one visit, without a proof of what ran, CUDA graphs or errors.  A delayed host makes a call longer,
+never shorter, so the shortest sample counts; and a plan that only its host made slow is looked at once more.  In 333
+cases on an H200 (tests/harness/sweep/test_race_replay.py) the plan that a full sweep found fastest stayed in the race
+in all but one, where the host decided between the two.
 
 FP8 plans and 16-bit plans race apart, because a caller may accept the latter alone.  A plan that is found inaccurate
 leaves the race, so that those behind it may win.
@@ -49,18 +49,12 @@ class Race:
         """Take a plan out that failed or is inaccurate: none has to be as fast as it."""
         self._out.add(plan)
 
-    def retry(self, plan: Plan) -> None:
-        """Take a plan that failed back into the race, as if nothing was known of it."""
-        self._out.discard(plan)
-        self.entered.discard(plan)
-        self.looks.pop(plan, None)
-
     def unseen(self) -> list[Plan]:
         """The plans to look at next: those that contain every kernel, then the pairs that these say may win."""
         waiting = [plan for plan in self.plans if plan not in self.looks and plan not in self._out]
         if first := [plan for plan in waiting if plan in self._cover]:
             return first
-        return [plan for plan in waiting if self._passes(plan) <= self._limit(plan)[0]]
+        return [plan for plan in waiting if _work(self.known(plan)) <= self._limit(plan)[0]]
 
     def doubtful(self) -> list[Plan]:
         """The plans to look at again: the device was fast enough for them to win, the call was not."""
@@ -79,23 +73,34 @@ class Race:
         self.entered.update(found)
         return found
 
+    def known(self, plan: Plan) -> Samples:
+        """The samples of a plan's first look, or the shortest of its passes in the plans that were looked at."""
+        if plan in self.looks:
+            return self.looks[plan]
+        forwards = [look.time_ms["prepared"] for each, look in self.looks.items() if each.forward == plan.forward]
+        backwards = [look.time_ms["backward"] for each, look in self.looks.items() if each.backward == plan.backward]
+        passes: dict[Cost, list[list[float]]] = {"prepared": forwards}
+        if plan.backward is not None:
+            passes["backward"] = backwards
+        shortest = {cost: [min(map(min, taken))] for cost, taken in passes.items() if taken}
+        return Samples(shortest, visits={cost: [1] for cost in shortest})
+
     def slower(self) -> dict[Plan, str]:
         """The plans that lost by time, and why."""
         return {plan: self._why(plan) for plan in self.plans if plan not in self.entered and plan not in self._out}
 
     def _why(self, plan: Plan) -> str:
-        limit, rival = self._limit(plan)
+        rival = self._limit(plan)[1]
         assert rival is not None, "without a rival it may win"
         fastest = _call(self.looks[rival])
         if plan in self.looks:
             return f"slower than {rival} at a first look; {_call(self.looks[plan]) / fastest:.2f} times as long"
-        return f"slower than {rival} by its passes in other plans; {self._passes(plan) / fastest:.2f} times as long"
+        ratio = _work(self.known(plan)) / fastest
+        return f"slower than {rival} by its passes in other plans; {ratio:.2f} times as long"
 
     def _running(self) -> dict[Plan, Samples]:
         """The plans whose times count."""
-        return {
-            plan: look for plan, look in self.looks.items() if plan not in self._out and plan not in self._emulated
-        }
+        return {plan: look for plan, look in self.looks.items() if plan not in self._out and plan not in self._emulated}
 
     def _limit(self, plan: Plan) -> tuple[float, Plan | None]:
         """The longest call in milliseconds with which the plan may win, and the rival that sets it."""
@@ -105,16 +110,6 @@ class Race:
         if plan.fp8:
             limits.append(_within(_FP8_MAY_WIN, exact))
         return min(limits, key=lambda limit: limit[0])
-
-    def _passes(self, plan: Plan) -> float:
-        """The least time in milliseconds of the plan's passes in the plans that were looked at; 0 of unseen kernels."""
-        forwards = [min(look.time_ms["prepared"]) for each, look in self.looks.items() if each.forward == plan.forward]
-        backwards = [
-            min(look.time_ms["backward"])
-            for each, look in self.looks.items()
-            if each.backward == plan.backward is not None
-        ]
-        return min(forwards, default=0.0) + min(backwards, default=0.0)
 
 
 def covering(plans: Iterable[Plan]) -> list[Plan]:
@@ -145,5 +140,5 @@ def _call(look: Samples) -> float:
 
 
 def _work(look: Samples) -> float:
-    """Milliseconds of the device for both passes, without waiting for the host."""
-    return min(look.time_ms["prepared"]) + min(look.time_ms.get("backward", [0.0]))
+    """Milliseconds of the device for the passes that are known, without waiting for the host."""
+    return sum(min(look.time_ms[cost]) for cost in ("prepared", "backward") if cost in look.time_ms)

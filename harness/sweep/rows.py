@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from types import MappingProxyType
+from typing import Any
 
 from attnbench.kernels.devices import describe
 from attnbench.kernels.plan import Plan
@@ -34,8 +35,9 @@ def unmeasured_row(
     setup: DeviceSetup,
     ran: Mapping[Side, list[str]] = MappingProxyType({}),
     check: str | None = None,
+    performance: Performance | None = None,
 ) -> Measurement:
-    """The row of a plan that has no numbers."""
+    """The row of a plan that was not measured, or only looked at."""
     return Measurement(
         case=case.name,
         spec=case.spec,
@@ -44,6 +46,7 @@ def unmeasured_row(
         reason="; ".join(reasons)[:LONGEST_REASON],
         check=check,
         ran=dict(ran),
+        performance_=performance,
         started=datetime.now(timezone.utc),
         environment=setup.environment,
     )
@@ -53,15 +56,13 @@ def slower_row(
     case: Case,
     plan: Plan,
     reason: str,
-    opened: Opened,
-    prepared: Prepared,
     samples: Samples,
     gpu: Conditions | None,
     setup: DeviceSetup,
 ) -> Measurement:
-    """The row of a plan that lost a race at a first look."""
-    row = unmeasured_row(case, plan, "slower", [reason], setup)
-    return row.model_copy(update={"performance_": _performance(opened, prepared, samples, gpu)})
+    """The row of a plan that lost a race at a first look, or by its passes in other plans."""
+    performance = _performance(setup.timer.conditions, samples, gpu)
+    return unmeasured_row(case, plan, "slower", [reason], setup, performance=performance)
 
 
 def measured_row(
@@ -107,10 +108,10 @@ def measured_row(
             leak=findings.leak,
         ),
         performance_=_performance(
-            opened,
-            prepared,
+            opened.timer,
             samples,
             gpu,
+            first_ms=round(prepared.first_ms, _DIGITS),
             memory_bytes=findings.memory_bytes,
             retained_bytes=findings.retained_bytes,
             peak_share=share,
@@ -120,17 +121,14 @@ def measured_row(
     )
 
 
-def _performance(
-    opened: Opened, prepared: Prepared, samples: Samples, gpu: Conditions | None, **found: float | None
-) -> Performance:
-    """The samples, and what else was ``found``: memory and the share of the peak."""
+def _performance(timer: str, samples: Samples, gpu: Conditions | None, **found: Any) -> Performance:
+    """The samples, and what else was ``found``: the first run, memory and the share of the peak."""
     return Performance(
         time_ms={cost: _rounded(taken) for cost, taken in samples.time_ms.items()},
         visits=samples.visits,
-        host_ms=_rounded(samples.host_ms),
-        first_ms=round(prepared.first_ms, _DIGITS),
+        host_ms=_rounded(samples.host_ms) or None,
         replayed=list(samples.replayed),
-        timer=opened.timer,
+        timer=timer,
         gpu=gpu,
         **found,
     )
