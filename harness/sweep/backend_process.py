@@ -69,12 +69,14 @@ class BackendProcess:
         return prepared
 
     def prove(self, plan: Plan, first_ms: float) -> Prepared:
-        """Prove what a plan runs whose first run took ``first_ms``, and prepare it again if it was released.
+        """Prove what a plan runs whose first run took ``first_ms``; one that was released is prepared and sampled again.
 
         Raises LostError.
         """
         if not self._knows(plan):
-            return self.prepare(plan)
+            prepared = self.prepare(plan)
+            self._sampled(plan)
+            return prepared
         proved: Prepared = self.worker.ask("prove", plan, first_ms, seconds=self.seconds)
         return proved
 

@@ -35,6 +35,7 @@ from .worker_process import LostError, Worker
 __all__ = ["DeviceSweep", "Phase", "PhaseStarted", "StoppedError"]
 
 _T = TypeVar("_T")
+_BEATEN = 1.05  # times the fastest: a plan that is slower is not timed any closer in a race
 Phase = Literal["compiling", "preparing", "timing", "judging"]
 
 
@@ -115,17 +116,22 @@ class DeviceSweep:
     def _together(
         self, case: Case, plans: Sequence[Plan]
     ) -> Generator[PhaseStarted | Measurement, None, dict[Plan, LostError]]:
+        started = datetime.now(timezone.utc)
         lost: dict[Plan, LostError] = {}
         yield PhaseStarted("preparing", case)
         prepared = self._prepared(plans, lambda process, plan: (process.open(case), process.prepare(plan)), lost)
-        yield from self._measured(case, prepared, lost)
+        yield PhaseStarted("timing", case)
+        samples = self._time(case, list(prepared), lost)
+        yield PhaseStarted("judging", case)
+        yield from self._judged(case, prepared, samples, started, lost)
         self._in_parallel("judging", plans, lambda process, _: process.close())
         return lost
 
     def _raced(
         self, case: Case, plans: Sequence[Plan], required: Collection[Plan]
     ) -> Generator[PhaseStarted | Measurement, None, dict[Plan, LostError]]:
-        """Look at the plans, measure those that may win, and go on behind those that failed or were inaccurate."""
+        """Look at the plans, time those that may win, judge the fastest, and go on behind those that were wrong."""
+        started = datetime.now(timezone.utc)
         lost: dict[Plan, LostError] = {}
         race = Race(plans, required, self._emulated(plans))
         prepared: dict[Plan, tuple[Opened, Prepared]] = {}
@@ -144,28 +150,32 @@ class DeviceSweep:
                 yield PhaseStarted("timing", case)
                 self._look([plan for plan in unseen if plan in prepared], race, lost)
             self._look(race.doubtful(), race, lost)
-            entrants = race.entrants()
-            self._in_parallel(
-                "preparing", [plan for plan in race.looks if plan not in race.entered], BackendProcess.drop
-            )
-            if not entrants:
+            if entrants := race.entrants():
+                self._drop([plan for plan in prepared if plan not in entrants])
+                race.timed.update(self._time(case, entrants, lost, beaten=_BEATEN))
+            finalists = race.finalists()
+            if not (entrants or finalists):
                 break
-            yield PhaseStarted("preparing", case)
-            proved = self._prepared(entrants, prove, lost)
+            self._drop([plan for plan in prepared if plan not in finalists])
+            yield PhaseStarted("judging", case)
+            proved = self._prepared(finalists, prove, lost)
             accurate = set()
-            for event in self._measured(case, proved, lost):
-                if isinstance(event, Measurement) and event.status == "ok":
-                    accurate.add(event.plan)
-                yield event
-            for plan in entrants:
-                if plan not in accurate:
-                    race.leave(plan)
+            for row in self._judged(case, proved, {plan: race.timed[plan] for plan in proved}, started, lost):
+                if row.status == "ok":
+                    accurate.add(row.plan)
+                yield row
+            for plan in {*finalists, *lost} - accurate:
+                race.leave(plan)
         for plan, reason in race.slower().items():
             samples = race.known(plan)
             gpu = self._watch.between(*samples.spans) if samples.spans else None
             yield slower_row(case, plan, reason, samples, gpu, self.setup)
         self._in_parallel("judging", plans, lambda process, _: process.close())
         return lost
+
+    def _drop(self, plans: Sequence[Plan]) -> None:
+        """Release plans, so that their memory serves the others."""
+        self._in_parallel("preparing", plans, BackendProcess.drop)
 
     def _look(self, plans: Sequence[Plan], race: Race, lost: dict[Plan, LostError]) -> None:
         """Time each plan once, after the device has been warmed for the first time in a case."""
@@ -190,14 +200,15 @@ class DeviceSweep:
         lost |= {plan: each for plan, each in found.items() if isinstance(each, LostError)}
         return {plan: each for plan, each in found.items() if not isinstance(each, LostError)}
 
-    def _measured(
-        self, case: Case, prepared: Mapping[Plan, tuple[Opened, Prepared]], lost: dict[Plan, LostError]
-    ) -> Iterator[PhaseStarted | Measurement]:
-        """Time and judge prepared plans in turns; those that failed are added to ``lost``."""
-        started = datetime.now(timezone.utc)
-        yield PhaseStarted("timing", case)
-        samples = self._time(case, list(prepared), lost)
-        yield PhaseStarted("judging", case)
+    def _judged(
+        self,
+        case: Case,
+        prepared: Mapping[Plan, tuple[Opened, Prepared]],
+        samples: Mapping[Plan, Samples],
+        started: datetime,
+        lost: dict[Plan, LostError],
+    ) -> Iterator[Measurement]:
+        """The rows of plans that were timed; those that failed are added to ``lost``."""
         for plan, findings in self._in_parallel("judging", list(samples), BackendProcess.conclude).items():
             if isinstance(findings, LostError):
                 lost[plan] = findings
@@ -244,12 +255,14 @@ class DeviceSweep:
         self._check()
         return {plan: found[plan] for plan in plans}
 
-    def _time(self, case: Case, plans: Sequence[Plan], lost: dict[Plan, LostError]) -> dict[Plan, Samples]:
+    def _time(
+        self, case: Case, plans: Sequence[Plan], lost: dict[Plan, LostError], **how: float
+    ) -> dict[Plan, Samples]:
         steady = partial(self._watch.steady, time.perf_counter())
         emulated = self._emulated(plans)
         brief = emulated if len(emulated) < len(plans) else ()
         visit = self._visitor(BackendProcess.sample, lost)
-        return interleave(plans, visit, self.setup.timer, case.name, steady, brief)
+        return interleave(plans, visit, self.setup.timer, case.name, steady, brief, **how)
 
     def _visitor(
         self, take: Callable[[BackendProcess, Plan], Visit], lost: dict[Plan, LostError]

@@ -1,18 +1,19 @@
-"""The race of a case's plans: after a first look at each, only those that may win are measured in full.
+"""The race of a case's plans: a first look at each, close times of those that may win, a judgement of who wins.
 
 A first look is one visit, without a proof of what ran, CUDA graphs or errors.  A delayed host makes a call longer,
 never shorter, so the shortest sample counts; and a plan that only its host made slow is looked at once more.  In 333
 cases on an H200 (tests/harness/sweep/test_race_replay.py) the plan that a full sweep found fastest stayed in the race
 in all but one, where the host decided between the two.
 
-FP8 plans and 16-bit plans race apart, because a caller may accept the latter alone.  A plan that is found inaccurate
-leaves the race, so that those behind it may win.
+FP8 plans and 16-bit plans race apart, because a caller may accept the latter alone.  Only the winners and what is about
+as fast are proved and judged.  One that failed or is inaccurate leaves the race, so that those behind it may win.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from statistics import median
 
 from attnbench.kernels.plan import Plan, backend_of
 
@@ -25,21 +26,24 @@ LOOKED_AT: tuple[Cost, ...] = ("prepared", "backward", "call")
 # Times the fastest.  With 1.2 three winners of 333 cases are lost, one of them 28 % faster than the next plan.
 _MAY_WIN = 1.3
 _FP8_MAY_WIN = 1.1  # times the fastest 16-bit plan, which is more accurate
+_PASSES_MAY_WIN = 1.1  # times the fastest, for the sum of two passes: a call is longer
+_ABOUT_AS_FAST = 1.02  # as the winner: judged too
 _LOOKS = 2
 
 
 class Race:
-    """The plans of one case that are compared by time, and what first looks found of them.
+    """The plans of one case that are compared by time, and what is known of them.
 
-    ``required`` plans are measured in full whatever their time.  ``emulated`` ones are too, because their errors are
-    wanted and their times say nothing.  ``looks`` holds the samples of first looks, ``entered`` the plans that were, or
-    are being, measured in full.
+    ``required`` plans are timed and judged whatever their time.  ``emulated`` ones are too, because their errors are
+    wanted and their times say nothing.  ``looks`` holds the samples of first looks, ``timed`` those of the plans that
+    were timed closely, ``judged`` the plans that were or are being judged.
     """
 
     def __init__(self, plans: Sequence[Plan], required: Collection[Plan] = (), emulated: Collection[Plan] = ()) -> None:
         self.plans = list(plans)
         self.looks: dict[Plan, Samples] = {}
-        self.entered: set[Plan] = set()
+        self.timed: dict[Plan, Samples] = {}
+        self.judged: set[Plan] = set()
         self._out: set[Plan] = set()
         self._always = {*required, *emulated}
         self._emulated = frozenset(emulated)
@@ -54,29 +58,47 @@ class Race:
         waiting = [plan for plan in self.plans if plan not in self.looks and plan not in self._out]
         if first := [plan for plan in waiting if plan in self._cover]:
             return first
-        return [plan for plan in waiting if _work(self.known(plan)) <= self._limit(plan)[0]]
+        return [plan for plan in waiting if _work(self.known(plan)) <= self._limit(plan, _PASSES_MAY_WIN)[0]]
 
     def doubtful(self) -> list[Plan]:
         """The plans to look at again: the device was fast enough for them to win, the call was not."""
         return [
             plan
             for plan, look in self._running().items()
-            if plan not in self.entered
+            if plan not in self.timed
             and len(look.spans) < _LOOKS
-            and _work(look) <= self._limit(plan)[0] < _call(look)
+            and _work(look) <= self._limit(plan, _MAY_WIN)[0] < _call(look)
         ]
 
     def entrants(self) -> list[Plan]:
-        """The plans to measure in full now; they count as entered."""
-        seen = [plan for plan in self.plans if plan in self.looks and plan not in self._out | self.entered]
-        found = [plan for plan in seen if plan in self._always or _call(self.looks[plan]) <= self._limit(plan)[0]]
-        self.entered.update(found)
+        """The plans to time closely now."""
+        seen = [plan for plan in self.plans if plan in self.looks and plan not in self._out and plan not in self.timed]
+        return [
+            plan for plan in seen if plan in self._always or _call(self.looks[plan]) <= self._limit(plan, _MAY_WIN)[0]
+        ]
+
+    def finalists(self) -> list[Plan]:
+        """The plans to judge now, which count as judged: the fastest with and without FP8 that are not yet."""
+        running = {plan: _typical(each) for plan, each in self.timed.items() if plan not in self._out}
+        compared = {plan: ms for plan, ms in running.items() if plan not in self._emulated}
+        exact = {plan: ms for plan, ms in compared.items() if not plan.fp8}
+        found = [
+            plan
+            for plan, ms in running.items()
+            if plan not in self.judged
+            and (
+                plan in self._always
+                or ms <= _within(_ABOUT_AS_FAST, compared)[0]
+                or (not plan.fp8 and ms <= _within(_ABOUT_AS_FAST, exact)[0])
+            )
+        ]
+        self.judged.update(found)
         return found
 
     def known(self, plan: Plan) -> Samples:
-        """The samples of a plan's first look, or the shortest of its passes in the plans that were looked at."""
+        """The closest samples of a plan, or the shortest of its passes in the plans that were looked at."""
         if plan in self.looks:
-            return self.looks[plan]
+            return self.timed.get(plan, self.looks[plan])
         forwards = [look.time_ms["prepared"] for each, look in self.looks.items() if each.forward == plan.forward]
         backwards = [look.time_ms["backward"] for each, look in self.looks.items() if each.backward == plan.backward]
         passes: dict[Cost, list[list[float]]] = {"prepared": forwards}
@@ -87,11 +109,16 @@ class Race:
 
     def slower(self) -> dict[Plan, str]:
         """The plans that lost by time, and why."""
-        return {plan: self._why(plan) for plan in self.plans if plan not in self.entered and plan not in self._out}
+        return {plan: self._why(plan) for plan in self.plans if plan not in self.judged and plan not in self._out}
 
     def _why(self, plan: Plan) -> str:
-        rival = self._limit(plan)[1]
+        rival = self._limit(plan, 1.0)[1]
         assert rival is not None, "without a rival it may win"
+        if plan in self.timed:
+            rivals = [each for each in self.judged - self._out - self._emulated if plan.fp8 or not each.fp8]
+            rival = min(rivals, key=lambda each: _typical(self.timed[each]))
+            ratio = _typical(self.timed[plan]) / _typical(self.timed[rival])
+            return f"slower than {rival}; {ratio:.2f} times as long"
         fastest = _call(self.looks[rival])
         if plan in self.looks:
             return f"slower than {rival} at a first look; {_call(self.looks[plan]) / fastest:.2f} times as long"
@@ -102,13 +129,13 @@ class Race:
         """The plans whose times count."""
         return {plan: look for plan, look in self.looks.items() if plan not in self._out and plan not in self._emulated}
 
-    def _limit(self, plan: Plan) -> tuple[float, Plan | None]:
+    def _limit(self, plan: Plan, factor: float) -> tuple[float, Plan | None]:
         """The longest call in milliseconds with which the plan may win, and the rival that sets it."""
         running = {each: _call(look) for each, look in self._running().items()}
         exact = {each: ms for each, ms in running.items() if not each.fp8}
-        limits = [_within(_MAY_WIN, running if plan.fp8 else exact)]
+        limits = [_within(factor, running if plan.fp8 else exact)]
         if plan.fp8:
-            limits.append(_within(_FP8_MAY_WIN, exact))
+            limits.append(_within(min(factor, _FP8_MAY_WIN), exact))
         return min(limits, key=lambda limit: limit[0])
 
 
@@ -137,6 +164,10 @@ def _within(factor: float, times: Mapping[Plan, float]) -> tuple[float, Plan | N
 
 def _call(look: Samples) -> float:
     return min(look.time_ms["call"])
+
+
+def _typical(timed: Samples) -> float:
+    return median(timed.time_ms["call"])
 
 
 def _work(look: Samples) -> float:
