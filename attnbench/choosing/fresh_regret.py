@@ -18,9 +18,20 @@ from .candidate import Basis, Candidate
 from .evidence import Evidence
 from .regret import Asked, chosen_at, geometric_mean, served
 
-__all__ = ["BOUNDS", "QUESTIONS", "FreshScore", "FreshSummary", "fresh_choice", "fresh_scores", "summary_of"]
+__all__ = [
+    "BOUNDS",
+    "_QUESTIONS",
+    "FreshScore",
+    "FreshSummary",
+    "_choice",
+    "contenders",
+    "fresh_scores",
+    "summary_of",
+]
 
-QUESTIONS = (Asked(False), Asked(True))
+_QUESTIONS = (Asked(False), Asked(True))
+_SURE = 3.0
+_FASTER = 1.5
 
 # On regret: the geometric mean without and with FP8, the 90th percentile, the worst; the share that a rule may decide.
 BOUNDS = (0.02, 0.03, 0.08, 0.20, 0.02)
@@ -50,7 +61,7 @@ class FreshScore:
         return self.error is not None and not self.error <= self.budget
 
 
-def fresh_choice(
+def _choice(
     spec: AttentionSpec, plans: Iterable[Plan], tables: Known, known: Registry, device: Device, asked: Asked
 ) -> Candidate | None:
     """What the tables choose among the plans at a spec whose own entries they are not asked for; None if nothing."""
@@ -59,8 +70,31 @@ def fresh_choice(
     return None if chosen is None else chosen[0]
 
 
+def contenders(
+    spec: AttentionSpec, plans: Iterable[Plan], tables: Known, known: Registry, device: Device
+) -> dict[Plan, bool]:
+    """The plans that may be the fastest at a spec by tables that are not asked for its own entries, and those chosen.
+
+    A plan is left out if what the tables choose is predicted to be faster by more than ``_SURE`` standard errors of the
+    ratio, without FP8 for a 16-bit plan.  True for each plan that the tables choose, with or without FP8.
+    """
+    plans, model = list(plans), Evidence(spec, _without(tables, spec)).model
+    chosen = {asked.fp8: _choice(spec, plans, tables, known, device, asked) for asked in _QUESTIONS}
+    required = {each.plan for each in chosen.values() if each is not None}
+
+    def may_win(plan: Plan) -> bool:
+        rival = chosen[plan.fp8]
+        own = None if model is None else model.predict(plan, spec)
+        if model is None or own is None or rival is None or not rival.time_ms:
+            return True
+        gap = max(math.log(_FASTER), _SURE * model.gap_error(plan, rival.plan, spec))
+        return math.log(own.time_ms / rival.time_ms) <= gap
+
+    return {plan: plan in required for plan in plans if plan in required or may_win(plan)}
+
+
 def fresh_scores(
-    truth: Table, tables: Known, known: Registry, questions: Sequence[Asked] = QUESTIONS
+    truth: Table, tables: Known, known: Registry, questions: Sequence[Asked] = _QUESTIONS
 ) -> Iterator[FreshScore]:
     """Choose by ``tables`` at every spec of ``truth``, and compare with what was measured there.
 
@@ -77,7 +111,7 @@ def fresh_scores(
                 for plan, entry in here.items()
                 if entry.time_ms and (asked.fp8 or not plan.fp8) and entry.worst[0] <= budget
             }
-            winner = fresh_choice(spec, raced, tables, known, device, asked)
+            winner = _choice(spec, raced, tables, known, device, asked)
             if winner is None or not times:
                 continue
             best = min(times, key=lambda plan: (times[plan], str(plan)))

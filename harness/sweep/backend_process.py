@@ -69,9 +69,9 @@ class BackendProcess:
         return prepared
 
     def prove(self, plan: Plan, first_ms: float) -> Prepared:
-        """Prove what a plan runs whose first run took ``first_ms``; one that was released is prepared and sampled again.
+        """Prove what a plan runs whose first run took ``first_ms``.
 
-        Raises LostError.
+        One that was released is prepared and sampled again.  Raises LostError.
         """
         if not self._knows(plan):
             prepared = self.prepare(plan)

@@ -188,9 +188,8 @@ def _measured(
 
     place, known = find(device), registry()
     names = [name.strip() for name in (backends or "").split(",") if name.strip()]
-    tasks = _with_choices(
-        tasks_of(drawn_cases(count, seed, place.type), known, place, "fp8", names), known_by, known, describe(place)
-    )
+    drawn = tasks_of(drawn_cases(count, seed, place.type), known, place, "fp8", names)
+    tasks = _contending(drawn, known_by, known, describe(place))
     setup = DeviceSetup(place, Environment.detect(place, known), Timer.for_device(place), race=True)
     with Store(fresh_folder("fresh") if out is None else out, setup.environment, resume=resume) as store:
         try:
@@ -205,21 +204,20 @@ def _measured(
     return table
 
 
-def _with_choices(tasks: list[Task], tables: Known, known: Registry, device: Device) -> list[Task]:
-    """The tasks, those required whose plans the tables would choose."""
-    from ...choosing.fresh_regret import QUESTIONS, fresh_choice
+def _contending(tasks: list[Task], tables: Known, known: Registry, device: Device) -> list[Task]:
+    """The tasks of the plans that may win by the tables, those required that the tables would choose."""
+    from ...choosing.fresh_regret import contenders
 
     plans: dict[Case, list[Plan]] = {}
     for task in tasks:
         if task.runs:
             plans.setdefault(task.case, []).append(task.plan)
-    chosen = {
-        (case, choice.plan)
-        for case, own in plans.items()
-        for asked in QUESTIONS
-        if (choice := fresh_choice(case.spec, own, tables, known, device, asked)) is not None
-    }
-    return [replace(task, required=(task.case, task.plan) in chosen) for task in tasks]
+    found = {case: contenders(case.spec, own, tables, known, device) for case, own in plans.items()}
+    return [
+        replace(task, required=found[task.case][task.plan]) if task.runs else task
+        for task in tasks
+        if not task.runs or task.plan in found[task.case]
+    ]
 
 
 def _table(paths: list[Path]) -> Table:
