@@ -38,7 +38,8 @@ def sweep(
         SweepDtype, typer.Option(help="fp8: bf16 tensors, FP8 and 16-bit kernels; other values: tensors of that type.")
     ] = "fp8",
     preset: Annotated[
-        str, typer.Option(help="quick, inference, training, long, FILE.yaml, or captured tensors: FILE.safetensors.")
+        str,
+        typer.Option(help="quick, inference, training, long, table, FILE.yaml, or captured tensors: FILE.safetensors."),
     ] = "quick",
     case: Annotated[
         list[str] | None,

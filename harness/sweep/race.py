@@ -1,9 +1,9 @@
 """The race of a case's plans: a first look at each, close times of those that may win, a judgement of who wins.
 
 A first look is one visit, without a proof of what ran, CUDA graphs or errors.  A delayed host makes a call longer,
-never shorter, so the shortest sample counts; and a plan that only its host made slow is looked at once more.  In 333
-cases on an H200 (tests/harness/sweep/test_race_replay.py) the plan that a full sweep found fastest stayed in the race
-in all but one, where the host decided between the two.
+never shorter, so the shortest sample counts; and a plan that only its host made slow is looked at once more.  In 172
+choices on an H200 (tests/harness/sweep/test_race_replay.py) the plan that a full sweep found fastest won in all but
+two, both of one case, where the host decided between two plans.
 
 FP8 plans and 16-bit plans race apart, because a caller may accept the latter alone.  Only the winners and what is about
 as fast are proved and judged.  One that failed or is inaccurate leaves the race, so that those behind it may win.
@@ -23,7 +23,7 @@ from .interleave import Samples
 __all__ = ["LOOKED_AT", "Race", "covering"]
 
 LOOKED_AT: tuple[Cost, ...] = ("prepared", "backward", "call")
-# Times the fastest.  With 1.2 three winners of 333 cases are lost, one of them 28 % faster than the next plan.
+# Times the fastest.  With 1.2 three winners of 333 cases were lost, one of them 28 % faster than the next plan.
 _MAY_WIN = 1.3
 _FP8_MAY_WIN = 1.1  # times the fastest 16-bit plan, which is more accurate
 _PASSES_MAY_WIN = 1.1  # times the fastest, for the sum of two passes: a call is longer
