@@ -67,7 +67,7 @@ def test_a_scaled_choice_says_so_wherever_it_is_shown(by, length):
     choice = by(known(slow=300, fast=500, fp8=800), spec(length))
     assert (str(choice.plan), choice.basis, choice.chosen.scaled_from) == ("fast:bf16", "scaled", "NVIDIA H200")
     assert "(by prediction scaled from NVIDIA H200)" in str(choice)
-    assert "`attnbench sweep`" in choice.hint
+    assert "`attnbench sweep --preset table`" in choice.hint
     said = json.loads(json.dumps(choice.to_dict()))
     assert {each["basis"] for each in said["candidates"]} == {"scaled"}
     assert {each["scaled_from"] for each in said["candidates"]} == {"NVIDIA H200"}
