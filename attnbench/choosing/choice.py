@@ -120,13 +120,13 @@ def _head(choice: Choice) -> Iterator[str]:
 def _basis(choice: Choice) -> str:
     if choice.basis == "predicted":
         return "prediction from measured neighbours"
-    if choice.basis == "nearest" and choice.chosen.measured_at is not None:
-        return "the nearest measured shape, the predictions being too near one another"
     if choice.basis == "scaled":
         return f"prediction scaled from {choice.chosen.scaled_from}"
     if choice.basis == "frozen":
         return f"the choices frozen in {choice.frozen_in}"
-    return {"measured": "measurement", "nearest": "the nearest measured shape"}.get(choice.basis, choice.basis)
+    if choice.basis == "nearest":
+        return "the nearest measured shape, the predictions being too near one another"
+    return {"measured": "measurement"}.get(choice.basis, choice.basis)
 
 
 def _left_out(choice: Choice) -> Iterator[str]:

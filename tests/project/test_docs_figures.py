@@ -18,7 +18,6 @@ from markdown_it import MarkdownIt
 from places import ROOT
 
 from attnbench.choosing import fresh_regret
-from attnbench.choosing.evidence import MARGIN
 from attnbench.cli.train import train
 from attnbench.guarding.significance import Detector
 from attnbench.harness.cases.models import published_models
@@ -289,7 +288,6 @@ HELD: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
             for run in figures.arms(folder)[0].runs[:2]
         ],
     ),
-    ("budget.md", r"by a margin of ([\d.]+)\. ", lambda: (MARGIN,)),
     (
         "tables.md",
         r"one of (\d+) published[^|]* exceeds ([\d.]+) % in[^|]*\(([\d.]+) % with FP8\),\s+([\d.]+) % at"

@@ -9,9 +9,12 @@ from command_line import attnbench
 from places import ROOT
 
 from attnbench.choosing.evidence import Evidence
-from attnbench.choosing.regret import Asked, chosen_at, held_out, summarised
+from attnbench.choosing.fresh_regret import fresh_scores, summary_of
+from attnbench.choosing.regret import Asked, chosen_at
 from attnbench.choosing.regret_fixed import against_fixed
+from attnbench.harness.results.condense import join_sweeps
 from attnbench.harness.results.records import Measurement, read_measurements
+from attnbench.harness.results.store import measurements_file
 from attnbench.kernels.registry import registry
 from attnbench.tables.table import Table
 from attnbench.tables.user_table import Known
@@ -22,9 +25,9 @@ ROW = re.compile(r"\| `(.+?)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) / ([\d.]+) \|"
 KEYS = re.compile(r"\| b1 h8 q(\d+) d128, V with a mean.* \| (\d+)k keys \| (\d+)k keys \| (\d+)k keys \|")
 DRIFT = re.compile(r"\| (`.+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|")
 ALWAYS = re.compile(r"\| (?:`(\S+)`|(torch's default)) ((?:\| (?:[\d.]+, [\d.]+)? ){4})\|")
-REGRET = re.compile(
-    r"costs ([\d.]+) % over the best .* \(([\d.]+) % at worst; training ([\d.]+) % and ([\d.]+) %\)"
-    r".* (\d+) of (\d+) choices"
+FRESH = re.compile(
+    r"(\d+) layers of published .* costs ([\d.]+) % over .* 16 bits and ([\d.]+) % with FP8, .* \((\d+) % at worst"
+    r".* none was beyond its budget"
 )
 
 
@@ -141,28 +144,16 @@ def test_what_choosing_saves_comes_from_the_table_that_ships() -> None:
     assert len(shown) >= 8
 
 
-@pytest.mark.exhaustive
-def test_the_regret_is_that_of_the_table_that_ships() -> None:
-    made = list(held_out(Table.load(ROOT / "attnbench/tables/nvidia-h200.json"), registry(), seed=0))
-    scores = [score for score in made if score.steady]
-    forward, training = summarised(scores)
-    truths = [100 * share for each in (forward, training) for share in (each.geometric_mean, each.worst)]
-    shown = REGRET.search(" ".join(README))
+def test_the_fresh_regret_is_that_of_the_table_that_ships() -> None:
+    rows = list(read_measurements(measurements_file(ROOT / "results/nvidia-h200/fresh/7001")))
+    tables = Known.of(Table.load(ROOT / "attnbench/tables/nvidia-h200.json"))
+    plain, fp8 = summary_of(fresh_scores(join_sweeps({"fresh": rows}), tables, registry()))
+    shown = FRESH.search(" ".join(README))
     assert shown
-    for figure, truth in zip(shown.groups(), [*truths, len(scores), len(made)], strict=True):
+    truths = (plain.choices, *(100 * each.geometric_mean for each in (plain, fp8)), 100 * fp8.worst)
+    for figure, truth in zip(shown.groups(), truths, strict=True):
         assert agrees(figure, truth), (figure, truth)
-    assert not any(score.violated for score in made)
-
-
-def test_the_page_that_is_linked_tells_the_same_regret() -> None:
-    page = re.sub(r"<[^>]+>", " ", (ROOT / "results/nvidia-h200/report.html").read_text(encoding="utf-8"))
-    told = dict(re.findall(r" (forward|training)\s+\d+\s+\d+\s+(\S+%\s+\S+%\s+\S+%)\s+0\b", page))
-    shown = REGRET.search(" ".join(README))
-    assert shown
-    for direction, mean, worst_ in (("forward", *shown.groups()[:2]), ("training", *shown.groups()[2:4])):
-        first, _, last = told[direction].split()
-        # The page counts with the rows' own times, the table with rounded ones.
-        assert (float(first[:-1]), float(last[:-1])) == pytest.approx((float(mean), float(worst_)), abs=0.11)
+    assert not plain.violations + fp8.violations
 
 
 def test_the_picture_is_of_the_rows_of_the_table_that_ships(tmp_path: Path) -> None:
