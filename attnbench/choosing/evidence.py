@@ -1,9 +1,8 @@
-"""What the tables say of a plan at a spec: measured there, or vouched for and predicted by its neighbours."""
+"""What the tables say of a plan at a spec: measured there, or predicted from what was measured elsewhere."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -18,7 +17,6 @@ from .similarity import SpecClass, class_of, distance
 
 __all__ = ["Evidence"]
 
-_NEAR = 2.0  # doublings: farther away, the winner says less than a prediction
 _SWEEP = 20  # specs: a table that knows fewer of a direction is not preferred to a scaled one that knows more
 
 
@@ -56,25 +54,14 @@ class Evidence:
         ``growth`` is the factor by which its error grows when the keys double, None if unknown.
         """
         entry = self._here.get(plan)
-        found = self._neighbours(plan, budget, growth) if entry is None else _measured(entry, budget)
+        found = self._predicted(plan, budget, growth) if entry is None else _measured(entry, budget)
         if found is None:
             return None
         if self._scaled_from is None or found.time_ms is None:
             return found
         return found.scaled(self._scaled_from, self._scaling_error)
 
-    def nearest(self, plan: Plan, others: Iterable[Plan]) -> list[Candidate]:
-        """Measurements of a predicted plan and of the others at the nearest spec that has the plan; none beyond
-        ``_NEAR``.
-        """
-        usable = (entry.spec for entry in self._class.get(plan, ()) if entry.usable)
-        spec = min(usable, key=self._order, default=None)
-        if spec is None or distance(spec, self._spec) > _NEAR:
-            return []
-        entries = [entry for each in {plan, *others} for entry in self._class.get(each, ()) if entry.spec == spec]
-        return [_measured(entry, entry.worst[0]) for entry in entries if entry.usable]
-
-    def _neighbours(self, plan: Plan, budget: float, growth: float | None) -> Candidate | None:
+    def _predicted(self, plan: Plan, budget: float, growth: float | None) -> Candidate | None:
         alike = self._class.get(plan, [])
         nearest = min(alike, key=lambda each: self._order(each.spec), default=None)
         failed = [each for each in alike if not each.usable and (each is nearest or self._covers(each.spec))]
@@ -83,28 +70,28 @@ class Evidence:
             return Candidate(plan, "unmeasured", (f"at {worst.spec}: {worst.unusable}",))
         if self.model is None or self._errors is None:
             return None
-        error, time = self._errors.predict(plan, self._spec), self.model.predict(plan, self._spec)
-        if error is None:
+        predicted, time = self._errors.predict(plan, self._spec), self.model.predict(plan, self._spec)
+        if predicted is None:
             return None
         if time is None:
             return Candidate(plan, "unmeasured", ("nothing like this was measured of it",))
         keys, most = self._spec.seqlen_kv, self._errors.most_keys(plan, self._spec)
         grown = 1.0 if keys <= most else None if growth is None else growth ** math.log2(keys / most)
         # A fault of a kernel at such shapes alone shows in the nearest one, hardly in a fit over all.
-        error = max(error, (nearest.worst if nearest is not None else (0.0, "")))
-        needs = error[0] * (grown or 1.0)
+        error, family = predicted if nearest is None else max(predicted, nearest.worst)
+        needs = error * (grown or 1.0)
         found = Candidate(
             plan=plan,
             verdict="eligible",
             time_ms=time.time_ms,
             error=needs,
-            family=error[1],
+            family=family,
             basis="predicted",
             time_error=time.error,
             needs=None if grown is None else needs,
         )
         if not needs <= budget:
-            reason = f"its predicted error of {needs:.3g} on {error[1]} inputs exceeds the budget of {budget:g}"
+            reason = f"its predicted error of {needs:.3g} on {family} inputs exceeds the budget of {budget:g}"
             return _lost(found, "inaccurate", reason)
         if grown is None:
             return _lost(

@@ -150,7 +150,7 @@ def chosen_at(
     eligible = [each for each in map(judge, here) if each.verdict == "eligible"]
     if not eligible:
         return None
-    ranking = Ranking(spec, judge.preference, evidence.nearest, evidence.model)
+    ranking = Ranking(spec, judge.preference, evidence.model)
     return ranking.winner(eligible), {each.plan for each in eligible}
 
 
