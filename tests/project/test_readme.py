@@ -25,8 +25,8 @@ KEYS = re.compile(r"\| b1 h8 q(\d+) d128, V with a mean.* \| (\d+)k keys \| (\d+
 DRIFT = re.compile(r"\| (`.+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|")
 ALWAYS = re.compile(r"\| (?:`(\S+)`|(torch's default)) ((?:\| (?:[\d.]+, [\d.]+)? ){4})\|")
 FRESH = re.compile(
-    r"(\d+) layers of published .* costs ([\d.]+) % over .* 16 bits and ([\d.]+) % with FP8, .* \(([\d.]+) % and ([\d.]+) % at the"
-    r" 90th percentile; (\d+) % at worst, a call of ([\d.]+) ms\), and none was beyond its budget"
+    r"(\d+) layers of published .* costs ([\d.]+) % over .* 16 bits and ([\d.]+) % with FP8, .* \(([\d.]+) % and"
+    r" ([\d.]+) % at the 90th percentile; (\d+) % at worst, a call of ([\d.]+) ms\), and none was beyond its budget"
 )
 
 
@@ -162,13 +162,13 @@ def test_the_fresh_regret_is_that_of_the_table_that_ships() -> None:
 
 
 def test_the_picture_is_of_the_rows_of_the_table_that_ships(tmp_path: Path) -> None:
-    """Label by label; where they stand is the drawing library's."""
+    """Label by label; where they stand is the drawing library's.  Each shape of design would be a row of its own."""
     command = re.search(
         r"attnbench table build (.+) -o attnbench/tables/nvidia-h200.json",
         (ROOT / "docs/tables.md").read_text(encoding="utf-8"),
     )
     assert command
-    folders = [ROOT / each for each in command[1].split()]
+    folders = [ROOT / each for each in command[1].split() if not each.endswith("/design")]
     made = tmp_path / "made.svg"
     done = attnbench("report", *folders, "--format", "svg", "--figure", "winners", "-o", made)
     assert done.returncode == 0, done.stderr
