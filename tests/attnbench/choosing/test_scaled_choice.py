@@ -153,7 +153,7 @@ def test_a_rule_on_a_gpu_warns_once_a_device_in_one_line(by, gpu):
     (said,) = caught(choice, gpu, gpu)
     assert said.isprintable()
     assert said.startswith(f"nothing like {spec()} was measured on NVIDIA  H100, so a fixed order of kernels decides; ")
-    assert "`attnbench sweep` makes a table of this device in about 5 minutes" in said
+    assert "`attnbench sweep --preset table` makes a table of this device in about 10 minutes" in said
     assert caught(choice, gpu) == []
     assert len(caught(choice, torch.device("cuda", 1))) == 1
 
