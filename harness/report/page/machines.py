@@ -201,7 +201,7 @@ def _answer(table: Table, spec: AttentionSpec, asked: Asked, known: Registry) ->
         kernel = known.forwards.get(plan.forward)
         return float("inf") if kernel is None or kernel.preference is None else kernel.preference
 
-    ranking = Ranking(spec, preference, evidence.nearest, evidence.model)
+    ranking = Ranking(spec, preference, evidence.model)
     winner = ranking.winner(eligible)
     return Answer(asked, winner.plan, ranking.margin(winner, eligible), candidates)
 
