@@ -19,6 +19,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from .cores import core_for, on_core
+
 __all__ = ["COSTS", "LATE_MS", "Cost", "Taken", "Timer"]
 
 Cost = Literal["kernel", "prepared", "backward", "call"]
@@ -55,7 +57,9 @@ class Timer:
 
     On a GPU a sample is device time between two events on the current stream; the L2 cache is overwritten before each.
     The device is held until the host is ahead of it, as in a stream of calls: otherwise the sample would contain the
-    host's time.  On a CPU a sample is wall time, with the caches as the call before left them.
+    host's time.  All threads of the process run on the ``core`` meanwhile, the same for every plan: on different ones
+    the host of one plan takes up to twice the time of another's (H200, 16 cores of a shared machine).  On a CPU a
+    sample is wall time, with the caches as the call before left them.
     """
 
     device: torch.device
@@ -64,12 +68,13 @@ class Timer:
     patience: float
     fewest: int = 2
     narrow: float = 0.005
+    core: int | None = None
 
     @classmethod
     def for_device(cls, device: torch.device) -> Timer:
         """The limits that a whole sweep can afford for each plan."""
         if device.type == "cuda":
-            return cls(device, visit=0.01, limit=0.3, patience=0.015, fewest=4)
+            return cls(device, visit=0.01, limit=0.3, patience=0.015, fewest=4, core=core_for(device.index or 0))
         # A CPU's calls take ten times as long and scatter more: six samples are enough there for an interval.
         return cls(device, visit=0.03, limit=1.5, patience=0.03, narrow=0.02)
 
@@ -83,13 +88,14 @@ class Timer:
         """What a sample is, for the record."""
         if self.device.type == "cuda":
             written = _l2_bytes(self.device) * _EVICTING
-            return f"cuda events, {written} bytes written before each sample to evict the L2, the host ahead"
+            core = "" if self.core is None else "on one core, "
+            return f"cuda events, {written} bytes written before each sample to evict the L2, {core}the host ahead"
         waiting = os.environ.get("OMP_WAIT_POLICY", "unset")
         return f"perf_counter, caches warm, OMP_WAIT_POLICY {waiting}"[:_LONGEST_CONDITIONS]
 
     def take(self, call: Callable[[], object], renew: Callable[[], object] = lambda: None) -> Taken:
         """The samples of one visit, after a discarded warm-up; ``renew`` runs before each sample, untimed."""
-        with torch.no_grad():
+        with torch.no_grad(), on_core(self.core):
             return self._on_gpu(call, renew) if self.device.type == "cuda" else self._on_cpu(call, renew)
 
     def _count(self, each: float) -> int:
