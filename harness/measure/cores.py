@@ -1,4 +1,4 @@
-"""Keep all threads of this process on one core while something is timed, so that every plan has the same host."""
+"""Keep all threads of this process on one core while something is timed: a thread that waits there wakes at once."""
 
 from __future__ import annotations
 
