@@ -141,6 +141,9 @@ def test_errors_are_compared_but_for_the_rounding_of_fp32():
     assert (outcome.verdict, code) == ("inaccurate", 1)
     assert outcome.reasons == ("out on outlier: its error was 0.08, is 0.11",)
     assert verdict_of(row(error=worse), row(seed=1))[1] == 0
+    several = {"normal": {"out": 0.11, "lse": 4e-6}, "outlier": {"out": 0.3}}
+    risen = verdict_of(row(), row(seed=1, error=several))[0].errors
+    assert [each.after for each in risen] == [4e-6, 0.3, 0.11], "the largest rise first"
     rounded = {"normal": {"out": 0.05, "lse": 9e-7}, "outlier": {"out": 0.08}}
     assert verdict_of(row(), row(seed=1, error=rounded))[0].verdict == "same"
 
