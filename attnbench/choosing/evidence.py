@@ -62,9 +62,14 @@ class Evidence:
         ``growth`` is the factor by which its error grows when the keys double, None if unknown.
         """
         entry = self._here.get(plan)
-        found = self._neighbours(plan, budget, growth) if entry is None else _measured(entry, budget)
+        if entry is None or entry.status == "slower":
+            found = self._neighbours(plan, budget, growth)
+        else:
+            found = _measured(entry, budget)
         if found is None:
             return None
+        if entry is not None and entry.status == "slower":
+            found = replace(found, time_ms=entry.time_ms)
         if self._scaled_from is None or found.time_ms is None:
             return found
         return found.scaled(self._scaled_from, self._scaling_error)
@@ -181,12 +186,14 @@ def _lost(candidate: Candidate, verdict: Verdict, reason: str) -> Candidate:
 
 
 class _Index:
-    """A table's entries by class and plan, refusals left out: those are asked of the kernels anew."""
+    """A table's entries by class and plan, except refusals, which are asked of the kernels anew, and plans that lost a
+    race, of which only times are known.
+    """
 
     def __init__(self, table: Table) -> None:
         self.classes: dict[SpecClass, dict[Plan, list[Entry]]] = {}
         for entry in table.entries.values():
-            if entry.kept:
+            if entry.kept and entry.status != "slower":
                 self.classes.setdefault(class_of(entry.spec), {}).setdefault(entry.plan, []).append(entry)
         self.model = CostModel(table.entries.values())
         self.scaled_from, self.time_error = table.scaled_from, table.time_error

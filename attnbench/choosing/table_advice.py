@@ -15,7 +15,7 @@ from .choice import Choice
 
 __all__ = ["advice", "warn_of_rule"]
 
-_COMMAND = "`attnbench sweep` makes a table of this device in about 5 minutes"
+_COMMAND = "`attnbench sweep --preset table` makes a table of this device in about 10 minutes"
 _warned: Cache[torch.device, str] = Cache(lasting=True)
 
 

@@ -38,7 +38,8 @@ def sweep(
         SweepDtype, typer.Option(help="fp8: bf16 tensors, FP8 and 16-bit kernels; other values: tensors of that type.")
     ] = "fp8",
     preset: Annotated[
-        str, typer.Option(help="quick, inference, training, long, FILE.yaml, or captured tensors: FILE.safetensors.")
+        str,
+        typer.Option(help="quick, inference, training, long, table, FILE.yaml, or captured tensors: FILE.safetensors."),
     ] = "quick",
     case: Annotated[
         list[str] | None,
@@ -63,6 +64,14 @@ def sweep(
         bool, typer.Option("--verbose", help="Print a line for every plan, including refused ones.")
     ] = False,
     format: FormatOption = "table",
+    race: Annotated[
+        bool | None,
+        typer.Option(
+            "--race/--no-race",
+            help="Measure in full only the plans that may be the fastest after a first look at all; the others get a "
+            "row with the status slower [default: with --preset table]",
+        ),
+    ] = None,
     timeout: Annotated[
         float,
         typer.Option(
@@ -111,7 +120,7 @@ def sweep(
     if dry_run:
         _print_tasks(tasks, format)
         return
-    setups = _setups(devices, known, device, max_error, timeout)
+    setups = _setups(devices, known, device, max_error, timeout, preset == "table" if race is None else race)
     folder = fresh_folder("sweeps") if out is None else shard.folder(out)
     with Store(folder, setups[0].environment, resume=resume) as store:
         for note in store.notes:
@@ -179,7 +188,7 @@ def _measure(
 
 
 def _setups(
-    devices: list[torch.device], known: Registry, names: str, max_error: float | None, seconds: float
+    devices: list[torch.device], known: Registry, names: str, max_error: float | None, seconds: float, race: bool
 ) -> list[DeviceSetup]:
     """The setup of each device.  Raises MisuseError if the devices differ."""
     from ..harness.measure.setup import DeviceSetup
@@ -187,7 +196,14 @@ def _setups(
     from ..tables.environment import Environment
 
     setups = [
-        DeviceSetup(each, Environment.detect(each, known), Timer.for_device(each), max_error=max_error, seconds=seconds)
+        DeviceSetup(
+            each,
+            Environment.detect(each, known),
+            Timer.for_device(each),
+            max_error=max_error,
+            seconds=seconds,
+            race=race,
+        )
         for each in devices
     ]
     for other in setups[1:]:

@@ -13,7 +13,7 @@ from ..problem.spec import AttentionSpec
 
 __all__ = ["LONGEST_MS", "SHORTEST_MS", "STATUSES", "Entry", "Status"]
 
-Status = Literal["ok", "inaccurate", "refused", "unavailable", "oom", "timeout", "crashed", "error"]
+Status = Literal["ok", "inaccurate", "slower", "refused", "unavailable", "oom", "timeout", "crashed", "error"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 # Of any time: a nanosecond, which no clock here resolves, and eleven days.
 SHORTEST_MS, LONGEST_MS = 1e-6, 1e9
@@ -32,7 +32,8 @@ class Entry:
     """The measurement of one plan at one spec, as a table holds it.
 
     ``time_ms`` is the median of the whole call and ``spread_ms`` its interquartile range, None unless ``status`` is
-    ``ok`` or ``inaccurate``.  ``errors`` maps an input family to the worst relative L2 over tensors, infinite if not
+    ``ok``, ``inaccurate`` or ``slower``: after a first look, or (without a spread) by its passes in other plans.
+    ``errors`` maps an input family to the worst relative L2 over tensors, infinite if not
     finite.  ``reason`` says why the status is not ``ok``; ``check`` names the check that found a plan inaccurate,
     ``error`` if the errors exceed a bound.
     """
@@ -54,6 +55,8 @@ class Entry:
     @cached_property  # a choice asks each entry of its class several times
     def unusable(self) -> str | None:
         """Why the plan cannot be chosen by this entry, one sentence, or None where it can."""
+        if self.status == "slower":
+            return f"it lost a race when it was measured: {self.reason}"
         if self.time_ms is None or not self.errors:
             return f"{self.status} when it was measured: {self.reason}"
         if self.check not in (None, "error"):
@@ -87,7 +90,12 @@ class Entry:
         )
 
     def renewed(self, newer: Entry) -> Entry:
-        """The newer entry with this one's errors on input families that it lacks."""
+        """The newer entry with this one's errors on input families that it lacks.
+
+        A first look, which takes no errors, renews the times alone.
+        """
+        if newer.status == "slower" and self.errors:
+            return replace(self, time_ms=newer.time_ms, spread_ms=newer.spread_ms)
         return newer if newer.time_ms is None else replace(newer, errors={**self.errors, **newer.errors})
 
 

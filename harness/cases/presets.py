@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from attnbench.errors import InputError
@@ -11,6 +11,7 @@ from attnbench.problem.spec import AttentionSpec, Direction
 
 from .case import Case, tensor_dtype
 from .inputs import DEFAULT_FAMILIES
+from .spread import spread_specs
 
 __all__ = ["PRESETS", "Preset", "preset_cases"]
 
@@ -157,8 +158,8 @@ def _long_cpu() -> Iterator[AttentionSpec]:
 class Preset(NamedTuple):
     """A named sweep: its specs on either type of device, and the input families for its errors."""
 
-    on_gpu: Callable[[], Iterator[AttentionSpec]]
-    on_cpu: Callable[[], Iterator[AttentionSpec]]
+    on_gpu: Callable[[], Iterable[AttentionSpec]]
+    on_cpu: Callable[[], Iterable[AttentionSpec]]
     families: tuple[str, ...] = DEFAULT_FAMILIES
 
 
@@ -168,4 +169,5 @@ PRESETS = {
     "training": Preset(lambda: _broad("training"), lambda: _broad_cpu("training")),
     # Only V with a mean exposes a short accumulator, whose error is small until there are many keys.
     "long": Preset(_long_gpu, _long_cpu, (*DEFAULT_FAMILIES, "biased-v")),
+    "table": Preset(lambda: spread_specs(80, "cuda"), lambda: spread_specs(16, "cpu")),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from functools import cached_property
 
 import torch
@@ -14,7 +15,7 @@ from ..cases.case import Case
 from .findings import Findings, Opened, Prepared, Visit
 from .open_case import OpenCase
 from .setup import registry_of
-from .timing import Timer
+from .timing import COSTS, Cost, Timer
 from .trial import Trial
 
 __all__ = ["Bench"]
@@ -37,33 +38,40 @@ class Bench:
         return registry_of(self._source)
 
     def open(self, case: Case) -> Opened:
-        """Draw the inputs of every family and compute their truths."""
+        """Draw the inputs; truths are computed for the first plan that is judged."""
         self.close()
         self._open = OpenCase(case, self.registry, self.timer.device)
-        self._open.take_truths()
-        first = case.families[0]
-        return Opened(self._open.truths[first].note, self._open.inputs[first].drawn_on, self.timer.conditions)
+        return Opened(self._open.buffers.drawn_on, self.timer.conditions)
 
     def compile(self, case: Case, plan: Plan) -> float:
         """Milliseconds of the plan's first run in this process, which leaves the compiled code on the disk."""
         self.close()
         return _first_run(plan, OpenCase(case, self.registry, self.timer.device))[1]
 
-    def prepare(self, plan: Plan) -> Prepared:
-        """Run the plan for the first time, and prove that it is what ran."""
+    def prepare(self, plan: Plan, prove: bool = True) -> Prepared:
+        """Run the plan for the first time, and prove that it is what ran, now or by ``prove``."""
         assert self._open is not None, "a case is opened first"
         self._open.load_first()
         trial, first_ms = _first_run(plan, self._open)
-        trial.run(prove=True)
-        trial.restore()
         self._trials[plan] = trial
-        return Prepared(first_ms, trial.ran)
+        return self._proved(trial, first_ms) if prove else Prepared(first_ms, {})
 
-    def sample(self, plan: Plan, replay: bool = True) -> Visit:
-        """Samples of every cost of a prepared plan; ``replay`` lets short ones be recorded as CUDA graphs."""
+    def prove(self, plan: Plan, first_ms: float) -> Prepared:
+        """Prove that a prepared plan is what runs; ``first_ms`` is that of its first run."""
         trial = self._trials[plan]
         trial.case.load_first()
-        return trial.sample(self.timer, replay)
+        return self._proved(trial, first_ms)
+
+    def _proved(self, trial: Trial, first_ms: float) -> Prepared:
+        trial.run(prove=True)
+        trial.restore()
+        return Prepared(first_ms, trial.ran)
+
+    def sample(self, plan: Plan, replay: bool = True, costs: Collection[Cost] = COSTS) -> Visit:
+        """Samples of these costs of a prepared plan; ``replay`` lets short ones be recorded as CUDA graphs."""
+        trial = self._trials[plan]
+        trial.case.load_first()
+        return trial.sample(self.timer, replay, costs)
 
     def conclude(self, plan: Plan) -> Findings:
         """The plan's errors, in the state that the samples left, and its other findings."""
@@ -75,11 +83,16 @@ class Bench:
     def drop(self, plan: Plan) -> None:
         """Release a prepared plan."""
         self._trials.pop(plan, None)
+        self._free()
 
     def close(self) -> None:
         """Release the case, its plans and their memory."""
         self._trials.clear()
         self._open = None
+        self._free()
+
+    def _free(self) -> None:
+        """Return unused memory to the device, which other processes share."""
         if self.timer.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -16,16 +16,18 @@ Side = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class Opened:
-    """A case is open: how its truth was computed, where its inputs were drawn, and what a sample of time is."""
+    """A case is open: where its inputs were drawn, and what a sample of time is."""
 
-    truth: str
     drawn_on: Literal["cpu", "cuda"]
     timer: str
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A plan has run: milliseconds of its first run, compiling and tuning included, and the kernels that ran."""
+    """A plan has run: milliseconds of its first run, compiling and tuning included, and the kernels that ran.
+
+    ``ran`` is empty as long as the plan was not proved.
+    """
 
     first_ms: float
     ran: Mapping[Side, list[str]]
@@ -52,10 +54,12 @@ class Visit:
 class Findings(Evidence):
     """What is known of a plan once it has been timed: the evidence, except its bound, and numbers without a verdict.
 
-    ``deterministic`` compares two runs bit by bit, ``leak`` is how far outputs changed with what their mask hides.  The
-    bytes are those of ``attnbench.harness.results.records.Performance``.
+    ``truth`` says how the truth was computed.  ``deterministic`` compares two runs bit by bit, ``leak`` is how far
+    outputs changed with what their mask hides.  The bytes are those of
+    ``attnbench.harness.results.records.Performance``.
     """
 
+    truth: str
     deterministic: bool
     leak: float | None
     memory_bytes: int | None

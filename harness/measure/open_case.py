@@ -24,17 +24,24 @@ class OpenCase:
 
     def __init__(self, case: Case, registry: Registry, device: torch.device) -> None:
         self.case, self.registry, self.device = case, registry, device
-        self.inputs = {family: draw(case.spec, family, device) for family in case.families}
-        self.truths: dict[str, Truth] = {}
-        first = self.inputs[case.families[0]]
+        self._inputs: dict[str, Drawn] = {}
+        self._truths: dict[str, Truth] = {}
+        first = self.inputs(case.families[0])
         grad_out = None if first.grad_out is None else first.grad_out.clone()
         self._floors: dict[str, tuple[str, list[Tensor] | None, Floor | None]] = {}
         self.buffers = Drawn(first.q.clone(), first.k.clone(), first.v.clone(), grad_out, first.drawn_on)
 
-    def take_truths(self) -> None:
-        """Compute the truth of every family."""
-        for family, inputs in self.inputs.items():
-            self.truths[family] = Truth.of(self.case.spec, inputs, self.registry)
+    def inputs(self, family: str) -> Drawn:
+        """The inputs of a family, drawn when they are first needed."""
+        if family not in self._inputs:
+            self._inputs[family] = draw(self.case.spec, family, self.device)
+        return self._inputs[family]
+
+    def truth(self, family: str) -> Truth:
+        """The truth of a family, computed when it is first needed."""
+        if family not in self._truths:
+            self._truths[family] = Truth.of(self.case.spec, self.inputs(family), self.registry)
+        return self._truths[family]
 
     def exact_on(self, family: str, forward: str, operands: Operands) -> Floor | None:
         """Exact attention on a forward's operands, kept for the next plan that has this forward."""
@@ -42,7 +49,7 @@ class OpenCase:
             before, seen, floor = self._floors[family]
             if before == forward and seen is not None and _same(seen, operands):
                 return floor
-        floor = self.truths[family].exact_on(operands)
+        floor = self.truth(family).exact_on(operands)
         self._floors[family] = forward, _kept(operands), floor
         return floor
 
@@ -53,7 +60,7 @@ class OpenCase:
 
     def load(self, family: str) -> None:
         """Put the inputs of a family into the buffers."""
-        for buffer, x in zip(self.tensors, _tensors(self.inputs[family]), strict=True):
+        for buffer, x in zip(self.tensors, _tensors(self.inputs(family)), strict=True):
             buffer.copy_(x)
 
     def load_first(self) -> None:
@@ -63,7 +70,7 @@ class OpenCase:
     def unchanged(self, family: str) -> bool:
         """Whether the buffers still hold the inputs of the family, bit for bit."""
         return all(
-            torch.equal(buffer, x) for buffer, x in zip(self.tensors, _tensors(self.inputs[family]), strict=True)
+            torch.equal(buffer, x) for buffer, x in zip(self.tensors, _tensors(self.inputs(family)), strict=True)
         )
 
 

@@ -32,7 +32,8 @@ class DeviceSetup:
     """One device, its environment, how to time on it, and where its workers find the registry.
 
     ``max_error`` replaces the bound of FP8 plans; other plans keep that of their precision.  A request to a worker
-    (preparing a plan, a visit, judging it) that takes longer than ``seconds`` counts as a hang.
+    (preparing a plan, a visit, judging it) that takes longer than ``seconds`` counts as a hang.  With ``race`` only
+    the plans of a case that may win are measured (attnbench.harness.sweep.race).
     """
 
     device: torch.device
@@ -41,6 +42,7 @@ class DeviceSetup:
     source: str = INSTALLED
     max_error: float | None = None
     seconds: float = 300.0
+    race: bool = False
 
     @cached_property
     def registry(self) -> Registry:

@@ -183,7 +183,7 @@ class Trial:
             if family != first:
                 case.load(family)
                 operands, now = self._after_history()
-            truth = case.truths[family]
+            truth = case.truth(family)
             judged[family] = truth.judge(now)
             if exact := case.exact_on(family, self.forward.name, operands):
                 floor[family], own[family] = exact.judgements, exact.judge(now)
@@ -191,11 +191,18 @@ class Trial:
         held = self.run()[1]
         kept = {name: value.clone() for name, value in held.items()}
         negate(*case.tensors)
-        stale = case.truths[family].judge(undo_negation(self.run()[1]))
+        stale = case.truth(family).judge(undo_negation(self.run()[1]))
         settled &= _same(kept, held)  # a result belongs to the caller: the next call may not overwrite it
         case.load(first)
         evidence = (judged, floor, own, stale, settled, self._untouched)
-        return Findings(*evidence, deterministic=deterministic, leak=leak, memory_bytes=memory, retained_bytes=retained)
+        return Findings(
+            *evidence,
+            truth=case.truth(first).note,
+            deterministic=deterministic,
+            leak=leak,
+            memory_bytes=memory,
+            retained_bytes=retained,
+        )
 
     def _leak(self, before: Tensor, again: Tensor) -> float | None:
         """How far the visible rows changed when what the mask hides from them changed."""

@@ -15,7 +15,7 @@ from .table import PRECISION, case_table, in_markdown, ruled, spread
 
 __all__ = ["report"]
 
-_WORST_FIRST: tuple[Status, ...] = ("crashed", "error", "oom", "timeout", "unavailable", "refused")
+_WORST_FIRST: tuple[Status, ...] = ("crashed", "error", "oom", "timeout", "slower", "unavailable", "refused")
 _FAILURES: tuple[Status, ...] = ("crashed", "error", "oom", "timeout")
 _LEGEND = (
     "Times are medians in ms: kernel is the forward alone, prepared adds quantising and copies to it, backward is the "

@@ -90,9 +90,11 @@ def worst_errors(row: Measurement) -> dict[str, float]:
 
 def _entry(row: Measurement) -> Entry:
     time_ms = spread_ms = None
-    if row.measured:
+    if "call" in row.time_ms:
         lower, median, upper = np.percentile(row.time_ms["call"], (25, 50, 75))
         time_ms, spread_ms = float(median), float(upper - lower)
+    elif row.time_ms:  # of a plan that was never called, by its passes in other plans
+        time_ms = sum(map(min, row.time_ms.values()))
     return Entry(
         spec=row.spec,
         plan=row.plan,

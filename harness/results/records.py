@@ -120,9 +120,7 @@ class Performance(BaseModel):
     gpu: Conditions | None = None
 
     @model_validator(mode="after")
-    def _has_calls_and_counts_all_samples(self) -> Performance:
-        if "call" not in self.time_ms:
-            raise ValueError("time_ms needs the cost call")
+    def _counts_all_samples(self) -> Performance:
         for cost, counts in self.visits.items():
             if sum(counts) != len(self.time_ms.get(cost, ())):
                 raise ValueError(f"visits counts {sum(counts)} samples of {cost}, time_ms has another number")
@@ -132,8 +130,9 @@ class Performance(BaseModel):
 class Measurement(BaseModel):
     """One plan on one case in one environment.
 
-    A row with the status ``ok`` or ``inaccurate`` has ``correctness`` and ``performance``; any other row has neither.
-    Every status but ``ok`` has a ``reason``.
+    A row with the status ``ok`` or ``inaccurate`` has ``correctness`` and ``performance``.  A plan that lost a race
+    (``slower``) has no ``correctness``, and as ``performance`` the times of a first look, or those of its passes in
+    other plans.  Any other row has neither.  Every status but ``ok`` has a ``reason``.
 
     ``check`` names the check that made the plan inaccurate or wrong (attnbench.harness.measure.verdict), ``ran`` the
     kernels that the profiler saw in each pass.  ``emulated``: other arithmetic replaced a kernel of the plan here, so
@@ -174,14 +173,14 @@ class Measurement(BaseModel):
 
     @property
     def performance(self) -> Performance:
-        """The times and memory of a measured row."""
+        """The times and memory of a measured row, or the times of a first look."""
         assert self.performance_ is not None, f"a row with the status {self.status} has none"
         return self.performance_
 
     @property
     def time_ms(self) -> Mapping[Cost, Sequence[float]]:
-        """The raw samples of each cost; empty for a row that was not measured."""
-        return self.performance.time_ms if self.measured else {}
+        """The raw samples of each cost; empty for a row without times."""
+        return {} if self.performance_ is None else self.performance_.time_ms
 
     def median_ms(self, cost: Cost = "call") -> float:
         """The median of a cost's samples.  Raises KeyError if the cost was not measured."""
@@ -196,9 +195,15 @@ class Measurement(BaseModel):
     def _has_numbers_where_it_ran(self) -> Measurement:
         if (self.status == "ok") != (self.reason is None):
             raise ValueError("every status but ok has a reason, and ok has none")
-        for name, part in (("correctness", self.correctness_), ("performance", self.performance_)):
-            if (part is not None) != self.measured:
-                raise ValueError(f"the status {self.status} {'needs' if self.measured else 'must not carry'} {name}")
+        timed = self.measured or self.status == "slower"
+        for name, part, needed in (
+            ("correctness", self.correctness_, self.measured),
+            ("performance", self.performance_, timed),
+        ):
+            if (part is not None) != needed:
+                raise ValueError(f"the status {self.status} {'needs' if needed else 'must not carry'} {name}")
+        if self.measured and "call" not in self.time_ms:
+            raise ValueError("time_ms needs the cost call")
         return self
 
     def to_line(self) -> str:

@@ -9,6 +9,7 @@ from attnbench.kernels.plan import Plan
 
 from ..cases.case import Case
 from ..measure.findings import Findings, Opened, Prepared, Visit
+from .race import LOOKED_AT
 from .worker_process import LostError, Worker
 
 __all__ = ["BackendProcess"]
@@ -57,12 +58,33 @@ class BackendProcess:
             self._opened, self._generation = opened, self.worker.generation
         return self._opened
 
-    def prepare(self, plan: Plan) -> Prepared:
-        """Run the plan for the first time.  Raises LostError."""
+    def prepare(self, plan: Plan, prove: bool = True) -> Prepared:
+        """Run the plan for the first time, and prove that it is what ran unless ``prove`` does later.
+
+        Raises LostError.
+        """
         self._open()
-        prepared: Prepared = self.worker.ask("prepare", plan, seconds=self.seconds)
+        prepared: Prepared = self.worker.ask("prepare", plan, *(() if prove else (False,)), seconds=self.seconds)
         self._prepared.add(plan)
         return prepared
+
+    def prove(self, plan: Plan, first_ms: float) -> Prepared:
+        """Prove what a plan runs whose first run took ``first_ms``.
+
+        One that was released is prepared and sampled again.  Raises LostError.
+        """
+        if not self._knows(plan):
+            prepared = self.prepare(plan)
+            self._sampled(plan)
+            return prepared
+        proved: Prepared = self.worker.ask("prove", plan, first_ms, seconds=self.seconds)
+        return proved
+
+    def look(self, plan: Plan) -> Visit:
+        """A first look at the plan: samples of the costs that a race needs, none replayed.  Raises LostError."""
+        self._revive(plan)
+        visit: Visit = self.worker.ask("sample", plan, False, LOOKED_AT, seconds=self.seconds)
+        return visit
 
     def sample(self, plan: Plan) -> Visit:
         """Samples of every cost of the plan.  Raises LostError."""
@@ -87,8 +109,8 @@ class BackendProcess:
         return findings
 
     def drop(self, plan: Plan) -> None:
-        """Release a plan that was lost."""
-        if plan in self._prepared and self.worker.alive and self._generation == self.worker.generation:
+        """Release a plan that was lost, or whose turn is over."""
+        if self._knows(plan):
             self._release("drop", plan)
         self._prepared.discard(plan)
 
@@ -99,6 +121,10 @@ class BackendProcess:
         self._case = self._opened = None
         self._prepared.clear()
 
+    def _knows(self, plan: Plan) -> bool:
+        """Whether the running process has the plan prepared."""
+        return plan in self._prepared and self.worker.alive and self._generation == self.worker.generation
+
     def _release(self, method: str, *arguments: Any) -> None:
         """Ask the worker to release something.  If it dies, its memory is free anyway, and the next case starts one."""
         try:
@@ -108,7 +134,7 @@ class BackendProcess:
 
     def _revive(self, plan: Plan) -> bool:
         """Prepare the plan again if the process that knew it is gone; True if it was."""
-        if plan in self._prepared and self.worker.alive and self._generation == self.worker.generation:
+        if self._knows(plan):
             return False
         self._revivals[plan] = self._revivals.get(plan, 0) + 1
         if self._revivals[plan] > _MOST_REVIVALS:

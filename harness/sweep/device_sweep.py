@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,13 +27,15 @@ from ..measure.worker import Setting
 from ..results.records import Measurement
 from .backend_process import BackendProcess
 from .compile_ahead import usable_cores
-from .interleave import Samples, interleave
-from .rows import measured_row, unmeasured_row
+from .interleave import Samples, interleave, warm
+from .race import Race
+from .rows import measured_row, slower_row, unmeasured_row
 from .worker_process import LostError, Worker
 
 __all__ = ["DeviceSweep", "Phase", "PhaseStarted", "StoppedError"]
 
 _T = TypeVar("_T")
+_BEATEN = 1.05  # times the fastest: a plan that is slower is not timed any closer in a race
 Phase = Literal["compiling", "preparing", "timing", "judging"]
 
 
@@ -90,12 +92,19 @@ class DeviceSweep:
             with suppress(LostError):  # the first request starts it again, and its row then has the reason
                 process.worker.start()
 
-    def measure(self, case: Case, plans: Sequence[Plan]) -> Iterator[PhaseStarted | Measurement]:
+    def measure(
+        self, case: Case, plans: Sequence[Plan], required: Collection[Plan] = ()
+    ) -> Iterator[PhaseStarted | Measurement]:
         """Yield the rows of a case, each as soon as it is known.  Raises StoppedError.
 
-        A plan that ran out of memory beside the other plans is measured once more alone.
+        In a race the ``required`` plans are measured in full, however slow they are.  A plan that ran out of memory
+        beside the other plans is measured once more alone.
         """
-        lost = (yield from self._together(case, plans)) if plans else {}
+        lost: dict[Plan, LostError] = {}
+        if self.setup.race and len(plans) > 1:
+            lost = yield from self._raced(case, plans, required)
+        elif plans:
+            lost = yield from self._together(case, plans)
         for plan, reason in lost.items():
             if reason.status == "oom" and len(plans) > 1:
                 alone = yield from self._together(case, [plan])
@@ -110,16 +119,96 @@ class DeviceSweep:
         started = datetime.now(timezone.utc)
         lost: dict[Plan, LostError] = {}
         yield PhaseStarted("preparing", case)
-        prepared: dict[Plan, tuple[Opened, Prepared]] = {}
-        found = self._in_parallel("preparing", plans, lambda process, plan: (process.open(case), process.prepare(plan)))
-        for plan, each in found.items():
-            if isinstance(each, LostError):
-                lost[plan] = each
-            else:
-                prepared[plan] = each
+        prepared = self._prepared(plans, lambda process, plan: (process.open(case), process.prepare(plan)), lost)
         yield PhaseStarted("timing", case)
         samples = self._time(case, list(prepared), lost)
         yield PhaseStarted("judging", case)
+        yield from self._judged(case, prepared, samples, started, lost)
+        self._in_parallel("judging", plans, lambda process, _: process.close())
+        return lost
+
+    def _raced(
+        self, case: Case, plans: Sequence[Plan], required: Collection[Plan]
+    ) -> Generator[PhaseStarted | Measurement, None, dict[Plan, LostError]]:
+        """Look at the plans, time those that may win, judge the fastest, and go on behind those that were wrong."""
+        started = datetime.now(timezone.utc)
+        lost: dict[Plan, LostError] = {}
+        race = Race(plans, required, self._emulated(plans))
+        prepared: dict[Plan, tuple[Opened, Prepared]] = {}
+
+        def run(process: BackendProcess, plan: Plan) -> tuple[Opened, Prepared]:
+            return process.open(case), process.prepare(plan, prove=False)
+
+        def prove(process: BackendProcess, plan: Plan) -> tuple[Opened, Prepared]:
+            opened, first = prepared[plan]
+            return opened, process.prove(plan, first.first_ms)
+
+        while True:
+            while unseen := race.unseen():
+                yield PhaseStarted("preparing", case)
+                prepared.update(self._prepared(unseen, run, lost))
+                yield PhaseStarted("timing", case)
+                self._look([plan for plan in unseen if plan in prepared], race, lost)
+            self._look(race.doubtful(), race, lost)
+            if entrants := race.entrants():
+                self._drop([plan for plan in prepared if plan not in entrants])
+                race.timed.update(self._time(case, entrants, lost, beaten=_BEATEN))
+            finalists = race.finalists()
+            if not (entrants or finalists):
+                break
+            self._drop([plan for plan in prepared if plan not in finalists])
+            yield PhaseStarted("judging", case)
+            proved = self._prepared(finalists, prove, lost)
+            accurate = set()
+            for row in self._judged(case, proved, {plan: race.timed[plan] for plan in proved}, started, lost):
+                if row.status == "ok":
+                    accurate.add(row.plan)
+                yield row
+            for plan in {*finalists, *lost} - accurate:
+                race.leave(plan)
+        for plan, reason in race.slower().items():
+            samples = race.known(plan)
+            gpu = self._watch.between(*samples.spans) if samples.spans else None
+            yield slower_row(case, plan, reason, samples, gpu, self.setup)
+        self._in_parallel("judging", plans, lambda process, _: process.close())
+        return lost
+
+    def _drop(self, plans: Sequence[Plan]) -> None:
+        """Release plans, so that their memory serves the others."""
+        self._in_parallel("preparing", plans, BackendProcess.drop)
+
+    def _look(self, plans: Sequence[Plan], race: Race, lost: dict[Plan, LostError]) -> None:
+        """Time each plan once, after the device has been warmed for the first time in a case."""
+        visit = self._visitor(BackendProcess.look, lost)
+        if not race.looks:
+            plans = warm(plans, visit, partial(self._watch.steady, time.perf_counter()))
+        for plan in plans:
+            visited = visit(plan)
+            if visited is not None:
+                race.looks.setdefault(plan, Samples()).add(visited)
+        for plan in lost:
+            race.leave(plan)
+
+    def _prepared(
+        self,
+        plans: Sequence[Plan],
+        work: Callable[[BackendProcess, Plan], tuple[Opened, Prepared]],
+        lost: dict[Plan, LostError],
+    ) -> dict[Plan, tuple[Opened, Prepared]]:
+        """What preparing each plan gave; those that failed are added to ``lost``."""
+        found = self._in_parallel("preparing", plans, work)
+        lost |= {plan: each for plan, each in found.items() if isinstance(each, LostError)}
+        return {plan: each for plan, each in found.items() if not isinstance(each, LostError)}
+
+    def _judged(
+        self,
+        case: Case,
+        prepared: Mapping[Plan, tuple[Opened, Prepared]],
+        samples: Mapping[Plan, Samples],
+        started: datetime,
+        lost: dict[Plan, LostError],
+    ) -> Iterator[Measurement]:
+        """The rows of plans that were timed; those that failed are added to ``lost``."""
         for plan, findings in self._in_parallel("judging", list(samples), BackendProcess.conclude).items():
             if isinstance(findings, LostError):
                 lost[plan] = findings
@@ -137,8 +226,6 @@ class DeviceSweep:
                 lost[plan] = LostError("error", f"no record holds its {where}: {said['msg']}", died=False)
             else:
                 yield row
-        self._in_parallel("judging", plans, lambda process, _: process.close())
-        return lost
 
     def _in_parallel(
         self, phase: Phase, plans: Sequence[Plan], work: Callable[[BackendProcess, Plan], _T]
@@ -168,12 +255,25 @@ class DeviceSweep:
         self._check()
         return {plan: found[plan] for plan in plans}
 
-    def _time(self, case: Case, plans: Sequence[Plan], lost: dict[Plan, LostError]) -> dict[Plan, Samples]:
+    def _time(
+        self, case: Case, plans: Sequence[Plan], lost: dict[Plan, LostError], **how: float
+    ) -> dict[Plan, Samples]:
+        steady = partial(self._watch.steady, time.perf_counter())
+        emulated = self._emulated(plans)
+        brief = emulated if len(emulated) < len(plans) else ()
+        visit = self._visitor(BackendProcess.sample, lost)
+        return interleave(plans, visit, self.setup.timer, case.name, steady, brief, **how)
+
+    def _visitor(
+        self, take: Callable[[BackendProcess, Plan], Visit], lost: dict[Plan, LostError]
+    ) -> Callable[[Plan], Visit | None]:
+        """A function that takes a plan's samples, or adds the plan to ``lost`` and returns None."""
+
         def visit(plan: Plan) -> Visit | None:
             process = self._process_of(plan)
             self._check()
             try:
-                visited = _credible(process.sample(plan))
+                visited = _credible(take(process, plan))
             except LostError as error:
                 self._check()
                 lost[plan] = error
@@ -182,10 +282,10 @@ class DeviceSweep:
             self.spent["timing"] += visited.span[1] - visited.span[0]
             return visited
 
-        steady = partial(self._watch.steady, time.perf_counter())
-        emulated = [plan for plan in plans if self.setup.registry.emulated(plan, self.setup.device.type)]
-        brief = emulated if len(emulated) < len(plans) else ()
-        return interleave(plans, visit, self.setup.timer, case.name, steady, brief)
+        return visit
+
+    def _emulated(self, plans: Sequence[Plan]) -> list[Plan]:
+        return [plan for plan in plans if self.setup.registry.emulated(plan, self.setup.device.type)]
 
     def _check(self) -> None:
         if self._stopped.is_set():

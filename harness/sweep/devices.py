@@ -26,12 +26,16 @@ __all__ = ["DeviceSweeps", "Task"]
 
 @dataclass(frozen=True)
 class Task:
-    """A plan to measure on a case (status ``ok``), or to record as ``unavailable`` or ``refused`` with the reasons."""
+    """A plan to measure on a case (status ``ok``), or to record as ``unavailable`` or ``refused`` with the reasons.
+
+    A ``required`` plan is measured in full even where it loses a race.
+    """
 
     case: Case
     plan: Plan
     status: Status
     reasons: tuple[str, ...]
+    required: bool = False
 
     @classmethod
     def of(cls, case: Case, plan: Plan, registry: Registry, device: Device) -> Task:
@@ -118,7 +122,9 @@ class DeviceSweeps:
                     for task in tasks:
                         if not task.runs:
                             happened.put(unmeasured_row(case, task.plan, task.status, task.reasons, sweep.setup))
-                    for event in sweep.measure(case, [task.plan for task in tasks if task.runs]):
+                    running = [task for task in tasks if task.runs]
+                    required = [task.plan for task in running if task.required]
+                    for event in sweep.measure(case, [task.plan for task in running], required):
                         happened.put(event)
         except StoppedError:
             pass

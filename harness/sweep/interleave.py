@@ -14,7 +14,7 @@ from ..measure.findings import Visit
 from ..measure.timing import Cost, Timer
 from ..statistics import median_interval
 
-__all__ = ["Samples", "interleave"]
+__all__ = ["Samples", "interleave", "warm"]
 
 _MOST_SAMPLES = 9_000  # of one cost; a record holds 10,000
 _TELLING = 3  # with this many visits, one visit cannot move the median far
@@ -75,26 +75,19 @@ def interleave(
     seed: str,
     steady: Callable[[], bool],
     brief: Collection[Plan] = (),
+    beaten: float = _BEATEN,
 ) -> dict[Plan, Samples]:
     """Visit the plans forwards and backwards in turn (ABBA) until each has enough samples or is clearly slower.
 
+    Slower is a plan whose call takes ``beaten`` times as long as that of the fastest, and a 16-bit plan as that of the
+    fastest 16-bit one: these are compared with each other too.
     ``brief`` plans, whose times are not compared with others', are visited in the first round only.  Before that,
     visits whose samples are discarded warm the device until it is ``steady``.  The order is drawn from ``seed``, so
     that no plan follows the same plan in every case.  A plan whose visit returns None gets no samples.
     """
     order = list(plans)
     random.Random(seed).shuffle(order)
-    samples = {plan: Samples() for plan in order}
-    spent = 0.0
-    for plan in cycle(order):
-        if steady() or spent > _WARM_SECONDS or not samples:
-            break
-        if plan in samples:
-            warming = visit(plan)
-            if warming is None:
-                del samples[plan]
-            else:
-                spent += warming.span[1] - warming.span[0]
+    samples = {plan: Samples() for plan in warm(order, visit, steady)}
     going = list(samples)
     while going:
         for turn in (going, going[::-1]):
@@ -106,22 +99,43 @@ def interleave(
                     else:
                         samples[plan].add(visited)
         rivals = {plan: each for plan, each in samples.items() if plan not in brief}
-        fastest = min((median_interval(each.time_ms["call"])[2] for each in rivals.values()), default=0.0)
+        calls = {plan: median_interval(each.time_ms["call"])[2] for plan, each in rivals.items()}
+        fastest = {
+            fp8: min((ms for plan, ms in calls.items() if fp8 or not plan.fp8), default=0.0) for fp8 in (False, True)
+        }
         going = [
             plan
             for plan in going
-            if plan in rivals and not rivals[plan].enough(timer) and not _beaten(rivals[plan], fastest, timer)
+            if plan in rivals
+            and not rivals[plan].enough(timer)
+            and not _beaten(rivals[plan], beaten * fastest[plan.fp8], timer)
         ]
     return samples
 
 
-def _beaten(samples: Samples, fastest: float, timer: Timer) -> bool:
-    """Whether the plan is clearly slower.
+def warm(order: Sequence[Plan], visit: Callable[[Plan], Visit | None], steady: Callable[[], bool]) -> list[Plan]:
+    """Visit the plans in turn until the device is ``steady``; the plans, without those whose visit returned None."""
+    left = dict.fromkeys(order)
+    spent = 0.0
+    for plan in cycle(order):
+        if steady() or spent > _WARM_SECONDS or not left:
+            break
+        if plan in left:
+            warming = visit(plan)
+            if warming is None:
+                del left[plan]
+            else:
+                spent += warming.span[1] - warming.span[0]
+    return list(left)
+
+
+def _beaten(samples: Samples, limit: float, timer: Timer) -> bool:
+    """Whether the plan's call clearly takes longer than this many milliseconds.
 
     A delayed host makes a sample longer, never shorter.  So after two visits the shortest of several samples decides,
     and after more visits the interval of the median.
     """
     calls = samples.time_ms["call"]
-    if len(calls) >= _SEVERAL and min(calls) > _BEATEN * fastest:
+    if len(calls) >= _SEVERAL and min(calls) > limit:
         return True
-    return len(samples.spans) >= max(timer.fewest, _TELLING) and median_interval(calls)[0] > _BEATEN * fastest
+    return len(samples.spans) >= max(timer.fewest, _TELLING) and median_interval(calls)[0] > limit

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from types import MappingProxyType
+from typing import Any
 
 from attnbench.kernels.devices import describe
 from attnbench.kernels.plan import Plan
@@ -21,7 +22,7 @@ from ..measure.verdict import judge
 from ..results.records import LONGEST_REASON, Correctness, Measurement, Performance, Status
 from .interleave import Samples
 
-__all__ = ["measured_row", "unmeasured_row"]
+__all__ = ["measured_row", "slower_row", "unmeasured_row"]
 
 _DIGITS = 6  # of a millisecond: one nanosecond, far below the resolution of any clock used here
 
@@ -34,8 +35,9 @@ def unmeasured_row(
     setup: DeviceSetup,
     ran: Mapping[Side, list[str]] = MappingProxyType({}),
     check: str | None = None,
+    performance: Performance | None = None,
 ) -> Measurement:
-    """The row of a plan that has no numbers."""
+    """The row of a plan that was not measured, or only looked at."""
     return Measurement(
         case=case.name,
         spec=case.spec,
@@ -44,9 +46,23 @@ def unmeasured_row(
         reason="; ".join(reasons)[:LONGEST_REASON],
         check=check,
         ran=dict(ran),
+        performance_=performance,
         started=datetime.now(timezone.utc),
         environment=setup.environment,
     )
+
+
+def slower_row(
+    case: Case,
+    plan: Plan,
+    reason: str,
+    samples: Samples,
+    gpu: Conditions | None,
+    setup: DeviceSetup,
+) -> Measurement:
+    """The row of a plan that lost a race at a first look, or by its passes in other plans."""
+    performance = _performance(setup.timer.conditions, samples, gpu)
+    return unmeasured_row(case, plan, "slower", [reason], setup, performance=performance)
 
 
 def measured_row(
@@ -86,25 +102,35 @@ def measured_row(
             },
             bound=bound,
             declared_error=setup.registry.declared_error(plan, case.spec, describe(setup.device)),
-            truth=opened.truth,
+            truth=findings.truth,
             drawn_on=opened.drawn_on,
             deterministic=findings.deterministic,
             leak=findings.leak,
         ),
-        performance_=Performance(
-            time_ms={cost: _rounded(taken) for cost, taken in samples.time_ms.items()},
-            visits=samples.visits,
-            host_ms=_rounded(samples.host_ms),
+        performance_=_performance(
+            opened.timer,
+            samples,
+            gpu,
             first_ms=round(prepared.first_ms, _DIGITS),
-            replayed=list(samples.replayed),
-            timer=opened.timer,
             memory_bytes=findings.memory_bytes,
             retained_bytes=findings.retained_bytes,
             peak_share=share,
-            gpu=gpu,
         ),
         started=started,
         environment=setup.environment,
+    )
+
+
+def _performance(timer: str, samples: Samples, gpu: Conditions | None, **found: Any) -> Performance:
+    """The samples, and what else was ``found``: the first run, memory and the share of the peak."""
+    return Performance(
+        time_ms={cost: _rounded(taken) for cost, taken in samples.time_ms.items()},
+        visits=samples.visits,
+        host_ms=_rounded(samples.host_ms) or None,
+        replayed=list(samples.replayed),
+        timer=timer,
+        gpu=gpu,
+        **found,
     )
 
 

@@ -27,6 +27,7 @@ from attnbench.harness.compare.terms import Terms
 from attnbench.harness.measure.clocks import Watch
 from attnbench.harness.measure.timing import Cost
 from attnbench.harness.results.records import Measurement
+from attnbench.harness.sweep import device_sweep, race
 from attnbench.harness.training.judge.arms import Arm
 from attnbench.harness.training.judge.curves import ending
 from attnbench.harness.training.judge.learning import END, LEAST_SEEDS, LEAST_STEPS
@@ -297,6 +298,12 @@ HELD: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
         lambda: (len(published_models()), *(100 * each for each in fresh_regret.BOUNDS)),
     ),
     ("tables.md", r"an error below ([\d.]+), which 8 bits", lambda: (table_entry._LEAST_FP8_ERROR,)),
+    (
+        "measuring.md",
+        r"at most (\d+) % slower \(an FP8 plan: at most (\d+) %[^)]*\), until one is surely (\d+) %",
+        lambda: [100 * (each - 1) for each in (race._MAY_WIN, race._FP8_MAY_WIN, device_sweep._BEATEN)],
+    ),
+    ("measuring.md", r"what is within (\d+) % of them", lambda: (100 * (race._ABOUT_AS_FAST - 1),)),
     (
         "tables.md",
         r"an error of (\d+) % for GPUs with equal rates, (\d+) % from an H200 to an H100, (\d+) % to an H100 PCIe\s+and"

@@ -45,7 +45,7 @@ class CostModel:
     def __init__(self, entries: Iterable[Entry]) -> None:
         self._entries: dict[tuple[object, ...], list[Entry]] = {}
         for entry in entries:
-            if entry.usable and _SHORTEST <= (entry.time_ms or 0.0) <= _LONGEST:
+            if (entry.usable or entry.status == "slower") and _SHORTEST <= (entry.time_ms or 0.0) <= _LONGEST:
                 self._entries.setdefault(_series(entry.plan, entry.spec), []).append(entry)
         self._fits: dict[tuple[object, ...], Fit] = {}
         self._lock = threading.Lock()

@@ -66,7 +66,7 @@ def show(
     known = known_tables(find(device))
     if not known.tables:
         reason = known.note or "nothing was measured on this device yet"
-        raise AttnbenchError(f"there is no table for this device: {reason}; `attnbench sweep` makes one")
+        raise AttnbenchError(f"there is no table for this device: {reason}; `attnbench sweep --preset table` makes one")
     print_text("\n\n".join([table.to_text() for table in known.tables] + ([known.note] if known.note else [])))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from ...choosing.fresh_regret import FreshScore, FreshSummary
     from ...choosing.regret import Score, Summary
     from ...choosing.regret_fixed import Fixed
+    from ...harness.cases.case import Case
+    from ...harness.sweep.devices import Task
+    from ...kernels.capabilities import Device
+    from ...kernels.plan import Plan
+    from ...kernels.registry import Registry
     from ...tables.table import Table
+    from ...tables.user_table import Known
 
 __all__ = ["check"]
 
@@ -51,8 +57,8 @@ def check(
 ) -> None:
     """Measure the regret of choices on shapes that the table does not know.
 
-    With --fresh N, N attention layers of published models are drawn with batch, length and direction, every plan is
-    measured on them, and what the tables choose without knowing these shapes is compared with the fastest accurate
+    With --fresh N, N attention layers of published models are drawn with batch, length and direction, the plans
+    race on them, and what the tables choose without knowing these shapes is compared with the fastest accurate
     plan.  --on FOLDER repeats the comparison on the results of an earlier --fresh, or of any sweep, without measuring.
     A named TABLE of another GPU of the same generation is scaled to the GPU of the results, as auto does.
     Exits 1 if the regret exceeds 2 % in the geometric mean (3 % with FP8), 8 % at the 90th percentile or 20 % at worst,
@@ -121,6 +127,7 @@ def _check_fresh(
     from ...choosing.fresh_regret import fresh_scores, summary_of
     from ...kernels.devices import find
     from ...kernels.registry import registry
+    from ...tables.environment import Environment
     from ...tables.scaling import scaled
     from ...tables.user_table import Known, known_tables
 
@@ -132,9 +139,12 @@ def _check_fresh(
         raise MisuseError("--resume needs --out, the folder of the interrupted --fresh")
     given = _table(tables) if tables else None
     known_by = known_tables(find(device)) if given is None else Known.of(given)
-    truth = _table([on]) if on is not None else _measured(fresh or 0, seed, out, resume, backends, device)
-    if given is not None and (moved := scaled(given, truth.environment)) is not None:
-        known_by = Known.of(moved)
+    truth = _table([on]) if on is not None else None
+    if given is not None:
+        moved = scaled(given, Environment.detect(find(device), registry()) if truth is None else truth.environment)
+        known_by = known_by if moved is None else Known.of(moved)
+    if truth is None:
+        truth = _measured(fresh or 0, seed, known_by, out, resume, backends, device)
     scores = list(fresh_scores(truth, known_by, registry()))
     if not scores:
         raise MisuseError("no plan served within the budget at any of these shapes, so there is nothing to compare")
@@ -158,8 +168,10 @@ def _check_fresh(
         raise typer.Exit(1)
 
 
-def _measured(count: int, seed: int, out: Path | None, resume: bool, backends: str | None, device: str) -> Table:
-    """Measure every plan on the drawn shapes; the user's table stays as it is."""
+def _measured(
+    count: int, seed: int, known_by: Known, out: Path | None, resume: bool, backends: str | None, device: str
+) -> Table:
+    """Race the plans on the drawn shapes, what the tables choose measured in full; the user's table stays as it is."""
     from rich.console import Console
 
     from ...harness.cases.models import drawn_cases
@@ -169,15 +181,16 @@ def _measured(count: int, seed: int, out: Path | None, resume: bool, backends: s
     from ...harness.results.store import TABLE, Store
     from ...harness.sweep.progress import show_progress
     from ...harness.sweep.run import run_sweep, tasks_of
-    from ...kernels.devices import find
+    from ...kernels.devices import describe, find
     from ...kernels.registry import registry
     from ...tables.environment import Environment
     from ...tables.table import Table
 
     place, known = find(device), registry()
     names = [name.strip() for name in (backends or "").split(",") if name.strip()]
-    tasks = tasks_of(drawn_cases(count, seed, place.type), known, place, "fp8", names)
-    setup = DeviceSetup(place, Environment.detect(place, known), Timer.for_device(place))
+    drawn = tasks_of(drawn_cases(count, seed, place.type), known, place, "fp8", names)
+    tasks = _contending(drawn, known_by, known, describe(place))
+    setup = DeviceSetup(place, Environment.detect(place, known), Timer.for_device(place), race=True)
     with Store(fresh_folder("fresh") if out is None else out, setup.environment, resume=resume) as store:
         try:
             for _ in show_progress(run_sweep(tasks, [setup], store), Console(stderr=True), verbose=False):
@@ -189,6 +202,22 @@ def _measured(count: int, seed: int, out: Path | None, resume: bool, backends: s
         table.save(store.folder / TABLE)
         print(f"the measurements are in {store.folder}", file=sys.stderr)
     return table
+
+
+def _contending(tasks: list[Task], tables: Known, known: Registry, device: Device) -> list[Task]:
+    """The tasks of the plans that may win by the tables, those required that the tables would choose."""
+    from ...choosing.fresh_regret import contenders
+
+    plans: dict[Case, list[Plan]] = {}
+    for task in tasks:
+        if task.runs:
+            plans.setdefault(task.case, []).append(task.plan)
+    found = {case: contenders(case.spec, own, tables, known, device) for case, own in plans.items()}
+    return [
+        replace(task, required=found[task.case][task.plan]) if task.runs else task
+        for task in tasks
+        if not task.runs or task.plan in found[task.case]
+    ]
 
 
 def _table(paths: list[Path]) -> Table:
@@ -254,7 +283,7 @@ def _lost(score: FreshScore) -> dict[str, str]:
         "basis": score.basis,
         "best": str(score.best),
         "regret": f"{score.regret:.1%}",
-        "error": f"{score.error:.2g}" + (" over budget" if score.violated else ""),
+        "error": "" if score.error is None else f"{score.error:.2g}" + (" over budget" if score.violated else ""),
     }
 
 

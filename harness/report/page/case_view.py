@@ -114,9 +114,9 @@ def _missing(case: Case) -> list[Missing]:
     for row in case.rows:
         if not row.measured:
             reason = row.reason or ""
-            cause = reason.partition("; ")[0] if row.status in ("refused", "unavailable") else reason
+            cause = reason.partition("; ")[0] if row.status in ("slower", "refused", "unavailable") else reason
             groups.setdefault((row.status, cause), []).append(row.plan)
-    order = sorted(groups, key=lambda cause: (cause[0] in ("refused", "unavailable"), cause))
+    order = sorted(groups, key=lambda cause: (cause[0] in ("slower", "refused", "unavailable"), cause))
     return [Missing(status, reason, sorted(map(str, groups[status, reason]))) for status, reason in order]
 
 

@@ -8,7 +8,8 @@ import pytest
 from fakes import FakeForward, an_environment, fake_backend, fake_registry
 
 from attnbench import AttentionSpec, Mask, Plan
-from attnbench.choosing.fresh_regret import fresh_scores, summary_of
+from attnbench.choosing.fresh_regret import contenders, fresh_scores, summary_of
+from attnbench.kernels.capabilities import Device
 from attnbench.tables.table import Entry, Table
 from attnbench.tables.user_table import Known
 
@@ -60,6 +61,29 @@ def test_a_law_that_changed_costs_what_it_changed():
         times = {entry.plan: entry.time_ms for entry in truth(changed).entries.values() if entry.spec == each.spec}
         allowed = [time for plan, time in times.items() if each.asked.fp8 or not plan.fp8]
         assert each.regret == pytest.approx(times[each.plan] / min(allowed) - 1)
+
+
+def test_what_may_win_is_kept_with_the_choices_and_what_is_surely_slower_is_not():
+    slow, near, far = (Plan.parse(name) for name in ("slow:bf16", "near:bf16", "far:bf16"))
+    known = fake_registry(
+        fake_backend("near", FakeForward("near:bf16", preference=10)),
+        fake_backend("far", FakeForward("far:bf16", preference=20), FakeForward("far:fp8")),
+        fake_backend("slow", FakeForward("slow:bf16"), FakeForward("slow:fp8")),
+        fake_backend("new", FakeForward("new:bf16")),
+    )
+    laws = LAWS | {"slow:bf16": (0.1, 9.0, 0.002), "slow:fp8": (0.1, 9.0, 0.06)}
+    tables = Known.of(truth(laws, specs=[spec(2**n, 2 ** (14 - n), mask) for n in range(9, 15) for mask in MASKS]))
+    new = Plan.parse("new:bf16")
+    plans = [near, far, slow, new, Plan.parse("far:fp8"), Plan.parse("slow:fp8")]
+    here = an_environment()
+    device = Device(here.device_type, here.device_name)
+    for at in FRESH:
+        found = contenders(at, plans, tables, known, device)
+        assert slow not in found
+        assert Plan.parse("slow:fp8") not in found
+        assert {near, far, new} <= found.keys()  # of the new one nothing is known
+        required = {plan for plan, wanted in found.items() if wanted}
+        assert required == {each.plan for each in fresh_scores(truth(laws), tables, known) if each.spec == at}
 
 
 def test_what_the_table_knows_of_the_very_shape_is_forgotten():

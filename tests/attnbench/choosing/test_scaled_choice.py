@@ -67,7 +67,7 @@ def test_a_scaled_choice_says_so_wherever_it_is_shown(by, length):
     choice = by(known(slow=300, fast=500, fp8=800), spec(length))
     assert (str(choice.plan), choice.basis, choice.chosen.scaled_from) == ("fast:bf16", "scaled", "NVIDIA H200")
     assert "(by prediction scaled from NVIDIA H200)" in str(choice)
-    assert "`attnbench sweep`" in choice.hint
+    assert "`attnbench sweep --preset table`" in choice.hint
     said = json.loads(json.dumps(choice.to_dict()))
     assert {each["basis"] for each in said["candidates"]} == {"scaled"}
     assert {each["scaled_from"] for each in said["candidates"]} == {"NVIDIA H200"}
@@ -153,7 +153,7 @@ def test_a_rule_on_a_gpu_warns_once_a_device_in_one_line(by, gpu):
     (said,) = caught(choice, gpu, gpu)
     assert said.isprintable()
     assert said.startswith(f"nothing like {spec()} was measured on NVIDIA  H100, so a fixed order of kernels decides; ")
-    assert "`attnbench sweep` makes a table of this device in about 5 minutes" in said
+    assert "`attnbench sweep --preset table` makes a table of this device in about 10 minutes" in said
     assert caught(choice, gpu) == []
     assert len(caught(choice, torch.device("cuda", 1))) == 1
 

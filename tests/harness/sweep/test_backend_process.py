@@ -18,10 +18,10 @@ DIED = LostError("crashed", "the process was killed", died=True)
 RAISED = LostError("error", "RuntimeError: no", died=False)
 WORN = Visit({}, [], (0.0, 1.0), (), 0.0, worn=True)
 ANSWERS = {
-    "open": Opened("the truth", "cpu", "a clock"),
+    "open": Opened("cpu", "a clock"),
     "prepare": Prepared(1.0, {}),
     "sample": Visit({}, [], (0.0, 1.0), (), 0.0),
-    "conclude": Findings({}, deterministic=True, leak=None, memory_bytes=None, retained_bytes=None),
+    "conclude": Findings({}, truth="the truth", deterministic=True, leak=None, memory_bytes=None, retained_bytes=None),
     "drop": None,
     "close": None,
 }

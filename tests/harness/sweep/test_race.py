@@ -1,0 +1,203 @@
+"""The race of a case's plans: whoever wins is timed and judged, and all others have a row that says why not."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planted import setup
+from stations import Shop
+
+from attnbench.harness.cases.case import Case
+from attnbench.harness.measure.bench import Bench
+from attnbench.harness.results.condense import condense
+from attnbench.harness.sweep.device_sweep import DeviceSweep, PhaseStarted
+from attnbench.harness.sweep.interleave import Samples
+from attnbench.harness.sweep.race import Race, covering
+from attnbench.harness.sweep.worker_process import LostError
+from attnbench.kernels.plan import Plan
+from attnbench.problem.spec import AttentionSpec
+
+FORWARDS = ("a:bf16", "a:fp8", "b:bf16", "b:fp8")
+BACKWARDS = ("a:bf16", "b:bf16", "b:fp8")
+PAIRS = [Plan(forward, backward) for forward in FORWARDS for backward in BACKWARDS]
+times = st.floats(1e-3, 1e3)
+
+
+def look(forward, backward, late=0.0):
+    """One visit: a call takes the device's time of both passes, or the host's."""
+    passes = {"prepared": [forward]} | ({} if backward is None else {"backward": [backward]})
+    call = forward + (backward or 0.0) + late
+    return Samples({**passes, "call": [call]}, spans=[(0.0, 1.0)])
+
+
+def run(race, forwards, backwards, inaccurate=(), late=None):
+    """Race until nothing enters; returns the plans in the order in which they were judged."""
+    judged = []
+    while True:
+        while unseen := race.unseen():
+            for plan in unseen:
+                extra = (late or {}).get(plan, 0.0)
+                race.looks[plan] = look(forwards[plan.forward], backwards.get(plan.backward), extra)
+        for plan in race.doubtful():
+            race.looks[plan].time_ms["call"].append(forwards[plan.forward] + backwards.get(plan.backward, 0.0))
+            race.looks[plan].spans.append((0.0, 1.0))
+        entrants = race.entrants()
+        for plan in entrants:
+            race.timed[plan] = look(forwards[plan.forward], backwards.get(plan.backward))
+        finalists = race.finalists()
+        if not (entrants or finalists):
+            return judged
+        judged += finalists
+        for plan in finalists:
+            if plan in inaccurate:
+                race.leave(plan)
+
+
+@given(
+    st.fixed_dictionaries(dict.fromkeys(FORWARDS, times)),
+    st.fixed_dictionaries(dict.fromkeys(BACKWARDS, times)),
+    st.sets(st.sampled_from(PAIRS)),
+)
+def test_the_fastest_accurate_plans_are_judged_with_and_without_fp8(forwards, backwards, inaccurate):
+    race = Race(PAIRS)
+    entered = run(race, forwards, backwards, inaccurate)
+    took = {plan: forwards[plan.forward] + backwards[plan.backward] for plan in PAIRS}
+    for admitted in (lambda plan: not plan.fp8, lambda plan: True):
+        accurate = [plan for plan in PAIRS if admitted(plan) and plan not in inaccurate]
+        if accurate:
+            assert min(took[plan] for plan in entered if plan in accurate) == min(took[plan] for plan in accurate)
+    lost = race.slower()
+    assert len(entered) == len(set(entered))
+    assert {*entered, *lost} == {*PAIRS}
+    for plan, reason in lost.items():
+        assert took[plan] >= min(took[each] for each in entered if each not in inaccurate)
+        assert reason.startswith("slower than ")
+        known = race.known(plan).time_ms
+        assert known["prepared"] == [forwards[plan.forward]]
+        assert known["backward"] == [backwards[plan.backward]]
+
+
+@given(st.fixed_dictionaries(dict.fromkeys(FORWARDS, times)), st.sets(st.sampled_from(FORWARDS)))
+def test_required_and_emulated_plans_run_whatever_their_time_and_emulated_ones_beat_nobody(forwards, chosen):
+    plans = [Plan(name) for name in FORWARDS]
+    required = {Plan(name) for name in chosen}
+    assert required <= {*run(Race(plans, required), forwards, {})}
+    alone = run(Race([plan for plan in plans if plan not in required]), forwards, {})
+    assert {*run(Race(plans, emulated=required), forwards, {})} == {*alone, *required}
+
+
+def test_a_plan_that_only_its_host_made_slow_is_looked_at_again():
+    forwards = {"a:bf16": 1.0, "b:bf16": 0.9}
+    plans = [Plan(name) for name in forwards]
+    race = Race(plans)
+    assert run(race, forwards, {}, late={plans[1]: 5.0}) == plans[1:]
+    assert {*race.timed} == {*plans}
+
+
+def test_plans_that_contain_every_kernel_are_looked_at_first():
+    race = Race(PAIRS)
+    first = race.unseen()
+    assert {plan.forward for plan in first} == {*FORWARDS}
+    assert {plan.backward for plan in first} == {*BACKWARDS}
+    assert len(first) < len(PAIRS)
+    assert first == [plan for plan in PAIRS if plan in covering(PAIRS)]
+
+
+def test_a_plan_that_failed_sets_no_limit():
+    forwards = {"a:bf16": 1.0, "b:bf16": 100.0}
+    plans = [Plan(name) for name in forwards]
+    race = Race(plans)
+    race.looks[plans[1]] = look(100.0, None)
+    race.leave(plans[0])
+    assert race.unseen() == []
+    assert race.entrants() == [plans[1]]
+
+
+CASE = Case("one", AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=8), ("normal", "outlier"))
+QUICK, SLOW, EXACT = (Plan.parse(name) for name in ("small:fp8", "wide:bf16", "reference:fp32"))
+
+
+@pytest.fixture
+def paces(monkeypatch):
+    """Milliseconds by plan that every sample says instead of the time that it took."""
+    found = {QUICK: 1.0, SLOW: 10.0, EXACT: 2.0}
+    taken = Bench.sample
+
+    def paced(self, plan, *how):
+        visit = taken(self, plan, *how)
+        return replace(visit, time_ms={cost: [found[plan]] * len(each) for cost, each in visit.time_ms.items()})
+
+    monkeypatch.setattr(Bench, "sample", paced)
+    return found
+
+
+@pytest.fixture
+def shop(monkeypatch):
+    return Shop(monkeypatch)
+
+
+def raced(plans, required=(), **changes):
+    with DeviceSweep(replace(setup(), race=True, **changes)) as sweep:
+        events = list(sweep.measure(CASE, plans, required))
+    rows = [event for event in events if not isinstance(event, PhaseStarted)]
+    assert sorted(row.plan for row in rows) == sorted(plans)
+    return {row.plan: row for row in rows}
+
+
+def test_who_lost_at_a_first_look_is_neither_proved_nor_judged(shop, paces):
+    rows = raced([QUICK, SLOW, EXACT])
+    assert {plan: row.status for plan, row in rows.items()} == {QUICK: "ok", EXACT: "ok", SLOW: "slower"}
+    assert rows[SLOW].reason == f"slower than {EXACT} at a first look; 5.00 times as long"
+    assert {*rows[SLOW].time_ms["call"]} == {10.0}
+    assert rows[SLOW].correctness_ is None
+    assert shop.asked["prove", SLOW] == shop.asked["conclude", SLOW] == 0
+    assert shop.asked["drop", SLOW] == 1
+    assert rows[EXACT].ran
+    assert {entry.plan: entry.time_ms for entry in condense(rows.values())}[SLOW] == 10.0
+
+
+def test_a_required_plan_is_measured_in_full(shop, paces):
+    assert raced([QUICK, SLOW, EXACT], [SLOW])[SLOW].status == "ok"
+
+
+@pytest.mark.parametrize("fault", ["conclude", "prove"])
+def test_behind_a_winner_that_failed_another_wins(shop, paces, fault):
+    paces[EXACT] = 0.1
+    shop.breaks(LostError("error", "RuntimeError: no", died=False), fault, EXACT)
+    rows = raced([QUICK, SLOW, EXACT])
+    assert rows[EXACT].status == "error"
+    assert rows[QUICK].status == rows[SLOW].status == "ok"
+
+
+def test_behind_a_winner_that_was_inaccurate_another_wins(shop, paces):
+    paces[QUICK], paces[EXACT] = 0.1, 1.0
+    rows = raced([QUICK, EXACT], max_error=1e-6)
+    assert rows[QUICK].status == "inaccurate"
+    assert rows[EXACT].status == "ok"
+
+
+def test_no_memory_beside_others_is_tried_alone_after_a_race(shop, paces):
+    shop.breaks(LostError("oom", "no more", died=False), "prepare", EXACT)
+    rows = raced([QUICK, SLOW, EXACT])
+    assert rows[EXACT].status == rows[QUICK].status == rows[SLOW].status == "ok"
+
+
+def test_a_worker_that_dies_under_a_first_look_costs_that_plan_alone(shop, paces):
+    shop.breaks(LostError("crashed", "gone", died=True), "sample", EXACT, times=9)
+    rows = raced([QUICK, SLOW, EXACT])
+    assert rows[EXACT].status == "crashed"
+    assert rows[QUICK].status == rows[SLOW].status == "ok"
+
+
+def test_the_passes_of_a_plan_that_was_never_called_are_its_time_in_a_table(shop, paces):
+    rows = raced([QUICK, SLOW, EXACT])
+    slow = rows[SLOW]
+    passes = {"prepared": [4.0], "backward": [3.0]}
+    never = slow.model_copy(
+        update={"performance_": slow.performance.model_copy(update={"time_ms": passes, "visits": {}})}
+    )
+    (entry,) = condense([never])
+    assert (entry.time_ms, entry.spread_ms) == (7.0, None)
+    assert math.isclose(sum(map(sum, passes.values())), 7.0)
