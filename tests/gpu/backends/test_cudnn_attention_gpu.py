@@ -19,10 +19,6 @@ from attnbench.backends.te.backend import BACKEND as TE
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
 from attnbench.kernels.devices import describe
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
-]
 BACKENDS = {backend.name: backend for backend in (CUDNN, TE)}
 KERNELS = [kernel for backend in BACKENDS.values() for kernel in backend.kernels]
 FORWARDS = {k.name: k for k in KERNELS if isinstance(k, ForwardKernel)}

@@ -17,10 +17,6 @@ from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Sa
 from attnbench.kernels.devices import describe
 from attnbench.problem.fp8 import Recipe, quantise
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
-]
 FORWARDS = {k.name: k for k in flex.BACKEND.kernels if isinstance(k, ForwardKernel)}
 BACKWARDS = {k.name: k for k in flex.BACKEND.kernels if isinstance(k, BackwardKernel)}
 END = "bottom-right"

@@ -17,10 +17,6 @@ from attnbench.kernels.devices import describe
 from attnbench.kernels.registry import registry
 from attnbench.problem.dtypes import TO_TORCH
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
-]
 DEVICE = torch.device("cuda", 0)
 END = "bottom-right"
 BASE = AttentionSpec.make(batch=2, heads=8, seqlen_q=256, head_dim=64, direction="training")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import dense
 import pytest
 import torch
+from on_gpu import DEVICE, many_elements_agree
 from sweep import Sweep, Truth
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -25,12 +26,7 @@ from attnbench.kernels.devices import bind, describe
 from attnbench.kernels.registry import registry
 from attnbench.problem.fp8 import Quantised
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
-    pytest.mark.skipif(interpreted(), reason="TRITON_INTERPRET is set"),
-]
-DEVICE = torch.device("cuda", 0)
+pytestmark = pytest.mark.skipif(interpreted(), reason="TRITON_INTERPRET is set")
 NAMES = ("fp8", "fp8-head", "fp8-token", "fp8-token-hadamard", "fp8-block", "fp8-tensor")
 HEAD_DIMS = [(64, 64), (128, 128), (256, 256), (80, 80), (192, 128), (64, 128), (40, 40), (5, 7)]
 LENGTHS = [(256, 256), (257, 257), (130, 333), (333, 130), (1, 200), (77, 1), (128, 1024)]
@@ -273,16 +269,7 @@ def test_the_profiler_shows_the_kernel_and_no_copy(layout: str) -> None:
 
 
 def test_more_than_2_to_the_31_elements() -> None:
-    length = 2**20 + 2**14
-    spec = AttentionSpec.make(batch=1, heads=16, kv_heads=1, seqlen_q=length, seqlen_kv=256, head_dim=128)
-    assert length * 16 * 128 > 2**31
-    q = torch.randn(1, 16, length, 128, device=DEVICE, dtype=torch.bfloat16)
-    k, v = (torch.randn(1, 1, 256, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    kernel = backend.TritonForward("fp8-token")
-    out = kernel.run(kernel.prepare(Inputs(q, k, v), spec)).out
-    for rows in (slice(0, 300), slice(length - 300, length)):
-        truth, _ = dense.dense_attention(q[:, :, rows], k, v, spec.replace(seqlen_q=300))
-        assert dense.relative_l2(out[:, :, rows], truth) < kernel.declared_error
+    many_elements_agree([backend.TritonForward("fp8-token")])
 
 
 def test_other_capabilities_are_refused_and_this_one_is_not() -> None:

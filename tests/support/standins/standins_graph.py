@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
+import threading
+from contextlib import nullcontext
+from functools import lru_cache
 from types import SimpleNamespace
 
+import pytest
 import torch
 from problems import Problem
 from torch import Tensor
+
+from attnbench.backends.cudnn import backend, graphs
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -368,3 +375,13 @@ CUDNN = SimpleNamespace(
     ),
 )
 INTERFACE = SimpleNamespace(_flash_attn_fwd=flash_attn_fwd, _flash_attn_bwd=flash_attn_bwd)
+
+
+def install_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in of cuDNN's front end until the test ends, with no graph kept from another test or for one."""
+    monkeypatch.setitem(sys.modules, "cudnn", CUDNN)
+    monkeypatch.setattr(graphs, "_stream", lambda device: 7)
+    monkeypatch.setattr(graphs, "_on", lambda device: nullcontext())
+    monkeypatch.setattr(graphs, "_of_thread", threading.local())
+    kept = lru_cache(graphs.graph_of.cache_info().maxsize)
+    monkeypatch.setattr(backend, "graph_of", kept(graphs.graph_of.__wrapped__))
