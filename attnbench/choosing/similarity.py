@@ -27,6 +27,11 @@ class SpecClass(NamedTuple):
     has_empty_rows: bool
     batch: Batch | None = None
 
+    @property
+    def kind(self) -> tuple[Direction, str, Granularity | None, Batch | None]:
+        """What no evidence crosses: neither times nor errors of one kind say anything about another."""
+        return self.direction, self.dtype, self.descale, self.batch
+
     def __str__(self) -> str:
         sizes = (
             f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}-dv{self.head_dim_v}",
