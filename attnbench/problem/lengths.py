@@ -8,6 +8,7 @@ torch's back (by a kernel of one's own, a replayed CUDA graph) is not noticed: p
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ class Lengths:
             return [slice(0, size)] * rows
         numbers = lengths.tolist()
         if self.batch == "packed":
-            return [slice(*pair) for pair in zip(numbers, numbers[1:], strict=False)]
+            return [slice(*pair) for pair in itertools.pairwise(numbers)]
         if self.batch == "left-padded":
             return [slice(size - number, size) for number in numbers]
         return [slice(0, number) for number in numbers]
