@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -91,7 +91,7 @@ class _Known(NamedTuple):
     longest: int
 
 
-_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # cumulative lengths that were read and found in order
+_known: MutableMapping[Tensor, _Known] = WeakTensorKeyDictionary()  # cumulative lengths, read and found in order
 
 
 def packed(q: Tensor, k: Tensor, starts_q: Tensor, starts_kv: Tensor, max_q: int | None, max_kv: int | None) -> Lengths:

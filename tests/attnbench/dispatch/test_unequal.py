@@ -14,10 +14,9 @@ from problems import masks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-import attnbench
-from attnbench import AttentionSpec, Mask, attention, explain
+from attnbench import AttentionSpec, Mask, attention, explain, guard, state
 from attnbench.dispatch.memory import executions
-from attnbench.errors import InputError, RefusedError
+from attnbench.errors import AttnbenchWarning, InputError, RefusedError
 from examples import examples
 
 INT = torch.int32
@@ -169,7 +168,7 @@ def test_scales_never_cross_the_border_of_a_sequence(precision: str) -> None:
 
 
 def test_a_new_batch_of_like_lengths_asks_for_no_new_choice() -> None:
-    attnbench.forget_choices()
+    state.forget()
     for total in (250, 251, 255):
         x = torch.randn(total, 2, 8)
         attention(x, x, x, layout="thd", cu_seqlens_q=starts([100, total - 100]), max_seqlen_q=200)
@@ -186,8 +185,8 @@ def test_a_choice_tells_of_the_lengths_and_a_kernel_without_them_is_refused() ->
     with pytest.raises(RefusedError, match="takes sequences of one length, not a packed batch"):
         attention(x, x, x, backend="sdpa-math", **named)
     rows = torch.randn(2, 2, 5, 8)
+    lengths = torch.tensor([1, 2], dtype=INT)
     with pytest.raises(RefusedError, match="not a left-padded batch"):
-        lengths = torch.tensor([1, 2], dtype=INT)
         attention(rows, rows, rows, backend="sdpa-math", kv_lengths=lengths, padding_side="left")
 
 
@@ -292,9 +291,9 @@ def test_transforms_of_torch_func_are_refused() -> None:
 
 def test_a_guard_says_that_it_checks_no_such_batch() -> None:
     with (
-        pytest.warns(attnbench.errors.AttnbenchWarning, match="packed and padded batches are not checked"),
-        attnbench.guard(every=1) as guard,
+        pytest.warns(AttnbenchWarning, match="packed and padded batches are not checked"),
+        guard(every=1) as watch,
     ):
         attention(X, X, X, layout="thd", cu_seqlens_q=starts([4, 5]))
-    assert guard.checks == 0
-    assert sum(guard.skipped.values()) == 1
+    assert watch.checks == 0
+    assert sum(watch.skipped.values()) == 1
