@@ -64,6 +64,13 @@ class Lengths:
         """Whether every sequence is known to have as many keys as queries."""
         return self.q is self.kv and self.longest_q == self.longest_kv
 
+    @property
+    def starts(self) -> tuple[Tensor, Tensor]:
+        """Where queries and keys of each sequence of a packed batch start, and where the last ends, (N + 1,) each."""
+        if self.q is None or self.kv is None or self.batch != "packed":
+            raise InputError(f"a {self.batch} batch has no cumulative lengths")
+        return self.q, self.kv
+
     def sequences(self, spec: AttentionSpec, q: Tensor, k: Tensor) -> Iterator[Sequence]:
         """The sequences that have a query and a key.  Waits for the device and reads the lengths."""
         sides = zip(self._ranges(self.q, q.shape), self._ranges(self.kv, k.shape), strict=True)
