@@ -77,7 +77,7 @@ def _of_batch(batch: Batch) -> Check:
         look="where sequences start and end, scales and tiles that cross a border, rows that belong to no sequence",
         batch=batch,
         mixed=True,
-        after=_PLAIN,
+        after=(*_SAME, "empty rows", "combinations"),
         count=6,
     )
 
