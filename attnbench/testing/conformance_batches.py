@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 import torch
@@ -31,7 +32,7 @@ def unequal(subject: Subject, spec: AttentionSpec, batch: Batch) -> str | None:
     """Out, LSE and gradients of each sequence beside exact attention on it alone, and what padding and empty rows get.
 
     Again after the first sequence was filled with NaN, and after the others were and were made a thousand times larger:
-    no scale, no value and no gradient crosses a border.
+    no scale, no value and no gradient crosses a border.  NaN may where a row says so.
     """
     drawn, lengths, whole = _drawn(spec, batch, subject.device)
     sequences = list(lengths.sequences(whole, drawn.q, drawn.k))
@@ -42,7 +43,14 @@ def unequal(subject: Subject, spec: AttentionSpec, batch: Batch) -> str | None:
         ("beside others of NaN ", others, torch.nan),
         ("beside others a thousand times as large ", others, _LOUD),
     )
+    isolates = all(
+        kernel.rows[subject.device.type].isolates for kernel in (subject.forward, subject.backward) if kernel
+    )
+    if not isolates:
+        subject.note(f"{batch} batch", "what is not finite may reach the neighbours of a sequence, as its row says")
     for said_of, changed, factor in turns:
+        if math.isnan(factor) and not isolates:
+            continue
         given = _scaled(drawn, changed, factor)
         inputs = Inputs(given.q, given.k, given.v, lengths)
         found = subject.answers_of(subject.forward.prepare(inputs, whole), given.grad_out)

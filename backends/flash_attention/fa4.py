@@ -82,7 +82,9 @@ class _Fa4(TypedKernel):
     def rows_of(self, precision: str) -> dict[str, Capabilities]:
         # interface.py, _validate_head_dims: 16-byte rows of 8 to 256 elements on compute capability 9.x
         sizes: dict[str, Any] = {"head_dims": (8, 256, 8), "max_elements": _INT32}
-        return {"cuda": Capabilities(dtypes=(precision,), capability=_HOPPER, lengths=("packed",), **sizes)}
+        # The last tile of a sequence reads the next one's V and multiplies it by 0, which leaves NaN (4.0.0b36, H200).
+        packs: dict[str, Any] = {"lengths": ("packed",), "isolates": False}
+        return {"cuda": Capabilities(dtypes=(precision,), capability=_HOPPER, **packs, **sizes)}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         reasons = []

@@ -97,14 +97,14 @@ def test_packed_sequences_are_what_the_kernel_makes_of_each_alone(name, pairs, m
     assert bool((lse[:, :, rest] == -torch.inf).all())
 
 
-@pytest.mark.parametrize("name", ["fa3:fp8", "fa3:bf16", "fa4:bf16"])
-def test_what_is_not_finite_in_one_sequence_reaches_no_other(name) -> None:
+def test_the_scale_of_a_sequence_depends_on_no_other() -> None:
     (q, k, v, _), lengths, spec = batch(SQUARE, Mask(right=0))
-    before = FORWARDS[name].run(FORWARDS[name].prepare(Inputs(q, k, v, lengths), spec)).out
+    forward = FORWARDS["fa3:fp8"]
+    before = forward.run(forward.prepare(Inputs(q, k, v, lengths), spec)).out
     for x in (q, k, v):
-        x[:, :, :33] = torch.nan
-    after = FORWARDS[name].run(FORWARDS[name].prepare(Inputs(q, k, v, lengths), spec)).out
-    assert after[:, :, :33].isnan().all()
+        x[:, :, :33] *= 1000
+    after = forward.run(forward.prepare(Inputs(q, k, v, lengths), spec)).out
+    assert not torch.equal(before[:, :, :33], after[:, :, :33])
     assert torch.equal(before[:, :, 33:], after[:, :, 33:])
 
 
