@@ -302,5 +302,5 @@ def test_fp8_operands_of_nothing_and_of_nan(hole: str) -> None:
     tensors = dict(zip("qkv", Problem(spec, "bhsd", False, 0).tensors()[:3], strict=True))
     for value in (0.0, float("nan")):
         given = {**tensors, hole: torch.full_like(tensors[hole], value)}
-        found = dict(zip("qkv", FORWARDS["flex:fp8"].prepare(Inputs.of(*given), spec).tensors(), strict=True))
+        found = dict(zip("qkv", FORWARDS["flex:fp8"].prepare(Inputs(**given), spec).tensors(), strict=True))
         assert torch.equal(found[hole].nan_to_num(7.0), torch.full_like(found[hole], 7.0 if value else 0.0))

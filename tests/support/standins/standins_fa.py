@@ -96,7 +96,7 @@ def fa3_forward(*, q: Tensor, k: Tensor, v: Tensor, **rest: object) -> list[Tens
     assert not rest["num_splits"]  # the dispatcher leaves out what is the default
     assert rest.get("cp_world_size", 1) == 1
     if rest["cu_seqlens_q"] is None:
-        assert rest["cu_seqlens_k"] is rest["max_seqlen_q"] is rest["max_seqlen_k"] is None
+        assert rest["cu_seqlens_k"] is None
         out, lse = _fa3(q, k, v, rest)
     else:
         descales = {name: rest.pop(f"{name}_descale") for name in "qkv"}
