@@ -153,12 +153,8 @@ class _Index:
         self.scaled_from, self.time_error = table.scaled_from, table.time_error
 
     def related(self, alike: SpecClass) -> dict[SpecClass, dict[Plan, list[Entry]]]:
-        """The classes whose kernels run alike: of one direction and one type of tensors."""
-
-        def kind(each: SpecClass) -> tuple[object, ...]:
-            return each.direction, each.dtype, each.descale
-
-        return {each: plans for each, plans in self.classes.items() if kind(each) == kind(alike)}
+        """The classes whose kernels run alike."""
+        return {each: plans for each, plans in self.classes.items() if each.kind == alike.kind}
 
     def preferred(self, alike: SpecClass) -> tuple[bool, int]:
         """The rank of the table where no table knows the class: a sweep made on this device, then the larger one."""

@@ -6,6 +6,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+from ..problem.lengths_kind import Batch
 from ..problem.spec import AttentionSpec, Direction, Granularity
 
 __all__ = ["SpecClass", "class_of", "distance", "sizes"]
@@ -24,6 +25,12 @@ class SpecClass(NamedTuple):
     softcap: float
     scale: float
     has_empty_rows: bool
+    batch: Batch | None = None
+
+    @property
+    def kind(self) -> tuple[Direction, str, Granularity | None, Batch | None]:
+        """What no evidence crosses: neither times nor errors of one kind say anything about another."""
+        return self.direction, self.dtype, self.descale, self.batch
 
     def __str__(self) -> str:
         sizes = (
@@ -36,6 +43,7 @@ class SpecClass(NamedTuple):
             f"cap{self.softcap!r}" if self.softcap else "",
             f"scale{self.scale!r}" if self.scale != self.head_dim**-0.5 else "",
             "with empty rows" if self.has_empty_rows else "",
+            self.batch or "",
         )
         return " ".join(filter(None, (*sizes, *kinds, self.direction)))
 
@@ -54,6 +62,7 @@ def class_of(spec: AttentionSpec) -> SpecClass:
         softcap=spec.softcap,
         scale=spec.scale,
         has_empty_rows=spec.has_empty_rows,
+        batch=None if spec.lengths is None else spec.lengths.batch,
     )
 
 

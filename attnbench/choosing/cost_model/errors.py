@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ...kernels.plan import Plan
 from ...problem.spec import AttentionSpec
 from ...tables.entry import Entry
+from ..similarity import class_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -101,8 +102,8 @@ class _Fit:
 
 
 def _series(plan: Plan, spec: AttentionSpec) -> tuple[object, ...]:
-    """The key of the fits: a plan in one direction and type."""
-    return plan, spec.direction, spec.dtype, spec.descale
+    """The key of a fit: a plan and a kind of spec."""
+    return plan, *class_of(spec).kind
 
 
 def _place(spec: AttentionSpec) -> tuple[float, ...]:
