@@ -9,13 +9,11 @@ import threading
 
 import pytest
 import torch
-from dense import dense_attention, dense_gradients, gradient_sizes, relative_l2
+from dense import dense_attention, dense_gradients, distance, gradient_sizes, relative_l2
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import Problem
-from standins_graph import tensors_of
+from problems import Problem, tensors_of
 from standins_te import fused_attn_bwd, install_transformer_engine
-from sweep import distance
 
 from attnbench.backends.te import backend as te
 from attnbench.backends.te import history as te_history

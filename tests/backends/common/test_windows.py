@@ -1,19 +1,12 @@
 """Masks as windows: each query sees the keys of the mask, as each generation of FlashAttention reads the window."""
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
+from problems import every_mask
 
 from attnbench.backends.common.windows import Window, bottom_right, flash2_window
-from attnbench.problem.mask import ALIGNMENTS, Mask
-
-
-def every_mask() -> Iterator[tuple[Mask, int, int]]:
-    """Every mask over few keys, in its canonical spelling, with its lengths."""
-    sides = [None, *range(7)]
-    for sq, skv, left, right, alignment in itertools.product(range(1, 7), range(1, 7), sides, sides, ALIGNMENTS):
-        yield Mask(left, right, alignment).canonical(sq, skv), sq, skv
+from attnbench.problem.mask import Mask
 
 
 def literally(window: Window, sq: int) -> tuple[int, int]:

@@ -10,12 +10,11 @@ import weakref
 
 import pytest
 import torch
-from dense import dense_attention, dense_gradients, gradient_sizes, relative_l2
+from dense import dense_attention, dense_gradients, distance, gradient_sizes, relative_l2
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import Problem
-from standins_graph import CUDNN, LARGEST, PyGraph, install_front_end, tensors_of
-from sweep import distance
+from problems import Problem, tensors_of
+from standins_graph import CUDNN, LARGEST, PyGraph, install_front_end
 
 from attnbench.backends.cudnn import backend as cudnn
 from attnbench.backends.cudnn.scales import gradient_bounds

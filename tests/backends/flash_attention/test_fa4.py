@@ -12,8 +12,8 @@ import torch
 from agreement import both_passes_agree
 from dense import dense_attention, dense_gradients, relative_l2
 from hypothesis import assume, given
-from problems import Problem, problems
-from standins_graph import INTERFACE, tensors_of
+from problems import Problem, problems, tensors_of
+from standins_graph import INTERFACE
 
 from attnbench.backends.flash_attention import fa4
 from attnbench.kernels.capabilities import Device
