@@ -352,14 +352,6 @@ def test_refusals_of_one() -> None:
         assert "exists only below" in FP8.refusals(spec, Device("cuda", "a B200", (10, 0)))[0]
 
 
-def test_a_refused_length_is_one_that_the_library_gets_wrong() -> None:
-    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=70, head_dim=64)
-    q, k, v = (torch.randn(1, 1, 70, 64).bfloat16() for _ in range(3))
-    with library("1.0.6"):
-        out = INT8.run(INT8.prepare(Inputs(q, k, v), spec)).out
-    assert relative_l2(out, dense_attention(q, k, v, spec)[0]) > INT8.declared_error
-
-
 def test_availability_tells_the_two_libraries_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     found = sage.BACKEND.availability()

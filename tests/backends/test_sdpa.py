@@ -8,7 +8,6 @@ import re
 import pytest
 import torch
 from agreement import both_passes_agree
-from dense import relative_l2
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from problems import Problem, every_mask, problems, tensors_of
@@ -20,7 +19,7 @@ from attnbench.backends.sdpa import cudnn as sdpa_cudnn
 from attnbench.backends.sdpa import efficient as sdpa_efficient
 from attnbench.backends.sdpa import flash as sdpa_flash
 from attnbench.backends.sdpa import math as sdpa_math
-from attnbench.backends.sdpa.efficient import Band, causal_band
+from attnbench.backends.sdpa.efficient import causal_band
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
 from attnbench.kernels.registry import registry
@@ -125,49 +124,19 @@ def test_causal_band_is_the_mask_as_cutlass_reads_it() -> None:
     assert served > 1000
 
 
-def test_causal_bands_of_the_usual_masks() -> None:
-    assert causal_band(Mask(), 5, 9) == Band(0, None)
-    assert causal_band(Mask(right=0), 5, 9) == Band(1, None)
-    assert causal_band(Mask(left=2, right=0, alignment="bottom-right"), 5, 9) == Band(2, 3)
-    assert "diagonals" in str(causal_band(Mask(left=2, right=1), 5, 9))
-    assert "right" in str(causal_band(Mask(left=2), 9, 9))
-
-
-def test_head_dims_that_differ_are_refused_by_flash_because_it_fails_on_them() -> None:
-    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=4, head_dim=8, head_dim_v=16, dtype="fp32")
-    forward = FORWARDS["sdpa-flash:fp32"]
-    assert forward.refusals(spec, CPU) == ["head_dim_v (16) must equal head_dim (8)"]
-    q, k, v, _ = tensors(spec)
-    with pytest.raises(RuntimeError, match="same head size"):
-        forward.run(forward.prepare(Inputs(q, k, v), spec))
-
-
-@pytest.mark.parametrize("name", ["sdpa-flash:fp32", "sdpa-math:fp32"])
-def test_softcap_is_refused_because_it_would_be_left_out(name: str) -> None:
-    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=4, head_dim=8, dtype="fp32", softcap=0.5)
-    forward = FORWARDS[name]
-    assert forward.refusals(spec, CPU) == ["has no softcap"]
-    q, k, v, _ = tensors(spec)
-    scores = spec.softcap * torch.tanh(q @ k.mT * spec.scale / spec.softcap)
-    assert relative_l2(forward.run(forward.prepare(Inputs(q, k, v), spec)).out, scores.softmax(-1) @ v) > 0.01
-
-
-def test_other_dtypes_are_refused_because_the_answer_would_be_of_another_precision() -> None:
-    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=4, head_dim=8, dtype="bf16")
-    forward = FORWARDS["sdpa-flash:fp32"]
-    assert forward.refusals(spec, CPU) == ["takes fp32 tensors, not bf16"]
-    q, k, v, _ = tensors(spec)
-    assert forward.run(forward.prepare(Inputs(q, k, v), spec)).out.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("name", ["sdpa-efficient:bf16", "sdpa-cudnn:bf16"])
-def test_kernels_of_the_gpu_are_refused_on_the_cpu_because_torch_has_none_there(name: str) -> None:
-    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=4, head_dim=8)
-    forward = FORWARDS[name]
-    assert forward.refusals(spec, CPU) == ["runs on cuda, not on cpu"]
-    q, k, v, _ = tensors(spec)
-    with pytest.raises(NotImplementedError, match="CPU"):
-        forward.run(forward.prepare(Inputs(q, k, v), spec))
+@pytest.mark.parametrize(
+    ("name", "changes", "sentence"),
+    [
+        ("sdpa-flash:fp32", {"head_dim_v": 16}, "head_dim_v (16) must equal head_dim (8)"),
+        ("sdpa-flash:fp32", {"softcap": 0.5}, "has no softcap"),
+        ("sdpa-math:fp32", {"softcap": 0.5}, "has no softcap"),
+        ("sdpa-flash:fp32", {"dtype": "bf16"}, "takes fp32 tensors, not bf16"),
+        ("sdpa-efficient:bf16", {"dtype": "bf16"}, "runs on cuda, not on cpu"),
+        ("sdpa-cudnn:bf16", {"dtype": "bf16"}, "runs on cuda, not on cpu"),
+    ],
+)
+def test_limits_on_a_cpu(name: str, changes: dict[str, object], sentence: str) -> None:
+    assert FORWARDS[name].refusals(small("fp32").replace(direction="forward", **changes), CPU) == [sentence]
 
 
 def test_score_matrices_beyond_memory_are_refused_before_anything_is_allocated() -> None:
@@ -204,18 +173,12 @@ def test_limits_on_cuda(name: str, changes: dict[str, object], sentence: str, mo
     assert sentence in " ".join(FORWARDS[name].refusals(spec.replace(**changes), H200))
 
 
-def test_windows_aligned_bottom_right_are_refused_by_the_efficient_backward_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_limits_of_the_backward_and_of_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    mask = Mask(left=5, right=0, alignment="bottom-right")
-    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=64, seqlen_kv=256, head_dim=64, mask=mask)
-    assert FORWARDS["sdpa-efficient:bf16"].refusals(spec, H200) == []
-    assert "left side" in BACKWARDS["sdpa-efficient:bf16"].refusals(spec, H200)[0]
-
-
-def test_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    end = Mask(left=5, right=0, alignment="bottom-right")
+    window = AttentionSpec.make(batch=1, heads=2, seqlen_q=64, seqlen_kv=256, head_dim=64, mask=end)
+    assert FORWARDS["sdpa-efficient:bf16"].refusals(window, H200) == []
+    assert "left side" in BACKWARDS["sdpa-efficient:bf16"].refusals(window, H200)[0]
     wide = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=224, direction="training")
     ada = Device("cuda", "an Ada GPU", (8, 9))
     assert "backward" in BACKWARDS["sdpa-flash:bf16"].refusals(wide, ada)[0]

@@ -9,9 +9,10 @@ from problems import Problem, tensors_of
 from attnbench import AttentionSpec
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Operands, Saved
+from attnbench.kernels.execution import Execution
 from attnbench.problem.fp8 import Quantised, Recipe, quantise
 
-__all__ = ["both_passes_agree", "descales_are_used", "quantised_attention_agrees"]
+__all__ = ["both_passes_agree", "carried_by_autograd", "descales_are_used", "quantised_attention_agrees"]
 
 
 def both_passes_agree(
@@ -45,6 +46,21 @@ def both_passes_agree(
         assert distance(each, wanted, size) <= 2 * backward.declared_error
     assert all(torch.equal(x, old) for x, old in zip(tensors, before, strict=True))
     return True
+
+
+def carried_by_autograd(forward: ForwardKernel, backward: BackwardKernel, spec: AttentionSpec) -> None:
+    """Gradients of the sum of the output, one number that stands for all, for leaves of awkward strides."""
+    spec = spec.replace(direction="training")
+    leaves = [x.detach().requires_grad_() for x in tensors_of(Problem(spec, "bshd", True, 0))[:3]]
+    before = [x.detach().clone() for x in leaves]
+    out, lse = Execution(spec, forward, backward)(Inputs(*leaves))
+    assert out.requires_grad
+    assert not lse.requires_grad
+    grad = torch.ones((), dtype=out.dtype).expand(out.shape)
+    found, sizes = torch.autograd.grad(out, leaves, grad), gradient_sizes(*before, grad, spec)
+    for each, wanted, size in zip(found, dense_gradients(*before, grad, spec), sizes, strict=True):
+        assert distance(each, wanted, size) <= 2 * backward.declared_error
+    assert all(map(torch.equal, leaves, before))
 
 
 def quantised_attention_agrees(kernel: ForwardKernel, spec: AttentionSpec, problem: Problem) -> Operands:
