@@ -6,7 +6,6 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,7 +13,7 @@ import typer
 
 from ..errors import MisuseError
 from ..text.printable import brief
-from .output import DeviceOption, Format, FormatOption, print_json, print_text
+from .output import DeviceOption, Format, FormatOption, fresh_folder, print_json, print_text
 
 if TYPE_CHECKING:
     from ..harness.training.config import TrainConfig
@@ -194,7 +193,9 @@ def train(
         parallel=parallel,
     )
     baseline = _baseline(candidate, compare, compare_linears)
-    folder = out or _fresh_folder(parallel)
+    if out is None and parallel != "none":
+        raise MisuseError("several processes need --out, the same folder for all of them")
+    folder = out or fresh_folder("training")
     settings = {
         "resume": resume,
         "price_per_hour": price_per_hour,
@@ -231,7 +232,7 @@ def _train(
     """Train both sides; returns whether any run finished or diverged.  ``settings`` are keywords of ``Session``."""
     from rich.console import Console
 
-    from ..harness.training.report.plots import write_plots
+    from ..harness.report.training import write_training_report
     from ..harness.training.run.foreseen import check_beforehand
     from ..harness.training.run.parallel import join_ranks
     from ..harness.training.run.progress import show_training_progress
@@ -251,8 +252,8 @@ def _train(
                 raise
             if ranks.first:
                 _print(list(session.rows.values()), format)
-                write_plots(list(session.rows.values()), folder)
-                print(f"rows and plots are in {folder}", file=sys.stderr)
+                write_training_report(list(session.rows.values()), folder)
+                print(f"rows, loss.png and training.html are in {folder}", file=sys.stderr)
     return any(row.status in ("ok", "diverged") for row in rows) or not ranks.first
 
 
@@ -286,11 +287,3 @@ def _possible(price: float) -> bool:
     from ..harness.training.rows import LARGEST_PRICE, LEAST_PRICE
 
     return LEAST_PRICE <= price <= LARGEST_PRICE
-
-
-def _fresh_folder(parallel: ParallelName) -> Path:
-    from ..files.user_folders import data_folder
-
-    if parallel != "none":
-        raise MisuseError("several processes need --out, the same folder for all of them")
-    return data_folder() / "training" / f"{datetime.now(timezone.utc):%Y-%m-%dT%H-%M-%S.%f}"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from dense import dense_attention, dense_gradients, relative_l2
 from hypothesis import example, given, settings
-from problems import Problem, problems
+from problems import Problem, problems, tensors_of
 
 from attnbench import AttentionSpec, Mask
 from attnbench.kernels.contract import Inputs
@@ -27,7 +27,7 @@ HARD = AttentionSpec.make(
 @example(Problem(HARD, "bshd", False, 5))
 def test_in_fp64_nothing_but_rounding_separates_it_from_the_definition(problem: Problem) -> None:
     spec = problem.spec
-    q, k, v, grad_out = (x if problem.layout == "bhsd" else x.transpose(1, 2) for x in problem.tensors())
+    q, k, v, grad_out = tensors_of(problem)
     forward, backward = registry().forward("reference:fp64"), registry().backward("reference:fp64")
     out, lse = Execution(spec, forward)(Inputs(q, k, v))
     truth, truth_lse = dense_attention(q, k, v, spec)

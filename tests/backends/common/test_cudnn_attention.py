@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from agreement import both_passes_agree
+from agreement import both_passes_agree, carried_by_autograd
 from dense import dense_attention, dense_gradients, relative_l2
 from hypothesis import assume, given
-from problems import Problem, problems
-from standins_graph import install_front_end, tensors_of
+from problems import Problem, problems, tensors_of
+from standins_graph import install_front_end
 from standins_te import install_transformer_engine
 
 from attnbench.backends.cudnn import backend as cudnn
@@ -85,6 +85,30 @@ def test_fp8_stays_within_its_declared_error_from_the_first_step_on(
         for each, wanted in zip(backward.run(Saved(operands, *result), grad), truth, strict=True):
             assert (each.shape, each.dtype) == (wanted.shape, q.dtype)
             assert relative_l2(each, wanted) <= backward.declared_error
+
+
+@both
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_autograd_carries_the_gradient_of_a_sum(backend: Backend, precision: str) -> None:
+    carried_by_autograd(forward_of(backend, precision), backward_of(backend, precision), SPEC)
+
+
+@both
+@pytest.mark.parametrize("head_dim", [64, 192, 256])
+def test_an_fp8_forward_may_be_followed_by_the_sixteen_bit_backward(backend: Backend, head_dim: int) -> None:
+    spec = SPEC.replace(head_dim=head_dim, head_dim_v=head_dim, scale=head_dim**-0.5, direction="training")
+    q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
+    forward, backward = forward_of(backend, "fp8"), backward_of(backend, "bf16")
+    assert forward.refusals(spec, H200) == backward.refusals(spec, H200) == []
+    assert backward.cannot_follow(forward, H200) is None
+    operands = forward.prepare(Inputs(q, k, v), spec)
+    result = forward.run(operands)
+    assert relative_l2(result.out, dense_attention(q, k, v, spec)[0]) <= forward.declared_error
+    wanted = dense_gradients(*operands.tensors(), grad, spec)
+    for each, want in zip(backward.run(Saved(operands, *result), grad), wanted, strict=True):
+        assert relative_l2(each, want) <= forward.declared_error  # O was rounded to e4m3, and D comes from it
+    own = f"follows only {forward.name}"
+    assert own in (backward_of(backend, "fp8").cannot_follow(forward_of(backend, "bf16"), H200) or "")
 
 
 @both

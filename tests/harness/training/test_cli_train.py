@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from attnbench.cli import app
 from attnbench.errors import AttnbenchError, InputError, MalformedFileError, MisuseError
+from attnbench.harness.report.training import PAGE, PICTURE
 from attnbench.harness.training.config import TrainConfig
-from attnbench.harness.training.report.plots import PAGE, PICTURE
 from attnbench.harness.training.rows import read_runs
 
 TINY = ["--seqlen", "16", "--batch", "2"]

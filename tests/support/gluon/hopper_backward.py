@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import dense
 import pytest
 import torch
+from dense import distance
 from gluon_on_cpu import emulated
-from sweep import distance, visible
+from sweep import visible
 from torch import Tensor
 from watched import Begun, Done, Lost
 

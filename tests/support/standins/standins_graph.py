@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from problems import Problem
 from standins_packed import STARTS, checked_starts, each_sequence
 from torch import Tensor
 
@@ -25,11 +24,6 @@ from attnbench.backends.cudnn import backend, graphs
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-
-
-def tensors_of(problem: Problem) -> list[Tensor]:
-    """q, k, v and the output's gradient (B, H, S, D), as views of what the problem's layout put into memory."""
-    return [x.transpose(1, 2) if problem.layout == "bshd" else x for x in problem.tensors()]
 
 
 def readable(x: Tensor) -> None:
