@@ -13,10 +13,11 @@ from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from .choosing.choice import Choice
-from .dispatch import operators
+from .dispatch import operators, unequal
 from .dispatch.context import asked_in_context, asked_in_environment, current, wished
 from .dispatch.memory import execution_of, executions
 from .dispatch.question import Question, check_askable, decide, inputs_of, key_of, settled
+from .dispatch.sequences import Jagged
 from .kernels.contract import Inputs
 from .problem.mask import Alignment
 from .problem.tensor_kinds import as_autocast, intercepted, ordinary, plain
@@ -47,6 +48,13 @@ def attention(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    q_lengths: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    padding_side: str = "right",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale · q kᵀ) v by the fastest plan that is accurate enough.
 
@@ -68,6 +76,14 @@ def attention(
     whatever the context says.  ``backend`` names a backend (``sdpa-flash``), a kernel (``fa3:fp8``) or a plan
     (``fa3:fp8>fa4:bf16``); ``auto`` leaves it to ``use_backend``, then to ``ATTNBENCH_BACKEND``, then to measurement.
 
+    Sequences of unequal length: ``layout="thd"`` takes them packed end to end, q (Tq, H, D), k (Tkv, Hkv, D), v (Tkv,
+    Hkv, Dv), with ``cu_seqlens_q`` (N + 1,), the int32 place on the same device where each begins and the last ends,
+    and ``cu_seqlens_kv``, the same tensor if left out; out is (Tq, H, Dv), the LSE (H, Tq).  ``max_seqlen_*`` bound the
+    lengths; where they are left out the device is read once for each such tensor.  ``q_lengths`` and ``kv_lengths``
+    (B,), int32, use that many tokens of each row, its first or (``padding_side="left"``) its last; the rest is never
+    read and gives 0, LSE minus infinity and no gradient.  Masks are aligned within each sequence.  Jagged nested
+    tensors give nested ones.
+
     Raises InputError for invalid arguments, UnknownBackendError, RefusedError with reasons and alternatives if a named
     plan cannot serve, BudgetError if it is not known to keep a named ``max_error``, NoPlanError if no plan can serve or
     keep it.
@@ -76,9 +92,16 @@ def attention(
         is_causal, window, causal_alignment, scale, softcap, enable_gqa, layout, dtype, backend, max_error, return_lse,
         q_descale, k_descale, v_descale,
     )  # fmt: skip
+    whole = cu_seqlens_q is None and cu_seqlens_kv is None and q_lengths is None and kv_lengths is None
+    if not (whole and max_seqlen_q is None and max_seqlen_kv is None and padding_side == "right" and layout != "thd"):
+        lengths = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, q_lengths, kv_lengths, padding_side)
+        return unequal.attention(Question(q, k, v, *others, *lengths))
     if is_compiling():
         return operators.attention(Question(q, k, v, *others))
-    if has_torch_function_variadic(q, k, v):  # a subclass or mode with a say of its own, a symbol of torch.fx
+    # A nested tensor, a subclass or mode with a say of its own, a symbol of torch.fx.
+    if has_torch_function_variadic(q, k, v):
+        if any(isinstance(x, Tensor) and x.layout is torch.jagged for x in (q, k, v)):
+            return unequal.nested_attention(Question(q, k, v, *others))
         return handle_torch_function(attention, (q, k, v), q, k, v, **Question(q, k, v, *others).named)
     try:
         if not ordinary(q, k, v):
@@ -134,6 +157,8 @@ def explain(question: Question) -> Choice:
     The choice is data (``to_dict``) that prints as a table of the plans that could run here; ``to_text(all=True)`` has
     the others too.  Raises what ``attention`` raises.
     """
+    if any(isinstance(x, Tensor) and x.layout is torch.jagged for x in question[:3]):
+        question = question._replace(**Jagged(*question[:3], question.layout).arguments)
     check_askable(*question[:3], question.window)
     q, k, v = as_autocast(*question[:3])
     question = question._replace(q=q, k=k, v=v)

@@ -29,8 +29,10 @@ from attnbench.kernels.capabilities import Capabilities, Device
 from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Inputs, Kernel, Operands, Result, Saved
 from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.fp8 import BLOCK, Quantised, Recipe, quantise
+from attnbench.problem.lengths_kind import BATCHES
 from attnbench.problem.spec import GRANULARITIES, AttentionSpec
 
+from .common.each_sequence import answer_each, derive_each, prepare_each
 from .common.installed import torch_availability
 from .emulated_arithmetic import Accumulator, attend, gradients
 
@@ -85,6 +87,8 @@ class EmulatedForward(_Emulated, ForwardKernel):
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Q, K and V quantised by the recipe, or by the caller.  Raises InputError if those do not match the recipe."""
+        if inputs.lengths is not None:
+            return prepare_each(self, inputs, spec)
         given = inputs.quantised()
         if given is None:
             return Operands(spec, *_quantised(*inputs.unquantised(), self.recipe))
@@ -97,6 +101,8 @@ class EmulatedForward(_Emulated, ForwardKernel):
 
     def run(self, operands: Operands) -> Result:
         """Out in the gradients' dtype, and the LSE of the dequantised operands."""
+        if operands.lengths is not None:
+            return answer_each(self, operands)
         q, k, v = operands.q, operands.k, operands.v
         if not (isinstance(q, Quantised) and isinstance(k, Quantised) and isinstance(v, Quantised)):
             raise InputError(f"{self.name} runs on what its own prepare made")
@@ -115,6 +121,8 @@ class EmulatedBackward(_Emulated, BackwardKernel):
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dQ, dK, dV in the gradients' dtype and in the basis of the unrotated Q and K."""
+        if saved.operands.lengths is not None:
+            return derive_each(self, saved, grad_out)
         spec, lse = saved.spec, saved.lse
         with torch.profiler.record_function(self.name):
             operands = self._own(saved.operands)
@@ -204,6 +212,7 @@ def _rows(recipe: Recipe) -> dict[str, Capabilities]:
         dtypes=("bf16", "fp16", "fp32", recipe.format) if plain else ("bf16", "fp16", "fp32"),
         softcap=not recipe.smoothing,
         descales=("tensor", "head", "block", "token") if plain else (),
+        lengths=BATCHES,
         emulated=True,
     )
     return {"cpu": row, "cuda": row}

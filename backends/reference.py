@@ -23,8 +23,10 @@ from attnbench.kernels.contract import (
     gradient_dtype,
 )
 from attnbench.problem.exact import product, score_gradients, scores
+from attnbench.problem.lengths_kind import BATCHES
 from attnbench.problem.spec import DTYPES, GRANULARITIES, AttentionSpec
 
+from .common.each_sequence import answer_each, derive_each, prepare_each
 from .common.full_fp32 import full_fp32
 from .common.installed import torch_availability
 
@@ -33,7 +35,7 @@ __all__ = ["BACKEND"]
 _WIDE = {"fp64": torch.float64, "fp32": torch.float32}
 # Before the one rounding to the type of the tensors, up to 8192 keys: 4e-15 and 7e-7.
 _DECLARED = {"fp64": 1e-14, "fp32": 1.2e-6}
-_ROWS = {device: Capabilities(dtypes=DTYPES, descales=GRANULARITIES) for device in ("cpu", "cuda")}
+_ROWS = {device: Capabilities(dtypes=DTYPES, descales=GRANULARITIES, lengths=BATCHES) for device in ("cpu", "cuda")}
 # Scores alive at once.  About five such tensors live during a backward: 160 MiB of FP64 on
 # a CPU; a GPU wants larger products.
 _SCORES = {"cpu": 2**22, "cuda": 2**27}
@@ -53,10 +55,14 @@ class ReferenceForward(ForwardKernel):
         """Nothing: conversion happens slice by slice; for tensors quantised by the caller the result is the error
         floor.
         """
+        if inputs.lengths is not None:
+            return prepare_each(self, inputs, spec)
         return Operands(spec, inputs.q, inputs.k, inputs.v)
 
     def run(self, operands: Operands) -> Result:
         """out rounded once, from the wide type to the input's; lse stays in the wide type."""
+        if operands.lengths is not None:
+            return answer_each(self, operands)
         spec = operands.spec
         all_q, all_k, all_v = operands.tensors(self._wide)
         out = all_q.new_empty(spec.batch, spec.heads, spec.seqlen_q, spec.head_dim_v, dtype=gradient_dtype(spec))
@@ -85,6 +91,8 @@ class ReferenceBackward(BackwardKernel):
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv, each accumulated in the wide type and rounded once."""
         assert saved.lse is not None, "cannot_follow keeps forwards without an LSE away"
+        if saved.operands.lengths is not None:
+            return derive_each(self, saved, grad_out)
         spec = saved.spec
         all_q, all_k, all_v = saved.operands.tensors()
         dq, dk, dv = (torch.empty_like(x) for x in (all_q, all_k, all_v))

@@ -12,13 +12,15 @@ from ..choosing.selector import choose
 from ..errors import InputError
 from ..kernels.contract import Inputs
 from ..problem.dtypes import FROM_TORCH
+from ..problem.lengths import Lengths, packed, padded
 from ..problem.mask import Alignment
 from ..problem.spec import FP8_DTYPES, AttentionSpec, Granularity
 from ..problem.tensor_kinds import check_plain
 from ..problem.tensors import granularity, mask_of, quantised
 from .context import Wish, check_budget
+from .sequences import packed_views, sizes_of
 
-__all__ = ["Question", "check_askable", "decide", "inputs_of", "key_of", "settled"]
+__all__ = ["Question", "check_askable", "decide", "inputs_of", "key_of", "resolved", "settled"]
 
 
 class Question(NamedTuple):
@@ -41,6 +43,13 @@ class Question(NamedTuple):
     q_descale: Tensor | None
     k_descale: Tensor | None
     v_descale: Tensor | None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_kv: Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_kv: int | None = None
+    q_lengths: Tensor | None = None
+    kv_lengths: Tensor | None = None
+    padding_side: str = "right"
 
     @property
     def named(self) -> dict[str, Any]:
@@ -100,13 +109,40 @@ def inputs_of(question: Question, spec: AttentionSpec) -> Inputs:
     """
     tensors = question.q, question.k, question.v
     if question.q_descale is None:
-        return Inputs(*tensors)
-    return Inputs(
-        *(
-            quantised(name, x, getattr(question, f"{name}_descale"), spec)
-            for name, x in zip("qkv", tensors, strict=True)
-        )
+        return Inputs.of(tensors)
+    return Inputs.of(
+        quantised(name, x, getattr(question, f"{name}_descale"), spec) for name, x in zip("qkv", tensors, strict=True)
     )
+
+
+def resolved(question: Question) -> tuple[Question, Lengths | None]:
+    """The question about tensors (B, H, S, D) or (B, S, H, D), of which B is 1 for a packed batch, and their lengths.
+
+    Raises InputError for lengths that do not fit, or that go with another layout.
+    """
+    starts_q, starts_kv = question.cu_seqlens_q, question.cu_seqlens_kv
+    longest, lengths = (question.max_seqlen_q, question.max_seqlen_kv), (question.q_lengths, question.kv_lengths)
+    is_packed, is_padded = question.layout == "thd", lengths != (None, None)
+    if not is_packed and (starts_q, starts_kv, *longest) != (None, None, None, None):
+        raise InputError('cu_seqlens_* and max_seqlen_* go with packed tensors (T, H, D): pass layout="thd"')
+    if question.padding_side != "right" and not is_padded:
+        raise InputError("padding_side goes with q_lengths or kv_lengths, and neither is given")
+    if not (is_packed or is_padded):
+        return question, None
+    if is_packed and is_padded:
+        raise InputError('q_lengths and kv_lengths go with padded rows; layout="thd" takes cu_seqlens_q')
+    if question[14:17] != (None, None, None):
+        raise InputError("descales go with sequences of one length; pass packed or padded tensors before quantising")
+    if not is_packed:
+        if any(x.ndim != 4 for x in question[:3]):
+            raise InputError(f"q, k, v must have 4 dimensions ({', '.join(question.layout)})")
+        q, k = (x if question.layout == "bhsd" else x.transpose(1, 2) for x in question[:2])
+        return question, padded(q, k, *lengths, question.padding_side)
+    if starts_q is None:
+        raise InputError('layout="thd" needs cu_seqlens_q, the cumulative lengths (N + 1,) of the sequences')
+    q, k, v = packed_views(*question[:3])
+    found = packed(q, k, starts_q, starts_q if starts_kv is None else starts_kv, *longest)
+    return question._replace(q=q, k=k, v=v, layout="bhsd"), found
 
 
 def settled(question: Question, wish: Wish) -> Wish:
@@ -128,8 +164,9 @@ def settled(question: Question, wish: Wish) -> Wish:
 
 def decide(question: Question, training: bool, wish: Wish) -> Choice:
     """The choice that answers the question under this settled wish.  Raises InputError and what ``choose`` raises."""
+    question, lengths = resolved(question)
     return choose(
-        _spec(question, training),
+        _spec(question, training, lengths),
         question.q.device,
         backend=wish.backend,
         asked_by=wish.asked_by,
@@ -138,7 +175,7 @@ def decide(question: Question, training: bool, wish: Wish) -> Choice:
     )
 
 
-def _spec(question: Question, training: bool) -> AttentionSpec:
+def _spec(question: Question, training: bool, lengths: Lengths | None) -> AttentionSpec:
     """What is asked of a kernel.
 
     Raises InputError for a wrong rank, shapes that do not fit, types or devices that differ or are unsupported, flags
@@ -151,7 +188,7 @@ def _spec(question: Question, training: bool) -> AttentionSpec:
             raise InputError(f"{name} must be True or False, not {value!r:.60}")
     mask = mask_of(question.is_causal, question.window, question.causal_alignment)
     if question.layout not in ("bhsd", "bshd"):
-        raise InputError(f'layout must be "bhsd" or "bshd", not {question.layout!r}')
+        raise InputError(f'layout must be "bhsd", "bshd" or "thd", not {question.layout!r}')
     tensors = question[:3]
     for name, x in zip("qkv", tensors, strict=True):
         if x.ndim != 4:
@@ -180,12 +217,14 @@ def _spec(question: Question, training: bool) -> AttentionSpec:
         raise InputError(
             f"q has {q[heads]} heads and k has {k[heads]}; enable_gqa=True lets query heads share key heads"
         )
+    if lengths is None:
+        sizes: dict[str, Any] = {"batch": q[0], "seqlen_q": q[length], "seqlen_kv": k[length]}
+    else:
+        sizes = sizes_of(lengths, q[0], q[length], k[length])
     return AttentionSpec.make(
-        batch=q[0],
+        **sizes,
         heads=q[heads],
         kv_heads=k[heads],
-        seqlen_q=q[length],
-        seqlen_kv=k[length],
         head_dim=q[3],
         head_dim_v=v[3],
         dtype=FROM_TORCH[dtypes[0]],

@@ -155,6 +155,9 @@ class Guard:
 
     def answered(self, execution: Executed, operands: Operands, inputs: Inputs, out: Tensor) -> None:
         """A forward has run."""
+        if execution.spec.lengths is not None:
+            self._skip("packed and padded batches are not checked")
+            return
         if execution.backward is not None:
             self.prepared(operands, inputs)
         turn = self._turn(execution, "out", out)
@@ -174,6 +177,8 @@ class Guard:
 
     def sample(self, execution: Executed, inputs: Inputs) -> _Sample | None:
         """A forward has run that may have a backward."""
+        if execution.spec.lengths is not None:  # counted by ``answered``
+            return None
         q, k, v = inputs.unquantised()
         turn = self._turn(execution, "gradients", q)
         return None if turn is None else self._sampled(*turn, q, k, v)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..problem.lengths_kind import Batch
 from ..problem.spec import AttentionSpec, Granularity
 
 __all__ = ["Capabilities", "Device"]
@@ -25,8 +26,10 @@ class Capabilities:
     ``head_dims`` are (least, most, multiple); ``head_dim_v`` says whether v's may differ from q's.  ``max_elements``
     bounds each of q, k, v and out.  ``training`` says whether gradients can follow (for a forward: with any backward),
     ``lse`` whether the log-sum-exp is returned, ``empty_rows`` whether queries without a visible key give 0.
-    ``descales`` are the granularities accepted with quantised tensors.  ``emulated`` says that other arithmetic stands
-    in for the kernel's (ordinary operations, an interpreter): its results count, its times do not.
+    ``descales`` are the granularities accepted with quantised tensors, ``lengths`` the batches of sequences of unequal
+    length that are served, ``isolates`` whether values of such a sequence that are not finite reach no other.
+    ``emulated`` says that other arithmetic stands in for the kernel's (ordinary operations, an interpreter): its
+    results count, its times do not.
     """
 
     dtypes: tuple[str, ...]
@@ -43,6 +46,8 @@ class Capabilities:
     lse: bool = True
     max_elements: int | None = None
     descales: tuple[Granularity, ...] = ()
+    lengths: tuple[Batch, ...] = ()
+    isolates: bool = True
     emulated: bool = False
 
     def refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
@@ -90,10 +95,13 @@ class Capabilities:
             reasons.append("no gradients can follow")
         if spec.return_lse and not self.lse:
             reasons.append("returns no log-sum-exp")
-        largest = max(
-            spec.batch * spec.heads * spec.seqlen_q * max(spec.head_dim, spec.head_dim_v),
-            spec.batch * spec.kv_heads * spec.seqlen_kv * max(spec.head_dim, spec.head_dim_v),
-        )
+        if spec.lengths is not None and spec.lengths.batch not in self.lengths:
+            reasons.append(f"takes sequences of one length, not a {spec.lengths.batch} batch")
+        queries, keys = spec.batch * spec.seqlen_q, spec.batch * spec.seqlen_kv
+        if spec.lengths is not None:
+            queries, keys = spec.lengths.total_q or queries, spec.lengths.total_kv or keys
+        size = max(spec.head_dim, spec.head_dim_v)
+        largest = max(queries * spec.heads, keys * spec.kv_heads) * size
         if self.max_elements is not None and largest > self.max_elements:
             reasons.append(f"indexes at most {self.max_elements} elements, the largest tensor has {largest}")
         return reasons

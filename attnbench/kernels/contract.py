@@ -7,7 +7,7 @@ vendors disagree on (layouts, descale shapes, causal alignment, output dtype, ba
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..problem.dtypes import TO_TORCH
 from ..problem.fp8 import Quantised
+from ..problem.lengths import Lengths
 from ..problem.spec import AttentionSpec
 from .capabilities import Capabilities, Device
 
@@ -62,11 +63,20 @@ class Inputs(NamedTuple):
 
     ``q`` (B, H, Sq, D), ``k`` (B, Hkv, Skv, D) and ``v`` (B, Hkv, Skv, Dv) have any strides.  All three are
     ``Quantised`` if the caller quantised them; only kernels whose row names descales get those.
+    ``lengths`` are those of a packed batch, of which B is 1, or of a padded one; only kernels whose row names that
+    batch get those.
     """
 
     q: Tensor | Quantised
     k: Tensor | Quantised
     v: Tensor | Quantised
+    lengths: Lengths | None = None
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor | Quantised], lengths: Lengths | None = None) -> Inputs:
+        """q, k and v in order."""
+        q, k, v = tensors
+        return cls(q, k, v, lengths)
 
     def unquantised(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v.  Raises TypeError where the caller quantised them."""
@@ -99,7 +109,7 @@ class Operands:
 
     ``q``, ``k``, ``v`` (B, H, S, D) are what the kernel computes with: the tensors as given, or quantised.  ``native``
     is whatever else ``run`` needs.  A backward does not see it: what a backward needs goes into the forward's
-    ``state``.
+    ``state``.  ``lengths`` are those of the inputs.
     """
 
     spec: AttentionSpec
@@ -107,10 +117,11 @@ class Operands:
     k: Tensor | Quantised
     v: Tensor | Quantised
     native: Any = None
+    lengths: Lengths | None = None
 
     def kept(self) -> Operands:
         """What is kept for a backward."""
-        return Operands(self.spec, self.q, self.k, self.v)
+        return Operands(self.spec, self.q, self.k, self.v, lengths=self.lengths)
 
     def tensors(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V as the forward saw them: as they are, or dequantised into ``dtype`` (the gradients' by default).

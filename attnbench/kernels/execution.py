@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -103,7 +103,10 @@ class _Attention(torch.autograd.Function):
         ctx.spec, ctx.kept = operands.spec, (q_.of_what, k_.of_what, v_.of_what)
         # Through save_for_backward, so that torch sees a tensor that is changed before the
         # backward reads it; the private state belongs to the kernel.
-        ctx.save_for_backward(*q_.tensors, *k_.tensors, *v_.tensors, out, lse)
+        lengths = operands.lengths
+        own = (None, None) if lengths is None else (lengths.q, None if lengths.square else lengths.kv)
+        ctx.lengths = None if lengths is None else (lengths.square, replace(lengths, q=None, kv=None))
+        ctx.save_for_backward(*q_.tensors, *k_.tensors, *v_.tensors, *own, out, lse)
         ctx.state, ctx.execution = state, execution
         watcher = watching.active
         ctx.sample = None if watcher is None else watcher.sample(execution, inputs)
@@ -113,10 +116,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, out, lse = ctx.saved_tensors
+        *tensors, own_q, own_kv, out, lse = ctx.saved_tensors
+        lengths = None
+        if ctx.lengths is not None:
+            square, facts = ctx.lengths
+            lengths = replace(facts, q=own_q, kv=own_q if square else own_kv)
         q, k, v = (_Kept(tensors[i * 3 : i * 3 + 3], of_what).operand() for i, of_what in enumerate(ctx.kept))
         with torch.no_grad():
-            saved = Saved(Operands(ctx.spec, q, k, v), out, lse, ctx.state)
+            saved = Saved(Operands(ctx.spec, q, k, v, lengths=lengths), out, lse, ctx.state)
             gradients = ctx.execution.gradients(saved, grad_out)
             if ctx.sample is not None:
                 ctx.sample.derived(grad_out, gradients)

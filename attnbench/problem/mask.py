@@ -107,6 +107,14 @@ class Mask:
         unaligned = offset == 0 or (left is None and right is None)
         return Mask(left, right, "top-left" if unaligned else self.alignment)
 
+    def canonical_within(self, longest_q: int, longest_kv: int) -> Mask:
+        """``canonical`` for sequences of any lengths up to these, each with its own offset."""
+        top_left = self.alignment == "top-left"
+        behind, ahead = (longest_q, longest_kv) if top_left else (longest_kv, longest_q)
+        left = None if self.left is None or self.left >= behind - 1 else self.left
+        right = None if self.right is None or self.right >= ahead - 1 else self.right
+        return Mask(left, right, "top-left" if left is None and right is None else self.alignment)
+
     def __str__(self) -> str:
         if self.kind == "none":
             return "none"

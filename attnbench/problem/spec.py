@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from ..errors import InputError
 from ..text.printable import brief
+from .lengths_kind import LengthsKind
 from .mask import Mask
 
 __all__ = ["DTYPES", "FP8_DTYPES", "GRANULARITIES", "AttentionSpec", "Direction", "Granularity"]
@@ -33,6 +34,10 @@ class AttentionSpec:
     turns a scaled score s into ``c * tanh(s / c)``, 0 means none.  ``dtype`` is that of the tensors, ``descale`` the
     granularity of FP8 tensors' scales, else None.  The mask is made canonical, so equal questions are equal specs.
 
+    With ``lengths`` sequences have lengths of their own, and the mask is aligned within each.  ``batch`` counts the
+    sequences, and ``seqlen_q`` and ``seqlen_kv`` bound their lengths: of a packed batch rounded up (``bucket``), of a
+    padded one those of its rows.
+
     Raises InputError where the numbers describe no attention.
     """
 
@@ -50,6 +55,7 @@ class AttentionSpec:
     direction: Direction = "forward"
     return_lse: bool = False
     descale: Granularity | None = None
+    lengths: LengthsKind | None = None
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -74,7 +80,12 @@ class AttentionSpec:
         object.__setattr__(self, "softcap", _finite("softcap", self.softcap))
         if self.softcap < 0:
             raise InputError(f"softcap must not be negative, got {self.softcap}; 0 or None means none")
-        object.__setattr__(self, "mask", self.mask.canonical(self.seqlen_q, self.seqlen_kv))
+        if self.lengths is not None and self.descale is not None:
+            raise InputError("FP8 tensors with descales have one length for all; pass the tensors before quantising")
+        if self.lengths is not None and self.lengths.square and self.seqlen_q != self.seqlen_kv:
+            raise InputError("where every sequence has as many keys as queries, seqlen_q and seqlen_kv must be equal")
+        shortened = self.mask.canonical if self._aligned else self.mask.canonical_within
+        object.__setattr__(self, "mask", shortened(self.seqlen_q, self.seqlen_kv))
 
     @classmethod
     def make(
@@ -115,15 +126,19 @@ class AttentionSpec:
         known = {each.name for each in fields(cls)}
         if unknown := sorted(set(data) - known, key=str):
             raise InputError(f"a spec has no entry {brief(unknown[0])}")
-        mask = data.get("mask", {})
+        mask, lengths = data.get("mask", {}), data.get("lengths")
+        if not (lengths is None or isinstance(lengths, LengthsKind)):
+            lengths = LengthsKind.from_dict(lengths)
         try:
-            return cls(**{**data, "mask": mask if isinstance(mask, Mask) else Mask(**mask)})
+            return cls(**{**data, "mask": mask if isinstance(mask, Mask) else Mask(**mask), "lengths": lengths})
         except TypeError as error:
             raise InputError(f"not a spec: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, in plain JSON types."""
-        return asdict(self)
+        """Every field, in plain JSON types; without ``lengths`` where all sequences have one length."""
+        found = asdict(self)
+        del found["lengths"]
+        return found if self.lengths is None else {**found, "lengths": self.lengths.to_dict()}
 
     def replace(self, **changes: Any) -> AttentionSpec:
         """The same spec with some fields changed."""
@@ -141,18 +156,29 @@ class AttentionSpec:
 
     @cached_property  # every call asks for it
     def has_empty_rows(self) -> bool:
-        """Whether the mask leaves some query without any key."""
-        return self.mask.has_empty_rows(self.seqlen_q, self.seqlen_kv)
+        """Whether some query may see no key: by the mask, or by the lengths."""
+        return not self._aligned or self.mask.has_empty_rows(self.seqlen_q, self.seqlen_kv)
+
+    @property
+    def _aligned(self) -> bool:
+        """Whether the lengths of every sequence's two sides differ by as much as those of the spec."""
+        return self.lengths is None or self.lengths.square
 
     @property
     def flops(self) -> float:
         """Floating-point operations of exact attention over the visible (query, key) pairs.
 
         Forward: two products, 2·(D + Dv) a pair.  The backward counts 2.5 forwards, as in FlashAttention's papers;
-        training is both.
+        training is both.  Of lengths a spec knows the number, the total and the longest: ``LengthsKind.typical``
+        sequences then stand for all; padded rows count as full.
         """
-        area = self.mask.area(self.seqlen_q, self.seqlen_kv)
-        forward = 2.0 * self.batch * self.heads * area * (self.head_dim + self.head_dim_v)
+        count, queries, keys = float(self.batch), self.seqlen_q, self.seqlen_kv
+        if self.lengths is not None and self.lengths.total_q is not None:
+            typical = self.lengths.typical(queries, self.batch, self.lengths.total_q)
+            keys = round(self.lengths.typical(keys, self.batch, self.lengths.total_kv))
+            queries, count = round(typical), self.lengths.total_q / typical
+        area = self.mask.area(queries, keys)
+        forward = 2.0 * count * self.heads * area * (self.head_dim + self.head_dim_v)
         return forward * 3.5 if self.training else forward
 
     def __str__(self) -> str:
@@ -173,6 +199,8 @@ class AttentionSpec:
             parts.append(f"scale{self.scale!r}")
         if self.return_lse:
             parts.append("lse")
+        if self.lengths is not None:
+            parts.append(str(self.lengths))
         return " ".join([*parts, self.direction])
 
 

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from ..files.json_text import of_kind
+from .lengths_kind import LengthsKind
 from .mask import Mask
 from .spec import AttentionSpec
 
@@ -32,6 +33,8 @@ def spec_from(fields: Any) -> AttentionSpec:
     given = dict(of_kind(dict, fields))
     if unknown := given.keys() - _FIELDS:
         raise ValueError(f"a spec has no entry {min(unknown)!r:.60}")
+    if "lengths" in given:
+        given["lengths"] = LengthsKind.from_dict(given["lengths"])
     return AttentionSpec.make(**{**given, "mask": Mask(**of_kind(dict, given.get("mask", {})))})
 
 

@@ -68,6 +68,8 @@ def draw(spec: AttentionSpec, family: str, device: torch.device) -> Drawn:
     read from its file and converted.  Raises InputError on an unknown family, a spec that the family cannot be drawn
     for, or captured tensors of another spec; MalformedFileError if their file is damaged.
     """
+    if spec.lengths is not None:
+        raise InputError(f"tensors are drawn for sequences of one length, not for a {spec.lengths.batch} batch")
     if isinstance(family, CapturedFamily):
         return _inputs(family.tensors(spec), spec, device, "cpu")
     if family not in _DRAWN:

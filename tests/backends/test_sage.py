@@ -214,7 +214,7 @@ def test_a_build_whose_kernel_is_hidden_by_its_tracing_stand_in_computes_all_the
 def test_what_no_graph_can_record_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=70, head_dim=64)
     with library("2.2.0"):
-        operands = FP8.prepare(Inputs(*Problem(spec, "bhsd", False, 0).tensors()[:3]), spec)
+        operands = FP8.prepare(Inputs.of(Problem(spec, "bhsd", False, 0).tensors()[:3]), spec)
         monkeypatch.setattr(sage, "recording", lambda: True)
         with pytest.raises(InputError, match="a CUDA graph cannot record"):
             FP8.run(operands)

@@ -45,7 +45,7 @@ def test_what_came_before_does_not_decide_the_answer() -> None:
     alike = v[:, :, :1].expand_as(v), grad[:, :, :1].expand_as(grad)
     for factor, (values, onto) in itertools.product((1e-3, 1.0, 300.0, 1e-2), ((v, grad), alike)):
         inputs = (q, k, values * factor, onto * factor)
-        operands = FP8.prepare(Inputs(*inputs[:3]), spec)
+        operands = FP8.prepare(Inputs.of(inputs[:3]), spec)
         result = FP8.run(operands)
         assert relative_l2(result.out, dense_attention(*inputs[:3], spec)[0]) <= FP8.declared_error
         found = FP8_BACKWARD.run(Saved(operands, *result), inputs[3])

@@ -118,7 +118,7 @@ def test_tensors_quantised_beforehand_keep_their_descales(backend: Backend) -> N
     quantised = [quantise(x * factor, Recipe("tensor")) for x, factor in ((q, 0.3), (k, 7.0), (v, 50.0))]
     spec = SPEC.replace(dtype="e4m3", descale="tensor")
     assert forward.refusals(spec, H200) == []
-    result = forward.run(forward.prepare(Inputs(*quantised), spec))
+    result = forward.run(forward.prepare(Inputs.of(quantised), spec))
     assert result.out.dtype == torch.bfloat16
     truth, _ = dense_attention(*(x.dequantised(torch.float64) for x in quantised), spec)
     assert relative_l2(result.out, truth) <= forward.declared_error
@@ -131,7 +131,7 @@ def test_zeros_are_answered_with_zeros_and_leave_the_next_call_alone(backend: Ba
     forward, backward = forward_of(backend, "fp8"), backward_of(backend, "fp8")
     q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
     for _ in range(2):
-        operands = forward.prepare(Inputs(*(torch.zeros_like(x) for x in (q, k, v))), spec)
+        operands = forward.prepare(Inputs.of(torch.zeros_like(x) for x in (q, k, v)), spec)
         result = forward.run(operands)
         for each in (result.out, *backward.run(Saved(operands, *result), torch.zeros_like(grad))):
             assert torch.equal(each, torch.zeros_like(each))

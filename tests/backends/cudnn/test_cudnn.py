@@ -75,7 +75,7 @@ def test_a_graph_is_built_once_for_a_problem_and_again_for_another() -> None:
     spec = SPEC.replace(mask=CAUSAL)
     forward.run(forward.prepare(Inputs(q, k, v), spec))
     assert PyGraph.built == before + 2
-    forward.run(forward.prepare(Inputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))), spec))
+    forward.run(forward.prepare(Inputs.of(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)), spec))
     assert PyGraph.built == before + 3
     assert cudnn.graph_of.cache_info().maxsize is not None
 

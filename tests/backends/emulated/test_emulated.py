@@ -118,7 +118,7 @@ def test_outliers_cost_what_the_recipes_are_known_to_cost():
     errors = {}
     for name in ("fp8-tensor", "fp8", "fp8-token", "fp8-hadamard", "fp8-e5m2"):
         forward = BACKEND.resolve(name)[0]
-        errors[name] = relative_l2(forward.run(forward.prepare(Inputs(*inputs), spec)).out, truth)
+        errors[name] = relative_l2(forward.run(forward.prepare(Inputs.of(inputs), spec)).out, truth)
     assert 0.06 < errors["fp8"] < 0.11
     assert errors["fp8-token"] < 0.8 * errors["fp8"]
     assert errors["fp8-hadamard"] < 0.7 * errors["fp8-tensor"]
@@ -168,7 +168,7 @@ def test_future_tokens_change_no_bit_of_the_past_with_token_scales():
         changed = [x.clone() for x in (q, k, v)]
         for x in changed:
             x[:, :, 150:] *= 37.0
-        again = forward.run(forward.prepare(Inputs(*changed), spec))
+        again = forward.run(forward.prepare(Inputs.of(changed), spec))
         same = torch.equal(past.out[:, :, :150], again.out[:, :, :150])
         assert same is not leaks, name
 
@@ -214,7 +214,7 @@ def test_what_is_not_finite_stays_visible():
         inputs = tensors(spec)
         inputs[which][0, 0, 7, 3] = bad
         forward, backward = BACKEND.resolve(name)
-        operands = forward.prepare(Inputs(*inputs[:3]), spec)
+        operands = forward.prepare(Inputs.of(inputs[:3]), spec)
         out, lse, _ = forward.run(operands)
         assert not out[0, 0, 7].isfinite().all()
         assert out[0, 1].isfinite().all()

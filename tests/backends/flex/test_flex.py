@@ -226,7 +226,7 @@ def test_an_fp8_backward_is_refused_for_a_reason_and_16_bits_can_follow() -> Non
         "torch has no gradients of FlexAttention in float8; a 16-bit backward can follow flex:fp8"
     ]
     forward = FORWARDS["flex:fp8"]
-    operands = forward.prepare(Inputs(*Problem(spec, "bhsd", False, 0).tensors()[:3]), spec)
+    operands = forward.prepare(Inputs.of(Problem(spec, "bhsd", False, 0).tensors()[:3]), spec)
     with pytest.raises(NotImplementedError, match="no gradients"):
         backward.run(Saved(operands, None, None), None)
     plans = {str(plan) for plan in registry().plans_with("flex:fp8", spec)}
@@ -261,7 +261,7 @@ def test_the_fp8_operands_stand_for_the_attention_that_was_asked_for(given: str,
     if given == "bf16":
         operands = forward.prepare(Inputs(q, k, v), spec)
     else:
-        operands = forward.prepare(Inputs(*(quantise(x, Recipe(given)) for x in (q, k, v))), spec)
+        operands = forward.prepare(Inputs.of(quantise(x, Recipe(given)) for x in (q, k, v)), spec)
     native = operands.native
     assert native.v.stride(-2) == 1  # V with its tokens contiguous
     assert native.q.stride(-1) == native.k.stride(-1) == 1

@@ -94,7 +94,7 @@ def test_our_layer_costs_nothing(precision: str, length: int, capsys: pytest.Cap
     spec = AttentionSpec.make(batch=16384 // length, heads=16, seqlen_q=length, head_dim=128, mask=Mask(right=0))
     q, k, v = (torch.randn(spec.batch, length, 16, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
     kernel = FORWARDS[f"fa3:{precision}"]
-    operands = kernel.prepare(Inputs(*(x.transpose(1, 2) for x in (q, k, v))), spec)
+    operands = kernel.prepare(Inputs.of(x.transpose(1, 2) for x in (q, k, v)), spec)
     made = operands.native
     none = [None] * 17
     from sgl_kernel import flash_ops  # noqa: F401

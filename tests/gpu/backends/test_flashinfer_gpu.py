@@ -73,7 +73,7 @@ def test_our_layer_costs_little(length: int, capsys: pytest.CaptureFixture[str])
 
 def test_the_profiler_shows_the_fp8_kernel_on_the_current_stream() -> None:
     spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=512, head_dim=128)
-    operands = KERNEL.prepare(Inputs(*Truth.of(spec, 0, DEVICE).inputs[:3]), spec)
+    operands = KERNEL.prepare(Inputs.of(Truth.of(spec, 0, DEVICE).inputs[:3]), spec)
     want = KERNEL.run(operands).out
     with profile(activities=[ProfilerActivity.CUDA]) as seen, torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(50_000_000)

@@ -77,7 +77,7 @@ def test_what_torch_s_forward_refuses_fails_or_is_wrong(name: str, changes: dict
     assert kernel.refusals(spec, describe(DEVICE))
     truth = Truth.of(spec, 1, DEVICE)
     try:
-        out = kernel.run(kernel.prepare(Inputs(*truth.inputs[:3]), spec)).out
+        out = kernel.run(kernel.prepare(Inputs.of(truth.inputs[:3]), spec)).out
     except RuntimeError:
         return
     assert not dense.relative_l2(out, truth.out) < 2 * kernel.declared_error
@@ -99,7 +99,7 @@ def test_what_only_a_backward_refuses_fails_or_is_wrong(name: str, changes: dict
     assert forward.refusals(spec, describe(DEVICE)) == []
     assert backward.refusals(spec, describe(DEVICE))
     truth = Truth.of(spec, 1, DEVICE)
-    operands = forward.prepare(Inputs(*truth.inputs[:3]), spec)
+    operands = forward.prepare(Inputs.of(truth.inputs[:3]), spec)
     saved = Saved(operands, *forward.run(operands))
     try:
         found = backward.run(saved, truth.inputs[3])
@@ -116,7 +116,7 @@ def test_only_the_last_queries_are_wrong_where_they_make_no_whole_group(name: st
     forward, backward = present(name), registry().backward(name)
     spec = BASE.replace(head_dim=128, head_dim_v=128, seqlen_q=1000)
     truth = Truth.of(spec, 1, DEVICE)
-    operands = forward.prepare(Inputs(*truth.inputs[:3]), spec)
+    operands = forward.prepare(Inputs.of(truth.inputs[:3]), spec)
     dq, *_ = backward.run(Saved(operands, *forward.run(operands)), truth.inputs[3])
     whole = spec.seqlen_q // 16 * 16
     right, wrong = (

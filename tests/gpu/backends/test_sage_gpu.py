@@ -85,7 +85,7 @@ def test_our_layer_costs_nothing(length: int, capsys: pytest.CaptureFixture[str]
 
 def test_the_profiler_shows_the_kernel() -> None:
     spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=512, head_dim=128)
-    operands = KERNEL.prepare(Inputs(*_inputs(spec)), spec)
+    operands = KERNEL.prepare(Inputs.of(_inputs(spec)), spec)
     KERNEL.run(operands)
     names = kernels_of(lambda: KERNEL.run(operands))
     assert any(re.search(KERNEL.evidence["cuda"], name) for name in names), names
@@ -95,14 +95,14 @@ def test_it_is_ordered_on_a_stream_that_is_not_the_default_one() -> None:
     """The inputs are written late on that stream: a kernel launched beside it would read what was there before."""
     spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=1024, head_dim=128, mask=Mask(right=0))
     inputs = _inputs(spec)
-    want = KERNEL.run(KERNEL.prepare(Inputs(*inputs), spec)).out
+    want = KERNEL.run(KERNEL.prepare(Inputs.of(inputs), spec)).out
     late = [torch.zeros_like(x) for x in inputs]
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(100_000_000)
         for x, value in zip(late, inputs, strict=True):
             x.copy_(value)
-        got = KERNEL.run(KERNEL.prepare(Inputs(*late), spec)).out
+        got = KERNEL.run(KERNEL.prepare(Inputs.of(late), spec)).out
         got = got.clone()
     torch.cuda.synchronize()
     assert torch.equal(got, want)
@@ -126,11 +126,11 @@ def test_what_is_refused_really_fails_or_is_wrong() -> None:
         assert KERNEL.refusals(spec, describe(DEVICE))
     for spec in wrong:
         truth = Truth.of(spec, 0, DEVICE)
-        out = KERNEL.run(KERNEL.prepare(Inputs(*truth.inputs[:3]), spec)).out
+        out = KERNEL.run(KERNEL.prepare(Inputs.of(truth.inputs[:3]), spec)).out
         assert not dense.relative_l2(out, truth.out) < KERNEL.declared_error, spec
     if OLD:
         with pytest.raises(AssertionError, match="must be equal"):
-            KERNEL.run(KERNEL.prepare(Inputs(*Truth.of(unequal, 0, DEVICE).inputs[:3]), unequal))
+            KERNEL.run(KERNEL.prepare(Inputs.of(Truth.of(unequal, 0, DEVICE).inputs[:3]), unequal))
 
 
 def test_head_dims_above_128_are_refused_because_the_library_refuses_them() -> None:

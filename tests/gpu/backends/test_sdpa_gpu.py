@@ -108,7 +108,7 @@ def test_flash_needs_the_scale_above_zero_that_it_asks_for(mask: Mask, scale: fl
     forward = FORWARDS["sdpa-flash:bf16"]
     assert forward.refusals(spec, describe(device)) != []
     truth = Truth.of(spec, 0, device)
-    out = forward.run(forward.prepare(Inputs(*truth.inputs[:3]), spec)).out
+    out = forward.run(forward.prepare(Inputs.of(truth.inputs[:3]), spec)).out
     assert not dense.relative_l2(out, dense.dense_attention(*truth.inputs[:3], spec)[0]) < 0.1
 
 

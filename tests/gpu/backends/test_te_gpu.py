@@ -82,7 +82,7 @@ def test_an_fp8_forward_with_a_sixteen_bit_backward(capsys: pytest.CaptureFixtur
     spec = AttentionSpec.make(batch=2, heads=8, kv_heads=4, seqlen_q=512, head_dim=64, mask=CAUSAL,
                               direction="training")  # fmt: skip
     truth = Truth.of(spec, 0, device)
-    operands = FP8.prepare(Inputs(*truth.inputs[:3]), spec)
+    operands = FP8.prepare(Inputs.of(truth.inputs[:3]), spec)
     saved = Saved(operands, *FP8.run(operands))
     exact = dense.dense_gradients(*operands.tensors(), truth.inputs[3], spec)
     here = [module.BACKEND for module in (te, cudnn, fa4, sdpa_cudnn) if module.BACKEND.availability().ok]
@@ -109,7 +109,7 @@ def test_a_backward_that_is_refused_really_fails(
     spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=256, head_dim=size, head_dim_v=size_v, direction="training")
     truth = Truth.of(spec, 0, torch.device("cuda", 0))
     assert (size == 64) or BACKWARDS[name].refusals(spec, describe(torch.device("cuda", 0)))
-    operands = FORWARDS[name].prepare(Inputs(*truth.inputs[:3]), spec)
+    operands = FORWARDS[name].prepare(Inputs.of(truth.inputs[:3]), spec)
     saved = Saved(operands, *FORWARDS[name].run(operands))
     with pytest.raises(RuntimeError):
         BACKWARDS[name].run(saved, truth.inputs[3])

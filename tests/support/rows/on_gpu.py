@@ -57,7 +57,7 @@ def descales_are_used(kernel: ForwardKernel, kv_heads: int, *, lengths: tuple[in
         )
         for heads, length in ((8, lengths[0]), (kv_heads, lengths[1]), (kv_heads, lengths[1]))
     ]
-    result = kernel.run(kernel.prepare(Inputs(*inputs), spec))
+    result = kernel.run(kernel.prepare(Inputs.of(inputs), spec))
     out, lse = dense.dense_attention(*(x.dequantised(torch.float64) for x in inputs), spec)
     assert dense.relative_l2(result.out, out) < 0.05
     assert dense.relative_l2(result.lse, lse) < 0.001
@@ -83,6 +83,6 @@ def is_wrong_at_a_scale_below_zero(kernel: ForwardKernel) -> None:
     """Which is why it refuses one."""
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64, mask=Mask(right=0), scale=-40.0)
     assert "positive scale" in kernel.refusals(spec, describe(DEVICE))[0]
-    operands = kernel.prepare(Inputs(*Truth.of(spec, 0, DEVICE).inputs[:3]), spec)
+    operands = kernel.prepare(Inputs.of(Truth.of(spec, 0, DEVICE).inputs[:3]), spec)
     out, _ = dense.dense_attention(*operands.tensors(torch.float64), spec)
     assert not dense.relative_l2(kernel.run(operands).out, out) < 0.2

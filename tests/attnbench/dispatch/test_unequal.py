@@ -1,0 +1,299 @@
+"""attention of packed, padded and nested batches: every sequence as if it were alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from dense import dense_attention, dense_gradients, relative_l2
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import masks
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attnbench import AttentionSpec, Mask, attention, explain, guard, state
+from attnbench.dispatch.memory import executions
+from attnbench.errors import AttnbenchWarning, InputError, RefusedError
+from examples import examples
+
+INT = torch.int32
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of (queries, keys), and what they share."""
+
+    lengths: tuple[tuple[int, int], ...]
+    mask: Mask
+    softcap: float
+    seed: int
+
+    def spec(self, queries: int, keys: int) -> AttentionSpec:
+        return AttentionSpec.make(
+            batch=1, heads=4, kv_heads=2, seqlen_q=queries, seqlen_kv=keys, head_dim=8, head_dim_v=6, dtype="fp64",
+            mask=self.mask, softcap=self.softcap,
+        )  # fmt: skip
+
+    @property
+    def named(self) -> dict[str, Any]:
+        mask = self.mask
+        return {
+            "window": (mask.left, mask.right), "causal_alignment": mask.alignment, "softcap": self.softcap,
+            "return_lse": True,
+        }  # fmt: skip
+
+    def tensors(self) -> list[tuple[Tensor, ...]]:
+        """q, k, v and grad_out of each sequence, (1, H, S, D)."""
+        random = torch.Generator().manual_seed(self.seed)
+
+        def normal(heads: int, length: int, size: int) -> Tensor:
+            return torch.randn(1, heads, length, size, generator=random, dtype=torch.float64)
+
+        return [(normal(4, a, 8), normal(2, b, 8), normal(2, b, 6), normal(4, a, 6)) for a, b in self.lengths]
+
+    def exact(self) -> list[tuple[Tensor, ...]]:
+        """out, lse, dq, dk, dv of each sequence alone."""
+        found = []
+        for (queries, keys), (q, k, v, do) in zip(self.lengths, self.tensors(), strict=True):
+            if not (queries and keys):
+                zeros = (torch.zeros_like(x) for x in (q, k, v))
+                found.append((torch.zeros_like(do), do.new_full(do.shape[:3], -torch.inf), *zeros))
+                continue
+            spec = self.spec(queries, keys)
+            found.append((*dense_attention(q, k, v, spec), *dense_gradients(q, k, v, do, spec)))
+        return found
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    pairs = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5))
+    if not any(a for a, _ in pairs) or not any(b for _, b in pairs):
+        pairs.append((1, 1))
+    return Batch(tuple(pairs), draw(masks()), draw(st.sampled_from([0.0, 2.0])), draw(st.integers(0, 99)))
+
+
+def starts(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=INT).cumsum(0, dtype=INT)
+
+
+def close(found: Tensor, exact: Tensor, allowed: float) -> bool:
+    return bool((found.double() - exact).norm() <= allowed * max(1.0, exact.norm().item()))
+
+
+@settings(max_examples=examples(25, 150), deadline=None)
+@given(batches())
+def test_packed_sequences_are_each_what_they_are_alone(batch: Batch) -> None:
+    parts = [torch.cat([x[0].transpose(0, 1) for x in each]) for each in zip(*batch.tensors(), strict=True)]
+    q, k, v = (x.requires_grad_() for x in parts[:3])
+    lengths = {"cu_seqlens_q": starts([a for a, _ in batch.lengths])}
+    lengths["cu_seqlens_kv"] = starts([b for _, b in batch.lengths])
+    out, lse = attention(q, k, v, layout="thd", **lengths, **batch.named)
+    found = [out, lse.mT, *torch.autograd.grad(out, (q, k, v), parts[3])]
+    for name, value, exact in zip(
+        ("out", "lse", "dq", "dk", "dv"), found, zip(*batch.exact(), strict=True), strict=True
+    ):
+        whole = torch.cat([x[0].transpose(0, 1) for x in exact])
+        hidden = whole == -torch.inf
+        assert torch.equal(value == -torch.inf, hidden), name
+        assert close(value.masked_fill(hidden, 0), whole.masked_fill(hidden, 0), 1e-11), name
+
+
+@settings(max_examples=examples(25, 150), deadline=None)
+@given(batches(), st.sampled_from(["left", "right"]), st.sampled_from(["bhsd", "bshd"]))
+def test_padded_rows_read_nothing_of_their_padding(batch: Batch, side: str, layout: str) -> None:
+    def rows(parts: list[Tensor], length: int, filling: float) -> Tensor:
+        whole = parts[0].new_full((len(parts), parts[0].shape[1], length, *parts[0].shape[3:]), filling)
+        for row, x in enumerate(parts):
+            size = x.shape[2]
+            whole[row, :, slice(length - size, length) if side == "left" else slice(0, size)] = x[0]
+        return whole if layout == "bhsd" or whole.ndim == 3 else whole.transpose(1, 2)
+
+    longest = [max(1, *sizes) + 2 for sizes in zip(*batch.lengths, strict=True)]
+    sizes = (longest[0], longest[1], longest[1], longest[0])
+    parts = [list(each) for each in zip(*batch.tensors(), strict=True)]
+    q, k, v, do = (rows(x, size, torch.nan) for x, size in zip(parts, sizes, strict=True))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    lengths = {
+        name: torch.tensor([pair[at] for pair in batch.lengths], dtype=INT)
+        for at, name in enumerate(("q_lengths", "kv_lengths"))
+    }
+    out, lse = attention(*leaves, layout=layout, padding_side=side, **lengths, **batch.named)
+    found = [out, lse, *torch.autograd.grad(out, leaves, do)]
+    exact = [list(each) for each in zip(*batch.exact(), strict=True)]
+    for at, (value, parts_, size) in enumerate(zip(found, exact, (longest[0], *sizes), strict=False)):
+        size = longest[0] if at < 3 else longest[1]
+        whole = rows(parts_, size, -torch.inf if at == 1 else 0.0)
+        hidden = whole == -torch.inf
+        assert torch.equal(value == -torch.inf, hidden)
+        assert close(value.masked_fill(hidden, 0), whole.masked_fill(hidden, 0), 1e-11)
+
+
+LENGTHS = [5, 0, 1, 130, 17]
+
+
+def document_batch(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
+    random = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(sum(LENGTHS), heads, 16, generator=random).to(dtype) for heads in (4, 2, 2, 4))
+
+
+RECIPES = ("fp8", "fp8-tensor", "fp8-block", "fp8-token-hadamard", "fp8-e5m2", "fp8-smooth")
+
+
+@pytest.mark.parametrize("precision", RECIPES)
+def test_scales_never_cross_the_border_of_a_sequence(precision: str) -> None:
+    q, k, v, do = document_batch()
+    cu, plan = starts(LENGTHS), f"emulated:{precision}>emulated:{precision}"
+
+    def answers(q: Tensor, k: Tensor, v: Tensor, do: Tensor, **lengths: Any) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = attention(*leaves, is_causal=True, backend=plan, **lengths)
+        assert isinstance(out, Tensor)
+        return [out.detach(), *torch.autograd.grad(out, leaves, do)]
+
+    packed = answers(q, k, v, do, layout="thd", cu_seqlens_q=cu)
+    for first, last in zip(cu.tolist(), cu.tolist()[1:], strict=False):
+        if first < last:
+            alone = answers(*(x[None, first:last] for x in (q, k, v, do)), layout="bshd")
+            for one, other in zip(packed, alone, strict=True):
+                assert relative_l2(one[first:last], other[0]) < 1e-6 or torch.equal(one[first:last], other[0])
+    for x in (q, k, v, do):
+        x[5] = torch.nan  # the sequence of one token
+    for before, after in zip(packed, answers(q, k, v, do, layout="thd", cu_seqlens_q=cu), strict=True):
+        assert torch.equal(before[:5], after[:5])
+        assert torch.equal(before[6:], after[6:])
+        assert after[5].isnan().any()
+
+
+def test_a_new_batch_of_like_lengths_asks_for_no_new_choice() -> None:
+    state.forget()
+    for total in (250, 251, 255):
+        x = torch.randn(total, 2, 8)
+        attention(x, x, x, layout="thd", cu_seqlens_q=starts([100, total - 100]), max_seqlen_q=200)
+    assert len(executions.entries) == 1
+    attention(x, x, x, layout="thd", cu_seqlens_q=starts([1] * total), max_seqlen_q=1)
+    assert len(executions.entries) == 2
+
+
+def test_a_choice_tells_of_the_lengths_and_a_kernel_without_them_is_refused() -> None:
+    x = torch.randn(12, 2, 8)
+    named = {"layout": "thd", "cu_seqlens_q": starts([5, 7])}
+    choice = explain(x, x, x, **named)
+    assert str(choice.spec) == "b2 h2 s8 d8 fp32 packed12 forward"
+    with pytest.raises(RefusedError, match="takes sequences of one length, not a packed batch"):
+        attention(x, x, x, backend="sdpa-math", **named)
+    rows = torch.randn(2, 2, 5, 8)
+    lengths = torch.tensor([1, 2], dtype=INT)
+    with pytest.raises(RefusedError, match="not a left-padded batch"):
+        attention(rows, rows, rows, backend="sdpa-math", kv_lengths=lengths, padding_side="left")
+
+
+X, ROWS = torch.randn(9, 2, 8), torch.randn(1, 2, 9, 8)
+ONE = torch.tensor([9], dtype=INT)
+
+
+@pytest.mark.parametrize(
+    ("x", "named", "said"),
+    [
+        (X, {"layout": "thd"}, "needs cu_seqlens_q"),
+        (X, {"layout": "thd", "cu_seqlens_q": starts([9]), "kv_lengths": ONE}, "go with padded rows"),
+        (ROWS, {"cu_seqlens_q": starts([9])}, 'layout="thd"'),
+        (ROWS, {"max_seqlen_kv": 3}, 'layout="thd"'),
+        (ROWS, {"padding_side": "left"}, "neither is given"),
+        (ROWS, {"layout": "thd", "cu_seqlens_q": starts([9])}, "3 dimensions"),
+        (X, {"kv_lengths": ONE}, "4 dimensions"),
+        (X[:0], {"layout": "thd", "cu_seqlens_q": starts([0])}, "at least one token"),
+        (X, {"layout": "thd", "cu_seqlens_q": starts([9]), "q_descale": ONE}, "before quantising"),
+        (X.to_sparse(), {"layout": "thd", "cu_seqlens_q": starts([9])}, "to_dense"),
+    ],
+)
+def test_lengths_that_do_not_fit_are_named_and_none_is_ignored(x: Tensor, named: dict[str, Any], said: str) -> None:
+    for ask in (attention, explain):
+        with pytest.raises(InputError, match=said):
+            ask(x, x, x, **named)
+
+
+def test_k_and_v_of_different_lengths_are_refused_after_a_choice_is_remembered() -> None:
+    cu = starts([4, 5])
+    attention(X, X, X, layout="thd", cu_seqlens_q=cu)
+    for call in (lambda: attention(X, X, X[:8], layout="thd", cu_seqlens_q=cu),
+                 lambda: attention(X, X[:8], X[:8], layout="thd", cu_seqlens_q=cu)):  # fmt: skip
+        with pytest.raises(InputError, match=r"agree in length|has 8 tokens"):
+            call()
+
+
+def test_lengths_changed_before_the_backward_are_noticed() -> None:
+    cu, q = starts([4, 5]), X.clone().requires_grad_()
+    out = attention(q, X, X, layout="thd", cu_seqlens_q=cu)
+    cu[1] = 5
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_nested_tensors_give_nested_ones(layout: str) -> None:
+    q, k, v, do = document_batch(torch.float64)
+    cu = starts(LENGTHS)
+    leaf = q.clone().requires_grad_()
+    exact, exact_lse = attention(leaf, k, v, layout="thd", cu_seqlens_q=cu, is_causal=True, return_lse=True)
+    gradient = torch.autograd.grad(exact, leaf, do)[0]
+    leaf = q.clone().requires_grad_()
+    nested_q = torch.nested.nested_tensor_from_jagged(leaf, cu.long())
+    nested = [nested_q, *(torch.nested.nested_tensor_from_jagged(x, nested_q.offsets()) for x in (k, v))]
+    if layout == "bhsd":
+        nested = [x.transpose(1, 2) for x in nested]
+    out, lse = attention(*nested, layout=layout, is_causal=True, return_lse=True)
+    assert out.is_nested
+    assert explain(*nested, layout=layout, is_causal=True).spec.lengths is not None
+    back = out.transpose(1, 2) if layout == "bhsd" else out
+    back_lse = lse.transpose(1, 2) if layout == "bhsd" else lse
+    assert torch.equal(back.values(), exact)
+    assert torch.equal(back_lse.values(), exact_lse.mT)
+    assert torch.equal(torch.autograd.grad(back.values(), leaf, do)[0], gradient)
+    with pytest.raises(InputError, match="all be nested"):
+        attention(nested[0], ROWS, ROWS, layout=layout)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_call_computes_the_same_gradients(reentrant: bool) -> None:
+    q, k, v, do = document_batch(torch.float64)
+    cu, found = starts(LENGTHS), []
+    for again in (False, True):
+        leaf = q.clone().requires_grad_()
+
+        def call(x: Tensor) -> Any:
+            return attention(x, k, v, layout="thd", cu_seqlens_q=cu)
+
+        out = checkpoint(call, leaf, use_reentrant=reentrant) if again else call(leaf)
+        found.append(torch.autograd.grad(out, leaf, do)[0] if not (reentrant and again) else _backward(out, leaf, do))
+    assert torch.equal(*found)
+
+
+def _backward(out: Tensor, leaf: Tensor, do: Tensor) -> Tensor:
+    out.backward(do)
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def test_autocast_casts_packed_tensors() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attention(X, X, X, layout="thd", cu_seqlens_q=starts([4, 5]))
+    assert isinstance(out, Tensor)
+    assert out.dtype == torch.bfloat16
+
+
+def test_transforms_of_torch_func_are_refused() -> None:
+    with pytest.raises(InputError, match=r"torch\.func"):
+        torch.func.grad(lambda x: attention(x, X, X, layout="thd", cu_seqlens_q=starts([4, 5])).sum())(X)
+
+
+def test_a_guard_says_that_it_checks_no_such_batch() -> None:
+    with (
+        pytest.warns(AttnbenchWarning, match="packed and padded batches are not checked"),
+        guard(every=1) as watch,
+    ):
+        attention(X, X, X, layout="thd", cu_seqlens_q=starts([4, 5]))
+    assert watch.checks == 0
+    assert sum(watch.skipped.values()) == 1
