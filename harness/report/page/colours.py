@@ -7,7 +7,7 @@ from typing import Literal
 
 from attnbench.kernels.plan import Plan, backend_of
 
-__all__ = ["OTHERS", "THEMES", "Theme", "contrast", "hues_of", "style_variables"]
+__all__ = ["OTHERS", "THEMES", "Theme", "hues_of", "style_variables"]
 
 Theme = Literal["light", "dark"]
 # hN are for marks, lines and names, tN are backgrounds of text in `ink`; all other backends share the last of each.
@@ -82,15 +82,3 @@ def hues_of(plans: Sequence[Plan]) -> dict[str, int]:
 def style_variables(theme: Theme) -> str:
     """The theme as declarations of CSS variables."""
     return "".join(f"--{name}:{value};" for name, value in THEMES[theme].items())
-
-
-def contrast(one: str, other: str) -> float:
-    """The contrast ratio of two colours, 1 to 21 (WCAG 2.2, definitions of contrast ratio and relative luminance)."""
-    lighter, darker = sorted((_luminance(one), _luminance(other)), reverse=True)
-    return (lighter + 0.05) / (darker + 0.05)
-
-
-def _luminance(colour: str) -> float:
-    parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

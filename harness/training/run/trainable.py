@@ -25,7 +25,7 @@ from ..models.vit_sizes import VIT_SIZES
 from ..models.vit_te import te_block
 from .policy import cast_weights, policy_context
 
-__all__ = ["Batch", "Trainable", "build", "finish"]
+__all__ = ["Batch", "Trainable", "build"]
 
 Batch = tuple[Tensor, Tensor]
 
@@ -67,13 +67,11 @@ class Trainable:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def build(
-    config: TrainConfig, device: torch.device | str, *, attend: Attending | None = None, finished: bool = True
-) -> Trainable:
+def build(config: TrainConfig, device: torch.device | str, *, attend: Attending | None = None) -> Trainable:
     """The config's model on the device, its weights drawn from the seed alone.
 
-    ``attend`` replaces the config's attention.  Unless ``finished`` is False, checkpointing and compilation are applied
-    too.  Raises InputError on a device or package that cannot serve the config, with the command that installs what is
+    ``attend`` replaces the config's attention.  Checkpointing and compilation are applied before anything is sharded.
+    Raises InputError on a device or package that cannot serve the config, with the command that installs what is
     missing.
     """
     device = torch.device(device)
@@ -89,18 +87,11 @@ def build(
     cast_weights(made.module, config)
     if config.block == "plain":
         convert_linears(made.blocks, config.linears, config.batch * config.seqlen)
-    if finished:
-        finish(made)
-    return made
-
-
-def finish(trainable: Trainable) -> None:
-    """Apply the config's checkpointing and compilation to the blocks, in place, before they are sharded."""
-    config = trainable.config
     if config.checkpointing:
-        checkpoint_blocks(trainable.blocks, te=config.linears == "te-fp8" or config.block == "te")
+        checkpoint_blocks(made.blocks, te=config.linears == "te-fp8" or config.block == "te")
     if config.compile:
-        compile_blocks(trainable.blocks)
+        compile_blocks(made.blocks)
+    return made
 
 
 def _made(config: TrainConfig, device: torch.device, corpus: Corpus | None, attend: Attending | None) -> Trainable:

@@ -1,5 +1,6 @@
 """What starting the command or importing the package loads, and what that costs."""
 
+import os
 import subprocess
 import sys
 
@@ -12,18 +13,27 @@ VENDORS = {
 }  # fmt: skip
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=PATIENCE, check=False)
+def python(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command, env = [sys.executable, *arguments], {**os.environ, **environ}
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False, env=env)
 
 
-def modules(code: str) -> int:
-    """How many are loaded once the code has run."""
-    done = python("-c", f"import sys\ntry:\n    {code}\nfinally:\n    print(len(sys.modules), file=sys.stderr)")
-    return int(done.stderr.split()[-1])
+COMPLETING = {"_ATTNBENCH_COMPLETE": "complete_bash", "COMP_WORDS": "attnbench ex", "COMP_CWORD": "1"}
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("sweep", "--help"), ("table", "build", "--help")])
-def test_help_imports_no_torch(arguments: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "environ", "said"),
+    [
+        (("--help",), {}, "Usage: attnbench"),
+        (("--version",), {}, "attnbench"),
+        (("sweep", "--help"), {}, "--preset"),
+        (("capture", "--help"), {}, "SCRIPT.py"),
+        (("table", "build", "--help"), {}, "table build"),
+        ((), COMPLETING, "explain\n"),
+    ],
+    ids=["help", "version", "sweep", "capture", "table", "completion"],
+)
+def test_help_and_completion_import_no_torch(arguments: tuple[str, ...], environ: dict[str, str], said: str) -> None:
     code = f"""
 import sys
 sys.argv = ["attnbench", *{arguments!r}]
@@ -31,13 +41,13 @@ from attnbench.cli import main
 try:
     main()
 finally:
-    heavy = sorted({{"torch", "numpy", "tabulate"}} & set(sys.modules))
+    heavy = sorted({{"torch", "numpy", "tabulate", "safetensors"}} & set(sys.modules))
     print("heavy:", heavy, file=sys.stderr)
 """
-    run = python("-c", code)
+    run = python("-c", code, **environ)
     assert run.returncode == 0, run.stderr
     assert "heavy: []" in run.stderr
-    assert "attnbench" in run.stdout
+    assert said in run.stdout
 
 
 def test_import_loads_no_vendor_package() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from command_line import attnbench
 
+from attnbench.cli.backends import describe_backend
 from attnbench.cli.usable import command_for, obstacle
 from attnbench.kernels.capabilities import Capabilities, Device
 from attnbench.kernels.contract import Availability, Backend, ForwardKernel
@@ -50,6 +51,8 @@ def test_a_command_is_advised_where_it_helps_and_nowhere_else():
     reason, command = asked(known, OLD)
     assert "compute capability 9.0" in reason
     assert command is None
+    limits = {here: describe_backend(known, "vendor", here)["kernels"][0]["here"][0] for here in (OLD, NEW)}
+    assert limits == {OLD: "not on compute capability 7.0", NEW: "takes bf16/e4m3"}
     assert asked(known, CPU) == ("has no kernel for cpu", None)
     assert asked(vendor(**missing), CPU) == (None, "pip install vendor")  # a plug-in that could not be loaded
 

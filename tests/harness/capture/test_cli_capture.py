@@ -146,14 +146,6 @@ def test_a_disk_that_is_full_is_said(program, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
 
 
-def test_help_imports_no_torch():
-    code = "import sys; sys.argv = ['attnbench', 'capture', '--help']\nfrom attnbench.cli import main\n"
-    code += "try: main()\nfinally: print({'torch', 'safetensors'} & set(sys.modules), file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "set()" in done.stderr
-    assert "SCRIPT.py" in done.stdout
-
-
 def test_a_sweep_measures_what_a_yaml_file_takes_from_it(here, program, tmp_path):
     here("capture", "--out", "acts.safetensors", "program.py", "7")
     entry = {"batch": 1, "heads": 2, "seqlen_q": 6, "head_dim": 8, "mask": "causal", "direction": "training"}

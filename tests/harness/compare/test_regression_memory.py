@@ -15,11 +15,11 @@ def outcome(before, after, terms=None):
     return one, found.exit_code
 
 
-@pytest.mark.parametrize("name", ["memory_bytes", "retained_bytes"])
-def test_a_fifth_more_memory_fails_and_says_how_much(name):
+@pytest.mark.parametrize(("name", "what"), [("memory_bytes", "its call takes"), ("retained_bytes", "its result holds")])
+def test_a_fifth_more_memory_fails_and_says_how_much(name, what):
     one, code = outcome({name: 100 * MIB}, {name: 120 * MIB})
     assert (one.verdict, code) == ("larger", 1)
-    assert "120 MiB of memory, it was 100 MiB" in one.reasons[0]
+    assert f"{what} 120 MiB of memory, it was 100 MiB" in one.reasons[0]
     assert outcome({name: 120 * MIB}, {name: 100 * MIB})[0].verdict != "larger"
 
 

@@ -316,7 +316,7 @@ def test_who_wants_every_row_gets_a_line_for_it(shown):
         lines = log.getvalue().splitlines()
         assert len(lines) == len(rows)
         assert lines[0].endswith("there already")
-        assert any("ok, " in line and "error normal " in line for line in lines)
+        assert any("ok, " in line and " ms a call, error normal " in line for line in lines)
         assert any("refused: " in line for line in lines)
 
 

@@ -93,22 +93,6 @@ def test_nothing_measured_is_a_failure_with_its_rows_kept(tiny, tmp_path):
     assert "nothing could be measured" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--preset", "fast"), "quick, inference, training, long"),
-        (("--resume",), "--out"),
-        (("--dtype", "bf16", "--max-error", "0.1"), "--max-error"),
-        (("--max-error", "-1"), "positive"),
-        (("--backends", ","), "--backends: no name given; expected"),
-        (("--backends", "sdpa-flsh"), "sdpa-flash"),
-        (("--dtype", "int8"), "int8"),
-    ],
-)
-def test_misuse(arguments, said):
-    assert said in attnbench(*arguments, code=2).stderr
-
-
 def test_a_malformed_file_is_said_with_its_line(tmp_path):
     file = tmp_path / "bad.yaml"
     file.write_text("- batch: 1\n  heds: 2\n")

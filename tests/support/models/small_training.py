@@ -163,3 +163,10 @@ def run_of(losses, role="candidate", seed=0, gradient=1.0, **more) -> TrainingRu
         }
         | more
     )
+
+
+def gradients(trainable: Trainable) -> dict[str, Tensor]:
+    """The gradient of the first batch's loss, by parameter."""
+    trainable.module.zero_grad()
+    trainable.loss(trainable.batch(0)).backward()
+    return {name: each.grad.clone() for name, each in trainable.module.named_parameters() if each.grad is not None}

@@ -34,6 +34,7 @@ def both_passes_agree(
     lse_dtype = torch.float64 if spec.dtype == "fp64" else torch.float32
     if result.lse is not None:
         assert result.lse.dtype == lse_dtype
+        assert result.lse.untyped_storage().nbytes() == result.lse.nbytes, "memory that holds nothing"
         torch.testing.assert_close(result.lse.double(), truth_lse, atol=1e-4, rtol=1e-4)
     if backward.refusals(spec, device):
         return False

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from small_training import gradients
 from torch import Tensor, nn
 
 from attnbench.errors import InputError, RefusedError
@@ -14,15 +15,9 @@ from attnbench.harness.training.models.attention import Attend
 from attnbench.harness.training.models.gpt import SIZES, Gpt
 from attnbench.harness.training.models.loss import head_loss, token_loss
 from attnbench.harness.training.run.optimisers import learning_rate, make_optimiser, set_rate
-from attnbench.harness.training.run.trainable import Trainable, build
+from attnbench.harness.training.run.trainable import build
 
 SHORT: dict[str, Any] = {"seqlen": 48, "batch": 2}
-
-
-def gradients(trainable: Trainable) -> dict[str, Tensor]:
-    trainable.module.zero_grad()
-    trainable.loss(trainable.batch(0)).backward()
-    return {name: each.grad.clone() for name, each in trainable.module.named_parameters() if each.grad is not None}
 
 
 def off(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
