@@ -24,7 +24,7 @@ from attnbench.problem.lengths import Lengths
 
 from .launching import Launches, addresses, on
 
-__all__ = ["ROW", "Slots", "Tiled", "capacity", "sequences_of", "tile_map"]
+__all__ = ["ROW", "Slots", "Tiled", "capacity", "one_sided", "scale_of_keys", "sequences_of", "tile_map"]
 
 ROW = tl.constexpr(8)  # numbers of a tile: batch entry, first row, start and length of queries and of keys, two slots
 _LANES = tl.constexpr(256)  # sequences looked at together
@@ -51,6 +51,12 @@ class Tiled(NamedTuple):
         side = 0 if self.side == "q" else 1
         step = self.slots[side] if self.whole else self.block
         return capacity(sequences, batch, self.stored[side], step) * (step // self.block)
+
+
+def one_sided(lengths: Lengths, side: Literal["q", "kv"]) -> Lengths:
+    """The lengths with one side's as both sides'."""
+    own, longest = (lengths.q, lengths.longest_q) if side == "q" else (lengths.kv, lengths.longest_kv)
+    return Lengths(lengths.batch, own, own, longest, longest)
 
 
 class _Kept(NamedTuple):
@@ -83,16 +89,16 @@ def tile_map(lengths: Lengths, batch: int, tiled: Tiled, device: torch.device) -
     """
     if recording():
         return _made(lengths, batch, tiled, device)
-    first = lengths.q if lengths.q is not None else lengths.kv
-    assert first is not None, "one side has lengths"
-    other = lengths.kv
+    first, other = lengths.q if lengths.q is not None else lengths.kv, lengths.kv
+    if first is None:  # all rows are full on this side
+        return _made(lengths, batch, tiled, device)
     if first.is_inference() or (other is not None and other.is_inference()):  # no version tells of changes
         return _made(lengths, batch, tiled, device)
     versions = first._version, -1 if other is None else other._version
     kept = _kept.get(first)
     if kept is None or kept.versions != versions or (kept.other and kept.other()) is not other:
         kept = _kept[first] = _Kept(versions, None if other is None else weakref.ref(other), {})
-    key = lengths.batch, batch, tiled, current_stream(device)
+    key = lengths.batch, lengths.q is None, batch, tiled, current_stream(device)
     table = kept.tables.get(key)
     if table is None:
         if len(kept.tables) >= _MOST:
@@ -108,7 +114,8 @@ def _made(lengths: Lengths, batch: int, tiled: Tiled, device: torch.device) -> T
     memory = lengths.q, lengths.kv, table
     constants = (
         count, *tiled.stored, bound,
-        tiled.block, *tiled.slots, lengths.batch == "packed", lengths.batch == "left-padded", tiled.side == "kv", tiled.whole,
+        tiled.block, *tiled.slots, lengths.batch == "packed", lengths.batch == "left-padded",
+        tiled.side == "kv", tiled.whole,
     )  # fmt: skip
     dtypes = lengths.q is None, lengths.kv is None
     with on(device):
@@ -189,6 +196,12 @@ def _write_table(
         tl.store(row + 6, place_q, mask)
         tl.store(row + 7, place_kv, mask)
         begin += _LANES
+
+
+@triton.jit
+def scale_of_keys(place, seqlen_kv, tiles):
+    """What all keys of a head, or of a sequence's, share; 1 where there is none.  ``tiles``: a table, or None."""
+    return tl.load(place) if tiles is None else tl.load(place, mask=seqlen_kv > 0, other=1.0)
 
 
 _TABLES = Launches(_write_table)

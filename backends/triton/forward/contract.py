@@ -102,10 +102,8 @@ class TritonForward(ForwardKernel):
         v_, values = self._of_values(v_wanted, made[2]), made[2].transposed
         assert values is not None, "it was asked for"
         shared = lengths is not None and self.recipe.granularity in ("tensor", "head")
-        native = forward.laid_out(
-            spec, tile, of(q_.data, q_.descale, shared), of(k_.data, k_.descale, shared), of(values, v_.descale, shared),
-            lengths,
-        )  # fmt: skip
+        sides = of(q_.data, q_.descale, shared), of(k_.data, k_.descale, shared), of(values, v_.descale, shared)
+        native = forward.laid_out(spec, tile, *sides, lengths)
         return Operands(spec, q_, k_, v_, native, lengths)
 
     def _values(self, v: Tensor, spec: AttentionSpec, tile: Tile, lengths: Lengths | None) -> Request:

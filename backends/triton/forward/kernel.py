@@ -9,8 +9,8 @@ Scores are exponents of 2: log2(e), the scale and the descales are one factor a 
 far.  Where keys have descales of V of their own, log2 of them is added to the scores, so that it is P times the
 descale that is rounded, and the peak that of both: a row's rounding depends on the keys that it sees, and on no other.
 
-Where sequences have lengths of their own (``tiles``), the table of ``tile_map`` names each program's queries.  Blocks of
-Q and K may then reach into the next sequence, whose scores are not seen; V's copy has slots with zeros behind each
+Where sequences have lengths of their own (``tiles``), the table of ``tile_map`` names each program's queries.  Blocks
+of Q and K may then reach into the next sequence, whose scores are not seen; V's copy has slots with zeros behind each
 sequence, because 0 · NaN would be NaN.
 """
 
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from ..arithmetic import bound, product, to_bf16, to_e4m3
-from ..tile_map import ROW
+from ..tile_map import ROW, scale_of_keys
 
 __all__ = ["triton_fp8_attention_forward"]
 
@@ -47,12 +47,6 @@ def _tile(source, row, column, stride, rows, columns, height: tl.constexpr, widt
 def _factors(factors, key, seqlen_kv, masked: tl.constexpr):
     """The factors of a block's keys, anything finite behind the last one."""
     return tl.load(factors + key, mask=key < seqlen_kv, other=1.0) if masked else tl.load(factors + key)
-
-
-@triton.jit
-def _shared_factor(factors, seqlen_kv, tiles):
-    """The factor that all keys of a head share; of a sequence that has none, 1."""
-    return tl.load(factors) if tiles is None else tl.load(factors, mask=seqlen_kv > 0, other=1.0)
 
 
 @triton.jit
@@ -176,7 +170,7 @@ def triton_fp8_attention_forward(
     """
     blocks = tl.cdiv(seqlen_q, block_m) if tiles is None else tl.load(tiles)
     place = tl.program_id(0)
-    if tiles is not None:
+    if tiles is not None:  # noqa: SIM102 (where all lengths are alike there is no branch)
         if place >= blocks * programs:
             return
     before = place // (section * blocks) * section
@@ -220,7 +214,7 @@ def triton_fp8_attention_forward(
         q_factor = tl.load(q_factors) + tl.zeros([block_m], tl.float32)
     q_factor = q_factor * scale
     if not k_per_key:
-        q_factor = q_factor * _shared_factor(k_factors, seqlen_kv, tiles)
+        q_factor = q_factor * scale_of_keys(k_factors, seqlen_kv, tiles)
     if softcapped:
         q_factor = q_factor * (2.0 * _LOG2_E / softcap)
     else:  # above 0, because minus infinity times 0 is no number
@@ -248,10 +242,7 @@ def triton_fp8_attention_forward(
         parted = tl.maximum(parted, whole)
 
     k_row, k_column = batch * k_by_batch + kv_head * k_by_head + k_first, kv_head * k_aside
-    if tiles is None:
-        v_row = (batch * (heads // group) + kv_head) * head_dim_v
-    else:
-        v_row = kv_head * head_dim_v
+    v_row = kv_head * head_dim_v if tiles is not None else (batch * (heads // group) + kv_head) * head_dim_v
     if left:
         accs, total, peak = _blocks(
             accs, total, peak, tile, q_factor, capped, since, upto, first, whole,
@@ -279,7 +270,7 @@ def triton_fp8_attention_forward(
     empty = total == 0.0
     share = 1.0 / tl.where(empty, 1.0, total)
     if not v_per_key:
-        share = share * _shared_factor(v_factors, seqlen_kv, tiles)
+        share = share * scale_of_keys(v_factors, seqlen_kv, tiles)
     logarithm = (peak - _HEADROOM + tl.log2(tl.where(empty, 1.0, total))) * _LN_2
     row = head_index.to(tl.int64) * seqlen_q + query if tiles is None else first_row + query
     tl.store(lse + row, tl.where(empty, _MINUS_INFINITY, logarithm), mask=query < seqlen_q)

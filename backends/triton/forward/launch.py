@@ -107,8 +107,8 @@ class Native(NamedTuple):
 
     ``q`` and ``k`` (B, H, S, D) and ``v`` (B, Hkv, Dv, keys) are e4m3, Q and K perhaps of 16 bits.  ``descales`` are
     Q's, K's and V's in fp32; if tokens have their own, V's are log2 of them, and ``inverses`` one over them.
-    ``pointers`` are Q, K and V as kernel arguments.  ``tiles``: where the queries of each program are, if sequences have
-    lengths of their own; V's keys then lie in slots.  ``padded``: there are rows of no sequence.
+    ``pointers`` are Q, K and V as kernel arguments.  ``tiles``: where the queries of each program are,
+    if sequences have lengths of their own; V's keys then lie in slots.  ``padded``: there are rows of no sequence.
     """
 
     spec: AttentionSpec

@@ -39,7 +39,7 @@ class Job(NamedTuple):
     data: Any  # (B, H, S, D rounded up to 16)
     flipped: Any  # (B, H, D, S rounded up to PADDING); (H, D, slots) where there are ``tiles``
     descale: Any  # one for each group; (B, H, S) where there are ``tiles``
-    partial: Any  # (B, H, chunks) int32: bits of magnitudes; (groups of heads, slots / PADDING), zeros at first, with ``tiles``
+    partial: Any  # (B, H, chunks) int32: bits of magnitudes; with ``tiles`` (groups, slots / PADDING), zeros at first
     mean: Any  # (B, H, D) fp32
     moved: Any  # (B, H, D) fp32: mean @ signs
     signs: Any  # (D, D): 0 and ± rotation_shrink(D), with which no sum overflows
@@ -89,8 +89,14 @@ def _decoded(code):
         (code.inner - 3) >> 1,
         (code.outer - 3) >> 1,
         (code.share - 3) >> 1,
-        None if code.slots is None else (code.slots - 3) >> 1,
+        code.slots,
     )
+
+
+@triton.jit
+def _slots(size):
+    """Tokens of a head's slots."""
+    return (size.slots - 3) >> 1
 
 
 @triton.jit
@@ -99,7 +105,7 @@ def _own_tile(job, size, number):
 
     Where all lengths are alike the sequence is the batch entry.
     """
-    batch, head, tile = _whereabouts(number, size)
+    _, head, tile = _whereabouts(number, size)
     row = job.tiles + (1 + tile) * ROW
     return tl.load(row), head, tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 6)
 
@@ -201,7 +207,7 @@ def _shared_magnitude(job, size, head):
 @triton.jit
 def _sequence_magnitude(job, size, head, slot):
     """Where the largest magnitude of a sequence's head, or of the heads that share its scale, is collected."""
-    return job.partial + (head // size.share).to(tl.int64) * (size.slots // _PADDING) + slot // _PADDING
+    return job.partial + (head // size.share).to(tl.int64) * (_slots(size) // _PADDING) + slot // _PADDING
 
 
 @triton.jit
@@ -307,7 +313,7 @@ def _cast_tile(
             words = (size.seqlen + _PADDING - 1) // _PADDING * (_PADDING // 4)
             column, place_of_head = start // 4 + place, head
         else:
-            words = size.slots // 4
+            words = _slots(size) // 4
             column, place_of_head = (slot + start) // 4 + place, h
         base = job.flipped.to(tl.pointer_type(tl.int32)) + place_of_head.to(tl.int64) * dim * words
         mask = (column < words)[None, :]

@@ -28,7 +28,7 @@ from attnbench.problem.spec import Granularity
 
 from ...common.layout import rounded_up
 from ..launching import Launch, addresses, on
-from ..tile_map import Tiled, capacity, sequences_of, tile_map
+from ..tile_map import Tiled, capacity, one_sided, sequences_of, tile_map
 from .deferred import Deferred
 from .interleaving import interleaved
 from .kernels import PADDING, Job, Size, cast, largest_magnitudes
@@ -200,7 +200,8 @@ def _with_tiles(job: Job, request: Request, tiled: Tiled | None) -> Job:
     """The job with the table of its tiles, where lengths differ."""
     if request.unequal is None or tiled is None:
         return job
-    return job._replace(tiles=tile_map(_one_sided(request.unequal), request.x.shape[0], tiled, request.x.device))
+    x, lengths = request.x, one_sided(request.unequal.lengths, request.unequal.side)
+    return job._replace(tiles=tile_map(lengths, x.shape[0], tiled, x.device))
 
 
 def _zeros(memories: Sequence[_Memory], requests: Sequence[Request]) -> Iterator[Tensor]:
@@ -215,14 +216,6 @@ def _zeros(memories: Sequence[_Memory], requests: Sequence[Request]) -> Iterator
     sizes = [rounded_up(math.prod(shape), 4) for shape in shapes]  # each begins at a multiple of 16 bytes
     parts = torch.zeros(sum(sizes), dtype=torch.int32, device=requests[0].x.device).split(sizes)
     return iter(parts)
-
-
-def _one_sided(unequal: Unequal) -> Lengths:
-    """The lengths with one side's as both sides'."""
-    lengths, side = unequal.lengths, unequal.side
-    own = lengths.q if side == "q" else lengths.kv
-    longest = lengths.longest_q if side == "q" else lengths.longest_kv
-    return Lengths(lengths.batch, own, own, longest, longest)
 
 
 class _Outline(NamedTuple):
