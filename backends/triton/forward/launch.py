@@ -20,7 +20,8 @@ from ..descales import in_fp32, steps
 from ..descriptors import Described, all_of
 from ..launching import KEPT, Launch, addresses, on
 from ..quantise.interleaving import interleaved
-from ..tile_map import Tiled, capacity, sequences_of, tile_map
+from ..tile_map import Tiled, sequences_of, tile_map
+from .extent import Extent
 from .hopper import launch as hopper
 from .kernel import triton_fp8_attention_forward
 from .tiles import DEFAULTS, Tile, padded_size
@@ -73,21 +74,6 @@ class Factors(NamedTuple):
     by_batch: int
     by_head: int
     per_token: bool
-
-
-class Extent(NamedTuple):
-    """Of Q and K in memory; how many ``sequences`` have lengths of their own, None where all are alike."""
-
-    batch: int
-    seqlen_q: int
-    seqlen_kv: int
-    sequences: int | None
-
-    def tiles(self, block: int) -> int:
-        """Of queries of a head, of all batch entries, at most."""
-        if self.sequences is None:
-            return self.batch * -(-self.seqlen_q // block)
-        return capacity(self.sequences, self.batch, self.seqlen_q, block)
 
 
 class Layout(NamedTuple):
@@ -182,7 +168,7 @@ def attend(native: Native) -> Result:
     if padded:  # of which the kernel writes the sequences alone
         out.zero_()
         lse.fill_(-torch.inf)
-    given = (out, lse, *descales) if tile.hopper else (out, lse, *descales, inverses, tiles)
+    given = (out, lse, *descales, tiles) if tile.hopper else (out, lse, *descales, inverses, tiles)
     with on(device):
         launch((*pointers, *given), addresses((q, k, v, *given)))
     return Result(out, lse)
@@ -258,7 +244,8 @@ def _layout(
         tiled = Tiled("q", block_m, (PADDING, max(tile.block_n, PADDING)), (extent.seqlen_q, extent.seqlen_kv))
     if tile.hopper:
         places = tuple(each[3:] for each in matrices)
-        launch = hopper.launch(spec, tile, places, factors, _section(spec, spec.batch * spec.heads), device)
+        programs = spec.heads if sequences is not None else spec.batch * spec.heads
+        launch = hopper.launch(spec, tile, places, factors, _section(spec, programs), extent, device)
         return Layout(tile, described, launch, tiled)
     shapes = tuple((*each[3:], each.stride, each.rows, each.columns) for each in matrices)
     return Layout(tile, described, _launch(spec, tile, (*shapes, rows), factors, extent), tiled)

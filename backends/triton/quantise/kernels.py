@@ -45,6 +45,7 @@ class Job(NamedTuple):
     signs: Any  # (D, D): 0 and ± rotation_shrink(D), with which no sum overflows
     factor: Any  # that makes ``signs`` orthogonal
     tiles: Any  # the table of ``tile_map`` with this side's tokens as both sides'; None where all lengths are alike
+    slots: Any  # tokens of a head's slots, a multiple of PADDING; None where all lengths are alike
     far: Any  # None where the elements of a tile lie within 2^31 of each other
     stride_b: Any
     stride_h: Any
@@ -69,11 +70,10 @@ class Size(NamedTuple):
     inner: Any  # programs until the other of the two changes: ``heads`` or parts (tiles, chunks) of a head
     outer: Any  # how often it changes in one batch entry
     share: Any  # consecutive heads, over all batches, that have one scale
-    slots: Any  # tokens of a head's slots; None where all lengths are alike
 
     def coded(self) -> Size:
         """Each number n as 2 n + 3."""
-        return Size(*(None if number is None else 2 * number + 3 for number in self))
+        return Size(*(2 * number + 3 for number in self))
 
 
 @triton.jit
@@ -89,14 +89,7 @@ def _decoded(code):
         (code.inner - 3) >> 1,
         (code.outer - 3) >> 1,
         (code.share - 3) >> 1,
-        code.slots,
     )
-
-
-@triton.jit
-def _slots(size):
-    """Tokens of a head's slots."""
-    return (size.slots - 3) >> 1
 
 
 @triton.jit
@@ -207,7 +200,7 @@ def _shared_magnitude(job, size, head):
 @triton.jit
 def _sequence_magnitude(job, size, head, slot):
     """Where the largest magnitude of a sequence's head, or of the heads that share its scale, is collected."""
-    return job.partial + (head // size.share).to(tl.int64) * (_slots(size) // _PADDING) + slot // _PADDING
+    return job.partial + (head // size.share).to(tl.int64) * (job.slots // _PADDING) + slot // _PADDING
 
 
 @triton.jit
@@ -313,7 +306,7 @@ def _cast_tile(
             words = (size.seqlen + _PADDING - 1) // _PADDING * (_PADDING // 4)
             column, place_of_head = start // 4 + place, head
         else:
-            words = _slots(size) // 4
+            words = job.slots // 4
             column, place_of_head = (slot + start) // 4 + place, h
         base = job.flipped.to(tl.pointer_type(tl.int32)) + place_of_head.to(tl.int64) * dim * words
         mask = (column < words)[None, :]

@@ -240,6 +240,7 @@ class _Memory(NamedTuple):
     transposed: tuple[int, ...] | None
     descale: tuple[int, ...]
     partial: tuple[int, ...] | None
+    slots: int | None  # tokens of a head's slots, where sequences have lengths of their own
     far: int | None  # 1 or None, which Triton makes constants
 
 
@@ -286,14 +287,14 @@ def _layout(outlines: tuple[_Outline, ...], recipe: Recipe, asked: Tiles | None,
             share = {"tensor": heads, "head": outline.group}.get(granularity, 1)
             collected = (heads // share, slots // PADDING) if granularity in ("tensor", "head") else None
             turned = (1, heads, dim, slots) if outline.transposed else None
-            memories.append(_Memory(rows, turned, (batch, heads, length, 1), collected, far))
+            memories.append(_Memory(rows, turned, (batch, heads, length, 1), collected, slots, far))
             written = tiles.rows_flipped if outline.transposed else tiles.rows
             for passes, found, step in ((first, tables[0], tiles.first_rows), (second, tables[1], written)):
                 whole = passes is second and outline.transposed
                 found.append(Tiled("q", step, (slot, slot), (length, length), whole))
                 parts = found[-1].capacity(sequences, batch)
                 turns = (1, heads, parts) if beside else (0, parts, heads)
-                passes.append(Size(0, heads * parts, heads, length, parts, 1, *turns, share, slots))
+                passes.append(Size(0, heads * parts, heads, length, parts, 1, *turns, share))
             continue
         for each in tables:
             each.append(None)
@@ -309,12 +310,13 @@ def _layout(outlines: tuple[_Outline, ...], recipe: Recipe, asked: Tiles | None,
                 (batch, heads, dim, padding) if outline.transposed else None,
                 scales.get(granularity, (batch, heads, -(-length // block), 1)),
                 (batch, heads, chunks) if granularity in ("tensor", "head") else None,
+                None,
                 far,
             )
         )
         for passes, parts, count in ((first, chunks, read), (second, written, written)):
             turns = (1, heads, parts) if beside else (0, parts, heads)
-            passes.append(Size(0, batch * heads * parts, heads, length, count, chunks, *turns, share, None))
+            passes.append(Size(0, batch * heads * parts, heads, length, count, chunks, *turns, share))
     dims = tuple(outline.shape[3] for outline in outlines)
     orders = tuple(outline.interleaved for outline in outlines)
     sizes, grid = _numbered(second)
@@ -378,7 +380,7 @@ def _allocated(
     if request.rotate and recipe.rotation == "hadamard":
         signs, factor = _signs(dim, x.dtype, x.device), (dim & -dim) ** -0.5 / rotation_shrink(dim)
         moved = None if mean is None else mean @ _signs(dim, mean.dtype, x.device)
-    job = Job(x, data, transposed, descale, partial, mean, moved, signs, factor, None, memory.far, *x.stride())
+    job = Job(x, data, transposed, descale, partial, mean, moved, signs, factor, None, memory.slots, memory.far, *x.stride())
     rows = data if data is None or dim % 16 == 0 else data[..., :dim]
     order = request.transposed and request.interleaved
     return Quantisation(rows, descale, transposed, mean, length, order), job
