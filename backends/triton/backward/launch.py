@@ -67,7 +67,9 @@ def prepared(
         own_q, own_kv = (_own(extent, lengths, side, device) for side in ("q", "kv"))
         own_grad = _own_gradient(extent, lengths, device)
     outlines = tuple([(x.shape, x.stride()) for x in scales])
-    layout = _layout(spec, q.rotated, forward_hopper_launch.runs_on(device), outlines, extent)
+    # Of sequences with lengths of their own the Hopper kernels serve only all gradients at once.
+    here = forward_hopper_launch.runs_on(device) and (fused or lengths is None)
+    layout = _layout(spec, q.rotated, here, outlines, extent)
     by_key, by_query = (narrow and layout.served and tile.hopper is not None for tile in tiles[:2])
     fused = fused and layout.served
     gradient = lay_out_gradient(
@@ -118,7 +120,7 @@ def _layout(
 ) -> Layout:  # fmt: skip
     """``here``: on a GPU that runs the Hopper kernels; ``scales`` and ``extent`` as in ``Layout``."""
     per_token = any(shape[2] > 1 for shape, _ in scales) and not (extent is not None and extent.shared)
-    served = here and extent is None and hopper.serves(spec, per_token=per_token)
+    served = here and hopper.serves(spec, per_token=per_token)
     return Layout(spec, rotated, served, scales, extent)
 
 
