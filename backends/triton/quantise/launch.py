@@ -380,7 +380,9 @@ def _allocated(
     if request.rotate and recipe.rotation == "hadamard":
         signs, factor = _signs(dim, x.dtype, x.device), (dim & -dim) ** -0.5 / rotation_shrink(dim)
         moved = None if mean is None else mean @ _signs(dim, mean.dtype, x.device)
-    job = Job(x, data, transposed, descale, partial, mean, moved, signs, factor, None, memory.slots, memory.far, *x.stride())
+    job = Job(
+        x, data, transposed, descale, partial, mean, moved, signs, factor, None, memory.slots, memory.far, *x.stride()
+    )
     rows = data if data is None or dim % 16 == 0 else data[..., :dim]
     order = request.transposed and request.interleaved
     return Quantisation(rows, descale, transposed, mean, length, order), job

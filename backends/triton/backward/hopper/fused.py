@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...tile_map import ROW
+from ...tile_map import ROW as TABLE_ROW
 from ..layout import BLOCK
 from .shared import (
     CONSUMERS,
@@ -43,6 +43,7 @@ from .shared import (
 
 __all__ = ["all_gradients_hopper"]
 
+_ROW = gl.constexpr(TABLE_ROW.value)
 _NEVER = gl.constexpr(1 << 30)  # behind every query
 _SHARED = gl.constexpr(BLOCK.bit_length() - 1)  # so many bits of a query are its place among those with one factor
 _STAGED = gl.constexpr(2)  # blocks of a warpgroup's dQ in shared memory, a power of two
@@ -53,7 +54,7 @@ def _sequence(tiles, before, after, aligned: gl.constexpr):
     """The program's row of the table: (batch entry, first key, where the sequence's keys start, their number, its
     queries, the slots of queries and keys, the sequence's own ``before`` and ``after``).
     """
-    row = tiles + (1 + gl.program_id(0)) * ROW
+    row = tiles + (1 + gl.program_id(0)) * _ROW
     queries, keys = gl.load(row + 3), gl.load(row + 5)
     if aligned:
         before, after = before - (keys - queries), after + (keys - queries)

@@ -365,8 +365,14 @@ def triton_fp8_attention_forward_hopper(
     # Written out, because a tuple that has a name keeps no constants.
     gl.warp_specialize(
         [
-            (_attend, (0, given, tiles, block_n, stages, left, right, part, parts, turns, full_width, casting, aligned)),
-            (_attend, (1, given, tiles, block_n, stages, left, right, part, parts, turns, full_width, casting, aligned)),
+            (
+                _attend,
+                (0, given, tiles, block_n, stages, left, right, part, parts, turns, full_width, casting, aligned),
+            ),
+            (
+                _attend,
+                (1, given, tiles, block_n, stages, left, right, part, parts, turns, full_width, casting, aligned),
+            ),
             (_load, (brought, tiles, block_n, stages, left, right, casting, aligned)),
         ],
         [4, 1],

@@ -9,6 +9,8 @@ from ...tile_map import ROW
 
 __all__ = ["after", "blocks_of", "sequence_at", "span_of_keys", "tile_at"]
 
+_ROW = gl.constexpr(ROW.value)
+
 
 @gluon.jit
 def blocks_of(seqlen_q, tiles, block_m: gl.constexpr):
@@ -42,7 +44,7 @@ def sequence_at(tiles, block, low, high, aligned: gl.constexpr):
 
     (batch entry, first query, where its queries start and their number, the same of its keys, V's slot, low, high).
     """
-    row = tiles + (1 + block) * ROW
+    row = tiles + (1 + block) * _ROW
     queries, keys = gl.load(row + 3), gl.load(row + 5)
     if aligned:
         low, high = low + keys - queries, high + keys - queries

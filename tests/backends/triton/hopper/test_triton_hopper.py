@@ -119,7 +119,7 @@ def _kernel(head_dim: int, tile: Tile, bits: int = 8, **more: object) -> tuple[i
     even, most = hopper.registers()
     constants = {
         "stages": tile.stages, "parts": tile.parts, "turns": tile.turns,
-        "left": False, "right": False, "full_width": True, "registers": most,
+        "left": False, "right": False, "full_width": True, "registers": most, "aligned": False, "tiles": None,
     }  # fmt: skip
     return head_dim, tile.block_n, bits, even, constants | more
 
