@@ -30,6 +30,7 @@ class Documents:
     head_dim_v: int = 32
     seed: int = 0
     padding: str | None = None
+    device: str = "cpu"
 
     def make(self, queries: int, keys: int, lengths: LengthsKind | None = None, batch: int = 1) -> AttentionSpec:
         return AttentionSpec.make(
@@ -43,7 +44,9 @@ class Documents:
         random = torch.Generator().manual_seed(self.seed)
 
         def normal(index: int, heads: int, length: int, size: int) -> Tensor:
-            return (torch.randn(1, heads, length, size, generator=random) * 2.0 ** (index % 3)).bfloat16()
+            return (
+                (torch.randn(1, heads, length, size, generator=random) * 2.0 ** (index % 3)).bfloat16().to(self.device)
+            )
 
         (h, kv), d, dv = self.heads, self.head_dim, self.head_dim_v
         return [
@@ -65,10 +68,11 @@ class Documents:
                 torch.cat([x[0].transpose(0, 1) for x in each]).transpose(0, 1)[None]
                 for each in zip(*parts, strict=True)
             ]
+            starts = [each.to(self.device) for each in starts]
             lengths = Lengths("packed", starts[0], starts[1], longest, most)
             return whole, lengths, self.make(longest, most, kind, len(parts))
         kind = LengthsKind(batch="padded" if self.padding == "right" else "left-padded")
-        counts = [torch.tensor(each, dtype=torch.int32) for each in (queries, keys)]
+        counts = [torch.tensor(each, dtype=torch.int32, device=self.device) for each in (queries, keys)]
         lengths = Lengths(kind.batch, counts[0], counts[1], longest + 1, most + 3)
         sizes = (longest + 1, most + 3, most + 3, longest + 1)
         whole = [

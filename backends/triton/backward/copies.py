@@ -34,8 +34,8 @@ class Laid(NamedTuple):
     """An operand: ``data`` (B, H, S, D) e4m3; ``wide`` the same in bf16; ``transposed`` (B, H, D, S); None if not
     requested.
 
-    S and D are padded; of sequences of unequal length (1, H, slots, D), each at its slot.  ``interleaved``: each 16 tokens of ``transposed`` are in the order 0 1 8 9 2 3 10 11 4 5 12 13
-    6 7 14 15.
+    S and D are padded; of sequences of unequal length (1, H, slots, D), each at its slot.  ``interleaved``: each 16
+    tokens of ``transposed`` are in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15.
     """
 
     data: Tensor

@@ -165,9 +165,9 @@ def key_gradients(
     """dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv), contiguous, of one block of keys of one key head.
 
     ``q_more`` and ``do_more`` are the widened copies, or the transposed ones where ``narrow``.  ``turn`` (D, D) takes
-    the gradient of a rotated K back, without the factor that ``scale`` has then.  ``tiles``: the table of sequences that
-    have lengths of their own, or None; then what is laid out has slots, and ``aligned`` says that each sequence adds the
-    difference of its lengths to ``after`` and takes it from ``before``.
+    the gradient of a rotated K back, without the factor that ``scale`` has then.  ``tiles``: the table of sequences
+    that have lengths of their own, or None.  With it all that is laid out has slots, and ``aligned`` says that a
+    sequence's ``after`` is larger, and ``before`` smaller, by its keys less its queries.
     """
     kv_head = tl.program_id(1)
     if tiles is None:

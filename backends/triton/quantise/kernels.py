@@ -258,7 +258,6 @@ def _cast_tile(
         inside = start + token < length
         values += (_values(job, size, batch, h, at, token, inside, dim, width, job.signs is not None, "evict_first"),)
 
-    first = head.to(tl.int64) * size.seqlen + at
     if granularity == "head" or granularity == "tensor":
         if job.tiles is None:
             descale = descale_of(_shared_magnitude(job, size, head), largest)
@@ -274,6 +273,7 @@ def _cast_tile(
         if job.tiles is None:
             blocks = (size.seqlen + rows - 1) // rows
             tl.store(job.descale + head.to(tl.int64) * blocks + tile, descale, tile < blocks)
+    first = head.to(tl.int64) * size.seqlen + at
     if granularity != "token" and job.tiles is not None:
         whole = tl.arange(0, rows)
         tl.store(job.descale + first + whole, tl.zeros([rows], tl.float32) + descale, start + whole < length)

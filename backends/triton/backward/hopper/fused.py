@@ -296,8 +296,9 @@ def all_gradients_hopper(
 
     ``dq_sums`` (B·H, padded Sq, padded D) bf16 is added to: dQ, rotated if Q was.  ``factors`` turn dO·v of the e4m3
     numbers into the units of delta, in which dQ is dS · K of the e4m3 numbers.  ``ragged``: the last program's keys are
-    fewer.  ``tiles``: the table of sequences that have lengths of their own, or None; then what is laid out has slots,
-    and ``aligned`` says that each sequence adds the difference of its lengths to ``after`` and takes it from ``before``.
+    fewer.  ``tiles``: the table of sequences that have lengths of their own, or None.  With it all that is laid out has
+    slots, and ``aligned`` says that a sequence's ``after`` is larger, and ``before`` smaller, by its keys less its
+    queries.
     """
     if tiles is not None:  # noqa: SIM102 (where all lengths are alike there is no branch)
         if gl.program_id(0) >= gl.load(tiles):

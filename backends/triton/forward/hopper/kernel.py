@@ -138,8 +138,8 @@ def _summed(sums, p, decay, value, part: gl.constexpr, parts: gl.constexpr, layo
 
 @gluon.jit
 def _attend(
-    which: gl.constexpr, given, tiles, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
-    part: gl.constexpr, parts: gl.constexpr, turns: gl.constexpr, full_width: gl.constexpr,
+    which: gl.constexpr, given, tiles, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr,
+    right: gl.constexpr, part: gl.constexpr, parts: gl.constexpr, turns: gl.constexpr, full_width: gl.constexpr,
     casting: gl.constexpr, aligned: gl.constexpr,
 ):  # fmt: skip
     """64 queries of every tile of this program."""
@@ -309,7 +309,8 @@ def triton_fp8_attention_forward_hopper(
 
     The arguments are those of ``triton_fp8_attention_forward``, with V's keys interleaved; ``registers`` are a
     computing thread's.  Where Q has 16 bits the kernel casts it, nobody reads ``q_factors``, and ``k_factors`` and
-    ``v_factors`` have a number for each block of keys, in order.
+    ``v_factors`` have a number for each block of keys, in order.  A tile of ``tiles`` takes longer to begin with: its
+    row of the table is read first.
     """
     casting: gl.constexpr = q.dtype != k.dtype
     block_n: gl.constexpr = k.block_type.shape[0]

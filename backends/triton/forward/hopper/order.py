@@ -14,7 +14,7 @@ _ROW = gl.constexpr(ROW.value)
 
 @gluon.jit
 def blocks_of(seqlen_q, tiles, block_m: gl.constexpr):
-    """How many blocks of queries a head has: of all sequences that have lengths of their own, where there is a table."""
+    """How many blocks of queries a head has: those of all sequences in the table, where there is one."""
     return gl.cdiv(seqlen_q, block_m) if tiles is None else gl.load(tiles)
 
 
