@@ -92,18 +92,14 @@ def attention(
         is_causal, window, causal_alignment, scale, softcap, enable_gqa, layout, dtype, backend, max_error, return_lse,
         q_descale, k_descale, v_descale,
     )  # fmt: skip
-    if not (
-        cu_seqlens_q is cu_seqlens_kv is max_seqlen_q is max_seqlen_kv is q_lengths is kv_lengths is None
-        and padding_side == "right"
-        and layout != "thd"
-    ):
+    whole = cu_seqlens_q is None and cu_seqlens_kv is None and q_lengths is None and kv_lengths is None
+    if not (whole and max_seqlen_q is None and max_seqlen_kv is None and padding_side == "right" and layout != "thd"):
         lengths = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, q_lengths, kv_lengths, padding_side)
         return unequal.attention(Question(q, k, v, *others, *lengths))
     if is_compiling():
         return operators.attention(Question(q, k, v, *others))
-    if has_torch_function_variadic(
-        q, k, v
-    ):  # a nested tensor, a subclass or mode with a say of its own, a symbol of torch.fx
+    # A nested tensor, a subclass or mode with a say of its own, a symbol of torch.fx.
+    if has_torch_function_variadic(q, k, v):
         if any(isinstance(x, Tensor) and x.layout is torch.jagged for x in (q, k, v)):
             return unequal.nested_attention(Question(q, k, v, *others))
         return handle_torch_function(attention, (q, k, v), q, k, v, **Question(q, k, v, *others).named)

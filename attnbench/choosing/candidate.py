@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..kernels.plan import Plan
-from ..problem.spec import AttentionSpec
 
 __all__ = ["ORDER", "Basis", "Candidate", "Margin", "Trade", "Verdict"]
 
-Basis = Literal["measured", "predicted", "nearest", "scaled", "rule", "frozen"]
+Basis = Literal["measured", "predicted", "scaled", "rule", "frozen"]
 Verdict = Literal["chosen", "eligible", "inaccurate", "unmeasured", "not asked for", "refused", "unavailable"]
 ORDER: tuple[Verdict, ...] = (
     "chosen",
@@ -30,10 +29,10 @@ class Candidate:
 
     ``reasons`` say why it was not chosen, one sentence each.  ``time_ms`` (median of the whole call) and ``error``
     (worst relative L2 over tensors and input families, seen in ``family``) are None if nothing was measured.
-    ``basis``: ``measured`` at this spec; ``predicted`` by the cost model, with the largest error of its measured
-    neighbours, at the spec ``measured_at``; ``nearest``: predicted, and chosen because it won at the nearest measured
-    spec; ``scaled``: the time of a table that was ``scaled_from`` another GPU, measured or predicted there, with the
-    error seen there; ``rule``: the kernels' declared preference and error; ``frozen``: named by a file, without tables.
+    ``basis``: ``measured`` at this spec; ``predicted`` by the cost model, with the error that a measurement
+    would stay below with 95 % confidence; ``scaled``: the time of a table that was ``scaled_from`` another GPU,
+    measured or predicted there, with the error of that GPU; ``rule``: the kernels' declared preference and error;
+    ``frozen``: named by a file, without tables.
 
     ``spread_ms`` is the interquartile range of a measured time, ``time_error`` the standard error of the logarithm of a
     predicted or scaled one (0.05 is about 5 %), ``scaling_error`` what scaling adds to it.  ``needs`` is the smallest
@@ -47,7 +46,6 @@ class Candidate:
     error: float | None = None
     family: str | None = None
     basis: Basis = "rule"
-    measured_at: AttentionSpec | None = None
     spread_ms: float | None = None
     time_error: float | None = None
     needs: float | None = None
@@ -79,7 +77,6 @@ class Candidate:
             "family": self.family,
             "basis": self.basis,
             "scaled_from": self.scaled_from,
-            "measured_at": None if self.measured_at is None else self.measured_at.to_dict(),
             "needs": _finite(self.needs),
         }
 

@@ -25,7 +25,7 @@ class Choice:
 
     ``asked`` is the backend that was asked for, ``asked_by`` its source (``argument``, ``context``,
     ``ATTNBENCH_BACKEND`` or ``default``).  ``budget`` is the largest accepted error, None if a backend or plan was
-    named without ``max_error``.  ``basis`` is what decided: ``measured``, ``predicted``, ``nearest``, ``scaled``,
+    named without ``max_error``.  ``basis`` is what decided: ``measured``, ``predicted``, ``scaled``,
     ``rule``, ``explicit``, or ``frozen`` in the file ``frozen_in``.  ``margin`` is the lead over the runner-up, None if
     fewer than two plans have a time; ``trades`` are what other budgets would choose, the tightest first; ``hint`` is
     how to get a better choice.
@@ -35,7 +35,7 @@ class Choice:
     device: str
     plan: Plan
     budget: float | None
-    basis: Literal["measured", "predicted", "nearest", "scaled", "rule", "explicit", "frozen"]
+    basis: Literal["measured", "predicted", "scaled", "rule", "explicit", "frozen"]
     candidates: tuple[Candidate, ...]
     asked: str = "auto"
     asked_by: str = "default"
@@ -120,13 +120,11 @@ def _head(choice: Choice) -> Iterator[str]:
 def _basis(choice: Choice) -> str:
     if choice.basis == "predicted":
         return "prediction from measured neighbours"
-    if choice.basis == "nearest" and choice.chosen.measured_at is not None:
-        return "the nearest measured shape, the predictions being too near one another"
     if choice.basis == "scaled":
         return f"prediction scaled from {choice.chosen.scaled_from}"
     if choice.basis == "frozen":
         return f"the choices frozen in {choice.frozen_in}"
-    return {"measured": "measurement", "nearest": "the nearest measured shape"}.get(choice.basis, choice.basis)
+    return {"measured": "measurement"}.get(choice.basis, choice.basis)
 
 
 def _left_out(choice: Choice) -> Iterator[str]:

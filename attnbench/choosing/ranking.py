@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from ..kernels.plan import Plan
 from ..problem.spec import AttentionSpec
@@ -32,47 +31,30 @@ def noise(one: Candidate, other: Candidate) -> float:
 class Ranking:
     """Picks among the candidates of one spec, in any order.
 
-    ``preference`` orders plans where nothing was measured, smallest first.  ``nearest(plan, plans)`` is what was
-    measured of the plans at the nearest spec that has the first; ``model`` predicts elsewhere.
+    ``preference`` orders plans where nothing was measured, smallest first; ``model`` predicted the times of others.
     """
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        preference: Callable[[Plan], float],
-        nearest: Callable[[Plan, Iterable[Plan]], list[Candidate]],
-        model: CostModel | None,
-    ) -> None:
-        self._spec, self._preference, self._nearest, self._model = spec, preference, nearest, model
+    def __init__(self, spec: AttentionSpec, preference: Callable[[Plan], float], model: CostModel | None) -> None:
+        self._spec, self._preference, self._model = spec, preference, model
 
     def winner(self, eligible: Sequence[Candidate]) -> Candidate:
         """The candidate that runs; its basis says what decided.
 
         Measured times decide beyond their ``noise``.  Within it the more accurate plan wins (errors within a quarter
         count as equal), then the declared order, so that sweeps that differ by noise choose alike.  A predicted time
-        wins if it leads the best measured plan of this spec, or else the winner at the nearest measured spec, by more
-        than the error of the prediction; otherwise that plan runs.  Plans without a time come last.
+        wins if it leads the best measured plan of this spec by more than the error of the prediction, or if no plan was
+        measured here.  Plans without a time come last.
         """
         timed = [each for each in eligible if each.time_ms is not None]
         if not timed:
             return min(eligible, key=self._declared)
         measured = [each for each in timed if each.basis == "measured"]
-        known = self._settled(measured) if measured else None
         fastest = min(timed, key=_by_time)
-        if fastest.basis == "measured":
-            assert known is not None, "the fastest is one of them"
-            return known
-        if known is None:
-            there = self._nearest(fastest.plan, [each.plan for each in timed])
-            if not there:
-                return fastest
-            plan = self._settled(there).plan
-            known = next(each for each in timed if each.plan == plan)
-            if known.basis == "predicted":
-                known = replace(known, basis="nearest")
-        if known.plan == fastest.plan or _gap(known, fastest) > self._error(known, fastest):
+        if not measured:
             return fastest
-        return known
+        known = self._settled(measured)
+        ahead = fastest.basis != "measured" and _gap(known, fastest) > self._error(known, fastest)
+        return fastest if ahead else known
 
     def margin(self, winner: Candidate, eligible: Iterable[Candidate]) -> Margin | None:
         """The lead of the winner over the fastest of the others; None if either has no time."""

@@ -92,7 +92,7 @@ def choose(
     if not eligible:
         nearest_first = sorted(field, key=lambda each: get_args(Verdict).index(each.verdict))
         raise no_plan(spec, facts, nearest_first, fp8, max_error)
-    ranking = Ranking(spec, judge.preference, evidence.nearest, evidence.model)
+    ranking = Ranking(spec, judge.preference, evidence.model)
     winner = ranking.winner(eligible)
     return Choice(
         spec=spec,
@@ -109,11 +109,7 @@ def choose(
     )
 
 
-_WON_A_TIE = {
-    "measured": ", within the noise, where the more accurate plan wins, then the first in the declared order",
-    "nearest": ", within the error of the prediction, where the winner at the nearest measured shape runs",
-    "scaled": ", within the error of the scaled times, where the winner at the nearest shape of that table runs",
-}
+_WON_A_TIE = ", within the noise, where the more accurate plan wins, then the first in the declared order"
 # Verdicts that do not stop a named plan: the caller insists on it.
 _TIMID = ("inaccurate", "unmeasured")
 
@@ -167,6 +163,6 @@ def _explained(candidate: Candidate, winner: Candidate, named: list[Plan] | None
     else:
         ratio = candidate.time_ms / winner.time_ms
         reason = f"{three_digits(ratio)} times the time of {winner.plan}"
-        if ratio < 1:
-            reason += _WON_A_TIE.get(winner.basis, "")
+        if ratio < 1:  # of plans without measurements here the fastest runs
+            reason += _WON_A_TIE
     return replace(candidate, reasons=(reason,))

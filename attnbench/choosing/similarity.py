@@ -9,9 +9,7 @@ from typing import NamedTuple
 from ..problem.lengths_kind import Batch
 from ..problem.spec import AttentionSpec, Direction, Granularity
 
-__all__ = ["SpecClass", "apart", "class_of", "distance", "sizes"]
-
-_OTHER_MASK, _OTHER_KIND = 0.7, 0.05  # doublings of the head dimension that differ as much; a kind hardly matters
+__all__ = ["SpecClass", "class_of", "distance", "sizes"]
 
 
 class SpecClass(NamedTuple):
@@ -28,6 +26,11 @@ class SpecClass(NamedTuple):
     scale: float
     has_empty_rows: bool
     batch: Batch | None = None
+
+    @property
+    def kind(self) -> tuple[Direction, str, Granularity | None, Batch | None]:
+        """What no evidence crosses: neither times nor errors of one kind say anything about another."""
+        return self.direction, self.dtype, self.descale, self.batch
 
     def __str__(self) -> str:
         sizes = (
@@ -61,23 +64,6 @@ def class_of(spec: AttentionSpec) -> SpecClass:
         has_empty_rows=spec.has_empty_rows,
         batch=None if spec.lengths is None else spec.lengths.batch,
     )
-
-
-def apart(one: SpecClass, other: SpecClass) -> float:
-    """How much two classes of one direction and type differ in what errors depend on: doublings of the head dimension.
-
-    The recipe and the mask count; grouping, softcap and scale hardly do.  Nothing measured on sequences of one length
-    is evidence for a packed or padded batch: infinity.
-    """
-    if one.batch != other.batch:
-        return math.inf
-    pairs = ((one.head_dim, other.head_dim), (one.head_dim_v, other.head_dim_v))
-    dims = sum(abs(math.log2(a / b)) for a, b in pairs) / 2
-    kinds = (one.grouped, one.softcap, one.scale, one.has_empty_rows), (
-        other.grouped, other.softcap, other.scale, other.has_empty_rows,
-    )  # fmt: skip
-    differing = sum(a != b for a, b in zip(*kinds, strict=True))
-    return dims + _OTHER_MASK * (one.mask != other.mask) + _OTHER_KIND * differing
 
 
 def sizes(spec: AttentionSpec) -> tuple[int, int, int, int]:

@@ -6,7 +6,6 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,7 +13,7 @@ import typer
 
 from ..errors import MisuseError
 from ..text.printable import brief
-from .output import Format, FormatOption, print_json, print_text
+from .output import DeviceOption, Format, FormatOption, fresh_folder, print_json, print_text
 
 if TYPE_CHECKING:
     from ..harness.training.config import TrainConfig
@@ -29,86 +28,133 @@ OptimiserName = Literal["adamw", "adamw-fp8", "sgd"]
 ParallelName = Literal["none", "ddp", "fsdp2"]
 BlockName = Literal["plain", "te"]
 
+ModelOption = Annotated[
+    str, typer.Option("--model", help="gpt, vit-huge, or hf:CONFIG with the name of a transformers config.")
+]
+SizeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--size", help="gpt: tiny, small, medium, 1b, 3b, 8b; vit-huge: huge, tiny [default: the first of these]"
+    ),
+]
+AttentionOption = Annotated[
+    str | None,
+    typer.Option(
+        "--attention",
+        help="The candidate: auto, a backend, a kernel, a plan (fa3:fp8>fa4:bf16) or sdpa, torch's [default: auto]",
+    ),
+]
+CompareOption = Annotated[
+    str | None,
+    typer.Option(
+        "--compare",
+        help="Attention of the baseline, which is otherwise the same: bf16 (auto without FP8), sdpa, or any plan.",
+    ),
+]
+MaxErrorOption = Annotated[
+    float | None, typer.Option("--max-error", help="Allow auto to choose FP8 plans with at most this error.")
+]
+Fp8Option = Annotated[bool, typer.Option("--fp8", help="Allow auto to choose FP8 plans within the default budget.")]
+StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Optimiser steps of each run.")]
+SeedsOption = Annotated[
+    int, typer.Option("--seeds", min=1, max=100, help="Number of runs per side; a verdict needs three.")
+]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="The first seed.")]
+SeqlenOption = Annotated[
+    int | None, typer.Option("--seqlen", min=1, help="Tokens per sample [default: depends on size]")
+]
+BatchOption = Annotated[int, typer.Option("--batch", min=1, help="Samples per step and rank.")]
+VocabOption = Annotated[
+    int, typer.Option("--vocab", min=0, help="Rows of gpt's embedding; 0 for the number that bytes need.")
+]
+LinearsOption = Annotated[LinearsName, typer.Option("--linears", help="Precision of the linear layers.")]
+CompareLinearsOption = Annotated[
+    LinearsName | None,
+    typer.Option("--compare-linears", help="Precision of the baseline's linear layers [default: as --linears]"),
+]
+BlockOption = Annotated[BlockName, typer.Option("--block", help="te: use TransformerEngine's layer in vit-huge.")]
+PolicyOption = Annotated[PolicyName, typer.Option("--policy", help="Types in which weights are stored and updated.")]
+OptimiserOption = Annotated[
+    OptimiserName | None, typer.Option("--optimiser", help="Optimiser [default: adamw; for vit-huge sgd]")
+]
+LrOption = Annotated[float | None, typer.Option("--lr", help="Highest learning rate [default: depends on size]")]
+WarmupOption = Annotated[
+    int | None,
+    typer.Option(
+        "--warmup", min=0, help="Steps until the highest learning rate [default: a tenth of --steps, at most 100]"
+    ),
+]
+WeightDecayOption = Annotated[
+    float | None, typer.Option("--weight-decay", min=0, help="Weight decay of matrices [default: 0.1; for sgd 0]")
+]
+GradClipOption = Annotated[
+    float | None,
+    typer.Option("--grad-clip", min=0, help="Norm to which gradients are clipped; 0 for none [default: 1; for sgd 0]"),
+]
+CheckpointingOption = Annotated[bool, typer.Option("--checkpointing", help="Recompute activations in the backward.")]
+CompileOption = Annotated[bool, typer.Option("--compile", help="Compile the blocks.")]
+ParallelOption = Annotated[
+    ParallelName, typer.Option("--parallel", help="How to distribute the run over the processes of torchrun.")
+]
+DataOption = Annotated[
+    str | None, typer.Option("--data", help="stdlib (Python's own sources), a text file or a folder; vit-huge: images")
+]
+OutOption = Annotated[
+    Path | None, typer.Option("--out", help="Folder for rows and plots [default: a new one, printed at the end]")
+]
+ResumeOption = Annotated[
+    bool, typer.Option("--resume", help="Continue in --out: finished runs are kept, others are resumed or added.")
+]
+CheckpointEveryOption = Annotated[
+    int, typer.Option("--checkpoint-every", min=0, help="Steps between checkpoints; 0 for none.")
+]
+PatienceOption = Annotated[
+    int, typer.Option("--patience", min=1, help="Number of consecutive steps that may be NaN or infinite.")
+]
+PricePerHourOption = Annotated[
+    float | None, typer.Option("--price-per-hour", help="Price of the whole machine per hour, for price-performance.")
+]
+ShowOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--show", help="Train nothing; report the runs in these folders side by side: FOLDER or FOLDER=PRICE."
+    ),
+]
+
 
 def train(
-    model: Annotated[
-        str, typer.Option(help="gpt, vit-huge, or hf:CONFIG with the name of a transformers config.")
-    ] = "gpt",
-    size: Annotated[
-        str | None,
-        typer.Option(help="gpt: tiny, small, medium, 1b, 3b, 8b; vit-huge: huge, tiny [default: the first of these]"),
-    ] = None,
-    attention: Annotated[
-        str | None,
-        typer.Option(
-            help="The candidate: auto, a backend, a kernel, a plan (fa3:fp8>fa4:bf16) or sdpa, torch's [default: auto]"
-        ),
-    ] = None,
-    compare: Annotated[
-        str | None,
-        typer.Option(
-            help="Attention of the baseline, which is otherwise the same: bf16 (auto without FP8), sdpa, or any plan."
-        ),
-    ] = None,
-    max_error: Annotated[
-        float | None, typer.Option(help="Allow auto to choose FP8 plans with at most this error.")
-    ] = None,
-    fp8: Annotated[
-        bool, typer.Option("--fp8", help="Allow auto to choose FP8 plans within the default budget.")
-    ] = False,
-    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps of each run.")] = 30,
-    seeds: Annotated[int, typer.Option(min=1, max=100, help="Number of runs per side; a verdict needs three.")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
-    seqlen: Annotated[int | None, typer.Option(min=1, help="Tokens per sample [default: depends on size]")] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Samples per step and rank.")] = 8,
-    vocab: Annotated[int, typer.Option(min=0, help="Rows of gpt's embedding; 0 for the number that bytes need.")] = 0,
-    linears: Annotated[LinearsName, typer.Option(help="Precision of the linear layers.")] = "bf16",
-    compare_linears: Annotated[
-        LinearsName | None, typer.Option(help="Precision of the baseline's linear layers [default: as --linears]")
-    ] = None,
-    block: Annotated[BlockName, typer.Option(help="te: use TransformerEngine's layer in vit-huge.")] = "plain",
-    policy: Annotated[PolicyName, typer.Option(help="Types in which weights are stored and updated.")] = "autocast",
-    optimiser: Annotated[
-        OptimiserName | None, typer.Option(help="Optimiser [default: adamw; for vit-huge sgd]")
-    ] = None,
-    lr: Annotated[float | None, typer.Option(help="Highest learning rate [default: depends on size]")] = None,
-    warmup: Annotated[
-        int | None,
-        typer.Option(min=0, help="Steps until the highest learning rate [default: a tenth of --steps, at most 100]"),
-    ] = None,
-    weight_decay: Annotated[
-        float | None, typer.Option(min=0, help="Weight decay of matrices [default: 0.1; for sgd 0]")
-    ] = None,
-    grad_clip: Annotated[
-        float | None,
-        typer.Option(min=0, help="Norm to which gradients are clipped; 0 for none [default: 1; for sgd 0]"),
-    ] = None,
-    checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="Recompute activations in the backward.")
-    ] = False,
-    compile: Annotated[bool, typer.Option("--compile", help="Compile the blocks.")] = False,
-    parallel: Annotated[
-        ParallelName, typer.Option(help="How to distribute the run over the processes of torchrun.")
-    ] = "none",
-    data: Annotated[
-        str | None, typer.Option(help="stdlib (Python's own sources), a text file or a folder; vit-huge: images")
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for rows and plots [default: a new one, printed at the end]")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue in --out: finished runs are kept, others are resumed or added.")
-    ] = False,
-    checkpoint_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints; 0 for none.")] = 100,
-    patience: Annotated[int, typer.Option(min=1, help="Number of consecutive steps that may be NaN or infinite.")] = 5,
-    price_per_hour: Annotated[
-        float | None, typer.Option(help="Price of the whole machine per hour, for price-performance.")
-    ] = None,
-    show: Annotated[
-        list[str] | None,
-        typer.Option(help="Train nothing; report the runs in these folders side by side: FOLDER or FOLDER=PRICE."),
-    ] = None,
+    model: ModelOption = "gpt",
+    size: SizeOption = None,
+    attention: AttentionOption = None,
+    compare: CompareOption = None,
+    max_error: MaxErrorOption = None,
+    fp8: Fp8Option = False,
+    steps: StepsOption = 30,
+    seeds: SeedsOption = 3,
+    seed: SeedOption = 0,
+    seqlen: SeqlenOption = None,
+    batch: BatchOption = 8,
+    vocab: VocabOption = 0,
+    linears: LinearsOption = "bf16",
+    compare_linears: CompareLinearsOption = None,
+    block: BlockOption = "plain",
+    policy: PolicyOption = "autocast",
+    optimiser: OptimiserOption = None,
+    lr: LrOption = None,
+    warmup: WarmupOption = None,
+    weight_decay: WeightDecayOption = None,
+    grad_clip: GradClipOption = None,
+    checkpointing: CheckpointingOption = False,
+    compile: CompileOption = False,
+    parallel: ParallelOption = "none",
+    data: DataOption = None,
+    device: DeviceOption = "auto",
+    out: OutOption = None,
+    resume: ResumeOption = False,
+    checkpoint_every: CheckpointEveryOption = 100,
+    patience: PatienceOption = 5,
+    price_per_hour: PricePerHourOption = None,
+    show: ShowOption = None,
     format: FormatOption = "table",
 ) -> None:
     """Train with two kinds of attention and compare throughput, attention's share and loss, with a verdict."""
@@ -147,7 +193,9 @@ def train(
         parallel=parallel,
     )
     baseline = _baseline(candidate, compare, compare_linears)
-    folder = out or _fresh_folder(parallel)
+    if out is None and parallel != "none":
+        raise MisuseError("several processes need --out, the same folder for all of them")
+    folder = out or fresh_folder("training")
     settings = {
         "resume": resume,
         "price_per_hour": price_per_hour,
@@ -184,7 +232,7 @@ def _train(
     """Train both sides; returns whether any run finished or diverged.  ``settings`` are keywords of ``Session``."""
     from rich.console import Console
 
-    from ..harness.training.report.plots import write_plots
+    from ..harness.report.training import write_training_report
     from ..harness.training.run.foreseen import check_beforehand
     from ..harness.training.run.parallel import join_ranks
     from ..harness.training.run.progress import show_training_progress
@@ -204,8 +252,8 @@ def _train(
                 raise
             if ranks.first:
                 _print(list(session.rows.values()), format)
-                write_plots(list(session.rows.values()), folder)
-                print(f"rows and plots are in {folder}", file=sys.stderr)
+                write_training_report(list(session.rows.values()), folder)
+                print(f"rows, loss.png and training.html are in {folder}", file=sys.stderr)
     return any(row.status in ("ok", "diverged") for row in rows) or not ranks.first
 
 
@@ -239,11 +287,3 @@ def _possible(price: float) -> bool:
     from ..harness.training.rows import LARGEST_PRICE, LEAST_PRICE
 
     return LEAST_PRICE <= price <= LARGEST_PRICE
-
-
-def _fresh_folder(parallel: ParallelName) -> Path:
-    from ..files.user_folders import data_folder
-
-    if parallel != "none":
-        raise MisuseError("several processes need --out, the same folder for all of them")
-    return data_folder() / "training" / f"{datetime.now(timezone.utc):%Y-%m-%dT%H-%M-%S.%f}"

@@ -63,9 +63,10 @@ class _Asked(NamedTuple):
 
     def question(self, q: Tensor, k: Tensor, v: Tensor, *descales: Tensor | None) -> Question:
         """The question for these tensors; backend, dtype and budget are in ``wish``."""
+        of_q, of_k, of_v = descales or (None, None, None)
         return Question(
             q, k, v, self.is_causal, (self.before, self.after), self.alignment, self.scale, self.softcap,
-            self.enable_gqa, "bhsd", None, "auto", None, self.return_lse, *(descales or (None, None, None)),
+            self.enable_gqa, "bhsd", None, "auto", None, self.return_lse, of_q, of_k, of_v,
         )  # fmt: skip
 
     @property

@@ -109,12 +109,9 @@ def inputs_of(question: Question, spec: AttentionSpec) -> Inputs:
     """
     tensors = question.q, question.k, question.v
     if question.q_descale is None:
-        return Inputs(*tensors)
-    return Inputs(
-        *(
-            quantised(name, x, getattr(question, f"{name}_descale"), spec)
-            for name, x in zip("qkv", tensors, strict=True)
-        )
+        return Inputs.of(tensors)
+    return Inputs.of(
+        quantised(name, x, getattr(question, f"{name}_descale"), spec) for name, x in zip("qkv", tensors, strict=True)
     )
 
 
@@ -137,10 +134,10 @@ def resolved(question: Question) -> tuple[Question, Lengths | None]:
     if question[14:17] != (None, None, None):
         raise InputError("descales go with sequences of one length; pass packed or padded tensors before quantising")
     if not is_packed:
-        views = [x if question.layout == "bhsd" else x.transpose(1, 2) for x in question[:3] if x.ndim == 4]
-        if len(views) < 3:
+        if any(x.ndim != 4 for x in question[:3]):
             raise InputError(f"q, k, v must have 4 dimensions ({', '.join(question.layout)})")
-        return question, padded(*views[:2], *lengths, question.padding_side)
+        q, k = (x if question.layout == "bhsd" else x.transpose(1, 2) for x in question[:2])
+        return question, padded(q, k, *lengths, question.padding_side)
     if starts_q is None:
         raise InputError('layout="thd" needs cu_seqlens_q, the cumulative lengths (N + 1,) of the sequences')
     q, k, v = packed_views(*question[:3])

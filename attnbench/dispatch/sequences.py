@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -28,20 +29,21 @@ def packed_views(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 def sizes_of(lengths: Lengths, batch: int, tokens_q: int, tokens_kv: int) -> dict[str, Any]:
     """The sizes of a spec: those of the tensors for padded rows, counts in buckets for a packed batch."""
-    kind = {"batch": lengths.batch, "square": lengths.square}
     if lengths.batch != "packed":
-        return {"batch": batch, "seqlen_q": tokens_q, "seqlen_kv": tokens_kv, "lengths": LengthsKind(**kind)}
+        kind = LengthsKind(batch=lengths.batch, square=lengths.square)
+        return {"batch": batch, "seqlen_q": tokens_q, "seqlen_kv": tokens_kv, "lengths": kind}
     assert lengths.q is not None, "a packed batch has cumulative lengths"
-    totals = {"total_q": bucket(tokens_q), "total_kv": bucket(tokens_kv)}
     return {
         "batch": bucket(lengths.q.shape[0] - 1),
         "seqlen_q": bucket(lengths.longest_q),
         "seqlen_kv": bucket(lengths.longest_kv),
-        "lengths": LengthsKind(**kind, **totals),
+        "lengths": LengthsKind(
+            batch="packed", square=lengths.square, total_q=bucket(tokens_q), total_kv=bucket(tokens_kv)
+        ),
     }
 
 
-_starts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # the offsets of nested tensors in int32
+_starts: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()  # the offsets of nested tensors in int32
 
 
 class Jagged:

@@ -27,8 +27,9 @@ class Capabilities:
     bounds each of q, k, v and out.  ``training`` says whether gradients can follow (for a forward: with any backward),
     ``lse`` whether the log-sum-exp is returned, ``empty_rows`` whether queries without a visible key give 0.
     ``descales`` are the granularities accepted with quantised tensors, ``lengths`` the batches of sequences of unequal
-    length that are served.  ``emulated`` says that other arithmetic stands
-    in for the kernel's (ordinary operations, an interpreter): its results count, its times do not.
+    length that are served, ``isolates`` whether values of such a sequence that are not finite reach no other.
+    ``emulated`` says that other arithmetic stands in for the kernel's (ordinary operations, an interpreter): its
+    results count, its times do not.
     """
 
     dtypes: tuple[str, ...]
@@ -46,6 +47,7 @@ class Capabilities:
     max_elements: int | None = None
     descales: tuple[Granularity, ...] = ()
     lengths: tuple[Batch, ...] = ()
+    isolates: bool = True
     emulated: bool = False
 
     def refusals(self, spec: AttentionSpec, device: Device) -> list[str]:

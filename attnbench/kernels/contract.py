@@ -7,7 +7,7 @@ vendors disagree on (layouts, descale shapes, causal alignment, output dtype, ba
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
@@ -71,6 +71,12 @@ class Inputs(NamedTuple):
     k: Tensor | Quantised
     v: Tensor | Quantised
     lengths: Lengths | None = None
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor | Quantised], lengths: Lengths | None = None) -> Inputs:
+        """q, k and v in order."""
+        q, k, v = tensors
+        return cls(q, k, v, lengths)
 
     def unquantised(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v.  Raises TypeError where the caller quantised them."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..problem.fp8 import Quantised
-from ..problem.lengths import Lengths
 from ..problem.spec import AttentionSpec
 from .contract import BackwardKernel, ForwardKernel, Inputs, Operands, Result, Saved
 from .devices import bind
@@ -105,8 +104,8 @@ class _Attention(torch.autograd.Function):
         # Through save_for_backward, so that torch sees a tensor that is changed before the
         # backward reads it; the private state belongs to the kernel.
         lengths = operands.lengths
-        own = (None, None) if lengths is None else (lengths.q, lengths.kv)
-        ctx.lengths = None if lengths is None else (lengths.batch, lengths.longest_q, lengths.longest_kv)
+        own = (None, None) if lengths is None else (lengths.q, None if lengths.square else lengths.kv)
+        ctx.lengths = None if lengths is None else (lengths.square, replace(lengths, q=None, kv=None))
         ctx.save_for_backward(*q_.tensors, *k_.tensors, *v_.tensors, *own, out, lse)
         ctx.state, ctx.execution = state, execution
         watcher = watching.active
@@ -120,8 +119,8 @@ class _Attention(torch.autograd.Function):
         *tensors, own_q, own_kv, out, lse = ctx.saved_tensors
         lengths = None
         if ctx.lengths is not None:
-            batch, *longest = ctx.lengths
-            lengths = Lengths(batch, own_q, own_kv, *longest)
+            square, facts = ctx.lengths
+            lengths = replace(facts, q=own_q, kv=own_q if square else own_kv)
         q, k, v = (_Kept(tensors[i * 3 : i * 3 + 3], of_what).operand() for i, of_what in enumerate(ctx.kept))
         with torch.no_grad():
             saved = Saved(Operands(ctx.spec, q, k, v, lengths=lengths), out, lse, ctx.state)

@@ -13,7 +13,17 @@ from ..graph_pools import permanent
 from .dtypes import TO_TORCH
 from .spec import GRANULARITIES, Granularity
 
-__all__ = ["BLOCK", "LARGEST", "Quantised", "Recipe", "hadamard", "quantise", "quantise_with", "rotation_shrink"]
+__all__ = [
+    "BLOCK",
+    "LARGEST",
+    "Quantised",
+    "Recipe",
+    "descale_of",
+    "hadamard",
+    "quantise",
+    "quantise_with",
+    "rotation_shrink",
+]
 
 Format = Literal["e4m3", "e5m2"]
 LARGEST: dict[str, float] = {"e4m3": 448.0, "e5m2": 57344.0}  # OCP FP8 (OFP8) specification, table 1
@@ -84,12 +94,16 @@ def quantise(x: Tensor, recipe: Recipe, *, rotate: bool = False, smooth: bool = 
     if rotated:
         value = _rotated(value)
         magnitudes = _rotation_bound(magnitudes) if recipe.granularity in ("head", "tensor") else value
-    amax = _group_amax(magnitudes, recipe.granularity)
-    # Below fp32's smallest normal number the quotient could round to 0, and 0 / 0 is no number.
-    smallest = torch.finfo(torch.float32).tiny
-    descale = torch.where(amax == 0, 1.0, _over(amax, LARGEST[recipe.format]).clamp_min(smallest))
+    descale = descale_of(_group_amax(magnitudes, recipe.granularity), recipe.format)
     data = quantise_with(value, descale, recipe.format)
     return Quantised(data, descale, recipe.granularity, rotated, mean)
+
+
+def descale_of(amax: Tensor, format: Format) -> Tensor:
+    """The descale of groups by their largest magnitudes in fp32; 1 where all is zero, NaN where that is NaN."""
+    # Below fp32's smallest normal number the quotient could round to 0, and 0 / 0 is no number.
+    smallest = torch.finfo(torch.float32).tiny
+    return torch.where(amax == 0, 1.0, _over(amax, LARGEST[format]).clamp_min(smallest))
 
 
 def quantise_with(x: Tensor, descale: Tensor | float, format: Format) -> Tensor:

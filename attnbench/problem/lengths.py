@@ -8,8 +8,9 @@ torch's back (by a kernel of one's own, a replayed CUDA graph) is not noticed: p
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -63,6 +64,13 @@ class Lengths:
         """Whether every sequence is known to have as many keys as queries."""
         return self.q is self.kv and self.longest_q == self.longest_kv
 
+    @property
+    def starts(self) -> tuple[Tensor, Tensor]:
+        """Where queries and keys of each sequence of a packed batch start, and where the last ends, (N + 1,) each."""
+        if self.q is None or self.kv is None or self.batch != "packed":
+            raise InputError(f"a {self.batch} batch has no cumulative lengths")
+        return self.q, self.kv
+
     def sequences(self, spec: AttentionSpec, q: Tensor, k: Tensor) -> Iterator[Sequence]:
         """The sequences that have a query and a key.  Waits for the device and reads the lengths."""
         sides = zip(self._ranges(self.q, q.shape), self._ranges(self.kv, k.shape), strict=True)
@@ -78,7 +86,7 @@ class Lengths:
             return [slice(0, size)] * rows
         numbers = lengths.tolist()
         if self.batch == "packed":
-            return [slice(*pair) for pair in zip(numbers, numbers[1:], strict=False)]
+            return [slice(*pair) for pair in itertools.pairwise(numbers)]
         if self.batch == "left-padded":
             return [slice(size - number, size) for number in numbers]
         return [slice(0, number) for number in numbers]
@@ -90,7 +98,7 @@ class _Known(NamedTuple):
     longest: int
 
 
-_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # cumulative lengths that were read and found in order
+_known: MutableMapping[Tensor, _Known] = WeakTensorKeyDictionary()  # cumulative lengths, read and found in order
 
 
 def packed(q: Tensor, k: Tensor, starts_q: Tensor, starts_kv: Tensor, max_q: int | None, max_kv: int | None) -> Lengths:

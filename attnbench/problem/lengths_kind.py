@@ -1,4 +1,4 @@
-"""What a choice may depend on where sequences have lengths of their own: frozen, hashable, JSON-able.  No torch here."""
+"""What a choice may depend on where sequences have lengths of their own: frozen, hashable, JSON-able, without torch."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from ..kernels.registry import Registry
 from ..kernels.registry import registry as installed
 from ..problem.spec import FP8_DTYPES, AttentionSpec
 from ..tables.environment import Environment
+from .conformance_batches import served
 from .conformance_checks import CHECKS, Check
 from .conformance_report import Finding, Report
 from .conformance_subject import Subject, shrunk
@@ -26,6 +27,7 @@ from .conformance_subject import Subject, shrunk
 __all__ = ["check_backend"]
 
 _FEW = 1  # specs of each check that runs, where every new shape is compiled
+_TRIES = 4  # specs drawn for each that is to be served in a batch of unequal lengths
 _SHARED = "shared"  # the name by which checks of conduct then draw the same one
 _BECAUSE = "not asked, because of: "
 _RAISED = "raised "
@@ -188,6 +190,9 @@ def _drawn(subject: Subject, check: Check, count: int) -> list[AttentionSpec]:
         return subject.specs(check.name, count, dtypes=dtypes) if dtypes else []
     if check.typical:
         return subject.typical()[:count]
+    if check.batch is not None:
+        specs = subject.mixed(check.name, _TRIES * count)
+        return [spec for spec in specs if spec.descale is None and served(subject, spec, check.batch)][:count]
     if check.mixed:
         return subject.mixed(check.name, count)
     name = _SHARED if count == _FEW and not check.features else check.name
@@ -200,6 +205,8 @@ def _nothing(subject: Subject, check: Check) -> str:
         return _BECAUSE + ", ".join(broken)
     if check.name == "descales":
         return "the row names no descales"
+    if check.batch is not None and (subject.row is None or check.batch not in subject.row.lengths):
+        return f"the row names no {check.batch} batches"
     random = Random(0)
     spec = subject.any_spec(random, *check.features)
     reasons = subject.refusals(spec)

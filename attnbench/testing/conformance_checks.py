@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
+from ..problem.lengths_kind import BATCHES, Batch
 from ..problem.spec import AttentionSpec
+from .conformance_batches import unequal
 from .conformance_conduct import (
     captured,
     differentiated,
@@ -58,11 +61,25 @@ class Check:
     only: Literal["forward", "training"] | None = None
     on: str | None = None
     typical: bool = False
+    batch: Batch | None = None
     count: int = 4
 
 
 _PLAIN = ("out", "gradients")
 _SAME = (*_PLAIN, "repeated calls", "new values")
+
+
+def _of_batch(batch: Batch) -> Check:
+    """The numbers of batches of sequences of unequal length."""
+    return Check(
+        name=f"{batch} batch",
+        wrong=partial(unequal, batch=batch),
+        look="where sequences start and end, scales and tiles that cross a border, rows that belong to no sequence",
+        batch=batch,
+        mixed=True,
+        after=(*_SAME, "empty rows", "combinations"),
+        count=6,
+    )
 
 
 def _of_feature(name: str, look: str) -> Check:
@@ -241,6 +258,7 @@ CHECKS: tuple[Check, ...] = (
         after=_PLAIN,
         count=12,
     ),
+    *map(_of_batch, BATCHES),
     Check(
         name="shared GPU",
         wrong=shared,

@@ -246,7 +246,7 @@ def differentiated(subject: Subject, spec: AttentionSpec) -> str | None:
     truth = truth_of(subject, spec, inputs)
     execution = Execution(spec, subject.forward, subject.backward)
     leaves = [x.detach().clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
-    out, lse = execution(Inputs(*leaves))
+    out, lse = execution(Inputs.of(leaves))
     if not out.requires_grad:
         return "out carries no gradient"
     if lse is not None and lse.requires_grad:
@@ -258,14 +258,14 @@ def differentiated(subject: Subject, spec: AttentionSpec) -> str | None:
             return f"through autograd {turn}{said}"
     for index, name in enumerate(names):
         mine = [x.detach().clone().requires_grad_(each == index) for each, x in enumerate(leaves)]
-        execution(Inputs(*mine))[0].backward(inputs.grad_out)  # type: ignore[no-untyped-call]
+        execution(Inputs.of(mine))[0].backward(inputs.grad_out)  # type: ignore[no-untyped-call]
         if [x.grad is not None for x in mine] != [each == index for each in range(3)]:
             return f"where {name} alone is wanted, other gradients come"
         only = mine[index].grad
         if only is None or subject.wrong(spec, {name: only}, truth):
             return f"where {name} alone is wanted, it is another one"
     with torch.no_grad():
-        if execution(Inputs(*leaves))[0].requires_grad:
+        if execution(Inputs.of(leaves))[0].requires_grad:
             return "out carries a gradient in no_grad"
     return None
 

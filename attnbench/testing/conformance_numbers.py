@@ -204,7 +204,7 @@ def descaled(subject: Subject, spec: AttentionSpec) -> str | None:
     if said is not None:
         return said
     before = [(x.data.clone(), x.descale.clone()) for x in given]
-    subject.forward.run(subject.forward.prepare(Inputs(*given), spec))
+    subject.forward.run(subject.forward.prepare(Inputs.of(given), spec))
     for name, x, (data, descale) in zip("qkv", given, before, strict=True):
         if not (same_bits(x.data, data) and same_bits(x.descale, descale)):
             return f"{name} or its descale changed during the call"
@@ -222,7 +222,7 @@ _Triple = tuple[Quantised, Quantised, Quantised]
 
 
 def _descaled(subject: Subject, spec: AttentionSpec, given: _Triple) -> str | None:
-    result = subject.forward.run(subject.forward.prepare(Inputs(*given), spec))
+    result = subject.forward.run(subject.forward.prepare(Inputs.of(given), spec))
     found: dict[TensorName, Tensor] = {"out": result.out}
     if result.lse is not None:
         found["lse"] = result.lse

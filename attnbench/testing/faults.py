@@ -237,7 +237,7 @@ class PlantedBackward(BackwardKernel):
         """The gradients, dQ changed."""
         spec = saved.spec
         exact = installed().forward(_EXACT)
-        operands = exact.prepare(Inputs(*saved.operands.tensors()), spec)
+        operands = exact.prepare(Inputs.of(saved.operands.tensors()), spec)
         out, lse, state = exact.run(operands)
         dq, dk, dv = installed().backward(_EXACT).run(Saved(operands, out, lse, state), grad_out)
         return dq * self.factor, dk, dv

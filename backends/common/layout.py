@@ -49,8 +49,13 @@ def aligned(x: Tensor, vector: int = 16) -> Tensor:
 
 
 def whole_gradients(gradients: tuple[Tensor, Tensor, Tensor], spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK and dV (B, H, S, D) of (B, S, H, ·): without padded head dimensions, with zeros for keys cut off."""
-    unseen = spec.seqlen_kv - gradients[1].shape[1]
+    """dQ, dK and dV (B, H, S, D) of (B, S, H, ·): without padded head dimensions, with zeros for keys cut off.
+
+    Those of a packed batch are (T, H, ·) and become (1, H, T, D).
+    """
+    if spec.lengths is not None:
+        gradients = gradients[0][None], gradients[1][None], gradients[2][None]
+    unseen = 0 if spec.lengths is not None else spec.seqlen_kv - gradients[1].shape[1]
     sizes = (spec.head_dim, spec.head_dim, spec.head_dim_v)
     dq, dk, dv = (x[..., :size] for x, size in zip(gradients, sizes, strict=True))
     if unseen:

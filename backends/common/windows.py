@@ -6,8 +6,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
 
-__all__ = ["Window", "bottom_right", "flash2_window"]
+__all__ = ["Window", "bottom_right", "flash2_window", "flash2_window_of", "window_of"]
 
 
 class Window(NamedTuple):
@@ -46,6 +47,16 @@ def bottom_right(mask: Mask, seqlen_q: int, seqlen_kv: int) -> Window | str:
     return Window(keys, left, right)
 
 
+def window_of(spec: AttentionSpec) -> Window | str:
+    """``bottom_right`` for a spec.  Where sequences have lengths of their own, the window within each sequence."""
+    if spec.lengths is None:
+        return bottom_right(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+    if spec.mask.kind != "none" and not spec.lengths.square and spec.mask.alignment == "top-left":
+        return "aligns masks at the last query and key of each sequence, not at the first"
+    left, right = (-1 if side is None else side for side in (spec.mask.left, spec.mask.right))
+    return Window(spec.seqlen_kv, left, right)
+
+
 @lru_cache(maxsize=1024)
 def flash2_window(mask: Mask, seqlen_q: int, seqlen_kv: int) -> Window | str:
     """The same for FlashAttention-2, whose windows cannot reach beyond all keys.
@@ -60,3 +71,12 @@ def flash2_window(mask: Mask, seqlen_q: int, seqlen_kv: int) -> Window | str:
     if reach > window.keys or (reach == window.keys and mask.left is None):
         return f"its window cannot reach {reach} keys to the right, beyond all {window.keys}"
     return window
+
+
+def flash2_window_of(spec: AttentionSpec) -> Window | str:
+    """``flash2_window`` for a spec.  Where sequences have lengths of their own, the window within each sequence."""
+    if spec.lengths is None:
+        return flash2_window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+    if spec.mask.left is not None and spec.mask.right is None and not spec.lengths.square:
+        return "its window cannot reach beyond all keys, as it must in sequences with more queries"
+    return window_of(spec)

@@ -7,6 +7,7 @@ Shah et al., "FlashAttention-3" (arXiv 2407.08608); the source is ``hopper/`` of
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,11 +26,12 @@ from attnbench.kernels.contract import (
     gradient_dtype,
 )
 from attnbench.problem.dtypes import TO_TORCH
+from attnbench.problem.lengths_kind import Batch
 from attnbench.problem.spec import AttentionSpec
 
 from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
 from ..common.layout import padded, whole_gradients
-from ..common.windows import bottom_right
+from ..common.windows import window_of
 from .fa3_operands import Native, dimensions, prepared, readable, refuse_spec
 from .fa3_origins import availability, chosen, library
 
@@ -66,7 +68,7 @@ def _omitted(needed: set[str]) -> list[str]:
 
 def needs(spec: AttentionSpec, precision: str) -> set[str]:
     """The parts of FlashAttention-3 that a spec needs in a precision, by the names of ``Build.omissions``."""
-    found = bottom_right(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+    found = window_of(spec)
     local = not isinstance(found, str) and found.local
     asked = {"FP8": precision == "fp8", "FP16": precision == "fp16", "LOCAL": local, "SOFTCAP": spec.softcap > 0}
     return {part for part, needed in asked.items() if needed}
@@ -77,12 +79,15 @@ class Fa3Forward(ForwardKernel):
 
     backend = "fa3"
     preference: int | None = 8
+    batches: tuple[Batch, ...] = ("packed",)
 
     def __init__(self, precision: str) -> None:
         self.name = f"{self.backend}:{precision}"
         self.precision = precision
         self.leaves = "e4m3" if precision == "fp8" else None
-        self.rows = {"cuda": fp8_row() if precision == "fp8" else Capabilities(dtypes=(precision,), **HOPPER)}
+        row = fp8_row() if precision == "fp8" else Capabilities(dtypes=(precision,), **HOPPER)
+        # The last tile of a sequence reads the next one's V and multiplies it by 0, which leaves NaN (H200).
+        self.rows = {"cuda": replace(row, lengths=self.batches, isolates=not self.batches)}
         self.declared_error = _FP8_ERROR if precision == "fp8" else DECLARED_ERROR[precision]
         self.evidence = {"cuda": PROFILED[precision]}
 
@@ -100,8 +105,10 @@ class Fa3Forward(ForwardKernel):
         spec, span = operands.spec, given.window
         out, lse, *_ = library().forward(
             given.q, given.k, given.v, *given.descales, spec.scale,
-            span.causal, span.left, span.right, spec.softcap,
+            span.causal, span.left, span.right, spec.softcap, *given.starts,
         )  # fmt: skip
+        if operands.lengths is not None:
+            out, lse = out[None], lse[None]
         return Result(out[..., : spec.head_dim_v].transpose(1, 2).to(gradient_dtype(spec)), lse)
 
 
@@ -126,7 +133,7 @@ class Fa3Backward(BackwardKernel):
         spec, lse = saved.spec, saved.lse
         assert lse is not None
         backward = library().backward
-        span = bottom_right(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+        span = window_of(spec)
         if backward is None or isinstance(span, str):
             raise InputError(f"{self.name} refuses this: {'; '.join(_omitted({'BACKWARD'})) or span}")
         size, _ = dimensions(spec.head_dim, spec.head_dim_v, fp8=False, backward=True)

@@ -9,27 +9,33 @@ from torch import Tensor
 
 from attnbench.errors import InputError
 from attnbench.kernels.contract import Inputs, Operands
-from attnbench.problem.fp8 import Quantised, Recipe, quantise
+from attnbench.problem.fp8 import Quantised, Recipe, descale_of, quantise, quantise_with
+from attnbench.problem.lengths import Lengths
 from attnbench.problem.spec import AttentionSpec
 
 from ..common.layout import padded, rounded_up
-from ..common.windows import Window, bottom_right
+from ..common.windows import Window, window_of
 
 __all__ = [
     "Native", "check_plain", "dimensions", "native", "prepared", "quantise_by_key_head", "readable", "refuse_spec",
 ]  # fmt: skip
 
 Triple = tuple[Quantised, Quantised, Quantised]
+Starts = tuple[Tensor | None, Tensor | None, int | None, int | None]
 
 
 class Native(NamedTuple):
-    """What ``run`` hands to the kernel: (B, S, H, D) tensors, descales (B, Hkv) in fp32 for FP8, the window."""
+    """What ``run`` hands to the kernel: (B, S, H, D) tensors, descales (B, Hkv) in fp32 for FP8, the window.
+
+    Tensors of a packed batch are (T, H, D), their descales (N, Hkv), and ``starts`` says where sequences start.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     descales: tuple[Tensor | None, Tensor | None, Tensor | None]
     window: Window
+    starts: Starts
 
 
 def refuse_spec(spec: AttentionSpec) -> list[str]:
@@ -39,7 +45,7 @@ def refuse_spec(spec: AttentionSpec) -> list[str]:
     right >= queries - 1).
     """
     reasons = []
-    found = bottom_right(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+    found = window_of(spec)
     if isinstance(found, str):
         reasons.append(found)
     if spec.scale <= 0:  # the row's maximum is taken before the scale is applied (hopper/softmax.h)
@@ -72,6 +78,24 @@ def quantise_by_key_head(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -
     return shared, quantise(k, recipe), quantise(v, recipe)
 
 
+def quantise_sequences(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, lengths: Lengths) -> Triple:
+    """The same of a packed batch (1, H, T, D), with one scale for each (sequence, key head) as a descale a token."""
+    queries, keys = lengths.starts
+    return _by_sequence(q, queries, spec.group), _by_sequence(k, keys, 1), _by_sequence(v, keys, 1)
+
+
+def _by_sequence(x: Tensor, starts: Tensor, group: int) -> Quantised:
+    count, tokens = starts.shape[0] - 1, x.shape[2]
+    numbers = torch.arange(count, device=x.device)
+    owner = numbers.repeat_interleave(starts.diff().long(), output_size=tokens)  # its size given, nothing is waited for
+    largest = x[0].abs().amax(-1).to(torch.float32).view(-1, group, tokens).amax(1)
+    of_sequence = largest.new_zeros(largest.shape[0], count).scatter_reduce(
+        1, owner.expand_as(largest), largest, "amax"
+    )
+    descale = descale_of(of_sequence, "e4m3")[:, owner].repeat_interleave(group, dim=0)[None, ..., None]
+    return Quantised(quantise_with(x, descale, "e4m3"), descale, "token")
+
+
 def prepared(inputs: Inputs, spec: AttentionSpec, precision: str) -> Operands:
     """Operands whose ``native`` is a ``Native``: e4m3 for the precision fp8, else the tensors as they are.
 
@@ -79,12 +103,41 @@ def prepared(inputs: Inputs, spec: AttentionSpec, precision: str) -> Operands:
     The library has no room for these, so the key heads are then repeated.  Raises InputError if a tensor is rotated,
     smoothed or not e4m3.
     """
+    if inputs.lengths is not None:
+        return _packed(inputs, spec, inputs.lengths, precision)
     if precision != "fp8":
         q, k, v = inputs.unquantised()
         return Operands(spec, q, k, v, native(q, k, v, spec))
     given = inputs.quantised()
     made = given or quantise_by_key_head(*inputs.unquantised(), spec)
     return Operands(spec, *made, native(*made, spec, own_scales=given is None))
+
+
+def _packed(inputs: Inputs, spec: AttentionSpec, lengths: Lengths, precision: str) -> Operands:
+    """Operands of a packed batch."""
+    q, k, v = inputs.unquantised()
+    queries, keys = lengths.starts
+    window = window_of(spec)
+    if isinstance(window, str):
+        raise InputError(window)
+    starts = queries, keys, lengths.longest_q, lengths.longest_kv
+    d, dv = dimensions(spec.head_dim, spec.head_dim_v, precision == "fp8")
+
+    def tokens(x: Tensor, size: int) -> Tensor:
+        return readable(padded(x, size))[0]
+
+    if precision != "fp8":
+        given = Native(tokens(q, d), tokens(k, d), tokens(v, dv), (None, None, None), window, starts)
+        return Operands(spec, q, k, v, given, lengths)
+    q8, k8, v8 = quantise_sequences(q, k, v, spec, lengths)
+    descales = _firsts(q8, queries)[:, :: spec.group].contiguous(), _firsts(k8, keys), _firsts(v8, keys)
+    given = Native(tokens(q8.data, d), tokens(k8.data, d), tokens(v8.data, dv), descales, window, starts)
+    return Operands(spec, q8, k8, v8, given, lengths)
+
+
+def _firsts(x: Quantised, starts: Tensor) -> Tensor:
+    """The descales (N, H) of each sequence's first token; those of one without tokens are not used."""
+    return x.descale[0, ..., 0][:, starts[:-1].clamp_max(x.data.shape[2] - 1)].mT.contiguous()
 
 
 def native(
@@ -96,7 +149,7 @@ def native(
     otherwise the key heads are repeated, so that every query head has its own scale.  Raises InputError if FP8 tensors
     are not plain e4m3.
     """
-    found = bottom_right(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+    found = window_of(spec)
     if isinstance(found, str):
         raise InputError(found)
     descales: tuple[Tensor | None, ...] = (None, None, None)
@@ -119,7 +172,7 @@ def native(
     q_, k_, v_ = (
         readable(padded(x[:, :, :length], size)) for x, length, size in zip(tensors, lengths, (d, d, dv), strict=True)
     )
-    return Native(q_, k_, v_, (descales[0], descales[1], descales[2]), found)
+    return Native(q_, k_, v_, (descales[0], descales[1], descales[2]), found, (None, None, None, None))
 
 
 def readable(x: Tensor) -> Tensor:

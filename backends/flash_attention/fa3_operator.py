@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["BACKWARD", "FORWARD", "VARLEN", "OperatorError", "bound"]
+__all__ = ["BACKWARD", "FORWARD", "OperatorError", "bound"]
 
 FORWARD = (
     "q", "k", "v", "q_descale", "k_descale", "v_descale", "softmax_scale",
-    "is_causal", "window_size_left", "window_size_right", "softcap",
+    "is_causal", "window_size_left", "window_size_right", "softcap", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q",
+    "max_seqlen_k",
 )  # fmt: skip
-VARLEN = (*FORWARD, "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 BACKWARD = (
     "dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", "softmax_scale",
     "is_causal", "window_size_left", "window_size_right", "softcap",

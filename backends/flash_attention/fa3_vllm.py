@@ -21,7 +21,7 @@ from attnbench.problem.spec import AttentionSpec
 from ..common.installed import has_file, installed, without_cuda
 from .fa3 import Fa3Forward
 from .fa3_operands import Native, refuse_spec
-from .fa3_operator import VARLEN, bound
+from .fa3_operator import FORWARD, bound
 
 __all__ = ["BACKEND", "VllmForward"]
 
@@ -54,7 +54,7 @@ def _availability() -> Availability:
 def _forward() -> Callable[..., Any]:
     """The operator, loaded once.  Raises ImportError, OSError or OperatorError."""
     import_module("vllm.vllm_flash_attn._vllm_fa3_C")
-    return bound(torch.ops._vllm_fa3_C.fwd.default, VARLEN)
+    return bound(torch.ops._vllm_fa3_C.fwd.default, FORWARD)
 
 
 class VllmForward(Fa3Forward):
@@ -62,6 +62,7 @@ class VllmForward(Fa3Forward):
 
     backend = "fa3-vllm"
     preference = 30
+    batches = ()
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """Windows that cannot be moved bottom-right, and more tokens than its 32-bit offsets count."""

@@ -22,13 +22,14 @@ from attnbench.kernels.contract import (
     Result,
     Saved,
 )
+from attnbench.problem.lengths import Lengths
 from attnbench.problem.spec import AttentionSpec
 
 from ..common.declared_errors import DECLARED_GRADIENT_ERROR
 from ..common.installed import versions_of
 from ..common.layout import aligned, padded, rounded_up, whole_gradients
 from ..common.typed_kernel import TypedKernel
-from ..common.windows import Window, bottom_right
+from ..common.windows import Window, window_of
 from .fa3_operands import quantise_by_key_head
 
 __all__ = ["BACKEND"]
@@ -80,8 +81,10 @@ class _Fa4(TypedKernel):
 
     def rows_of(self, precision: str) -> dict[str, Capabilities]:
         # interface.py, _validate_head_dims: 16-byte rows of 8 to 256 elements on compute capability 9.x
-        row = Capabilities(dtypes=(precision,), capability=_HOPPER, head_dims=(8, 256, 8), max_elements=_INT32)
-        return {"cuda": row}
+        sizes: dict[str, Any] = {"head_dims": (8, 256, 8), "max_elements": _INT32}
+        # The last tile of a sequence reads the next one's V and multiplies it by 0, which leaves NaN (4.0.0b36, H200).
+        packs: dict[str, Any] = {"lengths": ("packed",), "isolates": False}
+        return {"cuda": Capabilities(dtypes=(precision,), capability=_HOPPER, **packs, **sizes)}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         reasons = []
@@ -91,7 +94,7 @@ class _Fa4(TypedKernel):
 
 
 def _common_refusals(spec: AttentionSpec) -> list[str]:
-    window = bottom_right(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+    window = window_of(spec)
     reasons = [window] if isinstance(window, str) else []
     if spec.scale <= 0:
         reasons.append("takes the largest score of a row before it scales, so the scale must be positive")
@@ -104,13 +107,13 @@ class Fa4Forward(_Fa4, ForwardKernel):
     evidence: Mapping[str, str] = {"cuda": _EVIDENCE_FORWARD}
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
-        """Views (B, S, H, D) where strides and head dimensions allow it."""
+        """Views (B, S, H, D), or (T, H, D) of a packed batch, where strides and head dimensions allow it."""
         q, k, v = inputs.unquantised()
-        return Operands(spec, q, k, v, _native(q, k, v, spec, _FORWARD_STEP))
+        return Operands(spec, q, k, v, _native(q, k, v, spec, _FORWARD_STEP), inputs.lengths)
 
     def run(self, operands: Operands) -> Result:
         """The first call of a shape class (dtype, head dimensions, group, kind of mask, softcap) compiles."""
-        return _forward(operands.spec, *operands.native)
+        return _forward(operands.spec, *operands.native, **_starts(operands.lengths))
 
 
 class Fa4Fp8Forward(ForwardKernel):
@@ -162,9 +165,12 @@ class Fa4Backward(_Fa4, BackwardKernel):
         q, k, v = saved.operands.tensors()
         q, k, v, window = _native(q, k, v, spec, _BACKWARD_STEP)
         out, grad_out = (_bshd(padded(x.detach(), v.shape[-1])) for x in (saved.out, grad_out))
+        lse = lse.to(torch.float32).contiguous()
+        if spec.lengths is not None:
+            out, grad_out, lse = out[0], grad_out[0], lse[0]
         dq, dk, dv, *_ = _library().backward(
-            q, k, v, out, grad_out, lse.to(torch.float32).contiguous(),
-            softmax_scale=spec.scale, softcap=spec.softcap, **_sides(window),
+            q, k, v, out, grad_out, lse, softmax_scale=spec.scale, softcap=spec.softcap, **_sides(window),
+            **_starts(saved.operands.lengths),
         )  # fmt: skip
         return whole_gradients((dq, dk, dv), spec)
 
@@ -187,13 +193,26 @@ def _sides(window: Window) -> dict[str, Any]:
 
 
 def _native(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, step: int) -> tuple[Tensor, Tensor, Tensor, Window]:
-    """(B, S, H, D) and the window: views where strides and head dimensions allow it."""
-    window = bottom_right(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+    """(B, S, H, D), or (T, H, D), and the window: views where strides and head dimensions allow it."""
+    window = window_of(spec)
     if isinstance(window, str):
         raise ValueError(window)
     d, dv = _dimensions(spec, step)
     q, k, v = (_bshd(padded(x.detach(), size)) for x, size in ((q, d), (k, d), (v, dv)))
+    if spec.lengths is not None:
+        return q[0], k[0], v[0], window
     return q, k[:, : window.keys], v[:, : window.keys], window
+
+
+def _starts(lengths: Lengths | None) -> dict[str, Any]:
+    """The arguments that say where sequences start."""
+    if lengths is None:
+        return {}
+    queries, keys = lengths.starts
+    return {
+        "cu_seqlens_q": queries, "cu_seqlens_k": keys,
+        "max_seqlen_q": lengths.longest_q, "max_seqlen_k": lengths.longest_kv,
+    }  # fmt: skip
 
 
 def _forward(
@@ -205,11 +224,14 @@ def _forward(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    **starts: Any,
 ) -> Result:
     out, lse, *_ = _library().forward(
         q, k, v, softmax_scale=spec.scale, softcap=spec.softcap, **_sides(window), return_lse=True,
-        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, **starts,
     )  # fmt: skip
+    if starts:
+        out, lse = out[None], lse[None]
     return Result(out[..., : spec.head_dim_v].transpose(1, 2), lse)
 
 

@@ -31,7 +31,7 @@ from ..common.installed import torch_availability
 from ..common.layout import aligned, whole_gradients
 from ..common.mask_tensor import MAX_SCORES, dense_mask
 from ..common.typed_kernel import TypedKernel
-from ..common.windows import Window, flash2_window
+from ..common.windows import Window, flash2_window_of
 
 __all__ = ["BACKEND"]
 
@@ -46,11 +46,11 @@ class _Flash(TypedKernel):
         cpu = Capabilities(dtypes=(precision,), head_dim_v=False, softcap=False)
         if precision not in _ON_CUDA:
             return {"cpu": cpu}
-        return {"cpu": cpu, "cuda": replace(cpu, capability=(8, 0), head_dims=(8, 256, 8))}
+        return {"cpu": cpu, "cuda": replace(cpu, capability=(8, 0), head_dims=(8, 256, 8), lengths=("packed",))}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         if device.type == "cuda":
-            window = flash2_window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+            window = flash2_window_of(spec)
             # softmax.h of FlashAttention-2 multiplies minus infinity, its hidden keys, by the scale.
             reasons = cuda_refusals(spec, device)
             if spec.scale <= 0:
@@ -97,7 +97,7 @@ class FlashForward(_Flash, ForwardKernel):
         """Views where the strides allow it, and the mask as the device's operator takes it."""
         q, k, v = inputs.unquantised()
         if q.is_cuda:
-            return Operands(spec, q, k, v, _cuda_inputs(q, k, v, spec))
+            return Operands(spec, q, k, v, _cuda_inputs(q, k, v, spec), inputs.lengths)
         causal = _cpu_causal(spec)
         empty = _empty_rows(spec) if spec.has_empty_rows else None
         native = _readable(q), _readable(k), _readable(v), causal, None if causal else _cpu_mask(spec, q), empty
@@ -109,9 +109,11 @@ class FlashForward(_Flash, ForwardKernel):
         if native[0].is_cuda:
             q, k, v, window = native
             out, lse, *_ = torch.ops.aten._flash_attention_forward(
-                q, k, v, None, None, spec.seqlen_q, window.keys, 0.0, False, False,
+                q, k, v, *_starts(operands, window), 0.0, False, False,
                 scale=spec.scale, window_size_left=window.left, window_size_right=window.right,
             )  # fmt: skip
+            if operands.lengths is not None:
+                out, lse = out[None], lse[None]
             if spec.has_empty_rows:
                 lse = lse.masked_fill(lse == math.inf, -math.inf)
             return Result(out.transpose(1, 2), lse)
@@ -167,13 +169,22 @@ def _roundings(spec: AttentionSpec) -> float:
 
 
 def _cuda_inputs(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor, Window]:
-    window = flash2_window(spec.mask, spec.seqlen_q, spec.seqlen_kv)
+    window = flash2_window_of(spec)
     if isinstance(window, str):
         raise ValueError(window)
     q, k, v = aligned(q).transpose(1, 2), aligned(k).transpose(1, 2), aligned(v).transpose(1, 2)
+    if spec.lengths is not None:
+        return q[0], k[0], v[0], window
     if window.keys < spec.seqlen_kv:
         k, v = k[:, : window.keys], v[:, : window.keys]
     return q, k, v, window
+
+
+def _starts(operands: Operands, window: Window) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """Where sequences start, None where they have one length, and the largest numbers of queries and keys."""
+    if operands.lengths is None:
+        return None, None, operands.spec.seqlen_q, window.keys
+    return *operands.lengths.starts, operands.lengths.longest_q, operands.lengths.longest_kv
 
 
 def _backward_cuda(saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,9 +194,11 @@ def _backward_cuda(saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tens
     if spec.has_empty_rows:
         lse = lse.masked_fill(lse == -math.inf, math.inf)  # the kernel wants exp(S - LSE) to be 0 there
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the dropout's random state
+    grad_out, out = aligned(grad_out).transpose(1, 2), aligned(saved.out).transpose(1, 2)
+    if spec.lengths is not None:
+        grad_out, out, lse = grad_out[0], out[0], lse[0]
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        aligned(grad_out).transpose(1, 2), q, k, v, aligned(saved.out).transpose(1, 2), lse.contiguous(),
-        None, None, spec.seqlen_q, window.keys, 0.0, False, unused, unused,
+        grad_out, q, k, v, out, lse.contiguous(), *_starts(saved.operands, window), 0.0, False, unused, unused,
         scale=spec.scale, window_size_left=window.left, window_size_right=window.right,
     )  # fmt: skip
     return whole_gradients((dq, dk, dv), spec)

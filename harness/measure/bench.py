@@ -67,11 +67,18 @@ class Bench:
         trial.restore()
         return Prepared(first_ms, trial.ran)
 
-    def sample(self, plan: Plan, replay: bool = True, costs: Collection[Cost] = COSTS) -> Visit:
-        """Samples of these costs of a prepared plan; ``replay`` lets short ones be recorded as CUDA graphs."""
+    def sample(self, plan: Plan, replay: bool = True) -> Visit:
+        """Samples of every cost of a prepared plan; ``replay`` lets short ones be recorded as CUDA graphs."""
+        return self._sampled(plan, self.timer, replay, COSTS)
+
+    def look(self, plan: Plan, costs: Collection[Cost]) -> Visit:
+        """A few samples of these costs of a prepared plan, none replayed."""
+        return self._sampled(plan, self.timer.brief, False, costs)
+
+    def _sampled(self, plan: Plan, timer: Timer, replay: bool, costs: Collection[Cost]) -> Visit:
         trial = self._trials[plan]
         trial.case.load_first()
-        return trial.sample(self.timer, replay, costs)
+        return trial.sample(timer, replay, costs)
 
     def conclude(self, plan: Plan) -> Findings:
         """The plan's errors, in the state that the samples left, and its other findings."""

@@ -127,11 +127,6 @@ class Conditions(BaseModel):
             clock_set=sum(settings) / len(settings) if settings else None,
         )
 
-    @property
-    def was_throttled(self) -> bool | None:
-        """Whether anything but a setting held the clock down in any reading; None if the GPU does not report it."""
-        return None if self.throttled is None else bool(self.throttled)
-
 
 class Watch:
     """Reads one GPU every ``every`` seconds in a thread while the context is open.

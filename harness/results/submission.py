@@ -122,10 +122,14 @@ def table_faults(table: Table, known: Registry, names: Collection[str] = ()) -> 
         if entry.plan not in unknown and known.emulated(entry.plan, "cuda"):
             said.append(_EMULATED)
         faults += [f"{entry.spec}, {entry.plan}: {each}" for each in said]
-    shapes = {spec for spec in table.specs if sum(each.usable for each in table.at(spec).values()) >= _FEWEST_PLANS}
+    shapes = [
+        spec
+        for spec in table.specs
+        if sum(each.usable or each.status == "slower" for each in table.at(spec).values()) >= _FEWEST_PLANS
+    ]
     if len(shapes) < LEAST_SHAPES:
         faults.append(
-            f"{len(shapes)} shapes with at least {_FEWEST_PLANS} plans that can be chosen; expected {LEAST_SHAPES}, "
+            f"{len(shapes)} shapes with at least {_FEWEST_PLANS} plans to choose between; expected {LEAST_SHAPES}, "
             "measure more with `attnbench sweep`"
         )
     return faults
@@ -157,11 +161,13 @@ def _environment_faults(table: Table, names: Collection[str]) -> Iterator[str]:
 
 
 def _entry_faults(entry: Entry, device_name: str, names: Collection[str]) -> Iterator[str]:
-    timed = entry.status in ("ok", "inaccurate")
+    judged, timed = entry.status in ("ok", "inaccurate"), entry.status in ("ok", "inaccurate", "slower")
     if entry.spec.training != (entry.plan.backward is not None):
         yield f"a plan {'with' if entry.plan.backward else 'without'} a backward is none for {entry.spec.direction}"
-    if timed != (entry.time_ms is not None) or timed != bool(entry.errors):
-        yield f"the status {entry.status} {'needs' if timed else 'must not carry'} a time and errors"
+    if timed != (entry.time_ms is not None):
+        yield f"the status {entry.status} {'needs' if timed else 'must not carry'} a time"
+    if judged != bool(entry.errors):
+        yield f"the status {entry.status} {'needs' if judged else 'must not carry'} errors"
     if (entry.status == "ok") != (entry.reason is None) or (entry.status == "ok" and entry.check is not None):
         yield "every status but ok has a reason, and ok has neither reason nor check"
     if entry.status == "ok" and entry.errors:

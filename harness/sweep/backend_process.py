@@ -83,7 +83,7 @@ class BackendProcess:
     def look(self, plan: Plan) -> Visit:
         """A first look at the plan: samples of the costs that a race needs, none replayed.  Raises LostError."""
         self._revive(plan)
-        visit: Visit = self.worker.ask("sample", plan, False, LOOKED_AT, seconds=self.seconds)
+        visit: Visit = self.worker.ask("look", plan, LOOKED_AT, seconds=self.seconds)
         return visit
 
     def sample(self, plan: Plan) -> Visit:

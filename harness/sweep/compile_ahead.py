@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from attnbench.kernels.plan import Plan, backend_of
@@ -85,17 +85,27 @@ def usable_cores() -> int:
 
 
 def _first_runs(work: Sequence[tuple[Case, Sequence[Plan]]], setup: DeviceSetup) -> list[tuple[Case, Plan]]:
-    """For each case the plans that together contain every compiling kernel, with the one input family that is needed.
+    """For each case the plans that together compile everything, with the one input family that is needed.
 
-    A plan whose kernels are all in earlier plans is left out.
+    A backward is compiled anew for each forward of its own backend, whose operands it reads as they are.  A plan that
+    adds nothing to earlier ones is left out.
     """
     compiling = {name for name, backend in setup.registry.backends.items() if backend.compiles}
     runs = []
     for case, plans in work:
-        covered: set[tuple[int, str]] = set()  # the pass, and the kernel
+        covered: set[tuple[str, ...]] = set()
         for plan in plans:
-            kernels = {each for each in enumerate(plan.kernels) if backend_of(each[1]) in compiling}
+            kernels = _compiled(plan, compiling)
             if kernels - covered:
                 covered |= kernels
                 runs.append((replace(case, families=case.families[:1]), plan))
     return runs
+
+
+def _compiled(plan: Plan, compiling: Collection[str]) -> set[tuple[str, ...]]:
+    """What the plan compiles: each pass with its kernel, and a backward with the forward of the same backend."""
+    passes = zip(("forward", "backward"), plan.kernels, strict=False)
+    found: set[tuple[str, ...]] = {each for each in passes if backend_of(each[1]) in compiling}
+    if len(found) == 2 and len(set(map(backend_of, plan.kernels))) == 1:
+        found.add(plan.kernels)
+    return found

@@ -174,12 +174,21 @@ def _started(module: str, python: Path | None, environ: Mapping[str, str]) -> _P
             stdout=log,
             stderr=log,
             pass_fds=[end],
-            env={**_PATIENT, **os.environ, **environ},
+            env={**_PATIENT, **_triton_cache(), **os.environ, **environ},
             start_new_session=True,  # the sweep handles an interrupt at the terminal
         )
         opened.pop_all()
         theirs.close()
     return _Process(popen, Connection(ours.detach()), log)
+
+
+def _triton_cache() -> dict[str, str]:
+    """Triton's own place for compiled kernels.
+
+    A process in which Inductor compiles moves it elsewhere unless this is set, and then finds none of the kernels that
+    another process compiled.
+    """
+    return {"TRITON_CACHE_DIR": str(Path(os.environ.get("TRITON_HOME", os.path.expanduser("~")), ".triton", "cache"))}
 
 
 def _ending(code: int | None) -> str:

@@ -1,7 +1,7 @@
 """Same question, same answer: every kernel that does not refuse a spec agrees with the truth on it."""
 
 import torch
-from dense import dense_attention, dense_gradients, gradient_sizes
+from dense import dense_attention, dense_gradients, distance, gradient_sizes
 from hypothesis import given, settings
 from needs import needs_avx2
 from problems import Problem, alike, problems
@@ -22,17 +22,6 @@ LSE_EPS = {
     "bf16": 1e-7,
     "fp16": 1e-7,
 }  # attention() returns the LSE in fp32, of fp64 in fp64
-
-
-def error(found: Tensor, truth: Tensor, size: float = 0.0) -> float:
-    """Relative L2, against ``size`` where the truth itself has all but cancelled.
-
-    The error of a few numbers scatters about that of many, which is what kernels declare.
-    """
-    difference = (found.double() - truth).norm().item()
-    scatter = 1 + 4 / truth.numel() ** 0.5
-    relative = difference / max(truth.norm().item(), 0.1 * size, 1e-30) / scatter
-    return relative if difference == difference else float("inf")
 
 
 INTERPRETED = "triton"  # its own tests hold it to the truth, on fewer problems
@@ -84,7 +73,7 @@ def check(problem: Problem, plan: Plan) -> None:
     result, leaves, gradient = run(problem, plan, return_lse=has_lse)
     out, lse = result if has_lse else (result, None)
     assert bhsd(problem, out).shape == truth.shape
-    assert error(bhsd(problem, out), truth, v.double().norm().item() * 0.1) <= bound, f"{plan}: out"
+    assert distance(bhsd(problem, out), truth, v.double().norm().item() * 0.1) <= bound, f"{plan}: out"
     if lse is not None:
         seen = truth_lse > -torch.inf
         assert torch.equal(lse == -torch.inf, ~seen), f"{plan}: rows without a key"
@@ -98,7 +87,7 @@ def check(problem: Problem, plan: Plan) -> None:
         wanted = dense_gradients(q, k, v, grad_out, spec)
         sizes = gradient_sizes(q, k, v, grad_out, spec)
         for name, each, correct, size in zip(("dq", "dk", "dv"), found, wanted, sizes, strict=True):
-            assert error(bhsd(problem, each), correct, size) <= 2 * bound, f"{plan}: {name}"
+            assert distance(bhsd(problem, each), correct, size) <= 2 * bound, f"{plan}: {name}"
 
 
 seen: dict[str, int] = {}

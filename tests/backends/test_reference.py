@@ -7,7 +7,7 @@ import pytest
 import torch
 from dense import dense_attention, dense_gradients, relative_l2
 from hypothesis import example, given, settings
-from problems import Problem, problems
+from problems import Problem, problems, tensors_of
 
 from attnbench import AttentionSpec, Mask
 from attnbench.kernels.contract import Inputs
@@ -27,7 +27,7 @@ HARD = AttentionSpec.make(
 @example(Problem(HARD, "bshd", False, 5))
 def test_in_fp64_nothing_but_rounding_separates_it_from_the_definition(problem: Problem) -> None:
     spec = problem.spec
-    q, k, v, grad_out = (x if problem.layout == "bhsd" else x.transpose(1, 2) for x in problem.tensors())
+    q, k, v, grad_out = tensors_of(problem)
     forward, backward = registry().forward("reference:fp64"), registry().backward("reference:fp64")
     out, lse = Execution(spec, forward)(Inputs(q, k, v))
     truth, truth_lse = dense_attention(q, k, v, spec)
@@ -36,7 +36,7 @@ def test_in_fp64_nothing_but_rounding_separates_it_from_the_definition(problem: 
     assert torch.allclose(lse[seen], truth_lse[seen], atol=1e-12)
     assert torch.equal(lse == -torch.inf, ~seen)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    found = torch.autograd.grad(Execution(spec, forward, backward)(Inputs(*leaves))[0], leaves, grad_out)
+    found = torch.autograd.grad(Execution(spec, forward, backward)(Inputs.of(leaves))[0], leaves, grad_out)
     for each, correct in zip(found, dense_gradients(q, k, v, grad_out, spec), strict=True):
         assert (each - correct).norm() <= 1e-11 * max(1.0, correct.norm().item())
 
@@ -56,7 +56,7 @@ def test_slices_of_queries_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     for scores in (2**22, 700, 1):
         monkeypatch.setitem(reference._SCORES, "cpu", scores)
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out, lse = Execution(problem.spec, forward, backward)(Inputs(*leaves))
+        out, lse = Execution(problem.spec, forward, backward)(Inputs.of(leaves))
         answers.append([out.detach(), lse, *torch.autograd.grad(out, leaves, grad_out)])
     for other in answers[1:]:
         for one, two in zip(answers[0], other, strict=True):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch
-from dense import dense_attention, dense_gradients, gradient_sizes
+from agreement import both_passes_agree
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from problems import Problem, problems
+from problems import Problem, every_mask, problems, tensors_of
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -21,11 +19,11 @@ from attnbench.backends.sdpa import cudnn as sdpa_cudnn
 from attnbench.backends.sdpa import efficient as sdpa_efficient
 from attnbench.backends.sdpa import flash as sdpa_flash
 from attnbench.backends.sdpa import math as sdpa_math
-from attnbench.backends.sdpa.efficient import Band, causal_band
+from attnbench.backends.sdpa.efficient import causal_band
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Operands, Saved
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
 from attnbench.kernels.registry import registry
-from attnbench.problem.mask import ALIGNMENTS, Mask
+from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
 CPU = Device("cpu", "CPU")
@@ -36,20 +34,14 @@ BACKWARDS = {k.name: k for family in FAMILIES for k in family.kernels if isinsta
 ON_CPU = sorted(name for name, kernel in FORWARDS.items() if "cpu" in kernel.rows)
 
 
-def error(got: Tensor, want: Tensor, size: float = 0.0) -> float:
-    """Relative L2, or relative to a tenth of ``size`` where the truth has all but cancelled."""
-    difference = (got.double() - want).norm().item()
-    return difference / max(want.norm().item(), 0.1 * size, 1e-30) if math.isfinite(difference) else math.inf
-
-
 def small(dtype: str, **changes: object) -> AttentionSpec:
     return AttentionSpec.make(batch=1, heads=2, seqlen_q=16, head_dim=8, dtype=dtype, direction="training").replace(
         **changes
     )
 
 
-def tensors(spec: AttentionSpec, layout: str = "bhsd") -> tuple[Tensor, ...]:
-    return tuple(x if layout == "bhsd" else x.transpose(1, 2) for x in Problem(spec, layout, False, 0).tensors())
+def tensors(spec: AttentionSpec, layout: str = "bhsd") -> list[Tensor]:
+    return tensors_of(Problem(spec, layout, False, 0))
 
 
 @given(problems(), st.sampled_from(["sdpa-flash", "sdpa-math"]), st.booleans())
@@ -66,33 +58,7 @@ def test_cpu_kernels_agree_with_dense_fp64(problem: Problem, family: str, foreig
     assume(not forward.refusals(spec, CPU))
     assert backward.refusals(spec, CPU) == []
     assert backward.cannot_follow(forward, CPU) is None
-    q, k, v, grad = (x if problem.layout == "bhsd" else x.transpose(1, 2) for x in problem.tensors())
-    before = [x.clone() for x in (q, k, v, grad)]
-    truth, truth_lse = dense_attention(q, k, v, spec)
-
-    operands = forward.prepare(Inputs(q, k, v), spec)
-    result = forward.run(operands)
-    assert result.out.dtype == q.dtype
-    assert result.out.shape == truth.shape
-    assert error(result.out, truth, 0.1 * v.double().norm().item()) <= forward.declared_error
-    assert (result.lse is not None) == forward.rows["cpu"].lse
-    if result.lse is not None:
-        seen = truth_lse > -math.inf
-        assert result.lse.dtype == (torch.float64 if spec.dtype == "fp64" else torch.float32)
-        assert torch.equal(result.lse > -math.inf, seen)
-        assert error(result.lse[seen], truth_lse[seen], 10.0) <= forward.declared_error
-
-    saved = Saved(operands, *result)
-    if foreign:
-        result_dtype = torch.float64 if spec.dtype == "fp64" else torch.float32
-        saved = Saved(Operands(spec, q, k, v), truth.to(q.dtype), truth_lse.to(result_dtype))
-    sizes = gradient_sizes(q, k, v, grad, spec)
-    exact = dense_gradients(q, k, v, grad, spec)
-    for found, wanted, size in zip(backward.run(saved, grad), exact, sizes, strict=True):
-        assert found.dtype == q.dtype
-        assert found.shape == wanted.shape
-        assert error(found, wanted, size) <= 2 * backward.declared_error
-    assert all(torch.equal(x, old) for x, old in zip((q, k, v, grad), before, strict=True))
+    assert both_passes_agree(forward, backward, problem, CPU, foreign)
 
 
 @pytest.mark.parametrize("name", ON_CPU)
@@ -111,32 +77,6 @@ def test_nothing_else_answers(name: str) -> None:
     others = {each.evidence["cpu"] for each in (*FORWARDS.values(), *BACKWARDS.values()) if "cpu" in each.evidence}
     others -= {forward.evidence["cpu"]}
     assert not any(re.search(pattern, key) for pattern in others for key in ran[0])
-
-
-CUDA_NAMES = {  # as the profiler writes them: torch 2.11, cuDNN 9
-    "sdpa-flash forward": "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<128, 128, 64>>",
-    "sdpa-flash forward, split": "void pytorch_flash::flash_fwd_splitkv_kernel<pytorch_flash::Flash_fwd_kernel_traits>",
-    "sdpa-flash backward": "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<pytorch_flash::Flash>",
-    "sdpa-efficient forward": "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<…>)",
-    "sdpa-efficient backward": "fmha_cutlassB_bf16_aligned_128x64_k128_sm80(PyTorchMemEffAttention::Attention…)",
-    "sdpa-cudnn forward": "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_kernel0_0",
-    "sdpa-cudnn forward, older": "cudnn_generated_fort_native_sdpa_sm90_knob_7_64x128x128_4x1x1_kernel0_0",
-    "sdpa-cudnn backward": "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_27_64x64x128_kernel0_0",
-    "sdpa-math forward": "void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float, float, float>",
-    "sdpa-math forward, short": "void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, false>",
-    "sdpa-math backward": "void (anonymous namespace)::softmax_warp_backward<float, float, float, 10, false>",
-    "other": "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensor0",
-}
-
-
-@pytest.mark.parametrize("what", CUDA_NAMES)
-def test_the_evidence_on_cuda_tells_the_kernels_apart(what: str) -> None:
-    matching = {
-        f"{kernel.name.partition(':')[0]} {'forward' if isinstance(kernel, ForwardKernel) else 'backward'}"
-        for kernel in (*FORWARDS.values(), *BACKWARDS.values())
-        if "cuda" in kernel.evidence and re.search(kernel.evidence["cuda"], CUDA_NAMES[what])
-    }
-    assert matching == ({what.partition(",")[0]} if what != "other" else set())
 
 
 def test_prepare_copies_nothing_that_the_kernel_can_read() -> None:
@@ -163,13 +103,6 @@ def test_prepare_copies_what_the_kernel_cannot_read(broken: object) -> None:
     assert copy.data_ptr() % 16 == 0
 
 
-def every_mask() -> Iterator[tuple[Mask, int, int]]:
-    """Every mask over few keys, in its canonical spelling, with its lengths."""
-    sides = [None, *range(7)]
-    for sq, skv, left, right, alignment in itertools.product(range(1, 7), range(1, 7), sides, sides, ALIGNMENTS):
-        yield Mask(left, right, alignment).canonical(sq, skv), sq, skv
-
-
 def rows_of(mask: Mask, sq: int, skv: int) -> list[list[int]]:
     return [list(range(*mask.span(row, sq, skv))) for row in range(sq)]
 
@@ -191,49 +124,19 @@ def test_causal_band_is_the_mask_as_cutlass_reads_it() -> None:
     assert served > 1000
 
 
-def test_causal_bands_of_the_usual_masks() -> None:
-    assert causal_band(Mask(), 5, 9) == Band(0, None)
-    assert causal_band(Mask(right=0), 5, 9) == Band(1, None)
-    assert causal_band(Mask(left=2, right=0, alignment="bottom-right"), 5, 9) == Band(2, 3)
-    assert "diagonals" in str(causal_band(Mask(left=2, right=1), 5, 9))
-    assert "right" in str(causal_band(Mask(left=2), 9, 9))
-
-
-def test_head_dims_that_differ_are_refused_by_flash_because_it_fails_on_them() -> None:
-    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=4, head_dim=8, head_dim_v=16, dtype="fp32")
-    forward = FORWARDS["sdpa-flash:fp32"]
-    assert forward.refusals(spec, CPU) == ["head_dim_v (16) must equal head_dim (8)"]
-    q, k, v, _ = tensors(spec)
-    with pytest.raises(RuntimeError, match="same head size"):
-        forward.run(forward.prepare(Inputs(q, k, v), spec))
-
-
-@pytest.mark.parametrize("name", ["sdpa-flash:fp32", "sdpa-math:fp32"])
-def test_softcap_is_refused_because_it_would_be_left_out(name: str) -> None:
-    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=4, head_dim=8, dtype="fp32", softcap=0.5)
-    forward = FORWARDS[name]
-    assert forward.refusals(spec, CPU) == ["has no softcap"]
-    q, k, v, _ = tensors(spec)
-    scores = spec.softcap * torch.tanh(q @ k.mT * spec.scale / spec.softcap)
-    assert error(forward.run(forward.prepare(Inputs(q, k, v), spec)).out, (scores.softmax(-1) @ v).double()) > 0.01
-
-
-def test_other_dtypes_are_refused_because_the_answer_would_be_of_another_precision() -> None:
-    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=4, head_dim=8, dtype="bf16")
-    forward = FORWARDS["sdpa-flash:fp32"]
-    assert forward.refusals(spec, CPU) == ["takes fp32 tensors, not bf16"]
-    q, k, v, _ = tensors(spec)
-    assert forward.run(forward.prepare(Inputs(q, k, v), spec)).out.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("name", ["sdpa-efficient:bf16", "sdpa-cudnn:bf16"])
-def test_kernels_of_the_gpu_are_refused_on_the_cpu_because_torch_has_none_there(name: str) -> None:
-    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=4, head_dim=8)
-    forward = FORWARDS[name]
-    assert forward.refusals(spec, CPU) == ["runs on cuda, not on cpu"]
-    q, k, v, _ = tensors(spec)
-    with pytest.raises(NotImplementedError, match="CPU"):
-        forward.run(forward.prepare(Inputs(q, k, v), spec))
+@pytest.mark.parametrize(
+    ("name", "changes", "sentence"),
+    [
+        ("sdpa-flash:fp32", {"head_dim_v": 16}, "head_dim_v (16) must equal head_dim (8)"),
+        ("sdpa-flash:fp32", {"softcap": 0.5}, "has no softcap"),
+        ("sdpa-math:fp32", {"softcap": 0.5}, "has no softcap"),
+        ("sdpa-flash:fp32", {"dtype": "bf16"}, "takes fp32 tensors, not bf16"),
+        ("sdpa-efficient:bf16", {"dtype": "bf16"}, "runs on cuda, not on cpu"),
+        ("sdpa-cudnn:bf16", {"dtype": "bf16"}, "runs on cuda, not on cpu"),
+    ],
+)
+def test_limits_on_a_cpu(name: str, changes: dict[str, object], sentence: str) -> None:
+    assert FORWARDS[name].refusals(small("fp32").replace(direction="forward", **changes), CPU) == [sentence]
 
 
 def test_score_matrices_beyond_memory_are_refused_before_anything_is_allocated() -> None:
@@ -270,18 +173,12 @@ def test_limits_on_cuda(name: str, changes: dict[str, object], sentence: str, mo
     assert sentence in " ".join(FORWARDS[name].refusals(spec.replace(**changes), H200))
 
 
-def test_windows_aligned_bottom_right_are_refused_by_the_efficient_backward_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_limits_of_the_backward_and_of_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    mask = Mask(left=5, right=0, alignment="bottom-right")
-    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=64, seqlen_kv=256, head_dim=64, mask=mask)
-    assert FORWARDS["sdpa-efficient:bf16"].refusals(spec, H200) == []
-    assert "left side" in BACKWARDS["sdpa-efficient:bf16"].refusals(spec, H200)[0]
-
-
-def test_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    end = Mask(left=5, right=0, alignment="bottom-right")
+    window = AttentionSpec.make(batch=1, heads=2, seqlen_q=64, seqlen_kv=256, head_dim=64, mask=end)
+    assert FORWARDS["sdpa-efficient:bf16"].refusals(window, H200) == []
+    assert "left side" in BACKWARDS["sdpa-efficient:bf16"].refusals(window, H200)[0]
     wide = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=224, direction="training")
     ada = Device("cuda", "an Ada GPU", (8, 9))
     assert "backward" in BACKWARDS["sdpa-flash:bf16"].refusals(wide, ada)[0]

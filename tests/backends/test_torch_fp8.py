@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import pytest
@@ -147,10 +146,3 @@ def test_availability_names_the_missing_kernel(monkeypatch: pytest.MonkeyPatch) 
     found = torch_fp8.BACKEND.availability()
     assert "flash_attn_interface, which is not installed" in (found.reason or "")
     assert found.install == fa3_origins.INSTALL
-
-
-def test_the_evidence_is_the_fp8_kernel() -> None:
-    name = "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<{}>>>"
-    pattern = KERNEL.evidence["cuda"]
-    assert re.search(pattern, name.format("cutlass::float_e4m3_t, cutlass::bfloat16_t"))
-    assert not re.search(pattern, name.format("cutlass::bfloat16_t"))

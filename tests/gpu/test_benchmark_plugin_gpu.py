@@ -13,8 +13,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from attnbench.harness.measure.timing import Timer
 from attnbench.tables.environment import Environment
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU")]
-
 SMALL, LARGE = (1, 8, 512, 64), (2, 16, 4096, 128)  # batch, heads, sequence, head dimension
 MEASURING = """
 import pytest

@@ -7,11 +7,6 @@ from torch import Tensor
 from attnbench import attention, explain, use_backend
 from attnbench.errors import RefusedError
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
-
 FORWARDS = [
     "auto",
     "sdpa-flash",

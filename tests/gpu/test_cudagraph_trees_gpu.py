@@ -9,11 +9,6 @@ import torch
 from attnbench import attention, explain
 from attnbench.errors import RefusedError
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
-
 TRAINED = [
     "auto", "sdpa-flash", "sdpa-efficient", "sdpa-math", "sdpa-cudnn", "flex:bf16>flex:bf16", "reference:fp32",
     "triton:fp8>triton:fp8", "triton:fp8-token-hadamard>triton:fp8-all", "triton:fp8-head>triton:fp8-all",

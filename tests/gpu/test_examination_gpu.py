@@ -6,11 +6,7 @@ import torch
 from attnbench.testing.examination import examined, unnoticed
 from attnbench.testing.faults import FAULTS, GPU_FAULTS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.examination,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
-]
+pytestmark = pytest.mark.examination
 
 
 @pytest.fixture(scope="module")

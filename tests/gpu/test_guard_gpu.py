@@ -18,11 +18,7 @@ from attnbench.guarding.check import gradient_sums, out_sums, part, pick_groups,
 from attnbench.harness.capture.file import read_captured
 from attnbench.kernels.guard_hook import watching
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
-    pytest.mark.filterwarnings("ignore::attnbench.errors.BreachWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::attnbench.errors.BreachWarning")
 EVERY = 1000
 LONG = ["fa3:fp8", "fa3:bf16", "triton:fp8", "cudnn:bf16"]
 COSTS = {

@@ -12,10 +12,6 @@ import attnbench
 from attnbench import attention
 from attnbench.integrations.sdpa import replaced
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
 # Heads of 128 and lengths of 1024, so that every backend of this GPU has a say.
 LARGER = {
     **DECODER,

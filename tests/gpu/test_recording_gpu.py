@@ -1,6 +1,5 @@
 """What a CUDA graph that cannot be recorded costs: its own plan the replay, its backend a process, and nobody a row."""
 
-import pytest
 import torch
 
 from attnbench.harness.cases.case import Case
@@ -12,10 +11,6 @@ from attnbench.kernels.plan import Plan
 from attnbench.problem.spec import AttentionSpec
 from attnbench.tables.environment import Environment
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
-]
 SOURCE = "recordable:recordable"
 SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=64, head_dim=64)
 PLANS = [Plan.parse(f"graph:bf16-{name}") for name in ("one", "waits", "two")]

@@ -9,10 +9,7 @@ from attnbench.choosing.budget import class_bound
 from attnbench.kernels.devices import describe
 from attnbench.kernels.registry import registry
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch sees fewer than two CUDA GPUs"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch sees fewer than two CUDA GPUs")
 SPEC = AttentionSpec.make(
     batch=2, heads=8, kv_heads=2, seqlen_q=384, head_dim=128, mask=Mask(None, 0), direction="training"
 )

@@ -10,10 +10,6 @@ from attnbench import AttentionSpec, Mask
 from attnbench.kernels.devices import describe
 from attnbench.kernels.registry import registry
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
-]
 SPEC = AttentionSpec.make(batch=1, heads=4, seqlen_q=256, head_dim=128, mask=Mask(right=0), direction="training")
 PROGRAM = """
 import sys, threading, torch

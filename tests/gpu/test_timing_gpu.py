@@ -14,10 +14,6 @@ from attnbench.harness.measure.replay import replay_of
 from attnbench.harness.measure.timing import Timer
 from attnbench.kernels.contract import Result
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
-]
 DEVICE = torch.device("cuda", 0)
 CYCLES = 2_000_000  # about a millisecond
 SIZE = 512

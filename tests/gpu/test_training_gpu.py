@@ -10,11 +10,6 @@ from attnbench.harness.training.run.parallel import Ranks
 from attnbench.harness.training.run.session import Session, plan_runs
 from attnbench.harness.training.run.trainable import build
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
-
 
 def _rows(folder: Path, steps: int = 24, **settings):
     config = TrainConfig.make(size="tiny", seqlen=1024, batch=4, steps=steps, **settings)

@@ -98,15 +98,3 @@ def test_every_gpu_with_a_committed_table_has_a_row_in_the_page() -> None:
 
 def test_the_page_names_the_least_number_of_shapes() -> None:
     assert f"| {LEAST_SHAPES} shapes with two plans each |" in PAGE
-
-
-def test_the_readme_tells_the_fresh_regret_of_the_page() -> None:
-    """The page's row is what the figures' program writes, which another test repeats."""
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    told = re.search(
-        r"On (\d+) layers .*? costs ([\d.]+) % in 16 bits and ([\d.]+) % with FP8 \((\d+) % at worst", readme
-    )
-    page = re.search(r"NVIDIA H200 \|.* (\d+) shapes; 16 bits ([\d.]+)%, worst \d+%; FP8 ([\d.]+)%, worst (\d+)%", PAGE)
-    assert told
-    assert page
-    assert told.groups() == page.groups()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -21,18 +23,22 @@ def visible(spec: AttentionSpec) -> Tensor:
     return sees
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """(out, lse) in FP64 of q (B, H, Sq, D), k, v (B, Hkv, Skv, ·); differentiable."""
-    k, v = (x.double().repeat_interleave(spec.group, dim=1) for x in (k, v))
-    scores = q.double() @ k.transpose(-1, -2) * spec.scale
+def probabilities(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """(P, lse) in FP64 of q (B, H, Sq, D), k (B, Hkv, Skv, D); a row without keys is zeros, its lse -inf."""
+    scores = q.double() @ k.double().repeat_interleave(spec.group, dim=1).mT * spec.scale
     if spec.softcap:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     sees = visible(spec).to(q.device)
     some = sees.any(dim=1)
     # A row without keys would make NaN in the softmax's gradient; it is answered by hand.
     scores = scores.masked_fill(~(sees | ~some[:, None]), -torch.inf)
-    out = torch.where(some[:, None], scores.softmax(-1) @ v, 0.0)
-    return out, torch.where(some, scores.logsumexp(-1), -torch.inf)
+    return torch.where(some[:, None], scores.softmax(-1), 0.0), torch.where(some, scores.logsumexp(-1), -torch.inf)
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """(out, lse) in FP64 of q (B, H, Sq, D), k, v (B, Hkv, Skv, ·); differentiable."""
+    p, lse = probabilities(q, k, spec)
+    return p @ v.double().repeat_interleave(spec.group, dim=1), lse
 
 
 def dense_gradients(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, spec: AttentionSpec) -> tuple[Tensor, ...]:
@@ -49,17 +55,23 @@ def gradient_sizes(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, spec: Atte
     """
     q, k, v, do = (x.detach().double() for x in (q, k, v, grad_out))
     wide_k, wide_v = (x.repeat_interleave(spec.group, dim=1) for x in (k, v))
-    out, lse = dense_attention(q, k, v, spec)
-    scores = q @ wide_k.mT * spec.scale
-    if spec.softcap:
-        scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    sees = visible(spec).to(q.device)
-    p = torch.where(sees, torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)), 0.0)
+    p, _ = probabilities(q, k, spec)
+    out = p @ wide_v
     ds = p * ((do @ wide_v.mT).abs() + (do * out).abs().sum(-1, keepdim=True)) * spec.scale
     folded = (spec.batch, spec.kv_heads, spec.group, spec.seqlen_q, -1)
     dk = torch.einsum("bhgqk,bhgqd->bhkd", ds.view(*folded), q.abs().view(*folded))
     dv = torch.einsum("bhgqk,bhgqd->bhkd", p.view(*folded), do.abs().view(*folded))
     return (ds @ wide_k.abs()).norm().item(), dk.norm().item(), dv.norm().item()
+
+
+def distance(found: Tensor, truth: Tensor, size: float = 0.0) -> float:
+    """Relative L2, or relative to a tenth of ``size`` where the truth has all but cancelled.
+
+    The error of a few numbers scatters about that of many, which is what kernels declare.
+    """
+    difference = (found.double() - truth).norm().item()
+    scatter = 1 + 4 / max(truth.numel(), 1) ** 0.5
+    return difference / max(truth.norm().item(), 0.1 * size, 1e-30) / scatter if math.isfinite(difference) else math.inf
 
 
 def relative_l2(found: Tensor, truth: Tensor) -> float:

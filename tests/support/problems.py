@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from attnbench import AttentionSpec, Mask
 from attnbench.problem.dtypes import TO_TORCH
+from attnbench.problem.mask import ALIGNMENTS
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,11 @@ class Problem:
         return wide.permute(2, 3, 1, 0)[..., ::2]
 
 
+def tensors_of(problem: Problem) -> list[Tensor]:
+    """q, k, v and the output's gradient (B, H, S, D), as views of what the problem's layout put into memory."""
+    return [x.transpose(1, 2) if problem.layout == "bshd" else x for x in problem.tensors()]
+
+
 def masks() -> st.SearchStrategy[Mask]:
     """No mask, causal and windows, in both alignments."""
     side = st.one_of(st.none(), st.integers(0, 40))
@@ -55,6 +63,13 @@ def masks() -> st.SearchStrategy[Mask]:
         st.builds(lambda where: Mask(None, 0, where), alignment),
         st.builds(Mask, side, side, alignment),
     )
+
+
+def every_mask() -> Iterator[tuple[Mask, int, int]]:
+    """Every mask over few keys, in its canonical spelling, with its lengths."""
+    sides = [None, *range(7)]
+    for sq, skv, left, right, alignment in itertools.product(range(1, 7), range(1, 7), sides, sides, ALIGNMENTS):
+        yield Mask(left, right, alignment).canonical(sq, skv), sq, skv
 
 
 @st.composite

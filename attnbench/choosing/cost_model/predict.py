@@ -90,8 +90,8 @@ class CostModel:
 
 
 def _series(plan: Plan, spec: AttentionSpec) -> tuple[object, ...]:
-    """The key of a fit: a plan in one direction and precision."""
-    return plan, spec.direction, spec.dtype, spec.descale
+    """The key of a fit: a plan and a kind of spec."""
+    return plan, *class_of(spec).kind
 
 
 def _doublings(spec: AttentionSpec) -> tuple[int, ...]:

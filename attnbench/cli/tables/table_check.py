@@ -68,15 +68,15 @@ def check(
     the other half, and vice versa; then auto with the whole table is compared with always using one backend.  Regret is
     the time of the chosen plan divided by that of the best eligible plan, minus one.  Caution is the additional cost of
     excluding FP8 plans that were accurate enough but about which too little is known.  Only steady times are compared.
-    Exits 1 if, in either direction, the geometric mean of the regret exceeds 2 % or the worst regret 15 %, or if a
-    chosen plan exceeds its budget.
+    Exits 1 if, in either direction, the geometric mean of the regret exceeds 2 % or its 95th percentile 15 %, or if
+    more than 1 % of the choices exceed their budget.
     """
     if fresh is not None or on is not None:
         _check_fresh(tables or [], seed, fresh, on, out, resume, backends, device, format)
         return
     if not tables:
         raise MisuseError("name a table or results, or ask for fresh shapes with --fresh N")
-    from ...choosing.regret import GEOMETRIC_MEAN, WORST, Asked, held_out, summarised
+    from ...choosing.regret import GEOMETRIC_MEAN, PERCENTILE_95, VIOLATIONS, Asked, held_out, summarised
     from ...choosing.regret_fixed import against_fixed
     from ...choosing.similarity import class_of
     from ...kernels.registry import registry
@@ -97,7 +97,8 @@ def check(
         "class": summarised(scores, lambda score: str(class_of(score.spec))),
     }
     fixed = {str(asked): against_fixed(table, known, asked) for asked in (Asked(False), Asked(True))}
-    passed = all(each.passes for each in directions) and not any(score.violated for score in made)
+    violated = sum(score.violated for score in made)
+    passed = all(each.passes for each in directions) and violated <= VIOLATIONS * len(made)
     if format == "json":
         print_json(_data(groups, fixed, made, passed))
     else:
@@ -108,7 +109,11 @@ def check(
             print_table([_slow_down(row, asked) for row in rows], format)
             print()
         print(f"{len(scores)} of {len(made)} choices are scored; the times of the others scatter too much.")
-        print(f"{'passed' if passed else 'failed'}: {GEOMETRIC_MEAN:.0%} in the geometric mean, {WORST:.0%} at worst")
+        print(f"{violated} of {len(made)} choices exceed their budget.")
+        bounds = f"{GEOMETRIC_MEAN:.0%} in the geometric mean, {PERCENTILE_95:.0%} at the 95th percentile"
+        print(
+            f"{'passed' if passed else 'failed'}: at most {bounds}, {VIOLATIONS:.0%} of the choices beyond their budget"
+        )
     if not passed:
         raise typer.Exit(1)
 

@@ -10,10 +10,8 @@ from attnbench.kernels.plan import Plan, backend_of
 __all__ = ["OTHERS", "THEMES", "Theme", "contrast", "hues_of", "style_variables"]
 
 Theme = Literal["light", "dark"]
-# No two of the light theme are alike: a figure's colours are told by them (attnbench.harness.report.page.vector).
 # hN are for marks, lines and names, tN are backgrounds of text in `ink`; all other backends share the last of each.
 # The light theme has no colour twice: a figure's colours are recognised by them (attnbench.harness.report.page.vector).
-# No two of the light theme are alike: a figure's colours are told by them (attnbench.harness.report.page.vector).
 THEMES: dict[Theme, dict[str, str]] = {
     "light": {
         "ink": "#1b1f24",

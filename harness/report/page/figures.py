@@ -21,7 +21,6 @@ from ...formatting import shown
 from ...training.judge.arms import Arm, compare_arms
 from ...training.judge.curves import gap_curve, smooth, window_of
 from ...training.judge.learning import TOLERANCE
-from ...training.report.plots import legend
 from .colours import OTHERS, THEMES
 from .machines import DEFAULT, Case
 from .plan_summaries import Point
@@ -39,6 +38,8 @@ _ERRORS, _SPEEDS = (1e-9, 10.0), (1 / 16, 64.0)  # values beyond are drawn at th
 _LONGEST_LABEL = 60
 _LARGEST = 1e6  # of a loss
 _MOST_POINTS = 400  # of a curve: no screen shows more
+_MOST_INSIDE = 6  # names of curves inside a panel
+_NAME_LINE = 0.24  # inches, of two names
 
 
 def bytes_of(figure: Figure, form: Literal["svg", "png"]) -> bytes:
@@ -220,7 +221,7 @@ def loss_figure(arms: Sequence[Arm]) -> Figure:
                     _curve(panels[0], smooth(finite, window_of(len(finite))), colours[id(arm)], line, label)
                     label = None
         panels[0].set_ylabel("loss (nats)")
-        legend(figure, panels[0])
+        _legend(figure, panels[0])
         for arm, baseline, _ in found:
             for gap in _gaps(arm, baseline):
                 _curve(panels[1], 100 * gap, colours[id(arm)], "-", None)
@@ -233,6 +234,22 @@ def loss_figure(arms: Sequence[Arm]) -> Figure:
             panel.set_axisbelow(True)
         panels[-1].set_xlabel("step")
         return figure
+
+
+def _legend(figure: Figure, panel: Any) -> None:
+    """Name the panel's curves: few inside the panel, many below a figure that grows for them.
+
+    The figure's layout is ``constrained``.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))  # steps
+    curves, names = panel.get_legend_handles_labels()
+    if 0 < len(names) <= _MOST_INSIDE:
+        panel.legend(frameon=False)
+    elif names:
+        figure.set_figheight(figure.get_figheight() + _NAME_LINE * math.ceil(len(names) / 2))
+        figure.legend(curves, names, loc="outside lower center", ncols=2, frameon=False, fontsize="small")
 
 
 def _curve(panel: Any, values: Any, colour: str, line: str, label: str | None) -> None:

@@ -185,11 +185,11 @@ def _order(spec: AttentionSpec) -> tuple[object, ...]:
 
 
 def _answer(table: Table, spec: AttentionSpec, asked: Asked, known: Registry) -> Answer:
-    """The choice of ``attention`` among what was measured, whatever is installed here."""
+    """The choice of ``attention`` among what was measured in full, whatever is installed here."""
     evidence = Evidence(spec, Known.of(table))
     candidates: dict[Plan, Candidate] = {}
     for plan, entry in table.at(spec).items():
-        if entry.kept and (asked.fp8 or not plan.fp8):
+        if entry.kept and entry.status != "slower" and (asked.fp8 or not plan.fp8):
             found = evidence.candidate(plan, asked.budget(spec), known.error_growth(plan))
             if found is not None:
                 candidates[plan] = found
@@ -201,7 +201,7 @@ def _answer(table: Table, spec: AttentionSpec, asked: Asked, known: Registry) ->
         kernel = known.forwards.get(plan.forward)
         return float("inf") if kernel is None or kernel.preference is None else kernel.preference
 
-    ranking = Ranking(spec, preference, evidence.nearest, evidence.model)
+    ranking = Ranking(spec, preference, evidence.model)
     winner = ranking.winner(eligible)
     return Answer(asked, winner.plan, ranking.margin(winner, eligible), candidates)
 

@@ -14,7 +14,7 @@ from fakes import FakeBackward, FakeForward, an_environment, fake_backend, fake_
 from places import RESULTS, ROOT
 
 from attnbench import AttentionSpec, Mask, Plan
-from attnbench.choosing.regret import GEOMETRIC_MEAN, WORST, Asked, Score, held_out, summarised
+from attnbench.choosing.regret import GEOMETRIC_MEAN, PERCENTILE_95, Asked, Score, held_out, summarised
 from attnbench.choosing.regret_fixed import TORCH_DEFAULT, _by_backend, against_fixed
 from attnbench.choosing.similarity import class_of
 from attnbench.kernels.registry import registry
@@ -78,7 +78,7 @@ def test_plans_that_follow_their_laws_are_chosen_without_regret_where_winners_ch
     assert summary.passes
     assert summary.geometric_mean < 0.01
     assert {str(score.plan) for score in scores} == set(LAWS)
-    assert {score.basis for score in scores} <= {"predicted", "nearest"}
+    assert {score.basis for score in scores} == {"predicted"}
 
 
 def test_a_shuffled_table_fails():
@@ -163,7 +163,9 @@ def test_summaries_are_of_the_ratios():
     assert (found.worst, found.percentile_95, found.violations) == (0.21, 0.21, 0)
     assert not found.passes
     assert summarised([score(0.01)])[0].passes
-    assert not summarised([score(0.01, violated=True)])[0].passes
+    assert not summarised([score(0.0)] * 18 + [score(PERCENTILE_95 + 0.01)] * 2)[0].passes
+    assert summarised([score(0.01, violated=True), *[score(0.01)] * 99])[0].passes
+    assert not summarised([score(0.01, violated=True), *[score(0.01)] * 98])[0].passes
 
 
 def test_auto_is_held_against_each_backend_and_what_torch_takes_first():
@@ -213,8 +215,6 @@ class Run(NamedTuple):
     stderr: str
 
 
-# Of rows whose short calls were taken on a host that paused, and so mislead about longer ones.
-WORST_OF_UNSTEADY_ROWS = 0.2
 STEADY, UNSTEADY = ("facts", "keys", "quick"), ("inference", "training")
 
 
@@ -229,20 +229,17 @@ def measured(sweeps: tuple[str, ...]) -> Table:
     return join_sweeps({str(file): list(read_measurements(file)) for file in files})
 
 
-@pytest.mark.parametrize(("sweeps", "worst"), [(STEADY, WORST), (UNSTEADY, WORST_OF_UNSTEADY_ROWS)])
+@pytest.mark.parametrize("sweeps", [STEADY, UNSTEADY])
 @pytest.mark.exhaustive
-def test_the_committed_rows_choose_well_for_one_another(sweeps, worst):
+def test_the_committed_rows_choose_well_for_one_another(sweeps):
     scores = list(held_out(measured(sweeps), registry(), splits=3))
-    assert not [score for score in scores if score.violated]
-    for summary in summarised(score for score in scores if score.steady):
-        assert summary.geometric_mean <= GEOMETRIC_MEAN
-        assert summary.worst <= worst
+    assert all(summary.passes for summary in summarised(score for score in scores if score.steady))
     assert {score.spec.direction for score in scores} == {"forward", "training"}
 
 
 def test_the_table_that_ships_keeps_the_bounds_however_it_is_halved():
     scores = list(held_out(Table.load(SHIPPED), registry(), splits=examples(1, 4), seed=1))
-    assert not [score for score in scores if score.violated]
+    assert sum(score.violated for score in scores) <= 0.01 * len(scores)
     summaries = summarised(score for score in scores if score.steady)
     assert [(summary.name, summary.passes) for summary in summaries] == [("forward", True), ("training", True)]
 

@@ -118,19 +118,58 @@ def test_a_shape_between_measured_ones_is_predicted():
         assert pick(spec(seqlen_q=12000, **strange), table=both).basis == "rule"
 
 
-@given(
-    head_dim=st.sampled_from((32, 64, 96, 128, 256)),
-    mask=st.sampled_from((Mask(), Mask(None, 0), Mask(127, 0))),
-    error=st.floats(0.02, 0.15),
-)
-def test_an_fp8_error_of_another_class_counts_for_more_the_more_the_class_differs(head_dim, mask, error):
-    """By MARGIN, 1.6 for each doubling of the head dimension, and 1.6 ** 0.7 for another mask."""
+def fp8(choice):
+    return next(each for each in choice.candidates if str(each.plan) == "fast:fp8")
+
+
+@given(error=st.floats(0.02, 0.15))
+def test_an_fp8_error_counts_for_more_the_more_the_class_differs(error):
     measured = table(entry("fast:bf16", 2.0), entry("fast:fp8", 1.0, normal=0.02, outlier=error))
-    choice = pick(spec(head_dim=head_dim, mask=mask), table=measured, fp8=True)
-    found = next(each for each in choice.candidates if str(each.plan) == "fast:fp8")
-    doublings = abs(math.log2(head_dim / 64)) + 0.7 * (mask != Mask())
-    assert found.needs == pytest.approx(error * (1.3 * 1.6**doublings if doublings else 1.0), rel=0.06)
-    assert (found.verdict == "inaccurate") == (found.needs > choice.budget)
+    for mask in (Mask(), Mask(None, 0)):
+        found = [fp8(pick(spec(head_dim=each, mask=mask), table=measured, fp8=True)) for each in (64, 128, 256)]
+        needs = [each.needs for each in found]
+        assert needs == sorted(set(needs))
+        assert needs[0] >= error
+        assert all((each.verdict == "inaccurate") == (each.needs > 0.12) for each in found)
+    assert 1.3 * error < needs[0] < needs[2] < 5 * error
+
+
+POWERS = [2**each for each in range(9, 17)]
+
+
+def outliers(*errors: float, **more) -> Table:
+    """An FP8 plan, far in front, with these errors on outliers at growing lengths, beside one in 16 bits."""
+    return table(
+        *(entry("fast:fp8", n / 1e4, spec(seqlen_q=n, **more), normal=0.05, outlier=error)
+          for n, error in zip(POWERS, errors, strict=False)),
+        *(entry("slow:bf16", n / 1e3, spec(seqlen_q=n, **more)) for n in POWERS),
+    )  # fmt: skip
+
+
+def test_one_draw_twice_as_large_warns_of_all_shapes():
+    """A planted outlier of 0.16 among 0.08 leaves a budget of 0.12 at no other shape, and 0.3 at all."""
+    tight, planted = outliers(*[0.08] * 8), outliers(*[0.08] * 3, 0.16, *[0.08] * 4)
+    for length in (700, 3000, 40000):
+        asked = spec(seqlen_q=length)
+        assert pick(asked, table=tight, fp8=True).plan.fp8
+        assert not pick(asked, table=planted, fp8=True).plan.fp8
+        assert pick(asked, table=planted, fp8=True, max_error=0.3).plan.fp8
+
+
+def test_errors_that_hardly_differ_leave_a_plan_eligible_close_to_its_budget():
+    even, uneven = [0.09] * 8, [0.06, 0.11, 0.05, 0.1, 0.06, 0.11, 0.05, 0.1]
+    for errors, allowed in ((even, True), (uneven, False)):
+        choice = pick(spec(seqlen_q=3000), table=outliers(*errors), fp8=True, max_error=0.12)
+        assert choice.plan.fp8 == allowed
+        assert fp8(choice).needs > 0.09
+
+
+def test_a_fault_at_one_head_dimension_is_not_averaged_away():
+    good = [each for dim in (32, 64, 96, 256) for each in outliers(*[0.08] * 8, head_dim=dim).entries.values()]
+    bad = outliers(0.3, head_dim=128).entries.values()
+    for head_dim, allowed in ((64, True), (128, False)):
+        asked = spec(seqlen_q=700, head_dim=head_dim)
+        assert pick(asked, table=table(*good, *bad), fp8=True, max_error=0.2).plan.fp8 == allowed
 
 
 def test_classes_farther_away_prove_the_keys_that_the_nearest_other_class_lacks():
@@ -149,24 +188,13 @@ def test_a_failure_of_its_own_class_weighs_more_than_a_success_of_another():
     )
 
 
-def test_predictions_within_their_error_leave_it_to_the_nearest_measured_shape():
+def test_the_fastest_prediction_wins_where_nothing_was_measured_however_small_its_lead():
     both = grid(slow={1024: 1.0, 16384: 240.0}, fast={1024: 1.02, 16384: 200.0})
-    for length, plan in ((1500, "slow:bf16"), (12000, "fast:bf16")):
-        choice = pick(spec(seqlen_q=length), table=both)
-        assert str(choice.plan) == plan
-    between = [pick(spec(seqlen_q=length), table=both) for length in range(1050, 4000, 50)]
-    assert {each.basis for each in between} == {"nearest", "predicted"}
-    for each in between:
-        if each.basis == "nearest":  # the other was predicted to be faster, but not by enough
-            assert str(each.plan) == "slow:bf16"
-            assert -each.margin.noise <= math.log1p(each.margin.gap) < 0
-            assert "within the error of the prediction" in next(
-                one.reasons[0] for one in each.candidates if one.plan == each.margin.runner_up
-            )
-        elif str(each.plan) == "fast:bf16":
-            slow = next(one for one in each.candidates if str(one.plan) == "slow:bf16")
-            near = abs(math.log2(each.spec.seqlen_q / 1024)) <= 1
-            assert not near or math.log(slow.time_ms / each.chosen.time_ms) > each.margin.noise
+    choices = [pick(spec(seqlen_q=length), table=both) for length in range(1050, 4000, 150)]
+    for each in choices:
+        assert each.basis == "predicted"
+        assert each.chosen.time_ms == min(one.time_ms for one in each.candidates if one.time_ms)
+    assert any(each.margin.inside_noise for each in choices)
 
 
 def test_a_plan_that_was_measured_elsewhere_competes_where_others_were_measured():
@@ -201,7 +229,7 @@ def test_an_fp8_plan_is_not_taken_on_the_word_of_easy_inputs():
     seen = {"normal": 0.05}
     for families, plan in (
         (seen, "slow:bf16"), ({**seen, "biased-v": 0.01}, "slow:bf16"),
-        ({**seen, "outlier": 0.09}, "fast:fp8"), ({"captured:a@1#0": 0.06}, "fast:fp8"),
+        ({**seen, "outlier": 0.08}, "fast:fp8"), ({"captured:a@1#0": 0.06}, "fast:fp8"),
     ):  # fmt: skip
         rows = table(entry("slow:bf16", 3.0), Entry(spec(), Plan("fast:fp8"), "ok", 1.0, 0.0, families))
         for asked in (spec(), spec(batch=3)):
@@ -241,19 +269,19 @@ def test_noise_is_half_the_spread_of_both_between_its_bounds():
 
 
 def test_fp8_is_not_trusted_with_more_keys_than_it_was_measured_with():
-    assert str(pick(spec(seqlen_kv=1000), fp8=True).plan) == "fast:fp8"
-    longer = pick(spec(seqlen_kv=1100), fp8=True)
+    assert str(pick(spec(seqlen_kv=1000), fp8=True, max_error=0.15).plan) == "fast:fp8"
+    longer = pick(spec(seqlen_kv=1100), fp8=True, max_error=0.15)
     assert str(longer.plan) == "fast:bf16"
     assert verdicts(longer)["fast:fp8"] == "unmeasured"
 
 
 @pytest.mark.parametrize(("growth", "longest"), [(1.0, 2**20), (1.2, 2048), (2.0, 1024)])
 def test_an_fp8_error_grows_with_the_keys_as_its_kernel_declares(growth, longest):
-    """Of a budget of 0.15, 0.09 and the margin leave a factor of 1.28."""
+    """Of a budget of 0.16, one measurement of 0.09 leaves a factor of 1.28."""
     fp8 = FakeForward("fast:fp8", error_growth=growth)
     known = fake_registry(fake_backend("slow", FakeForward("slow:bf16")), fake_backend("fast", fp8))
     for keys in (1024, 2048, 4096, 2**20):
-        found = pick(spec(seqlen_kv=keys), fp8=True, max_error=0.15, known=known)
+        found = pick(spec(seqlen_kv=keys), fp8=True, max_error=0.16, known=known)
         assert found.plan.fp8 is (keys <= longest), keys
         assert verdicts(found)["fast:fp8"] == ("chosen" if found.plan.fp8 else "inaccurate")
 
@@ -268,12 +296,12 @@ def test_an_error_is_never_interpolated_into():
     rising = table(*rest, at(512, 0.06), at(2048, 0.075), at(8192, 0.2))
     falling = table(*rest, at(512, 0.2), at(2048, 0.075), at(8192, 0.06))
     for length, written, allowed in (
-        (512, rising, True), (2048, rising, True), (8192, rising, False), (1024, rising, True), (4096, rising, False),
+        (512, rising, True), (2048, rising, True), (8192, rising, False), (1024, rising, False), (4096, rising, False),
         (512, falling, False), (1024, falling, False), (2048, falling, True), (4096, falling, False),
     ):  # fmt: skip
         choice = pick(spec(seqlen_q=length), table=written, fp8=True, max_error=0.1)
         assert choice.plan.fp8 == allowed, length
-    # 0.075 at a neighbour leaves too little room at a shape that was not measured.
+    # At a shape that was measured its own error counts, elsewhere also how much errors differ.
     assert pick(spec(seqlen_q=2048), table=rising, fp8=True, max_error=0.085).plan.fp8
     assert not pick(spec(seqlen_q=1024), table=rising, fp8=True, max_error=0.085).plan.fp8
 
@@ -352,8 +380,10 @@ def test_no_choice_is_over_budget_or_in_fp8_unasked(rows, length, budget, fp8):
     elif own:
         up = min((keys for keys in own if keys >= length), default=None)
         assert up is not None or not choice.plan.fp8
-        spoken_for = [found for keys, found in own.items() if keys <= (up or length)] or own.values()
-        assert all(error <= budget for found in spoken_for for error in found.errors.values())
+        apart = {keys: abs(math.log2(keys / length)) for keys in own}
+        nearest = [found for keys, found in own.items() if apart[keys] == min(apart.values())]
+        assert any(max(found.errors.values()) <= budget for found in nearest)
+        assert choice.chosen.needs <= budget
 
 
 @given(entries, st.sampled_from(LENGTHS), budgets, st.booleans())

@@ -2,14 +2,13 @@
 
 import json
 import re
-import sys
-import warnings
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
+from functools import partial
 from xml.etree import ElementTree
 
 import pytest
+from command_line import expect
 from compared import QUICK, passed_over, row, slowed, times, written
 from flat import changed
 
@@ -18,28 +17,11 @@ from attnbench.harness.results.records import read_measurements
 MARKUP = 'x" <script>alert(1)</script> | [a](b) & ]]> \x1b[31m \x00 \ud7ff \ufffe'
 
 
-@pytest.fixture
-def attnbench(monkeypatch, capsys):
-    """Runs the command in this process, which has paid for importing torch, as the console script would."""
-
-    def run(*arguments, code=0):
-        from attnbench.cli import main
-
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["attnbench", "compare", *map(str, arguments)])
-        monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # main sets its own
-        with pytest.raises(SystemExit) as end:
-            main()
-        captured = capsys.readouterr()
-        assert (end.value.code or 0) == code, captured.out + captured.err
-        return SimpleNamespace(stdout=captured.out, stderr=captured.err)
-
-    return run
+compare = partial(expect, "compare")
 
 
-@pytest.fixture
-def document(attnbench):
-    return lambda *arguments, code=0: json.loads(attnbench(*arguments, "--format", "json", code=code).stdout)
+def document(*arguments, code=0):
+    return json.loads(compare(*arguments, "--format", "json", code=code).stdout)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +49,7 @@ def doctored(tmp_path_factory):
     }
 
 
-def test_what_was_doctored_is_reported_and_nothing_else(document, doctored):
+def test_what_was_doctored_is_reported_and_nothing_else(doctored):
     folder, wanted = doctored
     assert len(wanted) == 4
     found = document(QUICK, folder, code=1)
@@ -82,7 +64,7 @@ def test_what_was_doctored_is_reported_and_nothing_else(document, doctored):
     assert found["conclusion"] == "regressed: 1 inaccurate, 1 slower, 1 missing"
 
 
-def test_each_of_them_alone_has_its_code(attnbench, tmp_path):
+def test_each_of_them_alone_has_its_code(tmp_path):
     rows = [row("a"), row("b", seed=1), row("c", seed=2)]
     base = written(tmp_path / "base", rows)
     far = replace(rows[0].environment, device_name="another GPU")
@@ -94,23 +76,23 @@ def test_each_of_them_alone_has_its_code(attnbench, tmp_path):
         "unlike": ([each.model_copy(update={"environment": far}) for each in rows], 3),
     }
     for name, (new, code) in cases.items():
-        done = attnbench(base, written(tmp_path / name, new), "--fail-on", "5%", code=code)
+        done = compare(base, written(tmp_path / name, new), "--fail-on", "5%", code=code)
         assert {0: "clean", 1: "regressed", 3: "not comparable"}[code] in done.stdout.splitlines()[-1]
-    allowed = attnbench(base, tmp_path / "missing", "--fail-on", "5%", "--allow-missing", "a")
+    allowed = compare(base, tmp_path / "missing", "--fail-on", "5%", "--allow-missing", "a")
     assert "missing, allowed" in allowed.stdout
-    relative = attnbench(base, tmp_path / "unlike", "--relative-to", "fa3:fp8", code=3)
+    relative = compare(base, tmp_path / "unlike", "--relative-to", "fa3:fp8", code=3)
     assert "there is no row with numbers on both sides" in relative.stdout  # the baseline is all that there is
     plans = written(tmp_path / "plans", [row("a"), row("a", "sdpa-flash:bf16", seed=1)])
     rows = [row("a", environment=far), row("a", "sdpa-flash:bf16", seed=1, environment=far)]
-    attnbench(plans, written(tmp_path / "far", rows), "--fail-on", "5%", "--relative-to", "sdpa-flash:bf16")
+    compare(plans, written(tmp_path / "far", rows), "--fail-on", "5%", "--relative-to", "sdpa-flash:bf16")
 
 
-def test_what_could_not_be_seen_is_not_clean_and_the_limit_that_is_offered_is_certain(attnbench, document, tmp_path):
+def test_what_could_not_be_seen_is_not_clean_and_the_limit_that_is_offered_is_certain(tmp_path):
     base, new = (
         written(tmp_path / name, [row(seed=seed), row("b", time_ms=times(seed + 1, spread=0.02))])
         for name, seed in (("base", 0), ("new", 5))
     )
-    said = attnbench(base, new, code=4).stdout.splitlines()[-1]
+    said = compare(base, new, code=4).stdout.splitlines()[-1]
     pattern = (
         r"not certain: 2 of 2 rows could not have shown a slow-down of 3% \(([\d.]+)% to ([\d.]+)% would have been "
         r"found\), --fail-on (\d+)% would be certain; `attnbench gate` measures until it knows"
@@ -122,22 +104,22 @@ def test_what_could_not_be_seen_is_not_clean_and_the_limit_that_is_offered_is_ce
     assert [(each["verdict"], each["certain"]) for each in found["rows"]] == [("uncertain", False)] * 2
     visible = [each["visible"] for each in found["rows"]]
     assert (100 * min(visible), 100 * max(visible)) == pytest.approx((low, high), abs=0.1)
-    clean = attnbench(base, new, "--fail-on", f"{offered:.0f}%").stdout.splitlines()[-1]
+    clean = compare(base, new, "--fail-on", f"{offered:.0f}%").stdout.splitlines()[-1]
     assert clean.startswith("clean: nothing became slower, less accurate, failed or went missing")
     assert clean.endswith(f"; in any row {high}% would have been found with 95%")
 
 
-def test_an_uncertain_row_that_may_be_slower_is_listed(attnbench, tmp_path):
+def test_an_uncertain_row_that_may_be_slower_is_listed(tmp_path):
     rows = [row(case, seed=seed) for seed, case in enumerate("abcdefgh")]
     base, new = written(tmp_path / "base", rows), written(tmp_path / "new", [slowed(rows[0], 1.02), *rows[1:]])
-    said = attnbench(base, new, "--fail-on", "1%", code=4).stdout
+    said = compare(base, new, "--fail-on", "1%", code=4).stdout
     assert [line.split()[:2] for line in said.splitlines() if line.startswith("uncertain")] == [["uncertain", "a"]]
     assert "- 1 of the uncertain may be slower: a cost's 95% interval lies above 0." in said.splitlines()
 
 
-def test_a_person_reads_what_regressed_and_why(attnbench, doctored):
+def test_a_person_reads_what_regressed_and_why(doctored):
     folder, wanted = doctored
-    said = attnbench(QUICK, folder, "--format", "markdown", code=1).stdout
+    said = compare(QUICK, folder, "--format", "markdown", code=1).stdout
     for (case, plan), verdict in wanted.items():
         assert case in said.replace("\\", "")
         assert plan in said.replace("\\", "")
@@ -145,18 +127,18 @@ def test_a_person_reads_what_regressed_and_why(attnbench, doctored):
     assert "kernel +50.0%" in said
     assert "device_name was NVIDIA H200, is NVIDIA H20" in said.replace("\\", "")
     assert "regressed: 1 inaccurate, 1 slower, 1 missing" in said
-    everything = attnbench(QUICK, folder, "--all", code=1).stdout
+    everything = compare(QUICK, folder, "--all", code=1).stdout
     assert len(everything.splitlines()) > 150 > len(said.splitlines())
 
 
-def test_junit_is_read_by_a_strict_parser_whatever_the_names(attnbench, tmp_path):
+def test_junit_is_read_by_a_strict_parser_whatever_the_names(tmp_path):
     rows = [row(MARKUP), row("b", seed=1), row("c", seed=2), row("d", seed=3)]
     base = written(tmp_path / "base", rows)
     far = replace(rows[2].environment, device_name=MARKUP)
     changed = [slowed(rows[0], 1.2), rows[1], rows[2].model_copy(update={"environment": far})]
     new = written(tmp_path / "new", changed)
     arguments = "--format", "junit", "--allow-missing", "d"
-    text = attnbench(base, new, *arguments, "--fail-on", "5%", code=1).stdout
+    text = compare(base, new, *arguments, "--fail-on", "5%", code=1).stdout
     root = ElementTree.fromstring(text)
     (suite,) = root
     for element in (root, suite):
@@ -170,17 +152,17 @@ def test_junit_is_read_by_a_strict_parser_whatever_the_names(attnbench, tmp_path
     assert [each.tag for each in tests["c"]] == ["error"]
     assert [each.tag for each in tests["d"]] == ["skipped"]
     assert not set(text) & {"\x1b", "\x00", "\ufffe"}
-    narrow = ElementTree.fromstring(attnbench(base, new, *arguments, "--fail-on", "1%", code=1).stdout)
+    narrow = ElementTree.fromstring(compare(base, new, *arguments, "--fail-on", "1%", code=1).stdout)
     (unsure,) = [test for test in narrow[0] if test.get("classname") == "b"]
     assert unsure[0].tag == "skipped"
     assert unsure[0].get("message").startswith("uncertain: kernel ")
 
 
 @pytest.mark.parametrize("format", ["table", "markdown"])
-def test_no_name_steers_a_terminal_or_a_page(attnbench, tmp_path, format):
+def test_no_name_steers_a_terminal_or_a_page(tmp_path, format):
     rows = [row(MARKUP)]
     base, new = written(tmp_path / "base", rows), written(tmp_path / "new", [slowed(rows[0], 1.2)])
-    said = attnbench(base, new, "--format", format, code=1).stdout
+    said = compare(base, new, "--format", format, code=1).stdout
     assert "\x1b" not in said
     if format == "markdown":
         assert "<script>" not in said.replace("\\<", "")
@@ -188,7 +170,7 @@ def test_no_name_steers_a_terminal_or_a_page(attnbench, tmp_path, format):
         assert line.replace("\\|", "").count("|") == 6
 
 
-def test_json_says_on_what_terms_and_what_differs(document, tmp_path):
+def test_json_says_on_what_terms_and_what_differs(tmp_path):
     before = row("a")
     now = replace(before.environment, torch="2.10.0")
     base, new = written(tmp_path / "base", [before]), written(tmp_path / "new", [row("a", seed=1, environment=now)])
@@ -233,24 +215,20 @@ def test_json_says_on_what_terms_and_what_differs(document, tmp_path):
         (["--thresholds", "none.yaml"], "none.yaml"),
     ],
 )
-def test_misuse(attnbench, tmp_path, options, said):
+def test_misuse(tmp_path, options, said):
     base = written(tmp_path / "base", [row()])
-    done = attnbench(base, base, *options, code=2)
+    done = compare(base, base, *options, code=2)
     assert said in done.stderr
     assert done.stdout == ""
 
 
-def test_what_is_not_there_or_holds_no_rows_is_misuse(attnbench, tmp_path):
+def test_what_is_not_there_or_holds_no_rows_is_misuse(tmp_path):
     base = written(tmp_path / "base", [row()])
-    assert "nowhere" in attnbench(base, tmp_path / "nowhere", code=2).stderr
-    assert "no measurement" in attnbench(base, written(tmp_path / "empty", []), code=2).stderr
-    assert "measurements.jsonl:1:" in attnbench(base, _with(tmp_path / "broken", "{}"), code=2).stderr
-
-
-def _with(folder, text):
-    folder.mkdir()
-    (folder / "measurements.jsonl").write_text(text)
-    return folder
+    assert "nowhere" in compare(base, tmp_path / "nowhere", code=2).stderr
+    assert "no measurement" in compare(base, written(tmp_path / "empty", []), code=2).stderr
+    broken = written(tmp_path / "broken", [])
+    (broken / "measurements.jsonl").write_text("{}")
+    assert "measurements.jsonl:1:" in compare(base, broken, code=2).stderr
 
 
 @pytest.mark.parametrize(
@@ -264,11 +242,11 @@ def _with(folder, text):
         ("misspelt: 5%\n", None, "'misspelt' matches no case"),
     ],
 )
-def test_a_file_of_thresholds_is_checked(attnbench, tmp_path, text, line, said):
+def test_a_file_of_thresholds_is_checked(tmp_path, text, line, said):
     base = written(tmp_path / "base", [row()])
     file = tmp_path / "limits.yaml"
     file.write_text(text)
-    stderr = attnbench(base, base, "--thresholds", file, code=2).stderr
+    stderr = compare(base, base, "--thresholds", file, code=2).stderr
     assert said in stderr
     if line is not None:
         assert f"limits.yaml:{line}:" in stderr

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from command_line import SHAPE, attnbench, fails, named
 
+LONG = "9" * 10_000
+
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
@@ -19,23 +21,6 @@ from command_line import SHAPE, attnbench, fails, named
 )
 def test_misuse_of_options_exits_2(arguments: tuple[str, ...], said: str) -> None:
     fails(attnbench(*arguments), 2, said)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("explain", *SHAPE, "--backend", "sdpa-flesh"), "did you mean sdpa-flash"),
-        (("explain", *SHAPE, "--kv-heads", "3"), "must be a multiple of kv_heads (3)"),
-        (("explain", *SHAPE, "--scale", "nan"), "scale must be a finite number"),
-        (("explain", *SHAPE, "--window", "-1,0"), "must not be negative"),
-        (("explain", *SHAPE, "--window", "16"), "expected LEFT,RIGHT"),
-        (("explain", *SHAPE, "--max-error", "0"), "max_error must be a positive"),
-        (("backends", "--device", "abacus"), "not 'abacus'"),
-        (("sweep", "--preset", "nowhere.yaml"), "nowhere.yaml"),
-    ],
-)
-def test_misuse_of_values_exits_2_with_one_line(arguments: tuple[str, ...], said: str) -> None:
-    named(attnbench(*arguments), 2, said)
 
 
 def test_a_named_backend_that_refuses_exits_1_with_reasons_and_alternatives() -> None:
@@ -72,7 +57,6 @@ def test_an_unwritable_output_folder_exits_1(tmp_path: Path) -> None:
     named(attnbench("sweep", "--device", "cpu", "--out", tmp_path / "file" / "results"), 1, "cannot be written")
 
 
-LONG = "9" * 10_000
 NOT_NUMBERS = ("", "nan", "1.5", "٣ ", LONG)
 IMPOSSIBLE = ("0", "-1", str(2**31), str(2**70), str(10**30))
 
@@ -97,6 +81,13 @@ def test_sizes_that_are_none_exit_2(option: str, value: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (("explain", *SHAPE, "--backend", "sdpa-flesh"), "did you mean sdpa-flash"),
+        (("explain", *SHAPE, "--kv-heads", "3"), "must be a multiple of kv_heads (3)"),
+        (("explain", *SHAPE, "--scale", "nan"), "scale must be a finite number"),
+        (("explain", *SHAPE, "--window", "-1,0"), "must not be negative"),
+        (("explain", *SHAPE, "--window", "16"), "expected LEFT,RIGHT"),
+        (("backends", "--device", "abacus"), "not 'abacus'"),
+        (("sweep", "--preset", "nowhere.yaml"), "nowhere.yaml"),
         (("explain", *SHAPE, "--device", "cuda:99999999999999999999"), "a device is auto, cpu, cuda or cuda:N"),
         (("explain", *SHAPE, "--device", "cpu", "--window", f"{LONG},0"), "expected LEFT,RIGHT"),
         (("explain", *SHAPE, "--device", "cpu", "--softcap", "inf"), "softcap must be a finite number"),
@@ -119,7 +110,7 @@ def test_sizes_that_are_none_exit_2(option: str, value: str) -> None:
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, tuple) else "",
 )
-def test_values_beyond_all_measure_exit_2_with_one_short_line(arguments: tuple[str, ...], said: str) -> None:
+def test_misuse_of_values_exits_2_with_one_short_line(arguments: tuple[str, ...], said: str) -> None:
     run = attnbench(*arguments)
     named(run, 2, said)
     assert len(run.stderr) < 1000

@@ -14,10 +14,9 @@ from problems import masks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-import attnbench
-from attnbench import AttentionSpec, InputError, Mask, attention, explain
+from attnbench import AttentionSpec, Mask, attention, explain, guard, state
 from attnbench.dispatch.memory import executions
-from attnbench.errors import RefusedError
+from attnbench.errors import AttnbenchWarning, InputError, RefusedError
 from examples import examples
 
 INT = torch.int32
@@ -163,12 +162,13 @@ def test_scales_never_cross_the_border_of_a_sequence(precision: str) -> None:
     for x in (q, k, v, do):
         x[5] = torch.nan  # the sequence of one token
     for before, after in zip(packed, answers(q, k, v, do, layout="thd", cu_seqlens_q=cu), strict=True):
-        assert torch.equal(before[:5], after[:5]) and torch.equal(before[6:], after[6:])
+        assert torch.equal(before[:5], after[:5])
+        assert torch.equal(before[6:], after[6:])
         assert after[5].isnan().any()
 
 
 def test_a_new_batch_of_like_lengths_asks_for_no_new_choice() -> None:
-    attnbench.forget_choices()
+    state.forget()
     for total in (250, 251, 255):
         x = torch.randn(total, 2, 8)
         attention(x, x, x, layout="thd", cu_seqlens_q=starts([100, total - 100]), max_seqlen_q=200)
@@ -185,8 +185,8 @@ def test_a_choice_tells_of_the_lengths_and_a_kernel_without_them_is_refused() ->
     with pytest.raises(RefusedError, match="takes sequences of one length, not a packed batch"):
         attention(x, x, x, backend="sdpa-math", **named)
     rows = torch.randn(2, 2, 5, 8)
+    lengths = torch.tensor([1, 2], dtype=INT)
     with pytest.raises(RefusedError, match="not a left-padded batch"):
-        lengths = torch.tensor([1, 2], dtype=INT)
         attention(rows, rows, rows, backend="sdpa-math", kv_lengths=lengths, padding_side="left")
 
 
@@ -245,10 +245,12 @@ def test_nested_tensors_give_nested_ones(layout: str) -> None:
     if layout == "bhsd":
         nested = [x.transpose(1, 2) for x in nested]
     out, lse = attention(*nested, layout=layout, is_causal=True, return_lse=True)
-    assert out.is_nested and explain(*nested, layout=layout, is_causal=True).spec.lengths is not None
+    assert out.is_nested
+    assert explain(*nested, layout=layout, is_causal=True).spec.lengths is not None
     back = out.transpose(1, 2) if layout == "bhsd" else out
     back_lse = lse.transpose(1, 2) if layout == "bhsd" else lse
-    assert torch.equal(back.values(), exact) and torch.equal(back_lse.values(), exact_lse.mT)
+    assert torch.equal(back.values(), exact)
+    assert torch.equal(back_lse.values(), exact_lse.mT)
     assert torch.equal(torch.autograd.grad(back.values(), leaf, do)[0], gradient)
     with pytest.raises(InputError, match="all be nested"):
         attention(nested[0], ROWS, ROWS, layout=layout)
@@ -278,7 +280,8 @@ def _backward(out: Tensor, leaf: Tensor, do: Tensor) -> Tensor:
 def test_autocast_casts_packed_tensors() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = attention(X, X, X, layout="thd", cu_seqlens_q=starts([4, 5]))
-    assert isinstance(out, Tensor) and out.dtype == torch.bfloat16
+    assert isinstance(out, Tensor)
+    assert out.dtype == torch.bfloat16
 
 
 def test_transforms_of_torch_func_are_refused() -> None:
@@ -288,8 +291,9 @@ def test_transforms_of_torch_func_are_refused() -> None:
 
 def test_a_guard_says_that_it_checks_no_such_batch() -> None:
     with (
-        pytest.warns(attnbench.errors.AttnbenchWarning, match="packed and padded batches are not checked"),
-        attnbench.guard(every=1) as guard,
+        pytest.warns(AttnbenchWarning, match="packed and padded batches are not checked"),
+        guard(every=1) as watch,
     ):
         attention(X, X, X, layout="thd", cu_seqlens_q=starts([4, 5]))
-    assert guard.checks == 0 and sum(guard.skipped.values()) == 1
+    assert watch.checks == 0
+    assert sum(watch.skipped.values()) == 1

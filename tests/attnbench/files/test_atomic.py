@@ -29,7 +29,7 @@ from attnbench.freezing.file import Frozen
 from attnbench.guarding.breach import Breach
 from attnbench.guarding.breach_file import save_tensors
 from attnbench.harness.capture.recorder import capture
-from attnbench.harness.training.report.plots import write_plots
+from attnbench.harness.report.training import write_training_report
 from attnbench.harness.training.rows import write_runs
 from attnbench.kernels.plan import Plan
 from attnbench.tables.table import Table
@@ -186,7 +186,7 @@ WRITERS = {
     "table.json": lambda path: Table.from_entries(an_environment(), []).save(path),
     "run.choices.json": lambda path: Frozen({"cpu": "x" * 200}).save(path),
     "training.jsonl": lambda path: write_runs(path, [run_of([1.0])]),
-    "training.html": lambda path: write_plots([run_of([3, 2, 1])], path.parent),
+    "training.html": lambda path: write_training_report([run_of([3, 2, 1])], path.parent),
     "acts.safetensors": _record,
 }
 

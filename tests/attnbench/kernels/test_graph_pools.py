@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from attnbench import attention
+from attnbench import attention, graph_pools
 from attnbench.api import forget_choices
 from attnbench.errors import RefusedError
 from attnbench.graph_pools import outside_pools, permanent
@@ -142,6 +142,43 @@ def test_what_is_permanent_is_made_once_by_many_threads_and_an_error_is_not_kept
         thread.join()
     assert calls == [3, 3]
     assert len({id(each) for each in found}) == 1
+
+
+def test_on_a_gpu_it_is_made_on_a_stream_that_nothing_records_and_finished_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a GPU: torch hands out four streams in turn here, of which the first is being recorded."""
+    made_on, finished = [], []
+
+    class Stream:
+        count = 0
+
+        def __init__(self, device: torch.device) -> None:
+            self.number = Stream.count % 4
+            Stream.count += 1
+
+        def synchronize(self) -> None:
+            finished.append(self.number)
+
+    current = [None]
+
+    @contextmanager
+    def stream(entered: Stream) -> Iterator[None]:
+        current.append(entered.number)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1] == 0)
+    graph_pools._side_stream.cache_clear()
+    try:
+        found = permanent(lambda device: made_on.append((current[-1], list(finished))) or "made")(torch.device("cuda"))
+    finally:
+        graph_pools._side_stream.cache_clear()
+    assert found == "made"
+    assert made_on == [(1, [])]
+    assert finished == [1]
 
 
 def test_forgetting_choices_keeps_what_a_graph_may_have_recorded() -> None:

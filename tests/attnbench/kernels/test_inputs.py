@@ -13,7 +13,7 @@ def test_inputs_are_tensors_or_quantised_and_say_which():
     assert tensors.unquantised() == (q, k, v)
     assert tensors.quantised() is None
     given = tuple(quantise(x, Recipe()) for x in (q, k, v))
-    quantised = Inputs(*given)
+    quantised = Inputs.of(given)
     assert quantised.quantised() == given
     assert quantised.device == q.device
     assert not quantised.is_cuda

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnbench import AttentionSpec, InputError, Mask
+from attnbench import AttentionSpec, Mask
+from attnbench.errors import InputError
 from attnbench.kernels.capabilities import Capabilities, Device
 from attnbench.problem.lengths import packed, padded
 from attnbench.problem.lengths_kind import LengthsKind, bucket
@@ -41,7 +42,8 @@ def test_a_spec_with_lengths_survives_its_texts_and_no_two_read_alike() -> None:
 
 
 def test_a_spec_of_one_length_is_written_as_before() -> None:
-    assert "lengths" not in SPEC.to_dict() and "lengths" not in short_fields(SPEC)
+    assert "lengths" not in SPEC.to_dict()
+    assert "lengths" not in short_fields(SPEC)
     assert str(SPEC) == "b4 h2 s32 d16 fp32 causal forward"
 
 

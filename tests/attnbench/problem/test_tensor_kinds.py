@@ -26,7 +26,7 @@ REFUSED: dict[str, tuple[Callable[[], Tensor], str]] = {
     "csr": (lambda: torch.ones(4, 4).to_sparse_csr(), "layout torch.sparse_csr"),
     "mkldnn": (lambda: tensors()[0].to_mkldnn(), "layout torch._mkldnn"),
     "nested": (lambda: torch.nested.nested_tensor([torch.randn(2, n, 8) for n in (3, 4)]), "is a nested tensor"),
-    "jagged": (jagged, "is a nested tensor"),
+    "jagged": (jagged, "must all be nested tensors"),
     "complex": (lambda: tensors(torch.complex64)[0], "dtype"),
     "integers": (lambda: tensors(torch.int64)[0], "dtype"),
     "quantised by torch": (lambda: torch.quantize_per_tensor(tensors()[0], 0.1, 0, torch.qint8), "dtype"),

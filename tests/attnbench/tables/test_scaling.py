@@ -114,7 +114,7 @@ def test_the_h200_s_table_gives_what_an_h20_took(shipped, head_dim, fa3, cudnn):
     at = AttentionSpec.make(batch=8, heads=2048 // head_dim, seqlen_q=2048, head_dim=head_dim)
     found = scaled(shipped, here).at(at)
     rates = [at.flops / found[Plan(name)].time_ms / 1e9 for name in ("fa3:bf16", "sdpa-cudnn:bf16")]
-    assert rates == pytest.approx([fa3, cudnn], rel=0.08)
+    assert rates == pytest.approx([fa3, cudnn], rel=0.09)
 
 
 def test_what_limits_a_call_scales_it(shipped):

@@ -1,19 +1,36 @@
-"""What cuDNN's attention does not compute, refused by both backends that call it and by the kernel it is true of."""
+"""What both backends that call cuDNN's attention answer and refuse alike, each on a stand-in of its library."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+from agreement import both_passes_agree, carried_by_autograd
+from dense import dense_attention, dense_gradients, relative_l2
+from hypothesis import assume, given
+from problems import Problem, problems, tensors_of
+from standins_graph import install_front_end
+from standins_te import install_transformer_engine
 
 from attnbench.backends.cudnn import backend as cudnn
 from attnbench.backends.te import backend as te
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel
+from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Inputs, Saved
+from attnbench.problem.fp8 import Recipe, quantise
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
+from examples import every_pair
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0))
+B200 = Device("cuda", "NVIDIA B200", (10, 0))
+CAUSAL, END = Mask(right=0), Mask(right=0, alignment="bottom-right")
 SPEC = AttentionSpec.make(batch=2, heads=4, kv_heads=2, seqlen_q=96, head_dim=64)
 both = pytest.mark.parametrize("backend", [cudnn.BACKEND, te.BACKEND], ids=lambda backend: backend.name)
+
+
+@pytest.fixture(autouse=True)
+def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_front_end(monkeypatch)
+    install_transformer_engine(monkeypatch)
 
 
 def forward_of(backend: Backend, precision: str) -> ForwardKernel:
@@ -24,6 +41,143 @@ def forward_of(backend: Backend, precision: str) -> ForwardKernel:
 def backward_of(backend: Backend, precision: str) -> BackwardKernel:
     name = f"{backend.name}:{precision}"
     return next(k for k in backend.kernels if isinstance(k, BackwardKernel) and k.name == name)
+
+
+@both
+@given(problem=problems(("bf16", "fp16")))
+def test_sixteen_bits_refuse_or_agree_with_the_truth_in_both_passes(backend: Backend, problem: Problem) -> None:
+    forward, backward = forward_of(backend, problem.spec.dtype), backward_of(backend, problem.spec.dtype)
+    assume(forward.refusals(problem.spec, H200) == [])
+    assume(both_passes_agree(forward, backward, problem, H200))
+
+
+SIZES = [
+    {"head_dim": 128, "seqlen_q": 160},
+    {"head_dim": 128, "seqlen_q": 160, "mask": CAUSAL},
+    {"head_dim": 128, "seqlen_q": 160, "dtype": "fp16", "kv_heads": 1},
+    {"head_dim": 128, "seqlen_q": 80, "seqlen_kv": 150, "mask": CAUSAL},
+    {"head_dim": 128, "seqlen_q": 144, "seqlen_kv": 77, "mask": CAUSAL},
+    {"head_dim": 64, "seqlen_q": 160, "mask": CAUSAL},
+    {"head_dim": 80, "seqlen_q": 160, "scale": 0.2},
+    {"head_dim": 96, "head_dim_v": 64, "seqlen_q": 160, "scale": 0.2},
+]
+
+
+@both
+@pytest.mark.parametrize(("sizes", "spread"), every_pair(SIZES, [1.0, 1e-3]))
+def test_fp8_stays_within_its_declared_error_from_the_first_step_on(
+    backend: Backend, sizes: dict[str, object], spread: float
+) -> None:
+    spec = AttentionSpec.make(**{"batch": 2, "heads": 4, "kv_heads": 2, "direction": "training", **sizes})
+    forward, backward = forward_of(backend, "fp8"), backward_of(backend, "fp8")
+    q, k, v, grad = tensors_of(Problem(spec, "bshd", True, 3))
+    v, grad = v * spread, grad * (0.1 / spread)
+    assert forward.refusals(spec, H200) == backward.refusals(spec, H200) == []
+    out, _ = dense_attention(q, k, v, spec)
+    truth = dense_gradients(q, k, v, grad, spec)
+    for _ in range(3):
+        operands = forward.prepare(Inputs(q, k, v), spec)
+        result = forward.run(operands)
+        assert result.out.dtype == q.dtype
+        assert relative_l2(result.out, out) <= forward.declared_error
+        _, lse = dense_attention(*operands.tensors(torch.float64), spec)
+        torch.testing.assert_close(result.lse.double(), lse, atol=1e-3, rtol=1e-3)
+        for each, wanted in zip(backward.run(Saved(operands, *result), grad), truth, strict=True):
+            assert (each.shape, each.dtype) == (wanted.shape, q.dtype)
+            assert relative_l2(each, wanted) <= backward.declared_error
+
+
+@both
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_autograd_carries_the_gradient_of_a_sum(backend: Backend, precision: str) -> None:
+    carried_by_autograd(forward_of(backend, precision), backward_of(backend, precision), SPEC)
+
+
+@both
+@pytest.mark.parametrize("head_dim", [64, 192, 256])
+def test_an_fp8_forward_may_be_followed_by_the_sixteen_bit_backward(backend: Backend, head_dim: int) -> None:
+    spec = SPEC.replace(head_dim=head_dim, head_dim_v=head_dim, scale=head_dim**-0.5, direction="training")
+    q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
+    forward, backward = forward_of(backend, "fp8"), backward_of(backend, "bf16")
+    assert forward.refusals(spec, H200) == backward.refusals(spec, H200) == []
+    assert backward.cannot_follow(forward, H200) is None
+    operands = forward.prepare(Inputs(q, k, v), spec)
+    result = forward.run(operands)
+    assert relative_l2(result.out, dense_attention(q, k, v, spec)[0]) <= forward.declared_error
+    wanted = dense_gradients(*operands.tensors(), grad, spec)
+    for each, want in zip(backward.run(Saved(operands, *result), grad), wanted, strict=True):
+        assert relative_l2(each, want) <= forward.declared_error  # O was rounded to e4m3, and D comes from it
+    own = f"follows only {forward.name}"
+    assert own in (backward_of(backend, "fp8").cannot_follow(forward_of(backend, "bf16"), H200) or "")
+
+
+@both
+def test_tensors_quantised_beforehand_keep_their_descales(backend: Backend) -> None:
+    forward = forward_of(backend, "fp8")
+    q, k, v, _ = tensors_of(Problem(SPEC, "bhsd", False, 0))
+    quantised = [quantise(x * factor, Recipe("tensor")) for x, factor in ((q, 0.3), (k, 7.0), (v, 50.0))]
+    spec = SPEC.replace(dtype="e4m3", descale="tensor")
+    assert forward.refusals(spec, H200) == []
+    result = forward.run(forward.prepare(Inputs.of(quantised), spec))
+    assert result.out.dtype == torch.bfloat16
+    truth, _ = dense_attention(*(x.dequantised(torch.float64) for x in quantised), spec)
+    assert relative_l2(result.out, truth) <= forward.declared_error
+    assert "per head" in "; ".join(forward.refusals(spec.replace(descale="head"), H200))
+
+
+@both
+def test_zeros_are_answered_with_zeros_and_leave_the_next_call_alone(backend: Backend) -> None:
+    spec = SPEC.replace(direction="training")
+    forward, backward = forward_of(backend, "fp8"), backward_of(backend, "fp8")
+    q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
+    for _ in range(2):
+        operands = forward.prepare(Inputs.of(torch.zeros_like(x) for x in (q, k, v)), spec)
+        result = forward.run(operands)
+        for each in (result.out, *backward.run(Saved(operands, *result), torch.zeros_like(grad))):
+            assert torch.equal(each, torch.zeros_like(each))
+    out = forward.run(forward.prepare(Inputs(q, k, v), spec)).out
+    assert relative_l2(out, dense_attention(q, k, v, spec)[0]) <= forward.declared_error
+
+
+REFUSED = [
+    ("bf16", {}, B200, "9.x only"),
+    ("bf16", {"softcap": 2.0}, H200, "softcap"),
+    ("fp8", {"head_dim": 272, "head_dim_v": 272}, H200, "head_dim 272 is outside 16 to"),
+    ("bf16", {"seqlen_q": 97, "mask": Mask(left=90, right=20)}, H200, "as many keys as queries"),
+    ("bf16", {"seqlen_q": 97, "mask": Mask(right=5, alignment="bottom-right")}, H200, "as many keys as queries"),
+    ("bf16", {"seqlen_q": 97, "mask": END}, H200, "see no key"),
+    ("fp8", {}, B200, "9.x only"),
+    ("fp8", {"seqlen_q": 9, "mask": END}, H200, "no bottom-right alignment"),
+    ("fp8", {"head_dim": 72, "head_dim_v": 72}, H200, "no multiple of 16"),
+]
+OF_ONE = [
+    (te.BACKEND, "fp8", {"mask": Mask(left=5, right=0)}, H200, "no window mask"),
+    (cudnn.BACKEND, "fp8", {"seqlen_q": 97, "mask": Mask(left=90, right=20)}, H200, "as many keys as queries"),
+    (cudnn.BACKEND, "bf16", {"scale": -0.1}, H200, "a scale above 0"),
+    (cudnn.BACKEND, "fp8", {"scale": 0.0}, H200, "a scale above 0"),
+]
+
+
+@pytest.mark.parametrize(
+    ("backend", "precision", "changes", "device", "reason"),
+    [*((backend, *row) for backend in (cudnn.BACKEND, te.BACKEND) for row in REFUSED), *OF_ONE],
+)
+def test_refusals_of_both_passes(
+    backend: Backend, precision: str, changes: dict[str, object], device: Device, reason: str
+) -> None:
+    spec = SPEC.replace(**changes)
+    for kernel in (forward_of(backend, precision), backward_of(backend, precision)):
+        assert reason in "; ".join(kernel.refusals(spec, device))
+
+
+@both
+def test_refusals_of_a_backward_alone(backend: Backend) -> None:
+    single = SPEC.replace(seqlen_q=1, seqlen_kv=1)
+    assert forward_of(backend, "bf16").refusals(single, H200) == []
+    assert "one query" in "; ".join(backward_of(backend, "bf16").refusals(single, H200))
+    wide = SPEC.replace(head_dim=192, head_dim_v=192)
+    assert forward_of(backend, "fp8").refusals(wide, H200) == []
+    assert "outside 16 to 128" in "; ".join(backward_of(backend, "fp8").refusals(wide, H200))
 
 
 @both

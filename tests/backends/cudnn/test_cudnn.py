@@ -4,35 +4,26 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
-import math
-import sys
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import nullcontext
 
 import pytest
 import torch
-from agreement import both_passes_agree
-from dense import dense_attention, dense_gradients, gradient_sizes, relative_l2
-from hypothesis import assume, given
+from dense import dense_gradients, probabilities
+from hypothesis import given
 from hypothesis import strategies as st
-from problems import Problem, problems
-from standins_graph import CUDNN, LARGEST, PyGraph, tensors_of
-from sweep import distance
+from problems import Problem, tensors_of
+from standins_graph import CUDNN, LARGEST, PyGraph, install_front_end
 
 from attnbench.backends.cudnn import backend as cudnn
-from attnbench.backends.cudnn import graphs as cudnn_graphs
 from attnbench.backends.cudnn.scales import gradient_bounds
 from attnbench.kernels.capabilities import Device
-from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Operands, Saved
+from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
 from attnbench.problem.fp8 import Recipe, quantise
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
-from examples import every_pair
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0))
-B200 = Device("cuda", "NVIDIA B200", (10, 0))
 FORWARDS = {k.name: k for k in cudnn.BACKEND.kernels if isinstance(k, ForwardKernel)}
 BACKWARDS = {k.name: k for k in cudnn.BACKEND.kernels if isinstance(k, BackwardKernel)}
 FP8, FP8_BACKWARD = FORWARDS["cudnn:fp8"], BACKWARDS["cudnn:fp8"]
@@ -41,84 +32,8 @@ CAUSAL = Mask(right=0)
 
 
 @pytest.fixture(autouse=True)
-def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(sys.modules, "cudnn", CUDNN)
-    monkeypatch.setattr(cudnn_graphs, "_stream", lambda device: 7)
-    monkeypatch.setattr(cudnn_graphs, "_on", lambda device: nullcontext())
-    monkeypatch.setattr(cudnn_graphs, "_of_thread", threading.local())
-    cudnn_graphs.graph_of.cache_clear()
-    yield
-    cudnn_graphs.graph_of.cache_clear()
-
-
-@given(problems(("bf16", "fp16")))
-def test_sixteen_bits_refuse_or_agree_with_the_truth_in_both_passes(problem: Problem) -> None:
-    spec = problem.spec
-    forward, backward = FORWARDS[f"cudnn:{spec.dtype}"], BACKWARDS[f"cudnn:{spec.dtype}"]
-    assume(forward.refusals(spec, H200) == [])
-    assume(both_passes_agree(forward, backward, problem, H200))
-
-
-SIZES = [
-    {"head_dim": 128, "seqlen_q": 160},
-    {"head_dim": 128, "seqlen_q": 160, "mask": CAUSAL},
-    {"head_dim": 128, "seqlen_q": 160, "dtype": "fp16", "kv_heads": 1},
-    {"head_dim": 128, "seqlen_q": 80, "seqlen_kv": 150, "mask": CAUSAL},
-    {"head_dim": 128, "seqlen_q": 144, "seqlen_kv": 77, "mask": CAUSAL},
-    {"head_dim": 64, "seqlen_q": 160, "mask": CAUSAL},
-    {"head_dim": 80, "seqlen_q": 160, "scale": 0.2},
-    {"head_dim": 96, "head_dim_v": 64, "seqlen_q": 160},
-]
-
-
-@pytest.mark.parametrize(("sizes", "spread"), every_pair(SIZES, [1.0, 1e-3]))
-def test_fp8_stays_within_its_declared_error_in_both_passes(sizes: dict[str, object], spread: float) -> None:
-    spec = AttentionSpec.make(**{"batch": 2, "heads": 4, "kv_heads": 2, "direction": "training", **sizes})
-    q, k, v, grad = tensors_of(Problem(spec, "bshd", True, 3))
-    v, grad = v * spread, grad * (0.1 / spread)
-    assert FP8.refusals(spec, H200) == FP8_BACKWARD.refusals(spec, H200) == []
-    operands = FP8.prepare(Inputs(q, k, v), spec)
-    result = FP8.run(operands)
-    assert result.out.dtype == q.dtype
-    out, _ = dense_attention(q, k, v, spec)
-    assert relative_l2(result.out, out) <= FP8.declared_error
-    torch.testing.assert_close(result.lse.double(), dense_attention(*operands.tensors(torch.float64), spec)[1],
-                               atol=1e-3, rtol=1e-3)  # fmt: skip
-    found = FP8_BACKWARD.run(Saved(operands, *result), grad)
-    for each, wanted in zip(found, dense_gradients(q, k, v, grad, spec), strict=True):
-        assert each.shape == wanted.shape
-        assert each.dtype == q.dtype
-        assert relative_l2(each, wanted) <= FP8_BACKWARD.declared_error
-
-
-@pytest.mark.parametrize("head_dim", [192, 256])
-def test_the_fp8_forward_goes_to_256(head_dim: int) -> None:
-    spec = SPEC.replace(head_dim=head_dim, head_dim_v=head_dim, scale=head_dim**-0.5)
-    q, k, v, _ = tensors_of(Problem(spec, "bhsd", False, 0))
-    assert FP8.refusals(spec, H200) == []
-    out = FP8.run(FP8.prepare(Inputs(q, k, v), spec)).out
-    assert relative_l2(out, dense_attention(q, k, v, spec)[0]) <= FP8.declared_error
-
-
-def test_tensors_quantised_beforehand_keep_their_descales() -> None:
-    q, k, v, _ = tensors_of(Problem(SPEC, "bhsd", False, 0))
-    quantised = [quantise(x * factor, Recipe("tensor")) for x, factor in ((q, 0.3), (k, 7.0), (v, 50.0))]
-    spec = SPEC.replace(dtype="e4m3", descale="tensor")
-    assert FP8.refusals(spec, H200) == []
-    result = FP8.run(FP8.prepare(Inputs(*quantised), spec))
-    assert result.out.dtype == torch.bfloat16
-    truth, _ = dense_attention(*(x.dequantised(torch.float64) for x in quantised), spec)
-    assert relative_l2(result.out, truth) <= FP8.declared_error
-    assert "per head" in "; ".join(FP8.refusals(spec.replace(descale="head"), H200))
-
-
-def test_zeros_are_answered_with_zeros() -> None:
-    spec = SPEC.replace(direction="training")
-    q, k, v, grad = (torch.zeros_like(x) for x in tensors_of(Problem(spec, "bhsd", False, 0)))
-    operands = FP8.prepare(Inputs(q, k, v), spec)
-    result = FP8.run(operands)
-    for each in (result.out, *FP8_BACKWARD.run(Saved(operands, *result), grad)):
-        assert torch.equal(each, torch.zeros_like(each))
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_front_end(monkeypatch)
 
 
 @given(st.integers(0, 2**31), st.sampled_from([1, 2, 4]), st.sampled_from([Mask(), CAUSAL]),
@@ -134,13 +49,8 @@ def test_no_gradient_exceeds_its_bound(seed: int, group: int, mask: Mask, spread
     quantised = [quantise(x, Recipe("tensor")) for x in (q, k, v)]
     bounds = gradient_bounds(*quantised, grad, spec)
     seen = [x.dequantised(torch.float64) for x in quantised]
-    wide_k, wide_v = (x.repeat_interleave(group, 1) for x in seen[1:])
-    out, lse = dense_attention(*seen, spec)
-    scores = seen[0] @ wide_k.mT * spec.scale
-    if mask is CAUSAL:
-        scores = scores.masked_fill(torch.ones(40, 56).triu(1).bool(), -math.inf)
-    p = torch.exp(scores - lse.unsqueeze(-1))
-    ds = p * (grad.double() @ wide_v.mT - (grad.double() * out).sum(-1, keepdim=True)) * spec.scale
+    (p, _), wide_v = probabilities(*seen[:2], spec), seen[2].repeat_interleave(group, 1)
+    ds = p * (grad.double() @ wide_v.mT - (grad.double() * (p @ wide_v)).sum(-1, keepdim=True)) * spec.scale
     for bound, true in zip(bounds, (ds, *dense_gradients(*seen, grad, spec)), strict=True):
         assert bound.shape == (1, 1, 1, 1)
         assert true.abs().max() <= bound.item()
@@ -165,9 +75,9 @@ def test_a_graph_is_built_once_for_a_problem_and_again_for_another() -> None:
     spec = SPEC.replace(mask=CAUSAL)
     forward.run(forward.prepare(Inputs(q, k, v), spec))
     assert PyGraph.built == before + 2
-    forward.run(forward.prepare(Inputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))), spec))
+    forward.run(forward.prepare(Inputs.of(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)), spec))
     assert PyGraph.built == before + 3
-    assert cudnn_graphs.graph_of.cache_info().maxsize is not None
+    assert cudnn.graph_of.cache_info().maxsize is not None
 
 
 def test_two_threads_share_a_graph_and_no_handle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,63 +143,7 @@ def test_an_engine_that_is_not_cudnns_may_not_answer(monkeypatch: pytest.MonkeyP
         FORWARDS["cudnn:bf16"].prepare(Inputs(q, k, v), SPEC)
 
 
-def test_the_gradient_of_a_sum_and_leaves_that_need_gradients() -> None:
-    spec = SPEC.replace(direction="training")
-    q, k, v, _ = (x.requires_grad_() for x in tensors_of(Problem(spec, "bshd", True, 0)))
-    grad = torch.ones((), dtype=torch.bfloat16).expand(q.shape)
-    for name in ("cudnn:bf16", "cudnn:fp8"):
-        operands = FORWARDS[name].prepare(Inputs(q, k, v), spec)
-        result = FORWARDS[name].run(operands)
-        assert not result.out.requires_grad
-        gradients = BACKWARDS[name].run(Saved(operands, *result), grad)
-        sizes = gradient_sizes(q, k, v, grad, spec)
-        for each, wanted, size in zip(gradients, dense_gradients(q, k, v, grad, spec), sizes, strict=True):
-            assert distance(each, wanted, size) <= 2 * BACKWARDS[name].declared_error
-
-
-def test_the_sixteen_bit_backward_follows_another_forward() -> None:
-    spec = SPEC.replace(direction="training")
-    q, k, v, grad = tensors_of(Problem(spec, "bhsd", False, 0))
-    quantised = [quantise(x, Recipe("head")) for x in (q, k, v)]
-    seen = [x.dequantised(torch.bfloat16) for x in quantised]
-    out, lse = dense_attention(*seen, spec)
-    saved = Saved(Operands(spec, *quantised), out.bfloat16(), lse.float())
-    found = BACKWARDS["cudnn:bf16"].run(saved, grad)
-    for each, wanted in zip(found, dense_gradients(*seen, grad, spec), strict=True):
-        assert relative_l2(each, wanted) <= 0.02
-    assert "follows only cudnn:fp8" in (FP8_BACKWARD.cannot_follow(FORWARDS["cudnn:bf16"], H200) or "")
-
-
-REFUSED = [
-    ("bf16", {}, B200, "9.x only"),
-    ("bf16", {"softcap": 2.0}, H200, "softcap"),
-    ("fp8", {"head_dim": 272, "head_dim_v": 272}, H200, "head_dim 272 is outside 16 to"),
-    ("bf16", {"seqlen_q": 97, "mask": Mask(left=90, right=20)}, H200, "as many keys as queries"),
-    ("bf16", {"scale": -0.1}, H200, "a scale above 0"),
-    ("fp8", {"scale": 0.0}, H200, "a scale above 0"),
-    ("bf16", {"seqlen_q": 97, "mask": Mask(right=0, alignment="bottom-right")}, H200, "see no key"),
-    ("fp8", {}, B200, "9.x only"),
-    ("fp8", {"seqlen_q": 97, "mask": Mask(left=90, right=20)}, H200, "as many keys as queries"),
-    ("bf16", {"seqlen_q": 97, "mask": Mask(right=5, alignment="bottom-right")}, H200, "as many keys as queries"),
-    ("fp8", {"seqlen_q": 9, "mask": Mask(right=0, alignment="bottom-right")}, H200, "no bottom-right alignment"),
-    ("fp8", {"head_dim": 72, "head_dim_v": 72}, H200, "no multiple of 16"),
-]
-
-
-@pytest.mark.parametrize(("precision", "changes", "device", "reason"), REFUSED)
-def test_refusals(precision: str, changes: dict[str, object], device: Device, reason: str) -> None:
-    spec = SPEC.replace(**changes)
-    for kernels in (FORWARDS, BACKWARDS):
-        assert reason in "; ".join(kernels[f"cudnn:{precision}"].refusals(spec, device))
-
-
-def test_refusals_of_a_backward_alone() -> None:
-    one = SPEC.replace(seqlen_q=1, seqlen_kv=1)
-    assert FORWARDS["cudnn:bf16"].refusals(one, H200) == []
-    assert "one query" in "; ".join(BACKWARDS["cudnn:bf16"].refusals(one, H200))
-    wide = SPEC.replace(head_dim=192, head_dim_v=192)
-    assert FP8.refusals(wide, H200) == []
-    assert "outside 16 to 128" in "; ".join(FP8_BACKWARD.refusals(wide, H200))
+def test_bounds_below_e5m2_are_refused() -> None:
     long = AttentionSpec.make(batch=1, heads=8, kv_heads=1, seqlen_q=2**17, head_dim=128)
     assert FP8.refusals(long, H200) == []
     assert "below e5m2" in "; ".join(FP8_BACKWARD.refusals(long, H200))

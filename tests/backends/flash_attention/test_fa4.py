@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from agreement import both_passes_agree
+from agreement import both_passes_agree, carried_by_autograd
 from dense import dense_attention, dense_gradients, relative_l2
 from hypothesis import assume, given
-from problems import Problem, problems
-from standins_graph import INTERFACE, tensors_of
+from problems import Problem, problems, tensors_of
+from standins_graph import INTERFACE
 
 from attnbench.backends.flash_attention import fa4
 from attnbench.kernels.capabilities import Device
@@ -67,15 +67,8 @@ def test_after_an_fp8_forward_the_backward_works_on_what_that_one_saw() -> None:
     assert relative_l2(dense_gradients(q, k, v, grad, spec)[1], dense_gradients(*seen, grad, spec)[1]) > 0.05
 
 
-def test_the_gradient_of_a_sum_and_leaves_that_need_gradients() -> None:
-    spec = SPEC.replace(direction="training")
-    q, k, v, _ = (x.requires_grad_() for x in tensors_of(Problem(spec, "bshd", True, 0)))
-    grad = torch.ones((), dtype=torch.bfloat16).expand(q.shape)
-    operands = FORWARDS["fa4:bf16"].prepare(Inputs(q, k, v), spec)
-    result = FORWARDS["fa4:bf16"].run(operands)
-    assert not result.out.requires_grad
-    dq, *_ = BACKWARDS["fa4:bf16"].run(Saved(operands, *result), grad)
-    assert relative_l2(dq, dense_gradients(q, k, v, grad, spec)[0]) <= 0.02
+def test_autograd_carries_the_gradient_of_a_sum() -> None:
+    carried_by_autograd(FORWARDS["fa4:bf16"], BACKWARDS["fa4:bf16"], SPEC)
 
 
 def test_nothing_is_copied_that_the_kernel_can_read() -> None:

@@ -136,7 +136,7 @@ def test_the_tile_reaches_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(flex, "describe", lambda device: H200)
     spec = spec_of(128, 128, Mask(), head_dim=16 if name == "flex:bf16" else 32)
     forward = FORWARDS[name]
-    native = forward.prepare(Inputs(*Problem(spec, "bhsd", False, 0).tensors()[:3]), spec).native
+    native = forward.prepare(Inputs.of(Problem(spec, "bhsd", False, 0).tensors()[:3]), spec).native
     assert native.options == {f"fwd_{option}": value for option, value in TILE.items()}
     seen: list[object] = []
     monkeypatch.setattr(

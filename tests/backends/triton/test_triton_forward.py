@@ -120,7 +120,7 @@ def test_blocks_of_keys_are_skipped_masked_and_whole(mask: Mask, case: tuple[str
     name, lengths = case
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=lengths[0], seqlen_kv=lengths[1], head_dim=64, mask=mask)
     kernel = forward(name, Tile(64, 64, 4, 2))
-    operands = kernel.prepare(Inputs(*tensors(spec)), spec)
+    operands = kernel.prepare(Inputs.of(tensors(spec)), spec)
     agrees(operands, kernel.run(operands))
 
 
@@ -135,7 +135,7 @@ def test_head_dimensions(sizes: tuple[int, int], tma: bool) -> None:
         mask=Mask(right=0, alignment="bottom-right"), softcap=5.0,
     )  # fmt: skip
     kernel = backend.TritonForward("fp8", Tile(32, 32, 4, 2, tma=tma))
-    operands = kernel.prepare(Inputs(*tensors(spec)), spec)
+    operands = kernel.prepare(Inputs.of(tensors(spec)), spec)
     agrees(operands, kernel.run(operands))
 
 
@@ -148,7 +148,7 @@ def test_any_scale(scale: float, softcap: float, name: str) -> None:
         mask=Mask(right=0, alignment="bottom-right"),
     )  # fmt: skip
     kernel = forward(name)
-    operands = kernel.prepare(Inputs(*tensors(spec)), spec)
+    operands = kernel.prepare(Inputs.of(tensors(spec)), spec)
     agrees(operands, kernel.run(operands))
 
 
@@ -178,7 +178,7 @@ def test_descales_of_any_size_are_used(
         inputs.append(Quantised(data, 2.0**exponent, granularity))
     kernel = backend.TritonForward("fp8", tile)
     assert kernel.refusals(spec, H200) == [] or interpreted()
-    operands = kernel.prepare(Inputs(*inputs), spec)
+    operands = kernel.prepare(Inputs.of(inputs), spec)
     result = kernel.run(operands)
     assert result.out.dtype == torch.bfloat16
     agrees(operands, result)
@@ -194,7 +194,7 @@ def test_rows_that_tma_can_read_are_not_copied(layout: str) -> None:
         x = torch.randint(0, 100, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
         inputs.append(Quantised(x if layout == "bhsd" else x.transpose(1, 2), torch.ones(1, 1, 1, 1) / 9, "tensor"))
     kernel = backend.TritonForward("fp8")
-    operands = kernel.prepare(Inputs(*inputs), spec)
+    operands = kernel.prepare(Inputs.of(inputs), spec)
     native = operands.native
     assert [x.data_ptr() for x in (native.q, native.k)] == [x.data.data_ptr() for x in inputs[:2]]
     agrees(operands, kernel.run(operands))
@@ -206,10 +206,10 @@ def test_no_output_depends_on_later_tokens(name: str, safe: bool) -> None:
     spec = AttentionSpec.make(batch=1, heads=2, kv_heads=1, seqlen_q=100, head_dim=64, mask=Mask(right=0))
     kernel = backend.TritonForward(name, Tile(32, 64, 4, 2))
     inputs = tensors(spec)
-    first = kernel.run(kernel.prepare(Inputs(*inputs), spec))
+    first = kernel.run(kernel.prepare(Inputs.of(inputs), spec))
     for at in (40, 64):
         changed = [torch.cat([x[:, :, :at], 1000.0 * x[:, :, at:].flip(2)], 2) for x in inputs]
-        second = kernel.run(kernel.prepare(Inputs(*changed), spec))
+        second = kernel.run(kernel.prepare(Inputs.of(changed), spec))
         same = torch.equal(first.out[:, :, :at], second.out[:, :, :at])
         assert same or not safe
         assert torch.equal(first.lse[:, :, :at], second.lse[:, :, :at]) or not safe
@@ -221,7 +221,7 @@ def test_what_is_not_finite_stays_visible(name: str, which: int) -> None:
     spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=20, head_dim=64, mask=Mask(right=0))
     kernel, inputs = forward(name), tensors(spec)
     inputs[which][0, 1, 0, 3] = math.nan
-    out = kernel.run(kernel.prepare(Inputs(*inputs), spec)).out
+    out = kernel.run(kernel.prepare(Inputs.of(inputs), spec)).out
     assert bool(out[0, 0].isfinite().all())
     assert bool(out[0, 1, 0].isnan().all())
 
@@ -237,7 +237,7 @@ def test_another_tile_gives_the_same_answer() -> None:
     """From any to any: each pair of neighbours, and back to the first."""
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=70, seqlen_kv=140, head_dim=64)
     kernel = backend.TritonForward("fp8", TILES[0])
-    operands = kernel.prepare(Inputs(*tensors(spec)), spec)
+    operands = kernel.prepare(Inputs.of(tensors(spec)), spec)
     native = operands.native
     for tile in (*TILES[1:], TILES[0]):
         native = triton_forward.retiled(native, tile)
@@ -270,7 +270,7 @@ def test_every_program_has_a_block_of_its_own(heads_in_turn: int, monkeypatch: p
     monkeypatch.setattr(triton_forward, "_layout", triton_forward._layout.__wrapped__)  # no section is kept
     spec = AttentionSpec.make(batch=2, heads=3, seqlen_q=40, head_dim=64, mask=Mask(right=0))
     kernel = backend.TritonForward("fp8", Tile(16, 32, 4, 2))
-    operands = kernel.prepare(Inputs(*tensors(spec)), spec)
+    operands = kernel.prepare(Inputs.of(tensors(spec)), spec)
     agrees(operands, kernel.run(operands))
 
 
@@ -310,7 +310,7 @@ def test_tensors_that_are_not_plain_are_an_error() -> None:
         ((plain, plain, rotated), "V as it is"),
     ):
         with pytest.raises(InputError, match=sentence):
-            kernel.prepare(Inputs(*wrong), spec)
+            kernel.prepare(Inputs.of(wrong), spec)
     operands = kernel.prepare(Inputs(rotated, rotated, plain), spec)
     agrees(operands, kernel.run(operands))
 

@@ -17,11 +17,6 @@ from attnbench.problem.spec import AttentionSpec
 from attnbench.testing import Report, check_backend
 from attnbench.testing.faults import Late
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
-]
-
 
 def check(kernel: ForwardKernel) -> Report:
     name = kernel.name.partition(":")[0]

@@ -19,10 +19,6 @@ from attnbench.backends.te.backend import BACKEND as TE
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
 from attnbench.kernels.devices import describe
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
-]
 BACKENDS = {backend.name: backend for backend in (CUDNN, TE)}
 KERNELS = [kernel for backend in BACKENDS.values() for kernel in backend.kernels]
 FORWARDS = {k.name: k for k in KERNELS if isinstance(k, ForwardKernel)}
@@ -125,7 +121,7 @@ def test_what_is_refused_really_fails_or_is_wrong(backend: str, precision: str, 
     # cuDNN's own errors exist only where its front end does.
     expected, said = (RuntimeError, "") if backend == "te" else (Exception, "upport")
     try:
-        out = forward.run(forward.prepare(Inputs(*truth.inputs[:3]), spec)).out
+        out = forward.run(forward.prepare(Inputs.of(truth.inputs[:3]), spec)).out
     except expected as error:
         failure = f"{type(error).__name__} {error}"
     wrong = out is not None and dense.relative_l2(out, truth.out) > 2 * forward.declared_error

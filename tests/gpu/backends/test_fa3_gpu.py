@@ -13,6 +13,7 @@ import dense
 import pytest
 import torch
 from gpu_times import in_turns, kernels_of
+from on_gpu import DEVICE, LENGTHS, MASKS, descales_are_used, many_elements_agree
 from sweep import Sweep, Truth
 from torch import Tensor
 
@@ -21,29 +22,12 @@ from attnbench.backends.flash_attention import fa3, fa3_origins, fa3_vllm
 from attnbench.backends.flash_attention.fa3_operands import native
 from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Inputs, Saved
 from attnbench.kernels.devices import describe
-from attnbench.problem.fp8 import Quantised
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
-]
 FAMILIES = (fa3.BACKEND, fa3_vllm.BACKEND)
 FORWARDS = {k.name: k for family in FAMILIES for k in family.kernels if isinstance(k, ForwardKernel)}
 BACKWARDS = {k.name: k for family in FAMILIES for k in family.kernels if isinstance(k, BackwardKernel)}
-DEVICE = torch.device("cuda", 0)
 
 HEAD_DIMS = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (64, 128), (40, 40), (5, 7)]
-LENGTHS = [(256, 256), (257, 257), (130, 333), (333, 130), (200, 330), (1, 200), (77, 1)]
-MASKS = [
-    Mask(),
-    Mask(right=0),
-    Mask(right=0, alignment="bottom-right"),
-    Mask(left=37, right=0),
-    Mask(left=37, right=11),
-    Mask(left=150, right=11, alignment="bottom-right"),
-    Mask(left=37),
-    Mask(right=19, alignment="bottom-right"),
-]
 GROUPS = [1, 4, 8]
 
 
@@ -97,21 +81,7 @@ def test_each_kernel_refuses_or_agrees_with_dense_fp64(
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_descales_of_random_size_are_used(name: str, kv_heads: int) -> None:
     present(FAMILIES[name.startswith("fa3-vllm")])
-    spec = AttentionSpec.make(
-        batch=3, heads=8, kv_heads=kv_heads, seqlen_q=200, seqlen_kv=300, head_dim=128, dtype="e4m3", descale="head"
-    )
-    inputs = [
-        Quantised(
-            (torch.randn(3, heads, length, 128, device=DEVICE) * 100).clamp(-448, 448).to(torch.float8_e4m3fn),
-            torch.rand(3, heads, 1, 1, device=DEVICE) * 0.02 + 0.001,
-            "head",
-        )
-        for heads, length in ((8, 200), (kv_heads, 300), (kv_heads, 300))
-    ]
-    result = FORWARDS[name].run(FORWARDS[name].prepare(Inputs(*inputs), spec))
-    out, lse = dense.dense_attention(*(x.dequantised(torch.float64) for x in inputs), spec)
-    assert dense.relative_l2(result.out, out) < 0.05
-    assert dense.relative_l2(result.lse, lse) < 0.001
+    descales_are_used(FORWARDS[name], kv_heads, lengths=(200, 300), mask=Mask())
 
 
 @pytest.mark.parametrize("precision", ["fp8", "bf16"])
@@ -124,7 +94,7 @@ def test_our_layer_costs_nothing(precision: str, length: int, capsys: pytest.Cap
     spec = AttentionSpec.make(batch=16384 // length, heads=16, seqlen_q=length, head_dim=128, mask=Mask(right=0))
     q, k, v = (torch.randn(spec.batch, length, 16, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
     kernel = FORWARDS[f"fa3:{precision}"]
-    operands = kernel.prepare(Inputs(*(x.transpose(1, 2) for x in (q, k, v))), spec)
+    operands = kernel.prepare(Inputs.of(x.transpose(1, 2) for x in (q, k, v)), spec)
     made = operands.native
     none = [None] * 17
     from sgl_kernel import flash_ops  # noqa: F401
@@ -157,19 +127,7 @@ def test_the_profiler_shows_that_kernel(name: str) -> None:
 
 def test_more_than_2_to_the_31_elements() -> None:
     present(fa3.BACKEND)
-    length = 2**20 + 2**14
-    spec = AttentionSpec.make(batch=1, heads=16, kv_heads=1, seqlen_q=length, seqlen_kv=256, head_dim=128)
-    assert length * 16 * 128 > 2**31
-    q = torch.randn(1, 16, length, 128, device=DEVICE, dtype=torch.bfloat16)
-    k, v = (torch.randn(1, 1, 256, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    for name in ("fa3:bf16", "fa3:fp8"):
-        assert FORWARDS[name].refusals(spec, describe(DEVICE)) == []
-        out = FORWARDS[name].run(FORWARDS[name].prepare(Inputs(q, k, v), spec)).out
-        for rows in (slice(0, 300), slice(length - 300, length)):
-            part = spec.replace(seqlen_q=300)
-            truth, _ = dense.dense_attention(q[:, :, rows], k, v, part)
-            assert dense.relative_l2(out[:, :, rows], truth) < FORWARDS[name].declared_error
-        del out
+    many_elements_agree(FORWARDS[name] for name in ("fa3:bf16", "fa3:fp8"))
 
 
 def _called(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:

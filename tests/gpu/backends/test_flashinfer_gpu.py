@@ -8,26 +8,27 @@ from __future__ import annotations
 import itertools
 import re
 
-import dense
 import pytest
 import torch
 from gpu_times import in_turns
-from sweep import Sweep, Truth
+from on_gpu import (
+    DEVICE,
+    descales_are_used,
+    is_wrong_at_a_scale_below_zero,
+    many_elements_agree,
+    quantising_forward_agrees,
+)
+from sweep import Truth
 from torch.profiler import ProfilerActivity, profile
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends import flashinfer
 from attnbench.kernels.contract import Inputs
-from attnbench.kernels.devices import describe
-from attnbench.problem.fp8 import Quantised
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
-    pytest.mark.skipif(not flashinfer.BACKEND.availability().ok, reason=str(flashinfer.BACKEND.availability().reason)),
-]
+pytestmark = pytest.mark.skipif(
+    not flashinfer.BACKEND.availability().ok, reason=str(flashinfer.BACKEND.availability().reason)
+)
 KERNEL = flashinfer.FlashInferForward()
-DEVICE = torch.device("cuda", 0)
 FLOOR = 0.05  # beside Q, K and V only P in e4m3 and the accumulator are left
 END = "bottom-right"
 HEADS = [(64, 64, 1), (80, 80, 4), (96, 96, 1), (128, 128, 8), (128, 64, 2), (192, 192, 2), (256, 256, 1), (5, 7, 1)]
@@ -38,38 +39,18 @@ MASKS = [Mask(), Mask(right=0), Mask(right=0, alignment=END)]
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_it_refuses_or_agrees_with_dense_fp64(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Causal masks are what 0.6 got wrong, and (333, 130) leaves rows without a key."""
-    sweep, floor = Sweep(DEVICE), Sweep(DEVICE)
     made = [
         AttentionSpec.make(batch=2, heads=8, kv_heads=8 // group, seqlen_q=sq, seqlen_kv=skv, head_dim=d, head_dim_v=dv,
                            dtype=dtype, mask=mask, scale=d**-0.5 * (1.0 if i % 5 else 0.7))
         for i, ((sq, skv), mask, (d, dv, group)) in enumerate(itertools.product(LENGTHS, MASKS, HEADS))
     ]  # fmt: skip
-    for index, spec in enumerate(list(dict.fromkeys(made))[:: 1 if dtype == "bf16" else 4]):
-        truth = Truth.of(spec, index, DEVICE)
-        ran = sweep.forward(KERNEL, truth)
-        if ran is not None:
-            floor.floor(KERNEL, truth, ran[0], FLOOR)
     with capsys.disabled():
-        print(f"\n{dtype}\n{sweep.report()}\nagainst exact attention on the quantised\n{floor.report()}")
-    assert not any(sweep.faults.values())
-    assert not any(floor.faults.values())
-    assert sweep.served[f"{KERNEL.name} fwd"] > 20
+        quantising_forward_agrees(KERNEL, list(dict.fromkeys(made))[:: 1 if dtype == "bf16" else 4], FLOOR, print)
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_descales_of_random_size_are_used(kv_heads: int) -> None:
-    """Large ones too: hidden keys must stay hidden whatever the scores are before they are scaled."""
-    spec = AttentionSpec.make(batch=3, heads=8, kv_heads=kv_heads, seqlen_q=300, head_dim=128, mask=Mask(right=0),
-                              dtype="e4m3", descale="head")  # fmt: skip
-    inputs = [
-        Quantised((torch.randn(3, heads, 300, 128, device=DEVICE) * 100).clamp(-448, 448).to(torch.float8_e4m3fn),
-                  torch.rand(3, heads, 1, 1, device=DEVICE) * 0.02 + 0.001, "head")
-        for heads in (8, kv_heads, kv_heads)
-    ]  # fmt: skip
-    result = KERNEL.run(KERNEL.prepare(Inputs(*inputs), spec))
-    out, lse = dense.dense_attention(*(x.dequantised(torch.float64) for x in inputs), spec)
-    assert dense.relative_l2(result.out, out) < 0.05
-    assert dense.relative_l2(result.lse, lse) < 0.001
+    descales_are_used(KERNEL, kv_heads, lengths=(300, 300), mask=Mask(right=0))
 
 
 @pytest.mark.parametrize("length", [4096, 16384])
@@ -92,7 +73,7 @@ def test_our_layer_costs_little(length: int, capsys: pytest.CaptureFixture[str])
 
 def test_the_profiler_shows_the_fp8_kernel_on_the_current_stream() -> None:
     spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=512, head_dim=128)
-    operands = KERNEL.prepare(Inputs(*Truth.of(spec, 0, DEVICE).inputs[:3]), spec)
+    operands = KERNEL.prepare(Inputs.of(Truth.of(spec, 0, DEVICE).inputs[:3]), spec)
     want = KERNEL.run(operands).out
     with profile(activities=[ProfilerActivity.CUDA]) as seen, torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(50_000_000)
@@ -105,11 +86,7 @@ def test_the_profiler_shows_the_fp8_kernel_on_the_current_stream() -> None:
 
 
 def test_a_scale_that_is_not_positive_is_refused_because_the_answer_is_wrong() -> None:
-    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64, mask=Mask(right=0), scale=-40.0)
-    assert "positive scale" in KERNEL.refusals(spec, describe(DEVICE))[0]
-    operands = KERNEL.prepare(Inputs(*Truth.of(spec, 0, DEVICE).inputs[:3]), spec)
-    out, _ = dense.dense_attention(*operands.tensors(torch.float64), spec)
-    assert not dense.relative_l2(KERNEL.run(operands).out, out) < 0.2
+    is_wrong_at_a_scale_below_zero(KERNEL)
 
 
 def test_windows_and_two_head_dims_are_refused_because_the_library_asserts() -> None:
@@ -122,12 +99,4 @@ def test_windows_and_two_head_dims_are_refused_because_the_library_asserts() -> 
 
 
 def test_more_than_2_to_the_31_elements() -> None:
-    length = 2**20 + 2**14
-    spec = AttentionSpec.make(batch=1, heads=16, kv_heads=1, seqlen_q=length, seqlen_kv=256, head_dim=128)
-    assert length * 16 * 128 > 2**31
-    q = torch.randn(1, 16, length, 128, device=DEVICE, dtype=torch.bfloat16)
-    k, v = (torch.randn(1, 1, 256, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    out = KERNEL.run(KERNEL.prepare(Inputs(q, k, v), spec)).out
-    for rows in (slice(0, 300), slice(length - 300, length)):
-        truth, _ = dense.dense_attention(q[:, :, rows], k, v, spec.replace(seqlen_q=300))
-        assert dense.relative_l2(out[:, :, rows], truth) < KERNEL.declared_error
+    many_elements_agree([KERNEL])

@@ -17,10 +17,6 @@ from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Sa
 from attnbench.kernels.devices import describe
 from attnbench.problem.fp8 import Recipe, quantise
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
-]
 FORWARDS = {k.name: k for k in flex.BACKEND.kernels if isinstance(k, ForwardKernel)}
 BACKWARDS = {k.name: k for k in flex.BACKEND.kernels if isinstance(k, BackwardKernel)}
 END = "bottom-right"
@@ -96,7 +92,7 @@ def test_tensors_quantised_beforehand(granularity: str, softcap: float) -> None:
     if forward.refusals(given, describe(device)):
         pytest.skip("this GPU has no FP8 FlexAttention")
     q, k, v, _ = Truth.of(FP8_SPECS[1], 1, device).inputs
-    operands = forward.prepare(Inputs(*(quantise(x, Recipe(granularity)) for x in (q, k, v))), given)
+    operands = forward.prepare(Inputs.of(quantise(x, Recipe(granularity)) for x in (q, k, v)), given)
     result = forward.run(operands)
     truth, _ = dense.dense_attention(*operands.tensors(torch.float64), given)
     assert result.out.dtype == torch.bfloat16
@@ -113,7 +109,7 @@ def test_float8_serves_a_backward_of_another_backend() -> None:
         pytest.skip("this GPU has no FP8 FlexAttention")
     backward = next(k for k in BACKEND.kernels if isinstance(k, BackwardKernel) and k.name.endswith(":bf16"))
     truth = Truth.of(spec, 0, device)
-    operands = forward.prepare(Inputs(*truth.inputs[:3]), spec)
+    operands = forward.prepare(Inputs.of(truth.inputs[:3]), spec)
     found = backward.run(Saved(operands, *forward.run(operands)), truth.inputs[3])
     for each, wanted in zip(found, truth.gradients, strict=True):
         assert dense.relative_l2(each, wanted) <= 0.15
@@ -148,7 +144,7 @@ def test_refused_head_dimensions_fail(name: str, head_dim: int) -> None:
     assert any("head_dim" in reason for reason in forward.refusals(spec, describe(device)))
     truth = Truth.of(spec, 0, device)
     try:
-        out = forward.run(forward.prepare(Inputs(*truth.inputs[:3]), spec)).out
+        out = forward.run(forward.prepare(Inputs.of(truth.inputs[:3]), spec)).out
     except Exception:  # whatever the compiler says, it did not run
         return
     assert dense.relative_l2(out, truth.out) > 2 * forward.declared_error, "it runs and is right: no refusal is needed"

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dense
 import pytest
 import torch
-from sweep import Truth, distance
+from dense import distance
+from sweep import Truth
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends.common.mask_tensor import MAX_SCORES
@@ -17,10 +18,6 @@ from attnbench.kernels.devices import describe
 from attnbench.kernels.registry import registry
 from attnbench.problem.dtypes import TO_TORCH
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
-]
 DEVICE = torch.device("cuda", 0)
 END = "bottom-right"
 BASE = AttentionSpec.make(batch=2, heads=8, seqlen_q=256, head_dim=64, direction="training")
@@ -80,7 +77,7 @@ def test_what_torch_s_forward_refuses_fails_or_is_wrong(name: str, changes: dict
     assert kernel.refusals(spec, describe(DEVICE))
     truth = Truth.of(spec, 1, DEVICE)
     try:
-        out = kernel.run(kernel.prepare(Inputs(*truth.inputs[:3]), spec)).out
+        out = kernel.run(kernel.prepare(Inputs.of(truth.inputs[:3]), spec)).out
     except RuntimeError:
         return
     assert not dense.relative_l2(out, truth.out) < 2 * kernel.declared_error
@@ -102,7 +99,7 @@ def test_what_only_a_backward_refuses_fails_or_is_wrong(name: str, changes: dict
     assert forward.refusals(spec, describe(DEVICE)) == []
     assert backward.refusals(spec, describe(DEVICE))
     truth = Truth.of(spec, 1, DEVICE)
-    operands = forward.prepare(Inputs(*truth.inputs[:3]), spec)
+    operands = forward.prepare(Inputs.of(truth.inputs[:3]), spec)
     saved = Saved(operands, *forward.run(operands))
     try:
         found = backward.run(saved, truth.inputs[3])
@@ -119,7 +116,7 @@ def test_only_the_last_queries_are_wrong_where_they_make_no_whole_group(name: st
     forward, backward = present(name), registry().backward(name)
     spec = BASE.replace(head_dim=128, head_dim_v=128, seqlen_q=1000)
     truth = Truth.of(spec, 1, DEVICE)
-    operands = forward.prepare(Inputs(*truth.inputs[:3]), spec)
+    operands = forward.prepare(Inputs.of(truth.inputs[:3]), spec)
     dq, *_ = backward.run(Saved(operands, *forward.run(operands)), truth.inputs[3])
     whole = spec.seqlen_q // 16 * 16
     right, wrong = (

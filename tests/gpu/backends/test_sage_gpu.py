@@ -10,7 +10,8 @@ import dense
 import pytest
 import torch
 from gpu_times import in_turns, kernels_of
-from sweep import Sweep, Truth
+from on_gpu import DEVICE, quantising_forward_agrees
+from sweep import Truth
 from torch import Tensor
 
 from attnbench import AttentionSpec, Mask
@@ -19,14 +20,9 @@ from attnbench.kernels.contract import Inputs
 from attnbench.kernels.devices import describe
 
 _FOUND = sage.BACKEND.availability()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
-    pytest.mark.skipif(not _FOUND.ok, reason=str(_FOUND.reason)),
-]
+pytestmark = pytest.mark.skipif(not _FOUND.ok, reason=str(_FOUND.reason))
 OLD = _FOUND.version == "1.0.6"
 KERNEL = sage.SageInt8Forward() if OLD else sage.SageFp8Forward()
-DEVICE = torch.device("cuda", 0)
 FLOOR = 0.01 if OLD else 0.05  # beside Q, K and V only P is rounded, to FP16 or e4m3
 HEADS = [(64, 64, 1), (80, 80, 4), (96, 96, 1), (128, 128, 8), (128, 64, 2), (5, 7, 1)]
 LENGTHS = [(256, 256), (257, 257), (64, 64), (130, 384), (333, 64), (1, 200), (63, 63)]
@@ -35,22 +31,13 @@ MASKS = [Mask(), Mask(right=0)]
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_it_refuses_or_agrees_with_dense_fp64(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
-    sweep, floor = Sweep(DEVICE), Sweep(DEVICE)
     made = [
         AttentionSpec.make(batch=2, heads=8, kv_heads=8 // group, seqlen_q=sq, seqlen_kv=skv, head_dim=d, head_dim_v=dv,
                            dtype=dtype, mask=mask)
         for (sq, skv), mask, (d, dv, group) in itertools.product(LENGTHS, MASKS, HEADS)
     ]  # fmt: skip
-    for index, spec in enumerate(dict.fromkeys(made)):
-        truth = Truth.of(spec, index, DEVICE)
-        ran = sweep.forward(KERNEL, truth)
-        if ran is not None:
-            floor.floor(KERNEL, truth, ran[0], FLOOR)
     with capsys.disabled():
-        print(f"\n{dtype}\n{sweep.report()}\nagainst exact attention on the quantised\n{floor.report()}")
-    assert not any(sweep.faults.values())
-    assert not any(floor.faults.values())
-    assert sweep.served[f"{KERNEL.name} fwd"] > 20
+        quantising_forward_agrees(KERNEL, dict.fromkeys(made), FLOOR, print)
 
 
 def _inputs(spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,7 +85,7 @@ def test_our_layer_costs_nothing(length: int, capsys: pytest.CaptureFixture[str]
 
 def test_the_profiler_shows_the_kernel() -> None:
     spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=512, head_dim=128)
-    operands = KERNEL.prepare(Inputs(*_inputs(spec)), spec)
+    operands = KERNEL.prepare(Inputs.of(_inputs(spec)), spec)
     KERNEL.run(operands)
     names = kernels_of(lambda: KERNEL.run(operands))
     assert any(re.search(KERNEL.evidence["cuda"], name) for name in names), names
@@ -108,14 +95,14 @@ def test_it_is_ordered_on_a_stream_that_is_not_the_default_one() -> None:
     """The inputs are written late on that stream: a kernel launched beside it would read what was there before."""
     spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=1024, head_dim=128, mask=Mask(right=0))
     inputs = _inputs(spec)
-    want = KERNEL.run(KERNEL.prepare(Inputs(*inputs), spec)).out
+    want = KERNEL.run(KERNEL.prepare(Inputs.of(inputs), spec)).out
     late = [torch.zeros_like(x) for x in inputs]
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(100_000_000)
         for x, value in zip(late, inputs, strict=True):
             x.copy_(value)
-        got = KERNEL.run(KERNEL.prepare(Inputs(*late), spec)).out
+        got = KERNEL.run(KERNEL.prepare(Inputs.of(late), spec)).out
         got = got.clone()
     torch.cuda.synchronize()
     assert torch.equal(got, want)
@@ -139,11 +126,11 @@ def test_what_is_refused_really_fails_or_is_wrong() -> None:
         assert KERNEL.refusals(spec, describe(DEVICE))
     for spec in wrong:
         truth = Truth.of(spec, 0, DEVICE)
-        out = KERNEL.run(KERNEL.prepare(Inputs(*truth.inputs[:3]), spec)).out
+        out = KERNEL.run(KERNEL.prepare(Inputs.of(truth.inputs[:3]), spec)).out
         assert not dense.relative_l2(out, truth.out) < KERNEL.declared_error, spec
     if OLD:
         with pytest.raises(AssertionError, match="must be equal"):
-            KERNEL.run(KERNEL.prepare(Inputs(*Truth.of(unequal, 0, DEVICE).inputs[:3]), unequal))
+            KERNEL.run(KERNEL.prepare(Inputs.of(Truth.of(unequal, 0, DEVICE).inputs[:3]), unequal))
 
 
 def test_head_dims_above_128_are_refused_because_the_library_refuses_them() -> None:

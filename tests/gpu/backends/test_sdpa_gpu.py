@@ -8,6 +8,7 @@ import re
 import dense
 import pytest
 import torch
+from on_gpu import LENGTHS, MASKS
 from sweep import Sweep, Truth
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -21,35 +22,19 @@ from attnbench.backends.sdpa import math as sdpa_math
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
 from attnbench.kernels.devices import describe
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
-]
 FAMILIES = (sdpa_flash.BACKEND, sdpa_cudnn.BACKEND, sdpa_efficient.BACKEND, sdpa_math.BACKEND)
 KERNELS = [kernel for family in FAMILIES for kernel in family.kernels if "cuda" in kernel.rows]
 FORWARDS = {kernel.name: kernel for kernel in KERNELS if isinstance(kernel, ForwardKernel)}
 BACKWARDS = {kernel.name: kernel for kernel in KERNELS if isinstance(kernel, BackwardKernel)}
 
 HEAD_DIMS = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (64, 128)]
-LENGTHS = [(256, 256), (257, 257), (130, 333), (333, 130), (200, 330), (1, 200), (77, 1)]
-MASKS = [
-    Mask(),
-    Mask(right=0),
-    Mask(right=0, alignment="bottom-right"),
-    Mask(left=37, right=0),
-    Mask(left=37, right=0, alignment="bottom-right"),
-    Mask(left=37, right=11),
-    Mask(left=150, right=11, alignment="bottom-right"),
-    Mask(left=37),
-    Mask(right=19, alignment="bottom-right"),
-]
 GROUPS = [1, 4, 8]
 SHARE = {"bf16": 1, "fp16": 5, "fp32": 5, "fp64": 17}  # every how many specs a precision takes
 
 
 def specs(dtype: str) -> list[AttentionSpec]:
     """Every head dimension with every length and mask; groups rotate."""
-    rows = itertools.product(LENGTHS, MASKS, HEAD_DIMS)
+    rows = itertools.product(LENGTHS, [*MASKS, Mask(left=37, right=0, alignment="bottom-right")], HEAD_DIMS)
     made = [
         AttentionSpec.make(
             batch=2, heads=8, kv_heads=8 // GROUPS[i % 3], seqlen_q=sq, seqlen_kv=skv, head_dim=d, head_dim_v=dv,
@@ -123,7 +108,7 @@ def test_flash_needs_the_scale_above_zero_that_it_asks_for(mask: Mask, scale: fl
     forward = FORWARDS["sdpa-flash:bf16"]
     assert forward.refusals(spec, describe(device)) != []
     truth = Truth.of(spec, 0, device)
-    out = forward.run(forward.prepare(Inputs(*truth.inputs[:3]), spec)).out
+    out = forward.run(forward.prepare(Inputs.of(truth.inputs[:3]), spec)).out
     assert not dense.relative_l2(out, dense.dense_attention(*truth.inputs[:3], spec)[0]) < 0.1
 
 

@@ -10,12 +10,11 @@ import itertools
 import re
 from collections.abc import Iterator
 
-import dense
 import pytest
 import standins_fa
 import torch
 from gpu_times import in_turns, kernels_of
-from sweep import Sweep, Truth
+from on_gpu import DEVICE, descales_are_used, is_wrong_at_a_scale_below_zero, quantising_forward_agrees
 from torch import Tensor
 from torch.nn import attention
 
@@ -23,15 +22,8 @@ from attnbench import AttentionSpec, Mask
 from attnbench.backends import torch_fp8
 from attnbench.backends.common.installed import installed
 from attnbench.kernels.contract import Inputs, Operands
-from attnbench.kernels.devices import describe
-from attnbench.problem.fp8 import Quantised
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
-]
 KERNEL = torch_fp8.TorchFp8Forward()
-DEVICE = torch.device("cuda", 0)
 FLOOR = 0.05  # beside Q, K and V only P in e4m3 and the accumulator are left
 END = "bottom-right"
 HEADS = [(64, 64, 1), (80, 80, 4), (96, 96, 1), (128, 128, 8), (192, 128, 1), (192, 192, 2), (256, 256, 1), (5, 7, 1)]
@@ -69,37 +61,18 @@ def _by_sglang(*values: object) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_it_refuses_or_agrees_with_dense_fp64(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
-    sweep, floor = Sweep(DEVICE), Sweep(DEVICE)
     made = [
         AttentionSpec.make(batch=2, heads=8, kv_heads=8 // group, seqlen_q=sq, seqlen_kv=skv, head_dim=d, head_dim_v=dv,
                            dtype=dtype, mask=mask, scale=d**-0.5 * (1.0 if i % 5 else 0.7))
         for i, ((sq, skv), mask, (d, dv, group)) in enumerate(itertools.product(LENGTHS, MASKS, HEADS))
     ]  # fmt: skip
-    for index, spec in enumerate(list(dict.fromkeys(made))[:: 1 if dtype == "bf16" else 4]):
-        truth = Truth.of(spec, index, DEVICE)
-        ran = sweep.forward(KERNEL, truth)
-        if ran is not None:
-            floor.floor(KERNEL, truth, ran[0], FLOOR)
     with capsys.disabled():
-        print(f"\n{dtype}\n{sweep.report()}\nagainst exact attention on the quantised\n{floor.report()}")
-    assert not any(sweep.faults.values())
-    assert not any(floor.faults.values())
-    assert sweep.served[f"{KERNEL.name} fwd"] > 20
+        quantising_forward_agrees(KERNEL, list(dict.fromkeys(made))[:: 1 if dtype == "bf16" else 4], FLOOR, print)
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2])
 def test_descales_of_random_size_are_used(kv_heads: int) -> None:
-    spec = AttentionSpec.make(batch=3, heads=8, kv_heads=kv_heads, seqlen_q=200, seqlen_kv=300, head_dim=128,
-                              dtype="e4m3", descale="head")  # fmt: skip
-    inputs = [
-        Quantised((torch.randn(3, heads, length, 128, device=DEVICE) * 100).clamp(-448, 448).to(torch.float8_e4m3fn),
-                  torch.rand(3, heads, 1, 1, device=DEVICE) * 0.02 + 0.001, "head")
-        for heads, length in ((8, 200), (kv_heads, 300), (kv_heads, 300))
-    ]  # fmt: skip
-    result = KERNEL.run(KERNEL.prepare(Inputs(*inputs), spec))
-    out, lse = dense.dense_attention(*(x.dequantised(torch.float64) for x in inputs), spec)
-    assert dense.relative_l2(result.out, out) < 0.05
-    assert dense.relative_l2(result.lse, lse) < 0.001
+    descales_are_used(KERNEL, kv_heads, lengths=(200, 300), mask=Mask())
 
 
 def _operands(length: int, mask: Mask) -> tuple[AttentionSpec, Operands]:
@@ -162,12 +135,7 @@ def test_softcap_is_refused_because_the_operator_has_none() -> None:
 
 
 def test_a_scale_that_is_not_positive_is_refused_because_the_answer_is_wrong() -> None:
-    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=256, head_dim=64, mask=Mask(right=0), scale=-40.0)
-    assert "positive scale" in KERNEL.refusals(spec, describe(DEVICE))[0]
-    q, k, v, _ = Truth.of(spec, 0, DEVICE).inputs
-    operands = KERNEL.prepare(Inputs(q, k, v), spec)
-    out, _ = dense.dense_attention(*operands.tensors(torch.float64), spec)
-    assert not dense.relative_l2(KERNEL.run(operands).out, out) < 0.2
+    is_wrong_at_a_scale_below_zero(KERNEL)
 
 
 def test_head_dims_above_256_are_refused_because_the_library_has_none() -> None:

@@ -8,10 +8,6 @@ import torch
 
 from attnbench.harness.measure.timing import Timer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
-]
 DEVICE = torch.device("cuda", 0)
 
 

@@ -22,10 +22,6 @@ from attnbench.kernels.devices import describe
 from attnbench.kernels.registry import registry
 from attnbench.problem.fp8 import Recipe, quantise
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
-]
 DEVICE = torch.device("cuda", 0)
 END = "bottom-right"
 # Every head dimension, group, kind of mask and granularity compiles anew: few of each, many lengths.

@@ -18,10 +18,6 @@ from attnbench.problem.spec import GRANULARITIES
 if TYPE_CHECKING:
     from attnbench.backends.triton.quantise.launch import Request
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
-]
 DEVICE = torch.device("cuda", 0)
 BANDWIDTH = 4.27e12  # bytes a second: the most seen on an H200
 MOST_MS = {"token": 0.11, "block": 0.11, "head": 0.17, "tensor": 0.17}  # Q, K and V of 33.5 M elements, on an H200

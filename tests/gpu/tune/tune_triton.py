@@ -111,7 +111,7 @@ def inputs_of(head_dim: int, length: int) -> tuple[Tensor, ...]:
 
 @cache
 def operands_of(key: TileKey, length: int) -> Operands:
-    return kernel_of(key).prepare(Inputs(*inputs_of(key.head_dim, length)), spec_of(key, length))
+    return kernel_of(key).prepare(Inputs.of(inputs_of(key.head_dim, length)), spec_of(key, length))
 
 
 @cache

@@ -7,9 +7,10 @@ import torch
 from compared import QUICK, results, row, times
 
 from attnbench.harness.compare.gate.rounds import read_rounds, rounds_of, rounds_text
-from attnbench.harness.compare.gate.rows import MOST_ROWS, choose_rows, gate_rows, repeatable
+from attnbench.harness.compare.gate.rows import MOST_ROWS, brief_timer, choose_rows, gate_rows, repeatable
 from attnbench.harness.compare.pairs import rows_of
 from attnbench.harness.compare.terms import Terms
+from attnbench.harness.measure.timing import Timer
 from attnbench.problem.spec import AttentionSpec
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -22,7 +23,7 @@ def plan(name, call, case="a", **changes):
 def test_the_fastest_accurate_plans_of_both_precisions_come_first_and_then_the_closest():
     known = results(
         plan("fa3:fp8", 1.0),
-        plan("triton:fp8", 1.5),
+        plan("sage:fp8", 1.5),
         plan("fa3:bf16", 2.0),
         plan("sdpa-cudnn:bf16", 2.1),
         plan("sdpa-math:bf16", 9.0),
@@ -30,7 +31,7 @@ def test_the_fastest_accurate_plans_of_both_precisions_come_first_and_then_the_c
         plan("emulated:fp8", 0.1, emulated=True),
     )
     names = [str(each.plan) for each in choose_rows(known)]
-    assert names == ["fa3:fp8", "fa3:bf16", "sdpa-cudnn:bf16", "triton:fp8"]
+    assert names == ["fa3:fp8", "fa3:bf16", "sdpa-cudnn:bf16", "sage:fp8"]
     assert [str(each.plan) for each in choose_rows(known, 3)] == names[:3]
 
 
@@ -46,6 +47,11 @@ def test_of_the_committed_rows_twenty_are_taken_and_the_fastest_of_each_case_amo
         assert fastest.key in {each.key for each in taken}
 
 
+def test_a_first_look_takes_one_visit_where_a_sweep_takes_two():
+    assert (brief_timer(CPU).fewest, Timer.for_device(CPU).fewest) == (1, 2)
+    assert brief_timer(CPU).limit < brief_timer(CPU).visit, "the first visit reaches the limit"
+
+
 def test_captured_inputs_cannot_be_drawn_again():
     assert repeatable(row())
     assert not repeatable(row(error={"captured:0": {"out": 0.01}}))
@@ -58,6 +64,7 @@ def test_captured_inputs_cannot_be_drawn_again():
 def test_two_runs_beside_the_anchor_are_taken_to_differ(device, recorded, same_gpu, prepared, host):
     (found,) = gate_rows([row()], Terms(), device, None, recorded, same_gpu=same_gpu)
     assert {cost: each.run for cost, each in found.series.items()} == {"prepared": prepared, "host": host}
+    assert {cost: each.limit for cost, each in found.series.items()} == {"prepared": 0.03, "host": 1.0}
 
 
 def test_on_a_cpu_a_call_is_one_cost_and_a_backward_is_for_training():

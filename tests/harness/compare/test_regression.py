@@ -141,6 +141,9 @@ def test_errors_are_compared_but_for_the_rounding_of_fp32():
     assert (outcome.verdict, code) == ("inaccurate", 1)
     assert outcome.reasons == ("out on outlier: its error was 0.08, is 0.11",)
     assert verdict_of(row(error=worse), row(seed=1))[1] == 0
+    several = {"normal": {"out": 0.11, "lse": 4e-6}, "outlier": {"out": 0.3}}
+    risen = verdict_of(row(), row(seed=1, error=several))[0].errors
+    assert [each.after for each in risen] == [4e-6, 0.3, 0.11], "the largest rise first"
     rounded = {"normal": {"out": 0.05, "lse": 9e-7}, "outlier": {"out": 0.08}}
     assert verdict_of(row(), row(seed=1, error=rounded))[0].verdict == "same"
 
@@ -324,19 +327,6 @@ def test_the_last_threshold_that_matches_counts():
     assert (terms.limits_of(row().key).time, terms.limits_of(row().key).error) == (0.1, 1.0)
 
 
-@pytest.mark.parametrize(
-    "terms",
-    [
-        Terms(allowed=("misspelt",)),
-        Terms(thresholds=(Threshold("misspelt*", time=0.1),)),
-        Terms(relative_to=(Plan("misspelt:bf16"),)),
-    ],
-)
-def test_a_name_that_means_nothing_is_misuse(terms):
-    with pytest.raises(MisuseError, match="misspelt"):
-        compare_results(results(row()), results(row()), terms)
-
-
 def test_a_name_with_the_characters_of_a_pattern_is_itself():
     named = row("a[0]*")
     assert compare_results(results(named), results(row("b")), Terms(allowed=("a[0]*", "b"))).outcomes[0].allowed
@@ -353,11 +343,8 @@ def test_what_is_no_percentage_is_refused(text):
         percentage(text)
 
 
-def test_rows_twice_or_none_are_misuse(tmp_path):
+def test_rows_twice_are_misuse(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(f"{row().to_line()}\n" * 2)
     with pytest.raises(MisuseError, match="twice"):
-        rows_of(file)
-    file.write_text("")
-    with pytest.raises(MisuseError, match="no measurement"):
         rows_of(file)

@@ -46,7 +46,7 @@ def test_the_gpu_is_found_by_uuid_whatever_its_number(monkeypatch, uuid):
     assert found.clock_mhz == Range(lowest=1830, median=1830, highest=1830)
     assert found.power_w == Range(lowest=690.4, median=690.4, highest=690.4)
     assert (found.memory_mhz, found.temperature_c) == (3201, 61)
-    assert (found.throttled, found.was_throttled, found.clock_set) == ({}, False, 0)
+    assert (found.throttled, found.clock_set) == ({}, 0)
     assert watch.note is None
 
 
@@ -70,7 +70,6 @@ def test_what_holds_the_clock_down_has_a_name(monkeypatch, bits, names, clock_se
     assert found.throttled is not None
     assert list(found.throttled) == names
     assert set(found.throttled.values()) <= {1.0}
-    assert found.was_throttled == bool(names)
     assert found.clock_set == clock_set
 
 
@@ -92,7 +91,6 @@ def test_one_query_that_fails_costs_its_own_value_and_says_so(monkeypatch, query
     assert found is not None
     lacking = {name for name, value in found.model_dump().items() if value is None}
     assert lacking == ({"throttled", "clock_set"} if fact == "throttled" else {fact})
-    assert found.was_throttled is (None if fact == "throttled" else False)
     assert f"{said} ({NOT_SUPPORTED})" in (watch.note or "")
 
 
@@ -290,13 +288,13 @@ def test_readings_are_condensed_and_come_back_from_json(readings, random):
     told = [each.throttled for each in readings if each.throttled is not None]
     if told:
         assert found.throttled is not None
-        assert found.was_throttled == any(told)
+        assert bool(found.throttled) == any(told)
         assert list(found.throttled) == sorted(found.throttled)
         for name in ("power cap", "thermal", "sync boost"):
             share = [name in names for names in told].count(True) / len(told)
             assert found.throttled.get(name, 0) == share
     else:
-        assert found.throttled is found.was_throttled is None
+        assert found.throttled is None
     again = Conditions.model_validate_json(found.model_dump_json())
     assert again == found
     random.shuffle(readings)

@@ -3,40 +3,25 @@
 import json
 import re
 import subprocess
-import sys
-import warnings
 from html import unescape
 
-import command_line
 import pytest
+from command_line import expect
 from planted import in_haste
 from reported import Structure, a_sweep
 from small_training import run_of
 from stations import Shop
 
-from attnbench.cli import main
 from attnbench.harness.measure.timing import Timer
 from attnbench.harness.results.records import read_measurements
 
 TINY = "- {batch: 1, heads: 2, kv_heads: 1, seqlen_q: 96, head_dim: 32, mask: causal}\n"
 
 
-@pytest.fixture
-def attnbench(monkeypatch, capsys, tmp_path):
-    """The command in this one, which has loaded torch already: (standard output, standard error)."""
-
-    def call(*arguments, code=0, cwd=tmp_path):
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "argv", ["attnbench", *map(str, arguments)])
-            patch.setattr(warnings, "formatwarning", warnings.formatwarning)  # which the command replaces
-            patch.chdir(cwd)
-            with pytest.raises(SystemExit) as ended:
-                main()
-        said = capsys.readouterr()
-        assert ended.value.code == code, said.err
-        return said
-
-    return call
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path):
+    """Whatever names no folder is written in one of the test's own."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +33,14 @@ def results(tmp_path_factory):
     return folder
 
 
-def test_the_page_is_written_where_it_is_asked_for_and_again_over_itself(attnbench, results, tmp_path):
+def test_the_page_is_written_where_it_is_asked_for_and_again_over_itself(results, tmp_path):
     (tmp_path / "page.html").write_text("of yesterday")
-    said = attnbench("report", results, "-o", tmp_path / "page.html")
-    assert f"{tmp_path / 'page.html'}: " in said.err
-    assert said.out == ""
+    said = expect("report", results, "-o", tmp_path / "page.html")
+    assert f"{tmp_path / 'page.html'}: " in said.stderr
+    assert said.stdout == ""
     found = Structure((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert sum(tag == "details" and "data-case" in names for tag, names in found.tags) == 3
-    attnbench("report", results)
+    expect("report", results)
     assert (tmp_path / "report.html").exists()
 
 
@@ -67,22 +52,22 @@ def test_the_page_is_written_where_it_is_asked_for_and_again_over_itself(attnben
         ("loss", "svg", ()),
     ],
 )
-def test_a_single_figure_is_written_as_a_picture(attnbench, results, tmp_path, figure, format, more):
+def test_a_single_figure_is_written_as_a_picture(results, tmp_path, figure, format, more):
     file = tmp_path / f"{figure}.{format}"
-    attnbench("report", results, "--figure", figure, "--format", format, "-o", file, *more)
+    expect("report", results, "--figure", figure, "--format", format, "-o", file, *more)
     start = {"png": b"\x89PNG", "svg": b"<?xml"}[format]
     assert file.read_bytes().startswith(start)
     if format == "svg":
         assert b"fa4:bf16" in file.read_bytes() or b"baseline" in file.read_bytes()
 
 
-def test_markdown_is_printed_and_marks_the_fp8_plans(attnbench, results):
-    winners = attnbench("report", results, "--format", "markdown").out
+def test_markdown_is_printed_and_marks_the_fp8_plans(results):
+    winners = expect("report", results, "--format", "markdown").stdout
     assert "### Forward" in winners
     assert "**fa3:fp8** 2.00×" in winners
-    plans = attnbench("report", results, "--format", "markdown", "--figure", "speed-error").out
+    plans = expect("report", results, "--format", "markdown", "--figure", "speed-error").stdout
     assert "te:fp8" in plans
-    assert "candidate" in attnbench("report", results, "--format", "markdown", "--figure", "loss").out
+    assert "candidate" in expect("report", results, "--format", "markdown", "--figure", "loss").stdout
 
 
 @pytest.mark.parametrize(
@@ -94,9 +79,10 @@ def test_markdown_is_printed_and_marks_the_fp8_plans(attnbench, results):
         (("--format", "svg", "--figure", "speed-error"), "--direction forward or --direction training"),
     ],
 )
-def test_misuse_is_said_and_writes_nothing(attnbench, results, arguments, said):
+def test_misuse_is_said_and_writes_nothing(results, arguments, said, monkeypatch):
+    monkeypatch.chdir(results)
     before = sorted(results.iterdir()), (results / "measurements.jsonl").read_bytes()
-    assert said in attnbench("report", results, *arguments, code=2, cwd=results).err
+    assert said in expect("report", results, *arguments, code=2).stderr
     assert (sorted(results.iterdir()), (results / "measurements.jsonl").read_bytes()) == before
 
 
@@ -110,14 +96,13 @@ def swept(tmp_path_factory):
         patch.setattr(Timer, "for_device", in_haste)
         Shop(patch)
         asked = ("--device", "cpu", "--preset", folder / "tiny.yaml", "--backends", names, "--out", folder / "a")
-        done = command_line.attnbench("sweep", *asked)
-    assert done.returncode == 0, done.stderr
+        expect("sweep", *asked)
     return folder
 
 
-def test_the_command_of_a_row_measures_that_row_again(attnbench, swept, tmp_path, monkeypatch):
+def test_the_command_of_a_row_measures_that_row_again(swept, tmp_path, monkeypatch):
     """A shell takes the command apart; what it would call runs here, in haste."""
-    attnbench("report", swept / "a", "-o", tmp_path / "page.html")
+    expect("report", swept / "a", "-o", tmp_path / "page.html")
     shown = (tmp_path / "page.html").read_text(encoding="utf-8")
     ((plan, command),) = re.findall(r'<code data-plan="(.*?)">(.*?)</code>', shown)
     wanted = unescape(command).replace(f"--backends '{unescape(plan)}'", "--backends 'emulated:fp8'")
@@ -127,7 +112,7 @@ def test_the_command_of_a_row_measures_that_row_again(attnbench, swept, tmp_path
     words = (tmp_path / "words").read_text().split("\0")[:-1]
     monkeypatch.setattr(Timer, "for_device", in_haste)
     Shop(monkeypatch)
-    (again,) = json.loads(attnbench(*words, "--format", "json").out)
+    (again,) = json.loads(expect(*words, "--format", "json").stdout)
     (before,) = [
         row for row in read_measurements(swept / "a" / "measurements.jsonl") if str(row.plan) == "emulated:fp8"
     ]
@@ -137,10 +122,10 @@ def test_the_command_of_a_row_measures_that_row_again(attnbench, swept, tmp_path
     assert error["normal"]["out"] == pytest.approx(before.error["normal"]["out"], rel=1e-3)
 
 
-def test_a_case_of_a_preset_is_swept_alone_by_its_name(attnbench):
+def test_a_case_of_a_preset_is_swept_alone_by_its_name():
     name = "b1 h4 s512 d128 bf16 forward"
     plans = ("--preset", "quick", "--device", "cpu", "--backends", "sdpa-math:bf16", "--dry-run", "--format", "json")
-    found = json.loads(attnbench("sweep", *plans, "--case", name).out)
+    found = json.loads(expect("sweep", *plans, "--case", name).stdout)
     assert [(each["case"], each["plan"]) for each in found] == [(name, "sdpa-math:bf16")]
-    wrong = attnbench("sweep", *plans, "--case", "b1 h4 s512 d128 bf16 backward", code=2).err
+    wrong = expect("sweep", *plans, "--case", "b1 h4 s512 d128 bf16 backward", code=2).stderr
     assert f"did you mean '{name}'" in wrong

@@ -10,7 +10,7 @@ from flat import changed
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from places import RESULTS
-from reported import CAUSAL, SQUARE, Structure, a_sweep, elsewhere, later, row, told
+from reported import CAUSAL, SQUARE, Structure, a_sweep, elsewhere, later, lost, row, told
 from small_training import run_of
 
 from attnbench.choosing.regret import Asked
@@ -59,6 +59,15 @@ def test_the_fastest_plan_within_each_budget_is_chosen_and_never_a_wrong_one():
     assert square.answers[WIDE].plan == square.answers[Asked(True, 0.05)].plan == Plan.parse("fa3:bf16")
     assert square.speed(Plan.parse("fa3:fp8")) == pytest.approx(2, rel=0.01)
     assert case(machine(a_sweep()), CAUSAL).answer.plan == Plan.parse("fa3:bf16")
+
+
+def test_a_plan_that_lost_a_race_is_not_chosen_by_its_error_at_other_shapes():
+    judged = [row("flex:bf16", 1.0), row("fa3:bf16", 1.0, spec=CAUSAL)]
+    times = row("fa3:bf16", 0.1).performance_
+    quickest = lost("fa3:bf16", "slower", "slower than te:fp8 at a first look", performance_=times)
+    made = case(machine([*judged, quickest]), SQUARE)
+    assert made.answer.plan == made.answers[WIDE].plan == Plan.parse("flex:bf16")
+    assert made.speed(Plan.parse("flex:bf16")) == 1
 
 
 def test_of_several_sweeps_the_newest_row_of_a_plan_counts():

@@ -202,6 +202,30 @@ def test_the_same_rows_make_the_same_bytes_in_any_order(shuffle: random.Random, 
     assert built(shuffle.sample(shuffled, len(shuffled))) == built(sweeps)
 
 
+def raced(rows: Sequence[Measurement]) -> list[Measurement]:
+    """Of each shape the first plan as it was judged, and the others' first looks."""
+    looks = [
+        lost(
+            str(row.plan), "slower", "slower at a first look", row.spec, environment=H200, performance_=row.performance
+        )
+        for row in rows
+    ]
+    return [row if number % 3 == 0 else looks[number] for number, row in enumerate(rows)]
+
+
+def test_what_lost_a_race_is_shared_with_its_time_and_counts_as_a_plan_to_choose_between() -> None:
+    assert faults(raced(ROWS)) == ()
+    table = join_sweeps({"a folder": raced(ROWS)})
+    slower = next(entry for entry in table.entries.values() if entry.status == "slower")
+    for change, said in (
+        ({"time_ms": None}, "slower needs a time"),
+        ({"errors": {"normal": 0.1}}, "must not carry errors"),
+    ):
+        wrong = Table(table.environment, {**table.entries, (slower.spec, slower.plan): replace(slower, **change)})
+        (fault,) = table_faults(wrong, registry())
+        assert said in fault
+
+
 def test_no_row_makes_no_submission() -> None:
     assert submission_of({"a folder": []}, registry()) is None
     (fault, *_) = faults([visited(row, 1.0) for row in ROWS])

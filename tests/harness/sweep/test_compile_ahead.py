@@ -21,7 +21,7 @@ from attnbench.problem.spec import AttentionSpec
 SPEC = AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=8, direction="training")
 CASES = [Case(f"case{number}", SPEC, ("normal", "outlier")) for number in range(3)]
 COMPILED, MIXED, OTHER = (Plan.parse(f"{name}>wide:bf16") for name in ("flexible:bf16", "flexible:fp8", "wide:bf16"))
-ANOTHER = Plan.parse("flexible:bf16>flexible:bf16")
+ANOTHER, PAIR = (Plan.parse(f"{name}>flexible:bf16") for name in ("flexible:bf16", "flexible:fp8"))
 
 
 def compiling() -> Registry:
@@ -50,14 +50,14 @@ def ahead(monkeypatch):
     return made
 
 
-def test_each_set_of_compiling_kernels_of_a_case_is_compiled_once(ahead):
-    covered = [Plan.parse(f"{name}>flexible:bf16") for name in ("flexible:fp8", "wide:bf16")]
-    plans = [COMPILED, MIXED, OTHER, ANOTHER, Plan.parse("flexible:bf16>absent:bf16"), *covered]
+def test_each_compiling_kernel_and_pair_of_one_backend_is_compiled_once_a_case(ahead):
+    covered = [Plan.parse(name) for name in ("wide:bf16>flexible:bf16", "flexible:bf16>absent:bf16")]
+    plans = [COMPILED, MIXED, OTHER, ANOTHER, PAIR, *covered]
     work = [(case, plans) for case in CASES]
     first, stations = ahead(work, lambda method, case, plan: float(case.name[-1]))
     assert first.needed
     first_ms = first.run()
-    assert first_ms == {(c.name, plan): float(c.name[-1]) for c in CASES for plan in (COMPILED, MIXED, ANOTHER)}
+    assert first_ms == {(c.name, plan): float(c.name[-1]) for c in CASES for plan in (COMPILED, MIXED, ANOTHER, PAIR)}
     asked = [arguments for station in stations for _, *arguments in station.asked]
     assert len(asked) == len(first_ms)
     assert all(method == "compile" and case.families == ("normal",) for method, case, _ in asked)

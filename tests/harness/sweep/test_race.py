@@ -123,13 +123,17 @@ QUICK, SLOW, EXACT = (Plan.parse(name) for name in ("small:fp8", "wide:bf16", "r
 def paces(monkeypatch):
     """Milliseconds by plan that every sample says instead of the time that it took."""
     found = {QUICK: 1.0, SLOW: 10.0, EXACT: 2.0}
-    taken = Bench.sample
 
-    def paced(self, plan, *how):
-        visit = taken(self, plan, *how)
-        return replace(visit, time_ms={cost: [found[plan]] * len(each) for cost, each in visit.time_ms.items()})
+    def paced(taken):
+        def visit(self, plan, *how):
+            visited = taken(self, plan, *how)
+            times = {cost: [found[plan]] * len(each) for cost, each in visited.time_ms.items()}
+            return replace(visited, time_ms=times)
 
-    monkeypatch.setattr(Bench, "sample", paced)
+        return visit
+
+    for method in ("look", "sample"):
+        monkeypatch.setattr(Bench, method, paced(getattr(Bench, method)))
     return found
 
 
@@ -185,7 +189,7 @@ def test_no_memory_beside_others_is_tried_alone_after_a_race(shop, paces):
 
 
 def test_a_worker_that_dies_under_a_first_look_costs_that_plan_alone(shop, paces):
-    shop.breaks(LostError("crashed", "gone", died=True), "sample", EXACT, times=9)
+    shop.breaks(LostError("crashed", "gone", died=True), "look", EXACT, times=9)
     rows = raced([QUICK, SLOW, EXACT])
     assert rows[EXACT].status == "crashed"
     assert rows[QUICK].status == rows[SLOW].status == "ok"

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from attnbench.cli import app
 from attnbench.errors import AttnbenchError, InputError, MalformedFileError, MisuseError
+from attnbench.harness.report.training import PAGE, PICTURE
 from attnbench.harness.training.config import TrainConfig
-from attnbench.harness.training.report.plots import PAGE, PICTURE
 from attnbench.harness.training.rows import read_runs
 
 TINY = ["--seqlen", "16", "--batch", "2"]
@@ -117,9 +117,3 @@ def test_what_is_not_named_is_the_models_own(monkeypatch: pytest.MonkeyPatch, mo
     monkeypatch.setattr(module, "_train", lambda candidate, *_: made.append(candidate) or True)
     _run("--model", model, "--out", "unused")
     assert (made[0].weight_decay, made[0].grad_clip) == expected
-
-
-def test_a_folder_that_holds_runs_is_not_written_over(trained, tmp_path: Path) -> None:
-    _, folder = trained
-    with pytest.raises(MisuseError, match="--resume"):
-        _run("--out", str(folder))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnbench.errors import InputError, UnknownBackendError
+from attnbench.errors import InputError
 from attnbench.harness.training.config import TrainConfig
 
 CONFIGS = st.builds(
@@ -66,11 +66,6 @@ def test_vit_huge_is_trained_as_its_article_does() -> None:
 def test_what_is_no_run_is_said(wrong: dict[str, object], said: str) -> None:
     with pytest.raises(InputError, match=said):
         TrainConfig.make(**wrong)  # type: ignore[arg-type]
-
-
-def test_an_attention_that_nothing_carries_is_said() -> None:
-    with pytest.raises(UnknownBackendError, match="flash-attention-9"):
-        TrainConfig.make(attention="flash-attention-9")
 
 
 @pytest.mark.parametrize("data", [[], {"model": "gpt"}, {**TrainConfig.make().to_dict(), "colour": "red"}])

@@ -15,8 +15,10 @@ from attnbench.backends.reference import BACKEND as REFERENCE
 from attnbench.kernels.capabilities import Capabilities, Device
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Operands, Result, Saved
 from attnbench.problem.fp8 import Quantised
+from attnbench.problem.lengths import Lengths
+from attnbench.problem.lengths_kind import BATCHES, Batch
 
-ROW = Capabilities(dtypes=("bf16", "fp32", "e4m3"), head_dims=(8, 64, 8), descales=("head",))
+ROW = Capabilities(dtypes=("bf16", "fp32", "e4m3"), head_dims=(8, 64, 8), descales=("head",), lengths=BATCHES)
 ROWS = {"cpu": ROW}
 EXACT = next(kernel for kernel in REFERENCE.kernels if isinstance(kernel, ForwardKernel))
 EXACT_BACKWARD = next(kernel for kernel in REFERENCE.kernels if isinstance(kernel, BackwardKernel))
@@ -31,9 +33,14 @@ class Forward(ForwardKernel):
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         given = inputs.quantised()
+        if inputs.lengths is not None:
+            return EXACT.prepare(self.batched(inputs, inputs.lengths), spec)
         if given is None:
             return self.prepare_tensors(*inputs.unquantised(), spec)
         return self.prepare_quantised(*given, spec)
+
+    def batched(self, inputs: Inputs, lengths: Lengths) -> Inputs:
+        return inputs
 
     def prepare_tensors(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Operands:
         return EXACT.prepare(Inputs(q, k, v), spec)
@@ -65,6 +72,38 @@ class Mistaken(Forward):
 
     def run(self, operands: Operands) -> Result:
         return super().run(replace(operands, spec=self.change(operands.spec)))
+
+
+class Unbatched(Forward):
+    """Takes the lengths of one kind of batch for others."""
+
+    def __init__(self, batch: Batch, change: Callable[[Inputs, Lengths], Inputs]) -> None:
+        self.batch, self.change = batch, change
+
+    def batched(self, inputs: Inputs, lengths: Lengths) -> Inputs:
+        return self.change(inputs, lengths) if lengths.batch == self.batch else inputs
+
+
+def end_to_end(inputs: Inputs, lengths: Lengths) -> Inputs:
+    """The first two sequences are one."""
+    joined = [torch.cat([x[:1], x[2:]]) for x in lengths.starts]
+    return inputs._replace(lengths=replace(lengths, q=joined[0], kv=joined[1]))
+
+
+def one_scale(inputs: Inputs, lengths: Lengths) -> Inputs:
+    """V in e4m3 with one scale for all sequences."""
+    v = inputs.unquantised()[2]
+    scale = v.abs().amax().float() / 448
+    return inputs._replace(v=((v / scale).to(torch.float8_e4m3fn).to(v.dtype) * scale).to(v.dtype))
+
+
+def whole_rows(inputs: Inputs, lengths: Lengths) -> Inputs:
+    assert lengths.kv is not None
+    return inputs._replace(lengths=replace(lengths, kv=torch.full_like(lengths.kv, lengths.longest_kv)))
+
+
+def from_the_left(inputs: Inputs, lengths: Lengths) -> Inputs:
+    return inputs._replace(lengths=replace(lengths, batch="padded"))
 
 
 class Changed(Forward):
@@ -299,6 +338,10 @@ FORWARDS: dict[str, tuple[Callable[[], ForwardKernel], str, str]] = {
     "strides": (Dense, "strides", "with every second column"),
     "threads": (Shared, "threads", "two threads"),
     "memory": (Hoarding, "memory", "alive"),
+    "sequences joined": (lambda: Unbatched("packed", end_to_end), "packed batch", "the sequence of"),
+    "a scale for all sequences": (lambda: Unbatched("packed", one_scale), "packed batch", "is off by"),
+    "padding read": (lambda: Unbatched("padded", whole_rows), "padded batch", "is off by"),
+    "the other side padded": (lambda: Unbatched("left-padded", from_the_left), "left-padded batch", "is off by"),
     "combinations": (lambda: Changed(no_grouped_windows), "combinations", "out"),
 }
 

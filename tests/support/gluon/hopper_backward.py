@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import dense
 import pytest
 import torch
+from dense import distance
 from gluon_on_cpu import emulated
-from sweep import distance, visible
+from sweep import visible
 from torch import Tensor
-from watched import Begun, Done
+from watched import Begun, Done, Lost
 
 from attnbench import AttentionSpec, Mask
 from attnbench.backends.triton.backward.contract import KERNELS as BACKWARDS
@@ -43,9 +44,11 @@ __all__ = [
     "check_all",
     "jobs_of",
     "launch",
+    "name_of",
     "on_cpu",
     "run",
     "sums_off",
+    "wrong",
 ]
 
 Kind = Literal["keys", "queries", "all"]  # dK with dV; dQ; all three at once, which the plain kernels do in turns
@@ -306,3 +309,14 @@ def on_cpu(late: Callable[[], bool], ran: Callable[[str, Prepared], None] | None
         for name in ("run_all", "run_keys", "run_queries"):
             patch.setattr(backward_hopper_launch, name, emulating(getattr(backward_hopper_launch, name)))
         yield
+
+
+def wrong(jobs: list[Job], found: dict[Job, Any]) -> list[str]:
+    """A line for each job that is not right."""
+    said = {job: found.get(job, "not reached in time") for job in jobs}
+    return [f"{name_of(job)}: {x.reason if isinstance(x, Lost) else x}" for job, x in said.items() if x]
+
+
+def name_of(job: Job) -> str:
+    """Of a job, for people."""
+    return f"{job.kind}, {'e4m3 sums, ' if job.narrow else ''}{job.case}, {job.ring}"

@@ -41,6 +41,13 @@ def attnbench(*arguments: object) -> Run:
     return Run(end.value.code, out.getvalue(), err.getvalue())
 
 
+def expect(*arguments: object, code: int = 0) -> Run:
+    """The same, with this exit code."""
+    run = attnbench(*arguments)
+    assert (run.returncode or 0) == code, run.stdout + run.stderr
+    return run
+
+
 def process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Runs the command in a process of its own, for what only a process can show."""
     command = [sys.executable, "-m", "attnbench", *arguments]

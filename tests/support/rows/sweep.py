@@ -25,12 +25,6 @@ def visible(spec: AttentionSpec) -> Tensor:
     return sees
 
 
-def distance(found: Tensor, truth: Tensor, size: float) -> float:
-    """Relative L2, or relative to a tenth of ``size`` where the truth has all but cancelled."""
-    difference = (found.double() - truth).norm().item()
-    return difference / max(truth.norm().item(), 0.1 * size, 1e-30) if math.isfinite(difference) else math.inf
-
-
 @dataclass(frozen=True)
 class Truth:
     """Tensors of one spec on the device, and what exact attention makes of them."""
@@ -149,7 +143,7 @@ class Sweep:
         if found.shape != truth.shape:
             self.faults[name].append(f"{spec}: {what} has the shape {tuple(found.shape)}, not {tuple(truth.shape)}")
             return
-        ratio = distance(found, truth, size) / allowed
+        ratio = dense.distance(found, truth, size) / allowed
         self.worst[name] = max(self.worst[name], ratio)
         if not ratio <= 1:
             self.faults[name].append(f"{spec}: {what} is off by {ratio * allowed:.3g}, allowed {allowed:.3g}")

@@ -14,6 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import torch
+from standins_packed import each_sequence
 from torch import Tensor
 
 _HEAD = (
@@ -94,24 +95,18 @@ def fa3_forward(*, q: Tensor, k: Tensor, v: Tensor, **rest: object) -> list[Tens
     assert all(value in (None, 0) for name, value in rest.items() if name not in neutral), rest
     assert not rest["num_splits"]  # the dispatcher leaves out what is the default
     assert rest.get("cp_world_size", 1) == 1
-    starts = rest["cu_seqlens_q"], rest["cu_seqlens_k"]
-    varlen = starts[0] is not None
-    if varlen:
-        q, k, v = (_unpacked(x, s, n) for x, s, n in (
-            (q, starts[0], rest["max_seqlen_q"]), (k, starts[1], rest["max_seqlen_k"]),
-            (v, starts[1], rest["max_seqlen_k"]),
-        ))  # fmt: skip
-    out, lse = _fa3(q, k, v, rest)
-    if varlen:
-        out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1).contiguous()
+    if rest["cu_seqlens_q"] is None:
+        assert rest["cu_seqlens_k"] is None
+        out, lse = _fa3(q, k, v, rest)
+    else:
+        descales = {name: rest.pop(f"{name}_descale") for name in "qkv"}
+
+        def alone(number: int, *own: Tensor) -> tuple[Tensor, Tensor]:
+            scales = {f"{name}_descale": None if x is None else x[number, None] for name, x in descales.items()}
+            return _fa3(*own, rest | scales)
+
+        out, lse = each_sequence(alone, (q, k, v), rest)
     return [out, lse, out.new_empty(0), lse.new_empty(0)]
-
-
-def _unpacked(x: Tensor, starts: Tensor, longest: int) -> Tensor:
-    assert starts.dtype == torch.int32
-    assert starts.is_contiguous()
-    assert starts.tolist() == list(range(0, x.shape[0] + 1, longest))
-    return x.unflatten(0, (-1, longest))
 
 
 def _fa3(q: Tensor, k: Tensor, v: Tensor, rest: dict) -> tuple[Tensor, Tensor]:

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
+import threading
+from contextlib import nullcontext
+from functools import lru_cache
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
-from problems import Problem
+from standins_packed import STARTS, checked_starts, each_sequence
 from torch import Tensor
+
+from attnbench.backends.cudnn import backend, graphs
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-
-
-def tensors_of(problem: Problem) -> list[Tensor]:
-    """q, k, v and the output's gradient (B, H, S, D), as views of what the problem's layout put into memory."""
-    return [x.transpose(1, 2) if problem.layout == "bshd" else x for x in problem.tensors()]
 
 
 def readable(x: Tensor) -> None:
@@ -80,13 +83,22 @@ def _fa4_check(q: Tensor, k: Tensor, v: Tensor, step: int) -> None:
     assert d == v.shape[-1] or (d, v.shape[-1]) == (192, 128)
 
 
-def flash_attn_fwd(
+def flash_attn_fwd(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> tuple[Tensor | None, ...]:
+    """``_flash_attn_fwd``: (B, S, H, D), or packed (T, H, D) with the log-sum-exp (H, T)."""
+    starts = {name: rest.pop(name) for name in STARTS if name in rest}
+    if not starts:
+        return _fa4_forward(q, k, v, **rest)
+    out, lse = each_sequence(lambda _, *own: _fa4_forward(*own, **rest)[:2], (q, k, v), starts)
+    return out, lse, None, None, None
+
+
+def _fa4_forward(
     q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None, causal: bool = False,
     softcap: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None,
     return_lse: bool = False, q_descale: Tensor | None = None, k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, None, None, None]:  # fmt: skip
-    """``_flash_attn_fwd``: (B, S, H, D), bottom-right, descales (B, Hkv) for FP8 alone."""
+    """Bottom-right, descales (B, Hkv) for FP8 alone."""
     _fa4_check(q, k, v, step=16)
     (b, sq, h, _), (skv, hkv) = q.shape, k.shape[1:3]
     fp8 = v.dtype == torch.float8_e4m3fn
@@ -108,11 +120,32 @@ def flash_attn_fwd(
 
 
 def flash_attn_bwd(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, **rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``_flash_attn_bwd``, of (B, S, H, D) or packed tensors."""
+    starts = {name: rest.pop(name) for name in STARTS if name in rest}
+    if not starts:
+        return _fa4_backward(q, k, v, out, dout, lse, **rest)
+    assert lse.shape == (q.shape[1], q.shape[0])
+    assert lse.is_contiguous()
+    found = tuple(torch.zeros(x.shape, dtype=x.dtype) for x in (q, k, v))
+    for queries, keys in checked_starts(starts, q.device):
+        if queries.start < queries.stop and keys.start < keys.stop:
+            own = (q[None, queries], k[None, keys], v[None, keys], out[None, queries], dout[None, queries])
+            places = (found[0][queries], found[1][keys], found[2][keys])
+            for place, each in zip(
+                places, _fa4_backward(*own, lse[None, :, queries].contiguous(), **rest), strict=True
+            ):
+                place.copy_(each[0])
+    return found
+
+
+def _fa4_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, softmax_scale: float | None = None,
     causal: bool = False, softcap: float = 0.0, window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """``_flash_attn_bwd``: P from the LSE that it is given, D from out."""
+    """P from the LSE that it is given, D from out."""
     _fa4_check(q, k, v, step=32)
     readable(out)
     readable(dout)
@@ -368,3 +401,13 @@ CUDNN = SimpleNamespace(
     ),
 )
 INTERFACE = SimpleNamespace(_flash_attn_fwd=flash_attn_fwd, _flash_attn_bwd=flash_attn_bwd)
+
+
+def install_front_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in of cuDNN's front end until the test ends, with no graph kept from another test or for one."""
+    monkeypatch.setitem(sys.modules, "cudnn", CUDNN)
+    monkeypatch.setattr(graphs, "_stream", lambda device: 7)
+    monkeypatch.setattr(graphs, "_on", lambda device: nullcontext())
+    monkeypatch.setattr(graphs, "_of_thread", threading.local())
+    kept = lru_cache(graphs.graph_of.cache_info().maxsize)
+    monkeypatch.setattr(backend, "graph_of", kept(graphs.graph_of.__wrapped__))

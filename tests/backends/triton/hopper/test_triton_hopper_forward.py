@@ -107,7 +107,7 @@ def test_it_computes_exact_attention_on_what_was_quantised(
     spec: AttentionSpec, kernel: TritonForward, late: bool
 ) -> None:
     _LATE[0] = late
-    operands = kernel.prepare(Inputs(*tensors(spec)), spec)
+    operands = kernel.prepare(Inputs.of(tensors(spec)), spec)
     agrees(operands, kernel.run(operands), 0.06)
 
 
@@ -124,7 +124,7 @@ def test_committed_tiles_of_one_pass(head_dim: int, late: bool, mask: Mask) -> N
     _LATE[0] = late
     spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=260, seqlen_kv=400, head_dim=head_dim, mask=mask)
     kernel = TritonOnePass()
-    operands = kernel.prepare(Inputs(*tensors(spec)), spec)
+    operands = kernel.prepare(Inputs.of(tensors(spec)), spec)
     assert operands.native.tile == ONE_PASS[max(head_dim, 128), mask.kind == "none"]
     agrees(operands, kernel.run(operands))
 
@@ -184,7 +184,7 @@ def test_what_is_not_finite_stays_visible(which: int, what: float) -> None:
     operands = tensors(spec)
     operands[which][0, 1, 70, 5] = what
     kernel = TritonOnePass(SMALL)
-    out = kernel.run(kernel.prepare(Inputs(*operands), spec)).out
+    out = kernel.run(kernel.prepare(Inputs.of(operands), spec)).out
     assert bool(torch.isfinite(out[0, 0]).all())
     hit = ~torch.isfinite(out[0, 1]).all(-1)
     if which == 0:

@@ -201,11 +201,6 @@ def test_a_folder_from_another_environment_is_left_alone(tmp_path: Path) -> None
         pass
 
 
-def test_a_baseline_that_is_the_candidate_is_refused() -> None:
-    with pytest.raises(MisuseError, match="the candidate itself"):
-        plan_runs(small(), small(), 3)
-
-
 def test_a_row_says_it_is_unfinished_while_it_runs(tmp_path: Path) -> None:
     seen: list[TrainingRun] = []
     with session_of(tmp_path) as session:

@@ -1,0 +1,91 @@
+"""The distribution of errors: what it promises of new draws, on draws made here and on the committed table."""
+
+import random
+from collections import defaultdict
+
+import pytest
+from places import ROOT
+
+from attnbench import AttentionSpec, Mask, Plan
+from attnbench.choosing.cost_model.errors import ErrorModel
+from attnbench.choosing.similarity import class_of
+from attnbench.tables.table import Entry, Table
+
+PLAN = Plan("fa3:fp8")
+SHAPES = [(dim, mask, keys) for dim in (64, 128) for mask in (Mask(), Mask(None, 0)) for keys in (1024, 4096, 16384)]
+
+
+def spec(head_dim: int = 128, mask: Mask | None = None, keys: int = 4096) -> AttentionSpec:
+    return AttentionSpec.make(batch=1, heads=8, seqlen_q=keys, head_dim=head_dim, mask=mask or Mask())
+
+
+def entry(at: AttentionSpec, error: float, family: str = "outlier", plan: Plan = PLAN) -> Entry:
+    return Entry(at, plan, "ok", 1.0, 0.0, {"outlier": 0.01, family: error})
+
+
+def law(at: AttentionSpec) -> float:
+    """Smaller by half for four times the head dimension, larger with the keys, smaller under a mask."""
+    return 0.1 * (128 / at.head_dim) ** 0.5 * (at.seqlen_kv / 4096) ** 0.1 * (0.8 if at.mask.kind != "none" else 1.0)
+
+
+@pytest.mark.parametrize("spread", [0.01, 0.1, 0.2])
+def test_a_new_draw_stays_below_in_95_of_100(spread):
+    chance = random.Random(7)
+
+    def drawn(at: AttentionSpec) -> float:
+        return law(at) * 2 ** chance.gauss(0, spread)
+
+    above = []
+    for _ in range(300):
+        model = ErrorModel(entry(at, drawn(at)) for at in (spec(*each) for each in SHAPES))
+        asked = spec(96, Mask(None, 0), 3000)
+        bound, family = model.predict(PLAN, asked)
+        assert family == "outlier"
+        above.append(drawn(asked) > bound)
+        if spread == 0.01:
+            assert bound < 1.25 * law(asked)
+    assert sum(above) <= 0.05 * len(above)
+
+
+def test_few_measurements_say_less_than_many_and_far_ones_less_than_near_ones():
+    def needed(count: int, at: AttentionSpec) -> float:
+        model = ErrorModel(entry(spec(keys=1024 + each), 0.1) for each in range(count))
+        return model.predict(PLAN, at)[0]
+
+    assert 0.1 < needed(50, spec()) < needed(5, spec()) < needed(1, spec()) < 0.2
+    assert needed(5, spec()) < needed(5, spec(256)) < needed(5, spec(512))
+    assert needed(5, spec()) < needed(5, spec(mask=Mask(None, 0)))
+
+
+def test_plans_families_and_directions_do_not_mix():
+    other = Plan("te:fp8")
+    model = ErrorModel([entry(spec(), 0.05), entry(spec(), 0.3, "normal"), entry(spec(), 0.9, plan=other)])
+    assert model.predict(PLAN, spec())[1] == "normal"
+    assert 0.3 < model.predict(PLAN, spec())[0] < 0.5 < 0.9 < model.predict(other, spec())[0]
+    assert model.predict(Plan("flex:fp8"), spec()) is None
+    assert model.predict(PLAN, spec().replace(direction="training")) is None
+
+
+@pytest.mark.parametrize("strange", [float("inf"), 1e-100, 1e300])
+def test_what_no_logarithm_can_hold_makes_a_plan_need_more_not_less(strange):
+    usual = [entry(spec(keys=1024 * each), 0.1) for each in range(1, 9)]
+    before = ErrorModel(usual).predict(PLAN, spec())[0]
+    after = ErrorModel([*usual, Entry(spec(96), PLAN, "ok", 1.0, 0.0, {"outlier": strange, "normal": 0.05})])
+    assert before < after.predict(PLAN, spec())[0] < float("inf")
+
+
+def test_the_errors_of_the_table_that_ships_stay_below_what_the_other_classes_predict():
+    table = Table.load(ROOT / "attnbench" / "tables" / "nvidia-h200.json")
+    classes = defaultdict(list)
+    for each in table.entries.values():
+        if each.usable and each.plan.fp8:
+            classes[class_of(each.spec)].append(each)
+    ratios = []
+    for left_out in classes:
+        model = ErrorModel(each for name, entries in classes.items() if name != left_out for each in entries)
+        for each in classes[left_out]:
+            if found := model.predict(each.plan, each.spec):
+                ratios.append(each.worst[0] / found[0])
+    assert len(ratios) > 1000
+    assert sum(ratio > 1 for ratio in ratios) <= 0.05 * len(ratios)
+    assert sorted(ratios)[len(ratios) // 2] > 1 / 1.4  # and the bound is not useless: a factor of 1.2 in the median

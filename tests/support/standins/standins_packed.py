@@ -1,0 +1,41 @@
+"""Packed sequences for stand-ins: each as the library would see it alone, with what its C++ checks of the starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["STARTS", "checked_starts", "each_sequence"]
+
+STARTS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+
+
+def checked_starts(arguments: Mapping[str, Any], device: torch.device) -> list[tuple[slice, slice]]:
+    """The queries and keys of each sequence."""
+    ranges = []
+    for side in "qk":
+        starts, longest = arguments[f"cu_seqlens_{side}"], arguments[f"max_seqlen_{side}"]
+        assert (starts.dtype, starts.ndim, starts.device) == (torch.int32, 1, device)
+        assert starts.is_contiguous()
+        assert type(longest) is int
+        assert longest >= starts.diff().max()
+        ranges.append([slice(*pair) for pair in zip(starts.tolist(), starts.tolist()[1:], strict=False)])
+    return list(zip(*ranges, strict=True))
+
+
+def each_sequence(
+    alone: Callable[..., tuple[Tensor, Tensor]], tensors: tuple[Tensor, ...], arguments: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """out (Tq, H, Dv) and LSE (H, Tq) of packed q, k, v, from ``alone(number, q, k, v)`` on (1, S, H, D)."""
+    q, k, v = tensors
+    assert q.ndim == k.ndim == v.ndim == 3
+    outs, logs = [], []
+    for number, (queries, keys) in enumerate(checked_starts(arguments, q.device)):
+        if queries.start < queries.stop:
+            out, lse = alone(number, q[None, queries], k[None, keys], v[None, keys])
+            outs.append(out[0])
+            logs.append(lse[0])
+    return torch.cat(outs), torch.cat(logs, 1)
