@@ -19,6 +19,7 @@ from attnbench.kernels.capabilities import Capabilities, Device
 from attnbench.kernels.contract import BackwardKernel, Saved
 from attnbench.kernels.devices import describe
 from attnbench.problem.fp8 import Quantised
+from attnbench.problem.lengths_kind import BATCHES
 from attnbench.problem.spec import AttentionSpec
 
 from ..forward.contract import check_plain
@@ -41,8 +42,8 @@ class TritonBackward(BackwardKernel):
         """``narrow``: the sums over tokens are FP8 too.  ``tiles`` replaces the committed ones."""
         self.name, self.narrow, self.tiles, self.declared_error = name, narrow, tiles, declared_error
         self.rows = {
-            "cuda": Capabilities(dtypes=_DTYPES, capability=(9, 0), head_dims=(1, _LARGEST_HEAD, 1)),
-            "cpu": Capabilities(dtypes=_DTYPES, head_dims=(1, _LARGEST_HEAD, 1), emulated=True),
+            "cuda": Capabilities(dtypes=_DTYPES, capability=(9, 0), head_dims=(1, _LARGEST_HEAD, 1), lengths=BATCHES),
+            "cpu": Capabilities(dtypes=_DTYPES, head_dims=(1, _LARGEST_HEAD, 1), lengths=BATCHES, emulated=True),
         }
         self.evidence = {"cuda": r"\b_?(narrow_)?(all|key|query)_gradients"}
 
@@ -59,7 +60,18 @@ class TritonBackward(BackwardKernel):
         if saved.lse is None:
             raise InputError(f"{self.name} needs the forward's log-sum-exp")
         with alone(grad_out.device):
-            return _launch()(saved.spec, q, k, v, saved.out, saved.lse, grad_out.detach(), self._tiles, self.narrow)
+            return _launch()(
+                saved.spec,
+                q,
+                k,
+                v,
+                saved.out,
+                saved.lse,
+                grad_out.detach(),
+                self._tiles,
+                self.narrow,
+                saved.operands.lengths,
+            )
 
     def _tiles(self, spec: AttentionSpec, head_dim: int, device: torch.device) -> Tiles:
         return self.tiles or _committed(spec, head_dim, device, self.narrow)

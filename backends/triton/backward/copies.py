@@ -20,11 +20,12 @@ from torch import Tensor
 
 from ...common.layout import rounded_up
 from ..launching import KEPT, Launch, Launches, addresses
+from ..tile_map import ROW, Tiled
 
-__all__ = ["PADDING", "Laid", "Wanted", "aligned", "lay_out", "lay_out_together", "padded", "ready"]
+__all__ = ["PADDING", "TOKENS", "Laid", "Own", "Wanted", "aligned", "lay_out", "lay_out_together", "padded", "ready"]
 
 PADDING = 128  # tokens; the largest tile
-_TOKENS = 64  # that one program copies
+TOKENS = 64  # that one program copies
 _VECTOR = 16  # bytes: what TMA reads begins at multiples of it
 _SMALLEST = 32  # what an FP8 tensor core sums over at once
 
@@ -33,8 +34,8 @@ class Laid(NamedTuple):
     """An operand: ``data`` (B, H, S, D) e4m3; ``wide`` the same in bf16; ``transposed`` (B, H, D, S); None if not
     requested.
 
-    S and D are padded.  ``interleaved``: each 16 tokens of ``transposed`` are in the order 0 1 8 9 2 3 10 11 4 5 12 13
-    6 7 14 15.
+    S and D are padded; of sequences of unequal length (1, H, slots, D), each at its slot.  ``interleaved``: each 16
+    tokens of ``transposed`` are in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15.
     """
 
     data: Tensor
@@ -50,14 +51,28 @@ class Laid(NamedTuple):
         return copy
 
 
+class Own(NamedTuple):
+    """Lengths that the sequences of one side have of their own: their number, and that side's table for a program's
+    tokens.
+    """
+
+    sequences: int
+    tiled: Tiled
+    table: Tensor
+
+
 class Wanted(NamedTuple):
-    """An e4m3 tensor x (B, H, S, D), the copies of ``Laid`` to make, and ``zeros``, bf16 memory to fill with zeros."""
+    """An e4m3 tensor x (B, H, S, D), the copies of ``Laid`` to make, and ``zeros``, bf16 memory to fill with zeros.
+
+    Where sequences have their ``own`` lengths all copies consist of slots, ``zeros`` too.
+    """
 
     x: Tensor
     wide: bool = False
     transposed: bool = False
     interleaved: bool = False
     zeros: Tensor | None = None
+    own: Own | None = None
 
 
 class _Shapes(NamedTuple):
@@ -108,6 +123,7 @@ class _Copy(NamedTuple):
     wide: Any
     transposed: Any
     zeros: Any
+    tiles: Any  # the table of sequences of unequal length, or None
 
 
 class _Extent(NamedTuple):
@@ -137,12 +153,22 @@ def _copy_block(
     """Block ``number`` of a copy; ``steps`` are x's strides."""
     heads, blocks, length = (extent.heads - 3) >> 1, (extent.blocks - 3) >> 1, (extent.length - 3) >> 1
     head, padded_length = (number // blocks).to(tl.int64), blocks * tokens
-    row = number % blocks * tokens + tl.arange(0, tokens)
-    token = _token(row, interleaved)
+    if job.tiles is None:
+        row = number % blocks * tokens + tl.arange(0, tokens)
+        token = _token(row, interleaved)
+        place = job.x + head // heads * steps[0] + head % heads * steps[1]
+    else:
+        tiles = job.tiles + (1 + number % blocks) * ROW
+        row = tl.load(tiles + 1) + tl.arange(0, tokens)
+        token, length = _token(row, interleaved), tl.load(tiles + 3)
+        place = job.x + tl.load(tiles).to(tl.int64) * steps[0] + head * steps[1]
+        place += tl.load(tiles + 2).to(tl.int64) * steps[2]
     column = tl.arange(0, padded_size)
-    place = job.x + head // heads * steps[0] + head % heads * steps[1]
     place += token.to(tl.int64)[:, None] * steps[2] + column[None, :] * steps[3]
     tile = tl.load(place, mask=(token < length)[:, None] & (column < size)[None, :], other=0.0)
+    if job.tiles is not None:
+        row += tl.load(tiles + 6)
+        token += tl.load(tiles + 6)
     flat = head * padded_length * padded_size + token.to(tl.int64)[:, None] * padded_size + column[None, :]
     if job.data is not None:
         tl.store(job.data + flat, tile)
@@ -169,7 +195,10 @@ def _lay_out(
     program = tl.program_id(0)
     for i in tl.static_range(len(sizes)):
         number = program - ((extents[i].first - 3) >> 1)
-        if (number >= 0) & (number < ((extents[i].programs - 3) >> 1)):
+        there = (number >= 0) & (number < ((extents[i].programs - 3) >> 1))
+        if jobs[i].tiles is not None:
+            there = there & (number % ((extents[i].blocks - 3) >> 1) < tl.load(jobs[i].tiles))
+        if there:
             _copy_block(jobs[i], extents[i], steps[i], number, sizes[i], padded_sizes[i], tokens, interleaved[i])
 
 
@@ -185,19 +214,29 @@ def lay_out_together(wanted: Sequence[Wanted]) -> list[Laid]:
     """Tensors as the backward's kernels read them, in one launch at most; no copy of what already lies so."""
     outlines = tuple(
         [
-            (x.shape, x.stride(), x.dtype, aligned(x), *asked, None if zeros is None else zeros.dtype)
-            for x, *asked, zeros in wanted
+            (
+                x.shape,
+                x.stride(),
+                x.dtype,
+                aligned(x),
+                *asked,
+                None if zeros is None else zeros.dtype,
+                None if own is None else own[:2],
+            )
+            for x, *asked, zeros, own in wanted
         ]
     )
     shapes, launch = _layout(outlines)
     found, jobs, begins = [], [], 0
-    for (x, wide, transposed, interleaved, zeros), (whole, across, there, busy) in zip(wanted, shapes, strict=True):
+    for (x, wide, transposed, interleaved, zeros, own), (whole, across, there, busy) in zip(
+        wanted, shapes, strict=True
+    ):
         data = None if there else torch.empty(whole, dtype=x.dtype, device=x.device)
         widened = torch.empty(whole, dtype=torch.bfloat16, device=x.device) if wide else None
         turned = torch.empty(across, dtype=x.dtype, device=x.device) if transposed else None
         found.append(Laid(x if data is None else data, widened, turned, interleaved))
         if busy:
-            job = _Copy(x, data, widened, turned, zeros)
+            job = _Copy(x, data, widened, turned, zeros, None if own is None else own.table)
             jobs.append(job)
             begins |= addresses(job)
     if launch is not None:
@@ -211,14 +250,17 @@ def _layout(outlines: tuple[tuple[Any, ...], ...]) -> _Layout:
     shapes: list[_Shapes] = []
     extents: list[_Extent] = []
     steps, sizes, padded_sizes, orders, programs = [], [], [], [], 0
-    for shape, strides, _, readable, wide, transposed, interleaved, zeroed in outlines:
+    for shape, strides, _, readable, wide, transposed, interleaved, zeroed, own in outlines:
         batch, heads, length, size = shape
         whole, long = padded(size), rounded_up(length, PADDING)
-        there = readable and ready(shape, strides)
+        if own is not None:
+            sequences, tiled = own
+            long, batch = tiled.capacity(sequences, batch) * TOKENS, 1
+        there = own is None and readable and ready(shape, strides)
         busy = not there or wide or transposed or zeroed is not None
         shapes.append(_Shapes((batch, heads, long, whole), (batch, heads, whole, long), there, busy))
         if busy:
-            blocks = long // _TOKENS
+            blocks = long // TOKENS
             numbers = programs, batch * heads * blocks, heads, blocks, length
             extents.append(_Extent(*(2 * number + 3 for number in numbers)))
             programs += numbers[1]
@@ -229,7 +271,7 @@ def _layout(outlines: tuple[tuple[Any, ...], ...]) -> _Layout:
     if not sizes:
         return _Layout(tuple(shapes), None)
     memory = tuple(each[2:] for each, shape in zip(outlines, shapes, strict=True) if shape.busy)
-    constants = tuple(extents), tuple(steps), tuple(sizes), tuple(padded_sizes), _TOKENS, tuple(orders)
+    constants = tuple(extents), tuple(steps), tuple(sizes), tuple(padded_sizes), TOKENS, tuple(orders)
     return _Layout(tuple(shapes), _COPIES((programs, 1, 1), constants, memory))
 
 

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from ..arithmetic import bound, probabilities, product, steps, to_bf16, to_e4m3, turned, visible
+from ..tile_map import ROW
 
 __all__ = ["key_gradients"]
 
@@ -45,7 +46,8 @@ def _over_queries(
     descales,
     factor,
     head,
-    padded_length,
+    first,
+    slot,
     key_start,
     start,
     stop,
@@ -69,7 +71,6 @@ def _over_queries(
     stages: tl.constexpr,
 ):
     """Adds to dK and dV what the queries from ``start`` to ``stop`` of one head give."""
-    first = head * padded_length
     for m in tl.range(bound(start), bound(stop), block_m, num_stages=stages):
         row = rows + (first + m).to(tl.int64) + tl.arange(0, block_m)
         q = q_desc.load([first + m, 0])
@@ -99,8 +100,8 @@ def _over_queries(
             share = tl.load(descales + (first + m) // shared) * (1.0 / peak)
             step = steps(ds)
             p8, ds8 = to_e4m3(p), to_e4m3(ds * (1.0 / step)[:, None])
-            dv += tl.dot(p8, tl.trans(do_more.load([head * head_dim_v, m]))) * share
-            dk += tl.dot(ds8, tl.trans(q_more.load([head * head_dim, m]))) * (step * share)[:, None]
+            dv += tl.dot(p8, tl.trans(do_more.load([head * head_dim_v, slot + m]))) * share
+            dk += tl.dot(ds8, tl.trans(q_more.load([head * head_dim, slot + m]))) * (step * share)[:, None]
         else:
             p16, ds16 = to_bf16(p), to_bf16(ds)
             dv = product(p16, do_more.load([first + m, 0]), dv)
@@ -123,6 +124,7 @@ def key_gradients(
     turn,
     dk_out,
     dv_out,
+    tiles,
     plane,
     k_batch,
     k_head,
@@ -158,23 +160,42 @@ def key_gradients(
     peak: tl.constexpr,
     shared: tl.constexpr,
     stages: tl.constexpr,
+    aligned: tl.constexpr,
 ):
     """dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv), contiguous, of one block of keys of one key head.
 
     ``q_more`` and ``do_more`` are the widened copies, or the transposed ones where ``narrow``.  ``turn`` (D, D) takes
-    the gradient of a rotated K back, without the factor that ``scale`` has then.
+    the gradient of a rotated K back, without the factor that ``scale`` has then.  ``tiles``: the table of sequences
+    that have lengths of their own, or None.  With it all that is laid out has slots, and ``aligned`` says that a
+    sequence's ``after`` is larger, and ``before`` smaller, by its keys less its queries.
     """
-    n = tl.program_id(0) * block_n
     kv_head = tl.program_id(1)
-    batch, own = (kv_head // kv_heads).to(tl.int64), (kv_head % kv_heads).to(tl.int64)
+    if tiles is None:
+        n = tl.program_id(0) * block_n
+        batch, own = (kv_head // kv_heads).to(tl.int64), (kv_head % kv_heads).to(tl.int64)
+        q_slot, k_first = 0, kv_head * padded_kv
+    else:
+        if tl.program_id(0) >= tl.load(tiles):
+            return
+        tiles += (1 + tl.program_id(0)) * ROW
+        batch, own = tl.load(tiles).to(tl.int64), kv_head.to(tl.int64)
+        n, k_start, q_slot = tl.load(tiles + 1), tl.load(tiles + 4), tl.load(tiles + 6)
+        k_first = kv_head * padded_kv + tl.load(tiles + 7)
+        k_descale += k_start.to(tl.int64) * (k_token if k_varies else 1)
+        v_descale += k_start.to(tl.int64) * (v_token if v_varies else 1)
+        first_row = (batch * kv_heads + kv_head) * seqlen_kv + k_start
+        seqlen_q, seqlen_kv = tl.load(tiles + 3), tl.load(tiles + 5)
+        if aligned:
+            before -= seqlen_kv - seqlen_q
+            after += seqlen_kv - seqlen_q
     key = n + tl.arange(0, block_n)
     real = key < seqlen_kv
     k_place = k_descale + batch * k_batch + own * k_head
     v_place = v_descale + batch * v_batch + own * v_head
     k_own = tl.load(k_place + key.to(tl.int64) * k_token, mask=real, other=0.0) if k_varies else tl.load(k_place)
     v_own = tl.load(v_place + key.to(tl.int64) * v_token, mask=real, other=0.0) if v_varies else tl.load(v_place)
-    k = k_desc.load([kv_head * padded_kv + n, 0])
-    v = v_desc.load([kv_head * padded_kv + n, 0])
+    k = k_desc.load([k_first + n, 0])
+    v = v_desc.load([k_first + n, 0])
     dk = tl.zeros([block_n, head_dim], tl.float32)
     dv = tl.zeros([block_n, head_dim_v], tl.float32)
 
@@ -198,26 +219,27 @@ def key_gradients(
         head = kv_head * group + member
         if not q_varies:
             # dK so far is in units of the last head's descale.
-            following = tl.load(rows + 2 * plane + head.to(tl.int64) * padded_q)
+            following = tl.load(rows + 2 * plane + head.to(tl.int64) * padded_q + q_slot)
             dk *= q_own / following
             q_own = following
         own_factor = factor if q_varies else factor * q_own
+        q_first = head * padded_q + q_slot
         if has_right:
             dk, dv = _over_queries(
                 dk, dv, k, v, k_own, v_own, q_desc, do_desc, q_more, do_more, rows, plane, descales, own_factor,
-                head, padded_q, n, begin, whole_begin, before, after, cap, True, block_m, block_n, head_dim, head_dim_v,
-                has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
+                head, q_first, q_slot, n, begin, whole_begin, before, after, cap, True, block_m, block_n, head_dim,
+                head_dim_v, has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
             )  # fmt: skip
         dk, dv = _over_queries(
             dk, dv, k, v, k_own, v_own, q_desc, do_desc, q_more, do_more, rows, plane, descales, own_factor,
-            head, padded_q, n, whole_begin, whole_end, before, after, cap, False, block_m, block_n, head_dim,
+            head, q_first, q_slot, n, whole_begin, whole_end, before, after, cap, False, block_m, block_n, head_dim,
             head_dim_v, has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
         )  # fmt: skip
         if has_left:
             dk, dv = _over_queries(
                 dk, dv, k, v, k_own, v_own, q_desc, do_desc, q_more, do_more, rows, plane, descales, own_factor,
-                head, padded_q, n, whole_end, end, before, after, cap, True, block_m, block_n, head_dim, head_dim_v,
-                has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
+                head, q_first, q_slot, n, whole_end, end, before, after, cap, True, block_m, block_n, head_dim,
+                head_dim_v, has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
             )  # fmt: skip
 
     unscaled = scale * q_own
@@ -225,7 +247,7 @@ def key_gradients(
         unscaled *= v_own
     if rotated:
         dk = turned(dk, turn, block_n, head_dim)
-    place = (kv_head.to(tl.int64) * seqlen_kv + key)[:, None]
+    place = (kv_head.to(tl.int64) * seqlen_kv + key if tiles is None else first_row + key)[:, None]
     column = tl.arange(0, head_dim)[None, :]
     tl.store(dk_out + place * size + column, (dk * unscaled).to(dk_out.dtype.element_ty),
              mask=real[:, None] & (column < size))  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,17 +14,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attnbench.graph_pools import permanent
 from attnbench.kernels.contract import gradient_dtype
 from attnbench.problem.fp8 import Quantised, hadamard
+from attnbench.problem.lengths import Lengths
 from attnbench.problem.spec import AttentionSpec
 
 from ..descales import in_fp32
 from ..descriptors import Described, Shape, all_of, flipped, rows_of
 from ..forward.hopper import launch as forward_hopper_launch
 from ..launching import KEPT, Launch, Launches, addresses, on
-from .copies import Wanted, lay_out_together, padded
+from ..tile_map import Tiled, one_sided, sequences_of, tile_map
+from .copies import PADDING, TOKENS, Own, Wanted, lay_out_together, padded
 from .hopper import launch as hopper
 from .keys import key_gradients
 from .layout import BLOCK, LOG2E, PEAK, lay_out_gradient
-from .operands import Layout, Prepared, turn_factor
+from .operands import Extent, Layout, Prepared, turn_factor
 from .queries import query_gradients
 from .sums import ROWS, finish_query_gradients
 from .tiles import Tile, Tiles
@@ -46,6 +49,7 @@ def prepared(
     tiles: Tiles,
     *,
     fused: bool = False,
+    lengths: Lengths | None = None,
 ) -> Prepared:
     """The passes over memory before the products, in two launches; arguments as in ``Saved``.
 
@@ -53,16 +57,36 @@ def prepared(
     ``fused``: for the fused kernel, if it serves.
     """
     scales = [in_fp32(x.descale) for x in (q, k, v)]
-    device = grad_out.device
+    device, extent = grad_out.device, None
+    own_q = own_kv = own_grad = None
+    if lengths is not None:
+        tokens = [(scale, x.data.shape[2]) for scale, x in zip(scales, (q, k, v), strict=True)]
+        scales = [scale.expand(-1, -1, length, -1).contiguous() for scale, length in tokens]
+        batch, shared = q.data.shape[0], all(x.granularity in ("tensor", "head") for x in (q, k, v))
+        extent = Extent(batch, q.data.shape[2], k.data.shape[2], sequences_of(lengths, batch), shared)
+        own_q, own_kv = (_own(extent, lengths, side, device) for side in ("q", "kv"))
+        own_grad = _own_gradient(extent, lengths, device)
     outlines = tuple([(x.shape, x.stride()) for x in scales])
-    layout = _layout(spec, q.rotated, forward_hopper_launch.runs_on(device), outlines)
+    # Of sequences with lengths of their own the Hopper kernels serve only all gradients at once.
+    here = forward_hopper_launch.runs_on(device) and (fused or lengths is None)
+    layout = _layout(spec, q.rotated, here, outlines, extent)
     by_key, by_query = (narrow and layout.served and tile.hopper is not None for tile in tiles[:2])
     fused = fused and layout.served
-    gradient = lay_out_gradient(spec, grad_out, out, lse, scales, narrow=narrow, factor=layout.scale if fused else None)
+    gradient = lay_out_gradient(
+        spec,
+        grad_out,
+        out,
+        lse,
+        scales,
+        narrow=narrow,
+        factor=layout.scale if fused else None,
+        own=own_grad,
+        shared=layout.extent.shared,
+    )
     sums = torch.empty(layout.q, dtype=torch.bfloat16, device=device) if fused else None
     wanted = [
-        Wanted(q.data, not narrow, narrow, by_key, sums), Wanted(k.data, not (narrow or fused), narrow, by_query),
-        Wanted(v.data),
+        Wanted(q.data, not narrow, narrow, by_key, sums, own_q),
+        Wanted(k.data, not (narrow or fused), narrow, by_query, own=own_kv), Wanted(v.data, own=own_kv),
     ]  # fmt: skip
     if narrow:
         wanted.append(Wanted(gradient.laid.data, False, True, by_key))
@@ -70,22 +94,40 @@ def prepared(
     if narrow:
         gradient = gradient._replace(laid=laid_do[0])
     turn = _turn(spec.head_dim, layout.head_dim, device) if q.rotated else None
-    return Prepared(layout, laid_q, laid_k, laid_v, gradient, scales[1], scales[2], turn, sums)
+    return Prepared(layout, laid_q, laid_k, laid_v, gradient, scales[1], scales[2], turn, sums, lengths)
+
+
+def _own(extent: Extent, lengths: Lengths, side: Literal["q", "kv"], device: torch.device) -> Own:
+    """How the copies of one side's tensors find its sequences."""
+    assert extent.sequences is not None, "sequences of one length are copied whole"
+    stored = extent.seqlen_q if side == "q" else extent.seqlen_kv
+    tiled = Tiled("q", TOKENS, (PADDING, PADDING), (stored, stored), whole=True)
+    return Own(extent.sequences, tiled, tile_map(one_sided(lengths, side), extent.batch, tiled, device))
+
+
+def _own_gradient(extent: Extent, lengths: Lengths, device: torch.device) -> Own:
+    """The same for dO."""
+    tiled = extent.tiled("q", BLOCK, whole=True)
+    assert tiled is not None, "sequences of one length are copied whole"
+    assert extent.sequences is not None, "sequences of one length are copied whole"
+    return Own(extent.sequences, tiled, tile_map(lengths, extent.batch, tiled, device))
 
 
 @lru_cache(maxsize=KEPT)
 def _layout(
-    spec: AttentionSpec, rotated: bool, here: bool, scales: tuple[tuple[Sequence[int], Sequence[int]], ...]
-) -> Layout:
-    """``here``: on a GPU that runs the Hopper kernels; ``scales`` as in ``Layout``."""
-    per_token = any(shape[2] > 1 for shape, _ in scales)
-    return Layout(spec, rotated, here and hopper.serves(spec, per_token=per_token), scales)
+    spec: AttentionSpec, rotated: bool, here: bool, scales: tuple[tuple[Sequence[int], Sequence[int]], ...],
+    extent: Extent | None = None,
+) -> Layout:  # fmt: skip
+    """``here``: on a GPU that runs the Hopper kernels; ``scales`` and ``extent`` as in ``Layout``."""
+    per_token = any(shape[2] > 1 for shape, _ in scales) and not (extent is not None and extent.shared)
+    served = here and hopper.serves(spec, per_token=per_token)
+    return Layout(spec, rotated, served, scales, extent)
 
 
 def run_keys(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv)."""
     layout, do, rows = given.layout, given.gradient.laid, given.gradient.rows
-    dk_out, dv_out = _for_keys(layout.spec, dtype, rows.device)
+    dk_out, dv_out = _for_keys(layout, dtype, rows.device)
     if tile.hopper is not None and layout.served:
         hopper.run_keys(given, tile.hopper, narrow, dk_out, dv_out)
         return dk_out, dv_out
@@ -94,7 +136,16 @@ def run_keys(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -> t
         given.q.data, do.data, given.k.data, given.v.data,
         given.q.further(narrow, interleaved=False), do.further(narrow, interleaved=False),
     )  # fmt: skip
-    memory = rows, given.gradient.descale, given.k_scale, given.v_scale, given.turn, dk_out, dv_out
+    memory = (
+        rows,
+        given.gradient.descale,
+        given.k_scale,
+        given.v_scale,
+        given.turn,
+        dk_out,
+        dv_out,
+        given.tiles("kv", tile.block_n),
+    )
     start((*all_of(described, tiled), *memory), addresses(memory))
     return dk_out, dv_out
 
@@ -104,7 +155,8 @@ def _for_keys_plain(
     layout: Layout, tile: Tile, narrow: bool, dtype: torch.dtype
 ) -> tuple[tuple[Described, ...], Launch]:
     """The part of the plain kernel's launch that does not depend on memory."""
-    spec, m, n, d, dv = layout.spec, tile.block_m, tile.block_n, layout.head_dim, layout.head_dim_v
+    spec, extent = layout.spec, layout.extent
+    m, n, d, dv = tile.block_m, tile.block_n, layout.head_dim, layout.head_dim_v
     described = (
         _tiled(layout.q, m), _tiled(layout.do, m), _tiled(layout.k, n), _tiled(layout.v, n),
         _across(layout.q, m) if narrow else _tiled(layout.q, m),
@@ -112,13 +164,13 @@ def _for_keys_plain(
     )  # fmt: skip
     constants = (
         layout.plane, *layout.k_steps, *layout.v_steps,
-        spec.kv_heads, spec.seqlen_q, spec.seqlen_kv, layout.padded_q, layout.padded_kv,
+        spec.kv_heads, extent.seqlen_q, extent.seqlen_kv, layout.padded_q, layout.padded_kv,
         spec.head_dim, spec.head_dim_v, layout.scale, layout.exponent, layout.before, layout.after,
         spec.softcap * LOG2E,
-        spec.group, m, n, d, dv, *layout.kinds, narrow, PEAK, BLOCK, tile.stages,
+        spec.group, m, n, d, dv, *layout.kinds, narrow, PEAK, BLOCK, tile.stages, layout.aligned,
     )  # fmt: skip
-    grid = -(-spec.seqlen_kv // n), spec.batch * spec.kv_heads, 1
-    return described, _KEYS(grid, constants, (dtype,), num_warps=tile.warps)
+    grid = extent.tiles("kv", n), extent.entries * spec.kv_heads, 1
+    return described, _KEYS(grid, constants, (dtype, extent.sequences is None), num_warps=tile.warps)
 
 
 def run_all(given: Prepared, sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,46 +180,63 @@ def run_all(given: Prepared, sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
     dQ differs from run to run: programs add to it in no order, and every sum is rounded to bf16.
     """
     layout, device = given.layout, sums.device
-    spec = layout.spec
-    dk_out, dv_out = _for_keys(spec, dtype, device)
+    dk_out, dv_out = _for_keys(layout, dtype, device)
     hopper.run_all(given, sums, dk_out, dv_out)
     if layout.summed_in_place and dtype == sums.dtype:
         return sums, dk_out, dv_out
-    dq_out = torch.empty((spec.batch, spec.heads, spec.seqlen_q, spec.head_dim), dtype=dtype, device=device)
-    memory = sums, given.turn, dq_out
+    dq_out = _for_queries(layout, dtype, device)
+    memory = sums, given.turn, dq_out, given.tiles("q", ROWS)
     _finishing(layout, dtype)(memory, addresses(memory))
     return dq_out, dk_out, dv_out
 
 
 @lru_cache(maxsize=KEPT)
 def _finishing(layout: Layout, dtype: torch.dtype) -> Launch:
-    spec = layout.spec
-    constants = spec.seqlen_q, layout.padded_q, spec.head_dim, ROWS, layout.head_dim, layout.rotated
-    grid = -(-spec.seqlen_q // ROWS), spec.batch * spec.heads, 1
-    return _FINISH(grid, constants, (dtype,), num_warps=4)
+    spec, extent = layout.spec, layout.extent
+    constants = spec.heads, extent.seqlen_q, layout.padded_q, spec.head_dim, ROWS, layout.head_dim, layout.rotated
+    grid = extent.tiles("q", ROWS), extent.entries * spec.heads, 1
+    return _FINISH(grid, constants, (dtype, extent.sequences is None), num_warps=4)
 
 
-def _for_keys(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _for_keys(layout: Layout, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Memory for dK and dV."""
-    batch, heads, length = spec.batch, spec.kv_heads, spec.seqlen_kv
-    return (
-        torch.empty((batch, heads, length, spec.head_dim), dtype=dtype, device=device),
-        torch.empty((batch, heads, length, spec.head_dim_v), dtype=dtype, device=device),
+    spec, extent = layout.spec, layout.extent
+    rows = extent.batch, spec.kv_heads, extent.seqlen_kv
+    return _memory(layout, (*rows, spec.head_dim), dtype, device), _memory(
+        layout, (*rows, spec.head_dim_v), dtype, device
     )
+
+
+def _for_queries(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for dQ."""
+    spec, extent = layout.spec, layout.extent
+    return _memory(layout, (extent.batch, spec.heads, extent.seqlen_q, spec.head_dim), dtype, device)
+
+
+def _memory(layout: Layout, shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """New memory; zeros where there may be rows of no sequence."""
+    make = torch.zeros if layout.spec.lengths is not None and layout.spec.lengths.batch != "packed" else torch.empty
+    return make(shape, dtype=dtype, device=device)
 
 
 def run_queries(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -> Tensor:
     """dQ (B, H, Sq, D)."""
     layout, do, rows = given.layout, given.gradient.laid, given.gradient.rows
-    spec = layout.spec
-    shape = spec.batch, spec.heads, spec.seqlen_q, spec.head_dim
-    dq_out = torch.empty(shape, dtype=dtype, device=rows.device)
+    dq_out = _for_queries(layout, dtype, rows.device)
     if tile.hopper is not None and layout.served:
         hopper.run_queries(given, tile.hopper, narrow, dq_out)
         return dq_out
     described, start = _for_queries_plain(layout, tile, narrow, dtype)
     tiled = given.q.data, do.data, given.k.data, given.v.data, given.k.further(narrow, interleaved=False)
-    memory = rows, given.gradient.descale, given.k_scale, given.v_scale, given.turn, dq_out
+    memory = (
+        rows,
+        given.gradient.descale,
+        given.k_scale,
+        given.v_scale,
+        given.turn,
+        dq_out,
+        given.tiles("q", tile.block_m),
+    )
     start((*all_of(described, tiled), *memory), addresses(memory))
     return dq_out
 
@@ -177,19 +246,21 @@ def _for_queries_plain(
     layout: Layout, tile: Tile, narrow: bool, dtype: torch.dtype
 ) -> tuple[tuple[Described, ...], Launch]:
     """The part of the plain kernel's launch that does not depend on memory."""
-    spec, m, n, d = layout.spec, tile.block_m, tile.block_n, layout.head_dim
+    spec, extent = layout.spec, layout.extent
+    m, n, d = tile.block_m, tile.block_n, layout.head_dim
     described = (
         _tiled(layout.q, m), _tiled(layout.do, m), _tiled(layout.k, n), _tiled(layout.v, n),
         _across(layout.k, n) if narrow else _tiled(layout.k, n),
     )  # fmt: skip
     constants = (
         layout.plane, *layout.k_steps, *layout.v_steps,
-        spec.heads, spec.group, spec.seqlen_q, spec.seqlen_kv, layout.padded_q, layout.padded_kv,
+        spec.heads, spec.group, extent.seqlen_q, extent.seqlen_kv, layout.padded_q, layout.padded_kv,
         spec.head_dim, layout.scale, layout.exponent, layout.before, layout.after, spec.softcap * LOG2E,
-        m, n, d, spec.seqlen_kv % n != 0, *layout.kinds, narrow, PEAK, BLOCK, tile.stages,
+        m, n, d, extent.sequences is not None or spec.seqlen_kv % n != 0, *layout.kinds, narrow, PEAK, BLOCK,
+        tile.stages, layout.aligned,
     )  # fmt: skip
-    grid = -(-spec.seqlen_q // m), spec.batch * spec.heads, 1
-    return described, _QUERIES(grid, constants, (dtype,), num_warps=tile.warps)
+    grid = extent.tiles("q", m), extent.entries * spec.heads, 1
+    return described, _QUERIES(grid, constants, (dtype, extent.sequences is None), num_warps=tile.warps)
 
 
 @permanent
@@ -210,6 +281,7 @@ def launch(
     grad_out: Tensor,
     choose: Callable[[AttentionSpec, int, torch.device], Tiles],
     narrow: bool,
+    lengths: Lengths | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK, dV in the gradients' dtype; ``choose`` gives the tiles for a spec, padded head dimension and device."""
     device, dtype = grad_out.device, gradient_dtype(spec)
@@ -217,7 +289,7 @@ def launch(
     anyhow = spec.seqlen_kv <= hopper.MOST_SUMMED and not torch.are_deterministic_algorithms_enabled()
     fused = tiles.fused and not narrow and anyhow and hopper.adds()
     with on(device):
-        given = prepared(spec, q, k, v, out, lse, grad_out, narrow, tiles, fused=fused)
+        given = prepared(spec, q, k, v, out, lse, grad_out, narrow, tiles, fused=fused, lengths=lengths)
         if given.sums is not None:
             return run_all(given, given.sums, dtype)
         dk, dv = run_keys(given, tiles.keys, narrow, dtype)

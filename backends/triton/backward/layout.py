@@ -18,7 +18,8 @@ from ...common.layout import rounded_up
 from ..arithmetic import to_bf16, to_e4m3
 from ..descales import steps
 from ..launching import KEPT, Launch, Launches, addresses
-from .copies import PADDING, Laid, aligned, padded, ready
+from ..tile_map import ROW, Tiled, scale_of_keys
+from .copies import PADDING, Laid, Own, aligned, padded, ready
 
 __all__ = ["BLOCK", "LOG2E", "PEAK", "VECTORS", "Gradient", "lay_out_gradient"]
 
@@ -60,6 +61,7 @@ def _lay_out_gradient(
     wide,
     descales,
     rows,
+    tiles,
     grad_batch,
     grad_head,
     grad_token,
@@ -95,9 +97,25 @@ def _lay_out_gradient(
 ):
     each = tl.program_id(1).to(tl.int64)
     batch, head = each // heads, each % heads
-    token = (tl.program_id(0) * tokens + tl.arange(0, tokens)).to(tl.int64)
     column = tl.arange(0, padded_size)
-    inside = token < length
+    if tiles is None:
+        block = tl.program_id(0)
+        token = (block * tokens + tl.arange(0, tokens)).to(tl.int64)
+        inside, seqlen_kv = token < length, 1
+    else:
+        if tl.program_id(0) >= tl.load(tiles):
+            return
+        tiles += (1 + tl.program_id(0)) * ROW
+        batch = tl.load(tiles).to(tl.int64)
+        top, start, slot = tl.load(tiles + 1), tl.load(tiles + 2), tl.load(tiles + 6)
+        block = (slot + top) // tokens
+        token = (start + top + tl.arange(0, tokens)).to(tl.int64)
+        inside = token < start + tl.load(tiles + 3)
+        # K's and V's descales of a sequence have the places of its tokens, one behind the other.
+        any_key = tl.load(tiles + 4).to(tl.int64)
+        k_descale += any_key
+        v_descale += any_key
+        seqlen_kv = tl.load(tiles + 5)
     both = inside[:, None] & (column < size)[None, :]
     place = grad + batch * grad_batch + head * grad_head + token[:, None] * grad_token + column[None, :] * grad_size
     exact = tl.load(place, mask=both, other=0.0).to(tl.float32)
@@ -107,7 +125,8 @@ def _lay_out_gradient(
     power = tl.where(largest == 0.0, 1.0, tl.maximum(bits, 0x00800000).to(tl.float32, bitcast=True))
     scaled = exact * (1.0 / power)
     narrow = to_e4m3(scaled)
-    flat = each * padded_length * padded_size + token[:, None] * padded_size + column[None, :]
+    laid = token if tiles is None else (block * tokens + tl.arange(0, tokens)).to(tl.int64)
+    flat = each * padded_length * padded_size + laid[:, None] * padded_size + column[None, :]
     tl.store(data + flat, narrow)
     if write_wide:
         if fused:  # of fp32's largest numbers a rounding to bf16 would make infinity
@@ -123,19 +142,21 @@ def _lay_out_gradient(
     v_own = v_descale + batch * v_batch + head // group * v_head
     descale = power
     if fused:
-        unit = power * (factor * tl.load(k_descale + batch * k_batch + head // group * k_head))
+        unit = power * (factor * scale_of_keys(k_descale + batch * k_batch + head // group * k_head, seqlen_kv, tiles))
         delta = delta * unit
-        descale = unit * tl.load(v_own)
+        descale = unit * scale_of_keys(v_own, seqlen_kv, tiles)
     elif not v_varies:
-        delta = delta / tl.load(v_own)
-    tl.store(descales + each * (padded_length // tokens) + tl.program_id(0), descale)
+        delta = delta / scale_of_keys(v_own, seqlen_kv, tiles)
+    tl.store(descales + each * (padded_length // tokens) + block, descale)
     own_lse = tl.load(lse + batch * lse_batch + head * lse_head + token * lse_token, mask=inside, other=0.0)
     larger = tl.log2(power) if log2_larger is None else log2_larger
     # exp2(s - infinity) is 0, for queries that see no key and for those behind the last one; NaN stays NaN.
     seeing = inside & (own_lse != -float("inf"))
     base = tl.where(seeing, own_lse.to(tl.float32) * log2e - larger, float("inf"))
-    q_own = tl.load(q_descale + batch * q_batch + head * q_head + token * q_token, mask=inside, other=0.0)
-    row = rows + each * padded_length + token
+    place = q_descale + batch * q_batch + head * q_head + token * q_token
+    # A sequence may have no query, and a kernel divides by the first one's descale.
+    q_own = tl.load(place, mask=inside, other=0.0 if tiles is None else 1.0)
+    row = rows + each * padded_length + laid
     tl.store(row, base)
     tl.store(row + plane, delta)
     tl.store(row + 2 * plane, q_own)
@@ -146,26 +167,28 @@ _GRADIENTS = Launches(_lay_out_gradient)
 
 def lay_out_gradient(
     spec: AttentionSpec, grad_out: Tensor, out: Tensor, lse: Tensor, descales: Sequence[Tensor], *,
-    narrow: bool, factor: float | None = None,
+    narrow: bool, factor: float | None = None, own: Own | None = None, shared: bool = False,
 ) -> Gradient:  # fmt: skip
     """dO (B, H, Sq, Dv) of any strides in e4m3, and delta = rowsum(dO∘O), in one pass.
 
     ``out`` (B, H, Sq, Dv) and ``lse`` (B, H, Sq) are the forward's, the descales those of Q, K and V, (B, heads, S, 1)
     or 1 for any axis.  ``narrow``: the kernels will read a transposed copy of dO, not made here, else the wide one.
     ``factor``: for the fused kernel, whose dQ is that times dS · K; then no token of K or V may have its own scale.
+    ``own``: the queries' lengths where sequences have theirs, by ``BLOCK``; then everything has slots, and with
+    ``shared`` the tokens of a sequence share their descales.
     ptxas 12.8 loses bytes of a conversion to FP8 that two stores read, one of them transposed (seen on fp32).
     """
     inputs = grad_out, out, lse, *descales
     whole, blocks, rows_shape, there, launch = _gradient(
-        spec, narrow, factor, aligned(grad_out), *[(x.dtype, x.stride()) for x in inputs[:3]],
-        *[(x.dtype, x.shape, x.stride()) for x in descales],
+        spec, narrow, factor, aligned(grad_out), tuple(grad_out.shape), *[(x.dtype, x.stride()) for x in inputs[:3]],
+        *[(x.dtype, x.shape, x.stride()) for x in descales], None if own is None else own[:2], shared,
     )  # fmt: skip
     device = grad_out.device
     data = torch.empty(whole, dtype=torch.float8_e4m3fn, device=device)
     wide = None if narrow else grad_out if there else torch.empty(whole, dtype=torch.bfloat16, device=device)
     descale = torch.empty(blocks, dtype=torch.float32, device=device)
     rows = torch.empty(rows_shape, dtype=torch.float32, device=device)
-    memory = *inputs, data, data if narrow else wide, descale, rows
+    memory = *inputs, data, data if narrow else wide, descale, rows, None if own is None else own.table
     launch(memory, addresses(memory))
     return Gradient(Laid(data, wide, None, False), descale, rows)
 
@@ -173,24 +196,35 @@ def lay_out_gradient(
 @lru_cache(maxsize=KEPT)
 def _gradient(
     spec: AttentionSpec, narrow: bool, factor: float | None, readable: bool,
-    grad: tuple[Any, ...], out: tuple[Any, ...], lse: tuple[Any, ...],
-    q: tuple[Any, ...], k: tuple[Any, ...], v: tuple[Any, ...],
+    shape: tuple[int, ...], grad: tuple[Any, ...], out: tuple[Any, ...], lse: tuple[Any, ...],
+    q: tuple[Any, ...], k: tuple[Any, ...], v: tuple[Any, ...], own: tuple[int, Tiled] | None, shared: bool,
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool, Launch]:  # fmt: skip
     """Shapes of dO's copies, its descales and the rows, whether dO is its wide copy, and the launch.
 
-    For inputs of these dtypes, shapes and strides, and dO where TMA can read or not.
+    For dO of this ``shape``, inputs of these dtypes, shapes and strides, and dO where TMA can read or not.
     """
-    batch, heads, length, size = spec.batch, spec.heads, spec.seqlen_q, spec.head_dim_v
+    (batch, heads, length, size), keys = shape, spec.seqlen_kv
     whole, long = padded(size), rounded_up(length, PADDING)
+    entries, blocks = batch, long // BLOCK
+    if own is not None:
+        sequences, tiled = own
+        entries, blocks, keys = 1, tiled.capacity(sequences, batch), tiled.stored[1]
+        long = blocks * BLOCK
     fused = factor is not None
-    there = fused and readable and grad[0] == torch.bfloat16 and ready((batch, heads, length, size), grad[1])
+    there = (
+        fused
+        and readable
+        and own is None
+        and grad[0] == torch.bfloat16
+        and ready((batch, heads, length, size), grad[1])
+    )
     larger = 0.0 if fused else math.log2(PEAK) if narrow else None
     constants = (
         *grad[1], *out[1], *lse[1], *steps(q[1], q[2], batch, heads, length),
-        *[step for x in (k, v) for step in steps(x[1], x[2], batch, spec.kv_heads, spec.seqlen_kv)[:2]],
-        heads, spec.group, length, size, batch * heads * long, long, factor or 0.0,
-        LOG2E, larger, whole, BLOCK, v[1][2] > 1, not (narrow or there), fused,
+        *[step for x in (k, v) for step in steps(x[1], x[2], batch, spec.kv_heads, keys)[:2]],
+        heads, spec.group, length, size, entries * heads * long, long, factor or 0.0,
+        LOG2E, larger, whole, BLOCK, v[1][2] > 1 and not shared, not (narrow or there), fused,
     )  # fmt: skip
     dtypes = tuple(each[0] for each in (grad, out, lse, q, k, v))
-    launch = _GRADIENTS((long // BLOCK, batch * heads, 1), constants, dtypes, num_warps=8)
-    return (batch, heads, long, whole), (batch, heads, long // BLOCK), (VECTORS, batch, heads, long), there, launch
+    launch = _GRADIENTS((blocks, entries * heads, 1), constants, (*dtypes, own is None), num_warps=8)
+    return (entries, heads, long, whole), (entries, heads, blocks), (VECTORS, entries, heads, long), there, launch

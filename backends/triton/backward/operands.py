@@ -5,51 +5,100 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from attnbench.problem.fp8 import hadamard
+from attnbench.problem.lengths import Lengths
 from attnbench.problem.spec import AttentionSpec
 
 from ...common.layout import rounded_up
 from ..descales import steps
+from ..tile_map import Tiled, tile_map
 from .copies import PADDING, Laid, padded
 from .layout import LOG2E, Gradient
 
-__all__ = ["Layout", "Prepared", "turn_factor"]
+__all__ = ["Extent", "Layout", "Prepared", "turn_factor"]
+
+_SLOTS = PADDING, PADDING
+
+
+class Extent(NamedTuple):
+    """Of Q and K in memory; how many ``sequences`` have lengths of their own, None where all are alike.
+
+    ``shared``: the tokens of a sequence share their descales, which have each token's place.
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_kv: int
+    sequences: int | None = None
+    shared: bool = False
+
+    def tiled(self, side: Literal["q", "kv"], block: int, whole: bool = False) -> Tiled | None:
+        """The table by blocks of one side's tokens, or None."""
+        return None if self.sequences is None else Tiled(side, block, _SLOTS, (self.seqlen_q, self.seqlen_kv), whole)
+
+    def tiles(self, side: Literal["q", "kv"], block: int) -> int:
+        """How many blocks of one side's tokens there are at most, of a head of one batch entry or of all sequences."""
+        tiled = self.tiled(side, block)
+        if tiled is None or self.sequences is None:
+            return -(-(self.seqlen_q if side == "q" else self.seqlen_kv) // block)
+        return tiled.capacity(self.sequences, self.batch)
+
+    @property
+    def entries(self) -> int:
+        """Batch entries of what is laid out: all sequences have their slots in one."""
+        return self.batch if self.sequences is None else 1
+
+    def long(self, side: Literal["q", "kv"]) -> int:
+        """Tokens of an entry of what is laid out."""
+        if self.sequences is not None:
+            return self.tiles(side, PADDING) * PADDING
+        return rounded_up(self.seqlen_q if side == "q" else self.seqlen_kv, PADDING)
 
 
 class Layout:
     """What calls with the same spec and scale layout share; looked up once a call, and a key by identity."""
 
     def __init__(
-        self, spec: AttentionSpec, rotated: bool, served: bool, scales: tuple[tuple[Sequence[int], Sequence[int]], ...]
+        self,
+        spec: AttentionSpec,
+        rotated: bool,
+        served: bool,
+        scales: tuple[tuple[Sequence[int], Sequence[int]], ...],
+        extent: Extent | None = None,
     ) -> None:
         """``rotated``: Q and K were.  ``served``: by the Hopper kernels.  ``scales``: shapes and strides of the
-        descales.
+        descales.  ``extent``: the spec's own where all sequences have its lengths.
         """
         self.spec, self.rotated = spec, rotated
-        by_query, by_key = (spec.batch, spec.heads, spec.seqlen_q), (spec.batch, spec.kv_heads, spec.seqlen_kv)
+        self.extent = extent = extent or Extent(spec.batch, spec.seqlen_q, spec.seqlen_kv)
+        unequal = extent.sequences is not None
+        by_query = extent.batch, spec.heads, extent.seqlen_q
+        by_key = extent.batch, spec.kv_heads, extent.seqlen_kv
         steps(*scales[0], *by_query)
         # Strides (batch, head, token) of their descales.
         self.k_steps, self.v_steps = (steps(*each, *by_key) for each in scales[1:])
-        varies = tuple(shape[2] > 1 for shape, _ in scales)
+        varies = tuple(shape[2] > 1 and not extent.shared for shape, _ in scales)
         self.served = served
         # Padded, and so the shapes of Q, dO, K and V as they are laid out.
         self.head_dim, self.head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
-        self.padded_q, self.padded_kv = rounded_up(spec.seqlen_q, PADDING), rounded_up(spec.seqlen_kv, PADDING)
-        queries, keys = (spec.batch, spec.heads, self.padded_q), (spec.batch, spec.kv_heads, self.padded_kv)
+        self.padded_q, self.padded_kv = extent.long("q"), extent.long("kv")
+        queries, keys = (extent.entries, spec.heads, self.padded_q), (extent.entries, spec.kv_heads, self.padded_kv)
         self.q, self.do = (*queries, self.head_dim), (*queries, self.head_dim_v)
         self.k, self.v = (*keys, self.head_dim), (*keys, self.head_dim_v)
         self.plane = math.prod(queries)
-        mask, offset = spec.mask, spec.mask.offset(spec.seqlen_q, spec.seqlen_kv)
+        mask, offset = spec.mask, 0 if unequal else spec.mask.offset(spec.seqlen_q, spec.seqlen_kv)
+        # Whether every sequence adds an offset of its own to both.
+        self.aligned = unequal and mask.alignment == "bottom-right"
         self.before = 0 if mask.left is None else mask.left - offset
         self.after = 0 if mask.right is None else mask.right + offset
         self.edges = mask.left is not None, mask.right is not None
         self.scale = spec.scale * (turn_factor(spec.head_dim) if rotated else 1.0)
         # Whether the fused kernel's sums, which are in bf16, are dQ itself.
-        self.summed_in_place = not rotated and self.q == (*queries[:2], spec.seqlen_q, spec.head_dim)
+        self.summed_in_place = not (rotated or unequal) and self.q == (*queries[:2], spec.seqlen_q, spec.head_dim)
         # What turns an unscaled score into the exponent of 2: of exp(s), or of exp(2x) in the softcap's tanh(x).
         self.exponent = LOG2E * (2.0 * spec.scale / spec.softcap if spec.softcap else spec.scale)
         # What kind of program it takes: edges, whose scales vary, a soft cap, a rotation.
@@ -61,7 +110,7 @@ class Prepared(NamedTuple):
 
     ``k_scale`` and ``v_scale`` are the descales in fp32; ``turn`` is the matrix that undoes a rotation.  ``sums``:
     zeros (B, H, padded Sq, padded D) in bf16 for the fused kernel, which reads ``gradient`` in its own units and no
-    ``k.wide``.
+    ``k.wide``.  ``lengths`` are None where all sequences have the spec's.
     """
 
     layout: Layout
@@ -73,6 +122,14 @@ class Prepared(NamedTuple):
     v_scale: Tensor
     turn: Tensor | None
     sums: Tensor | None
+    lengths: Lengths | None = None
+
+    def tiles(self, side: Literal["q", "kv"], block: int) -> Tensor | None:
+        """The table that a kernel with blocks of one side's tokens reads where sequences have lengths of their own."""
+        tiled = self.layout.extent.tiled(side, block)
+        if tiled is None or self.lengths is None:
+            return None
+        return tile_map(self.lengths, self.layout.extent.batch, tiled, self.k_scale.device)
 
     @property
     def served(self) -> bool:

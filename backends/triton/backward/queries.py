@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from ..arithmetic import bound, probabilities, product, steps, to_bf16, to_e4m3, turned, visible
+from ..tile_map import ROW, scale_of_keys
 
 __all__ = ["query_gradients"]
 
@@ -26,7 +27,8 @@ def _over_keys(
     v_desc,
     k_more,
     kv_head,
-    padded_length,
+    first,
+    slot,
     seqlen_kv,
     query_start,
     start,
@@ -50,7 +52,6 @@ def _over_keys(
     stages: tl.constexpr,
 ):
     """Adds to dQ what the keys from ``start`` to ``stop`` give."""
-    first = kv_head * padded_length
     for n in tl.range(bound(start), bound(stop), block_n, num_stages=stages):
         key = n + tl.arange(0, block_n)
         k = k_desc.load([first + n, 0])
@@ -78,7 +79,7 @@ def _over_keys(
             ds *= k_own[None, :]
         if narrow:
             step = steps(ds)
-            k_across = k_more.load([kv_head * head_dim, n])
+            k_across = k_more.load([kv_head * head_dim, slot + n])
             dq += tl.dot(to_e4m3(ds * (1.0 / step)[:, None]), tl.trans(k_across)) * step[:, None]
         else:
             dq = product(to_bf16(ds), k_more.load([first + n, 0]), dq)
@@ -98,6 +99,7 @@ def query_gradients(
     v_descale,
     turn,
     dq_out,
+    tiles,
     plane,
     k_batch,
     k_head,
@@ -132,34 +134,52 @@ def query_gradients(
     peak: tl.constexpr,
     shared: tl.constexpr,
     stages: tl.constexpr,
+    aligned: tl.constexpr,
 ):
     """dQ (B, H, Sq, D), contiguous, of one block of queries of one head.
 
     ``k_more`` is the widened copy, or the transposed one where ``narrow``; ``ragged`` says that the last block of
-    keys is not full.
+    keys is not full.  ``tiles`` and ``aligned``: see ``key_gradients``.
     """
-    # With a causal mask the last queries have the most to do: they go first.
-    m = (tl.num_programs(0) - 1 - tl.program_id(0)) * block_m
     head = tl.program_id(1)
-    batch, kv_head = (head // heads).to(tl.int64), head // group
-    own = (head % heads // group).to(tl.int64)
+    kv_head = head // group
+    if tiles is None:
+        # With a causal mask the last queries have the most to do: they go first.
+        m = (tl.num_programs(0) - 1 - tl.program_id(0)) * block_m
+        batch, own = (head // heads).to(tl.int64), (head % heads // group).to(tl.int64)
+        q_first, k_slot = head * padded_q, 0
+    else:
+        if tl.program_id(0) >= tl.load(tiles):
+            return
+        tiles += (1 + tl.program_id(0)) * ROW
+        batch, own = tl.load(tiles).to(tl.int64), kv_head.to(tl.int64)
+        m, q_start, k_start, k_slot = tl.load(tiles + 1), tl.load(tiles + 2), tl.load(tiles + 4), tl.load(tiles + 7)
+        q_first = head * padded_q + tl.load(tiles + 6)
+        k_descale += k_start.to(tl.int64) * (k_token if k_varies else 1)
+        v_descale += k_start.to(tl.int64) * (v_token if v_varies else 1)
+        first_row = (batch * heads + head) * seqlen_q + q_start
+        seqlen_q, seqlen_kv = tl.load(tiles + 3), tl.load(tiles + 5)
+        if aligned:
+            before -= seqlen_kv - seqlen_q
+            after += seqlen_kv - seqlen_q
+    k_first = kv_head * padded_kv + k_slot
     k_place = k_descale + batch * k_batch + own * k_head
     v_place = v_descale + batch * v_batch + own * v_head
-    q = q_desc.load([head * padded_q + m, 0])
-    do = do_desc.load([head * padded_q + m, 0])
-    row = rows + (head * padded_q + m).to(tl.int64) + tl.arange(0, block_m)
+    q = q_desc.load([q_first + m, 0])
+    do = do_desc.load([q_first + m, 0])
+    row = rows + (q_first + m).to(tl.int64) + tl.arange(0, block_m)
     base, delta = tl.load(row), tl.load(row + plane)
-    factor = tl.load(row + 2 * plane) if q_varies else tl.load(rows + 2 * plane + head.to(tl.int64) * padded_q)
+    factor = tl.load(row + 2 * plane) if q_varies else tl.load(rows + 2 * plane + q_first.to(tl.int64))
     factor *= exponent
     unscaled = scale
     if not k_varies:
-        k_own = tl.load(k_place)
+        k_own = scale_of_keys(k_place, seqlen_kv, tiles)
         factor *= k_own
         unscaled *= k_own
     if not v_varies:
-        unscaled *= tl.load(v_place)
+        unscaled *= scale_of_keys(v_place, seqlen_kv, tiles)
     if narrow:
-        unscaled *= tl.load(descales + (head * padded_q + m) // shared) * (1.0 / peak)
+        unscaled *= tl.load(descales + (q_first + m) // shared) * (1.0 / peak)
     dq = tl.zeros([block_m, head_dim], tl.float32)
 
     last = tl.minimum(m + block_m, seqlen_q) - 1
@@ -181,18 +201,18 @@ def query_gradients(
     if has_left:
         dq = _over_keys(
             dq, q, do, base, delta, factor, k_place, k_token, v_place, v_token, k_desc, v_desc, k_more, kv_head,
-            padded_kv, seqlen_kv, m, begin, whole_begin, before, after, cap, True, block_m, block_n, head_dim,
+            k_first, k_slot, seqlen_kv, m, begin, whole_begin, before, after, cap, True, block_m, block_n, head_dim,
             has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
         )  # fmt: skip
     dq = _over_keys(
         dq, q, do, base, delta, factor, k_place, k_token, v_place, v_token, k_desc, v_desc, k_more, kv_head,
-        padded_kv, seqlen_kv, m, whole_begin, whole_end, before, after, cap, False, block_m, block_n, head_dim,
+        k_first, k_slot, seqlen_kv, m, whole_begin, whole_end, before, after, cap, False, block_m, block_n, head_dim,
         has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
     )  # fmt: skip
     if has_right or ragged:
         dq = _over_keys(
             dq, q, do, base, delta, factor, k_place, k_token, v_place, v_token, k_desc, v_desc, k_more, kv_head,
-            padded_kv, seqlen_kv, m, whole_end, end, before, after, cap, True, block_m, block_n, head_dim,
+            k_first, k_slot, seqlen_kv, m, whole_end, end, before, after, cap, True, block_m, block_n, head_dim,
             has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
         )  # fmt: skip
 
@@ -200,6 +220,6 @@ def query_gradients(
         dq = turned(dq, turn, block_m, head_dim)
     column = tl.arange(0, head_dim)[None, :]
     query = m + tl.arange(0, block_m)
-    place = (head.to(tl.int64) * seqlen_q + query)[:, None] * size + column
+    place = (head.to(tl.int64) * seqlen_q + query if tiles is None else first_row + query)[:, None] * size + column
     tl.store(dq_out + place, (dq * unscaled).to(dq_out.dtype.element_ty),
              mask=(query < seqlen_q)[:, None] & (column < size))  # fmt: skip

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from ..arithmetic import turned
+from ..tile_map import ROW
 
 __all__ = ["ROWS", "finish_query_gradients"]
 
@@ -17,6 +18,8 @@ def finish_query_gradients(
     sums,
     turn,
     dq_out,
+    tiles,
+    heads,
     seqlen_q,
     padded_q,
     size,
@@ -26,15 +29,26 @@ def finish_query_gradients(
 ):
     """dQ (B, H, Sq, D), contiguous, of a block of queries of one head; ``sums`` (B·H, padded Sq, padded D) bf16.
 
-    The rotation is undone, the padding left out, and the dtype is dQ's.
+    The rotation is undone, the padding left out, and the dtype is dQ's.  ``tiles``: the table of sequences that have
+    lengths of their own, whose sums are in slots, or None.
     """
     head = tl.program_id(1)
-    query = tl.program_id(0) * block_m + tl.arange(0, block_m)
     column = tl.arange(0, head_dim)[None, :]
-    row = head.to(tl.int64) * padded_q + query
+    if tiles is None:
+        query = tl.program_id(0) * block_m + tl.arange(0, block_m)
+        row = head.to(tl.int64) * padded_q + query
+        first = head.to(tl.int64) * seqlen_q
+    else:
+        if tl.program_id(0) >= tl.load(tiles):
+            return
+        tiles += (1 + tl.program_id(0)) * ROW
+        query = tl.load(tiles + 1) + tl.arange(0, block_m)
+        row = head.to(tl.int64) * padded_q + tl.load(tiles + 6) + query
+        first = (tl.load(tiles).to(tl.int64) * heads + head) * seqlen_q + tl.load(tiles + 2)
+        seqlen_q = tl.load(tiles + 3)
     dq = tl.load(sums + row[:, None] * head_dim + column).to(tl.float32)
     if rotated:
         dq = turned(dq, turn, block_m, head_dim)
-    place = (head.to(tl.int64) * seqlen_q + query)[:, None] * size + column
+    place = (first + query)[:, None] * size + column
     tl.store(dq_out + place, dq.to(dq_out.dtype.element_ty),
              mask=(query < seqlen_q)[:, None] & (column < size))  # fmt: skip

@@ -16,6 +16,8 @@ from attnbench.kernels.capabilities import Capabilities, Device
 from attnbench.kernels.contract import ForwardKernel, Inputs, Operands, Result
 from attnbench.kernels.devices import describe
 from attnbench.problem.fp8 import Quantised, Recipe
+from attnbench.problem.lengths import Lengths
+from attnbench.problem.lengths_kind import BATCHES
 from attnbench.problem.spec import GRANULARITIES, AttentionSpec
 
 from ..interpreter import alone, misplaced
@@ -23,6 +25,7 @@ from ..quantise.deferred import Deferred
 from .tiles import HEAD_DIMS, ONE_PASS, WIDE_SCORES, Tile, padded_size, tile_of
 
 if TYPE_CHECKING:
+    from ..quantise.launch import Quantisation, Request
     from .launch import Operand
 
 __all__ = ["RECIPES", "TritonForward", "TritonOnePass", "TritonWideScores", "check_plain"]
@@ -60,6 +63,7 @@ class TritonForward(ForwardKernel):
             "dtypes": ("bf16", "fp16", "fp32", "e4m3"),
             "head_dims": (1, HEAD_DIMS[-1], 1),
             "descales": GRANULARITIES,
+            "lengths": BATCHES,
         }
         self.rows = {
             "cuda": Capabilities(capability=(9, 0), capability_below=(10, 0), **row),  # type: ignore[arg-type]
@@ -86,17 +90,43 @@ class TritonForward(ForwardKernel):
         if given is not None:
             return self._laid_out(*given, spec)
         q, k, v = inputs.unquantised()
-        (forward, quantise), tile = _modules(), self._tile(spec, q.device)
-        request = quantise.Request
-        v_wanted = request(v.detach(), rows=spec.training, transposed=True, interleaved=tile.interleaved)
-        wanted = [request(q.detach(), rotate=True), request(k.detach(), rotate=True), v_wanted]
+        (forward, quantise), tile, lengths = _modules(), self._tile(spec, q.device), inputs.lengths
+        request, of = quantise.Request, forward.Operand
+        of_q, of_k = (quantise.unequal(lengths, side) for side in ("q", "kv"))
+        v_wanted = self._values(v, spec, tile, lengths)
+        wanted = [request(q.detach(), rotate=True, unequal=of_q), request(k.detach(), rotate=True, unequal=of_k)]
         with alone(q.device):
-            made = quantise.quantised_together(wanted, self.recipe)
+            made = quantise.quantised_together([*wanted, v_wanted], self.recipe)
         turned = self.recipe.rotation == "hadamard"
         q_, k_ = (x.operand(self.recipe, rotated=turned) for x in made[:2])
-        v_, values = made[2].operand(self.recipe), made[2].transposed
+        v_, values = self._of_values(v_wanted, made[2]), made[2].transposed
         assert values is not None, "it was asked for"
-        return _operands(spec, tile, q_, k_, v_, forward.Operand(values, v_.descale))
+        shared = lengths is not None and self.recipe.granularity in ("tensor", "head")
+        sides = of(q_.data, q_.descale, shared), of(k_.data, k_.descale, shared), of(values, v_.descale, shared)
+        native = forward.laid_out(spec, tile, *sides, lengths)
+        return Operands(spec, q_, k_, v_, native, lengths)
+
+    def _values(self, v: Tensor, spec: AttentionSpec, tile: Tile, lengths: Lengths | None) -> Request:
+        """What of V the kernel reads, and for training a backward."""
+        _, quantise = _modules()
+        made: Request = quantise.Request(
+            v.detach(), rows=spec.training, transposed=True, interleaved=tile.interleaved,
+            unequal=quantise.unequal(lengths, "kv", tile.block_n),
+        )  # fmt: skip
+        return made
+
+    def _of_values(self, wanted: Request, made: Quantisation) -> Quantised:
+        """V as an operand; of sequences in slots rows that were not asked for are quantised when they are read."""
+        if wanted.unequal is None or wanted.rows:
+            return made.operand(self.recipe)
+        _, quantise = _modules()
+
+        def rows() -> Tensor:
+            with alone(wanted.x.device):
+                again: Tensor = quantise.quantised_together([wanted._replace(rows=True)], self.recipe)[0].rows
+            return again
+
+        return Deferred.of(rows, lambda: made.descale, self.recipe.granularity)
 
     def _laid_out(self, q: Quantised, k: Quantised, v: Quantised, spec: AttentionSpec) -> Operands:
         """The tensors as they are, and V transposed.  Raises InputError as ``check_plain`` does."""
@@ -143,18 +173,20 @@ class TritonWideScores(TritonForward):
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """V transposed in e4m3, and in rows as well for training."""
         q, k, v = inputs.unquantised()
-        (forward, quantise), tile = _modules(), self._tile(spec, q.device)
+        (forward, quantise), tile, lengths = _modules(), self._tile(spec, q.device), inputs.lengths
+        wanted = self._values(v, spec, tile, lengths)
         with alone(q.device):
-            made = quantise.quantised(
-                v.detach(), self.recipe, rows=spec.training, transposed=True, interleaved=tile.interleaved
-            )
-        v_ = made.operand(self.recipe)
+            made = quantise.quantised_together([wanted], self.recipe)[0]
+        v_, shared = self._of_values(wanted, made), lengths is not None
         assert made.transposed is not None, "it was asked for"
-        one = torch.ones(1, 1, 1, 1, device=q.device)
+        # A scale a sequence has each token's place.
+        ones = [torch.ones(1, 1, x.shape[2] if shared else 1, 1, device=q.device) for x in (q, k)]
         q, k = q.detach(), k.detach()
         of = forward.Operand
-        native = forward.laid_out(spec, tile, of(q, one), of(k, one), of(made.transposed, v_.descale))
-        return Operands(spec, q, k, v_, native)
+        native = forward.laid_out(
+            spec, tile, of(q, ones[0], shared), of(k, ones[1], shared), of(made.transposed, v_.descale, shared), lengths
+        )
+        return Operands(spec, q, k, v_, native, lengths)
 
     def _tile(self, spec: AttentionSpec, device: torch.device) -> Tile:
         return self.tile or WIDE_SCORES[padded_size(max(spec.head_dim, spec.head_dim_v))]
@@ -172,7 +204,9 @@ class TritonOnePass(TritonForward):
     def __init__(self, tile: Tile | None = None) -> None:
         super().__init__("fp8-block", tile)
         self.name, self.mixes = "triton:fp8-onepass", False
-        rows = {device: replace(row, dtypes=("bf16", "fp16"), descales=()) for device, row in self.rows.items()}
+        rows = {
+            device: replace(row, dtypes=("bf16", "fp16"), descales=(), lengths=()) for device, row in self.rows.items()
+        }
         # Up to 64 the kernel that casts takes 1.2 to 1.4 times as long on an H200 as the plain one.
         self.rows = {**rows, "cuda": replace(rows["cuda"], head_dims=(65, HEAD_DIMS[-1], 1), softcap=False)}
         self.evidence = {**self.evidence, "cpu": rf"^{self.name}$"}

@@ -8,6 +8,10 @@ the more keys there are; V comes transposed, because FP8 tensor cores read both 
 Scores are exponents of 2: log2(e), the scale and the descales are one factor a row.  ``peak`` is a row's largest so
 far.  Where keys have descales of V of their own, log2 of them is added to the scores, so that it is P times the
 descale that is rounded, and the peak that of both: a row's rounding depends on the keys that it sees, and on no other.
+
+Where sequences have lengths of their own (``tiles``), the table of ``tile_map`` names each program's queries.  Blocks
+of Q and K may then reach into the next sequence, whose scores are not seen; V's copy has slots with zeros behind each
+sequence, because 0 · NaN would be NaN.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import triton
 import triton.language as tl
 
 from ..arithmetic import bound, product, to_bf16, to_e4m3
+from ..tile_map import ROW, scale_of_keys
 
 __all__ = ["triton_fp8_attention_forward"]
 
@@ -58,8 +63,8 @@ def _added(acc, decay, p, values, promotion: tl.constexpr):
 @triton.jit
 def _blocks(
     accs, total, peak, q, q_factor, capped, since, upto, first, last,
-    k, k_row, k_column, k_stride, k_rows, k_columns, v, v_row, v_rows, v_columns, k_factors, v_factors, v_inverses,
-    seqlen_kv,
+    k, k_row, k_column, k_stride, k_rows, k_columns, v, v_row, v_slot, v_rows, v_columns,
+    k_factors, v_factors, v_inverses, seqlen_kv,
     block_n: tl.constexpr, block_d: tl.constexpr, block_dv: tl.constexpr, stages: tl.constexpr, tma: tl.constexpr,
     masked: tl.constexpr, left: tl.constexpr, softcapped: tl.constexpr, negative: tl.constexpr,
     k_per_key: tl.constexpr, v_per_key: tl.constexpr, promotion: tl.constexpr, parts: tl.constexpr,
@@ -112,7 +117,7 @@ def _blocks(
         part: tl.constexpr = block_dv // parts
         added = ()
         for i in tl.static_range(parts):
-            values = _tile(v, v_row + i * part, start, v_columns, v_rows, v_columns, part, block_n, tma)
+            values = _tile(v, v_row + i * part, v_slot + start, v_columns, v_rows, v_columns, part, block_n, tma)
             added = added + (_added(accs[i], decay, narrow, values, promotion),)  # noqa: RUF005  (Triton unpacks none)
         accs = added
         peak = new_peak
@@ -141,7 +146,7 @@ def _store(out, acc, share, row, column, inside, head_dim_v, full_width: tl.cons
     ]
 )  # fmt: skip
 def triton_fp8_attention_forward(
-    q, k, v, out, lse, q_factors, k_factors, v_factors, v_inverses, scale, softcap,
+    q, k, v, out, lse, q_factors, k_factors, v_factors, v_inverses, tiles, scale, softcap,
     q_by_batch, q_by_head, q_aside, q_stride, q_rows, q_columns,
     k_by_batch, k_by_head, k_aside, k_stride, k_rows, k_columns, v_rows, v_columns,
     q_factor_batch, q_factor_head, k_factor_batch, k_factor_head, v_factor_batch, v_factor_head,
@@ -150,7 +155,7 @@ def triton_fp8_attention_forward(
     stages: tl.constexpr, tma: tl.constexpr, left: tl.constexpr, right: tl.constexpr, tail: tl.constexpr,
     full_width: tl.constexpr, softcapped: tl.constexpr, negative: tl.constexpr, q_per_token: tl.constexpr,
     k_per_key: tl.constexpr, v_per_key: tl.constexpr, promotion: tl.constexpr, parts: tl.constexpr,
-    interleaved: tl.constexpr,
+    interleaved: tl.constexpr, aligned: tl.constexpr,
 ):  # fmt: skip
     """``block_m`` queries of a head.
 
@@ -158,22 +163,45 @@ def triton_fp8_attention_forward(
     starts at row ``b * by_batch + h * by_head`` and column ``h * aside``; ``v`` is (B · Hkv · Dv, keys), ``out`` (B, H,
     Sq, Dv) and ``lse`` (B, H, Sq) are contiguous.  Query i sees key j when i + low <= j <= i + high.  ``programs`` is
     batch · heads; ``section`` of them take turns, so that what they read stays in L2.
+
+    With ``tiles`` sequences have lengths of their own, ``seqlen_q`` and ``seqlen_kv`` are what a batch entry has in
+    memory, ``programs`` is heads, V's keys lie in slots, and all descales have their token's place.  ``aligned``: masks
+    begin at the last query and key of a sequence, which is added to ``low`` and ``high``.
     """
-    blocks = tl.cdiv(seqlen_q, block_m)
+    blocks = tl.cdiv(seqlen_q, block_m) if tiles is None else tl.load(tiles)
     place = tl.program_id(0)
+    if tiles is not None:  # noqa: SIM102 (where all lengths are alike there is no branch)
+        if place >= blocks * programs:
+            return
     before = place // (section * blocks) * section
     width = tl.minimum(section, programs - before)
     place -= before * blocks
     head_index = before + place % width
     block = place // width
-    if right:  # the last queries see the most keys, and start first
-        block = blocks - 1 - block
-    batch, head = head_index // heads, head_index % heads
+    if tiles is None:
+        if right:  # the last queries see the most keys, and start first
+            block = blocks - 1 - block
+        batch, head = head_index // heads, head_index % heads
+        top = block * block_m
+        q_first, k_first, v_slot = top, 0, 0
+    else:
+        tiles += (1 + block) * ROW
+        batch, head, top = tl.load(tiles), head_index, tl.load(tiles + 1)
+        q_start, k_start, v_slot = tl.load(tiles + 2), tl.load(tiles + 4), tl.load(tiles + 7)
+        first_row = (batch * heads + head).to(tl.int64) * seqlen_q + q_start
+        seqlen_q, seqlen_kv = tl.load(tiles + 3), tl.load(tiles + 5)
+        q_first, k_first = q_start + top, k_start
+        q_factors += q_start
+        k_factors += k_start
+        v_factors += k_start
+        v_inverses += k_start
+        if aligned:
+            low += seqlen_kv - seqlen_q
+            high += seqlen_kv - seqlen_q
     kv_head = head // group
-    top = block * block_m
     query = top + tl.arange(0, block_m)
 
-    tile = _tile(q, batch * q_by_batch + head * q_by_head + top, head * q_aside, q_stride, q_rows, q_columns,
+    tile = _tile(q, batch * q_by_batch + head * q_by_head + q_first, head * q_aside, q_stride, q_rows, q_columns,
                  block_m, block_d, tma)  # fmt: skip
     q_factors += batch.to(tl.int64) * q_factor_batch + head * q_factor_head
     k_factors += batch.to(tl.int64) * k_factor_batch + kv_head * k_factor_head
@@ -186,7 +214,7 @@ def triton_fp8_attention_forward(
         q_factor = tl.load(q_factors) + tl.zeros([block_m], tl.float32)
     q_factor = q_factor * scale
     if not k_per_key:
-        q_factor = q_factor * tl.load(k_factors)
+        q_factor = q_factor * scale_of_keys(k_factors, seqlen_kv, tiles)
     if softcapped:
         q_factor = q_factor * (2.0 * _LOG2_E / softcap)
     else:  # above 0, because minus infinity times 0 is no number
@@ -213,19 +241,19 @@ def triton_fp8_attention_forward(
         whole = tl.minimum(tl.cdiv(tl.maximum(bottom + low, 0), block_n) * block_n, tl.cdiv(last, block_n) * block_n)
         parted = tl.maximum(parted, whole)
 
-    k_row, k_column = batch * k_by_batch + kv_head * k_by_head, kv_head * k_aside
-    v_row = (batch * (heads // group) + kv_head) * head_dim_v
+    k_row, k_column = batch * k_by_batch + kv_head * k_by_head + k_first, kv_head * k_aside
+    v_row = kv_head * head_dim_v if tiles is not None else (batch * (heads // group) + kv_head) * head_dim_v
     if left:
         accs, total, peak = _blocks(
             accs, total, peak, tile, q_factor, capped, since, upto, first, whole,
-            k, k_row, k_column, k_stride, k_rows, k_columns, v, v_row, v_rows, v_columns,
+            k, k_row, k_column, k_stride, k_rows, k_columns, v, v_row, v_slot, v_rows, v_columns,
             k_factors, v_factors, v_inverses, seqlen_kv,
             block_n, block_d, block_dv, stages, tma, True, left, softcapped, negative,
             k_per_key, v_per_key, promotion, parts, interleaved,
         )  # fmt: skip
     accs, total, peak = _blocks(
         accs, total, peak, tile, q_factor, capped, since, upto, whole, parted,
-        k, k_row, k_column, k_stride, k_rows, k_columns, v, v_row, v_rows, v_columns,
+        k, k_row, k_column, k_stride, k_rows, k_columns, v, v_row, v_slot, v_rows, v_columns,
         k_factors, v_factors, v_inverses, seqlen_kv,
         block_n, block_d, block_dv, stages, tma, False, left, softcapped, negative,
         k_per_key, v_per_key, promotion, parts, interleaved,
@@ -233,7 +261,7 @@ def triton_fp8_attention_forward(
     if right or tail:
         accs, total, peak = _blocks(
             accs, total, peak, tile, q_factor, capped, since, upto, parted, last,
-            k, k_row, k_column, k_stride, k_rows, k_columns, v, v_row, v_rows, v_columns,
+            k, k_row, k_column, k_stride, k_rows, k_columns, v, v_row, v_slot, v_rows, v_columns,
             k_factors, v_factors, v_inverses, seqlen_kv,
             block_n, block_d, block_dv, stages, tma, True, left, softcapped, negative,
             k_per_key, v_per_key, promotion, parts, interleaved,
@@ -242,9 +270,9 @@ def triton_fp8_attention_forward(
     empty = total == 0.0
     share = 1.0 / tl.where(empty, 1.0, total)
     if not v_per_key:
-        share = share * tl.load(v_factors)
+        share = share * scale_of_keys(v_factors, seqlen_kv, tiles)
     logarithm = (peak - _HEADROOM + tl.log2(tl.where(empty, 1.0, total))) * _LN_2
-    row = head_index.to(tl.int64) * seqlen_q + query
+    row = head_index.to(tl.int64) * seqlen_q + query if tiles is None else first_row + query
     tl.store(lse + row, tl.where(empty, _MINUS_INFINITY, logarithm), mask=query < seqlen_q)
     for i in tl.static_range(parts):
         _store(out, accs[i], share, row, i * (block_dv // parts), query < seqlen_q, head_dim_v, full_width)

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnbench.kernels.contract import Result, gradient_dtype
+from attnbench.problem.lengths import Lengths
 from attnbench.problem.spec import AttentionSpec
 
 from ...common.layout import padded, rounded_up
@@ -19,6 +20,8 @@ from ..descales import in_fp32, steps
 from ..descriptors import Described, all_of
 from ..launching import KEPT, Launch, addresses, on
 from ..quantise.interleaving import interleaved
+from ..tile_map import Tiled, sequences_of, tile_map
+from .extent import Extent
 from .hopper import launch as hopper
 from .kernel import triton_fp8_attention_forward
 from .tiles import DEFAULTS, Tile, padded_size
@@ -45,11 +48,13 @@ class Operand(NamedTuple):
     """A tensor (B, H, S, D), e4m3 or for Q and K 16 bits, or V's transposed copy (B, Hkv, Dv, keys), and its fp32
     descale.
 
-    The descale broadcasts to (B, H, S, 1), S being 1 if tokens share it.
+    The descale broadcasts to (B, H, S, 1), S being 1 if tokens share it.  Where sequences have lengths of their own it
+    has each token's place, and ``by_sequence`` says that the tokens of a sequence share it.
     """
 
     data: Tensor
     descale: Tensor
+    by_sequence: bool = False
 
 
 class Matrix(NamedTuple):
@@ -72,11 +77,15 @@ class Factors(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What calls share whose operands lie alike: the tile that serves, how what it loads is described, the launch."""
+    """What calls share whose operands lie alike: the tile that serves, how what it loads is described, the launch.
+
+    ``tiled``: the table that the kernel reads where sequences have lengths of their own.
+    """
 
     tile: Tile
     described: tuple[Described, ...] | None
     launch: Launch
+    tiled: Tiled | None
 
 
 class Native(NamedTuple):
@@ -84,7 +93,8 @@ class Native(NamedTuple):
 
     ``q`` and ``k`` (B, H, S, D) and ``v`` (B, Hkv, Dv, keys) are e4m3, Q and K perhaps of 16 bits.  ``descales`` are
     Q's, K's and V's in fp32; if tokens have their own, V's are log2 of them, and ``inverses`` one over them.
-    ``pointers`` are Q, K and V as kernel arguments.
+    ``pointers`` are Q, K and V as kernel arguments.  ``tiles``: where the queries of each program are,
+    if sequences have lengths of their own; V's keys then lie in slots.  ``padded``: there are rows of no sequence.
     """
 
     spec: AttentionSpec
@@ -95,6 +105,8 @@ class Native(NamedTuple):
     inverses: Tensor
     pointers: tuple[Any, ...]
     layout: Layout
+    tiles: Tensor | None = None
+    padded: bool = False
 
     @property
     def tile(self) -> Tile:
@@ -102,20 +114,23 @@ class Native(NamedTuple):
         return self.layout.tile
 
 
-def laid_out(spec: AttentionSpec, tile: Tile, q: Operand, k: Operand, v: Operand) -> Native:
+def laid_out(
+    spec: AttentionSpec, tile: Tile, q: Operand, k: Operand, v: Operand, lengths: Lengths | None = None
+) -> Native:
     """The input of ``attend``.  Q and K are copied only if TMA could not load their rows.
 
-    ``v.data`` is contiguous, its keys a multiple of 128 with zeros as padding, in the order of the tile.  Raises
-    InputError if descales do not fit their tensors.
+    ``v.data`` is contiguous, its keys a multiple of 128 with zeros as padding, in the order of the tile.  With
+    ``lengths`` it has slots of the tile's ``block_n`` keys.  Raises InputError if descales do not fit their tensors.
     """
     size = padded_size(spec.head_dim)
     by_query, by_key, by_value = (_in_rows(each.descale) for each in (q, k, v))
     inverses = by_value
-    if by_value.shape[2] > 1:
+    if by_value.shape[2] > 1 and not v.by_sequence:
         descales = by_value.contiguous().clamp_min(_LEAST)
         by_value, inverses = descales.log2(), descales.reciprocal()
     operands = _loadable(q.data, size), _loadable(k.data, size), v.data
-    return _native(spec, tile, operands, (by_query, by_key, by_value), inverses)
+    shared = q.by_sequence, k.by_sequence, v.by_sequence
+    return _native(spec, tile, operands, (by_query, by_key, by_value), inverses, lengths=lengths, shared=shared)
 
 
 def casts(spec: AttentionSpec, tile: Tile, device: torch.device) -> bool:
@@ -146,11 +161,14 @@ def transposed(x: Tensor) -> Tensor:
 
 def attend(native: Native) -> Result:
     """(out, lse): out (B, H, Sq, Dv) in the gradients' dtype, lse (B, H, Sq) fp32, on the current stream."""
-    spec, q, k, v, descales, inverses, pointers, (tile, _, launch) = native
-    batch, heads, length, device = spec.batch, spec.heads, spec.seqlen_q, v.device
+    spec, q, k, v, descales, inverses, pointers, (tile, _, launch, _), tiles, padded = native
+    (batch, heads, length), device = q.shape[:3], v.device
     out = torch.empty((batch, heads, length, spec.head_dim_v), dtype=gradient_dtype(spec), device=device)
     lse = torch.empty((batch, heads, length), dtype=torch.float32, device=device)
-    given = (out, lse, *descales) if tile.hopper else (out, lse, *descales, inverses)
+    if padded:  # of which the kernel writes the sequences alone
+        out.zero_()
+        lse.fill_(-torch.inf)
+    given = (out, lse, *descales, tiles) if tile.hopper else (out, lse, *descales, inverses, tiles)
     with on(device):
         launch((*pointers, *given), addresses((q, k, v, *given)))
     return Result(out, lse)
@@ -163,12 +181,21 @@ def _native(
     descales: tuple[Tensor, Tensor, Tensor],
     inverses: Tensor,
     casting: bool = False,
+    lengths: Lengths | None = None,
+    shared: tuple[bool, bool, bool] = (False, False, False),
 ) -> Native:
     q, k, v = operands
     outlines = [(x.shape, x.stride()) for x in (q, k, *descales)]
-    layout = _layout(spec, tile, v.shape, q.dtype, v.device, hopper.runs_on(v.device), casting, *outlines)
+    sequences = None if lengths is None else sequences_of(lengths, q.shape[0])
+    layout = _layout(
+        spec, tile, v.shape, q.dtype, v.device, hopper.runs_on(v.device), casting, sequences, shared, *outlines
+    )
     pointers = operands if layout.described is None else all_of(layout.described, operands)
-    return Native(spec, q, k, v, descales, inverses, pointers, layout)
+    tiles = None
+    if lengths is not None and layout.tiled is not None:
+        tiles = tile_map(lengths, q.shape[0], layout.tiled, v.device)
+    padded = lengths is not None and lengths.batch != "packed"
+    return Native(spec, q, k, v, descales, inverses, pointers, layout, tiles, padded)
 
 
 @lru_cache(maxsize=KEPT)
@@ -180,21 +207,27 @@ def _layout(
     device: torch.device,
     here: bool,
     casting: bool,
+    sequences: int | None,
+    shared: tuple[bool, bool, bool],
     q: _Outline,
     k: _Outline,
     *descales: _Outline,
 ) -> Layout:
     """The layout of loadable Q and K in ``dtype``; ``here``: on a GPU that runs the Hopper kernel.
 
-    ``casting``: the kernel casts Q, which has no descales, and those of K and V are of blocks.
+    ``casting``: the kernel casts Q, which has no descales, and those of K and V are of blocks.  ``sequences``: how many
+    have lengths of their own, None where all are alike; ``shared``: Q's, K's and V's descales are one a sequence.
     """
     heads = spec.heads, spec.kv_heads, spec.kv_heads
-    lengths = spec.seqlen_q, spec.seqlen_kv, spec.seqlen_kv
+    batch, lengths = q[0][0], (q[0][2], k[0][2], k[0][2])
     if casting:
         heads = spec.kv_heads, spec.kv_heads, spec.kv_heads
         lengths = (descales[0][0][2],) * 3
-    found = [steps(*each, spec.batch, *sizes) for each, *sizes in zip(descales, heads, lengths, strict=True)]
-    factors = tuple(Factors(by_batch, by_head, by_token > 0) for by_batch, by_head, by_token in found)
+    found = [steps(*each, batch, *sizes) for each, *sizes in zip(descales, heads, lengths, strict=True)]
+    factors = tuple(
+        Factors(by_batch, by_head, by_token > 0 and not alike)
+        for (by_batch, by_head, by_token), alike in zip(found, shared, strict=True)
+    )
     if not casting:
         tile = _served(spec, tile, any(each.per_token for each in factors), here)
     size, size_v = padded_size(spec.head_dim), padded_size(spec.head_dim_v)
@@ -204,11 +237,18 @@ def _layout(
     matrices = by_query, by_key
     rows = values[0] * values[1] * values[2], values[3]
     described = _described(tile, *matrices, rows, size, size_v)
+    extent = Extent(batch, q[0][2], k[0][2], sequences)
+    tiled = None
+    if sequences is not None:
+        block_m = hopper.BLOCK_M if tile.hopper else tile.block_m
+        tiled = Tiled("q", block_m, (PADDING, max(tile.block_n, PADDING)), (extent.seqlen_q, extent.seqlen_kv))
     if tile.hopper:
         places = tuple(each[3:] for each in matrices)
-        return Layout(tile, described, hopper.launch(spec, tile, places, factors, _section(spec), device))
+        programs = spec.heads if sequences is not None else spec.batch * spec.heads
+        launch = hopper.launch(spec, tile, places, factors, _section(spec, programs), extent, device)
+        return Layout(tile, described, launch, tiled)
     shapes = tuple((*each[3:], each.stride, each.rows, each.columns) for each in matrices)
-    return Layout(tile, described, _launch(spec, tile, (*shapes, rows), factors))
+    return Layout(tile, described, _launch(spec, tile, (*shapes, rows), factors, extent), tiled)
 
 
 def _described(
@@ -226,10 +266,13 @@ def _described(
     )
 
 
-def _launch(spec: AttentionSpec, tile: Tile, shapes: tuple[Any, ...], factors: tuple[Factors, ...]) -> Launch:
+def _launch(
+    spec: AttentionSpec, tile: Tile, shapes: tuple[Any, ...], factors: tuple[Factors, ...], extent: Extent
+) -> Launch:
     """The kernel on matrices of these places and shapes, and these factors."""
-    mask, offset = spec.mask, spec.mask.offset(spec.seqlen_q, spec.seqlen_kv)
-    programs = spec.batch * spec.heads
+    mask, unequal = spec.mask, extent.sequences is not None
+    offset = 0 if unequal else mask.offset(spec.seqlen_q, spec.seqlen_kv)
+    programs = spec.heads if unequal else spec.batch * spec.heads
     size, size_v = padded_size(spec.head_dim), padded_size(spec.head_dim_v)
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     if tile.registers is not None:
@@ -237,14 +280,14 @@ def _launch(spec: AttentionSpec, tile: Tile, shapes: tuple[Any, ...], factors: t
     constants = (
         spec.scale, spec.softcap or 1.0, *shapes[0], *shapes[1], *shapes[2],
         *(step for each in factors for step in each[:2]),
-        spec.seqlen_q, spec.seqlen_kv, spec.head_dim_v, spec.heads, spec.group, programs, _section(spec),
+        extent.seqlen_q, extent.seqlen_kv, spec.head_dim_v, spec.heads, spec.group, programs, _section(spec, programs),
         0 if mask.left is None else offset - mask.left, 0 if mask.right is None else offset + mask.right,
         tile.block_m, tile.block_n, size, size_v, tile.stages, tile.tma,
-        mask.left is not None, mask.right is not None, spec.seqlen_kv % tile.block_n != 0,
+        mask.left is not None, mask.right is not None, unequal or spec.seqlen_kv % tile.block_n != 0,
         spec.head_dim_v == size_v, spec.softcap > 0, spec.scale < 0, *(each.per_token for each in factors),
-        tile.promotion, tile.parts, tile.interleaved,
+        tile.promotion, tile.parts, tile.interleaved, unequal and mask.alignment == "bottom-right",
     )  # fmt: skip
-    grid = programs * -(-spec.seqlen_q // tile.block_m), 1, 1
+    grid = spec.heads * extent.tiles(tile.block_m), 1, 1
     return Launch(triton_fp8_attention_forward, grid, constants, options)
 
 
@@ -256,8 +299,8 @@ def _served(spec: AttentionSpec, tile: Tile, per_token: bool, here: bool) -> Til
     return DEFAULTS[size]._replace(interleaved=tile.interleaved)
 
 
-def _section(spec: AttentionSpec) -> int:
-    """How many heads take turns.
+def _section(spec: AttentionSpec, programs: int) -> int:
+    """How many of these heads take turns.
 
     Without a right side every block of queries costs the same, and a head's blocks run together.  With one the longest
     blocks of many heads start first, as many heads as fit their K and V into L2.
@@ -265,7 +308,7 @@ def _section(spec: AttentionSpec) -> int:
     if spec.mask.right is None:
         return 1
     fitting = _L2 // (spec.seqlen_kv * (spec.head_dim + spec.head_dim_v))
-    return min(spec.batch * spec.heads, max(1, fitting) * spec.group)
+    return min(programs, max(1, fitting) * spec.group)
 
 
 def _in_rows(descale: Tensor) -> Tensor:

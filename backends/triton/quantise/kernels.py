@@ -5,6 +5,10 @@ tile of tokens of one head in its registers.  Where a transposed copy is wanted,
 sub-tile, or the tokens that an interleaved copy has four places apart: four of those give, without leaving the
 thread, 32-bit words of four tokens' bytes, and words cross the shared memory on their way to rows of tokens where
 single bytes would take four times the instructions.
+
+Where sequences have lengths of their own (``Job.tiles``), a program has the tile that a row of the table names, scales
+of heads and tensors are each sequence's, every token has its scale written down, and the transposed copy consists of
+the sequences' slots.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..tile_map import ROW
 from .numbers import INFINITY, descale_of, divided, magnitude, narrow, turned_words
 
 __all__ = ["PADDING", "Job", "Size", "cast", "largest_magnitudes"]
@@ -32,13 +37,15 @@ class Job(NamedTuple):
 
     x: Any
     data: Any  # (B, H, S, D rounded up to 16)
-    flipped: Any  # (B, H, D, S rounded up to PADDING)
-    descale: Any
-    partial: Any  # (B, H, chunks) int32: bits of magnitudes
+    flipped: Any  # (B, H, D, S rounded up to PADDING); (H, D, slots) where there are ``tiles``
+    descale: Any  # one for each group; (B, H, S) where there are ``tiles``
+    partial: Any  # (B, H, chunks) int32: bits of magnitudes; with ``tiles`` (groups, slots / PADDING), zeros at first
     mean: Any  # (B, H, D) fp32
     moved: Any  # (B, H, D) fp32: mean @ signs
     signs: Any  # (D, D): 0 and ± rotation_shrink(D), with which no sum overflows
     factor: Any  # that makes ``signs`` orthogonal
+    tiles: Any  # the table of ``tile_map`` with this side's tokens as both sides'; None where all lengths are alike
+    slots: Any  # tokens of a head's slots, a multiple of PADDING; None where all lengths are alike
     far: Any  # None where the elements of a tile lie within 2^31 of each other
     stride_b: Any
     stride_h: Any
@@ -86,6 +93,26 @@ def _decoded(code):
 
 
 @triton.jit
+def _own_tile(job, size, number):
+    """Batch entry, head, first token in the sequence, where that starts, its length, and its slot.
+
+    Where all lengths are alike the sequence is the batch entry.
+    """
+    _, head, tile = _whereabouts(number, size)
+    row = job.tiles + (1 + tile) * ROW
+    return tl.load(row), head, tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 6)
+
+
+@triton.jit
+def _exists(job, size, number):
+    """Whether the program has a tile: there may be more programs than tiles."""
+    there = (number >= 0) & (number < size.programs)
+    if job.tiles is not None:
+        there = there & (_whereabouts(number, size)[2] < tl.load(job.tiles))
+    return there
+
+
+@triton.jit
 def _places(job, row, d):
     """Where the elements (row, d) of a tile lie, from its first: in 32 bits, which take half the registers, or 64."""
     if job.far is not None:
@@ -124,16 +151,16 @@ def _whereabouts(number, size):
 
 @triton.jit
 def _values(
-    job, size, batch, head, start, row, dim: tl.constexpr, width: tl.constexpr, turn: tl.constexpr, policy: tl.constexpr
-):
+    job, size, batch, head, start, row, inside, dim: tl.constexpr, width: tl.constexpr, turn: tl.constexpr,
+    policy: tl.constexpr,
+):  # fmt: skip
     """Rows ``start + row`` of a head as they are, or in fp32 less the mean or, with ``turn``, times ``signs``.
 
-    Zero outside.  Numbers of 16 bits stay such while a scale is looked for: half as many registers.
+    Zero where not ``inside``.  Numbers of 16 bits stay such while a scale is looked for: half as many registers.
     """
     # 64 bits for what may lie far away; within a tile 32 mostly do.
     x = job.x + batch.to(tl.int64) * job.stride_b + head.to(tl.int64) * job.stride_h
     x += start.to(tl.int64) * job.stride_s
-    inside = start + row < size.seqlen
     d = tl.arange(0, width)
     mask = inside[:, None]
     if dim != width:
@@ -171,6 +198,12 @@ def _shared_magnitude(job, size, head):
 
 
 @triton.jit
+def _sequence_magnitude(job, size, head, slot):
+    """Where the largest magnitude of a sequence's head, or of the heads that share its scale, is collected."""
+    return job.partial + (head // size.share).to(tl.int64) * (job.slots // _PADDING) + slot // _PADDING
+
+
+@triton.jit
 def _most(value):
     """Bits of the largest magnitude in fp32, of values in fp32 or 16 bits: such need not be widened one by one."""
     if value.dtype == tl.float32:
@@ -203,8 +236,14 @@ def _cast_tile(
     A word of the copy holds a token of each sub-tile.  Interleaved, the words of 16 tokens begin with the tokens
     0 2 4 6, and after the one they begin with they hold the next one, the eighth and the ninth.
     """
-    batch, h, tile = _whereabouts(number, size)
-    head, start = batch * size.heads + h, tile * rows
+    if job.tiles is None:
+        batch, h, tile = _whereabouts(number, size)
+        start, length = tile * rows, size.seqlen
+        origin, at = 0, start
+    else:
+        batch, h, start, origin, length, slot = _own_tile(job, size, number)
+        at = origin + start
+    head = batch * size.heads + h
     width: tl.constexpr = max(16, triton.next_power_of_2(dim))
     pitch: tl.constexpr = (dim + 15) // 16 * 16
     dtype: tl.constexpr = (job.data if job.flipped is None else job.flipped).dtype.element_ty
@@ -216,27 +255,35 @@ def _cast_tile(
     for j in tl.static_range(step):
         token = first_token + (j % 2 + j // 2 * 8 if interleaved else j)
         tokens += (token,)
-        values += (_values(job, size, batch, h, start, token, dim, width, job.signs is not None, "evict_first"),)
+        inside = start + token < length
+        values += (_values(job, size, batch, h, at, token, inside, dim, width, job.signs is not None, "evict_first"),)
 
     if granularity == "head" or granularity == "tensor":
-        descale = descale_of(_shared_magnitude(job, size, head), largest)
-        group = head // size.share if granularity == "tensor" else head
-        tl.store(job.descale + group, descale, (tile == 0) & ((granularity == "head") | (head == 0)))
+        if job.tiles is None:
+            descale = descale_of(_shared_magnitude(job, size, head), largest)
+            group = head // size.share if granularity == "tensor" else head
+            tl.store(job.descale + group, descale, (tile == 0) & ((granularity == "head") | (head == 0)))
+        else:
+            descale = descale_of(tl.load(_sequence_magnitude(job, size, h, slot)), largest)
     if granularity == "block":
         bits = tl.zeros([], tl.int32)
         for j in tl.static_range(step):
             bits = tl.maximum(bits, _most(values[j]))
         descale = descale_of(_in_full(bits, job), largest)
-        blocks = (size.seqlen + rows - 1) // rows
-        tl.store(job.descale + head.to(tl.int64) * blocks + tile, descale, tile < blocks)
+        if job.tiles is None:
+            blocks = (size.seqlen + rows - 1) // rows
+            tl.store(job.descale + head.to(tl.int64) * blocks + tile, descale, tile < blocks)
+    first = head.to(tl.int64) * size.seqlen + at
+    if granularity != "token" and job.tiles is not None:
+        whole = tl.arange(0, rows)
+        tl.store(job.descale + first + whole, tl.zeros([rows], tl.float32) + descale, start + whole < length)
 
-    first = head.to(tl.int64) * size.seqlen + start
     quotients = ()
     for j in tl.static_range(step):
         wide = _widened(values[j])
         if granularity == "token":
             each = descale_of(_in_full(tl.max(magnitude(wide), 1), job), largest)
-            tl.store(job.descale + first + tokens[j], each, start + tokens[j] < size.seqlen)
+            tl.store(job.descale + first + tokens[j], each, start + tokens[j] < length)
             each = tl.broadcast_to(each[:, None], [part, width])
             quotient = divided(wide, each, 1.0 / each)
         else:
@@ -249,14 +296,19 @@ def _cast_tile(
     if job.data is not None:
         data = job.data.to(tl.pointer_type(tl.uint8)) + first * pitch
         for j in tl.static_range(step):
-            mask = (start + tokens[j] < size.seqlen)[:, None]
+            mask = (start + tokens[j] < length)[:, None]
             if dim != width:
                 mask = mask & (d < dim)[None, :]
             tl.store(data + (tokens[j][:, None] * pitch + d[None, :]), made[j], mask)
     if job.flipped is not None:
-        words = (size.seqlen + _PADDING - 1) // _PADDING * (_PADDING // 4)  # of a row of the transposed copy
-        column = start // 4 + place
-        base = job.flipped.to(tl.pointer_type(tl.int32)) + head.to(tl.int64) * dim * words
+        # Words of a row of the transposed copy.
+        if job.tiles is None:
+            words = (size.seqlen + _PADDING - 1) // _PADDING * (_PADDING // 4)
+            column, place_of_head = start // 4 + place, head
+        else:
+            words = job.slots // 4
+            column, place_of_head = (slot + start) // 4 + place, h
+        base = job.flipped.to(tl.pointer_type(tl.int32)) + place_of_head.to(tl.int64) * dim * words
         mask = (column < words)[None, :]
         if dim != width:
             mask = mask & (d < dim)[:, None]
@@ -287,7 +339,7 @@ def cast(
     for i in tl.static_range(len(dims)):
         job, size = jobs[i], _decoded(sizes[i])
         number = program - size.first
-        if (number >= 0) & (number < size.programs):
+        if _exists(job, size, number):
             if job.flipped is None:
                 _cast_tile(job, size, number, dims[i], granularity, largest, rows, 1, False)
             else:
@@ -315,14 +367,34 @@ def _chunk_magnitude(job, size, number, dim: tl.constexpr, rows: tl.constexpr):
     end = tl.minimum(tile + each, size.tiles)
     peak = tl.zeros([], tl.int32)
     while tile < end:
-        value = _values(job, size, batch, h, tile * rows, tl.arange(0, rows), dim, width, False, "")
+        row = tl.arange(0, rows)
+        inside = tile * rows + row < size.seqlen
+        value = _values(job, size, batch, h, tile * rows, row, inside, dim, width, False, "")
         if job.signs is not None:
             value = _block_sums(value.to(tl.float32), dim)
         peak = tl.maximum(peak, _most(value))
         tile += 1
-    if job.signs is not None:  # what is finite stays so
+    tl.store(job.partial + (batch * size.heads + h) * size.chunks + chunk, _finite(peak, job))
+
+
+@triton.jit
+def _finite(peak, job):
+    """Bits of the bound on a rotated magnitude, given those of it less the factor: what is finite stays so."""
+    if job.signs is not None:
         peak = tl.where(peak < INFINITY, tl.minimum(_in_full(peak, job), INFINITY - 1), peak)
-    tl.store(job.partial + (batch * size.heads + h) * size.chunks + chunk, peak)
+    return peak
+
+
+@triton.jit
+def _tile_magnitude(job, size, number, dim: tl.constexpr, rows: tl.constexpr):
+    """Of one tile, into what the sequence's tiles have in common: a maximum of integers, the same in any order."""
+    width: tl.constexpr = max(16, triton.next_power_of_2(dim))
+    batch, h, start, origin, length, slot = _own_tile(job, size, number)
+    row = tl.arange(0, rows)
+    value = _values(job, size, batch, h, origin + start, row, start + row < length, dim, width, False, "")
+    if job.signs is not None:
+        value = _block_sums(value.to(tl.float32), dim)
+    tl.atomic_max(_sequence_magnitude(job, size, h, slot), _finite(_most(value), job), sem="relaxed")
 
 
 @triton.jit
@@ -336,5 +408,8 @@ def largest_magnitudes(jobs, sizes, dims: tl.constexpr, rows: tl.constexpr):
     for i in tl.static_range(len(dims)):
         job, size = jobs[i], _decoded(sizes[i])
         number = program - size.first
-        if (number >= 0) & (number < size.programs):
-            _chunk_magnitude(job, size, number, dims[i], rows)
+        if _exists(job, size, number):
+            if job.tiles is None:
+                _chunk_magnitude(job, size, number, dims[i], rows)
+            else:
+                _tile_magnitude(job, size, number, dims[i], rows)

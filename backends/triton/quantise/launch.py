@@ -10,10 +10,11 @@ the first left in the L2 cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,15 +23,27 @@ from attnbench.errors import InputError
 from attnbench.graph_pools import permanent
 from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.fp8 import BLOCK, LARGEST, Quantised, Recipe, hadamard, rotation_shrink
+from attnbench.problem.lengths import Lengths
 from attnbench.problem.spec import Granularity
 
 from ...common.layout import rounded_up
 from ..launching import Launch, addresses, on
+from ..tile_map import Tiled, capacity, one_sided, sequences_of, tile_map
 from .deferred import Deferred
 from .interleaving import interleaved
 from .kernels import PADDING, Job, Size, cast, largest_magnitudes
 
-__all__ = ["TILES", "Quantisation", "Request", "Tiles", "quantised", "quantised_together", "tiles_for"]
+__all__ = [
+    "TILES",
+    "Quantisation",
+    "Request",
+    "Tiles",
+    "Unequal",
+    "quantised",
+    "quantised_together",
+    "tiles_for",
+    "unequal",
+]
 
 
 class Tiles(NamedTuple):
@@ -72,6 +85,9 @@ class Quantisation(NamedTuple):
     zero-padded, with ``interleaved`` each 16 tokens in the order of ``interleaving``.  Either is None if not requested.
     ``descale`` fp32: (1, 1, 1, 1) for a tensor, (B, H, 1, 1) for a head, (B, H, ⌈S / 128⌉, 1) for blocks, (B, H, S, 1)
     for tokens.  ``mean`` (B, H, 1, D) fp32 was subtracted.
+
+    Of sequences of unequal length ``transposed`` is (1, H, D, slots), each sequence at its slot with zeros behind it,
+    and needs rows beside it; ``descale`` is always (B, H, S, 1).
     """
 
     rows: Tensor | None
@@ -96,7 +112,7 @@ class Quantisation(NamedTuple):
         """The same as ``problem.fp8`` has it, with a block's scale at each of its ``block`` tokens; copies are made
         when read.
         """
-        if recipe.granularity == "block":
+        if recipe.granularity == "block" and self.descale.shape[2] != self.length:
 
             def of_tokens() -> Tensor:
                 return self.descale.repeat_interleave(block, dim=2)[:, :, : self.length]
@@ -111,12 +127,25 @@ class Quantisation(NamedTuple):
         return Deferred.of(lambda: self.data, of_tokens, recipe.granularity, rotated=rotated, mean=self.mean)
 
 
+class Unequal(NamedTuple):
+    """The lengths of one side's sequences, ``q`` or ``kv``, and the tokens that their slots begin at multiples of."""
+
+    lengths: Lengths
+    side: Literal["q", "kv"]
+    slot: int = PADDING
+
+
+def unequal(lengths: Lengths | None, side: Literal["q", "kv"], slot: int = PADDING) -> Unequal | None:
+    """``Unequal`` where there are lengths; slots begin at multiples of ``PADDING`` at least."""
+    return None if lengths is None else Unequal(lengths, side, max(slot, PADDING))
+
+
 class Request(NamedTuple):
     """A tensor x (B, H, S, D) of bf16, fp16 or fp32, of any strides, and the copies to make.
 
     ``rows`` and ``transposed``: at least one.  ``group`` consecutive heads share the scale of a head (the query heads
     of a key head).  ``rotate`` and ``smooth``: whether the recipe's rotation and smoothing apply.  ``interleaved``: the
-    order of the transposed copy's tokens.
+    order of the transposed copy's tokens.  ``unequal``: the sequences' lengths, where they have their own.
     """
 
     x: Tensor
@@ -126,6 +155,7 @@ class Request(NamedTuple):
     rotate: bool = False
     smooth: bool = False
     interleaved: bool = False
+    unequal: Unequal | None = None
 
 
 def quantised(x: Tensor, recipe: Recipe, **wanted: Any) -> Quantisation:
@@ -154,15 +184,38 @@ def quantised_together(
         raise InputError(f"tensors quantised together lie on one device, not {[str(r.x.device) for r in requests]}")
     layout = _layout(tuple(map(_outline, requests)), recipe, tiles, block)
     results, jobs = [], []
+    collected = _zeros(layout.memories, requests)
     for request, memory in zip(requests, layout.memories, strict=True):
-        result, job = _allocated(request, memory, recipe)
+        result, job = _allocated(request, memory, recipe, collected)
         results.append(result)
         jobs.append(job)
     begins = addresses(each for job in jobs for each in job[:_MEMORY])
     with on(device):
-        for launch in layout.launches:
-            launch((tuple(jobs),), begins)
+        for launch, tiled in zip(layout.launches, layout.tiled, strict=True):
+            launch((tuple(map(_with_tiles, jobs, requests, tiled)),), begins)
     return results
+
+
+def _with_tiles(job: Job, request: Request, tiled: Tiled | None) -> Job:
+    """The job with the table of its tiles, where lengths differ."""
+    if request.unequal is None or tiled is None:
+        return job
+    x, lengths = request.x, one_sided(request.unequal.lengths, request.unequal.side)
+    return job._replace(tiles=tile_map(lengths, x.shape[0], tiled, x.device))
+
+
+def _zeros(memories: Sequence[_Memory], requests: Sequence[Request]) -> Iterator[Tensor]:
+    """Memory for the magnitudes of each request whose sequences have lengths of their own, zeroed in one launch."""
+    shapes = [
+        memory.partial
+        for memory, request in zip(memories, requests, strict=True)
+        if request.unequal is not None and memory.partial is not None
+    ]
+    if not shapes:
+        return iter(())
+    sizes = [rounded_up(math.prod(shape), 4) for shape in shapes]  # each begins at a multiple of 16 bytes
+    parts = torch.zeros(sum(sizes), dtype=torch.int32, device=requests[0].x.device).split(sizes)
+    return iter(parts)
 
 
 class _Outline(NamedTuple):
@@ -177,6 +230,7 @@ class _Outline(NamedTuple):
     rotate: bool
     smooth: bool
     interleaved: bool
+    unequal: tuple[int, int] | None  # how many sequences, and what their slots begin at multiples of
 
 
 class _Memory(NamedTuple):
@@ -186,6 +240,7 @@ class _Memory(NamedTuple):
     transposed: tuple[int, ...] | None
     descale: tuple[int, ...]
     partial: tuple[int, ...] | None
+    slots: int | None  # tokens of a head's slots, where sequences have lengths of their own
     far: int | None  # 1 or None, which Triton makes constants
 
 
@@ -194,13 +249,16 @@ class _Layout(NamedTuple):
 
     memories: tuple[_Memory, ...]
     launches: tuple[Launch, ...]
+    tiled: tuple[tuple[Tiled | None, ...], ...]  # by launch, of each request
 
 
 def _outline(request: Request) -> _Outline:
     x = request.x
     order = request.transposed and request.interleaved
     asked = request.rows, request.transposed, request.group, request.rotate, request.smooth
-    return _Outline(x.shape, x.stride(), x.dtype, *asked, order)
+    own = request.unequal
+    unequal = None if own is None else (sequences_of(own.lengths, x.shape[0]), own.slot)
+    return _Outline(x.shape, x.stride(), x.dtype, *asked, order, unequal)
 
 
 @lru_cache(maxsize=1024)
@@ -214,27 +272,48 @@ def _layout(outlines: tuple[_Outline, ...], recipe: Recipe, asked: Tiles | None,
     memories: list[_Memory] = []
     first: list[Size] = []
     second: list[Size] = []
+    tables: tuple[list[Tiled | None], list[Tiled | None]] = [], []
     for outline in outlines:
         batch, heads, length, dim = outline.shape
+        longest = min(length, max(tiles.rows, tiles.rows_flipped, tiles.first_rows))
+        reach = (longest - 1) * outline.stride[2] + (dim - 1) * outline.stride[3]
+        far = 1 if reach >= 2**31 else None
+        # Programs that run together should read what lies together: heads side by side, or one after another.
+        beside = outline.stride[1] < outline.stride[2]
+        rows = (batch, heads, length, rounded_up(dim, 16)) if outline.rows else None
+        if outline.unequal is not None:
+            sequences, slot = outline.unequal
+            slots = capacity(sequences, batch, length, slot) * slot
+            share = {"tensor": heads, "head": outline.group}.get(granularity, 1)
+            collected = (heads // share, slots // PADDING) if granularity in ("tensor", "head") else None
+            turned = (1, heads, dim, slots) if outline.transposed else None
+            memories.append(_Memory(rows, turned, (batch, heads, length, 1), collected, slots, far))
+            written = tiles.rows_flipped if outline.transposed else tiles.rows
+            for passes, found, step in ((first, tables[0], tiles.first_rows), (second, tables[1], written)):
+                whole = passes is second and outline.transposed
+                found.append(Tiled("q", step, (slot, slot), (length, length), whole))
+                parts = found[-1].capacity(sequences, batch)
+                turns = (1, heads, parts) if beside else (0, parts, heads)
+                passes.append(Size(0, heads * parts, heads, length, parts, 1, *turns, share))
+            continue
+        for each in tables:
+            each.append(None)
         padding = rounded_up(length, PADDING)
         written = -(-padding // tiles.rows_flipped) if outline.transposed else -(-length // tiles.rows)
         share = {"tensor": batch * heads, "head": outline.group}.get(granularity, 1)
         read = -(-length // tiles.first_rows)
         chunks = -(-read // -(-read * share // _MOST_PARTIAL))
-        longest = min(length, max(tiles.rows, tiles.rows_flipped, tiles.first_rows))
-        reach = (longest - 1) * outline.stride[2] + (dim - 1) * outline.stride[3]
         scales = {"tensor": (1, 1, 1, 1), "head": (batch, heads, 1, 1), "token": (batch, heads, length, 1)}
         memories.append(
             _Memory(
-                (batch, heads, length, rounded_up(dim, 16)) if outline.rows else None,
+                rows,
                 (batch, heads, dim, padding) if outline.transposed else None,
                 scales.get(granularity, (batch, heads, -(-length // block), 1)),
                 (batch, heads, chunks) if granularity in ("tensor", "head") else None,
-                1 if reach >= 2**31 else None,
+                None,
+                far,
             )
         )
-        # Programs that run together should read what lies together: heads side by side, or one after another.
-        beside = outline.stride[1] < outline.stride[2]
         for passes, parts, count in ((first, chunks, read), (second, written, written)):
             turns = (1, heads, parts) if beside else (0, parts, heads)
             passes.append(Size(0, batch * heads * parts, heads, length, count, chunks, *turns, share))
@@ -248,7 +327,7 @@ def _layout(outlines: tuple[_Outline, ...], recipe: Recipe, asked: Tiles | None,
         sizes, grid = _numbered(first)
         magnitudes = Launch(largest_magnitudes, grid, (sizes, dims, tiles.first_rows), {"num_warps": tiles.first_warps})
         launches = (magnitudes, *launches)
-    return _Layout(tuple(memories), launches)
+    return _Layout(tuple(memories), launches, tuple(map(tuple, tables[2 - len(launches) :])))
 
 
 def _block_warps(outlines: Sequence[_Outline], recipe: Recipe, block: int, otherwise: int) -> int:
@@ -277,20 +356,33 @@ def _numbered(sizes: Sequence[Size]) -> tuple[tuple[Size, ...], tuple[int, int, 
     return tuple(numbered), (ends[-1], 1, 1)
 
 
-def _allocated(request: Request, memory: _Memory, recipe: Recipe) -> tuple[Quantisation, Job]:
+def _memory(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, padded: bool) -> Tensor:
+    """New memory; zeros where it has ``padded`` rows, which no kernel writes in full."""
+    return x.new_zeros(shape, dtype=dtype) if padded else x.new_empty(shape, dtype=dtype)
+
+
+def _allocated(
+    request: Request, memory: _Memory, recipe: Recipe, collected: Iterator[Tensor]
+) -> tuple[Quantisation, Job]:
+    """``collected``: memory for the magnitudes of sequences with lengths of their own."""
     x, narrow = request.x, TO_TORCH[recipe.format]
     length, dim = x.shape[2:]
-    data = None if memory.data is None else x.new_empty(memory.data, dtype=narrow)
+    padded = request.unequal is not None and request.unequal.lengths.batch != "packed"
+    data = None if memory.data is None else _memory(x, memory.data, narrow, padded)
     transposed = None if memory.transposed is None else x.new_empty(memory.transposed, dtype=narrow)
-    partial = None if memory.partial is None else x.new_empty(memory.partial, dtype=torch.int32)
-    descale = x.new_empty(memory.descale, dtype=torch.float32)
+    partial = None
+    if memory.partial is not None:
+        partial = x.new_empty(memory.partial, dtype=torch.int32) if request.unequal is None else next(collected)
+    descale = _memory(x, memory.descale, torch.float32, padded)
     mean = moved = signs = factor = None
     if request.smooth and recipe.smoothing:
         mean = x.detach().mean(dim=2, keepdim=True, dtype=torch.float32)
     if request.rotate and recipe.rotation == "hadamard":
         signs, factor = _signs(dim, x.dtype, x.device), (dim & -dim) ** -0.5 / rotation_shrink(dim)
         moved = None if mean is None else mean @ _signs(dim, mean.dtype, x.device)
-    job = Job(x, data, transposed, descale, partial, mean, moved, signs, factor, memory.far, *x.stride())
+    job = Job(
+        x, data, transposed, descale, partial, mean, moved, signs, factor, None, memory.slots, memory.far, *x.stride()
+    )
     rows = data if data is None or dim % 16 == 0 else data[..., :dim]
     order = request.transposed and request.interleaved
     return Quantisation(rows, descale, transposed, mean, length, order), job

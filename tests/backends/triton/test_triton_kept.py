@@ -246,7 +246,7 @@ def test_tensors_laid_out_together_are_those_laid_out_alone_in_one_launch(monkey
     assert len(launches) == 1
     assert not zeros.any()
     assert found[1].data.data_ptr() == found[4].data.data_ptr() == ready.data_ptr()
-    for together, (x, wide, transposed, order, _) in zip(found, wanted, strict=True):
+    for together, (x, wide, transposed, order, *_) in zip(found, wanted, strict=True):
         alone = lay_out(x, wide=wide, transposed=transposed, interleaved=order)
         for a, b in zip(together[:3], alone[:3], strict=True):
             assert (a is None) is (b is None)

@@ -163,8 +163,10 @@ class Shared:
         return Shared(self.data.view(torch.uint8).flatten()[:size].view(dtype).view(*shape))
 
 
-def load(pointer: Pointer) -> Block:
+def load(pointer: Pointer, mask: Any = None, other: Any = None) -> Block:
     place = data_of(pointer.place)
+    if mask is not None and not bool(data_of(mask)):  # of one number
+        return Block(torch.tensor(other, dtype=pointer.memory.dtype))
     assert bool(((place >= 0) & (place < pointer.memory.numel())).all()), "a load outside of its tensor"
     return Block(pointer.memory[place])
 

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...tile_map import ROW as TABLE_ROW
 from ..layout import BLOCK
 from .shared import (
     CONSUMERS,
@@ -42,15 +43,34 @@ from .shared import (
 
 __all__ = ["all_gradients_hopper"]
 
+_ROW = gl.constexpr(TABLE_ROW.value)
 _NEVER = gl.constexpr(1 << 30)  # behind every query
 _SHARED = gl.constexpr(BLOCK.bit_length() - 1)  # so many bits of a query are its place among those with one factor
 _STAGED = gl.constexpr(2)  # blocks of a warpgroup's dQ in shared memory, a power of two
 
 
 @gluon.jit
+def _sequence(tiles, before, after, aligned: gl.constexpr):
+    """The program's row of the table: (batch entry, first key, where the sequence's keys start, their number, its
+    queries, the slots of queries and keys, the sequence's own ``before`` and ``after``).
+    """
+    row = tiles + (1 + gl.program_id(0)) * _ROW
+    queries, keys = gl.load(row + 3), gl.load(row + 5)
+    if aligned:
+        before, after = before - (keys - queries), after + (keys - queries)
+    # A sequence without queries has a slot all the same, whose queries see nothing.
+    queries = gl.maximum(queries, 1)
+    return (
+        gl.load(row), gl.load(row + 1), gl.load(row + 4), keys, queries, gl.load(row + 6), gl.load(row + 7), before,
+        after,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _load(
-    brought, group: gl.constexpr, block_m: gl.constexpr, left: gl.constexpr, right: gl.constexpr, rotated: gl.constexpr
-):
+    brought, tiles, group: gl.constexpr, block_m: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
+    rotated: gl.constexpr, aligned: gl.constexpr,
+):  # fmt: skip
     """Brings K and V of the program's keys, then block after block of the queries that see one of them."""
     (
         q, do, k, v, q_wide, do_wide, rows, turn,
@@ -59,7 +79,11 @@ def _load(
         seqlen_q, seqlen_kv, padded_q, padded_kv, plane, before, after,
     ) = brought  # fmt: skip
     first_key, kv_head = gl.program_id(0) * (CONSUMERS * ROWS), gl.program_id(1)
-    key_row = kv_head * padded_kv + first_key
+    key_row, q_slot = kv_head * padded_kv, 0
+    if tiles is not None:
+        _, first_key, _, seqlen_kv, seqlen_q, q_slot, k_slot, before, after = _sequence(tiles, before, after, aligned)
+        key_row += k_slot
+    key_row += first_key
     mbarrier.expect(held, CONSUMERS * (k.block_type.nbytes + v.block_type.nbytes))
     for i in gl.static_range(CONSUMERS):
         tma.async_copy_global_to_shared(k, [key_row + i * ROWS, 0], held, keys.index(i))
@@ -68,7 +92,7 @@ def _load(
     first, blocks = span[0], span[3]
     turns = 0
     for member in range(group):
-        row = (kv_head * group + member) * padded_q + first
+        row = (kv_head * group + member) * padded_q + q_slot + first
         for _step in range(blocks):
             slot, phase = turns & 1, (turns >> 1) & 1 ^ 1
             mbarrier.wait(narrow_free.index(slot), phase)
@@ -134,8 +158,8 @@ def _add_queries(sums, dq, staged, turn, row, which: gl.constexpr):
 
 @gluon.jit
 def _sum_up(
-    which: gl.constexpr, given, group: gl.constexpr, block_m: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
-    ragged: gl.constexpr, rotated: gl.constexpr,
+    which: gl.constexpr, given, tiles, group: gl.constexpr, block_m: gl.constexpr, left: gl.constexpr,
+    right: gl.constexpr, ragged: gl.constexpr, rotated: gl.constexpr, aligned: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of 64 keys, and half the columns of what 128 keys add to dQ."""
     (
@@ -152,14 +176,26 @@ def _sum_up(
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, head_dim, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, head_dim_v, 16])
     first_key, kv_head = gl.program_id(0) * (CONSUMERS * ROWS), gl.program_id(1)
+    q_slot = 0
+    if tiles is None:
+        at = kv_head.to(gl.int64) * seqlen_kv
+        batch, own = (kv_head // kv_heads).to(gl.int64), kv_head % kv_heads
+        k_place = k_descale + batch * k_batch + own * k_head
+    else:
+        stored = seqlen_kv
+        batch, first_key, k_start, seqlen_kv, seqlen_q, q_slot, _, before, after = _sequence(
+            tiles, before, after, aligned
+        )
+        at = (batch.to(gl.int64) * kv_heads + kv_head) * stored + k_start
+        # Descales of a sequence have the places of its tokens, one behind the other.
+        k_place = k_descale + batch.to(gl.int64) * k_batch + kv_head * k_head + k_start
     first, whole, parted, blocks = span_of_queries(first_key, seqlen_q, seqlen_kv, before, after, block_m, left, right)
-    batch, own = (kv_head // kv_heads).to(gl.int64), kv_head % kv_heads
     key = first_key + which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     since, upto = key - after if right else key * 0, key + before
     if ragged:  # what lies behind the last key is seen by no query, in any block
         since = gl.where(key < seqlen_kv, since, _NEVER)
         whole = gl.where(first_key + CONSUMERS * ROWS > seqlen_kv, _NEVER, whole)
-    k_own = gl.load(k_descale + batch * k_batch + own * k_head)
+    k_own = gl.load(k_place)
     factor = exponent * k_own
     k_tile, v_tile = keys.index(which), values.index(which)
 
@@ -176,7 +212,7 @@ def _sum_up(
     s = warpgroup_mma_wait(0, [transposed_product(k_tile, queries.index(0), block_m, s_layout)])
     mbarrier.wait(wide.index(0), 0)
     for member in range(group):
-        following = gl.load(rows + 2 * plane + (kv_head * group + member) * padded_q)
+        following = gl.load(rows + 2 * plane + (kv_head * group + member) * padded_q + q_slot)
         change = q_own / following
         q_own = following
         own_factor = factor * q_own
@@ -184,7 +220,7 @@ def _sum_up(
             slot, phase = turns & 1, (turns >> 1) & 1
             other, other_phase = slot ^ 1, ((turns - 1) >> 1) & 1
             start = first + step * block_m
-            row = (kv_head * group + member) * padded_q + start
+            row = (kv_head * group + member) * padded_q + q_slot + start
             # Early: it comes from memory, though it is the same for the next block or was for the last.
             grad_factor = gl.load(factors + (row >> _SHARED))
             dp = transposed_product(v_tile, grads.index(slot), block_m, s_layout)
@@ -238,7 +274,6 @@ def _sum_up(
     if rotated:
         mbarrier.wait(turn_filled, 0)
         dk = turned(dk, turning, head_dim, dk_layout)
-    at = kv_head.to(gl.int64) * seqlen_kv
     top = first_key + which * ROWS
     store(dk_out, dk * (q_own / k_own), at, top, seqlen_kv, 0, size, dk_layout)
     store(dv_out, dv, at, top, seqlen_kv, 0, size_v, dv_layout)
@@ -251,18 +286,23 @@ def _sum_up(
     ]
 )  # fmt: skip
 def all_gradients_hopper(
-    q, do, k, v, q_wide, do_wide, rows, turn, dq_sums, row_values, factors, k_descale, dk_out, dv_out,
+    q, do, k, v, q_wide, do_wide, rows, turn, dq_sums, row_values, factors, k_descale, dk_out, dv_out, tiles,
     k_batch, k_head, kv_heads, seqlen_q, seqlen_kv, padded_q, padded_kv, plane, size, size_v,
     exponent, before, after,
     group: gl.constexpr, left: gl.constexpr, right: gl.constexpr, ragged: gl.constexpr, rotated: gl.constexpr,
-    registers: gl.constexpr,
+    registers: gl.constexpr, aligned: gl.constexpr,
 ):  # fmt: skip
     """dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv), contiguous, of 128 keys of one key head, and their part of dQ.
 
     ``dq_sums`` (B·H, padded Sq, padded D) bf16 is added to: dQ, rotated if Q was.  ``factors`` turn dO·v of the e4m3
     numbers into the units of delta, in which dQ is dS · K of the e4m3 numbers.  ``ragged``: the last program's keys are
-    fewer.
+    fewer.  ``tiles``: the table of sequences that have lengths of their own, or None.  With it all that is laid out has
+    slots, and ``aligned`` says that a sequence's ``after`` is larger, and ``before`` smaller, by its keys less its
+    queries.
     """
+    if tiles is not None:  # noqa: SIM102 (where all lengths are alike there is no branch)
+        if gl.program_id(0) >= gl.load(tiles):
+            return
     block_m: gl.constexpr = q.block_type.shape[0]
     head_dim: gl.constexpr = k.block_type.shape[1]
     head_dim_v: gl.constexpr = v.block_type.shape[1]
@@ -319,9 +359,9 @@ def all_gradients_hopper(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_sum_up, (0, given, group, block_m, left, right, ragged, rotated)),
-            (_sum_up, (1, given, group, block_m, left, right, ragged, rotated)),
-            (_load, (brought, group, block_m, left, right, rotated)),
+            (_sum_up, (0, given, tiles, group, block_m, left, right, ragged, rotated, aligned)),
+            (_sum_up, (1, given, tiles, group, block_m, left, right, ragged, rotated, aligned)),
+            (_load, (brought, tiles, group, block_m, left, right, rotated, aligned)),
         ],
         [4, 1],
         [registers, 24],

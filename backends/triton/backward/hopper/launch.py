@@ -91,7 +91,7 @@ def run_all(given: Prepared, dq_sums: Tensor, dk_out: Tensor, dv_out: Tensor) ->
         given.q.data, do.data, given.k.data, given.v.data,
         given.q.further(False, interleaved=False), do.further(False, interleaved=False), rows, _turn(given), dq_sums,
     )  # fmt: skip
-    memory = rows, given.gradient.descale, given.k_scale, dk_out, dv_out
+    memory = rows, given.gradient.descale, given.k_scale, dk_out, dv_out, given.tiles("kv", KEPT)
     start((*all_of(tiles, tiled), *memory), addresses(memory))
 
 
@@ -104,14 +104,16 @@ def _all(layout: Layout, dtype: torch.dtype) -> tuple[tuple[Described, ...], Lau
         _tiles(layout.q, _ROWS), _tiles(layout.do, _ROWS),
         _pieces(layout, _ROWS), _turning(layout, narrow=False), _halves(layout.q, _ROWS),
     )  # fmt: skip
+    extent = layout.extent
+    unequal = extent.sequences is not None
     constants = (
         *layout.k_steps[:2],
-        spec.kv_heads, spec.seqlen_q, spec.seqlen_kv, layout.padded_q, layout.padded_kv, layout.plane,
+        spec.kv_heads, extent.seqlen_q, extent.seqlen_kv, layout.padded_q, layout.padded_kv, layout.plane,
         spec.head_dim, spec.head_dim_v, layout.exponent, layout.before, layout.after, spec.group,
-        *layout.edges, spec.seqlen_kv % KEPT != 0, *_ends(layout, narrow=False),
+        *layout.edges, unequal or spec.seqlen_kv % KEPT != 0, *_ends(layout, narrow=False), layout.aligned,
     )  # fmt: skip
-    alike = dtype, layout.head_dim, layout.head_dim_v
-    grid = -(-spec.seqlen_kv // KEPT), spec.batch * spec.kv_heads, 1
+    alike = dtype, layout.head_dim, layout.head_dim_v, unequal
+    grid = extent.tiles("kv", KEPT), extent.entries * spec.kv_heads, 1
     return tiles, _launches("all", narrow=False)(grid, constants, alike, **_options())
 
 

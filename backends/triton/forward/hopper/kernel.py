@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from .order import after, span_of_keys, tile_at
+from .order import after, blocks_of, sequence_at, span_of_keys, tile_at
 from .scales import at_least, cast_rows, number, set_number, unit_of
 from .softmax import HEADROOM, MINUS_INFINITY, ROWS, masked, spread, totals, weights
 
@@ -31,11 +31,12 @@ _LN_2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def _load(
-    brought, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr, casting: gl.constexpr
-):
+    brought, tiles, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
+    casting: gl.constexpr, aligned: gl.constexpr,
+):  # fmt: skip
     """Brings the operands of every tile of this program."""
     (
-        q, k, v, k_factors, v_factors, tiles, keys, values, numbers, filled, emptied, steps, factor_steps,
+        q, k, v, k_factors, v_factors, queries, keys, values, numbers, filled, emptied, steps, factor_steps,
         seqlen_q, seqlen_kv, programs, section, low, high, heads, group, head_dim_v,
     ) = brought  # fmt: skip
     q_by_batch, q_by_head, q_aside, k_by_batch, k_by_head, k_aside = steps
@@ -44,20 +45,35 @@ def _load(
     q_emptied, k_emptied, v_emptied = emptied
     block_m: gl.constexpr = CONSUMERS * ROWS
     slot, phase, q_phase = 0, 1, 1
-    for place in range(gl.program_id(0), programs * gl.cdiv(seqlen_q, block_m), gl.num_programs(0)):
-        head_index, top = tile_at(place, seqlen_q, programs, section, block_m, right)
-        span = span_of_keys(top, seqlen_q, seqlen_kv, low, high, block_m, block_n, left, right)
+    rows_of_tiles = blocks_of(seqlen_q, tiles, block_m)
+    for place in range(gl.program_id(0), programs * rows_of_tiles, gl.num_programs(0)):
+        head_index, block = tile_at(place, rows_of_tiles, programs, section, right and tiles is None)
+        if tiles is None:
+            top = block * block_m
+            span = span_of_keys(top, seqlen_q, seqlen_kv, low, high, block_m, block_n, left, right)
+            batch, head = head_index // heads, head_index % heads
+        else:
+            own = sequence_at(tiles, block, low, high, aligned)
+            top = own[1]
+            span = span_of_keys(top, own[3], own[5], own[7], own[8], block_m, block_n, left, right)
+            batch, head = own[0], head_index
         first, blocks = span[0], span[3]
-        batch, head = head_index // heads, head_index % heads
         kv_head = head // group
         q_row = batch * q_by_batch + head * q_by_head + top
+        if tiles is not None:
+            q_row += own[2]
         for i in gl.static_range(CONSUMERS):
             mbarrier.wait(q_emptied.index(i), q_phase)
             mbarrier.expect(q_filled.index(i), q.block_type.nbytes)
-            tma.async_copy_global_to_shared(q, [q_row + i * ROWS, head * q_aside], q_filled.index(i), tiles.index(i))
+            tma.async_copy_global_to_shared(q, [q_row + i * ROWS, head * q_aside], q_filled.index(i), queries.index(i))
         q_phase ^= 1
         k_row, k_column = batch * k_by_batch + kv_head * k_by_head + first, kv_head * k_aside
         v_row = (batch * (heads // group) + kv_head) * head_dim_v
+        v_column = first
+        if tiles is not None:
+            k_row += own[4]
+            v_row = kv_head * head_dim_v
+            v_column += own[6]
         if casting:
             k_factor = k_factors + batch.to(gl.int64) * k_batch + kv_head * k_head + first // block_n
             v_factor = v_factors + batch.to(gl.int64) * v_batch + kv_head * v_head + first // block_n
@@ -79,7 +95,7 @@ def _load(
             mbarrier.wait(v_emptied.index(slot), phase)
             mbarrier.expect(v_filled.index(slot), v.block_type.nbytes)
             tma.async_copy_global_to_shared(
-                v, [v_row, first + step * block_n], v_filled.index(slot), values.index(slot)
+                v, [v_row, v_column + step * block_n], v_filled.index(slot), values.index(slot)
             )
             slot, phase = after(slot, phase, stages)
 
@@ -122,14 +138,14 @@ def _summed(sums, p, decay, value, part: gl.constexpr, parts: gl.constexpr, layo
 
 @gluon.jit
 def _attend(
-    which: gl.constexpr, given, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
-    part: gl.constexpr, parts: gl.constexpr, turns: gl.constexpr, full_width: gl.constexpr,
-    casting: gl.constexpr,
+    which: gl.constexpr, given, tiles, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr,
+    right: gl.constexpr, part: gl.constexpr, parts: gl.constexpr, turns: gl.constexpr, full_width: gl.constexpr,
+    casting: gl.constexpr, aligned: gl.constexpr,
 ):  # fmt: skip
     """64 queries of every tile of this program."""
     (
         out, lse, q_factors, k_factors, v_factors, scale,
-        tiles, narrow, keys, values, numbers, filled, emptied, turn, factor_steps,
+        queries, narrow, keys, values, numbers, filled, emptied, turn, factor_steps,
         seqlen_q, seqlen_kv, programs, section, low, high, heads, group, head_dim_v,
     ) = given  # fmt: skip
     q_batch, q_head, k_batch, k_head, v_batch, v_head = factor_steps
@@ -140,25 +156,44 @@ def _attend(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, part, 32])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 4)
     row = which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    apart: gl.constexpr = casting and tiles.shape[2] <= _APART
-    tile = tiles.index(which)
+    apart: gl.constexpr = casting and queries.shape[2] <= _APART
+    tile = queries.index(which)
     if apart:
         tile = narrow.index(which)
     elif casting:
         tile = tile._reinterpret(keys.dtype, [ROWS, keys.shape[2]], keys.layout)
     slot, phase, q_phase, turn_phase = 0, 0, 0, 1 if which == 0 else 0
-    for place in range(gl.program_id(0), programs * gl.cdiv(seqlen_q, block_m), gl.num_programs(0)):
-        head_index, top = tile_at(place, seqlen_q, programs, section, block_m, right)
-        first, whole, parted, blocks = span_of_keys(top, seqlen_q, seqlen_kv, low, high, block_m, block_n, left, right)
-        batch, head = (head_index // heads).to(gl.int64), head_index % heads
+    rows_of_tiles = blocks_of(seqlen_q, tiles, block_m)
+    for place in range(gl.program_id(0), programs * rows_of_tiles, gl.num_programs(0)):
+        head_index, block = tile_at(place, rows_of_tiles, programs, section, right and tiles is None)
+        if tiles is None:
+            top = block * block_m
+            queries_here, keys_here, lowest, highest = seqlen_q, seqlen_kv, low, high
+            batch, head = (head_index // heads).to(gl.int64), head_index % heads
+        else:
+            own = sequence_at(tiles, block, low, high, aligned)
+            top, queries_here, keys_here, lowest, highest = own[1], own[3], own[5], own[7], own[8]
+            batch, head = own[0].to(gl.int64), head_index
+        first, whole, parted, blocks = span_of_keys(
+            top, queries_here, keys_here, lowest, highest, block_m, block_n, left, right
+        )
         kv_head = head // group
         if not casting:
-            factor = gl.load(q_factors + batch * q_batch + head * q_head) * (scale * _LOG2_E)
-            factor = at_least(factor * gl.load(k_factors + batch * k_batch + kv_head * k_head))
-            unit = gl.load(v_factors + batch * v_batch + kv_head * v_head)
+            q_factor = q_factors + batch * q_batch + head * q_head
+            k_factor = k_factors + batch * k_batch + kv_head * k_head
+            v_factor = v_factors + batch * v_batch + kv_head * v_head
+            if tiles is None:
+                factor = gl.load(q_factor) * (scale * _LOG2_E)
+                factor = at_least(factor * gl.load(k_factor))
+                unit = gl.load(v_factor)
+            else:  # which have each token's place, one behind the other; a sequence may have no keys
+                some = keys_here > 0
+                factor = gl.load(q_factor + own[2]) * (scale * _LOG2_E)
+                factor = at_least(factor * gl.load(k_factor + own[4], mask=some, other=1.0))
+                unit = gl.load(v_factor + own[4], mask=some, other=1.0)
         query = top + row
-        since = query + low
-        upto = gl.minimum(query + high if right else query + seqlen_kv, seqlen_kv - 1)
+        since = query + lowest
+        upto = gl.minimum(query + highest if right else query + keys_here, keys_here - 1)
 
         sums = ()
         for _part in gl.static_range(parts):
@@ -168,7 +203,7 @@ def _attend(
 
         mbarrier.wait(q_filled.index(which), q_phase)
         if casting:
-            own = cast_rows(tiles.index(which), tile, s_layout) * (scale * _LOG2_E)
+            own = cast_rows(queries.index(which), tile, s_layout) * (scale * _LOG2_E)
             if apart:  # the next tile's may come
                 mbarrier.arrive(q_emptied.index(which), count=1)
         turn_phase = _await_turn(turn, turn_phase, which, turns)
@@ -221,11 +256,11 @@ def _attend(
         empty = total < 1.0  # a row's greatest P is 2^8
         share = unit / gl.where(empty, 1.0, total)
         logarithm = (peak - HEADROOM + gl.log2(gl.where(empty, 1.0, total))) * _LN_2
-        at = head_index.to(gl.int64) * seqlen_q
-        gl.store(lse + at + query, gl.where(empty, MINUS_INFINITY, logarithm), mask=query < seqlen_q)
+        at = head_index.to(gl.int64) * seqlen_q if tiles is None else (batch * heads + head) * seqlen_q + own[2]
+        gl.store(lse + at + query, gl.where(empty, MINUS_INFINITY, logarithm), mask=query < queries_here)
         for i in gl.static_range(parts):
             o = (sums[i] * spread(share, sums[i])).to(out.dtype.element_ty)
-            _store(out, o, at, top + which * ROWS, i * part, seqlen_q, head_dim_v, full_width)
+            _store(out, o, at, top + which * ROWS, i * part, queries_here, head_dim_v, full_width)
 
 
 @gluon.jit
@@ -263,25 +298,26 @@ def _store(out, o, at, top, column, seqlen_q, head_dim_v, full_width: gl.constex
     ]
 )  # fmt: skip
 def triton_fp8_attention_forward_hopper(
-    q, k, v, out, lse, q_factors, k_factors, v_factors, scale,
+    q, k, v, out, lse, q_factors, k_factors, v_factors, tiles, scale,
     q_by_batch, q_by_head, q_aside, k_by_batch, k_by_head, k_aside,
     q_factor_batch, q_factor_head, k_factor_batch, k_factor_head, v_factor_batch, v_factor_head,
     seqlen_q, seqlen_kv, head_dim_v, heads, group, programs, section, low, high,
     stages: gl.constexpr, parts: gl.constexpr, turns: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
-    full_width: gl.constexpr, registers: gl.constexpr,
+    full_width: gl.constexpr, registers: gl.constexpr, aligned: gl.constexpr,
 ):  # fmt: skip
     """Tiles of 128 queries of a head; each program takes every so many-th, as there are programs.
 
     The arguments are those of ``triton_fp8_attention_forward``, with V's keys interleaved; ``registers`` are a
     computing thread's.  Where Q has 16 bits the kernel casts it, nobody reads ``q_factors``, and ``k_factors`` and
-    ``v_factors`` have a number for each block of keys, in order.
+    ``v_factors`` have a number for each block of keys, in order.  A tile of ``tiles`` takes longer to begin with: its
+    row of the table is read first.
     """
     casting: gl.constexpr = q.dtype != k.dtype
     block_n: gl.constexpr = k.block_type.shape[0]
     block_d: gl.constexpr = k.block_type.shape[1]
     block_dv: gl.constexpr = v.block_type.shape[0]
-    tiles = gl.allocate_shared_memory(q.dtype, [CONSUMERS, ROWS, block_d], q.layout)
-    narrow = tiles
+    queries = gl.allocate_shared_memory(q.dtype, [CONSUMERS, ROWS, block_d], q.layout)
+    narrow = queries
     if casting and block_d <= _APART:
         narrow = gl.allocate_shared_memory(k.dtype, [CONSUMERS, ROWS, block_d], k.layout)
     keys = gl.allocate_shared_memory(k.dtype, [stages, block_n, block_d], k.layout)
@@ -320,19 +356,25 @@ def triton_fp8_attention_forward_hopper(
     part: gl.constexpr = block_dv // parts
     given = (
         out, lse, q_factors, k_factors, v_factors, scale,
-        tiles, narrow, keys, values, numbers, filled, emptied, turn, factor_steps,
+        queries, narrow, keys, values, numbers, filled, emptied, turn, factor_steps,
         seqlen_q, seqlen_kv, programs, section, low, high, heads, group, head_dim_v,
     )  # fmt: skip
     brought = (
-        q, k, v, k_factors, v_factors, tiles, keys, values, numbers, filled, emptied, steps, factor_steps,
+        q, k, v, k_factors, v_factors, queries, keys, values, numbers, filled, emptied, steps, factor_steps,
         seqlen_q, seqlen_kv, programs, section, low, high, heads, group, head_dim_v,
     )  # fmt: skip
     # Written out, because a tuple that has a name keeps no constants.
     gl.warp_specialize(
         [
-            (_attend, (0, given, block_n, stages, left, right, part, parts, turns, full_width, casting)),
-            (_attend, (1, given, block_n, stages, left, right, part, parts, turns, full_width, casting)),
-            (_load, (brought, block_n, stages, left, right, casting)),
+            (
+                _attend,
+                (0, given, tiles, block_n, stages, left, right, part, parts, turns, full_width, casting, aligned),
+            ),
+            (
+                _attend,
+                (1, given, tiles, block_n, stages, left, right, part, parts, turns, full_width, casting, aligned),
+            ),
+            (_load, (brought, tiles, block_n, stages, left, right, casting, aligned)),
         ],
         [4, 1],
         [registers, 24],

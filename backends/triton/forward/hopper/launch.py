@@ -15,6 +15,7 @@ from attnbench.problem.spec import AttentionSpec
 
 from ...descriptors import Described
 from ...launching import Launch
+from ..extent import Extent
 from ..tiles import Tile, padded_size
 
 __all__ = ["BLOCK_M", "ROWS", "described", "launch", "programs_of", "recent", "registers", "runs_on", "serves"]
@@ -43,28 +44,32 @@ def runs_on(device: torch.device) -> bool:
 
 
 def launch(
-    spec: AttentionSpec, tile: Tile, places: tuple[Any, ...], steps: tuple[Any, ...], section: int, device: torch.device
-) -> Launch:
+    spec: AttentionSpec, tile: Tile, places: tuple[Any, ...], steps: tuple[Any, ...], section: int, extent: Extent,
+    device: torch.device,
+) -> Launch:  # fmt: skip
     """The kernel on matrices at these ``places`` (by batch entry, by head, aside) and factors at these ``steps``."""
     from .kernel import triton_fp8_attention_forward_hopper
 
-    mask, offset = spec.mask, spec.mask.offset(spec.seqlen_q, spec.seqlen_kv)
+    mask, unequal = spec.mask, extent.sequences is not None
+    offset = 0 if unequal else mask.offset(spec.seqlen_q, spec.seqlen_kv)
+    programs = spec.heads if unequal else spec.batch * spec.heads
     even, most = registers()
     constants = (
         spec.scale, *places[0], *places[1], *(step for each in steps for step in each[:2]),
-        spec.seqlen_q, spec.seqlen_kv, spec.head_dim_v, spec.heads, spec.group, spec.batch * spec.heads, section,
+        extent.seqlen_q, extent.seqlen_kv, spec.head_dim_v, spec.heads, spec.group, programs, section,
         0 if mask.left is None else offset - mask.left, 0 if mask.right is None else offset + mask.right,
         tile.stages, tile.parts, tile.turns, mask.left is not None, mask.right is not None,
         spec.head_dim_v == padded_size(spec.head_dim_v), tile.registers or most,
+        unequal and mask.alignment == "bottom-right",
     )  # fmt: skip
-    grid = programs_of(tile, spec, _multiprocessors(device)), 1, 1
+    tiles = spec.heads * extent.tiles(BLOCK_M)
+    grid = programs_of(tile, tiles, spec.seqlen_kv, _multiprocessors(device)), 1, 1
     return Launch(triton_fp8_attention_forward_hopper, grid, constants, {"num_warps": 4, "maxnreg": even})
 
 
-def programs_of(tile: Tile, spec: AttentionSpec, multiprocessors: int) -> int:
-    """One for each tile of queries where those are to be alone, else as many as run at once."""
-    tiles = spec.batch * spec.heads * -(-spec.seqlen_q // BLOCK_M)
-    alone = tile.alone_from is not None and spec.seqlen_kv >= tile.alone_from
+def programs_of(tile: Tile, tiles: int, seqlen_kv: int, multiprocessors: int) -> int:
+    """One for each of so many ``tiles`` of queries where those are to be alone, else as many as run at once."""
+    alone = tile.alone_from is not None and seqlen_kv >= tile.alone_from
     return tiles if alone else min(tiles, multiprocessors)
 
 

@@ -5,14 +5,26 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["after", "span_of_keys", "tile_at"]
+from ...tile_map import ROW
+
+__all__ = ["after", "blocks_of", "sequence_at", "span_of_keys", "tile_at"]
+
+_ROW = gl.constexpr(ROW.value)
 
 
 @gluon.jit
-def tile_at(place, seqlen_q, programs, section, block_m: gl.constexpr, right: gl.constexpr):
-    """(batch · heads + head, first query) of the tile at ``place``: even rounds of programs go up, odd ones down."""
+def blocks_of(seqlen_q, tiles, block_m: gl.constexpr):
+    """How many blocks of queries a head has: those of all sequences in the table, where there is one."""
+    return gl.cdiv(seqlen_q, block_m) if tiles is None else gl.load(tiles)
+
+
+@gluon.jit
+def tile_at(place, blocks, programs, section, backwards: gl.constexpr):
+    """(batch · heads + head, block of queries) at ``place``: even rounds of programs go up, odd ones down.
+
+    ``backwards``: a head's last blocks come first, as the table of ``tile_map`` has them anyway.
+    """
     first, programs_at_once = gl.program_id(0), gl.num_programs(0)
-    blocks = gl.cdiv(seqlen_q, block_m)
     before = place - first
     whole = before + programs_at_once <= blocks * programs
     back = whole & ((before // programs_at_once) % 2 == 1)
@@ -21,9 +33,24 @@ def tile_at(place, seqlen_q, programs, section, block_m: gl.constexpr, right: gl
     width = gl.minimum(section, programs - before)
     place -= before * blocks
     block = place // width
-    if right:  # the last queries see the most keys, and start first
+    if backwards:  # the last queries see the most keys, and start first
         block = blocks - 1 - block
-    return before + place % width, block * block_m
+    return before + place % width, block
+
+
+@gluon.jit
+def sequence_at(tiles, block, low, high, aligned: gl.constexpr):
+    """A row of the table, and its sequence's own ``low`` and ``high``.
+
+    (batch entry, first query, where its queries start and their number, the same of its keys, V's slot, low, high).
+    """
+    row = tiles + (1 + block) * _ROW
+    queries, keys = gl.load(row + 3), gl.load(row + 5)
+    if aligned:
+        low, high = low + keys - queries, high + keys - queries
+    return (
+        gl.load(row), gl.load(row + 1), gl.load(row + 2), queries, gl.load(row + 4), keys, gl.load(row + 7), low, high
+    )  # fmt: skip
 
 
 @gluon.jit

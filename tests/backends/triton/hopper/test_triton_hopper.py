@@ -24,6 +24,7 @@ pytest.importorskip("triton", minversion="3.6")
 import triton
 
 from attnbench.backends.triton.forward import launch as triton_forward
+from attnbench.backends.triton.forward.extent import Extent
 from attnbench.backends.triton.forward.hopper import launch as hopper
 from attnbench.backends.triton.forward.launch import Operand, interleaved, laid_out, transposed
 from attnbench.backends.triton.forward.tiles import ONE_PASS, TILES, Tile, TileKey
@@ -66,10 +67,10 @@ def test_every_register_is_dealt_once_and_no_eight_are_left_for_every_warpgroup(
 
 def test_a_program_has_one_tile_from_as_many_keys_on_as_the_tile_says() -> None:
     """Three tiles of 128 queries for each of 2 x 2 heads."""
-    spec = AttentionSpec.make(batch=2, heads=2, seqlen_q=257, seqlen_kv=1000, head_dim=64)
-    found = [hopper.programs_of(TILE._replace(alone_from=keys), spec, 5) for keys in (None, 1001, 1000, 0)]
+    tiles = 2 * Extent(2, 257, 1000, None).tiles(128)
+    found = [hopper.programs_of(TILE._replace(alone_from=keys), tiles, 1000, 5) for keys in (None, 1001, 1000, 0)]
     assert found == [5, 5, 12, 12]
-    assert hopper.programs_of(TILE, spec, 132) == 12
+    assert hopper.programs_of(TILE, tiles, 1000, 132) == 12
 
 
 def test_every_hopper_tile_is_one_that_the_kernel_takes() -> None:
@@ -118,7 +119,7 @@ def _kernel(head_dim: int, tile: Tile, bits: int = 8, **more: object) -> tuple[i
     even, most = hopper.registers()
     constants = {
         "stages": tile.stages, "parts": tile.parts, "turns": tile.turns,
-        "left": False, "right": False, "full_width": True, "registers": most,
+        "left": False, "right": False, "full_width": True, "registers": most, "aligned": False, "tiles": None,
     }  # fmt: skip
     return head_dim, tile.block_n, bits, even, constants | more
 

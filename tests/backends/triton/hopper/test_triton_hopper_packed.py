@@ -1,0 +1,109 @@
+"""Packed batches in the Hopper kernels, emulated: every sequence is what it is alone, whatever lies beside it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from gluon_on_cpu import emulated
+from hopper_backward import on_cpu
+from packed import Documents, answers
+
+from attnbench import Mask
+
+pytest.importorskip("triton", minversion="3.6")
+from attnbench.backends.triton.interpreter import interpreted
+
+if not interpreted():
+    pytest.skip("kernels are compiled here, which the tests in tests/gpu run", allow_module_level=True)
+
+from attnbench.backends.triton import TritonForward
+from attnbench.backends.triton.backward.contract import TritonBackward
+from attnbench.backends.triton.backward.tiles import Ring, Tiles
+from attnbench.backends.triton.backward.tiles import Tile as BackwardTile
+from attnbench.backends.triton.forward import launch as triton_forward
+from attnbench.backends.triton.forward.hopper import launch as hopper
+from attnbench.backends.triton.forward.tiles import Tile
+
+END = "bottom-right"
+MODULES = [f"attnbench.backends.triton.forward.hopper.{name}" for name in ("kernel", "order", "scales", "softmax")]
+PERSISTENT = Tile(128, 128, 4, 2, parts=2, interleaved=True, hopper=True, turns=True)
+LONE = Tile(128, 64, 4, 3, interleaved=True, hopper=True, alone_from=0)
+_FUSED = BackwardTile(64, 64, 4, 2, Ring(64, 2))
+BACKWARD = TritonBackward("triton:fp8", narrow=False, declared_error=0.1, tiles=Tiles(_FUSED, _FUSED, fused=True))
+# Empty ones on one side and on both, one token, ends within a block and at one, more keys than queries and fewer.
+LENGTHS = ((130, 130), (0, 0), (1, 1), (64, 200), (0, 70), (128, 128), (90, 0), (200, 65))
+SQUARE = ((130, 130), (0, 0), (1, 1), (256, 256), (33, 33))
+_MODES = random.Random(0)
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Three multiprocessors, whose Gluon is the emulator's."""
+
+    def late() -> bool:
+        return _MODES.random() < 0.5
+
+    def emulating(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **named: Any) -> Any:
+            with emulated(late, *MODULES):
+                return function(*args, **named)
+
+        return run
+
+    monkeypatch.setattr(hopper, "runs_on", lambda device: True)
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 3)
+    for name in ("_native", "attend"):
+        monkeypatch.setattr(triton_forward, name, emulating(getattr(triton_forward, name)))
+    with on_cpu(late):
+        yield
+
+
+CASES = [
+    (LENGTHS, Mask(right=0, alignment=END), PERSISTENT, "fp8"),
+    (SQUARE, Mask(right=0), LONE, "fp8-head"),
+    *(
+        pytest.param(*each, marks=pytest.mark.exhaustive)
+        for each in (
+            (LENGTHS, Mask(), LONE, "fp8-head"),
+            (LENGTHS, Mask(60, 20, END), PERSISTENT, "fp8"),
+            (LENGTHS, Mask(right=0), LONE, "fp8-tensor"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("lengths", "mask", "tile", "name"), CASES, ids=lambda x: str(x)[:30])
+def test_each_sequence_is_answered_as_if_it_were_alone(
+    lengths: tuple[tuple[int, int], ...], mask: Mask, tile: Tile, name: str
+) -> None:
+    batch, forward = Documents(lengths, mask, heads=(2, 1), head_dim=64, head_dim_v=64), TritonForward(name, tile)
+    for found, alone in zip(answers(batch, forward), batch.alone(forward), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(found, alone, strict=True))
+
+
+@pytest.mark.parametrize(("lengths", "mask", "tile", "name"), CASES[:3], ids=lambda x: str(x)[:30])
+def test_each_sequence_has_the_gradients_that_it_has_alone(
+    lengths: tuple[tuple[int, int], ...], mask: Mask, tile: Tile, name: str
+) -> None:
+    """dQ is added up in bf16 in the order in which programs come."""
+    batch = Documents(lengths, mask, heads=(2, 1), head_dim=64, head_dim_v=64)
+    forward = TritonForward(name, tile)
+    for found, alone in zip(answers(batch, forward, BACKWARD), batch.alone(forward, BACKWARD), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(found[3:], alone[3:], strict=True))
+        assert (found[2] - alone[2]).float().norm() <= 0.01 * alone[2].float().norm()
+
+
+def test_what_is_not_finite_stays_in_its_sequence() -> None:
+    batch = Documents(((70, 70), (40, 40), (135, 135)), Mask(right=0), head_dim=64, head_dim_v=64)
+    forward = TritonForward("fp8", PERSISTENT)
+    whole, parts = answers(batch, forward, BACKWARD), batch.parts()
+    for x in parts[1]:
+        x.fill_(torch.nan)
+    spoilt = answers(batch, forward, BACKWARD, parts)
+    for index in (0, 2):
+        assert all(torch.equal(x, y) for x, y in zip(spoilt[index], whole[index], strict=True))
+    assert all(bool(x.isnan().any()) for x in spoilt[1])

@@ -1,0 +1,154 @@
+"""Packed and padded batches in the plain kernels: every sequence is what it is alone, whatever lies beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from packed import Answer, Documents, answers, documents
+
+from attnbench import Mask
+from attnbench.backends.triton import BACKEND, TritonForward, TritonOnePass, TritonWideScores
+from attnbench.backends.triton.backward.contract import KERNELS, TritonBackward
+from attnbench.kernels.capabilities import Device
+from examples import examples
+
+pytest.importorskip("triton")
+from attnbench.backends.triton.interpreter import interpreted
+
+if not interpreted():
+    pytest.skip("kernels are compiled here, which the tests in tests/gpu run", allow_module_level=True)
+
+from attnbench.backends.triton import tile_map as maps
+from attnbench.backends.triton.backward.tiles import Tile as BackwardTile
+from attnbench.backends.triton.backward.tiles import Tiles
+from attnbench.backends.triton.forward.tiles import Tile
+from attnbench.problem.lengths import Lengths
+
+END = "bottom-right"
+PHASES = [Phase.explicit, Phase.reuse, Phase.generate, Phase.target]  # a smaller failure takes minutes to find
+MASKS = st.sampled_from(
+    [Mask(), Mask(right=0), Mask(right=0, alignment=END), Mask(9, 3), Mask(9, 3, END), Mask(left=9, alignment=END)]
+)
+TILE = Tile(16, 32, 4, 2, interleaved=True)
+TILES = Tiles(BackwardTile(32, 32, 4, 2), BackwardTile(32, 32, 4, 2))
+FORWARDS = [TritonForward(name, TILE) for name in ("fp8", "fp8-head", "fp8-tensor", "fp8-block", "fp8-token-hadamard")]
+BACKWARDS = [TritonBackward(x.name, narrow=x.narrow, declared_error=x.declared_error, tiles=TILES) for x in KERNELS]
+CU = torch.tensor([0, 40, 40, 41, 41, 300], dtype=torch.int32)
+
+
+def alike(found: Answer, alone: Answer, off: float) -> bool:
+    """Relative L2 at most ``off``, and the same bits where that is 0; minus infinity at the same places."""
+    for x, y in zip(found, alone, strict=True):
+        hidden = y == -torch.inf
+        if not torch.equal(x == -torch.inf, hidden):
+            return False
+        x, y = (each.float().masked_fill(hidden, 0) for each in (x, y))
+        if not bool((x - y).norm() <= off * y.norm() + off / 100):
+            return False
+    return True
+
+
+def allowed(forward: TritonForward, narrow: bool = False) -> float:
+    """A sequence of one token alone has a scale for all its keys, not one for each: other roundings of dS."""
+    return 0.0 if forward.recipe.granularity in ("tensor", "head") else 0.06 if narrow else 0.01
+
+
+@settings(max_examples=examples(6, 100), deadline=None, phases=PHASES)
+@given(
+    documents(
+        50, MASKS, softcap=st.sampled_from([0.0, 2.0]), head_dim_v=st.sampled_from([24, 32]),
+        padding=st.sampled_from([None, None, "left", "right"]),
+    ),
+    st.sampled_from([*FORWARDS, TritonWideScores(TILE)]),
+)  # fmt: skip
+def test_each_sequence_is_answered_as_if_it_were_alone(batch: Documents, forward: TritonForward) -> None:
+    for found, alone in zip(answers(batch, forward), batch.alone(forward), strict=True):
+        assert alike(found, alone, allowed(forward))
+
+
+@settings(max_examples=examples(4, 60), deadline=None, phases=PHASES)
+@given(
+    documents(
+        50, MASKS, softcap=st.sampled_from([0.0, 2.0]), head_dim_v=st.sampled_from([24, 32]),
+        padding=st.sampled_from([None, None, "left", "right"]),
+    ),
+    st.sampled_from(FORWARDS),
+    st.sampled_from(BACKWARDS),
+)  # fmt: skip
+def test_each_sequence_has_the_gradients_that_it_has_alone(
+    batch: Documents, forward: TritonForward, backward: TritonBackward
+) -> None:
+    for found, alone in zip(answers(batch, forward, backward), batch.alone(forward, backward), strict=True):
+        assert alike(found, alone, allowed(forward, backward.narrow))
+
+
+@pytest.mark.parametrize("what", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_in_its_sequence(what: float) -> None:
+    """Before it and behind it, where a block of keys or of queries goes on into it."""
+    batch = Documents(((20, 20), (1, 1), (35, 35)), Mask(right=0, alignment=END))
+    whole = answers(batch, FORWARDS[0], BACKWARDS[0])
+    parts = batch.parts()
+    for x in parts[1]:
+        x.fill_(what)
+    spoilt = answers(batch, FORWARDS[0], BACKWARDS[0], parts)
+    for index in (0, 2):
+        assert all(torch.equal(x, y) for x, y in zip(spoilt[index], whole[index], strict=True))
+    assert not torch.isfinite(spoilt[1][0]).all()
+
+
+def test_sequences_in_another_order_have_the_same_answers() -> None:
+    lengths = ((20, 20), (0, 0), (45, 45), (3, 3))
+    batch = Documents(lengths, Mask(right=0))
+    order = [2, 3, 0, 1]
+    moved = Documents(tuple(lengths[i] for i in order), Mask(right=0))
+    parts = batch.parts()
+    found = answers(moved, FORWARDS[0], BACKWARDS[0], [parts[i] for i in order])
+    expected = answers(batch, FORWARDS[0], BACKWARDS[0])
+    for place, i in enumerate(order):
+        assert all(torch.equal(x, y) for x, y in zip(found[place], expected[i], strict=True))
+
+
+@pytest.mark.parametrize("side", ["q", "kv"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_table_has_every_tile_once_and_the_longest_sequences_first(side: str, whole: bool) -> None:
+    tiled = maps.Tiled(side, 64, (128, 256), (300, 300), whole)  # type: ignore[arg-type]
+    table = maps.tile_map(Lengths("packed", CU, CU, 259, 259), 1, tiled, CU.device)
+    count = int(table[0, 0])
+    slot = 128 if side == "q" else 256
+    sizes = CU.diff().tolist()
+    expected = {}
+    at = 0
+    for start, size in zip(CU.tolist(), sizes, strict=False):
+        covered = max(-(-size // slot), 1) * slot if whole else size
+        expected |= {(start, at, top): size for top in range(0, covered, 64)}
+        at += max(-(-size // slot), 1) * slot
+    rows = table[1 : 1 + count].tolist()
+    column = 6 if side == "q" else 7
+    assert count <= table.shape[0] - 1
+    if not whole:  # sequences without a token start where others do
+        assert {(row[2], row[column], row[1]) for row in rows} == set(expected)
+    assert len(rows) == len(expected)
+    lengths = [row[3] for row in rows]
+    assert lengths == sorted(lengths, reverse=True)
+    assert all(row[1] < max(row[3], 1) or whole for row in rows)
+
+
+def test_a_table_is_kept_until_its_lengths_change() -> None:
+    cu = CU.clone()
+    lengths, tiled = Lengths("packed", cu, cu, 259, 259), maps.Tiled("q", 64, (128, 128), (300, 300))
+    table = maps.tile_map(lengths, 1, tiled, cu.device)
+    assert maps.tile_map(Lengths("packed", cu, cu, 259, 259), 1, tiled, cu.device) is table
+    other = cu.clone()
+    assert maps.tile_map(Lengths("packed", cu, other, 259, 259), 1, tiled, cu.device) is not table
+    cu[1] = 30
+    changed = maps.tile_map(lengths, 1, tiled, cu.device)
+    assert changed[1 : 1 + int(changed[0, 0]), 3].tolist().count(30) == 1
+
+
+def test_the_kernel_that_casts_queries_refuses_lengths() -> None:
+    _, _, spec = Documents(((5, 5),), head_dim=128, head_dim_v=128).together(Documents(((5, 5),), head_dim=128).parts())
+    device = Device("cuda", "H200", (9, 0))
+    assert "packed" in " ".join(TritonOnePass().refusals(spec, device))
+    assert BACKEND.kernels[0].refusals(spec, Device("cpu", "CPU")) == []
