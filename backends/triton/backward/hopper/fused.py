@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...tile_map import ROW as TABLE_ROW
+from ...tile_rows import ROW as TABLE_ROW
 from ..layout import BLOCK
 from .shared import (
     CONSUMERS,
