@@ -13,10 +13,10 @@ from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from .choosing.choice import Choice
-from .dispatch import operators, unequal
+from .dispatch import more_tensors, operators
 from .dispatch.context import asked_in_context, asked_in_environment, current, wished
 from .dispatch.memory import execution_of, executions
-from .dispatch.question import Question, check_askable, decide, inputs_of, key_of, settled
+from .dispatch.question import Question, check_askable, decide, inputs_of, key_of, settled, wants_gradients
 from .dispatch.sequences import Jagged
 from .kernels.contract import Inputs
 from .problem.mask import Alignment
@@ -55,6 +55,7 @@ def attention(
     q_lengths: Tensor | None = None,
     kv_lengths: Tensor | None = None,
     padding_side: str = "right",
+    sinks: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale · q kᵀ) v by the fastest plan that is accurate enough.
 
@@ -84,6 +85,10 @@ def attention(
     read and gives 0, LSE minus infinity and no gradient.  Masks are aligned within each sequence.  Jagged nested
     tensors give nested ones.
 
+    ``sinks`` (H,): a logit for each query head that takes part in the softmax's sum and carries no value, as gpt-oss
+    learns them; not scaled, capped or masked.  It has a gradient, and the LSE includes it; a query that sees no key
+    has the sink as its LSE.
+
     Raises InputError for invalid arguments, UnknownBackendError, RefusedError with reasons and alternatives if a named
     plan cannot serve, BudgetError if it is not known to keep a named ``max_error``, NoPlanError if no plan can serve or
     keep it.
@@ -92,16 +97,18 @@ def attention(
         is_causal, window, causal_alignment, scale, softcap, enable_gqa, layout, dtype, backend, max_error, return_lse,
         q_descale, k_descale, v_descale,
     )  # fmt: skip
-    whole = cu_seqlens_q is None and cu_seqlens_kv is None and q_lengths is None and kv_lengths is None
-    if not (whole and max_seqlen_q is None and max_seqlen_kv is None and padding_side == "right" and layout != "thd"):
-        lengths = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, q_lengths, kv_lengths, padding_side)
-        return unequal.attention(Question(q, k, v, *others, *lengths))
+    alone = (
+        sinks is None and cu_seqlens_q is None and cu_seqlens_kv is None and q_lengths is None and kv_lengths is None
+    )
+    if not (alone and max_seqlen_q is None and max_seqlen_kv is None and padding_side == "right" and layout != "thd"):
+        more = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, q_lengths, kv_lengths, padding_side, sinks)
+        return more_tensors.attention(Question(q, k, v, *others, *more))
     if is_compiling():
         return operators.attention(Question(q, k, v, *others))
     # A nested tensor, a subclass or mode with a say of its own, a symbol of torch.fx.
     if has_torch_function_variadic(q, k, v):
         if any(isinstance(x, Tensor) and x.layout is torch.jagged for x in (q, k, v)):
-            return unequal.nested_attention(Question(q, k, v, *others))
+            return more_tensors.nested_attention(Question(q, k, v, *others))
         return handle_torch_function(attention, (q, k, v), q, k, v, **Question(q, k, v, *others).named)
     try:
         if not ordinary(q, k, v):
@@ -162,5 +169,4 @@ def explain(question: Question) -> Choice:
     check_askable(*question[:3], question.window)
     q, k, v = as_autocast(*question[:3])
     question = question._replace(q=q, k=k, v=v)
-    training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    return decide(question, training, settled(question, current()))
+    return decide(question, wants_gradients(q, k, v, question.sinks), settled(question, current()))

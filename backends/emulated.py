@@ -117,6 +117,7 @@ class EmulatedBackward(_Emulated, BackwardKernel):
     the LSE is computed again: exp(S - LSE) sums to one over a row only for the S that made the LSE.
     """
 
+    from_lse = True
     needs_lse = False
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -82,6 +82,8 @@ class ReferenceForward(ForwardKernel):
 class ReferenceBackward(BackwardKernel):
     """The gradients by the chain rule, from the LSE; rowsum(dO∘O) as rowsum(P∘dP), free of the output's rounding."""
 
+    from_lse = True
+
     def __init__(self, precision: str) -> None:
         self.name = f"reference:{precision}"
         self.rows = _ROWS

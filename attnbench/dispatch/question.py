@@ -11,6 +11,7 @@ from ..choosing.choice import Choice
 from ..choosing.selector import choose
 from ..errors import InputError
 from ..kernels.contract import Inputs
+from ..kernels.sinks import check_sinks
 from ..problem.dtypes import FROM_TORCH
 from ..problem.lengths import Lengths, packed, padded
 from ..problem.mask import Alignment
@@ -20,7 +21,7 @@ from ..problem.tensors import granularity, mask_of, quantised
 from .context import Wish, check_budget
 from .sequences import packed_views, sizes_of
 
-__all__ = ["Question", "check_askable", "decide", "inputs_of", "key_of", "resolved", "settled"]
+__all__ = ["Question", "check_askable", "decide", "inputs_of", "key_of", "resolved", "settled", "wants_gradients"]
 
 
 class Question(NamedTuple):
@@ -50,6 +51,7 @@ class Question(NamedTuple):
     q_lengths: Tensor | None = None
     kv_lengths: Tensor | None = None
     padding_side: str = "right"
+    sinks: Tensor | None = None
 
     @property
     def named(self) -> dict[str, Any]:
@@ -72,6 +74,11 @@ def key_of(
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, others, shared, training,
         wish, where,
     )  # fmt: skip
+
+
+def wants_gradients(*tensors: Tensor | None) -> bool:
+    """Whether autograd records what is made of these."""
+    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors)
 
 
 def check_askable(q: object, k: object, v: object, window: object) -> None:
@@ -122,6 +129,8 @@ def resolved(question: Question) -> tuple[Question, Lengths | None]:
     """
     starts_q, starts_kv = question.cu_seqlens_q, question.cu_seqlens_kv
     longest, lengths = (question.max_seqlen_q, question.max_seqlen_kv), (question.q_lengths, question.kv_lengths)
+    if not (question.sinks is None or isinstance(question.sinks, Tensor)):
+        raise InputError(f"sinks must be a torch.Tensor, not {type(question.sinks).__name__}")
     is_packed, is_padded = question.layout == "thd", lengths != (None, None)
     if not is_packed and (starts_q, starts_kv, *longest) != (None, None, None, None):
         raise InputError('cu_seqlens_* and max_seqlen_* go with packed tensors (T, H, D): pass layout="thd"')
@@ -217,6 +226,8 @@ def _spec(question: Question, training: bool, lengths: Lengths | None) -> Attent
         raise InputError(
             f"q has {q[heads]} heads and k has {k[heads]}; enable_gqa=True lets query heads share key heads"
         )
+    if question.sinks is not None:
+        check_sinks(question.sinks, q[heads], devices[0])
     if lengths is None:
         sizes: dict[str, Any] = {"batch": q[0], "seqlen_q": q[length], "seqlen_kv": k[length]}
     else:
@@ -234,6 +245,7 @@ def _spec(question: Question, training: bool, lengths: Lengths | None) -> Attent
         direction="training" if training else "forward",
         return_lse=question.return_lse,
         descale=descale,
+        sinks=question.sinks is not None,
     )
 
 

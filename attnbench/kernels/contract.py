@@ -64,13 +64,14 @@ class Inputs(NamedTuple):
     ``q`` (B, H, Sq, D), ``k`` (B, Hkv, Skv, D) and ``v`` (B, Hkv, Skv, Dv) have any strides.  All three are
     ``Quantised`` if the caller quantised them; only kernels whose row names descales get those.
     ``lengths`` are those of a packed batch, of which B is 1, or of a padded one; only kernels whose row names that
-    batch get those.
+    batch get those.  ``sinks`` (H,) no kernel gets: ``Execution`` adds them to what a kernel returns.
     """
 
     q: Tensor | Quantised
     k: Tensor | Quantised
     v: Tensor | Quantised
     lengths: Lengths | None = None
+    sinks: Tensor | None = None
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor | Quantised], lengths: Lengths | None = None) -> Inputs:
@@ -222,11 +223,21 @@ class BackwardKernel(Kernel):
     """dq, dk, dv of a forward that has run.
 
     ``follows`` names the forwards that it can follow, by name (``te:fp8``) or by what they ``leave`` (``e4m3``); None
-    stands for all.  ``needs_lse`` says whether it reads the forward's LSE.
+    stands for all.  ``needs_lse`` says whether it reads the forward's LSE; ``from_lse`` whether its probabilities are
+    exp(S - LSE) and its deltas those of the output, for whatever LSE and output it is given and no private state: so it
+    makes the gradients of attention with sinks.
     """
 
     follows: tuple[str, ...] | None = None
     needs_lse: bool = True
+    from_lse: bool = False
+
+    def refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
+        """As of any kernel; and sinks, where gradients do not follow from the LSE alone."""
+        reasons = super().refusals(spec, device)
+        if spec.sinks and not self.from_lse:
+            reasons.append("computes no gradients from a given log-sum-exp, as those with sinks are")
+        return reasons
 
     def accepts(self, forward: ForwardKernel) -> bool:
         """Whether ``follows`` names the forward or what it leaves."""

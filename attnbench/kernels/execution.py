@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from .contract import BackwardKernel, ForwardKernel, Inputs, Operands, Result, S
 from .devices import bind
 from .guard_hook import watching
 from .plan import Plan
+from .sinks import gradient_of_sinks, with_sinks
 
 __all__ = ["Execution"]
 
@@ -44,11 +46,19 @@ class Execution:
         """(out, lse) of the inputs; out carries gradients where the spec asks for training."""
         if self.backward is None:
             return self.answer(inputs)[1][:2]
-        out, lse = _recorded(*inputs.unquantised(), inputs, self)  # type: ignore[no-untyped-call]
+        out, lse = _recorded(*inputs.unquantised(), inputs.sinks, inputs, self)  # type: ignore[no-untyped-call]
         return out, lse
+
+    @cached_property
+    def without_sinks(self) -> Execution:
+        """What the kernels are asked."""
+        return replace(self, spec=self.spec.replace(sinks=False))
 
     def answer(self, inputs: Inputs) -> tuple[Operands, Result]:
         """The forward kernel's operands and result; nothing is recorded for gradients."""
+        if inputs.sinks is not None:
+            operands, result = self.without_sinks.answer(inputs._replace(sinks=None))
+            return operands, with_sinks(result, inputs.sinks)
         forward, on_gpu = self.forward, inputs.is_cuda
         if on_gpu:
             bind(inputs.device)
@@ -81,7 +91,7 @@ class Execution:
         with _as_written(grad_out.device):
             gradients = self.backward.run(saved, grad_out)
         watcher = watching.active
-        if watcher is not None:
+        if watcher is not None and not self.spec.sinks:  # what they change a guard does not know
             watcher.derived(self, saved.operands, grad_out, gradients)
         return gradients
 
@@ -95,9 +105,9 @@ def _as_written(device: torch.device) -> AbstractContextManager[object]:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs, execution: Execution
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, inputs: Inputs, execution: Execution
     ) -> tuple[Tensor, Tensor | None]:
-        """``inputs`` holds q, k and v, which torch wants one by one: gradients flow into them."""
+        """``inputs`` holds q, k, v and sinks, which torch wants one by one: gradients flow into them."""
         operands, (out, lse, state) = execution.answer(inputs)
         q_, k_, v_ = (_Kept.of(x) for x in (operands.q, operands.k, operands.v))
         ctx.spec, ctx.kept = operands.spec, (q_.of_what, k_.of_what, v_.of_what)
@@ -106,17 +116,17 @@ class _Attention(torch.autograd.Function):
         lengths = operands.lengths
         own = (None, None) if lengths is None else (lengths.q, None if lengths.square else lengths.kv)
         ctx.lengths = None if lengths is None else (lengths.square, replace(lengths, q=None, kv=None))
-        ctx.save_for_backward(*q_.tensors, *k_.tensors, *v_.tensors, *own, out, lse)
+        ctx.save_for_backward(*q_.tensors, *k_.tensors, *v_.tensors, *own, sinks, out, lse)
         ctx.state, ctx.execution = state, execution
         watcher = watching.active
-        ctx.sample = None if watcher is None else watcher.sample(execution, inputs)
+        ctx.sample = None if watcher is None or sinks is not None else watcher.sample(execution, inputs)
         if lse is not None:
             ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, own_q, own_kv, out, lse = ctx.saved_tensors
+        *tensors, own_q, own_kv, sinks, out, lse = ctx.saved_tensors
         lengths = None
         if ctx.lengths is not None:
             square, facts = ctx.lengths
@@ -124,14 +134,16 @@ class _Attention(torch.autograd.Function):
         q, k, v = (_Kept(tensors[i * 3 : i * 3 + 3], of_what).operand() for i, of_what in enumerate(ctx.kept))
         with torch.no_grad():
             saved = Saved(Operands(ctx.spec, q, k, v, lengths=lengths), out, lse, ctx.state)
-            gradients = ctx.execution.gradients(saved, grad_out)
+            gradients: tuple[Tensor, ...] = ctx.execution.gradients(saved, grad_out)
             if ctx.sample is not None:
                 ctx.sample.derived(grad_out, gradients)
+            if sinks is not None:
+                gradients = (*gradients, gradient_of_sinks(sinks, out, lse, grad_out))
         wanted = zip(gradients, ctx.needs_input_grad, strict=False)
         found = [gradient if needed else None for gradient, needed in wanted]
         if torch.is_grad_enabled():  # create_graph=True: somebody may differentiate these
             found = [None if each is None else _Underived.apply(each, out, grad_out) for each in found]  # type: ignore[no-untyped-call]
-        return *found, None, None
+        return *found, *[None] * (6 - len(found))
 
 
 # What ``_Attention.apply`` does when no transform of torch.func is active: ``attention`` has checked its tensors, and

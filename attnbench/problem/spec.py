@@ -36,7 +36,8 @@ class AttentionSpec:
 
     With ``lengths`` sequences have lengths of their own, and the mask is aligned within each.  ``batch`` counts the
     sequences, and ``seqlen_q`` and ``seqlen_kv`` bound their lengths: of a packed batch rounded up (``bucket``), of a
-    padded one those of its rows.
+    padded one those of its rows.  ``sinks``: each query head has one more logit, which takes part in the softmax's sum
+    and carries no value.
 
     Raises InputError where the numbers describe no attention.
     """
@@ -56,6 +57,7 @@ class AttentionSpec:
     return_lse: bool = False
     descale: Granularity | None = None
     lengths: LengthsKind | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -70,6 +72,10 @@ class AttentionSpec:
             raise InputError(f"direction must be forward or training, not {brief(self.direction)}")
         if not isinstance(self.return_lse, bool):
             raise InputError(f"return_lse must be True or False, not {brief(self.return_lse)}")
+        if not isinstance(self.sinks, bool):
+            raise InputError(f"sinks must be True or False, not {brief(self.sinks)}")
+        if self.sinks and (self.descale is not None or (self.lengths is not None and self.lengths.batch != "packed")):
+            raise InputError("sinks go with tensors that are not quantised, of one length or packed, not padded")
         if self.descale not in (None, *GRANULARITIES):
             raise InputError(f"descale must be one of {', '.join(GRANULARITIES)}, not {brief(self.descale)}")
         if (self.descale is not None) != (self.dtype in FP8_DTYPES):
@@ -135,9 +141,11 @@ class AttentionSpec:
             raise InputError(f"not a spec: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, in plain JSON types; without ``lengths`` where all sequences have one length."""
+        """Every field, in plain JSON types; without ``lengths`` and ``sinks`` where there are none."""
         found = asdict(self)
-        del found["lengths"]
+        del found["lengths"], found["sinks"]
+        if self.sinks:
+            found["sinks"] = True
         return found if self.lengths is None else {**found, "lengths": self.lengths.to_dict()}
 
     def replace(self, **changes: Any) -> AttentionSpec:
@@ -201,6 +209,8 @@ class AttentionSpec:
             parts.append("lse")
         if self.lengths is not None:
             parts.append(str(self.lengths))
+        if self.sinks:
+            parts.append("sinks")
         return " ".join([*parts, self.direction])
 
 

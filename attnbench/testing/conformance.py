@@ -22,6 +22,7 @@ from ..tables.environment import Environment
 from .conformance_batches import served
 from .conformance_checks import CHECKS, Check
 from .conformance_report import Finding, Report
+from .conformance_sinks import served_with_sinks
 from .conformance_subject import Subject, shrunk
 
 __all__ = ["check_backend"]
@@ -193,6 +194,8 @@ def _drawn(subject: Subject, check: Check, count: int) -> list[AttentionSpec]:
     if check.batch is not None:
         specs = subject.mixed(check.name, _TRIES * count)
         return [spec for spec in specs if spec.descale is None and served(subject, spec, check.batch)][:count]
+    if check.sinks:
+        return [spec for spec in subject.mixed(check.name, _TRIES * count) if served_with_sinks(subject, spec)][:count]
     if check.mixed:
         return subject.mixed(check.name, count)
     name = _SHARED if count == _FEW and not check.features else check.name

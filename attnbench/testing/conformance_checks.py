@@ -37,6 +37,7 @@ from .conformance_numbers import (
     strided,
     windowed,
 )
+from .conformance_sinks import sunk
 from .conformance_subject import Subject
 
 __all__ = ["CHECKS", "Check"]
@@ -49,7 +50,7 @@ class Check:
     ``wrong`` says what is wrong on a spec; ``look`` tells the author where to look.  Specs have ``features`` beyond the
     plain one, or ``mixed`` ones at random.  ``after`` names checks that must not have failed; ``only`` limits it to
     plans of one direction, ``on`` to a device type.  ``typical`` takes large plain specs, one for each dtype, which are
-    not shrunk.
+    not shrunk; ``batch`` and ``sinks`` specs that are served so.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Check:
     on: str | None = None
     typical: bool = False
     batch: Batch | None = None
+    sinks: bool = False
     count: int = 4
 
 
@@ -259,6 +261,14 @@ CHECKS: tuple[Check, ...] = (
         count=12,
     ),
     *map(_of_batch, BATCHES),
+    Check(
+        name="sinks",
+        wrong=sunk,
+        look="the log-sum-exp's base and sign, and a backward that takes another one than it was given",
+        sinks=True,
+        mixed=True,
+        after=(*_SAME, "LSE", "empty rows", "combinations"),
+    ),
     Check(
         name="shared GPU",
         wrong=shared,

@@ -250,6 +250,10 @@ class Subject:
             found["dq"], found["dk"], found["dv"] = self.backward.run(Saved(operands.kept(), out, lse, state), grad_out)
         return found
 
+    def allowed(self, spec: AttentionSpec) -> float:
+        """The error that the plan's results may have, relative L2."""
+        return _STRAY * self.declared(spec) + torch.finfo(gradient_dtype(spec)).eps
+
     def wrong(self, spec: AttentionSpec, values: Values, truth: Truth) -> str | None:
         """What is wrong with the numbers of these values beside the truth, None where nothing is."""
         return next(self._wrong(spec, values, truth), None)

@@ -80,6 +80,7 @@ class CudnnForward(ForwardKernel):
 class CudnnBackward(BackwardKernel):
     """A backward in 16 bits, after any forward that returns out and its log-sum-exp."""
 
+    from_lse = True
     backend: str
     left_open: bool = True
     evidence: Mapping[str, str] = {"cuda": BACKWARD_EVIDENCE}

@@ -114,6 +114,7 @@ class Fa2Forward(_Fa2, ForwardKernel):
 class Fa2Backward(_Fa2, BackwardKernel):
     """``flash_attn::_flash_attn_backward``, on this or another forward's output and log-sum-exp."""
 
+    from_lse = True
     errors = DECLARED_GRADIENT_ERROR
     preference = 16
     evidence: Mapping[str, str] = {"cuda": r"(?<!pytorch_)flash::flash_bwd"}

@@ -115,6 +115,7 @@ class Fa3Forward(ForwardKernel):
 class Fa3Backward(BackwardKernel):
     """The operator ``bwd``, on this or another forward's output and log-sum-exp."""
 
+    from_lse = True
     preference = 14
     evidence: Mapping[str, str] = {"cuda": r"FlashAttnBwdSm90"}
 

@@ -154,6 +154,7 @@ class Fa4Fp8Forward(ForwardKernel):
 class Fa4Backward(_Fa4, BackwardKernel):
     """``flash_attn.cute.interface._flash_attn_bwd``, after any forward that returns out and its log-sum-exp."""
 
+    from_lse = True
     errors = DECLARED_GRADIENT_ERROR
     preference = 5
     evidence: Mapping[str, str] = {"cuda": _EVIDENCE_BACKWARD}

@@ -95,6 +95,7 @@ class CudnnForward(_SdpaCudnn, ForwardKernel):
 class CudnnBackward(_SdpaCudnn, BackwardKernel):
     """``aten::_scaled_dot_product_cudnn_attention_backward``."""
 
+    from_lse = True
     errors = DECLARED_GRADIENT_ERROR
     preference = 10
     evidence: Mapping[str, str] = {"cuda": BACKWARD_EVIDENCE}

@@ -102,6 +102,7 @@ class EfficientForward(_Efficient, ForwardKernel):
 class EfficientBackward(_Efficient, BackwardKernel):
     """``aten::_efficient_attention_backward``."""
 
+    from_lse = True
     errors = DECLARED_GRADIENT_ERROR
     preference = 30
     evidence: Mapping[str, str] = {"cuda": r"fmha_cutlassB"}

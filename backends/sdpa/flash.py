@@ -130,6 +130,7 @@ class FlashForward(_Flash, ForwardKernel):
 class FlashBackward(_Flash, BackwardKernel):
     """``aten::_flash_attention_backward`` on CUDA, ``…_flash_attention_for_cpu_backward`` on the CPU."""
 
+    from_lse = True
     errors = DECLARED_GRADIENT_ERROR
     preference = 20
     evidence: Mapping[str, str] = {

@@ -36,6 +36,7 @@ _LARGEST_HEAD = 128  # dK and dV of a block of 128 keys fill the registers of 8 
 class TritonBackward(BackwardKernel):
     """Two kernels over FP8 operands, after a pass that quantises dO and copies what tensor cores cannot transpose."""
 
+    from_lse = True
     follows = ("e4m3",)
 
     def __init__(self, name: str, *, narrow: bool, declared_error: float, tiles: Tiles | None = None) -> None:

@@ -1,4 +1,4 @@
-"""``attention`` of sequences of unequal length: packed end to end, padded, or jagged nested tensors.
+"""``attention`` of more tensors than q, k and v: lengths of packed, padded or jagged nested sequences, and sinks.
 
 The key under which a choice is remembered has the counts of a packed batch in buckets, so that a training with new
 lengths at each step asks for few choices.
@@ -15,32 +15,38 @@ from ..kernels.contract import Inputs
 from ..problem.tensor_kinds import as_autocast, intercepted, plain
 from .context import asked_in_context, asked_in_environment, wished
 from .memory import execution_of, executions
-from .question import Question, check_askable, key_of, resolved
+from .question import Question, check_askable, key_of, resolved, wants_gradients
 from .sequences import Jagged, sizes_of
 
 __all__ = ["attention", "nested_attention"]
 
 
 def attention(question: Question) -> Tensor | tuple[Tensor, Tensor]:
-    """``attnbench.attention`` with lengths.  Raises InputError in compiled code and under transforms of torch.func."""
+    """``attnbench.attention`` with lengths or sinks.  Raises InputError in compiled code and under transforms of
+    torch.func.
+    """
     check_askable(*question[:3], question.window)
     if is_compiling() or intercepted(*question[:3]):
         raise InputError(
-            "packed and padded batches are not served within torch.compile, torch.export, torch.func or fake tensors; "
-            "call attention outside of them (torch.compiler.disable)"
+            "packed and padded batches and sinks are not served within torch.compile, torch.export, torch.func or fake "
+            "tensors; call attention outside of them (torch.compiler.disable)"
         )
     q, k, v = as_autocast(*plain(*question[:3]))
     question = question._replace(q=q, k=k, v=v)
     seen, lengths = resolved(question)
-    if lengths is None:
+    sinks = question.sinks
+    if lengths is None and sinks is None:
         raise InputError("lengths were expected: cu_seqlens_q, q_lengths or kv_lengths")
     q, k, v = seen[:3]
-    training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    training = wants_gradients(q, k, v, sinks)
     wish, variable = asked_in_context(), asked_in_environment()
     heads_first = seen.layout == "bhsd"
     tokens = 2 if heads_first else 1
-    sizes = tuple(sizes_of(lengths, q.shape[0], q.shape[tokens], k.shape[tokens]).items())
-    if lengths.batch == "packed":  # k and v are compared in full, before a remembered choice is used
+    sizes: tuple[object, ...] = () if sinks is None else (sinks.shape, sinks.dtype, sinks.device)
+    if lengths is not None:
+        sizes += tuple(sizes_of(lengths, q.shape[0], q.shape[tokens], k.shape[tokens]).items())
+    is_packed = lengths is not None and lengths.batch == "packed"
+    if is_packed:  # k and v are compared in full, before a remembered choice is used
         if k.shape[2] != v.shape[2]:
             raise InputError(f"k and v must agree in length, got {k.shape[2]} and {v.shape[2]}")
         shapes = [(*x.shape[:2], *x.shape[3:]) for x in (q, k, v)]
@@ -50,8 +56,8 @@ def attention(question: Question) -> Tensor | tuple[Tensor, Tensor]:
     execution = executions.of(key, execution_of, question, training, wished(wish, variable))
     if not heads_first:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    out, lse = execution(Inputs(q, k, v, lengths))
-    if lengths.batch == "packed":
+    out, lse = execution(Inputs(q, k, v, lengths, sinks))
+    if is_packed:
         out, lse = out[0].transpose(0, 1), None if lse is None else lse[0]
     elif not heads_first:
         out = out.transpose(1, 2)
