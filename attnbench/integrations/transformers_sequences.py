@@ -90,7 +90,7 @@ class Sequences:
             return None
         if self.queries is not None:
             out = out.new_zeros(tokens, *out.shape[1:]).index_copy_(0, self.queries, out)
-        return out.view(batch, seqlen_q, *out.shape[1:])
+        return out.view(batch, seqlen_q, *out.shape[1:]).contiguous()
 
     def shown(self, batch: int, seqlen_q: int, seqlen_kv: int) -> Tensor:
         """Which keys are of the query's own sequence, (B, 1, Sq, Skv); padding as a query sees its row's tokens."""

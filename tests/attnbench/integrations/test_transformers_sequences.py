@@ -121,6 +121,9 @@ def test_rows_may_each_hold_several_sequences(calls):
     x, positions = tokens(length=12), torch.stack([torch.arange(12) % 5, torch.arange(12)])
     wanted, found = (step(each, x, position_ids=positions, use_cache=False) for each in (model, ours))
     assert error(found[0], wanted[0]) < 1e-5
+    attend = transformers.AttentionInterface._global_mapping["attnbench"]
+    mask = causal_mask(ours.config, torch.zeros(2, 12, 64), None, position_ids=positions)
+    assert attend(torch.nn.Module(), *torch.randn(3, 2, 4, 12, 16), mask)[0].is_contiguous()  # as models view it
     assert worst(found[1], wanted[1]) < 1e-4
     shared = torch.arange(12)[None] % 6  # one row of positions for all
     assert error(ours(x, position_ids=shared)[0], model(x, position_ids=shared, use_cache=False)[0]) < 1e-5
@@ -143,6 +146,23 @@ def test_places_are_found_once_a_batch_and_kind_of_layer(calls, model, side, mon
     assert len(made) == (1 if model == "Llama" else 2)
     assert len(given) == 4
     assert len({id(each) for each in given}) == len(made)
+
+
+def test_lengths_of_another_type_are_converted_once_for_all_layers_and_anew_when_they_change(calls, monkeypatch):
+    given, attend = [], Calls.attend
+    monkeypatch.setattr(
+        Calls, "attend", lambda *args, **named: given.append(named["cu_seqlens_q"]) or attend(*args, **named)
+    )
+    model, ours = decoders("LlamaConfig", DECODER)
+    x, starts = tokens(batch=1, length=12), torch.tensor([0, 5, 12])
+    for place in (5, 8):
+        starts[1] = place
+        positions = torch.cat([torch.arange(place), torch.arange(12 - place)])[None]
+        found = ours(x, cu_seq_lens_q=starts, use_cache=False).logits
+        assert error(found, model(x, position_ids=positions, use_cache=False).logits) < 1e-5
+    assert given[0] is given[1]
+    assert given[2] is given[3]
+    assert given[2] is not given[0]
 
 
 def test_the_padding_reaches_nothing_and_gets_no_gradient(calls):
