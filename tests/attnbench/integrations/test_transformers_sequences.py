@@ -163,6 +163,13 @@ def test_lengths_of_another_type_are_converted_once_for_all_layers_and_anew_when
     assert given[0] is given[1]
     assert given[2] is given[3]
     assert given[2] is not given[0]
+    with torch.inference_mode():  # whose tensors count no changes
+        starts = starts.clone()
+        for place in (8, 5):
+            starts[1] = place
+            found = ours(x, cu_seq_lens_q=starts, use_cache=False).logits
+            positions = torch.cat([torch.arange(place), torch.arange(12 - place)])[None]
+            assert error(found, model(x, position_ids=positions, use_cache=False).logits) < 1e-5
 
 
 def test_the_padding_reaches_nothing_and_gets_no_gradient(calls):
@@ -340,6 +347,19 @@ def test_what_divides_rows_in_another_way_is_refused(calls):
         ours(x, position_ids=positions, past_key_values=cache)
     with pytest.raises(InputError, match="packed sequences beside a cache"):
         ours(x, position_ids=torch.arange(12)[None] * 2)  # one sequence to transformers, if there is a cache
+
+
+def test_padding_of_other_tokens_than_the_queries_is_refused_where_that_matters(calls):
+    from transformers.masking_utils import create_bidirectional_sliding_window_mask
+
+    embedded, real = torch.zeros(3, 20, 64), padded("right")[1]
+    _, ours = decoders("MistralConfig", {**WINDOWED, **SMALL_WINDOW})
+    with pytest.raises(InputError, match="a padding mask of another batch"):
+        causal_mask(ours.config, embedded, real[:1])
+    with pytest.raises(InputError, match="padding beside a window of other tokens"):
+        create_bidirectional_sliding_window_mask(ours.config, embedded, real, encoder_hidden_states=embedded)
+    mask = create_bidirectional_sliding_window_mask(ours.config, embedded, real)
+    assert mask.sequences.longest_q == 20
 
 
 def test_positions_that_only_seem_to_start_anew(calls):
