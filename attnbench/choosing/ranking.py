@@ -43,13 +43,15 @@ class Ranking:
         Measured times decide beyond their ``noise``.  Within it the more accurate plan wins (errors within a quarter
         count as equal), then the declared order, so that sweeps that differ by noise choose alike.  A predicted time
         wins if it leads the best measured plan of this spec by more than the error of the prediction, or if no plan was
-        measured here.  Plans without a time come last.
+        measured here.  Predictions are compared by the time that each takes if it was too low by its standard error: of
+        many, the lowest is one whose error is wide more often than one whose plan is fast.  Plans without a time come
+        last.
         """
         timed = [each for each in eligible if each.time_ms is not None]
         if not timed:
             return min(eligible, key=self._declared)
         measured = [each for each in timed if each.basis == "measured"]
-        fastest = min(timed, key=_by_time)
+        fastest = min(timed, key=_by_doubted_time)
         if not measured:
             return fastest
         known = self._settled(measured)
@@ -113,6 +115,10 @@ class Ranking:
 
 def _by_time(candidate: Candidate) -> tuple[float, str]:
     return candidate.time_ms or 0.0, str(candidate.plan)
+
+
+def _by_doubted_time(candidate: Candidate) -> tuple[float, str]:
+    return (candidate.time_ms or 0.0) * math.exp(candidate.time_error or 0.0), str(candidate.plan)
 
 
 def _gap(one: Candidate, other: Candidate) -> float:

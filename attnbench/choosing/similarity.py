@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..problem.lengths_kind import Batch
 from ..problem.spec import AttentionSpec, Direction, Granularity
 
-__all__ = ["SpecClass", "class_of", "distance", "sizes"]
+__all__ = ["SpecClass", "class_of", "distance", "of_one_length", "sizes"]
 
 
 class SpecClass(NamedTuple):
@@ -74,3 +74,19 @@ def sizes(spec: AttentionSpec) -> tuple[int, int, int, int]:
 def distance(one: AttentionSpec, other: AttentionSpec) -> float:
     """Sum of the doublings between two specs in batch × heads, queries, keys and group."""
     return sum(abs(math.log2(a / b)) for a, b in zip(sizes(one), sizes(other), strict=True))
+
+
+def of_one_length(spec: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec]:
+    """The two specs of one length that speak for sequences of unequal length, of errors and of times.
+
+    The first has as many sequences, all as long as the longest: errors grow with the keys.  The second has about as
+    many tokens and as much work: sequences of ``LengthsKind.typical`` length.  Both are the same for padded rows, whose
+    lengths are not known.
+    """
+    lengths, longest = spec.lengths, spec.replace(lengths=None)
+    if lengths is None or lengths.total_q is None:
+        return longest, longest
+    totals = lengths.total_q, lengths.total_kv
+    each = zip((spec.seqlen_q, spec.seqlen_kv), totals, strict=True)
+    queries, keys = (max(1, round(lengths.typical(most, spec.batch, total))) for most, total in each)
+    return longest, longest.replace(batch=max(1, round(lengths.total_q / queries)), seqlen_q=queries, seqlen_kv=keys)

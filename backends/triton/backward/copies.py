@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ...common.layout import rounded_up
 from ..launching import KEPT, Launch, Launches, addresses
-from ..tile_map import ROW, Tiled
+from ..tile_map import Tiled
+from ..tile_rows import ROW
 
 __all__ = ["PADDING", "TOKENS", "Laid", "Own", "Wanted", "aligned", "lay_out", "lay_out_together", "padded", "ready"]
 

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from ..arithmetic import bound, probabilities, product, steps, to_bf16, to_e4m3, turned, visible
-from ..tile_map import ROW
+from ..tile_rows import ROW, scale_of_keys
 
 __all__ = ["key_gradients"]
 
@@ -192,8 +192,14 @@ def key_gradients(
     real = key < seqlen_kv
     k_place = k_descale + batch * k_batch + own * k_head
     v_place = v_descale + batch * v_batch + own * v_head
-    k_own = tl.load(k_place + key.to(tl.int64) * k_token, mask=real, other=0.0) if k_varies else tl.load(k_place)
-    v_own = tl.load(v_place + key.to(tl.int64) * v_token, mask=real, other=0.0) if v_varies else tl.load(v_place)
+    if k_varies:
+        k_own = tl.load(k_place + key.to(tl.int64) * k_token, mask=real, other=0.0)
+    else:
+        k_own = scale_of_keys(k_place, seqlen_kv, tiles)
+    if v_varies:
+        v_own = tl.load(v_place + key.to(tl.int64) * v_token, mask=real, other=0.0)
+    else:
+        v_own = scale_of_keys(v_place, seqlen_kv, tiles)
     k = k_desc.load([k_first + n, 0])
     v = v_desc.load([k_first + n, 0])
     dk = tl.zeros([block_n, head_dim], tl.float32)

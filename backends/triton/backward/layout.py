@@ -18,7 +18,8 @@ from ...common.layout import rounded_up
 from ..arithmetic import to_bf16, to_e4m3
 from ..descales import steps
 from ..launching import KEPT, Launch, Launches, addresses
-from ..tile_map import ROW, Tiled, scale_of_keys
+from ..tile_map import Tiled
+from ..tile_rows import ROW, scale_of_keys
 from .copies import PADDING, Laid, Own, aligned, padded, ready
 
 __all__ = ["BLOCK", "LOG2E", "PEAK", "VECTORS", "Gradient", "lay_out_gradient"]

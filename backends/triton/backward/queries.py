@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..arithmetic import bound, probabilities, product, steps, to_bf16, to_e4m3, turned, visible
-from ..tile_map import ROW, scale_of_keys
+from ..tile_rows import ROW, scale_of_keys
 
 __all__ = ["query_gradients"]
 

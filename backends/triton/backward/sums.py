@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..arithmetic import turned
-from ..tile_map import ROW
+from ..tile_rows import ROW
 
 __all__ = ["ROWS", "finish_query_gradients"]
 

@@ -15,7 +15,7 @@ from attnbench.errors import InputError
 from attnbench.kernels.capabilities import Capabilities, Device
 from attnbench.kernels.contract import ForwardKernel, Inputs, Operands, Result
 from attnbench.kernels.devices import describe
-from attnbench.problem.fp8 import Quantised, Recipe
+from attnbench.problem.fp8 import BLOCK, Quantised, Recipe
 from attnbench.problem.lengths import Lengths
 from attnbench.problem.lengths_kind import BATCHES
 from attnbench.problem.spec import GRANULARITIES, AttentionSpec
@@ -115,15 +115,17 @@ class TritonForward(ForwardKernel):
         )  # fmt: skip
         return made
 
-    def _of_values(self, wanted: Request, made: Quantisation) -> Quantised:
+    def _of_values(self, wanted: Request, made: Quantisation, block: int = BLOCK) -> Quantised:
         """V as an operand; of sequences in slots rows that were not asked for are quantised when they are read."""
         if wanted.unequal is None or wanted.rows:
-            return made.operand(self.recipe)
+            return made.operand(self.recipe, block=block)
         _, quantise = _modules()
 
         def rows() -> Tensor:
             with alone(wanted.x.device):
-                again: Tensor = quantise.quantised_together([wanted._replace(rows=True)], self.recipe)[0].rows
+                again: Tensor = quantise.quantised_together([wanted._replace(rows=True)], self.recipe, block=block)[
+                    0
+                ].rows
             return again
 
         return Deferred.of(rows, lambda: made.descale, self.recipe.granularity)
@@ -204,9 +206,7 @@ class TritonOnePass(TritonForward):
     def __init__(self, tile: Tile | None = None) -> None:
         super().__init__("fp8-block", tile)
         self.name, self.mixes = "triton:fp8-onepass", False
-        rows = {
-            device: replace(row, dtypes=("bf16", "fp16"), descales=(), lengths=()) for device, row in self.rows.items()
-        }
+        rows = {device: replace(row, dtypes=("bf16", "fp16"), descales=()) for device, row in self.rows.items()}
         # Up to 64 the kernel that casts takes 1.2 to 1.4 times as long on an H200 as the plain one.
         self.rows = {**rows, "cuda": replace(rows["cuda"], head_dims=(65, HEAD_DIMS[-1], 1), softcap=False)}
         self.evidence = {**self.evidence, "cpu": rf"^{self.name}$"}
@@ -223,23 +223,24 @@ class TritonOnePass(TritonForward):
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """K in rows and V transposed, in one launch; for training V in rows as well."""
         q, k, v = inputs.unquantised()
-        (forward, quantise), tile = _modules(), self._tile(spec, q.device)
-        q, request, of = q.detach(), quantise.Request, forward.Operand
-        v_wanted = request(v.detach(), rows=spec.training, transposed=True, interleaved=tile.interleaved)
+        (forward, quantise), tile, lengths = _modules(), self._tile(spec, q.device), inputs.lengths
+        q, of = q.detach(), forward.Operand
+        k_wanted = quantise.Request(k.detach(), unequal=quantise.unequal(lengths, "kv", tile.block_n))
+        v_wanted = self._values(v, spec, tile, lengths)
         with alone(q.device):
-            made = quantise.quantised_together([request(k.detach()), v_wanted], self.recipe, block=tile.block_n)
-        k_, v_ = (x.operand(self.recipe, block=tile.block_n) for x in made)
+            made = quantise.quantised_together([k_wanted, v_wanted], self.recipe, block=tile.block_n)
+        k_, v_ = made[0].operand(self.recipe, block=tile.block_n), self._of_values(v_wanted, made[1], tile.block_n)
         q_ = _by_token(q)
         values = made[1].transposed
         assert values is not None, "it was asked for"
         if forward.casts(spec, tile, q.device):
             native = forward.laid_out_by_block(
-                spec, tile, q, of(made[0].data, made[0].descale), of(values, made[1].descale)
+                spec, tile, q, of(made[0].data, made[0].descale), of(values, made[1].descale), lengths
             )
         else:
             sides = of(q_.data, q_.descale), of(k_.data, k_.descale), of(values, v_.descale)
-            native = forward.laid_out(spec, tile, *sides)
-        return Operands(spec, q_, k_, v_, native)
+            native = forward.laid_out(spec, tile, *sides, lengths)
+        return Operands(spec, q_, k_, v_, native, lengths)
 
     def _tile(self, spec: AttentionSpec, device: torch.device) -> Tile:
         if self.tile is not None:

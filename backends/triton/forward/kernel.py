@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from ..arithmetic import bound, product, to_bf16, to_e4m3
-from ..tile_map import ROW, scale_of_keys
+from ..tile_rows import ROW, scale_of_keys
 
 __all__ = ["triton_fp8_attention_forward"]
 

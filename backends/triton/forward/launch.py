@@ -138,11 +138,17 @@ def casts(spec: AttentionSpec, tile: Tile, device: torch.device) -> bool:
     return tile.hopper and hopper.runs_on(device) and hopper.serves(spec, per_token=False)
 
 
-def laid_out_by_block(spec: AttentionSpec, tile: Tile, q: Tensor, k: Operand, v: Operand) -> Native:
-    """The input of ``attend`` if it ``casts``: Q in 16 bits; descales of K and V are (B, Hkv, blocks of keys, 1)."""
+def laid_out_by_block(
+    spec: AttentionSpec, tile: Tile, q: Tensor, k: Operand, v: Operand, lengths: Lengths | None = None
+) -> Native:
+    """The input of ``attend`` if it ``casts``: Q in 16 bits; descales of K and V are (B, Hkv, blocks of keys, 1).
+
+    With ``lengths`` they are (B, Hkv, S, 1), each token having its block's.
+    """
     size = padded_size(spec.head_dim)
     operands = _loadable(q, size), _loadable(k.data, size), v.data
-    return _native(spec, tile, operands, (k.descale, k.descale, v.descale), v.descale, casting=True)
+    descales = k.descale, k.descale, v.descale
+    return _native(spec, tile, operands, descales, v.descale, casting=True, lengths=lengths)
 
 
 def retiled(native: Native, tile: Tile) -> Native:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..tile_map import ROW
+from ..tile_rows import ROW
 from .numbers import INFINITY, descale_of, divided, magnitude, narrow, turned_words
 
 __all__ = ["PADDING", "Job", "Size", "cast", "largest_magnitudes"]

@@ -214,8 +214,7 @@ def _zeros(memories: Sequence[_Memory], requests: Sequence[Request]) -> Iterator
     if not shapes:
         return iter(())
     sizes = [rounded_up(math.prod(shape), 4) for shape in shapes]  # each begins at a multiple of 16 bytes
-    parts = torch.zeros(sum(sizes), dtype=torch.int32, device=requests[0].x.device).split(sizes)
-    return iter(parts)
+    return iter(torch.split(torch.zeros(sum(sizes), dtype=torch.int32, device=requests[0].x.device), sizes))
 
 
 class _Outline(NamedTuple):
@@ -291,8 +290,9 @@ def _layout(outlines: tuple[_Outline, ...], recipe: Recipe, asked: Tiles | None,
             written = tiles.rows_flipped if outline.transposed else tiles.rows
             for passes, found, step in ((first, tables[0], tiles.first_rows), (second, tables[1], written)):
                 whole = passes is second and outline.transposed
-                found.append(Tiled("q", step, (slot, slot), (length, length), whole))
-                parts = found[-1].capacity(sequences, batch)
+                tiled = Tiled("q", step, (slot, slot), (length, length), whole)
+                found.append(tiled)
+                parts = tiled.capacity(sequences, batch)
                 turns = (1, heads, parts) if beside else (0, parts, heads)
                 passes.append(Size(0, heads * parts, heads, length, parts, 1, *turns, share))
             continue

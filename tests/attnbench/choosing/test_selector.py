@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnbench import AttentionSpec, Mask, Plan
+from attnbench.choosing.evidence import Evidence
 from attnbench.choosing.selector import choose
 from attnbench.errors import BudgetError, NoPlanError, RefusedError
+from attnbench.problem.lengths_kind import LengthsKind
 from attnbench.tables.table import Entry, Table
 from attnbench.tables.user_table import Known
 
@@ -195,6 +197,26 @@ def test_the_fastest_prediction_wins_where_nothing_was_measured_however_small_it
         assert each.basis == "predicted"
         assert each.chosen.time_ms == min(one.time_ms for one in each.candidates if one.time_ms)
     assert any(each.margin.inside_noise for each in choices)
+
+
+def test_sequences_of_one_length_speak_for_packed_ones_until_a_table_has_such():
+    """Times are those of the typical length, errors those of the longest sequence."""
+    fast, narrow = Plan.parse("fast:bf16"), Plan.parse("fast:fp8")
+    at = [spec(batch=2, seqlen_q=n) for n in (1024, 2048, 4096)]
+    measured = [entry(name, n.flops / 1e9, n) for n in at for name in ("fast:bf16", "fast:fp8")]
+    lengths = LengthsKind(batch="packed", square=True, total_q=16384, total_kv=16384)
+    packed = spec(batch=16, seqlen_q=8192, lengths=lengths)
+    evidence = Evidence(packed, Known.of(table(*measured)))
+    alone = Evidence(evidence.timed, Known.of(table(*measured))).candidate(fast, 0.1, 1.0)
+    found = evidence.candidate(fast, 0.1, 1.0)
+    assert evidence.timed.lengths is None
+    assert 1024 < evidence.timed.seqlen_q < 4096
+    assert evidence.timed.flops == pytest.approx(packed.flops, rel=0.1)
+    assert (found.verdict, found.basis, found.time_ms) == ("eligible", "predicted", alone.time_ms)
+    assert found.time_error > alone.time_error
+    assert evidence.candidate(narrow, 0.1, None).verdict == "unmeasured"  # with 8,192 keys
+    own = entry("fast:bf16", 7.0, packed.replace(batch=8))
+    assert Evidence(packed, Known.of(table(*measured, own))).timed == packed
 
 
 def test_a_plan_that_was_measured_elsewhere_competes_where_others_were_measured():

@@ -256,17 +256,17 @@ def test_every_size_has_a_tile_and_a_measured_one_goes_first() -> None:
 
 def test_heads_take_turns_only_where_their_keys_fit() -> None:
     spec = AttentionSpec.make(batch=2, heads=16, kv_heads=8, seqlen_q=4096, head_dim=128)
-    assert triton_forward._section(spec) == 1
+    assert triton_forward._section(spec, 32) == 1
     causal = spec.replace(mask=Mask(right=0))
-    assert triton_forward._section(causal) == 32
-    assert triton_forward._section(causal.replace(seqlen_kv=2**17)) == 2
-    assert triton_forward._section(causal.replace(seqlen_kv=2**19)) == 2
+    assert triton_forward._section(causal, 32) == 32
+    assert triton_forward._section(causal.replace(seqlen_kv=2**17), 32) == 2
+    assert triton_forward._section(causal.replace(seqlen_kv=2**19), 32) == 2
 
 
 @pytest.mark.parametrize("heads_in_turn", [4, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in (1, 2, 6))])
 def test_every_program_has_a_block_of_its_own(heads_in_turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the section: one that does not divide those of all batches leaves a shorter last one."""
-    monkeypatch.setattr(triton_forward, "_section", lambda _: heads_in_turn)
+    monkeypatch.setattr(triton_forward, "_section", lambda *_: heads_in_turn)
     monkeypatch.setattr(triton_forward, "_layout", triton_forward._layout.__wrapped__)  # no section is kept
     spec = AttentionSpec.make(batch=2, heads=3, seqlen_q=40, head_dim=64, mask=Mask(right=0))
     kernel = backend.TritonForward("fp8", Tile(16, 32, 4, 2))

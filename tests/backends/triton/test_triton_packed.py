@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from packed import Answer, Documents, answers, documents
 
 from attnbench import Mask
-from attnbench.backends.triton import BACKEND, TritonForward, TritonOnePass, TritonWideScores
+from attnbench.backends.triton import TritonForward, TritonOnePass, TritonWideScores
 from attnbench.backends.triton.backward.contract import KERNELS, TritonBackward
-from attnbench.kernels.capabilities import Device
 from examples import examples
 
 pytest.importorskip("triton")
@@ -61,7 +60,7 @@ def allowed(forward: TritonForward, narrow: bool = False) -> float:
         50, MASKS, softcap=st.sampled_from([0.0, 2.0]), head_dim_v=st.sampled_from([24, 32]),
         padding=st.sampled_from([None, None, "left", "right"]),
     ),
-    st.sampled_from([*FORWARDS, TritonWideScores(TILE)]),
+    st.sampled_from([*FORWARDS, TritonWideScores(TILE), TritonOnePass(TILE)]),
 )  # fmt: skip
 def test_each_sequence_is_answered_as_if_it_were_alone(batch: Documents, forward: TritonForward) -> None:
     for found, alone in zip(answers(batch, forward), batch.alone(forward), strict=True):
@@ -145,10 +144,3 @@ def test_a_table_is_kept_until_its_lengths_change() -> None:
     cu[1] = 30
     changed = maps.tile_map(lengths, 1, tiled, cu.device)
     assert changed[1 : 1 + int(changed[0, 0]), 3].tolist().count(30) == 1
-
-
-def test_the_kernel_that_casts_queries_refuses_lengths() -> None:
-    _, _, spec = Documents(((5, 5),), head_dim=128, head_dim_v=128).together(Documents(((5, 5),), head_dim=128).parts())
-    device = Device("cuda", "H200", (9, 0))
-    assert "packed" in " ".join(TritonOnePass().refusals(spec, device))
-    assert BACKEND.kernels[0].refusals(spec, Device("cpu", "CPU")) == []

@@ -38,7 +38,10 @@ LOGNORMAL = (13718, 9466, 7404, 6070, 5095, 4330, 3704, 3176, 2718, 2314, 1950, 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize(("name", "size"), [("fp8", 128), ("fp8-head", 128), ("fp8", 64), ("fp8-token", 128)], ids=str)
 def test_each_sequence_is_what_it_is_alone(name: str, size: int, mask: Mask) -> None:
-    """The forward and the sums over queries to the bit; dQ is added up in bf16 in any order."""
+    """The forward and the fused kernel's dK and dV to the bit; dQ is added up in bf16 in any order.
+
+    Of one length the sums in e4m3 have Hopper kernels, packed the plain ones, which round dS in other blocks.
+    """
     batch = Documents(UNEQUAL, mask, heads=(8, 2), head_dim=size, head_dim_v=size, device=DEVICE)
     forward = TritonForward(name)
     for backward in (WIDE, NARROW):
@@ -50,7 +53,7 @@ def test_each_sequence_is_what_it_is_alone(name: str, size: int, mask: Mask) -> 
                 hidden = y == -torch.inf
                 assert torch.equal(x == -torch.inf, hidden), (which, i)
                 x, y = (each.float().masked_fill(hidden, 0) for each in (x, y))
-                most = max(off, 0.02) if which == "dq" else off
+                most = max(off, 0.03) if which == "dq" or (backward is NARROW and which in ("dk", "dv")) else off
                 assert bool((x - y).norm() <= most * y.norm() + most / 100), (which, i, backward.name)
 
 

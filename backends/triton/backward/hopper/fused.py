@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...tile_map import ROW as TABLE_ROW
+from ...tile_rows import ROW as TABLE_ROW
 from ..layout import BLOCK
 from .shared import (
     CONSUMERS,
@@ -187,8 +187,8 @@ def _sum_up(
             tiles, before, after, aligned
         )
         at = (batch.to(gl.int64) * kv_heads + kv_head) * stored + k_start
-        # Descales of a sequence have the places of its tokens, one behind the other.
-        k_place = k_descale + batch.to(gl.int64) * k_batch + kv_head * k_head + k_start
+        # Descales of a sequence have the places of its tokens, one behind the other; the last may have none.
+        k_place = k_descale + batch.to(gl.int64) * k_batch + kv_head * k_head + gl.minimum(k_start, stored - 1)
     first, whole, parted, blocks = span_of_queries(first_key, seqlen_q, seqlen_kv, before, after, block_m, left, right)
     key = first_key + which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     since, upto = key - after if right else key * 0, key + before

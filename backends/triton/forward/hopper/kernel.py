@@ -53,15 +53,15 @@ def _load(
             span = span_of_keys(top, seqlen_q, seqlen_kv, low, high, block_m, block_n, left, right)
             batch, head = head_index // heads, head_index % heads
         else:
-            own = sequence_at(tiles, block, low, high, aligned)
-            top = own[1]
-            span = span_of_keys(top, own[3], own[5], own[7], own[8], block_m, block_n, left, right)
-            batch, head = own[0], head_index
+            sequence = sequence_at(tiles, block, low, high, aligned)
+            top = sequence[1]
+            span = span_of_keys(top, sequence[3], sequence[5], sequence[7], sequence[8], block_m, block_n, left, right)
+            batch, head = sequence[0], head_index
         first, blocks = span[0], span[3]
         kv_head = head // group
         q_row = batch * q_by_batch + head * q_by_head + top
         if tiles is not None:
-            q_row += own[2]
+            q_row += sequence[2]
         for i in gl.static_range(CONSUMERS):
             mbarrier.wait(q_emptied.index(i), q_phase)
             mbarrier.expect(q_filled.index(i), q.block_type.nbytes)
@@ -71,20 +71,26 @@ def _load(
         v_row = (batch * (heads // group) + kv_head) * head_dim_v
         v_column = first
         if tiles is not None:
-            k_row += own[4]
+            k_row += sequence[4]
             v_row = kv_head * head_dim_v
-            v_column += own[6]
+            v_column += sequence[6]
         if casting:
-            k_factor = k_factors + batch.to(gl.int64) * k_batch + kv_head * k_head + first // block_n
-            v_factor = v_factors + batch.to(gl.int64) * v_batch + kv_head * v_head + first // block_n
-            unit = gl.load(v_factor)
+            if tiles is None:  # blocks of all heads that have none behind them end here
+                begin, apart = gl.minimum(first, seqlen_kv - 1) // block_n, 1
+                some = seqlen_kv > 0
+            else:  # each token's place has its block's
+                begin, apart = sequence[4] + gl.minimum(first, sequence[5] - 1), block_n
+                some = sequence[5] > 0
+            k_factor = k_factors + batch.to(gl.int64) * k_batch + kv_head * k_head + begin
+            v_factor = v_factors + batch.to(gl.int64) * v_batch + kv_head * v_head + begin
+            unit = gl.load(v_factor, mask=some, other=1.0)
             # Of a name that starts as another's value the frontend carries the other through the loop.
             most = unit * 1.0
         for step in range(blocks):
             mbarrier.wait(k_emptied.index(slot), phase)
             if casting:
-                following, most = unit_of(most, gl.load(v_factor + step))
-                set_number(numbers[0].index(slot), gl.load(k_factor + step))
+                following, most = unit_of(most, gl.load(v_factor + step * apart, mask=some, other=1.0))
+                set_number(numbers[0].index(slot), gl.load(k_factor + step * apart, mask=some, other=1.0))
                 set_number(numbers[1].index(slot), following)
                 set_number(numbers[2].index(slot), unit / following)
                 unit = following
@@ -171,9 +177,9 @@ def _attend(
             queries_here, keys_here, lowest, highest = seqlen_q, seqlen_kv, low, high
             batch, head = (head_index // heads).to(gl.int64), head_index % heads
         else:
-            own = sequence_at(tiles, block, low, high, aligned)
-            top, queries_here, keys_here, lowest, highest = own[1], own[3], own[5], own[7], own[8]
-            batch, head = own[0].to(gl.int64), head_index
+            sequence = sequence_at(tiles, block, low, high, aligned)
+            batch, head, top = sequence[0].to(gl.int64), head_index, sequence[1]
+            queries_here, keys_here, lowest, highest = sequence[3], sequence[5], sequence[7], sequence[8]
         first, whole, parted, blocks = span_of_keys(
             top, queries_here, keys_here, lowest, highest, block_m, block_n, left, right
         )
@@ -188,9 +194,9 @@ def _attend(
                 unit = gl.load(v_factor)
             else:  # which have each token's place, one behind the other; a sequence may have no keys
                 some = keys_here > 0
-                factor = gl.load(q_factor + own[2]) * (scale * _LOG2_E)
-                factor = at_least(factor * gl.load(k_factor + own[4], mask=some, other=1.0))
-                unit = gl.load(v_factor + own[4], mask=some, other=1.0)
+                factor = gl.load(q_factor + sequence[2]) * (scale * _LOG2_E)
+                factor = at_least(factor * gl.load(k_factor + sequence[4], mask=some, other=1.0))
+                unit = gl.load(v_factor + sequence[4], mask=some, other=1.0)
         query = top + row
         since = query + lowest
         upto = gl.minimum(query + highest if right else query + keys_here, keys_here - 1)
@@ -256,7 +262,7 @@ def _attend(
         empty = total < 1.0  # a row's greatest P is 2^8
         share = unit / gl.where(empty, 1.0, total)
         logarithm = (peak - HEADROOM + gl.log2(gl.where(empty, 1.0, total))) * _LN_2
-        at = head_index.to(gl.int64) * seqlen_q if tiles is None else (batch * heads + head) * seqlen_q + own[2]
+        at = head_index.to(gl.int64) * seqlen_q if tiles is None else (batch * heads + head) * seqlen_q + sequence[2]
         gl.store(lse + at + query, gl.where(empty, MINUS_INFINITY, logarithm), mask=query < queries_here)
         for i in gl.static_range(parts):
             o = (sums[i] * spread(share, sums[i])).to(out.dtype.element_ty)
@@ -309,8 +315,8 @@ def triton_fp8_attention_forward_hopper(
 
     The arguments are those of ``triton_fp8_attention_forward``, with V's keys interleaved; ``registers`` are a
     computing thread's.  Where Q has 16 bits the kernel casts it, nobody reads ``q_factors``, and ``k_factors`` and
-    ``v_factors`` have a number for each block of keys, in order.  A tile of ``tiles`` takes longer to begin with: its
-    row of the table is read first.
+    ``v_factors`` have a number for each block of keys, in order, or with ``tiles`` for each token.  A tile of ``tiles``
+    takes longer to begin with: its row of the table is read first.
     """
     casting: gl.constexpr = q.dtype != k.dtype
     block_n: gl.constexpr = k.block_type.shape[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...tile_map import ROW
+from ...tile_rows import ROW
 
 __all__ = ["after", "blocks_of", "sequence_at", "span_of_keys", "tile_at"]
 

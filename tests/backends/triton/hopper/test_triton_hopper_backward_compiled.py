@@ -52,7 +52,7 @@ def sources(kernels):
 def _kernel(kind: str, head_dim: int, ring: Ring, narrow: bool = False, **more: object) -> tuple[object, ...]:
     even, most = forward_hopper_launch.registers()
     constants: dict[str, object] = {"left": False, "right": False, "rotated": False, "registers": most}
-    constants |= {} if kind == "all" else {"stages": ring.stages}
+    constants |= {"tiles": None, "aligned": False} if kind == "all" else {"stages": ring.stages}
     constants |= {} if kind == "keys" else {"ragged": False}
     constants |= {} if kind == "queries" else {"group": 1}
     constants |= more | ({"shared": BLOCK, "peak": PEAK} if narrow else {})
