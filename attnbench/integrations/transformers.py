@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from types import FrameType
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,13 +22,13 @@ from attnbench.problem.mask import Mask
 from .calls import Calls, chosen
 from .mask_tensors import MaskTensors, dense
 from .transformers_layer import asked_mask, asks_causal
-from .transformers_mask import Asked, LayerMask, UnservableError, told
+from .transformers_mask import Asked, Caller, LayerMask, UnservableError, told
 from .transformers_models import watch_models
+from .transformers_sequences import Sequences, named_lengths
 
 __all__ = ["register"]
 
 _INSTALL = "pip install 'transformers>=4.53'"
-_PACKED = "packed sequences beside a cache, which transformers takes for one (use_cache=False tells them apart)"
 
 
 def register(
@@ -37,7 +37,7 @@ def register(
     backend: str = "auto",
     dtype: str | None = None,
     max_error: float | None = None,
-    padding: str = "raise",
+    padding: str = "unpad",
     otherwise: str = "raise",
 ) -> Calls:
     """Let transformers know ``attn_implementation=name``: for new models, and ``model.set_attn_implementation``.
@@ -46,18 +46,19 @@ def register(
     decides.  Registering a name again changes them, in existing models too; several names may have different ones.
 
     Served are full and causal masks and sliding windows (eager, or with a growing cache), softcaps, grouped heads,
-    scales, and 2-D padding masks without padding.  ``padding="right"`` also serves causal batches that are padded at
-    the right only: outputs of tokens do not change; outputs at padding positions differ from SDPA's and must not be
-    used (labels of -100 ignore them).
+    scales; rows with padding, by a 2-D ``attention_mask``; and rows of several sequences, by ``position_ids`` that
+    start anew or by ``cu_seq_lens_q`` and its like.  Layers gather the tokens of such rows into packed tensors and give
+    0 at padding that asks, where SDPA gives what must not be used.  ``padding="right"`` leaves causal batches that are
+    padded at the right only as they are, which more kernels serve: their padding gets what a token there would get.
 
-    Everything else raises InputError: other padding, packed sequences, blocks and chunks, static caches, custom mask
-    tensors unless equivalent to a mask above, dropout, biases of positions.  With ``otherwise="sdpa"`` transformers'
-    own SDPA function computes those calls, with a warning for the first of each reason and a count of all.  Sinks,
-    paged caches, sparse keys and ``output_attentions`` are always refused: SDPA does not support them.
+    Everything else raises InputError: blocks and chunks, static caches, custom mask tensors unless equivalent to a mask
+    above, dropout, biases of positions, padding in compiled code.  With ``otherwise="sdpa"`` transformers' own SDPA
+    function computes those calls, with a warning for the first of each reason and a count of all.  Sinks, paged caches,
+    sparse keys and ``output_attentions`` are always refused: SDPA does not support them.
 
     Returns the counts.  Raises InputError if transformers is missing, and for invalid options.
     """
-    chosen("padding", padding, "raise", "right")
+    chosen("padding", padding, "unpad", "right")
     calls = Calls(f'transformers with attn_implementation="{name}"', "sdpa", otherwise, backend, dtype, max_error)
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
@@ -83,9 +84,24 @@ def register(
         sliding_window: int | None = None,
         softcap: float | None = None,
         position_bias: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: Any = None,
+        max_length_k: Any = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         """q (B, H, Sq, D), k and v (B, Hkv, Skv, D) to (B, Sq, H, Dv)."""
+        layer = type(module).__name__
+        named = named_lengths(layer, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+        sequences = None
+        if isinstance(attention_mask, LayerMask) and attention_mask.sequences is not None:
+            sequences = attention_mask.sequences
+            if (query.shape[0], query.shape[2], key.shape[2]) != attention_mask.sizes:
+                sequences, attention_mask = None, attention_mask.tensor()  # a layer of other rows, which may share it
+        if named is not None:
+            if sequences is not None and sequences.keys is not None:
+                raise InputError(f"{layer} wants cu_seq_lens_q beside an attention_mask that pads; pass one of them")
+            sequences = named
         try:
             mask = asked_mask(
                 module, query.shape[2], key.shape[2], attention_mask, read, dropout=dropout, is_causal=is_causal,
@@ -94,17 +110,25 @@ def register(
         except UnservableError as reason:
             calls.refuse(str(reason))
         else:
-            out = calls.attend(query, key, value, mask, scale=scaling, softcap=softcap or None)
-            if out is not None:
-                return out.transpose(1, 2).contiguous(), None
+            options: dict[str, Any] = {"scale": scaling, "softcap": softcap or None}
+            if sequences is not None:
+                out = sequences.attend(calls, query, key, value, replace(mask, alignment="bottom-right"), **options)
+                if out is not None:
+                    return out, None
+            else:
+                out = calls.attend(query, key, value, mask, **options)
+                if out is not None:
+                    return out.transpose(1, 2).contiguous(), None
         if isinstance(attention_mask, LayerMask):
             attention_mask = attention_mask.tensor()
-        options: dict[str, Any] = {} if position_bias is None else {"position_bias": position_bias}
+        if named is not None:
+            attention_mask = _within(named, attention_mask, asks_causal(module, is_causal), query, key)
+        options = {} if position_bias is None else {"position_bias": position_bias}
         function = theirs
         if softcap:
             function = _eager(module)
             if function is None:
-                raise InputError(f"{type(module).__name__} has a softcap, which transformers' SDPA does not know")
+                raise InputError(f"{layer} has a softcap, which transformers' SDPA does not know")
             attention_mask = _added(attention_mask, asks_causal(module, is_causal), query, key)
             options["softcap"] = softcap
         answer = function(
@@ -119,10 +143,9 @@ def register(
             return known
         window = named.get("local_size")
         try:
-            if not is_compiling() and _is_packed(sys._getframe(1)):
-                raise UnservableError(_PACKED)
             if window is None or window > 0:
-                return told(Asked.of(*positions, **named), padding == "right", calls.hands_on)
+                caller = Caller() if is_compiling() else Caller.of(sys._getframe(1))
+                return told(Asked.of(*positions, **named), padding == "right", calls.hands_on, caller)
             # A window of no keys, for layers that the model does not have: Qwen2-MoE's default.
         except UnservableError as reason:
             calls.warn(str(reason))
@@ -153,16 +176,13 @@ def _added(mask: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> Ten
     )
 
 
-def _is_packed(frame: FrameType) -> bool:
-    """Whether the caller in transformers has positions that start anew, beside a cache.
-
-    transformers looks at positions only without a cache, and takes the batch for one sequence with one.  Its public
-    functions that make masks have these parameters; other frames are ignored.
-    """
-    given = frame.f_locals
-    positions, cache = given.get("position_ids"), given.get("past_key_values")
-    if cache is None or given.get("attention_mask") is not None or not isinstance(positions, Tensor):
-        return False
-    if positions.ndim != 2 or positions.shape[1] < 2:
-        return False
-    return bool((positions.diff(dim=-1) != 1).any())
+def _within(sequences: Sequences, mask: Tensor | None, causal: bool, query: Tensor, key: Tensor) -> Tensor:
+    """The mask for SDPA, which does not know the lengths of sequences, with other sequences hidden."""
+    batch, _, seqlen_q, _ = query.shape
+    seqlen_kv = key.shape[2]
+    if seqlen_q != seqlen_kv:
+        raise InputError("cu_seq_lens_q beside a cache, which SDPA does not know either")
+    own = sequences.shown(batch, seqlen_q, seqlen_kv)
+    if mask is None:
+        return own & dense(Mask(right=0), seqlen_q, seqlen_kv, query.device) if causal else own
+    return own & mask if mask.dtype == torch.bool else mask.masked_fill(~own, torch.finfo(mask.dtype).min)

@@ -22,10 +22,12 @@ from attnbench.kernels.contract import (
     Saved,
     rounding_error,
 )
+from attnbench.problem.lengths_kind import BATCHES
 from attnbench.problem.spec import AttentionSpec
 
 from ..common.cuda_limits import cuda_refusals
 from ..common.declared_errors import DECLARED_GRADIENT_ERROR
+from ..common.each_sequence import answer_each, derive_each, prepare_each
 from ..common.full_fp32 import full_fp32
 from ..common.installed import torch_availability
 from ..common.layout import aligned, whole_gradients
@@ -43,7 +45,7 @@ class _Flash(TypedKernel):
     backend = "sdpa-flash"
 
     def rows_of(self, precision: str) -> dict[str, Capabilities]:
-        cpu = Capabilities(dtypes=(precision,), head_dim_v=False, softcap=False)
+        cpu = Capabilities(dtypes=(precision,), head_dim_v=False, softcap=False, lengths=BATCHES)
         if precision not in _ON_CUDA:
             return {"cpu": cpu}
         return {"cpu": cpu, "cuda": replace(cpu, capability=(8, 0), head_dims=(8, 256, 8), lengths=("packed",))}
@@ -98,6 +100,8 @@ class FlashForward(_Flash, ForwardKernel):
         q, k, v = inputs.unquantised()
         if q.is_cuda:
             return Operands(spec, q, k, v, _cuda_inputs(q, k, v, spec), inputs.lengths)
+        if inputs.lengths is not None:
+            return prepare_each(self, inputs, spec)
         causal = _cpu_causal(spec)
         empty = _empty_rows(spec) if spec.has_empty_rows else None
         native = _readable(q), _readable(k), _readable(v), causal, None if causal else _cpu_mask(spec, q), empty
@@ -106,6 +110,8 @@ class FlashForward(_Flash, ForwardKernel):
     def run(self, operands: Operands) -> Result:
         """The operator; rows without a key get the log-sum-exp minus infinity, which neither operator gives them."""
         spec, native = operands.spec, operands.native
+        if isinstance(native, list):  # a part for each sequence, on the CPU
+            return answer_each(self, operands)
         if native[0].is_cuda:
             q, k, v, window = native
             out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -154,8 +160,9 @@ class FlashBackward(_Flash, BackwardKernel):
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The operator, on this or another forward's output and log-sum-exp."""
-        run = _backward_cuda if grad_out.device.type == "cuda" else _backward_cpu
-        return run(saved, grad_out)
+        if grad_out.is_cuda:
+            return _backward_cuda(saved, grad_out)
+        return _backward_cpu(saved, grad_out) if saved.operands.lengths is None else derive_each(self, saved, grad_out)
 
 
 def _roundings(spec: AttentionSpec) -> float:

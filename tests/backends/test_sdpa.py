@@ -10,6 +10,7 @@ import torch
 from agreement import both_passes_agree
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from packed import Documents, answers, documents
 from problems import Problem, every_mask, problems, tensors_of
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -23,7 +24,7 @@ from attnbench.backends.sdpa.efficient import causal_band
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
 from attnbench.kernels.registry import registry
-from attnbench.problem.mask import Mask
+from attnbench.problem.mask import ALIGNMENTS, Mask
 from attnbench.problem.spec import AttentionSpec
 
 CPU = Device("cpu", "CPU")
@@ -242,3 +243,17 @@ def test_cudnn_s_backward_gets_q_in_strides_that_nobody_else_has(data: st.DataOb
     assert found.stride() not in dense
     if sizes[axes[0]] == 1 and 0 not in q.stride():
         assert found.data_ptr() == q.data_ptr()
+
+
+SIDES = st.none() | st.integers(0, 9)
+MASKS = st.builds(Mask, SIDES, SIDES, st.sampled_from(ALIGNMENTS))
+
+
+@settings(max_examples=20, deadline=None)
+@given(documents(20, MASKS, padding=st.sampled_from([None, "left", "right"])))
+def test_flash_on_the_cpu_answers_each_sequence_as_if_it_were_alone(batch: Documents) -> None:
+    """Also between padding of NaN."""
+    forward, backward = sdpa_flash.FlashForward("bf16"), sdpa_flash.FlashBackward("bf16")
+    for found, alone in zip(answers(batch, forward, backward), batch.alone(forward, backward), strict=True):
+        for x, y in zip(found, alone, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0)

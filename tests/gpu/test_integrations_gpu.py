@@ -51,6 +51,28 @@ def test_transformers_in_bf16(kind, settings):
     assert worst(found[1], wanted[1], least=1e-2) < BF16
 
 
+@pytest.mark.parametrize(("kind", "settings"), [("LlamaConfig", LARGER), ("MistralConfig", WINDOWED)])
+@pytest.mark.parametrize("batch", ["left", "right", "positions"])
+def test_transformers_attends_to_sequences_of_unequal_length(kind, settings, batch):
+    pytest.importorskip("transformers")
+    from attnbench.integrations.transformers import register
+
+    calls = register()
+    model, ours, x = pair(kind, settings)
+    real, named = torch.ones_like(x), {"use_cache": False}
+    if batch == "positions":
+        named["position_ids"] = torch.arange(512, device="cuda").repeat(2, 2)
+    else:
+        real[0, slice(0, 300) if batch == "left" else slice(724, None)] = 0
+        named["attention_mask"] = real
+    labels = x.masked_fill(real == 0, -100)
+    labels[:, 512 if batch == "positions" else 300] = -100
+    wanted, found = (step(each, x, labels=labels, **named) for each in (model, ours))
+    assert calls.served == 2
+    assert error(found[0][real > 0], wanted[0][real > 0]) < BF16
+    assert worst(found[1], wanted[1], least=1e-2) < BF16
+
+
 @pytest.mark.parametrize("asked", [{"max_error": 0.12}, {"backend": "triton", "dtype": "fp8"}])
 def test_transformers_in_fp8_within_the_budget(asked):
     pytest.importorskip("transformers")
@@ -103,13 +125,21 @@ def test_masks_wait_for_the_device_where_they_are_made_and_not_in_the_layers():
     waits = []
     for layers in (1, 3):
         _, ours, x = pair("LlamaConfig", {**LARGER, "num_hidden_layers": layers})
-        for named in ({}, {"attention_mask": torch.ones_like(x)}):
+        ragged = torch.ones_like(x)
+        ragged[0, :100] = 0
+        anew = torch.arange(512, device="cuda").repeat(2, 2)
+        for named in (
+            {},
+            {"attention_mask": torch.ones_like(x)},
+            {"attention_mask": ragged},
+            {"position_ids": anew, "use_cache": False},
+        ):
             with torch.no_grad():
                 ours(x, **named)  # chooses
                 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
                     ours(x, **named)
             waits.append(sum(each.count for each in profile.key_averages() if each.key == "aten::_local_scalar_dense"))
-    assert waits[:2] == waits[2:]
+    assert waits[:4] == waits[4:]
 
 
 @pytest.mark.parametrize("asked", [{}, {"max_error": 0.12}])

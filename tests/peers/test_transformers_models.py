@@ -76,12 +76,22 @@ def inputs_of(model, config):
         right[0, 15:], left[0, :5] = 0, 0
         found |= {
             "mask of ones": {**plain, "attention_mask": torch.ones(2, 20, dtype=torch.long)},
-            "right padding": {**plain, "attention_mask": right},
-            "left padding": {**plain, "attention_mask": left},
+            "right padding": padded(plain, right),
         }
+        if getattr(config, "classifier_pooling", None) != "cls":  # which would read the padding of the first place
+            found["left padding"] = padded(plain, left)
     if "position_ids" in names and not config.is_encoder_decoder and "use_cache" in names:
         found["packed"] = {**plain, "position_ids": torch.arange(10).repeat(2, 2), "use_cache": False}
     return found
+
+
+def padded(plain, real):
+    """With the token for padding there: decoders classify by the last other one, whatever the mask says."""
+    return {
+        **plain,
+        "input_ids": plain["input_ids"].masked_fill(real == 0, SIZES["pad_token_id"]),
+        "attention_mask": real,
+    }
 
 
 def first_tensor(answer):

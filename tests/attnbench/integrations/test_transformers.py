@@ -13,6 +13,7 @@ from attnbench import Mask, use_backend
 from attnbench.errors import AttnbenchWarning, InputError, UnknownBackendError
 from attnbench.integrations import mask_tensors
 from attnbench.integrations.transformers import register
+from attnbench.integrations.transformers_sequences import Sequences
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 EXACT = "reference"
@@ -80,43 +81,39 @@ def test_decoding_with_a_cache_and_prompts_in_pieces(calls):
     assert calls.served == 2 * (20 + 2)
 
 
-def test_a_padding_mask_that_pads_nothing_is_served_and_others_are_refused(calls):
+def test_a_padding_mask_that_pads_nothing_changes_nothing(calls):
     model, ours = decoders("LlamaConfig", DECODER)
     x = tokens(length=12)
-    assert error(ours(x, attention_mask=padding((0, 12), (0, 12)))[0], model(x)[0]) < 1e-5
-    for spans in [((0, 12), (3, 12)), ((0, 12), (0, 9)), ((0, 5), (0, 12))]:
-        with pytest.raises(InputError, match=r'padding, which attnbench cannot serve; otherwise="sdpa" hands'):
-            ours(x, attention_mask=padding(*spans))
-    bert = decoders("BertConfig", ENCODER, auto="AutoModelForMaskedLM")[1]
-    with pytest.raises(InputError, match="padding"):
-        bert(x, attention_mask=padding((0, 12), (0, 9)))
+    assert torch.equal(ours(x, attention_mask=padding((0, 12), (0, 12)))[0], ours(x)[0])
+    assert error(ours(x)[0], model(x)[0]) < 1e-5
 
 
-def test_padding_at_the_right_changes_no_token_of_a_causal_batch():
+def test_padding_at_the_right_may_stay_in_a_causal_batch(monkeypatch):
     calls = register(backend=EXACT, padding="right")
     model, ours = decoders("MistralConfig", {**WINDOWED, "sliding_window": 4})
     x, real = tokens(length=12), padding((0, 12), (0, 7))
     labels = x.masked_fill(real == 0, -100)
-    wanted, found = (step(each, x, attention_mask=real, labels=labels) for each in (model, ours))
+    wanted = step(model, x, attention_mask=real, labels=labels)
+    with monkeypatch.context() as patch:
+        patch.setattr(Sequences, "attend", None)
+        found = step(ours, x, attention_mask=real, labels=labels)
     assert calls.served == 2
     assert error(found[0][real.bool()], wanted[0][real.bool()]) < 1e-5
     assert worst(found[1], wanted[1]) < 1e-4
-    for spans in [((0, 12), (3, 12)), ((0, 12), (2, 9))]:
-        with pytest.raises(InputError, match="padding that is not at the right of a causal batch"):
-            ours(x, attention_mask=padding(*spans))
-    with pytest.raises(InputError, match="padding that is not"):
-        decoders("BertConfig", ENCODER, auto="AutoModelForMaskedLM")[1](x, attention_mask=real)
+    left = padding((0, 12), (3, 12))
+    found, wanted = (each(x, attention_mask=left)[0][left.bool()] for each in (ours, model))
+    assert error(found, wanted) < 1e-5
 
 
 def test_what_cannot_be_served_is_refused_in_a_sentence(calls):
     _, ours = decoders("LlamaConfig", DECODER)
     x = tokens(length=12)
-    with pytest.raises(InputError, match="sequences packed into one"):
-        ours(x, position_ids=torch.arange(6).repeat(2, 2), use_cache=False)
     with pytest.raises(InputError, match="beyond the queries, as those of a static cache"):
         ours.generate(x, cache_implementation="static", max_new_tokens=3, pad_token_id=0)
-    with pytest.raises(InputError, match="cu_seq_lens_q, which attnbench does not know"):
-        ours(x, cu_seq_lens_q=torch.tensor([0, 24]))
+    with pytest.raises(InputError, match="cu_seq_lens_q as a tensor"):
+        ours(x, cu_seq_lens_k=[0, 24])
+    with pytest.raises(InputError, match="cu_seq_lens_q beside an attention_mask that pads"):
+        ours(x, cu_seq_lens_q=torch.tensor([0, 24]), attention_mask=padding((0, 12), (3, 12)))
     for layer in ours.model.layers:
         layer.self_attn.attention_dropout = 0.1
     with pytest.raises(InputError, match="dropout"):
@@ -157,16 +154,17 @@ def test_a_mask_of_ones_own_is_looked_at_once_for_all_layers(calls, monkeypatch)
 def test_what_is_handed_on_is_what_sdpa_computes_counted_and_said():
     calls = register(backend="emulated", dtype="fp8", otherwise="sdpa")
     model, ours = decoders("LlamaConfig", DECODER)
-    x, left = tokens(length=12), padding((0, 12), (3, 12))
-    with pytest.warns(AttnbenchWarning, match="padding; such calls are handed on to sdpa"):
-        found = step(ours, x, attention_mask=left)
-    wanted = step(model, x, attention_mask=left)
+    x, blocks = tokens(length=12), torch.ones(2, 1, 12, 12, dtype=torch.bool).tril()
+    blocks[:, :, 6:, :6] = False
+    with pytest.warns(AttnbenchWarning, match="a mask tensor .*; such calls are handed on to sdpa"):
+        found = step(ours, x, attention_mask=blocks)
+    wanted = step(model, x, attention_mask=blocks)
     assert torch.equal(found[0], wanted[0])
     assert worst(found[1], wanted[1]) == 0
     assert (calls.served, calls.handed_on.total()) == (0, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error", AttnbenchWarning)  # said once
-        ours(x, attention_mask=left)
+        ours(x, attention_mask=blocks)
         assert not torch.equal(ours(x)[0], model(x)[0])
     assert (calls.served, calls.handed_on.total()) == (2, 4)
     assert "2 calls served by attnbench, 4 handed on to sdpa\n  4 a mask tensor" in str(calls)
@@ -218,7 +216,7 @@ def test_compiled_models_have_one_graph_and_look_at_masks_when_they_run():
     found = step(compiled, x, use_cache=False, attention_mask=everywhere)
     assert error(found[0], wanted[0]) < 1e-5
     assert max(error(each.grad, wanted[1][name]) for name, each in ours.named_parameters()) < 1e-4
-    with pytest.raises(RuntimeError, match="the batch has padding that attnbench cannot serve"):
+    with pytest.raises(RuntimeError, match="the batch has padding, which attnbench cannot serve in compiled code"):
         compiled(x, use_cache=False, attention_mask=padding((0, 40), (3, 40), length=40))
     with pytest.raises(RuntimeError, match="transformers' mask is not plain: packed sequences"):
         compiled(x, use_cache=False, position_ids=torch.arange(20).repeat(2, 2))
@@ -243,14 +241,20 @@ def test_compiled_layers_are_told_masks_that_were_made_outside(calls):
     for layer in ours.model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
     assert error(ours(x, use_cache=False)[0], model(x)[0]) < 1e-5
-    with pytest.raises(InputError, match="padding"):
-        ours(x, attention_mask=padding((0, 40), (3, 40), length=40))
+    torch._dynamo.reset()
+    for layer in ours.model.layers:
+        layer.compile(backend="aot_eager")
+    left = padding((0, 40), (3, 40), length=40)
+    for named in ({"attention_mask": left}, {"position_ids": torch.arange(20).repeat(2, 2)}):
+        found, wanted = (step(each, x, use_cache=False, **named) for each in (ours, model))
+        assert error(found[0][left.bool()], wanted[0][left.bool()]) < 1e-5
+    assert calls.served == 4  # outside of the graphs, which are not counted
 
 
 def test_what_cannot_be_registered(monkeypatch):
     with pytest.raises(UnknownBackendError, match="sdpa-flash"):
         register(backend="sdpa-flesh")
-    with pytest.raises(InputError, match="padding must be 'raise' or 'right', not 'left'"):
+    with pytest.raises(InputError, match="padding must be 'unpad' or 'right', not 'left'"):
         register(padding="left")
     with pytest.raises(InputError, match="otherwise must be 'raise' or 'sdpa', not 'torch'"):
         register(otherwise="torch")
@@ -259,6 +263,22 @@ def test_what_cannot_be_registered(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(InputError, match=r"pip install 'transformers>=4.53'"):
         register()
+
+
+def told_tokens(mask, batch, seqlen_q, seqlen_kv):
+    """(B, Sq, Skv), true where a key is seen by the sequences' places and the mask within each."""
+    told, sequences = torch.zeros(batch, seqlen_q, seqlen_kv, dtype=torch.bool), mask.sequences
+    queries = torch.arange(batch * seqlen_q) if sequences.queries is None else sequences.queries
+    for number in range(batch):
+        (first_q, last_q), (first, last) = (x[number : number + 2] for x in (sequences.starts_q, sequences.starts_kv))
+        assert last_q - first_q <= sequences.longest_q
+        assert last - first <= sequences.longest_kv
+        shown = dense(Mask(mask.left, mask.right, "bottom-right"), int(last_q - first_q), int(last - first))
+        for row, place in enumerate(queries[first_q:last_q].tolist()):
+            assert place // seqlen_q == number
+            keys = sequences.keys[first:last][shown[row]]
+            told[number, place % seqlen_q, keys - number * seqlen_kv] = True
+    return told[:, None]
 
 
 def dense(mask, seqlen_q, seqlen_kv):
@@ -288,7 +308,7 @@ def test_the_mask_that_layers_are_told_is_the_tensor_that_sdpa_is_given(
     masking = pytest.importorskip("transformers.masking_utils")
     if not hasattr(masking, "bidirectional_mask_function"):
         pytest.skip("this release of transformers makes causal masks alone")
-    register(backend=EXACT, padding="right" if right else "raise")
+    register(backend=EXACT, padding="right" if right else "unpad")
     ours = masking.ALL_MASK_ATTENTION_FUNCTIONS["attnbench"]
     dropped = min(dropped, past)
     kv_length = past - dropped + fresh + ahead
@@ -328,8 +348,14 @@ def test_the_mask_that_layers_are_told_is_the_tensor_that_sdpa_is_given(
     assert not reaching
     if mask is None:  # layers then do what SDPA does
         mask = Mask(right=0) if causal and fresh > 1 else Mask()
+    if mask.__class__ is not Mask and mask.sequences is not None:
+        assert padded
+        assert torch.equal(mask.tensor(), tensor)  # for whoever takes it so
+        rows = shown[:, None, kv_length - fresh :, None] if causal else torch.tensor(True)
+        assert torch.equal(told_tokens(mask, batch, fresh, kv_length), tensor & rows)
+        return
     told = dense(mask, fresh, kv_length)[None, None].expand(batch, 1, -1, -1)
-    if padded:  # served at the right alone, where no token sees it
+    if padded:  # left as it is at the right alone, where no token sees it
         assert right
         assert causal
         assert fresh == kv_length

@@ -1,0 +1,369 @@
+"""Batches of transformers with padding or several sequences a row: each sequence is answered as if it were alone.
+
+Tolerances: fp32 rounds to 6e-8, and two layers of sums of up to 96 terms in another order stay below 1e-5 in the logits
+and, with the sums over all tokens, 1e-4 in the gradients.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from tiny_models import DECODER, ENCODER, SOFTCAPPED, SPECIAL, TOKENS, WINDOWED, decoders, error, step, tokens, worst
+
+from attnbench.errors import AttnbenchWarning, InputError
+from attnbench.integrations.calls import Calls
+from attnbench.integrations.transformers import register
+from attnbench.integrations.transformers_sequences import Sequences
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+LENGTHS = (9, 1, 20)
+SMALL_WINDOW = {"sliding_window": 6}
+MODELS = {
+    "Llama": ("LlamaConfig", DECODER, "sdpa"),
+    "Qwen3": ("Qwen3Config", DECODER, "sdpa"),
+    "Mistral": ("MistralConfig", {**WINDOWED, **SMALL_WINDOW}, "sdpa"),
+    "Gemma2": ("Gemma2Config", {**SOFTCAPPED, **SMALL_WINDOW}, "eager"),
+    "Gemma3": ("Gemma3TextConfig", {**WINDOWED, **SMALL_WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+               "sdpa"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def calls():
+    return register(backend="reference")
+
+
+def texts():
+    return [tokens(batch=1, length=length, seed=length)[0] for length in LENGTHS]
+
+
+def padded(side):
+    """``input_ids``, ``attention_mask`` and ``labels`` as a tokenizer pads, and which tokens are real."""
+    rows = [torch.arange(20) < length if side == "right" else torch.arange(20) >= 20 - length for length in LENGTHS]
+    real, x = torch.stack(rows), torch.full((len(LENGTHS), 20), 7)
+    x[real] = torch.cat(texts())
+    first = real & ~torch.nn.functional.pad(real, (1, 0))[:, :-1]
+    labels = x.masked_fill(~real | first, -100)
+    return {"input_ids": x, "attention_mask": real.long(), "labels": labels}, real
+
+
+def packed(*named, **options):
+    """What transformers' collator for padding-free batches makes, but for what is not ``named``."""
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    made = collate([{"input_ids": each.tolist()} for each in texts()])
+    return {name: made[name] for name in ("input_ids", "labels", *named)} | options
+
+
+POSITIONS = {"position_ids"}
+LENGTHS_NAMED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+BATCHES = {
+    "left": lambda: padded("left"),
+    "right": lambda: padded("right"),
+    "positions": lambda: (packed(*POSITIONS, use_cache=False), torch.ones(1, sum(LENGTHS), dtype=torch.bool)),
+    "positions-and-lengths": lambda: (packed(*POSITIONS, *LENGTHS_NAMED, use_cache=False), torch.ones(1, 30) > 0),
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("model", MODELS)
+def test_logits_and_gradients_are_those_of_transformers_and_of_each_sequence_alone(calls, model, batch):
+    model, ours = decoders(*MODELS[model])
+    named, real = BATCHES[batch]()
+    known = {name: each for name, each in named.items() if name not in LENGTHS_NAMED}
+    wanted, found = step(model, **known), step(ours, **named)
+    assert calls.served == 2
+    assert error(found[0][real], wanted[0][real]) < 1e-5
+    assert worst(found[1], wanted[1]) < 1e-4
+    with torch.no_grad():
+        alone = torch.cat([model(each[None]).logits[0] for each in texts()])
+    assert error(found[0][real], alone) < 1e-5
+
+
+@pytest.mark.parametrize("batch", ["left", "positions"])
+def test_bf16_is_as_near_to_fp32_as_transformers_own_is(batch):
+    """``auto`` serves it on a CPU within its budget of 0.01 a call; the rest of the error is of the layers around."""
+    calls = register()
+    named, real = BATCHES[batch]()
+    exact = step(decoders("LlamaConfig", DECODER)[0], **named)
+    theirs, ours = (step(each.to(torch.bfloat16), **named) for each in decoders("LlamaConfig", DECODER))
+    assert calls.served == 2
+    assert error(ours[0][real], exact[0][real]) < 1.2 * error(theirs[0][real], exact[0][real]) + 0.002
+    assert worst(ours[1], exact[1]) < 1.2 * worst(theirs[1], exact[1]) + 0.002
+
+
+def test_fp8_attends_to_sequences_of_unequal_length():
+    calls = register(backend="emulated", dtype="fp8")
+    model, ours = decoders("LlamaConfig", DECODER)
+    named, real = padded("left")
+    wanted, found = step(model, **named), step(ours, **named)
+    assert calls.served == 2
+    assert 1e-3 < error(found[0][real], wanted[0][real]) < 0.12
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("named", [{"position_ids"}, LENGTHS_NAMED, {"cu_seq_lens_q"}])
+def test_lengths_or_positions_alone_divide_a_batch_beside_a_fresh_cache_too(calls, named, dtype):
+    """A model makes a cache unless it is told not to.  Positions that do not start anew leave rotations to differ."""
+    model, ours = decoders("MistralConfig", {**WINDOWED, **SMALL_WINDOW})
+    wanted = step(model, **packed("position_ids", use_cache=False))
+    given = packed(*named)
+    given = {name: each.to(dtype) if name.startswith("cu_") else each for name, each in given.items()}
+    if "max_length_q" in given and dtype == torch.int64:  # as transformers makes it of positions
+        given["max_length_q"] = given["max_length_k"] = torch.tensor(20)
+    found = step(ours, **given, use_cache=True)
+    assert calls.served == 2
+    assert error(found[0], wanted[0]) < 1e-5  # rotations are relative within a sequence
+    assert worst(found[1], wanted[1]) < 1e-4
+
+
+def test_rows_may_each_hold_several_sequences(calls):
+    model, ours = decoders("LlamaConfig", DECODER)
+    x, positions = tokens(length=12), torch.stack([torch.arange(12) % 5, torch.arange(12)])
+    wanted, found = (step(each, x, position_ids=positions, use_cache=False) for each in (model, ours))
+    assert error(found[0], wanted[0]) < 1e-5
+    attend = transformers.AttentionInterface._global_mapping["attnbench"]
+    mask = causal_mask(ours.config, torch.zeros(2, 12, 64), None, position_ids=positions)
+    assert attend(torch.nn.Module(), *torch.randn(3, 2, 4, 12, 16), mask)[0].is_contiguous()  # as models view it
+    assert worst(found[1], wanted[1]) < 1e-4
+    shared = torch.arange(12)[None] % 6  # one row of positions for all
+    assert error(ours(x, position_ids=shared)[0], model(x, position_ids=shared, use_cache=False)[0]) < 1e-5
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("model", ["Llama", "Gemma3"])
+def test_places_are_found_once_a_batch_and_kind_of_layer(calls, model, side, monkeypatch):
+    made, given = [], []
+    make, attend = Sequences.of_padded, Calls.attend
+    monkeypatch.setattr(Sequences, "of_padded", lambda *args: made.append(args) or make(*args))
+    monkeypatch.setattr(
+        Calls, "attend", lambda *args, **named: given.append(named["cu_seqlens_q"]) or attend(*args, **named)
+    )
+    layers = {"num_hidden_layers": 4}
+    if model == "Gemma3":
+        layers["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    _, ours = decoders(MODELS[model][0], {**MODELS[model][1], **layers})
+    ours(**padded(side)[0])
+    assert len(made) == (1 if model == "Llama" else 2)
+    assert len(given) == 4
+    assert len({id(each) for each in given}) == len(made)
+
+
+def test_lengths_of_another_type_are_converted_once_for_all_layers_and_anew_when_they_change(calls, monkeypatch):
+    given, attend = [], Calls.attend
+    monkeypatch.setattr(
+        Calls, "attend", lambda *args, **named: given.append(named["cu_seqlens_q"]) or attend(*args, **named)
+    )
+    model, ours = decoders("LlamaConfig", DECODER)
+    x, starts = tokens(batch=1, length=12), torch.tensor([0, 5, 12])
+    for place in (5, 8):
+        starts[1] = place
+        positions = torch.cat([torch.arange(place), torch.arange(12 - place)])[None]
+        found = ours(x, cu_seq_lens_q=starts, use_cache=False).logits
+        assert error(found, model(x, position_ids=positions, use_cache=False).logits) < 1e-5
+    assert given[0] is given[1]
+    assert given[2] is given[3]
+    assert given[2] is not given[0]
+    with torch.inference_mode():  # whose tensors count no changes
+        starts = starts.clone()
+        for place in (8, 5):
+            starts[1] = place
+            found = ours(x, cu_seq_lens_q=starts, use_cache=False).logits
+            positions = torch.cat([torch.arange(place), torch.arange(12 - place)])[None]
+            assert error(found, model(x, position_ids=positions, use_cache=False).logits) < 1e-5
+
+
+def test_the_padding_reaches_nothing_and_gets_no_gradient(calls):
+    named, real = padded("left")
+    model, ours = decoders("Gemma3TextConfig", MODELS["Gemma3"][1])
+    embedded = ours.get_input_embeddings()(named["input_ids"]).detach()
+    wrong = embedded.masked_fill(~real[..., None], torch.nan)
+    with torch.no_grad():
+        found = ours(inputs_embeds=wrong, attention_mask=named["attention_mask"]).logits
+        wanted = model(inputs_embeds=embedded, attention_mask=named["attention_mask"]).logits
+    assert error(found[real], wanted[real]) < 1e-5
+    attend = transformers.AttentionInterface._global_mapping["attnbench"]
+    mask = causal_mask(ours.config, embedded, named["attention_mask"])
+    q = torch.randn(3, 4, 20, 16).masked_fill(~real[:, None, :, None], torch.nan).requires_grad_()
+    k, v = (torch.randn(3, 2, 20, 16).masked_fill(~real[:, None, :, None], torch.nan).requires_grad_() for _ in "kv")
+    out, _ = attend(torch.nn.Module(), q, k, v, mask)
+    assert torch.equal(out == 0, ~real[..., None, None].expand(out.shape))
+    out.square().sum().backward()
+    for each in (q, k, v):
+        assert each.grad.isfinite().all()
+        assert not each.grad.transpose(1, 2)[~real].any()
+        assert each.grad.transpose(1, 2)[real].any()
+
+
+def test_a_layer_of_other_rows_is_not_given_these_sequences(calls):
+    """As torch does, a mask of one row is shared by all; packed rows of such a layer are not as many."""
+    _, ours = decoders("LlamaConfig", DECODER)
+    embedded = torch.zeros(1, 20, 64)
+    mask = causal_mask(ours.config, embedded, padded("left")[1][:1])
+    q = torch.randn(3, 4, 20, 16)
+    attend = transformers.AttentionInterface._global_mapping["attnbench"]
+    with pytest.raises(InputError, match="a mask tensor other than"):
+        attend(torch.nn.Module(), q, q, q, mask)
+    register(backend="reference", otherwise="sdpa")
+    attend = transformers.AttentionInterface._global_mapping["attnbench"]
+    with pytest.warns(AttnbenchWarning):
+        found, _ = attend(torch.nn.Module(), q, q, q, mask)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, q, q, mask.tensor()).transpose(1, 2)
+    assert error(found[:, 11:], wanted[:, 11:]) < 1e-6
+
+
+def test_sequences_move_to_another_device():
+    """As accelerate moves what a layer on another device is given."""
+    register(backend="reference")
+    _, ours = decoders("LlamaConfig", DECODER)
+    mask = causal_mask(ours.config, torch.zeros(3, 20, 64), padded("left")[1])
+    moved = mask.to("meta")
+    assert moved == dataclasses.replace(mask, device=torch.device("meta"))
+    assert moved.sequences.starts_q is moved.sequences.starts_kv
+    assert {x.device.type for x in vars(moved.sequences).values() if isinstance(x, torch.Tensor)} == {"meta"}
+    assert moved.sequences.longest_q == 20
+
+
+def causal_mask(config, embedded, attention_mask, **named):
+    from transformers.masking_utils import create_causal_mask
+
+    return create_causal_mask(config, embedded, attention_mask, past_key_values=None, **named)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_decoding_beside_padded_prompts(calls, model):
+    model, ours = decoders(*MODELS[model])
+    named, _ = padded("left")
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    x, mask = named["input_ids"], named["attention_mask"]
+    found, wanted = (each.generate(x, attention_mask=mask, **options) for each in (ours, model))
+    assert torch.equal(found, wanted)
+    assert calls.served == 2 * 12
+    for row, text in zip(found, texts(), strict=True):
+        assert torch.equal(row[20:], model.generate(text[None], **options)[0, len(text) :])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_prompts_in_pieces_of_which_some_rows_have_only_padding(calls, side):
+    """After a piece that is padded at the right, padding lies between the keys."""
+    model, ours = decoders("LlamaConfig", DECODER)
+    named, real = padded(side)
+    outs = []
+    for each in (model, ours):
+        cache, pieces = None, []
+        for first, last in [(0, 4), (4, 15), (15, 20)]:
+            mask = named["attention_mask"][:, :last]
+            with torch.no_grad():
+                answer = each(
+                    named["input_ids"][:, first:last], attention_mask=mask, past_key_values=cache, use_cache=True
+                )
+            cache = answer.past_key_values
+            pieces.append(answer.logits)
+        outs.append(torch.cat(pieces, 1))
+    assert error(outs[1][real], outs[0][real]) < 1e-5
+    nothing = torch.zeros(3, 4, dtype=torch.long)
+    with torch.no_grad():
+        assert ours(named["input_ids"][:, :4], attention_mask=nothing).logits.isfinite().all()
+
+
+def test_a_window_does_not_count_over_padding_between_tokens(calls):
+    real = torch.ones(1, 20, dtype=torch.long)
+    real[0, 8] = 0
+    x = tokens(batch=1, length=20)
+    with pytest.raises(InputError, match="padding between the tokens of a row, beside a window"):
+        decoders("MistralConfig", {**WINDOWED, **SMALL_WINDOW})[1](x, attention_mask=real)
+    model, ours = decoders("LlamaConfig", DECODER)
+    found, wanted = (each(x, attention_mask=real).logits[real > 0] for each in (ours, model))
+    assert error(found, wanted) < 1e-5
+
+
+def test_encoders_see_no_padding_and_padding_sees_tokens_as_in_sdpa(calls):
+    named, real = padded("right")
+    del named["labels"]
+    model, ours = decoders("BertConfig", {**ENCODER, "attention_probs_dropout_prob": 0.0}, auto="AutoModelForMaskedLM")
+    wanted, found = step(model, **named), step(ours, **named)
+    assert error(found[0], wanted[0]) < 1e-5
+    assert worst(found[1], wanted[1]) < 1e-4
+    settings = {**ENCODER, "local_attention": 8, "global_attn_every_n_layers": 2}
+    model, ours = decoders("ModernBertConfig", settings, auto="AutoModelForMaskedLM")
+    for side in ("left", "right"):
+        named, real = padded(side)
+        wanted, found = step(model, **named), step(ours, **named)
+        assert error(found[0][real], wanted[0][real]) < 1e-5
+        assert worst(found[1], wanted[1]) < 1e-4
+    assert calls.served == 6
+
+
+def test_queries_of_a_decoder_are_not_its_encoders_padding(calls):
+    """As many queries as keys: nothing in the shapes tells that they are of other tokens."""
+    settings = {
+        "vocab_size": TOKENS, "d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64,
+        "decoder_start_token_id": 1, **SPECIAL,
+    }  # fmt: skip
+    model, ours = decoders("BartConfig", settings, auto="AutoModelForSeq2SeqLM")
+    named, _ = padded("right")
+    named["decoder_input_ids"] = tokens(batch=3, length=20)
+    del named["labels"]
+    wanted, found = step(model, **named), step(ours, **named)
+    assert calls.served == 3
+    assert error(found[0], wanted[0]) < 1e-5
+    assert worst(found[1], wanted[1]) < 1e-4
+
+
+@pytest.mark.parametrize("batch", ["left", "right", "positions", "lengths"])
+@pytest.mark.parametrize("model", ["Mistral", "Gemma2"])
+def test_sdpa_is_handed_the_same_sequences(model, batch):
+    """Also lengths that it would ignore."""
+    calls = register(backend="sdpa-efficient", otherwise="sdpa")
+    model, ours = decoders(*MODELS[model])
+    if batch == "lengths":
+        named, real = packed(*LENGTHS_NAMED), torch.ones(1, sum(LENGTHS)) > 0
+        known = packed("position_ids", use_cache=False)
+    else:
+        named, real = BATCHES[batch]()
+        known = named
+    wanted = step(model, **known)
+    with pytest.warns(AttnbenchWarning, match="handed on to sdpa"):
+        found = step(ours, **named)
+    assert (calls.served, calls.handed_on.total()) == (0, 2)
+    assert error(found[0][real], wanted[0][real]) < 1e-5
+    assert worst(found[1], wanted[1]) < 1e-4
+
+
+def test_what_divides_rows_in_another_way_is_refused(calls):
+    x, positions = tokens(length=12), torch.arange(6).repeat(2, 2)
+    chunked = {**DECODER, "attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 96}
+    with pytest.raises(InputError, match="packed into one, blocks or overlays"):
+        decoders("Llama4TextConfig", chunked)[1](x, position_ids=positions, use_cache=False)
+    _, ours = decoders("LlamaConfig", DECODER)
+    embedded = ours.get_input_embeddings()(x)
+    blocks = torch.full((2, 12), -1)
+    blocks[:, [0, 2]] = 0  # which no token and the one before it show
+    with pytest.raises(InputError, match="packed into one, blocks or overlays"):
+        causal_mask(ours.config, embedded, None, position_ids=positions, block_sequence_ids=blocks)
+    with torch.no_grad():
+        cache = ours(x, use_cache=True).past_key_values
+    with pytest.raises(InputError, match="packed sequences beside a cache"):
+        ours(x, position_ids=positions, past_key_values=cache)
+    with pytest.raises(InputError, match="packed sequences beside a cache"):
+        ours(x, position_ids=torch.arange(12)[None] * 2)  # one sequence to transformers, if there is a cache
+
+
+def test_padding_of_other_tokens_than_the_queries_is_refused_where_that_matters(calls):
+    from transformers.masking_utils import create_bidirectional_sliding_window_mask
+
+    embedded, real = torch.zeros(3, 20, 64), padded("right")[1]
+    _, ours = decoders("MistralConfig", {**WINDOWED, **SMALL_WINDOW})
+    with pytest.raises(InputError, match="a padding mask of another batch"):
+        causal_mask(ours.config, embedded, real[:1])
+    with pytest.raises(InputError, match="padding beside a window of other tokens"):
+        create_bidirectional_sliding_window_mask(ours.config, embedded, real, encoder_hidden_states=embedded)
+    mask = create_bidirectional_sliding_window_mask(ours.config, embedded, real)
+    assert mask.sequences.longest_q == 20
+
+
+def test_positions_that_only_seem_to_start_anew(calls):
+    model, ours = decoders("LlamaConfig", DECODER)
+    x, shifted, restarting = tokens(length=12), torch.arange(5, 17)[None], torch.arange(6).repeat(2, 2)
+    for named in ({"position_ids": shifted}, {"position_ids": restarting, "attention_mask": torch.ones(2, 12)}):
+        assert error(ours(x, use_cache=True, **named).logits, model(x, use_cache=True, **named).logits) < 1e-5
