@@ -46,15 +46,15 @@ def register(
     decides.  Registering a name again changes them, in existing models too; several names may have different ones.
 
     Served are full and causal masks and sliding windows (eager, or with a growing cache), softcaps, grouped heads,
-    scales; rows with padding, by a 2-D ``attention_mask``; and rows of several sequences, by ``position_ids`` that
+    scales, sinks (gpt-oss); rows with padding, by a 2-D ``attention_mask``; and rows of several sequences, by ``position_ids`` that
     start anew or by ``cu_seq_lens_q`` and its like.  Layers gather the tokens of such rows into packed tensors and give
     0 at padding that asks, where SDPA gives what must not be used.  ``padding="right"`` leaves causal batches that are
     padded at the right only as they are, which more kernels serve: their padding gets what a token there would get.
 
     Everything else raises InputError: blocks and chunks, static caches, custom mask tensors unless equivalent to a mask
     above, dropout, biases of positions, padding in compiled code.  With ``otherwise="sdpa"`` transformers' own SDPA
-    function computes those calls, with a warning for the first of each reason and a count of all.  Sinks, paged caches,
-    sparse keys and ``output_attentions`` are always refused: SDPA does not support them.
+    function computes those calls, with a warning for the first of each reason and a count of all; it has no sinks.
+    Paged caches, sparse keys and ``output_attentions`` are always refused: SDPA does not support them.
 
     Returns the counts.  Raises InputError if transformers is missing, and for invalid options.
     """
@@ -88,6 +88,7 @@ def register(
         cu_seq_lens_k: Tensor | None = None,
         max_length_q: Any = None,
         max_length_k: Any = None,
+        s_aux: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         """q (B, H, Sq, D), k and v (B, Hkv, Skv, D) to (B, Sq, H, Dv)."""
@@ -110,7 +111,7 @@ def register(
         except UnservableError as reason:
             calls.refuse(str(reason))
         else:
-            options: dict[str, Any] = {"scale": scaling, "softcap": softcap or None}
+            options: dict[str, Any] = {"scale": scaling, "softcap": softcap or None, "sinks": s_aux}
             if sequences is not None:
                 out = sequences.attend(calls, query, key, value, replace(mask, alignment="bottom-right"), **options)
                 if out is not None:
@@ -119,6 +120,8 @@ def register(
                 out = calls.attend(query, key, value, mask, **options)
                 if out is not None:
                     return out.transpose(1, 2).contiguous(), None
+        if s_aux is not None:
+            raise InputError(f"{layer} has sinks, which transformers' SDPA does not know")
         if isinstance(attention_mask, LayerMask):
             attention_mask = attention_mask.tensor()
         if named is not None:

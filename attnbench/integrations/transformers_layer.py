@@ -14,10 +14,10 @@ from .transformers_mask import UnservableError
 
 __all__ = ["asked_mask", "asks_causal"]
 
-# Arguments that change the result and that SDPA does not support either: attention sinks, keys of a paged cache,
-# sparse choices of keys, the lengths of packed sequences, masks of heads.
+# Arguments that change the result and that SDPA does not support either: keys of a paged cache, sparse choices of keys,
+# the lengths of packed sequences, masks of heads.
 _UNKNOWN = (
-    "s_aux", "sinks", "cache", "indexer", "indices", "block_indices", "cu_seq_lens_q", "cu_seq_lens_k", "head_mask",
+    "sinks", "cache", "indexer", "indices", "block_indices", "cu_seq_lens_q", "cu_seq_lens_k", "head_mask",
 )  # fmt: skip
 
 
