@@ -46,10 +46,11 @@ def register(
     decides.  Registering a name again changes them, in existing models too; several names may have different ones.
 
     Served are full and causal masks and sliding windows (eager, or with a growing cache), softcaps, grouped heads,
-    scales, sinks (gpt-oss); rows with padding, by a 2-D ``attention_mask``; and rows of several sequences, by ``position_ids`` that
-    start anew or by ``cu_seq_lens_q`` and its like.  Layers gather the tokens of such rows into packed tensors and give
-    0 at padding that asks, where SDPA gives what must not be used.  ``padding="right"`` leaves causal batches that are
-    padded at the right only as they are, which more kernels serve: their padding gets what a token there would get.
+    scales, sinks (gpt-oss); rows with padding, by a 2-D ``attention_mask``; and rows of several sequences, by
+    ``position_ids`` that start anew or by ``cu_seq_lens_q`` and its like.  Layers gather the tokens of such rows into
+    packed tensors and give 0 at padding that asks, where SDPA gives what must not be used.  ``padding="right"`` leaves
+    causal batches that are padded at the right only as they are, which more kernels serve: their padding gets what a
+    token there would get.
 
     Everything else raises InputError: blocks and chunks, static caches, custom mask tensors unless equivalent to a mask
     above, dropout, biases of positions, padding in compiled code.  With ``otherwise="sdpa"`` transformers' own SDPA

@@ -39,6 +39,7 @@ def padding(*spans, length=12):
         ("Gemma2Config", SOFTCAPPED, "eager", "AutoModelForCausalLM"),
         ("Gemma3TextConfig", WINDOWED, "sdpa", "AutoModelForCausalLM"),
         ("GPT2Config", GPT2, "sdpa", "AutoModelForCausalLM"),
+        ("GptOssConfig", {**WINDOWED, **EXPERTS}, "eager", "AutoModelForCausalLM"),
         ("BertConfig", {**ENCODER, "attention_probs_dropout_prob": 0.0}, "sdpa", "AutoModelForMaskedLM"),
         ("ModernBertConfig", {**ENCODER, "local_attention": 16, "global_attn_every_n_layers": 2}, "sdpa",
          "AutoModelForMaskedLM"),
@@ -65,6 +66,13 @@ def test_fp8_is_within_its_budget_and_is_opted_into_by_name_or_context():
     assert error(step(ours, x)[0], wanted[0]) < 1e-5
     with use_backend("emulated", dtype="fp8"):
         assert torch.equal(step(ours, x)[0], found[0])
+
+
+def test_sinks_are_never_handed_on_to_transformers_sdpa_which_has_none():
+    register("attnbench-sdpa", backend=EXACT, otherwise="sdpa")
+    attend, q = transformers.AttentionInterface._global_mapping["attnbench-sdpa"], torch.randn(1, 2, 8, 16)
+    with pytest.warns(AttnbenchWarning, match="dropout"), pytest.raises(InputError, match="Module has sinks"):
+        attend(torch.nn.Module(), q, q, q, None, dropout=0.1, s_aux=torch.zeros(2))
 
 
 def test_decoding_with_a_cache_and_prompts_in_pieces(calls):
@@ -119,8 +127,6 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(calls):
     with pytest.raises(InputError, match="dropout"):
         ours.train()(x)
     ours.eval()(x)
-    with pytest.raises(InputError, match="GptOssAttention wants s_aux"):
-        decoders("GptOssConfig", {**WINDOWED, **EXPERTS}, "eager")[1](x)
     chunked = {**DECODER, "attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 96}
     with pytest.raises(InputError, match="attention in chunks"):
         decoders("Llama4TextConfig", chunked)[1](x)
