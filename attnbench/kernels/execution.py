@@ -52,7 +52,7 @@ class Execution:
     @cached_property
     def without_sinks(self) -> Execution:
         """What the kernels are asked."""
-        return replace(self, spec=self.spec.replace(sinks=False))
+        return Execution(self.spec.replace(sinks=False), self.forward, self.backward, self.budget)
 
     def answer(self, inputs: Inputs) -> tuple[Operands, Result]:
         """The forward kernel's operands and result; nothing is recorded for gradients."""

@@ -78,8 +78,8 @@ class ObservedSpecs:
         return _Counted(execution.spec, execution.forward, execution.backward, execution.budget, asked=asked)
 
     def of(self, spec: AttentionSpec, device: torch.device) -> ObservedSpec:
-        """The entry of the spec; whether the log-sum-exp is returned changes neither time nor error."""
-        spec = spec.replace(return_lse=False)
+        """The entry of the spec, which is measured without sinks and without returning the log-sum-exp."""
+        spec = spec.replace(return_lse=False, sinks=False)
         return self._asked.setdefault((device, spec), ObservedSpec(spec, device))
 
     @property

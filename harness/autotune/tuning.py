@@ -99,6 +99,8 @@ def tuning_task(
     they are measured side by side.
     """
     spec, known = asked.spec, setup.registry
+    if spec.lengths is not None:
+        return "sequences of unequal length are not measured; a choice for them rests on sequences of one length"
     try:
         case = Case(str(spec), spec)
         tasks = tasks_of([case], known, setup.device, "fp8" if fp8 else spec.dtype, names)

@@ -15,10 +15,11 @@ import attnbench
 from attnbench import api, attention, explain
 from attnbench.choosing import selector
 from attnbench.harness.autotune import run as tuning
-from attnbench.harness.autotune.observed_specs import ObservedSpec
+from attnbench.harness.autotune.observed_specs import ObservedSpec, ObservedSpecs
 from attnbench.harness.autotune.tuning import chosen, tuning_task
 from attnbench.harness.results.condense import condense
 from attnbench.kernels.plan import Plan
+from attnbench.problem.lengths_kind import LengthsKind
 from attnbench.tables.table import Table
 from attnbench.tables.user_table import Known
 
@@ -172,6 +173,14 @@ def test_where_nothing_is_known_plans_come_in_their_declared_order(monkeypatch):
 def test_named_backends_are_measured_beside_what_is_asked_now_and_nothing_else():
     near_by()
     assert to_be_measured(dtype="fp8", backends=BREAKS)[0] == [[FP8, BREAKS]]
+
+
+def test_packed_batches_are_not_measured_and_sinks_are_without_them():
+    asked = ObservedSpec(spec().replace(lengths=LengthsKind(batch="padded")), CPU)
+    said = tuning_task(asked, setup(), False, (), Table(setup().environment, {}), False)
+    assert "unequal length are not measured" in said
+    observed = ObservedSpecs()
+    assert observed.of(spec().replace(sinks=True, return_lse=True), CPU) is observed.of(spec(), CPU)
 
 
 _times = st.lists(st.floats(1.0, 100.0), min_size=4, max_size=4)
