@@ -71,7 +71,6 @@ def test_the_loss_is_that_of_transformers_own_attention(tmp_path: Path, kind: st
 @pytest.mark.parametrize(
     ("kind", "settings", "said"),
     [
-        ("GptOssConfig", {**SMALL, **EXPERTS, **WINDOWED}, "GptOssAttention wants s_aux"),
         (
             "BloomConfig",
             {"vocab_size": 300, "hidden_size": 64, "n_layer": 2, "n_head": 4},
