@@ -16,7 +16,7 @@ from attnbench.harness.results.condense import join_sweeps
 from attnbench.harness.results.records import Measurement, read_measurements
 from attnbench.kernels.registry import registry
 from attnbench.tables.table import Table
-from attnbench.tables.user_table import Known
+from attnbench.tables.user_table import Known, tables_for
 
 README = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
 HEAD = re.compile(r"\| (b\d.*?) \| (kernel|backward) \| (call) \| error \|")
@@ -147,7 +147,7 @@ def test_the_fresh_regret_is_that_of_the_table_that_ships() -> None:
     """Of every folder under ``fresh``, as in the coverage table of docs/tables.md."""
     files = sorted((ROOT / "results/nvidia-h200/fresh").rglob("measurements.jsonl*"))
     truth = join_sweeps({str(file): list(read_measurements(file)) for file in files})
-    tables = Known.of(Table.load(ROOT / "attnbench/tables/nvidia-h200.json"))
+    tables = tables_for(truth.environment)
     scores = list(fresh_scores(truth, tables, registry()))
     plain, fp8 = summary_of(scores)
     shown = FRESH.search(" ".join(README))

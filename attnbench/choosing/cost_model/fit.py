@@ -27,7 +27,7 @@ _FIXED_DEVIATION = 0.8  # of its launch and bytes: a kernel may pad or transpose
 _SIZE_DEVIATION = 0.12  # of one spec within its class
 _REACH_HEAD_DIM = 2.0  # doublings over which the deviations of classes forget one another
 _REACH_SIZE = 4.0  # doublings over which those of sizes do
-_OTHER_MASK, _OTHER_GROUPING = 0.8, 0.9  # the correlation that is left across them
+_OTHER_MASK, _DOUBLE_GROUP = 0.8, 0.95  # the correlation left across masks or a softcap, and a doubling of the group
 _REPEATED = 0.05  # how well a median is known whose samples hardly scatter: sweeps differ by more than they say
 _LARGEST_SPREAD = 0.3  # an entry that scatters by more counts for next to nothing already
 _SHORTEST = 1e-6  # ms
@@ -149,9 +149,9 @@ def _parts(spec: AttentionSpec) -> tuple[float, float, float]:
 
 
 def _place(spec: AttentionSpec) -> tuple[float, ...]:
-    """The coordinates of a spec, in doublings; mask and grouping are numbered."""
-    sizes = (spec.head_dim, spec.head_dim_v, spec.batch * spec.heads, spec.seqlen_q, spec.seqlen_kv)
-    return (*(math.log2(size) for size in sizes), float(_MASKS[spec.mask.kind]), float(spec.group > 1))
+    """The coordinates of a spec, in doublings; mask and softcap are numbered together."""
+    sizes = (spec.head_dim, spec.head_dim_v, spec.batch * spec.heads, spec.seqlen_q, spec.seqlen_kv, spec.group)
+    return (*(math.log2(size) for size in sizes), _MASKS[spec.mask.kind] + 0.5 * (spec.softcap > 0))
 
 
 def _covariance(ones: _Array, others: _Array) -> _Array:
@@ -159,9 +159,9 @@ def _covariance(ones: _Array, others: _Array) -> _Array:
     import numpy as np
 
     apart = np.abs(ones[:, None, :] - others[None, :, :])
-    head_dim, head_dim_v, heads, queries, keys, mask, grouping, _ = np.moveaxis(apart, -1, 0)
+    head_dim, head_dim_v, heads, queries, keys, group, mask, _ = np.moveaxis(apart, -1, 0)
     classes = np.exp(-(head_dim + head_dim_v) / 2 / _REACH_HEAD_DIM)
-    classes = classes * np.where(mask > 0, _OTHER_MASK, 1.0) * np.where(grouping > 0, _OTHER_GROUPING, 1.0)
+    classes = classes * np.where(mask > 0, _OTHER_MASK, 1.0) * _DOUBLE_GROUP**group
     sizes = np.exp(-(heads + (queries + keys) / 2) / _REACH_SIZE)
     fixed = ones[:, None, -1] * others[None, :, -1]
     product: _Array = classes * (_CLASS_DEVIATION**2 + _SIZE_DEVIATION**2 * sizes + _FIXED_DEVIATION**2 * fixed)

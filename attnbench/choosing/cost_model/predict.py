@@ -22,10 +22,14 @@ _MOST_FITS = 256  # of up to half a MiB each
 
 @dataclass(frozen=True)
 class Prediction:
-    """``time_ms`` of the whole call, and the standard ``error`` of its logarithm: 0.05 is about 5 %."""
+    """``time_ms`` of the whole call, and the standard ``error`` of its logarithm: 0.05 is about 5 %.
+
+    ``scaled_from`` names the GPU whose times were scaled, if it was predicted from such alone.
+    """
 
     time_ms: float
     error: float
+    scaled_from: str | None = None
 
 
 class CostModel:

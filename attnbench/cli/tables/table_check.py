@@ -35,7 +35,7 @@ def check(
         typer.Argument(
             exists=True,
             help="A table, or folders of sweeps, or their measurements.jsonl; "
-            "with --fresh and --on by default the tables that auto reads here.",
+            "with --fresh and --on by default all that auto reads on the device of the measurements.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed for drawing the random halves, or the fresh shapes.")] = 0,
@@ -134,7 +134,7 @@ def _check_fresh(
     from ...kernels.registry import registry
     from ...tables.environment import Environment
     from ...tables.scaling import scaled
-    from ...tables.user_table import Known, known_tables
+    from ...tables.user_table import Known, known_tables, tables_for
 
     if fresh is not None and on is not None:
         raise MisuseError("--fresh measures and --on reads what was measured; give one of them")
@@ -142,12 +142,13 @@ def _check_fresh(
         raise MisuseError("--out, --resume and --backends belong to --fresh")
     if resume and out is None:
         raise MisuseError("--resume needs --out, the folder of the interrupted --fresh")
-    given = _table(tables) if tables else None
-    known_by = known_tables(find(device)) if given is None else Known.of(given)
     truth = _table([on]) if on is not None else None
-    if given is not None:
+    if tables:
+        given = _table(tables)
         moved = scaled(given, Environment.detect(find(device), registry()) if truth is None else truth.environment)
-        known_by = known_by if moved is None else Known.of(moved)
+        known_by = Known.of(moved or given)
+    else:
+        known_by = known_tables(find(device)) if truth is None else tables_for(truth.environment)
     if truth is None:
         truth = _measured(fresh or 0, seed, known_by, out, resume, backends, device)
     scores = list(fresh_scores(truth, known_by, registry()))
