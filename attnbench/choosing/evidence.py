@@ -26,11 +26,11 @@ _UNEQUAL = 0.1
 class Evidence:
     """The tables' facts about one spec.
 
-    A plan measured at the spec is judged by that entry alone.  Elsewhere all tables speak, scaled ones too: the error that a new measurement stays below
-    with 95 % confidence (``ErrorModel``), and that of the nearest spec in the class (``similarity``), must be within
-    the budget.  If none was measured with as many keys, the error is extrapolated by its growth; a plan whose growth is
-    unknown is not chosen there, nor one that failed in the class at the nearest spec or at one that is nowhere larger.
-    The cost model predicts its time.
+    A plan measured at the spec is judged by that entry alone.  Elsewhere all tables speak, scaled ones too: the error
+    that a new measurement stays below with 95 % confidence (``ErrorModel``), and that of the nearest spec in the class
+    (``similarity``), must be within the budget.  If none was measured with as many keys, the error is extrapolated by
+    its growth; a plan whose growth is unknown is not chosen there, nor one that failed in the class at the nearest spec
+    or at one that is nowhere larger.  The cost models of the tables predict its time (``PooledModel``).
 
     Where a spec has sequences of unequal length and no table has such, those of one length speak for it
     (``of_one_length``): ``timed`` is the spec whose times are predicted, and their error is wider.

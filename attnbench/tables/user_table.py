@@ -33,8 +33,8 @@ __all__ = ["Known", "check_user_table", "known_tables", "tables_for", "update_us
 class Known:
     """The measurements usable on a device.
 
-    ``tables``: the user's first, then those of ``ATTNBENCH_TABLES``, then the shipped one, then those of both kinds that
-    can be scaled to this model; without unusable entries.  A spec is in one of them only, because measured times of two
+    ``tables``: the user's first, then those of ``ATTNBENCH_TABLES``, then the shipped one, then those of both that can
+    be scaled to this model; without unusable entries.  A spec is in one of them only, because measured times of two
     machines must not be compared in a choice.  ``note``: what to report about them, or None.
     ``dropped`` maps a backend to why its entries are not used.
     """

@@ -131,7 +131,7 @@ def test_tables_predict_together_and_the_one_that_knows_more_counts_for_more(by)
     assert far["slow:bf16"].time_ms < far["fast:bf16"].time_ms
     assert near["fast:bf16"].time_ms < near["slow:bf16"].time_ms
     assert {each.basis for each in (near["slow:bf16"], near["fast:bf16"])} == {"predicted"}
-    assert (near["fast:fp8"].basis, near["fast:fp8"].scaled_from) == ("scaled", "NVIDIA H200")  # of which it alone knows
+    assert (near["fast:fp8"].basis, near["fast:fp8"].scaled_from) == ("scaled", "NVIDIA H200")  # it alone has it
     assert all(near[name].time_error <= alone[name].time_error for name in near)
     assert near["fast:fp8"].time_ms == alone["fast:fp8"].time_ms
 
