@@ -39,7 +39,10 @@ def sweep(
     ] = "fp8",
     preset: Annotated[
         str,
-        typer.Option(help="quick, inference, training, long, table, FILE.yaml, or captured tensors: FILE.safetensors."),
+        typer.Option(
+            help="quick, inference, training, long, packed, padded, table, FILE.yaml, or captured tensors: "
+            "FILE.safetensors."
+        ),
     ] = "quick",
     case: Annotated[
         list[str] | None,
