@@ -14,14 +14,13 @@ from ..tables.user_table import Known
 from .candidate import Candidate, Verdict
 from .cost_model.errors import ErrorModel
 from .cost_model.predict import CostModel
-from .similarity import SpecClass, class_of, distance, of_one_length
+from .similarity import SpecClass, class_of, distance
 
 __all__ = ["Evidence"]
 
-# What predicting packed batches from those of one length adds to the error.  On an H200 90 predictions, of 9 plans at
-# 64k tokens, were 0.77 to 1.50 times what was measured; between plans at one batch they differed by 0.09.
-_UNEQUAL = 0.1
+_Classes = tuple[SpecClass, SpecClass]  # of a spec: its own, and that of sequences of one length
 _SWEEP = 20  # specs: a table that knows fewer of a direction is not preferred to a scaled one that knows more
+_OWN_BATCH = 4  # how many specs of one length say as much of a packed or padded batch as one such batch does
 
 
 class Evidence:
@@ -33,8 +32,8 @@ class Evidence:
     unknown is not chosen there, nor one that failed in the class at the nearest spec or at one that is nowhere larger.
     The cost model predicts its time.
 
-    Where a spec has sequences of unequal length and no table has such, those of one length speak for it
-    (``of_one_length``): ``timed`` is the spec whose times are predicted, and their error is wider.
+    Where a spec has sequences of unequal length, plans of which the class holds such are judged by these, and others by
+    sequences of one length: errors by those as long as the longest, times by those of as much work, with a wider error.
     """
 
     def __init__(self, spec: AttentionSpec, known: Known) -> None:
@@ -43,14 +42,10 @@ class Evidence:
         self._here = known.at(self._spec)
         # Where the spec was measured, that table speaks of its neighbours too: times of two machines must not meet.
         tables = [table for table in known.tables if table.at(self._spec)][:1] or known.tables
-        indexes = [_index(_Same(table)) for table in tables]
-        self.timed, self._unlike = self._spec, 0.0
-        index = _most_of(class_of(self._spec), indexes)
-        if index is None and self._spec.lengths is not None:
-            self._spec, self.timed = of_one_length(self._spec)
-            index, self._unlike = _most_of(class_of(self._spec), indexes), _UNEQUAL
-        alike = class_of(self._spec)
-        self._class = {} if index is None else index.classes.get(alike, {})
+        # Its own class, and that of sequences of one length, which is the same where there are none of unequal length.
+        classes = class_of(self._spec), class_of(self._spec.replace(lengths=None))
+        index = _most_of(classes, [_index(_Same(table)) for table in tables])
+        self._class = {} if index is None else index.about(classes)
         self.model = None if index is None else index.model
         self._errors = None if index is None else index.errors
         self._scaled_from, self._scaling_error = (None, 0.0) if index is None else (index.scaled_from, index.time_error)
@@ -82,7 +77,7 @@ class Evidence:
             return Candidate(plan, "unmeasured", (f"at {worst.spec}: {worst.unusable}",))
         if self.model is None or self._errors is None:
             return None
-        predicted, time = self._errors.predict(plan, self._spec), self.model.predict(plan, self.timed)
+        predicted, time = self._errors.predict(plan, self._spec), self.model.predict(plan, self._spec)
         if predicted is None:
             return None
         if time is None:
@@ -99,7 +94,7 @@ class Evidence:
             error=needs,
             family=family,
             basis="predicted",
-            time_error=math.hypot(time.error, self._unlike),
+            time_error=time.error,
             needs=None if grown is None else needs,
         )
         if not needs <= budget:
@@ -121,16 +116,16 @@ class Evidence:
         return distance(other, self._spec), str(other)
 
 
-def _most_of(alike: SpecClass, indexes: Sequence[_Index]) -> _Index | None:
+def _most_of(classes: _Classes, indexes: Sequence[_Index]) -> _Index | None:
     """The table that knows most of the class, or of those whose kernels run alike; None if none does.
 
     A single shape of the user's own must not hide a whole sweep.
     """
-    holding = [each for each in indexes if alike in each.classes]
+    holding = [each for each in indexes if each.about(classes)]
     if holding:
-        return max(holding, key=lambda each: (each.scaled_from is None, each.specs(alike)))
-    related = [each for each in indexes if each.related(alike)]
-    return max(related, key=lambda each: each.preferred(alike), default=None)
+        return max(holding, key=lambda each: (each.scaled_from is None, each.knowledge(classes)))
+    related = [each for each in indexes if each.related(classes[0])]
+    return max(related, key=lambda each: each.preferred(classes[0]), default=None)
 
 
 def _measured(entry: Entry, budget: float) -> Candidate:
@@ -175,6 +170,16 @@ class _Index:
         """The classes whose kernels run alike."""
         return {each: plans for each, plans in self.classes.items() if each.kind == alike.kind}
 
+    def about(self, classes: _Classes) -> dict[Plan, list[Entry]]:
+        """The entries of each plan in its own class, or where it has none those of sequences of one length."""
+        own, equal = (self.classes.get(each, {}) for each in classes)
+        return {**equal, **own}
+
+    def knowledge(self, classes: _Classes) -> int:
+        """How much the table knows of the class, in specs of sequences of one length."""
+        own, equal = map(self.specs, classes)
+        return own if classes[0] == classes[1] else _OWN_BATCH * own + equal
+
     def preferred(self, alike: SpecClass) -> tuple[bool, int]:
         """The rank of the table where no table knows the class: a sweep made on this device, then the larger one."""
         count = sum(map(self.specs, self.related(alike)))
@@ -182,7 +187,7 @@ class _Index:
 
     def specs(self, alike: SpecClass) -> int:
         """How many specs of a class there are."""
-        return len({entry.spec for entries in self.classes[alike].values() for entry in entries})
+        return len({entry.spec for entries in self.classes.get(alike, {}).values() for entry in entries})
 
 
 class _Same:

@@ -28,9 +28,9 @@ class SpecClass(NamedTuple):
     batch: Batch | None = None
 
     @property
-    def kind(self) -> tuple[Direction, str, Granularity | None, Batch | None]:
+    def kind(self) -> tuple[Direction, str, Granularity | None]:
         """What no evidence crosses: neither times nor errors of one kind say anything about another."""
-        return self.direction, self.dtype, self.descale, self.batch
+        return self.direction, self.dtype, self.descale
 
     def __str__(self) -> str:
         sizes = (
@@ -67,7 +67,9 @@ def class_of(spec: AttentionSpec) -> SpecClass:
 
 
 def sizes(spec: AttentionSpec) -> tuple[int, int, int, int]:
-    """The sizes that differ within a class: batch × heads, queries, keys and group."""
+    """The sizes that differ within a class: batch × heads, queries, keys and group; those of ``of_one_length``."""
+    if spec.lengths is not None:
+        spec = of_one_length(spec)
     return spec.batch * spec.heads, spec.seqlen_q, spec.seqlen_kv, spec.group
 
 
@@ -76,17 +78,15 @@ def distance(one: AttentionSpec, other: AttentionSpec) -> float:
     return sum(abs(math.log2(a / b)) for a, b in zip(sizes(one), sizes(other), strict=True))
 
 
-def of_one_length(spec: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec]:
-    """The two specs of one length that speak for sequences of unequal length, of errors and of times.
+@lru_cache(maxsize=4096)
+def of_one_length(spec: AttentionSpec) -> AttentionSpec:
+    """The spec of sequences of one length with about as many tokens and as much work: ``LengthsKind.typical`` ones.
 
-    The first has as many sequences, all as long as the longest: errors grow with the keys.  The second has about as
-    many tokens and as much work: sequences of ``LengthsKind.typical`` length.  Both are the same for padded rows, whose
-    lengths are not known.
+    Of padded rows, whose lengths are not known, that is all of each.
     """
     lengths, longest = spec.lengths, spec.replace(lengths=None)
     if lengths is None or lengths.total_q is None:
-        return longest, longest
-    totals = lengths.total_q, lengths.total_kv
-    each = zip((spec.seqlen_q, spec.seqlen_kv), totals, strict=True)
+        return longest
+    each = zip((spec.seqlen_q, spec.seqlen_kv), (lengths.total_q, lengths.total_kv), strict=True)
     queries, keys = (max(1, round(lengths.typical(most, spec.batch, total))) for most, total in each)
-    return longest, longest.replace(batch=max(1, round(lengths.total_q / queries)), seqlen_q=queries, seqlen_kv=keys)
+    return longest.replace(batch=max(1, round(lengths.total_q / queries)), seqlen_q=queries, seqlen_kv=keys)

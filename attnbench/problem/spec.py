@@ -158,6 +158,14 @@ class AttentionSpec:
         return self.heads // self.kv_heads
 
     @property
+    def tokens(self) -> tuple[int, int]:
+        """The queries and keys of the whole batch; of a packed one rounded up, as its lengths have them."""
+        queries, keys = self.batch * self.seqlen_q, self.batch * self.seqlen_kv
+        if self.lengths is None:
+            return queries, keys
+        return self.lengths.total_q or queries, self.lengths.total_kv or keys
+
+    @property
     def training(self) -> bool:
         """Whether gradients are asked for."""
         return self.direction == "training"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import struct
 from collections.abc import Iterator, Mapping
@@ -224,13 +223,11 @@ def tensor_shapes(spec: AttentionSpec, lengths: SequenceLengths | None = None) -
     return shapes | {"grad_out": (batch, spec.heads, queries, spec.head_dim_v)} if spec.training else shapes
 
 
-def input_bytes(spec: AttentionSpec, lengths: SequenceLengths | None = None) -> int:
-    """The bytes of q, k, v and, in training, of the output's gradient; at most those of a packed batch's buckets."""
-    elements = sum(math.prod(shape) for shape in tensor_shapes(spec, lengths).values())
-    if lengths is None and spec.lengths is not None and spec.lengths.total_q and spec.lengths.total_kv:
-        queries, keys = spec.lengths.total_q, spec.lengths.total_kv
-        widths = spec.head_dim + (spec.head_dim_v if spec.training else 0)
-        elements = spec.heads * queries * widths + spec.kv_heads * keys * (spec.head_dim + spec.head_dim_v)
+def input_bytes(spec: AttentionSpec) -> int:
+    """The bytes of q, k, v and, in training, of the output's gradient."""
+    queries, keys = spec.tokens
+    of_queries = spec.head_dim + (spec.head_dim_v if spec.training else 0)
+    elements = spec.heads * queries * of_queries + spec.kv_heads * keys * (spec.head_dim + spec.head_dim_v)
     return elements * TO_TORCH[spec.dtype].itemsize
 
 

@@ -15,11 +15,12 @@ import numpy as np
 
 from attnbench.errors import InputError, MalformedFileError
 from attnbench.files.untrusted import open_regular
+from attnbench.problem.spec import AttentionSpec
 from attnbench.text.printable import brief
 
-from .lengths import LARGEST_TOTAL, Draw
+from .lengths import LARGEST_TOTAL, Draw, SequenceLengths
 
-__all__ = ["draw_lengths", "draw_of_file"]
+__all__ = ["draw_lengths", "draw_of_file", "typical_lengths"]
 
 # Of the logarithm of a length: the mean is then 1.65 times the median.
 _SPREAD = 1.0
@@ -74,6 +75,37 @@ def draw_of_file(path: Path, total: int, longest: int | None) -> tuple[Draw, lis
     digest = hashlib.sha256(content).hexdigest()[:_HASH_CHARACTERS]
     most = min(total, max(lengths)) if longest is None else longest
     return Draw(distribution="file", total=total, longest=most, file=digest), lengths
+
+
+def typical_lengths(spec: AttentionSpec) -> SequenceLengths | None:
+    """Lengths that a packed spec may stand for; None for a padded one, which does not say how many tokens it has.
+
+    As many sequences and tokens as its buckets allow, one as long as the longest, the others spread like
+    ``LengthsKind.typical`` assumes.
+    """
+    kind = spec.lengths
+    if kind is None or kind.total_q is None or kind.total_kv is None:
+        return None
+    q = _spread(spec.batch, spec.seqlen_q, kind.total_q)
+    kv = None if kind.square else _spread(spec.batch, spec.seqlen_kv, kind.total_kv)
+    return SequenceLengths(layout="packed", q=q, kv=kv)
+
+
+def _spread(count: int, longest: int, total: int) -> tuple[int, ...]:
+    """The quantiles of a Beta(1, b) distribution up to the longest, with this sum, in random order."""
+    longest, total = min(longest, total), min(total, count * longest)
+    rest, left = count - 1, total - min(longest, total)
+    if not rest:
+        return (total,)
+    b = rest * longest / max(left, 1) - 1
+    shares = [1 - (1 - (i + 0.5) / rest) ** (1 / b) if b > 0 else 1.0 for i in range(rest)]
+    found = [min(longest, round(share * left / sum(shares))) for share in shares]
+    step = 1 if sum(found) < left else -1
+    while sum(found) != left:
+        for i in range(rest):
+            if sum(found) != left and 0 <= found[i] + step <= longest:
+                found[i] += step
+    return tuple(Random(0).sample([longest, *found], count))
 
 
 def _endless(draw: Draw, of_file: Sequence[int]) -> Iterator[int]:

@@ -103,7 +103,7 @@ def _inputs(
     x = {name: values.to(TO_TORCH[spec.dtype]).to(device) for name, values in drawn.items()}
     if lengths is not None and lengths.layout == "packed":  # (T, H, D) in memory, as callers have them
         x = {name: values.transpose(1, 2).contiguous().transpose(1, 2) for name, values in x.items()}
-    own = None if lengths is None else lengths.tensors(x["q"], x["k"])
+    own = None if lengths is None else lengths.tensors(spec, x["q"], x["k"])
     return Drawn(x["q"], x["k"], x["v"], x.get("grad_out"), drawn_on, own)
 
 

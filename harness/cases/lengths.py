@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnbench.errors import InputError
 from attnbench.problem.lengths import Lengths, packed, padded
-from attnbench.problem.lengths_kind import LengthsKind, packed_sizes
+from attnbench.problem.lengths_kind import Batch, LengthsKind, bucket, packed_sizes
 from attnbench.problem.spec import AttentionSpec
 
 __all__ = [
@@ -124,15 +124,30 @@ class SequenceLengths(BaseModel):
             return sizes
         return {**sizes, "lengths": LengthsKind(batch=self.layout, square=self.kv is None and queries == keys)}
 
-    def tensors(self, q: Tensor, k: Tensor) -> Lengths | None:
+    @classmethod
+    def read(cls, lengths: Lengths, spec: AttentionSpec) -> SequenceLengths:
+        """The lengths of a call of the spec, read from its device.
+
+        Raises ValidationError if there are too many, or no sequence has a query and a key.
+        """
+        assert spec.lengths is not None, "a call with lengths has a spec with them"
+        q, kv = (
+            _read(side, spec.lengths.batch, spec.batch, size)
+            for side, size in ((lengths.q, spec.seqlen_q), (lengths.kv, spec.seqlen_kv))
+        )
+        return cls(layout=spec.lengths.batch, q=q, kv=None if spec.lengths.square else kv)
+
+    def tensors(self, spec: AttentionSpec, q: Tensor, k: Tensor) -> Lengths | None:
         """The lengths as kernels take them, for q (B, H, Sq, D) and k (B, Hkv, Skv, D); None for rectangular ones."""
         if not self.unequal:
             return None
         sides = [_on(self.q, q.device, self.layout)]
         sides.append(sides[0] if self.kv is None else _on(self.kv, q.device, self.layout))
-        if self.layout == "packed":
-            return packed(q, k, *sides, _some(max(self.q)), _some(max(self.keys)))
-        return padded(q, k, *sides, "left" if self.layout == "left-padded" else "right")
+        if self.layout != "packed":
+            return padded(q, k, *sides, "left" if self.layout == "left-padded" else "right")
+        # A program may bound its lengths by more than the longest.
+        bounds = ((max(self.q), spec.seqlen_q), (max(self.keys), spec.seqlen_kv))
+        return packed(q, k, *sides, *(_some(own) if bucket(own) == bound else bound for own, bound in bounds))
 
     def shapes(self, spec: AttentionSpec) -> tuple[tuple[int, int], tuple[int, int]]:
         """(batch, tokens) of the tensors of queries and of those of keys."""
@@ -152,7 +167,7 @@ class SequenceLengths(BaseModel):
 def check_lengths(spec: AttentionSpec, lengths: SequenceLengths | None) -> None:
     """Raise InputError unless a packed or padded spec has its lengths, and a rectangular one none but as alternative.
 
-    Rows of padded sequences may be longer than the longest.
+    Rows of padded sequences, and the bound of packed ones, may be longer than the longest.
     """
     if lengths is None:
         if spec.lengths is not None:
@@ -162,6 +177,8 @@ def check_lengths(spec: AttentionSpec, lengths: SequenceLengths | None) -> None:
     if rows is not None and (max(lengths.q) > rows[0] or max(lengths.keys) > rows[1]):
         raise InputError(f"a sequence is longer than its row of {rows[0]} queries and {rows[1]} keys")
     wanted = {"lengths": None, **lengths.sizes(rows)}
+    if lengths.layout == "packed":  # a program may bound its lengths by more than the longest
+        wanted |= {name: max(wanted[name], getattr(spec, name)) for name in ("seqlen_q", "seqlen_kv")}
     if differ := [name for name, size in wanted.items() if getattr(spec, name) != size]:
         said = ", ".join(f"{name} {wanted[name]}, not {getattr(spec, name)}" for name in differ)
         raise InputError(f"the lengths of the sequences make {said}")
@@ -170,6 +187,12 @@ def check_lengths(spec: AttentionSpec, lengths: SequenceLengths | None) -> None:
 def _some(length: int) -> int:
     """A spec has no size of 0."""
     return max(1, length)
+
+
+def _read(lengths: Tensor | None, batch: Batch, sequences: int, size: int) -> tuple[int, ...]:
+    if lengths is None:
+        return (size,) * sequences
+    return tuple((lengths.diff() if batch == "packed" else lengths).tolist())
 
 
 def _on(lengths: tuple[int, ...], device: torch.device, layout: Layout) -> Tensor:

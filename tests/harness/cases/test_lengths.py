@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from attnbench import Mask, explain
 from attnbench.errors import InputError, MalformedFileError
 from attnbench.harness.cases.case import Case
-from attnbench.harness.cases.drawn_lengths import draw_lengths
+from attnbench.harness.cases.drawn_lengths import draw_lengths, typical_lengths
 from attnbench.harness.cases.file import read_cases
 from attnbench.harness.cases.inputs import FAMILIES, draw
 from attnbench.harness.cases.lengths import LAYOUTS, Draw, SequenceLengths
@@ -78,6 +78,17 @@ def test_a_case_asks_what_attention_is_asked(each, mask, layout):
         side = "left" if layout == "left-padded" else "right"
         asked = explain(x.q, x.k, x.v, q_lengths=used, kv_lengths=used, padding_side=side, **window)
     assert asked.spec == spec
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=40).filter(any), st.booleans())
+def test_typical_lengths_are_those_of_the_spec(each, square):
+    own = SequenceLengths(layout="packed", q=tuple(each), kv=None if square else tuple(reversed(each)))
+    if not any(map(min, own.q, own.keys)):
+        return
+    asked = AttentionSpec.make(heads=2, head_dim=16, **own.sizes())
+    found = typical_lengths(asked)
+    assert Case("typical", asked, lengths=found).lengths == found
+    assert (found.kv is None) == square
 
 
 @pytest.mark.parametrize("family", FAMILIES)

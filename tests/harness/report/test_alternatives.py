@@ -28,8 +28,8 @@ def row(layout, call, plan="b:bf16", q=(30, 9, 1), **facts):
     spec = AttentionSpec.make(heads=2, head_dim=16, mask=Mask(right=0), **own.sizes())
     known = {"status": "ok", "error": {"normal": {"out": 0.01}}, "bound": 0.1, "declared_error": 0.1, **facts}
     return measurement(
-        case=layout, spec=spec, lengths=own, plan=Plan(plan), time_ms={"call": [call] * 20}, truth="all", timer="a clock",
-        drawn_on="cpu", started=datetime(2026, 11, 20, tzinfo=timezone.utc), environment=HERE, **known,
+        case=layout, spec=spec, lengths=own, plan=Plan(plan), time_ms={"call": [call] * 20}, truth="all",
+        timer="a clock", drawn_on="cpu", started=datetime(2026, 11, 20, tzinfo=timezone.utc), environment=HERE, **known,
     )  # fmt: skip
 
 
