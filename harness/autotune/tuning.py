@@ -29,7 +29,6 @@ from ..capture.file import input_bytes
 from ..cases.case import Case
 from ..cases.drawn_lengths import typical_lengths
 from ..cases.lengths import SequenceLengths
-from ..json_lines import validation_fault
 from ..measure.setup import DeviceSetup
 from ..results.records import Measurement
 from ..sweep.run import tasks_of
@@ -145,8 +144,8 @@ def _lengths(asked: ObservedSpec) -> SequenceLengths | str | None:
         return typical or "the spec of padded rows does not say how long their sequences are; call attention with them"
     try:
         return SequenceLengths.read(asked.lengths, asked.spec)
-    except ValidationError as error:
-        return f"its sequences cannot be measured: {validation_fault(error, 'they')}"
+    except ValidationError:
+        return "its sequences are too many, or none of them has a query and a key"
 
 
 def chosen(asked: ObservedSpec, terms: Terms, known: Registry, table: Table | None = None) -> Choice:

@@ -107,6 +107,11 @@ class CapturedIndex(BaseModel):
     unrecorded: Annotated[dict[Annotated[str, Field(max_length=500)], _Count], Field(max_length=1000)]
     calls: Annotated[list[CapturedCall], Field(min_length=1, max_length=MOST_CALLS)]
 
+    @property
+    def absent(self) -> dict[str, dict[int, set[str]]]:
+        """What is not written: a call without lengths is as it was before there were any."""
+        return {"calls": {number: {"lengths"} for number, call in enumerate(self.calls) if call.lengths is None}}
+
 
 @dataclass(frozen=True)
 class CapturedFile:
@@ -235,7 +240,7 @@ def write_captured(path: Path, index: CapturedIndex, tensors: list[Mapping[str, 
     """Write the calls of an index and their tensors, contiguous and on the CPU.  Raises OSError."""
     named = {f"{call}.{name}": values for call, each in enumerate(tensors) for name, values in each.items()}
     try:
-        save_file(named, path, {_METADATA: index.model_dump_json(by_alias=True)})
+        save_file(named, path, {_METADATA: index.model_dump_json(by_alias=True, exclude=index.absent)})
     except SafetensorError as error:  # how a full disk arrives
         raise OSError(None, str(error)) from error
 
