@@ -168,7 +168,11 @@ class _Index:
 
     def related(self, alike: SpecClass) -> dict[SpecClass, dict[Plan, list[Entry]]]:
         """The classes whose kernels run alike."""
-        return {each: plans for each, plans in self.classes.items() if each.kind == alike.kind}
+        return {
+            each: plans
+            for each, plans in self.classes.items()
+            if each.kind == alike.kind and each.batch in (None, alike.batch)
+        }
 
     def about(self, classes: _Classes) -> dict[Plan, list[Entry]]:
         """The entries of each plan in its own class, or where it has none those of sequences of one length."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+from ..kernels.plan import Plan
 from ..problem.lengths_kind import Batch
 from ..problem.spec import AttentionSpec, Direction, Granularity
 
-__all__ = ["SpecClass", "class_of", "distance", "of_one_length", "sizes"]
+__all__ = ["SpecClass", "class_of", "distance", "of_batch", "of_one_length", "series", "sizes"]
+
+_T = TypeVar("_T")
 
 
 class SpecClass(NamedTuple):
@@ -64,6 +68,21 @@ def class_of(spec: AttentionSpec) -> SpecClass:
         has_empty_rows=spec.has_empty_rows,
         batch=None if spec.lengths is None else spec.lengths.batch,
     )
+
+
+def of_batch(entries: Mapping[tuple[object, ...], list[_T]], plan: Plan, spec: AttentionSpec) -> list[_T]:
+    """What is evidence for a spec: of sequences of one length, and where it has others of such batches too.
+
+    Those never speak for one length: most of their tokens see fewer keys than the longest, and how full padded rows
+    were is not known.  ``entries`` are by plan, kind and batch (``series``).
+    """
+    equal = entries.get(series(plan, spec.replace(lengths=None)), [])
+    return equal if spec.lengths is None else equal + entries.get(series(plan, spec), [])
+
+
+def series(plan: Plan, spec: AttentionSpec) -> tuple[object, ...]:
+    """The key of a plan's entries that one fit may take together: plan, kind and batch."""
+    return plan, *class_of(spec).kind, class_of(spec).batch
 
 
 def sizes(spec: AttentionSpec) -> tuple[int, int, int, int]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ...kernels.plan import Plan
 from ...problem.spec import AttentionSpec
 from ...tables.entry import Entry
-from ..similarity import class_of
+from ..similarity import of_batch, series
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,7 +46,7 @@ class ErrorModel:
         self._entries: dict[tuple[object, ...], list[Entry]] = {}
         for entry in entries:
             if entry.usable:
-                self._entries.setdefault(_series(entry.plan, entry.spec), []).append(entry)
+                self._entries.setdefault(series(entry.plan, entry.spec), []).append(entry)
         self._fits: dict[tuple[object, ...], dict[str, _Fit]] = {}
 
     def predict(self, plan: Plan, spec: AttentionSpec) -> tuple[float, str] | None:
@@ -54,16 +54,17 @@ class ErrorModel:
 
         None if the plan was never measured in this direction and type.
         """
-        series = _series(plan, spec)
-        if series not in self._entries:
-            return None
-        if series not in self._fits:
-            self._fits[series] = _fits(self._entries[series])
-        return max((fit.bound(spec), family) for family, fit in self._fits[series].items())
+        key = series(plan, spec)
+        if key not in self._fits:
+            entries = of_batch(self._entries, plan, spec)
+            if not entries:
+                return None
+            self._fits[key] = _fits(entries)
+        return max((fit.bound(spec), family) for family, fit in self._fits[key].items())
 
     def most_keys(self, plan: Plan, spec: AttentionSpec) -> int:
         """The largest number of keys that the plan was measured with, in this direction and type."""
-        return max(entry.spec.seqlen_kv for entry in self._entries[_series(plan, spec)])
+        return max(entry.spec.seqlen_kv for entry in of_batch(self._entries, plan, spec))
 
 
 def _fits(entries: Iterable[Entry]) -> dict[str, _Fit]:
@@ -101,11 +102,6 @@ class _Fit:
         at = np.array([*place, min(max(keys, self._least), self._most)])
         deviation = math.sqrt(self._variance * (1 + float(at @ self._covariance @ at)))
         return float(2 ** min(float(at @ self._weights) + _DEVIATIONS * deviation, 1000.0))
-
-
-def _series(plan: Plan, spec: AttentionSpec) -> tuple[object, ...]:
-    """The key of a fit: a plan and a kind of spec."""
-    return plan, *class_of(spec).kind
 
 
 def _place(spec: AttentionSpec) -> tuple[float, ...]:
