@@ -28,9 +28,9 @@ from attnbench.tables.user_table import user_table_path
 from ..capture.file import input_bytes
 from ..cases.case import Case
 from ..cases.drawn_lengths import typical_lengths
-from ..cases.lengths import SequenceLengths
 from ..measure.setup import DeviceSetup
 from ..results.records import Measurement
+from ..sequence_lengths import SequenceLengths
 from ..sweep.run import tasks_of
 from .observed_specs import ObservedSpec, Terms
 

@@ -29,9 +29,9 @@ from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.spec import AttentionSpec
 from attnbench.text.printable import printable
 
-from ..cases.lengths import SequenceLengths, check_lengths
 from ..json_lines import validation_fault
 from ..record_fields import SpecField
+from ..sequence_lengths import SequenceLengths, check_lengths
 
 __all__ = [
     "LONGEST_CALL",

@@ -32,7 +32,7 @@ from attnbench.problem.mask import Mask
 from attnbench.problem.mask_of_tensor import mask_of_tensor
 from attnbench.problem.spec import AttentionSpec
 
-from ..cases.lengths import SequenceLengths
+from ..sequence_lengths import SequenceLengths
 
 __all__ = ["Call", "UnrecordableError", "watch_calls"]
 

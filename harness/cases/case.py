@@ -9,8 +9,8 @@ from attnbench.kernels.plan import Plan
 from attnbench.problem.spec import AttentionSpec
 
 from ..capture.file import CapturedFamily
+from ..sequence_lengths import SequenceLengths, check_lengths
 from .inputs import DEFAULT_FAMILIES, FAMILIES
-from .lengths import SequenceLengths, check_lengths
 
 __all__ = ["SWEEP_DTYPES", "Case", "admits", "case_name", "tensor_dtype"]
 

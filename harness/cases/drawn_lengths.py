@@ -18,7 +18,7 @@ from attnbench.files.untrusted import open_regular
 from attnbench.problem.spec import AttentionSpec
 from attnbench.text.printable import brief
 
-from .lengths import LARGEST_TOTAL, Draw, SequenceLengths
+from ..sequence_lengths import LARGEST_TOTAL, Draw, SequenceLengths
 
 __all__ = ["draw_lengths", "draw_of_file", "typical_lengths"]
 

@@ -22,7 +22,7 @@ from attnbench.problem.lengths import Lengths
 from attnbench.problem.spec import AttentionSpec
 
 from ..capture.file import CapturedFamily, tensor_shapes
-from .lengths import SequenceLengths
+from ..sequence_lengths import SequenceLengths
 
 __all__ = ["DEFAULT_FAMILIES", "FAMILIES", "Drawn", "draw"]
 

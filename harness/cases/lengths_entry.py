@@ -12,7 +12,7 @@ A mapping, or a list of mappings; a list as a value stands for each of its eleme
 
 ``total`` tokens of sequences are drawn, the last one cut.  ``distribution`` is constant, uniform, lognormal (it needs
 ``mean``), zipf, or file, which needs ``file``: a path relative to the YAML file, with one length a line.  ``longest``
-is by default ``total``, or the file's longest.  ``layout`` is packed by default (attnbench.harness.cases.lengths).
+is by default ``total``, or the file's longest.  ``layout`` is packed by default (attnbench.harness.sequence_lengths).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pydantic import ValidationError
 from attnbench.errors import MalformedFileError
 
 from ..json_lines import validation_fault
+from ..sequence_lengths import DISTRIBUTIONS, LAYOUTS, Draw, SequenceLengths
 from ..yaml_file import describe_node, entries, fault, items, scalar
 from .drawn_lengths import draw_lengths, draw_of_file
-from .lengths import DISTRIBUTIONS, LAYOUTS, Draw, SequenceLengths
 
 __all__ = ["read_lengths"]
 

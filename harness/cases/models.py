@@ -16,9 +16,9 @@ from attnbench.errors import InputError
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
+from ..sequence_lengths import Draw, SequenceLengths
 from .case import Case
 from .drawn_lengths import draw_lengths
-from .lengths import Draw, SequenceLengths
 
 __all__ = ["ModelAttention", "drawn_cases", "published_models"]
 

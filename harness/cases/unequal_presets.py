@@ -17,8 +17,8 @@ from typing import Any
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec, Direction
 
+from ..sequence_lengths import Draw, Layout, SequenceLengths
 from .drawn_lengths import draw_lengths
-from .lengths import Draw, Layout, SequenceLengths
 
 __all__ = ["Shape", "packed_on_cpu", "packed_on_gpu", "padded_on_cpu", "padded_on_gpu"]
 

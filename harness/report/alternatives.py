@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 
 from attnbench.problem.spec import AttentionSpec
 
-from ..cases.lengths import Layout, SequenceLengths
 from ..formatting import number
 from ..results.records import Measurement
+from ..sequence_lengths import Layout, SequenceLengths
 from .sentences import fastest
 
 __all__ = ["Key", "alternatives", "key_of"]

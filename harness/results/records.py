@@ -17,7 +17,6 @@ from attnbench.tables.entry import LONGEST_MS, SHORTEST_MS, STATUSES, Status
 from attnbench.text.printable import brief
 
 from ..cases.case import LONGEST_NAME as LONGEST_CASE
-from ..cases.lengths import SequenceLengths, check_lengths
 from ..json_lines import Form, TornLineError, read_lines
 from ..measure.accuracy import LARGEST_ERROR, Detail, NonNegative, TensorName
 from ..measure.clocks import Conditions
@@ -26,6 +25,7 @@ from ..measure.timing import Cost
 from ..measure.trace import LONGEST_NAME as LONGEST_KERNEL
 from ..measure.trace import MOST_NAMES
 from ..record_fields import EnvironmentField, PlanField, SpecField, UtcTime
+from ..sequence_lengths import SequenceLengths, check_lengths
 from .shards import Shard
 
 __all__ = [

@@ -17,8 +17,8 @@ from attnbench.errors import MisuseError
 from attnbench.kernels.plan import Plan, backend_of
 from attnbench.problem.spec import AttentionSpec
 
-from ...cases.lengths import SequenceLengths
 from ...measure.setup import INSTALLED
+from ...sequence_lengths import SequenceLengths
 from ...sweep.compile_ahead import usable_cores
 from ...sweep.worker_process import LostError, Worker
 from ..terms import Key

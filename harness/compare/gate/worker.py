@@ -19,12 +19,12 @@ from attnbench.problem.spec import AttentionSpec
 from attnbench.tables.environment import own_commit
 
 from ...cases.case import Case
-from ...cases.lengths import SequenceLengths
 from ...measure.open_case import OpenCase
 from ...measure.setup import registry_of
 from ...measure.timing import Cost, Timer
 from ...measure.trial import Trial
 from ...measure.worker import main as serve
+from ...sequence_lengths import SequenceLengths
 
 __all__ = ["PROTOCOL", "GateWorker", "main"]
 

@@ -23,9 +23,9 @@ from attnbench.tables.environment import Environment
 
 from ...cases.case import SWEEP_DTYPES, case_name
 from ...cases.inputs import DEFAULT_FAMILIES, FAMILIES
-from ...cases.lengths import SequenceLengths
 from ...cases.presets import PRESETS, preset_cases
 from ...results.records import Measurement
+from ...sequence_lengths import SequenceLengths
 from ...training.config import OWN, TrainConfig
 from ...training.judge.arms import Arm
 

@@ -8,8 +8,8 @@ from attnbench import AttentionSpec
 from attnbench.harness.autotune.observed_specs import ObservedSpec
 from attnbench.harness.autotune.tuning import TuningTask, tuning_task
 from attnbench.harness.cases.inputs import draw
-from attnbench.harness.cases.lengths import SequenceLengths
 from attnbench.harness.measure.setup import INSTALLED
+from attnbench.harness.sequence_lengths import SequenceLengths
 from attnbench.problem.lengths_kind import LengthsKind
 from attnbench.tables.table import Table
 

@@ -9,7 +9,7 @@ from attnbench.harness.capture.file import read_captured
 from attnbench.harness.capture.recorder import capture
 from attnbench.harness.cases.file import read_captured_cases
 from attnbench.harness.cases.inputs import draw
-from attnbench.harness.cases.lengths import SequenceLengths
+from attnbench.harness.sequence_lengths import SequenceLengths
 
 CPU = torch.device("cpu")
 STARTS = torch.tensor([0, 9, 9, 40], dtype=torch.int32)

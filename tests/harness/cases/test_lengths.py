@@ -15,7 +15,7 @@ from attnbench.harness.cases.case import Case
 from attnbench.harness.cases.drawn_lengths import draw_lengths, typical_lengths
 from attnbench.harness.cases.file import read_cases
 from attnbench.harness.cases.inputs import FAMILIES, draw
-from attnbench.harness.cases.lengths import LAYOUTS, Draw, SequenceLengths
+from attnbench.harness.sequence_lengths import LAYOUTS, Draw, SequenceLengths
 from attnbench.problem.spec import AttentionSpec
 
 CPU = torch.device("cpu")

@@ -10,12 +10,12 @@ from planted import CPU, FakeBackward, backend, healthy
 from attnbench.errors import AttnbenchError
 from attnbench.harness.cases.case import Case
 from attnbench.harness.cases.inputs import draw
-from attnbench.harness.cases.lengths import SequenceLengths
 from attnbench.harness.measure.bench import Bench
 from attnbench.harness.measure.open_case import OpenCase
 from attnbench.harness.measure.probes import LeakProbe
 from attnbench.harness.measure.timing import Timer
 from attnbench.harness.measure.verdict import judge
+from attnbench.harness.sequence_lengths import SequenceLengths
 from attnbench.kernels.contract import ForwardKernel, Inputs, Operands, Result
 from attnbench.kernels.plan import Plan
 from attnbench.kernels.registry import Registry, registry

@@ -7,10 +7,10 @@ import yaml
 from flat import measurement
 
 from attnbench.harness.cases.file import read_cases
-from attnbench.harness.cases.lengths import Draw, SequenceLengths
 from attnbench.harness.report.alternatives import alternatives, key_of
 from attnbench.harness.report.page.commands import sweep_command
 from attnbench.harness.report.text import report
+from attnbench.harness.sequence_lengths import Draw, SequenceLengths
 from attnbench.kernels.plan import Plan
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec

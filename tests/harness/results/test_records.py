@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from attnbench.errors import MalformedFileError
-from attnbench.harness.cases.lengths import Draw, SequenceLengths
 from attnbench.harness.measure.accuracy import Detail
 from attnbench.harness.results import records
 from attnbench.harness.results.records import SCHEMA, STATUSES, Measurement, read_measurements
 from attnbench.harness.results.store import measurements_file
+from attnbench.harness.sequence_lengths import Draw, SequenceLengths
 from attnbench.kernels.plan import Plan
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec

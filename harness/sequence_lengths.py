@@ -114,7 +114,8 @@ class SequenceLengths(BaseModel):
         """
         longest, totals = (max(self.q), max(self.keys)), (sum(self.q), sum(self.keys))
         if self.layout == "packed":
-            return packed_sizes(len(self.q), *map(_some, longest), *totals, square=self.kv is None)
+            bounds = _some(longest[0]), _some(longest[1])
+            return packed_sizes(len(self.q), bounds[0], bounds[1], totals[0], totals[1], self.kv is None)
         if self.layout == "equal":
             queries, keys = (_some(round(total / len(self.q))) for total in totals)
             return {"batch": len(self.q), "seqlen_q": queries, "seqlen_kv": keys}
@@ -141,13 +142,11 @@ class SequenceLengths(BaseModel):
         """The lengths as kernels take them, for q (B, H, Sq, D) and k (B, Hkv, Skv, D); None for rectangular ones."""
         if not self.unequal:
             return None
-        sides = [_on(self.q, q.device, self.layout)]
-        sides.append(sides[0] if self.kv is None else _on(self.kv, q.device, self.layout))
+        own = _on(self.q, q.device, self.layout)
+        other = own if self.kv is None else _on(self.kv, q.device, self.layout)
         if self.layout != "packed":
-            return padded(q, k, *sides, "left" if self.layout == "left-padded" else "right")
-        # A program may bound its lengths by more than the longest.
-        bounds = ((max(self.q), spec.seqlen_q), (max(self.keys), spec.seqlen_kv))
-        return packed(q, k, *sides, *(_some(own) if bucket(own) == bound else bound for own, bound in bounds))
+            return padded(q, k, own, other, "left" if self.layout == "left-padded" else "right")
+        return packed(q, k, own, other, _bound(self.q, spec.seqlen_q), _bound(self.keys, spec.seqlen_kv))
 
     def shapes(self, spec: AttentionSpec) -> tuple[tuple[int, int], tuple[int, int]]:
         """(batch, tokens) of the tensors of queries and of those of keys."""
@@ -187,6 +186,12 @@ def check_lengths(spec: AttentionSpec, lengths: SequenceLengths | None) -> None:
 def _some(length: int) -> int:
     """A spec has no size of 0."""
     return max(1, length)
+
+
+def _bound(lengths: tuple[int, ...], bucketed: int) -> int:
+    """The bound of a packed call: its longest, or what the spec says where a program bounds its lengths by more."""
+    longest = max(lengths)
+    return _some(longest) if bucket(longest) == bucketed else bucketed
 
 
 def _read(lengths: Tensor | None, batch: Batch, sequences: int, size: int) -> tuple[int, ...]:
