@@ -14,13 +14,9 @@ from ..tables.user_table import Known
 from .candidate import Candidate, Verdict
 from .cost_model.errors import ErrorModel
 from .cost_model.pool import PooledModel
-from .similarity import SpecClass, class_of, distance, of_one_length
+from .similarity import SpecClass, class_of, distance
 
 __all__ = ["Evidence"]
-
-# What predicting packed batches from those of one length adds to the error.  On an H200 90 predictions, of 9 plans at
-# 64k tokens, were 0.77 to 1.50 times what was measured; between plans at one batch they differed by 0.09.
-_UNEQUAL = 0.1
 
 
 class Evidence:
@@ -32,8 +28,8 @@ class Evidence:
     its growth; a plan whose growth is unknown is not chosen there, nor one that failed in the class at the nearest spec
     or at one that is nowhere larger.  The cost models of the tables predict its time (``PooledModel``).
 
-    Where a spec has sequences of unequal length and no table has such, those of one length speak for it
-    (``of_one_length``): ``timed`` is the spec whose times are predicted, and their error is wider.
+    Where a spec has sequences of unequal length, plans of which the class holds such are judged by these, and others by
+    sequences of one length: errors by those as long as the longest, times by those of as much work, with a wider error.
     """
 
     def __init__(self, spec: AttentionSpec, known: Known) -> None:
@@ -44,11 +40,7 @@ class Evidence:
         self._source, self._scaling_error = (None, 0.0) if table is None else (table.scaled_from, table.time_error)
         # Where the spec was measured, that table speaks of its neighbours too: times of two machines must not meet.
         index = _index(_Same(known.tables if table is None else (table,)))
-        self.timed, self._unlike = self._spec, 0.0
-        if self._spec.lengths is not None and not index.knows(class_of(self._spec)):
-            self._spec, self.timed = of_one_length(self._spec)
-            self._unlike = _UNEQUAL
-        self._class = index.classes.get(class_of(self._spec), {})
+        self._class = index.about(self._spec)
         self.model, self._errors = index.model, index.errors
 
     def candidate(self, plan: Plan, budget: float, growth: float | None) -> Candidate | None:
@@ -69,7 +61,7 @@ class Evidence:
         if failed:
             worst = min(failed, key=lambda each: self._order(each.spec))
             return Candidate(plan, "unmeasured", (f"at {worst.spec}: {worst.unusable}",))
-        predicted, time = self._errors.predict(plan, self._spec), self.model.predict(plan, self.timed)
+        predicted, time = self._errors.predict(plan, self._spec), self.model.predict(plan, self._spec)
         if predicted is None:
             return None
         if time is None:
@@ -86,7 +78,7 @@ class Evidence:
             error=needs,
             family=family,
             basis="predicted" if time.scaled_from is None else "scaled",
-            time_error=math.hypot(time.error, self._unlike),
+            time_error=time.error,
             needs=None if grown is None else needs,
             scaled_from=time.scaled_from,
         )
@@ -146,11 +138,11 @@ class _Index:
             if entry.kept and entry.status != "slower":
                 self.classes.setdefault(class_of(entry.spec), {}).setdefault(entry.plan, []).append(entry)
         self.model, self.errors = PooledModel(tables), ErrorModel(entries)
-        self._kinds = {each.kind for each in self.classes}
 
-    def knows(self, alike: SpecClass) -> bool:
-        """Whether there are entries of the class, or of one whose kernels run alike."""
-        return alike.kind in self._kinds
+    def about(self, spec: AttentionSpec) -> dict[Plan, list[Entry]]:
+        """The entries of each plan in the spec's class, or where it has none in that of sequences of one length."""
+        own, equal = (self.classes.get(class_of(each), {}) for each in (spec, spec.replace(lengths=None)))
+        return {**equal, **own}
 
 
 class _Same:

@@ -99,9 +99,7 @@ class Capabilities:
             reasons.append("returns no log-sum-exp, by which sinks are added")
         if spec.lengths is not None and spec.lengths.batch not in self.lengths:
             reasons.append(f"takes sequences of one length, not a {spec.lengths.batch} batch")
-        queries, keys = spec.batch * spec.seqlen_q, spec.batch * spec.seqlen_kv
-        if spec.lengths is not None:
-            queries, keys = spec.lengths.total_q or queries, spec.lengths.total_kv or keys
+        queries, keys = spec.tokens
         size = max(spec.head_dim, spec.head_dim_v)
         largest = max(queries * spec.heads, keys * spec.kv_heads) * size
         if self.max_elements is not None and largest > self.max_elements:

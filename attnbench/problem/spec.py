@@ -158,6 +158,14 @@ class AttentionSpec:
         return self.heads // self.kv_heads
 
     @property
+    def tokens(self) -> tuple[int, int]:
+        """The queries and keys of the whole batch; of a packed one rounded up, as its lengths have them."""
+        queries, keys = self.batch * self.seqlen_q, self.batch * self.seqlen_kv
+        if self.lengths is None:
+            return queries, keys
+        return self.lengths.total_q or queries, self.lengths.total_kv or keys
+
+    @property
     def training(self) -> bool:
         """Whether gradients are asked for."""
         return self.direction == "training"
@@ -185,8 +193,25 @@ class AttentionSpec:
             typical = self.lengths.typical(queries, self.batch, self.lengths.total_q)
             keys = round(self.lengths.typical(keys, self.batch, self.lengths.total_kv))
             queries, count = round(typical), self.lengths.total_q / typical
-        area = self.mask.area(queries, keys)
-        forward = 2.0 * count * self.heads * area * (self.head_dim + self.head_dim_v)
+        return self._operations(count * self.mask.area(queries, keys))
+
+    @property
+    def least_flops(self) -> float:
+        """The fewest operations that a call of the spec may have: ``flops`` where all sequences have one length.
+
+        A packed batch has the fewest if its sequences are equally long and its counts the least of their buckets.
+        Padded rows may be empty, and queries of some sequences may meet the keys of no other.
+        """
+        if self.lengths is None:
+            return self.flops
+        if self.lengths.total_q is None or not self.lengths.square:
+            return 0.0
+        tokens = int(self.lengths.total_q / math.sqrt(2))
+        count, equal = (self.batch, tokens // self.batch) if tokens >= self.batch else (tokens, 1)
+        return self._operations(float(count * self.mask.area(equal, equal)))
+
+    def _operations(self, pairs: float) -> float:
+        forward = 2.0 * pairs * self.heads * (self.head_dim + self.head_dim_v)
         return forward * 3.5 if self.training else forward
 
     def __str__(self) -> str:

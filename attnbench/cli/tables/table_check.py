@@ -57,9 +57,10 @@ def check(
 ) -> None:
     """Measure the regret of choices on shapes that the table does not know.
 
-    With --fresh N, N attention layers of published models are drawn with batch, length and direction, the plans
-    race on them, and what the tables choose without knowing these shapes is compared with the fastest accurate
-    plan.  --on FOLDER repeats the comparison on the results of an earlier --fresh, or of any sweep, without measuring.
+    With --fresh N, N attention layers of published models are drawn with batch, length and direction, a fifth of the
+    causal ones with packed sequences, the plans race on them, and what the tables choose without knowing these shapes
+    is compared with the fastest accurate plan.  --on FOLDER repeats the comparison on the results of an earlier
+    --fresh, or of any sweep, without measuring.
     A named TABLE of another GPU of the same generation is scaled to the GPU of the results, as auto does.
     Exits 1 if the regret exceeds 2 % in the geometric mean (3 % with FP8), 8 % at the 90th percentile or 20 % at worst,
     if a rule decides more than 2 % of the choices, or if a chosen plan exceeds its budget.
@@ -194,7 +195,7 @@ def _measured(
 
     place, known = find(device), registry()
     names = [name.strip() for name in (backends or "").split(",") if name.strip()]
-    drawn = tasks_of(drawn_cases(count, seed, place.type), known, place, "fp8", names)
+    drawn = tasks_of(drawn_cases(count, seed, place.type, packed=True), known, place, "fp8", names)
     tasks = _contending(drawn, known_by, known, describe(place))
     setup = DeviceSetup(place, Environment.detect(place, known), Timer.for_device(place), race=True)
     with Store(fresh_folder("fresh") if out is None else out, setup.environment, resume=resume) as store:

@@ -23,8 +23,8 @@ from attnbench.tables.environment import Environment
 from attnbench.text.failure import in_one_line
 
 from ...measure.clocks import Conditions, Watch
-from ...measure.peaks import PEAK_TFLOPS
 from ...measure.worker import is_out_of_memory
+from ...results.peaks import PEAK_TFLOPS
 from ..config import TrainConfig
 from ..rows import LONGEST_REASON, ROWS, TrainingRun, read_runs, write_runs
 from .history import History
