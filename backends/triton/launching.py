@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from .direct import Start, starter
 from .interpreter import interpreted
 
 __all__ = ["KEPT", "Launch", "Launches", "addresses", "on"]
@@ -31,13 +32,22 @@ class Launch:
     first arguments may have other memory from call to call, but the same dtypes and integers.
     """
 
-    __slots__ = ("_start", "constants", "grid", "kernel", "options")
+    __slots__ = ("_again", "_start", "constants", "grid", "kernel", "options")
 
     def __init__(
         self, kernel: Any, grid: tuple[int, int, int], constants: tuple[Any, ...], options: Mapping[str, Any]
     ) -> None:
         self.kernel, self.grid, self.constants, self.options = kernel, grid, constants, dict(options)
         self._start: dict[int, Callable[..., None]] = {}
+        self._again: dict[int | None, Start] = {}
+
+    def again(self, device: int | None, addresses: int, first: tuple[Any, ...]) -> bool:
+        """Start it if it is known how without tensors: ``first`` has addresses for those, and for descriptors.
+
+        ``device`` is the current GPU's number.  Returns whether it was started; ``__call__`` starts it otherwise.
+        """
+        start = self._again.get(device)
+        return start is not None and not addresses % _ALIGNED and start(first)
 
     def __call__(self, first: tuple[Any, ...], addresses: int) -> None:
         """Start it on the current stream; ``addresses`` are its memory's, or-ed, without the descriptors', which are
@@ -54,6 +64,9 @@ class Launch:
         compiled = self.kernel[self.grid](*first, *self.constants, **self.options)
         if compiled is not None:  # as it is under the interpreter, which has nothing to keep
             self._start[device] = compiled[self.grid]
+            direct = starter(compiled, self.grid, first, self.constants)
+            if direct is not None:
+                self._again[device] = direct
 
 
 class Launches:
