@@ -64,7 +64,9 @@ def _of_3_6(
     launch, encode, maps = launcher.launch, driver.active.utils.fill_tma_descriptor, []
     descriptors = [each for each in first if hasattr(each, "block_shape")]
     if descriptors:
-        wrapped = dict(zip(launch.__code__.co_freevars, (cell.cell_contents for cell in launch.__closure__), strict=True))
+        wrapped = dict(
+            zip(launch.__code__.co_freevars, (cell.cell_contents for cell in launch.__closure__), strict=True)
+        )
         launch, metas = wrapped["launcher"], wrapped["tensordesc_meta"]
         if set(wrapped["tensordesc_indices"]) != set(range(len(descriptors))):
             return None
@@ -79,7 +81,14 @@ def _of_3_6(
     number = driver.active.get_current_device()
     stream, function, packed = driver.active.get_current_stream, compiled.function, compiled.packed_metadata
     asked = (
-        launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, packed, None, None, None
+        launcher.launch_cooperative_grid,
+        launcher.launch_pdl,
+        None,
+        None,
+        packed,
+        None,
+        None,
+        None,
     )  # no scratch memory, and neither metadata for hooks nor hooks
     runtime, count = triton.knobs.runtime, len(maps)
 
