@@ -52,9 +52,18 @@ class Quantisation:
     (B, H, S, 1).
     """
 
-    def __init__(self, outline: Outline, memory: Memory, kept: Tensor, scratch: Tensor, mean: Tensor | None) -> None:
-        self._memory, self._kept, self._scratch, self.mean = memory, kept, scratch, mean
-        self.length, self.interleaved = outline.shape[2], outline.interleaved
+    def __init__(
+        self,
+        outline: Outline,
+        memory: Memory,
+        kept: Tensor,
+        scratch: Tensor,
+        mean: Tensor | None,
+        begins: Sequence[Any],
+    ) -> None:
+        """``begins``: the addresses of rows, transposed copy, descale and partial magnitudes, None for nothing."""
+        self._memory, self._kept, self._scratch, self.mean, self.begins = memory, kept, scratch, mean, begins
+        self.length, self.interleaved, self.device = outline.shape[2], outline.interleaved, kept.device
 
     @cached_property
     def rows(self) -> Tensor | None:
@@ -177,10 +186,10 @@ def written(layout: Layout, tensors: Sequence[Tensor], own: Sequence[Unequal | N
     results, jobs = [], []
     for x, outline, memory in zip(tensors, layout.outlines, layout.memories, strict=True):
         mean = x.detach().mean(dim=2, keepdim=True, dtype=torch.float32) if outline.smooth else None
-        results.append(Quantisation(outline, memory, kept, scratch, mean))
+        places = [None if at is None else base + at for base, at in zip(bases, memory.begins, strict=True)]
+        results.append(Quantisation(outline, memory, kept, scratch, mean, places))
         address = x.data_ptr()
         begins |= address
-        places = [None if at is None else base + at for base, at in zip(bases, memory.begins, strict=True)]
         jobs.append((address, *places, *memory.rest))
     again, tables = tuple(jobs), [None] * len(jobs)
     with on(device):
