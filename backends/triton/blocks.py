@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..common.layout import rounded_up
 
-__all__ = ["Block", "Part", "Wanted"]
+__all__ = ["Block", "Memory", "Part", "Wanted"]
 
 _APART = 256  # bytes: what one part begins at multiples of, as torch's own allocations do at 512
 
@@ -26,16 +26,30 @@ class Wanted(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A tensor's place in a block: ``begin`` is its first byte."""
+    """A tensor's place in a block: ``begin`` in bytes, ``place`` in elements."""
 
     begin: int
+    place: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
 
-    def of(self, memory: Tensor) -> Tensor:
-        """The tensor, a view of the block's memory."""
-        return memory.view(self.dtype).as_strided(self.shape, self.strides, self.begin // self.dtype.itemsize)
+
+class Memory:
+    """What a block was given: its ``address``, and views of it."""
+
+    __slots__ = ("_typed", "address")
+
+    def __init__(self, allocated: Tensor) -> None:
+        self.address = allocated.data_ptr()
+        self._typed = {allocated.dtype: allocated}
+
+    def of(self, part: Part) -> Tensor:
+        """The tensor at this place."""
+        typed = self._typed.get(part.dtype)
+        if typed is None:
+            typed = self._typed[part.dtype] = self._typed[torch.uint8].view(part.dtype)
+        return typed.as_strided(part.shape, part.strides, part.place)
 
 
 class Block:
@@ -53,12 +67,12 @@ class Block:
                 self._zeroed = self.size
         self.parts = tuple(parts)
 
-    def memory(self, device: torch.device) -> Tensor:
+    def memory(self, device: torch.device) -> Memory:
         """New memory for them all."""
         made = torch.empty(self.size, dtype=torch.uint8, device=device)
         if self._zeroed:
             made[: self._zeroed].zero_()
-        return made
+        return Memory(made)
 
 
 def _part(begin: int, wanted: Wanted) -> Part:
@@ -66,4 +80,4 @@ def _part(begin: int, wanted: Wanted) -> Part:
     for axis in range(len(strides) - 1, 0, -1):
         strides[axis - 1] = strides[axis] * wanted.shape[axis]
     shape = wanted.shape if wanted.width is None else (*wanted.shape[:-1], wanted.width)
-    return Part(begin, shape, tuple(strides), wanted.dtype)
+    return Part(begin, begin // wanted.dtype.itemsize, shape, tuple(strides), wanted.dtype)

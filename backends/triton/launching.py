@@ -5,7 +5,7 @@ If only the memory behind the tensors has changed, the compiled kernel is known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,10 +13,11 @@ import torch
 import triton
 from torch import Tensor
 
+from .descriptors import Described, all_of
 from .direct import Start, starter
 from .interpreter import interpreted
 
-__all__ = ["KEPT", "Launch", "Launches", "addresses", "on"]
+__all__ = ["KEPT", "Launch", "Launches", "on"]
 
 KEPT = 1024  # of what is kept for calls that are alike: more come of shapes that no call repeats
 _INTERPRETED = interpreted()  # decided where kernels are defined
@@ -41,7 +42,7 @@ class Launch:
         self._start: dict[int, Callable[..., None]] = {}
         self._again: dict[int | None, Start] = {}
 
-    def again(self, device: int | None, addresses: int, first: tuple[Any, ...]) -> bool:
+    def again(self, device: int | None, addresses: int, first: Sequence[Any]) -> bool:
         """Start it if it is known how without tensors: ``first`` has addresses for those, and for descriptors.
 
         ``device`` is the current GPU's number.  Returns whether it was started; ``__call__`` starts it otherwise.
@@ -68,6 +69,16 @@ class Launch:
             if direct is not None:
                 self._again[device] = direct
 
+    def on(self, device: torch.device, memory: Sequence[Tensor | None], described: Sequence[Described] = ()) -> None:
+        """Start it with these tensors, the first of which are read as ``described``."""
+        places = [None if x is None else x.data_ptr() for x in memory]
+        begins = 0
+        for place in places:
+            begins |= place or 0
+        if not self.again(device.index, begins, places):
+            count = len(described)
+            self((*all_of(described, memory[:count]), *memory[count:]), begins)
+
 
 class Launches:
     """The launches of one kernel, by all that they depend on."""
@@ -91,15 +102,6 @@ class Launches:
                 self._made.clear()
             launch = self._made[key] = Launch(self._kernel, grid, constants, options)
         return launch
-
-
-def addresses(memory: Iterable[Tensor | None]) -> int:
-    """Where the tensors begin, or-ed."""
-    found = 0
-    for each in memory:
-        if each is not None:
-            found |= each.data_ptr()
-    return found
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:

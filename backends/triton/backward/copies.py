@@ -10,7 +10,8 @@ interleaved (``hopper.narrow``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...common.layout import rounded_up
-from ..launching import KEPT, Launch, Launches, addresses
+from ..launching import KEPT, Launch, Launches
 from ..tile_map import Tiled
 from ..tile_rows import ROW
 
@@ -228,7 +229,7 @@ def lay_out_together(wanted: Sequence[Wanted]) -> list[Laid]:
         ]
     )
     shapes, launch = _layout(outlines)
-    found, jobs, begins = [], [], 0
+    found, jobs = [], []
     for (x, wide, transposed, interleaved, zeros, own), (whole, across, there, busy) in zip(
         wanted, shapes, strict=True
     ):
@@ -239,9 +240,11 @@ def lay_out_together(wanted: Sequence[Wanted]) -> list[Laid]:
         if busy:
             job = _Copy(x, data, widened, turned, zeros, None if own is None else own.table)
             jobs.append(job)
-            begins |= addresses(job)
     if launch is not None:
-        launch((tuple(jobs),), begins)
+        places = tuple([tuple([None if each is None else each.data_ptr() for each in job]) for job in jobs])
+        begins = reduce(or_, [place or 0 for job in places for place in job])
+        if not launch.again(wanted[0].x.device.index, begins, (places,)):
+            launch((tuple(jobs),), begins)
     return found
 
 

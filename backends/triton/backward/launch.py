@@ -18,9 +18,9 @@ from attnbench.problem.lengths import Lengths
 from attnbench.problem.spec import AttentionSpec
 
 from ..descales import in_fp32
-from ..descriptors import Described, Shape, all_of, flipped, rows_of
+from ..descriptors import Described, Shape, flipped, rows_of
 from ..forward.hopper import launch as forward_hopper_launch
-from ..launching import KEPT, Launch, Launches, addresses, on
+from ..launching import KEPT, Launch, Launches, on
 from ..tile_map import Tiled, one_sided, sequences_of, tile_map
 from .copies import PADDING, TOKENS, Own, Wanted, lay_out_together, padded
 from .hopper import launch as hopper
@@ -146,7 +146,7 @@ def run_keys(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -> t
         dv_out,
         given.tiles("kv", tile.block_n),
     )
-    start((*all_of(described, tiled), *memory), addresses(memory))
+    start.on(rows.device, (*tiled, *memory), described)
     return dk_out, dv_out
 
 
@@ -186,7 +186,7 @@ def run_all(given: Prepared, sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
         return sums, dk_out, dv_out
     dq_out = _for_queries(layout, dtype, device)
     memory = sums, given.turn, dq_out, given.tiles("q", ROWS)
-    _finishing(layout, dtype)(memory, addresses(memory))
+    _finishing(layout, dtype).on(device, memory)
     return dq_out, dk_out, dv_out
 
 
@@ -237,7 +237,7 @@ def run_queries(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -
         dq_out,
         given.tiles("q", tile.block_m),
     )
-    start((*all_of(described, tiled), *memory), addresses(memory))
+    start.on(rows.device, (*tiled, *memory), described)
     return dq_out
 
 

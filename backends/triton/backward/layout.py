@@ -17,7 +17,7 @@ from attnbench.problem.spec import AttentionSpec
 from ...common.layout import rounded_up
 from ..arithmetic import to_bf16, to_e4m3
 from ..descales import steps
-from ..launching import KEPT, Launch, Launches, addresses
+from ..launching import KEPT, Launch, Launches
 from ..tile_map import Tiled
 from ..tile_rows import ROW, scale_of_keys
 from .copies import PADDING, Laid, Own, aligned, padded, ready
@@ -190,7 +190,7 @@ def lay_out_gradient(
     descale = torch.empty(blocks, dtype=torch.float32, device=device)
     rows = torch.empty(rows_shape, dtype=torch.float32, device=device)
     memory = *inputs, data, data if narrow else wide, descale, rows, None if own is None else own.table
-    launch(memory, addresses(memory))
+    launch.on(device, memory)
     return Gradient(Laid(data, wide, None, False), descale, rows)
 
 

@@ -99,7 +99,7 @@ class TritonForward(ForwardKernel):
         q_, k_ = (x.operand(self.recipe, rotated=turned) for x in (of_q, of_k))
         v_ = self._of_values(v, of_v, spec, lengths)
         if plan.layout is not None:
-            return Operands(spec, q_, k_, v_, plan.native(of_q, of_k, of_v, lengths), lengths)
+            return Operands(spec, q_, k_, v_, plan.native(q.device, of_q, of_k, of_v, lengths), lengths)
         of = forward.Operand
         sides = of(q_.data, q_.descale), of(k_.data, k_.descale), of(of_v.transposed, v_.descale)
         return Operands(spec, q_, k_, v_, forward.laid_out(spec, self._tile(spec, q.device), *sides, lengths), lengths)
@@ -235,7 +235,7 @@ class TritonOnePass(TritonForward):
         k_, v_ = of_k.operand(self.recipe, block=tile.block_n), self._of_values(v, of_v, spec, lengths, tile.block_n)
         q_ = _by_token(q)
         if plan.layout is not None and not q.data_ptr() % forward.VECTOR:
-            native = plan.native(q, of_k, of_v, lengths)
+            native = plan.native(device, q, of_k, of_v, lengths)
         elif forward.casts(spec, tile, device):
             native = forward.laid_out_by_block(
                 spec, tile, q, of(of_k.data, of_k.descale), of(of_v.transposed, of_v.descale), lengths

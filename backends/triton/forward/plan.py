@@ -18,9 +18,9 @@ from ..launching import KEPT
 from ..quantise.kernels import PADDING
 from ..quantise.launch import Quantisation, Unequal, written
 from ..quantise.layout import Layout as Quantising
-from ..quantise.layout import Memory, Outline, layout_of
+from ..quantise.layout import Outline, Places, layout_of
+from . import launch
 from .launch import Given, Layout, Native, casts, matrix
-from .launch import layout_of as forward_layout_of
 from .tiles import Tile, padded_size
 
 __all__ = ["Plan", "casting_plan", "plan", "values_plan"]
@@ -46,7 +46,9 @@ class Plan(NamedTuple):
         own = () if lengths is None else [Unequal(lengths, side, slot) for side, slot in self.slots]
         return written(self.quantising, tensors, own)
 
-    def native(self, q: Quantisation | Tensor, k: Quantisation, v: Quantisation, lengths: Lengths | None) -> Native:
+    def native(
+        self, device: torch.device, q: Quantisation | Tensor, k: Quantisation, v: Quantisation, lengths: Lengths | None
+    ) -> Native:
         """The kernel's arguments where it has a layout: all quantised, or Q as it is, which then has no descales."""
         assert self.layout is not None, "another layout is made of the tensors"
         scale = k if isinstance(q, Tensor) else q
@@ -60,7 +62,7 @@ class Plan(NamedTuple):
             assert values is not None, "they were asked for"
             return Given(rows, keys, values, (scale.descale, k.descale, v.descale), v.descale)
 
-        return Native(self.layout, v.device, begins, make, lengths)
+        return Native(self.layout, device, begins, make, lengths)
 
 
 @lru_cache(maxsize=KEPT)
@@ -72,7 +74,7 @@ def plan(
     slots = _slots(tile)
     wanted = _wanted(q, own, PADDING, rotate=True), _wanted(k, own, PADDING, rotate=True), _values(spec, tile, own, v)
     quantising = layout_of(wanted, recipe, device)
-    of_q, of_k, of_v = quantising.memories
+    of_q, of_k, of_v = quantising.places
     layout = None
     if recipe.granularity in ("head", "tensor"):  # else V's descales of tokens are turned about first
         shared = own is not None
@@ -88,7 +90,7 @@ def casting_plan(
     """K in rows and V transposed, by the tile's blocks of keys, and Q as it is where the kernel casts it."""
     slots = _slots(tile)
     quantising = layout_of((_wanted(k, own, slots[1]), _values(spec, tile, own, v)), recipe, device, None, tile.block_n)
-    of_k, of_v = quantising.memories
+    of_k, of_v = quantising.places
     layout = None
     if here and casts(spec, tile, device) and matrix(*q[:2], padded_size(spec.head_dim)) is not None:
         layout = _layout(spec, tile, device, here, True, own, (False,) * 3, q, of_k, of_v, of_k)
@@ -125,10 +127,10 @@ def _part(part: Part | None) -> _Outline:
 
 def _layout(
     spec: AttentionSpec, tile: Tile, device: torch.device, here: bool, casting: bool, own: _Own | None,
-    shared: tuple[bool, ...], q: _Outline, k: Memory, v: Memory, scale: Memory,
+    shared: tuple[bool, ...], q: _Outline, k: Places, v: Places, scale: Places,
 ) -> Layout:  # fmt: skip
     """The kernel's on these operands; ``scale`` has Q's descales, or any others where the kernel casts Q."""
     places = [_part(each)[:2] for each in (k.rows, scale.descale, k.descale, v.descale)]
     sequences = None if own is None else own[0]
     values = _part(v.transposed)[0]
-    return forward_layout_of(spec, tile, values, q[2], device, here, casting, sequences, shared, q[:2], *places)
+    return launch.layout_of(spec, tile, values, q[2], device, here, casting, sequences, shared, q[:2], *places)

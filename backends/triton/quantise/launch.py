@@ -11,7 +11,6 @@ the first left in the L2 cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,12 +20,13 @@ from attnbench.errors import InputError
 from attnbench.problem.fp8 import BLOCK, Quantised, Recipe
 from attnbench.problem.lengths import Lengths
 
+from ..blocks import Memory
 from ..launching import on
 from ..tile_map import Tiled, one_sided, sequences_of, tile_map
 from .deferred import Deferred
 from .interleaving import interleaved
 from .kernels import PADDING, Job
-from .layout import TILES, Layout, Memory, Outline, Tiles, layout_of, signs, tiles_for
+from .layout import TILES, Layout, Outline, Places, Tiles, layout_of, signs, tiles_for
 
 __all__ = [
     "TILES",
@@ -55,44 +55,44 @@ class Quantisation:
     def __init__(
         self,
         outline: Outline,
-        memory: Memory,
-        kept: Tensor,
-        scratch: Tensor,
+        places: Places,
+        kept: Memory,
+        scratch: Memory,
         mean: Tensor | None,
         begins: Sequence[Any],
     ) -> None:
         """``begins``: the addresses of rows, transposed copy, descale and partial magnitudes, None for nothing."""
-        self._memory, self._kept, self._scratch, self.mean, self.begins = memory, kept, scratch, mean, begins
-        self.length, self.interleaved, self.device = outline.shape[2], outline.interleaved, kept.device
+        self._places, self._kept, self._scratch, self.mean, self.begins = places, kept, scratch, mean, begins
+        self.length, self.interleaved = outline.shape[2], outline.interleaved
 
-    @cached_property
+    @property
     def rows(self) -> Tensor | None:
         """(B, H, S, D) in FP8, rows at multiples of 16 bytes; None if not requested."""
-        part = self._memory.rows
-        return None if part is None else part.of(self._kept)
+        part = self._places.rows
+        return None if part is None else self._kept.of(part)
 
-    @cached_property
+    @property
     def transposed(self) -> Tensor | None:
         """(B, H, D, S rounded up to 128), zero-padded; with ``interleaved`` each 16 tokens in the order of
         ``interleaving``.  None if not requested.
         """
-        part = self._memory.transposed
-        return None if part is None else part.of(self._scratch)
+        part = self._places.transposed
+        return None if part is None else self._scratch.of(part)
 
-    @cached_property
+    @property
     def descale(self) -> Tensor:
         """fp32: (1, 1, 1, 1) for a tensor, (B, H, 1, 1) for a head, (B, H, ⌈S / 128⌉, 1) for blocks, (B, H, S, 1) for
         tokens.
         """
-        return self._memory.descale.of(self._kept)
+        return self._kept.of(self._places.descale)
 
     @property
     def data(self) -> Tensor:
         """(B, H, S, D): the rows, else a view of the transposed copy, or a new one where its tokens are interleaved."""
-        if self.rows is not None:
-            return self.rows
-        assert self.transposed is not None, "at least one of the two is there"
-        ordered = self.transposed
+        rows, ordered = self.rows, self.transposed
+        if rows is not None:
+            return rows
+        assert ordered is not None, "at least one of the two is there"
         if self.interleaved:
             ordered = interleaved(ordered, back=True)
         return ordered[..., : self.length].mT
@@ -103,23 +103,22 @@ class Quantisation:
         """
 
         def of_tokens() -> Tensor:
-            if recipe.granularity == "block" and self.descale.shape[2] != self.length:
-                return self.descale.repeat_interleave(block, dim=2)[:, :, : self.length]
-            return self.descale
+            descale = self.descale
+            if recipe.granularity == "block" and descale.shape[2] != self.length:
+                return descale.repeat_interleave(block, dim=2)[:, :, : self.length]
+            return descale
 
         return Deferred.of(lambda: self.data, of_tokens, recipe.granularity, rotated=rotated, mean=self.mean)
 
     def job(self, x: Tensor, tiles: Tensor | None) -> Job:
         """What a kernel is given of the tensor x, of which this is made."""
-        memory, mean = self._memory, self.mean
-        rows, partial, turn = memory.rows, memory.partial, memory.signs
-        moved = None
+        places, mean = self._places, self.mean
+        partial, turn, moved = places.partial, places.signs, None
         if mean is not None and turn is not None:
             moved = mean @ signs(x.shape[3], mean.dtype, x.device)
         return Job(
-            x, None if rows is None else rows.of(self._kept), self.transposed, self.descale,
-            None if partial is None else partial.of(self._scratch), mean, moved, turn, memory.factor,
-            tiles, memory.slots, memory.far, *x.stride(),
+            x, self.rows, self.transposed, self.descale, None if partial is None else self._scratch.of(partial),
+            mean, moved, turn, places.factor, tiles, places.slots, places.far, *x.stride(),
         )  # fmt: skip
 
 
@@ -181,16 +180,16 @@ def written(layout: Layout, tensors: Sequence[Tensor], own: Sequence[Unequal | N
     device = tensors[0].device
     kept = layout.kept.memory(device)
     scratch = kept if layout.scratch is None else layout.scratch.memory(device)
-    begin, other = kept.data_ptr(), scratch.data_ptr()
+    begin, other = kept.address, scratch.address
     bases, begins = (begin, other, begin, other), begin | other
     results, jobs = [], []
-    for x, outline, memory in zip(tensors, layout.outlines, layout.memories, strict=True):
+    for x, outline, places in zip(tensors, layout.outlines, layout.places, strict=True):
         mean = x.detach().mean(dim=2, keepdim=True, dtype=torch.float32) if outline.smooth else None
-        places = [None if at is None else base + at for base, at in zip(bases, memory.begins, strict=True)]
-        results.append(Quantisation(outline, memory, kept, scratch, mean, places))
+        parts = [None if at is None else base + at for base, at in zip(bases, places.begins, strict=True)]
+        results.append(Quantisation(outline, places, kept, scratch, mean, parts))
         address = x.data_ptr()
         begins |= address
-        jobs.append((address, *places, *memory.rest))
+        jobs.append((address, *parts, *places.rest))
     again, tables = tuple(jobs), [None] * len(jobs)
     with on(device):
         for launch, tiled in zip(layout.launches, layout.tiled, strict=True):

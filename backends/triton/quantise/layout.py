@@ -22,7 +22,7 @@ from ..launching import KEPT, Launch
 from ..tile_map import Tiled, capacity
 from .kernels import PADDING, Size, cast, largest_magnitudes
 
-__all__ = ["TILES", "Layout", "Memory", "Outline", "Tiles", "layout_of", "signs", "tiles_for"]
+__all__ = ["TILES", "Layout", "Outline", "Places", "Tiles", "layout_of", "signs", "tiles_for"]
 
 
 class Tiles(NamedTuple):
@@ -72,7 +72,7 @@ class Outline(NamedTuple):
     unequal: tuple[int, int, bool] | None = None
 
 
-class Memory(NamedTuple):
+class Places(NamedTuple):
     """Places of what is written for a request, None where nothing is.
 
     ``rows`` and ``descale`` lie in the block that is kept.  ``signs`` and ``factor`` are the rotation's.  A job of
@@ -101,7 +101,7 @@ class Layout(NamedTuple):
     outlines: tuple[Outline, ...]
     kept: Block
     scratch: Block | None
-    memories: tuple[Memory, ...]
+    places: tuple[Places, ...]
     launches: tuple[Launch, ...]
     tiled: tuple[tuple[Tiled | None, ...], ...]  # by launch, of each request
     smooth: bool
@@ -186,9 +186,9 @@ def layout_of(
         magnitudes = Launch(largest_magnitudes, grid, (sizes, dims, tiles.first_rows), {"num_warps": tiles.first_warps})
         launches = (magnitudes, *launches)
     kept, scratch, places = _placed(wanted)
-    memories = tuple(map(partial(_memory, recipe, device, tiles), outlines, places, slots))
+    found = tuple(map(partial(_places, recipe, device, tiles), outlines, places, slots))
     tiled_by = tuple(map(tuple, tables[2 - len(launches) :]))
-    return Layout(outlines, kept, scratch, memories, launches, tiled_by, any(each.smooth for each in outlines))
+    return Layout(outlines, kept, scratch, found, launches, tiled_by, any(each.smooth for each in outlines))
 
 
 def _wanted(
@@ -227,14 +227,14 @@ def _placed(
     return kept, scratch, places
 
 
-def _memory(
+def _places(
     recipe: Recipe,
     device: torch.device,
     tiles: Tiles,
     outline: Outline,
     places: tuple[Part | None, ...],
     slots: int | None,
-) -> Memory:
+) -> Places:
     """The places of a request, with what is constant of its job."""
     longest = min(outline.shape[2], max(tiles.rows, tiles.rows_flipped, tiles.first_rows))
     reach = (longest - 1) * outline.stride[2] + (outline.shape[3] - 1) * outline.stride[3]
@@ -246,7 +246,7 @@ def _memory(
     begins = tuple(None if each is None else each.begin for each in places)
     far = 1 if reach >= 2**31 else None
     rest = None, None, None if turn is None else turn.data_ptr(), factor, None, slots, far, *outline.stride
-    return Memory(rows, transposed, descale, magnitudes, turn, factor, slots, far, begins, rest)
+    return Places(rows, transposed, descale, magnitudes, turn, factor, slots, far, begins, rest)
 
 
 def _block_warps(outlines: Sequence[Outline], recipe: Recipe, block: int, otherwise: int) -> int:

@@ -28,13 +28,14 @@ from attnbench.backends.triton.backward.copies import Wanted, lay_out, lay_out_t
 from attnbench.backends.triton.backward.hopper import launch as backward_hopper_launch
 from attnbench.backends.triton.backward.tiles import Ring, Tile, Tiles
 from attnbench.backends.triton.forward import launch as forward
+from attnbench.backends.triton.forward import plan as forward_plan
 from attnbench.backends.triton.forward.hopper import launch as forward_hopper_launch
 from attnbench.backends.triton.forward.tiles import Tile as ForwardTile
 from attnbench.backends.triton.interpreter import interpreted
 from attnbench.backends.triton.launching import Launch
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="kernels run here, under the interpreter")
-MODULES = (backward_copies, backward_hopper_launch, backward_launch, backward_layout, forward)
+MODULES = (backward_copies, backward_hopper_launch, backward_launch, backward_layout, forward, forward_plan)
 TILE = Tile(64, 64, 4, 2)
 FORWARD_TILE = ForwardTile(16, 32, 4, 2)
 HEAD = Recipe("head")
