@@ -21,7 +21,7 @@ from .sinks import gradient_of_sinks, with_sinks
 
 __all__ = ["Execution"]
 
-_TENSORS = ("data", "descale", "mean")  # of a quantised operand
+_MOST_KEPT = 3  # tensors of an operand
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,10 @@ class _Attention(torch.autograd.Function):
         if ctx.lengths is not None:
             square, facts = ctx.lengths
             lengths = replace(facts, q=own_q, kv=own_q if square else own_kv)
-        q, k, v = (_Kept(tensors[i * 3 : i * 3 + 3], of_what).operand() for i, of_what in enumerate(ctx.kept))
+        q, k, v = (
+            _Kept(tensors[i * _MOST_KEPT : (i + 1) * _MOST_KEPT], of_what).operand()
+            for i, of_what in enumerate(ctx.kept)
+        )
         with torch.no_grad():
             saved = Saved(Operands(ctx.spec, q, k, v, lengths=lengths), out, lse, ctx.state)
             gradients: tuple[Tensor, ...] = ctx.execution.gradients(saved, grad_out)
@@ -176,8 +179,10 @@ class _Kept(NamedTuple):
     @classmethod
     def of(cls, x: Tensor | Quantised) -> _Kept:
         if isinstance(x, Quantised):
-            tensors = x.data, x.descale, x.mean  # first: an operand may hold what it makes them of until they are read
-            return cls(tensors, (type(x), {name: value for name, value in vars(x).items() if name not in _TENSORS}))
+            names = x.kept
+            # First: an operand may hold what it makes them of until they are read.
+            tensors = [getattr(x, name) for name in names] + [None] * (_MOST_KEPT - len(names))
+            return cls(tensors, (type(x), {name: value for name, value in vars(x).items() if name not in names}))
         return cls((x, None, None), None)
 
     def operand(self) -> Tensor | Quantised:
@@ -186,5 +191,5 @@ class _Kept(NamedTuple):
             return self.tensors[0]
         kind, others = self.of_what
         made = object.__new__(kind)
-        vars(made).update(others, **dict(zip(_TENSORS, self.tensors, strict=True)))  # the class is frozen
+        vars(made).update(others, **dict(zip(kind.kept, self.tensors, strict=False)))  # the class is frozen
         return made

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..common.layout import rounded_up
 
-__all__ = ["Block", "Memory", "Part", "Wanted"]
+__all__ = ["Block", "Memory", "Part", "Piece", "Wanted", "tensor_of"]
 
 _APART = 256  # bytes: what one part begins at multiples of, as torch's own allocations do at 512
 
@@ -36,20 +36,51 @@ class Part(NamedTuple):
 
 
 class Memory:
-    """What a block was given: its ``address``, and views of it."""
+    """What a block was given: the ``block`` in bytes, its ``address``, and views of it."""
 
-    __slots__ = ("_typed", "address")
+    __slots__ = ("_typed", "address", "block")
 
-    def __init__(self, allocated: Tensor) -> None:
-        self.address = allocated.data_ptr()
-        self._typed = {allocated.dtype: allocated}
+    def __init__(self, block: Tensor) -> None:
+        self.block, self.address = block, block.data_ptr()
+        self._typed: dict[torch.dtype, Tensor] = {}
 
     def of(self, part: Part) -> Tensor:
         """The tensor at this place."""
         typed = self._typed.get(part.dtype)
         if typed is None:
-            typed = self._typed[part.dtype] = self._typed[torch.uint8].view(part.dtype)
+            typed = self._typed[part.dtype] = self.block.view(part.dtype)
         return typed.as_strided(part.shape, part.strides, part.place)
+
+
+class Piece:
+    """A part of a block where a kernel wants a tensor: its tensor is made only where an address does not do."""
+
+    __slots__ = ("_memory", "_part", "dtype", "shape")
+
+    def __init__(self, memory: Memory, part: Part) -> None:
+        self._memory, self._part, self.shape, self.dtype = memory, part, part.shape, part.dtype
+
+    def stride(self) -> tuple[int, ...]:
+        """As a tensor's."""
+        return self._part.strides
+
+    def data_ptr(self) -> int:
+        """As a tensor's."""
+        return self._memory.address + self._part.begin
+
+    @property
+    def device(self) -> torch.device:
+        """As a tensor's."""
+        return self._memory.block.device
+
+    def tensor(self) -> Tensor:
+        """The tensor."""
+        return self._memory.of(self._part)
+
+
+def tensor_of(x: Tensor | Piece | None) -> Tensor | None:
+    """The tensor itself."""
+    return x.tensor() if isinstance(x, Piece) else x
 
 
 class Block:

@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from .blocks import Piece, tensor_of
 from .descriptors import Described, all_of
 from .direct import Start, starter
 from .interpreter import interpreted
@@ -69,15 +70,18 @@ class Launch:
             if direct is not None:
                 self._again[device] = direct
 
-    def on(self, device: torch.device, memory: Sequence[Tensor | None], described: Sequence[Described] = ()) -> None:
+    def on(
+        self, device: torch.device, memory: Sequence[Tensor | Piece | None], described: Sequence[Described] = ()
+    ) -> None:
         """Start it with these tensors, the first of which are read as ``described``."""
         places = [None if x is None else x.data_ptr() for x in memory]
         begins = 0
         for place in places:
             begins |= place or 0
         if not self.again(device.index, begins, places):
+            tensors: list[Any] = list(map(tensor_of, memory))
             count = len(described)
-            self((*all_of(described, memory[:count]), *memory[count:]), begins)
+            self((*all_of(described, tensors[:count]), *tensors[count:]), begins)
 
 
 class Launches:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, lru_cache
 from types import ModuleType
@@ -22,11 +21,12 @@ from attnbench.problem.spec import GRANULARITIES, AttentionSpec
 
 from ..interpreter import alone, misplaced
 from ..quantise.deferred import Deferred
+from ..quantise.stored import pieces
 from .tiles import HEAD_DIMS, ONE_PASS, WIDE_SCORES, Tile, padded_size, tile_of
 
 if TYPE_CHECKING:
     from ..quantise.launch import Quantisation
-    from .launch import Operand
+    from .launch import Native, Operand
     from .plan import Plan
 
 __all__ = ["RECIPES", "TritonForward", "TritonOnePass", "TritonWideScores", "check_plain"]
@@ -91,15 +91,15 @@ class TritonForward(ForwardKernel):
         if given is not None:
             return self._laid_out(*given, spec)
         q, k, v = inputs.unquantised()
-        (forward, plans), lengths = _modules(), inputs.lengths
+        (forward, plans), lengths, device = _modules(), inputs.lengths, q.device
         plan: Plan = plans.plan(self.recipe, spec, *self._where(spec, q, lengths), *map(_outline, (q, k, v)))
-        with alone(q.device):
+        with alone(device):
             of_q, of_k, of_v = plan.quantised((q, k, v), lengths)
         turned = self.recipe.rotation == "hadamard"
-        q_, k_ = (x.operand(self.recipe, rotated=turned) for x in (of_q, of_k))
+        q_, k_ = of_q.operand(self.recipe, rotated=turned), of_k.operand(self.recipe, rotated=turned)
         v_ = self._of_values(v, of_v, spec, lengths)
         if plan.layout is not None:
-            return Operands(spec, q_, k_, v_, plan.native(q.device, of_q, of_k, of_v, lengths), lengths)
+            return Operands(spec, q_, k_, v_, plan.native(device, of_q, of_k, of_v, lengths), lengths)
         of = forward.Operand
         sides = of(q_.data, q_.descale), of(k_.data, k_.descale), of(of_v.transposed, v_.descale)
         return Operands(spec, q_, k_, v_, forward.laid_out(spec, self._tile(spec, q.device), *sides, lengths), lengths)
@@ -144,11 +144,11 @@ class TritonForward(ForwardKernel):
     def run(self, operands: Operands) -> Result:
         """The kernel on the current stream."""
         forward, _ = _modules()
-        device = operands.native.device
-        label = torch.profiler.record_function(self.name) if device.type == "cpu" else nullcontext()
-        with label, alone(device):
-            result: Result = forward.attend(operands.native)
-        return result
+        native: Native = operands.native
+        if native.device.type != "cpu":
+            return forward.attend(native)
+        with torch.profiler.record_function(self.name), alone(native.device):
+            return forward.attend(native)
 
     def _tile(self, spec: AttentionSpec, device: torch.device) -> Tile:
         return self.tile or _committed(spec, device, self._per_key(spec))
@@ -254,8 +254,9 @@ class TritonOnePass(TritonForward):
 def check_plain(name: str, q: Quantised, k: Quantised, v: Quantised) -> None:
     """Raise InputError unless Q, K and V are e4m3, none smoothed, and Q and K rotated together or not at all."""
     for label, x in {"q": q, "k": k, "v": v}.items():
-        if x.data.dtype != torch.float8_e4m3fn:
-            raise InputError(f"{name} computes in e4m3, {label} is {x.data.dtype}")
+        dtype = pieces(x)[0].dtype
+        if dtype != torch.float8_e4m3fn:
+            raise InputError(f"{name} computes in e4m3, {label} is {dtype}")
         if x.mean is not None:
             raise InputError(f"{name} knows no smoothing, and {label} had its mean taken away")
     if q.rotated != k.rotated or v.rotated:

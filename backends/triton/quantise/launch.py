@@ -27,6 +27,7 @@ from .deferred import Deferred
 from .interleaving import interleaved
 from .kernels import PADDING, Job
 from .layout import TILES, Layout, Outline, Places, Tiles, layout_of, signs, tiles_for
+from .stored import Stored
 
 __all__ = [
     "TILES",
@@ -102,13 +103,17 @@ class Quantisation:
         when read.
         """
 
+        places, granularity = self._places, recipe.granularity
+        if places.stored is not None and granularity != "block" and self.mean is None:
+            return Stored.of(self._kept.block, places.stored, granularity, rotated)
+
         def of_tokens() -> Tensor:
             descale = self.descale
-            if recipe.granularity == "block" and descale.shape[2] != self.length:
+            if granularity == "block" and descale.shape[2] != self.length:
                 return descale.repeat_interleave(block, dim=2)[:, :, : self.length]
             return descale
 
-        return Deferred.of(lambda: self.data, of_tokens, recipe.granularity, rotated=rotated, mean=self.mean)
+        return Deferred.of(lambda: self.data, of_tokens, granularity, rotated=rotated, mean=self.mean)
 
     def job(self, x: Tensor, tiles: Tensor | None) -> Job:
         """What a kernel is given of the tensor x, of which this is made."""

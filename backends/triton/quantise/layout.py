@@ -76,7 +76,8 @@ class Places(NamedTuple):
     """Places of what is written for a request, None where nothing is.
 
     ``rows`` and ``descale`` lie in the block that is kept.  ``signs`` and ``factor`` are the rotation's.  A job of
-    addresses has x, then the parts, which begin at ``begins`` in their blocks, then the ``rest``.
+    addresses has x, then the parts, which begin at ``begins`` in their blocks, then the ``rest``.  ``stored``: rows and
+    descale, if there are rows.
     """
 
     rows: Part | None
@@ -89,6 +90,7 @@ class Places(NamedTuple):
     far: int | None  # 1 or None, which Triton makes constants
     begins: tuple[int | None, ...]
     rest: tuple[Any, ...]
+    stored: tuple[Part, Part] | None
 
 
 class Layout(NamedTuple):
@@ -246,7 +248,19 @@ def _places(
     begins = tuple(None if each is None else each.begin for each in places)
     far = 1 if reach >= 2**31 else None
     rest = None, None, None if turn is None else turn.data_ptr(), factor, None, slots, far, *outline.stride
-    return Places(rows, transposed, descale, magnitudes, turn, factor, slots, far, begins, rest)
+    return Places(
+        rows,
+        transposed,
+        descale,
+        magnitudes,
+        turn,
+        factor,
+        slots,
+        far,
+        begins,
+        rest,
+        None if rows is None else (rows, descale),
+    )
 
 
 def _block_warps(outlines: Sequence[Outline], recipe: Recipe, block: int, otherwise: int) -> int:
