@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _is_any_autocast_enabled
 
 from ..problem.fp8 import Quantised
 from ..problem.spec import AttentionSpec
@@ -22,6 +23,7 @@ from .sinks import gradient_of_sinks, with_sinks
 __all__ = ["Execution"]
 
 _MOST_KEPT = 3  # tensors of an operand
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Execution:
         forward, on_gpu = self.forward, inputs.is_cuda
         if on_gpu:
             bind(inputs.device)
-        if torch.is_autocast_enabled("cuda" if on_gpu else "cpu"):
+        if _is_any_autocast_enabled() and torch.is_autocast_enabled("cuda" if on_gpu else "cpu"):
             with _as_written(inputs.device):
                 operands = forward.prepare(inputs, self.spec)
                 result = forward.run(operands)
@@ -98,8 +100,8 @@ class Execution:
 
 def _as_written(device: torch.device) -> AbstractContextManager[object]:
     """Kernels state their precision themselves; autocast must not turn their fp32 products into bf16 ones."""
-    enabled = torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if enabled else nullcontext()
+    enabled = _is_any_autocast_enabled() and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if enabled else _NOTHING
 
 
 class _Attention(torch.autograd.Function):
@@ -135,7 +137,7 @@ class _Attention(torch.autograd.Function):
             _Kept(tensors[i * _MOST_KEPT : (i + 1) * _MOST_KEPT], of_what).operand()
             for i, of_what in enumerate(ctx.kept)
         )
-        with torch.no_grad():
+        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
             saved = Saved(Operands(ctx.spec, q, k, v, lengths=lengths), out, lse, ctx.state)
             gradients: tuple[Tensor, ...] = ctx.execution.gradients(saved, grad_out)
             if ctx.sample is not None:

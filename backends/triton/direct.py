@@ -7,32 +7,34 @@ about every pointer and encodes every tensor map in Python, which takes five tim
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 
 __all__ = ["Start", "starter"]
 
-Start = Callable[[Sequence[Any]], bool]
-_MAPS = 256  # kept of one kernel's argument; an allocator hands out the same addresses again and again
+Start = Callable[[tuple[Any, ...]], bool]
+_MAPS = 256  # kept of one launch; an allocator hands out the same addresses again and again
 
 
-class _Map(NamedTuple):
-    """All of a descriptor but its address: what encodes it, before and behind the address, and its kernel arguments."""
+class _Maps(dict[tuple[int, ...], tuple[Any, ...]]):
+    """The kernel's arguments for descriptors, by their addresses; Triton's maps are never changed, so one serves again.
 
-    encode: Callable[..., Any]
-    how: tuple[Any, ...]
-    sizes: tuple[int, ...]
-    known: dict[int, tuple[Any, ...]]
+    ``how``: of each descriptor what encodes it behind its address, and what the kernel is given beside its map.
+    """
 
-    def at(self, address: int) -> tuple[Any, ...]:
-        """The kernel's arguments; Triton's map is never changed, and so may be launched with again."""
-        found = self.known.get(address)
-        if found is None:
-            if len(self.known) >= _MAPS:
-                self.known.clear()
-            found = self.known[address] = (self.encode(address, *self.how), *self.sizes)
-        return found
+    def __init__(self, encode: Callable[..., Any], how: Sequence[tuple[tuple[Any, ...], tuple[int, ...]]]) -> None:
+        super().__init__()
+        self._encode, self._how = encode, how
+
+    def __missing__(self, addresses: tuple[int, ...]) -> tuple[Any, ...]:
+        found: list[Any] = []
+        for address, (shape, sizes) in zip(addresses, self._how, strict=True):
+            found += [self._encode(address, *shape), *sizes]
+        if len(self) >= _MAPS:
+            self.clear()
+        self[addresses] = tuple(found)
+        return self[addresses]
 
 
 def starter(
@@ -56,12 +58,13 @@ def _of_3_6(
 ) -> Start | None:
     """For ``triton/backends/nvidia/driver.py`` (``CudaLauncher``, ``wrap_handle_tensordesc``) of Triton 3.6."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST, CudaLauncher
+    from triton.knobs import HookChain
     from triton.runtime.driver import driver
 
     launcher = compiled.run
     if type(launcher) is not CudaLauncher or launcher.global_scratch_size or launcher.profile_scratch_size:
         return None
-    launch, encode, maps = launcher.launch, driver.active.utils.fill_tma_descriptor, []
+    launch, encodings = launcher.launch, []
     descriptors = [each for each in first if hasattr(each, "block_shape")]
     if descriptors:
         wrapped = dict(
@@ -77,39 +80,34 @@ def _of_3_6(
                 meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["block_size"],
                 list(each.shape), list(each.strides), int(each.padding == "nan"),
             )  # fmt: skip
-            maps.append(_Map(encode, how, (*each.shape, *each.strides), {}))
-    number = driver.active.get_current_device()
-    stream, function, packed = driver.active.get_current_stream, compiled.function, compiled.packed_metadata
+            encodings.append((how, (*each.shape, *each.strides)))
+    maps, count = _Maps(driver.active.utils.fill_tma_descriptor, encodings), len(encodings)
+    number, stream = driver.active.get_current_device(), driver.active.get_current_stream
+    x, y, z = grid
+    # No scratch memory, and neither metadata for hooks nor hooks.
     asked = (
-        launcher.launch_cooperative_grid,
-        launcher.launch_pdl,
-        None,
-        None,
-        packed,
-        None,
-        None,
-        None,
-    )  # no scratch memory, and neither metadata for hooks nor hooks
-    runtime, count = triton.knobs.runtime, len(maps)
+        compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, compiled.packed_metadata,
+        None, None, None,
+    )  # fmt: skip
+    runtime = triton.knobs.runtime
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    if type(enter) is not HookChain or type(leave) is not HookChain:
+        return None
 
-    def start(addresses: Sequence[Any]) -> bool:
-        if not (_silent(runtime.launch_enter_hook) and _silent(runtime.launch_exit_hook)):
+    def start(addresses: tuple[Any, ...]) -> bool:
+        if (
+            runtime.launch_enter_hook is not enter or runtime.launch_exit_hook is not leave
+            or enter.calls or leave.calls
+        ):  # fmt: skip
             return False
         if count:
-            described: list[Any] = []
-            for each, address in zip(maps, addresses, strict=False):
-                described += each.at(address)
-            launch(*grid, stream(number), function, *asked, *described, *addresses[count:], *constants)
+            described = maps[addresses[:count]]
+            launch(x, y, z, stream(number), *asked, *described, *addresses[count:], *constants)
         else:
-            launch(*grid, stream(number), function, *asked, *addresses, *constants)
+            launch(x, y, z, stream(number), *asked, *addresses, *constants)
         return True
 
     return start
-
-
-def _silent(hook: Any) -> bool:
-    """Whether nobody has set a launch hook: Triton 3.6 has an empty chain of hooks then."""
-    return hook is None or getattr(hook, "calls", True) == []
 
 
 _RELEASES: dict[tuple[str, ...], Callable[..., Start | None]] = {("3", "6"): _of_3_6}

@@ -43,7 +43,7 @@ class Launch:
         self._start: dict[int, Callable[..., None]] = {}
         self._again: dict[int | None, Start] = {}
 
-    def again(self, device: int | None, addresses: int, first: Sequence[Any]) -> bool:
+    def again(self, device: int | None, addresses: int, first: tuple[Any, ...]) -> bool:
         """Start it if it is known how without tensors: ``first`` has addresses for those, and for descriptors.
 
         ``device`` is the current GPU's number.  Returns whether it was started; ``__call__`` starts it otherwise.
@@ -74,7 +74,7 @@ class Launch:
         self, device: torch.device, memory: Sequence[Tensor | Piece | None], described: Sequence[Described] = ()
     ) -> None:
         """Start it with these tensors, the first of which are read as ``described``."""
-        places = [None if x is None else x.data_ptr() for x in memory]
+        places = tuple([None if x is None else x.data_ptr() for x in memory])
         begins = 0
         for place in places:
             begins |= place or 0

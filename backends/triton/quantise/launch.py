@@ -186,11 +186,14 @@ def written(layout: Layout, tensors: Sequence[Tensor], own: Sequence[Unequal | N
     kept = layout.kept.memory(device)
     scratch = kept if layout.scratch is None else layout.scratch.memory(device)
     begin, other = kept.address, scratch.address
-    bases, begins = (begin, other, begin, other), begin | other
-    results, jobs = [], []
+    begins, results, jobs = begin | other, [], []
     for x, outline, places in zip(tensors, layout.outlines, layout.places, strict=True):
         mean = x.detach().mean(dim=2, keepdim=True, dtype=torch.float32) if outline.smooth else None
-        parts = [None if at is None else base + at for base, at in zip(bases, places.begins, strict=True)]
+        rows, transposed, descale, partial = places.begins
+        parts = (
+            None if rows is None else begin + rows, None if transposed is None else other + transposed,
+            begin + descale, None if partial is None else other + partial,
+        )  # fmt: skip
         results.append(Quantisation(outline, places, kept, scratch, mean, parts))
         address = x.data_ptr()
         begins |= address
