@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,7 +19,8 @@ pytest.importorskip("triton")
 if not interpreted():
     pytest.skip("kernels are compiled here, which the tests in tests/gpu run", allow_module_level=True)
 
-from attnbench.backends.triton.quantise import launch as quantise
+from attnbench.backends.triton.forward import plan
+from attnbench.backends.triton.quantise.launch import Quantisation
 
 
 def test_each_tensor_is_made_once_and_its_function_let_go() -> None:
@@ -38,7 +38,7 @@ def test_each_tensor_is_made_once_and_its_function_let_go() -> None:
     assert set(vars(found)) == {"data", "descale", "granularity", "rotated", "mean"}
 
 
-@pytest.mark.parametrize("forward", ["triton:fp8-onepass", "triton:fp8-block"])
+@pytest.mark.parametrize("forward", ["triton:fp8-onepass", "triton:fp8"])
 def test_a_layer_keeps_neither_its_inputs_nor_the_forwards_copies(
     forward: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -46,19 +46,22 @@ def test_a_layer_keeps_neither_its_inputs_nor_the_forwards_copies(
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, 2, 140, 64, generator=generator).to(torch.bfloat16) for _ in range(4)]
     held: list[weakref.ref[Tensor]] = []
-    before = quantise.quantised_together
+    before = plan.written
 
-    def watched(requests: Sequence[quantise.Request], *args: Any, **named: Any) -> list[quantise.Quantisation]:
-        made = before(requests, *args, **named)
-        copies = [each.transposed for each in made if each.transposed is not None]
-        held.extend(weakref.ref(x) for x in (*(request.x for request in requests), *copies))
+    def watched(*args: Any) -> list[Quantisation]:
+        made = before(*args)
+        assert made[0]._scratch is not made[0]._kept
+        held.append(weakref.ref(made[0]._scratch.block))
         return made
 
-    monkeypatch.setattr(quantise, "quantised_together", watched)
+    monkeypatch.setattr(plan, "written", watched)
     leaves = [x.clone().requires_grad_() for x in inputs[:3]]
-    out = attention(*leaves, scale=spec.scale, backend=f"{forward}>triton:fp8")
+    given = [x * 1 for x in leaves]  # of which the graph of the product keeps nothing
+    held += map(weakref.ref, given)
+    out = attention(*given, scale=spec.scale, backend=f"{forward}>triton:fp8")
+    del given
     gc.collect()
-    assert held
+    assert len(held) == 4
     assert [x for x in held if x() is not None] == []
     out.backward(inputs[3])
     exact = dense_gradients(*(x.double() for x in inputs[:3]), inputs[3].double(), spec)
