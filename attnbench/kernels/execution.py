@@ -118,7 +118,7 @@ class _Attention(torch.autograd.Function):
         lengths = operands.lengths
         own = (None, None) if lengths is None else (lengths.q, None if lengths.square else lengths.kv)
         ctx.lengths = None if lengths is None else (lengths.square, replace(lengths, q=None, kv=None))
-        ctx.save_for_backward(*q_.tensors, *k_.tensors, *v_.tensors, *own, sinks, out, lse)
+        ctx.places = _save(ctx, (*q_.tensors, *k_.tensors, *v_.tensors, *own, sinks, out, lse))
         ctx.state, ctx.execution = state, execution
         watcher = watching.active
         ctx.sample = None if watcher is None or sinks is not None else watcher.sample(execution, inputs)
@@ -128,7 +128,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, own_q, own_kv, sinks, out, lse = ctx.saved_tensors
+        saved_tensors = ctx.saved_tensors
+        *tensors, own_q, own_kv, sinks, out, lse = [
+            None if place is None else saved_tensors[place] for place in ctx.places
+        ]
         lengths = None
         if ctx.lengths is not None:
             square, facts = ctx.lengths
@@ -170,6 +173,18 @@ class _Underived(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
         raise RuntimeError("attnbench.attention has no second derivative")
+
+
+def _save(ctx: Any, tensors: Sequence[Tensor | None]) -> list[int | None]:
+    """Save each tensor once: a hook may move what is saved elsewhere.  Returns each one's place among those saved."""
+    found: list[Tensor] = []
+    known: dict[int, int] = {}
+    for x in tensors:
+        if x is not None and id(x) not in known:
+            known[id(x)] = len(found)
+            found.append(x)
+    ctx.save_for_backward(*found)
+    return [None if x is None else known[id(x)] for x in tensors]
 
 
 class _Kept(NamedTuple):

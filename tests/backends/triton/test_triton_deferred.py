@@ -68,3 +68,20 @@ def test_a_layer_keeps_neither_its_inputs_nor_the_forwards_copies(
     for leaf, wanted in zip(leaves, exact, strict=True):
         assert leaf.grad is not None
         assert relative_l2(leaf.grad, wanted) < 0.1
+
+
+def test_what_operands_share_is_saved_once_and_may_come_back_from_elsewhere() -> None:
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(1, 1, 16, 16, generator=generator).to(torch.bfloat16).requires_grad_() for _ in range(3)]
+    saved: list[Tensor] = []
+
+    def gradients() -> tuple[Tensor, ...]:
+        out = attention(*leaves, backend="triton:fp8>sdpa-flash:bf16")
+        assert isinstance(out, Tensor)
+        return torch.autograd.grad(out.sum(), leaves)
+
+    wanted = gradients()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x.clone())[1], lambda x: x):
+        found = gradients()
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+    assert len({x.data_ptr() for x in saved}) == len(saved) == 3  # a block, the output and its log-sum-exp
