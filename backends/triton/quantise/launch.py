@@ -54,14 +54,9 @@ class Quantisation:
     """
 
     def __init__(
-        self,
-        outline: Outline,
-        places: Places,
-        kept: Memory,
-        scratch: Memory,
-        mean: Tensor | None,
-        begins: Sequence[Any],
-    ) -> None:
+        self, outline: Outline, places: Places, kept: Memory, scratch: Memory, mean: Tensor | None,
+        begins: tuple[Any, ...],
+    ) -> None:  # fmt: skip
         """``begins``: the addresses of rows, transposed copy, descale and partial magnitudes, None for nothing."""
         self._places, self._kept, self._scratch, self.mean, self.begins = places, kept, scratch, mean, begins
         self.length, self.interleaved = outline.shape[2], outline.interleaved
@@ -198,7 +193,8 @@ def written(layout: Layout, tensors: Sequence[Tensor], own: Sequence[Unequal | N
         address = x.data_ptr()
         begins |= address
         jobs.append((address, *parts, *places.rest))
-    again, tables = tuple(jobs), [None] * len(jobs)
+    again = tuple(jobs)
+    tables: list[Tensor | None] = [None] * len(jobs)
     with on(device):
         for launch, tiled in zip(layout.launches, layout.tiled, strict=True):
             if own:

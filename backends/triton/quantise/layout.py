@@ -88,7 +88,7 @@ class Places(NamedTuple):
     factor: float | None
     slots: int | None  # tokens of a head's slots, where sequences have lengths of their own
     far: int | None  # 1 or None, which Triton makes constants
-    begins: tuple[int | None, ...]
+    begins: tuple[int | None, int | None, int, int | None]
     rest: tuple[Any, ...]
     stored: tuple[Part, Part] | None
 
@@ -188,9 +188,9 @@ def layout_of(
         magnitudes = Launch(largest_magnitudes, grid, (sizes, dims, tiles.first_rows), {"num_warps": tiles.first_warps})
         launches = (magnitudes, *launches)
     kept, scratch, places = _placed(wanted)
-    found = tuple(map(partial(_places, recipe, device, tiles), outlines, places, slots))
+    all_places = tuple(map(partial(_places, recipe, device, tiles), outlines, places, slots))
     tiled_by = tuple(map(tuple, tables[2 - len(launches) :]))
-    return Layout(outlines, kept, scratch, found, launches, tiled_by, any(each.smooth for each in outlines))
+    return Layout(outlines, kept, scratch, all_places, launches, tiled_by, any(each.smooth for each in outlines))
 
 
 def _wanted(
@@ -223,20 +223,16 @@ def _placed(
         return block, None, [block.parts[i : i + count] for i in range(0, count * len(wanted), count)]
     kept = Block([request[i] for request in wanted for i in (0, 2)])
     scratch = Block([request[i] for request in wanted for i in (1, 3)])
-    places = [
-        (kept.parts[i], scratch.parts[i], kept.parts[i + 1], scratch.parts[i + 1]) for i in range(0, 2 * len(wanted), 2)
-    ]
+    places: list[tuple[Part | None, ...]] = []
+    for i in range(0, 2 * len(wanted), 2):
+        places.append((kept.parts[i], scratch.parts[i], kept.parts[i + 1], scratch.parts[i + 1]))
     return kept, scratch, places
 
 
 def _places(
-    recipe: Recipe,
-    device: torch.device,
-    tiles: Tiles,
-    outline: Outline,
-    places: tuple[Part | None, ...],
+    recipe: Recipe, device: torch.device, tiles: Tiles, outline: Outline, places: tuple[Part | None, ...],
     slots: int | None,
-) -> Places:
+) -> Places:  # fmt: skip
     """The places of a request, with what is constant of its job."""
     longest = min(outline.shape[2], max(tiles.rows, tiles.rows_flipped, tiles.first_rows))
     reach = (longest - 1) * outline.stride[2] + (outline.shape[3] - 1) * outline.stride[3]
@@ -245,22 +241,14 @@ def _places(
         turn, factor = signs(dim, outline.dtype, device), (dim & -dim) ** -0.5 / rotation_shrink(dim)
     rows, transposed, descale, magnitudes = places
     assert descale is not None, "every request has scales"
-    begins = tuple(None if each is None else each.begin for each in places)
+    rows_begin, transposed_begin, magnitudes_begin = (
+        None if each is None else each.begin for each in (rows, transposed, magnitudes)
+    )
+    begins = rows_begin, transposed_begin, descale.begin, magnitudes_begin
     far = 1 if reach >= 2**31 else None
     rest = None, None, None if turn is None else turn.data_ptr(), factor, None, slots, far, *outline.stride
-    return Places(
-        rows,
-        transposed,
-        descale,
-        magnitudes,
-        turn,
-        factor,
-        slots,
-        far,
-        begins,
-        rest,
-        None if rows is None else (rows, descale),
-    )
+    stored = None if rows is None else (rows, descale)
+    return Places(rows, transposed, descale, magnitudes, turn, factor, slots, far, begins, rest, stored)
 
 
 def _block_warps(outlines: Sequence[Outline], recipe: Recipe, block: int, otherwise: int) -> int:

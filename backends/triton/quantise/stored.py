@@ -29,12 +29,12 @@ class Stored(Quantised):
         return made
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]  # a field of the base
+    def data(self) -> Tensor:
         """(B, H, S, D) in FP8."""
         return Memory(self.block).of(self.parts[0])
 
     @property
-    def descale(self) -> Tensor:  # type: ignore[override]
+    def descale(self) -> Tensor:
         """One for all tokens of a head or a tensor, or (B, H, S, 1), in fp32."""
         return Memory(self.block).of(self.parts[1])
 
