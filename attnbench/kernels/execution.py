@@ -128,11 +128,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved_tensors = ctx.saved_tensors
-        tensors: list[Any]
-        *tensors, own_q, own_kv, sinks, out, lse = [
-            None if place is None else saved_tensors[place] for place in ctx.places
-        ]
+        unique = ctx.saved_tensors
+        all_saved: list[Any] = [None if place is None else unique[place] for place in ctx.places]
+        *tensors, own_q, own_kv, sinks, out, lse = all_saved
         lengths = None
         if ctx.lengths is not None:
             square, facts = ctx.lengths
