@@ -14,7 +14,7 @@ import triton
 __all__ = ["Start", "starter"]
 
 Start = Callable[[tuple[Any, ...]], bool]
-_MAPS = 256  # kept of one launch; an allocator hands out the same addresses again and again
+_MAPS = 64  # kept of one launch, 3 KiB each at most; an allocator hands out the same addresses again and again
 
 
 class _Maps(dict[tuple[int, ...], tuple[Any, ...]]):
@@ -33,8 +33,8 @@ class _Maps(dict[tuple[int, ...], tuple[Any, ...]]):
             found += [self._encode(address, *shape), *sizes]
         if len(self) >= _MAPS:
             self.clear()
-        self[addresses] = tuple(found)
-        return self[addresses]
+        made = self[addresses] = tuple(found)
+        return made
 
 
 def starter(

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from attnbench.errors import InputError
 from attnbench.graph_pools import permanent
 from attnbench.kernels.contract import gradient_dtype
 from attnbench.problem.fp8 import Quantised, hadamard
@@ -61,6 +62,11 @@ def prepared(
     (q_data, q_scale), (k_data, k_scale), (v_data, v_scale) = pieces(q), pieces(k), pieces(v)
     scales: list[Tensor | Piece] = [in_fp32(x) for x in (q_scale, k_scale, v_scale)]
     device, extent = grad_out.device, None
+    for x in (q_data, k_data, v_data, out, lse):
+        if x.device != device:  # an address of another device's memory would be read as one of this
+            raise InputError(
+                f"what was saved for the backward came back on {x.device}, and its gradient is on {device}"
+            )
     own_q = own_kv = own_grad = None
     if lengths is not None:
         sizes = [x.shape[2] for x in (q_data, k_data, v_data)]

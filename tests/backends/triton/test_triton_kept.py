@@ -288,6 +288,19 @@ def test_descales_that_fit_nowhere_are_an_error_forward_and_backward(operand: st
             TritonForward("fp8", FORWARD_TILE).prepare(Inputs(operands.q, operands.k, operands.v), _e4m3_spec(spec))
 
 
+def test_what_comes_back_on_another_device_is_an_error_and_not_an_address() -> None:
+    spec, (q, k, v, grad) = make(16, 16, head_dim=16)
+    plain = saved(spec, q, k, v, (HEAD,) * 3)
+    away = [replace(plain, out=plain.out.to("meta"))]
+    for name in "qkv":
+        operand = getattr(plain.operands, name)
+        moved_ = replace(plain.operands, **{name: replace(operand, data=operand.data.to("meta"))})
+        away.append(replace(plain, operands=moved_))
+    for each in away:
+        with pytest.raises(InputError, match="came back on meta"):
+            TritonBackward("triton:fp8", narrow=False, declared_error=0.1).run(each, grad)
+
+
 def _e4m3_spec(spec: AttentionSpec) -> AttentionSpec:
     return spec.replace(direction="forward", dtype="e4m3", descale="head")
 
