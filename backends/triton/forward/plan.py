@@ -110,14 +110,14 @@ def _slots(tile: Tile) -> tuple[_Side, int]:
     return "kv", max(tile.block_n, PADDING)
 
 
-def _wanted(x: _Outline, own: _Own | None, slot: int, **more: bool) -> Outline:
-    return Outline(*x, unequal=None if own is None else (own[0], slot, own[1]), **more)
+def _wanted(x: _Outline, own: _Own | None, slot: int, *, rotate: bool = False) -> Outline:
+    return Outline(*x, rotate=rotate, unequal=None if own is None else (own[0], slot, own[1]))
 
 
 def _values(spec: AttentionSpec, tile: Tile, own: _Own | None, v: _Outline) -> Outline:
     """What of V the kernel reads, and for training a backward."""
     slot = _slots(tile)[1]
-    return _wanted(v, own, slot, rows=spec.training, transposed=True, interleaved=tile.interleaved)
+    return _wanted(v, own, slot)._replace(rows=spec.training, transposed=True, interleaved=tile.interleaved)
 
 
 def _part(part: Part | None) -> _Outline:

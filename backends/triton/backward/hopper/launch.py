@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnbench.problem.spec import AttentionSpec
 
+from ...blocks import Piece
 from ...descriptors import Described, Shape, flipped, rows_of
 from ...forward.hopper import launch as forward
 from ...forward.hopper.launch import described, registers
@@ -192,7 +193,7 @@ def _further(shape: Shape, tokens: int, narrow: bool) -> Described:
     return described(rows_of(flipped(shape)), (shape[3], tokens)) if narrow else _tiles(shape, tokens)
 
 
-def _turn(given: Prepared) -> Tensor:
+def _turn(given: Prepared) -> Tensor | Piece:
     """The rotation's matrix, or anything where nothing was rotated."""
     return given.q.data if given.turn is None else given.turn
 
