@@ -38,8 +38,9 @@ class Evidence:
     """
 
     def __init__(self, spec: AttentionSpec, known: Known) -> None:
-        # Returning the LSE changes neither time nor error; sinks change no error, and add as much to each plan.
-        self._spec = spec.replace(return_lse=False, sinks=False)
+        # Returning the LSE changes neither time nor error; sinks and merging change no error, and add as much to each
+        # plan.
+        self._spec = spec.replace(return_lse=False, sinks=False, partial=False)
         self._here = known.at(self._spec)
         # Where the spec was measured, that table speaks of its neighbours too: times of two machines must not meet.
         tables = [table for table in known.tables if table.at(self._spec)][:1] or known.tables

@@ -19,7 +19,7 @@ from .guard_hook import watching
 from .plan import Plan
 from .sinks import gradient_of_sinks, with_sinks
 
-__all__ = ["Execution"]
+__all__ = ["Execution", "Underived", "as_written"]
 
 _TENSORS = ("data", "descale", "mean")  # of a quantised operand
 
@@ -63,7 +63,7 @@ class Execution:
         if on_gpu:
             bind(inputs.device)
         if torch.is_autocast_enabled("cuda" if on_gpu else "cpu"):
-            with _as_written(inputs.device):
+            with as_written(inputs.device):
                 operands = forward.prepare(inputs, self.spec)
                 result = forward.run(operands)
         else:
@@ -77,7 +77,7 @@ class Execution:
     def prepare(self, inputs: Inputs) -> Operands:
         """What the forward kernel computes with: the same each time, as long as the inputs are."""
         bind(inputs.device)
-        with _as_written(inputs.device):
+        with as_written(inputs.device):
             operands = self.forward.prepare(inputs, self.spec)
         watcher = watching.active
         if watcher is not None:
@@ -88,7 +88,7 @@ class Execution:
         """(dq, dk, dv) of what a forward has saved, by the plan's backward kernel."""
         assert self.backward is not None, "only a spec of a training direction is asked for gradients"
         bind(grad_out.device)  # autograd's own thread
-        with _as_written(grad_out.device):
+        with as_written(grad_out.device):
             gradients = self.backward.run(saved, grad_out)
         watcher = watching.active
         if watcher is not None and not self.spec.sinks:  # what they change a guard does not know
@@ -96,7 +96,7 @@ class Execution:
         return gradients
 
 
-def _as_written(device: torch.device) -> AbstractContextManager[object]:
+def as_written(device: torch.device) -> AbstractContextManager[object]:
     """Kernels state their precision themselves; autocast must not turn their fp32 products into bf16 ones."""
     enabled = torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if enabled else nullcontext()
@@ -142,7 +142,7 @@ class _Attention(torch.autograd.Function):
         wanted = zip(gradients, ctx.needs_input_grad, strict=False)
         found = [gradient if needed else None for gradient, needed in wanted]
         if torch.is_grad_enabled():  # create_graph=True: somebody may differentiate these
-            found = [None if each is None else _Underived.apply(each, out, grad_out) for each in found]  # type: ignore[no-untyped-call]
+            found = [None if each is None else Underived.apply(each, out, grad_out) for each in found]  # type: ignore[no-untyped-call]
         return *found, *[None] * (6 - len(found))
 
 
@@ -151,7 +151,7 @@ class _Attention(torch.autograd.Function):
 _recorded = super(torch.autograd.Function, _Attention).apply
 
 
-class _Underived(torch.autograd.Function):
+class Underived(torch.autograd.Function):
     """A gradient whose own derivative raises.
 
     torch's ``once_differentiable`` raises only if ``grad_out`` requires gradients, so that a penalty on a gradient of a
@@ -160,10 +160,12 @@ class _Underived(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, out: Tensor, grad_out: Tensor) -> Tensor:
+        """The gradient, made of ``out`` and ``grad_out``."""
         return gradient.clone()  # a view made here could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
+        """Raise RuntimeError."""
         raise RuntimeError("attnbench.attention has no second derivative")
 
 
