@@ -1,0 +1,132 @@
+"""attention over sequences that several ranks share, against exact attention of the whole; gloo on the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import ring_ranks
+import torch
+from patience import PATIENCE
+from places import SUPPORT
+
+from attnbench.dispatch.ring_exchange import Message
+from attnbench.dispatch.ring_parts import part_at, parts_of, places
+from attnbench.errors import InputError
+from attnbench.problem.fp8 import Recipe, quantise
+
+# Of out and gradients; the log-sum-exp's is smaller.
+LARGEST = {"fp32": 1e-6, "bf16": 5e-3, "e4m3": 0.08, "mixed": 0.07, "rows first": 1e-6}
+
+
+def found_by(size, folder, *thorough):
+    command = [sys.executable, ring_ranks.__file__, str(size), str(folder), *thorough]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": SUPPORT, "XDG_CACHE_HOME": str(folder), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        (2,),
+        pytest.param((2, "thorough"), marks=pytest.mark.exhaustive),
+        pytest.param((4, "thorough"), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def found(request, tmp_path_factory):
+    """What each rank found, by name."""
+    return found_by(request.param[0], tmp_path_factory.mktemp("ring"), *request.param[1:])
+
+
+def test_ranks_find_what_exact_attention_of_the_whole_is(found):
+    for own in found:
+        for name, largest in LARGEST.items():
+            for each in (own[name], own.get(f"{name} whole", own[name])):
+                assert max(each[tensor] for tensor in ring_ranks.TENSORS) < largest, (name, each)
+    assert [found[0][name]["sent"] for name in LARGEST] == ["fp32", "bf16", "e4m3", "e4m3", "fp32"]
+
+
+@pytest.mark.parametrize("fault", ring_ranks.FAULTS)
+def test_planted_faults_are_found(found, fault):
+    assert all(max(own[fault][tensor] for tensor in ring_ranks.TENSORS) > 0.05 for own in found[-1:])
+
+
+def test_ranks_that_ask_for_something_else_are_told(found):
+    for own in found:
+        assert "s8 d16" in own["unequal lengths"]
+        assert "s10 d16" in own["unequal lengths"]
+        assert own["unequal lengths"].startswith("PeerError: ranks that share sequences must ask the same")
+        assert "sdpa-flash:fp32" in own["another plan"]
+        assert "reference:fp32" in own["another plan"]
+    assert found[-1]["one refuses"].startswith("RefusedError: fa3")
+    assert "rank 1: cannot: fa3" in found[0]["one refuses"]
+
+
+def test_a_rank_that_crashed_is_an_error_not_a_hang(found):
+    assert found[0]["crashed"].startswith(f"PeerError: rank 0 of {len(found)} had no answer from another rank")
+
+
+def test_what_no_ring_serves_is_refused(found):
+    for own in found:
+        assert own["window"].startswith("InputError: windows, sinks and descales are not served")
+        assert own["odd"].startswith("InputError: a rank holds two pieces")
+        assert own["explain"].startswith("InputError: over several ranks each step has a plan")
+    assert found[0]["outside"].startswith("InputError: this process is no rank")
+    assert found[-1]["alone"] == 0.0
+
+
+def test_buffers_are_sharded_as_torch_shards_them(found):
+    seen = [own["buffers"] for own in found]
+    assert sorted(token for each in seen for token in each["inside"]) == list(range(16))
+    assert seen[0]["inside"] == [*range(16 // (2 * len(seen))), *range(16 - 16 // (2 * len(seen)), 16)]
+    for each in seen:
+        assert each["after"] == list(range(16))
+        assert each["lost"] == each["inside"]
+
+
+def test_fsdp_and_checkpointing_train_on_the_ring(found):
+    for own in found:
+        assert own["composed"] < 1e-5
+        assert own.get("composed, compiled", 0.0) < 1e-5
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("causal", [True, False])
+def test_parts_are_every_visible_pair_once(size, causal):
+    length = 4 * size
+    seen = torch.zeros(length, length, dtype=torch.int)
+    for rank in range(size):
+        for step in range(size):
+            part = part_at(step, rank, causal)
+            assert part in parts_of(causal, size)
+            queries, keys = (places(length, size, each % size, "cpu") for each in (rank, rank - step))
+            queries = queries[len(queries) // 2 :] if part.half_q else queries
+            keys = keys[: len(keys) // 2] if part.half_kv else keys
+            pairs = torch.ones(len(queries), len(keys), dtype=torch.int)
+            seen[queries[:, None], keys] += pairs.tril() if part.causal else pairs
+    whole = torch.ones(length, length, dtype=torch.int)
+    assert torch.equal(seen, whole.tril() if causal else whole)
+    with pytest.raises(InputError, match=f"a multiple of {2 * size} tokens"):
+        places(2 * size + 1, size, 0, "cpu")
+
+
+@pytest.mark.parametrize("granularity", [None, "tensor", "head", "block", "token"])
+def test_messages_hold_what_they_were_given(granularity):
+    x = torch.randn(2, 3, 8, 20).to(torch.bfloat16)
+    k, v = x, x[..., :5]
+    if granularity is not None:
+        k, v = (quantise(each, Recipe(granularity)) for each in (k, v))
+    message = Message(k, v)
+    again = message.unpack(message.pack(k, v).clone())
+    for one, other in zip((k, v), again, strict=True):
+        parts = ((one, other),) if granularity is None else ((one.data, other.data), (one.descale, other.descale))
+        for given, got in parts:
+            assert given.dtype == got.dtype
+            assert torch.equal(given.float(), got.float())
+    assert granularity is None or message.size < k.data.numel() + v.data.numel() + 4 * 2 * 2 * 3 * 8 + 4 * 256
