@@ -48,25 +48,23 @@ _steps: Cache[tuple[Any, ...], Steps] = Cache()
 
 @dataclass(frozen=True)
 class Steps:
-    """What each step of a ring runs: its plan's ``choices`` by the part of the keys, the same on all ranks.
+    """What each step of a ring runs, by the part of the keys: the same on all ranks.
 
     ``descale`` is the granularity of the scales with which Q, K and V are quantised once and K and V are sent in e4m3;
-    None where tensors are sent as they are, in ``dtype``.
+    None where tensors are sent as they are.
     """
 
-    choices: Mapping[str, Choice]
     executions: Mapping[str, Execution]
-    dtype: str
     descale: Granularity | None
 
     @property
-    def sends(self) -> str:
+    def sent(self) -> str:
         """The type in which keys and values are sent."""
-        return self.dtype if self.descale is None else "e4m3"
+        return "e4m3" if self.descale is not None else next(iter(self.executions.values())).spec.dtype
 
     def __str__(self) -> str:
-        said = [f"{name}: {choice}" for name, choice in self.choices.items()]
-        return "\n\n".join([*said, f"keys and values are sent in {self.sends}"])
+        plans = ", ".join(f"{name} by {execution.plan}" for name, execution in self.executions.items())
+        return f"{plans}, sent in {self.sent}"
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -82,6 +80,7 @@ def attention(group: Group, question: Question) -> Tensor | tuple[Tensor, Tensor
     wish, variable = asked_in_context(), asked_in_environment()
     key = (*key_of(q, k, v, question[3:17], training, wish, variable), group)
     steps = _steps.of(key, _agreed, group, question, training, wished(wish, variable))
+    group.sent[steps.sent] += 1
     q, k, v = _heads_first(question)
     if training:
         out, lse = _Ring.apply(q, k, v, group, steps, question.is_causal)  # type: ignore[no-untyped-call]
@@ -92,11 +91,11 @@ def attention(group: Group, question: Question) -> Tensor | tuple[Tensor, Tensor
     return (out, lse) if question.return_lse else out
 
 
-def explain(group: Group, question: Question) -> Steps:
-    """What ``attention`` would run at each step; sends nothing.  Raises what it would raise on this rank."""
+def explain(size: int, question: Question) -> dict[str, Choice]:
+    """What ``attention`` would run on one of so many ranks, by the part of the keys.  Raises what it would raise."""
     question = _askable(question)
-    wish = wished(asked_in_context(), asked_in_environment())
-    return _planned(group, question, wants_gradients(*question[:3]), wish)
+    wish = settled(question, wished(asked_in_context(), asked_in_environment()))
+    return _choices(size, question, wants_gradients(*question[:3]), wish)[1]
 
 
 def _askable(question: Question) -> Question:
@@ -125,32 +124,37 @@ def _agreed(group: Group, question: Question, training: bool, wish: Wish) -> Ste
         with suppress(PeerError):  # the others have; what is wrong here comes first
             group.agree(f"cannot: {error}", question.q.device)
         raise
-    plans = ", ".join(f"{name} by {choice.plan}" for name, choice in steps.choices.items())
-    whole = next(iter(steps.choices.values())).spec
-    group.agree(f"{whole}, {'causal, ' if question.is_causal else ''}{plans}, sent in {steps.sends}", question.q.device)
+    group.agree(f"{spec_of(question, training, None)}, {steps}", question.q.device)
     return steps
 
 
 def _planned(group: Group, question: Question, training: bool, wish: Wish) -> Steps:
-    wish, device = settled(question, wish), question.q.device
+    parts, choices = _choices(group.size, question, training, settled(question, wish))
+    known, executions = registry(), {}
+    for name, choice in choices.items():
+        plan = choice.plan
+        backward = None if plan.backward is None else known.backward(plan.backward)
+        executions[name] = Execution(choice.spec, known.forward(plan.forward), backward)
+    q, k, v = (x.detach() for x in _heads_first(question))
+    return Steps(executions, _descale(executions, parts, q, k, v))
+
+
+def _choices(size: int, question: Question, training: bool, wish: Wish) -> tuple[tuple[Part, ...], dict[str, Choice]]:
+    """The parts that some rank of so many computes, and the choice for each, under this settled wish."""
     whole = spec_of(question, training, None)
     causal = whole.mask.kind != "none" or question.is_causal
     if causal and whole.seqlen_q != whole.seqlen_kv:
         raise InputError(f"causal attention over ranks has as many keys as queries, not {whole.seqlen_kv}")
     if causal and whole.seqlen_q % 2:
         raise InputError(f"a rank holds two pieces of a causal sequence, which {whole.seqlen_q} tokens are not")
-    choices, executions, known = {}, {}, registry()
-    for part in parts_of(causal, group.size):
-        choice = choose(
-            part.spec(whole), device, backend=wish.backend, asked_by=wish.asked_by, fp8=wish.dtype == "fp8",
-            max_error=wish.max_error,
-        )  # fmt: skip
-        plan = choice.plan
-        backward = None if plan.backward is None else known.backward(plan.backward)
-        choices[part.name] = choice
-        executions[part.name] = Execution(choice.spec, known.forward(plan.forward), backward)
-    q, k, v = (x.detach() for x in _heads_first(question))
-    return Steps(choices, executions, whole.dtype, _descale(executions, parts_of(causal, group.size), q, k, v))
+    parts = parts_of(causal, size)
+    return parts, {
+        part.name: choose(
+            part.spec(whole), question.q.device, backend=wish.backend, asked_by=wish.asked_by,
+            fp8=wish.dtype == "fp8", max_error=wish.max_error,
+        )
+        for part in parts
+    }  # fmt: skip
 
 
 def _descale(

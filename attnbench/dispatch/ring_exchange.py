@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -40,11 +41,12 @@ class Pending:
 class Group:
     """The ranks that share sequences: this one is ``rank`` of ``size``.  Raises InputError if it is none of them.
 
-    Equal where torch's group is the same.
+    ``sent`` counts the calls by the type in which keys and values were sent.  Equal where torch's group is the same.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
+        self.sent: Counter[str] = Counter()
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise InputError("this process is no rank of the group that shares the sequences")

@@ -17,32 +17,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnbench.api import attention
+from attnbench.choosing.choice import Choice
 from attnbench.dispatch import ring
 from attnbench.dispatch.question import Question
-from attnbench.dispatch.ring import Steps
 from attnbench.dispatch.ring_exchange import Group
 from attnbench.dispatch.ring_parts import places
 from attnbench.errors import InputError
 
-__all__ = ["Shared", "Steps", "context_parallel", "shard"]
+__all__ = ["context_parallel", "explain", "shard"]
 
 _SIGNATURE = inspect.signature(attention)
-
-
-class Shared:
-    """An open ``context_parallel``."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-
-    def explain(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Steps:
-        """The plans that ``attention`` would run at each step for these arguments, and why; sends nothing.
-
-        Raises what ``attention`` would raise on this rank.
-        """
-        given = _SIGNATURE.bind(q, k, v, **arguments)
-        given.apply_defaults()
-        return ring.explain(self._group, Question(*given.arguments.values()))
 
 
 @contextmanager
@@ -52,7 +36,7 @@ def context_parallel(
     buffers: Sequence[Tensor] | None = None,
     buffer_seq_dims: Sequence[int] | None = None,
     no_restore_buffers: set[Tensor] | None = None,
-) -> Iterator[Shared]:
+) -> Iterator[Group]:
     """Within the block, ``attnbench.attention`` attends over the sequences that the ranks of ``mesh`` share.
 
     Each rank holds its places of every sequence (``shard``).  ``mesh`` has one dimension, or is a process group.
@@ -65,6 +49,7 @@ def context_parallel(
     torch.compile attention breaks the graph.  Ranks whose calls differ get a PeerError, at the latest after the timeout
     of the group.
 
+    Yields the group: its ``rank``, its ``size``, and the calls by the type in which keys and values were ``sent``.
     Raises InputError for another kind of mesh, a rank outside of it, and buffers that cannot be sharded.
 
     >>> with context_parallel(mesh, buffers=[tokens, labels], buffer_seq_dims=[1, 1]):
@@ -83,12 +68,27 @@ def context_parallel(
         _refill(each, own)
     ring.sharing.open(group)
     try:
-        yield Shared(group)
+        yield group
     finally:
         ring.sharing.close(group)
         for each, whole in zip(tensors, kept, strict=True):
             if whole is not None:
                 _refill(each, whole)
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, *, ranks: int | None = None, **arguments: Any) -> dict[str, Choice]:
+    """The plan that ``attention`` would run for each part of the keys, and why; computes and sends nothing.
+
+    q, k and v (B, H, S / N, D) and the ``arguments`` of ``attention`` are those of one of N = ``ranks`` ranks; None
+    stands for those of the open ``context_parallel``.  Raises what ``attention`` would raise, InputError if none is
+    open.
+    """
+    shared = ring.sharing.active
+    if ranks is None and shared is None:
+        raise InputError("no context_parallel is open: pass ranks, the number of ranks that share the sequences")
+    given = _SIGNATURE.bind(q, k, v, **arguments)
+    given.apply_defaults()
+    return ring.explain(ranks or shared.size, Question(*given.arguments.values()))  # type: ignore[union-attr]
 
 
 def shard(mesh: DeviceMesh | dist.ProcessGroup, x: Tensor, dim: int) -> Tensor:

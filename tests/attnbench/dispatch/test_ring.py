@@ -11,11 +11,14 @@ import torch
 from patience import PATIENCE
 from places import SUPPORT
 
+from attnbench import AttentionSpec
 from attnbench.dispatch.ring_exchange import Message
 from attnbench.dispatch.ring_parts import part_at, parts_of, places
-from attnbench.errors import InputError
+from attnbench.errors import InputError, RefusedError
+from attnbench.integrations.context_parallel import explain
 from attnbench.problem.fp8 import Recipe, quantise
 
+PARTS = ("own keys", "an earlier rank's keys", "a later rank's keys")
 # Of out and gradients; the log-sum-exp's is smaller.
 LARGEST = {"fp32": 1e-6, "bf16": 5e-3, "e4m3": 0.08, "mixed": 0.07, "rows first": 1e-6}
 
@@ -77,6 +80,7 @@ def test_what_no_ring_serves_is_refused(found):
         assert own["window"].startswith("InputError: windows, sinks and descales are not served")
         assert own["odd"].startswith("InputError: a rank holds two pieces")
         assert own["explain"].startswith("InputError: over several ranks each step has a plan")
+        assert own["choices"] == dict.fromkeys(PARTS, "sdpa-flash:fp32")
     assert found[0]["outside"].startswith("InputError: this process is no rank")
     assert found[-1]["alone"] == 0.0
 
@@ -94,6 +98,22 @@ def test_fsdp_and_checkpointing_train_on_the_ring(found):
     for own in found:
         assert own["composed"] < 1e-5
         assert own.get("composed, compiled", 0.0) < 1e-5
+
+
+def test_plans_are_explained_without_ranks():
+    q = torch.randn(1, 4, 8, 16, dtype=torch.bfloat16, requires_grad=True)
+    found = explain(q, q[:, :2], q[:, :2], ranks=2, is_causal=True, backend="emulated:fp8")
+    assert tuple(found) == PARTS
+    specs = [each.spec for each in found.values()]
+    assert [(spec.seqlen_q, spec.seqlen_kv, spec.mask.kind) for spec in specs] == [
+        (8, 8, "causal"), (8, 4, "none"), (4, 8, "none"),
+    ]  # fmt: skip
+    assert all(spec.partial and spec.training and str(spec).endswith("partial training") for spec in specs)
+    assert AttentionSpec.from_dict(specs[1].to_dict()) == specs[1]
+    with pytest.raises(RefusedError, match="computes no gradients from a given log-sum-exp, as those of a part"):
+        explain(q, q, q, ranks=2, backend="sdpa-math")
+    with pytest.raises(InputError, match="no context_parallel is open"):
+        explain(q, q, q)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

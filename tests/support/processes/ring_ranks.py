@@ -27,6 +27,7 @@ from attnbench.dispatch import ring
 from attnbench.dispatch.ring_exchange import Group
 from attnbench.errors import AttnbenchError
 from attnbench.integrations.context_parallel import context_parallel, shard
+from attnbench.integrations.context_parallel import explain as explain_parts
 from attnbench.problem.mask import Mask
 
 S, D = 64, 32
@@ -51,11 +52,11 @@ def errors(mesh, plan, causal=True, layout="bhsd"):
     leaves = [x.requires_grad_() for x in (q, k, v)]
     asked = {"is_causal": causal, "backend": plan, "layout": layout}
     with context_parallel(mesh) as shared:
-        sent = shared.explain(*leaves, **asked).sends
         out, lse = attention(*leaves, **asked, return_lse=True)
         found = [out, lse, *torch.autograd.grad(out, leaves, grad_out)]
         quiet = attention(*(x.detach() for x in leaves), **asked)
     assert torch.equal(quiet, out), "without gradients it is the same"
+    (sent,) = shared.sent
     if layout == "bshd":
         found = [x.transpose(1, 2) if x.ndim == 4 else x for x in found]
     spec = AttentionSpec.make(
@@ -148,6 +149,7 @@ def check(mesh, rank, size, thorough):
     with context_parallel(mesh):
         x = torch.randn(1, 2, 8, 16)
         yield "explain", raised(lambda: explain(x, x, x))
+        yield "choices", {part: str(each.plan) for part, each in explain_parts(x, x, x, is_causal=True).items()}
     yield "buffers", buffers(mesh)
     yield "composed", composed(mesh, False)
     if thorough:
