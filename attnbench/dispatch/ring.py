@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from ..choosing.choice import Choice
 from ..choosing.selector import choose
@@ -308,7 +309,8 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Group, steps: Steps, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        out, lse, (own_q, packed), layout = _forward(q, k, v, group, steps, causal)
+        with record_function("attnbench::attention"):  # what its share of a training is measured by
+            out, lse, (own_q, packed), layout = _forward(q, k, v, group, steps, causal)
         if isinstance(own_q, Quantised):
             ctx.quantised = own_q.granularity, own_q.rotated
             ctx.save_for_backward(own_q.data, own_q.descale, packed, out, lse)
@@ -323,7 +325,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         first, second, third, out, lse = ctx.saved_tensors
         q: Operand = first if ctx.quantised is None else Quantised(first, second, *ctx.quantised)
-        with torch.no_grad(), as_written(grad_out.device):
+        with torch.no_grad(), as_written(grad_out.device), record_function("attnbench::attention_backward"):
             bind(grad_out.device)  # autograd's own thread
             packed = third if ctx.quantised is not None else ctx.layout.pack(second, third)
             gradients = _backward(q, packed, out, lse, grad_out, ctx.group, ctx.steps, ctx.causal, ctx.layout)

@@ -43,10 +43,10 @@ def check_beforehand(config: TrainConfig, device: torch.device) -> None:
     dtype = torch.float32 if config.policy == "fp32" else torch.bfloat16
     one = torch.empty(1, 1, 1, 1, dtype=dtype, device=device, requires_grad=True)
     q, k, v = (
-        one.expand(config.batch, heads, config.seqlen, shape.head_dim)
+        one.expand(config.batch, heads, config.places, shape.head_dim)
         for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
     )
-    Attend(config).plan(q, k, v, shape.is_causal)
+    Attend(config).plans(q, k, v, shape.is_causal)
 
 
 def _shape(config: TrainConfig) -> _Shape | None:
