@@ -107,7 +107,7 @@ def attention(
     ):
         more = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, q_lengths, kv_lengths, padding_side, sinks)
         question = Question(q, k, v, *others, *more)
-        return more_tensors.attention(question) if shared is None else ring.attention(shared, question)
+        return more_tensors.attention(question) if shared is None else shared.attend(question)
     if is_compiling():
         return operators.attention(Question(q, k, v, *others))
     # A nested tensor, a subclass or mode with a say of its own, a symbol of torch.fx.

@@ -15,10 +15,10 @@ step compute with the same numbers, so gradients are those of what was sent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,9 +40,17 @@ from .question import Question, check_askable, key_of, settled, spec_of, wants_g
 from .ring_exchange import Group, Message, Operand, Pending
 from .ring_parts import Part, part_at, parts_of
 
-__all__ = ["Steps", "attention", "explain", "sharing"]
+__all__ = ["Shared", "attention", "explain", "sharing"]
 
-sharing: Slot[Group] = Slot()
+
+class Shared(NamedTuple):
+    """Sequences that so many ranks share, and what answers for them instead of ``attnbench.attention``."""
+
+    ranks: int
+    attend: Callable[[Question], Tensor | tuple[Tensor, Tensor]]
+
+
+sharing: Slot[Shared] = Slot()
 # Not asked again after an autotune or a demotion, which may come at another call on other ranks.
 _steps: Cache[tuple[Any, ...], Steps] = Cache()
 
@@ -68,7 +76,6 @@ class Steps:
         return f"{plans}, sent in {self.sent}"
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention(group: Group, question: Question) -> Tensor | tuple[Tensor, Tensor]:
     """``attnbench.attention`` where each rank of the group holds its places of the sequences (``ring_parts.places``).
 

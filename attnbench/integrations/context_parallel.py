@@ -7,8 +7,9 @@ sequences over ranks as that does, so that one import is changed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -66,11 +67,12 @@ def context_parallel(
     kept = [None if any(each is other for other in lost) else each.detach().clone() for each in tensors]
     for each, own in zip(tensors, shards, strict=True):
         _refill(each, own)
-    ring.sharing.open(group)
+    shared = ring.Shared(group.size, partial(_uncompiled(), group))
+    ring.sharing.open(shared)
     try:
         yield group
     finally:
-        ring.sharing.close(group)
+        ring.sharing.close(shared)
         for each, whole in zip(tensors, kept, strict=True):
             if whole is not None:
                 _refill(each, whole)
@@ -88,7 +90,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, ranks: int | None = None, **argu
         raise InputError("no context_parallel is open: pass ranks, the number of ranks that share the sequences")
     given = _SIGNATURE.bind(q, k, v, **arguments)
     given.apply_defaults()
-    return ring.explain(ranks or shared.size, Question(*given.arguments.values()))  # type: ignore[union-attr]
+    return ring.explain(ranks or shared.ranks, Question(*given.arguments.values()))  # type: ignore[union-attr]
 
 
 def shard(mesh: DeviceMesh | dist.ProcessGroup, x: Tensor, dim: int) -> Tensor:
@@ -97,6 +99,12 @@ def shard(mesh: DeviceMesh | dist.ProcessGroup, x: Tensor, dim: int) -> Tensor:
     Raises InputError if the dimension is no multiple of 2 N, or as ``context_parallel`` does.
     """
     return _shard(_group_of(mesh), x, dim)
+
+
+@cache
+def _uncompiled() -> Callable[..., Any]:
+    """The ring's attention, at which compiled code breaks its graph.  Loads the compiler, which takes a second."""
+    return torch.compiler.disable(ring.attention)
 
 
 def _shard(group: Group, x: Tensor, dim: int) -> Tensor:

@@ -116,6 +116,11 @@ def test_plans_are_explained_without_ranks():
         explain(q, q, q)
 
 
+def test_a_training_of_shared_samples_has_the_losses_of_one_rank(found):
+    for losses in (own["losses"] for own in found if "losses" in own):
+        assert losses["shared"] == pytest.approx(losses["alone"], rel=1e-5)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("causal", [True, False])
 def test_parts_are_every_visible_pair_once(size, causal):

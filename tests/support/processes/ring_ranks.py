@@ -15,6 +15,7 @@ from unittest import mock
 
 import ranks
 import torch
+import torch._dynamo  # once for all ranks
 import torch.distributed as dist
 from dense import dense_attention, dense_gradients, relative_l2
 from patience import PATIENCE
@@ -26,11 +27,16 @@ from attnbench import AttentionSpec, attention, explain
 from attnbench.dispatch import ring
 from attnbench.dispatch.ring_exchange import Group
 from attnbench.errors import AttnbenchError
+from attnbench.harness.training.config import TrainConfig
+from attnbench.harness.training.run.loop import LoopOptions, train
+from attnbench.harness.training.run.parallel import Ranks
+from attnbench.harness.training.run.trainable import build
 from attnbench.integrations.context_parallel import context_parallel, shard
 from attnbench.integrations.context_parallel import explain as explain_parts
 from attnbench.problem.mask import Mask
 
 S, D = 64, 32
+CPU = torch.device("cpu")
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 PLANS = {
     "fp32": "sdpa-flash:fp32", "bf16": "sdpa-flash:bf16", "e4m3": "emulated:fp8",
@@ -132,7 +138,19 @@ def composed(mesh, compiled):
     return max(relative_l2(each.full_tensor(), truth[name]) for name, each in found.items())
 
 
-def check(mesh, rank, size, thorough):
+def losses(rank, size, folder):
+    """Of a training whose samples the ranks share, and of the same by one rank."""
+    spread = {"parallel": "fsdp2", "checkpointing": True, "context_parallel": size}
+    found = {}
+    for name, settings, place in (("alone", {}, Ranks(CPU)), ("shared", spread, Ranks(CPU, rank, size))):
+        config = TrainConfig.make(seqlen=16, batch=2, steps=2, attention="auto", policy="fp32", **settings)
+        kept = []
+        train(build(config, CPU), place, LoopOptions(folder, 0), kept.append)
+        found[name] = kept[-1].loss
+    return found
+
+
+def check(mesh, rank, size, folder, thorough):
     """Yield (name, what was found)."""
     for name, plan in PLANS.items():
         yield name, errors(mesh, plan)
@@ -153,6 +171,7 @@ def check(mesh, rank, size, thorough):
     yield "buffers", buffers(mesh)
     yield "composed", composed(mesh, False)
     if thorough:
+        yield "losses", losses(rank, size, folder)
         yield "composed, compiled", composed(mesh, True)
     alone = dist.new_group([size - 1])
     if rank == size - 1:
@@ -181,7 +200,7 @@ def main(rank, size, folder, thorough):
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE / 2))
     mesh, found = init_device_mesh("cpu", (size,)), {}
-    for name, each in check(mesh, rank, size, thorough):
+    for name, each in check(mesh, rank, size, folder, thorough):
         found[name] = each
         (folder / f"{rank}.json").write_text(json.dumps(found))
 
