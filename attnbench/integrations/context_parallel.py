@@ -104,7 +104,8 @@ def shard(mesh: DeviceMesh | dist.ProcessGroup, x: Tensor, dim: int) -> Tensor:
 @cache
 def _uncompiled() -> Callable[..., Any]:
     """The ring's attention, at which compiled code breaks its graph.  Loads the compiler, which takes a second."""
-    return torch.compiler.disable(ring.attention)
+    uncompiled: Callable[..., Any] = torch.compiler.disable(ring.attention)  # type: ignore[no-untyped-call]
+    return uncompiled
 
 
 def _shard(group: Group, x: Tensor, dim: int) -> Tensor:
