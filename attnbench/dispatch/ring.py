@@ -51,6 +51,7 @@ class Shared(NamedTuple):
 
 
 sharing: Slot[Shared] = Slot()
+_NO_WINDOWS = (None, (None, None), (None, 0))
 # Not asked again after an autotune or a demotion, which may come at another call on other ranks.
 _steps: Cache[tuple[Any, ...], Steps] = Cache()
 
@@ -86,7 +87,7 @@ def attention(group: Group, question: Question) -> Tensor | tuple[Tensor, Tensor
     q, k, v = question[:3]
     training = wants_gradients(q, k, v)
     wish, variable = asked_in_context(), asked_in_environment()
-    key = (*key_of(q, k, v, question[3:17], training, wish, variable), group)
+    key = (*key_of(q, k, v, question[3:17], training, wish, variable), group.name, group.rank, group.size)
     steps = _steps.of(key, _agreed, group, question, training, wished(wish, variable))
     group.sent[steps.sent] += 1
     q, k, v = _heads_first(question)
@@ -113,10 +114,12 @@ def _askable(question: Question) -> Question:
         raise InputError("attention over several ranks takes plain tensors, not those of torch.func or fake ones")
     if question.layout == "thd" or question[17:23] != (None,) * 6:
         raise InputError("sequences of unequal length are not served over several ranks; call attention outside")
-    if question.window is not None or question.sinks is not None or question[14:17] != (None, None, None):
+    # As given: a window that is as wide as what one rank holds would pass for none.
+    if question.window not in _NO_WINDOWS or question.sinks is not None or question[14:17] != (None, None, None):
         raise InputError("windows, sinks and descales are not served over several ranks; call attention outside")
+    causal = True if question.window == (None, 0) else question.is_causal
     q, k, v = as_autocast(*plain(*question[:3]))
-    return question._replace(q=q, k=k, v=v)
+    return question._replace(q=q, k=k, v=v, is_causal=causal, window=None, causal_alignment="top-left")
 
 
 def _heads_first(question: Question) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,7 +153,7 @@ def _planned(group: Group, question: Question, training: bool, wish: Wish) -> St
 def _choices(size: int, question: Question, training: bool, wish: Wish) -> tuple[tuple[Part, ...], dict[str, Choice]]:
     """The parts that some rank of so many computes, and the choice for each, under this settled wish."""
     whole = spec_of(question, training, None)
-    causal = whole.mask.kind != "none" or question.is_causal
+    causal = question.is_causal
     if causal and whole.seqlen_q != whole.seqlen_kv:
         raise InputError(f"causal attention over ranks has as many keys as queries, not {whole.seqlen_kv}")
     if causal and whole.seqlen_q % 2:

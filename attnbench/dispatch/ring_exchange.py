@@ -41,21 +41,15 @@ class Pending:
 class Group:
     """The ranks that share sequences: this one is ``rank`` of ``size``.  Raises InputError if it is none of them.
 
-    ``sent`` counts the calls by the type in which keys and values were sent.  Equal where torch's group is the same.
+    ``sent`` counts the calls by the type in which keys and values were sent; ``name`` tells torch's groups apart.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._group, self.name = group, group.group_name
         self.sent: Counter[str] = Counter()
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise InputError("this process is no rank of the group that shares the sequences")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Group) and other._group is self._group
-
-    def __hash__(self) -> int:
-        return hash(self._group)
 
     def pass_on(self, message: Tensor) -> Pending:
         """Send to the next rank what it needs of the keys, and receive the previous rank's, of as many bytes."""

@@ -121,6 +121,13 @@ def test_a_training_of_shared_samples_has_the_losses_of_one_rank(found):
         assert losses["shared"] == pytest.approx(losses["alone"], rel=1e-5)
 
 
+def test_models_of_transformers_share_tokens_and_positions(found):
+    for each in (own["llama"] for own in found if "llama" in own):
+        assert each["error"] < 1e-5
+    said = found[0].get("llama", {"split": "InputError: sequences of unequal length"})["split"]
+    assert said.startswith("InputError: sequences of unequal length")
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("causal", [True, False])
 def test_parts_are_every_visible_pair_once(size, causal):

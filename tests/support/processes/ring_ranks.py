@@ -138,6 +138,28 @@ def composed(mesh, compiled):
     return max(relative_l2(each.full_tensor(), truth[name]) for name, each in found.items())
 
 
+def llama(mesh):
+    """The relative error of a model of transformers, whose tokens and positions the ranks share."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from attnbench.integrations.transformers import register
+
+    register(backend="sdpa-flash:fp32")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, attn_implementation="attnbench")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(16).expand(2, 16)
+    truth = model(tokens, position_ids=positions).logits
+    with context_parallel(mesh):
+        own = [shard(mesh, x, 1) for x in (tokens, positions)]
+        found = model(own[0], position_ids=own[1], attention_mask=torch.ones_like(own[0])).logits
+        # Without a mask positions that leap begin a sequence; the last rank's do not leap.
+        split = raised(lambda: model(own[0], position_ids=own[1], use_cache=False)) if mesh.get_rank() == 0 else None
+    return {"error": relative_l2(found, shard(mesh, truth, 1)), "split": split}
+
+
 def losses(rank, size, folder):
     """Of a training whose samples the ranks share, and of the same by one rank."""
     spread = {"parallel": "fsdp2", "checkpointing": True, "context_parallel": size}
@@ -172,6 +194,7 @@ def check(mesh, rank, size, folder, thorough):
     yield "composed", composed(mesh, False)
     if thorough:
         yield "losses", losses(rank, size, folder)
+        yield "llama", llama(mesh)
         yield "composed, compiled", composed(mesh, True)
     alone = dist.new_group([size - 1])
     if rank == size - 1:
