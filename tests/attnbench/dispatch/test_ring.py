@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 import ring_ranks
 import torch
 from patience import PATIENCE
-from places import SUPPORT
+from places import RESULTS, ROOT, SUPPORT
 
 from attnbench import AttentionSpec
 from attnbench.dispatch.ring_exchange import Message
@@ -162,3 +163,38 @@ def test_messages_hold_what_they_were_given(granularity):
             assert given.dtype == got.dtype
             assert torch.equal(given.float(), got.float())
     assert granularity is None or message.size < k.data.numel() + v.data.numel() + 4 * 2 * 2 * 3 * 8 + 4 * 256
+
+
+def launched(*command, folder):
+    """What two ranks of torchrun print."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *map(str, command)],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}, cwd=folder, capture_output=True,
+        text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.exhaustive
+def test_the_example_of_the_page_runs(tmp_path):
+    page = (ROOT / "docs" / "context-parallel.md").read_text(encoding="utf-8")
+    (tmp_path / "shared.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
+    said = launched("shared.py", folder=tmp_path)
+    assert said.count("torch.Size([1, 8, 128, 64]) Counter({'bf16': 1})") == 2
+    errors = [float(each) for each in re.findall(r"tensor\((\d\.\d+)", said)]
+    assert len(errors) == 2
+    assert max(errors) < 0.01
+
+
+@pytest.mark.exhaustive
+def test_the_script_for_two_gpus_measures_and_says_what_torch_cannot(tmp_path):
+    small = "--lengths 64 --heads 4 --kv-heads 2 --head-dim 32 --fp8 emulated:fp8 --repeat 1 --out ring.json"
+    said = launched(RESULTS / "nvidia-h200" / "ring.py", *small.split(), folder=tmp_path)
+    found = json.loads((tmp_path / "ring.json").read_text())
+    rows = {row["what"]: row for row in found["rows"]}
+    assert [rows[name]["sent"] for name in ("bf16, ring", "fp8, ring")] == [["bf16"], ["e4m3"]]
+    assert max(rows["bf16, ring"]["error"].values()) < 0.01 < min(rows["fp8, ring"]["error"].values()) < 0.08
+    assert rows["torch flash, ring"]["status"] == "error"
+    assert found["ratios"][0]["scaling fp8"] > 0
+    assert "emulated:fp8>emulated:fp8" in said
