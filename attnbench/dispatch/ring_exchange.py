@@ -45,11 +45,12 @@ class Group:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self.name = group, group.group_name
+        self._group = group
         self.sent: Counter[str] = Counter()
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise InputError("this process is no rank of the group that shares the sequences")
+        self.name = group.group_name
 
     def pass_on(self, message: Tensor) -> Pending:
         """Send to the next rank what it needs of the keys, and receive the previous rank's, of as many bytes."""

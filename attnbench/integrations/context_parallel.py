@@ -63,13 +63,15 @@ def context_parallel(
         raise InputError(f"buffer_seq_dims must name a dimension for each of {len(tensors)} buffers, got {len(axes)}")
     if unknown := [each for each in lost if not any(each is other for other in tensors)]:
         raise InputError(f"no_restore_buffers must be some of the buffers, and {len(unknown)} of them are not")
+    if any(each.requires_grad or not each.is_contiguous() for each in tensors):
+        raise InputError("buffers are resized in place: they must be contiguous and require no gradient; use shard")
     shards = [_shard(group, each, axis) for each, axis in zip(tensors, axes, strict=True)]
-    kept = [None if any(each is other for other in lost) else each.detach().clone() for each in tensors]
-    for each, own in zip(tensors, shards, strict=True):
-        _refill(each, own)
+    kept = [None if any(each is other for other in lost) else each.clone() for each in tensors]
     shared = ring.Shared(group.size, partial(_uncompiled(), group))
-    ring.sharing.open(shared)
     try:
+        for each, own in zip(tensors, shards, strict=True):
+            _refill(each, own)
+        ring.sharing.open(shared)
         yield group
     finally:
         ring.sharing.close(shared)

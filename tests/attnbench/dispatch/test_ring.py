@@ -93,6 +93,8 @@ def test_buffers_are_sharded_as_torch_shards_them(found):
     for each in seen:
         assert each["after"] == list(range(16))
         assert each["lost"] == each["inside"]
+        for what, said in each["wrong"].items():
+            assert said.startswith("InputError"), (what, said)
 
 
 def test_fsdp_and_checkpointing_train_on_the_ring(found):

@@ -119,7 +119,16 @@ def buffers(mesh):
     given = {"buffers": [tokens, lost], "buffer_seq_dims": [1, 0], "no_restore_buffers": {lost}}
     with context_parallel(mesh, **given):
         inside = tokens[0].tolist()
-    return {"inside": inside, "after": tokens[0].tolist(), "lost": lost.tolist()}
+    wrong = {
+        "a view": {"buffers": [torch.zeros(16, 2)[:, 0]], "buffer_seq_dims": [0]},
+        "a parameter": {"buffers": [torch.zeros(16, requires_grad=True)], "buffer_seq_dims": [0]},
+        "no dimension": {"buffers": [torch.zeros(16)], "buffer_seq_dims": [1]},
+        "no length": {"buffers": [torch.zeros(15)], "buffer_seq_dims": [0]},
+        "no name": {"buffers": [torch.zeros(16)]},
+        "a stranger": {"no_restore_buffers": {torch.zeros(16)}},
+    }
+    said = {what: raised(lambda each=each: context_parallel(mesh, **each).__enter__()) for what, each in wrong.items()}
+    return {"inside": inside, "after": tokens[0].tolist(), "lost": lost.tolist(), "wrong": said}
 
 
 def composed(mesh, compiled):
