@@ -26,6 +26,7 @@ from torch.profiler import record_function
 
 from ..choosing.choice import Choice
 from ..choosing.selector import choose
+from ..choosing.table_advice import warn_of_rule
 from ..errors import AttnbenchError, InputError, PeerError
 from ..kernels.contract import Inputs, Operands, Result, Saved, gradient_dtype
 from ..kernels.devices import bind, describe
@@ -143,6 +144,7 @@ def _planned(group: Group, question: Question, training: bool, wish: Wish) -> St
     parts, choices = _choices(group.size, question, training, settled(question, wish))
     known, executions = registry(), {}
     for name, choice in choices.items():
+        warn_of_rule(choice, question.q.device)
         plan = choice.plan
         backward = None if plan.backward is None else known.backward(plan.backward)
         executions[name] = Execution(choice.spec, known.forward(plan.forward), backward)

@@ -63,13 +63,17 @@ class Group:
 
     def _exchange(self, sent: Tensor, received: Tensor, to: int, of: int, tag: int) -> Pending:
         operations = [
-            dist.P2POp(dist.isend, sent, group=self._group, tag=tag, group_peer=to % self.size),
-            dist.P2POp(dist.irecv, received, group=self._group, tag=tag, group_peer=of % self.size),
+            dist.P2POp(dist.isend, sent, self._peer(to), self._group, tag),
+            dist.P2POp(dist.irecv, received, self._peer(of), self._group, tag),
         ]
         try:
             return Pending(self, dist.batch_isend_irecv(operations), sent, received)
         except RuntimeError as error:
             raise self.lost(error) from error
+
+    def _peer(self, rank: int) -> int:
+        """What torch calls a rank of the group, which wraps around."""
+        return dist.get_global_rank(self._group, rank % self.size)
 
     def agree(self, plan: str, device: torch.device) -> None:
         """Raise PeerError unless every rank is about to do the same, by what they say that it is."""

@@ -28,7 +28,8 @@ _TENSORS = ("data", "descale", "mean")  # of a quantised operand
 class Execution:
     """The kernels of a plan, ready to be called for one spec.
 
-    Every forward goes through ``answer`` and every backward through ``gradients``, which notify an open guard.
+    Every forward goes through ``answer`` and every backward through ``gradients``, which notify an open guard; only the
+    steps of a ring over ranks do not, because no single rank may change its plans.
     ``budget`` is the error that the plan was chosen under, None if nothing was chosen.
     """
 

@@ -119,6 +119,12 @@ def test_plans_are_explained_without_ranks():
         explain(q, q, q)
 
 
+def test_calls_of_torchs_sdpa_attend_over_the_ranks(found):
+    for own in found:
+        assert own["through sdpa"]["served"] == 1
+        assert own["through sdpa"]["error"] < 1e-6
+
+
 def test_a_training_of_shared_samples_has_the_losses_of_one_rank(found):
     for losses in (own["losses"] for own in found if "losses" in own):
         assert losses["shared"] == pytest.approx(losses["alone"], rel=1e-5)

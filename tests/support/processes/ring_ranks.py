@@ -33,6 +33,7 @@ from attnbench.harness.training.run.parallel import Ranks
 from attnbench.harness.training.run.trainable import build
 from attnbench.integrations.context_parallel import context_parallel, shard
 from attnbench.integrations.context_parallel import explain as explain_parts
+from attnbench.integrations.sdpa import replaced
 from attnbench.problem.mask import Mask
 
 S, D = 64, 32
@@ -147,6 +148,16 @@ def composed(mesh, compiled):
     return max(relative_l2(each.full_tensor(), truth[name]) for name, each in found.items())
 
 
+def through_sdpa(mesh):
+    """The relative error of calls of torch's SDPA."""
+    whole = draw(torch.float32)[:3]
+    with torch.no_grad(), context_parallel(mesh), replaced(backend="sdpa-flash") as calls:
+        q, k, v = (shard(mesh, x, 2) for x in whole)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    truth = torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+    return {"error": relative_l2(out, shard(mesh, truth, 2)), "served": calls.served}
+
+
 def llama(mesh):
     """The relative error of a model of transformers, whose tokens and positions the ranks share."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -200,6 +211,7 @@ def check(mesh, rank, size, folder, thorough):
         yield "explain", raised(lambda: explain(x, x, x))
         yield "choices", {part: str(each.plan) for part, each in explain_parts(x, x, x, is_causal=True).items()}
     yield "buffers", buffers(mesh)
+    yield "through sdpa", through_sdpa(mesh)
     yield "composed", composed(mesh, False)
     if thorough:
         yield "losses", losses(rank, size, folder)
