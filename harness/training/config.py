@@ -57,7 +57,8 @@ class TrainConfig:
     ``block``          ``te`` uses TransformerEngine's TransformerLayer, with its own attention, in vit-huge
     ``lr``, ``warmup`` (steps), ``weight_decay``, ``grad_clip`` (norm; 0 for none)
     ``data``           ``stdlib``, a text file or folder; ``images`` for vit-huge
-    ``context_parallel``  ranks that share each sample of gpt; ``parallel`` goes on spreading weights over all ranks
+    ``context_parallel``  ranks that share each sample of gpt, by attnbench's ring, for ``sdpa`` by torch's;
+                       ``parallel`` goes on spreading weights over all ranks
 
     Raises InputError on invalid fields, UnknownBackendError on an unknown attention.
     """
@@ -163,8 +164,6 @@ class TrainConfig:
             raise InputError(f"context_parallel shares the samples of gpt, not of {self.model}")
         if self.parallel == "none":
             raise InputError("context_parallel leaves weights to parallel: say ddp or fsdp2")
-        if self.attention == SDPA:
-            raise InputError("context_parallel spreads attnbench's attention, not sdpa: compare with bf16")
         if self.seqlen % (2 * ranks):
             raise InputError(f"{ranks} ranks share samples of a multiple of {2 * ranks} tokens, not {self.seqlen}")
 

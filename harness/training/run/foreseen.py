@@ -8,7 +8,7 @@ import torch
 
 from attnbench.errors import InputError
 
-from ..config import TrainConfig
+from ..config import SDPA, TrainConfig
 from ..models.attention import Attend
 from ..models.gpt import gpt_size
 from ..models.linears import refusal
@@ -29,11 +29,13 @@ def check_beforehand(config: TrainConfig, device: torch.device) -> None:
     """Raise what building the model or its first attention would, without memory or time.
 
     The attention of a transformers config is only known once it is built, and is not checked here.  Raises InputError
-    on linears or a block that the device or a missing package cannot serve, and what ``attnbench.explain`` raises on an
-    attention that cannot be had.
+    on shared samples, linears or a block that the device or a missing package cannot serve, and what
+    ``attnbench.explain`` raises on an attention that cannot be had.
     """
     if reason := refusal(config.linears, device):
         raise InputError(reason)
+    if config.context_parallel > 1 and config.attention == SDPA and device.type != "cuda":
+        raise InputError("torch's context parallelism runs on GPUs alone; compare with bf16")
     if config.block == "te":
         te_block(device)
         return

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +20,7 @@ from attnbench.errors import MisuseError
 from attnbench.integrations.context_parallel import context_parallel
 from attnbench.kernels.devices import find
 
+from ..config import SDPA, TrainConfig
 from .policy import sharding_policy
 
 if TYPE_CHECKING:
@@ -131,4 +132,15 @@ def spread(trainable: Trainable, ranks: Ranks) -> AbstractContextManager[Any]:
     if sharing == 1:
         return nullcontext()
     grid = init_device_mesh(ranks.device.type, (ranks.world // sharing, sharing), mesh_dim_names=("sample", "context"))
-    return context_parallel(grid["context"])
+    return _sharing(trainable.config, grid["context"])
+
+
+def _sharing(config: TrainConfig, mesh: DeviceMesh) -> AbstractContextManager[Any]:
+    """The context in which the config's attention is that of samples that the ranks of the mesh share."""
+    if config.attention != SDPA:
+        return context_parallel(mesh)
+    from torch.distributed.tensor.experimental import context_parallel as torchs
+
+    unused = torch.zeros(2 * mesh.size(), device=mesh.device_type)  # it wants something to shard
+    made: AbstractContextManager[Any] = torchs(mesh, buffers=[unused], buffer_seq_dims=[0], no_restore_buffers={unused})
+    return made

@@ -128,6 +128,8 @@ def test_calls_of_torchs_sdpa_attend_over_the_ranks(found):
 def test_a_training_of_shared_samples_has_the_losses_of_one_rank(found):
     for losses in (own["losses"] for own in found if "losses" in own):
         assert losses["shared"] == pytest.approx(losses["alone"], rel=1e-5)
+    for said in (own["torch's ring"] for own in found if "torch's ring" in own):
+        assert "_scaled_dot_product_flash_attention_for_cpu" in said
 
 
 def test_models_of_transformers_share_tokens_and_positions(found):

@@ -69,7 +69,6 @@ def test_vit_huge_is_trained_as_its_article_does() -> None:
         (SHARED | {"context_parallel": 0}, "context_parallel must be a whole number from 1"),
         (SHARED | {"model": "hf:folder"}, "shares the samples of gpt"),
         (SHARED | {"parallel": "none"}, "say ddp or fsdp2"),
-        (SHARED | {"attention": "sdpa"}, "compare with bf16"),
         (SHARED | {"seqlen": 130}, "a multiple of 4 tokens, not 130"),
     ],
 )

@@ -29,7 +29,7 @@ from attnbench.dispatch.ring_exchange import Group
 from attnbench.errors import AttnbenchError
 from attnbench.harness.training.config import TrainConfig
 from attnbench.harness.training.run.loop import LoopOptions, train
-from attnbench.harness.training.run.parallel import Ranks
+from attnbench.harness.training.run.parallel import Ranks, _sharing
 from attnbench.harness.training.run.trainable import build
 from attnbench.integrations.context_parallel import context_parallel, shard
 from attnbench.integrations.context_parallel import explain as explain_parts
@@ -192,6 +192,18 @@ def losses(rank, size, folder):
     return found
 
 
+def torchs_ring(mesh):
+    """What torch's ring, which a training with sdpa is in, says on a CPU."""
+    config = TrainConfig.make(seqlen=16, attention="sdpa", parallel="ddp", context_parallel=mesh.size())
+    q, k, v = (torch.zeros(1, 2, 4, 16) for _ in "qkv")
+    try:
+        with _sharing(config, mesh):
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    except NotImplementedError as error:
+        return str(error)
+    return "nothing"
+
+
 def check(mesh, rank, size, folder, thorough):
     """Yield (name, what was found)."""
     for name, plan in PLANS.items():
@@ -216,6 +228,7 @@ def check(mesh, rank, size, folder, thorough):
     if thorough:
         yield "losses", losses(rank, size, folder)
         yield "llama", llama(mesh)
+        yield "torch's ring", torchs_ring(mesh)
         yield "composed, compiled", composed(mesh, True)
     alone = dist.new_group([size - 1])
     if rank == size - 1:
