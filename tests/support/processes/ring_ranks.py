@@ -27,10 +27,6 @@ from attnbench import AttentionSpec, attention, explain
 from attnbench.dispatch import ring
 from attnbench.dispatch.ring_exchange import Group
 from attnbench.errors import AttnbenchError
-from attnbench.harness.training.config import TrainConfig
-from attnbench.harness.training.run.loop import LoopOptions, train
-from attnbench.harness.training.run.parallel import Ranks, _sharing
-from attnbench.harness.training.run.trainable import build
 from attnbench.integrations.context_parallel import context_parallel, shard
 from attnbench.integrations.context_parallel import explain as explain_parts
 from attnbench.integrations.sdpa import replaced
@@ -182,6 +178,11 @@ def llama(mesh):
 
 def losses(rank, size, folder):
     """Of a training whose samples the ranks share, and of the same by one rank."""
+    from attnbench.harness.training.config import TrainConfig
+    from attnbench.harness.training.run.loop import LoopOptions, train
+    from attnbench.harness.training.run.parallel import Ranks
+    from attnbench.harness.training.run.trainable import build
+
     spread = {"parallel": "fsdp2", "checkpointing": True, "context_parallel": size}
     found = {}
     for name, settings, place in (("alone", {}, Ranks(CPU)), ("shared", spread, Ranks(CPU, rank, size))):
@@ -194,6 +195,9 @@ def losses(rank, size, folder):
 
 def torchs_ring(mesh):
     """What torch's ring, which a training with sdpa is in, says on a CPU."""
+    from attnbench.harness.training.config import TrainConfig
+    from attnbench.harness.training.run.parallel import _sharing
+
     config = TrainConfig.make(seqlen=16, attention="sdpa", parallel="ddp", context_parallel=mesh.size())
     q, k, v = (torch.zeros(1, 2, 4, 16) for _ in "qkv")
     try:
