@@ -33,8 +33,9 @@ class Evidence:
     """
 
     def __init__(self, spec: AttentionSpec, known: Known) -> None:
-        # Returning the LSE changes neither time nor error; sinks change no error, and add as much to each plan.
-        self._spec = spec.replace(return_lse=False, sinks=False)
+        # Returning the LSE changes neither time nor error; sinks and merging change no error, and add as much to each
+        # plan.
+        self._spec = spec.replace(return_lse=False, sinks=False, partial=False)
         table = next((each for each in known.tables if each.at(self._spec)), None)
         self._here = {} if table is None else table.at(self._spec)
         self._source, self._scaling_error = (None, 0.0) if table is None else (table.scaled_from, table.time_error)

@@ -96,6 +96,9 @@ CompileOption = Annotated[bool, typer.Option("--compile", help="Compile the bloc
 ParallelOption = Annotated[
     ParallelName, typer.Option("--parallel", help="How to distribute the run over the processes of torchrun.")
 ]
+ContextParallelOption = Annotated[
+    int, typer.Option("--context-parallel", min=1, help="Ranks that share each sample of gpt, beside --parallel.")
+]
 DataOption = Annotated[
     str | None, typer.Option("--data", help="stdlib (Python's own sources), a text file or a folder; vit-huge: images")
 ]
@@ -147,6 +150,7 @@ def train(
     checkpointing: CheckpointingOption = False,
     compile: CompileOption = False,
     parallel: ParallelOption = "none",
+    context_parallel: ContextParallelOption = 1,
     data: DataOption = None,
     device: DeviceOption = "auto",
     out: OutOption = None,
@@ -191,6 +195,7 @@ def train(
         checkpointing=checkpointing,
         compile=compile,
         parallel=parallel,
+        context_parallel=context_parallel,
     )
     baseline = _baseline(candidate, compare, compare_linears)
     if out is None and parallel != "none":

@@ -21,7 +21,17 @@ from ..problem.tensors import granularity, mask_of, quantised
 from .context import Wish, check_budget
 from .sequences import packed_views, sizes_of
 
-__all__ = ["Question", "check_askable", "decide", "inputs_of", "key_of", "resolved", "settled", "wants_gradients"]
+__all__ = [
+    "Question",
+    "check_askable",
+    "decide",
+    "inputs_of",
+    "key_of",
+    "resolved",
+    "settled",
+    "spec_of",
+    "wants_gradients",
+]
 
 
 class Question(NamedTuple):
@@ -175,7 +185,7 @@ def decide(question: Question, training: bool, wish: Wish) -> Choice:
     """The choice that answers the question under this settled wish.  Raises InputError and what ``choose`` raises."""
     question, lengths = resolved(question)
     return choose(
-        _spec(question, training, lengths),
+        spec_of(question, training, lengths),
         question.q.device,
         backend=wish.backend,
         asked_by=wish.asked_by,
@@ -184,7 +194,7 @@ def decide(question: Question, training: bool, wish: Wish) -> Choice:
     )
 
 
-def _spec(question: Question, training: bool, lengths: Lengths | None) -> AttentionSpec:
+def spec_of(question: Question, training: bool, lengths: Lengths | None) -> AttentionSpec:
     """What is asked of a kernel.
 
     Raises InputError for a wrong rank, shapes that do not fit, types or devices that differ or are unsupported, flags

@@ -95,8 +95,9 @@ class Capabilities:
             reasons.append("no gradients can follow")
         if spec.return_lse and not self.lse:
             reasons.append("returns no log-sum-exp")
-        elif spec.sinks and not self.lse:
-            reasons.append("returns no log-sum-exp, by which sinks are added")
+        elif (spec.sinks or spec.partial) and not self.lse:
+            what = "sinks are added" if spec.sinks else "parts are merged"
+            reasons.append(f"returns no log-sum-exp, by which {what}")
         if spec.lengths is not None and spec.lengths.batch not in self.lengths:
             reasons.append(f"takes sequences of one length, not a {spec.lengths.batch} batch")
         queries, keys = spec.tokens

@@ -20,7 +20,7 @@ from .guard_hook import watching
 from .plan import Plan
 from .sinks import gradient_of_sinks, with_sinks
 
-__all__ = ["Execution"]
+__all__ = ["Execution", "Underived", "as_written"]
 
 _MOST_KEPT = 3  # tensors of an operand
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -30,7 +30,8 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 class Execution:
     """The kernels of a plan, ready to be called for one spec.
 
-    Every forward goes through ``answer`` and every backward through ``gradients``, which notify an open guard.
+    Every forward goes through ``answer`` and every backward through ``gradients``, which notify an open guard; only the
+    steps of a ring over ranks do not, because no single rank may change its plans.
     ``budget`` is the error that the plan was chosen under, None if nothing was chosen.
     """
 
@@ -65,7 +66,7 @@ class Execution:
         if on_gpu:
             bind(inputs.device)
         if _is_any_autocast_enabled() and torch.is_autocast_enabled("cuda" if on_gpu else "cpu"):
-            with _as_written(inputs.device):
+            with as_written(inputs.device):
                 operands = forward.prepare(inputs, self.spec)
                 result = forward.run(operands)
         else:
@@ -79,7 +80,7 @@ class Execution:
     def prepare(self, inputs: Inputs) -> Operands:
         """What the forward kernel computes with: the same each time, as long as the inputs are."""
         bind(inputs.device)
-        with _as_written(inputs.device):
+        with as_written(inputs.device):
             operands = self.forward.prepare(inputs, self.spec)
         watcher = watching.active
         if watcher is not None:
@@ -90,7 +91,7 @@ class Execution:
         """(dq, dk, dv) of what a forward has saved, by the plan's backward kernel."""
         assert self.backward is not None, "only a spec of a training direction is asked for gradients"
         bind(grad_out.device)  # autograd's own thread
-        with _as_written(grad_out.device):
+        with as_written(grad_out.device):
             gradients = self.backward.run(saved, grad_out)
         watcher = watching.active
         if watcher is not None and not self.spec.sinks:  # what they change a guard does not know
@@ -98,7 +99,7 @@ class Execution:
         return gradients
 
 
-def _as_written(device: torch.device) -> AbstractContextManager[object]:
+def as_written(device: torch.device) -> AbstractContextManager[object]:
     """Kernels state their precision themselves; autocast must not turn their fp32 products into bf16 ones."""
     enabled = _is_any_autocast_enabled() and torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if enabled else _NOTHING
@@ -149,7 +150,7 @@ class _Attention(torch.autograd.Function):
         wanted = zip(gradients, ctx.needs_input_grad, strict=False)
         found = [gradient if needed else None for gradient, needed in wanted]
         if torch.is_grad_enabled():  # create_graph=True: somebody may differentiate these
-            found = [None if each is None else _Underived.apply(each, out, grad_out) for each in found]  # type: ignore[no-untyped-call]
+            found = [None if each is None else Underived.apply(each, out, grad_out) for each in found]  # type: ignore[no-untyped-call]
         return *found, *[None] * (6 - len(found))
 
 
@@ -158,7 +159,7 @@ class _Attention(torch.autograd.Function):
 _recorded = super(torch.autograd.Function, _Attention).apply
 
 
-class _Underived(torch.autograd.Function):
+class Underived(torch.autograd.Function):
     """A gradient whose own derivative raises.
 
     torch's ``once_differentiable`` raises only if ``grad_out`` requires gradients, so that a penalty on a gradient of a
@@ -167,10 +168,12 @@ class _Underived(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, out: Tensor, grad_out: Tensor) -> Tensor:
+        """The gradient, made of ``out`` and ``grad_out``."""
         return gradient.clone()  # a view made here could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
+        """Raise RuntimeError."""
         raise RuntimeError("attnbench.attention has no second derivative")
 
 

@@ -37,7 +37,8 @@ class AttentionSpec:
     With ``lengths`` sequences have lengths of their own, and the mask is aligned within each.  ``batch`` counts the
     sequences, and ``seqlen_q`` and ``seqlen_kv`` bound their lengths: of a packed batch rounded up (``bucket``), of a
     padded one those of its rows.  ``sinks``: each query head has one more logit, which takes part in the softmax's sum
-    and carries no value.
+    and carries no value.  ``partial``: the keys are some of those that the queries see, and what several such calls
+    return is merged by their log-sum-exps.
 
     Raises InputError where the numbers describe no attention.
     """
@@ -58,6 +59,7 @@ class AttentionSpec:
     descale: Granularity | None = None
     lengths: LengthsKind | None = None
     sinks: bool = False
+    partial: bool = False
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -72,8 +74,9 @@ class AttentionSpec:
             raise InputError(f"direction must be forward or training, not {brief(self.direction)}")
         if not isinstance(self.return_lse, bool):
             raise InputError(f"return_lse must be True or False, not {brief(self.return_lse)}")
-        if not isinstance(self.sinks, bool):
-            raise InputError(f"sinks must be True or False, not {brief(self.sinks)}")
+        for name in ("sinks", "partial"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name} must be True or False, not {brief(getattr(self, name))}")
         if self.sinks and (self.descale is not None or (self.lengths is not None and self.lengths.batch != "packed")):
             raise InputError("sinks go with tensors that are not quantised, of one length or packed, not padded")
         if self.descale not in (None, *GRANULARITIES):
@@ -141,11 +144,12 @@ class AttentionSpec:
             raise InputError(f"not a spec: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, in plain JSON types; without ``lengths`` and ``sinks`` where there are none."""
+        """Every field, in plain JSON types; without ``lengths``, ``sinks`` and ``partial`` where there are none."""
         found = asdict(self)
-        del found["lengths"], found["sinks"]
-        if self.sinks:
-            found["sinks"] = True
+        del found["lengths"]
+        for name in ("sinks", "partial"):
+            if not found[name]:
+                del found[name]
         return found if self.lengths is None else {**found, "lengths": self.lengths.to_dict()}
 
     def replace(self, **changes: Any) -> AttentionSpec:
@@ -234,8 +238,7 @@ class AttentionSpec:
             parts.append("lse")
         if self.lengths is not None:
             parts.append(str(self.lengths))
-        if self.sinks:
-            parts.append("sinks")
+        parts += [name for name in ("sinks", "partial") if getattr(self, name)]
         return " ".join([*parts, self.direction])
 
 

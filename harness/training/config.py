@@ -57,6 +57,8 @@ class TrainConfig:
     ``block``          ``te`` uses TransformerEngine's TransformerLayer, with its own attention, in vit-huge
     ``lr``, ``warmup`` (steps), ``weight_decay``, ``grad_clip`` (norm; 0 for none)
     ``data``           ``stdlib``, a text file or folder; ``images`` for vit-huge
+    ``context_parallel``  ranks that share each sample of gpt, by attnbench's ring, for ``sdpa`` by torch's;
+                       ``parallel`` goes on spreading weights over all ranks
 
     Raises InputError on invalid fields, UnknownBackendError on an unknown attention.
     """
@@ -83,6 +85,7 @@ class TrainConfig:
     checkpointing: bool = False
     compile: bool = False
     parallel: Parallel = "none"
+    context_parallel: int = 1
 
     @classmethod
     def make(
@@ -152,9 +155,20 @@ class TrainConfig:
             )
         if self.policy == "fsdp-mixed" and self.parallel != "fsdp2":
             raise InputError("policy=fsdp-mixed is a setting of FSDP: it needs parallel=fsdp2")
+        if self.context_parallel > 1:
+            self._check_shared()
+
+    def _check_shared(self) -> None:
+        ranks = self.context_parallel
+        if self.model != "gpt":
+            raise InputError(f"context_parallel shares the samples of gpt, not of {self.model}")
+        if self.parallel == "none":
+            raise InputError("context_parallel leaves weights to parallel: say ddp or fsdp2")
+        if self.seqlen % (2 * ranks):
+            raise InputError(f"{ranks} ranks share samples of a multiple of {2 * ranks} tokens, not {self.seqlen}")
 
     def _check_numbers(self) -> None:
-        for name, least in (("seqlen", 1), ("batch", 1), ("warmup", 0), ("vocab", 0)):
+        for name, least in (("seqlen", 1), ("batch", 1), ("warmup", 0), ("vocab", 0), ("context_parallel", 1)):
             _whole(name, getattr(self, name), least, _LARGEST)
         _whole("steps", self.steps, 1, MOST_STEPS)
         _whole("seed", self.seed, 0, LARGEST_SEED)
@@ -202,12 +216,20 @@ class TrainConfig:
             raise InputError(f"not a training config: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, in plain JSON types."""
-        return asdict(self)
+        """Every field, in plain JSON types; without ``context_parallel`` where nothing is shared."""
+        found = asdict(self)
+        if self.context_parallel == 1:
+            del found["context_parallel"]
+        return found
 
     def replace(self, **changes: Any) -> TrainConfig:
         """The config with some fields changed."""
         return replace(self, **changes)
+
+    @property
+    def places(self) -> int:
+        """Tokens of a sample that one rank computes."""
+        return self.seqlen // self.context_parallel
 
     @property
     def learns_text(self) -> bool:

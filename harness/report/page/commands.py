@@ -126,7 +126,7 @@ def train_command(arm: Arm, baseline: Arm | None) -> str:
         return ""
     said = [f"--model={config.model}", f"--size={config.size}", f"--steps={config.steps}"]
     for name, value in config.to_dict().items():
-        if name in _SAID or value == usual[name] or value is None:
+        if name in _SAID or value == usual.get(name) or value is None:
             continue
         said.append(f"--{name.replace('_', '-')}" if value is True else f"--{name.replace('_', '-')}={value}")
     if config.attention != OWN:

@@ -26,8 +26,9 @@ _HOW = (
     "compile",
     "optimiser",
     "parallel",
+    "context_parallel",
 )
-_SPREAD = ("parallel", "policy")  # what depends on the number of GPUs
+_SPREAD = ("parallel", "policy", "context_parallel")  # what depends on the number of GPUs
 _ATTENTION = ("attention", "max_error", "fp8")
 
 
@@ -106,7 +107,7 @@ def arms_of(runs: Sequence[TrainingRun]) -> list[Arm]:
     firsts = [group[0] for group in groups.values()]
     varying = [
         name
-        for name in firsts[0].settings
+        for name in dict.fromkeys(name for run in firsts for name in run.settings)
         if name not in (*_ATTENTION, "seed") and len({str(run.settings.get(name)) for run in firsts}) > 1
     ] if firsts else []  # fmt: skip
     machines = len({_machine(run) for run in firsts}) > 1
@@ -151,7 +152,7 @@ def compare_arms(arms: Sequence[Arm]) -> list[tuple[Arm, Arm, Learning]]:
 def scaling_efficiency(arm: Arm, arms: Sequence[Arm]) -> float | None:
     """Throughput of an arm's N ranks over N times that of the same arm on one rank; None if that was not run.
 
-    Each rank has the same batch in both (weak scaling).
+    Each rank has the same batch in both (weak scaling), or some of its tokens (``context_parallel``, strong scaling).
     """
     if arm.first.world == 1 or arm.units_per_second is None:
         return None
@@ -190,7 +191,7 @@ def _label(run: TrainingRun, varying: Sequence[str], machines: bool, time: int) 
         said += " fp8"
     if run.settings.get("max_error") is not None:
         said += f" max_error={run.settings['max_error']}"
-    said += "".join(f" {name}={run.settings.get(name)}" for name in varying)
+    said += "".join(f" {name}={run.settings[name]}" for name in varying if name in run.settings)
     if machines or run.world > 1:
         said += f" on {f'{run.world} × ' if run.world > 1 else ''}{run.environment.device_name}"
     if time > 1:

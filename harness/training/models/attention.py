@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from attnbench.api import attention, explain
 from attnbench.errors import InputError
+from attnbench.integrations.context_parallel import explain as explain_parts
 
 from ..config import OWN, SDPA, TrainConfig
 
@@ -28,7 +29,7 @@ class Attend:
     def __init__(self, config: TrainConfig) -> None:
         if config.attention == OWN:
             raise InputError("attention=own is computed inside TransformerEngine's block")
-        self._sdpa = config.attention == SDPA
+        self._sdpa, self._ranks = config.attention == SDPA, config.context_parallel
         self._asked: dict[str, Any] = {
             "backend": config.attention,
             "max_error": config.max_error,
@@ -55,9 +56,14 @@ class Attend:
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped)
 
-    def plan(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, **options: Any) -> str | None:
-        """The plan for a call with such tensors, None for torch's SDPA.  Raises what the call would raise."""
-        return None if self._sdpa else str(explain(q, k, v, is_causal=is_causal, **options, **self._asked).plan)
+    def plans(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, **options: Any) -> list[str]:
+        """The plans for a call with such tensors, none for torch's SDPA.  Raises what the call would raise."""
+        if self._sdpa:
+            return []
+        asked = {"is_causal": is_causal, **options, **self._asked}
+        if self._ranks == 1:
+            return [str(explain(q, k, v, **asked).plan)]
+        return [str(each.plan) for each in explain_parts(q, k, v, ranks=self._ranks, **asked).values()]
 
     def check(self, *, window: object = None, softcap: object = None, **_: object) -> None:
         """Raise InputError if torch's SDPA lacks an argument that a model needs."""
@@ -77,8 +83,7 @@ def note_plans(modules: Sequence[AttentionCore]) -> Iterator[list[str]]:
         question = (*(x.shape for x in args[:3]), args[3], *sorted(options.items()))
         if isinstance(module.attend, Attend) and question not in asked:
             asked.add(question)
-            if (plan := module.attend.plan(*args, **options)) is not None:
-                noted[plan] = None
+            noted.update(dict.fromkeys(module.attend.plans(*args, **options)))
 
     handles = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
     try:

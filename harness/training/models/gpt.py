@@ -81,10 +81,12 @@ class Gpt(nn.Module):
         self.norm = nn.RMSNorm(size.width, eps=1e-5)
         self.head = None if size.tied else nn.Linear(size.width, size.vocab, bias=False)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of predicting ``targets``, an fp32 scalar."""
+    def forward(self, tokens: Tensor, targets: Tensor, places: Tensor | None = None) -> Tensor:
+        """The mean loss of predicting ``targets``, an fp32 scalar; ``places`` (S,) in the sample, None for all."""
         x = self.embedding(tokens)
-        rotation = _rotation(tokens.shape[1], self.size, tokens.device)
+        if places is None:
+            places = torch.arange(tokens.shape[1], device=tokens.device)
+        rotation = _rotation(places, self.size)
         for block in self.blocks:
             x = block(x, *rotation)
         head = self.embedding if self.head is None else self.head
@@ -134,10 +136,10 @@ class _SwiGlu(nn.Module):
         return self.down(silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
-def _rotation(length: int, size: GptSize, device: torch.device) -> tuple[Tensor, Tensor]:
+def _rotation(places: Tensor, size: GptSize) -> tuple[Tensor, Tensor]:
     """Cosines and sines (S, D/2) of the rotary embedding in fp32 (arXiv 2104.09864, equation 15)."""
-    pair = torch.arange(0, size.head_dim, 2, device=device, dtype=torch.float32) / size.head_dim
-    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), size.theta**-pair)
+    pair = torch.arange(0, size.head_dim, 2, device=places.device, dtype=torch.float32) / size.head_dim
+    angles = torch.outer(places.to(torch.float32), size.theta**-pair)
     return angles.cos(), angles.sin()
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from attnbench.dispatch.ring_parts import places
 from attnbench.errors import InputError
 
 from ..config import TrainConfig
@@ -27,7 +28,7 @@ from .policy import cast_weights, policy_context
 
 __all__ = ["Batch", "Trainable", "build"]
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Tensor, ...]
 
 
 @dataclass
@@ -57,14 +58,22 @@ class Trainable:
         return loss
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> Batch:
-        """The batch of a rank at a step (from 0 on), on the device: the same for equal seeds and data."""
-        numbers = samples_of(step, self.config.batch, rank, world)
+        """The batch of a rank at a step (from 0 on), on the device: the same for equal seeds and data.
+
+        Consecutive ranks share samples if the config says so; each then has its places of them, and their numbers.
+        """
+        sharing = self.config.context_parallel
+        numbers = samples_of(step, self.config.batch, rank // sharing, world // sharing)
         if self.corpus is None:
             size = VIT_SIZES[self.config.size]
             return random_images(self.config.seed, numbers, size.pixels, size.classes, self.device)
         samples = [self.corpus.sample(self.config.seed, number) for number in numbers]
         tokens = torch.stack(samples).to(self.device)
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        tokens, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        if sharing == 1:
+            return tokens, targets
+        own = places(self.config.seqlen, sharing, rank % sharing, self.device)
+        return tokens[:, own], targets[:, own], own
 
 
 def build(config: TrainConfig, device: torch.device | str, *, attend: Attending | None = None) -> Trainable:
@@ -86,7 +95,7 @@ def build(config: TrainConfig, device: torch.device | str, *, attend: Attending 
     made.parameters = sum(each.numel() for each in made.module.parameters())
     cast_weights(made.module, config)
     if config.block == "plain":
-        convert_linears(made.blocks, config.linears, config.batch * config.seqlen)
+        convert_linears(made.blocks, config.linears, config.batch * config.places)
     if config.checkpointing:
         checkpoint_blocks(made.blocks, te=config.linears == "te-fp8" or config.block == "te")
     if config.compile:
@@ -97,14 +106,14 @@ def build(config: TrainConfig, device: torch.device | str, *, attend: Attending 
 def _made(config: TrainConfig, device: torch.device, corpus: Corpus | None, attend: Attending | None) -> Trainable:
     cores: list[AttentionCore] = []
     core = _maker(config, attend, cores)
-    tokens = config.batch * config.seqlen
+    tokens = config.batch * config.places
     if config.model == "gpt":
         size = gpt_size(config)
         with torch.device("meta"):
             gpt = Gpt(size, core)
         gpt = gpt.to_empty(device=device)
         initialise(gpt, config.seed)
-        flops = gpt_flops(size, config.batch, config.seqlen)
+        flops = gpt_flops(size, config.batch, config.seqlen) / config.context_parallel
         return Trainable(config, device, gpt, list(gpt.blocks), cores, flops, "tokens", tokens, 0, corpus)
     if config.model == "vit-huge":
         shape = VIT_SIZES[config.size]

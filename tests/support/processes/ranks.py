@@ -64,18 +64,19 @@ def leave() -> None:
 
 
 class Layer(nn.Module):
-    def __init__(self, width: int = 32, heads: int = 2) -> None:
+    def __init__(self, plan: str, width: int = 32, heads: int = 2) -> None:
         super().__init__()
+        self.plan = plan
         self.qkv, self.out, self.heads = nn.Linear(width, 3 * width), nn.Linear(width, width), heads
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (each.unflatten(-1, (self.heads, -1)) for each in self.qkv(x).chunk(3, dim=-1))
-        return x + self.out(attention(q, k, v, is_causal=True, layout="bshd", backend=PLAN).flatten(2))
+        return x + self.out(attention(q, k, v, is_causal=True, layout="bshd", backend=self.plan).flatten(2))
 
 
-def model() -> nn.Module:
+def model(plan: str = PLAN) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(Layer(), Layer())
+    return nn.Sequential(Layer(plan), Layer(plan))
 
 
 def batches() -> Tensor:

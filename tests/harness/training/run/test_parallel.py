@@ -17,9 +17,10 @@ from patience import PATIENCE
 from places import SUPPORT
 from small_training import build_small, run_of, small
 
-from attnbench.errors import MisuseError
+from attnbench.errors import InputError, MisuseError
 from attnbench.harness.training.config import TrainConfig
 from attnbench.harness.training.rows import ROWS, write_runs
+from attnbench.harness.training.run.foreseen import check_beforehand
 from attnbench.harness.training.run.history import History
 from attnbench.harness.training.run.loop import LoopOptions, train
 from attnbench.harness.training.run.parallel import Ranks, join_ranks, spread
@@ -76,6 +77,13 @@ def test_ranks_and_configuration_must_agree() -> None:
         spread(build_small(small(parallel="ddp"), cpu), Ranks(cpu))
     with pytest.raises(MisuseError, match="--parallel"):
         spread(build_small(small(), cpu), Ranks(cpu, 0, 2))
+
+
+def test_torchs_ring_is_refused_on_a_cpu_beforehand() -> None:
+    config = TrainConfig.make(attention="sdpa", parallel="ddp", context_parallel=2)
+    check_beforehand(config.replace(attention="auto"), torch.device("cpu"))
+    with pytest.raises(InputError, match="GPUs alone"):
+        check_beforehand(config, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
