@@ -284,11 +284,6 @@ def test_autocast_casts_packed_tensors() -> None:
     assert out.dtype == torch.bfloat16
 
 
-def test_transforms_of_torch_func_are_refused() -> None:
-    with pytest.raises(InputError, match=r"torch\.func"):
-        torch.func.grad(lambda x: attention(x, X, X, layout="thd", cu_seqlens_q=starts([4, 5])).sum())(X)
-
-
 def test_a_guard_says_that_it_checks_no_such_batch() -> None:
     with (
         pytest.warns(AttnbenchWarning, match="packed and padded batches are not checked"),
