@@ -55,6 +55,17 @@ class Sequences:
         return cls(queries, keys, starts_q, starts_kv, longest_q, longest_kv).to(device)
 
     @classmethod
+    def of_shown(cls, real: Tensor, asks: Tensor | None, seqlen_q: int, device: torch.device | str) -> Sequences:
+        """One sequence a row, of the keys at which ``real`` (B, Skv) is true, on the CPU, and the queries at which
+        ``asks`` (B, Sq) is, None for all of them.
+        """
+        if asks is None:
+            return cls.of_padded(real, seqlen_q, True, device)
+        keys, starts_kv, longest_kv = _places(real)
+        queries, starts_q, longest_q = _places(asks)
+        return cls(queries, keys, starts_q, starts_kv, longest_q, longest_kv).to(device)
+
+    @classmethod
     def of_packed(cls, anew: Tensor, device: torch.device | str) -> Sequences:
         """Sequences end to end: ``anew`` (B, S - 1), on the CPU, is true where a sequence begins after column 0."""
         first = torch.nn.functional.pad(anew, (1, 0), value=True).flatten()
