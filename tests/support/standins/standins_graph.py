@@ -10,6 +10,7 @@ import itertools
 import math
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import lru_cache
 from types import SimpleNamespace
@@ -208,6 +209,10 @@ class Port:
     def set_data_type(self, value: torch.dtype) -> Port:
         return self._set(data_type=value)
 
+    def set_ragged_offset(self, value: Port) -> Port:
+        assert value.facts["data_type"] == torch.int64
+        return self._set(ragged=value)
+
     def _set(self, **facts: object) -> Port:
         self.facts |= facts
         return self
@@ -218,6 +223,8 @@ class PyGraph:
 
     built = 0
     selected_engine = None
+    lengths: tuple[Port, Port] | None = None
+    totals: tuple[int | None, int | None] = (None, None)
 
     def __init__(
         self, *, io_data_type: object, intermediate_data_type: object, compute_data_type: object, handle: object
@@ -232,15 +239,20 @@ class PyGraph:
 
     def sdpa(self, *, q: Port, k: Port, v: Port, attn_scale: float, generate_stats: bool, name: str,
              diagonal_alignment: str = "TOP_LEFT", diagonal_band_left_bound: int | None = None,
-             diagonal_band_right_bound: int | None = None) -> list[Port]:  # fmt: skip
+             diagonal_band_right_bound: int | None = None, **lengths: Any) -> list[Port]:  # fmt: skip
         assert generate_stats
+        self._pad(**lengths)
         bounds = (diagonal_alignment, diagonal_band_left_bound, diagonal_band_right_bound)
         return self._take("sdpa", {"q": q, "k": k, "v": v}, ("o", "stats"), attn_scale, *bounds)
 
     def sdpa_backward(self, *, q: Port, k: Port, v: Port, o: Port, dO: Port, stats: Port,  # noqa: N803
                       attn_scale: float, name: str, diagonal_alignment: str = "TOP_LEFT",
                       diagonal_band_left_bound: int | None = None,
-                      diagonal_band_right_bound: int | None = None) -> list[Port]:  # fmt: skip
+                      diagonal_band_right_bound: int | None = None, max_total_seq_len_q: int | None = None,
+                      max_total_seq_len_kv: int | None = None, **lengths: Any) -> list[Port]:  # fmt: skip
+        self._pad(**lengths)
+        self.totals = max_total_seq_len_q, max_total_seq_len_kv
+        assert (None in self.totals) == (self.lengths is None)
         ports = {"q": q, "k": k, "v": v, "o": o, "dO": dO, "stats": stats}
         bounds = (diagonal_alignment, diagonal_band_left_bound, diagonal_band_right_bound)
         return self._take("sdpa_backward", ports, ("dQ", "dK", "dV"), attn_scale, *bounds)
@@ -261,6 +273,11 @@ class PyGraph:
         assert set(ports) == {"q", "k", "v", "o", "dO", "stats"} | scales
         outputs = ("dQ", "dK", "dV", "amax_dQ", "amax_dK", "amax_dV", "amax_dP")
         return self._take("sdpa_fp8_backward", ports, outputs, attn_scale, diagonal_alignment, left_bound, right_bound)
+
+    def _pad(self, use_padding_mask: bool = False, seq_len_q: Port | None = None, seq_len_kv: Port | None = None
+             ) -> None:  # fmt: skip
+        assert use_padding_mask == (seq_len_q is not None) == (seq_len_kv is not None)
+        self.lengths = (seq_len_q, seq_len_kv) if use_padding_mask else None
 
     def deselect_engines(self, names: list[str]) -> PyGraph:
         assert all(isinstance(name, str) for name in names)
@@ -295,6 +312,10 @@ class PyGraph:
     def execute(self, buffers: dict[int, Tensor], workspace: Tensor, *, handle: object) -> None:
         assert isinstance(handle, Handle)
         assert workspace.dtype == torch.uint8
+        if self.lengths is not None:
+            for own in self._sequences(buffers):
+                getattr(self, f"_{self.node}")(own)
+            return
         tensors = {}
         for name, port in self.ports.items():
             x = tensors[name] = buffers[port.facts["uid"]]
@@ -307,6 +328,34 @@ class PyGraph:
                 assert x.shape == (1, 1, 1, 1)
                 assert x.dtype == torch.float32
         getattr(self, f"_{self.node}")(tensors)
+
+    def _sequences(self, buffers: dict[int, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Each sequence's (1, H, S, D) parts of memory that lies end to end."""
+        counts = []
+        for port, total, name in zip(self.lengths, self.totals, "qk", strict=True):
+            seen, longest = buffers[port.facts["uid"]], self.ports[name].facts["dim"][2]
+            assert (list(seen.shape), seen.dtype) == (port.facts["dim"], torch.int32)
+            assert seen.shape[0] == self.ports[name].facts["dim"][0]
+            assert int(seen.max()) <= longest
+            assert total is None or int(seen.sum()) <= total
+            counts.append(seen.flatten().tolist())
+        for number, (queries, keys) in enumerate(zip(*counts, strict=True)):
+            assert (queries == 0) == (keys == 0), "rows without a key are not defined"
+            if not queries:
+                continue
+            own = {}
+            for name, port in self.ports.items():
+                x, offsets = buffers[port.facts["uid"]], buffers[port.facts["ragged"].facts["uid"]]
+                assert x.is_contiguous()
+                assert x.dtype == port.facts["data_type"], name
+                assert list(offsets.shape) == port.facts["ragged"].facts["dim"] == [len(counts[0]) + 1, 1, 1, 1]
+                _, heads, _, size = port.facts["dim"]
+                count = keys if name in ("k", "v", "dK", "dV") else queries
+                first, last = int(offsets[number]), int(offsets[number + 1])
+                assert last - first == count * heads * size, name
+                own[name] = x.flatten()[first:last].as_strided((1, heads, count, size), port.facts["stride"])
+                assert own[name].stride()[1:] == (size, heads * size, 1)
+            yield own
 
     def _take(self, node: str, ports: dict[str, Port], outputs: tuple[str, ...], scale: float, *bounds: object
               ) -> list[Port]:  # fmt: skip
@@ -398,6 +447,8 @@ CUDNN = SimpleNamespace(
         FLOAT=torch.float32,
         FP8_E4M3=torch.float8_e4m3fn,
         FP8_E5M2=torch.float8_e5m2,
+        INT32=torch.int32,
+        INT64=torch.int64,
     ),
 )
 INTERFACE = SimpleNamespace(_flash_attn_fwd=flash_attn_fwd, _flash_attn_bwd=flash_attn_bwd)
