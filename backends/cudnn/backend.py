@@ -20,9 +20,9 @@ from attnbench.problem.spec import AttentionSpec
 from ..common import cudnn_attention as common
 from ..common.cudnn_attention import BACKWARD_SIZE, PEAK, PRECISIONS, cudnn_version, scalar, too_old
 from ..common.installed import versions_of
-from ..common.layout import aligned, padded
+from ..common.layout import aligned, padded, tokens
 from .graphs import OUTPUTS, Band, Graph, Layout, Question, graph_of, inputs_of, laid_out
-from .packed import described, lengths_of, outputs_of, tokens
+from .packed import described, lengths_of, outputs_of
 from .scales import descale_of, gradient_bounds, too_long
 
 __all__ = ["BACKEND"]
@@ -156,7 +156,7 @@ class CudnnBackward(common.CudnnBackward):
 def _packed_gradients(saved: Saved, lengths: Lengths, lse: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     spec, node = saved.spec, "sdpa_backward"
     q, k, v = (tokens(x) for x in saved.operands.tensors())
-    inputs = {"q": q, "k": k, "v": v, "o": tokens(saved.out), "dO": tokens(laid_out(grad_out))}
+    inputs = {"q": q, "k": k, "v": v, "o": tokens(saved.out), "dO": tokens(grad_out)}
     inputs["stats"] = lse.to(torch.float32)[0].mT.contiguous().unsqueeze(-1)
     found = _packed_graph(node, spec, q.device).run(
         {**inputs, **lengths_of(lengths, spec)}, outputs_of(OUTPUTS[node], spec, q, k)

@@ -15,18 +15,9 @@ from attnbench.problem.spec import AttentionSpec
 
 from .graphs import RAGGED, Layout
 
-__all__ = ["described", "lengths_of", "outputs_of", "tokens"]
+__all__ = ["described", "lengths_of", "outputs_of"]
 
-_VECTOR = 16  # bytes that cuDNN reads at a time
 _QUERIES = ("q", "o", "dO", "dQ", "stats")
-
-
-def tokens(x: Tensor) -> Tensor:
-    """x (1, H, T, D) as a dense, aligned (T, H, D), a view where it lies so."""
-    rows = x.detach()[0].transpose(0, 1)
-    if rows.is_contiguous() and rows.data_ptr() % _VECTOR == 0:
-        return rows
-    return rows.clone(memory_format=torch.contiguous_format)
 
 
 def lengths_of(lengths: Lengths, spec: AttentionSpec) -> dict[str, Tensor]:
