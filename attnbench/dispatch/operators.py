@@ -91,14 +91,16 @@ class _Asked(NamedTuple):
     ) -> Question:
         """The question for q, k, v (B, H, S, D), B = 1 if packed; backend, dtype and budget are in ``wish``."""
         own_kv = own_q if self.same_lengths else own_kv
-        starts, lengths = ((own_q, own_kv), (None, None)) if self.packed else ((None, None), (own_q, own_kv))
+        lengths: dict[str, Any] = {"q_lengths": own_q, "kv_lengths": own_kv, "padding_side": self.padding_side}
         if self.packed:
             q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+            longest = {"max_seqlen_q": self.max_seqlen_q, "max_seqlen_kv": self.max_seqlen_kv}
+            lengths = {"cu_seqlens_q": own_q, "cu_seqlens_kv": own_kv, **longest}
+        of_q, of_k, of_v = descales or (None, None, None)
         return Question(
             q, k, v, self.is_causal, (self.before, self.after), self.alignment, self.scale, self.softcap,
-            self.enable_gqa, "thd" if self.packed else "bhsd", None, "auto", None, self.return_lse,
-            *(descales or (None, None, None)), *starts, self.max_seqlen_q, self.max_seqlen_kv, *lengths,
-            self.padding_side,
+            self.enable_gqa, "thd" if self.packed else "bhsd", None, "auto", None, self.return_lse, of_q, of_k, of_v,
+            **lengths,
         )  # fmt: skip
 
     @property

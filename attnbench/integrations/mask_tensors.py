@@ -98,9 +98,9 @@ def hidden(
         mask: Mask | None = read(tensor, *weights[-2:])
         if mask is not None:
             return mask
-        sequences = None if isinstance(tensor, CausalBias) else tensors.sequences(tensor, weights)
-        if sequences is not None:
-            return sequences
+        of_padding: Sequences | None = None if isinstance(tensor, CausalBias) else tensors.sequences(tensor, weights)
+        if of_padding is not None:
+            return of_padding
         reason = "an attn_mask that biases or blocks"
     calls.refuse(reason)
     return None

@@ -49,8 +49,8 @@ class PaddingMasks:
         key = (*weights, tensor.device)
         known = self._known.get(key)
         if known is None or not torch.equal(known.facts, facts):
-            asks, real = facts[1:].split((batch * seqlen_q, batch * seqlen_kv))
-            real, asks = real.view(batch, seqlen_kv), asks.view(batch, seqlen_q)
+            asks = facts[1 : 1 + batch * seqlen_q].view(batch, seqlen_q)
+            real = facts[1 + batch * seqlen_q :].view(batch, seqlen_kv)
             made = Sequences.of_shown(real, None if bool(asks.all()) else asks, seqlen_q, tensor.device)
             known = _Known(facts, made)
             with self._lock:

@@ -85,7 +85,8 @@ class Sequences:
         breaks its graph where the lengths have no bound yet.
         """
         if is_compiling() and (self.longest_q is None or self.longest_kv is None):
-            return self._outside(calls, q, k, v, mask, **named)
+            out: Tensor | None = self._outside(calls, q, k, v, mask, **named)
+            return out
         batch, heads, seqlen_q, _ = q.shape
         tokens = batch * seqlen_q
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))

@@ -198,7 +198,8 @@ def _formats(spec: AttentionSpec) -> dict[str, str]:
 
 
 def _common(spec: AttentionSpec, seqlens: tuple[Tensor, Tensor]) -> dict[str, Any]:
-    diagonal, layout = diagonal_of(spec.mask), {"qkv_layout": _LAYOUT, "o_format": "bshd"}
+    diagonal = diagonal_of(spec.mask)
+    layout: dict[str, Any] = {"qkv_layout": _LAYOUT, "o_format": "bshd"}
     if spec.lengths is not None:  # of as many keys as queries, where alignments are one
         mask = "padding_causal" if spec.mask.kind == "causal" else "padding"
         diagonal = Diagonal(mask, diagonal.window, False)

@@ -51,12 +51,13 @@ class Attend:
     ) -> Tensor:
         """Raises InputError if torch's SDPA cannot serve the arguments, and what ``attnbench.attention`` raises."""
         if not self._sdpa:
-            options = {"scale": scale, "window": window, "softcap": softcap}
+            options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
             if starts is None:
                 out = attention(q, k, v, is_causal=is_causal, **options, **self._asked)
                 assert isinstance(out, Tensor)
                 return out
-            out = attention(*_tokens(q, k, v), is_causal=is_causal, **options, **self._packed(starts))
+            q, k, v = _tokens(q, k, v)
+            out = attention(q, k, v, is_causal=is_causal, **options, **self._packed(starts))
             assert isinstance(out, Tensor)
             return out.transpose(0, 1)[None]
         self.check(window=window, softcap=softcap, starts=starts)
@@ -71,7 +72,8 @@ class Attend:
             return None
         if starts is None:
             return str(explain(q, k, v, is_causal=is_causal, **options, **self._asked).plan)
-        return str(explain(*_tokens(q, k, v), is_causal=is_causal, **options, **self._packed(starts)).plan)
+        q, k, v = _tokens(q, k, v)
+        return str(explain(q, k, v, is_causal=is_causal, **options, **self._packed(starts)).plan)
 
     def _packed(self, starts: Tensor) -> dict[str, Any]:
         return {"layout": "thd", "cu_seqlens_q": starts, "max_seqlen_q": self._longest, **self._asked}
