@@ -217,13 +217,13 @@ def _served(model: Any, seqlen: int, core: Callable[[], AttentionCore], packing:
     """The model with a core and the mask in every attention layer."""
     calls, flops = _asked(model, seqlen, packing == "packed")
     for call in calls:
-        own = type(call.layer).__name__
+        kind = type(call.layer).__name__
         if packing == "packed" and not call.packs:
-            raise InputError(f"its {own} is not told where packed documents begin; choose packing=padded")
+            raise InputError(f"its {kind} is not told where packed documents begin; choose packing=padded")
         if packing != "packed" and call.packs:
-            raise InputError(f"its {own} wants cu_seq_lens_q, and no documents are packed")
+            raise InputError(f"its {kind} wants cu_seq_lens_q, and no documents are packed")
         if packing == "padded" and call.mask.right != 0:
-            raise InputError(f"its {own} is not causal, so that it would see padding")
+            raise InputError(f"its {kind} is not causal, so that it would see padding")
     if packing == "packed" and _mixes(model):
         raise InputError("tokens of one document reach the next outside of attention; choose packing=padded")
     layers = {id(call.layer): call for call in calls}

@@ -98,6 +98,7 @@ def test_attention_across_documents_would_be_seen(texts: Path, monkeypatch: pyte
     assert off(gradients(made), wanted) > 1e-2
 
 
+@pytest.mark.exhaustive
 def test_steps_of_other_documents_need_one_graph_a_block(texts: Path) -> None:
     plain, compiled = trainable(texts), trainable(texts)
     torch._dynamo.reset()
