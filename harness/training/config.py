@@ -20,6 +20,7 @@ __all__ = [
     "Block",
     "Linears",
     "Optimiser",
+    "Packing",
     "Parallel",
     "Policy",
     "TrainConfig",
@@ -30,6 +31,7 @@ Policy = Literal["bf16", "autocast", "fp32-and-bf16", "fsdp-mixed", "fp32"]
 Optimiser = Literal["adamw", "adamw-fp8", "sgd"]
 Parallel = Literal["none", "ddp", "fsdp2"]
 Block = Literal["plain", "te"]
+Packing = Literal["none", "packed", "padded"]
 
 SDPA, OWN = "sdpa", "own"  # the two attentions that attnbench does not choose
 LARGEST_SEED = 2**63 - 1
@@ -59,6 +61,8 @@ class TrainConfig:
     ``data``           ``stdlib``, a text file or folder; ``images`` for vit-huge
     ``context_parallel``  ranks that share each sample of gpt, by attnbench's ring, for ``sdpa`` by torch's;
                        ``parallel`` goes on spreading weights over all ranks
+    ``packing``        ``none``: samples are windows of the text; else they are documents, none longer than ``seqlen``,
+                       with ``batch`` · ``seqlen`` tokens together: ``packed`` end to end, or ``padded`` to rows
 
     Raises InputError on invalid fields, UnknownBackendError on an unknown attention.
     """
@@ -86,6 +90,7 @@ class TrainConfig:
     compile: bool = False
     parallel: Parallel = "none"
     context_parallel: int = 1
+    packing: Packing = "none"
 
     @classmethod
     def make(
@@ -135,7 +140,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         self._check_numbers()
-        for name in ("linears", "policy", "optimiser", "parallel", "block"):
+        for name in ("linears", "policy", "optimiser", "parallel", "block", "packing"):
             _one_of(name, getattr(self, name), get_args(get_type_hints(type(self))[name]))
         for name in ("fp8", "checkpointing", "compile"):
             if not isinstance(getattr(self, name), bool):
@@ -153,6 +158,11 @@ class TrainConfig:
             raise InputError(
                 f"fp8 and max_error are for attnbench's choice, and attention={self.attention} leaves it none"
             )
+        if self.packing == "packed" and self.attention == SDPA:
+            raise InputError(
+                "torch's SDPA does not know where packed documents begin; name attention=auto or a backend "
+                "(sdpa-flash is torch's varlen_attn), or packing=padded"
+            )
         if self.policy == "fsdp-mixed" and self.parallel != "fsdp2":
             raise InputError("policy=fsdp-mixed is a setting of FSDP: it needs parallel=fsdp2")
         if self.context_parallel > 1:
@@ -164,6 +174,8 @@ class TrainConfig:
             raise InputError(f"context_parallel shares the samples of gpt, not of {self.model}")
         if self.parallel == "none":
             raise InputError("context_parallel leaves weights to parallel: say ddp or fsdp2")
+        if self.packing != "none":
+            raise InputError(f"context_parallel shares windows of the text, not {self.packing} documents")
         if self.seqlen % (2 * ranks):
             raise InputError(f"{ranks} ranks share samples of a multiple of {2 * ranks} tokens, not {self.seqlen}")
 
@@ -198,6 +210,8 @@ class TrainConfig:
                     f"images of vit-huge {self.size} make {_IMAGE_TOKENS[self.size]} tokens, not {self.seqlen}"
                 )
             _one_of("data of vit-huge", self.data, ("images",))
+            if self.packing != "none":
+                raise InputError(f"packing={self.packing} is of texts, and vit-huge learns images of one size")
         elif self.data == "images":
             raise InputError(f"{self.model} learns text: data must be stdlib, a text file or a folder")
         if self.vocab and self.model != "gpt":

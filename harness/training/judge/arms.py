@@ -27,6 +27,7 @@ _HOW = (
     "optimiser",
     "parallel",
     "context_parallel",
+    "packing",
 )
 _SPREAD = ("parallel", "policy", "context_parallel")  # what depends on the number of GPUs
 _ATTENTION = ("attention", "max_error", "fp8")
@@ -124,7 +125,7 @@ def kinds_of(runs: Sequence[TrainingRun]) -> list[list[TrainingRun]]:
     """
     kinds: dict[str, list[TrainingRun]] = {}
     for run in runs:
-        kinds.setdefault(json.dumps(_without(run, (*_HOW, "seed")), sort_keys=True), []).append(run)
+        kinds.setdefault(json.dumps(_learnt(run), sort_keys=True), []).append(run)
     return list(kinds.values())
 
 
@@ -175,10 +176,14 @@ def _without(run: TrainingRun, names: Sequence[str]) -> dict[str, object]:
     return {name: value for name, value in run.settings.items() if name not in names}
 
 
+def _learnt(run: TrainingRun) -> dict[str, object]:
+    """The model, data and schedule.  Packed and padded documents are the same data, windows of the text others."""
+    return {**_without(run, (*_HOW, "seed")), "documents": run.settings.get("packing", "none") != "none"}
+
+
 def _learns_the_same(one: TrainingRun, other: TrainingRun) -> bool:
-    left_out = (*_HOW, "seed")
     same = one.world == other.world and _machine(one) == _machine(other)
-    return same and _without(one, left_out) == _without(other, left_out)
+    return same and _learnt(one) == _learnt(other)
 
 
 def _differences(one: TrainingRun, other: TrainingRun) -> int:

@@ -44,10 +44,13 @@ def check_beforehand(config: TrainConfig, device: torch.device) -> None:
         return
     dtype = torch.float32 if config.policy == "fp32" else torch.bfloat16
     one = torch.empty(1, 1, 1, 1, dtype=dtype, device=device, requires_grad=True)
-    q, k, v = (
-        one.expand(config.batch, heads, config.places, shape.head_dim)
-        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
-    )
+    heads = shape.heads, shape.kv_heads, shape.kv_heads
+    if config.packing == "packed":
+        q, k, v = (one.expand(1, each, config.batch * config.seqlen, shape.head_dim) for each in heads)
+        starts = torch.arange(0, q.shape[2] + 1, config.seqlen, dtype=torch.int32, device=device)
+        Attend(config).plans(q, k, v, shape.is_causal, starts)
+        return
+    q, k, v = (one.expand(config.batch, each, config.places, shape.head_dim) for each in heads)
     Attend(config).plans(q, k, v, shape.is_causal)
 
 
