@@ -206,7 +206,7 @@ def test_ranks_share_samples_and_know_their_places() -> None:
     for first in (0, 2):  # of four ranks each two share the samples that one of two has
         parts = [shared.batch(3, rank, 4) for rank in (first, first + 1)]
         places = torch.cat([part[2] for part in parts], 1)[0]
-        assert parts[0][2].tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
+        assert parts[0][2].tolist() == [[0, 1, 2, 3, 12, 13, 14, 15]]
         for whole, *own in zip(alone.batch(3, first // 2, 2), *parts, strict=False):
             assert torch.equal(torch.cat(own, 1)[:, places.argsort()], whole)
 
