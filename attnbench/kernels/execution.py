@@ -112,7 +112,7 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         """``inputs`` holds q, k, v and sinks, which torch wants one by one: gradients flow into them."""
         operands, (out, lse, state) = execution.answer(inputs)
-        q_, k_, v_ = (_Kept.of(x) for x in (operands.q, operands.k, operands.v))
+        q_, k_, v_ = _Kept.of(operands.q), _Kept.of(operands.k), _Kept.of(operands.v)
         ctx.spec, ctx.kept = operands.spec, (q_.of_what, k_.of_what, v_.of_what)
         # Through save_for_backward, so that torch sees a tensor that is changed before the
         # backward reads it; the private state belongs to the kernel.
