@@ -183,11 +183,6 @@ def where(**change) -> dict:
     return data
 
 
-def test_the_table_that_the_broken_ones_are_made_of_is_none_of_them(tmp_path):
-    (tmp_path / "table").write_text(json.dumps(good()))
-    assert Table.load(tmp_path / "table").entries == {(SPEC, Plan("a:bf16")): one(spread_ms=0.1)}
-
-
 @pytest.mark.parametrize(
     ("data", "words"),
     [

@@ -127,7 +127,7 @@ def test_a_kernel_that_loses_the_gpu_is_told_with_its_spec_and_nothing_else_is_a
             return Result(result.out * 2, result.lse) if after == 26 else result
 
     reason = "AcceleratorError: CUDA error: an illegal memory access was encountered"
-    monkeypatch.setattr(conformance, "_gone", lambda device: reason if len(ran) >= after else None)
+    monkeypatch.setattr(conformance, "_device_error", lambda device: reason if len(ran) >= after else None)
     report = check(Losing())
     (failure,) = report.failures
     assert failure.said.endswith(reason)

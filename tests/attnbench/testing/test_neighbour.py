@@ -95,7 +95,7 @@ def shared(forward: Forward, monkeypatch: pytest.MonkeyPatch, direction: str = "
     backend = Backend("mine", "a test's", lambda: Availability(version="1"), (forward, Backward()))
     plan = Plan(forward.name, Backward.name if direction == "training" else None)
     subject = Subject(plan, CPU, Registry([REFERENCE, backend]))
-    found = conduct.shared(subject, SPEC.replace(direction=direction))
+    found = conduct.check_shared_gpu(subject, SPEC.replace(direction=direction))
     return found, "; ".join(subject.notes.get("shared GPU", []))
 
 

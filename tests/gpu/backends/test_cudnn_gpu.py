@@ -14,7 +14,6 @@ from attnbench.kernels.devices import describe
 pytestmark = pytest.mark.skipif(not cudnn.BACKEND.availability().ok, reason=str(cudnn.BACKEND.availability().reason))
 FORWARDS = {k.name: k for k in cudnn.BACKEND.kernels if isinstance(k, ForwardKernel)}
 BACKWARDS = {k.name: k for k in cudnn.BACKEND.kernels if isinstance(k, BackwardKernel)}
-END = "bottom-right"
 
 
 def test_the_maxima_that_cudnn_reports_are_below_what_the_scales_assume(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not te.BACKEND.availability().ok, reason=str(te.
 FORWARDS = {k.name: k for k in te.BACKEND.kernels if isinstance(k, ForwardKernel)}
 BACKWARDS = {k.name: k for k in te.BACKEND.kernels if isinstance(k, BackwardKernel)}
 FP8, FP8_BACKWARD = FORWARDS["te:fp8"], BACKWARDS["te:fp8"]
-END, CAUSAL = "bottom-right", Mask(right=0)
+CAUSAL = Mask(right=0)
 
 
 def step(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:

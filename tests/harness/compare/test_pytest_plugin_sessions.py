@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from benchmarked import HEAD, install, pytest_in
+from benchmarked import pytest_in
 
 UNINVOLVED = """
 import sys
@@ -50,29 +50,3 @@ def test_a_session_that_measures_nothing_of_ours_loads_nothing(
         assert "attention_benchmark needs pytest-benchmark, which is not installed or was switched off" in done.stdout
     if "--benchmark-json=out.json" in arguments:
         assert "attnbench" not in json.loads((tmp_path / "out.json").read_text())["machine_info"]
-
-
-DISABLED = (
-    HEAD
-    + """
-def test_judged(attention_benchmark, benchmark):
-    row = attention_benchmark("planted:bf16", SPEC, device="cpu")
-    assert row.status == "ok" and set(row.error) == {"normal", "outlier"}
-    assert all(len(samples) <= 2 for samples in row.time_ms.values())
-    assert benchmark.stats is None
-
-def test_wrong(attention_benchmark):
-    attention_benchmark("planted:fp8", SPEC, device="cpu", max_error=1e-3)
-"""
-)
-
-
-@pytest.mark.parametrize(
-    "how", ["--benchmark-disable", pytest.param("-n1", marks=pytest.mark.exhaustive)]
-)  # as xdist disables them
-def test_where_benchmarks_are_disabled_answers_are_judged_all_the_same(tmp_path: Path, how: str) -> None:
-    install(tmp_path)
-    (tmp_path / "test_it.py").write_text(DISABLED)
-    done = pytest_in(tmp_path, how)
-    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
-    assert "planted:fp8 on b1 h2 s32 d16 bf16 forward, cpu: inaccurate, the error of out" in done.stdout

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from patience import PATIENCE
 from places import SUPPORT
 from planted import setup
@@ -27,7 +26,6 @@ from attnbench.kernels.plan import Plan
 from attnbench.problem.spec import AttentionSpec
 from examples import examples
 
-CPU = torch.device("cpu")
 LAB = setup()
 HERE = LAB.environment
 SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=8, head_dim=16)

@@ -1,18 +1,16 @@
 """What is compiled ahead, with processes that live in the test: each set of kernels once, and failures passed over."""
 
 import os
-import threading
 from dataclasses import replace
 
 import pytest
 import torch
-from patience import PATIENCE
 from planted import FakeBackward, FakeForward, backend, setup
-from stations import Station, wait_until
+from stations import Station
 
 from attnbench.harness.cases.case import Case
 from attnbench.harness.sweep import compile_ahead as module
-from attnbench.harness.sweep.compile_ahead import FirstRuns, usable_cores
+from attnbench.harness.sweep.compile_ahead import FirstRuns
 from attnbench.harness.sweep.worker_process import LostError
 from attnbench.kernels.plan import Plan
 from attnbench.kernels.registry import Registry
@@ -80,18 +78,6 @@ def test_as_many_processes_as_work_and_cores_allow(ahead):
     assert len(ahead(work, cores=4)[1]) == 6 + 3
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system keeps no process to some of its cores")
-def test_cores_of_the_machine_that_this_process_may_not_use_do_not_count(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    mine = os.sched_getaffinity(0)
-    assert usable_cores() == len(mine)
-    os.sched_setaffinity(0, {min(mine)})
-    try:
-        assert usable_cores() == 1
-    finally:
-        os.sched_setaffinity(0, mine)
-
-
 def test_what_fails_here_is_passed_over_and_the_rest_is_compiled(ahead):
     def answer(method, case, plan):
         if plan == MIXED:
@@ -101,30 +87,3 @@ def test_what_fails_here_is_passed_over_and_the_rest_is_compiled(ahead):
     first, stations = ahead([(case, [COMPILED, MIXED]) for case in CASES], answer)
     assert first.run() == {(case.name, COMPILED): 2.0 for case in CASES}
     assert not any(station.alive for station in stations)
-
-
-def test_an_interrupt_ends_every_process(ahead, monkeypatch):
-    under_way, killed = threading.Semaphore(0), threading.Event()
-
-    def answer(method, case, plan):
-        under_way.release()
-        assert killed.wait(PATIENCE)
-        raise LostError("crashed", "killed", died=True)
-
-    first, stations = ahead([(case, [COMPILED, MIXED]) for case in CASES], answer)
-    monkeypatch.setattr(Station, "kill", lambda self: killed.set())
-    join, main = threading.Thread.join, threading.current_thread()
-
-    def interrupted(self, timeout=None):
-        if not killed.is_set() and threading.current_thread() is main:
-            for _ in stations:
-                assert under_way.acquire(timeout=PATIENCE)
-            raise KeyboardInterrupt
-        join(self, timeout)
-
-    monkeypatch.setattr(threading.Thread, "join", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        first.run()
-    asked = sum(len(station.asked) for station in stations)
-    wait_until(lambda: not any(station.alive for station in stations))
-    assert asked == sum(len(station.asked) for station in stations) == 6

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-import triton
 from patience import PATIENCE
 from places import SUPPORT
 from planted import CPU
@@ -127,25 +126,6 @@ def test_a_death_in_the_middle_of_an_answer_is_a_death(worker):
     found = lost(worker, "dies-answering")
     assert (found.status, found.died) == ("crashed", True)
     assert found.reason == "the process ended with the exit code 9"
-
-
-@pytest.mark.parametrize("own", [None, "/elsewhere"])
-def test_every_process_keeps_what_triton_compiled_in_one_place(monkeypatch, tmp_path, own):
-    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    where = own or triton.knobs.cache_knobs().dir
-    environments = []
-
-    def full(*arguments, env, **options):
-        environments.append(env)
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    if own:
-        monkeypatch.setenv("TRITON_CACHE_DIR", own)
-    monkeypatch.setattr("subprocess.Popen", full)
-    with pytest.raises(LostError):
-        Worker(SETTING).start()
-    assert environments[0]["TRITON_CACHE_DIR"] == where
 
 
 @pytest.mark.parametrize("failing", ["subprocess.Popen", "socket.socketpair", "tempfile.TemporaryFile"])
