@@ -1,9 +1,7 @@
 """The guard in real programs: compiled, checkpointed, threaded, nested; it changes nothing and keeps nothing alive."""
 
 import gc
-import logging
 import random
-import warnings
 import weakref
 
 import pytest
@@ -20,20 +18,6 @@ from attnbench.kernels.guard_hook import watching
 from attnbench.problem.fp8 import Recipe, quantise
 
 pytestmark = pytest.mark.filterwarnings("ignore::attnbench.errors.BreachWarning")
-
-
-def test_a_program_without_logging_prints_one_warning(planted, monkeypatch, capsys):
-    monkeypatch.setattr(logging.root, "handlers", [])  # what has none prints warnings itself
-    forward, _ = planted
-    forward.change = noise(1.0)
-    with warnings.catch_warnings(record=True) as warned, guard(every=1) as watch:
-        warnings.simplefilter("default")
-        for length in range(5, 15):  # a new shape at each call, as packed batches have
-            attention(*tensors(sq=length))
-            attention(*tensors(sq=length))
-    assert len(watch.breaches) == 20
-    assert len(warned) == 1
-    assert capsys.readouterr().err == ""
 
 
 def test_a_folder_that_cannot_be_written_costs_the_file_alone(planted, tmp_path):

@@ -1,6 +1,5 @@
 """Folders of tables from anyone: what is no table is named in one warning, the rest is used in a fixed order."""
 
-import json
 import os
 import threading
 import warnings
@@ -258,17 +257,3 @@ def test_no_more_than_so_many_bytes_are_read(folder, monkeypatch):
         table(1.0).save(folder / f"{number}.json")
     monkeypatch.setattr(folders, "_MOST_BYTES", 2 * (folder / "0.json").stat().st_size)
     assert "2.json and those after it: all files have more than" in warned(of=2)
-
-
-def test_files_are_read_once_for_all_gpus(folder, monkeypatch):
-    table(1.0).save(folder / "a.json")
-    known_tables(GPU)
-    (folder / "a.json").write_text(json.dumps("no table"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        known_tables(torch.device("cuda", 1))
-        update_user_table(table(2.0))  # reads tables anew, but not the folders
-        assert times() == {"fast:bf16": 2.0}
-    forget()
-    with pytest.warns(AttnbenchWarning, match=r"a\.json: "):
-        known_tables(GPU)

@@ -1,6 +1,5 @@
 """The user's own table: several writers, killed writers, full disks, and what of it may be used here."""
 
-import fcntl
 import json
 import multiprocessing
 import os
@@ -9,10 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fakes import FakeForward, an_environment, fake_backend, fake_registry
+from fakes import an_environment
 
 from attnbench import AttentionSpec, Plan, explain
-from attnbench.choosing.selector import choose
 from attnbench.errors import AttnbenchWarning
 from attnbench.kernels.registry import registry
 from attnbench.state import forget
@@ -83,19 +81,6 @@ def test_four_processes_write_one_table_and_every_read_on_the_way_is_whole():
     assert sorted(os.listdir(path.parent)) == ["a-cpu.json", "a-cpu.lock"]
 
 
-def test_a_file_system_without_locks_keeps_tables_whole(monkeypatch):
-    def unsupported(*_):
-        raise OSError(37, "No locks available")
-
-    path = update_user_table(table(one()))
-    scratch = path.parent / f".{path.name}.of-another-writer"
-    scratch.write_text("")
-    monkeypatch.setattr(fcntl, "flock", unsupported)
-    update_user_table(table(one("sdpa-flash:bf16")))
-    assert len(Table.load(path).entries) == 2
-    assert scratch.exists()  # who has no lock does not know that nobody is writing it
-
-
 # --- what stays of it, and what may be used ---
 
 
@@ -129,19 +114,6 @@ def test_entries_of_another_version_are_not_used_and_the_others_are():
     assert set(known.at(SPEC)) == {Plan("sdpa-math:bf16")}
     assert known.dropped == {"reference": f"measured with reference 99.1, here is {here().backends['reference']}"}
     assert "used in part: measured with reference 99.1" in known.note
-
-
-def test_explain_says_which_version_was_measured(monkeypatch):
-    monkeypatch.setattr(Environment, "detect", classmethod(lambda *_: an_environment(backends={"fast": "1.10"})))
-    plans = [one("fast:fp8"), one("slow:bf16"), one("slow:fp8", time_ms=9.0)]
-    table(*plans, environment=an_environment(backends={"fast": "1.9", "slow": "1.0"})).save(user_table_path(here()))
-    kernels = {name: [FakeForward(f"{name}:{kind}") for kind in ("bf16", "fp8")] for name in ("fast", "slow")}
-    installed = fake_registry(*(fake_backend(name, *each) for name, each in kernels.items()))
-    choice = choose(SPEC, CPU, fp8=True, known=installed)
-    assert str(choice.plan) == "slow:bf16"
-    (dropped,) = [each for each in choice.candidates if str(each.plan) == "fast:fp8"]
-    assert (dropped.verdict, dropped.reasons) == ("unmeasured", ("measured with fast 1.9, here is 1.10",))
-    assert "measured with fast 1.9, here is 1.10" in choice.hint
 
 
 def test_a_table_of_which_nothing_may_be_used_is_refused_with_a_warning():
@@ -179,24 +151,6 @@ def test_a_damaged_table_is_a_miss_with_one_warning_and_is_replaced():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(known_tables(CPU).at(SPEC)) == 1
-
-
-def test_what_was_read_while_the_table_was_written_is_not_kept(monkeypatch):
-    """A thread asks, and while it reads the old file another one has measured."""
-    update_user_table(table(one()))
-    load = Table.load
-    with monkeypatch.context() as patch:
-
-        def slow(path):
-            found = load(path)
-            patch.undo()
-            update_user_table(table(one(time_ms=2.0)))
-            return found
-
-        patch.setattr(Table, "load", slow)
-        known_tables(CPU)
-    assert known_tables(CPU).at(SPEC)[Plan("sdpa-math:bf16")].time_ms == 2.0
-    assert known_tables(CPU) is known_tables(CPU)
 
 
 # --- the user's before the shipped one ---

@@ -1,15 +1,12 @@
 """Where a merge reads and where it writes: what is no result or no place, and a folder that is whole or not there."""
 
 import os
-import resource
 
 import pytest
 from merged import ROWS, part, parts, refused, row
 
 from attnbench.errors import MalformedFileError, MisuseError, OutputError
-from attnbench.harness.results.condense import condense
 from attnbench.harness.results.merge import merge
-from attnbench.harness.results.records import read_measurements
 from attnbench.harness.results.store import MEASUREMENTS
 
 
@@ -64,31 +61,3 @@ def test_places_that_are_none(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     assert merge(tmp_path / "link", [folder]).rows == ROWS
     assert (tmp_path / "elsewhere" / MEASUREMENTS).exists()
-
-
-def test_a_full_disk_leaves_nothing(tmp_path):
-    sources = parts(tmp_path, ROWS[:6], ROWS[6:])
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
-    try:
-        refused(
-            OutputError, f"{tmp_path / 'out'} cannot be written: File too large; nothing", tmp_path / "out", sources
-        )
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert merge(tmp_path / "out", sources).rows == ROWS
-
-
-def test_who_comes_first_keeps_the_place(tmp_path, monkeypatch):
-    """Another process fills the folder between the look at it and the end."""
-    folder, out = part(tmp_path / "part", ROWS), tmp_path / "out"
-
-    def meanwhile(rows):
-        part(out, ROWS[:1])
-        return condense(rows)
-
-    monkeypatch.setattr("attnbench.harness.results.merge.condense", meanwhile)
-    with pytest.raises(OutputError, match="Directory not empty"):
-        merge(out, [folder])
-    assert list(read_measurements(out / MEASUREMENTS)) == ROWS[:1]
-    assert {each.name for each in tmp_path.iterdir()} == {"part", "out"}
