@@ -6,11 +6,9 @@ Each family skips, and says so, where its library is not installed.
 from __future__ import annotations
 
 import itertools
-import os
 
 import dense
 import pytest
-import torch
 from on_gpu import DEVICE, LENGTHS, MASKS, descales_are_used, many_elements_agree
 from sweep import Sweep, Truth
 from torch import Tensor
@@ -110,33 +108,3 @@ def test_a_window_that_ends_before_the_keys_is_refused_because_minus_one_means_u
     args = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
     out = fa3_origins.library().forward(*args, None, None, None, spec.scale, False, 1 + 4 - 9, 5, 0.0)[0]
     assert not dense.relative_l2(out.transpose(1, 2), dense.dense_attention(q, k, v, spec)[0]) < 0.01
-
-
-def test_head_dims_above_256_are_refused_because_the_library_has_none() -> None:
-    present(fa3.BACKEND)
-    q = torch.randn(1, 64, 2, 264, device=DEVICE, dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError, match="head dimension at most"):
-        fa3_origins.library().forward(q, q, q, None, None, None, 0.1, False, -1, -1, 0.0)
-
-
-def test_a_build_without_a_backward_has_no_operator_for_it() -> None:
-    present(fa3.BACKEND)
-    origin = fa3_origins.chosen()
-    if "BACKWARD" not in origin.omissions():
-        pytest.skip(f"the build from {origin.name} has a backward")
-    assert not hasattr(origin.load(), "bwd")
-
-
-def test_the_capability_is_refused_elsewhere_because_the_library_fails() -> None:
-    present(fa3.BACKEND)
-    if torch.cuda.get_device_capability(DEVICE)[0] == 9:
-        pytest.skip("this GPU is served")
-    q = torch.randn(1, 64, 2, 64, device=DEVICE, dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError):
-        fa3_origins.library().forward(q, q, q, None, None, None, 0.1, False, -1, -1, 0.0)
-
-
-def test_a_hub_download_is_not_started_unasked() -> None:
-    if os.environ.get(fa3_origins.VARIABLE) == "hub":
-        pytest.skip("the hub was asked for")
-    assert fa3.BACKEND.availability().origin != "hub" or fa3_origins._hub_cached()

@@ -58,14 +58,6 @@ def test_fp8_really_fails_here(head_dim: int) -> None:
         FORWARDS["fa4:fp8"].run(operands)
 
 
-def test_a_head_dimension_that_is_refused_really_fails() -> None:
-    spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=256, head_dim=264)
-    forward = FORWARDS["fa4:bf16"]
-    assert forward.refusals(spec, describe(torch.device("cuda", 0)))
-    with pytest.raises(AssertionError, match="not supported on SM90"):
-        forward.run(forward.prepare(Inputs.of(Truth.of(spec, 0, torch.device("cuda", 0)).inputs[:3]), spec))
-
-
 def test_the_backward_needs_the_padding_of_its_head_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this fails, the library has been mended, and its step can be smaller."""
     spec = AttentionSpec.make(batch=1, heads=4, seqlen_q=256, head_dim=80, direction="training")

@@ -84,10 +84,3 @@ def test_what_is_refused_really_fails_or_is_wrong() -> None:
     if OLD:
         with pytest.raises(AssertionError, match="must be equal"):
             KERNEL.run(KERNEL.prepare(Inputs.of(Truth.of(unequal, 0, DEVICE).inputs[:3]), unequal))
-
-
-def test_head_dims_above_128_are_refused_because_the_library_refuses_them() -> None:
-    spec = AttentionSpec.make(batch=1, heads=2, seqlen_q=64, head_dim=136)
-    q, k, v = _inputs(spec)
-    with pytest.raises((AssertionError, ValueError)):
-        _whole(q, k, v, spec)

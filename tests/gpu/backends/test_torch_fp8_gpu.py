@@ -99,28 +99,5 @@ def test_it_is_what_activating_registers_and_nothing_is_activated(mask: Mask) ->
     assert torch.equal(ours.lse, theirs[1])
 
 
-def test_softcap_is_refused_because_the_operator_has_none() -> None:
-    names = {argument.name for argument in torch.ops.aten._flash_attention_forward.quantized._schema.arguments}
-    assert {"q_descale", "scale", "window_size_left"} <= names
-    assert "softcap" not in names
-
-
 def test_a_scale_that_is_not_positive_is_refused_because_the_answer_is_wrong() -> None:
     is_wrong_at_a_scale_below_zero(KERNEL)
-
-
-def test_head_dims_above_256_are_refused_because_the_library_has_none() -> None:
-    x = torch.zeros(1, 64, 2, 272, device=DEVICE).to(torch.float8_e4m3fn)
-    one = torch.ones(1, 2, device=DEVICE)
-    with pytest.raises(RuntimeError, match="head dimension at most"):
-        torch_fp8._forward()(x, x, x, None, None, 64, 64, 0.0, False, False, one, one, one, scale=0.1)
-
-
-def test_other_capabilities_are_refused_because_torch_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.nn.attention import _fa3
-
-    monkeypatch.setattr(_fa3, "_get_device_major", lambda _: 10)
-    x = torch.zeros(1, 64, 2, 64, device=DEVICE).to(torch.float8_e4m3fn)
-    one = torch.ones(1, 2, device=DEVICE)
-    with pytest.raises(RuntimeError, match="compute capability 9"):
-        torch_fp8._forward()(x, x, x, None, None, 64, 64, 0.0, False, False, one, one, one, scale=0.1)
