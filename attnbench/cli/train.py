@@ -159,7 +159,7 @@ def train(
 ) -> None:
     """Train with two kinds of attention and compare throughput, attention's share and loss, with a verdict."""
     if show:
-        _print([run for place in show for run in _shown(place)], format)
+        _print([run for place in show for run in _earlier_runs(place)], format)
         return
     if price_per_hour is not None and not _possible(price_per_hour):
         raise MisuseError(f"--price-per-hour {price_per_hour}: expected a positive price")
@@ -266,7 +266,7 @@ def _print(runs: Sequence[TrainingRun], format: Format) -> None:
         print_text(report(runs, "markdown" if format == "markdown" else "text"))
 
 
-def _shown(place: str) -> list[TrainingRun]:
+def _earlier_runs(place: str) -> list[TrainingRun]:
     """The runs of ``FOLDER`` or ``FOLDER=PRICE``; the price replaces what the rows say."""
     from ..harness.training.rows import read_runs
 

@@ -249,11 +249,11 @@ def _shared_environment(parts: Sequence[Part]) -> tuple[Environment, list[str]]:
                     "such results cannot be compared"
                 )
             notes |= dict.fromkeys(f"{part.path}: {each}" for each in soft)
-            shared = _known(shared, found)
+            shared = _join_environments(shared, found)
     return shared, list(notes)
 
 
-def _known(first: Environment, other: Environment) -> Environment:
+def _join_environments(first: Environment, other: Environment) -> Environment:
     """All that either environment knows: a third may contradict what the first does not say."""
     facts: dict[str, Any] = {}
     for each in fields(Environment):
