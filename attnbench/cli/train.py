@@ -244,9 +244,9 @@ def _train(
         for config in (candidate, *([baseline] if baseline is not None else [])):
             check_beforehand(config, ranks.device)
         session = Session(folder, ranks, **settings)
-        with session, show_training_progress(Console(stderr=True), len(runs), silent=not ranks.first) as told:
+        with session, show_training_progress(Console(stderr=True), len(runs), silent=not ranks.first) as progress:
             try:
-                rows = session.run(runs, build, told)
+                rows = session.run(runs, build, progress)
             except KeyboardInterrupt:
                 print(f"stopped; to continue, run the same command with --resume --out {folder}", file=sys.stderr)
                 raise

@@ -203,7 +203,7 @@ def _installed(distribution: str) -> str | None:
 
 
 def _cpu_model() -> str:
-    """The processor's own name where Linux tells, else the architecture."""
+    """The processor's name where Linux has it, else the architecture."""
     try:
         facts = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:  # not Linux
@@ -221,7 +221,7 @@ def _cudnn(number: int | None) -> str | None:
 
 
 def _driver_facts(uuid: str) -> dict[str, Any]:
-    """What NVML tells of the GPU with this UUID; None where it is missing, has no access or does not tell."""
+    """NVML's facts of the GPU with this UUID; None for what is missing, forbidden or not known."""
     with Nvml() as nvml:
         gpu = nvml.gpu(uuid)
         return {
@@ -239,7 +239,7 @@ def own_commit() -> str | None:
 @cache
 def _commit_of(folder: Path) -> str | None:
     """Asked once: a process computes with the code that it has loaded, whatever becomes of the files."""
-    if not (folder / ".git").exists():  # a wheel's folder may lie inside a repository of the user's: not ours to ask
+    if not (folder / ".git").exists():  # a wheel may be installed inside another repository
         return None
     try:
         if not re.search(

@@ -126,17 +126,17 @@ class Gpu:
         return self._ask("highest clock", lambda: nvml.nvmlDeviceGetMaxClockInfo(self._handle, nvml.NVML_CLOCK_SM))
 
     def power_cap_w(self) -> int | None:
-        """The power that the driver holds the board to, whoever set it."""
+        """The power limit that the driver enforces."""
         milliwatts = self._ask("power cap", lambda: self._library.nvmlDeviceGetEnforcedPowerLimit(self._handle))
         return None if milliwatts is None else round(milliwatts / 1000)
 
     def _ask(self, fact: str, ask: Callable[[], Any]) -> int | None:
         try:
-            told = int(ask())
+            value = int(ask())
         except (self._library.NVMLError, AttributeError) as error:  # a later nvidia-ml-py may have dropped the function
             self.silences.setdefault(fact, str(error))
             return None
-        if told == _NOT_AVAILABLE:
+        if value == _NOT_AVAILABLE:
             self.silences.setdefault(fact, "NVML calls it not available")
             return None
-        return told
+        return value

@@ -127,7 +127,7 @@ def _part(own: Sequence, name: TensorName, value: Tensor) -> Tensor:
 
 
 def _unused(found: dict[TensorName, Tensor], sequences: Collection[Sequence]) -> str | None:
-    """What is wrong with tokens that see nothing or are nobody's: they get 0, and the LSE minus infinity."""
+    """What is wrong with tokens that see no key or belong to no sequence: they get 0, and the LSE minus infinity."""
     for name, value in found.items():
         rest = value.clone()
         nothing = -torch.inf if name == "lse" else 0.0

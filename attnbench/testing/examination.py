@@ -20,11 +20,11 @@ from .faults import FAULTS, GPU_FAULTS, HONEST, Fault
 __all__ = ["sweep_faults", "why_missed"]
 
 _SOURCE = "attnbench.testing.faults:registry"
-_SECONDS = 20.0  # what a hang costs; the honest kernel needs one of them, on a busy machine
+_SECONDS = 20.0  # the limit for a hang; the correct kernel needs one second on a busy machine
 
 
 def sweep_faults(device: torch.device) -> Iterator[tuple[Fault, Measurement]]:
-    """Every fault with its row in a sweep on the device; each spec's honest kernel is in it too."""
+    """Every fault with its row in a sweep on the device, and the correct kernel on each spec."""
     faults = [*FAULTS, *(GPU_FAULTS if device.type == "cuda" else ())]
     faults += [Fault("none", spec, "ok", HONEST) for spec in dict.fromkeys(fault.spec for fault in faults)]
     cases = {fault.spec: Case(str(fault.spec), fault.spec) for fault in faults}

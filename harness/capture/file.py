@@ -271,7 +271,7 @@ def _read(path: Path, size: int, changed: int) -> CapturedFile:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:  # safetensors tells no types
+def _opened(path: Path) -> Iterator[Any]:  # safetensors has no types
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file

@@ -59,7 +59,7 @@ def merge(out: Path, sources: Sequence[Path], *, partial: bool = False) -> Merge
     """Merge results into ``out``, a new or empty folder, which afterwards is complete or unchanged.
 
     A source is a sweep's folder, its ``measurements.jsonl`` or another JSON Lines file of measurements, or a folder of
-    ``part-*-of-*`` folders, which stands for these.  Rows come in the order of the parts, numbered ones first, then by
+    ``part-*-of-*`` folders, which means all of them.  Rows come in the order of the parts, numbered ones first, then by
     path, and within a part in their own order.  Equal rows of one case and plan are written once.  ``partial`` accepts
     missing or unfinished parts; the result then has no ``table.json``, which marks a finished sweep, and `attnbench
     sweep --resume` can complete it.
@@ -100,7 +100,7 @@ def _fresh(out: Path) -> Path:
 
 
 def _places(sources: Sequence[Path]) -> list[Path]:
-    """The folders and files that the sources stand for, each once."""
+    """The folders and files that the sources name, each once."""
     found: dict[str, Path] = {}
     for source in sources:
         for place in _parts_of(source):

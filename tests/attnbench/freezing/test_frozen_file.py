@@ -153,7 +153,7 @@ def test_a_question_that_stands_there_twice_is_an_error(path):
     lines = path.read_text().splitlines()
     lines.insert(9, lines[7].rstrip(",") + ",")
     path.write_text("\n".join(lines))
-    with pytest.raises(MalformedFileError, match="stands there twice") as caught:
+    with pytest.raises(MalformedFileError, match="occurs twice") as caught:
         Frozen.load(path)
     assert caught.value.line == 10
 
