@@ -11,6 +11,7 @@ from pathlib import Path
 import fake_nvml
 import pytest
 import torch
+from command_line import attnbench
 from hypothesis import given
 from hypothesis import strategies as st
 from places import ROOT
@@ -19,6 +20,7 @@ from planted import healthy
 from attnbench.errors import InputError
 from attnbench.kernels.contract import Availability, Backend
 from attnbench.kernels.registry import Registry
+from attnbench.state import forget
 from attnbench.tables.environment import Environment, own_commit
 from attnbench.tables.table import Table
 
@@ -237,6 +239,21 @@ def test_a_hook_of_another_repository_does_not_lead_astray(monkeypatch, tmp_path
     monkeypatch.setenv("GIT_DIR", str(other.parents[2] / ".git"))
     monkeypatch.setenv("GIT_WORK_TREE", str(other.parents[2]))
     assert commit_at(monkeypatch, module) == git(module.parents[2], "rev-parse", "HEAD")[:12]
+
+
+def test_doctor_shows_the_facts_of_each_gpu(monkeypatch):
+    boards = fake_nvml.Board(f"GPU-{TWO}"), fake_nvml.Board(f"GPU-{ONE}", highest=1755, cap=350_000)
+    fake_nvml.install(monkeypatch, *boards)
+    fake_nvml.pretend_cuda(monkeypatch, ONE, TWO)
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)  # asks a CUDA runtime, which this torch lacks
+    run = attnbench("doctor", "--format", "json")
+    forget()
+    assert run.returncode == 0, run.stderr
+    found = {each["name"]: each["detail"] for each in json.loads(run.stdout)["findings"]}
+    assert found["NVIDIA driver"] == "580.159.04"
+    assert found["cuda:0"].endswith("140 GiB, up to 1755 MHz, power cap 350 W")
+    assert found["cuda:1"].endswith("140 GiB, up to 1980 MHz, power cap 700 W")
+    assert own_commit() is None or f"commit {own_commit()}" in found["attnbench"]
 
 
 @given(
