@@ -63,6 +63,7 @@ def children() -> set[int]:
     return {each for each, fields in processes.items() if fields is not None and int(fields[1]) == os.getpid()}
 
 
+@pytest.mark.exhaustive
 @linux
 def test_it_is_at_work_until_the_end_and_imports_nothing_from_where_it_was_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ import sys
 import time
 
 import paced
+import pytest
 from paced import spec
 from places import SUPPORT
 from tunable import FAST, own_path
@@ -15,6 +16,7 @@ import attnbench
 from attnbench.harness.autotune.tuning import alone
 
 
+@pytest.mark.exhaustive
 def test_of_two_processes_one_measures_and_the_other_finds_it_in_the_table(tmp_path):
     start = tmp_path / "start"
     commands = [(tmp_path / f"ready{number}", lengths) for number, lengths in enumerate(((32,), (32,)))]

@@ -168,6 +168,7 @@ def _lines(folder: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_killed_at_random_moments_has_the_rows_of_an_undisturbed_one(tmp_path, monkeypatch):
     Shop(monkeypatch)  # the undisturbed sweep and the last one need no processes
     sweep(tmp_path / "whole")

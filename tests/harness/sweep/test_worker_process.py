@@ -151,6 +151,7 @@ def test_a_segmentation_fault_says_where(worker):
     assert "string_at" in found.reason
 
 
+@pytest.mark.exhaustive
 def test_binary_garbage_in_the_last_words_is_text_of_one_line(worker):
     found = lost(worker, "chats-and-dies")
     assert (found.status, found.died) == ("crashed", True)
@@ -174,6 +175,7 @@ def test_a_hang_ends_in_time_with_all_that_it_started(worker, notes):
     wait_until(lambda: not any(map(runs, started)))
 
 
+@pytest.mark.exhaustive
 def test_children_of_a_process_that_was_killed_do_not_hide_it_or_outlive_it(worker, notes):
     asked(worker, "fine")
     before = len(noted(notes))
@@ -184,6 +186,7 @@ def test_children_of_a_process_that_was_killed_do_not_hide_it_or_outlive_it(work
     wait_until(lambda: not runs(child))
 
 
+@pytest.mark.exhaustive
 def test_one_that_was_killed_while_it_waited_is_replaced_and_closing_leaves_no_process(worker):
     asked(worker, "fine")
     generation = worker.generation
