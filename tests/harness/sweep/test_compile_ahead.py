@@ -1,12 +1,14 @@
 """What is compiled ahead, with processes that live in the test: each set of kernels once, and failures passed over."""
 
 import os
+import threading
 from dataclasses import replace
 
 import pytest
 import torch
+from patience import PATIENCE
 from planted import FakeBackward, FakeForward, backend, setup
-from stations import Station
+from stations import Station, wait_until
 
 from attnbench.harness.cases.case import Case
 from attnbench.harness.sweep import compile_ahead as module
@@ -87,3 +89,30 @@ def test_what_fails_here_is_passed_over_and_the_rest_is_compiled(ahead):
     first, stations = ahead([(case, [COMPILED, MIXED]) for case in CASES], answer)
     assert first.run() == {(case.name, COMPILED): 2.0 for case in CASES}
     assert not any(station.alive for station in stations)
+
+
+def test_an_interrupt_ends_every_process(ahead, monkeypatch):
+    under_way, killed = threading.Semaphore(0), threading.Event()
+
+    def answer(method, case, plan):
+        under_way.release()
+        assert killed.wait(PATIENCE)
+        raise LostError("crashed", "killed", died=True)
+
+    first, stations = ahead([(case, [COMPILED, MIXED]) for case in CASES], answer)
+    monkeypatch.setattr(Station, "kill", lambda self: killed.set())
+    join, main = threading.Thread.join, threading.current_thread()
+
+    def interrupted(self, timeout=None):
+        if not killed.is_set() and threading.current_thread() is main:
+            for _ in stations:
+                assert under_way.acquire(timeout=PATIENCE)
+            raise KeyboardInterrupt
+        join(self, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        first.run()
+    asked = sum(len(station.asked) for station in stations)
+    wait_until(lambda: not any(station.alive for station in stations))
+    assert asked == sum(len(station.asked) for station in stations) == 6
