@@ -90,7 +90,7 @@ def _run() -> int | str | None:
     except SystemExit as end:  # how typer ends a command, misuse of its options included
         return end.code
     except AttnbenchError as error:
-        print(_said(error), file=sys.stderr)
+        print(_message(error), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -101,10 +101,10 @@ def _formatted(
     others: Callable[..., str], message: Warning | str, category: type[Warning], *place: Any, **line: Any
 ) -> str:
     if issubclass(category, AttnbenchWarning):
-        return f"{_said(message)}\n"
+        return f"{_message(message)}\n"
     return others(message, category, *place, **line)
 
 
-def _said(message: Exception | str) -> str:
+def _message(message: Exception | str) -> str:
     """A message for standard error, freed of control characters: it may quote files, paths and plug-ins."""
     return "\n".join(printable(line)[:_LONGEST_LINE] for line in f"attnbench: {message}".split("\n"))

@@ -68,12 +68,14 @@ def _kernel(kernel: ForwardKernel | BackwardKernel, here: Device) -> dict[str, A
 
 def _limits(row: Capabilities, here: Device) -> list[str]:
     """The limits of the row on this device, a few words each; a property without a limit is not listed."""
+    from ..kernels.capabilities import capability_text
+
     least, most, multiple = row.head_dims
     bounded = (least, multiple) != (1, 1) or most < 2**31
     masks = [each for each in ("causal", "window") if each not in row.masks]
     alignments = [each for each in ("top-left", "bottom-right") if each not in row.alignments]
     said = {
-        f"not on compute capability {_dotted(here.capability)}": not _fits(row, here),
+        f"not on compute capability {capability_text(here.capability)}": not _fits(row, here),
         f"takes {'/'.join(row.dtypes)}": True,
         f"D {least}-{most}" + (f" by {multiple}" if multiple > 1 else ""): bounded,
         "Dv = D": not row.head_dim_v,
@@ -92,10 +94,6 @@ def _limits(row: Capabilities, here: Device) -> list[str]:
 def _fits(row: Capabilities, here: Device) -> bool:
     below = row.capability_below
     return row.capability <= here.capability and (below is None or here.capability < below)
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))
 
 
 def _rows(found: dict[str, Any]) -> list[dict[str, str]]:

@@ -90,8 +90,8 @@ def compare(
         raise typer.Exit(regression.exit_code)
 
 
-def print_comparison(regression: Regression, told: dict[str, Any], format: CompareFormat, *, every: bool) -> None:
-    """Print a comparison; ``told`` is its JSON.  With JSON and JUnit the conclusion goes to standard error as well."""
+def print_comparison(regression: Regression, comparison: dict[str, Any], format: CompareFormat, *, every: bool) -> None:
+    """Print a comparison and its JSON, ``comparison``.  JSON and JUnit have the conclusion on standard error"""
     from ..harness.compare.export import regression_junit
     from ..harness.compare.text import conclusion, regression_text
 
@@ -99,7 +99,7 @@ def print_comparison(regression: Regression, told: dict[str, Any], format: Compa
         print(regression_text(regression, "markdown" if format == "markdown" else "text", _width(), every))
         return
     if format == "json":
-        print_json(told)
+        print_json(comparison)
     else:
         print(regression_junit(regression))
     print(conclusion(regression), file=sys.stderr)

@@ -96,9 +96,9 @@ def gate(
         say=_say,
     )
     regression = found.regression
-    told = regression_dict(regression, found.base, found.new)
-    lost = _write(folder, found, told)
-    print_comparison(regression, told, format, every=True)
+    comparison = regression_dict(regression, found.base, found.new)
+    lost = _write(folder, found, comparison)
+    print_comparison(regression, comparison, format, every=True)
     if lost is not None:
         raise lost
     print(f"{found.said}; all of it is in {folder}", file=sys.stderr)
@@ -106,7 +106,7 @@ def gate(
         raise typer.Exit(regression.exit_code)
 
 
-def _write(folder: Path, found: GateRun, told: dict[str, Any]) -> OutputError | None:
+def _write(folder: Path, found: GateRun, comparison: dict[str, Any]) -> OutputError | None:
     """Write the files of the verdict; returns an error instead of raising it, so that the result is printed first."""
     from ..harness.compare.export import regression_junit
     from ..harness.compare.gate.rounds import ROUNDS, rounds_text
@@ -114,7 +114,7 @@ def _write(folder: Path, found: GateRun, told: dict[str, Any]) -> OutputError | 
 
     files = {
         ROUNDS: rounds_text(found.rounds),
-        "gate.json": json.dumps(told, indent=2, allow_nan=False) + "\n",
+        "gate.json": json.dumps(comparison, indent=2, allow_nan=False) + "\n",
         "gate.md": regression_text(found.regression, "markdown", PIPED_WIDTH, every=True) + "\n",
         "gate.xml": regression_junit(found.regression, "attnbench gate") + "\n",
     }

@@ -57,7 +57,7 @@ def print_table(rows: Sequence[Mapping[str, str]], format: Format) -> None:
     """Print rows with the same keys, as a table for a terminal, whose last column is wrapped, or as Markdown."""
     from tabulate import tabulate  # not needed by `attnbench --help`
 
-    cells = [{name: _shown(text, format) for name, text in row.items()} for row in rows]
+    cells = [{name: _cell(text, format) for name, text in row.items()} for row in rows]
     if format == "markdown":
         print(tabulate(cells, headers="keys", tablefmt="github", disable_numparse=True))
         return
@@ -73,5 +73,5 @@ def print_text(text: str) -> None:
     print("\n".join(printable(line) for line in text.split("\n")))
 
 
-def _shown(text: str, format: Format) -> str:
+def _cell(text: str, format: Format) -> str:
     return printable(text).replace("|", "\\|") if format == "markdown" else printable(text)

@@ -116,7 +116,7 @@ def sweep(
         raise MisuseError("--backends: no name given; expected a comma-separated list such as fa3,triton:fp8")
     if shard.count > 1 and out is None:
         raise MisuseError("a sweep in several processes needs --out, the folder where each process writes its part")
-    wanted = _kept(_cases(preset, dtype, devices[0].type), case or [], preset)
+    wanted = _named_cases(_cases(preset, dtype, devices[0].type), case or [], preset)
     cases = shard.of(wanted, lambda each: _FIXED_FLOPS + each.flops)
     # A part without a case is written too, so that merge finds all parts.
     tasks = tasks_of(cases, known, devices[0], dtype, names) if cases else []
@@ -242,7 +242,7 @@ def _cases(preset: str, dtype: str, device_type: str) -> list[Case]:
     return read_cases(path, dtype)
 
 
-def _kept(cases: list[Case], names: list[str], preset: str) -> list[Case]:
+def _named_cases(cases: list[Case], names: list[str], preset: str) -> list[Case]:
     """The cases with these names, or all if there are no names.  Raises MisuseError with the nearest names."""
     from ..harness.cases.case import LONGEST_NAME
 

@@ -178,7 +178,7 @@ def train(
 ) -> None:
     """Train with two kinds of attention and compare throughput, attention's share and loss, with a verdict."""
     if show:
-        _print([run for place in show for run in _shown(place)], format)
+        _print([run for place in show for run in _earlier_runs(place)], format)
         return
     if price_per_hour is not None and not _possible(price_per_hour):
         raise MisuseError(f"--price-per-hour {price_per_hour}: expected a positive price")
@@ -274,9 +274,9 @@ def _train(
         for config in (candidate, *([baseline] if baseline is not None else [])):
             check_beforehand(config, ranks.device)
         session = Session(folder, ranks, **settings)
-        with session, show_training_progress(Console(stderr=True), len(runs), silent=not ranks.first) as told:
+        with session, show_training_progress(Console(stderr=True), len(runs), silent=not ranks.first) as progress:
             try:
-                rows = session.run(runs, build, told)
+                rows = session.run(runs, build, progress)
             except KeyboardInterrupt:
                 print(f"stopped; to continue, run the same command with --resume --out {folder}", file=sys.stderr)
                 raise
@@ -296,7 +296,7 @@ def _print(runs: Sequence[TrainingRun], format: Format) -> None:
         print_text(report(runs, "markdown" if format == "markdown" else "text"))
 
 
-def _shown(place: str) -> list[TrainingRun]:
+def _earlier_runs(place: str) -> list[TrainingRun]:
     """The runs of ``FOLDER`` or ``FOLDER=PRICE``; the price replaces what the rows say."""
     from ..harness.training.rows import read_runs
 

@@ -59,7 +59,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{twice!r:.60} stands twice in one object")
+        raise ValueError(f"{twice!r:.60} occurs twice in one object")
     return found
 
 

@@ -145,7 +145,7 @@ def _parsed(path: Path, text: str) -> Frozen:
             if question.device not in devices:
                 raise ValueError(f"the devices above lack {question.device!r:.60}")
             if question in plans:
-                raise ValueError(f"{question} stands there twice")
+                raise ValueError(f"{question} occurs twice")
             plans[question] = answer
     return Frozen(devices, plans)
 

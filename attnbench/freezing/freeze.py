@@ -1,8 +1,8 @@
 """``freeze``: keep the choices of a run in a file, so that all ranks and later runs use the same plans.
 
 The fastest plan may differ between machines and sweeps, and plans round differently, so ranks that choose separately
-compute different functions.  A frozen file is asked before any table, and a missing question is answered once for all
-ranks.
+compute different functions.  A frozen file has precedence over every table, and a question that it lacks is answered
+once for all ranks.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Freeze:
         Raises FrozenError if the file lacks the question and may not be added to, RefusedError if its plan cannot serve
         here, and what ``choose`` and ``Frozen`` raise.
         """
-        # A registry of one's own is what tells choose that the tables are meant.
+        # With a registry of its own, choose uses the tables and not the frozen file.
         known = registry()
         if ">" in backend or (":" in backend and not spec.training):  # there is nothing to choose
             return choose(spec, device, backend=backend, asked_by=asked_by, fp8=fp8, max_error=max_error, known=known)

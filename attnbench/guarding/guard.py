@@ -163,7 +163,7 @@ class Guard:
         turn = self._turn(execution, "out", out)
         if turn is not None:
             spec = execution.spec
-            picks = self._drawn(pick_rows, spec)
+            picks = self._draw(pick_rows, spec)
             q, k, v = inputs.q, inputs.k, inputs.v
             tensors = {"q": q, "k": k, "v": v} if self.save_to is not None else {}
             self._check(*turn, out.device, lambda: out_sums(q, k, v, out, spec, picks), tensors)
@@ -229,12 +229,12 @@ class Guard:
         self._known[id(execution)] = execution, case  # kept alive, so that no other object gets its id
         return case
 
-    def _drawn(self, pick: Callable[[AttentionSpec, random.Random], _Drawn], spec: AttentionSpec) -> _Drawn:
+    def _draw(self, pick: Callable[[AttentionSpec, random.Random], _Drawn], spec: AttentionSpec) -> _Drawn:
         with self._lock:
             return pick(spec, self._random)
 
     def _sampled(self, case: _Case, call: int, q: Tensor, k: Tensor, v: Tensor) -> _Sample | None:
-        groups = self._drawn(pick_groups, case.spec)
+        groups = self._draw(pick_groups, case.spec)
         try:
             with aside(q.device):
                 own = part(groups, q, k, v)
@@ -282,12 +282,12 @@ class Guard:
                         check.done.synchronize()
                     elif not check.done.query():  # type: ignore[no-untyped-call]
                         break
-                found += self._judged(self._under_way.popleft())
+                found += self._judge(self._under_way.popleft())
         errors = [error for each in found if (error := self._act(each)) is not None]
         if errors and not quietly:
             raise errors[0]
 
-    def _judged(self, check: _Check) -> list[Breach]:
+    def _judge(self, check: _Check) -> list[Breach]:
         case = check.case
         usable, found = check.sums.read()
         if not usable:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..problem.lengths_kind import Batch
 from ..problem.spec import AttentionSpec, Granularity
 
-__all__ = ["Capabilities", "Device"]
+__all__ = ["Capabilities", "Device", "capability_text"]
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,13 @@ class Capabilities:
         reasons = []
         if device.capability < self.capability:
             reasons.append(
-                f"needs compute capability {_dotted(self.capability)}, {device.name} has {_dotted(device.capability)}"
+                f"needs compute capability {capability_text(self.capability)}, "
+                f"{device.name} has {capability_text(device.capability)}"
             )
         if self.capability_below is not None and device.capability >= self.capability_below:
             reasons.append(
-                f"exists only below compute capability {_dotted(self.capability_below)}, "
-                f"{device.name} has {_dotted(device.capability)}"
+                f"exists only below compute capability {capability_text(self.capability_below)}, "
+                f"{device.name} has {capability_text(device.capability)}"
             )
         if spec.dtype not in self.dtypes:
             reasons.append(f"takes {', '.join(self.dtypes)} tensors, not {spec.dtype}")
@@ -108,5 +109,6 @@ class Capabilities:
         return reasons
 
 
-def _dotted(capability: tuple[int, int]) -> str:
+def capability_text(capability: tuple[int, int]) -> str:
+    """A compute capability as NVIDIA writes it: 9.0."""
     return f"{capability[0]}.{capability[1]}"

@@ -269,7 +269,7 @@ class BackwardKernel(Kernel):
 class Backend:
     """A family of kernels: what an entry point of the group ``attnbench.backends`` names.
 
-    ``availability`` is asked once a process.  ``resolve`` makes further kernels from the precision part of a name
+    ``availability`` is called once a process.  ``resolve`` makes further kernels from the precision part of a name
     (``fp8-token-hadamard``), or returns an empty tuple.  ``yardstick``: device types on which it is only a reference or
     is interpreted, so that a sweep measures it only if named.  ``compiles``: its kernels compile for every shape and
     cache that on the disk, so several processes may compile before anything is timed.  ``built_on``: libraries that

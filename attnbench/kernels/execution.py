@@ -54,7 +54,7 @@ class Execution:
 
     @cached_property
     def without_sinks(self) -> Execution:
-        """What the kernels are asked."""
+        """The spec that the kernels serve."""
         return Execution(self.spec.replace(sinks=False), self.forward, self.backward, self.budget)
 
     def answer(self, inputs: Inputs) -> tuple[Operands, Result]:
@@ -149,7 +149,7 @@ class _Attention(torch.autograd.Function):
                 gradients = (*gradients, gradient_of_sinks(sinks, out, lse, grad_out))
         wanted = zip(gradients, ctx.needs_input_grad, strict=False)
         found = [gradient if needed else None for gradient, needed in wanted]
-        if torch.is_grad_enabled():  # create_graph=True: somebody may differentiate these
+        if torch.is_grad_enabled():  # create_graph=True: these may be differentiated
             found = [None if each is None else Underived.apply(each, out, grad_out) for each in found]  # type: ignore[no-untyped-call]
         return *found, *[None] * (6 - len(found))
 

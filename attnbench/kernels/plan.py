@@ -51,5 +51,5 @@ def backend_of(kernel: str) -> str:
 
 
 def precision_of(kernel: str) -> str:
-    """What stands behind the colon: ``fp8`` of ``fa3:fp8``; options may follow, as in ``fp8-token``."""
+    """The part after the colon: ``fp8`` of ``fa3:fp8``; options may follow, as in ``fp8-token``."""
     return kernel.partition(":")[2]

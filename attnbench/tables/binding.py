@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from ..kernels.plan import backend_of
 from ..kernels.registry import Registry
 from ..text.printable import printable
-from .environment import Environment
+from .environment import Environment, text_of
 from .table import Table
 
 __all__ = ["Binding", "release_of"]
@@ -95,12 +95,12 @@ def _of_backend(
     pairs += [(name, getattr(there, name), getattr(here, name)) for name in built_on]
     for name, old, new in pairs:
         if _release(old) != _release(new):
-            hard.append(f"measured with {name} {_said(old)}, here is {_said(new)}")
+            hard.append(f"measured with {name} {text_of(old)}, here is {text_of(new)}")
         elif old != new and name == backend and _plain(before) != there.torch:  # what is torch's is said of torch
-            soft.append(f"{name} was {_said(old)}, is {_said(new)}")
+            soft.append(f"{name} was {text_of(old)}, is {text_of(new)}")
     came, comes = there.origins.get(backend), here.origins.get(backend)
     if came is not None and comes is not None and _unnumbered(came) != _unnumbered(comes):
-        hard.append(f"measured with {backend} from {_said(came)}, here it comes from {_said(comes)}")
+        hard.append(f"measured with {backend} from {text_of(came)}, here it comes from {text_of(comes)}")
     return hard, soft
 
 
@@ -109,7 +109,7 @@ def _differing(names: list[str], there: Environment, here: Environment, known: b
     for name in names:
         old, new = getattr(there, name), getattr(here, name)
         if old != new and not (known and None in (old, new)):
-            yield f"{name} was {_said(old)}, is {_said(new)}"
+            yield f"{name} was {text_of(old)}, is {text_of(new)}"
 
 
 def _release(version: str | None) -> str | None:
@@ -124,7 +124,3 @@ def _unnumbered(origin: str) -> str:
 
 def _plain(version: str) -> str:
     return version.partition("+")[0]
-
-
-def _said(value: object) -> str:
-    return "absent" if value is None else printable(str(value))

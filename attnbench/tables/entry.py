@@ -1,4 +1,4 @@
-"""What was found out about one plan at one spec, as it stands in a table."""
+"""What a table holds about one plan at one spec."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Status = Literal["ok", "inaccurate", "slower", "refused", "unavailable", "oom", 
 STATUSES: tuple[Status, ...] = get_args(Status)
 # Of any time: a nanosecond, which no clock here resolves, and eleven days.
 SHORTEST_MS, LONGEST_MS = 1e-6, 1e9
-_ASKED_LIVE = ("refused", "unavailable")  # what a kernel itself is asked at every choice
+_ASKED_LIVE = ("refused", "unavailable")  # each choice asks the kernel again
 _TIME_DIGITS, _SPREAD_DIGITS, _ERROR_DIGITS = 4, 2, 3
 _LONGEST_REASON = 200
 # The least worst error that a kernel in 8 bits had on an H200 is 0.0027, by the rounding of its 16-bit output alone.
@@ -64,7 +64,7 @@ class Entry:
         if self.plan.fp8 and not any(family.startswith(_HARD) for family in self.errors):
             return "its error was never measured on inputs with outliers, nor on a model's own"
         if self.plan.fp8 and self.worst[0] < _LEAST_FP8_ERROR:
-            return f"its error of {self.worst[0]:.2g} is less than 8 bits allow, and is not believed"
+            return f"its error of {self.worst[0]:.2g} is less than 8 bits allow, so it is not used"
         return None
 
     @property
@@ -74,7 +74,7 @@ class Entry:
 
     @property
     def kept(self) -> bool:
-        """Whether a table needs it to choose by; refusals are asked anew at every choice."""
+        """Whether choosing needs it; refusals are not kept, because each choice asks the kernel again."""
         return self.status not in _ASKED_LIVE
 
     def shortened(self) -> Entry:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ..kernels.registry import Registry
 
-__all__ = ["Environment", "own_commit"]
+__all__ = ["Environment", "own_commit", "text_of"]
 
 _LONGEST = 256  # characters of any one fact: what comes from a file is bounded
 _MOST_BACKENDS = 256
@@ -107,7 +107,7 @@ class Environment:
             commit=own_commit(),
             backends={name: (answer.version or "unknown")[:_LONGEST] for name, answer in found.items()},
             origins={name: answer.origin[:_LONGEST] for name, answer in found.items() if answer.origin},
-            **(_told_by_driver(uuid) if uuid else {}),
+            **(_driver_facts(uuid) if uuid else {}),
         )
 
     @property
@@ -136,20 +136,22 @@ class Environment:
         for each in fields(self):
             mine, theirs = getattr(self, each.name), getattr(other, each.name)
             if each.name not in ("backends", "origins") and mine != theirs:
-                (hard if each.name in binding else soft).append(f"{each.name} was {_said(mine)}, is {_said(theirs)}")
+                (hard if each.name in binding else soft).append(
+                    f"{each.name} was {text_of(mine)}, is {text_of(theirs)}"
+                )
         for name in sorted({*self.backends, *other.backends}):
             before, now = self.backends.get(name), other.backends.get(name)
             if before is None or now is None:
-                soft.append(f"the backend {_said(name)} {'was not' if before is None else 'is no longer'} available")
+                soft.append(f"the backend {text_of(name)} {'was not' if before is None else 'is no longer'} available")
                 continue
             if before != now:
-                hard.append(f"the backend {_said(name)} was {_said(before)}, is {_said(now)}")
+                hard.append(f"the backend {text_of(name)} was {text_of(before)}, is {text_of(now)}")
             came, comes = self.origins.get(name), other.origins.get(name)
             if None not in (came, comes) and came != comes:
-                hard.append(f"the backend {_said(name)} came from {_said(came)}, comes from {_said(comes)}")
+                hard.append(f"the backend {text_of(name)} came from {text_of(came)}, comes from {text_of(comes)}")
         both = self.backends.keys() & other.backends.keys()
         if unsure := sorted(both & (self.origins.keys() ^ other.origins.keys())):
-            soft.append(f"where {_said(', '.join(unsure))} come from is known on one side only")
+            soft.append(f"where {text_of(', '.join(unsure))} come from is known on one side only")
         return hard, soft
 
     def to_dict(self) -> dict[str, Any]:
@@ -188,7 +190,8 @@ def _check(name: str, value: object, *, optional: bool) -> None:
         raise InputError(f"an environment's {name} has the form {_FORMS[name]}, not {brief(value)}")
 
 
-def _said(value: object) -> str:
+def text_of(value: object) -> str:
+    """A fact in one line, as a message may show it."""
     return "absent" if value is None else printable(str(value))
 
 
@@ -200,7 +203,7 @@ def _installed(distribution: str) -> str | None:
 
 
 def _cpu_model() -> str:
-    """The processor's own name where Linux tells, else the architecture."""
+    """The processor's name where Linux has it, else the architecture."""
     try:
         facts = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:  # not Linux
@@ -217,8 +220,8 @@ def _cudnn(number: int | None) -> str | None:
     return None if number is None else f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
-def _told_by_driver(uuid: str) -> dict[str, Any]:
-    """What NVML tells of the GPU with this UUID; None where it is missing, has no access or does not tell."""
+def _driver_facts(uuid: str) -> dict[str, Any]:
+    """NVML's facts of the GPU with this UUID; None for what is missing, forbidden or not known."""
     with Nvml() as nvml:
         gpu = nvml.gpu(uuid)
         return {
@@ -236,7 +239,7 @@ def own_commit() -> str | None:
 @cache
 def _commit_of(folder: Path) -> str | None:
     """Asked once: a process computes with the code that it has loaded, whatever becomes of the files."""
-    if not (folder / ".git").exists():  # a wheel's folder may lie inside a repository of the user's: not ours to ask
+    if not (folder / ".git").exists():  # a wheel may be installed inside another repository
         return None
     try:
         if not re.search(

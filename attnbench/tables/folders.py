@@ -1,4 +1,4 @@
-"""Tables in the folders that ATTNBENCH_TABLES names: files from anyone, of any GPU, of which nothing is trusted."""
+"""Tables in the folders that ATTNBENCH_TABLES names: untrusted files, of any GPU."""
 
 from __future__ import annotations
 

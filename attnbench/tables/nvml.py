@@ -90,12 +90,12 @@ class Gpu:
     def clock_mhz(self) -> int | None:
         """What the multiprocessors' clock is now."""
         nvml = self._library
-        return self._told("clock", lambda: nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM))
+        return self._ask("clock", lambda: nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM))
 
     def memory_mhz(self) -> int | None:
         """What the memory's clock is now."""
         nvml = self._library
-        return self._told("memory clock", lambda: nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_MEM))
+        return self._ask("memory clock", lambda: nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_MEM))
 
     def power_w(self) -> float | None:
         """What the board draws now.  nvmlDeviceGetPowerUsage gives a second's mean, longer than most measurements."""
@@ -107,36 +107,36 @@ class Gpu:
                 raise nvml.NVMLError(answer.nvmlReturn)
             return int(answer.value.uiVal)
 
-        milliwatts = self._told("power", ask)
+        milliwatts = self._ask("power", ask)
         return None if milliwatts is None else milliwatts / 1000
 
     def temperature_c(self) -> int | None:
         """What the chip's temperature is now."""
         nvml = self._library
-        return self._told("temperature", lambda: nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU))
+        return self._ask("temperature", lambda: nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU))
 
     def clock_reasons(self) -> int | None:
         """What holds the clock where it is: the bits of nvmlClocksEventReasons in nvml.h."""
         nvml = self._library
-        return self._told("clock reasons", lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle))
+        return self._ask("clock reasons", lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle))
 
     def highest_clock_mhz(self) -> int | None:
         """The highest clock that the multiprocessors can be given."""
         nvml = self._library
-        return self._told("highest clock", lambda: nvml.nvmlDeviceGetMaxClockInfo(self._handle, nvml.NVML_CLOCK_SM))
+        return self._ask("highest clock", lambda: nvml.nvmlDeviceGetMaxClockInfo(self._handle, nvml.NVML_CLOCK_SM))
 
     def power_cap_w(self) -> int | None:
-        """The power that the driver holds the board to, whoever set it."""
-        milliwatts = self._told("power cap", lambda: self._library.nvmlDeviceGetEnforcedPowerLimit(self._handle))
+        """The power limit that the driver enforces."""
+        milliwatts = self._ask("power cap", lambda: self._library.nvmlDeviceGetEnforcedPowerLimit(self._handle))
         return None if milliwatts is None else round(milliwatts / 1000)
 
-    def _told(self, fact: str, ask: Callable[[], Any]) -> int | None:
+    def _ask(self, fact: str, ask: Callable[[], Any]) -> int | None:
         try:
-            told = int(ask())
+            value = int(ask())
         except (self._library.NVMLError, AttributeError) as error:  # a later nvidia-ml-py may have dropped the function
             self.silences.setdefault(fact, str(error))
             return None
-        if told == _NOT_AVAILABLE:
+        if value == _NOT_AVAILABLE:
             self.silences.setdefault(fact, "NVML calls it not available")
             return None
-        return told
+        return value

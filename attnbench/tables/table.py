@@ -104,7 +104,7 @@ class Table:
                 str(entry.plan),
                 entry.status,
                 "" if entry.time_ms is None else three_digits(entry.time_ms),
-                ", ".join(f"{family} {_said(error)}" for family, error in sorted(entry.errors.items())),
+                ", ".join(f"{family} {_error_text(error)}" for family, error in sorted(entry.errors.items())),
             ]
             for entry in sorted(self.entries.values(), key=rank)
             if entry.time_ms is not None
@@ -114,7 +114,7 @@ class Table:
         return head + "\n\n" + tabulate(rows, ["spec", "plan", "status", "call ms", "errors"], disable_numparse=True)
 
 
-def _said(error: float) -> str:
+def _error_text(error: float) -> str:
     return f"{error:.2g}" if math.isfinite(error) else "infinite"
 
 

@@ -48,7 +48,7 @@ def parsed(path: Path, text: str) -> tuple[Environment, list[Entry]]:
         with expected(path, f"a spec at specs[{number}]"):
             spec, plans = spec_from(of_kind(dict, each)["spec"]), of_kind(dict, each["plans"])
             if spec in entries:
-                raise ValueError(f"{spec} stands there twice")
+                raise ValueError(f"{spec} occurs twice")
         entries[spec] = []
         for name, facts in plans.items():
             with expected(path, f"an entry at specs[{number}], {name!r:.60}"):

@@ -19,18 +19,18 @@ from ..kernels.registry import Registry
 from ..kernels.registry import registry as installed
 from ..problem.spec import FP8_DTYPES, AttentionSpec
 from ..tables.environment import Environment
-from .conformance_batches import served
+from .conformance_batches import serves_batch
 from .conformance_checks import CHECKS, Check
 from .conformance_report import Finding, Report
-from .conformance_sinks import served_with_sinks
+from .conformance_sinks import serves_sinks
 from .conformance_subject import Subject, shrunk
 
 __all__ = ["check_backend"]
 
 _FEW = 1  # specs of each check that runs, where every new shape is compiled
-_TRIES = 4  # specs drawn for each that is to be served in a batch of unequal lengths
-_SHARED = "shared"  # the name by which checks of conduct then draw the same one
-_BECAUSE = "not asked, because of: "
+_TRIES = 4  # specs drawn for each that must be served in a batch of unequal lengths
+_SHARED = "shared"  # the seed of checks that then use the same spec
+_BECAUSE = "not run, because of: "
 _RAISED = "raised "
 _LOST = "the GPU takes no more work from this process: "
 _EXACT = "reference:fp32"  # the forward for a backward that has none of its own
@@ -100,7 +100,7 @@ def _findings(subjects: Sequence[Subject], backend: Backend) -> Iterator[Finding
     for checks in ([check for check in CHECKS if check not in late], late):
         for subject in subjects:
             plan = subject.plan
-            if refused := _no_row(subject):
+            if refused := _missing_row(subject):
                 if checks is not late:
                     yield Finding(str(plan), "refusals", "skipped", refused)
                 continue
@@ -111,10 +111,10 @@ def _findings(subjects: Sequence[Subject], backend: Backend) -> Iterator[Finding
                 subject.broken |= before.broken if before else set()
             for check in checks:
                 if lost:
-                    yield Finding(str(plan), check.name, "skipped", f"not asked, because {_LOST}{lost}")
+                    yield Finding(str(plan), check.name, "skipped", f"not run, because {_LOST}{lost}")
                     continue
                 few = backend.compiles and check.name != "refusals"
-                finding = _examined(subject, check, known, alone, _FEW if few else check.count)
+                finding = _run_check(subject, check, known, alone, _FEW if few else check.count)
                 if finding is None:
                     continue
                 if finding.said.startswith(_LOST):
@@ -125,15 +125,15 @@ def _findings(subjects: Sequence[Subject], backend: Backend) -> Iterator[Finding
                 yield finding
 
 
-def _no_row(subject: Subject) -> str | None:
-    """What a kernel without a row for the device says."""
+def _missing_row(subject: Subject) -> str | None:
+    """Which devices the kernels have rows for, if this one is not among them."""
     kernels = [subject.forward] if subject.backward is None else [subject.forward, subject.backward]
     here = subject.facts.type
     return next((f"{each.name} runs on {' and '.join(each.rows)}" for each in kernels if here not in each.rows), None)
 
 
-def _examined(subject: Subject, check: Check, known: set[str], alone: set[str], count: int) -> Finding | None:
-    """One check of one plan; None where it is not about such plans."""
+def _run_check(subject: Subject, check: Check, known: set[str], alone: set[str], count: int) -> Finding | None:
+    """One check of one plan; None if the check is for plans of another direction."""
     plan, training = str(subject.plan), subject.backward is not None
     if check.only is not None and (check.only == "training") != training:
         return None
@@ -146,11 +146,11 @@ def _examined(subject: Subject, check: Check, known: set[str], alone: set[str], 
     failed = known | alone
     if blocked := [name for name in dict.fromkeys((*check.after, check.name)) if name in failed]:
         return skipped(_BECAUSE + ", ".join(blocked))
-    specs = _drawn(subject, check, count)
+    specs = _specs_for(subject, check, count)
     if not specs:
-        return skipped(_nothing(subject, check))
+        return skipped(_why_no_spec(subject, check))
     for spec in specs:
-        said = _said(check, subject, spec)
+        said = _fault(check, subject, spec)
         if said is None:
             continue
         if said.startswith(_LOST):
@@ -169,17 +169,17 @@ def _smallest(check: Check, subject: Subject, spec: AttentionSpec, said: str) ->
 
     def fails(smaller: AttentionSpec) -> bool:
         nonlocal said
-        # Once a spec has lost the GPU nothing more can be asked: it is the one to tell of.
+        # A spec that lost the GPU is reported as it is, because no other can run in this process.
         if said.startswith(_LOST) or (check.name != "refusals" and subject.refusals(smaller)):
             return False
-        found = _said(check, subject, smaller)
+        found = _fault(check, subject, smaller)
         said = found or said
         return found is not None
 
     return shrunk(spec, fails), said
 
 
-def _drawn(subject: Subject, check: Check, count: int) -> list[AttentionSpec]:
+def _specs_for(subject: Subject, check: Check, count: int) -> list[AttentionSpec]:
     if check.name == "refusals":
         random = Random(f"{subject.seed} {subject.plan}")
         specs = [subject.whatever(random) for _ in range(count)]
@@ -193,16 +193,16 @@ def _drawn(subject: Subject, check: Check, count: int) -> list[AttentionSpec]:
         return subject.typical()[:count]
     if check.batch is not None:
         specs = subject.mixed(check.name, _TRIES * count)
-        return [spec for spec in specs if spec.descale is None and served(subject, spec, check.batch)][:count]
+        return [spec for spec in specs if spec.descale is None and serves_batch(subject, spec, check.batch)][:count]
     if check.sinks:
-        return [spec for spec in subject.mixed(check.name, _TRIES * count) if served_with_sinks(subject, spec)][:count]
+        return [spec for spec in subject.mixed(check.name, _TRIES * count) if serves_sinks(subject, spec)][:count]
     if check.mixed:
         return subject.mixed(check.name, count)
     name = _SHARED if count == _FEW and not check.features else check.name
     return subject.specs(name, count, *check.features)
 
 
-def _nothing(subject: Subject, check: Check) -> str:
+def _why_no_spec(subject: Subject, check: Check) -> str:
     """Why there is no spec for a check."""
     if broken := sorted(subject.broken.intersection(check.features)):
         return _BECAUSE + ", ".join(broken)
@@ -216,23 +216,23 @@ def _nothing(subject: Subject, check: Check) -> str:
     return f"refused: {reasons[0]}" if reasons else "no such spec is served"
 
 
-def _said(check: Check, subject: Subject, spec: AttentionSpec) -> str | None:
-    """What is wrong, an exception of the kernel included."""
+def _fault(check: Check, subject: Subject, spec: AttentionSpec) -> str | None:
+    """What is wrong on a spec, including an exception; None if nothing is."""
     said = None
     try:
         said = check.wrong(subject, spec)
-    except Exception as error:  # a kernel may raise anything; that it does is the finding
+    except Exception as error:  # whatever a kernel raises is a finding
         said = f"{_RAISED}{_first_line(error)}"
-    gone = None if check.name == "CUDA graph" else _gone(subject.device)
+    gone = None if check.name == "CUDA graph" else _device_error(subject.device)
     return said if gone is None else _LOST + gone
 
 
-def _gone(device: torch.device) -> str | None:
+def _device_error(device: torch.device) -> str | None:
     """Why a GPU takes no more work from this process, as after an illegal memory access; None if it does."""
     if device.type == "cuda":
         try:
             torch.cuda.synchronize(device)
-        except Exception as error:  # whatever it is, nothing runs any more
+        except Exception as error:  # nothing runs after any of them
             return _first_line(error)
     return None
 

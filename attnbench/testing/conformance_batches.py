@@ -17,24 +17,24 @@ from ..problem.lengths_kind import Batch
 from ..problem.spec import AttentionSpec
 from .conformance_subject import Subject, inputs_of, truth_of
 
-__all__ = ["served", "unequal"]
+__all__ = ["check_batch", "serves_batch"]
 
 _FILLING = 3  # tokens of padding beside the longest row
 _LOUD = 1000.0  # times the other sequences: a scale that they share would cost this one all its bits
 
 
-def served(subject: Subject, spec: AttentionSpec, batch: Batch) -> bool:
+def serves_batch(subject: Subject, spec: AttentionSpec, batch: Batch) -> bool:
     """Whether the plan takes such a batch of sequences like this spec's."""
-    return not subject.refusals(_drawn(spec, batch, torch.device("cpu"))[2])
+    return not subject.refusals(_draw(spec, batch, torch.device("cpu"))[2])
 
 
-def unequal(subject: Subject, spec: AttentionSpec, batch: Batch) -> str | None:
+def check_batch(subject: Subject, spec: AttentionSpec, batch: Batch) -> str | None:
     """Out, LSE and gradients of each sequence beside exact attention on it alone, and what padding and empty rows get.
 
     Again after the first sequence was filled with NaN, and after the others were and were made a thousand times larger:
     no scale, no value and no gradient crosses a border.  NaN may where a row says so.
     """
-    drawn, lengths, whole = _drawn(spec, batch, subject.device)
+    drawn, lengths, whole = _draw(spec, batch, subject.device)
     sequences = list(lengths.sequences(whole, drawn.q, drawn.k))
     first, others = sequences[:1], sequences[1:]
     turns: tuple[tuple[str, Collection[Sequence], float], ...] = (
@@ -66,7 +66,7 @@ def unequal(subject: Subject, spec: AttentionSpec, batch: Batch) -> str | None:
     return None
 
 
-def _drawn(spec: AttentionSpec, batch: Batch, device: torch.device) -> tuple[Drawn, Lengths, AttentionSpec]:
+def _draw(spec: AttentionSpec, batch: Batch, device: torch.device) -> tuple[Drawn, Lengths, AttentionSpec]:
     """Tensors of such a batch, their lengths and spec: sequences like this spec's, shorter, of length 1 and empty."""
     half = max(1, spec.seqlen_q // 2), max(1, spec.seqlen_kv // 2)
     pairs = [(spec.seqlen_q, spec.seqlen_kv), (1, 1), (0, 0), half]
@@ -127,7 +127,7 @@ def _part(own: Sequence, name: TensorName, value: Tensor) -> Tensor:
 
 
 def _unused(found: dict[TensorName, Tensor], sequences: Collection[Sequence]) -> str | None:
-    """What is wrong with tokens that see nothing or are nobody's: they get 0, and the LSE minus infinity."""
+    """What is wrong with tokens that see no key or belong to no sequence: they get 0, and the LSE minus infinity."""
     for name, value in found.items():
         rest = value.clone()
         nothing = -torch.inf if name == "lse" else 0.0

@@ -9,35 +9,35 @@ from typing import Literal
 
 from ..problem.lengths_kind import BATCHES, Batch
 from ..problem.spec import AttentionSpec
-from .conformance_batches import unequal
+from .conformance_batches import check_batch
 from .conformance_conduct import (
-    captured,
-    differentiated,
-    kept_apart,
-    on_another_stream,
-    refused,
-    released,
-    renewed,
-    repeated,
-    runs,
-    shared,
-    surrounded,
-    threaded,
-    untouched,
+    check_autograd,
+    check_graph,
+    check_inputs,
+    check_memory,
+    check_new_values,
+    check_refusals,
+    check_repeated_calls,
+    check_results_kept,
+    check_runs,
+    check_shared_gpu,
+    check_stream,
+    check_threads,
+    check_torch_state,
 )
 from .conformance_numbers import (
-    aligned,
-    complete,
-    correct,
-    declared,
-    descaled,
-    grouped,
-    logarithmic,
-    returned,
-    strided,
-    windowed,
+    check_alignment,
+    check_declared_error,
+    check_descales,
+    check_error,
+    check_grouping,
+    check_lse,
+    check_numbers,
+    check_returned,
+    check_strides,
+    check_window,
 )
-from .conformance_sinks import sunk
+from .conformance_sinks import check_sinks
 from .conformance_subject import Subject
 
 __all__ = ["CHECKS", "Check"]
@@ -75,7 +75,7 @@ def _of_batch(batch: Batch) -> Check:
     """The numbers of batches of sequences of unequal length."""
     return Check(
         name=f"{batch} batch",
-        wrong=partial(unequal, batch=batch),
+        wrong=partial(check_batch, batch=batch),
         look="where sequences start and end, scales and tiles that cross a border, rows that belong to no sequence",
         batch=batch,
         mixed=True,
@@ -86,43 +86,43 @@ def _of_batch(batch: Batch) -> Check:
 
 def _of_feature(name: str, look: str) -> Check:
     """The numbers of specs with one feature beside exact attention."""
-    return Check(name=name, wrong=complete, look=look, features=(name,), after=_PLAIN)
+    return Check(name=name, wrong=check_numbers, look=look, features=(name,), after=_PLAIN)
 
 
 CHECKS: tuple[Check, ...] = (
     Check(
         name="refusals",
-        wrong=refused,
+        wrong=check_refusals,
         look="refusals and further_refusals must depend on spec and device alone, one sentence for each reason",
         count=40,
     ),
     Check(
         name="runs",
-        wrong=runs,
+        wrong=check_runs,
         look="the row or further_refusals must refuse this spec, or prepare and run must serve it",
         mixed=True,
         count=12,
     ),
     Check(
         name="returned",
-        wrong=returned,
+        wrong=check_returned,
         look="dtype and layout of what run returns: out and gradients (B, H, S, D) in the input's dtype, lse in fp32",
     ),
     Check(
         name="inputs",
-        wrong=untouched,
+        wrong=check_inputs,
         look="in-place operations on q, k, v, their views, or on what was saved",
         after=("returned",),
     ),
     Check(
         name="torch's state",
-        wrong=surrounded,
+        wrong=check_torch_state,
         look="settings, seeds and streams that a call changes: put back what was there, or do not touch it",
         count=2,
     ),
     Check(
         name="out",
-        wrong=correct,
+        wrong=check_error,
         look="the two products and the softmax, or a declared_error that is too small",
         only="forward",
         after=("returned", "inputs"),
@@ -130,7 +130,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         name="gradients",
-        wrong=correct,
+        wrong=check_error,
         look="which Q, K, V, out and LSE the backward computes with (operands.tensors()), or its declared_error",
         only="training",
         after=("returned", "inputs", "out", "LSE"),
@@ -138,35 +138,35 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         name="declared error",
-        wrong=declared,
+        wrong=check_declared_error,
         look="declared_error, or error_on where it depends on more than the type: a little above what is found here",
         after=("returned", "inputs", *_PLAIN),
         typical=True,
     ),
     Check(
         name="LSE",
-        wrong=logarithmic,
+        wrong=check_lse,
         look="natural logarithm of the scaled scores, with the maximum added back, not the base-2 one of the kernel",
         only="forward",
         after=("returned", "out"),
     ),
     Check(
         name="repeated calls",
-        wrong=repeated,
+        wrong=check_repeated_calls,
         look="what a call leaves to the next: workspaces, semaphores, amax histories, operands that run changes",
         after=_PLAIN,
         count=2,
     ),
     Check(
         name="new values",
-        wrong=renewed,
+        wrong=check_new_values,
         look="caches keyed by data_ptr or shape: quantised operands, descales, outputs",
         after=(*_PLAIN, "repeated calls"),
         count=2,
     ),
     Check(
         name="results kept",
-        wrong=kept_apart,
+        wrong=check_results_kept,
         look="output buffers that are used again: allocate them in every call",
         after=_SAME,
         count=2,
@@ -175,7 +175,7 @@ CHECKS: tuple[Check, ...] = (
     _of_feature("causal", "the causal mask, the diagonal included"),
     Check(
         name="alignment",
-        wrong=aligned,
+        wrong=check_alignment,
         look="the offset of query 0 among the keys: spec.mask.offset(Sq, Skv)",
         features=("alignment",),
         after=(*_PLAIN, "lengths", "causal"),
@@ -183,7 +183,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         name="window",
-        wrong=windowed,
+        wrong=check_window,
         look="both sides of the window count keys beside the query's own: j from i - left to i + right, inclusive",
         features=("window",),
         after=_PLAIN,
@@ -191,14 +191,14 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         name="empty rows",
-        wrong=complete,
+        wrong=check_numbers,
         look="rows that see no key: out 0, lse -inf, gradients 0",
         features=("empty",),
         after=(*_PLAIN, "lengths", "causal", "alignment"),
     ),
     Check(
         name="grouping",
-        wrong=grouped,
+        wrong=check_grouping,
         look="query head h reads key head h // (H // Hkv); dk and dv add up over the group",
         features=("grouping",),
         after=_PLAIN,
@@ -210,21 +210,21 @@ CHECKS: tuple[Check, ...] = (
     _of_feature("head_dim_v", "where v's head dimension is not q's: out and dv have v's"),
     Check(
         name="descales",
-        wrong=descaled,
+        wrong=check_descales,
         look="prepare, of quantised tensors: all three descales, in the library's shape, for the right heads",
         only="forward",
         after=("out", "LSE", "repeated calls"),
     ),
     Check(
         name="strides",
-        wrong=strided,
+        wrong=check_strides,
         look="strides, storage offsets and alignment of q, k, v and grad_out: copy in prepare what cannot be read",
         after=(*_PLAIN, "repeated calls"),
         count=3,
     ),
     Check(
         name="autograd",
-        wrong=differentiated,
+        wrong=check_autograd,
         look="a backward that changes or frees what was saved, or returns gradients in another order",
         only="training",
         after=(*_PLAIN, "repeated calls"),
@@ -232,21 +232,21 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         name="threads",
-        wrong=threaded,
+        wrong=check_threads,
         look="workspaces and attributes that two calls share",
         after=(*_SAME, "results kept"),
         count=2,
     ),
     Check(
         name="memory",
-        wrong=released,
+        wrong=check_memory,
         look="caches and attributes that hold on to operands or results",
         after=("new values", "results kept"),
         count=2,
     ),
     Check(
         name="stream",
-        wrong=on_another_stream,
+        wrong=check_stream,
         look="every launch and copy on torch.cuda.current_stream(), with no stream of its own left running",
         after=_SAME,
         on="cuda",
@@ -254,7 +254,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         name="combinations",
-        wrong=complete,
+        wrong=check_numbers,
         look="features that are right alone and wrong together",
         mixed=True,
         after=_PLAIN,
@@ -263,7 +263,7 @@ CHECKS: tuple[Check, ...] = (
     *map(_of_batch, BATCHES),
     Check(
         name="sinks",
-        wrong=sunk,
+        wrong=check_sinks,
         look="the log-sum-exp's base and sign, and a backward that takes another one than it was given",
         sinks=True,
         mixed=True,
@@ -271,7 +271,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         name="shared GPU",
-        wrong=shared,
+        wrong=check_shared_gpu,
         look="barriers whose memory is used again, clocks, waiting that gives up: a kernel is stopped and goes on",
         mixed=True,
         after=(*_SAME, "stream", "combinations"),
@@ -280,7 +280,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         name="CUDA graph",
-        wrong=captured,
+        wrong=check_graph,
         look="values read on the host, or memory of the first call, that a replay does not see anew",
         after=(*_SAME, "stream"),
         on="cuda",

@@ -1,4 +1,4 @@
-"""Conformance of a kernel's conduct: effects beside its results.  Each function says what is wrong, or None."""
+"""Checks of a kernel's side effects.  Each function returns what is wrong, or None."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ from .conformance_subject import Subject, inputs_of, truth_of
 from .neighbour import NeighbourError, neighbour
 
 __all__ = [
-    "captured",
-    "differentiated",
-    "kept_apart",
-    "on_another_stream",
-    "refused",
-    "released",
-    "renewed",
-    "repeated",
-    "runs",
-    "shared",
-    "surrounded",
-    "threaded",
-    "untouched",
+    "check_autograd",
+    "check_graph",
+    "check_inputs",
+    "check_memory",
+    "check_new_values",
+    "check_refusals",
+    "check_repeated_calls",
+    "check_results_kept",
+    "check_runs",
+    "check_shared_gpu",
+    "check_stream",
+    "check_threads",
+    "check_torch_state",
 ]
 
 _ROUNDS = 4
 _LONGEST_SENTENCE = 300
 _SHARING_SECONDS = 1.5
-_QUEUED = 16  # calls at a time, so that it is the kernel whose turn ends
+_QUEUED = 16  # calls at a time, so that a GPU time slice ends within the kernel
 _SLEEP = 20_000_000  # cycles: about 10 ms, longer than a small kernel takes
 _TWO_SENTENCES = re.compile(r"[.!?]\s+[A-Z]")
 
 
-def refused(subject: Subject, spec: AttentionSpec) -> str | None:
+def check_refusals(subject: Subject, spec: AttentionSpec) -> str | None:
     """Refusals are sentences, the same when asked again; and what is refused cannot be reached."""
     kernels = [subject.forward] if subject.backward is None else [subject.forward, subject.backward]
     for kernel in kernels:
@@ -72,8 +72,8 @@ def refused(subject: Subject, spec: AttentionSpec) -> str | None:
     return "attention(backend=...) would run what the kernel refuses" if reasons else None
 
 
-def runs(subject: Subject, spec: AttentionSpec) -> str | None:
-    """What is not refused runs; that it raises is what the caller reports."""
+def check_runs(subject: Subject, spec: AttentionSpec) -> str | None:
+    """A spec that is not refused runs; the caller reports an exception."""
     inputs = inputs_of(spec, subject.device)
     subject.answers(spec, inputs)
     if subject.device.type == "cuda":
@@ -81,7 +81,7 @@ def runs(subject: Subject, spec: AttentionSpec) -> str | None:
     return None
 
 
-def untouched(subject: Subject, spec: AttentionSpec) -> str | None:
+def check_inputs(subject: Subject, spec: AttentionSpec) -> str | None:
     """Neither the inputs nor what was saved for the backward are changed."""
     inputs = inputs_of(spec, subject.device)
     given = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
@@ -100,7 +100,7 @@ def untouched(subject: Subject, spec: AttentionSpec) -> str | None:
     return f"{', '.join(changed)} changed during the call" if changed else None
 
 
-def surrounded(subject: Subject, spec: AttentionSpec) -> str | None:
+def check_torch_state(subject: Subject, spec: AttentionSpec) -> str | None:
     """Torch's own state, random numbers included, is as it was before the call."""
     inputs = inputs_of(spec, subject.device)
     before = _torch_state(subject.device)
@@ -129,35 +129,35 @@ def _torch_state(device: torch.device) -> dict[str, object]:
     return state
 
 
-def renewed(subject: Subject, spec: AttentionSpec) -> str | None:
+def check_new_values(subject: Subject, spec: AttentionSpec) -> str | None:
     """Other values at the same addresses are computed anew."""
     inputs = inputs_of(spec, subject.device)
     truth = truth_of(subject, spec, inputs)
     subject.answers(spec, inputs)
     negate(*_all(inputs))
     said = subject.wrong(spec, undo_negation(subject.answers(spec, inputs)), truth)
-    return None if said is None else f"with all inputs negated where they lie {said}"
+    return None if said is None else f"with all inputs negated in place {said}"
 
 
-def kept_apart(subject: Subject, spec: AttentionSpec) -> str | None:
+def check_results_kept(subject: Subject, spec: AttentionSpec) -> str | None:
     """A later call leaves an earlier one's results alone."""
     inputs, other = inputs_of(spec, subject.device), inputs_of(spec, subject.device)
     negate(*_all(other))
-    first = _judged(subject, subject.answers(spec, inputs))
+    first = _errors(subject, subject.answers(spec, inputs))
     kept = {name: x.clone() for name, x in first.items()}
     subject.answers(spec, other)
     changed = [name for name, x in first.items() if not same_bits(x, kept[name])]
     return f"{', '.join(changed)} of the first call changed in the second" if changed else None
 
 
-def repeated(subject: Subject, spec: AttentionSpec) -> str | None:
+def check_repeated_calls(subject: Subject, spec: AttentionSpec) -> str | None:
     """The same inputs again: the same bits, or said how far they are apart."""
     inputs = inputs_of(spec, subject.device)
     truth = truth_of(subject, spec, inputs)
-    first = _judged(subject, subject.answers(spec, inputs))
+    first = _errors(subject, subject.answers(spec, inputs))
     bits = True
     for number in range(2, 2 + _ROUNDS):
-        again = _judged(subject, subject.answers(spec, inputs))
+        again = _errors(subject, subject.answers(spec, inputs))
         if said := subject.wrong(spec, again, truth):
             return f"call {number} on the same inputs: {said}"
         bits = bits and all(same_bits(x, again[name]) for name, x in first.items())
@@ -169,7 +169,7 @@ def repeated(subject: Subject, spec: AttentionSpec) -> str | None:
     return None
 
 
-def threaded(subject: Subject, spec: AttentionSpec) -> str | None:
+def check_threads(subject: Subject, spec: AttentionSpec) -> str | None:
     """Two threads at once, each with inputs of its own."""
     inputs = inputs_of(spec, subject.device)
     truth = truth_of(subject, spec, inputs)
@@ -199,7 +199,7 @@ def threaded(subject: Subject, spec: AttentionSpec) -> str | None:
     return f"in two threads at once {said[0]}" if said else None
 
 
-def released(subject: Subject, spec: AttentionSpec) -> str | None:
+def check_memory(subject: Subject, spec: AttentionSpec) -> str | None:
     """Once results are dropped, inputs and results are freed; calls with the same spec do not pile anything up."""
     _warm(subject, spec)
     live, allocated = _live(subject)
@@ -238,7 +238,7 @@ def _live(subject: Subject) -> tuple[int, int]:
     return tensors, torch.cuda.memory_allocated(subject.device)
 
 
-def differentiated(subject: Subject, spec: AttentionSpec) -> str | None:
+def check_autograd(subject: Subject, spec: AttentionSpec) -> str | None:
     """Gradients through autograd: right, twice, only for leaves that require them, none in no_grad."""
     inputs = inputs_of(spec, subject.device)
     assert subject.backward is not None, "only training plans come here"
@@ -270,7 +270,7 @@ def differentiated(subject: Subject, spec: AttentionSpec) -> str | None:
     return None
 
 
-def on_another_stream(subject: Subject, spec: AttentionSpec) -> str | None:
+def check_stream(subject: Subject, spec: AttentionSpec) -> str | None:
     """Inputs that a side stream makes late, read on that stream, with no synchronisation between."""
     inputs = inputs_of(spec, subject.device)
     truth = truth_of(subject, spec, inputs)
@@ -291,17 +291,17 @@ def on_another_stream(subject: Subject, spec: AttentionSpec) -> str | None:
     return None if said is None else f"on a side stream {said}"
 
 
-def shared(subject: Subject, spec: AttentionSpec) -> str | None:
+def check_shared_gpu(subject: Subject, spec: AttentionSpec) -> str | None:
     """The same answers while another process computes on the GPU, which goes from one to the other in turns."""
     inputs = inputs_of(spec, subject.device)
     truth = truth_of(subject, spec, inputs)
-    first = _judged(subject, subject.answers(spec, inputs))
+    first = _errors(subject, subject.answers(spec, inputs))
     calls = 0
     try:
         with neighbour(subject.device):
             ends = time.monotonic() + _SHARING_SECONDS
             while time.monotonic() < ends:
-                queued = [_judged(subject, subject.answers(spec, inputs)) for _ in range(_QUEUED)]
+                queued = [_errors(subject, subject.answers(spec, inputs)) for _ in range(_QUEUED)]
                 calls += _QUEUED
                 for found in queued:
                     if all(same_bits(x, first[name]) for name, x in found.items()):
@@ -315,7 +315,7 @@ def shared(subject: Subject, spec: AttentionSpec) -> str | None:
     return None
 
 
-def captured(subject: Subject, spec: AttentionSpec) -> str | None:
+def check_graph(subject: Subject, spec: AttentionSpec) -> str | None:
     """A CUDA graph replays it on other values with the right result; that it cannot be recorded is only noted."""
     inputs = inputs_of(spec, subject.device)
     truth = truth_of(subject, spec, inputs)
@@ -345,5 +345,5 @@ def _all(inputs: Drawn) -> list[Tensor]:
     return [x for x in (inputs.q, inputs.k, inputs.v, inputs.grad_out) if x is not None]
 
 
-def _judged(subject: Subject, found: dict[TensorName, Tensor]) -> dict[TensorName, Tensor]:
+def _errors(subject: Subject, found: dict[TensorName, Tensor]) -> dict[TensorName, Tensor]:
     return {name: x for name, x in found.items() if name in subject.tensors}

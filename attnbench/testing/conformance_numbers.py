@@ -20,16 +20,16 @@ from ..problem.spec import AttentionSpec
 from .conformance_subject import Subject, Values, exact_of, inputs_of, truth_of, wide_inputs
 
 __all__ = [
-    "aligned",
-    "complete",
-    "correct",
-    "declared",
-    "descaled",
-    "grouped",
-    "logarithmic",
-    "returned",
-    "strided",
-    "windowed",
+    "check_alignment",
+    "check_declared_error",
+    "check_descales",
+    "check_error",
+    "check_grouping",
+    "check_lse",
+    "check_numbers",
+    "check_returned",
+    "check_strides",
+    "check_window",
 ]
 
 _NATS_PER_BIT = 0.6931471805599453
@@ -39,7 +39,7 @@ _OF_TRUTH = 3e-15  # what exact attention in FP64 may itself be off by
 _DATA_DEVIATION = 64.0  # of the numbers stored in FP8: far from the smallest, and hardly one is cut off
 
 
-def returned(subject: Subject, spec: AttentionSpec) -> str | None:
+def check_returned(subject: Subject, spec: AttentionSpec) -> str | None:
     """Dtypes, shapes, device of what comes back, and memory of its own."""
     inputs = inputs_of(spec, subject.device)
     operands = subject.forward.prepare(inputs.qkv, spec)
@@ -74,14 +74,14 @@ def returned(subject: Subject, spec: AttentionSpec) -> str | None:
     return None
 
 
-def correct(subject: Subject, spec: AttentionSpec) -> str | None:
+def check_error(subject: Subject, spec: AttentionSpec) -> str | None:
     """Out or the gradients beside exact attention."""
     inputs = inputs_of(spec, subject.device)
     found = subject.answers(spec, inputs)
     return subject.wrong(spec, {name: x for name, x in found.items() if name != "lse"}, truth_of(subject, spec, inputs))
 
 
-def declared(subject: Subject, spec: AttentionSpec) -> str | None:
+def check_declared_error(subject: Subject, spec: AttentionSpec) -> str | None:
     """The worst error of out or the gradients against the declared one, on enough numbers not to stray from it."""
     inputs = inputs_of(spec, subject.device)
     truth, found = truth_of(subject, spec, inputs), subject.answers(spec, inputs)
@@ -97,13 +97,13 @@ def declared(subject: Subject, spec: AttentionSpec) -> str | None:
     return None
 
 
-def complete(subject: Subject, spec: AttentionSpec) -> str | None:
+def check_numbers(subject: Subject, spec: AttentionSpec) -> str | None:
     """Everything that the plan is judged by, beside exact attention."""
     inputs = inputs_of(spec, subject.device)
     return subject.wrong(spec, subject.answers(spec, inputs), truth_of(subject, spec, inputs))
 
 
-def logarithmic(subject: Subject, spec: AttentionSpec) -> str | None:
+def check_lse(subject: Subject, spec: AttentionSpec) -> str | None:
     """The LSE: natural logarithm, minus infinity where no key is seen."""
     inputs = inputs_of(spec, subject.device)
     found = subject.answers(spec, inputs)
@@ -122,13 +122,13 @@ def logarithmic(subject: Subject, spec: AttentionSpec) -> str | None:
     return said
 
 
-def aligned(subject: Subject, spec: AttentionSpec) -> str | None:
+def check_alignment(subject: Subject, spec: AttentionSpec) -> str | None:
     """Both causal alignments."""
     other: Alignment = "top-left" if spec.mask.alignment == "bottom-right" else "bottom-right"
     return _instead(subject, spec, [spec.replace(mask=Mask(spec.mask.left, spec.mask.right, other))])
 
 
-def windowed(subject: Subject, spec: AttentionSpec) -> str | None:
+def check_window(subject: Subject, spec: AttentionSpec) -> str | None:
     """Exactly the keys of the window, not one more or less on any side."""
     return _instead(subject, spec, _neighbours(spec))
 
@@ -161,7 +161,7 @@ def _instead(
     return said
 
 
-def grouped(subject: Subject, spec: AttentionSpec) -> str | None:
+def check_grouping(subject: Subject, spec: AttentionSpec) -> str | None:
     """Query head h reads key head h // group; key heads in another order move the outputs along with them."""
     inputs = inputs_of(spec, subject.device)
     truth = truth_of(subject, spec, inputs)
@@ -169,7 +169,7 @@ def grouped(subject: Subject, spec: AttentionSpec) -> str | None:
     if said := subject.wrong(spec, found, truth):
         order = torch.arange(spec.heads, device=subject.device).view(spec.kv_heads, spec.group).mT.flatten()
         # Heads dealt out in turns: the answer for queries in their own order is that of h % kv_heads.
-        dealt = replace(inputs, q=inputs.q[:, order], grad_out=_taken(inputs.grad_out, order))
+        dealt = replace(inputs, q=inputs.q[:, order], grad_out=_heads_of(inputs.grad_out, order))
         per_query = {name: x[:, order] if name in ("out", "lse", "dq") else x for name, x in found.items()}
         if subject.wrong(spec, per_query, truth_of(subject, spec, dealt)) is None:
             return f"{said}; query head h read key head h % {spec.kv_heads}, not h // {spec.group}"
@@ -178,29 +178,29 @@ def grouped(subject: Subject, spec: AttentionSpec) -> str | None:
     keys = torch.arange(spec.kv_heads, device=subject.device).flip(0)
     queries = (keys[:, None] * spec.group + torch.arange(spec.group, device=subject.device)).flatten()
     q, k, v = inputs.q[:, queries], inputs.k[:, keys], inputs.v[:, keys]
-    turned = replace(inputs, q=q, k=k, v=v, grad_out=_taken(inputs.grad_out, queries))
+    turned = replace(inputs, q=q, k=k, v=v, grad_out=_heads_of(inputs.grad_out, queries))
     answer = subject.answers(spec, turned)
     back = {name: x[:, keys if name in ("dk", "dv") else queries] for name, x in answer.items()}
     said = subject.wrong(spec, back, truth)
     return None if said is None else f"with key heads in another order {said}"
 
 
-def _taken(x: Tensor | None, heads: Tensor) -> Tensor | None:
+def _heads_of(x: Tensor | None, heads: Tensor) -> Tensor | None:
     return None if x is None else x[:, heads]
 
 
-def descaled(subject: Subject, spec: AttentionSpec) -> str | None:
+def check_descales(subject: Subject, spec: AttentionSpec) -> str | None:
     """FP8 tensors with descales of random size, then each of them doubled."""
     random = Random(str(spec))
     generator = torch.Generator().manual_seed(random.getrandbits(32))
     # A descale for each query head is what ``attention`` admits; a kernel that shares them must say so.
-    given = _drawn(spec, generator, subject.device, shared=False)
+    given = _draw(spec, generator, subject.device, shared=False)
     try:
-        said = _descaled(subject, spec, given)
+        said = _descale_fault(subject, spec, given)
     except InputError as error:
         subject.note("descales", f"q's descale is one for each key head: {error}")
-        given = _drawn(spec, generator, subject.device, shared=True)
-        said = _descaled(subject, spec, given)
+        given = _draw(spec, generator, subject.device, shared=True)
+        said = _descale_fault(subject, spec, given)
     if said is not None:
         return said
     before = [(x.data.clone(), x.descale.clone()) for x in given]
@@ -209,11 +209,11 @@ def descaled(subject: Subject, spec: AttentionSpec) -> str | None:
         if not (same_bits(x.data, data) and same_bits(x.descale, descale)):
             return f"{name} or its descale changed during the call"
     views = [replace(x, data=x.data.transpose(1, 2).contiguous().transpose(1, 2)) for x in given]
-    if said := _descaled(subject, spec, (views[0], views[1], views[2])):
+    if said := _descale_fault(subject, spec, (views[0], views[1], views[2])):
         return f"with FP8 views of (B, S, H, D) memory {said}"
     for index, name in enumerate("qkv"):
         doubled = [replace(x, descale=2 * x.descale) if index == each else x for each, x in enumerate(given)]
-        if said := _descaled(subject, spec, (doubled[0], doubled[1], doubled[2])):
+        if said := _descale_fault(subject, spec, (doubled[0], doubled[1], doubled[2])):
             return f"with {name}_descale doubled {said}"
     return None
 
@@ -221,28 +221,28 @@ def descaled(subject: Subject, spec: AttentionSpec) -> str | None:
 _Triple = tuple[Quantised, Quantised, Quantised]
 
 
-def _descaled(subject: Subject, spec: AttentionSpec, given: _Triple) -> str | None:
+def _descale_fault(subject: Subject, spec: AttentionSpec, given: _Triple) -> str | None:
     result = subject.forward.run(subject.forward.prepare(Inputs.of(given), spec))
     found: dict[TensorName, Tensor] = {"out": result.out}
     if result.lse is not None:
         found["lse"] = result.lse
     values = {name: found[name] for name in subject.tensors if name in found}
-    said = _beside(subject, spec, values, given)
+    said = _fault_beside_exact(subject, spec, values, given)
     if said is None:
         return None
     for index, name in enumerate("qkv"):
         unit = [replace(x, descale=torch.ones_like(x.descale)) if index == each else x for each, x in enumerate(given)]
-        if _beside(subject, spec, values, (unit[0], unit[1], unit[2])) is None:
+        if _fault_beside_exact(subject, spec, values, (unit[0], unit[1], unit[2])) is None:
             return f"{said}; the answer is that of {name}_descale = 1"
     return said
 
 
-def _beside(subject: Subject, spec: AttentionSpec, values: Values, given: _Triple) -> str | None:
+def _fault_beside_exact(subject: Subject, spec: AttentionSpec, values: Values, given: _Triple) -> str | None:
     wide = spec.replace(dtype="fp64", descale=None)
     return subject.wrong(spec, values, truth_of(subject, wide, wide_inputs(*given)))
 
 
-def _drawn(spec: AttentionSpec, generator: torch.Generator, device: torch.device, *, shared: bool) -> _Triple:
+def _draw(spec: AttentionSpec, generator: torch.Generator, device: torch.device, *, shared: bool) -> _Triple:
     """Q, K, V whose stored numbers are alike and whose descales are not."""
     shapes = {
         "q": (spec.batch, spec.heads, spec.seqlen_q, spec.head_dim),
@@ -272,7 +272,7 @@ def _scales(spec: AttentionSpec, shape: tuple[int, int, int, int]) -> tuple[int,
     return batch, heads, {"head": 1, "block": -(-length // BLOCK), "token": length}[str(spec.descale)], 1
 
 
-def strided(subject: Subject, spec: AttentionSpec) -> str | None:
+def check_strides(subject: Subject, spec: AttentionSpec) -> str | None:
     """Views of every kind: (B, S, H, D) memory, slices, expanded batches, a storage that starts elsewhere."""
     inputs = inputs_of(spec, subject.device)
     exact = truth_of(subject, spec, inputs)

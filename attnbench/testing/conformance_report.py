@@ -31,7 +31,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """The findings about ``backend`` (the name that was asked for), as text and as Markdown."""
+    """The findings about ``backend`` (the requested name), as text and as Markdown."""
 
     backend: str
     device: str

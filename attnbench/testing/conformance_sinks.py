@@ -15,17 +15,17 @@ from ..kernels.execution import Execution
 from ..problem.spec import AttentionSpec
 from .conformance_subject import Subject, inputs_of, truth_of
 
-__all__ = ["served_with_sinks", "sunk"]
+__all__ = ["check_sinks", "serves_sinks"]
 
 _EXACT = "reference:fp64"
 
 
-def served_with_sinks(subject: Subject, spec: AttentionSpec) -> bool:
+def serves_sinks(subject: Subject, spec: AttentionSpec) -> bool:
     """Whether the plan takes sinks on such a spec."""
     return spec.descale is None and not subject.refusals(spec.replace(sinks=True))
 
 
-def sunk(subject: Subject, spec: AttentionSpec) -> str | None:
+def check_sinks(subject: Subject, spec: AttentionSpec) -> str | None:
     """Out, LSE and gradients beside exact attention: sinks about as large as a row's sum, and one that is none."""
     drawn, whole = inputs_of(spec, subject.device), spec.replace(sinks=True)
     sinks = math.log(spec.seqlen_kv) + torch.randn(spec.heads, generator=torch.Generator().manual_seed(0))

@@ -17,14 +17,14 @@ from ..harness.sweep.run import Finished, Task, run_sweep
 from ..tables.environment import Environment
 from .faults import FAULTS, GPU_FAULTS, HONEST, Fault
 
-__all__ = ["examined", "unnoticed"]
+__all__ = ["sweep_faults", "why_missed"]
 
 _SOURCE = "attnbench.testing.faults:registry"
-_SECONDS = 20.0  # what a hang costs; the honest kernel needs one of them, on a busy machine
+_SECONDS = 20.0  # the limit for a hang; the correct kernel needs one second on a busy machine
 
 
-def examined(device: torch.device) -> Iterator[tuple[Fault, Measurement]]:
-    """Every fault with its row in a sweep on the device; each spec's honest kernel is in it too."""
+def sweep_faults(device: torch.device) -> Iterator[tuple[Fault, Measurement]]:
+    """Every fault with its row in a sweep on the device, and the correct kernel on each spec."""
     faults = [*FAULTS, *(GPU_FAULTS if device.type == "cuda" else ())]
     faults += [Fault("none", spec, "ok", HONEST) for spec in dict.fromkeys(fault.spec for fault in faults)]
     cases = {fault.spec: Case(str(fault.spec), fault.spec) for fault in faults}
@@ -39,7 +39,7 @@ def examined(device: torch.device) -> Iterator[tuple[Fault, Measurement]]:
                 yield by_key[event.row.key], event.row
 
 
-def unnoticed(fault: Fault, row: Measurement) -> str | None:
+def why_missed(fault: Fault, row: Measurement) -> str | None:
     """What the row of a fault should say and does not; None if the fault was found by name."""
     if row.status != fault.status:
         return f"{fault.name}: the status is {row.status} ({row.reason}), not {fault.status}"

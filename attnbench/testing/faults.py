@@ -1,6 +1,6 @@
 """Kernels with a fault planted on purpose, each with the name under which the harness must find it.
 
-Under every fault is an honest kernel, FP8 emulated with a scale for each token, whose own row must be ``ok``.
+Every fault is planted in a correct kernel, FP8 emulated with a scale for each token, whose own row must be ``ok``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _APPENDED = AttentionSpec.make(
 
 
 class Planted(ForwardKernel):
-    """An honest FP8 forward; faults change ``prepare`` or ``run``."""
+    """A correct FP8 forward; faults change ``prepare`` or ``run``."""
 
     rows: Mapping[str, Capabilities] = _ROWS
     declared_error = 0.08
@@ -76,30 +76,30 @@ class Planted(ForwardKernel):
         return installed().forward(self.base)
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
-        """As the honest kernel does."""
+        """As the correct kernel does."""
         return self.honest.prepare(inputs, spec)
 
     def run(self, operands: Operands) -> Result:
-        """As the honest kernel does; calls are counted."""
+        """As the correct kernel does; calls are counted."""
         self.calls += 1
         return self.honest.run(operands)
 
 
 class Changed(Planted):
-    """The honest answer, changed: ``change(result, number of the call)``."""
+    """The correct result, changed: ``change(result, number of the call)``."""
 
     def __init__(self, name: str, change: Callable[[Result, int], Result]) -> None:
         super().__init__(name)
         self.change = change
 
     def run(self, operands: Operands) -> Result:
-        """The honest answer, changed."""
+        """The correct result, changed."""
         result = super().run(operands)
         return self.change(result, self.calls)
 
 
 class Misled(Planted):
-    """The honest computation on other operands: ``mislead(operands)``."""
+    """The correct computation on other operands: ``mislead(operands)``."""
 
     def __init__(self, name: str, mislead: Callable[[Operands], Operands]) -> None:
         super().__init__(name)
@@ -130,7 +130,7 @@ class Unwritten(Planted):
         self.free: list[Tensor] = []
 
     def run(self, operands: Operands) -> Result:
-        """The honest answer, but for what lay in the last row."""
+        """The correct result, except for the last row, which keeps what its memory held."""
         result = super().run(operands)
         memory = self.free.pop() if self.free else None
         if memory is None or memory.shape != result.out.shape:
@@ -142,7 +142,7 @@ class Unwritten(Planted):
 
 
 class Remembering(Planted):
-    """Quantises what lies at an address once, whatever may lie there later."""
+    """Quantises the tensor at an address once, even if its values change later."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -261,7 +261,7 @@ class Fault:
 
     @property
     def plan(self) -> Plan:
-        """The plan in which the fault stands."""
+        """The plan with the fault."""
         if isinstance(self.kernel, BackwardKernel):
             return Plan(HONEST.name, self.kernel.name)
         return Plan(self.kernel.name, HONEST_BACKWARD.name if self.spec.training else None)

@@ -20,7 +20,7 @@ _AT_WORK = "at work"
 _STARTING_SECONDS = 120.0  # a cold disk may take as long to import torch
 _ENDING_SECONDS = 10.0
 _LONGEST = 200
-# It ends when its standard input does, which is when whoever started it ends, in whatever way; and it imports what that
+# It ends when its standard input does, that is when the process that started it ends; and it imports what that
 # one would, nothing from the folder where it happens to be.
 _PROGRAM = f"""
 import json, os, sys, threading

@@ -20,7 +20,7 @@ def in_one_line(error: BaseException) -> str:
 
     A message of many lines gives its first, and a compiler's the line with the error as well.  One without words
     gives the place it was raised at and the code there.  An explicit cause (``raise ... from``) that the message
-    does not repeat stands behind in brackets.
+    does not repeat follows in brackets.
     """
     chain = list(_inwards(error))
     last = chain[-1]
@@ -54,8 +54,8 @@ def _first(error: BaseException) -> str:
 
 def _message(error: BaseException) -> str:
     lines = _lines(error)
-    told = next((line for line in lines[1:] if _COMPILER_ERROR.search(line)), None)
-    words = [line[:_LONGEST] for line in (_first(error), told) if line]
+    compiler = next((line for line in lines[1:] if _COMPILER_ERROR.search(line)), None)
+    words = [line[:_LONGEST] for line in (_first(error), compiler) if line]
     return ": ".join(word.rstrip(":") for word in words)
 
 

@@ -85,7 +85,7 @@ def _work(sweep: DeviceSweep, work: Sequence[Work], deadline: float, happened: _
                 firsts.setdefault(plan.forward, plan)
             # More processes than cores would slow the first ones down; the rest start with their first request.
             sweep.start(islice(firsts.values(), usable_cores()))
-            for event in _staged(sweep, work, deadline):
+            for event in _stages(sweep, work, deadline):
                 happened.put(event)
     except StoppedError:
         pass
@@ -94,7 +94,7 @@ def _work(sweep: DeviceSweep, work: Sequence[Work], deadline: float, happened: _
     happened.put(None)
 
 
-def _staged(sweep: DeviceSweep, work: Sequence[Work], deadline: float) -> Iterator[PhaseStarted | Measurement]:
+def _stages(sweep: DeviceSweep, work: Sequence[Work], deadline: float) -> Iterator[PhaseStarted | Measurement]:
     pace = math.inf  # seconds per plan of the last stage, including starting and compiling
     most = _FIRST
     for case, plans in work:

@@ -286,12 +286,14 @@ def _read(path: Path, size: int, changed: int) -> CapturedFile:
     }
     for name in sorted(expected.keys() | stored.keys()):
         if stored.get(name) != expected.get(name):
-            raise MalformedFileError(path, f"expected {_said(expected, name)}, found {_said(stored, name)}")
+            raise MalformedFileError(
+                path, f"expected {_tensor_text(expected, name)}, found {_tensor_text(stored, name)}"
+            )
     return CapturedFile(path, digest.hexdigest(), tuple(index.calls))
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:  # safetensors tells no types
+def _opened(path: Path) -> Iterator[Any]:  # safetensors has no types
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
@@ -299,7 +301,7 @@ def _opened(path: Path) -> Iterator[Any]:  # safetensors tells no types
         raise MalformedFileError(path, f"expected a safetensors file: {error}") from error
 
 
-def _said(tensors: Mapping[str, tuple[str, tuple[int, ...]]], name: str) -> str:
+def _tensor_text(tensors: Mapping[str, tuple[str, tuple[int, ...]]], name: str) -> str:
     return f"{name[:50]!r} of {tensors[name][0]} {tensors[name][1]}" if name in tensors else f"no tensor {name[:50]!r}"
 
 

@@ -36,7 +36,7 @@ from ..sequence_lengths import SequenceLengths
 
 __all__ = ["Call", "UnrecordableError", "watch_calls"]
 
-_jit: Any = torch.jit  # which tells no types
+_jit: Any = torch.jit  # which has no types
 _FUSED = ("_native_multi_head_attention", "_transformer_encoder_layer_fwd")
 _EAGER = "eager_attention_forward"
 _INTERFACE = "transformers.modeling_utils"

@@ -9,7 +9,7 @@ from typing import Literal
 from ..formatting import size
 from ..results.records import Measurement
 
-__all__ = ["MemoryChange", "memory_growth", "memory_said"]
+__all__ = ["MemoryChange", "memory_growth", "memory_sentence"]
 
 _NOTHING = 2**20  # bytes: allocators round, and a MiB more makes no difference
 
@@ -40,7 +40,7 @@ def _change(kind: Literal["peak", "held"], before: int | None, after: int | None
     return None if before is None or after is None else MemoryChange(kind, before, after)
 
 
-def memory_said(change: MemoryChange) -> str:
+def memory_sentence(change: MemoryChange) -> str:
     """The change as a sentence."""
     what = "its call takes" if change.kind == "peak" else "its result holds"
     return f"{what} {size(change.after)} of memory, it was {size(change.before)}"

@@ -9,9 +9,9 @@ from typing import Literal, get_args
 
 from ..results.records import Measurement
 from .errors import ErrorChange, families_missing, risen_errors
-from .memory import MemoryChange, memory_growth, memory_said
+from .memory import MemoryChange, memory_growth, memory_sentence
 from .pairs import FAILURES, Pair, baselines, other_differences, pair_rows, unlike_places, unlike_questions
-from .sentences import clocks_said, error_said, times_said
+from .sentences import clock_sentences, error_sentence, time_sentences
 from .terms import Gated, Key, Limits, Terms, check_used
 from .times import CostChange, Timed, changes_of, timed_costs, verdict_of
 
@@ -181,13 +181,13 @@ def _outcome(
         errors = tuple(risen_errors(before, after, limits.error))
         said += _accuracy(before, after, errors)
         memory = tuple(memory_growth(before, after, limits.memory))
-        said += [("larger", memory_said(each)) for each in memory]
+        said += [("larger", memory_sentence(each)) for each in memory]
         if key in changes:
             costs = changes[key]
             found = verdict_of(costs)
-            said += [(found, each) for each in times_said(costs, found)] or [(found, "")]
+            said += [(found, each) for each in time_sentences(costs, found)] or [(found, "")]
             if found in ("slower", "faster"):
-                said += [(found, each) for each in clocks_said(before, after)]
+                said += [(found, each) for each in clock_sentences(before, after)]
         elif yardsticks.get(key[0]) != rows:
             names = ", ".join(map(str, terms.relative_to))
             said.append(("incomparable", f"{names} was not measured on this case on both sides"))
@@ -223,7 +223,7 @@ def _accuracy(
     if before.status == "ok" and after.status == "inaccurate":
         yield "inaccurate", f"it was ok, is inaccurate: {after.reason}"
     if errors:
-        yield "inaccurate", error_said(errors)
+        yield "inaccurate", error_sentence(errors)
     if gone := families_missing(before, after):
         yield "missing", f"its errors on {', '.join(gone)} are in BASE alone"
 

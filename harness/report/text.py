@@ -22,7 +22,7 @@ _LEGEND = (
     "Times are medians in ms: kernel is the forward alone, prepared adds quantising and copies to it, backward is the "
     "backward alone, call is everything the user pays. TFLOPS are the operations of exact attention over the call; "
     "peak is the share that the kernels reach of what the device can do in their precision. The error is relative L2 "
-    "against exact attention, the largest over out and gradients and over the input families, whose name stands behind "
+    "against exact attention, the largest over out and gradients and over the input families, whose name follows "
     "it; in brackets its floor, what exact attention on the quantised tensors would give, and how many times the floor "
     "it is. * marks the fastest plan within its bound, or those that may be; ! one that is inaccurate."
 )

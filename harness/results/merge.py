@@ -59,7 +59,7 @@ def merge(out: Path, sources: Sequence[Path], *, partial: bool = False) -> Merge
     """Merge results into ``out``, a new or empty folder, which afterwards is complete or unchanged.
 
     A source is a sweep's folder, its ``measurements.jsonl`` or another JSON Lines file of measurements, or a folder of
-    ``part-*-of-*`` folders, which stands for these.  Rows come in the order of the parts, numbered ones first, then by
+    ``part-*-of-*`` folders, which means all of them.  Rows come in the order of the parts, numbered ones first, then by
     path, and within a part in their own order.  Equal rows of one case and plan are written once.  ``partial`` accepts
     missing or unfinished parts; the result then has no ``table.json``, which marks a finished sweep, and `attnbench
     sweep --resume` can complete it.
@@ -100,7 +100,7 @@ def _fresh(out: Path) -> Path:
 
 
 def _places(sources: Sequence[Path]) -> list[Path]:
-    """The folders and files that the sources stand for, each once."""
+    """The folders and files that the sources name, each once."""
     found: dict[str, Path] = {}
     for source in sources:
         for place in _parts_of(source):
@@ -254,11 +254,11 @@ def _shared_environment(parts: Sequence[Part]) -> tuple[Environment, list[str]]:
                     "such results cannot be compared"
                 )
             notes |= dict.fromkeys(f"{part.path}: {each}" for each in soft)
-            shared = _known(shared, found)
+            shared = _join_environments(shared, found)
     return shared, list(notes)
 
 
-def _known(first: Environment, other: Environment) -> Environment:
+def _join_environments(first: Environment, other: Environment) -> Environment:
     """All that either environment knows: a third may contradict what the first does not say."""
     facts: dict[str, Any] = {}
     for each in fields(Environment):

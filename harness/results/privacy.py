@@ -20,13 +20,13 @@ _ADDRESS = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-# Accounts and hosts of images and services: they name nobody, and some are words of error messages.
+# Accounts and hosts of images and services: they identify no person, and some are words of error messages.
 _ANYBODY = {"admin", "gpu", "jovyan", "linux", "localhost", "nobody", "nvidia", "root", "runner", "ubuntu", "user"}
 _SHORTEST_NAME = 3
 
 
 def local_names() -> frozenset[str]:
-    """The names of this user and this host that would tell whose machine it is; empty where the system tells none."""
+    """The names of this user and this host that would identify the machine; empty if the system has none."""
     host = socket.gethostname()
     found = {host, host.partition(".")[0]}
     with suppress(KeyError, OSError, RuntimeError):  # a container runs with a number that no account has

@@ -157,7 +157,7 @@ def _environment_faults(table: Table, names: Collection[str]) -> Iterator[str]:
     texts |= {f"the origin of {name}": origin for name, origin in here.origins.items()}
     for name, text in texts.items():
         if found := private_part(text, names):
-            yield f"{name} holds {found!r}, which tells of a machine or a person"
+            yield f"{name} holds {found!r}, which identifies a machine or a person"
 
 
 def _entry_faults(entry: Entry, device_name: str, names: Collection[str]) -> Iterator[str]:
@@ -183,7 +183,7 @@ def _entry_faults(entry: Entry, device_name: str, names: Collection[str]) -> Ite
             yield f"{entry.time_ms:g} ms is above the device's peak, which needs {least:.4g} ms"
     for text in (entry.reason, entry.check, *entry.errors):
         if found := private_part(text or "", names):
-            yield f"its text holds {found!r}, which tells of a machine or a person; edit it in measurements.jsonl"
+            yield f"its text holds {found!r}, which identifies a machine or a person; edit it in measurements.jsonl"
 
 
 def _order(row: Measurement) -> tuple[datetime, str, str]:
@@ -198,7 +198,7 @@ def _mixed(rows: Sequence[Measurement], newest: Environment) -> list[str]:
 
 
 def _changed(commit: str | None) -> str:
-    return f"measured with attnbench at {commit}, whose local changes nobody else has"
+    return f"measured with attnbench at {commit}, whose local changes are not in the repository"
 
 
 def _row_faults(rows: Sequence[Measurement], left_out: int) -> Iterator[str]:

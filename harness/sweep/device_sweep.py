@@ -102,7 +102,7 @@ class DeviceSweep:
         """
         lost: dict[Plan, LostError] = {}
         if self.setup.race and len(plans) > 1:
-            lost = yield from self._raced(case, plans, required)
+            lost = yield from self._race(case, plans, required)
         elif plans:
             lost = yield from self._together(case, plans)
         for plan, reason in lost.items():
@@ -123,11 +123,11 @@ class DeviceSweep:
         yield PhaseStarted("timing", case)
         samples = self._time(case, list(prepared), lost)
         yield PhaseStarted("judging", case)
-        yield from self._judged(case, prepared, samples, started, lost)
+        yield from self._judge(case, prepared, samples, started, lost)
         self._in_parallel("judging", plans, lambda process, _: process.close())
         return lost
 
-    def _raced(
+    def _race(
         self, case: Case, plans: Sequence[Plan], required: Collection[Plan]
     ) -> Generator[PhaseStarted | Measurement, None, dict[Plan, LostError]]:
         """Look at the plans, time those that may win, judge the fastest, and go on behind those that were wrong."""
@@ -160,7 +160,7 @@ class DeviceSweep:
             yield PhaseStarted("judging", case)
             proved = self._prepared(finalists, prove, lost)
             accurate = set()
-            for row in self._judged(case, proved, {plan: race.timed[plan] for plan in proved}, started, lost):
+            for row in self._judge(case, proved, {plan: race.timed[plan] for plan in proved}, started, lost):
                 if row.status == "ok":
                     accurate.add(row.plan)
                 yield row
@@ -200,7 +200,7 @@ class DeviceSweep:
         lost |= {plan: each for plan, each in found.items() if isinstance(each, LostError)}
         return {plan: each for plan, each in found.items() if not isinstance(each, LostError)}
 
-    def _judged(
+    def _judge(
         self,
         case: Case,
         prepared: Mapping[Plan, tuple[Opened, Prepared]],

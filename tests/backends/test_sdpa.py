@@ -23,7 +23,6 @@ from attnbench.backends.sdpa import math as sdpa_math
 from attnbench.backends.sdpa.efficient import causal_band
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
-from attnbench.kernels.registry import registry
 from attnbench.problem.mask import ALIGNMENTS, Mask
 from attnbench.problem.spec import AttentionSpec
 
@@ -198,10 +197,6 @@ def test_availability_names_the_version_or_what_is_missing(monkeypatch: pytest.M
         assert "without CUDA" in (family.availability().reason or "")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert sdpa_efficient.BACKEND.availability().ok
-
-
-def test_entry_points_name_the_families() -> None:
-    assert all(registry().backends[family.name] is family for family in FAMILIES)
 
 
 @settings(deadline=None)

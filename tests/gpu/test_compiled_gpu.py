@@ -19,10 +19,6 @@ FORWARDS = [
     "te:fp8",
     "triton:fp8",
 ]
-TRAINED = [
-    "auto", "sdpa-flash", "flex:bf16>flex:bf16", "cudnn:bf16>cudnn:bf16", "cudnn:fp8>cudnn:fp8", "fa3:fp8>fa4:bf16",
-    "triton:fp8>triton:fp8", "emulated:fp8>sdpa-flash:bf16",
-]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -45,46 +41,6 @@ def able(x, plan: str) -> None:
         explain(*x, is_causal=True, backend=plan)
     except RefusedError as error:
         pytest.skip(str(error))
-
-
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@pytest.mark.parametrize("plan", FORWARDS)
-def test_forward(plan, mode):
-    x = tensors()
-    able(x, plan)
-
-    def block(q, k, v):
-        return attention(q * 2, k, v, is_causal=True, backend=plan) + 1
-
-    function = torch.compile(block, fullgraph=True, mode=mode)
-    with torch.no_grad():
-        for _ in range(4):  # reduce-overhead warms up, records, and replays
-            torch.compiler.cudagraph_mark_step_begin()
-            found = function(*x).clone()
-        torch.testing.assert_close(found, block(*x), rtol=0.01, atol=0.01)
-
-
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-@pytest.mark.parametrize("plan", TRAINED)
-def test_training(plan, mode):
-    """Within rounding: a kernel may add its gradients in any order."""
-    x = tensors(grad=True)
-    able(x, plan)
-
-    def block(q, k, v):
-        return attention(q * 2, k, v, is_causal=True, backend=plan) + 1
-
-    grad_out = torch.randn(2, 8, 512, 128, device="cuda", dtype=torch.bfloat16)
-    answers = []
-    function = torch.compile(block, fullgraph=True, mode=mode)
-    for run, times in ((function, 4), (block, 1)):
-        for _ in range(times):
-            torch.compiler.cudagraph_mark_step_begin()
-            out = run(*x)
-            answer = [out.detach().clone(), *(each.clone() for each in torch.autograd.grad(out, x, grad_out))]
-        answers.append(answer)
-    for one, two in zip(*answers, strict=True):
-        assert (one - two).norm() <= 0.01 * two.norm()
 
 
 def test_a_context_is_noticed_and_a_backward_keeps_its_plan():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnbench.testing.examination import examined, unnoticed
+from attnbench.testing.examination import sweep_faults, why_missed
 from attnbench.testing.faults import FAULTS, GPU_FAULTS
 
 pytestmark = pytest.mark.examination
@@ -11,17 +11,17 @@ pytestmark = pytest.mark.examination
 
 @pytest.fixture(scope="module")
 def examination():
-    return list(examined(torch.device("cuda", 0)))
+    return list(sweep_faults(torch.device("cuda", 0)))
 
 
 @pytest.mark.parametrize("name", [fault.name for fault in (*FAULTS, *GPU_FAULTS)])
 def test_a_planted_fault_is_found_by_name(examination, name):
     ((fault, row),) = [each for each in examination if each[0].name == name]
-    assert unnoticed(fault, row) is None
+    assert why_missed(fault, row) is None
 
 
 def test_the_honest_kernel_under_every_fault_is_ok(examination):
     for fault, row in examination:
         if fault.name == "none":
-            assert unnoticed(fault, row) is None
+            assert why_missed(fault, row) is None
             assert row.performance.gpu is None or row.performance.gpu.readings

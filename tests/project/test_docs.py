@@ -215,27 +215,8 @@ def test_the_site_leads_to_the_repository_where_it_is_known(hooks: ModuleType) -
         assert moved(hooks, f"[x]({place})", repository="https://host/us/it/") == expected
 
 
-def test_the_site_leaves_other_links_and_code_alone(hooks: ModuleType) -> None:
-    for text in ("[a](tables.md#x)", "[a](https://b.c/d)", "[a](#b)", "```\n[a](../README.md)\n```", "![a](../x.png)"):
-        assert moved(hooks, text) == text
-    assert moved(hooks, "[a](../tables.md)", "backends/a.md") == "[a](../tables.md)"
-
-
 def test_the_site_complains_of_files_that_are_not_there(hooks: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         moved(hooks, "[a](../nowhere.py)")
         moved(hooks, "[a](../../outside.md)")
     assert len(caplog.records) == 2
-
-
-def test_the_site_complains_of_what_a_browser_would_fetch(hooks: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
-    page = SimpleNamespace(file=SimpleNamespace(src_uri="a.md"))
-    harmless = '<a href="https://a.b"></a><link rel="canonical" href="https://a.b"><script src="c.js"></script>'
-    with caplog.at_level(logging.WARNING):
-        assert hooks.on_post_page(harmless, page=page, config=None) == harmless
-        assert caplog.records == []
-        for tag in (
-            '<script src="https://a.b/c.js">', '<link rel="stylesheet" href="//a.b/c.css">', '<img src="http://a.b/c">',
-        ):  # fmt: skip
-            hooks.on_post_page(tag, page=page, config=None)
-    assert len(caplog.records) == 3

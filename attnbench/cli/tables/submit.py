@@ -26,7 +26,7 @@ def submit(
         list[Path],
         typer.Argument(
             exists=True,
-            help="Folders of sweeps or their measurements.jsonl; or one table of somebody's, which is only checked.",
+            help="Folders of sweeps or their measurements.jsonl; or one table file, which is only checked.",
         ),
     ],
     output: Annotated[

@@ -109,7 +109,7 @@ class AttentionBenchmark:
         self, benchmark: Benchmark, clock: Replay | None, devices: SessionDevices, gatekeeper: Gatekeeper | None = None
     ) -> None:
         if clock is None:
-            raise MisuseError("attention_benchmark is asked for as an argument, of the test or of a fixture of it")
+            raise MisuseError("request attention_benchmark as an argument of the test or of a fixture that it uses")
         self._benchmark, self._clock, self._devices = benchmark, clock, devices
         self._gatekeeper = gatekeeper
 

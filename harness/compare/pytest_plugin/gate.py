@@ -21,7 +21,7 @@ from ..gate.rows import gate_rows
 from ..gate.series import GateRow
 from ..gate.sides import Question, Sides
 from ..regression import Outcome
-from ..sentences import times_said
+from ..sentences import time_sentences
 from ..terms import Limits, Terms
 
 __all__ = ["GateVerdict", "Gatekeeper"]
@@ -70,7 +70,7 @@ class Gatekeeper:
         if outcome.certain:
             return None
         uncertain = outcome.verdict == "uncertain"
-        said = list(outcome.reasons if uncertain else times_said(outcome.costs, "uncertain"))
+        said = list(outcome.reasons if uncertain else time_sentences(outcome.costs, "uncertain"))
         if row.lost is None:
             said.append(self._remedy(row))
         return f"not certain whether it is slower: {'; '.join(said)}"

@@ -31,7 +31,7 @@ from ...training.judge.arms import Arm
 
 __all__ = ["PLAN", "sweep_command", "train_command"]
 
-PLAN = "PLAN"  # stands for a plan in the command of its case
+PLAN = "PLAN"  # the place of a plan in the command of its case
 _FILE = "case.yaml"
 _ORDINARY = re.compile(r"[\w./:=@%+,>~ -]+", re.ASCII)
 _SAID = ("model", "size", "steps", "seed", "attention")  # in places of their own

@@ -52,15 +52,15 @@ def _winners(cases: Sequence[Case]) -> str:
     wide = Counter(short(plan) for case in cases if (plan := case.answers[WIDE].plan)).most_common()
     tight = sum(case.answer.margin is not None and case.answer.margin.inside_noise for case in cases)
     bounds = sorted({DEFAULT.budget(case.spec) for case in cases})
-    said = f"Within an error of {' or '.join(f'{bound:g}' for bound in bounds)}, {_counted(won, len(cases))}."
+    said = f"Within an error of {' or '.join(f'{bound:g}' for bound in bounds)}, {_count_text(won, len(cases))}."
     if wide and wide[0][0] != won[0][0]:
-        said += f" Without FP8, {_counted(wide, len(cases))}."
+        said += f" Without FP8, {_count_text(wide, len(cases))}."
     if tight:
         said += f" At {tight} the runner-up lies within the noise."
     return said
 
 
-def _counted(won: Sequence[tuple[str, int]], total: int) -> str:
+def _count_text(won: Sequence[tuple[str, int]], total: int) -> str:
     first, others = won[0], won[1:_NAMED]
     said = f"{first[0]} wins at {first[1]} of {total} {'shape' if total == 1 else 'shapes'}"
     if others:

@@ -169,7 +169,7 @@ def _cases(sweeps: Mapping[str, Sequence[Measurement]], table: Table, known: Reg
             sources[source] = sources.get(source, 0) + row.measured
         name = max((row for row, _ in found), key=lambda row: row.started).case
         answers = {asked: _answer(table, spec, asked, known) for asked in QUESTIONS}
-        yield Case(number, name, spec, [_thinned(row) for row, _ in found], sources, answers)
+        yield Case(number, name, spec, [_thin(row) for row, _ in found], sources, answers)
 
 
 def _order(spec: AttentionSpec) -> tuple[object, ...]:
@@ -206,7 +206,7 @@ def _answer(table: Table, spec: AttentionSpec, asked: Asked, known: Registry) ->
     return Answer(asked, winner.plan, ranking.margin(winner, eligible), candidates)
 
 
-def _thinned(row: Measurement) -> Measurement:
+def _thin(row: Measurement) -> Measurement:
     if all(len(samples) <= _MOST_SAMPLES for samples in row.time_ms.values()):
         return row
     kept = {cost: _some(row.time_ms[cost]) for cost in COSTS if cost in row.time_ms}

@@ -53,7 +53,7 @@ def inline(svg: bytes, key: str, label: str, sheet: Sheet, cases: Mapping[str, S
             if child.tag == f"{_SVG}metadata" or (child.tag == f"{_SVG}style" or child.tag == f"{_SVG}title"):
                 parent.remove(child)
     for element in root.iter():
-        _classed(element, sheet)
+        _set_class(element, sheet)
         if (link := element.attrib.pop(_LINK, None)) is not None:
             element.set("href", link)
     for group in list(root.iter(f"{_SVG}g")):
@@ -73,7 +73,7 @@ def inline(svg: bytes, key: str, label: str, sheet: Sheet, cases: Mapping[str, S
     return Markup(ElementTree.tostring(root, encoding="unicode"))  # ElementTree has escaped the text
 
 
-def _classed(element: ElementTree.Element, sheet: Sheet) -> None:
+def _set_class(element: ElementTree.Element, sheet: Sheet) -> None:
     style = element.attrib.pop("style", None)
     if style:
         element.set("class", sheet.named(style))

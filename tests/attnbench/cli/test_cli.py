@@ -14,7 +14,6 @@ from typer.main import get_command
 from attnbench import AttentionSpec, __version__, explain
 from attnbench.cli import app
 from attnbench.cli.explain import _sizes as sizes_of
-from attnbench.cli.usable import obstacle
 from attnbench.errors import InputError
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.registry import registry
@@ -50,22 +49,6 @@ def test_backends_lists_every_backend_with_a_reason_or_kernels() -> None:
     assert {(each["name"], each["pass"]) for each in reference} == {
         (name, each) for name in ("reference:fp32", "reference:fp64") for each in ("forward", "backward")
     }
-
-
-@pytest.mark.parametrize("format", ["table", "markdown"])
-def test_backends_prints_every_backend_with_its_kernels_or_why_not(format: str) -> None:
-    lines = attnbench("backends", "--device", "cpu", "--format", format).stdout.splitlines()
-    rows = [line.strip("| ") for line in lines]
-    for name in registry().backends:
-        own = [row for row in rows if row.split(maxsplit=1)[:1] == [name]]
-        assert own
-        usable = registry().availability(name).ok and obstacle(registry(), registry().backends[name], CPU) is None
-        assert usable == ("cannot be used" not in " ".join(own))
-    (reference,) = (row for row in rows if row.startswith("reference"))
-    assert "forward and backward" in reference
-    assert "fp64 fp32: takes fp64/fp32/bf16" in reference
-    if format == "markdown":
-        assert all(line.startswith("|") and line.endswith("|") for line in lines)
 
 
 def test_explain_agrees_with_the_api() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 from xml.etree import ElementTree
@@ -47,21 +46,6 @@ def doctored(tmp_path_factory):
         (each.case, str(each.plan)): verdict
         for each, verdict in ((slow, "slower"), (worse, "inaccurate"), (gone, "missing"), (far, "incomparable"))
     }
-
-
-def test_what_was_doctored_is_reported_and_nothing_else(doctored):
-    folder, wanted = doctored
-    assert len(wanted) == 4
-    found = document(QUICK, folder, code=1)
-    told = {
-        (each["case"], each["plan"]): each["verdict"]
-        for each in found["rows"]
-        if each["verdict"] not in ("uncertain", "unmeasured")
-    }
-    assert told == wanted
-    assert found["counts"] == Counter(each["verdict"] for each in found["rows"])
-    assert (found["outcome"], found["exit_code"]) == ("regressed", 1)
-    assert found["conclusion"] == "regressed: 1 inaccurate, 1 slower, 1 missing"
 
 
 def test_each_of_them_alone_has_its_code(tmp_path):
@@ -156,18 +140,6 @@ def test_junit_is_read_by_a_strict_parser_whatever_the_names(tmp_path):
     (unsure,) = [test for test in narrow[0] if test.get("classname") == "b"]
     assert unsure[0].tag == "skipped"
     assert unsure[0].get("message").startswith("uncertain: kernel ")
-
-
-@pytest.mark.parametrize("format", ["table", "markdown"])
-def test_no_name_steers_a_terminal_or_a_page(tmp_path, format):
-    rows = [row(MARKUP)]
-    base, new = written(tmp_path / "base", rows), written(tmp_path / "new", [slowed(rows[0], 1.2)])
-    said = compare(base, new, "--format", format, code=1).stdout
-    assert "\x1b" not in said
-    if format == "markdown":
-        assert "<script>" not in said.replace("\\<", "")
-        (line,) = [line for line in said.splitlines() if "slower" in line and line.startswith("|")]
-        assert line.replace("\\|", "").count("|") == 6
 
 
 def test_json_says_on_what_terms_and_what_differs(tmp_path):

@@ -28,17 +28,6 @@ def test_a_named_backend_that_refuses_exits_1_with_reasons_and_alternatives() ->
     named(attnbench("explain", *SHAPE, "--backend", "sdpa-cudnn", "--device", "cpu"), 1, "sdpa-cudnn", "Plans that can")
 
 
-@pytest.mark.parametrize(
-    "line", ["{", "[]", '{"schema": "attnbench.measurement/1"}', '{"schema": "other/1"}', "\x00\xff", "[" * 100_000]
-)
-def test_a_malformed_results_file_is_named_with_its_line(tmp_path: Path, line: str) -> None:
-    results = tmp_path / "measurements.jsonl"
-    results.write_text(line + "\n")
-    for path in (results, tmp_path):
-        named(attnbench("table", "build", path, "-o", tmp_path / "table.json"), 2, f"{results}:1: expected")
-    assert not (tmp_path / "table.json").exists()
-
-
 def test_results_without_a_measurement_are_misuse(tmp_path: Path) -> None:
     (tmp_path / "measurements.jsonl").touch()
     named(attnbench("table", "build", tmp_path), 2, "holds no measurement")
@@ -56,27 +45,6 @@ def test_no_table_yet_says_how_to_make_one() -> None:
 def test_an_unwritable_output_folder_exits_1(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     named(attnbench("sweep", "--device", "cpu", "--out", tmp_path / "file" / "results"), 1, "cannot be written")
-
-
-NOT_NUMBERS = ("", "nan", "1.5", "٣ ", LONG)
-IMPOSSIBLE = ("0", "-1", str(2**31), str(2**70), str(10**30))
-
-
-SIZES = ("--heads", "--seqlen", "--head-dim", "--batch", "--kv-heads", "--seqlen-kv")
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        *(("--heads", value) for value in (*NOT_NUMBERS, *IMPOSSIBLE)),
-        *((option, value) for option in SIZES[1:] for value in ("0", str(2**31))),
-    ],
-    ids=lambda value: value[:12],
-)
-def test_sizes_that_are_none_exit_2(option: str, value: str) -> None:
-    fails(
-        attnbench("explain", *SHAPE, "--device", "cpu", option, value), 2, option.removeprefix("--").partition("-")[0]
-    )
 
 
 @pytest.mark.parametrize(
@@ -121,14 +89,3 @@ def test_misuse_of_values_exits_2_with_one_short_line(arguments: tuple[str, ...]
     run = attnbench(*arguments)
     named(run, 2, said)
     assert len(run.stderr) < 1000
-
-
-def test_a_path_without_end_is_cut() -> None:
-    named(attnbench("train", "--show", LONG), 2, "attnbench: 999")
-    assert len(attnbench("train", "--show", LONG).stderr) < 5100
-
-
-def test_no_time_and_no_limit_is_without_end() -> None:
-    fails(attnbench("sweep", "--timeout", "nan"), 2, "--timeout")
-    for share in ("٣%", f"{LONG}%", "nan%"):
-        named(attnbench("compare", "/", "/", "--fail-on", share), 2, "expected a percentage")

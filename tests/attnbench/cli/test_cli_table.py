@@ -59,17 +59,6 @@ def test_a_table_that_cannot_be_written_exits_1(results: Path, tmp_path: Path) -
     named(attnbench("table", "build", results, "-o", tmp_path / "file" / "table.json"), 1, "cannot be written")
 
 
-def test_what_a_file_says_cannot_steer_the_terminal(results: Path, tmp_path: Path) -> None:
-    attnbench("table", "build", results, "-o", tmp_path / "table.json")
-    text = (tmp_path / "table.json").read_text()
-    assert '"normal"' in text
-    (tmp_path / "table.json").write_text(text.replace('"normal"', '"nor\\u001b[2Jmal"'))
-    shown = attnbench("table", "show", tmp_path / "table.json")
-    assert shown.returncode == 0
-    assert "nor [2Jmal" in shown.stdout
-    assert "\x1b" not in shown.stdout
-
-
 @pytest.mark.parametrize(
     ("content", "said"), [(None, "nothing was measured"), ("{", "cannot be used"), ("whole", "entries measured on")]
 )

@@ -77,11 +77,6 @@ def test_doctor_without_a_gpu_advises_no_command_that_cannot_help():
     assert "NVIDIA GPU" in others["detail"]
 
 
-@WITHOUT_CUDA
-def test_backends_without_a_gpu_advises_no_command_that_cannot_help():
-    assert "pip install" not in attnbench("backends").stdout
-
-
 @pytest.mark.skipif(registry().availability("flex").reason is not None, reason="FlexAttention is not here")
 def test_doctor_calls_what_refuses_everything_missing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("attnbench.backends.flex.backend.compiler_reason", lambda device_type: "no compiler")

@@ -6,8 +6,6 @@ import os
 import resource
 import signal
 import stat
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -116,20 +114,6 @@ def test_pipes_and_devices_are_written_in_place(tmp_path):
         pytest.fail("a library that writes by name would replace the device")
 
 
-def test_standard_output_by_name_adds_to_what_the_shell_has_opened(tmp_path):
-    code = "import pathlib; from attnbench.files import atomic; atomic.replace_file(pathlib.Path('/dev/stdout'), b'2')"
-    log = tmp_path / "log"
-    with log.open("w") as file:
-        file.write("1")
-        file.flush()
-        subprocess.run([sys.executable, "-c", code], stdout=file, check=True)
-        file.seek(0, os.SEEK_END)
-        file.write("3")
-    assert (log.read_text(), os.listdir(tmp_path)) == ("123", ["log"])
-    piped = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-    assert piped.stdout == b"2"
-
-
 def test_what_cannot_be_written_is_said_with_its_path_and_reason(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     for path, reason in (("none/x", "No such file"), ("file/x", "Not a directory"), (".", "Is a directory")):
@@ -139,15 +123,6 @@ def test_what_cannot_be_written_is_said_with_its_path_and_reason(tmp_path, monke
     with pytest.raises(OutputError, match="file cannot be written: Permission denied"):
         Draft(tmp_path / "file")
     assert os.listdir(tmp_path) == ["file"]
-
-
-def test_a_name_as_long_as_names_can_be(tmp_path):
-    for name in ("x" * 255, "ä" * 127):
-        replace_file(tmp_path / name, b"1")
-        assert (tmp_path / name).read_bytes() == b"1"
-        (tmp_path / f".{name[:50]}").write_text("of somebody else")
-        clear_drafts(tmp_path / name)
-    assert len(os.listdir(tmp_path)) == 4
 
 
 def _hanging(path: Path, at: str, reached) -> None:

@@ -12,7 +12,6 @@ from attnbench import Plan, freeze
 from attnbench.choosing import selector
 from attnbench.choosing.selector import choose
 from attnbench.errors import (
-    AttnbenchError,
     BudgetError,
     FrozenError,
     MalformedFileError,
@@ -152,15 +151,3 @@ def test_whole_plans_and_kernels_without_gradients_need_no_file(fakes, path):
             choose(spec(direction="training"), CPU, backend="fast:fp8")
         with pytest.raises(FrozenError):
             choose(spec(), CPU, backend="fast")
-
-
-def test_a_folder_that_cannot_be_written_is_an_error_of_the_first_new_question(fakes, tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(FrozenError, match="cannot be read"):
-        freeze(tmp_path / "file" / "run.json").start()
-    (tmp_path / "made").mkdir()
-    with freeze(tmp_path / "made" / "run.json"):
-        (tmp_path / "made").rmdir()
-        (tmp_path / "made").write_text("")
-        with pytest.raises(AttnbenchError, match=r"run\.json"):
-            choose(spec(), CPU)

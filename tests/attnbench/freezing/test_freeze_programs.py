@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from attnbench import api, attention, explain, freeze
+from attnbench import attention, explain, freeze
 from attnbench.cli import app
 from attnbench.dispatch import memory
-from attnbench.dispatch.memory import executions
 from attnbench.errors import FrozenError, InputError, RefusedError
 from attnbench.freezing.file import Frozen
 from attnbench.kernels.execution import Execution
@@ -138,21 +137,6 @@ def test_an_export_of_dynamic_shapes_asks_the_file_that_is_open(path, ran):
             program(q, k, v)
             program(q, k, v)
         assert ran == [expected] * 2
-
-
-@pytest.mark.parametrize("asked", [{"backend": "emulated:fp8"}, {"backend": "emulated", "dtype": "fp8"}, {}])
-def test_a_guard_is_told_the_same_bound(path, asked):
-    x = tensors(grad=True)
-    bounds = []
-    for _ in range(3):
-        attention(*x, **asked)
-        bounds.append({each.budget for each in executions.entries.values()})
-        if len(bounds) < 3:
-            api.forget_choices()
-            if len(bounds) == 1:
-                session = freeze(path).start()
-    session.stop()
-    assert bounds[0] == bounds[1] == bounds[2]
 
 
 def test_one_freeze_is_open_at_a_time_and_ends_with_its_block(path, tmp_path, monkeypatch):

@@ -1,19 +1,15 @@
 """Several that record choices in one file at once: the plan that was written first is everybody's."""
 
-import threading
 from unittest.mock import Mock
 
 import pytest
-from frozen_fakes import CPU, SPECS, plans, rewritten, spec, table
-from patience import PATIENCE
+from frozen_fakes import CPU, plans, rewritten, spec
 
 from attnbench import freeze
-from attnbench.choosing import selector
 from attnbench.choosing.selector import choose
 from attnbench.errors import MalformedFileError
 from attnbench.freezing import file as frozen_file
 from attnbench.freezing import freeze as freezing
-from attnbench.tables.user_table import Known
 
 
 def test_what_others_have_recorded_meanwhile_is_not_chosen_again(fakes, path, monkeypatch):
@@ -82,26 +78,3 @@ def test_a_file_that_is_damaged_meanwhile_is_an_error_and_not_overwritten(fakes,
         with pytest.raises(MalformedFileError):
             choose(spec(seqlen_q=7), CPU)
     assert not path.read_text().endswith("]}\n")
-
-
-def test_eight_threads_record_one_file(fakes, path, monkeypatch):
-    """Every other one knows another table."""
-    orders, mine = [("slow:bf16", "fast:bf16"), ("fast:bf16", "slow:bf16")], threading.local()
-    found: list[tuple[int, str]] = []
-    together = threading.Barrier(8)
-    monkeypatch.setattr(selector, "known_tables", lambda device: Known.of(mine.table))
-
-    def work(order: tuple[str, str]) -> None:
-        mine.table = table(*order)
-        together.wait(timeout=PATIENCE)
-        for place, one in enumerate(SPECS):
-            found.append((place, str(choose(one, CPU).plan)))
-
-    with freeze(path):
-        threads = [threading.Thread(target=work, args=(orders[number % 2],)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(found) == 8 * len(SPECS)
-    assert len(set(found)) == len(SPECS) == len(plans(path))

@@ -227,18 +227,6 @@ def test_a_plan_that_was_not_asked_for_is_not_called_inaccurate(planted):
         assert found["emulated:fp8"] == verdict
 
 
-def test_what_was_compiled_before_a_demotion_is_compiled_anew(planted):
-    forward, _ = planted
-    x = tensors()
-    exact = attention(*x)
-    compiled = torch.compile(lambda *x: attention(*x), fullgraph=True, backend="aot_eager")
-    with guard(every=1, on_breach="demote"):
-        compiled(*x)
-        forward.change = noise(1.0)
-        compiled(*x)
-        assert relative_l2(compiled(*x), exact) < BOUND
-
-
 def test_a_named_plan_that_is_demoted_goes_on_and_choices_are_made_anew_once(planted, monkeypatch):
     forward, _ = planted
     forward.change = noise(1.0)

@@ -2,7 +2,6 @@
 graph's pool while it warms up for a recording, and refuses to record where some of that is still held."""
 
 import gc
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -115,33 +114,6 @@ def test_what_is_made_has_none_of_the_callers_modes(wrap: Callable[..., Callable
         found = made(CPU)
     assert found.device == CPU
     assert not found.is_inference()
-
-
-def test_what_is_permanent_is_made_once_by_many_threads_and_an_error_is_not_kept() -> None:
-    calls, barrier = [], threading.Barrier(8)
-
-    @permanent
-    def make(number: int, device: torch.device) -> Tensor:
-        calls.append(number)
-        if len(calls) == 1:
-            raise ValueError("the first time")
-        return torch.full((1,), float(number), device=device)
-
-    with pytest.raises(ValueError, match="the first time"):
-        make(3, CPU)
-    found: list[Tensor] = []
-
-    def ask() -> None:
-        barrier.wait()
-        found.append(make(3, CPU))
-
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert calls == [3, 3]
-    assert len({id(each) for each in found}) == 1
 
 
 def test_on_a_gpu_it_is_made_on_a_stream_that_nothing_records_and_finished_first(

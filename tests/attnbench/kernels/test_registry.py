@@ -171,12 +171,6 @@ def test_a_row_reads_every_field_of_a_spec():
     assert unread == {"scale"}, "any number is served; what a kernel cannot scale by it refuses in further_refusals"
 
 
-def test_alignment_binds_only_where_it_changes_something():
-    row = Capabilities(dtypes=("bf16",), alignments=("bottom-right",))
-    assert row.refusals(spec(mask=Mask(None, 0)), H200) == []
-    assert row.refusals(spec(mask=Mask(None, 0), seqlen_kv=80), H200) != []
-
-
 def test_unknown_names_offer_the_nearest():
     known = fake_registry(family("sdpa-flash", "bf16"), family("flex", "bf16"))
     for ask in (known.forward, known.backward):
@@ -227,11 +221,6 @@ def test_availability_is_asked_once():
     assert len(asked) == 1
 
 
-def test_a_check_may_ask_for_another_backend():
-    known = fake_registry(family("a", "bf16"), Backend("b", "asks", lambda: known.availability("a"), ()))
-    assert known.availability("b").version == "1.0"
-
-
 def test_two_backends_of_one_name_and_foreign_kernels_are_errors():
     with pytest.raises(AttnbenchError, match="two installed packages"):
         fake_registry(family("a", "bf16"), family("a", "fp16"))
@@ -245,11 +234,3 @@ def test_two_backends_of_one_name_and_foreign_kernels_are_errors():
 def test_texts_that_are_no_plan(text):
     with pytest.raises(UnknownBackendError):
         Plan.parse(text)
-
-
-@pytest.mark.parametrize(
-    "text", ["fa3:fp8", "fa3:fp8>fa4:bf16", "sdpa-flash:bf16>sdpa-math:fp32", "emulated:fp8-token-e5m2"]
-)
-def test_plans_round_trip(text):
-    assert str(Plan.parse(text)) == text
-    assert Plan.parse(text).fp8 == ("fp8" in text)

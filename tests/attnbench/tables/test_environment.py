@@ -212,13 +212,6 @@ def test_the_commit_is_that_of_the_checkout_and_says_where_it_differs(monkeypatc
     assert Environment.detect(torch.device("cpu"), Registry(())).commit == own_commit()
 
 
-def test_a_worktree_is_a_checkout_too(monkeypatch, tmp_path):
-    module = checkout(tmp_path / "main")
-    git(module.parents[2], "worktree", "add", str(tmp_path / "other"))
-    head = git(module.parents[2], "rev-parse", "HEAD")
-    assert commit_at(monkeypatch, tmp_path / "other" / "attnbench" / "tables" / "environment.py") == head[:12]
-
-
 def test_no_repository_but_attnbench_is_asked(monkeypatch, tmp_path):
     other = checkout(tmp_path / "other", '[project]\nname = "theirs"\n')
     installed = other.parents[2] / "site-packages" / "attnbench" / "tables" / "environment.py"
@@ -246,12 +239,6 @@ def test_a_hook_of_another_repository_does_not_lead_astray(monkeypatch, tmp_path
     monkeypatch.setenv("GIT_DIR", str(other.parents[2] / ".git"))
     monkeypatch.setenv("GIT_WORK_TREE", str(other.parents[2]))
     assert commit_at(monkeypatch, module) == git(module.parents[2], "rev-parse", "HEAD")[:12]
-
-
-def test_without_git_there_is_no_commit(monkeypatch, tmp_path):
-    module = checkout(tmp_path / "checkout")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert commit_at(monkeypatch, module) is None
 
 
 def test_doctor_shows_the_facts_of_each_gpu(monkeypatch):

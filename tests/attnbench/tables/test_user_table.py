@@ -1,27 +1,19 @@
 """The user's own table: several writers, killed writers, full disks, and what of it may be used here."""
 
-import fcntl
 import json
 import multiprocessing
 import os
-import signal
-import threading
-import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
-from fakes import FakeForward, an_environment, fake_backend, fake_registry
-from patience import PATIENCE
+from fakes import an_environment
 
 from attnbench import AttentionSpec, Plan, explain
-from attnbench.choosing.selector import choose
 from attnbench.errors import AttnbenchWarning
 from attnbench.kernels.registry import registry
 from attnbench.state import forget
-from attnbench.tables import files as table_files
 from attnbench.tables.environment import Environment
 from attnbench.tables.table import Entry, Table
 from attnbench.tables.user_table import Known, known_tables, update_user_table, user_table_path
@@ -89,59 +81,6 @@ def test_four_processes_write_one_table_and_every_read_on_the_way_is_whole():
     assert sorted(os.listdir(path.parent)) == ["a-cpu.json", "a-cpu.lock"]
 
 
-def _hanging(at: str, reached) -> None:
-    def hang(*_):
-        reached.set()
-        time.sleep(600)
-
-    setattr(table_files.os, at, hang)
-    update_user_table(table(one(time_ms=2.0)))
-
-
-@pytest.mark.parametrize("at", ["replace"])
-def test_a_writer_that_is_killed_leaves_the_old_table_and_no_lock(at):
-    path = update_user_table(table(one()))
-    before = path.read_bytes()
-    context = multiprocessing.get_context("fork")
-    reached = context.Event()
-    writer = context.Process(target=_hanging, args=(at, reached))
-    writer.start()
-    assert reached.wait(PATIENCE)
-    assert len(os.listdir(path.parent)) == 3  # table, lock and what the writer was writing
-    os.kill(writer.pid, signal.SIGKILL)
-    writer.join(PATIENCE)
-    assert path.read_bytes() == before
-    update_user_table(table(one(time_ms=3.0)))  # would wait for ever on a lock that lasts
-    assert [entry.time_ms for entry in Table.load(path).entries.values()] == [3.0]
-    assert len(os.listdir(path.parent)) == 2
-
-
-def test_a_file_system_without_locks_keeps_tables_whole(monkeypatch):
-    def unsupported(*_):
-        raise OSError(37, "No locks available")
-
-    path = update_user_table(table(one()))
-    scratch = path.parent / f".{path.name}.of-another-writer"
-    scratch.write_text("")
-    monkeypatch.setattr(fcntl, "flock", unsupported)
-    update_user_table(table(one("sdpa-flash:bf16")))
-    assert len(Table.load(path).entries) == 2
-    assert scratch.exists()  # who has no lock does not know that nobody is writing it
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/dev/null", path)])
-def test_what_lies_in_the_place_of_the_lock_does_no_harm(make):
-    path = update_user_table(table(one()))
-    lock = path.with_suffix(".lock")
-    lock.unlink()
-    make(lock)
-    writer = threading.Thread(target=update_user_table, args=(table(one(time_ms=2.0)),), daemon=True)
-    writer.start()
-    writer.join(20)
-    assert not writer.is_alive(), "it is waited for"
-    assert [entry.time_ms for entry in Table.load(path).entries.values()] == [2.0]
-
-
 # --- what stays of it, and what may be used ---
 
 
@@ -175,19 +114,6 @@ def test_entries_of_another_version_are_not_used_and_the_others_are():
     assert set(known.at(SPEC)) == {Plan("sdpa-math:bf16")}
     assert known.dropped == {"reference": f"measured with reference 99.1, here is {here().backends['reference']}"}
     assert "used in part: measured with reference 99.1" in known.note
-
-
-def test_explain_says_which_version_was_measured(monkeypatch):
-    monkeypatch.setattr(Environment, "detect", classmethod(lambda *_: an_environment(backends={"fast": "1.10"})))
-    plans = [one("fast:fp8"), one("slow:bf16"), one("slow:fp8", time_ms=9.0)]
-    table(*plans, environment=an_environment(backends={"fast": "1.9", "slow": "1.0"})).save(user_table_path(here()))
-    kernels = {name: [FakeForward(f"{name}:{kind}") for kind in ("bf16", "fp8")] for name in ("fast", "slow")}
-    installed = fake_registry(*(fake_backend(name, *each) for name, each in kernels.items()))
-    choice = choose(SPEC, CPU, fp8=True, known=installed)
-    assert str(choice.plan) == "slow:bf16"
-    (dropped,) = [each for each in choice.candidates if str(each.plan) == "fast:fp8"]
-    assert (dropped.verdict, dropped.reasons) == ("unmeasured", ("measured with fast 1.9, here is 1.10",))
-    assert "measured with fast 1.9, here is 1.10" in choice.hint
 
 
 def test_a_table_of_which_nothing_may_be_used_is_refused_with_a_warning():
@@ -225,47 +151,6 @@ def test_a_damaged_table_is_a_miss_with_one_warning_and_is_replaced():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(known_tables(CPU).at(SPEC)) == 1
-
-
-def test_what_was_read_while_the_table_was_written_is_not_kept(monkeypatch):
-    """A thread asks, and while it reads the old file another one has measured."""
-    update_user_table(table(one()))
-    load = Table.load
-    with monkeypatch.context() as patch:
-
-        def slow(path):
-            found = load(path)
-            patch.undo()
-            update_user_table(table(one(time_ms=2.0)))
-            return found
-
-        patch.setattr(Table, "load", slow)
-        known_tables(CPU)
-    assert known_tables(CPU).at(SPEC)[Plan("sdpa-math:bf16")].time_ms == 2.0
-    assert known_tables(CPU) is known_tables(CPU)
-
-
-def test_threads_that_ask_at_once_are_given_one_table(monkeypatch):
-    """Each table has a cost model of its own, fitted anew."""
-    update_user_table(table(one()))
-    load, together = Table.load, threading.Barrier(4)
-
-    def at_once(path):
-        found = load(path)
-        together.wait(timeout=PATIENCE)
-        return found
-
-    monkeypatch.setattr(Table, "load", at_once)
-    with ThreadPoolExecutor(4) as pool:
-        assert len({id(known) for known in pool.map(known_tables, [CPU] * 4)}) == 1
-
-
-def test_a_table_with_more_backends_than_an_environment_holds_is_replaced():
-    many = {f"b{number}": "1.0" for number in range(256)}
-    path = user_table_path(here())
-    table(*(one(f"{name}:bf16") for name in many), environment=other(backends=many, origins={})).save(path)
-    update_user_table(table(one()))
-    assert len(Table.load(path).entries) == 1
 
 
 # --- the user's before the shipped one ---

@@ -63,6 +63,7 @@ def children() -> set[int]:
     return {each for each, fields in processes.items() if fields is not None and int(fields[1]) == os.getpid()}
 
 
+@pytest.mark.exhaustive
 @linux
 def test_it_is_at_work_until_the_end_and_imports_nothing_from_where_it_was_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -95,7 +96,7 @@ def shared(forward: Forward, monkeypatch: pytest.MonkeyPatch, direction: str = "
     backend = Backend("mine", "a test's", lambda: Availability(version="1"), (forward, Backward()))
     plan = Plan(forward.name, Backward.name if direction == "training" else None)
     subject = Subject(plan, CPU, Registry([REFERENCE, backend]))
-    found = conduct.shared(subject, SPEC.replace(direction=direction))
+    found = conduct.check_shared_gpu(subject, SPEC.replace(direction=direction))
     return found, "; ".join(subject.notes.get("shared GPU", []))
 
 

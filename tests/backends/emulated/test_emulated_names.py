@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from emulating import RECIPES, both, tensors
+from emulating import RECIPES
 
 from attnbench.backends.emulated import BACKEND, emulate
 from attnbench.backends.emulated_arithmetic import Accumulator
@@ -84,12 +84,3 @@ def test_what_was_quantised_otherwise_is_refused():
     capped = AttentionSpec.make(batch=1, heads=1, seqlen_q=4, head_dim=8, softcap=5.0)
     assert emulate(Recipe(smoothing=True))[0].refusals(capped, CPU)
     assert not emulate()[0].refusals(capped, CPU)
-
-
-def test_profile_shows_which_kernel_answered():
-    spec = AttentionSpec.make(batch=1, heads=1, seqlen_q=8, head_dim=8, dtype="fp32")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        both(Recipe("token"), spec, *tensors(spec))
-    assert [event.name for event in profile.events() if event.name.startswith("emulated:")] == [
-        "emulated:fp8-token"
-    ] * 2

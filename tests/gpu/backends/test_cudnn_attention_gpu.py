@@ -1,16 +1,14 @@
-"""cuDNN's attention by both backends that call it: dense FP64, evidence, and refusals of what fails or is wrong."""
+"""cuDNN's attention by both backends that call it: dense FP64, and refusals of what fails or is wrong."""
 
 from __future__ import annotations
 
 import itertools
-import re
 import subprocess
 import sys
 
 import dense
 import pytest
 import torch
-from gpu_times import kernels_of
 from sweep import Sweep, Truth
 
 from attnbench import AttentionSpec, Mask
@@ -75,24 +73,6 @@ def test_it_refuses_or_agrees_with_dense_fp64(backend: str, precision: str, caps
     assert not any(sweep.faults.values())
     assert all(sweep.served[f"{name} {way}"] > 10 for way in ("fwd", "bwd"))
     assert torch.equal(torch.cuda.get_rng_state(), random_state)
-
-
-@by_both
-@in_both
-def test_the_profiler_shows_cudnns_kernel(backend: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the environment tells TransformerEngine's modules to take another implementation."""
-    for variable, value in {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "1", "NVTE_UNFUSED_ATTN": "1"}.items():
-        monkeypatch.setenv(variable, value)
-    spec = AttentionSpec.make(batch=1, heads=8, seqlen_q=512, head_dim=128, direction="training")
-    q, k, v, grad = Truth.of(spec, 0, DEVICE).inputs
-    forward, backward = FORWARDS[f"{backend}:{precision}"], BACKWARDS[f"{backend}:{precision}"]
-    operands = forward.prepare(Inputs(q, k, v), spec)
-    result = forward.run(operands)
-    for kernel, call in ((forward, lambda: forward.run(operands)),
-                         (backward, lambda: backward.run(Saved(operands, *result), grad))):  # fmt: skip
-        call()
-        names = kernels_of(call)
-        assert any(re.search(kernel.evidence["cuda"], name) for name in names), names
 
 
 CANNOT = [

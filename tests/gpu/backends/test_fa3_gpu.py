@@ -6,13 +6,9 @@ Each family skips, and says so, where its library is not installed.
 from __future__ import annotations
 
 import itertools
-import os
-import re
 
 import dense
 import pytest
-import torch
-from gpu_times import in_turns, kernels_of
 from on_gpu import DEVICE, LENGTHS, MASKS, descales_are_used, many_elements_agree
 from sweep import Sweep, Truth
 from torch import Tensor
@@ -20,7 +16,7 @@ from torch import Tensor
 from attnbench import AttentionSpec, Mask
 from attnbench.backends.flash_attention import fa3, fa3_origins, fa3_vllm
 from attnbench.backends.flash_attention.fa3_operands import native
-from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Inputs, Saved
+from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Saved
 from attnbench.kernels.devices import describe
 
 FAMILIES = (fa3.BACKEND, fa3_vllm.BACKEND)
@@ -84,47 +80,6 @@ def test_descales_of_random_size_are_used(name: str, kv_heads: int) -> None:
     descales_are_used(FORWARDS[name], kv_heads, lengths=(200, 300), mask=Mask())
 
 
-@pytest.mark.parametrize("precision", ["fp8", "bf16"])
-@pytest.mark.parametrize("length", [4096, 16384])
-def test_our_layer_costs_nothing(precision: str, length: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """The library called directly with operands made beforehand, interleaved with ours, within 3 %."""
-    present(fa3.BACKEND)
-    if fa3_origins.chosen().name != "sglang":
-        pytest.skip("the direct call below is that of sgl_kernel")
-    spec = AttentionSpec.make(batch=16384 // length, heads=16, seqlen_q=length, head_dim=128, mask=Mask(right=0))
-    q, k, v = (torch.randn(spec.batch, length, 16, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
-    kernel = FORWARDS[f"fa3:{precision}"]
-    operands = kernel.prepare(Inputs.of(x.transpose(1, 2) for x in (q, k, v)), spec)
-    made = operands.native
-    none = [None] * 17
-    from sgl_kernel import flash_ops  # noqa: F401
-
-    def direct() -> object:
-        return torch.ops.sgl_kernel.fwd.default(
-            made.q, made.k, made.v, *none, *made.descales, spec.scale, True, -1, -1, 0, 0.0, True, None, 1, None, 0,
-            None,
-        )  # fmt: skip
-
-    ours, theirs = in_turns([lambda: kernel.run(operands), direct])
-    with capsys.disabled():
-        print(f"\nfa3:{precision} {length}: ours {ours:.4f} ms, direct {theirs:.4f} ms, {ours / theirs - 1:+.2%}")
-    assert ours <= 1.03 * theirs
-
-
-@pytest.mark.parametrize("name", FORWARDS)
-def test_the_profiler_shows_that_kernel(name: str) -> None:
-    present(FAMILIES[name.startswith("fa3-vllm")])
-    dtype = "bf16" if name.endswith(":fp8") else name.partition(":")[2]
-    spec = AttentionSpec.make(batch=2, heads=8, seqlen_q=512, head_dim=128, dtype=dtype)
-    q, k, v, _ = Truth.of(spec, 0, DEVICE).inputs
-    operands = FORWARDS[name].prepare(Inputs(q, k, v), spec)
-    ran = kernels_of(lambda: FORWARDS[name].run(operands))
-    ours = [key for key in ran if "FlashAttn" in key]
-    for other in ("fp8", "bf16", "fp16"):
-        matches = any(re.search(fa3.PROFILED[other], key) for key in ran)
-        assert matches == name.endswith(f":{other}"), (other, ours)
-
-
 def test_more_than_2_to_the_31_elements() -> None:
     present(fa3.BACKEND)
     many_elements_agree(FORWARDS[name] for name in ("fa3:bf16", "fa3:fp8"))
@@ -153,33 +108,3 @@ def test_a_window_that_ends_before_the_keys_is_refused_because_minus_one_means_u
     args = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
     out = fa3_origins.library().forward(*args, None, None, None, spec.scale, False, 1 + 4 - 9, 5, 0.0)[0]
     assert not dense.relative_l2(out.transpose(1, 2), dense.dense_attention(q, k, v, spec)[0]) < 0.01
-
-
-def test_head_dims_above_256_are_refused_because_the_library_has_none() -> None:
-    present(fa3.BACKEND)
-    q = torch.randn(1, 64, 2, 264, device=DEVICE, dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError, match="head dimension at most"):
-        fa3_origins.library().forward(q, q, q, None, None, None, 0.1, False, -1, -1, 0.0)
-
-
-def test_a_build_without_a_backward_has_no_operator_for_it() -> None:
-    present(fa3.BACKEND)
-    origin = fa3_origins.chosen()
-    if "BACKWARD" not in origin.omissions():
-        pytest.skip(f"the build from {origin.name} has a backward")
-    assert not hasattr(origin.load(), "bwd")
-
-
-def test_the_capability_is_refused_elsewhere_because_the_library_fails() -> None:
-    present(fa3.BACKEND)
-    if torch.cuda.get_device_capability(DEVICE)[0] == 9:
-        pytest.skip("this GPU is served")
-    q = torch.randn(1, 64, 2, 64, device=DEVICE, dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError):
-        fa3_origins.library().forward(q, q, q, None, None, None, 0.1, False, -1, -1, 0.0)
-
-
-def test_a_hub_download_is_not_started_unasked() -> None:
-    if os.environ.get(fa3_origins.VARIABLE) == "hub":
-        pytest.skip("the hub was asked for")
-    assert fa3.BACKEND.availability().origin != "hub" or fa3_origins._hub_cached()

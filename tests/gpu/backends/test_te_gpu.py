@@ -1,11 +1,10 @@
-"""TransformerEngine on a Hopper GPU: dense FP64, evidence, warm steps, its own module, refusals lifted, costs."""
+"""TransformerEngine on a Hopper GPU: dense FP64, evidence, warm steps, its own module, refusals lifted."""
 
 from __future__ import annotations
 
 import dense
 import pytest
 import torch
-from gpu_times import in_turns
 from sweep import Truth
 from torch import Tensor
 
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.skipif(not te.BACKEND.availability().ok, reason=str(te.
 FORWARDS = {k.name: k for k in te.BACKEND.kernels if isinstance(k, ForwardKernel)}
 BACKWARDS = {k.name: k for k in te.BACKEND.kernels if isinstance(k, BackwardKernel)}
 FP8, FP8_BACKWARD = FORWARDS["te:fp8"], BACKWARDS["te:fp8"]
-END, CAUSAL = "bottom-right", Mask(right=0)
+CAUSAL = Mask(right=0)
 
 
 def step(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
@@ -115,50 +114,9 @@ def test_a_backward_that_is_refused_really_fails(
         BACKWARDS[name].run(saved, truth.inputs[3])
 
 
-@pytest.mark.parametrize("name", ["te:bf16", "te:fp8"])
 @pytest.mark.parametrize("seqlen", [4096, 16384])
-def test_our_layer_costs_nothing(name: str, seqlen: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Beside the library's call with operands made beforehand; FP8 with its own cast of O to 16 bits, as modules do."""
-    spec = AttentionSpec.make(batch=16384 // seqlen, heads=16, seqlen_q=seqlen, head_dim=128, direction="training",
-                              mask=CAUSAL)  # fmt: skip
-    shape = (spec.batch, seqlen, 16, 128)
-    rows = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-    q, k, v, grad = (x.transpose(1, 2) for x in rows)
-    forward, backward, fp8 = FORWARDS[name], BACKWARDS[name], name == "te:fp8"
-    operands = forward.prepare(Inputs(q, k, v), spec)
-    saved = Saved(operands, *forward.run(operands))
-    library, seqlens = te_library.library(), te_library.seqlens_of(spec, q.device)
-    implementation = library.backends["FP8" if fp8 else "F16_arbitrary_seqlen"]
-    quantizers, inputs = {}, rows[:3]
-    if fp8:
-        scales = (operands.native.scale_s, operands.native.scale_o)
-        s, o = (te_library.delayed(scale, torch.zeros(1, device="cuda")) for scale in scales)
-        quantizers, inputs = {"s_quantizer": s, "o_quantizer": o}, [x.storage(q.dtype) for x in te._narrow(operands)]
-
-    def direct() -> object:
-        out, *_ = library.forward(
-            True, seqlen, seqlen, *seqlens, *inputs, q.dtype, implementation, attn_scale=spec.scale,
-            qkv_layout="bshd_bshd_bshd", o_format="bshd", attn_mask_type="causal", window_size=(-1, 0), **quantizers,
-        )  # fmt: skip
-        return out.dequantize(dtype=q.dtype) if fp8 else out
-
-    ours, library_alone, prepare, gradients = in_turns([
-        lambda: forward.run(operands),
-        direct,
-        lambda: forward.prepare(Inputs(q, k, v), spec),
-        lambda: backward.run(saved, grad),
-    ])  # fmt: skip
-    with capsys.disabled():
-        print(f"\n{name} {seqlen}: run {ours:.3f}, direct {library_alone:.3f}, prepare {prepare:.3f}, "
-              f"backward {gradients:.3f} ms")  # fmt: skip
-    assert ours <= 1.03 * library_alone
-
-
-@pytest.mark.parametrize("seqlen", [4096, 16384])
-def test_beside_transformer_engines_own_module(
-    seqlen: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A whole FP8 training step through DotProductAttention, warmed, and one of ours: device time and errors."""
+def test_beside_transformer_engines_own_module(seqlen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole FP8 training step through DotProductAttention, warmed, and one of ours."""
     for variable in ("NVTE_FLASH_ATTN", "NVTE_UNFUSED_ATTN"):
         monkeypatch.setenv(variable, "0")
     import transformer_engine.pytorch as module
@@ -179,9 +137,7 @@ def test_beside_transformer_engines_own_module(
     def ours() -> tuple[Tensor, ...]:
         return step(spec, *(x.transpose(1, 2) for x in rows))
 
-    times = in_turns([theirs, ours], rounds=10)
-    mine = [x.transpose(1, 2) for x in ours()]
-    apart = [dense.relative_l2(x, y.reshape(x.shape)) for x, y in zip(mine, theirs(), strict=True)]
-    with capsys.disabled():
-        print(f"\n{seqlen}: module {times[0]:.3f}, ours {times[1]:.3f} ms; apart {[round(each, 4) for each in apart]}")
+    for _ in range(10):  # its scales follow what it saw in earlier steps
+        found = theirs()
+    apart = [dense.relative_l2(x.transpose(1, 2), y.reshape(x.shape)) for x, y in zip(ours(), found, strict=True)]
     assert max(apart) <= FP8_BACKWARD.declared_error + 0.05

@@ -7,13 +7,11 @@ the name ``flash_attn_3::fwd``: torch's own code and the same kernel then run, f
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator
 
 import pytest
 import standins_fa
 import torch
-from gpu_times import in_turns, kernels_of
 from on_gpu import DEVICE, descales_are_used, is_wrong_at_a_scale_below_zero, quantising_forward_agrees
 from torch import Tensor
 from torch.nn import attention
@@ -101,55 +99,5 @@ def test_it_is_what_activating_registers_and_nothing_is_activated(mask: Mask) ->
     assert torch.equal(ours.lse, theirs[1])
 
 
-@pytest.mark.parametrize("length", [4096, 16384])
-def test_our_layer_costs_nothing(length: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """The activated operator called directly with operands made beforehand, interleaved with ours, within 3 %."""
-    spec, operands = _operands(length, Mask(right=0))
-    given = operands.native
-    attention.activate_flash_attention_impl("FA3")
-    try:
-        ours, theirs = in_turns([
-            lambda: KERNEL.run(operands),
-            lambda: torch.ops.aten._flash_attention_forward.quantized(
-                given.q, given.k, given.v, None, None, length, length, 0.0, True, False, *given.descales,
-                scale=spec.scale,
-            ),
-        ])  # fmt: skip
-    finally:
-        attention.restore_flash_attention_impl()
-    with capsys.disabled():
-        print(f"\n{length}: ours {ours:.4f} ms, direct {theirs:.4f} ms, {ours / theirs - 1:+.2%}")
-    assert ours <= 1.03 * theirs
-
-
-def test_the_profiler_shows_the_fp8_kernel() -> None:
-    _, operands = _operands(4096, Mask())
-    names = kernels_of(lambda: KERNEL.run(operands))
-    assert any(re.search(KERNEL.evidence["cuda"], name) for name in names), names
-
-
-def test_softcap_is_refused_because_the_operator_has_none() -> None:
-    names = {argument.name for argument in torch.ops.aten._flash_attention_forward.quantized._schema.arguments}
-    assert {"q_descale", "scale", "window_size_left"} <= names
-    assert "softcap" not in names
-
-
 def test_a_scale_that_is_not_positive_is_refused_because_the_answer_is_wrong() -> None:
     is_wrong_at_a_scale_below_zero(KERNEL)
-
-
-def test_head_dims_above_256_are_refused_because_the_library_has_none() -> None:
-    x = torch.zeros(1, 64, 2, 272, device=DEVICE).to(torch.float8_e4m3fn)
-    one = torch.ones(1, 2, device=DEVICE)
-    with pytest.raises(RuntimeError, match="head dimension at most"):
-        torch_fp8._forward()(x, x, x, None, None, 64, 64, 0.0, False, False, one, one, one, scale=0.1)
-
-
-def test_other_capabilities_are_refused_because_torch_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.nn.attention import _fa3
-
-    monkeypatch.setattr(_fa3, "_get_device_major", lambda _: 10)
-    x = torch.zeros(1, 64, 2, 64, device=DEVICE).to(torch.float8_e4m3fn)
-    one = torch.ones(1, 2, device=DEVICE)
-    with pytest.raises(RuntimeError, match="compute capability 9"):
-        torch_fp8._forward()(x, x, x, None, None, 64, 64, 0.0, False, False, one, one, one, scale=0.1)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import dense
 import pytest
 import torch
-from gpu_times import kernels_of
+from gpu_kernels import kernels_of
 from sweep import Sweep, Truth
 from torch import Tensor
 

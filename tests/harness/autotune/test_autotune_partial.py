@@ -5,26 +5,21 @@ from datetime import datetime, timezone
 import paced
 import pytest
 from flat import measurement
-from hypothesis import given
-from hypothesis import strategies as st
 from paced import spec
 from planted import CPU, setup
 from tunable import BREAKS, FAST, FP8, SLOW, entries, measuring_nothing, own_path, replayed, tensors
 
 import attnbench
 from attnbench import api, attention, explain
-from attnbench.choosing import selector
 from attnbench.harness.autotune import run as tuning
 from attnbench.harness.autotune.observed_specs import ObservedSpec, ObservedSpecs
-from attnbench.harness.autotune.tuning import chosen, tuning_task
+from attnbench.harness.autotune.tuning import tuning_task
 from attnbench.harness.results.condense import condense
 from attnbench.kernels.plan import Plan
 from attnbench.tables.table import Table
-from attnbench.tables.user_table import Known
 
 HERE = setup(paced.SOURCE)
 NOTHING = Table(HERE.environment, {})
-EVERY = (SLOW, FAST, BREAKS, FP8)
 
 
 pytestmark = pytest.mark.usefixtures("planted")
@@ -126,24 +121,6 @@ def test_fp8_is_measured_for_who_opens_it_and_chosen_for_nobody_else(monkeypatch
     assert str(explain(*tensors(64), max_error=error / 2).plan) == FAST
 
 
-def test_what_another_process_has_left_half_is_completed_beside_its_fastest(monkeypatch):
-    explain(*tensors(64))  # this one has read its tables
-    known_of(row(SLOW, 30.0), row(FAST, 10.0)).save(own_path())
-    works, _ = to_be_measured()
-    assert works == [[FAST, BREAKS]]
-
-
-def test_a_rival_that_a_hurried_autotune_did_not_wait_for_is_not_taken_to_hang(monkeypatch):
-    rows = row(SLOW, 30.0), row(FAST, 10.0), row(BREAKS)
-    tuned = tuned_by(monkeypatch, *rows, seconds=10)
-    assert tuned.measured[0].lost == {BREAKS: "timeout: no answer within 5 s"}
-    assert entries(own_path()) == {spec(64): {SLOW, FAST}}
-    assert to_be_measured()[0] == [[FAST, BREAKS]]
-    tuned_by(monkeypatch, *rows, seconds=120)
-    assert entries(own_path()) == {spec(64): {SLOW, FAST, BREAKS}}
-    assert to_be_measured()[0] == []
-
-
 def near_by(fp8_error=0.05, fp8_ms=1.0, breaks_ms=3.0):
     """The order of the plans at a spec nearby, which is in the table."""
     rows = [
@@ -177,29 +154,3 @@ def test_named_backends_are_measured_beside_what_is_asked_now_and_nothing_else()
 def test_sinks_are_measured_as_none():
     observed = ObservedSpecs()
     assert observed.of(spec().replace(sinks=True, return_lse=True), CPU) is observed.of(spec(), CPU)
-
-
-_times = st.lists(st.floats(1.0, 100.0), min_size=4, max_size=4)
-
-
-@given(near=_times, here=_times, fp8=st.booleans(), reached=st.integers(1, 4))
-def test_no_call_is_slower_for_an_entry_that_time_has_cut_short(near, here, fp8, reached):
-    """Whatever the truth, the prediction and the place of the cut: with FP8, without, and where nothing was known."""
-    predicted = known_of(*(row(plan, ms, 128) for plan, ms in zip(EVERY, near, strict=True)))
-    truth = {Plan(plan): ms for plan, ms in zip(EVERY, here, strict=True)}
-    asked = ObservedSpec(spec(64), CPU)
-    questions = [(fp8, None), (False, None)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selector, "known_tables", lambda device: Known.of(predicted))
-        before = {terms: chosen(asked, terms, HERE.registry) for terms in questions}
-        asked.choices |= {(fp8, None): before[fp8, None]}
-        errand = tuning_task(asked, HERE, fp8, (), NOTHING, False)
-        rows = [row(str(plan), truth[plan]) for plan in errand.plans[:reached]]
-        if not errand.settled_by(rows):
-            return
-        patch.setattr(selector, "known_tables", lambda device: Known.of(known_of(*rows)))
-        after = {terms: chosen(asked, terms, HERE.registry) for terms in questions}
-    default = chosen(asked, (False, None), HERE.registry, NOTHING).plan
-    for terms, choice in after.items():
-        # Within the noise the more accurate one runs.
-        assert truth[choice.plan] <= 1.04 * min(truth[before[terms].plan], truth[default])

@@ -7,18 +7,16 @@ import sys
 import time
 
 import paced
+import pytest
 from paced import spec
 from places import SUPPORT
-from planted import setup
-from tunable import FAST, SLOW, own_path, rows_of, tensors
+from tunable import FAST, own_path
 
 import attnbench
-from attnbench import attention, explain
 from attnbench.harness.autotune.tuning import alone
-from attnbench.harness.results.condense import condense
-from attnbench.tables.table import Table
 
 
+@pytest.mark.exhaustive
 def test_of_two_processes_one_measures_and_the_other_finds_it_in_the_table(tmp_path):
     start = tmp_path / "start"
     commands = [(tmp_path / f"ready{number}", lengths) for number, lengths in enumerate(((32,), (32,)))]
@@ -45,18 +43,6 @@ def test_of_two_processes_one_measures_and_the_other_finds_it_in_the_table(tmp_p
         "your table has it already; again=True measures it anew"
     ]
     assert all(each["chosen"][length] == [FAST, "measured"] for each in said for length in each["chosen"])
-
-
-def test_what_another_process_has_measured_since_is_chosen_by(planted):
-    assert explain(*tensors()).basis == "rule"
-    here = setup(paced.SOURCE).environment
-    # As another process does: this one has read its tables.
-    Table.from_entries(here, condense(rows_of(32))).save(own_path())
-    tuned = attnbench.autotune(60, backends=(SLOW, FAST))
-    with tuned:
-        attention(*tensors())
-    assert list(tuned.skipped) == [spec()]
-    assert (str(explain(*tensors()).plan), explain(*tensors()).basis) == (FAST, "measured")
 
 
 def test_who_cannot_measure_because_another_does_says_so(unmeasured):

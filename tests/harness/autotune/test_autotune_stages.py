@@ -77,19 +77,6 @@ class Bench:
         return [event.row for event in measured_within(HERE, work, seconds) if isinstance(event, Finished)]
 
 
-def test_the_first_plans_have_rows_before_anything_is_asked_of_the_others(monkeypatch):
-    Bench(monkeypatch, starting=20.0, each=1.0)
-    events = measured_within(HERE, [(CASES[0], PLANS)], 60.0)
-    seen = []
-    for event in events:
-        if isinstance(event, Finished):
-            seen.append(event.row.plan)
-        if len(seen) == 4:
-            break
-    assert set(seen) == set(PLANS[:4])
-    events.close()
-
-
 @given(
     counts=st.lists(st.integers(2, 10), min_size=1, max_size=3),
     starting=st.floats(0.0, 40.0),
@@ -130,14 +117,6 @@ def test_with_time_for_all_there_are_few_stages_and_with_little_they_are_small(m
     assert [len(plans) for _, plans in bench.stages] == [4, 2]
 
 
-def test_after_a_quick_stage_only_so_many_plans_come_together(monkeypatch):
-    # Nothing had to compile for the first ones, which says little of the others.
-    bench = Bench(monkeypatch, each=0.01)
-    many = [Plan(f"paced:bf16-{number}") for number in range(40)]
-    bench.rows([(CASES[0], many)], 60.0)
-    assert [len(plans) for _, plans in bench.stages] == [4, 1 + 8, 1 + 16, 1 + 12]
-
-
 def test_of_the_leaders_one_needs_no_fp8(monkeypatch):
     fast, plain = Plan("paced:fp8"), PLANS[1]
     times = {fast: 0.1, plain: 0.5}
@@ -145,14 +124,6 @@ def test_of_the_leaders_one_needs_no_fp8(monkeypatch):
     bench.rows([(CASES[0], [PLANS[0], fast, plain, *PLANS[2:]])], 100.0)
     assert bench.stages[1][1][:2] == [fast, plain]
     assert len(bench.stages[1][1]) == 3
-
-
-def test_the_leader_s_new_row_comes_before_those_that_are_compared_with_it(monkeypatch):
-    bench = Bench(monkeypatch, starting=20.0)
-    rows = bench.rows([(CASES[0], PLANS[:7])], 60.0)
-    (_, first), (_, second) = bench.stages[:2]
-    again = [row.plan for row in rows].index(second[0], len(first))
-    assert again == len(first)
 
 
 def test_a_plan_that_never_ends_costs_its_own_stage_and_the_deadline_ends_it_at_once(monkeypatch):

@@ -157,20 +157,3 @@ def test_options_that_make_no_sense_are_named_before_anything_runs(
     assert said in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     assert "passed" not in done.stdout
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("how", ["--benchmark-disable", "-n1"])
-def test_where_benchmarks_are_disabled_nothing_is_gated_which_is_said(tmp_path: Path, how: str) -> None:
-    done = pytest_in(tmp_path, planted(tmp_path), how, NEW="1")
-    assert "4 passed" in done.stdout, done.stdout + done.stderr
-    assert "AttnbenchWarning: --attention-base-python gates nothing where benchmarks are disabled" in done.stdout
-
-
-@pytest.mark.exhaustive
-def test_what_was_not_decided_in_time_is_not_certain(tmp_path: Path) -> None:
-    option = planted(tmp_path, TESTS.partition("def test_slower")[0])
-    done = pytest_in(tmp_path, option, FAST, "--attention-minutes=1e-3", NEW="1")
-    assert "1 failed" in done.stdout, done.stdout + done.stderr
-    assert "not certain whether it is slower: too few rounds were made of call; " in done.stdout
-    assert "--attention-minutes 0.001 is not enough" in done.stdout

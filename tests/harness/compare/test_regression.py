@@ -1,21 +1,18 @@
 """What a comparison of two result sets finds, what it does not invent, and which exit code that is."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from compared import HERE, WIDE, passed_over, results, row, slowed, times
-from flat import changed
 from hypothesis import given
 from hypothesis import strategies as st
 
 from attnbench.errors import MisuseError
-from attnbench.harness.compare.export import regression_dict
 from attnbench.harness.compare.pairs import rows_of
 from attnbench.harness.compare.regression import compare_results
 from attnbench.harness.compare.terms import Limits, Terms, Threshold, percentage
-from attnbench.harness.compare.times import CostChange, ratios
+from attnbench.harness.compare.times import ratios
 from attnbench.harness.measure.clocks import Conditions, Range
 from attnbench.harness.results.visits import visit_medians
 from attnbench.kernels.plan import Plan
@@ -63,28 +60,6 @@ def test_visits_that_agree_by_chance_are_no_better_than_their_samples(scatter, v
     before = row(time_ms=taken, visits={"call": [3, 3]})
     assert visit_medians(before, "call") == [1.0, 1.0]
     assert verdict_of(before, slowed(before, 1.2))[0].verdict == verdict
-
-
-def test_what_was_measured_elsewhere_takes_the_place_of_times_and_what_nothing_bounds_is_written():
-    """As the gate hands it over, from machines that need not be alike."""
-    unbounded = CostChange("kernel", "uncertain", 1.0, (0.0, np.inf), np.inf, 0.03, (1, 1), (1.0, np.inf))
-    base, new = results(row()), results(slowed(row(seed=1, environment=replace(HERE, device_name="another GPU")), 9))
-    found = compare_results(base, new, Terms(), {row().key: {"kernel": unbounded}})
-    assert (found.counts, found.exit_code) == ({"uncertain": 1}, 4)
-    written = json.loads(json.dumps(regression_dict(found, base, new), allow_nan=False))
-    assert written["rows"][0]["costs"]["kernel"]["interval"] == [0.0, "Infinity"]
-    assert written["rows"][0]["visible"] == "Infinity"
-
-
-@pytest.mark.parametrize(("device", "each_visit"), [("cuda", 3), ("cpu", 10)])
-def test_a_row_that_does_not_say_its_visits_is_divided_as_a_sweep_visits(device, each_visit):
-    """For 10 ms on a GPU, 30 on a CPU."""
-    samples = {"call": [3.0 + place // each_visit for place in range(30)]}
-    silent = row(time_ms=samples, visits={}, environment=replace(HERE, device_type=device))
-    says = changed(silent, visits={"call": [each_visit] * (30 // each_visit)})
-    assert visit_medians(says, "call") == sorted(set(samples["call"]))
-    steady = changed(silent, time_ms={"call": [3.0] * 30})
-    assert len(visit_medians(steady, "call")) == 30 // each_visit
 
 
 @pytest.mark.parametrize(("ratio", "rows"), [(1.1, 30), (3.0, 1)])
@@ -251,10 +226,6 @@ def test_other_software_is_compared_and_said():
     assert found.exit_code == 1
     said = "; ".join(found.differences)
     assert all(each in said for each in ("torch was 2.9.0, is 2.10.0", "the backend fa3 was 3.0, is 3.1", "uuid_hash"))
-
-
-def test_an_older_record_without_a_power_cap_is_compared():
-    assert verdict_of(row(environment=replace(HERE, power_cap_w=None)), row(seed=1))[1] == 0
 
 
 def test_a_regression_beside_an_unlike_machine_is_one_and_nothing_comparable_is_not():

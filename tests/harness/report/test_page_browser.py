@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from places import RESULTS
-from reported import CAUSAL, SQUARE, a_sweep, elsewhere, row, told
+from reported import CAUSAL, SQUARE, a_sweep, elsewhere, told
 from small_training import run_of
 
 from attnbench.harness.report.page.render import page as rendered
@@ -127,11 +127,6 @@ def test_the_committed_results_fit_the_window(visit, committed, width):
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_the_page_that_is_committed_opens(visit):
-    page = visit(H200 / "report.html")
-    assert len(page.evaluate(SHOWN)) > 100
-
-
 @pytest.mark.parametrize(
     "filters",
     [
@@ -241,16 +236,6 @@ def on_top(element: Any) -> bool:
     )
 
 
-@pytest.mark.parametrize("width", [*WIDTHS.values(), 800, 1024])
-def test_a_link_to_a_section_shows_its_heading(visit, committed, width):
-    page = visit(committed, width=width)
-    links = page.locator("nav a")
-    for place in range(links.count()):
-        links.nth(place).click()
-        section = page.locator(links.nth(place).get_attribute("href"))
-        assert on_top(section.locator("h2")), section
-
-
 @pytest.mark.parametrize("width", [320, *WIDTHS.values()])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_theme_follows_the_system_until_it_is_switched_and_is_kept(visit, file, width, scheme):
@@ -264,26 +249,6 @@ def test_the_theme_follows_the_system_until_it_is_switched_and_is_kept(visit, fi
     assert (max(page.evaluate(BACKGROUND)) < 60) == (scheme == "light")
     page.locator("#theme").click()
     assert (max(page.evaluate(BACKGROUND)) < 60) == (scheme == "dark")
-
-
-def test_a_browser_that_keeps_nothing_switches_the_theme_all_the_same(browser, file):
-    window = open_window(browser, "about:blank")
-    refused = "Object.defineProperty(window, 'localStorage', {get() { throw new DOMException('', 'SecurityError') }})"
-    window.page.add_init_script(refused)
-    window.page.goto(file.as_uri())
-    window.page.locator("#theme").click()
-    assert max(window.page.evaluate(BACKGROUND)) < 60
-    assert window.complaints == []
-
-
-def test_it_prints_light_without_controls_even_in_the_dark(visit, file):
-    page = visit(file, scheme="dark")
-    assert page.pdf(format="A4", print_background=True).startswith(b"%PDF-")
-    page.emulate_media(media="print", color_scheme="dark")
-    assert page.evaluate(BACKGROUND) == [255, 255, 255]
-    for control in ("#filters", "#theme"):
-        assert not page.locator(control).is_visible()
-    assert len(page.evaluate(SHOWN)) == 4
 
 
 def test_a_filter_applies_to_maps_and_dots_and_machines(visit, file):
@@ -364,18 +329,3 @@ def test_were_an_element_injected_the_policy_would_still_stop_it(browser, file, 
     assert window.complaints
     assert all("Content Security Policy" in each for each in window.complaints)
     assert len(window.page.evaluate(SHOWN)) == 4
-
-
-@pytest.mark.parametrize("at", ["#case-9999", "#%", "#main"])
-def test_an_address_of_no_case_opens_the_page(visit, file, at):
-    page = visit(file, at=at)
-    assert len(page.evaluate(SHOWN)) == 4
-    assert page.locator("details[open]").count() == 0
-
-
-@pytest.mark.parametrize("results", [Results({"a": [row("fa3:bf16", 1.0)]}), Results({}, [run_of([3, 2, 1])])])
-def test_one_row_alone_is_a_page_with_a_theme(visit, tmp_path, results):
-    page = visit(written(tmp_path, results))
-    before = page.evaluate(BACKGROUND)
-    page.locator("#theme").click()
-    assert page.evaluate(BACKGROUND) != before

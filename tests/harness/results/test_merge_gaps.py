@@ -1,7 +1,7 @@
 """Parts that are missing, unfinished, torn or still being written: refused by name, or merged as far as they go."""
 
 import pytest
-from merged import HERE, ROWS, content, part, parts, refused, row
+from merged import HERE, ROWS, part, parts, refused, row
 
 from attnbench.errors import MisuseError
 from attnbench.harness.results.condense import condense
@@ -32,11 +32,6 @@ def test_parts_of_two_sweeps_do_not_stand_in_for_each_other(tmp_path):
     refused(MisuseError, "part-0002-of-0003 is missing", tmp_path / "none", [*first, *third[:2]])
 
 
-def test_very_many_missing_parts_are_counted(tmp_path):
-    refused(MisuseError, "part-0000-of-999999999, .* and 999999982 more are missing",
-            tmp_path / "out", [part(tmp_path / "part-0007-of-999999999", ROWS)])  # fmt: skip
-
-
 def test_a_part_that_is_none(tmp_path):
     refused(MisuseError, "no part 2 of 2", tmp_path / "out", [part(tmp_path / "part-0002-of-0002", ROWS)])
     (tmp_path / "parts" / "part-0000-of-0002").mkdir(parents=True)
@@ -53,27 +48,6 @@ def test_a_sweep_that_was_stopped_is_unfinished(tmp_path):
     Table.from_entries(HERE, condense(ROWS[:3])).save(stopped / "table.json")  # it ended once, and went on to more
     refused(MisuseError, "is unfinished, its table.json is of other rows", tmp_path / "out", [stopped])
     assert merge(tmp_path / "out", [stopped], partial=True).rows == ROWS[:5]
-
-
-def test_a_torn_last_line_is_counted_and_left_alone(tmp_path):
-    folder = part(tmp_path / "torn", ROWS[:2])
-    torn = ROWS[2].to_line().encode()[:40]
-    with (folder / MEASUREMENTS).open("ab") as file:
-        file.write(torn)
-    said = f"{MEASUREMENTS}:3: the last line is incomplete, {len(torn)} bytes .*--resume --out {folder}.*--partial"
-    refused(MisuseError, said, tmp_path / "out", [folder])
-    before = content(folder)
-    merged = merge(tmp_path / "out", [folder], partial=True)
-    assert merged.rows == ROWS[:2]
-    assert str(len(torn)) in merged.gaps[0]
-    assert content(folder) == before
-
-
-def test_nothing_but_a_torn_line(tmp_path):
-    file = tmp_path / "torn.jsonl"
-    file.write_text('{"schema":"attnbench.mea')
-    refused(MisuseError, "torn.jsonl:1: the last line is incomplete, 24 bytes", tmp_path / "out", [file])
-    refused(MisuseError, "no measurement", tmp_path / "out", [file], partial=True)
 
 
 def test_a_part_that_is_being_written_waits(tmp_path):

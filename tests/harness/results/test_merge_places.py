@@ -1,52 +1,13 @@
 """Where a merge reads and where it writes: what is no result or no place, and a folder that is whole or not there."""
 
 import os
-import resource
-import subprocess
-import sys
 
 import pytest
 from merged import ROWS, part, parts, refused, row
 
 from attnbench.errors import MalformedFileError, MisuseError, OutputError
-from attnbench.harness.results.condense import condense
 from attnbench.harness.results.merge import merge
-from attnbench.harness.results.records import read_measurements
 from attnbench.harness.results.store import MEASUREMENTS
-from attnbench.tables.table import Table
-
-# Merges again and again, each time killed one call later, until it is through; prints how often that was.
-KILLED = """
-import os, signal, sys, traceback
-from itertools import count
-from pathlib import Path
-from attnbench.harness.results.merge import merge
-
-folder, source = map(Path, sys.argv[1:])
-
-def killed_behind(moment):
-    left = [moment]
-    def watch(frame, event, function):
-        if event == "c_return" and function.__name__ in ("mkdir", "write", "fsync", "rename", "replace"):
-            if not left[0]:
-                os.kill(os.getpid(), signal.SIGKILL)
-            left[0] -= 1
-    sys.setprofile(watch)
-    try:
-        merge(folder / f"out {moment}", [source])
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
-
-for moment in count():
-    child = os.fork() or killed_behind(moment)
-    _, status = os.waitpid(child, 0)
-    if not os.WIFSIGNALED(status):
-        break
-print(moment)
-sys.exit(os.waitstatus_to_exitcode(status))
-"""
 
 
 def test_sources_that_are_none(tmp_path):
@@ -100,50 +61,3 @@ def test_places_that_are_none(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     assert merge(tmp_path / "link", [folder]).rows == ROWS
     assert (tmp_path / "elsewhere" / MEASUREMENTS).exists()
-
-
-def test_a_full_disk_leaves_nothing(tmp_path):
-    sources = parts(tmp_path, ROWS[:6], ROWS[6:])
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
-    try:
-        refused(
-            OutputError, f"{tmp_path / 'out'} cannot be written: File too large; nothing", tmp_path / "out", sources
-        )
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert merge(tmp_path / "out", sources).rows == ROWS
-
-
-def test_who_comes_first_keeps_the_place(tmp_path, monkeypatch):
-    """Another process fills the folder between the look at it and the end."""
-    folder, out = part(tmp_path / "part", ROWS), tmp_path / "out"
-
-    def meanwhile(rows):
-        part(out, ROWS[:1])
-        return condense(rows)
-
-    monkeypatch.setattr("attnbench.harness.results.merge.condense", meanwhile)
-    with pytest.raises(OutputError, match="Directory not empty"):
-        merge(out, [folder])
-    assert list(read_measurements(out / MEASUREMENTS)) == ROWS[:1]
-    assert {each.name for each in tmp_path.iterdir()} == {"part", "out"}
-
-
-def test_killed_at_any_moment_it_is_whole_or_not_there(tmp_path):
-    """A moment lies behind each call that writes something down."""
-    rows = ROWS[:4]
-    source = part(tmp_path / "part", rows)
-    command = [sys.executable, "-c", KILLED, tmp_path, source]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    moments = [tmp_path / f"out {moment}" for moment in range(int(done.stdout))]
-    assert len(moments) > len(rows)
-    whole = [out for out in moments if out.exists()]
-    assert whole
-    assert moments[-len(whole) :] == whole
-    for out in whole:
-        assert list(read_measurements(out / MEASUREMENTS)) == rows
-        assert len(Table.load(out / "table.json").entries) == len(rows)
-    assert not moments[0].exists()
-    assert list(read_measurements(source / MEASUREMENTS)) == rows

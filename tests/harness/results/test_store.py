@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from patience import PATIENCE
 from places import SUPPORT
 from planted import setup
@@ -27,7 +26,6 @@ from attnbench.kernels.plan import Plan
 from attnbench.problem.spec import AttentionSpec
 from examples import examples
 
-CPU = torch.device("cpu")
 LAB = setup()
 HERE = LAB.environment
 SPEC = AttentionSpec.make(batch=1, heads=2, seqlen_q=8, head_dim=16)
@@ -170,6 +168,7 @@ def _lines(folder: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_killed_at_random_moments_has_the_rows_of_an_undisturbed_one(tmp_path, monkeypatch):
     Shop(monkeypatch)  # the undisturbed sweep and the last one need no processes
     sweep(tmp_path / "whole")

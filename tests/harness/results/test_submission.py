@@ -85,7 +85,7 @@ LIES: dict[str, tuple[Change, list[str]]] = {
     "a CPU": (everywhere(device_type="cpu"), ["only GPUs' tables"]),
     "another GPU": (everywhere(device_name="NVIDIA H900"), ["the peak of NVIDIA H900 is not known"]),
     "a GPU without an identity": (everywhere(uuid_hash=None, driver=None), ["does not say driver, uuid_hash"]),
-    "other code": (everywhere(commit="740ed255f90d-dirty"), ["local changes nobody else has"]),
+    "other code": (everywhere(commit="740ed255f90d-dirty"), ["local changes are not in the repository"]),
     "a backend without a version": (everywhere(backends={**H200.backends, "fa3": "unknown"}), ["no version of fa3"]),
     "an unknown backend": (one(1, plan=Plan("acme:bf16")), ["no backend is named 'acme'", "no version of acme"]),
     "an unknown kernel": (one(1, plan=Plan("sdpa-flash:fp8")), ["no forward kernel is named 'sdpa-flash:fp8'"]),

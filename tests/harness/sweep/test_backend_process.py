@@ -99,18 +99,6 @@ def test_after_a_death_the_next_process_is_told_what_it_must_know_and_no_more(pr
     assert {generation for generation, *_ in station.asked[since:]} == {2}
 
 
-def test_a_worker_killed_behind_its_back_is_told_again(process, station):
-    process.open(CASE)
-    process.prepare(A)
-    station.kill()
-    process.sample(A)
-    station.kill()
-    station.start()  # and it runs again before it is asked
-    process.sample(A)
-    assert told(station)[2:] == [["open", CASE], ["prepare", A], ["sample", A]] * 2
-    assert [generation for generation, *_ in station.asked] == [1, 1, 2, 2, 2, 3, 3, 3]
-
-
 def test_a_plan_is_judged_in_the_state_in_which_it_is_timed(process, station, bench):
     process.open(CASE)
     for plan in (A, B):
@@ -122,18 +110,6 @@ def test_a_plan_is_judged_in_the_state_in_which_it_is_timed(process, station, be
     since = len(station.asked)
     assert process.conclude(B) is ANSWERS["conclude"]
     assert told(station, since) == [["open", CASE], ["prepare", B], ["sample", B], ["conclude", B]]
-
-
-def test_an_error_alone_costs_no_process_and_nothing_is_told_again(process, station, bench):
-    process.open(CASE)
-    process.prepare(A)
-    bench.will(RAISED, "prepare", B)
-    with pytest.raises(LostError):
-        process.prepare(B)
-    process.drop(B)  # of which the worker knows nothing
-    process.sample(A)
-    assert told(station) == [["open", CASE], ["prepare", A], ["prepare", B], ["sample", A]]
-    assert station.generation == 1
 
 
 def test_revivals_end_where_others_go_on_killing_the_worker(process, station):
@@ -185,39 +161,6 @@ def test_a_case_that_cannot_be_opened_again_after_a_death_is_lost_for_all(proces
             process.sample(plan)
         assert raised.value is DIED
     assert told(station)[3:] == [["open", CASE]]
-
-
-def test_dropping_tells_a_worker_that_knows_the_plan_and_wakes_none(process, station):
-    process.open(CASE)
-    process.drop(A)
-    process.prepare(A)
-    process.prepare(B)
-    process.drop(A)
-    process.drop(A)
-    assert told(station) == [["open", CASE], ["prepare", A], ["prepare", B], ["drop", A]]
-    station.kill()
-    process.drop(B)
-    assert not station.alive
-    assert len(station.asked) == 4
-
-
-def test_closing_tells_a_worker_that_has_the_case_open_and_wakes_none(process, station):
-    process.close()
-    assert station.asked == []
-    process.open(CASE)
-    process.close()
-    process.close()
-    assert told(station) == [["open", CASE], ["close"]]
-    process.open(CASE)
-    station.kill()
-    process.close()
-    assert not station.alive
-    station.start()  # another process, which has nothing open
-    process.open(CASE)
-    station.kill()
-    station.start()
-    process.close()
-    assert [method for method, *_ in told(station)] == ["open", "close", "open", "open"]
 
 
 @pytest.mark.parametrize("error", [DIED, RAISED])

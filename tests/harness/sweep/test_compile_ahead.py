@@ -12,7 +12,7 @@ from stations import Station, wait_until
 
 from attnbench.harness.cases.case import Case
 from attnbench.harness.sweep import compile_ahead as module
-from attnbench.harness.sweep.compile_ahead import FirstRuns, usable_cores
+from attnbench.harness.sweep.compile_ahead import FirstRuns
 from attnbench.harness.sweep.worker_process import LostError
 from attnbench.kernels.plan import Plan
 from attnbench.kernels.registry import Registry
@@ -78,18 +78,6 @@ def test_as_many_processes_as_work_and_cores_allow(ahead):
     work = [(case, [COMPILED, MIXED]) for case in CASES]
     assert len(ahead(work, cores=8)[1]) == 6
     assert len(ahead(work, cores=4)[1]) == 6 + 3
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system keeps no process to some of its cores")
-def test_cores_of_the_machine_that_this_process_may_not_use_do_not_count(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    mine = os.sched_getaffinity(0)
-    assert usable_cores() == len(mine)
-    os.sched_setaffinity(0, {min(mine)})
-    try:
-        assert usable_cores() == 1
-    finally:
-        os.sched_setaffinity(0, mine)
 
 
 def test_what_fails_here_is_passed_over_and_the_rest_is_compiled(ahead):

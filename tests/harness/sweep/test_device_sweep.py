@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from patience import PATIENCE
 from planted import setup
-from stations import Shop, Station, wait_until
+from stations import Shop, wait_until
 
 from attnbench.harness.cases.case import Case
 from attnbench.harness.measure.bench import Bench
@@ -77,18 +77,6 @@ def test_a_death_costs_one_row_and_the_others_of_its_backend_are_measured(shop, 
     assert len(rows[WIDER].time_ms["call"]) == len(rows[WIDER].performance.host_ms) > 0
 
 
-def test_a_death_long_after_the_first_visits_costs_no_other_its_samples(shop):
-    visits = []
-
-    def third(method, *arguments):
-        visits.append((method, *arguments) == ("sample", EXACT))
-        return sum(visits) == 3 and visits[-1]
-
-    shop.faults.append((DIED, 1, third))
-    rows, _ = measured()
-    assert statuses(rows) == {**dict.fromkeys(PLANS, "ok"), EXACT: "crashed"}
-
-
 def test_a_case_that_cannot_be_opened_costs_the_rows_of_that_backend_and_case_alone(shop):
     shop.breaks(DIED, "open", CASE)
     with DeviceSweep(setup()) as line:
@@ -145,22 +133,6 @@ def test_a_sample_that_is_no_time_costs_its_own_row(shop, monkeypatch, sample):
     rows, _ = measured()
     assert statuses(rows) == {**dict.fromkeys(PLANS, "ok"), WIDE: "error"}
     assert rows[WIDE].reason == f"a sample of the cost kernel took {sample:g} ms"
-
-
-def test_a_process_that_does_not_start_ahead_is_started_by_the_first_request(shop, monkeypatch):
-    refusals = [LostError("error", "too many open files", died=False)]
-
-    def start(self):
-        if refusals:
-            raise refusals.pop()
-        started(self)
-
-    started = Station.start
-    monkeypatch.setattr(Station, "start", start)
-    with DeviceSweep(setup()) as line:
-        line.start([WIDE])
-        assert not refusals
-        assert statuses(measured(line=line)[0]) == dict.fromkeys(PLANS, "ok")
 
 
 def test_a_time_that_cannot_be_is_an_error_and_a_possible_one_a_share(shop, monkeypatch):

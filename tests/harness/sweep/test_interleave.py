@@ -186,24 +186,6 @@ def test_what_is_slower_for_certain_is_not_measured_more_closely(ratio, seed):
 
 @given(seeds)
 @long
-def test_a_plan_that_was_held_up_is_not_taken_for_a_slow_one(seed):
-    """Every sample of its first visit but one, and no other plan's: what the host does to one visit."""
-    fast, held = plans(2)
-    timer = Timer(CPU, visit=0.01, limit=2.0, patience=0.05, fewest=4, narrow=1e-6)
-    device = Device({fast: 1.0, held: 1.0}, dict.fromkeys((fast, held), 0.01))
-
-    def visit(plan):
-        found = device.visit(plan)
-        if plan == held and device.visits.count(held) == 1:
-            found.time_ms["call"][1:] = [3.0] * (A_VISIT - 1)
-        return found
-
-    samples = interleave([fast, held], visit, timer, seed, lambda: True)
-    assert abs(len(samples[held].spans) - len(samples[fast].spans)) <= 2
-
-
-@given(seeds)
-@long
 def test_few_samples_of_a_slow_plan_are_not_enough_to_pass_over_it(seed):
     """One a visit: two of them would give a median that one held-up sample moves."""
     fast, slow = plans(2)
@@ -277,17 +259,6 @@ def test_visits_add_up_and_replays_are_never_mixed_with_calls(taken):
     assert samples.seconds == pytest.approx(sum(stop - start for start, stop in samples.spans))
     assert samples.late_ms == min(visit.late_ms for visit in taken)
     assert samples.replayed == taken[-1].replayed
-
-
-@given(st.integers(1, 4), st.integers(1, 4), st.booleans())
-def test_samples_of_another_kind_take_the_place_of_those_there_are(before, after, then):
-    samples = Samples()
-    for number in range(before):
-        samples.add(Visit({"kernel": [5.0], "call": [7.0]}, [7.0], (number, number), () if then else ("kernel",), 0.0))
-    for number in range(after):
-        samples.add(Visit({"kernel": [3.0], "call": [7.0]}, [7.0], (number, number), ("kernel",) if then else (), 0.0))
-    assert samples.time_ms == {"kernel": [3.0] * after, "call": [7.0] * (before + after)}
-    assert samples.replayed == (("kernel",) if then else ())
 
 
 @given(seeds)

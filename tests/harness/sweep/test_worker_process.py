@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-import triton
 from patience import PATIENCE
 from places import SUPPORT
 from planted import CPU
@@ -129,25 +128,6 @@ def test_a_death_in_the_middle_of_an_answer_is_a_death(worker):
     assert found.reason == "the process ended with the exit code 9"
 
 
-@pytest.mark.parametrize("own", [None, "/elsewhere"])
-def test_every_process_keeps_what_triton_compiled_in_one_place(monkeypatch, tmp_path, own):
-    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
-    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    where = own or triton.knobs.cache_knobs().dir
-    environments = []
-
-    def full(*arguments, env, **options):
-        environments.append(env)
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    if own:
-        monkeypatch.setenv("TRITON_CACHE_DIR", own)
-    monkeypatch.setattr("subprocess.Popen", full)
-    with pytest.raises(LostError):
-        Worker(SETTING).start()
-    assert environments[0]["TRITON_CACHE_DIR"] == where
-
-
 @pytest.mark.parametrize("failing", ["subprocess.Popen", "socket.socketpair", "tempfile.TemporaryFile"])
 def test_a_process_that_cannot_be_started_is_the_reason_and_leaves_nothing_open(monkeypatch, failing):
     def full(*arguments, **options):
@@ -171,6 +151,7 @@ def test_a_segmentation_fault_says_where(worker):
     assert "string_at" in found.reason
 
 
+@pytest.mark.exhaustive
 def test_binary_garbage_in_the_last_words_is_text_of_one_line(worker):
     found = lost(worker, "chats-and-dies")
     assert (found.status, found.died) == ("crashed", True)
@@ -194,6 +175,7 @@ def test_a_hang_ends_in_time_with_all_that_it_started(worker, notes):
     wait_until(lambda: not any(map(runs, started)))
 
 
+@pytest.mark.exhaustive
 def test_children_of_a_process_that_was_killed_do_not_hide_it_or_outlive_it(worker, notes):
     asked(worker, "fine")
     before = len(noted(notes))
@@ -204,6 +186,7 @@ def test_children_of_a_process_that_was_killed_do_not_hide_it_or_outlive_it(work
     wait_until(lambda: not runs(child))
 
 
+@pytest.mark.exhaustive
 def test_one_that_was_killed_while_it_waited_is_replaced_and_closing_leaves_no_process(worker):
     asked(worker, "fine")
     generation = worker.generation

@@ -74,20 +74,6 @@ def written(folder: Path, rows: Iterable[Measurement]) -> Path:
     return folder
 
 
-def resampled(row: Measurement, rng: np.random.Generator, block: int) -> Measurement:
-    """The row as another run could have measured it: blocks of its own samples, each cost's for itself."""
-
-    def drawn(samples: list[float]) -> list[float]:
-        size = min(block, len(samples))
-        starts = rng.integers(len(samples), size=-(-len(samples) // size))
-        places = (starts[:, None] + np.arange(size)).ravel()[: len(samples)] % len(samples)
-        return np.asarray(samples)[places].tolist()
-
-    host = row.performance.host_ms
-    times = {cost: drawn(samples) for cost, samples in row.time_ms.items()}
-    return changed(row, time_ms=times, host_ms=drawn(host) if host else host)
-
-
 def slowed(row: Measurement, ratio: float, costs: Iterable[str] = ()) -> Measurement:
     """The row with all costs, or these, longer by the ratio."""
     chosen = set(costs) or row.time_ms.keys()
