@@ -67,7 +67,7 @@ class CudnnForward(ForwardKernel):
     """A 16-bit forward of ``backend``.
 
     ``left_open``: windows without a left side may have more queries than keys.  ``packs``: packed batches are served,
-    of sequences with as many keys as queries.
+    of sequences with as many keys as queries; False until `attnbench check` has shown it on a GPU.
     """
 
     backend: str

@@ -151,7 +151,7 @@ class FlexForward(_Flex, ForwardKernel):
         self.declared_error = DECLARED_ERROR[precision]
         self.rows = {
             "cpu": Capabilities(dtypes=(precision,), training=False, lse=False, **_PACKS),
-            "cuda": Capabilities(dtypes=(precision,), capability=(8, 0), head_dims=(16, 256, 1), **_PACKS),
+            "cuda": Capabilities(dtypes=(precision,), capability=(8, 0), head_dims=(16, 256, 1)),
         }
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
@@ -193,7 +193,7 @@ class FlexBackward(_Flex, BackwardKernel):
         self.name = f"flex:{precision}"
         self.declared_error = DECLARED_GRADIENT_ERROR[precision]
         self.follows = (self.name,)
-        self.rows = {"cuda": Capabilities(dtypes=(precision,), capability=(8, 0), head_dims=(16, 256, 1), **_PACKS)}
+        self.rows = {"cuda": Capabilities(dtypes=(precision,), capability=(8, 0), head_dims=(16, 256, 1))}
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """autograd through the recorded graph, which stays for the next call."""

@@ -60,7 +60,6 @@ class TeForward(CudnnForward):
     """``fused_attn_fwd`` on 16-bit tensors."""
 
     backend = "te"
-    packs = True
     left_open = False  # nvte_get_fused_attn_backend for cuDNN 9.7 and newer
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
@@ -84,7 +83,6 @@ class TeBackward(CudnnBackward):
     """``fused_attn_bwd`` in 16 bits, after any forward that returns out and its log-sum-exp."""
 
     backend = "te"
-    packs = True
     left_open = False
     preference = 12
 
