@@ -22,6 +22,7 @@ from attnbench.problem.fp8 import Recipe, quantise
 PARTS = ("own keys", "an earlier rank's keys", "a later rank's keys")
 # Of out and gradients; the log-sum-exp's is smaller.
 LARGEST = {"fp32": 1e-6, "bf16": 5e-3, "e4m3": 0.08, "mixed": 0.07, "rows first": 1e-6}
+SENT = {"fp32": "fp32", "bf16": "bf16", "e4m3": "e4m3", "mixed": "e4m3", "rows first": "fp32"}
 
 
 def found_by(size, folder, *thorough):
@@ -53,7 +54,10 @@ def test_ranks_find_what_exact_attention_of_the_whole_is(found):
         for name, largest in LARGEST.items():
             for each in (own[name], own.get(f"{name} whole", own[name])):
                 assert max(each[tensor] for tensor in ring_ranks.TENSORS) < largest, (name, each)
-    assert [found[0][name]["sent"] for name in LARGEST] == ["fp32", "bf16", "e4m3", "e4m3", "fp32"]
+        assert {name: own[name]["sent"] for name in LARGEST} == SENT
+        rotated = own.get("rotated", own["e4m3"])  # Q and K, by kernels that take them so
+        assert rotated["sent"] == "e4m3"
+        assert max(rotated[tensor] for tensor in ring_ranks.TENSORS) < LARGEST["e4m3"]
 
 
 @pytest.mark.parametrize("fault", ring_ranks.FAULTS)
