@@ -3,7 +3,7 @@
 torch's own ring (``torch.distributed.tensor.experimental``) cannot carry these kernels.  Its private functions, which
 have moved between releases, send K and V as one tensor of one type: FP8 and its scales do not fit, and its backward
 makes gradients in the type that was sent.  It would quantise Q anew at each step.  And it sends sums of gradients
-around in FP32, the whole way: 4 times the bytes of what is done here.
+around in FP32, N times for N ranks, where gradients of 16 bits are sent N - 1 times here.
 
 Forward: at each step a kernel answers for the keys that are here (``ring_parts``) while the next ones arrive; outputs
 and log-sum-exps are merged in FP32.  Backward: each step's kernel is given the merged output and log-sum-exp, by which
