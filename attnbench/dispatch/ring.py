@@ -3,7 +3,7 @@
 torch's own ring (``torch.distributed.tensor.experimental``) cannot carry these kernels.  Its private functions, which
 have moved between releases, send K and V as one tensor of one type: FP8 and its scales do not fit, and its backward
 makes gradients in the type that was sent.  It would quantise Q anew at each step.  And it sends sums of gradients
-around in FP32, the whole way: 4 times the bytes of what is done here.
+around in FP32, N times for N ranks, where gradients of 16 bits are sent N - 1 times here.
 
 Forward: at each step a kernel answers for the keys that are here (``ring_parts``) while the next ones arrive; outputs
 and log-sum-exps are merged in FP32.  Backward: each step's kernel is given the merged output and log-sum-exp, by which
@@ -15,6 +15,7 @@ step compute with the same numbers, so gradients are those of what was sent.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from ..kernels.devices import bind, describe
 from ..kernels.execution import Execution, Underived, as_written
 from ..kernels.registry import registry
 from ..problem.fp8 import Quantised
+from ..problem.lengths import CHECK
 from ..problem.spec import AttentionSpec, Granularity
 from ..problem.tensor_kinds import as_autocast, intercepted, plain
 from ..state import Cache, Slot
@@ -81,15 +83,20 @@ class Steps:
 def attention(group: Group, question: Question) -> Tensor | tuple[Tensor, Tensor]:
     """``attnbench.attention`` where each rank of the group holds its places of the sequences (``ring_parts.places``).
 
-    Every rank must call it for the same shapes and arguments; at the first call of each they compare.  Raises
-    InputError for arguments that no ring serves, PeerError if ranks differ or one is gone, what ``choose`` raises.
+    Every rank must call it for the same shapes and arguments; at the first call of each they compare, with
+    ATTNBENCH_CHECK=1 at every call.  Raises InputError for arguments that no ring serves, PeerError if ranks differ or
+    one is gone, what ``choose`` raises.
     """
     question = _askable(question)
     q, k, v = question[:3]
     training = wants_gradients(q, k, v)
     wish, variable = asked_in_context(), asked_in_environment()
     key = (*key_of(q, k, v, question[3:17], training, wish, variable), group.name, group.rank, group.size)
-    steps = _steps.of(key, _agreed, group, question, training, wished(wish, variable))
+    steps = _steps.entries.get(key)
+    if steps is None:
+        steps = _steps.of(key, _agreed, group, question, training, wished(wish, variable))
+    elif os.environ.get(CHECK) == "1":
+        _compare(group, question, training, steps)
     group.sent[steps.sent] += 1
     q, k, v = _heads_first(question)
     if training:
@@ -136,8 +143,13 @@ def _agreed(group: Group, question: Question, training: bool, wish: Wish) -> Ste
         with suppress(PeerError):  # the others have; what is wrong here comes first
             group.agree(f"cannot: {error}", question.q.device)
         raise
-    group.agree(f"{spec_of(question, training, None)}, {steps}", question.q.device)
+    _compare(group, question, training, steps)
     return steps
+
+
+def _compare(group: Group, question: Question, training: bool, steps: Steps) -> None:
+    """Raise PeerError unless all ranks ask the same and run the same steps; waits for the device."""
+    group.agree(f"{spec_of(question, training, None)}, {steps}", question.q.device)
 
 
 def _planned(group: Group, question: Question, training: bool, wish: Wish) -> Steps:

@@ -22,6 +22,7 @@ from attnbench.problem.fp8 import Recipe, quantise
 PARTS = ("own keys", "an earlier rank's keys", "a later rank's keys")
 # Of out and gradients; the log-sum-exp's is smaller.
 LARGEST = {"fp32": 1e-6, "bf16": 5e-3, "e4m3": 0.08, "mixed": 0.07, "rows first": 1e-6}
+SENT = {"fp32": "fp32", "bf16": "bf16", "e4m3": "e4m3", "mixed": "e4m3", "rows first": "fp32"}
 
 
 def found_by(size, folder, *thorough):
@@ -53,7 +54,10 @@ def test_ranks_find_what_exact_attention_of_the_whole_is(found):
         for name, largest in LARGEST.items():
             for each in (own[name], own.get(f"{name} whole", own[name])):
                 assert max(each[tensor] for tensor in ring_ranks.TENSORS) < largest, (name, each)
-    assert [found[0][name]["sent"] for name in LARGEST] == ["fp32", "bf16", "e4m3", "e4m3", "fp32"]
+        assert {name: own[name]["sent"] for name in LARGEST} == SENT
+        rotated = own.get("rotated", own["e4m3"])  # Q and K, by kernels that take them so
+        assert rotated["sent"] == "e4m3"
+        assert max(rotated[tensor] for tensor in ring_ranks.TENSORS) < LARGEST["e4m3"]
 
 
 @pytest.mark.parametrize("fault", ring_ranks.FAULTS)
@@ -66,6 +70,8 @@ def test_ranks_that_ask_for_something_else_are_told(found):
         assert "s8 d16" in own["unequal lengths"]
         assert "s10 d16" in own["unequal lengths"]
         assert own["unequal lengths"].startswith("PeerError: ranks that share sequences must ask the same")
+        assert "s8 d16" in own["late"]
+        assert "s12 d16" in own["late"]
         assert "sdpa-flash:fp32" in own["another plan"]
         assert "reference:fp32" in own["another plan"]
     assert found[-1]["one refuses"].startswith("RefusedError: fa3")
@@ -73,7 +79,8 @@ def test_ranks_that_ask_for_something_else_are_told(found):
 
 
 def test_a_rank_that_crashed_is_an_error_not_a_hang(found):
-    assert found[0]["crashed"].startswith(f"PeerError: rank 0 of {len(found)} had no answer from another rank")
+    for said in found[0]["crashed"]:
+        assert said.startswith(f"PeerError: rank 0 of {len(found)} had no answer from another rank")
 
 
 def test_what_no_ring_serves_is_refused(found):

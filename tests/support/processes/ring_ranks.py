@@ -110,6 +110,15 @@ def attend(mesh, length=8, **asked):
         return attention(x, x, x, **asked)
 
 
+def late(mesh, rank):
+    """Ranks that agreed on two lengths before, and now differ."""
+    for length in (8, 12):
+        attend(mesh, length)
+    with mock.patch.dict(os.environ, {"ATTNBENCH_CHECK": "1"}):
+        attend(mesh, 8)
+        return raised(lambda: attend(mesh, 12 if rank else 8))
+
+
 def buffers(mesh):
     """Tokens that are sharded within the block and whole after it."""
     tokens, lost = torch.arange(16)[None].clone(), torch.arange(16).clone()
@@ -218,6 +227,7 @@ def check(mesh, rank, size, folder, thorough):
     for name, fault in FAULTS.items():
         yield name, planted(mesh, fault)
     yield "unequal lengths", raised(lambda: attend(mesh, length=10 if rank else 8))
+    yield "late", late(mesh, rank)
     yield "another plan", raised(lambda: attend(mesh, backend="reference" if rank else "sdpa-flash"))
     yield "one refuses", raised(lambda: attend(mesh, backend="fa3" if rank else "sdpa-flash"))
     yield "window", raised(lambda: attend(mesh, window=(2, 0)))
@@ -229,6 +239,8 @@ def check(mesh, rank, size, folder, thorough):
     yield "buffers", buffers(mesh)
     yield "through sdpa", through_sdpa(mesh)
     yield "composed", composed(mesh, False)
+    if thorough and os.environ.get("TRITON_INTERPRET") == "1":  # without it no kernel of ours runs on a CPU
+        yield "rotated", errors(mesh, "triton:fp8>triton:fp8")
     if thorough:
         yield "losses", losses(rank, size, folder)
         yield "llama", llama(mesh)
@@ -243,7 +255,7 @@ def check(mesh, rank, size, folder, thorough):
     if rank == size - 1:
         os._exit(0)  # as a crash would
     if rank == 0:
-        yield "crashed", raised(lambda: attend(mesh, length=12))
+        yield "crashed", [raised(partial(attend, mesh, length)) for length in (8, 16)]  # agreed on, and new
 
 
 def errors_alone(group):
