@@ -162,11 +162,7 @@ class CapturedFamily(str):
         file = read_captured(self.path)
         if file.digest != self.digest:
             raise InputError(f"{self.path} is no longer the file that {self} was made from")
-        call = file.calls[self.call]
-        reason = _mismatch(call.spec, spec)
-        if reason is None and call.lengths != lengths:
-            reason = "its sequences have other lengths"
-        if reason is not None:
+        if reason := _mismatch(file.calls[self.call], spec, lengths):
             raise InputError(f"{self} is another question: {reason}")
         tensors = file.tensors(self.call)
         if not spec.training:
@@ -182,7 +178,9 @@ class CapturedFamily(str):
         return values
 
 
-def captured_family(text: str, spec: AttentionSpec, folder: Path) -> CapturedFamily:
+def captured_family(
+    text: str, spec: AttentionSpec, folder: Path, lengths: SequenceLengths | None = None
+) -> CapturedFamily:
     """The family ``captured:FILE`` for a spec: the first call of the file with that spec; FILE#3 is call 3 alone.
 
     A relative FILE is relative to ``folder``.  Sizes, mask, scale and softcap must agree; values are converted to the
@@ -197,7 +195,7 @@ def captured_family(text: str, spec: AttentionSpec, folder: Path) -> CapturedFam
     if number and int(number) >= len(file.calls):
         raise InputError(f"{name} holds calls 0 to {len(file.calls) - 1}, not {number}")
     wanted = [int(number)] if number else range(len(file.calls))
-    reasons = {call: _mismatch(file.calls[call].spec, spec) for call in wanted}
+    reasons = {call: _mismatch(file.calls[call], spec, lengths) for call in wanted}
     for call, reason in reasons.items():
         if reason is None:
             return file.family(call)
@@ -205,15 +203,23 @@ def captured_family(text: str, spec: AttentionSpec, folder: Path) -> CapturedFam
     raise InputError(f"{name} holds no call that asks {spec}; the nearest, #{call}, differs: {reason}")
 
 
-def _mismatch(captured: AttentionSpec, spec: AttentionSpec) -> str | None:
-    """Why tensors captured for one spec cannot serve the other, or None."""
+def _mismatch(call: CapturedCall, spec: AttentionSpec, lengths: SequenceLengths | None) -> str | None:
+    """Why the tensors of a captured call cannot serve a spec, or None."""
+    captured = call.spec
     names = (each.name for each in fields(AttentionSpec))
     asked = [name for name in names if name not in ("dtype", "direction", "return_lse", "descale")]
     if differ := [name for name in asked if getattr(captured, name) != getattr(spec, name)]:
         return ", ".join(f"{name} is {getattr(captured, name)}, not {getattr(spec, name)}" for name in differ)
+    if _each(call.lengths) != _each(lengths):
+        return "its sequences have other lengths"
     if spec.training and not captured.training:
         return "training needs the output's gradient, and none was captured (no backward ran)"
     return None
+
+
+def _each(lengths: SequenceLengths | None) -> tuple[object, ...]:
+    """The lengths themselves, wherever they come from; nothing for rectangular tensors."""
+    return (lengths.q, lengths.kv) if lengths is not None and lengths.unequal else ()
 
 
 def tensor_shapes(spec: AttentionSpec, lengths: SequenceLengths | None = None) -> dict[str, tuple[int, ...]]:

@@ -34,6 +34,7 @@ from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
 from ..capture.file import PREFIX, captured_family, read_captured
+from ..sequence_lengths import SequenceLengths
 from ..yaml_file import describe_node, entries, fault, items, read_yaml, scalar
 from .case import LONGEST_NAME, Case, case_name, tensor_dtype
 from .inputs import DEFAULT_FAMILIES
@@ -142,12 +143,12 @@ class _Reader:
                 spec = AttentionSpec.make(**facts, **(lengths.sizes() if lengths else {}), dtype=self._tensors)
                 own = case_name(spec, lengths)
                 name = own if prefix is None else f"{prefix} {own}" if several else prefix
-                yield Case(name, spec, tuple(self._family(family, spec) for family in families), lengths)
+                yield Case(name, spec, tuple(self._family(family, spec, lengths) for family in families), lengths)
             except InputError as error:
                 raise self._fault(entry, f"expected a possible case: {error}") from error
 
-    def _family(self, name: str, spec: AttentionSpec) -> str:
-        return captured_family(name, spec, self._path.parent) if name.startswith(PREFIX) else name
+    def _family(self, name: str, spec: AttentionSpec, lengths: SequenceLengths | None) -> str:
+        return captured_family(name, spec, self._path.parent, lengths) if name.startswith(PREFIX) else name
 
     def _value(self, name: str, node: yaml.Node) -> Any:
         kinds = _KINDS[name]

@@ -81,7 +81,7 @@ def _value(path: Path, name: str, node: yaml.Node) -> Any:
             raise fault(path, node, f"expected {', '.join(_WORDS[name])} for {name}, not {describe_node(node)}")
         return value
     kinds = (str,) if name == "file" else (int, float) if name == "mean" else (int,)
-    if not isinstance(value, kinds) or isinstance(value, bool) or (name == "file" and "\0" in value):
+    if not isinstance(value, kinds) or isinstance(value, bool) or (isinstance(value, str) and "\0" in value):
         said = "a path" if name == "file" else "a number" if name == "mean" else "a whole number"
         raise fault(path, node, f"expected {said} for {name}, not {describe_node(node)}")
     return float(value) if name == "mean" else value

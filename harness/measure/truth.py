@@ -126,7 +126,7 @@ class _Groups:
                 gradients = registry.backward(name).run(saved, grad_out.to(wide))
                 values.update(zip(_GRADIENTS, gradients, strict=True))
         if lengths is not None:
-            values = {name: value[0].unflatten(0, (groups, -1)) for name, value in values.items()}
+            values = {name: value[0].reshape(groups, -1, *value.shape[2:]) for name, value in values.items()}
         return {name: value.to(torch.float64) for name, value in values.items()}
 
     def _packed(self) -> Lengths:

@@ -45,10 +45,12 @@ def alternatives(rows: Iterable[Measurement]) -> Mapping[Key, str]:
             same.setdefault(_asked(spec, lengths), {})[lengths.layout] = best[0]
     said = {}
     for layouts in same.values():
-        for layout, best in layouts.items():
-            others = [_beside(best, layouts[other], other) for other in _SAID if other in layouts and other != layout]
+        for layout, own_best in layouts.items():
+            others = [
+                _beside(own_best, layouts[other], other) for other in _SAID if other in layouts and other != layout
+            ]
             if others and layout not in ("dense", "equal"):
-                said[key_of(best)] = f"Beside it, in times its call: {', '.join(others)}."
+                said[key_of(own_best)] = f"Beside it, in times its call: {', '.join(others)}."
     return said
 
 

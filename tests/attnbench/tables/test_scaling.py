@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from places import ROOT
 
 from attnbench import AttentionSpec, Mask, Plan
+from attnbench.problem.lengths_kind import LengthsKind
 from attnbench.tables.gpu_models import GPU_MODELS, GpuModel
 from attnbench.tables.scaling import Rates, impossible, scaled, scaled_ms
 from attnbench.tables.table import Entry, Table
@@ -211,6 +212,21 @@ def test_a_plan_beyond_the_peak_makes_a_table_impossible(shipped):
     assert "fast:bf16 at b1 h16 s4096 d128 bf16 forward" in impossible(table(least / 1.2))
     assert impossible(table(least / 1.2, plan="fast:fp8")) is None
     assert impossible(table(least / 1.2, environment=replace(H200, device_name="NVIDIA B200"))) is None
+
+
+def test_packed_and_padded_plans_are_impossible_only_below_the_fewest_operations_of_their_counts():
+    """A packed spec rounds its counts up, and a padded one does not say how full its rows were."""
+    kind = LengthsKind(batch="packed", square=True, total_q=65536, total_kv=65536)
+
+    def verdict(asked: AttentionSpec, time_ms: float) -> str | None:
+        entry = Entry(asked, Plan("fast:bf16"), "ok", time_ms)
+        return impossible(Table.from_entries(H200, [entry]))
+
+    packed, padded = spec(batch=16, lengths=kind), spec(lengths=LengthsKind(batch="padded"))
+    assert packed.least_flops < packed.flops / 1.9
+    assert verdict(packed, packed.least_flops / 989.4e9) is None
+    assert verdict(packed, packed.least_flops / 1.2 / 989.4e9) is not None
+    assert verdict(padded, 1e-5) is None
 
 
 @pytest.mark.parametrize("name", sorted(GPU_MODELS))
