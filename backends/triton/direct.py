@@ -2,17 +2,21 @@
 
 ``CompiledKernel[grid]`` looks up the device and the stream, prepares for hooks that nobody has set, asks the driver
 about every pointer and encodes every tensor map in Python, which takes five times as long as the launch.
+
+Off unless ``ATTNBENCH_DIRECT_LAUNCH=1``: on a GPU its times were measured, its results not yet compared.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import triton
 
-__all__ = ["Start", "starter"]
+__all__ = ["VARIABLE", "Start", "starter"]
 
+VARIABLE = "ATTNBENCH_DIRECT_LAUNCH"
 Start = Callable[[tuple[Any, ...]], bool]
 _MAPS = 64  # kept of one launch, 3 KiB each at most; an allocator hands out the same addresses again and again
 
@@ -43,10 +47,12 @@ def starter(
     """Starts what ``compiled`` is for these first arguments and constants, on the current stream of the current device.
 
     It takes the first arguments once more, with addresses, multiples of 16, for tensors and descriptors, and returns
-    whether it started the kernel: not where a profiler has set hooks, which want the tensors.  None where this release
-    of Triton launches in another way than those known here, or the kernel needs memory that its launcher allocates.
+    whether it started the kernel: not where a profiler has set hooks, which want the tensors.  None where it was not
+    asked for (``VARIABLE``), where this release of Triton launches in another way than those known here, or where the
+    kernel needs memory that its launcher allocates.
     """
-    make = _RELEASES.get(tuple(triton.__version__.split(".")[:2]))
+    asked = os.environ.get(VARIABLE) == "1"
+    make = _RELEASES.get(tuple(triton.__version__.split(".")[:2])) if asked else None
     try:
         return None if make is None else make(compiled, grid, first, constants)
     except (AttributeError, ImportError, KeyError, TypeError, ValueError):  # a build that differs from its release
