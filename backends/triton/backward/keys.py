@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..arithmetic import bound, probabilities, product, steps, to_bf16, to_e4m3, turned, visible
+from ..arithmetic import bound, probabilities, product, steps, store_turned, to_bf16, to_e4m3, visible
 from ..tile_rows import ROW, scale_of_keys
 
 __all__ = ["key_gradients"]
@@ -59,6 +59,8 @@ def _over_queries(
     block_n: tl.constexpr,
     head_dim: tl.constexpr,
     head_dim_v: tl.constexpr,
+    of_k: tl.constexpr,
+    of_v: tl.constexpr,
     has_left: tl.constexpr,
     has_right: tl.constexpr,
     q_varies: tl.constexpr,
@@ -70,7 +72,7 @@ def _over_queries(
     shared: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Adds to dK and dV what the queries from ``start`` to ``stop`` of one head give."""
+    """Adds to dK (``of_k``) and dV (``of_v``) what the queries from ``start`` to ``stop`` of one head give."""
     for m in tl.range(bound(start), bound(stop), block_m, num_stages=stages):
         row = rows + (first + m).to(tl.int64) + tl.arange(0, block_m)
         q = q_desc.load([first + m, 0])
@@ -87,25 +89,34 @@ def _over_queries(
             query = (m + tl.arange(0, block_m))[None, :]
             key = (key_start + tl.arange(0, block_n))[:, None]
             p = tl.where(visible(query, key, before, after, has_left, has_right), p, 0.0)
-        dp = tl.dot(v, tl.trans(do_desc.load([first + m, 0])))
-        if v_varies:
-            dp *= v_descale[:, None]
-        ds = p * (dp - tl.load(row + plane)[None, :])
-        if capped:
-            ds *= slope
-        if q_varies:
-            ds *= own[None, :]
+        if of_k:
+            dp = tl.dot(v, tl.trans(do_desc.load([first + m, 0])))
+            if v_varies:
+                dp *= v_descale[:, None]
+            ds = p * (dp - tl.load(row + plane)[None, :])
+            if capped:
+                ds *= slope
+            if q_varies:
+                ds *= own[None, :]
         # Both are rounded before either is summed up: fewer registers are alive beside a fresh accumulator.
         if narrow:
             share = tl.load(descales + (first + m) // shared) * (1.0 / peak)
-            step = steps(ds)
-            p8, ds8 = to_e4m3(p), to_e4m3(ds * (1.0 / step)[:, None])
-            dv += tl.dot(p8, tl.trans(do_more.load([head * head_dim_v, slot + m]))) * share
-            dk += tl.dot(ds8, tl.trans(q_more.load([head * head_dim, slot + m]))) * (step * share)[:, None]
+            p8 = to_e4m3(p)
+            if of_k:
+                step = steps(ds)
+                ds8 = to_e4m3(ds * (1.0 / step)[:, None])
+            if of_v:
+                dv += tl.dot(p8, tl.trans(do_more.load([head * head_dim_v, slot + m]))) * share
+            if of_k:
+                dk += tl.dot(ds8, tl.trans(q_more.load([head * head_dim, slot + m]))) * (step * share)[:, None]
         else:
-            p16, ds16 = to_bf16(p), to_bf16(ds)
-            dv = product(p16, do_more.load([first + m, 0]), dv)
-            dk = product(ds16, q_more.load([first + m, 0]), dk)
+            p16 = to_bf16(p)
+            if of_k:
+                ds16 = to_bf16(ds)
+            if of_v:
+                dv = product(p16, do_more.load([first + m, 0]), dv)
+            if of_k:
+                dk = product(ds16, q_more.load([first + m, 0]), dk)
     return dk, dv
 
 
@@ -149,6 +160,8 @@ def key_gradients(
     block_n: tl.constexpr,
     head_dim: tl.constexpr,
     head_dim_v: tl.constexpr,
+    of_k: tl.constexpr,
+    of_v: tl.constexpr,
     has_left: tl.constexpr,
     has_right: tl.constexpr,
     q_varies: tl.constexpr,
@@ -164,6 +177,8 @@ def key_gradients(
 ):
     """dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv), contiguous, of one block of keys of one key head.
 
+    ``of_k`` and ``of_v``: which of the two.  Wide heads take one kernel for each, because the sums of both fill the
+    registers; S is then computed twice, and each kernel keeps twice as many keys.
     ``q_more`` and ``do_more`` are the widened copies, or the transposed ones where ``narrow``.  ``turn`` (D, D) takes
     the gradient of a rotated K back, without the factor that ``scale`` has then.  ``tiles``: the table of sequences
     that have lengths of their own, or None.  With it all that is laid out has slots, and ``aligned`` says that a
@@ -201,9 +216,10 @@ def key_gradients(
     else:
         v_own = scale_of_keys(v_place, seqlen_kv, tiles)
     k = k_desc.load([k_first + n, 0])
-    v = v_desc.load([k_first + n, 0])
-    dk = tl.zeros([block_n, head_dim], tl.float32)
-    dv = tl.zeros([block_n, head_dim_v], tl.float32)
+    v = v_desc.load([k_first + n, 0]) if of_k else k
+    # What is not asked for is one column that nothing is added to.
+    dk = tl.zeros([block_n, head_dim if of_k else 1], tl.float32)
+    dv = tl.zeros([block_n, head_dim_v if of_v else 1], tl.float32)
 
     last = tl.minimum(n + block_n, seqlen_kv) - 1
     begin, end = 0, tl.cdiv(seqlen_q, block_m) * block_m
@@ -234,29 +250,25 @@ def key_gradients(
             dk, dv = _over_queries(
                 dk, dv, k, v, k_own, v_own, q_desc, do_desc, q_more, do_more, rows, plane, descales, own_factor,
                 head, q_first, q_slot, n, begin, whole_begin, before, after, cap, True, block_m, block_n, head_dim,
-                head_dim_v, has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
+                head_dim_v, of_k, of_v, has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
             )  # fmt: skip
         dk, dv = _over_queries(
             dk, dv, k, v, k_own, v_own, q_desc, do_desc, q_more, do_more, rows, plane, descales, own_factor,
             head, q_first, q_slot, n, whole_begin, whole_end, before, after, cap, False, block_m, block_n, head_dim,
-            head_dim_v, has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
+            head_dim_v, of_k, of_v, has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
         )  # fmt: skip
         if has_left:
             dk, dv = _over_queries(
                 dk, dv, k, v, k_own, v_own, q_desc, do_desc, q_more, do_more, rows, plane, descales, own_factor,
                 head, q_first, q_slot, n, whole_end, end, before, after, cap, True, block_m, block_n, head_dim,
-                head_dim_v, has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
+                head_dim_v, of_k, of_v, has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
             )  # fmt: skip
 
     unscaled = scale * q_own
     if not v_varies:
         unscaled *= v_own
-    if rotated:
-        dk = turned(dk, turn, block_n, head_dim)
-    place = (kv_head.to(tl.int64) * seqlen_kv + key if tiles is None else first_row + key)[:, None]
-    column = tl.arange(0, head_dim)[None, :]
-    tl.store(dk_out + place * size + column, (dk * unscaled).to(dk_out.dtype.element_ty),
-             mask=real[:, None] & (column < size))  # fmt: skip
-    column = tl.arange(0, head_dim_v)[None, :]
-    tl.store(dv_out + place * size_v + column, dv.to(dv_out.dtype.element_ty),
-             mask=real[:, None] & (column < size_v))  # fmt: skip
+    row = kv_head.to(tl.int64) * seqlen_kv + key if tiles is None else first_row + key
+    if of_k:
+        store_turned(dk_out, dk, unscaled, turn, row, real, size, block_n, head_dim, rotated)
+    if of_v:
+        store_turned(dv_out, dv, 1.0, turn, row, real, size_v, block_n, head_dim_v, False)

@@ -34,6 +34,7 @@ from .tiles import Tile, Tiles
 __all__ = ["launch", "prepared", "run_all", "run_keys", "run_queries"]
 
 
+_Of = Literal["k", "v", "kv"]
 _KEYS, _QUERIES, _FINISH = Launches(key_gradients), Launches(query_gradients), Launches(finish_query_gradients)
 
 
@@ -124,14 +125,24 @@ def _layout(
     return Layout(spec, rotated, served, scales, extent)
 
 
-def run_keys(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv)."""
-    layout, do, rows = given.layout, given.gradient.laid, given.gradient.rows
-    dk_out, dv_out = _for_keys(layout, dtype, rows.device)
+def run_keys(
+    given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype, values: Tile | None = None
+) -> tuple[Tensor, Tensor]:
+    """dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv); with ``values`` by a kernel each, dV's with that tile."""
+    layout = given.layout
+    dk_out, dv_out = _for_keys(layout, dtype, given.gradient.rows.device)
     if tile.hopper is not None and layout.served:
         hopper.run_keys(given, tile.hopper, narrow, dk_out, dv_out)
         return dk_out, dv_out
-    described, start = _for_keys_plain(layout, tile, narrow, dtype)
+    if values is not None:
+        _run_keys_plain(given, values, narrow, dk_out, dv_out, "v")
+    _run_keys_plain(given, tile, narrow, dk_out, dv_out, "kv" if values is None else "k")
+    return dk_out, dv_out
+
+
+def _run_keys_plain(given: Prepared, tile: Tile, narrow: bool, dk_out: Tensor, dv_out: Tensor, of: _Of) -> None:
+    do, rows = given.gradient.laid, given.gradient.rows
+    described, start = _for_keys_plain(given.layout, tile, narrow, dk_out.dtype, of)
     tiled = (
         given.q.data, do.data, given.k.data, given.v.data,
         given.q.further(narrow, interleaved=False), do.further(narrow, interleaved=False),
@@ -147,14 +158,13 @@ def run_keys(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -> t
         given.tiles("kv", tile.block_n),
     )
     start((*all_of(described, tiled), *memory), addresses(memory))
-    return dk_out, dv_out
 
 
 @lru_cache(maxsize=KEPT)
 def _for_keys_plain(
-    layout: Layout, tile: Tile, narrow: bool, dtype: torch.dtype
+    layout: Layout, tile: Tile, narrow: bool, dtype: torch.dtype, of: _Of
 ) -> tuple[tuple[Described, ...], Launch]:
-    """The part of the plain kernel's launch that does not depend on memory."""
+    """The part of the plain kernel's launch that does not depend on memory; ``of``: which gradients it makes."""
     spec, extent = layout.spec, layout.extent
     m, n, d, dv = tile.block_m, tile.block_n, layout.head_dim, layout.head_dim_v
     described = (
@@ -167,7 +177,7 @@ def _for_keys_plain(
         spec.kv_heads, extent.seqlen_q, extent.seqlen_kv, layout.padded_q, layout.padded_kv,
         spec.head_dim, spec.head_dim_v, layout.scale, layout.exponent, layout.before, layout.after,
         spec.softcap * LOG2E,
-        spec.group, m, n, d, dv, *layout.kinds, narrow, PEAK, BLOCK, tile.stages, layout.aligned,
+        spec.group, m, n, d, dv, "k" in of, "v" in of, *layout.kinds, narrow, PEAK, BLOCK, tile.stages, layout.aligned,
     )  # fmt: skip
     grid = extent.tiles("kv", n), extent.entries * spec.kv_heads, 1
     return described, _KEYS(grid, constants, (dtype, extent.sequences is None), num_warps=tile.warps)
@@ -292,7 +302,7 @@ def launch(
         given = prepared(spec, q, k, v, out, lse, grad_out, narrow, tiles, fused=fused, lengths=lengths)
         if given.sums is not None:
             return run_all(given, given.sums, dtype)
-        dk, dv = run_keys(given, tiles.keys, narrow, dtype)
+        dk, dv = run_keys(given, tiles.keys, narrow, dtype, tiles.values)
         return run_queries(given, tiles.queries, narrow, dtype), dk, dv
 
 

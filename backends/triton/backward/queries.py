@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..arithmetic import bound, probabilities, product, steps, to_bf16, to_e4m3, turned, visible
+from ..arithmetic import bound, probabilities, product, steps, store_turned, to_bf16, to_e4m3, visible
 from ..tile_rows import ROW, scale_of_keys
 
 __all__ = ["query_gradients"]
@@ -216,10 +216,6 @@ def query_gradients(
             has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
         )  # fmt: skip
 
-    if rotated:
-        dq = turned(dq, turn, block_m, head_dim)
-    column = tl.arange(0, head_dim)[None, :]
     query = m + tl.arange(0, block_m)
-    place = (head.to(tl.int64) * seqlen_q + query if tiles is None else first_row + query)[:, None] * size + column
-    tl.store(dq_out + place, (dq * unscaled).to(dq_out.dtype.element_ty),
-             mask=(query < seqlen_q)[:, None] & (column < size))  # fmt: skip
+    row = head.to(tl.int64) * seqlen_q + query if tiles is None else first_row + query
+    store_turned(dq_out, dq, unscaled, turn, row, query < seqlen_q, size, block_m, head_dim, rotated)

@@ -18,6 +18,7 @@ from attnbench.backends.sdpa.flash import BACKEND as SDPA
 from attnbench.backends.triton import BACKEND, TritonForward
 from attnbench.backends.triton.backward.contract import KERNELS, TritonBackward
 from attnbench.backends.triton.backward.tiles import DEFAULT, TILES, Tile, TileKey, Tiles, tiles_of
+from attnbench.backends.triton.backward.tiles import WIDE as WIDE_HEADS
 from attnbench.backends.triton.forward.contract import RECIPES
 from attnbench.errors import InputError
 from attnbench.kernels.capabilities import Device
@@ -69,6 +70,20 @@ def test_every_tile_gives_the_same_gradients(tile: tuple[int, int]) -> None:
     each = Tile(*tile, 4, 2)
     kernel = TritonBackward("triton:fp8", narrow=False, declared_error=0.1, tiles=Tiles(each, each))
     check(kernel, saved(spec, q, k, v, (Recipe("token"), Recipe("head"), Recipe("head"))), grad_out, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "sizes", "recipe"),
+    [(WIDE, (256, 256), Recipe("token")), (NARROW, (192, 128), Recipe("head", rotation="hadamard"))],
+    ids=["256", "192 and 128, e4m3 sums"],
+)
+def test_wide_heads_take_a_kernel_for_each_gradient(
+    kernel: TritonBackward, sizes: tuple[int, int], recipe: Recipe
+) -> None:
+    head_dim, head_dim_v = sizes
+    spec, (q, k, v, grad_out) = make(70, 140, mask=Mask(right=0), head_dim=head_dim, head_dim_v=head_dim_v)
+    assert tiles_of(spec, 256, (9, 0), kernel.narrow).values is not None
+    check(kernel, saved(spec, q, k, v, (recipe,) * 3), grad_out, ALLOWED[kernel.name])
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
@@ -240,7 +255,8 @@ def test_what_is_no_plain_e4m3_is_an_error_with_a_reason() -> None:
 def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, _ = make(20, 30)
     assert WIDE.refusals(spec, CPU) == []
-    assert "129 is outside" in WIDE.refusals(make(2, 2, head_dim=129)[0], CPU)[0]
+    assert WIDE.refusals(make(2, 2, head_dim=192, head_dim_v=128)[0], CPU) == []
+    assert "257 is outside" in WIDE.refusals(make(2, 2, head_dim=257)[0], CPU)[0]
     many = spec.replace(batch=40000)
     assert "65535 heads" in WIDE.refusals(many, CPU)[0]
     old = Device("cuda", "an older GPU", (8, 9))
@@ -269,8 +285,8 @@ def test_copies_hold_the_same_numbers_and_what_lies_right_is_not_copied() -> Non
 
 
 def test_tiles_are_the_committed_ones_else_what_fits() -> None:
-    for tiles in [*TILES.values(), DEFAULT]:
-        for tile in (tiles.keys, tiles.queries):
+    for tiles in [*TILES.values(), DEFAULT, WIDE_HEADS]:
+        for tile in (tiles.keys, tiles.queries, *filter(None, [tiles.values])):
             assert {tile.block_m, tile.block_n} <= {32, 64, 128}
             assert tile.warps in (4, 8)
     causal, window = make(9, 9, mask=Mask(right=0))[0], make(9, 9, mask=Mask(left=2))[0]
