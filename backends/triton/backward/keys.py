@@ -250,18 +250,21 @@ def key_gradients(
             dk, dv = _over_queries(
                 dk, dv, k, v, k_own, v_own, q_desc, do_desc, q_more, do_more, rows, plane, descales, own_factor,
                 head, q_first, q_slot, n, begin, whole_begin, before, after, cap, True, block_m, block_n, head_dim,
-                head_dim_v, of_k, of_v, has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
+                head_dim_v, of_k, of_v, has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak,
+                shared, stages,
             )  # fmt: skip
         dk, dv = _over_queries(
             dk, dv, k, v, k_own, v_own, q_desc, do_desc, q_more, do_more, rows, plane, descales, own_factor,
             head, q_first, q_slot, n, whole_begin, whole_end, before, after, cap, False, block_m, block_n, head_dim,
-            head_dim_v, of_k, of_v, has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
+            head_dim_v, of_k, of_v, has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak,
+            shared, stages,
         )  # fmt: skip
         if has_left:
             dk, dv = _over_queries(
                 dk, dv, k, v, k_own, v_own, q_desc, do_desc, q_more, do_more, rows, plane, descales, own_factor,
                 head, q_first, q_slot, n, whole_end, end, before, after, cap, True, block_m, block_n, head_dim,
-                head_dim_v, of_k, of_v, has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
+                head_dim_v, of_k, of_v, has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak,
+                shared, stages,
             )  # fmt: skip
 
     unscaled = scale * q_own

@@ -227,5 +227,6 @@ def _gradient(
         LOG2E, larger, whole, BLOCK, v[1][2] > 1 and not shared, not (narrow or there), fused,
     )  # fmt: skip
     dtypes = tuple(each[0] for each in (grad, out, lse, q, k, v))
-    launch = _GRADIENTS((blocks, entries * heads, 1), constants, (*dtypes, own is None), num_warps=8 if whole <= 128 else 16)
+    warps = 8 if whole <= 128 else 16
+    launch = _GRADIENTS((blocks, entries * heads, 1), constants, (*dtypes, own is None), num_warps=warps)
     return (entries, heads, long, whole), (entries, heads, blocks), (VECTORS, entries, heads, long), there, launch

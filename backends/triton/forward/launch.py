@@ -24,7 +24,7 @@ from ..tile_map import Tiled, sequences_of, tile_map
 from .extent import Extent
 from .hopper import launch as hopper
 from .kernel import triton_fp8_attention_forward
-from .tiles import DEFAULTS, Tile, padded_size
+from .tiles import DEFAULTS, Tile, chunks_of, head_class, padded_size
 
 __all__ = [
     "Native",
@@ -122,12 +122,14 @@ def laid_out(
     ``v.data`` is contiguous, its keys a multiple of 128 with zeros as padding, in the order of the tile.  With
     ``lengths`` it has slots of the tile's ``block_n`` keys.  Raises InputError if descales do not fit their tensors.
     """
-    size = padded_size(spec.head_dim)
+    per_token = any(each.descale.shape[2] > 1 and not each.by_sequence for each in (q, k, v))
+    tile = _served(spec, tile, per_token, v.data.device)
     by_query, by_key, by_value = (_in_rows(each.descale) for each in (q, k, v))
     inverses = by_value
     if by_value.shape[2] > 1 and not v.by_sequence:
         descales = by_value.contiguous().clamp_min(_LEAST)
         by_value, inverses = descales.log2(), descales.reciprocal()
+    size = _size(tile, spec.head_dim)
     operands = _loadable(q.data, size), _loadable(k.data, size), v.data
     shared = q.by_sequence, k.by_sequence, v.by_sequence
     return _native(spec, tile, operands, (by_query, by_key, by_value), inverses, lengths=lengths, shared=shared)
@@ -145,7 +147,7 @@ def laid_out_by_block(
 
     With ``lengths`` they are (B, Hkv, S, 1), each token having its block's.
     """
-    size = padded_size(spec.head_dim)
+    size = _size(tile, spec.head_dim)
     operands = _loadable(q, size), _loadable(k.data, size), v.data
     descales = k.descale, k.descale, v.descale
     return _native(spec, tile, operands, descales, v.descale, casting=True, lengths=lengths)
@@ -153,10 +155,13 @@ def laid_out_by_block(
 
 def retiled(native: Native, tile: Tile) -> Native:
     """The same with another tile; V's keys are reordered if that tile needs another order."""
-    values = native.v
+    spec, values = native.spec, native.v
     if tile.interleaved != native.tile.interleaved:
         values = interleaved(values, back=native.tile.interleaved)
-    return _native(native.spec, tile, (native.q, native.k, values), native.descales, native.inverses)
+    tile = _served(spec, tile, any(each.shape[2] > 1 for each in native.descales), values.device)
+    size = _size(tile, spec.head_dim)
+    operands = _loadable(native.q, size), _loadable(native.k, size), values
+    return _native(spec, tile, operands, native.descales, native.inverses)
 
 
 def transposed(x: Tensor) -> Tensor:
@@ -193,9 +198,7 @@ def _native(
     q, k, v = operands
     outlines = [(x.shape, x.stride()) for x in (q, k, *descales)]
     sequences = None if lengths is None else sequences_of(lengths, q.shape[0])
-    layout = _layout(
-        spec, tile, v.shape, q.dtype, v.device, hopper.runs_on(v.device), casting, sequences, shared, *outlines
-    )
+    layout = _layout(spec, tile, v.shape, q.dtype, v.device, casting, sequences, shared, *outlines)
     pointers = operands if layout.described is None else all_of(layout.described, operands)
     tiles = None
     if lengths is not None and layout.tiled is not None:
@@ -211,7 +214,6 @@ def _layout(
     values: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
-    here: bool,
     casting: bool,
     sequences: int | None,
     shared: tuple[bool, bool, bool],
@@ -219,7 +221,7 @@ def _layout(
     k: _Outline,
     *descales: _Outline,
 ) -> Layout:
-    """The layout of loadable Q and K in ``dtype``; ``here``: on a GPU that runs the Hopper kernel.
+    """The layout of loadable Q and K in ``dtype`` for a tile that serves.
 
     ``casting``: the kernel casts Q, which has no descales, and those of K and V are of blocks.  ``sequences``: how many
     have lengths of their own, None where all are alike; ``shared``: Q's, K's and V's descales are one a sequence.
@@ -234,15 +236,13 @@ def _layout(
         Factors(by_batch, by_head, by_token > 0 and not alike)
         for (by_batch, by_head, by_token), alike in zip(found, shared, strict=True)
     )
-    if not casting:
-        tile = _served(spec, tile, any(each.per_token for each in factors), here)
-    size, size_v = padded_size(spec.head_dim), padded_size(spec.head_dim_v)
+    size = _size(tile, spec.head_dim)
     by_query, by_key = _matrix(*q, size), _matrix(*k, size)
     assert by_query is not None
     assert by_key is not None
     matrices = by_query, by_key
     rows = values[0] * values[1] * values[2], values[3]
-    described = _described(tile, *matrices, rows, size, size_v)
+    described = _described(spec, tile, *matrices, rows)
     extent = Extent(batch, q[0][2], k[0][2], sequences)
     tiled = None
     if sequences is not None:
@@ -258,17 +258,21 @@ def _layout(
 
 
 def _described(
-    tile: Tile, q: Matrix, k: Matrix, v: tuple[int, int], size: int, size_v: int
+    spec: AttentionSpec, tile: Tile, q: Matrix, k: Matrix, v: tuple[int, int]
 ) -> tuple[Described, ...] | None:
     """How Q, K and V are loaded, by blocks of a warpgroup's or a program's queries, and of keys; None by pointers."""
     if not tile.tma:
         return None
-    kind = hopper.described if tile.hopper else partial(Described, TensorDescriptor.from_tensor)
-    by_query = hopper.ROWS if tile.hopper else tile.block_m
+    if tile.hopper:
+        kind, by_query = hopper.described, hopper.ROWS
+        width, width_v = chunks_of(spec.head_dim).width, chunks_of(spec.head_dim_v).width
+    else:
+        kind, by_query = partial(Described, TensorDescriptor.from_tensor), tile.block_m
+        width, width_v = padded_size(spec.head_dim), padded_size(spec.head_dim_v) // tile.parts
     return (
-        kind(q[:2], (by_query, size), (q.stride, 1)),
-        kind(k[:2], (tile.block_n, size), (k.stride, 1)),
-        kind(v, (size_v if tile.hopper else size_v // tile.parts, tile.block_n)),
+        kind(q[:2], (by_query, width), (q.stride, 1)),
+        kind(k[:2], (tile.block_n, width), (k.stride, 1)),
+        kind(v, (width_v, tile.block_n)),
     )
 
 
@@ -297,12 +301,16 @@ def _launch(
     return Launch(triton_fp8_attention_forward, grid, constants, options)
 
 
-def _served(spec: AttentionSpec, tile: Tile, per_token: bool, here: bool) -> Tile:
+def _served(spec: AttentionSpec, tile: Tile, per_token: bool, device: torch.device) -> Tile:
     """The tile, or another for keys in the same order where it is the Hopper kernel's and that does not serve."""
-    if not tile.hopper or (here and hopper.serves(spec, per_token=per_token)):
+    if not tile.hopper or (hopper.runs_on(device) and hopper.serves(spec, per_token=per_token)):
         return tile
-    size = padded_size(max(spec.head_dim, spec.head_dim_v))
-    return DEFAULTS[size]._replace(interleaved=tile.interleaved)
+    return DEFAULTS[head_class(spec)]._replace(interleaved=tile.interleaved)
+
+
+def _size(tile: Tile, head_dim: int) -> int:
+    """Of a row of Q or K as the kernel of a tile reads it."""
+    return chunks_of(head_dim).size if tile.hopper else padded_size(head_dim)
 
 
 def _section(spec: AttentionSpec, programs: int) -> int:
