@@ -28,14 +28,14 @@ from .keys import key_gradients
 from .layout import BLOCK, LOG2E, PEAK, lay_out_gradient
 from .operands import Extent, Layout, Prepared, turn_factor
 from .queries import query_gradients
-from .sums import ROWS, finish_query_gradients
+from .sums import ROWS, finish_gradients
 from .tiles import Tile, Tiles
 
 __all__ = ["launch", "prepared", "run_all", "run_keys", "run_queries"]
 
 
 _Of = Literal["k", "v", "kv"]
-_KEYS, _QUERIES, _FINISH = Launches(key_gradients), Launches(query_gradients), Launches(finish_query_gradients)
+_KEYS, _QUERIES, _FINISH = Launches(key_gradients), Launches(query_gradients), Launches(finish_gradients)
 
 
 def prepared(
@@ -68,8 +68,8 @@ def prepared(
         own_q, own_kv = (_own(extent, lengths, side, device) for side in ("q", "kv"))
         own_grad = _own_gradient(extent, lengths, device)
     outlines = tuple([(x.shape, x.stride()) for x in scales])
-    # Of sequences with lengths of their own the Hopper kernels serve only all gradients at once.
-    here = forward_hopper_launch.runs_on(device) and (fused or lengths is None)
+    # Of wide heads and sequences with lengths of their own the Hopper kernels serve only all gradients at once.
+    here = forward_hopper_launch.runs_on(device) and (fused or (lengths is None and not hopper.wide(spec)))
     layout = _layout(spec, q.rotated, here, outlines, extent)
     by_key, by_query = (narrow and layout.served and tile.hopper is not None for tile in tiles[:2])
     fused = fused and layout.served
@@ -191,21 +191,31 @@ def run_all(given: Prepared, sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
     """
     layout, device = given.layout, sums.device
     dk_out, dv_out = _for_keys(layout, dtype, device)
-    hopper.run_all(given, sums, dk_out, dv_out)
+    if layout.rotated and hopper.wide(layout.spec):  # whose dK is taken back as dQ is
+        dk_rotated = torch.empty(layout.k, dtype=torch.bfloat16, device=device)
+        hopper.run_all(given, sums, dk_rotated, dv_out)
+        memory = dk_rotated, given.turn, dk_out, given.tiles("kv", ROWS)
+        _finishing(layout, dtype, of_keys=True)(memory, addresses(memory))
+    else:
+        hopper.run_all(given, sums, dk_out, dv_out)
     if layout.summed_in_place and dtype == sums.dtype:
         return sums, dk_out, dv_out
     dq_out = _for_queries(layout, dtype, device)
     memory = sums, given.turn, dq_out, given.tiles("q", ROWS)
-    _finishing(layout, dtype)(memory, addresses(memory))
+    _finishing(layout, dtype, of_keys=False)(memory, addresses(memory))
     return dq_out, dk_out, dv_out
 
 
 @lru_cache(maxsize=KEPT)
-def _finishing(layout: Layout, dtype: torch.dtype) -> Launch:
+def _finishing(layout: Layout, dtype: torch.dtype, *, of_keys: bool) -> Launch:
     spec, extent = layout.spec, layout.extent
-    constants = spec.heads, extent.seqlen_q, layout.padded_q, spec.head_dim, ROWS, layout.head_dim, layout.rotated
-    grid = extent.tiles("q", ROWS), extent.entries * spec.heads, 1
-    return _FINISH(grid, constants, (dtype, extent.sequences is None), num_warps=4)
+    heads, length, padded_length = spec.heads, extent.seqlen_q, layout.padded_q
+    if of_keys:
+        heads, length, padded_length = spec.kv_heads, extent.seqlen_kv, layout.padded_kv
+    constants = heads, length, padded_length, spec.head_dim, ROWS, layout.head_dim, layout.rotated, of_keys
+    grid = extent.tiles("kv" if of_keys else "q", ROWS), extent.entries * heads, 1
+    warps = 4 if layout.head_dim <= 128 else 8
+    return _FINISH(grid, constants, (dtype, extent.sequences is None), num_warps=warps)
 
 
 def _for_keys(layout: Layout, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

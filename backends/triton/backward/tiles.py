@@ -68,7 +68,7 @@ class TileKey(NamedTuple):
 # queries (or keys) pass: with 64 and 64, what is read again from the L2 would take longer than the products.
 DEFAULT = Tiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3))
 # Heads wider than 128 (padded), for which the sums of dK and dV of 128 keys are more than all registers.
-WIDE = Tiles(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), values=Tile(64, 128, 8, 3))
+WIDE = Tiles(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), fused=True, values=Tile(64, 128, 8, 3))
 # On an H200 (Triton 3.6, cold L2, 16,384 tokens of width 2048), milliseconds of dK with dV and of dQ at 4k and 16k.
 # All at once: the ``fused`` kernel, and the two Hopper kernels together in its run.
 TILES: dict[TileKey, Tiles] = {
