@@ -146,7 +146,7 @@ def _run_wide(given: Prepared, dq_sums: Tensor, dk_out: Tensor, dv_out: Tensor) 
 @lru_cache(maxsize=MOST)
 def _scores(layout: Layout, dtype: torch.dtype) -> tuple[tuple[Described, ...], Launch]:
     """What of the launch for dQ and dK of wide heads does not depend on memory."""
-    spec, extent = layout.spec, layout.extent
+    spec = layout.spec
     tiles = (
         *(_chunked(shape, _width(size)) for shape, size in _operands(layout)),
         _chunked(layout.q, _CHUNK), _pieces(layout, _ROWS), _chunked(layout.q, _CHUNK),

@@ -217,7 +217,7 @@ def _sum_up(
             if left or right or ragged:  # noqa: SIM102 (where no block has an edge, there is no branch)
                 if (start < whole) | (start >= parted):
                     p = visible_part(p, start, since, upto, right or ragged, left)
-            done = warpgroup_mma_wait(0, (ds16,) + dk)
+            done = warpgroup_mma_wait(0, (ds16,) + dk)  # noqa: RUF005
             dk = done[1:]
             mbarrier.arrive(wide_free, count=1, pred=turns > 0)
             if group > 1:  # noqa: SIM102 (of one head alone there is no branch)
@@ -259,7 +259,7 @@ def _sum_up(
     dk = _key_products(dk, ds16, wide_queries)
     mbarrier.wait(grads_made, phase)
     dq = _query_product(score_grads, wide_keys.index(2 * which), sum_layout)
-    done = warpgroup_mma_wait(0, (ds16, dq) + dk)
+    done = warpgroup_mma_wait(0, (ds16, dq) + dk)  # noqa: RUF005
     _add_queries(dq_sums, done[1], staged.index(which * deep), last_row, 2 * which, True)
     if chunks == 4 or ((turns + which) & 1) == 0:
         second = 2 * which + 1 if chunks == 4 else 1
@@ -286,7 +286,8 @@ def score_gradients_hopper(
     """dK of 128 keys of one key head, and their part of dQ; arguments as in ``all_gradients_hopper``.
 
     Q, K and dO · Vᵀ have ``chunks`` and ``chunks_v`` of 64 of the head dimension, three or four for Q and K.
-    ``dk_out`` is dK (B, Hkv, Skv, D), or if it is ``rotated`` (B·Hkv, padded Skv, ``size``) in bf16, not yet taken back.
+    ``dk_out`` is dK (B, Hkv, Skv, D), or where it is ``rotated`` (B·Hkv, padded Skv, ``size``) in bf16, to be taken
+    back.
     """
     if tiles is not None:  # noqa: SIM102 (where all lengths are alike there is no branch)
         if gl.program_id(0) >= gl.load(tiles):

@@ -139,14 +139,14 @@ def _sum_up(
             if left or right or ragged:  # noqa: SIM102 (where no block has an edge, there is no branch)
                 if (start < whole) | (start >= parted):
                     p = visible_part(p, start, since, upto, right or ragged, left)
-            done = warpgroup_mma_wait(0, (p16, coming) + dv)
+            done = warpgroup_mma_wait(0, (p16, coming) + dv)  # noqa: RUF005
             dv, s = done[2:], done[1]
             mbarrier.arrive(emptied.index(previous), count=1, pred=turns > 0)
             p16 = operand(p, p_layout)
             previous, slot, phase = slot, next_slot, next_phase
             turns += 1
     dv = _products(dv, p16, wide_grads, previous)
-    done = warpgroup_mma_wait(0, (p16,) + dv)
+    done = warpgroup_mma_wait(0, (p16,) + dv)  # noqa: RUF005
     for i in gl.static_range(chunks):
         store(dv_out, done[1 + i], at, first_key + which * ROWS, seqlen_kv, i * _CHUNK, size_v, sum_layout)
 
