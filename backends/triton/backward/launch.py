@@ -70,7 +70,7 @@ def prepared(
     outlines = tuple([(x.shape, x.stride()) for x in scales])
     # Of wide heads and sequences with lengths of their own the Hopper kernels serve only all gradients at once.
     here = forward_hopper_launch.runs_on(device) and (fused or (lengths is None and not hopper.wide(spec)))
-    layout = _layout(spec, q.rotated, here, outlines, extent)
+    layout = _layout(spec, q.rotated, here, outlines, extent, fused and hopper.wide(spec))
     by_key, by_query = (narrow and layout.served and tile.hopper is not None for tile in tiles[:2])
     fused = fused and layout.served
     gradient = lay_out_gradient(
@@ -83,12 +83,14 @@ def prepared(
         factor=layout.scale if fused else None,
         own=own_grad,
         shared=layout.extent.shared,
+        chunked=layout.chunked,
     )
     sums = torch.empty(layout.q, dtype=torch.bfloat16, device=device) if fused else None
     wanted = [
-        Wanted(q.data, not narrow, narrow, by_key, sums, own_q),
-        Wanted(k.data, not (narrow or fused), narrow, by_query, own=own_kv), Wanted(v.data, own=own_kv),
-    ]  # fmt: skip
+        Wanted(q.data, not narrow, narrow, by_key, sums, own_q, layout.chunked),
+        Wanted(k.data, not (narrow or fused), narrow, by_query, own=own_kv, chunked=layout.chunked),
+        Wanted(v.data, own=own_kv, chunked=layout.chunked),
+    ]
     if narrow:
         wanted.append(Wanted(gradient.laid.data, False, True, by_key))
     laid_q, laid_k, laid_v, *laid_do = lay_out_together(wanted)
@@ -117,12 +119,15 @@ def _own_gradient(extent: Extent, lengths: Lengths, device: torch.device) -> Own
 @lru_cache(maxsize=KEPT)
 def _layout(
     spec: AttentionSpec, rotated: bool, here: bool, scales: tuple[tuple[Sequence[int], Sequence[int]], ...],
-    extent: Extent | None = None,
+    extent: Extent | None = None, chunked: bool = False,
 ) -> Layout:  # fmt: skip
-    """``here``: on a GPU that runs the Hopper kernels; ``scales`` and ``extent`` as in ``Layout``."""
+    """``here``: on a GPU that runs the Hopper kernels; ``scales`` and ``extent`` as in ``Layout``.
+
+    ``chunked``: as there, where the kernels serve.
+    """
     per_token = any(shape[2] > 1 for shape, _ in scales) and not (extent is not None and extent.shared)
     served = here and hopper.serves(spec, per_token=per_token)
-    return Layout(spec, rotated, served, scales, extent)
+    return Layout(spec, rotated, served, scales, extent, chunked and served)
 
 
 def run_keys(
@@ -212,7 +217,8 @@ def _finishing(layout: Layout, dtype: torch.dtype, *, of_keys: bool) -> Launch:
     heads, length, padded_length = spec.heads, extent.seqlen_q, layout.padded_q
     if of_keys:
         heads, length, padded_length = spec.kv_heads, extent.seqlen_kv, layout.padded_kv
-    constants = heads, length, padded_length, spec.head_dim, ROWS, layout.head_dim, layout.rotated, of_keys
+    pitch = layout.k[3] if of_keys else layout.q[3]
+    constants = heads, length, padded_length, spec.head_dim, ROWS, layout.head_dim, pitch, layout.rotated, of_keys
     grid = extent.tiles("kv" if of_keys else "q", ROWS), extent.entries * heads, 1
     warps = 4 if layout.head_dim <= 128 else 8
     return _FINISH(grid, constants, (dtype, extent.sequences is None), num_warps=warps)

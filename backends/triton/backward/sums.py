@@ -25,6 +25,7 @@ def finish_gradients(
     size,
     rows: tl.constexpr,
     head_dim: tl.constexpr,
+    pitch: tl.constexpr,
     rotated: tl.constexpr,
     of_keys: tl.constexpr,
 ):
@@ -49,5 +50,5 @@ def finish_gradients(
         first = (tl.load(tiles).to(tl.int64) * heads + head) * length + start
         length = tl.load(tiles + (5 if of_keys else 3))
     # What is behind a head may be anything, and a rotation's zeros times that no number.
-    x = tl.load(sums + row[:, None] * head_dim + column, mask=column < size, other=0.0).to(tl.float32)
+    x = tl.load(sums + row[:, None] * pitch + column, mask=column < size, other=0.0).to(tl.float32)
     store_turned(out, x, 1.0, turn, first + token, token < length, size, rows, head_dim, rotated)

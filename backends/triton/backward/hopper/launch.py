@@ -15,7 +15,7 @@ from ...forward.hopper import launch as forward
 from ...forward.hopper.launch import described, registers
 from ...launching import KEPT as MOST
 from ...launching import Launch, Launches, addresses
-from ..copies import padded
+from ..copies import CHUNK, padded
 from ..layout import BLOCK, PEAK, VECTORS
 from ..operands import Layout, Prepared
 from ..tiles import Ring
@@ -30,7 +30,6 @@ MOST_SUMMED = 32768
 _ROWS = 64
 _PART = 64  # columns of an e4m3 sum at a time, and so rows of a rotation's matrix
 _SIZES = (64, 128)  # padded head dimensions
-_CHUNK = 64  # columns of a sum over tokens where heads are wide
 _RING = 200 * 1024  # bytes of shared memory for which the kernel that makes dV has a fourth stage
 
 
@@ -149,9 +148,9 @@ def _scores(layout: Layout, dtype: torch.dtype) -> tuple[tuple[Described, ...], 
     spec = layout.spec
     tiles = (
         *(_chunked(shape, _width(size)) for shape, size in _operands(layout)),
-        _chunked(layout.q, _CHUNK), _pieces(layout, _ROWS), _chunked(layout.q, _CHUNK),
+        _chunked(layout.q, CHUNK), _pieces(layout, _ROWS), _chunked(layout.q, CHUNK),
     )  # fmt: skip
-    size = layout.head_dim if layout.rotated else spec.head_dim
+    size = layout.k[3] if layout.rotated else spec.head_dim
     constants = (
         *_common(layout), size, layout.exponent, layout.before, layout.after, spec.group,
         _chunks(spec.head_dim), _chunks(spec.head_dim_v), *_masks(layout), layout.rotated, registers()[1],
@@ -167,9 +166,9 @@ def _values(layout: Layout, dtype: torch.dtype) -> tuple[tuple[Described, ...], 
     chunks, chunks_v = _chunks(spec.head_dim), _chunks(spec.head_dim_v)
     width = _width(spec.head_dim)
     tiles = (
-        _chunked(layout.q, width), _chunked(layout.k, width), _chunked(layout.do, _CHUNK), _pieces(layout, _ROWS)
+        _chunked(layout.q, width), _chunked(layout.k, width), _chunked(layout.do, CHUNK), _pieces(layout, _ROWS)
     )  # fmt: skip
-    of_keys, of_stage = KEPT * _CHUNK * chunks, _ROWS * _CHUNK * (chunks + 2 * chunks_v)
+    of_keys, of_stage = KEPT * CHUNK * chunks, _ROWS * CHUNK * (chunks + 2 * chunks_v)
     stages = 4 if of_keys + 4 * of_stage <= _RING else 3
     constants = (
         *_common(layout), spec.head_dim_v, layout.exponent, layout.before, layout.after, spec.group, stages,
@@ -260,12 +259,12 @@ def _operands(layout: Layout) -> tuple[tuple[Shape, int], ...]:
 
 def _chunks(size: int) -> int:
     """Of a head dimension, each a sum's columns."""
-    return -(-size // _CHUNK)
+    return -(-size // CHUNK)
 
 
 def _width(size: int) -> int:
     """Columns that are loaded at a time in e4m3: the widest power of two of which a head has a whole number."""
-    return 2 * _CHUNK if _chunks(size) % 2 == 0 else _CHUNK
+    return 2 * CHUNK if _chunks(size) % 2 == 0 else CHUNK
 
 
 def _chunked(shape: Shape, width: int) -> Described:
