@@ -89,21 +89,23 @@ def visible(query, key, before, after, has_left: tl.constexpr, has_right: tl.con
 
 @triton.jit
 def store_turned(
-    out, x, factor, turn, row, inside, size, rows: tl.constexpr, head_dim: tl.constexpr, rotated: tl.constexpr
+    out, x, factor, turn, row, inside, size,
+    rows: tl.constexpr, head_dim: tl.constexpr, begin: tl.constexpr, pitch: tl.constexpr, rotated: tl.constexpr,
 ):  # fmt: skip
-    """x (rows, head_dim) · factor, where ``rotated`` · ``turn`` before, as rows ``row`` of ``out`` (-, size).
+    """x (rows, head_dim) · factor as rows ``row`` of ``out`` (-, size), from the column ``begin`` on.
 
-    Such products are in fp32 from bf16; a rotation's signs are exact there, its factor is left out.  They come in parts
-    of the columns, so that no program needs the registers of a whole matrix of 256 by 256.
+    Where ``rotated``, x · ``turn`` before, a matrix of that ``pitch`` whose blocks lie on its diagonal, so that no
+    other columns count.  Such products are in fp32 from bf16; a rotation's signs are exact there, its factor is left
+    out.  They come in parts of the columns, so that no program needs the registers of a whole matrix of 256 by 256.
     """
     part: tl.constexpr = min(head_dim, _PART) if rotated else head_dim
     if rotated:
-        down, x16 = tl.arange(0, head_dim)[:, None], to_bf16(x)
-    for first in tl.static_range(0, head_dim, part):
+        down, x16 = begin + tl.arange(0, head_dim)[:, None], to_bf16(x)
+    for first in tl.static_range(begin, begin + head_dim, part):
         column = first + tl.arange(0, part)[None, :]
         made = x
         if rotated:
-            matrix = tl.load(turn + down * head_dim + column)
+            matrix = tl.load(turn + down * pitch + column)
             made = product(x16, matrix, tl.zeros([rows, part], tl.float32))
         place = out + row[:, None] * size + column
         tl.store(place, (made * factor).to(out.dtype.element_ty), mask=inside[:, None] & (column < size))

@@ -46,7 +46,7 @@ class TritonBackward(BackwardKernel):
             "cuda": Capabilities(dtypes=_DTYPES, capability=(9, 0), head_dims=(1, _LARGEST_HEAD, 1), lengths=BATCHES),
             "cpu": Capabilities(dtypes=_DTYPES, head_dims=(1, _LARGEST_HEAD, 1), lengths=BATCHES, emulated=True),
         }
-        self.evidence = {"cuda": r"\b_?(narrow_)?(all|key|query|score|value)_gradients"}
+        self.evidence = {"cuda": r"\b_?(narrow_)?(all|key|query)_gradients"}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """A CPU without Triton's interpreter, a GPU with it, and more heads than a grid holds."""

@@ -24,24 +24,23 @@ from ..tile_map import Tiled
 from ..tile_rows import ROW
 
 __all__ = [
-    "CHUNK",
     "PADDING",
     "TOKENS",
     "Laid",
     "Own",
     "Wanted",
     "aligned",
+    "halves",
     "lay_out",
     "lay_out_together",
     "padded",
-    "pitch",
     "ready",
 ]
 
 PADDING = 128  # tokens; the largest tile
 TOKENS = 64  # that one program copies
-CHUNK = 64  # of a wide head, that the kernels for such sum up at a time
 _VECTOR = 16  # bytes: what TMA reads begins at multiples of it
+_WIDE = 128  # of a head dimension, from which on one power of two pads too much
 _SMALLEST = 32  # what an FP8 tensor core sums over at once
 
 
@@ -79,8 +78,8 @@ class Own(NamedTuple):
 class Wanted(NamedTuple):
     """An e4m3 tensor x (B, H, S, D), the copies of ``Laid`` to make, and ``zeros``, bf16 memory to fill with zeros.
 
-    Where sequences have their ``own`` lengths all copies consist of slots, ``zeros`` too.  ``chunked``: for kernels
-    that read a wide head in chunks, and so want it padded less (``pitch``); these read no transposed copy.
+    Where sequences have their ``own`` lengths all copies consist of slots, ``zeros`` too.  ``halved``: the head
+    dimension is padded as ``halves`` has it, else to a power of two.
     """
 
     x: Tensor
@@ -89,7 +88,7 @@ class Wanted(NamedTuple):
     interleaved: bool = False
     zeros: Tensor | None = None
     own: Own | None = None
-    chunked: bool = False
+    halved: bool = False
 
 
 class _Shapes(NamedTuple):
@@ -113,9 +112,10 @@ def padded(size: int) -> int:
     return max(_SMALLEST, 1 << (size - 1).bit_length())
 
 
-def pitch(size: int, chunked: bool) -> int:
-    """The head dimension in memory: a tile's, or where it is read in chunks a multiple of those."""
-    return rounded_up(size, CHUNK) if chunked else padded(size)
+def halves(size: int) -> tuple[int, int]:
+    """A head dimension as two powers of two where those are less than one, 192 as 128 and 64; the second may be 0."""
+    rest = padded(size - _WIDE) if size > _WIDE else 0
+    return (_WIDE, rest) if 0 < rest < _WIDE else (padded(size), 0)
 
 
 def aligned(x: Tensor) -> bool:
@@ -123,9 +123,9 @@ def aligned(x: Tensor) -> bool:
     return not x.data_ptr() % _VECTOR
 
 
-def ready(shape: Sequence[int], strides: Sequence[int], chunked: bool = False) -> bool:
+def ready(shape: Sequence[int], strides: Sequence[int], pitch: int) -> bool:
     """Whether a tensor (B, H, S, D), if ``aligned``, lies as the kernels read it: padded, and in one piece."""
-    whole = (rounded_up(shape[2], PADDING), pitch(shape[3], chunked)) == tuple(shape[2:])
+    whole = (rounded_up(shape[2], PADDING), pitch) == tuple(shape[2:])
     return whole and _contiguous(shape, strides)
 
 
@@ -199,8 +199,8 @@ def _copy_block(
     if job.wide is not None:
         tl.store(job.wide + flat, tile.to(tl.bfloat16), inside)
     if job.transposed is not None:
-        across = (head * padded_size + column.to(tl.int64)[:, None]) * padded_length + row[None, :]
-        tl.store(job.transposed + across, tl.trans(tile))
+        across = (head * pitch + column.to(tl.int64)[:, None]) * padded_length + row[None, :]
+        tl.store(job.transposed + across, tl.trans(tile), (column < pitch)[:, None] if pitch < padded_size else None)
     if job.zeros is not None:
         tl.store(job.zeros + flat, tl.zeros([tokens, padded_size], job.zeros.dtype.element_ty), inside)
 
@@ -249,9 +249,9 @@ def lay_out_together(wanted: Sequence[Wanted]) -> list[Laid]:
                 *asked,
                 None if zeros is None else zeros.dtype,
                 None if own is None else own[:2],
-                chunked,
+                halved,
             )
-            for x, *asked, zeros, own, chunked in wanted
+            for x, *asked, zeros, own, halved in wanted
         ]
     )
     shapes, launch = _layout(outlines)
@@ -278,13 +278,13 @@ def _layout(outlines: tuple[tuple[Any, ...], ...]) -> _Layout:
     shapes: list[_Shapes] = []
     extents: list[_Extent] = []
     steps, sizes, padded_sizes, pitches, orders, programs = [], [], [], [], [], 0
-    for shape, strides, _, readable, wide, transposed, interleaved, zeroed, own, chunked in outlines:
+    for shape, strides, _, readable, wide, transposed, interleaved, zeroed, own, halved in outlines:
         batch, heads, length, size = shape
-        whole, long = pitch(size, chunked), rounded_up(length, PADDING)
+        whole, long = sum(halves(size)) if halved else padded(size), rounded_up(length, PADDING)
         if own is not None:
             sequences, tiled = own
             long, batch = tiled.capacity(sequences, batch) * TOKENS, 1
-        there = own is None and readable and ready(shape, strides, chunked)
+        there = own is None and readable and ready(shape, strides, whole)
         busy = not there or wide or transposed or zeroed is not None
         shapes.append(_Shapes((batch, heads, long, whole), (batch, heads, whole, long), there, busy))
         if busy:

@@ -28,14 +28,14 @@ from .keys import key_gradients
 from .layout import BLOCK, LOG2E, PEAK, lay_out_gradient
 from .operands import Extent, Layout, Prepared, turn_factor
 from .queries import query_gradients
-from .sums import ROWS, finish_gradients
+from .sums import ROWS, finish_query_gradients
 from .tiles import Tile, Tiles
 
 __all__ = ["launch", "prepared", "run_all", "run_keys", "run_queries"]
 
 
 _Of = Literal["k", "v", "kv"]
-_KEYS, _QUERIES, _FINISH = Launches(key_gradients), Launches(query_gradients), Launches(finish_gradients)
+_KEYS, _QUERIES, _FINISH = Launches(key_gradients), Launches(query_gradients), Launches(finish_query_gradients)
 
 
 def prepared(
@@ -68,9 +68,9 @@ def prepared(
         own_q, own_kv = (_own(extent, lengths, side, device) for side in ("q", "kv"))
         own_grad = _own_gradient(extent, lengths, device)
     outlines = tuple([(x.shape, x.stride()) for x in scales])
-    # Of wide heads and sequences with lengths of their own the Hopper kernels serve only all gradients at once.
-    here = forward_hopper_launch.runs_on(device) and (fused or (lengths is None and not hopper.wide(spec)))
-    layout = _layout(spec, q.rotated, here, outlines, extent, fused and hopper.wide(spec))
+    # Of sequences with lengths of their own the Hopper kernels serve only all gradients at once.
+    here = forward_hopper_launch.runs_on(device) and (fused or lengths is None)
+    layout = _layout(spec, q.rotated, here, outlines, extent)
     by_key, by_query = (narrow and layout.served and tile.hopper is not None for tile in tiles[:2])
     fused = fused and layout.served
     gradient = lay_out_gradient(
@@ -83,20 +83,19 @@ def prepared(
         factor=layout.scale if fused else None,
         own=own_grad,
         shared=layout.extent.shared,
-        chunked=layout.chunked,
     )
     sums = torch.empty(layout.q, dtype=torch.bfloat16, device=device) if fused else None
     wanted = [
-        Wanted(q.data, not narrow, narrow, by_key, sums, own_q, layout.chunked),
-        Wanted(k.data, not (narrow or fused), narrow, by_query, own=own_kv, chunked=layout.chunked),
-        Wanted(v.data, own=own_kv, chunked=layout.chunked),
+        Wanted(q.data, not narrow, narrow, by_key, sums, own_q, halved=True),
+        Wanted(k.data, not (narrow or fused), narrow, by_query, own=own_kv, halved=True),
+        Wanted(v.data, own=own_kv),
     ]
     if narrow:
         wanted.append(Wanted(gradient.laid.data, False, True, by_key))
     laid_q, laid_k, laid_v, *laid_do = lay_out_together(wanted)
     if narrow:
         gradient = gradient._replace(laid=laid_do[0])
-    turn = _turn(spec.head_dim, layout.head_dim, device) if q.rotated else None
+    turn = _turn(spec.head_dim, layout.pitch, device) if q.rotated else None
     return Prepared(layout, laid_q, laid_k, laid_v, gradient, scales[1], scales[2], turn, sums, lengths)
 
 
@@ -119,15 +118,12 @@ def _own_gradient(extent: Extent, lengths: Lengths, device: torch.device) -> Own
 @lru_cache(maxsize=KEPT)
 def _layout(
     spec: AttentionSpec, rotated: bool, here: bool, scales: tuple[tuple[Sequence[int], Sequence[int]], ...],
-    extent: Extent | None = None, chunked: bool = False,
+    extent: Extent | None = None,
 ) -> Layout:  # fmt: skip
-    """``here``: on a GPU that runs the Hopper kernels; ``scales`` and ``extent`` as in ``Layout``.
-
-    ``chunked``: as there, where the kernels serve.
-    """
+    """``here``: on a GPU that runs the Hopper kernels; ``scales`` and ``extent`` as in ``Layout``."""
     per_token = any(shape[2] > 1 for shape, _ in scales) and not (extent is not None and extent.shared)
     served = here and hopper.serves(spec, per_token=per_token)
-    return Layout(spec, rotated, served, scales, extent, chunked and served)
+    return Layout(spec, rotated, served, scales, extent)
 
 
 def run_keys(
@@ -148,10 +144,9 @@ def run_keys(
 def _run_keys_plain(given: Prepared, tile: Tile, narrow: bool, dk_out: Tensor, dv_out: Tensor, of: _Of) -> None:
     do, rows = given.gradient.laid, given.gradient.rows
     described, start = _for_keys_plain(given.layout, tile, narrow, dk_out.dtype, of)
-    tiled = (
-        given.q.data, do.data, given.k.data, given.v.data,
-        given.q.further(narrow, interleaved=False), do.further(narrow, interleaved=False),
-    )  # fmt: skip
+    q_more, do_more = given.q.further(narrow, interleaved=False), do.further(narrow, interleaved=False)
+    q, k = given.q.data, given.k.data
+    tiled = q, q, do.data, k, k, given.v.data, q_more, q_more, do_more
     memory = (
         rows,
         given.gradient.descale,
@@ -171,18 +166,18 @@ def _for_keys_plain(
 ) -> tuple[tuple[Described, ...], Launch]:
     """The part of the plain kernel's launch that does not depend on memory; ``of``: which gradients it makes."""
     spec, extent = layout.spec, layout.extent
-    m, n, d, dv = tile.block_m, tile.block_n, layout.head_dim, layout.head_dim_v
+    m, n, dv = tile.block_m, tile.block_n, layout.head_dim_v
     described = (
-        _tiled(layout.q, m), _tiled(layout.do, m), _tiled(layout.k, n), _tiled(layout.v, n),
-        _across(layout.q, m) if narrow else _tiled(layout.q, m),
-        _across(layout.do, m) if narrow else _tiled(layout.do, m),
+        *_both(layout, layout.q, m), _tiled(layout.do, m), *_both(layout, layout.k, n), _tiled(layout.v, n),
+        *_both(layout, layout.q, m, narrow), _across(layout.do, m) if narrow else _tiled(layout.do, m),
     )  # fmt: skip
     constants = (
         layout.plane, *layout.k_steps, *layout.v_steps,
         spec.kv_heads, extent.seqlen_q, extent.seqlen_kv, layout.padded_q, layout.padded_kv,
         spec.head_dim, spec.head_dim_v, layout.scale, layout.exponent, layout.before, layout.after,
         spec.softcap * LOG2E,
-        spec.group, m, n, d, dv, "k" in of, "v" in of, *layout.kinds, narrow, PEAK, BLOCK, tile.stages, layout.aligned,
+        spec.group, m, n, layout.head_dim, layout.rest, dv, "k" in of, "v" in of, *layout.kinds, narrow, PEAK, BLOCK,
+        tile.stages, layout.aligned,
     )  # fmt: skip
     grid = extent.tiles("kv", n), extent.entries * spec.kv_heads, 1
     return described, _KEYS(grid, constants, (dtype, extent.sequences is None), num_warps=tile.warps)
@@ -196,32 +191,21 @@ def run_all(given: Prepared, sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
     """
     layout, device = given.layout, sums.device
     dk_out, dv_out = _for_keys(layout, dtype, device)
-    if layout.rotated and hopper.wide(layout.spec):  # whose dK is taken back as dQ is
-        dk_rotated = torch.empty(layout.k, dtype=torch.bfloat16, device=device)
-        hopper.run_all(given, sums, dk_rotated, dv_out)
-        memory = dk_rotated, given.turn, dk_out, given.tiles("kv", ROWS)
-        _finishing(layout, dtype, of_keys=True)(memory, addresses(memory))
-    else:
-        hopper.run_all(given, sums, dk_out, dv_out)
+    hopper.run_all(given, sums, dk_out, dv_out)
     if layout.summed_in_place and dtype == sums.dtype:
         return sums, dk_out, dv_out
     dq_out = _for_queries(layout, dtype, device)
     memory = sums, given.turn, dq_out, given.tiles("q", ROWS)
-    _finishing(layout, dtype, of_keys=False)(memory, addresses(memory))
+    _finishing(layout, dtype)(memory, addresses(memory))
     return dq_out, dk_out, dv_out
 
 
 @lru_cache(maxsize=KEPT)
-def _finishing(layout: Layout, dtype: torch.dtype, *, of_keys: bool) -> Launch:
+def _finishing(layout: Layout, dtype: torch.dtype) -> Launch:
     spec, extent = layout.spec, layout.extent
-    heads, length, padded_length = spec.heads, extent.seqlen_q, layout.padded_q
-    if of_keys:
-        heads, length, padded_length = spec.kv_heads, extent.seqlen_kv, layout.padded_kv
-    pitch = layout.k[3] if of_keys else layout.q[3]
-    constants = heads, length, padded_length, spec.head_dim, ROWS, layout.head_dim, pitch, layout.rotated, of_keys
-    grid = extent.tiles("kv" if of_keys else "q", ROWS), extent.entries * heads, 1
-    warps = 4 if layout.head_dim <= 128 else 8
-    return _FINISH(grid, constants, (dtype, extent.sequences is None), num_warps=warps)
+    constants = spec.heads, extent.seqlen_q, layout.padded_q, spec.head_dim, ROWS, layout.head_dim, layout.rotated
+    grid = extent.tiles("q", ROWS), extent.entries * spec.heads, 1
+    return _FINISH(grid, constants, (dtype, extent.sequences is None), num_warps=4)
 
 
 def _for_keys(layout: Layout, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -253,7 +237,8 @@ def run_queries(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -
         hopper.run_queries(given, tile.hopper, narrow, dq_out)
         return dq_out
     described, start = _for_queries_plain(layout, tile, narrow, dtype)
-    tiled = given.q.data, do.data, given.k.data, given.v.data, given.k.further(narrow, interleaved=False)
+    q, k, k_more = given.q.data, given.k.data, given.k.further(narrow, interleaved=False)
+    tiled = q, q, do.data, k, k, given.v.data, k_more, k_more
     memory = (
         rows,
         given.gradient.descale,
@@ -273,17 +258,17 @@ def _for_queries_plain(
 ) -> tuple[tuple[Described, ...], Launch]:
     """The part of the plain kernel's launch that does not depend on memory."""
     spec, extent = layout.spec, layout.extent
-    m, n, d = tile.block_m, tile.block_n, layout.head_dim
+    m, n = tile.block_m, tile.block_n
     described = (
-        _tiled(layout.q, m), _tiled(layout.do, m), _tiled(layout.k, n), _tiled(layout.v, n),
-        _across(layout.k, n) if narrow else _tiled(layout.k, n),
+        *_both(layout, layout.q, m), _tiled(layout.do, m), *_both(layout, layout.k, n), _tiled(layout.v, n),
+        *_both(layout, layout.k, n, narrow),
     )  # fmt: skip
     constants = (
         layout.plane, *layout.k_steps, *layout.v_steps,
         spec.heads, spec.group, extent.seqlen_q, extent.seqlen_kv, layout.padded_q, layout.padded_kv,
         spec.head_dim, layout.scale, layout.exponent, layout.before, layout.after, spec.softcap * LOG2E,
-        m, n, d, extent.sequences is not None or spec.seqlen_kv % n != 0, *layout.kinds, narrow, PEAK, BLOCK,
-        tile.stages, layout.aligned,
+        m, n, layout.head_dim, layout.rest, extent.sequences is not None or spec.seqlen_kv % n != 0, *layout.kinds,
+        narrow, PEAK, BLOCK, tile.stages, layout.aligned,
     )  # fmt: skip
     grid = extent.tiles("q", m), extent.entries * spec.heads, 1
     return described, _QUERIES(grid, constants, (dtype, extent.sequences is None), num_warps=tile.warps)
@@ -322,11 +307,17 @@ def launch(
         return run_queries(given, tiles.queries, narrow, dtype), dk, dv
 
 
-def _tiled(shape: Shape, tokens: int) -> Described:
-    """x (B, H, S, D) by so many tokens."""
-    return Described(TensorDescriptor.from_tensor, rows_of(shape), (tokens, shape[3]))
+def _both(layout: Layout, shape: Shape, tokens: int, across: bool = False) -> tuple[Described, Described]:
+    """Q's or K's first columns and the rest of them (the first again where there is none) by so many tokens."""
+    kind = _across if across else _tiled
+    return kind(shape, tokens, layout.head_dim), kind(shape, tokens, layout.rest or layout.head_dim)
 
 
-def _across(shape: Shape, tokens: int) -> Described:
-    """The transposed copy (B, H, D, S) of x (B, H, S, D) by so many tokens."""
-    return Described(TensorDescriptor.from_tensor, rows_of(flipped(shape)), (shape[3], tokens))
+def _tiled(shape: Shape, tokens: int, columns: int | None = None) -> Described:
+    """x (B, H, S, D) by so many tokens and columns."""
+    return Described(TensorDescriptor.from_tensor, rows_of(shape), (tokens, columns or shape[3]))
+
+
+def _across(shape: Shape, tokens: int, columns: int | None = None) -> Described:
+    """The transposed copy (B, H, D, S) of x (B, H, S, D) by so many tokens and columns of x."""
+    return Described(TensorDescriptor.from_tensor, rows_of(flipped(shape)), (columns or shape[3], tokens))

@@ -20,7 +20,7 @@ from ..descales import steps
 from ..launching import KEPT, Launch, Launches, addresses
 from ..tile_map import Tiled
 from ..tile_rows import ROW, scale_of_keys
-from .copies import PADDING, Laid, Own, aligned, padded, pitch, ready
+from .copies import PADDING, Laid, Own, aligned, padded, ready
 
 __all__ = ["BLOCK", "LOG2E", "PEAK", "VECTORS", "Gradient", "lay_out_gradient"]
 
@@ -91,7 +91,6 @@ def _lay_out_gradient(
     log2e: tl.constexpr,
     log2_larger: tl.constexpr,
     padded_size: tl.constexpr,
-    pitch: tl.constexpr,
     tokens: tl.constexpr,
     v_varies: tl.constexpr,
     write_wide: tl.constexpr,
@@ -128,15 +127,14 @@ def _lay_out_gradient(
     scaled = exact * (1.0 / power)
     narrow = to_e4m3(scaled)
     laid = token if tiles is None else (block * tokens + tl.arange(0, tokens)).to(tl.int64)
-    flat = each * padded_length * pitch + laid[:, None] * pitch + column[None, :]
-    stored = (column < pitch)[None, :] if pitch < padded_size else None
-    tl.store(data + flat, narrow, stored)
+    flat = each * padded_length * padded_size + laid[:, None] * padded_size + column[None, :]
+    tl.store(data + flat, narrow)
     if write_wide:
         if fused:  # of fp32's largest numbers a rounding to bf16 would make infinity
             held = tl.minimum(tl.maximum(exact, -_LARGEST), _LARGEST)
-            tl.store(wide + flat, to_bf16(tl.where(tl.abs(exact) < float("inf"), held, exact)), stored)
+            tl.store(wide + flat, to_bf16(tl.where(tl.abs(exact) < float("inf"), held, exact)))
         else:
-            tl.store(wide + flat, to_bf16(scaled), stored)
+            tl.store(wide + flat, to_bf16(scaled))
 
     place = out + batch * out_batch + head * out_head + token[:, None] * out_token + column[None, :] * out_size
     seen = tl.load(place, mask=both, other=0.0).to(tl.float32)
@@ -170,7 +168,7 @@ _GRADIENTS = Launches(_lay_out_gradient)
 
 def lay_out_gradient(
     spec: AttentionSpec, grad_out: Tensor, out: Tensor, lse: Tensor, descales: Sequence[Tensor], *,
-    narrow: bool, factor: float | None = None, own: Own | None = None, shared: bool = False, chunked: bool = False,
+    narrow: bool, factor: float | None = None, own: Own | None = None, shared: bool = False,
 ) -> Gradient:  # fmt: skip
     """dO (B, H, Sq, Dv) of any strides in e4m3, and delta = rowsum(dO∘O), in one pass.
 
@@ -178,13 +176,13 @@ def lay_out_gradient(
     or 1 for any axis.  ``narrow``: the kernels will read a transposed copy of dO, not made here, else the wide one.
     ``factor``: for the fused kernel, whose dQ is that times dS · K; then no token of K or V may have its own scale.
     ``own``: the queries' lengths where sequences have theirs, by ``BLOCK``; then everything has slots, and with
-    ``shared`` the tokens of a sequence share their descales.  ``chunked``: as in ``Wanted``.
+    ``shared`` the tokens of a sequence share their descales.
     ptxas 12.8 loses bytes of a conversion to FP8 that two stores read, one of them transposed (seen on fp32).
     """
     inputs = grad_out, out, lse, *descales
     whole, blocks, rows_shape, there, launch = _gradient(
         spec, narrow, factor, aligned(grad_out), tuple(grad_out.shape), *[(x.dtype, x.stride()) for x in inputs[:3]],
-        *[(x.dtype, x.shape, x.stride()) for x in descales], None if own is None else own[:2], shared, chunked,
+        *[(x.dtype, x.shape, x.stride()) for x in descales], None if own is None else own[:2], shared,
     )  # fmt: skip
     device = grad_out.device
     data = torch.empty(whole, dtype=torch.float8_e4m3fn, device=device)
@@ -201,14 +199,13 @@ def _gradient(
     spec: AttentionSpec, narrow: bool, factor: float | None, readable: bool,
     shape: tuple[int, ...], grad: tuple[Any, ...], out: tuple[Any, ...], lse: tuple[Any, ...],
     q: tuple[Any, ...], k: tuple[Any, ...], v: tuple[Any, ...], own: tuple[int, Tiled] | None, shared: bool,
-    chunked: bool,
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool, Launch]:  # fmt: skip
     """Shapes of dO's copies, its descales and the rows, whether dO is its wide copy, and the launch.
 
     For dO of this ``shape``, inputs of these dtypes, shapes and strides, and dO where TMA can read or not.
     """
     (batch, heads, length, size), keys = shape, spec.seqlen_kv
-    whole, long = pitch(size, chunked), rounded_up(length, PADDING)
+    whole, long = padded(size), rounded_up(length, PADDING)
     entries, blocks = batch, long // BLOCK
     if own is not None:
         sequences, tiled = own
@@ -220,14 +217,14 @@ def _gradient(
         and readable
         and own is None
         and grad[0] == torch.bfloat16
-        and ready((batch, heads, length, size), grad[1], chunked)
+        and ready((batch, heads, length, size), grad[1], whole)
     )
     larger = 0.0 if fused else math.log2(PEAK) if narrow else None
     constants = (
         *grad[1], *out[1], *lse[1], *steps(q[1], q[2], batch, heads, length),
         *[step for x in (k, v) for step in steps(x[1], x[2], batch, spec.kv_heads, keys)[:2]],
         heads, spec.group, length, size, entries * heads * long, long, factor or 0.0,
-        LOG2E, larger, padded(size), whole, BLOCK, v[1][2] > 1 and not shared, not (narrow or there), fused,
+        LOG2E, larger, whole, BLOCK, v[1][2] > 1 and not shared, not (narrow or there), fused,
     )  # fmt: skip
     dtypes = tuple(each[0] for each in (grad, out, lse, q, k, v))
     warps = 8 if whole <= 128 else 16

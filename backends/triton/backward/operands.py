@@ -16,7 +16,7 @@ from attnbench.problem.spec import AttentionSpec
 from ...common.layout import rounded_up
 from ..descales import steps
 from ..tile_map import Tiled, tile_map
-from .copies import PADDING, Laid, padded, pitch
+from .copies import PADDING, Laid, halves, padded
 from .layout import LOG2E, Gradient
 
 __all__ = ["Extent", "Layout", "Prepared", "turn_factor"]
@@ -69,10 +69,9 @@ class Layout:
         served: bool,
         scales: tuple[tuple[Sequence[int], Sequence[int]], ...],
         extent: Extent | None = None,
-        chunked: bool = False,
     ) -> None:
         """``rotated``: Q and K were.  ``served``: by the Hopper kernels.  ``scales``: shapes and strides of the
-        descales.  ``extent``: the spec's own where all sequences have its lengths.  ``chunked``: as in ``Wanted``.
+        descales.  ``extent``: the spec's own where all sequences have its lengths.
         """
         self.spec, self.rotated = spec, rotated
         self.extent = extent = extent or Extent(spec.batch, spec.seqlen_q, spec.seqlen_kv)
@@ -84,14 +83,14 @@ class Layout:
         self.k_steps, self.v_steps = (steps(*each, *by_key) for each in scales[1:])
         varies = tuple(shape[2] > 1 and not extent.shared for shape, _ in scales)
         self.served = served
-        self.chunked = chunked
-        # Of a tile, and the shapes of Q, dO, K and V as they are laid out.
-        self.head_dim, self.head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
-        pitches = pitch(spec.head_dim, chunked), pitch(spec.head_dim_v, chunked)
+        # Padded, and so the shapes of Q, dO, K and V as they are laid out; ``rest``: columns of Q and K behind
+        # ``head_dim``.
+        (self.head_dim, self.rest), self.head_dim_v = halves(spec.head_dim), padded(spec.head_dim_v)
+        self.pitch = self.head_dim + self.rest
         self.padded_q, self.padded_kv = extent.long("q"), extent.long("kv")
         queries, keys = (extent.entries, spec.heads, self.padded_q), (extent.entries, spec.kv_heads, self.padded_kv)
-        self.q, self.do = (*queries, pitches[0]), (*queries, pitches[1])
-        self.k, self.v = (*keys, pitches[0]), (*keys, pitches[1])
+        self.q, self.do = (*queries, self.pitch), (*queries, self.head_dim_v)
+        self.k, self.v = (*keys, self.pitch), (*keys, self.head_dim_v)
         self.plane = math.prod(queries)
         mask, offset = spec.mask, 0 if unequal else spec.mask.offset(spec.seqlen_q, spec.seqlen_kv)
         # Whether every sequence adds an offset of its own to both.

@@ -17,7 +17,7 @@ from attnbench.backends.emulated import BACKEND as EMULATED
 from attnbench.backends.sdpa.flash import BACKEND as SDPA
 from attnbench.backends.triton import BACKEND, TritonForward
 from attnbench.backends.triton.backward.contract import KERNELS, TritonBackward
-from attnbench.backends.triton.backward.tiles import DEFAULT, TILES, Tile, TileKey, Tiles, tiles_of
+from attnbench.backends.triton.backward.tiles import DEFAULT, MLA, TILES, WIDE_NARROW, Tile, TileKey, Tiles, tiles_of
 from attnbench.backends.triton.backward.tiles import WIDE as WIDE_HEADS
 from attnbench.backends.triton.forward.contract import RECIPES
 from attnbench.errors import InputError
@@ -74,14 +74,18 @@ def test_every_tile_gives_the_same_gradients(tile: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(
     ("kernel", "sizes", "recipe"),
-    [(WIDE, (256, 256), Recipe("token")), (NARROW, (192, 128), Recipe("head", rotation="hadamard"))],
-    ids=["256", "192 and 128, e4m3 sums"],
+    [
+        (WIDE, (256, 256), Recipe("token")),
+        (WIDE, (192, 128), Recipe("head", rotation="hadamard")),
+        (NARROW, (160, 64), Recipe("head", rotation="hadamard")),
+    ],
+    ids=["256", "192 and 128", "160 and 64, e4m3 sums"],
 )
 def test_wide_heads_take_a_kernel_for_each_gradient(
     kernel: TritonBackward, sizes: tuple[int, int], recipe: Recipe
 ) -> None:
     head_dim, head_dim_v = sizes
-    spec, (q, k, v, grad_out) = make(70, 140, mask=Mask(right=0), head_dim=head_dim, head_dim_v=head_dim_v)
+    spec, (q, k, v, grad_out) = make(40, 70, mask=Mask(right=0), head_dim=head_dim, head_dim_v=head_dim_v)
     assert tiles_of(spec, 256, (9, 0), kernel.narrow).values is not None
     check(kernel, saved(spec, q, k, v, (recipe,) * 3), grad_out, ALLOWED[kernel.name])
 
@@ -269,7 +273,7 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_copies_hold_the_same_numbers_and_what_lies_right_is_not_copied() -> None:
-    from attnbench.backends.triton.backward.copies import lay_out
+    from attnbench.backends.triton.backward.copies import halves, lay_out
 
     x = quantise(torch.randn(2, 3, 150, 24), Recipe("token")).data
     laid = lay_out(x.transpose(1, 2).contiguous().transpose(1, 2), wide=True, transposed=True)
@@ -280,12 +284,15 @@ def test_copies_hold_the_same_numbers_and_what_lies_right_is_not_copied() -> Non
     wanted[:, :, :150, :24] = x.float()
     for each in (laid.data, laid.wide, laid.transposed.view(torch.uint8).mT.contiguous().view(x.dtype)):
         assert torch.equal(each.float(), wanted)
+    assert [halves(size) for size in (40, 128, 129, 192, 200, 256)] == [
+        (64, 0), (128, 0), (128, 32), (128, 64), (256, 0), (256, 0)
+    ]  # fmt: skip
     ready = torch.zeros(2, 3, 256, 64, dtype=torch.float8_e4m3fn)
     assert lay_out(ready).data.data_ptr() == ready.data_ptr()
 
 
 def test_tiles_are_the_committed_ones_else_what_fits() -> None:
-    for tiles in [*TILES.values(), DEFAULT, WIDE_HEADS]:
+    for tiles in [*TILES.values(), DEFAULT, MLA, WIDE_HEADS, WIDE_NARROW]:
         for tile in (tiles.keys, tiles.queries, *filter(None, [tiles.values])):
             assert {tile.block_m, tile.block_n} <= {32, 64, 128}
             assert tile.warps in (4, 8)

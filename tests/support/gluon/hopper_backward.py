@@ -65,7 +65,6 @@ RINGS: dict[tuple[Kind, int, bool], tuple[Ring, ...]] = {
     ("queries", 64, True): (Ring(64, 4), Ring(64, 6)),
     ("all", 128, False): (Ring(64, 2),),  # what there is
     ("all", 64, False): (Ring(64, 2),),
-    ("all", 256, False): (Ring(64, 2),),
 }
 SAME = 0.02  # relative L2 between two ways to sum the same e4m3 products
 # Blocks as long as those of the rings: in e4m3 a row of dS is rounded in units of its largest number in a block.
@@ -80,7 +79,7 @@ KERNELS = [
     f"attnbench.backends.triton.{name}"
     for name in (
         *(f"backward.hopper.{kernel}" for kernel in (
-            "fused", "keys", "queries", "shared", "narrow", "narrow_keys", "narrow_queries", "wide", "wide_values",
+            "fused", "keys", "queries", "shared", "narrow", "narrow_keys", "narrow_queries",
         )),
         "forward.hopper.softmax",
     )
@@ -140,25 +139,14 @@ CASES = {
     "D 96, rotated": Case(_spec(300, 400, head_dim=96)),
     "D 128, Dv 64": Case(_spec(300, 400, _CAUSAL, head_dim_v=64, kv_heads=1)),
     "D 64, Dv 128": Case(_spec(400, 300, head_dim=64, head_dim_v=128, kv_heads=1)),
-    "D 192, Dv 128, causal": Case(_spec(1024, 1024, _CAUSAL, head_dim=192, head_dim_v=128, batch=2)),
-    "D 192, Dv 128, odd, groups of 2": Case(
-        _spec(333, 457, _CAUSAL_END, head_dim=192, head_dim_v=128, heads=4, kv_heads=2), "none"
-    ),
-    "D 256": Case(_spec(777, 777, head_dim=256)),
-    "D 256, window to the end": Case(_spec(700, 500, Mask(90, 20, _END), head_dim=256, kv_heads=1), "none"),
-    "D 160, Dv 96, causal": Case(_spec(500, 400, _CAUSAL, head_dim=160, head_dim_v=96)),
-    "D 256, long causal": Case(_spec(8192, 8192, _CAUSAL, head_dim=256)),
 }
 
 
 def jobs_of(kind: Kind, narrow: bool) -> list[Job]:
     """All that a kernel is tried on, with e4m3 in the sums (``narrow``) or bf16."""
-    from attnbench.backends.triton.backward.copies import padded
-
     jobs = []
     for name, case in CASES.items():
-        size = max(64, padded(max(case.spec.head_dim, case.spec.head_dim_v)))
-        rings = RINGS.get((kind, size, narrow), ())
+        rings = RINGS.get((kind, 64 if max(case.spec.head_dim, case.spec.head_dim_v) <= 64 else 128, narrow), ())
         jobs += [Job(kind, name, ring, narrow) for ring in (rings if case.all_rings else rings[:1])]
     return jobs
 
@@ -240,8 +228,7 @@ def run(given: Prepared, kind: Kind, tile: Tile, dtype: torch.dtype, narrow: boo
             return backward_launch.run_all(given, sums, dtype)
         return *run(given, "queries", tile, dtype, narrow), *run(given, "keys", tile, dtype, narrow)
     if kind == "keys":
-        values = tile if given.layout.head_dim > 128 else None
-        return backward_launch.run_keys(given, tile, narrow, dtype, values)
+        return backward_launch.run_keys(given, tile, narrow, dtype)
     return (backward_launch.run_queries(given, tile, narrow, dtype),)
 
 

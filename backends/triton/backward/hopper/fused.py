@@ -15,8 +15,10 @@ other, and they may be half a block apart, one with its exponentials and the oth
 
 from __future__ import annotations
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -25,15 +27,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...tile_rows import ROW as TABLE_ROW
 from ..layout import BLOCK
 from .shared import (
     CONSUMERS,
-    NEVER,
     ROWS,
-    add_shared_to_global,
     barrier_where,
     operand,
-    sequence_of_keys,
     span_of_queries,
     store,
     transposed_product,
@@ -43,8 +43,27 @@ from .shared import (
 
 __all__ = ["all_gradients_hopper"]
 
+_ROW = gl.constexpr(TABLE_ROW.value)
+_NEVER = gl.constexpr(1 << 30)  # behind every query
 _SHARED = gl.constexpr(BLOCK.bit_length() - 1)  # so many bits of a query are its place among those with one factor
 _STAGED = gl.constexpr(2)  # blocks of a warpgroup's dQ in shared memory, a power of two
+
+
+@gluon.jit
+def _sequence(tiles, before, after, aligned: gl.constexpr):
+    """The program's row of the table: (batch entry, first key, where the sequence's keys start, their number, its
+    queries, the slots of queries and keys, the sequence's own ``before`` and ``after``).
+    """
+    row = tiles + (1 + gl.program_id(0)) * _ROW
+    queries, keys = gl.load(row + 3), gl.load(row + 5)
+    if aligned:
+        before, after = before - (keys - queries), after + (keys - queries)
+    # A sequence without queries has a slot all the same, whose queries see nothing.
+    queries = gl.maximum(queries, 1)
+    return (
+        gl.load(row), gl.load(row + 1), gl.load(row + 4), keys, queries, gl.load(row + 6), gl.load(row + 7), before,
+        after,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -62,9 +81,7 @@ def _load(
     first_key, kv_head = gl.program_id(0) * (CONSUMERS * ROWS), gl.program_id(1)
     key_row, q_slot = kv_head * padded_kv, 0
     if tiles is not None:
-        _, first_key, _, seqlen_kv, seqlen_q, q_slot, k_slot, before, after = sequence_of_keys(
-            tiles, before, after, aligned
-        )
+        _, first_key, _, seqlen_kv, seqlen_q, q_slot, k_slot, before, after = _sequence(tiles, before, after, aligned)
         key_row += k_slot
     key_row += first_key
     mbarrier.expect(held, CONSUMERS * (k.block_type.nbytes + v.block_type.nbytes))
@@ -119,6 +136,16 @@ def _query_product(score_grads, wide_keys, layout: gl.constexpr):
     return warpgroup_mma(score_grads.permute([1, 0]), wide_keys, zeros, use_acc=False, is_async=True)
 
 
+@builtin
+def _add_shared_to_global(tensor_desc, coord, src, _semantic=None):
+    """Starts to add a block of shared memory to the tensor from ``coord`` on; ``tma.store_wait`` waits for the reads.
+
+    Gluon's language has the copy alone, its compiler the addition too.
+    """
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
 @gluon.jit
 def _add_queries(sums, dq, staged, turn, row, which: gl.constexpr):
     """Adds dQ of a block to the sums from ``row`` on: a warpgroup's half of the columns."""
@@ -126,7 +153,7 @@ def _add_queries(sums, dq, staged, turn, row, which: gl.constexpr):
     tma.store_wait(_STAGED - 1)
     place.store(dq.to(sums.dtype))
     fence_async_shared()
-    add_shared_to_global(sums, [row, which * dq.shape[1]], place)
+    _add_shared_to_global(sums, [row, which * dq.shape[1]], place)
 
 
 @gluon.jit
@@ -156,7 +183,7 @@ def _sum_up(
         k_place = k_descale + batch * k_batch + own * k_head
     else:
         stored = seqlen_kv
-        batch, first_key, k_start, seqlen_kv, seqlen_q, q_slot, _, before, after = sequence_of_keys(
+        batch, first_key, k_start, seqlen_kv, seqlen_q, q_slot, _, before, after = _sequence(
             tiles, before, after, aligned
         )
         at = (batch.to(gl.int64) * kv_heads + kv_head) * stored + k_start
@@ -166,8 +193,8 @@ def _sum_up(
     key = first_key + which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     since, upto = key - after if right else key * 0, key + before
     if ragged:  # what lies behind the last key is seen by no query, in any block
-        since = gl.where(key < seqlen_kv, since, NEVER)
-        whole = gl.where(first_key + CONSUMERS * ROWS > seqlen_kv, NEVER, whole)
+        since = gl.where(key < seqlen_kv, since, _NEVER)
+        whole = gl.where(first_key + CONSUMERS * ROWS > seqlen_kv, _NEVER, whole)
     k_own = gl.load(k_place)
     factor = exponent * k_own
     k_tile, v_tile = keys.index(which), values.index(which)

@@ -15,12 +15,12 @@ from ...forward.hopper import launch as forward
 from ...forward.hopper.launch import described, registers
 from ...launching import KEPT as MOST
 from ...launching import Launch, Launches, addresses
-from ..copies import CHUNK, padded
+from ..copies import padded
 from ..layout import BLOCK, PEAK, VECTORS
 from ..operands import Layout, Prepared
 from ..tiles import Ring
 
-__all__ = ["KEPT", "MOST_SUMMED", "adds", "run_all", "run_keys", "run_queries", "serves", "wide"]
+__all__ = ["KEPT", "MOST_SUMMED", "adds", "run_all", "run_keys", "run_queries", "serves"]
 
 KEPT = 128  # keys (or queries) that a program keeps: 64 for each of two warpgroups
 # Keys of the fused kernel, which rounds dQ's sums to bf16 at the addition of every 128.  Its error is as random steps
@@ -30,18 +30,11 @@ MOST_SUMMED = 32768
 _ROWS = 64
 _PART = 64  # columns of an e4m3 sum at a time, and so rows of a rotation's matrix
 _SIZES = (64, 128)  # padded head dimensions
-_RING = 200 * 1024  # bytes of shared memory for which the kernel that makes dV has a fourth stage
-
-
-def wide(spec: AttentionSpec) -> bool:
-    """Whether all gradients at once take the two kernels for wide heads, and the others for Hopper do not serve."""
-    return spec.head_dim > _SIZES[-1]
 
 
 def serves(spec: AttentionSpec, *, per_token: bool) -> bool:
     """Whether the Hopper kernels support this; scales of tokens (``per_token``) and a soft cap take registers."""
-    sizes = (*_SIZES, 2 * _SIZES[-1]) if wide(spec) else _SIZES
-    fits = padded(spec.head_dim) in sizes and padded(spec.head_dim_v) in sizes
+    fits = padded(spec.head_dim) in _SIZES and padded(spec.head_dim_v) in _SIZES
     return fits and forward.serves(spec, per_token=per_token)
 
 
@@ -91,13 +84,7 @@ def _keys(layout: Layout, ring: Ring, narrow: bool, dtype: torch.dtype) -> tuple
 
 
 def run_all(given: Prepared, dq_sums: Tensor, dk_out: Tensor, dv_out: Tensor) -> None:
-    """Adds to dQ's sums (B, H, padded Sq, padded D) bf16, and writes dK and dV, on the current stream.
-
-    A rotated dK of wide heads (B, Hkv, padded Skv, padded D) in bf16 is yet to be taken back.
-    """
-    if wide(given.layout.spec):
-        _run_wide(given, dq_sums, dk_out, dv_out)
-        return
+    """Adds to dQ's sums (B, H, padded Sq, padded D) bf16, and writes dK and dV, on the current stream."""
     do, rows = given.gradient.laid, given.gradient.rows
     tiles, start = _all(given.layout, dk_out.dtype)
     tiled = (
@@ -128,53 +115,6 @@ def _all(layout: Layout, dtype: torch.dtype) -> tuple[tuple[Described, ...], Lau
     alike = dtype, layout.head_dim, layout.head_dim_v, unequal
     grid = extent.tiles("kv", KEPT), extent.entries * spec.kv_heads, 1
     return tiles, _launches("all", narrow=False)(grid, constants, alike, **_options())
-
-
-def _run_wide(given: Prepared, dq_sums: Tensor, dk_out: Tensor, dv_out: Tensor) -> None:
-    do, rows, tiles = given.gradient.laid, given.gradient.rows, given.tiles("kv", KEPT)
-    wide_q, wide_do = given.q.further(False, interleaved=False), do.further(False, interleaved=False)
-    described, start = _scores(given.layout, dk_out.dtype)
-    tiled = given.q.data, do.data, given.k.data, given.v.data, wide_q, rows, dq_sums
-    memory = rows, given.gradient.descale, given.k_scale, dk_out, tiles
-    start((*all_of(described, tiled), *memory), addresses(memory))
-    described, start = _values(given.layout, dv_out.dtype)
-    memory = rows, given.k_scale, dv_out, tiles
-    start((*all_of(described, (given.q.data, given.k.data, wide_do, rows)), *memory), addresses(memory))
-
-
-@lru_cache(maxsize=MOST)
-def _scores(layout: Layout, dtype: torch.dtype) -> tuple[tuple[Described, ...], Launch]:
-    """What of the launch for dQ and dK of wide heads does not depend on memory."""
-    spec = layout.spec
-    tiles = (
-        *(_chunked(shape, _width(size)) for shape, size in _operands(layout)),
-        _chunked(layout.q, CHUNK), _pieces(layout, _ROWS), _chunked(layout.q, CHUNK),
-    )  # fmt: skip
-    size = layout.k[3] if layout.rotated else spec.head_dim
-    constants = (
-        *_common(layout), size, layout.exponent, layout.before, layout.after, spec.group,
-        _chunks(spec.head_dim), _chunks(spec.head_dim_v), *_masks(layout), layout.rotated, registers()[1],
-        layout.aligned,
-    )  # fmt: skip
-    return tiles, _launches("scores", narrow=False)(*_wide_grid(layout), constants, _alike(layout, dtype), **_options())
-
-
-@lru_cache(maxsize=MOST)
-def _values(layout: Layout, dtype: torch.dtype) -> tuple[tuple[Described, ...], Launch]:
-    """The same for dV of wide heads."""
-    spec = layout.spec
-    chunks, chunks_v = _chunks(spec.head_dim), _chunks(spec.head_dim_v)
-    width = _width(spec.head_dim)
-    tiles = (
-        _chunked(layout.q, width), _chunked(layout.k, width), _chunked(layout.do, CHUNK), _pieces(layout, _ROWS)
-    )  # fmt: skip
-    of_keys, of_stage = KEPT * CHUNK * chunks, _ROWS * CHUNK * (chunks + 2 * chunks_v)
-    stages = 4 if of_keys + 4 * of_stage <= _RING else 3
-    constants = (
-        *_common(layout), spec.head_dim_v, layout.exponent, layout.before, layout.after, spec.group, stages,
-        chunks, chunks_v, *_masks(layout), registers()[1], layout.aligned,
-    )  # fmt: skip
-    return tiles, _launches("values", narrow=False)(*_wide_grid(layout), constants, _alike(layout, dtype), **_options())
 
 
 def run_queries(given: Prepared, ring: Ring, narrow: bool, dq_out: Tensor) -> None:
@@ -209,19 +149,11 @@ def _queries(layout: Layout, ring: Ring, narrow: bool, dtype: torch.dtype) -> tu
 
 
 @cache
-def _launches(kind: Literal["all", "keys", "queries", "scores", "values"], narrow: bool) -> Launches:
+def _launches(kind: Literal["all", "keys", "queries"], narrow: bool) -> Launches:
     if kind == "all":
         from .fused import all_gradients_hopper
 
         return Launches(all_gradients_hopper)
-    if kind == "scores":
-        from .wide import score_gradients_hopper
-
-        return Launches(score_gradients_hopper)
-    if kind == "values":
-        from .wide_values import value_gradients_hopper
-
-        return Launches(value_gradients_hopper)
     if narrow:
         from .narrow_keys import narrow_key_gradients_hopper as keys
         from .narrow_queries import narrow_query_gradients_hopper as queries
@@ -248,51 +180,6 @@ def _descales(given: Prepared, narrow: bool) -> tuple[Tensor, ...]:
 def _tiles(shape: Shape, tokens: int) -> Described:
     """Of (B, H, S, D) as a matrix (B·H·S, D), by so many tokens."""
     return described(rows_of(shape), (tokens, shape[3]))
-
-
-def _operands(layout: Layout) -> tuple[tuple[Shape, int], ...]:
-    """Q, dO, K and V as they are laid out, and the head dimension of each."""
-    spec = layout.spec
-    sizes = spec.head_dim, spec.head_dim_v
-    return tuple(zip((layout.q, layout.do, layout.k, layout.v), sizes * 2, strict=True))
-
-
-def _chunks(size: int) -> int:
-    """Of a head dimension, each a sum's columns."""
-    return -(-size // CHUNK)
-
-
-def _width(size: int) -> int:
-    """Columns that are loaded at a time in e4m3: the widest power of two of which a head has a whole number."""
-    return 2 * CHUNK if _chunks(size) % 2 == 0 else CHUNK
-
-
-def _chunked(shape: Shape, width: int) -> Described:
-    """Of (B, H, S, D) as a matrix, by 64 tokens and so many columns."""
-    return described(rows_of(shape), (_ROWS, width))
-
-
-def _common(layout: Layout) -> tuple[int, ...]:
-    """The first numbers of the kernels for wide heads."""
-    spec, extent = layout.spec, layout.extent
-    return (
-        *layout.k_steps[:2], spec.kv_heads, extent.seqlen_q, extent.seqlen_kv, layout.padded_q, layout.padded_kv,
-        layout.plane,
-    )  # fmt: skip
-
-
-def _masks(layout: Layout) -> tuple[bool, ...]:
-    """Left and right edges, and whether the last program's keys are fewer."""
-    return *layout.edges, layout.extent.sequences is not None or layout.spec.seqlen_kv % KEPT != 0
-
-
-def _wide_grid(layout: Layout) -> tuple[tuple[int, int, int]]:
-    return ((layout.extent.tiles("kv", KEPT), layout.extent.entries * layout.spec.kv_heads, 1),)
-
-
-def _alike(layout: Layout, dtype: torch.dtype) -> tuple[object, ...]:
-    """What launches for wide heads with the same constants may differ in."""
-    return dtype, layout.head_dim, layout.head_dim_v, layout.extent.sequences is not None
 
 
 def _halves(shape: Shape, tokens: int) -> Described:

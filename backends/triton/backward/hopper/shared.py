@@ -6,25 +6,16 @@ fragment of D of wgmma.m64nNk16), and that is also how a product takes a first o
 
 from __future__ import annotations
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-
-from ...tile_rows import ROW as TABLE_ROW
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 __all__ = [
     "CONSUMERS",
-    "NEVER",
     "ROWS",
-    "add_shared_to_global",
     "advanced",
     "barrier_where",
-    "chunked_product",
-    "copy_chunks",
     "operand",
-    "sequence_of_keys",
     "span_of_keys",
     "span_of_queries",
     "store",
@@ -36,8 +27,6 @@ __all__ = [
 
 CONSUMERS = gl.constexpr(2)  # warpgroups that compute
 ROWS = gl.constexpr(64)  # of a warpgroup: the height of its matrix instruction
-NEVER = gl.constexpr(1 << 30)  # behind every query
-_ROW = gl.constexpr(TABLE_ROW.value)
 
 
 @gluon.jit
@@ -87,23 +76,6 @@ def span_of_queries(
 
 
 @gluon.jit
-def sequence_of_keys(tiles, before, after, aligned: gl.constexpr):
-    """The program's row of the table: (batch entry, first key, where the sequence's keys start, their number, its
-    queries, the slots of queries and keys, the sequence's own ``before`` and ``after``).
-    """
-    row = tiles + (1 + gl.program_id(0)) * _ROW
-    queries, keys = gl.load(row + 3), gl.load(row + 5)
-    if aligned:
-        before, after = before - (keys - queries), after + (keys - queries)
-    # A sequence without queries has a slot all the same, whose queries see nothing.
-    queries = gl.maximum(queries, 1)
-    return (
-        gl.load(row), gl.load(row + 1), gl.load(row + 4), keys, queries, gl.load(row + 6), gl.load(row + 7), before,
-        after,
-    )  # fmt: skip
-
-
-@gluon.jit
 def top_query():
     """The program's first query.  With a causal mask the last ones have the most to do: they go first."""
     return (gl.num_programs(0) - 1 - gl.program_id(0)) * (CONSUMERS * ROWS)
@@ -134,35 +106,6 @@ def transposed_product(a, b, columns: gl.constexpr, layout: gl.constexpr):
     """Starts a · bᵀ, both in shared memory with the axis that is summed over contiguous."""
     zeros = gl.zeros([ROWS, columns], gl.float32, layout)
     return warpgroup_mma(a, b.permute([1, 0]), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def chunked_product(a, which, b, layout: gl.constexpr, slot=0):
-    """The same for a warpgroup's part of ``a`` and a block of ``b`` (its ``slot``), chunk by chunk of that axis."""
-    chunks: gl.constexpr = a.shape[0] // CONSUMERS
-    made = gl.zeros([ROWS, ROWS], gl.float32, layout)
-    for i in gl.static_range(chunks):
-        other = b.index(slot * chunks + i).permute([1, 0])
-        made = warpgroup_mma(a.index(which * chunks + i), other, made, use_acc=i > 0, is_async=True)
-    return made
-
-
-@gluon.jit
-def copy_chunks(source, row, filled, places, slot, chunks: gl.constexpr):
-    """Brings the rows from ``row`` on, chunk by chunk of their columns, to a block of ``places`` (its ``slot``)."""
-    for i in gl.static_range(chunks):
-        place = places.index(slot * chunks + i)
-        tma.async_copy_global_to_shared(source, [row, i * source.block_type.shape[1]], filled, place)
-
-
-@builtin
-def add_shared_to_global(tensor_desc, coord, src, _semantic=None):
-    """Starts to add a block of shared memory to the tensor from ``coord`` on; ``tma.store_wait`` waits for the reads.
-
-    Gluon's language has the copy alone, its compiler the addition too.
-    """
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
 
 @gluon.jit

@@ -300,7 +300,7 @@ def test_it_takes_four_launches(how: dict[str, bool], monkeypatch: pytest.Monkey
     kernel(**how).run(given_, grad_out)
     assert started[:2] == ["_lay_out_gradient", "_lay_out"]
     if how.get("fused"):
-        assert started[2:] == ["all_gradients_hopper", "finish_gradients"]
+        assert started[2:] == ["all_gradients_hopper", "finish_query_gradients"]
     else:
         both = ["key_gradients_hopper", "query_gradients_hopper"]
         assert [name.removeprefix("narrow_") for name in started[2:]] == both

@@ -174,7 +174,7 @@ def test_dq_has_a_pass_behind_it_only_where_the_sums_are_not_dq(
 ) -> None:
     given, grad = problem(**{"seqlen_q": 128, **more})
     checked(given, grad, ran)
-    assert launched[3:] == ([] if in_place else ["finish_gradients"])
+    assert launched[3:] == ([] if in_place else ["finish_query_gradients"])
 
 
 @pytest.mark.parametrize("recipe", [HEAD, ROTATED], ids=["as it is", "rotated"])
