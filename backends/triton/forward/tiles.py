@@ -123,7 +123,9 @@ TILES: dict[TileKey, Tile] = {
     TileKey((9, 0), 128, "causal", False): Tile(
         128, 256, 4, 2, interleaved=True, hopper=True, turns=True, alone_from=8192
     ),
+    # On an H100, 192 and 128, 16 heads, at 8k: 1143; 1103 where programs do not go on
     TileKey((9, 0), 192, "none", False): Tile(128, 256, 4, 2, interleaved=True, hopper=True, turns=True),
+    # The same: 1000; 851 where programs go on
     TileKey((9, 0), 192, "causal", False): Tile(
         128, 256, 4, 2, interleaved=True, hopper=True, turns=True, alone_from=8192
     ),
