@@ -13,11 +13,12 @@ from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from .choosing.choice import Choice
-from .dispatch import more_tensors, operators
+from .dispatch import more_tensors, operators, ring
 from .dispatch.context import asked_in_context, asked_in_environment, current, wished
 from .dispatch.memory import execution_of, executions
 from .dispatch.question import Question, check_askable, decide, inputs_of, key_of, settled, wants_gradients
 from .dispatch.sequences import Jagged
+from .errors import InputError
 from .kernels.contract import Inputs
 from .problem.mask import Alignment
 from .problem.tensor_kinds import as_autocast, intercepted, ordinary, plain
@@ -100,9 +101,13 @@ def attention(
     alone = (
         sinks is None and cu_seqlens_q is None and cu_seqlens_kv is None and q_lengths is None and kv_lengths is None
     )
-    if not (alone and max_seqlen_q is None and max_seqlen_kv is None and padding_side == "right" and layout != "thd"):
+    shared = ring.sharing.active
+    if shared is not None or not (
+        alone and max_seqlen_q is None and max_seqlen_kv is None and padding_side == "right" and layout != "thd"
+    ):
         more = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, q_lengths, kv_lengths, padding_side, sinks)
-        return more_tensors.attention(Question(q, k, v, *others, *more))
+        question = Question(q, k, v, *others, *more)
+        return more_tensors.attention(question) if shared is None else shared.attend(question)
     if is_compiling():
         return operators.attention(Question(q, k, v, *others))
     # A nested tensor, a subclass or mode with a say of its own, a symbol of torch.fx.
@@ -164,6 +169,8 @@ def explain(question: Question) -> Choice:
     The choice is data (``to_dict``) that prints as a table of the plans that could run here; ``to_text(all=True)`` has
     the others too.  Raises what ``attention`` raises.
     """
+    if ring.sharing.active is not None:
+        raise InputError("over several ranks each step has a plan of its own: integrations.context_parallel.explain")
     if any(isinstance(x, Tensor) and x.layout is torch.jagged for x in question[:3]):
         question = question._replace(**Jagged(*question[:3], question.layout).arguments)
     check_askable(*question[:3], question.window)

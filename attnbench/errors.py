@@ -21,6 +21,7 @@ __all__ = [
     "NewerFileError",
     "NoPlanError",
     "OutputError",
+    "PeerError",
     "RefusedError",
     "UnknownBackendError",
 ]
@@ -81,6 +82,10 @@ class NewerFileError(MalformedFileError):
 
 class OutputError(AttnbenchError, OSError):
     """Results could not be written: no permission, no room, no such place."""
+
+
+class PeerError(AttnbenchError, RuntimeError):
+    """Another rank that shares this one's sequences has failed, does not answer, or asks something else."""
 
 
 class RefusedError(AttnbenchError, RuntimeError):

@@ -16,7 +16,7 @@ from attnbench.harness.results.submission import agreement
 from attnbench.kernels.plan import backend_of
 from attnbench.kernels.registry import registry
 from attnbench.tables.table import Table
-from attnbench.tables.user_table import Known
+from attnbench.tables.user_table import tables_for
 from attnbench.testing.conformance_file import ReadReport, read_report
 
 HEADERS = ("GPU", "measured with", "shapes", "plans", "conformance", "fresh regret", "confirmed by")
@@ -71,7 +71,7 @@ def _fresh(table: Table, folder: Path) -> str:
     if not files:
         return "not measured"
     truth = join_sweeps({str(file): list(read_measurements(file)) for file in files})
-    scored = summary_of(fresh_scores(truth, Known.of(table), registry()))
+    scored = summary_of(fresh_scores(truth, tables_for(table.environment), registry()))
     return f"{len(list(truth.specs))} shapes; " + "; ".join(map(_regret, scored))
 
 

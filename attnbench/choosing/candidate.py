@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -35,7 +34,7 @@ class Candidate:
     ``frozen``: named by a file, without tables.
 
     ``spread_ms`` is the interquartile range of a measured time, ``time_error`` the standard error of the logarithm of a
-    predicted or scaled one (0.05 is about 5 %), ``scaling_error`` what scaling adds to it.  ``needs`` is the smallest
+    predicted or scaled one (0.05 is about 5 %).  ``needs`` is the smallest
     budget that admits the plan with FP8 allowed; None if no budget does.
     """
 
@@ -50,19 +49,14 @@ class Candidate:
     time_error: float | None = None
     needs: float | None = None
     scaled_from: str | None = None
-    scaling_error: float = 0.0
 
-    def scaled(self, source: str, error: float) -> Candidate:
-        """The same for a time that was scaled from the GPU ``source``, with the standard ``error`` of the logarithm."""
-        known = self.time_error or 0.0
-        return replace(
-            self,
-            basis="scaled",
-            spread_ms=None,
-            time_error=math.hypot(known, error),
-            scaled_from=source,
-            scaling_error=error,
-        )
+    def scaled(self, source: str | None, error: float) -> Candidate:
+        """The same for a measured time that was scaled from the GPU ``source``, with the standard ``error`` of the
+        logarithm; itself without a source or a time.
+        """
+        if source is None or self.time_ms is None:
+            return self
+        return replace(self, basis="scaled", spread_ms=None, time_error=error, scaled_from=source)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""

@@ -13,47 +13,36 @@ from ..tables.table import Entry, Table
 from ..tables.user_table import Known
 from .candidate import Candidate, Verdict
 from .cost_model.errors import ErrorModel
-from .cost_model.predict import CostModel
-from .similarity import SpecClass, class_of, distance, of_one_length
+from .cost_model.pool import PooledModel
+from .similarity import SpecClass, class_of, distance
 
 __all__ = ["Evidence"]
-
-# What predicting packed batches from those of one length adds to the error.  On an H200 90 predictions, of 9 plans at
-# 64k tokens, were 0.77 to 1.50 times what was measured; between plans at one batch they differed by 0.09.
-_UNEQUAL = 0.1
-_SWEEP = 20  # specs: a table that knows fewer of a direction is not preferred to a scaled one that knows more
 
 
 class Evidence:
     """The tables' facts about one spec.
 
-    A plan measured at the spec is judged by that entry alone.  Elsewhere the error that a new measurement stays below
-    with 95 % confidence (``ErrorModel``), and that of the nearest spec in the class (``similarity``), must be within
-    the budget.  If none was measured with as many keys, the error is extrapolated by its growth; a plan whose growth is
-    unknown is not chosen there, nor one that failed in the class at the nearest spec or at one that is nowhere larger.
-    The cost model predicts its time.
+    A plan measured at the spec is judged by that entry alone.  Elsewhere all tables speak, scaled ones too: the error
+    that a new measurement stays below with 95 % confidence (``ErrorModel``), and that of the nearest spec in the class
+    (``similarity``), must be within the budget.  If none was measured with as many keys, the error is extrapolated by
+    its growth; a plan whose growth is unknown is not chosen there, nor one that failed in the class at the nearest spec
+    or at one that is nowhere larger.  The cost models of the tables predict its time (``PooledModel``).
 
-    Where a spec has sequences of unequal length and no table has such, those of one length speak for it
-    (``of_one_length``): ``timed`` is the spec whose times are predicted, and their error is wider.
+    Where a spec has sequences of unequal length, plans of which the class holds such are judged by these, and others by
+    sequences of one length: errors by those as long as the longest, times by those of as much work, with a wider error.
     """
 
     def __init__(self, spec: AttentionSpec, known: Known) -> None:
-        # Returning the LSE changes neither time nor error; sinks change no error, and add as much to each plan.
-        self._spec = spec.replace(return_lse=False, sinks=False)
-        self._here = known.at(self._spec)
+        # Returning the LSE changes neither time nor error; sinks and merging change no error, and add as much to each
+        # plan.
+        self._spec = spec.replace(return_lse=False, sinks=False, partial=False)
+        table = next((each for each in known.tables if each.at(self._spec)), None)
+        self._here = {} if table is None else table.at(self._spec)
+        self._source, self._scaling_error = (None, 0.0) if table is None else (table.scaled_from, table.time_error)
         # Where the spec was measured, that table speaks of its neighbours too: times of two machines must not meet.
-        tables = [table for table in known.tables if table.at(self._spec)][:1] or known.tables
-        indexes = [_index(_Same(table)) for table in tables]
-        self.timed, self._unlike = self._spec, 0.0
-        index = _most_of(class_of(self._spec), indexes)
-        if index is None and self._spec.lengths is not None:
-            self._spec, self.timed = of_one_length(self._spec)
-            index, self._unlike = _most_of(class_of(self._spec), indexes), _UNEQUAL
-        alike = class_of(self._spec)
-        self._class = {} if index is None else index.classes.get(alike, {})
-        self.model = None if index is None else index.model
-        self._errors = None if index is None else index.errors
-        self._scaled_from, self._scaling_error = (None, 0.0) if index is None else (index.scaled_from, index.time_error)
+        index = _index(_Same(known.tables if table is None else (table,)))
+        self._class = index.about(self._spec)
+        self.model, self._errors = index.model, index.errors
 
     def candidate(self, plan: Plan, budget: float, growth: float | None) -> Candidate | None:
         """The plan as ``eligible``, ``inaccurate`` or ``unmeasured``; None if nothing is known about it.
@@ -61,17 +50,10 @@ class Evidence:
         ``growth`` is the factor by which its error grows when the keys double, None if unknown.
         """
         entry = self._here.get(plan)
-        if entry is None or entry.status == "slower":
-            found = self._predicted(plan, budget, growth)
-        else:
-            found = _measured(entry, budget)
-        if found is None:
-            return None
-        if entry is not None and entry.status == "slower":
-            found = replace(found, time_ms=entry.time_ms)
-        if self._scaled_from is None or found.time_ms is None:
-            return found
-        return found.scaled(self._scaled_from, self._scaling_error)
+        if entry is not None and entry.status != "slower":
+            return _measured(entry, budget).scaled(self._source, self._scaling_error)
+        found = self._predicted(plan, budget, growth)
+        return found if found is None or entry is None else replace(found, time_ms=entry.time_ms)
 
     def _predicted(self, plan: Plan, budget: float, growth: float | None) -> Candidate | None:
         alike = self._class.get(plan, [])
@@ -80,9 +62,7 @@ class Evidence:
         if failed:
             worst = min(failed, key=lambda each: self._order(each.spec))
             return Candidate(plan, "unmeasured", (f"at {worst.spec}: {worst.unusable}",))
-        if self.model is None or self._errors is None:
-            return None
-        predicted, time = self._errors.predict(plan, self._spec), self.model.predict(plan, self.timed)
+        predicted, time = self._errors.predict(plan, self._spec), self.model.predict(plan, self._spec)
         if predicted is None:
             return None
         if time is None:
@@ -98,9 +78,10 @@ class Evidence:
             time_ms=time.time_ms,
             error=needs,
             family=family,
-            basis="predicted",
-            time_error=math.hypot(time.error, self._unlike),
+            basis="predicted" if time.scaled_from is None else "scaled",
+            time_error=time.error,
             needs=None if grown is None else needs,
+            scaled_from=time.scaled_from,
         )
         if not needs <= budget:
             reason = f"its predicted error of {needs:.3g} on {family} inputs exceeds the budget of {budget:g}"
@@ -119,18 +100,6 @@ class Evidence:
 
     def _order(self, other: AttentionSpec) -> tuple[float, str]:
         return distance(other, self._spec), str(other)
-
-
-def _most_of(alike: SpecClass, indexes: Sequence[_Index]) -> _Index | None:
-    """The table that knows most of the class, or of those whose kernels run alike; None if none does.
-
-    A single shape of the user's own must not hide a whole sweep.
-    """
-    holding = [each for each in indexes if alike in each.classes]
-    if holding:
-        return max(holding, key=lambda each: (each.scaled_from is None, each.specs(alike)))
-    related = [each for each in indexes if each.related(alike)]
-    return max(related, key=lambda each: each.preferred(alike), default=None)
 
 
 def _measured(entry: Entry, budget: float) -> Candidate:
@@ -159,45 +128,37 @@ def _lost(candidate: Candidate, verdict: Verdict, reason: str) -> Candidate:
 
 
 class _Index:
-    """A table's entries by class and plan, except refusals, which are asked of the kernels anew, and plans that lost a
-    race, of which only times are known.
+    """The entries of some tables by class and plan, except refusals, which are asked of the kernels anew, and plans
+    that lost a race, of which only times are known.
     """
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, tables: Sequence[Table]) -> None:
+        entries = [entry for table in tables for entry in table.entries.values()]
         self.classes: dict[SpecClass, dict[Plan, list[Entry]]] = {}
-        for entry in table.entries.values():
+        for entry in entries:
             if entry.kept and entry.status != "slower":
                 self.classes.setdefault(class_of(entry.spec), {}).setdefault(entry.plan, []).append(entry)
-        self.model, self.errors = CostModel(table.entries.values()), ErrorModel(table.entries.values())
-        self.scaled_from, self.time_error = table.scaled_from, table.time_error
+        self.model, self.errors = PooledModel(tables), ErrorModel(entries)
 
-    def related(self, alike: SpecClass) -> dict[SpecClass, dict[Plan, list[Entry]]]:
-        """The classes whose kernels run alike."""
-        return {each: plans for each, plans in self.classes.items() if each.kind == alike.kind}
-
-    def preferred(self, alike: SpecClass) -> tuple[bool, int]:
-        """The rank of the table where no table knows the class: a sweep made on this device, then the larger one."""
-        count = sum(map(self.specs, self.related(alike)))
-        return self.scaled_from is None and count >= _SWEEP, count
-
-    def specs(self, alike: SpecClass) -> int:
-        """How many specs of a class there are."""
-        return len({entry.spec for entries in self.classes[alike].values() for entry in entries})
+    def about(self, spec: AttentionSpec) -> dict[Plan, list[Entry]]:
+        """The entries of each plan in the spec's class, or where it has none in that of sequences of one length."""
+        own, equal = (self.classes.get(class_of(each), {}) for each in (spec, spec.replace(lengths=None)))
+        return {**equal, **own}
 
 
 class _Same:
-    """A table as a key by identity."""
+    """Tables as a key by identity."""
 
-    def __init__(self, table: Table) -> None:
-        self.table = table
+    def __init__(self, tables: Sequence[Table]) -> None:
+        self.tables = tables
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.table is self.table
+        return isinstance(other, _Same) and list(map(id, other.tables)) == list(map(id, self.tables))
 
     def __hash__(self) -> int:
-        return id(self.table)
+        return hash(tuple(map(id, self.tables)))
 
 
 @lru_cache(maxsize=512)  # more than the tables of a device
 def _index(same: _Same) -> _Index:
-    return _Index(same.table)
+    return _Index(same.tables)

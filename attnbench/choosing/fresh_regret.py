@@ -76,8 +76,8 @@ def contenders(
 
     def may_win(plan: Plan) -> bool:
         rival = chosen[plan.fp8]
-        own = None if model is None else model.predict(plan, spec)
-        if model is None or own is None or rival is None or not rival.time_ms:
+        own = model.predict(plan, spec)
+        if own is None or rival is None or not rival.time_ms:
             return True
         gap = max(math.log(_FASTER), _SURE * model.gap_error(plan, rival.plan, spec))
         return math.log(own.time_ms / rival.time_ms) <= gap

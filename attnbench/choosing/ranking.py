@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from ..kernels.plan import Plan
 from ..problem.spec import AttentionSpec
 from .candidate import Candidate, Margin, Trade
-from .cost_model.predict import CostModel
+from .cost_model.pool import PooledModel
 
 __all__ = ["Ranking", "noise", "rounded_up"]
 
@@ -34,7 +34,7 @@ class Ranking:
     ``preference`` orders plans where nothing was measured, smallest first; ``model`` predicted the times of others.
     """
 
-    def __init__(self, spec: AttentionSpec, preference: Callable[[Plan], float], model: CostModel | None) -> None:
+    def __init__(self, spec: AttentionSpec, preference: Callable[[Plan], float], model: PooledModel) -> None:
         self._spec, self._preference, self._model = spec, preference, model
 
     def winner(self, eligible: Sequence[Candidate]) -> Candidate:
@@ -108,8 +108,8 @@ class Ranking:
         """How large the gap between two candidates must be to be significant."""
         if one.basis == "measured" and other.basis == "measured":
             return noise(one, other)
-        if self._model is not None and "measured" not in (one.basis, other.basis):
-            return math.hypot(self._model.gap_error(one.plan, other.plan, self._spec), one.scaling_error)
+        if "measured" not in (one.basis, other.basis):
+            return self._model.gap_error(one.plan, other.plan, self._spec)
         return max(_FLOOR, one.time_error or 0.0, other.time_error or 0.0)
 
 

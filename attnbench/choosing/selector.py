@@ -92,7 +92,7 @@ def choose(
     if not eligible:
         nearest_first = sorted(field, key=lambda each: get_args(Verdict).index(each.verdict))
         raise no_plan(spec, facts, nearest_first, fp8, max_error)
-    ranking = Ranking(evidence.timed, judge.preference, evidence.model)
+    ranking = Ranking(spec, judge.preference, evidence.model)
     winner = ranking.winner(eligible)
     return Choice(
         spec=spec,

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+from ..kernels.plan import Plan
 from ..problem.lengths_kind import Batch
 from ..problem.spec import AttentionSpec, Direction, Granularity
 
-__all__ = ["SpecClass", "class_of", "distance", "of_one_length", "sizes"]
+__all__ = ["SpecClass", "class_of", "distance", "of_batch", "of_one_length", "series", "sizes"]
+
+_T = TypeVar("_T")
 
 
 class SpecClass(NamedTuple):
@@ -28,9 +32,9 @@ class SpecClass(NamedTuple):
     batch: Batch | None = None
 
     @property
-    def kind(self) -> tuple[Direction, str, Granularity | None, Batch | None]:
+    def kind(self) -> tuple[Direction, str, Granularity | None]:
         """What no evidence crosses: neither times nor errors of one kind say anything about another."""
-        return self.direction, self.dtype, self.descale, self.batch
+        return self.direction, self.dtype, self.descale
 
     def __str__(self) -> str:
         sizes = (
@@ -66,8 +70,25 @@ def class_of(spec: AttentionSpec) -> SpecClass:
     )
 
 
+def of_batch(entries: Mapping[tuple[object, ...], list[_T]], plan: Plan, spec: AttentionSpec) -> list[_T]:
+    """What is evidence for a spec: of sequences of one length, and where it has others of such batches too.
+
+    Those never speak for one length: most of their tokens see fewer keys than the longest, and how full padded rows
+    were is not known.  ``entries`` are by plan, kind and batch (``series``).
+    """
+    equal = entries.get(series(plan, spec.replace(lengths=None)), [])
+    return equal if spec.lengths is None else equal + entries.get(series(plan, spec), [])
+
+
+def series(plan: Plan, spec: AttentionSpec) -> tuple[object, ...]:
+    """The key of a plan's entries that one fit may take together: plan, kind and batch."""
+    return plan, *class_of(spec).kind, class_of(spec).batch
+
+
 def sizes(spec: AttentionSpec) -> tuple[int, int, int, int]:
-    """The sizes that differ within a class: batch × heads, queries, keys and group."""
+    """The sizes that differ within a class: batch × heads, queries, keys and group; those of ``of_one_length``."""
+    if spec.lengths is not None:
+        spec = of_one_length(spec)
     return spec.batch * spec.heads, spec.seqlen_q, spec.seqlen_kv, spec.group
 
 
@@ -76,17 +97,15 @@ def distance(one: AttentionSpec, other: AttentionSpec) -> float:
     return sum(abs(math.log2(a / b)) for a, b in zip(sizes(one), sizes(other), strict=True))
 
 
-def of_one_length(spec: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec]:
-    """The two specs of one length that speak for sequences of unequal length, of errors and of times.
+@lru_cache(maxsize=4096)
+def of_one_length(spec: AttentionSpec) -> AttentionSpec:
+    """The spec of sequences of one length with about as many tokens and as much work: ``LengthsKind.typical`` ones.
 
-    The first has as many sequences, all as long as the longest: errors grow with the keys.  The second has about as
-    many tokens and as much work: sequences of ``LengthsKind.typical`` length.  Both are the same for padded rows, whose
-    lengths are not known.
+    Of padded rows, whose lengths are not known, that is all of each.
     """
     lengths, longest = spec.lengths, spec.replace(lengths=None)
     if lengths is None or lengths.total_q is None:
-        return longest, longest
-    totals = lengths.total_q, lengths.total_kv
-    each = zip((spec.seqlen_q, spec.seqlen_kv), totals, strict=True)
+        return longest
+    each = zip((spec.seqlen_q, spec.seqlen_kv), (lengths.total_q, lengths.total_kv), strict=True)
     queries, keys = (max(1, round(lengths.typical(most, spec.batch, total))) for most, total in each)
-    return longest, longest.replace(batch=max(1, round(lengths.total_q / queries)), seqlen_q=queries, seqlen_kv=keys)
+    return longest.replace(batch=max(1, round(lengths.total_q / queries)), seqlen_q=queries, seqlen_kv=keys)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -25,7 +25,7 @@ def explain(
         int, typer.Option("--seqlen", help="Number of queries; also of keys unless --seqlen-kv is given.")
     ],
     head_dim: Annotated[int, typer.Option("--head-dim", help="Head dimension of q and k.")],
-    batch: Annotated[int, typer.Option("--batch", help="Batch size.")] = 1,
+    batch: Annotated[int, typer.Option("--batch", help="Batch size, or the number of sequences.")] = 1,
     kv_heads: Annotated[
         int | None, typer.Option("--kv-heads", help="Key and value heads [default: as many as query heads]")
     ] = None,
@@ -34,6 +34,13 @@ def explain(
     ] = None,
     head_dim_v: Annotated[
         int | None, typer.Option("--head-dim-v", help="Head dimension of v and of the output [default: --head-dim]")
+    ] = None,
+    packed: Annotated[
+        int | None,
+        typer.Option("--packed", help="Packed sequences, so many tokens in all; --seqlen is then the longest one."),
+    ] = None,
+    padded: Annotated[
+        Literal["left", "right"] | None, typer.Option("--padded", help="Rows of --seqlen, padded on this side.")
     ] = None,
     dtype: Annotated[
         Dtype, typer.Option("--dtype", help="Type of the tensors; fp8 means bf16 tensors with FP8 plans allowed.")
@@ -81,11 +88,9 @@ def explain(
 
     check_budget(max_error)
     spec = AttentionSpec.make(
-        batch=batch,
+        **_sizes(batch, seqlen, seqlen_kv, packed, padded),
         heads=heads,
         kv_heads=kv_heads,
-        seqlen_q=seqlen,
-        seqlen_kv=seqlen_kv,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         dtype="bf16" if dtype == "fp8" else dtype,
@@ -109,6 +114,26 @@ def explain(
         print_json(choice.to_dict())
     else:
         print_text(choice.to_markdown(all=all_plans) if format == "markdown" else choice.to_text(all=all_plans))
+
+
+def _sizes(
+    batch: int, queries: int, keys: int | None, packed: int | None, padded: Literal["left", "right"] | None
+) -> dict[str, Any]:
+    """The sizes of the spec.  Raises InputError for sequences that are both, or cannot have so many tokens."""
+    from ..problem.lengths_kind import LengthsKind, packed_sizes
+
+    if packed is not None and (padded is not None or keys not in (None, queries)):
+        raise InputError("--packed goes without --padded and --seqlen-kv")
+    if packed is not None:
+        if not queries <= packed <= batch * queries:
+            said = f"--packed {packed}: expected {queries} to {batch * queries}, the tokens of {batch} sequences of"
+            raise InputError(f"{said} which the longest has {queries}")
+        return packed_sizes(batch, queries, queries, packed, packed, square=True)
+    sizes = {"batch": batch, "seqlen_q": queries, "seqlen_kv": keys}
+    if padded is None:
+        return sizes
+    kind = LengthsKind(batch="padded" if padded == "right" else "left-padded", square=keys in (None, queries))
+    return {**sizes, "lengths": kind}
 
 
 def _sides(window: str | None) -> tuple[int | None, int | None] | None:

@@ -39,7 +39,10 @@ def sweep(
     ] = "fp8",
     preset: Annotated[
         str,
-        typer.Option(help="quick, inference, training, long, table, FILE.yaml, or captured tensors: FILE.safetensors."),
+        typer.Option(
+            help="quick, inference, training, long, packed, padded, table, FILE.yaml, or captured tensors: "
+            "FILE.safetensors."
+        ),
     ] = "quick",
     case: Annotated[
         list[str] | None,
@@ -114,7 +117,7 @@ def sweep(
     if shard.count > 1 and out is None:
         raise MisuseError("a sweep in several processes needs --out, the folder where each process writes its part")
     wanted = _kept(_cases(preset, dtype, devices[0].type), case or [], preset)
-    cases = shard.of(wanted, lambda each: _FIXED_FLOPS + each.spec.flops)
+    cases = shard.of(wanted, lambda each: _FIXED_FLOPS + each.flops)
     # A part without a case is written too, so that merge finds all parts.
     tasks = tasks_of(cases, known, devices[0], dtype, names) if cases else []
     if dry_run:

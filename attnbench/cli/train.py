@@ -27,6 +27,7 @@ PolicyName = Literal["bf16", "autocast", "fp32-and-bf16", "fsdp-mixed", "fp32"]
 OptimiserName = Literal["adamw", "adamw-fp8", "sgd"]
 ParallelName = Literal["none", "ddp", "fsdp2"]
 BlockName = Literal["plain", "te"]
+PackingName = Literal["none", "packed", "padded"]
 
 ModelOption = Annotated[
     str, typer.Option("--model", help="gpt, vit-huge, or hf:CONFIG with the name of a transformers config.")
@@ -96,6 +97,21 @@ CompileOption = Annotated[bool, typer.Option("--compile", help="Compile the bloc
 ParallelOption = Annotated[
     ParallelName, typer.Option("--parallel", help="How to distribute the run over the processes of torchrun.")
 ]
+ContextParallelOption = Annotated[
+    int, typer.Option("--context-parallel", min=1, help="Ranks that share each sample of gpt, beside --parallel.")
+]
+PackingOption = Annotated[
+    PackingName,
+    typer.Option(
+        "--packing",
+        help="Learn whole documents, packed end to end or padded to rows; none: windows of the text. A step has "
+        "batch · seqlen tokens without padding, a document at most seqlen.",
+    ),
+]
+ComparePackingOption = Annotated[
+    PackingName | None,
+    typer.Option("--compare-packing", help="How the baseline has the same documents [default: as --packing]"),
+]
 DataOption = Annotated[
     str | None, typer.Option("--data", help="stdlib (Python's own sources), a text file or a folder; vit-huge: images")
 ]
@@ -147,6 +163,9 @@ def train(
     checkpointing: CheckpointingOption = False,
     compile: CompileOption = False,
     parallel: ParallelOption = "none",
+    context_parallel: ContextParallelOption = 1,
+    packing: PackingOption = "none",
+    compare_packing: ComparePackingOption = None,
     data: DataOption = None,
     device: DeviceOption = "auto",
     out: OutOption = None,
@@ -191,8 +210,10 @@ def train(
         checkpointing=checkpointing,
         compile=compile,
         parallel=parallel,
+        context_parallel=context_parallel,
+        packing=packing,
     )
-    baseline = _baseline(candidate, compare, compare_linears)
+    baseline = _baseline(candidate, compare, compare_linears, compare_packing)
     if out is None and parallel != "none":
         raise MisuseError("several processes need --out, the same folder for all of them")
     folder = out or fresh_folder("training")
@@ -206,17 +227,26 @@ def train(
         raise typer.Exit(1)
 
 
-def _baseline(candidate: TrainConfig, compare: str | None, linears: LinearsName | None) -> TrainConfig | None:
+def _baseline(
+    candidate: TrainConfig, compare: str | None, linears: LinearsName | None, packing: PackingName | None
+) -> TrainConfig | None:
     if compare is None:
-        if linears is not None:
-            raise MisuseError("--compare-linears needs --compare, the attention of the baseline")
+        for name, value in {"linears": linears, "packing": packing}.items():
+            if value is not None:
+                raise MisuseError(f"--compare-{name} needs --compare, the attention of the baseline")
         return None
+    if packing is not None and (packing == "none") != (candidate.packing == "none"):
+        raise MisuseError(
+            f"--compare-packing {packing} learns other data than --packing {candidate.packing}; packed and padded "
+            "documents can be compared"
+        )
     return candidate.replace(
         attention="auto" if compare == "bf16" else compare,
         fp8=False,
         max_error=None,
         block="plain",
         linears=linears or candidate.linears,
+        packing=packing or candidate.packing,
     )
 
 

@@ -1,1 +1,1 @@
-"""One call: the question, the context, the memory of choices, and the operators of torch.compile."""
+"""One call: the question, the context, the memory of choices, the operators of torch.compile, and the ring."""

@@ -13,24 +13,24 @@ from torch.compiler import is_compiling
 from ..errors import InputError
 from ..kernels.contract import Inputs
 from ..problem.tensor_kinds import as_autocast, intercepted, plain
+from . import operators
 from .context import asked_in_context, asked_in_environment, wished
 from .memory import execution_of, executions
-from .question import Question, check_askable, key_of, resolved, wants_gradients
-from .sequences import Jagged, sizes_of
+from .question import Question, check_askable, key_with_more, resolved, wants_gradients
+from .sequences import Jagged
 
 __all__ = ["attention", "nested_attention"]
 
 
 def attention(question: Question) -> Tensor | tuple[Tensor, Tensor]:
-    """``attnbench.attention`` with lengths or sinks.  Raises InputError in compiled code and under transforms of
-    torch.func.
+    """``attnbench.attention`` with lengths or sinks.  Raises InputError for sinks in compiled code and under transforms
+    of torch.func.
     """
+    if is_compiling():
+        return operators.attention(question)
     check_askable(*question[:3], question.window)
-    if is_compiling() or intercepted(*question[:3]):
-        raise InputError(
-            "packed and padded batches and sinks are not served within torch.compile, torch.export, torch.func or fake "
-            "tensors; call attention outside of them (torch.compiler.disable)"
-        )
+    if intercepted(*question[:3]):
+        return operators.attention(question)
     q, k, v = as_autocast(*plain(*question[:3]))
     question = question._replace(q=q, k=k, v=v)
     seen, lengths = resolved(question)
@@ -41,23 +41,12 @@ def attention(question: Question) -> Tensor | tuple[Tensor, Tensor]:
     training = wants_gradients(q, k, v, sinks)
     wish, variable = asked_in_context(), asked_in_environment()
     heads_first = seen.layout == "bhsd"
-    tokens = 2 if heads_first else 1
-    sizes: tuple[object, ...] = () if sinks is None else (sinks.shape, sinks.dtype, sinks.device)
-    if lengths is not None:
-        sizes += tuple(sizes_of(lengths, q.shape[0], q.shape[tokens], k.shape[tokens]).items())
-    is_packed = lengths is not None and lengths.batch == "packed"
-    if is_packed:  # k and v are compared in full, before a remembered choice is used
-        if k.shape[2] != v.shape[2]:
-            raise InputError(f"k and v must agree in length, got {k.shape[2]} and {v.shape[2]}")
-        shapes = [(*x.shape[:2], *x.shape[3:]) for x in (q, k, v)]
-        key = (*shapes, *((x.dtype, x.device) for x in (q, k, v)), seen[3:14], training, wish, variable, sizes)
-    else:
-        key = (*key_of(q, k, v, seen[3:17], training, wish, variable), sizes)
+    key = key_with_more(seen, lengths, training, wish, variable)
     execution = executions.of(key, execution_of, question, training, wished(wish, variable))
     if not heads_first:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out, lse = execution(Inputs(q, k, v, lengths, sinks))
-    if is_packed:
+    if lengths is not None and lengths.batch == "packed":
         out, lse = out[0].transpose(0, 1), None if lse is None else lse[0]
     elif not heads_first:
         out = out.transpose(1, 2)

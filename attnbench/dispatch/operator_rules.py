@@ -13,12 +13,12 @@ from ..problem.tensor_kinds import refuse_tangents
 
 __all__ = ["TENSORS", "derive", "map_backward", "map_forward", "save", "transformed", "underive"]
 
-TENSORS = 6  # the number of leading tensor arguments of both operators
+TENSORS = 8  # the number of leading tensor arguments of both operators
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """Keep for the backward what it reads: q, k, v, out and the log-sum-exp."""
-    ctx.save_for_backward(*inputs[:3], *output)
+    """Keep for the backward what it reads: q, k, v, out, the log-sum-exp and lengths."""
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:5])
     ctx.asked = inputs[TENSORS:]
     ctx.mark_non_differentiable(output[1])
 
@@ -41,8 +41,9 @@ def transformed(*given: Any) -> tuple[Tensor, Tensor]:
 
 def map_forward(info: Any, in_dims: tuple[int | None, ...], *given: Any) -> Any:
     """vmap of the forward: a forward of a larger batch, for which a plan is chosen anew."""
-    if given[3] is not None:
+    if given[5] is not None:
         raise InputError("attention of FP8 tensors has no vmap; give them a larger batch")
+    _check_even(given[3:5])
     folded = _folded(info.batch_size, in_dims[:3], given[:3])
     found = torch.ops.attnbench.attention(*folded, *given[3:])
     return tuple(x.unflatten(0, (info.batch_size, -1)) for x in found), (0, 0)
@@ -50,8 +51,9 @@ def map_forward(info: Any, in_dims: tuple[int | None, ...], *given: Any) -> Any:
 
 def map_backward(info: Any, in_dims: tuple[int | None, ...], *given: Any) -> Any:
     """vmap of the backward: a backward of a larger batch."""
-    folded = _folded(info.batch_size, in_dims[:TENSORS], given[:TENSORS])
-    found = torch.ops.attnbench.attention_backward(*folded, *given[TENSORS:])
+    _check_even(given[6:TENSORS])
+    folded = _folded(info.batch_size, in_dims[:6], given[:6])
+    found = torch.ops.attnbench.attention_backward(*folded, *given[6:])
     return tuple(x.unflatten(0, (info.batch_size, -1)) for x in found), (0, 0, 0)
 
 
@@ -60,7 +62,13 @@ def _gradients(backward: Callable[..., tuple[Tensor, ...]], ctx: Any, grad_out: 
         raise InputError("attnbench::attention was called with training=False, so no gradients can follow")
     gradients = backward(grad_out, *ctx.saved_tensors, *ctx.asked)
     wanted = zip(gradients, ctx.needs_input_grad, strict=False)
-    return (*(gradient if needed else None for gradient, needed in wanted), *[None] * (3 + len(ctx.asked)))
+    found = [gradient if needed else None for gradient, needed in wanted]
+    return (*found, *[None] * (TENSORS - len(found) + len(ctx.asked)))
+
+
+def _check_even(lengths: tuple[Tensor | None, ...]) -> None:
+    if any(each is not None for each in lengths):
+        raise InputError("attention of packed and padded batches has no vmap; make one batch of all sequences")
 
 
 def _folded(size: int, dims: tuple[int | None, ...], tensors: tuple[Tensor, ...]) -> list[Tensor]:

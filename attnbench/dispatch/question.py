@@ -21,7 +21,19 @@ from ..problem.tensors import granularity, mask_of, quantised
 from .context import Wish, check_budget
 from .sequences import packed_views, sizes_of
 
-__all__ = ["Question", "check_askable", "decide", "inputs_of", "key_of", "resolved", "settled", "wants_gradients"]
+__all__ = [
+    "Question",
+    "check_askable",
+    "decide",
+    "has_lengths",
+    "inputs_of",
+    "key_of",
+    "key_with_more",
+    "resolved",
+    "settled",
+    "spec_of",
+    "wants_gradients",
+]
 
 
 class Question(NamedTuple):
@@ -76,6 +88,27 @@ def key_of(
     )  # fmt: skip
 
 
+def key_with_more(
+    seen: Question, lengths: Lengths | None, training: bool, wish: Wish | None, where: object
+) -> tuple[Any, ...]:
+    """``key_of`` a question, as ``resolved`` or not, with lengths or sinks.
+
+    Tokens of a packed batch count in buckets.  Raises InputError where its k and v differ in length.
+    """
+    q, k, v, sinks = *seen[:3], seen.sinks
+    sizes: tuple[object, ...] = () if sinks is None else (sinks.shape, sinks.dtype, sinks.device)
+    if lengths is None or lengths.batch != "packed":
+        if lengths is not None:
+            sizes += lengths.batch, lengths.square
+        return *key_of(q, k, v, seen[3:17], training, wish, where), sizes
+    tokens = 2 if q.ndim == 4 else 0
+    if k.shape[tokens] != v.shape[tokens]:  # compared in full, before a remembered choice is used
+        raise InputError(f"k and v must agree in length, got {k.shape[tokens]} and {v.shape[tokens]}")
+    sizes += tuple(sizes_of(lengths, 1, q.shape[tokens], k.shape[tokens]).items())
+    shapes = [(*x.shape[:tokens], *x.shape[tokens + 1 :]) for x in (q, k, v)]
+    return *shapes, *((x.dtype, x.device) for x in (q, k, v)), seen[3:14], training, wish, where, sizes
+
+
 def wants_gradients(*tensors: Tensor | None) -> bool:
     """Whether autograd records what is made of these."""
     return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors)
@@ -122,35 +155,46 @@ def inputs_of(question: Question, spec: AttentionSpec) -> Inputs:
     )
 
 
+def has_lengths(question: Question) -> bool:
+    """Whether sequences have lengths of their own; reads no value.
+
+    Raises InputError for lengths that go with another layout, or are missing.
+    """
+    starts_q, starts_kv = question.cu_seqlens_q, question.cu_seqlens_kv
+    if not (question.sinks is None or isinstance(question.sinks, Tensor)):
+        raise InputError(f"sinks must be a torch.Tensor, not {type(question.sinks).__name__}")
+    is_packed, is_padded = question.layout == "thd", not (question.q_lengths is None and question.kv_lengths is None)
+    of_packed = (starts_q, starts_kv, question.max_seqlen_q, question.max_seqlen_kv)
+    if not is_packed and any(each is not None for each in of_packed):
+        raise InputError('cu_seqlens_* and max_seqlen_* go with packed tensors (T, H, D): pass layout="thd"')
+    if question.padding_side != "right" and not is_padded:
+        raise InputError("padding_side goes with q_lengths or kv_lengths, and neither is given")
+    if is_packed and is_padded:
+        raise InputError('q_lengths and kv_lengths go with padded rows; layout="thd" takes cu_seqlens_q')
+    if (is_packed or is_padded) and any(each is not None for each in question[14:17]):
+        raise InputError("descales go with sequences of one length; pass packed or padded tensors before quantising")
+    if is_packed and starts_q is None:
+        raise InputError('layout="thd" needs cu_seqlens_q, the cumulative lengths (N + 1,) of the sequences')
+    return is_packed or is_padded
+
+
 def resolved(question: Question) -> tuple[Question, Lengths | None]:
     """The question about tensors (B, H, S, D) or (B, S, H, D), of which B is 1 for a packed batch, and their lengths.
 
     Raises InputError for lengths that do not fit, or that go with another layout.
     """
-    starts_q, starts_kv = question.cu_seqlens_q, question.cu_seqlens_kv
-    longest, lengths = (question.max_seqlen_q, question.max_seqlen_kv), (question.q_lengths, question.kv_lengths)
-    if not (question.sinks is None or isinstance(question.sinks, Tensor)):
-        raise InputError(f"sinks must be a torch.Tensor, not {type(question.sinks).__name__}")
-    is_packed, is_padded = question.layout == "thd", lengths != (None, None)
-    if not is_packed and (starts_q, starts_kv, *longest) != (None, None, None, None):
-        raise InputError('cu_seqlens_* and max_seqlen_* go with packed tensors (T, H, D): pass layout="thd"')
-    if question.padding_side != "right" and not is_padded:
-        raise InputError("padding_side goes with q_lengths or kv_lengths, and neither is given")
-    if not (is_packed or is_padded):
+    if not has_lengths(question):
         return question, None
-    if is_packed and is_padded:
-        raise InputError('q_lengths and kv_lengths go with padded rows; layout="thd" takes cu_seqlens_q')
-    if question[14:17] != (None, None, None):
-        raise InputError("descales go with sequences of one length; pass packed or padded tensors before quantising")
-    if not is_packed:
+    if question.layout != "thd":
         if any(x.ndim != 4 for x in question[:3]):
             raise InputError(f"q, k, v must have 4 dimensions ({', '.join(question.layout)})")
         q, k = (x if question.layout == "bhsd" else x.transpose(1, 2) for x in question[:2])
-        return question, padded(q, k, *lengths, question.padding_side)
-    if starts_q is None:
-        raise InputError('layout="thd" needs cu_seqlens_q, the cumulative lengths (N + 1,) of the sequences')
+        return question, padded(q, k, question.q_lengths, question.kv_lengths, question.padding_side)
+    starts_q, starts_kv = question.cu_seqlens_q, question.cu_seqlens_kv
+    assert starts_q is not None, "packed questions without lengths are refused"
     q, k, v = packed_views(*question[:3])
-    found = packed(q, k, starts_q, starts_q if starts_kv is None else starts_kv, *longest)
+    starts_kv = starts_q if starts_kv is None else starts_kv
+    found = packed(q, k, starts_q, starts_kv, question.max_seqlen_q, question.max_seqlen_kv)
     return question._replace(q=q, k=k, v=v, layout="bhsd"), found
 
 
@@ -175,7 +219,7 @@ def decide(question: Question, training: bool, wish: Wish) -> Choice:
     """The choice that answers the question under this settled wish.  Raises InputError and what ``choose`` raises."""
     question, lengths = resolved(question)
     return choose(
-        _spec(question, training, lengths),
+        spec_of(question, training, lengths),
         question.q.device,
         backend=wish.backend,
         asked_by=wish.asked_by,
@@ -184,7 +228,7 @@ def decide(question: Question, training: bool, wish: Wish) -> Choice:
     )
 
 
-def _spec(question: Question, training: bool, lengths: Lengths | None) -> AttentionSpec:
+def spec_of(question: Question, training: bool, lengths: Lengths | None) -> AttentionSpec:
     """What is asked of a kernel.
 
     Raises InputError for a wrong rank, shapes that do not fit, types or devices that differ or are unsupported, flags

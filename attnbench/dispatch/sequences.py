@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import InputError
 from ..problem.lengths import Lengths
-from ..problem.lengths_kind import LengthsKind, bucket
+from ..problem.lengths_kind import LengthsKind, packed_sizes
 
 __all__ = ["Jagged", "packed_views", "sizes_of"]
 
@@ -33,14 +33,8 @@ def sizes_of(lengths: Lengths, batch: int, tokens_q: int, tokens_kv: int) -> dic
         kind = LengthsKind(batch=lengths.batch, square=lengths.square)
         return {"batch": batch, "seqlen_q": tokens_q, "seqlen_kv": tokens_kv, "lengths": kind}
     assert lengths.q is not None, "a packed batch has cumulative lengths"
-    return {
-        "batch": bucket(lengths.q.shape[0] - 1),
-        "seqlen_q": bucket(lengths.longest_q),
-        "seqlen_kv": bucket(lengths.longest_kv),
-        "lengths": LengthsKind(
-            batch="packed", square=lengths.square, total_q=bucket(tokens_q), total_kv=bucket(tokens_kv)
-        ),
-    }
+    sequences = lengths.q.shape[0] - 1
+    return packed_sizes(sequences, lengths.longest_q, lengths.longest_kv, tokens_q, tokens_kv, lengths.square)
 
 
 _starts: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()  # the offsets of nested tensors in int32

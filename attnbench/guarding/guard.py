@@ -172,6 +172,8 @@ class Guard:
 
     def prepared(self, operands: Operands, inputs: Inputs) -> None:
         """Operands were made of the inputs, perhaps for a backward in this thread."""
+        if inputs.lengths is not None:
+            return
         self._prepared.operands = weakref.ref(operands)
         self._prepared.given = tuple(weakref.ref(x) for x in inputs.unquantised())
 

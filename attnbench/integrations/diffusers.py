@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnbench.errors import AttnbenchWarning, InputError
+from attnbench.problem.mask import Mask
 
 from .calls import Calls
 from .mask_tensors import MaskTensors, hidden
+from .transformers_sequences import Sequences
 
 __all__ = ["register"]
 
@@ -38,10 +40,11 @@ def register(
     decides.  Registering a name again changes them; several names may have different ones.
 
     Arguments of layers mean what they mean to diffusers' ``native`` backend.  Mask tensors, (B, Skv) of padding or (B
-    or 1, H or 1, Sq or 1, Skv), are read, and served if they are equivalent to no mask, causal or a window.  Other
-    masks, masks inside compiled code, dropout, and what ``attention`` refuses raise InputError or attention's own
-    error; with ``otherwise="native"`` torch's SDPA computes those calls, with a warning for the first of each reason
-    and a count of all.  Context parallelism and ``return_lse`` are always refused.
+    or 1, H or 1, Sq or 1, Skv), are read, and served if they are equivalent to no mask, causal or a window, or hide
+    padding: then layers gather the tokens of each row into packed tensors.  Other masks, dropout, and what
+    ``attention`` refuses raise InputError or attention's own error; with ``otherwise="native"`` torch's SDPA computes
+    those calls and masks inside compiled code, with a warning for the first of each reason and a count of all.  Context
+    parallelism and ``return_lse`` are always refused.
 
     Returns the counts.  Raises InputError if diffusers is missing or incompatible, ``name`` is one of its own, or an
     option is invalid.
@@ -72,7 +75,12 @@ def register(
             attn_mask = attn_mask[:, None, None, :]
         weights = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
         mask = hidden(calls, tensors, attn_mask, dropout_p, is_causal, weights, query)
-        if mask is not None:
+        if isinstance(mask, Sequences):
+            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+            out = mask.attend(calls, q, k, v, Mask(), scale=scale, enable_gqa=enable_gqa)
+            if out is not None:
+                return out
+        elif mask is not None:
             out = calls.attend(query, key, value, mask, scale=scale, enable_gqa=enable_gqa, layout="bshd")
             if out is not None:
                 return out

@@ -11,9 +11,11 @@ from torch.compiler import is_compiling
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from attnbench.problem.mask import Mask
-from attnbench.problem.mask_of_tensor import _HIDDEN, mask_of_tensor
+from attnbench.problem.mask_of_tensor import HIDDEN, mask_of_tensor
 
 from .calls import Calls
+from .padding_masks import PaddingMasks
+from .transformers_sequences import Sequences
 
 __all__ = ["MaskTensors", "dense", "hidden"]
 
@@ -32,6 +34,7 @@ class MaskTensors:
 
     def __init__(self) -> None:
         self._guesses: dict[tuple[int, int, int], Mask] = {}
+        self._padding = PaddingMasks()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def read(self, tensor: Tensor, seqlen_q: int, seqlen_kv: int) -> Mask | None:
@@ -53,6 +56,13 @@ class MaskTensors:
             self._guesses[place] = found
         return found
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def sequences(self, tensor: Tensor, weights: tuple[int, ...]) -> Sequences | None:
+        """The sequences that a mask of padding leaves in scores (B, H, Sq, Skv); None where ``read`` has no answer."""
+        if tensor.requires_grad or tensor.numel() == 0 or _is_batched(tensor) or len(weights) != 4:
+            return None
+        return self._padding.read(tensor, weights)
+
 
 def hidden(
     calls: Calls,
@@ -62,8 +72,9 @@ def hidden(
     is_causal: bool,
     weights: tuple[int, ...],
     query: Tensor,
-) -> Mask | None:
-    """The mask that SDPA's arguments ask for; None if attnbench cannot serve them and the call is handed on.
+) -> Mask | Sequences | None:
+    """The mask that SDPA's arguments ask for, or the sequences that one of padding leaves; None if attnbench cannot
+    serve them and the call is handed on.
 
     ``weights`` is the shape (..., Sq, Skv) of the scores.  Raises InputError if calls are not handed on, and what torch
     raises for an invalid mask or dropout.
@@ -87,7 +98,10 @@ def hidden(
         mask: Mask | None = read(tensor, *weights[-2:])
         if mask is not None:
             return mask
-        reason = "an attn_mask that pads, biases or blocks"
+        of_padding: Sequences | None = None if isinstance(tensor, CausalBias) else tensors.sequences(tensor, weights)
+        if of_padding is not None:
+            return of_padding
+        reason = "an attn_mask that biases or blocks"
     calls.refuse(reason)
     return None
 
@@ -133,7 +147,7 @@ def _describes(tensor: Tensor, mask: Mask, seqlen_q: int, seqlen_kv: int) -> boo
     # Nothing is kept on a GPU, where it could be memory of a CUDA graph that was being captured.
     small = tensor.is_cpu and seqlen_q * seqlen_kv <= _SMALL
     seen = (_kept_on_cpu if small else dense)(mask, seqlen_q, seqlen_kv, tensor.device)
-    same = tensor == seen if tensor.dtype == torch.bool else torch.where(seen, tensor == 0, tensor <= _HIDDEN)
+    same = tensor == seen if tensor.dtype == torch.bool else torch.where(seen, tensor == 0, tensor <= HIDDEN)
     return bool(same.all())
 
 

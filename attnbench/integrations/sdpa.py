@@ -22,10 +22,12 @@ from torch.overrides import TorchFunctionMode
 
 from attnbench.dispatch.context import Wish, asked_in_context, use_backend
 from attnbench.kernels.execution import Execution
+from attnbench.problem.mask import Mask
 
 from .calls import Calls
 from .checkpointing import KEEPING, carry_into_recompute
 from .mask_tensors import MaskTensors, hidden
+from .transformers_sequences import Sequences
 
 __all__ = ["replaced"]
 
@@ -42,10 +44,10 @@ def replaced(
 
     Arguments have torch's meaning: (..., S, D) tensors of two or more axes, ``is_causal`` aligned top-left,
     ``enable_gqa``, ``scale``, autocast, a mask tensor (read at each call, served if it is equivalent to no mask, causal
-    or a window).  ``backend``, ``dtype`` and ``max_error`` are those of ``attention``; what they leave out
-    ``use_backend`` decides.
+    or a window, or hides the padding of rows, which are then packed).  ``backend``, ``dtype`` and ``max_error`` are
+    those of ``attention``; what they leave out ``use_backend`` decides.
 
-    What cannot be served (dropout, padding, a bias, masks inside compiled code, nested tensors and other tensor
+    What cannot be served (dropout, a bias, masks inside compiled code, nested tensors and other tensor
     classes, what ``attention`` refuses) raises InputError or attention's own error with ``otherwise="raise"``; with
     ``otherwise="torch"`` torch computes it, with a warning for the first call of each reason and a count of all.
 
@@ -125,7 +127,11 @@ class _Replacing(TorchFunctionMode):
         else:
             weights = () if attn_mask is None else (*query.shape[:-1], key.shape[-2])
             mask = hidden(self._calls, self._masks, attn_mask, dropout_p, is_causal, weights, query)
-        if mask is not None:
+        if isinstance(mask, Sequences):
+            out = mask.attend(self._calls, query, key, value, Mask(), scale=scale, enable_gqa=enable_gqa)
+            if out is not None:
+                return out.transpose(1, 2)
+        elif mask is not None:
             q, k, v = (query, key, value) if query.ndim == 4 else (_four(x) for x in (query, key, value))
             out = self._calls.attend(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
             if out is not None:

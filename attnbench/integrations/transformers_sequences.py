@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnbench.errors import InputError
@@ -54,6 +55,17 @@ class Sequences:
         return cls(queries, keys, starts_q, starts_kv, longest_q, longest_kv).to(device)
 
     @classmethod
+    def of_shown(cls, real: Tensor, asks: Tensor | None, seqlen_q: int, device: torch.device | str) -> Sequences:
+        """One sequence a row, of the keys at which ``real`` (B, Skv) is true, on the CPU, and the queries at which
+        ``asks`` (B, Sq) is, None for all of them.
+        """
+        if asks is None:
+            return cls.of_padded(real, seqlen_q, True, device)
+        keys, starts_kv, longest_kv = _places(real)
+        queries, starts_q, longest_q = _places(asks)
+        return cls(queries, keys, starts_q, starts_kv, longest_q, longest_kv).to(device)
+
+    @classmethod
     def of_packed(cls, anew: Tensor, device: torch.device | str) -> Sequences:
         """Sequences end to end: ``anew`` (B, S - 1), on the CPU, is true where a sequence begins after column 0."""
         first = torch.nn.functional.pad(anew, (1, 0), value=True).flatten()
@@ -66,13 +78,15 @@ class Sequences:
         moved = {id(x): x.to(device, non_blocking=True) for x in vars(self).values() if isinstance(x, Tensor)}
         return replace(self, **{name: moved.get(id(x), x) for name, x in vars(self).items()})
 
-    # Compiled code breaks its graph here: ``attention`` does not serve sequences of unequal length inside.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, calls: Calls, q: Tensor, k: Tensor, v: Tensor, mask: Mask, **named: Any) -> Tensor | None:
         """q (B, H, Sq, D), k and v (B, Hkv, Skv, D) to (B, Sq, H, Dv), 0 at queries of no sequence.
 
-        The mask is aligned within each sequence.  None if attention refuses and the call is handed on.
+        The mask is aligned within each sequence.  None if attention refuses and the call is handed on.  Compiled code
+        breaks its graph where the lengths have no bound yet.
         """
+        if is_compiling() and (self.longest_q is None or self.longest_kv is None):
+            out: Tensor | None = self._outside(calls, q, k, v, mask, **named)
+            return out
         batch, heads, seqlen_q, _ = q.shape
         tokens = batch * seqlen_q
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
@@ -91,6 +105,10 @@ class Sequences:
         if self.queries is not None:
             out = out.new_zeros(tokens, *out.shape[1:]).index_copy_(0, self.queries, out)
         return out.view(batch, seqlen_q, *out.shape[1:]).contiguous()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _outside(self, *call: Any, **named: Any) -> Tensor | None:
+        return self.attend(*call, **named)
 
     def shown(self, batch: int, seqlen_q: int, seqlen_kv: int) -> Tensor:
         """Which keys are of the query's own sequence, (B, 1, Sq, Skv); padding as a query sees its row's tokens."""
@@ -147,6 +165,8 @@ def _int32(starts: Tensor) -> Tensor:
     """The starts in int32: the same tensor for all layers, so that its lengths are read once."""
     if starts.dtype != torch.int64:
         return starts  # ``attention`` refuses other types
+    if is_compiling():
+        return starts.to(torch.int32)
     version = -1 if starts.is_inference() else starts._version
     found = _converted.get(starts)
     if found is None or found.version != version or version == -1:

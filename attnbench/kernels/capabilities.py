@@ -95,13 +95,12 @@ class Capabilities:
             reasons.append("no gradients can follow")
         if spec.return_lse and not self.lse:
             reasons.append("returns no log-sum-exp")
-        elif spec.sinks and not self.lse:
-            reasons.append("returns no log-sum-exp, by which sinks are added")
+        elif (spec.sinks or spec.partial) and not self.lse:
+            what = "sinks are added" if spec.sinks else "parts are merged"
+            reasons.append(f"returns no log-sum-exp, by which {what}")
         if spec.lengths is not None and spec.lengths.batch not in self.lengths:
             reasons.append(f"takes sequences of one length, not a {spec.lengths.batch} batch")
-        queries, keys = spec.batch * spec.seqlen_q, spec.batch * spec.seqlen_kv
-        if spec.lengths is not None:
-            queries, keys = spec.lengths.total_q or queries, spec.lengths.total_kv or keys
+        queries, keys = spec.tokens
         size = max(spec.head_dim, spec.head_dim_v)
         largest = max(queries * spec.heads, keys * spec.kv_heads) * size
         if self.max_elements is not None and largest > self.max_elements:

@@ -225,7 +225,7 @@ class BackwardKernel(Kernel):
     ``follows`` names the forwards that it can follow, by name (``te:fp8``) or by what they ``leave`` (``e4m3``); None
     stands for all.  ``needs_lse`` says whether it reads the forward's LSE; ``from_lse`` whether its probabilities are
     exp(S - LSE) and its deltas those of the output, for whatever LSE and output it is given and no private state: so it
-    makes the gradients of attention with sinks.
+    makes the gradients of attention with sinks, and of a part of the keys.
     """
 
     follows: tuple[str, ...] | None = None
@@ -233,10 +233,11 @@ class BackwardKernel(Kernel):
     from_lse: bool = False
 
     def refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """As of any kernel; and sinks, where gradients do not follow from the LSE alone."""
+        """As of any kernel; and sinks and parts, where gradients do not follow from the LSE alone."""
         reasons = super().refusals(spec, device)
-        if spec.sinks and not self.from_lse:
-            reasons.append("computes no gradients from a given log-sum-exp, as those with sinks are")
+        if (spec.sinks or spec.partial) and not self.from_lse:
+            what = "those with sinks" if spec.sinks else "those of a part of the keys"
+            reasons.append(f"computes no gradients from a given log-sum-exp, as {what} are")
         return reasons
 
     def accepts(self, forward: ForwardKernel) -> bool:

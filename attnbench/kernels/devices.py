@@ -25,7 +25,10 @@ def bind(device: torch.device) -> None:
     """
     if device.type != "cuda":
         return
-    bound: set[torch.device] = _of_thread.__dict__.setdefault("bound", set())
+    try:
+        bound: set[torch.device] = _of_thread.bound
+    except AttributeError:
+        bound = _of_thread.bound = set()
     if device not in bound:
         # A call that may also be made while a CUDA graph is recorded.
         torch.cuda.Event().record(torch.cuda.current_stream(device))  # type: ignore[no-untyped-call]

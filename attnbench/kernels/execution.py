@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _is_any_autocast_enabled
 
 from ..problem.fp8 import Quantised
 from ..problem.spec import AttentionSpec
@@ -19,16 +20,18 @@ from .guard_hook import watching
 from .plan import Plan
 from .sinks import gradient_of_sinks, with_sinks
 
-__all__ = ["Execution"]
+__all__ = ["Execution", "Underived", "as_written"]
 
-_TENSORS = ("data", "descale", "mean")  # of a quantised operand
+_MOST_KEPT = 3  # tensors of an operand
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True)
 class Execution:
     """The kernels of a plan, ready to be called for one spec.
 
-    Every forward goes through ``answer`` and every backward through ``gradients``, which notify an open guard.
+    Every forward goes through ``answer`` and every backward through ``gradients``, which notify an open guard; only the
+    steps of a ring over ranks do not, because no single rank may change its plans.
     ``budget`` is the error that the plan was chosen under, None if nothing was chosen.
     """
 
@@ -62,8 +65,8 @@ class Execution:
         forward, on_gpu = self.forward, inputs.is_cuda
         if on_gpu:
             bind(inputs.device)
-        if torch.is_autocast_enabled("cuda" if on_gpu else "cpu"):
-            with _as_written(inputs.device):
+        if _is_any_autocast_enabled() and torch.is_autocast_enabled("cuda" if on_gpu else "cpu"):
+            with as_written(inputs.device):
                 operands = forward.prepare(inputs, self.spec)
                 result = forward.run(operands)
         else:
@@ -77,7 +80,7 @@ class Execution:
     def prepare(self, inputs: Inputs) -> Operands:
         """What the forward kernel computes with: the same each time, as long as the inputs are."""
         bind(inputs.device)
-        with _as_written(inputs.device):
+        with as_written(inputs.device):
             operands = self.forward.prepare(inputs, self.spec)
         watcher = watching.active
         if watcher is not None:
@@ -88,7 +91,7 @@ class Execution:
         """(dq, dk, dv) of what a forward has saved, by the plan's backward kernel."""
         assert self.backward is not None, "only a spec of a training direction is asked for gradients"
         bind(grad_out.device)  # autograd's own thread
-        with _as_written(grad_out.device):
+        with as_written(grad_out.device):
             gradients = self.backward.run(saved, grad_out)
         watcher = watching.active
         if watcher is not None and not self.spec.sinks:  # what they change a guard does not know
@@ -96,10 +99,10 @@ class Execution:
         return gradients
 
 
-def _as_written(device: torch.device) -> AbstractContextManager[object]:
+def as_written(device: torch.device) -> AbstractContextManager[object]:
     """Kernels state their precision themselves; autocast must not turn their fp32 products into bf16 ones."""
-    enabled = torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if enabled else nullcontext()
+    enabled = _is_any_autocast_enabled() and torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if enabled else _NOTHING
 
 
 class _Attention(torch.autograd.Function):
@@ -116,7 +119,7 @@ class _Attention(torch.autograd.Function):
         lengths = operands.lengths
         own = (None, None) if lengths is None else (lengths.q, None if lengths.square else lengths.kv)
         ctx.lengths = None if lengths is None else (lengths.square, replace(lengths, q=None, kv=None))
-        ctx.save_for_backward(*q_.tensors, *k_.tensors, *v_.tensors, *own, sinks, out, lse)
+        ctx.places = _save(ctx, (*q_.tensors, *k_.tensors, *v_.tensors, *own, sinks, out, lse))
         ctx.state, ctx.execution = state, execution
         watcher = watching.active
         ctx.sample = None if watcher is None or sinks is not None else watcher.sample(execution, inputs)
@@ -126,13 +129,18 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        *tensors, own_q, own_kv, sinks, out, lse = ctx.saved_tensors
+        unique = ctx.saved_tensors
+        all_saved: list[Any] = [None if place is None else unique[place] for place in ctx.places]
+        *tensors, own_q, own_kv, sinks, out, lse = all_saved
         lengths = None
         if ctx.lengths is not None:
             square, facts = ctx.lengths
             lengths = replace(facts, q=own_q, kv=own_q if square else own_kv)
-        q, k, v = (_Kept(tensors[i * 3 : i * 3 + 3], of_what).operand() for i, of_what in enumerate(ctx.kept))
-        with torch.no_grad():
+        q, k, v = (
+            _Kept(tensors[i * _MOST_KEPT : (i + 1) * _MOST_KEPT], of_what).operand()
+            for i, of_what in enumerate(ctx.kept)
+        )
+        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:
             saved = Saved(Operands(ctx.spec, q, k, v, lengths=lengths), out, lse, ctx.state)
             gradients: tuple[Tensor, ...] = ctx.execution.gradients(saved, grad_out)
             if ctx.sample is not None:
@@ -142,7 +150,7 @@ class _Attention(torch.autograd.Function):
         wanted = zip(gradients, ctx.needs_input_grad, strict=False)
         found = [gradient if needed else None for gradient, needed in wanted]
         if torch.is_grad_enabled():  # create_graph=True: somebody may differentiate these
-            found = [None if each is None else _Underived.apply(each, out, grad_out) for each in found]  # type: ignore[no-untyped-call]
+            found = [None if each is None else Underived.apply(each, out, grad_out) for each in found]  # type: ignore[no-untyped-call]
         return *found, *[None] * (6 - len(found))
 
 
@@ -151,7 +159,7 @@ class _Attention(torch.autograd.Function):
 _recorded = super(torch.autograd.Function, _Attention).apply
 
 
-class _Underived(torch.autograd.Function):
+class Underived(torch.autograd.Function):
     """A gradient whose own derivative raises.
 
     torch's ``once_differentiable`` raises only if ``grad_out`` requires gradients, so that a penalty on a gradient of a
@@ -160,11 +168,25 @@ class _Underived(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gradient: Tensor, out: Tensor, grad_out: Tensor) -> Tensor:
+        """The gradient, made of ``out`` and ``grad_out``."""
         return gradient.clone()  # a view made here could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
+        """Raise RuntimeError."""
         raise RuntimeError("attnbench.attention has no second derivative")
+
+
+def _save(ctx: Any, tensors: Sequence[Tensor | None]) -> list[int | None]:
+    """Save each tensor once: a hook may move what is saved elsewhere.  Returns each one's place among those saved."""
+    found: list[Tensor] = []
+    known: dict[int, int] = {}
+    for x in tensors:
+        if x is not None and id(x) not in known:
+            known[id(x)] = len(found)
+            found.append(x)
+    ctx.save_for_backward(*found)
+    return [None if x is None else known[id(x)] for x in tensors]
 
 
 class _Kept(NamedTuple):
@@ -176,8 +198,10 @@ class _Kept(NamedTuple):
     @classmethod
     def of(cls, x: Tensor | Quantised) -> _Kept:
         if isinstance(x, Quantised):
-            tensors = x.data, x.descale, x.mean  # first: an operand may hold what it makes them of until they are read
-            return cls(tensors, (type(x), {name: value for name, value in vars(x).items() if name not in _TENSORS}))
+            names = x.kept
+            # First: an operand may hold what it makes them of until they are read.
+            tensors = [getattr(x, name) for name in names] + [None] * (_MOST_KEPT - len(names))
+            return cls(tensors, (type(x), {name: value for name, value in vars(x).items() if name not in names}))
         return cls((x, None, None), None)
 
     def operand(self) -> Tensor | Quantised:
@@ -186,5 +210,5 @@ class _Kept(NamedTuple):
             return self.tensors[0]
         kind, others = self.of_what
         made = object.__new__(kind)
-        vars(made).update(others, **dict(zip(_TENSORS, self.tensors, strict=True)))  # the class is frozen
+        vars(made).update(others, **dict(zip(kind.kept, self.tensors, strict=False)))  # the class is frozen
         return made

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from ..errors import InputError
 from ..text.printable import brief
 
-__all__ = ["BATCHES", "Batch", "LengthsKind", "bucket"]
+__all__ = ["BATCHES", "Batch", "LengthsKind", "bucket", "packed_sizes"]
 
 Batch = Literal["packed", "padded", "left-padded"]
 BATCHES: tuple[Batch, ...] = get_args(Batch)
@@ -88,3 +88,12 @@ def bucket(count: int) -> int:
     doublings = max(0, count - 1).bit_length()  # 2 ** doublings is the least power of two that is not below
     between = math.isqrt(2 ** (2 * doublings - 1)) + 1 if doublings > 1 else 1
     return between if count <= between else 2**doublings
+
+
+def packed_sizes(
+    sequences: int, longest_q: int, longest_kv: int, total_q: int, total_kv: int, square: bool
+) -> dict[str, Any]:
+    """The sizes of a spec of a packed batch, all counts in buckets: batch, seqlen_q, seqlen_kv and lengths."""
+    kind = LengthsKind(batch="packed", square=square, total_q=bucket(total_q), total_kv=bucket(total_kv))
+    sizes = {"batch": sequences, "seqlen_q": longest_q, "seqlen_kv": longest_kv}
+    return {**{name: bucket(count) for name, count in sizes.items()}, "lengths": kind}

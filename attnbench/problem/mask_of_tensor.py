@@ -9,11 +9,11 @@ from torch import Tensor
 
 from .mask import Alignment, Mask
 
-__all__ = ["mask_of_tensor"]
+__all__ = ["HIDDEN", "mask_of_tensor"]
 
 # fp16's least number.  Models hide keys with -inf, the least number of some type or -1e9: the
 # exponential of each is 0 in fp32, whatever scores below this size it is added to.
-_HIDDEN = -65504.0
+HIDDEN = -65504.0
 _CHUNK = 2**22  # elements of a mask looked at together
 
 
@@ -58,7 +58,7 @@ def _spans(piece: Tensor) -> Tensor | None:
     for first in range(0, rows, step):
         part = piece[first : first + step]
         seen = part if part.dtype == torch.bool else part == 0
-        if part.dtype != torch.bool and not bool((seen | (part <= _HIDDEN)).all()):
+        if part.dtype != torch.bool and not bool((seen | (part <= HIDDEN)).all()):
             return None
         start = seen.byte().argmax(dim=-1)
         stop = keys - seen.flip(-1).byte().argmax(dim=-1)

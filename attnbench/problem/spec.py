@@ -37,7 +37,8 @@ class AttentionSpec:
     With ``lengths`` sequences have lengths of their own, and the mask is aligned within each.  ``batch`` counts the
     sequences, and ``seqlen_q`` and ``seqlen_kv`` bound their lengths: of a packed batch rounded up (``bucket``), of a
     padded one those of its rows.  ``sinks``: each query head has one more logit, which takes part in the softmax's sum
-    and carries no value.
+    and carries no value.  ``partial``: the keys are some of those that the queries see, and what several such calls
+    return is merged by their log-sum-exps.
 
     Raises InputError where the numbers describe no attention.
     """
@@ -58,6 +59,7 @@ class AttentionSpec:
     descale: Granularity | None = None
     lengths: LengthsKind | None = None
     sinks: bool = False
+    partial: bool = False
 
     def __post_init__(self) -> None:
         for name in _SIZES:
@@ -72,8 +74,9 @@ class AttentionSpec:
             raise InputError(f"direction must be forward or training, not {brief(self.direction)}")
         if not isinstance(self.return_lse, bool):
             raise InputError(f"return_lse must be True or False, not {brief(self.return_lse)}")
-        if not isinstance(self.sinks, bool):
-            raise InputError(f"sinks must be True or False, not {brief(self.sinks)}")
+        for name in ("sinks", "partial"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name} must be True or False, not {brief(getattr(self, name))}")
         if self.sinks and (self.descale is not None or (self.lengths is not None and self.lengths.batch != "packed")):
             raise InputError("sinks go with tensors that are not quantised, of one length or packed, not padded")
         if self.descale not in (None, *GRANULARITIES):
@@ -141,11 +144,12 @@ class AttentionSpec:
             raise InputError(f"not a spec: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, in plain JSON types; without ``lengths`` and ``sinks`` where there are none."""
+        """Every field, in plain JSON types; without ``lengths``, ``sinks`` and ``partial`` where there are none."""
         found = asdict(self)
-        del found["lengths"], found["sinks"]
-        if self.sinks:
-            found["sinks"] = True
+        del found["lengths"]
+        for name in ("sinks", "partial"):
+            if not found[name]:
+                del found[name]
         return found if self.lengths is None else {**found, "lengths": self.lengths.to_dict()}
 
     def replace(self, **changes: Any) -> AttentionSpec:
@@ -156,6 +160,14 @@ class AttentionSpec:
     def group(self) -> int:
         """How many query heads share one key head."""
         return self.heads // self.kv_heads
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """The queries and keys of the whole batch; of a packed one rounded up, as its lengths have them."""
+        queries, keys = self.batch * self.seqlen_q, self.batch * self.seqlen_kv
+        if self.lengths is None:
+            return queries, keys
+        return self.lengths.total_q or queries, self.lengths.total_kv or keys
 
     @property
     def training(self) -> bool:
@@ -185,8 +197,25 @@ class AttentionSpec:
             typical = self.lengths.typical(queries, self.batch, self.lengths.total_q)
             keys = round(self.lengths.typical(keys, self.batch, self.lengths.total_kv))
             queries, count = round(typical), self.lengths.total_q / typical
-        area = self.mask.area(queries, keys)
-        forward = 2.0 * count * self.heads * area * (self.head_dim + self.head_dim_v)
+        return self._operations(count * self.mask.area(queries, keys))
+
+    @property
+    def least_flops(self) -> float:
+        """The fewest operations that a call of the spec may have: ``flops`` where all sequences have one length.
+
+        A packed batch has the fewest if its sequences are equally long and its counts the least of their buckets.
+        Padded rows may be empty, and queries of some sequences may meet the keys of no other.
+        """
+        if self.lengths is None:
+            return self.flops
+        if self.lengths.total_q is None or not self.lengths.square:
+            return 0.0
+        tokens = int(self.lengths.total_q / math.sqrt(2))
+        count, equal = (self.batch, tokens // self.batch) if tokens >= self.batch else (tokens, 1)
+        return self._operations(float(count * self.mask.area(equal, equal)))
+
+    def _operations(self, pairs: float) -> float:
+        forward = 2.0 * pairs * self.heads * (self.head_dim + self.head_dim_v)
         return forward * 3.5 if self.training else forward
 
     def __str__(self) -> str:
@@ -209,8 +238,7 @@ class AttentionSpec:
             parts.append("lse")
         if self.lengths is not None:
             parts.append(str(self.lengths))
-        if self.sinks:
-            parts.append("sinks")
+        parts += [name for name in ("sinks", "partial") if getattr(self, name)]
         return " ".join([*parts, self.direction])
 
 

@@ -102,7 +102,7 @@ def impossible(table: Table) -> str | None:
     for entry in table.entries.values():
         if entry.time_ms is None:
             continue
-        least = sum(time for time, _ in _operations(entry.plan, entry.spec, Rates(model, _ABOVE_BOOST)))
+        least = sum(time for time, _ in _operations(entry.plan, entry.spec, Rates(model, _ABOVE_BOOST), least=True))
         if entry.time_ms < least:
             return f"{entry.plan} at {entry.spec} in {entry.time_ms:g} ms is faster than the GPU's peak"
     return None
@@ -137,10 +137,11 @@ def _series(entry: Entry) -> tuple[object, ...]:
     return entry.plan, entry.spec.direction, entry.spec.dtype
 
 
-def _operations(plan: Plan, spec: AttentionSpec, rates: Rates) -> Iterator[tuple[float, str]]:
-    """(ms at the peak, precision) of each pass."""
-    forward = spec.replace(direction="forward").flops
-    for kernel, flops in zip(plan.kernels, (forward, spec.flops - forward), strict=False):
+def _operations(plan: Plan, spec: AttentionSpec, rates: Rates, least: bool = False) -> Iterator[tuple[float, str]]:
+    """(ms at the peak, precision) of each pass; ``least``: of the fewest operations that the spec may have."""
+    whole = spec.least_flops if least else spec.flops
+    forward = whole * spec.replace(direction="forward").flops / max(spec.flops, 1.0)
+    for kernel, flops in zip(plan.kernels, (forward, whole - forward), strict=False):
         yield flops / rates.operations(precision_of(kernel)) / 1e9, precision_of(kernel)
 
 
@@ -149,10 +150,10 @@ def _memory(plan: Plan, spec: AttentionSpec, rates: Rates) -> float:
 
     A plan in 8 bits also writes Q, K and V in 8 bits and reads them.
     """
-    inputs = spec.heads * spec.seqlen_q * spec.head_dim
-    inputs += spec.kv_heads * spec.seqlen_kv * (spec.head_dim + spec.head_dim_v)
+    queries, keys = spec.tokens
+    inputs = spec.heads * queries * spec.head_dim + spec.kv_heads * keys * (spec.head_dim + spec.head_dim_v)
     size = _ELEMENT_BYTES.get(spec.dtype, 1)
-    moved = (inputs + spec.heads * spec.seqlen_q * spec.head_dim_v) * size * (3 if spec.training else 1)
+    moved = (inputs + spec.heads * queries * spec.head_dim_v) * size * (3 if spec.training else 1)
     if plan.fp8 and size > 1:
         moved += 2 * inputs
-    return spec.batch * moved / rates.model.bandwidth / 1e9
+    return moved / rates.model.bandwidth / 1e9

@@ -26,16 +26,16 @@ from .scaling import scaled
 from .shipped import file_name, shipped_table_path, shipped_tables
 from .table import Entry, Table
 
-__all__ = ["Known", "check_user_table", "known_tables", "update_user_table", "user_table_path"]
+__all__ = ["Known", "check_user_table", "known_tables", "tables_for", "update_user_table", "user_table_path"]
 
 
 @dataclass(frozen=True)
 class Known:
     """The measurements usable on a device.
 
-    ``tables``: the user's first, then those of ``ATTNBENCH_TABLES``, then the shipped one, or where none is shipped for
-    this model those of both kinds that can be scaled to it; without unusable entries.  A spec is in one of them only,
-    because times of two machines must not be compared in a choice.  ``note``: what to report about them, or None.
+    ``tables``: the user's first, then those of ``ATTNBENCH_TABLES``, then the shipped one, then those of both that can
+    be scaled to this model; without unusable entries.  A spec is in one of them only, because measured times of two
+    machines must not be compared in a choice.  ``note``: what to report about them, or None.
     ``dropped`` maps a backend to why its entries are not used.
     """
 
@@ -100,7 +100,11 @@ def known_tables(device: torch.device) -> Known:
 
 
 def _read(device: torch.device) -> Known:
-    here = Environment.detect(device, registry())
+    return tables_for(Environment.detect(device, registry()))
+
+
+def tables_for(here: Environment) -> Known:
+    """The measurements usable in an environment; warns as ``known_tables``."""
     kept = _Kept(here)
     with suppress(OutputError):  # there is no folder where one could be
         kept.add("your table", user_table_path(here), warned=True)
@@ -109,8 +113,8 @@ def _read(device: torch.device) -> Known:
         if table.environment.device_name == here.device_name:
             kept.use(whose, path, table)
     shipped = shipped_table_path(here)
-    if shipped is not None and kept.add(_SHIPPED, shipped):
-        return kept.known()
+    if shipped is not None:
+        kept.add(_SHIPPED, shipped)
     if here.device_name in GPU_MODELS:
         tables = ((_SHIPPED, path, _loaded(_SHIPPED, path)) for path in shipped_tables() if path != shipped)
         for whose, path, found in (*others, *tables):
@@ -129,13 +133,14 @@ class _Kept:
         self._notes: list[str] = []
         self._dropped: dict[str, str] = {}
 
-    def add(self, whose: str, path: Path, warned: bool = False) -> bool:
-        """Whether the file's entries are used; ``warned``: a file of which nothing is gets a warning."""
+    def add(self, whose: str, path: Path, warned: bool = False) -> None:
+        """Use what the file holds; ``warned``: a file of which nothing is used gets a warning."""
         table = _loaded(whose, path)
-        return table is not None and self.use(whose, path, table, warned)
+        if table is not None:
+            self.use(whose, path, table, warned)
 
-    def use(self, whose: str, path: Path, table: Table, warned: bool = False) -> bool:
-        """Whether the table's entries are used."""
+    def use(self, whose: str, path: Path, table: Table, warned: bool = False) -> None:
+        """Use those of the table's entries that hold here."""
         binding = Binding.between(table, self._here, registry())
         usable = binding.usable(table)
         unused = [*binding.refused, *dict.fromkeys(binding.dropped.values())]
@@ -153,7 +158,6 @@ class _Kept:
             if warned:
                 warnings.warn(said, AttnbenchWarning, stacklevel=6)
         self._dropped = {**binding.dropped, **self._dropped}
-        return bool(usable.entries)
 
     def known(self) -> Known:
         more = [f"and {len(self._notes) - _MOST_NOTES} more notes"] if len(self._notes) > _MOST_NOTES else []

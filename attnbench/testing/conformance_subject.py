@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..harness.cases.inputs import Drawn, draw
-from ..harness.measure.accuracy import TensorName, Truth, judge_tensor
+from ..harness.measure.accuracy import TensorName, judge_tensor
+from ..harness.measure.truth import Truth
 from ..kernels.capabilities import Capabilities, Device
 from ..kernels.contract import BackwardKernel, ForwardKernel, Operands, Saved, gradient_dtype
 from ..kernels.devices import describe

@@ -41,6 +41,9 @@ _HOPPER = (9, 0)
 _INT32 = 2**31 - 1
 _UNLIMITED = 2**31  # the 16-bit forward was right on an H200 at every head dimension tried, up to 32768
 _GROUP = 16  # queries
+_WIDEST_PACKED = 256
+# The last tile of a sequence reads the tokens of the next one; whether NaN stays there was not seen.
+_PACKS: dict[str, Any] = {"lengths": ("packed",), "isolates": False}
 
 
 def cudnn_version() -> int | None:
@@ -61,20 +64,28 @@ def scalar(descale: Tensor, *shape: int) -> Tensor:
 
 
 class CudnnForward(ForwardKernel):
-    """A 16-bit forward of ``backend``; ``left_open``: windows without a left side may have more queries than keys."""
+    """A 16-bit forward of ``backend``.
+
+    ``left_open``: windows without a left side may have more queries than keys.  ``packs``: packed batches are served,
+    of sequences with as many keys as queries.
+    """
 
     backend: str
     left_open: bool = True
+    packs: bool = False
     evidence: Mapping[str, str] = {"cuda": FORWARD_EVIDENCE}
 
     def __init__(self, precision: str) -> None:
         self.name = f"{self.backend}:{precision}"
-        self.rows = _row((precision,), (8, _UNLIMITED, 8))
+        self.rows = _row((precision,), (8, _UNLIMITED, 8), **_PACKS if self.packs else {})
         self.declared_error = DECLARED_ERROR[precision]
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        """Other GPU generations, scales that are not positive, masks that need more keys."""
-        return _refusals(spec, device, self.left_open)
+        """Other GPU generations, scales that are not positive, masks that need more keys, wide packed heads."""
+        reasons = _refusals(spec, device, self.left_open)
+        if spec.lengths is not None and max(spec.head_dim, spec.head_dim_v) > _WIDEST_PACKED:
+            reasons.append(f"is known on packed batches for head dimensions up to {_WIDEST_PACKED} only")
+        return reasons
 
 
 class CudnnBackward(BackwardKernel):
@@ -83,11 +94,12 @@ class CudnnBackward(BackwardKernel):
     from_lse = True
     backend: str
     left_open: bool = True
+    packs: bool = False
     evidence: Mapping[str, str] = {"cuda": BACKWARD_EVIDENCE}
 
     def __init__(self, precision: str) -> None:
         self.name = f"{self.backend}:{precision}"
-        self.rows = _row((precision,), (8, 256, 8))
+        self.rows = _row((precision,), (8, 256, 8), **_PACKS if self.packs else {})
         self.declared_error = DECLARED_GRADIENT_ERROR[precision]
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:

@@ -33,7 +33,7 @@ def prepare_each(kernel: ForwardKernel, inputs: Inputs, spec: AttentionSpec) -> 
 
 
 def answer_each(kernel: ForwardKernel, operands: Operands) -> Result:
-    """Out and LSE of each sequence in its place; 0 and minus infinity elsewhere."""
+    """Out and LSE of each sequence in its place; 0 and minus infinity elsewhere, and no LSE of a kernel without one."""
     spec, data = operands.spec, operands.q.data
     out = torch.zeros(*data.shape[:3], spec.head_dim_v, dtype=gradient_dtype(spec), device=data.device)
     lse = None
@@ -44,7 +44,7 @@ def answer_each(kernel: ForwardKernel, operands: Operands) -> Result:
             if lse is None:
                 lse = torch.full(data.shape[:3], -torch.inf, dtype=found.lse.dtype, device=data.device)
             own.q(lse).copy_(found.lse)
-    if lse is None:
+    if lse is None and kernel.rows[data.device.type].lse:
         lse = torch.full(data.shape[:3], -torch.inf, dtype=torch.float32, device=data.device)
     return Result(out, lse)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnbench.problem.spec import AttentionSpec
 
-__all__ = ["aligned", "padded", "rounded_up", "whole_gradients"]
+__all__ = ["aligned", "padded", "rounded_up", "tokens", "whole_gradients"]
 
 
 def rounded_up(size: int, step: int) -> int:
@@ -46,6 +46,14 @@ def aligned(x: Tensor, vector: int = 16) -> Tensor:
     if contiguous and not any(stride % step for stride in strides) and x.data_ptr() % vector == 0:
         return x
     return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def tokens(x: Tensor, vector: int = 16) -> Tensor:
+    """x (1, H, T, D) of a packed batch as a dense (T, H, D) from an address of ``vector`` bytes on, a view if it is."""
+    rows = x.detach()[0].transpose(0, 1)
+    if rows.is_contiguous() and rows.data_ptr() % vector == 0:
+        return rows
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 def whole_gradients(gradients: tuple[Tensor, Tensor, Tensor], spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -13,13 +14,15 @@ from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import Availability, Backend, Inputs, Operands, Result, Saved, gradient_dtype
 from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.fp8 import Quantised, Recipe, quantise
+from attnbench.problem.lengths import Lengths
 from attnbench.problem.spec import AttentionSpec
 
 from ..common import cudnn_attention as common
 from ..common.cudnn_attention import BACKWARD_SIZE, PEAK, PRECISIONS, cudnn_version, scalar, too_old
 from ..common.installed import versions_of
-from ..common.layout import aligned, padded
-from .graphs import Band, Graph, Layout, Question, graph_of, laid_out
+from ..common.layout import aligned, padded, tokens
+from .graphs import OUTPUTS, Band, Graph, Layout, Question, graph_of, inputs_of, laid_out
+from .packed import described, lengths_of, outputs_of
 from .scales import descale_of, gradient_bounds, too_long
 
 __all__ = ["BACKEND"]
@@ -68,6 +71,19 @@ def _graph(node: str, inputs: Mapping[str, Tensor], outputs: tuple[Layout, ...],
     return graph_of(Question(node, layouts, outputs, spec.scale, _band(spec), inputs["q"].device))
 
 
+def _packed_graph(node: str, spec: AttentionSpec, device: torch.device) -> Graph:
+    """A graph of 16-bit tensors (T, H, D); sequences have as many keys as queries, so that alignments are one."""
+    assert spec.lengths is not None, "asked for packed batches alone"
+    assert spec.lengths.total_q is not None, "a packed batch counts its tokens"
+    assert spec.lengths.total_kv is not None, "a packed batch counts its tokens"
+    dtype, band = TO_TORCH[spec.dtype], replace(_band(spec), bottom_right=False)
+    inputs, outputs = (
+        tuple(described(name, spec, dtype) for name in names) for names in (inputs_of(node, packed=True), OUTPUTS[node])
+    )
+    totals = spec.lengths.total_q, spec.lengths.total_kv
+    return graph_of(Question(node, inputs, outputs, spec.scale, band, device, totals))
+
+
 def _forward_outputs(spec: AttentionSpec, dtype: torch.dtype) -> tuple[Layout, Layout]:
     sizes = (spec.batch, spec.heads, spec.seqlen_q)
     return Layout.rows(*sizes, spec.head_dim_v, dtype), Layout.dense(*sizes, 1)
@@ -94,10 +110,14 @@ class CudnnForward(common.CudnnForward):
     """The node ``sdpa`` on 16-bit tensors."""
 
     backend = "cudnn"
+    packs = True
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Views where the strides allow it, and the graph."""
         q, k, v = inputs.unquantised()
+        if inputs.lengths is not None:
+            ports = {"q": tokens(q), "k": tokens(k), "v": tokens(v), **lengths_of(inputs.lengths, spec)}
+            return Operands(spec, q, k, v, _Native(_packed_graph("sdpa", spec, q.device), ports), inputs.lengths)
         ports = {"q": _readable(q), "k": _readable(k), "v": _readable(v)}
         graph = _graph("sdpa", ports, _forward_outputs(spec, TO_TORCH[spec.dtype]), spec)
         return Operands(spec, q, k, v, _Native(graph, ports))
@@ -105,6 +125,9 @@ class CudnnForward(common.CudnnForward):
     def run(self, operands: Operands) -> Result:
         """The graph; cuDNN's statistics are the natural log-sum-exp with an axis of one more."""
         graph, inputs = operands.native
+        if operands.lengths is not None:
+            found = graph.run(inputs, outputs_of(OUTPUTS["sdpa"], operands.spec, inputs["q"], inputs["k"]))
+            return Result(found["o"].transpose(0, 1)[None], found["stats"].squeeze(-1).mT[None])
         found = graph.run(inputs)
         return Result(found["o"], found["stats"].squeeze(-1))
 
@@ -113,18 +136,33 @@ class CudnnBackward(common.CudnnBackward):
     """The node ``sdpa_backward``, after any forward that returns out and its log-sum-exp."""
 
     backend = "cudnn"
+    packs = True
     preference = 8
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """On the Q, K, V that the forward computed with."""
         spec, lse = saved.spec, saved.lse
         assert lse is not None
+        if saved.operands.lengths is not None:
+            return _packed_gradients(saved, saved.operands.lengths, lse, grad_out)
         ports = zip("qkv", saved.operands.tensors(), strict=True)
         inputs = {name: _readable(x) for name, x in [*ports, ("o", saved.out), ("dO", grad_out)]}
         inputs["stats"] = lse.to(torch.float32).contiguous().unsqueeze(-1)
         outputs = _gradient_outputs(spec, spec.head_dim, spec.head_dim_v, inputs["q"].dtype)
         found = _graph("sdpa_backward", inputs, outputs, spec).run(inputs)
         return found["dQ"], found["dK"], found["dV"]
+
+
+def _packed_gradients(saved: Saved, lengths: Lengths, lse: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    spec, node = saved.spec, "sdpa_backward"
+    q, k, v = (tokens(x) for x in saved.operands.tensors())
+    inputs = {"q": q, "k": k, "v": v, "o": tokens(saved.out), "dO": tokens(grad_out)}
+    inputs["stats"] = lse.to(torch.float32)[0].mT.contiguous().unsqueeze(-1)
+    found = _packed_graph(node, spec, q.device).run(
+        {**inputs, **lengths_of(lengths, spec)}, outputs_of(OUTPUTS[node], spec, q, k)
+    )
+    dq, dk, dv = (found[name].transpose(0, 1)[None] for name in OUTPUTS[node])
+    return dq, dk, dv
 
 
 class CudnnFp8Forward(common.CudnnFp8Forward):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnbench.graph_pools import outside_pools
 
-__all__ = ["Band", "Graph", "Layout", "Question", "graph_of", "laid_out"]
+__all__ = ["OUTPUTS", "RAGGED", "Band", "Graph", "Layout", "Question", "graph_of", "inputs_of", "laid_out"]
 
 _KEPT = 64  # graphs in memory; one holds a compiled kernel's plan, which the next call would have to find again
 _NOT_CUDNN = ("sdpa_fwd_", "sdpa_bwd_")  # how the front end's own engines are named (cudnn/engines/manifest.py)
@@ -27,8 +27,11 @@ _INPUTS: dict[str, tuple[str, ...]] = {
         "descale_s", "descale_dP", "scale_s", "scale_dQ", "scale_dK", "scale_dV", "scale_dP",
     ),
 }  # fmt: skip
+# Of a packed batch: where each sequence starts in each tensor, in elements, and its tokens.
+RAGGED = ("offset_q", "offset_k", "offset_v", "offset_o", "offset_stats", "seq_q", "seq_kv")
+_OFFSET_OF = {"dQ": "offset_q", "dK": "offset_k", "dV": "offset_v", "dO": "offset_o"}
 # In the order in which the node returns them.
-_OUTPUTS: dict[str, tuple[str, ...]] = {
+OUTPUTS: dict[str, tuple[str, ...]] = {
     "sdpa": ("o", "stats"),
     "sdpa_backward": ("dQ", "dK", "dV"),
     "sdpa_fp8": ("o", "stats", "amax_s", "amax_o"),
@@ -40,6 +43,8 @@ _DATA_TYPES = {
     torch.float32: "FLOAT",
     torch.float8_e4m3fn: "FP8_E4M3",
     torch.float8_e5m2: "FP8_E5M2",
+    torch.int32: "INT32",
+    torch.int64: "INT64",
 }
 
 
@@ -88,7 +93,10 @@ class Band:
 
 @dataclass(frozen=True)
 class Question:
-    """What a graph computes: a node, the layout of every port in the node's order, scale, mask and device."""
+    """What a graph computes: a node, the layout of every port in the node's order, scale, mask and device.
+
+    ``totals``: bounds of the tokens of queries and keys of a packed batch, None for sequences of one length.
+    """
 
     node: str
     inputs: tuple[Layout, ...]
@@ -96,6 +104,12 @@ class Question:
     scale: float
     band: Band
     device: torch.device
+    totals: tuple[int, int] | None = None
+
+
+def inputs_of(node: str, *, packed: bool = False) -> tuple[str, ...]:
+    """The names of a node's inputs, in order."""
+    return _INPUTS[node] + (RAGGED if packed else ())
 
 
 class Graph:
@@ -105,8 +119,9 @@ class Graph:
         import cudnn
 
         self._question = question
-        names = _INPUTS[question.node]
-        self._uids = {name: uid for uid, name in enumerate([*names, *_OUTPUTS[question.node]], start=1)}
+        packed = question.totals is not None
+        names = inputs_of(question.node, packed=packed)
+        self._uids = {name: uid for uid, name in enumerate([*names, *OUTPUTS[question.node]], start=1)}
         self._lock = threading.Lock()
         graph = cudnn.pygraph(
             io_data_type=_data_type(question.inputs[0].dtype),
@@ -121,10 +136,18 @@ class Graph:
             )
             for name, layout in zip(names, question.inputs, strict=True)
         }  # fmt: skip
-        made = getattr(graph, question.node)(**ports, **_arguments(question))
-        for name, port, layout in zip(_OUTPUTS[question.node], made, question.outputs, strict=True):
+        given = {name: ports[name] for name in _INPUTS[question.node]}
+        arguments = _arguments(question)
+        if packed:
+            arguments |= {"use_padding_mask": True, "seq_len_q": ports["seq_q"], "seq_len_kv": ports["seq_kv"]}
+            for name, port in given.items():
+                port.set_ragged_offset(ports[_OFFSET_OF.get(name, f"offset_{name}")])
+        made = getattr(graph, question.node)(**given, **arguments)
+        for name, port, layout in zip(OUTPUTS[question.node], made, question.outputs, strict=True):
             port.set_uid(self._uids[name]).set_output(True).set_dim(list(layout.shape))
             port.set_stride(list(layout.strides)).set_data_type(_data_type(layout.dtype))
+            if packed:
+                port.set_ragged_offset(ports[_OFFSET_OF.get(name, f"offset_{name}")])
         # Newer front ends rank kernels of their own, written in Python, beside cuDNN's.
         graph.deselect_engines(list(_NOT_CUDNN))
         graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
@@ -134,13 +157,13 @@ class Graph:
         self._graph = graph
         self._workspace = int(graph.get_workspace_size())
 
-    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Every output by name, on the current stream of the inputs' device."""
+    def run(self, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Every output by name, on the current stream of the inputs' device; a packed graph is given their memory."""
         question = self._question
         with _on(question.device):
-            found = {
+            found = dict(outputs or {}) or {
                 name: layout.empty(question.device)
-                for name, layout in zip(_OUTPUTS[question.node], question.outputs, strict=True)
+                for name, layout in zip(OUTPUTS[question.node], question.outputs, strict=True)
             }
             # torch's allocator hands a freed block to the same stream only, so a workspace is never shared by two.
             workspace = torch.empty(max(self._workspace, 1), dtype=torch.uint8, device=question.device)
@@ -181,6 +204,8 @@ def _arguments(question: Question) -> dict[str, Any]:
             arguments[prefix + name] = bound
     if not question.node.endswith("backward"):
         arguments["generate_stats"] = True
+    elif question.totals is not None:
+        arguments["max_total_seq_len_q"], arguments["max_total_seq_len_kv"] = question.totals
     return arguments
 
 

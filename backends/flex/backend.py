@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
-from typing import TYPE_CHECKING, cast
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch._dynamo.config
@@ -13,7 +14,6 @@ import torch._functorch.config  # which torch itself imports only with its first
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from attnbench.graph_pools import current_stream, outside_pools, permanent, recording
 from attnbench.kernels.capabilities import Capabilities, Device
 from attnbench.kernels.contract import (
     Backend,
@@ -29,23 +29,24 @@ from attnbench.kernels.contract import (
 from attnbench.kernels.devices import describe
 from attnbench.kernels.plan import precision_of
 from attnbench.problem.fp8 import Quantised, Recipe, quantise, quantise_with
-from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
 from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
 from ..common.installed import torch_availability
 from ..common.layout import aligned
+from .blocks import block_mask, packed_blocks
 from .compiler import compiler_reason
 from .tiles import kernel_options
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import FlexKernelOptions
 
-__all__ = ["BACKEND", "BLOCK", "block_mask"]
+__all__ = ["BACKEND"]
 
-BLOCK = 128  # queries and keys of a block of the mask, FlexAttention's own default
 _PROGRAMS = 2**16  # compiled variants to keep in a process; dynamo's default of 8 is a guess at models, not at this
 _PRECISIONS = ("bf16", "fp16")
+# A block of the mask that spans two sequences multiplies the other one's V by 0, which leaves NaN.
+_PACKS: dict[str, Any] = {"lengths": ("packed",), "isolates": False}
 _RECIPE = Recipe("head", "e4m3")
 _NO_FP8_GRADIENTS = "torch has no gradients of FlexAttention in float8; a 16-bit backward can follow flex:fp8"
 _ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -82,77 +83,31 @@ def _attend(native: _Native, scale: float, lse: bool, dtype: torch.dtype) -> tup
 
 
 @cache
-def _compiled(device_type: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    # On CUDA fixed shapes spare the kernel its bounds checks; on the CPU they would only cost compilations.
-    return torch.compile(_attend, fullgraph=True, dynamic=device_type == "cpu")
+def _compiled(dynamic: bool | None) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    return torch.compile(_attend, fullgraph=True, dynamic=dynamic)
 
 
-def _call(native: _Native, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Runs the compiled function; where it may not be compiled once more it raises, because of ``fullgraph``."""
-    device_type = native.q.device.type
-    with torch._dynamo.config.patch(recompile_limit=_PROGRAMS, accumulated_recompile_limit=_PROGRAMS):
-        return _compiled(device_type)(native, scale, device_type != "cpu", dtype)
+def _unchecked_indices() -> AbstractContextManager[object]:
+    """Without inductor's check of indices, which on the CPU compares queries with the size of a tile (torch 2.13)."""
+    from torch._inductor import config
+
+    unchecked: AbstractContextManager[object] = config.patch(assert_indirect_indexing=False)
+    return unchecked
 
 
-def block_mask(mask: Mask, seqlen_q: int, seqlen_kv: int, device: torch.device) -> BlockMask | None:
-    """The mask as FlexAttention takes it, None for no mask.
+def _call(native: _Native, spec: AttentionSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Runs the compiled function; where it may not be compiled once more it raises, because of ``fullgraph``.
 
-    Blocks come from the first and last visible key of a block's rows, without the matrix of all (query, key) pairs that
-    ``create_block_mask`` makes.
+    On CUDA fixed shapes spare the kernel its bounds checks, on the CPU they would only cost compilations.  Packed
+    batches have other totals at each step; from the second total on their program takes any.
     """
-    if mask.kind == "none":
-        return None
-    if recording():
-        return _recorded_blocks(mask, seqlen_q, seqlen_kv, device)
-    return _kept_blocks(mask, seqlen_q, seqlen_kv, device, current_stream(device))
-
-
-@lru_cache(maxsize=16)
-def _kept_blocks(mask: Mask, seqlen_q: int, seqlen_kv: int, device: torch.device, stream: int) -> BlockMask:
-    """For this stream, which has made them before it reads them, and reads them before their memory is used again."""
-    return outside_pools(partial(_blocks, mask, seqlen_q, seqlen_kv, device), device)
-
-
-def _blocks(mask: Mask, seqlen_q: int, seqlen_kv: int, device: torch.device) -> BlockMask:
-    offset = mask.offset(seqlen_q, seqlen_kv)
-    low = offset - mask.left if mask.left is not None else -seqlen_q
-    high = offset + mask.right if mask.right is not None else seqlen_kv
-    # Every visible key j of query i has i + low <= j <= i + high.
-    top = torch.arange(0, seqlen_q, BLOCK, device=device)[:, None]
-    bottom = torch.clamp(top + BLOCK, max=seqlen_q) - 1
-    left = torch.arange(0, seqlen_kv, BLOCK, device=device)[None, :]
-    right = torch.clamp(left + BLOCK, max=seqlen_kv) - 1
-    visible = (top + low <= right) & (bottom + high >= left)
-    whole = (top + BLOCK <= seqlen_q) & (left + BLOCK <= seqlen_kv)
-    full = whole & (bottom + low <= left) & (top + high >= right)
-    counts, indices = _ordered(visible & ~full)
-    full_counts, full_indices = _ordered(full)
-    return BlockMask.from_kv_blocks(
-        counts,
-        indices,
-        full_counts,
-        full_indices,
-        BLOCK_SIZE=BLOCK,
-        mask_mod=_band(torch.tensor(low, device=device), torch.tensor(high, device=device)),
-        seq_lengths=(seqlen_q, seqlen_kv),
-    )
-
-
-_recorded_blocks = permanent(_blocks)
-
-
-def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks each row has (1, 1, rows) and which, the present ones first (1, 1, rows, columns)."""
-    order = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True)
-    return blocks.sum(dim=-1).to(torch.int32)[None, None], order.to(torch.int32)[None, None].contiguous()
-
-
-def _band(low: Tensor, high: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    # Bounds as tensors and not as numbers: another window is then the same program.
-    def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key >= query + low) & (key <= query + high)
-
-    return mask_mod
+    on_cpu = native.q.device.type == "cpu"
+    dynamic = True if on_cpu else False if spec.lengths is None else None
+    with (
+        torch._dynamo.config.patch(recompile_limit=_PROGRAMS, accumulated_recompile_limit=_PROGRAMS),
+        _unchecked_indices() if on_cpu and spec.lengths is not None else nullcontext(),
+    ):
+        return _compiled(dynamic)(native, spec.scale, not on_cpu, dtype)
 
 
 def _score_mod(factor: Tensor | None, cap: Tensor | None) -> _ScoreMod | None:
@@ -195,21 +150,24 @@ class FlexForward(_Flex, ForwardKernel):
         self.name = f"flex:{precision}"
         self.declared_error = DECLARED_ERROR[precision]
         self.rows = {
-            "cpu": Capabilities(dtypes=(precision,), training=False, lse=False),
-            "cuda": Capabilities(dtypes=(precision,), capability=(8, 0), head_dims=(16, 256, 1)),
+            "cpu": Capabilities(dtypes=(precision,), training=False, lse=False, **_PACKS),
+            "cuda": Capabilities(dtypes=(precision,), capability=(8, 0), head_dims=(16, 256, 1), **_PACKS),
         }
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """The tensors as they are where rows are contiguous, the blocks of the mask, the cap and the tile."""
         q, k, v = inputs.unquantised()
         cap = _cap(spec, q.device)
-        blocks = block_mask(spec.mask, spec.seqlen_q, spec.seqlen_kv, q.device)
+        if inputs.lengths is None:
+            blocks = block_mask(spec.mask, spec.seqlen_q, spec.seqlen_kv, q.device)
+        else:
+            blocks = packed_blocks(spec.mask, inputs.lengths, q.shape[2], k.shape[2])
         rows = partial(aligned, vector=q.element_size())
         # Detached, because flex refuses leaves on the CPU even where no gradients are recorded.
         q_, k_, v_ = (rows(x.detach()) for x in (q, k, v))
         options = _options(spec, q.device, precision_of(self.name))
         native = _Native(q_, k_, v_, blocks, _score_mod(None, cap), options)
-        return Operands(spec, q, k, v, native)
+        return Operands(spec, q, k, v, native, inputs.lengths)
 
     def run(self, operands: Operands) -> Result:
         """The compiled kernel; for training on leaves of its own, so that the caller's graph is left alone."""
@@ -217,11 +175,11 @@ class FlexForward(_Flex, ForwardKernel):
         spec = operands.spec
         if not spec.training:
             with torch.no_grad():
-                return Result(*_call(native, spec.scale, native.q.dtype))
+                return Result(*_call(native, spec, native.q.dtype))
         q, k, v = (x.detach().requires_grad_() for x in (native.q, native.k, native.v))
         # The backward may be asked for twice, so it must not be compiled to write on what was saved for it.
         with torch.enable_grad(), torch._functorch.config.patch(donated_buffer=False):
-            out, lse = _call(replace(native, q=q, k=k, v=v), spec.scale, native.q.dtype)
+            out, lse = _call(replace(native, q=q, k=k, v=v), spec, native.q.dtype)
         return Result(out.detach(), None if lse is None else lse.detach(), (out, (q, k, v)))
 
 
@@ -235,7 +193,7 @@ class FlexBackward(_Flex, BackwardKernel):
         self.name = f"flex:{precision}"
         self.declared_error = DECLARED_GRADIENT_ERROR[precision]
         self.follows = (self.name,)
-        self.rows = {"cuda": Capabilities(dtypes=(precision,), capability=(8, 0), head_dims=(16, 256, 1))}
+        self.rows = {"cuda": Capabilities(dtypes=(precision,), capability=(8, 0), head_dims=(16, 256, 1), **_PACKS)}
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """autograd through the recorded graph, which stays for the next call."""
@@ -283,7 +241,7 @@ class FlexFp8Forward(_Flex, ForwardKernel):
         """The compiled kernel."""
         spec = operands.spec
         with torch.no_grad():
-            return Result(*_call(operands.native, spec.scale, gradient_dtype(spec)))
+            return Result(*_call(operands.native, spec, gradient_dtype(spec)))
 
 
 class FlexFp8Backward(BackwardKernel):

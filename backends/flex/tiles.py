@@ -69,15 +69,18 @@ def kernel_options(
 
     Options of the forward are prefixed ``fwd_``, those of the backward ``bwd_``; a spec for training has both.
     """
-    if spec.seqlen_q < SHORTEST:
+    found: dict[str, int | bool] = {}
+    if spec.lengths is not None:  # of any total, to which the kernel for decoding must not be compiled
+        found["FORCE_USE_FLEX_ATTENTION"] = True
+    elif spec.seqlen_q < SHORTEST:
         # The kernel for decoding puts the queries of a whole group into one tile, which must fit a block of the mask.
         unfit = spec.mask.kind != "none" and spec.group * spec.seqlen_q > SHORTEST
         return {"FORCE_USE_FLEX_ATTENTION": True} if unfit else {}
     size = 1 << (max(spec.head_dim, spec.head_dim_v) - 1).bit_length()
-    found: dict[str, int | bool] = {}
     directions: tuple[Direction, ...] = ("forward", "backward") if spec.training else ("forward",)
     for direction in directions:
-        mask: Literal["none", "causal"] = "none" if spec.mask.kind == "none" else "causal"
+        masked = spec.mask.kind != "none" or spec.lengths is not None
+        mask: Literal["none", "causal"] = "causal" if masked else "none"
         key = TileKey(capability, "fp8" if precision == "fp8" else "bf16", size, mask, direction)
         prefix = "fwd_" if direction == "forward" else "bwd_"
         found |= {prefix + name: value for name, value in tiles.get(key, {}).items()}

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from attnbench.kernels.capabilities import Capabilities, Device
 from attnbench.kernels.contract import Backend, BackwardKernel, ForwardKernel, Inputs, Operands, Result, Saved
+from attnbench.problem.lengths_kind import BATCHES
 from attnbench.problem.spec import AttentionSpec
 
 from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
+from ..common.each_sequence import answer_each, derive_each, prepare_each
 from ..common.full_fp32 import full_fp32
 from ..common.installed import torch_availability
 from ..common.mask_tensor import MAX_SCORES, dense_mask
@@ -29,11 +31,12 @@ class _Math(TypedKernel):
     errors: Mapping[str, float] = {**DECLARED_ERROR, **_ROUNDED_ONCE}
 
     def rows_of(self, precision: str) -> dict[str, Capabilities]:
-        row = Capabilities(dtypes=(precision,), softcap=False, lse=isinstance(self, BackwardKernel))
+        row = Capabilities(dtypes=(precision,), softcap=False, lse=isinstance(self, BackwardKernel), lengths=BATCHES)
         return {"cpu": row, "cuda": row}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
-        scores = spec.batch * spec.heads * spec.seqlen_q * spec.seqlen_kv
+        batch = spec.batch if spec.lengths is None else 1  # a sequence at a time
+        scores = batch * spec.heads * spec.seqlen_q * spec.seqlen_kv
         if scores > MAX_SCORES:
             return [f"keeps the score matrix in memory, of {MAX_SCORES} elements at most; this one has {scores}"]
         return []
@@ -56,13 +59,17 @@ class MathForward(_Math, ForwardKernel):
     }
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
-        """The tensors as they are, and the mask."""
+        """The tensors as they are, and the mask; of sequences of unequal length one after the other."""
         q, k, v = inputs.unquantised()
+        if inputs.lengths is not None:
+            return prepare_each(self, inputs, spec)
         mask = dense_mask(spec.mask, spec.seqlen_q, spec.seqlen_kv, q.dtype, q.device)
         return Operands(spec, q, k, v, (q, k, v, mask))
 
     def run(self, operands: Operands) -> Result:
         """The operator itself, without a graph."""
+        if operands.lengths is not None:
+            return answer_each(self, operands)
         q, k, v, mask = operands.native
         with torch.no_grad(), full_fp32(q):
             return Result(_attend(q, k, v, mask, operands.spec), None)
@@ -82,6 +89,8 @@ class MathBackward(_Math, BackwardKernel):
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The forward again on detached leaves, then its gradients."""
         spec = saved.spec
+        if saved.operands.lengths is not None:
+            return derive_each(self, saved, grad_out)
         q, k, v = (x.detach().requires_grad_() for x in saved.operands.tensors())
         mask = dense_mask(spec.mask, spec.seqlen_q, spec.seqlen_kv, q.dtype, q.device)
         with full_fp32(q):

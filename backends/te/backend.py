@@ -24,6 +24,7 @@ from ..common.cudnn_attention import (
     too_old,
 )
 from ..common.installed import release, versions_of
+from ..common.layout import tokens
 from . import library as te_library
 from .history import Histories
 from .library import Narrow, bshd, delayed, seqlens_of, widened
@@ -59,25 +60,31 @@ class TeForward(CudnnForward):
     """``fused_attn_fwd`` on 16-bit tensors."""
 
     backend = "te"
+    packs = True
     left_open = False  # nvte_get_fused_attn_backend for cuDNN 9.7 and newer
 
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """Dense (B, S, H, D) tensors; the operands are views of them."""
         q, k, v = inputs.unquantised()
+        if inputs.lengths is not None:
+            q, k, v = (tokens(x).transpose(0, 1)[None] for x in (q, k, v))
+            return Operands(spec, q, k, v, inputs.lengths.starts, inputs.lengths)
         q, k, v = (bshd(x).transpose(1, 2) for x in (q, k, v))
         return Operands(spec, q, k, v, seqlens_of(spec, q.device))
 
     def run(self, operands: Operands) -> Result:
         """The kernel; its statistics are the natural log-sum-exp."""
-        q, k, v = (x.transpose(1, 2) for x in operands.tensors())
+        packed = operands.lengths is not None
+        q, k, v = (x[0].transpose(0, 1) if packed else x.transpose(1, 2) for x in operands.tensors())
         out, lse = te_library.forward(operands.spec, q, k, v, operands.native, {})
-        return Result(out.transpose(1, 2), lse)
+        return Result(out.transpose(0, 1)[None] if packed else out.transpose(1, 2), lse)
 
 
 class TeBackward(CudnnBackward):
     """``fused_attn_bwd`` in 16 bits, after any forward that returns out and its log-sum-exp."""
 
     backend = "te"
+    packs = True
     left_open = False
     preference = 12
 
@@ -85,7 +92,13 @@ class TeBackward(CudnnBackward):
         """On the Q, K, V that the forward computed with."""
         spec, lse = saved.spec, saved.lse
         assert lse is not None
-        q, k, v, out, grad = (bshd(x) for x in (*saved.operands.tensors(), saved.out, grad_out))
+        tensors, lengths = (*saved.operands.tensors(), saved.out, grad_out), saved.operands.lengths
+        if lengths is not None:
+            q, k, v, out, grad = (tokens(x) for x in tensors)
+            found = te_library.backward(spec, q, k, v, out, grad, lse, lengths.starts, {})
+            dq, dk, dv = (x.transpose(0, 1)[None] for x in found)
+            return dq, dk, dv
+        q, k, v, out, grad = (bshd(x) for x in tensors)
         seqlens = seqlens_of(spec, grad_out.device)
         dq, dk, dv = te_library.backward(spec, q, k, v, out, grad, lse, seqlens, {})
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 _LAYOUT = "bshd_bshd_bshd"  # the one that both precisions have before cuDNN 9.21
+_PACKED_LAYOUT = "thd_thd_thd"  # 16 bits only
 _VECTOR = 16  # bytes that cuDNN reads at a time
 
 
@@ -134,29 +135,33 @@ def forward(
 ) -> tuple[Any, Tensor]:
     """Out (B, Sq, H, Dv) and the natural log-sum-exp (B, H, Sq); FP8 with quantizers for S and O, 16 bits without.
 
-    It runs as inference: without dropout that changes no number, and the head dimension is less limited.
+    Of packed tensors (T, H, D), in 16 bits, out is (T, H, Dv) and the log-sum-exp (1, H, T).  It runs as inference:
+    without dropout that changes no number, and the head dimension is less limited.
     """
     device = seqlens[0].device
     with _on(device):
         out, aux, *_ = library().forward(
             False, spec.seqlen_q, spec.seqlen_kv, *seqlens, q, k, v, gradient_dtype(spec), _implementation(quantizers),
-            rng_gen=_generator(device), **quantizers, **_common(spec),
+            rng_gen=_generator(device), **quantizers, **_common(spec, seqlens),
         )  # fmt: skip
-    return out, aux[0].squeeze(-1)
+    lse: Tensor = aux[0].squeeze(-1)
+    return out, lse if spec.lengths is None else lse.mT[None]
 
 
 def backward(
     spec: AttentionSpec, q: Any, k: Any, v: Any, out: Any, grad_out: Any, lse: Tensor, seqlens: tuple[Tensor, Tensor],
     quantizers: Mapping[str, Any],
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """dQ, dK, dV in (B, S, H, D); ``lse`` (B, H, Sq) may come from another forward, since nothing is dropped out."""
-    stats = lse.to(torch.float32).contiguous().unsqueeze(-1)
+    """dQ, dK, dV in (B, S, H, D), or (T, H, D); ``lse`` (B, H, Sq) may come from another forward, since nothing is
+    dropped out.
+    """
+    stats = (lse if spec.lengths is None else lse[0].mT).to(torch.float32).contiguous().unsqueeze(-1)
     random_state = torch.zeros(2, dtype=torch.int64, device=stats.device)
     with _on(stats.device):
         dq, dk, dv, *_ = library().backward(
             spec.seqlen_q, spec.seqlen_kv, *seqlens, q, k, v, out, grad_out, gradient_dtype(spec),
-            [stats, random_state], _implementation(quantizers), do_format="bshd", dqkv_layout=_LAYOUT, **quantizers,
-            **_common(spec),
+            [stats, random_state], _implementation(quantizers), **_formats(spec), **quantizers,
+            **_common(spec, seqlens),
         )  # fmt: skip
     return dq, dk, dv
 
@@ -185,13 +190,25 @@ def seqlens_of(spec: AttentionSpec, device: torch.device) -> tuple[Tensor, Tenso
     return q, k
 
 
-def _common(spec: AttentionSpec) -> dict[str, Any]:
+def _formats(spec: AttentionSpec) -> dict[str, str]:
+    """How the gradients lie."""
+    if spec.lengths is None:
+        return {"do_format": "bshd", "dqkv_layout": _LAYOUT}
+    return {"do_format": "thd", "dqkv_layout": _PACKED_LAYOUT}
+
+
+def _common(spec: AttentionSpec, seqlens: tuple[Tensor, Tensor]) -> dict[str, Any]:
     diagonal = diagonal_of(spec.mask)
+    layout: dict[str, Any] = {"qkv_layout": _LAYOUT, "o_format": "bshd"}
+    if spec.lengths is not None:  # of as many keys as queries, where alignments are one
+        mask = "padding_causal" if spec.mask.kind == "causal" else "padding"
+        diagonal = Diagonal(mask, diagonal.window, False)
+        places = dict(zip(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"), seqlens, strict=True))
+        layout = {"qkv_layout": _PACKED_LAYOUT, "o_format": "thd", **places}
     return {
         "attn_scale": spec.scale,
         "dropout": 0.0,
-        "qkv_layout": _LAYOUT,
-        "o_format": "bshd",
+        **layout,
         "attn_bias_type": "no_bias",
         "attn_mask_type": diagonal.mask,
         "window_size": diagonal.window,

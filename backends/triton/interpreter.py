@@ -14,6 +14,7 @@ from attnbench.kernels.capabilities import Device
 __all__ = ["alone", "interpreted", "misplaced"]
 
 _TURN = threading.RLock()
+_FREE: AbstractContextManager[None] = nullcontext()
 
 
 def interpreted() -> bool:
@@ -32,4 +33,4 @@ def misplaced(device: Device) -> list[str]:
 
 def alone(device: torch.device) -> AbstractContextManager[Any]:
     """Around launches: on a CPU one thread at a time, for the interpreter changes ``triton.language`` while it runs."""
-    return _TURN if device.type == "cpu" else nullcontext()
+    return _TURN if device.type == "cpu" else _FREE

@@ -5,7 +5,7 @@ If only the memory behind the tensors has changed, the compiled kernel is known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,9 +13,12 @@ import torch
 import triton
 from torch import Tensor
 
+from .blocks import Piece, tensor_of
+from .descriptors import Described, all_of
+from .direct import Start, starter
 from .interpreter import interpreted
 
-__all__ = ["KEPT", "Launch", "Launches", "addresses", "on"]
+__all__ = ["KEPT", "Launch", "Launches", "on"]
 
 KEPT = 1024  # of what is kept for calls that are alike: more come of shapes that no call repeats
 _INTERPRETED = interpreted()  # decided where kernels are defined
@@ -31,13 +34,22 @@ class Launch:
     first arguments may have other memory from call to call, but the same dtypes and integers.
     """
 
-    __slots__ = ("_start", "constants", "grid", "kernel", "options")
+    __slots__ = ("_again", "_start", "constants", "grid", "kernel", "options")
 
     def __init__(
         self, kernel: Any, grid: tuple[int, int, int], constants: tuple[Any, ...], options: Mapping[str, Any]
     ) -> None:
         self.kernel, self.grid, self.constants, self.options = kernel, grid, constants, dict(options)
         self._start: dict[int, Callable[..., None]] = {}
+        self._again: dict[int | None, Start] = {}
+
+    def again(self, device: int | None, addresses: int, first: tuple[Any, ...]) -> bool:
+        """Start it if it is known how without tensors: ``first`` has addresses for those, and for descriptors.
+
+        ``device`` is the current GPU's number.  Returns whether it was started; ``__call__`` starts it otherwise.
+        """
+        start = self._again.get(device)
+        return start is not None and not addresses % _ALIGNED and start(first)
 
     def __call__(self, first: tuple[Any, ...], addresses: int) -> None:
         """Start it on the current stream; ``addresses`` are its memory's, or-ed, without the descriptors', which are
@@ -54,6 +66,22 @@ class Launch:
         compiled = self.kernel[self.grid](*first, *self.constants, **self.options)
         if compiled is not None:  # as it is under the interpreter, which has nothing to keep
             self._start[device] = compiled[self.grid]
+            direct = starter(compiled, self.grid, first, self.constants)
+            if direct is not None:
+                self._again[device] = direct
+
+    def on(
+        self, device: torch.device, memory: Sequence[Tensor | Piece | None], described: Sequence[Described] = ()
+    ) -> None:
+        """Start it with these tensors, the first of which are read as ``described``."""
+        places = tuple([None if x is None else x.data_ptr() for x in memory])
+        begins = 0
+        for place in places:
+            begins |= place or 0
+        if not self.again(device.index, begins, places):
+            tensors: list[Any] = list(map(tensor_of, memory))
+            count = len(described)
+            self((*all_of(described, tensors[:count]), *tensors[count:]), begins)
 
 
 class Launches:
@@ -78,15 +106,6 @@ class Launches:
                 self._made.clear()
             launch = self._made[key] = Launch(self._kernel, grid, constants, options)
         return launch
-
-
-def addresses(memory: Iterable[Tensor | None]) -> int:
-    """Where the tensors begin, or-ed."""
-    found = 0
-    for each in memory:
-        if each is not None:
-            found |= each.data_ptr()
-    return found
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from attnbench.graph_pools import current_stream, recording
 from attnbench.problem.lengths import Lengths
 
-from .launching import Launches, addresses, on
+from .launching import Launches, on
 from .tile_rows import ROW, write_rows
 
 __all__ = ["Slots", "Tiled", "capacity", "one_sided", "sequences_of", "tile_map"]
@@ -118,5 +118,5 @@ def _made(lengths: Lengths, batch: int, tiled: Tiled, device: torch.device) -> T
     )  # fmt: skip
     dtypes = lengths.q is None, lengths.kv is None
     with on(device):
-        _TABLES((count, 1, 1), constants, dtypes, num_warps=4)(memory, addresses(memory))
+        _TABLES((count, 1, 1), constants, dtypes, num_warps=4).on(device, memory)
     return table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -11,6 +11,7 @@ from attnbench.choosing.choice import Choice
 from attnbench.dispatch.context import Wish
 from attnbench.kernels.contract import Inputs, Operands, Result
 from attnbench.kernels.execution import Execution
+from attnbench.problem.lengths import Lengths
 from attnbench.problem.spec import AttentionSpec
 
 from ..capture.file import input_bytes
@@ -27,7 +28,8 @@ class ObservedSpec:
     """One spec on one device.
 
     ``calls`` counts the forward passes that left the choice to attnbench; ``choices`` maps the terms of the calls to
-    what was chosen.  If there are none, ``named`` says which backend was named and where.
+    what was chosen.  If there are none, ``named`` says which backend was named and where.  ``lengths`` are copies of
+    those of the first call with sequences of unequal length: a spec knows their number, total and longest alone.
     """
 
     spec: AttentionSpec
@@ -35,6 +37,7 @@ class ObservedSpec:
     calls: int = 0
     choices: dict[Terms, Choice] = field(default_factory=dict)
     named: str = ""
+    lengths: Lengths | None = None
 
     @property
     def fp8(self) -> bool:
@@ -55,11 +58,22 @@ class _Counted(Execution):
 
     def answer(self, inputs: Inputs) -> tuple[Operands, Result]:
         self.asked.calls += 1  # threads may lose a count, which only affects an order
+        if inputs.lengths is not None and self.asked.lengths is None:
+            self.asked.lengths = _copied(inputs.lengths)
         return super().answer(inputs)
 
 
+def _copied(lengths: Lengths) -> Lengths | None:
+    """A copy on the device, which waits for nothing; None while a CUDA graph is captured, which would contain it."""
+    if any(x is not None and x.is_cuda for x in (lengths.q, lengths.kv)) and torch.cuda.is_current_stream_capturing():
+        return None
+    q = None if lengths.q is None else lengths.q.clone()
+    same = lengths.kv is lengths.q
+    return replace(lengths, q=q, kv=q if same else None if lengths.kv is None else lengths.kv.clone())
+
+
 class ObservedSpecs:
-    """A listener (``attnbench.dispatch.memory``) that keeps specs and no tensors."""
+    """A listener (``attnbench.dispatch.memory``) that keeps specs, and of tensors lengths alone."""
 
     def __init__(self) -> None:
         self._asked: dict[tuple[torch.device, AttentionSpec], ObservedSpec] = {}

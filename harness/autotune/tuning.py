@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 
 from attnbench.choosing.candidate import Candidate
 from attnbench.choosing.choice import Choice
@@ -26,8 +27,10 @@ from attnbench.tables.user_table import user_table_path
 
 from ..capture.file import input_bytes
 from ..cases.case import Case
+from ..cases.drawn_lengths import typical_lengths
 from ..measure.setup import DeviceSetup
 from ..results.records import Measurement
+from ..sequence_lengths import SequenceLengths
 from ..sweep.run import tasks_of
 from .observed_specs import ObservedSpec, Terms
 
@@ -99,10 +102,11 @@ def tuning_task(
     they are measured side by side.
     """
     spec, known = asked.spec, setup.registry
-    if spec.lengths is not None:
-        return "sequences of unequal length are not measured; a choice for them rests on sequences of one length"
+    lengths = _lengths(asked)
+    if isinstance(lengths, str):
+        return lengths
     try:
-        case = Case(str(spec), spec)
+        case = Case(str(spec), spec, lengths=lengths)
         tasks = tasks_of([case], known, setup.device, "fp8" if fp8 else spec.dtype, names)
     except MisuseError as error:  # FP8 tensors with descales, or no plan matches the names
         return str(error)
@@ -127,6 +131,21 @@ def tuning_task(
     if there.keys() >= every.keys():
         return "your table has it already; again=True measures it anew"
     return TuningTask(asked, case, [plan for plan in every if plan in heads or plan not in there], frozenset(heads))
+
+
+def _lengths(asked: ObservedSpec) -> SequenceLengths | str | None:
+    """The lengths of the first call, or without one typical ones; None for sequences of one length, or why there are
+    none.
+    """
+    if asked.spec.lengths is None:
+        return None
+    if asked.lengths is None:
+        typical = typical_lengths(asked.spec)
+        return typical or "the spec of padded rows does not say how long their sequences are; call attention with them"
+    try:
+        return SequenceLengths.read(asked.lengths, asked.spec)
+    except ValidationError:
+        return "its sequences are too many, or none of them has a query and a key"
 
 
 def chosen(asked: ObservedSpec, terms: Terms, known: Registry, table: Table | None = None) -> Choice:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,6 +31,7 @@ from attnbench.text.printable import printable
 
 from ..json_lines import validation_fault
 from ..record_fields import SpecField
+from ..sequence_lengths import SequenceLengths, check_lengths
 
 __all__ = [
     "LONGEST_CALL",
@@ -68,7 +68,8 @@ class CapturedCall(BaseModel):
     """One attention call: the module that made it, its number among the program's calls, and its spec.
 
     If only a part is kept, the first batch entries and the key heads ``kv_heads`` with their query heads, ``spec`` is
-    the spec of that part and ``whole`` that of the call.
+    the spec of that part and ``whole`` that of the call.  ``lengths`` are those of the sequences of a packed or padded
+    part.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -78,6 +79,7 @@ class CapturedCall(BaseModel):
     spec: SpecField
     whole: SpecField | None = None
     kv_heads: Annotated[list[_Count], Field(max_length=2**16)] | None = None
+    lengths: SequenceLengths | None = None
 
     @model_validator(mode="after")
     def _possible(self) -> CapturedCall:
@@ -87,6 +89,10 @@ class CapturedCall(BaseModel):
             raise ValueError(f"captured tensors are {', '.join(_STORED.values())}")
         if (self.whole is None) != (self.kv_heads is None):
             raise ValueError("whole and kv_heads belong together")
+        try:
+            check_lengths(self.spec, self.lengths)
+        except InputError as error:
+            raise ValueError(str(error)) from None
         return self
 
 
@@ -100,6 +106,11 @@ class CapturedIndex(BaseModel):
     seen: _Count
     unrecorded: Annotated[dict[Annotated[str, Field(max_length=500)], _Count], Field(max_length=1000)]
     calls: Annotated[list[CapturedCall], Field(min_length=1, max_length=MOST_CALLS)]
+
+    @property
+    def absent(self) -> dict[str, dict[int, set[str]]]:
+        """What is not written: a call without lengths is as it was before there were any."""
+        return {"calls": {number: {"lengths"} for number, call in enumerate(self.calls) if call.lengths is None}}
 
 
 @dataclass(frozen=True)
@@ -142,16 +153,20 @@ class CapturedFamily(str):
     def __reduce__(self) -> tuple[type[CapturedFamily], tuple[str, Path, str, int]]:
         return CapturedFamily, (str(self), self.path, self.digest, self.call)
 
-    def tensors(self, spec: AttentionSpec) -> dict[str, Tensor]:
-        """q, k, v and in training grad_out of the spec, converted to its dtype, on the CPU.
+    def tensors(self, spec: AttentionSpec, lengths: SequenceLengths | None = None) -> dict[str, Tensor]:
+        """q, k, v and in training grad_out of the spec and its lengths, converted to its dtype, on the CPU.
 
-        A training call also serves forward specs.  Raises InputError if the call has another spec, the file has
-        changed, or values are not finite in the spec's dtype; MalformedFileError if the file cannot be read.
+        A training call also serves forward specs.  Raises InputError if the call has another spec or other lengths, the
+        file has changed, or values are not finite in the spec's dtype; MalformedFileError if the file cannot be read.
         """
         file = read_captured(self.path)
         if file.digest != self.digest:
             raise InputError(f"{self.path} is no longer the file that {self} was made from")
-        if reason := _mismatch(file.calls[self.call].spec, spec):
+        call = file.calls[self.call]
+        reason = _mismatch(call.spec, spec)
+        if reason is None and call.lengths != lengths:
+            reason = "its sequences have other lengths"
+        if reason is not None:
             raise InputError(f"{self} is another question: {reason}")
         tensors = file.tensors(self.call)
         if not spec.training:
@@ -192,33 +207,40 @@ def captured_family(text: str, spec: AttentionSpec, folder: Path) -> CapturedFam
 
 def _mismatch(captured: AttentionSpec, spec: AttentionSpec) -> str | None:
     """Why tensors captured for one spec cannot serve the other, or None."""
-    ours, theirs = spec.to_dict(), captured.to_dict()
-    asked = [name for name in ours if name not in ("dtype", "direction", "return_lse", "descale")]
-    if differ := [name for name in asked if ours[name] != theirs[name]]:
+    names = (each.name for each in fields(AttentionSpec))
+    asked = [name for name in names if name not in ("dtype", "direction", "return_lse", "descale")]
+    if differ := [name for name in asked if getattr(captured, name) != getattr(spec, name)]:
         return ", ".join(f"{name} is {getattr(captured, name)}, not {getattr(spec, name)}" for name in differ)
     if spec.training and not captured.training:
         return "training needs the output's gradient, and none was captured (no backward ran)"
     return None
 
 
-def tensor_shapes(spec: AttentionSpec) -> dict[str, tuple[int, ...]]:
-    """The shapes of q, k, v and in training grad_out."""
-    queries, keys = (spec.batch, spec.heads, spec.seqlen_q), (spec.batch, spec.kv_heads, spec.seqlen_kv)
-    shapes: dict[str, tuple[int, ...]]
-    shapes = {"q": (*queries, spec.head_dim), "k": (*keys, spec.head_dim), "v": (*keys, spec.head_dim_v)}
-    return shapes | {"grad_out": (*queries, spec.head_dim_v)} if spec.training else shapes
+def tensor_shapes(spec: AttentionSpec, lengths: SequenceLengths | None = None) -> dict[str, tuple[int, ...]]:
+    """The shapes of q, k, v and in training grad_out; of a packed batch (1, H, T, D)."""
+    sides = ((spec.batch, spec.seqlen_q), (spec.batch, spec.seqlen_kv)) if lengths is None else lengths.shapes(spec)
+    (batch, queries), (_, keys) = sides
+    shapes: dict[str, tuple[int, ...]] = {
+        "q": (batch, spec.heads, queries, spec.head_dim),
+        "k": (batch, spec.kv_heads, keys, spec.head_dim),
+        "v": (batch, spec.kv_heads, keys, spec.head_dim_v),
+    }
+    return shapes | {"grad_out": (batch, spec.heads, queries, spec.head_dim_v)} if spec.training else shapes
 
 
 def input_bytes(spec: AttentionSpec) -> int:
     """The bytes of q, k, v and, in training, of the output's gradient."""
-    return sum(math.prod(shape) for shape in tensor_shapes(spec).values()) * TO_TORCH[spec.dtype].itemsize
+    queries, keys = spec.tokens
+    of_queries = spec.head_dim + (spec.head_dim_v if spec.training else 0)
+    elements = spec.heads * queries * of_queries + spec.kv_heads * keys * (spec.head_dim + spec.head_dim_v)
+    return elements * TO_TORCH[spec.dtype].itemsize
 
 
 def write_captured(path: Path, index: CapturedIndex, tensors: list[Mapping[str, Tensor]]) -> None:
     """Write the calls of an index and their tensors, contiguous and on the CPU.  Raises OSError."""
     named = {f"{call}.{name}": values for call, each in enumerate(tensors) for name, values in each.items()}
     try:
-        save_file(named, path, {_METADATA: index.model_dump_json(by_alias=True)})
+        save_file(named, path, {_METADATA: index.model_dump_json(by_alias=True, exclude=index.absent)})
     except SafetensorError as error:  # how a full disk arrives
         raise OSError(None, str(error)) from error
 
@@ -260,7 +282,7 @@ def _read(path: Path, size: int, changed: int) -> CapturedFile:
     expected = {
         f"{number}.{name}": (call.spec.dtype, shape)
         for number, call in enumerate(index.calls)
-        for name, shape in tensor_shapes(call.spec).items()
+        for name, shape in tensor_shapes(call.spec, call.lengths).items()
     }
     for name in sorted(expected.keys() | stored.keys()):
         if stored.get(name) != expected.get(name):

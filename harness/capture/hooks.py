@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -30,6 +31,8 @@ from attnbench.problem.exact import exact_out
 from attnbench.problem.mask import Mask
 from attnbench.problem.mask_of_tensor import mask_of_tensor
 from attnbench.problem.spec import AttentionSpec
+
+from ..sequence_lengths import SequenceLengths
 
 __all__ = ["Call", "UnrecordableError", "watch_calls"]
 
@@ -50,6 +53,7 @@ class Call:
     """One attention call after it ran: q (B, H, Sq, D), k (B, Hkv, Skv, D), v (B, Hkv, Skv, Dv) and its spec.
 
     ``out`` is the program's result, perhaps with other axes; ``arranged`` brings it or its gradient to (B, H, Sq, Dv).
+    ``lengths`` are those of packed sequences, whose B is 1, or of padded ones.
     ``module`` is the path of the module that made the call, empty outside of modules.
     """
 
@@ -60,6 +64,7 @@ class Call:
     out: Tensor
     arranged: Callable[[Tensor], Tensor]
     module: str
+    lengths: SequenceLengths | None = None
 
 
 @contextmanager
@@ -263,14 +268,24 @@ def _recording_execution(watch: _Watch) -> Callable[..., tuple[Tensor, Tensor | 
             return original(self, inputs)
         if inputs.quantised() is not None:
             return counted(self, inputs)
-        q, k, v = inputs.unquantised()
         # Compiled kernels stay compiled: some cannot run otherwise.
         with watch.within(), torch.compiler.set_stance("default"):
             out, lse = original(self, inputs)
-        watch.note(lambda: Call(self.spec.replace(return_lse=False), q, k, v, out, lambda x: x, watch.path))
+        watch.note(lambda: _execution_call(watch, self.spec, inputs, out))
         return out, lse
 
     return execute
+
+
+def _execution_call(watch: _Watch, spec: AttentionSpec, inputs: Inputs, out: Tensor) -> Call:
+    q, k, v = inputs.unquantised()
+    lengths = None
+    if inputs.lengths is not None:
+        try:
+            lengths = SequenceLengths.read(inputs.lengths, spec)
+        except ValidationError as error:
+            raise UnrecordableError("sequences that are too many, or of which none has a query and a key") from error
+    return Call(spec.replace(return_lse=False), q, k, v, out, lambda x: x, watch.path, lengths)
 
 
 def _recording_eager(watch: _Watch, original: Callable[..., Any]) -> Callable[..., Any]:

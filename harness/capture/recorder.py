@@ -44,7 +44,10 @@ class _Recording:
 
 @dataclass(frozen=True)
 class _Part:
-    """The kept part of a call: all of it, or its first batch entries and some key heads with their query heads."""
+    """The kept part of a call: all of it, or its first batch entries and some key heads with their query heads.
+
+    Of sequences with lengths of their own all are kept.
+    """
 
     whole: AttentionSpec
     spec: AttentionSpec
@@ -118,6 +121,7 @@ class Recorder:
                 spec=part.spec,
                 whole=call.spec if part.kv_heads is not None else None,
                 kv_heads=part.kv_heads,
+                lengths=call.lengths,
             )
         )
         gone = self._kept.offer(new, kind=_kind(part.spec), source=name, size=input_bytes(part.spec))
@@ -158,11 +162,13 @@ class Recorder:
         budget, size = self._kept.max_bytes, input_bytes(spec)
         if size <= budget:
             return _Part(spec, spec)
-        unit = size // (spec.batch * spec.kv_heads)
+        entries = spec.batch if spec.lengths is None else 1  # sequences with lengths stay together
+        unit = size // (entries * spec.kv_heads)
         if unit > budget:
             raise UnrecordableError("a call of which one key head of one batch entry is larger than the budget")
         units = max(1, budget // _CUT // unit)
-        batch, kv_heads = max(1, min(spec.batch, units // spec.kv_heads)), min(units, spec.kv_heads)
+        kv_heads = min(units, spec.kv_heads)
+        batch = spec.batch if spec.lengths is not None else max(1, min(spec.batch, units // spec.kv_heads))
         heads = [spec.kv_heads * place // kv_heads for place in range(kv_heads)]
         return _Part(spec, spec.replace(batch=batch, heads=kv_heads * spec.group, kv_heads=kv_heads), heads)
 
@@ -232,7 +238,9 @@ def capture(path: str | Path, *, max_bytes: int = MAX_BYTES, most: int = MOST) -
 def _kind(spec: AttentionSpec) -> str:
     """The key of calls that differ only in batch, or by a factor below two in length."""
     lengths = {"seqlen_q": 2 ** spec.seqlen_q.bit_length(), "seqlen_kv": 2 ** spec.seqlen_kv.bit_length()}
-    return f"{spec.heads} {spec.kv_heads} {spec.head_dim} {spec.head_dim_v} {spec.mask.kind} {lengths} {spec.direction}"
+    own = "" if spec.lengths is None else f" {spec.lengths.batch}"
+    sizes = f"{spec.heads} {spec.kv_heads} {spec.head_dim} {spec.head_dim_v}"
+    return f"{sizes} {spec.mask.kind} {lengths} {spec.direction}{own}"
 
 
 def _count(reasons: Counter[str], error: Exception) -> None:

@@ -12,7 +12,8 @@ entry for all combinations::
       direction: [forward, training]
       families: [normal, outlier]
 
-batch, heads, seqlen_q and head_dim are required.  kv_heads, seqlen_kv, head_dim_v, scale and softcap default as in
+batch, heads, seqlen_q and head_dim are required, or ``lengths`` instead of batch and seqlen_q
+(attnbench.harness.cases.lengths_entry).  kv_heads, seqlen_kv, head_dim_v, scale and softcap default as in
 AttentionSpec.make.  ``mask`` is none, causal, causal/bottom-right, or a mapping of left, right and alignment.
 ``families`` is the only list that is not multiplied out; ``captured:acts.safetensors`` in it is the first captured call
 with the spec of the case, ``captured:acts.safetensors#3`` is call 3; paths are relative to the YAML file.  ``name`` is
@@ -34,15 +35,18 @@ from attnbench.problem.spec import AttentionSpec
 
 from ..capture.file import PREFIX, captured_family, read_captured
 from ..yaml_file import describe_node, entries, fault, items, read_yaml, scalar
-from .case import LONGEST_NAME, Case, tensor_dtype
+from .case import LONGEST_NAME, Case, case_name, tensor_dtype
 from .inputs import DEFAULT_FAMILIES
+from .lengths_entry import read_lengths
 
 __all__ = ["read_captured_cases", "read_cases"]
 
 _MOST_CASES = 10_000
 _REQUIRED = ("batch", "heads", "seqlen_q", "head_dim")
+_OF_LENGTHS = ("batch", "seqlen_q", "seqlen_kv")  # what lengths say
 _KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys((*_REQUIRED, "kv_heads", "seqlen_kv", "head_dim_v"), (int,)),
+    "lengths": (),  # mappings
     **dict.fromkeys(("scale", "softcap"), (int, float)),
     **dict.fromkeys(("direction", "name", "families"), (str,)),
     "mask": (str, type(None)),  # or a mapping; YAML reads a bare `none` as text and `null` as None
@@ -79,7 +83,8 @@ def read_captured_cases(path: Path, dtype: str) -> list[Case]:
         spec = call.spec.replace(dtype=tensors)
         origin = "" if call.spec.dtype == tensors else f" from {call.spec.dtype}"
         identity = f" #{number} {spec}{origin}"
-        cases.append(Case(call.name[: LONGEST_NAME - len(identity)] + identity, spec, (file.family(number), "normal")))
+        name = call.name[: LONGEST_NAME - len(identity)] + identity
+        cases.append(Case(name, spec, (file.family(number), "normal"), call.lengths))
     return cases
 
 
@@ -118,18 +123,26 @@ class _Reader:
                 raise self._fault(key, f"expected one of {', '.join(_KINDS)}, not {describe_node(key)}{said}")
             if not (nodes := items(value)):
                 raise self._fault(value, f"expected at least one value for {name}")
-            options[name] = [self._value(name, node) for node in nodes]
-        if missing := [name for name in _REQUIRED if name not in options]:
+            if name == "lengths":
+                options[name] = [each for node in nodes for each in read_lengths(self._path, node)]
+            else:
+                options[name] = [self._value(name, node) for node in nodes]
+        unequal = "lengths" in options
+        if unequal and (given := [name for name in _OF_LENGTHS if name in options]):
+            raise self._fault(entry, f"expected lengths or {', '.join(given)} in this entry, not both")
+        required = [name for name in _REQUIRED if not (unequal and name in _OF_LENGTHS)]
+        if missing := [name for name in required if name not in options]:
             raise self._fault(entry, f"expected {', '.join(missing)} in this entry")
         families = tuple(options.pop("families", DEFAULT_FAMILIES))
         several = any(len(values) > 1 for values in options.values())
         for chosen in itertools.product(*options.values()):
             facts = dict(zip(options, chosen, strict=True))
-            prefix = facts.pop("name", None)
+            prefix, lengths = facts.pop("name", None), facts.pop("lengths", None)
             try:
-                spec = AttentionSpec.make(**facts, dtype=self._tensors)
-                name = str(spec) if prefix is None else f"{prefix} {spec}" if several else prefix
-                yield Case(name, spec, tuple(self._family(family, spec) for family in families))
+                spec = AttentionSpec.make(**facts, **(lengths.sizes() if lengths else {}), dtype=self._tensors)
+                own = case_name(spec, lengths)
+                name = own if prefix is None else f"{prefix} {own}" if several else prefix
+                yield Case(name, spec, tuple(self._family(family, spec) for family in families), lengths)
             except InputError as error:
                 raise self._fault(entry, f"expected a possible case: {error}") from error
 

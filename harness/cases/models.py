@@ -16,7 +16,9 @@ from attnbench.errors import InputError
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
+from ..sequence_lengths import Draw, SequenceLengths
 from .case import Case
+from .drawn_lengths import draw_lengths
 
 __all__ = ["ModelAttention", "drawn_cases", "published_models"]
 
@@ -25,6 +27,8 @@ _MOST_TOKENS = 131072  # batch x queries; more only repeats what a GPU does
 # Of a forward pass: about 0.03 s on an H200, whose exact results in FP64 take 100 times as long; less on a laptop.
 _MOST_FLOPS = {"cuda": 2e13, "cpu": 2e9}
 _TENSOR_PARALLEL = (1, 2, 4, 8)
+_PACKED = 0.2  # of the causal layers: documents to train on, prompts to prefill
+_DOCUMENTS = 4  # documents whose mean is this part of the length, which the longest of them have
 _TRIES = 1000
 
 
@@ -83,11 +87,12 @@ def published_models() -> tuple[ModelAttention, ...]:
     return tuple(ModelAttention.of(entry) for entry in yaml.safe_load(text))
 
 
-def drawn_cases(count: int, seed: int, device_type: str) -> list[Case]:
+def drawn_cases(count: int, seed: int, device_type: str, packed: bool = False) -> list[Case]:
     """``count`` different shapes of bf16 tensors; the first ones are the same whatever the count.
 
-    Shapes of more operations in the forward pass than the type of device (cuda, cpu) does at once are drawn again.
-    Raises InputError for a count that is not positive, or where too few different shapes are found.
+    With ``packed``, a fifth of the causal ones becomes as many tokens of packed sequences.  Shapes of more operations
+    in the forward pass than the type of device (cuda, cpu) does at once are drawn again.  Raises InputError for a count
+    that is not positive, or where too few different shapes are found.
     """
     if count < 1:
         raise InputError(f"expected a positive number of shapes, not {count}")
@@ -98,8 +103,25 @@ def drawn_cases(count: int, seed: int, device_type: str) -> list[Case]:
         if spec.replace(direction="forward").flops <= _MOST_FLOPS[device_type]:
             found.setdefault(spec, model.name)
         if len(found) == count:
-            return [Case(f"{name}: {spec}", spec) for spec, name in found.items()]
+            cases = [Case(f"{name}: {spec}", spec) for spec, name in found.items()]
+            return _some_packed(cases, seed) if packed else cases
     raise InputError(f"only {len(found)} different shapes were drawn, of {count}")
+
+
+def _some_packed(cases: list[Case], seed: int) -> list[Case]:
+    """The cases, some of the causal ones packed; each is as likely whatever the others are."""
+    random, found = Random(f"packed sequences {seed}"), dict[AttentionSpec, Case]()
+    for case in cases:
+        spec, chosen = case.spec, random.random() < _PACKED
+        mean = spec.seqlen_q / _DOCUMENTS
+        if chosen and spec.mask.right == 0 and mean >= 1:
+            total = spec.batch * spec.seqlen_q
+            draw = Draw(distribution="lognormal", total=total, longest=spec.seqlen_q, mean=mean, seed=seed)
+            lengths = SequenceLengths(layout="packed", q=draw_lengths(draw), drawn=draw)
+            spec = spec.replace(**lengths.sizes())
+            case = Case(f"{case.name.partition(': ')[0]}: {spec}, {lengths}", spec, case.families, lengths)
+        found.setdefault(spec, case)
+    return list(found.values())
 
 
 def _mask(given: str | Mapping[str, int]) -> Mask:

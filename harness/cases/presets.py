@@ -9,9 +9,10 @@ from attnbench.errors import InputError
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec, Direction
 
-from .case import Case, tensor_dtype
+from .case import Case, case_name, tensor_dtype
 from .inputs import DEFAULT_FAMILIES
 from .spread import spread_specs
+from .unequal_presets import Shape, packed_on_cpu, packed_on_gpu, padded_on_cpu, padded_on_gpu
 
 __all__ = ["PRESETS", "Preset", "preset_cases"]
 
@@ -32,8 +33,12 @@ def preset_cases(name: str, dtype: str, device_type: str) -> list[Case]:
         raise InputError(f"presets are {', '.join(PRESETS)}, not {name!r}")
     tensors = tensor_dtype(dtype)
     preset = PRESETS[name]
-    specs = (preset.on_gpu if device_type == "cuda" else preset.on_cpu)()
-    return [Case(str(spec), spec, preset.families) for spec in (each.replace(dtype=tensors) for each in specs)]
+    cases = []
+    for shape in (preset.on_gpu if device_type == "cuda" else preset.on_cpu)():
+        spec, lengths = shape if isinstance(shape, tuple) else (shape, None)
+        spec = spec.replace(dtype=tensors)
+        cases.append(Case(case_name(spec, lengths), spec, preset.families, lengths))
+    return cases
 
 
 def _full(
@@ -156,10 +161,10 @@ def _long_cpu() -> Iterator[AttentionSpec]:
 
 
 class Preset(NamedTuple):
-    """A named sweep: its specs on either type of device, and the input families for its errors."""
+    """A named sweep: its specs, some with lengths, on either type of device, and the input families for its errors."""
 
-    on_gpu: Callable[[], Iterable[AttentionSpec]]
-    on_cpu: Callable[[], Iterable[AttentionSpec]]
+    on_gpu: Callable[[], Iterable[AttentionSpec | Shape]]
+    on_cpu: Callable[[], Iterable[AttentionSpec | Shape]]
     families: tuple[str, ...] = DEFAULT_FAMILIES
 
 
@@ -169,5 +174,7 @@ PRESETS = {
     "training": Preset(lambda: _broad("training"), lambda: _broad_cpu("training")),
     # Only V with a mean exposes a short accumulator, whose error is small until there are many keys.
     "long": Preset(_long_gpu, _long_cpu, (*DEFAULT_FAMILIES, "biased-v")),
+    "packed": Preset(packed_on_gpu, packed_on_cpu),
+    "padded": Preset(padded_on_gpu, padded_on_cpu),
     "table": Preset(lambda: spread_specs(80, "cuda"), lambda: spread_specs(16, "cpu")),
 }

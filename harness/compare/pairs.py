@@ -85,6 +85,8 @@ def baselines(pairs: Iterable[Pair], plans: Sequence[Plan]) -> dict[str, tuple[M
 
 def unlike_questions(before: Measurement, after: Measurement) -> list[str]:
     """Why no ratio of the two means anything, not even one to a baseline."""
+    if before.spec == after.spec and before.lengths != after.lengths:
+        return ["the sequences of the case have other lengths"]
     if before.spec == after.spec:
         return []
     return [f"the case was {before.spec}, is {after.spec}"]

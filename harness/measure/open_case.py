@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from attnbench.problem.fp8 import Quantised
 
 from ..cases.case import Case
 from ..cases.inputs import Drawn, draw
-from .accuracy import Floor, Truth
+from .truth import Floor, Truth
 
 __all__ = ["OpenCase"]
 
@@ -29,18 +31,18 @@ class OpenCase:
         first = self.inputs(case.families[0])
         grad_out = None if first.grad_out is None else first.grad_out.clone()
         self._floors: dict[str, tuple[str, list[Tensor] | None, Floor | None]] = {}
-        self.buffers = Drawn(first.q.clone(), first.k.clone(), first.v.clone(), grad_out, first.drawn_on)
+        self.buffers = replace(first, q=first.q.clone(), k=first.k.clone(), v=first.v.clone(), grad_out=grad_out)
 
     def inputs(self, family: str) -> Drawn:
         """The inputs of a family, drawn when they are first needed."""
         if family not in self._inputs:
-            self._inputs[family] = draw(self.case.spec, family, self.device)
+            self._inputs[family] = draw(self.case.spec, family, self.device, self.case.lengths)
         return self._inputs[family]
 
     def truth(self, family: str) -> Truth:
         """The truth of a family, computed when it is first needed."""
         if family not in self._truths:
-            self._truths[family] = Truth.of(self.case.spec, self.inputs(family), self.registry)
+            self._truths[family] = Truth.of(self.case.spec, self.inputs(family), self.registry, flops=self.case.flops)
         return self._truths[family]
 
     def exact_on(self, family: str, forward: str, operands: Operands) -> Floor | None:

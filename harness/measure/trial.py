@@ -147,7 +147,7 @@ class Trial:
         given = inputs.qkv
         with torch.no_grad():
             # Copies: the buffers are written between visits, and prepare may return its own inputs.
-            operands = forward.prepare(Inputs.of(x.clone() for x in given.unquantised()), spec)
+            operands = forward.prepare(Inputs.of((x.clone() for x in given.unquantised()), given.lengths), spec)
             steps: dict[Cost, Callable[[], object]] = {
                 "kernel": partial(forward.run, operands),
                 "prepared": lambda: forward.run(forward.prepare(given, spec)),
@@ -207,7 +207,7 @@ class Trial:
     def _leak(self, before: Tensor, again: Tensor) -> float | None:
         """How far the visible rows changed when what the mask hides from them changed."""
         case = self.case
-        probe = LeakProbe.of(case.case.spec)
+        probe = LeakProbe.of(case.case.spec, case.buffers)
         if probe is None:
             return None
         probe.change(case.buffers.q, case.buffers.k, case.buffers.v)
@@ -272,7 +272,7 @@ def _unseen(side: Side, kernel: ForwardKernel | BackwardKernel, run: Callable[[]
 def _forward_of(execution: Execution, case: OpenCase) -> Callable[[], Tensor]:
     inputs = case.buffers.qkv
     if execution.spec.training:
-        inputs = Inputs.of(x.detach().requires_grad_() for x in inputs.unquantised())
+        inputs = Inputs.of((x.detach().requires_grad_() for x in inputs.unquantised()), inputs.lengths)
     return lambda: execution(inputs)[0]
 
 
@@ -287,6 +287,6 @@ def _call_of(execution: Execution, case: OpenCase) -> Callable[[], object]:
     def call() -> object:
         with torch.enable_grad():
             # Not .backward(): that would add to .grad, an extra cost from the second call on.
-            return torch.autograd.grad(execution(Inputs.of(leaves))[0], leaves, grad_out)
+            return torch.autograd.grad(execution(Inputs.of(leaves, inputs.lengths))[0], leaves, grad_out)
 
     return call

@@ -24,7 +24,8 @@ MEANINGS: dict[Flag, str] = {
         "highest of the sweep"
     ),
     "leak": (
-        "what the mask hides changes outputs, later tokens earlier ones, as a scale taken over the whole sequence does"
+        "what the mask hides changes outputs, later tokens earlier ones, or one sequence another, as a scale over all "
+        "of them does"
     ),
     "not deterministic": "two runs on the same inputs differed in some bit",
     "host-bound": "the host took as long to launch the call as the call lasted: kernels waited for it",

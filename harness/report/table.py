@@ -41,7 +41,7 @@ def case_table(
     columns: dict[str, list[str]] = {cost: _times(measured, cost) for cost in _costs(training, style)}
     columns |= {
         PRECISION: [spread(row) for row in measured],
-        "TFLOPS": ["" if row.emulated else number(row.spec.flops / row.median_ms() / 1e9) for row in measured],
+        "TFLOPS": ["" if row.emulated else number(row.flops / row.median_ms() / 1e9) for row in measured],
         "peak": ["" if each.peak_share is None else f"{each.peak_share:.0%}" for each in costs],
     }
     marks = [" *" if row in marked else " !" if row.status == "inaccurate" else "" for row in measured]

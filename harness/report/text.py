@@ -9,6 +9,7 @@ from attnbench.kernels.plan import backend_of, precision_of
 
 from ..formatting import WIDTH, Style, heading, prose, shown
 from ..results.records import Measurement, Status
+from .alternatives import alternatives, key_of
 from .flags import FLAGS, MEANINGS, Flag, flags, highest_clock
 from .sentences import answer_of, by_call, fastest, sentences
 from .table import PRECISION, case_table, in_markdown, ruled, spread
@@ -40,13 +41,14 @@ def report(rows: Sequence[Measurement], style: Style) -> str:
     """
     parts = []
     seen: set[Flag] = set()
-    highest = highest_clock(rows)
+    highest, beside = highest_clock(rows), alternatives(rows)
     for case, group in _by_case(rows).items():
         measured = by_call(group)
         if measured:
             own = [flags(row, highest) for row in measured]
             seen.update(*own)
-            said = [shown(sentence, style) for sentence in sentences(group)]
+            others = beside.get(key_of(group[0]))
+            said = [shown(sentence, style) for sentence in (*sentences(group), *([others] if others else []))]
             table = case_table(measured, fastest(measured), own, style)
             parts += [heading(shown(case, style), style), table, prose(said, style)]
     parts.append(_passed_over(rows, style))

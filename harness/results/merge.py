@@ -197,6 +197,11 @@ def _united(parts: Sequence[Part]) -> list[Measurement]:
                     f"the case {row.case!r} is {named.spec} in {elsewhere}, but {row.spec} in {where}; "
                     "these are parts of different sweeps"
                 )
+            if row.lengths != named.lengths:
+                raise MisuseError(
+                    f"the sequences of the case {row.case!r} have other lengths in {elsewhere} than in {where}; these "
+                    "are parts of different sweeps"
+                )
             if row.measured:
                 judged, there = families.setdefault(row.case, (row.error.keys(), where))
                 if row.error.keys() != judged:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from attnbench.errors import AttnbenchWarning
+from attnbench.errors import AttnbenchWarning, InputError
 from attnbench.kernels.plan import Plan
 from attnbench.tables.entry import LONGEST_MS, SHORTEST_MS, STATUSES, Status
 from attnbench.text.printable import brief
@@ -25,6 +25,7 @@ from ..measure.timing import Cost
 from ..measure.trace import LONGEST_NAME as LONGEST_KERNEL
 from ..measure.trace import MOST_NAMES
 from ..record_fields import EnvironmentField, PlanField, SpecField, UtcTime
+from ..sequence_lengths import SequenceLengths, check_lengths
 from .shards import Shard
 
 __all__ = [
@@ -98,7 +99,7 @@ class Performance(BaseModel):
     ``time_ms`` holds the raw samples of each cost (attnbench.harness.measure.timing), ``timer`` says what a sample is.
     ``memory_bytes`` is the peak of device memory during one call beyond what was allocated before, None on a CPU;
     ``retained_bytes`` stay allocated while the result of a forward is held.  ``peak_share`` is the share of the
-    device's peak that the kernels reached (attnbench.harness.measure.peaks), None for an unknown device.
+    device's peak that the kernels reached (attnbench.harness.results.peaks), None for an unknown device.
 
     ``visits`` counts the samples of each visit of each cost, in the order of ``time_ms``: plans are visited in turns,
     and samples of one visit are more alike than those of two.  ``host_ms`` is the host's part of each sample of the
@@ -134,6 +135,9 @@ class Measurement(BaseModel):
     (``slower``) has no ``correctness``, and as ``performance`` the times of a first look, or those of its passes in
     other plans.  Any other row has neither.  Every status but ``ok`` has a ``reason``.
 
+    ``lengths`` are those of the sequences of a packed or padded case, or of one that such a case is compared with; rows
+    of other cases have no such entry.
+
     ``check`` names the check that made the plan inaccurate or wrong (attnbench.harness.measure.verdict), ``ran`` the
     kernels that the profiler saw in each pass.  ``emulated``: other arithmetic replaced a kernel of the plan here, so
     its times are not compared with other plans'.
@@ -144,6 +148,7 @@ class Measurement(BaseModel):
     schema_: Annotated[Literal["attnbench.measurement/2"], Field(alias="schema")] = "attnbench.measurement/2"
     case: Annotated[str, Field(min_length=1, max_length=LONGEST_CASE)]
     spec: SpecField
+    lengths: SequenceLengths | None = None
     plan: PlanField
     status: Status
     reason: Annotated[str, Field(min_length=1, max_length=LONGEST_REASON)] | None = None
@@ -182,6 +187,11 @@ class Measurement(BaseModel):
         """The raw samples of each cost; empty for a row without times."""
         return {} if self.performance_ is None else self.performance_.time_ms
 
+    @property
+    def flops(self) -> float:
+        """The operations of exact attention over the pairs that the case's sequences see."""
+        return self.spec.flops if self.lengths is None else self.lengths.flops(self.spec)
+
     def median_ms(self, cost: Cost = "call") -> float:
         """The median of a cost's samples.  Raises KeyError if the cost was not measured."""
         return median(self.time_ms[cost])
@@ -204,15 +214,24 @@ class Measurement(BaseModel):
                 raise ValueError(f"the status {self.status} {'needs' if needed else 'must not carry'} {name}")
         if self.measured and "call" not in self.time_ms:
             raise ValueError("time_ms needs the cost call")
+        try:
+            check_lengths(self.spec, self.lengths)
+        except InputError as error:
+            raise ValueError(str(error)) from None
         return self
 
     def to_line(self) -> str:
         """One line of JSON, without its end."""
-        return self.model_dump_json(by_alias=True)
+        return self.model_dump_json(by_alias=True, exclude=self._absent)
 
     def to_dict(self) -> dict[str, Any]:
         """The record in plain JSON types."""
-        return self.model_dump(mode="json", by_alias=True)
+        return self.model_dump(mode="json", by_alias=True, exclude=self._absent)
+
+    @property
+    def _absent(self) -> set[str]:
+        """Without lengths a row is written as it was before there were any."""
+        return {"lengths"} if self.lengths is None else set()
 
 
 def _nest(flat: dict[str, Any]) -> dict[str, Any]:

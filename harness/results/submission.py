@@ -14,9 +14,9 @@ from attnbench.kernels.registry import Registry
 from attnbench.tables.environment import Environment
 from attnbench.tables.table import Entry, Table
 
-from ..measure.peaks import PEAK_TFLOPS, least_ms, peak_share
 from ..measure.timing import Cost
 from .condense import condense, join_sweeps
+from .peaks import PEAK_TFLOPS, least_ms, peak_share
 from .privacy import private_part
 from .records import Measurement
 from .visits import visit_medians
@@ -143,7 +143,7 @@ def _environment_faults(table: Table, names: Collection[str]) -> Iterator[str]:
     if here.device_name not in PEAK_TFLOPS:
         yield (
             f"the peak of {here.device_name} is not known, so no time can be held against it; add the datasheet's "
-            "figures to harness/measure/peaks.py"
+            "figures to harness/results/peaks.py"
         )
     if missing := [name for name in _NEEDED if getattr(here, name) is None]:
         yield f"the environment does not say {', '.join(missing)}; measure where nvidia-ml-py reaches the driver"
@@ -214,7 +214,7 @@ def _row_faults(rows: Sequence[Measurement], left_out: int) -> Iterator[str]:
         name = f"{row.spec}, {row.plan}"
         if row.emulated:
             yield f"{name}: {_EMULATED}"
-        share = peak_share(row.plan, row.spec, row.performance.time_ms, row.environment.device_name)
+        share = peak_share(row.plan, row.spec, row.performance.time_ms, row.environment.device_name, row.flops)
         if share is not None and share > 1:
             yield f"{name}: its kernels reach {share:.0%} of the device's peak"
         own = sum(median(row.time_ms[cost]) for cost in _PASSES if cost in row.time_ms)

@@ -15,10 +15,10 @@ from ..cases.case import Case
 from ..measure.accuracy import Judgements, TensorName
 from ..measure.clocks import Conditions
 from ..measure.findings import Findings, Opened, Prepared, Side
-from ..measure.peaks import peak_share
 from ..measure.setup import DeviceSetup
 from ..measure.timing import LATE_MS
 from ..measure.verdict import judge
+from ..results.peaks import peak_share
 from ..results.records import LONGEST_REASON, Correctness, Measurement, Performance, Status
 from .interleave import Samples
 
@@ -41,6 +41,7 @@ def unmeasured_row(
     return Measurement(
         case=case.name,
         spec=case.spec,
+        lengths=case.lengths,
         plan=plan,
         status=status,
         reason="; ".join(reasons)[:LONGEST_REASON],
@@ -77,7 +78,7 @@ def measured_row(
     setup: DeviceSetup,
 ) -> Measurement:
     """The row of a plan that was timed and judged.  A time above the device's peak gives an ``error`` row."""
-    share = peak_share(plan, case.spec, samples.time_ms, setup.environment.device_name)
+    share = peak_share(plan, case.spec, samples.time_ms, setup.environment.device_name, case.flops)
     if share is not None and share > 1:
         said = f"{share:.0%} of the device's peak: the time or the count of operations is wrong"
         return unmeasured_row(case, plan, "error", [said], setup, prepared.ran, "peak")
@@ -87,6 +88,7 @@ def measured_row(
     return Measurement(
         case=case.name,
         spec=case.spec,
+        lengths=case.lengths,
         plan=plan,
         status=verdict.status,
         reason=verdict.reason,

@@ -168,6 +168,10 @@ def _named(name: str, spec: AttentionSpec, registry: Registry, listed: list[Plan
 def _check_resumable(task: Task, row: Measurement, setup: DeviceSetup) -> None:
     if row.spec != task.case.spec:
         raise MisuseError(f"the results to resume hold a case {row.case!r} of another spec; use another folder (--out)")
+    if row.lengths != task.case.lengths:
+        raise MisuseError(
+            f"the results to resume hold a case {row.case!r} of sequences of other lengths; use another folder (--out)"
+        )
     if row.measured and row.error.keys() != set(task.case.families):
         raise MisuseError(
             f"the results to resume took the errors of {row.case!r} on {', '.join(row.error)}, "

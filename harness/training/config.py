@@ -20,6 +20,7 @@ __all__ = [
     "Block",
     "Linears",
     "Optimiser",
+    "Packing",
     "Parallel",
     "Policy",
     "TrainConfig",
@@ -30,6 +31,7 @@ Policy = Literal["bf16", "autocast", "fp32-and-bf16", "fsdp-mixed", "fp32"]
 Optimiser = Literal["adamw", "adamw-fp8", "sgd"]
 Parallel = Literal["none", "ddp", "fsdp2"]
 Block = Literal["plain", "te"]
+Packing = Literal["none", "packed", "padded"]
 
 SDPA, OWN = "sdpa", "own"  # the two attentions that attnbench does not choose
 LARGEST_SEED = 2**63 - 1
@@ -57,6 +59,10 @@ class TrainConfig:
     ``block``          ``te`` uses TransformerEngine's TransformerLayer, with its own attention, in vit-huge
     ``lr``, ``warmup`` (steps), ``weight_decay``, ``grad_clip`` (norm; 0 for none)
     ``data``           ``stdlib``, a text file or folder; ``images`` for vit-huge
+    ``context_parallel``  ranks that share each sample of gpt, by attnbench's ring, for ``sdpa`` by torch's;
+                       ``parallel`` goes on spreading weights over all ranks
+    ``packing``        ``none``: samples are windows of the text; else they are documents, none longer than ``seqlen``,
+                       with ``batch`` · ``seqlen`` tokens together: ``packed`` end to end, or ``padded`` to rows
 
     Raises InputError on invalid fields, UnknownBackendError on an unknown attention.
     """
@@ -83,6 +89,8 @@ class TrainConfig:
     checkpointing: bool = False
     compile: bool = False
     parallel: Parallel = "none"
+    context_parallel: int = 1
+    packing: Packing = "none"
 
     @classmethod
     def make(
@@ -132,7 +140,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         self._check_numbers()
-        for name in ("linears", "policy", "optimiser", "parallel", "block"):
+        for name in ("linears", "policy", "optimiser", "parallel", "block", "packing"):
             _one_of(name, getattr(self, name), get_args(get_type_hints(type(self))[name]))
         for name in ("fp8", "checkpointing", "compile"):
             if not isinstance(getattr(self, name), bool):
@@ -150,11 +158,29 @@ class TrainConfig:
             raise InputError(
                 f"fp8 and max_error are for attnbench's choice, and attention={self.attention} leaves it none"
             )
+        if self.packing == "packed" and self.attention == SDPA:
+            raise InputError(
+                "torch's SDPA does not know where packed documents begin; name attention=auto or a backend "
+                "(sdpa-flash is torch's varlen_attn), or packing=padded"
+            )
         if self.policy == "fsdp-mixed" and self.parallel != "fsdp2":
             raise InputError("policy=fsdp-mixed is a setting of FSDP: it needs parallel=fsdp2")
+        if self.context_parallel > 1:
+            self._check_shared()
+
+    def _check_shared(self) -> None:
+        ranks = self.context_parallel
+        if self.model != "gpt":
+            raise InputError(f"context_parallel shares the samples of gpt, not of {self.model}")
+        if self.parallel == "none":
+            raise InputError("context_parallel leaves weights to parallel: say ddp or fsdp2")
+        if self.packing != "none":
+            raise InputError(f"context_parallel shares windows of the text, not {self.packing} documents")
+        if self.seqlen % (2 * ranks):
+            raise InputError(f"{ranks} ranks share samples of a multiple of {2 * ranks} tokens, not {self.seqlen}")
 
     def _check_numbers(self) -> None:
-        for name, least in (("seqlen", 1), ("batch", 1), ("warmup", 0), ("vocab", 0)):
+        for name, least in (("seqlen", 1), ("batch", 1), ("warmup", 0), ("vocab", 0), ("context_parallel", 1)):
             _whole(name, getattr(self, name), least, _LARGEST)
         _whole("steps", self.steps, 1, MOST_STEPS)
         _whole("seed", self.seed, 0, LARGEST_SEED)
@@ -184,6 +210,8 @@ class TrainConfig:
                     f"images of vit-huge {self.size} make {_IMAGE_TOKENS[self.size]} tokens, not {self.seqlen}"
                 )
             _one_of("data of vit-huge", self.data, ("images",))
+            if self.packing != "none":
+                raise InputError(f"packing={self.packing} is of texts, and vit-huge learns images of one size")
         elif self.data == "images":
             raise InputError(f"{self.model} learns text: data must be stdlib, a text file or a folder")
         if self.vocab and self.model != "gpt":
@@ -202,12 +230,20 @@ class TrainConfig:
             raise InputError(f"not a training config: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, in plain JSON types."""
-        return asdict(self)
+        """Every field, in plain JSON types; without ``context_parallel`` where nothing is shared."""
+        found = asdict(self)
+        if self.context_parallel == 1:
+            del found["context_parallel"]
+        return found
 
     def replace(self, **changes: Any) -> TrainConfig:
         """The config with some fields changed."""
         return replace(self, **changes)
+
+    @property
+    def places(self) -> int:
+        """Tokens of a sample that one rank computes."""
+        return self.seqlen // self.context_parallel
 
     @property
     def learns_text(self) -> bool:

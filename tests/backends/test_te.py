@@ -6,12 +6,14 @@ import importlib.metadata
 import itertools
 import math
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 from dense import dense_attention, dense_gradients, distance, gradient_sizes, probabilities, relative_l2
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed import Documents, answers, documents
 from problems import Problem, tensors_of
 from standins_te import fused_attn_bwd, install_transformer_engine
 
@@ -21,6 +23,7 @@ from attnbench.backends.te import library as te_library
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
+from examples import examples
 
 FORWARDS = {k.name: k for k in te.BACKEND.kernels if isinstance(k, ForwardKernel)}
 BACKWARDS = {k.name: k for k in te.BACKEND.kernels if isinstance(k, BackwardKernel)}
@@ -36,6 +39,17 @@ def library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def training(**sizes: object) -> AttentionSpec:
     return AttentionSpec.make(**{"batch": 2, "heads": 4, "kv_heads": 2, "direction": "training", **sizes})
+
+
+@given(documents(70, st.sampled_from([Mask(), CAUSAL, Mask(9, 0), Mask(right=0, alignment="bottom-right")]),
+                 heads=(4, 2)))  # fmt: skip
+@settings(max_examples=examples(15, 100))
+def test_packed_sequences_are_what_they_are_alone(batch: Documents) -> None:
+    batch = replace(batch, lengths=tuple((max(pair), max(pair)) for pair in batch.lengths))
+    forward, backward = FORWARDS["te:bf16"], BACKWARDS["te:bf16"]
+    for found, alone in zip(answers(batch, forward, backward), batch.alone(forward, backward), strict=True):
+        for x, y in zip(found, alone, strict=True):
+            torch.testing.assert_close(x.float(), y.float(), rtol=1e-2, atol=1e-3)
 
 
 def test_what_came_before_does_not_decide_the_answer() -> None:

@@ -12,14 +12,22 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnbench import attention, explain
+from attnbench.errors import RefusedError
 from attnbench.kernels.contract import Inputs
 from attnbench.kernels.execution import Execution
 from attnbench.kernels.registry import registry
 
 PLANS = ("auto", "sdpa-math", "sdpa-flash")
+SDPA = {
+    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+FLASH = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}  # modules that have ``flash_attn_func``
 _ROUNDS, _CALLS = 50, 40  # each round times all of them, so that none has a quieter machine than another
 
 
@@ -38,12 +46,12 @@ def tensors() -> list[torch.Tensor]:
     return [torch.randn(1, 2, 16, 32, generator=generator).to(torch.bfloat16) for _ in range(3)]
 
 
-def microseconds(functions: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
+def microseconds(functions: dict[str, Callable[[], object]], count: int = _ROUNDS) -> dict[str, list[float]]:
     """Time of one call, round by round, in turns."""
     for function in functions.values():
         function()
     rounds = [
-        {name: timeit.timeit(run, number=_CALLS) / _CALLS for name, run in functions.items()} for _ in range(_ROUNDS)
+        {name: timeit.timeit(run, number=_CALLS) / _CALLS for name, run in functions.items()} for _ in range(count)
     ]
     return {name: [1e6 * each[name] for each in rounds] for name in functions}
 
@@ -110,3 +118,56 @@ def test_over_torchs_own_call(benchmark: BenchmarkFixture, monkeypatch: pytest.M
         "look-up over torch's own": round(share, 3),
     }
     assert share < 1.0  # 0.5 where this was written
+
+
+@pytest.mark.parametrize("direction", ["forward", "training"])
+@pytest.mark.parametrize("backend", [*SDPA, *FLASH, "te", "triton:fp8"])
+@pytest.mark.benchmark(group="host")
+def test_beside_the_vendors_own_function(benchmark: BenchmarkFixture, backend: str, direction: str) -> None:
+    """What the host takes for a small call: on a GPU calls are made ahead of it.  ``triton:fp8`` is nobody else's.
+
+    For training with the backward, of the same backend.
+    """
+    device, shape = ("cuda", (1, 16, 1024, 128)) if torch.cuda.is_available() else ("cpu", (1, 2, 16, 32))
+    if device == "cpu" and backend == "triton:fp8":
+        pytest.skip("kernels are interpreted here")
+    q, k, v, grad = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4))
+    leaves = [x.requires_grad_(direction == "training") for x in (q, k, v)]
+    plan = f"{backend}>{backend}" if ":" in backend and direction == "training" else backend
+
+    def both(call: Callable[[], object]) -> Callable[[], object]:
+        def run() -> object:
+            made = call()
+            out = made[0] if isinstance(made, tuple) else made
+            assert isinstance(out, torch.Tensor)
+            return torch.autograd.grad(out, leaves, grad if out.shape == grad.shape else grad.view(out.shape))
+
+        return run if direction == "training" else call
+
+    functions = {"attention": both(lambda: attention(*leaves, backend=plan))}
+    if backend != "triton:fp8":
+        functions["vendor"] = both(vendors_own(backend, leaves))
+    try:
+        functions["attention"]()
+    except RefusedError as error:
+        pytest.skip(str(error).splitlines()[0])
+    with sdpa_kernel(SDPA[backend]) if backend in SDPA else torch.set_grad_enabled(direction == "training"):
+        benchmark(functions["attention"])
+        least = {name: min(each) for name, each in microseconds(functions, _ROUNDS if device == "cuda" else 2).items()}
+    benchmark.extra_info["microseconds"] = round(least["attention"], 1)
+    if "vendor" in least:
+        benchmark.extra_info["host over the vendor's own"] = round(least["attention"] / least["vendor"], 2)
+
+
+def vendors_own(backend: str, leaves: list[torch.Tensor]) -> Callable[[], object]:
+    """The vendor's public function for bf16 tensors (B, H, S, D), or (B, S, H, D) views where it takes those."""
+    if backend in SDPA:
+        return lambda: scaled_dot_product_attention(*leaves)
+    sides = [x.transpose(1, 2) for x in leaves]
+    if backend in FLASH:
+        function = pytest.importorskip(FLASH[backend]).flash_attn_func
+        return lambda: function(*sides)
+    engine = pytest.importorskip("transformer_engine.pytorch")
+    _, heads, _, size = leaves[0].shape
+    layer = engine.DotProductAttention(heads, size, attn_mask_type="no_mask", qkv_format="bshd")
+    return lambda: layer(*sides)

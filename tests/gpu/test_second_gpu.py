@@ -1,8 +1,15 @@
-"""Every plan on a GPU that is not the current one: the same answer, and nothing left on the first."""
+"""Two GPUs: every plan on the one that is not current gives the same answer, and both give one of shared sequences."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from dense import dense_attention, dense_gradients, relative_l2
+from patience import PATIENCE
+from places import RESULTS
 
 from attnbench import AttentionSpec, Mask, Plan, attention
 from attnbench.choosing.budget import class_bound
@@ -41,3 +48,21 @@ def test_the_current_device_does_not_matter(plan: str) -> None:
     assert relative_l2(out.detach().cpu(), dense_attention(*host[:3], SPEC)[0]) <= bound
     for each, truth in zip(found, dense_gradients(*host, SPEC), strict=True):
         assert relative_l2(each.cpu(), truth) <= bound
+
+
+def test_two_gpus_that_share_sequences_answer_as_one_over_nccl(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    options = "--lengths 2048 8192 --heads 8 --kv-heads 2 --repeat 1 --out ring.json"
+    script = RESULTS / "ring.py"
+    done = subprocess.run(
+        [*command, script, *options.split()], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "ring.json").read_text())["rows"]
+    rings = [row for row in rows if row["what"] in ("bf16, ring", "fp8, ring")]
+    assert len(rings) == 4
+    for row in rings:
+        narrow = row["what"].startswith("fp8")
+        assert row["status"] == "ok", row
+        assert row["sent"] == ["e4m3" if narrow else "bf16"]
+        assert max(row["error"].values()) < (0.1 if narrow else 0.01), row

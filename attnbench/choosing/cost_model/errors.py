@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ...kernels.plan import Plan
 from ...problem.spec import AttentionSpec
 from ...tables.entry import Entry
-from ..similarity import class_of
+from ..similarity import of_batch, series
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,24 +27,26 @@ _DEVIATIONS = 2.5
 # that counts for.  On an H200 the spreads of fits were 0.01 to 0.2.
 _SPREAD_FP8, _SPREAD, _PRIOR_WEIGHT = 0.12, 0.03, 10.0
 _STIFFNESS = 0.3  # of how many measurements a slope of 0 counts for, at one unit from the middle
+_STIFFNESS_UNEQUAL = 10.0  # of that of packed and padded sequences: each is quantised and attended like one alone
 _LEAST, _MOST = 1e-9, 1e3  # errors are counted as if between them: neither 0 nor infinity has a logarithm
 
 
 class ErrorModel:
     """The error of each plan as a function of the spec, fitted to the entries of one table.
 
-    The logarithm of the error is linear in the logarithms of head dimension and keys, and another with a mask than
-    without; batch, heads and grouping do not matter.  A plan of one direction and type has one such Bayesian regression
-    for each input family, over all classes (Gelman et al., Bayesian Data Analysis, chapter 14).  What it leaves over is
-    how inputs and shapes differ: the fewer the measurements and the more they differ, the wider the distribution of
-    the next error.  Beyond the fewest and most measured keys the error is that at the last.
+    The logarithm of the error is linear in the logarithms of head dimension and keys (of the longest sequence), and
+    another with a mask than without, and with sequences of unequal length; batch, heads and grouping do not matter.  A
+    plan of one direction and type has one such Bayesian regression for each input family, over all classes (Gelman et
+    al., Bayesian Data Analysis, chapter 14).  What it leaves over is how inputs and shapes differ: the fewer the
+    measurements and the more they differ, the wider the distribution of the next error.  Beyond the fewest and most
+    measured keys the error is that at the last.
     """
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self._entries: dict[tuple[object, ...], list[Entry]] = {}
         for entry in entries:
             if entry.usable:
-                self._entries.setdefault(_series(entry.plan, entry.spec), []).append(entry)
+                self._entries.setdefault(series(entry.plan, entry.spec), []).append(entry)
         self._fits: dict[tuple[object, ...], dict[str, _Fit]] = {}
 
     def predict(self, plan: Plan, spec: AttentionSpec) -> tuple[float, str] | None:
@@ -52,16 +54,17 @@ class ErrorModel:
 
         None if the plan was never measured in this direction and type.
         """
-        series = _series(plan, spec)
-        if series not in self._entries:
-            return None
-        if series not in self._fits:
-            self._fits[series] = _fits(self._entries[series])
-        return max((fit.bound(spec), family) for family, fit in self._fits[series].items())
+        key = series(plan, spec)
+        if key not in self._fits:
+            entries = of_batch(self._entries, plan, spec)
+            if not entries:
+                return None
+            self._fits[key] = _fits(entries)
+        return max((fit.bound(spec), family) for family, fit in self._fits[key].items())
 
     def most_keys(self, plan: Plan, spec: AttentionSpec) -> int:
         """The largest number of keys that the plan was measured with, in this direction and type."""
-        return max(entry.spec.seqlen_kv for entry in self._entries[_series(plan, spec)])
+        return max(entry.spec.seqlen_kv for entry in of_batch(self._entries, plan, spec))
 
 
 def _fits(entries: Iterable[Entry]) -> dict[str, _Fit]:
@@ -83,7 +86,7 @@ class _Fit:
         places = np.array([_place(spec) for spec, _ in measured])
         errors = np.log2(np.clip([error for _, error in measured], _LEAST, _MOST))
         self._least, self._most = places.min(axis=0)[-1], places.max(axis=0)[-1]
-        precision = places.T @ places + np.diag([1e-6, *[_STIFFNESS] * (places.shape[1] - 1)])
+        precision = places.T @ places + np.diag([1e-6, _STIFFNESS, _STIFFNESS, _STIFFNESS_UNEQUAL, _STIFFNESS])
         self._covariance: _Array = np.linalg.inv(precision)
         self._weights: _Array = self._covariance @ (places.T @ errors)
         left = errors - places @ self._weights
@@ -101,14 +104,10 @@ class _Fit:
         return float(2 ** min(float(at @ self._weights) + _DEVIATIONS * deviation, 1000.0))
 
 
-def _series(plan: Plan, spec: AttentionSpec) -> tuple[object, ...]:
-    """The key of a fit: a plan and a kind of spec."""
-    return plan, *class_of(spec).kind
-
-
 def _place(spec: AttentionSpec) -> tuple[float, ...]:
-    """What an error depends on: a constant, doublings of the head dimensions from 128, a mask, doublings of the keys
-    from 2,048.
+    """What an error depends on: a constant, doublings of the head dimensions from 128, a mask, unequal lengths,
+    doublings of the keys from 2,048.
     """
     dims = math.log2(spec.head_dim * spec.head_dim_v) / 2 - 7
-    return 1.0, dims, float(spec.mask.kind != "none"), math.log2(spec.seqlen_kv) - 11
+    masked, unequal = float(spec.mask.kind != "none"), float(spec.lengths is not None)
+    return 1.0, dims, masked, unequal, math.log2(spec.seqlen_kv) - 11

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ...kernels.plan import Plan
 from ...problem.spec import AttentionSpec
 from ...tables.entry import Entry
-from ..similarity import SpecClass, class_of, sizes
+from ..similarity import SpecClass, class_of, of_batch, series, sizes
 from .fit import Fit, calibration
 
 __all__ = ["CostModel", "Prediction"]
@@ -22,10 +22,14 @@ _MOST_FITS = 256  # of up to half a MiB each
 
 @dataclass(frozen=True)
 class Prediction:
-    """``time_ms`` of the whole call, and the standard ``error`` of its logarithm: 0.05 is about 5 %."""
+    """``time_ms`` of the whole call, and the standard ``error`` of its logarithm: 0.05 is about 5 %.
+
+    ``scaled_from`` names the GPU whose times were scaled, if it was predicted from such alone.
+    """
 
     time_ms: float
     error: float
+    scaled_from: str | None = None
 
 
 class CostModel:
@@ -46,7 +50,7 @@ class CostModel:
         self._entries: dict[tuple[object, ...], list[Entry]] = {}
         for entry in entries:
             if (entry.usable or entry.status == "slower") and _SHORTEST <= (entry.time_ms or 0.0) <= _LONGEST:
-                self._entries.setdefault(_series(entry.plan, entry.spec), []).append(entry)
+                self._entries.setdefault(series(entry.plan, entry.spec), []).append(entry)
         self._fits: dict[tuple[object, ...], Fit] = {}
         self._lock = threading.Lock()
 
@@ -73,12 +77,11 @@ class CostModel:
         )
 
     def _fit(self, plan: Plan, spec: AttentionSpec) -> Fit | None:
-        series = _series(plan, spec)
-        entries = self._entries.get(series, [])
+        entries = of_batch(self._entries, plan, spec)
         if not entries:
             return None
         doublings = _doublings(spec) if len(entries) > _MOST_ENTRIES else None
-        key = series if doublings is None else (*series, class_of(spec), doublings)
+        key = series(plan, spec) if doublings is None else (*series(plan, spec), class_of(spec), doublings)
         fit = self._fits.get(key)
         if fit is None:
             fit = Fit(entries if doublings is None else _nearest(entries, class_of(spec), doublings))
@@ -89,21 +92,19 @@ class CostModel:
         return fit
 
 
-def _series(plan: Plan, spec: AttentionSpec) -> tuple[object, ...]:
-    """The key of a fit: a plan and a kind of spec."""
-    return plan, *class_of(spec).kind
-
-
 def _doublings(spec: AttentionSpec) -> tuple[int, ...]:
     """The sizes of a spec to the nearest doubling, so that a program whose keys grow one by one needs few fits."""
     return tuple(round(math.log2(size)) for size in sizes(spec))
 
 
 def _nearest(entries: list[Entry], alike: SpecClass, doublings: tuple[int, ...]) -> list[Entry]:
-    """The entries of the class first, then the nearest others; the same for every spec of these doublings."""
+    """The entries of the class first, then those that only pack or pad otherwise, then the nearest others; the same
+    for every spec of these doublings.
+    """
 
-    def order(entry: Entry) -> tuple[bool, float, str]:
+    def order(entry: Entry) -> tuple[bool, bool, float, str]:
+        own = class_of(entry.spec)
         apart = sum(abs(math.log2(size) - middle) for size, middle in zip(sizes(entry.spec), doublings, strict=True))
-        return class_of(entry.spec) != alike, apart, str(entry.spec)
+        return own != alike, own._replace(batch=alike.batch) != alike, apart, str(entry.spec)
 
     return sorted(entries, key=order)[:_MOST_ENTRIES]

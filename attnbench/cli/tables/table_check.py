@@ -35,7 +35,7 @@ def check(
         typer.Argument(
             exists=True,
             help="A table, or folders of sweeps, or their measurements.jsonl; "
-            "with --fresh and --on by default the tables that auto reads here.",
+            "with --fresh and --on by default all that auto reads on the device of the measurements.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed for drawing the random halves, or the fresh shapes.")] = 0,
@@ -57,9 +57,10 @@ def check(
 ) -> None:
     """Measure the regret of choices on shapes that the table does not know.
 
-    With --fresh N, N attention layers of published models are drawn with batch, length and direction, the plans
-    race on them, and what the tables choose without knowing these shapes is compared with the fastest accurate
-    plan.  --on FOLDER repeats the comparison on the results of an earlier --fresh, or of any sweep, without measuring.
+    With --fresh N, N attention layers of published models are drawn with batch, length and direction, a fifth of the
+    causal ones with packed sequences, the plans race on them, and what the tables choose without knowing these shapes
+    is compared with the fastest accurate plan.  --on FOLDER repeats the comparison on the results of an earlier
+    --fresh, or of any sweep, without measuring.
     A named TABLE of another GPU of the same generation is scaled to the GPU of the results, as auto does.
     Exits 1 if the regret exceeds 2 % in the geometric mean (3 % with FP8), 8 % at the 90th percentile or 20 % at worst,
     if a rule decides more than 2 % of the choices, or if a chosen plan exceeds its budget.
@@ -134,7 +135,7 @@ def _check_fresh(
     from ...kernels.registry import registry
     from ...tables.environment import Environment
     from ...tables.scaling import scaled
-    from ...tables.user_table import Known, known_tables
+    from ...tables.user_table import Known, known_tables, tables_for
 
     if fresh is not None and on is not None:
         raise MisuseError("--fresh measures and --on reads what was measured; give one of them")
@@ -142,12 +143,13 @@ def _check_fresh(
         raise MisuseError("--out, --resume and --backends belong to --fresh")
     if resume and out is None:
         raise MisuseError("--resume needs --out, the folder of the interrupted --fresh")
-    given = _table(tables) if tables else None
-    known_by = known_tables(find(device)) if given is None else Known.of(given)
     truth = _table([on]) if on is not None else None
-    if given is not None:
+    if tables:
+        given = _table(tables)
         moved = scaled(given, Environment.detect(find(device), registry()) if truth is None else truth.environment)
-        known_by = known_by if moved is None else Known.of(moved)
+        known_by = Known.of(moved or given)
+    else:
+        known_by = known_tables(find(device)) if truth is None else tables_for(truth.environment)
     if truth is None:
         truth = _measured(fresh or 0, seed, known_by, out, resume, backends, device)
     scores = list(fresh_scores(truth, known_by, registry()))
@@ -193,7 +195,7 @@ def _measured(
 
     place, known = find(device), registry()
     names = [name.strip() for name in (backends or "").split(",") if name.strip()]
-    drawn = tasks_of(drawn_cases(count, seed, place.type), known, place, "fp8", names)
+    drawn = tasks_of(drawn_cases(count, seed, place.type, packed=True), known, place, "fp8", names)
     tasks = _contending(drawn, known_by, known, describe(place))
     setup = DeviceSetup(place, Environment.detect(place, known), Timer.for_device(place), race=True)
     with Store(fresh_folder("fresh") if out is None else out, setup.environment, resume=resume) as store:

@@ -34,7 +34,7 @@ _LARGEST_HEAD = 256  # dK of a block of 128 keys fills the registers of 8 warps
 
 
 class TritonBackward(BackwardKernel):
-    """One to three kernels over FP8 operands, after a pass that quantises dO and copies what tensor cores cannot transpose."""
+    """Kernels over FP8 operands, after a pass that quantises dO and copies what tensor cores cannot transpose."""
 
     from_lse = True
     follows = ("e4m3",)

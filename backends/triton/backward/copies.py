@@ -10,7 +10,8 @@ interleaved (``hopper.narrow``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...common.layout import rounded_up
-from ..launching import KEPT, Launch, Launches, addresses
+from ..blocks import Piece, tensor_of
+from ..launching import KEPT, Launch, Launches
 from ..tile_map import Tiled
 from ..tile_rows import ROW
 
@@ -52,7 +54,7 @@ class Laid(NamedTuple):
     tokens of ``transposed`` are in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15.
     """
 
-    data: Tensor
+    data: Tensor | Piece
     wide: Tensor | None
     transposed: Tensor | None
     interleaved: bool
@@ -82,7 +84,7 @@ class Wanted(NamedTuple):
     dimension is padded as ``halves`` has it, else to a power of two.
     """
 
-    x: Tensor
+    x: Tensor | Piece
     wide: bool = False
     transposed: bool = False
     interleaved: bool = False
@@ -118,7 +120,7 @@ def halves(size: int) -> tuple[int, int]:
     return (_WIDE, rest) if 0 < rest < _WIDE else (padded(size), 0)
 
 
-def aligned(x: Tensor) -> bool:
+def aligned(x: Tensor | Piece) -> bool:
     """Whether x begins where TMA may begin to read."""
     return not x.data_ptr() % _VECTOR
 
@@ -255,7 +257,7 @@ def lay_out_together(wanted: Sequence[Wanted]) -> list[Laid]:
         ]
     )
     shapes, launch = _layout(outlines)
-    found, jobs, begins = [], [], 0
+    found, jobs = [], []
     for (x, wide, transposed, interleaved, zeros, own, _), (whole, across, there, busy) in zip(
         wanted, shapes, strict=True
     ):
@@ -264,11 +266,12 @@ def lay_out_together(wanted: Sequence[Wanted]) -> list[Laid]:
         turned = torch.empty(across, dtype=x.dtype, device=x.device) if transposed else None
         found.append(Laid(x if data is None else data, widened, turned, interleaved))
         if busy:
-            job = _Copy(x, data, widened, turned, zeros, None if own is None else own.table)
-            jobs.append(job)
-            begins |= addresses(job)
+            jobs.append(_Copy(x, data, widened, turned, zeros, None if own is None else own.table))
     if launch is not None:
-        launch((tuple(jobs),), begins)
+        places = tuple([tuple([None if each is None else each.data_ptr() for each in job]) for job in jobs])
+        begins = reduce(or_, [place or 0 for job in places for place in job])
+        if not launch.again(wanted[0].x.device.index, begins, (places,)):
+            launch((tuple(_Copy(*map(tensor_of, job)) for job in jobs),), begins)
     return found
 
 

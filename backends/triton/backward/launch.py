@@ -11,16 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from attnbench.errors import InputError
 from attnbench.graph_pools import permanent
 from attnbench.kernels.contract import gradient_dtype
 from attnbench.problem.fp8 import Quantised, hadamard
 from attnbench.problem.lengths import Lengths
 from attnbench.problem.spec import AttentionSpec
 
-from ..descales import in_fp32
-from ..descriptors import Described, Shape, all_of, flipped, rows_of
+from ..blocks import Piece
+from ..descales import in_fp32, of_every_token
+from ..descriptors import Described, Shape, flipped, rows_of
 from ..forward.hopper import launch as forward_hopper_launch
-from ..launching import KEPT, Launch, Launches, addresses, on
+from ..launching import KEPT, Launch, Launches, on
+from ..quantise.stored import pieces
 from ..tile_map import Tiled, one_sided, sequences_of, tile_map
 from .copies import PADDING, TOKENS, Own, Wanted, lay_out_together, padded
 from .hopper import launch as hopper
@@ -57,14 +60,20 @@ def prepared(
     ``tiles`` say which kernels will run, because Hopper kernels read ``narrow`` transposed copies in another order.
     ``fused``: for the fused kernel, if it serves.
     """
-    scales = [in_fp32(x.descale) for x in (q, k, v)]
+    (q_data, q_scale), (k_data, k_scale), (v_data, v_scale) = pieces(q), pieces(k), pieces(v)
+    scales: list[Tensor | Piece] = [in_fp32(x) for x in (q_scale, k_scale, v_scale)]
     device, extent = grad_out.device, None
+    for x in (q_data, k_data, v_data, out, lse):
+        if x.device != device:  # an address of another device's memory would be read as one of this
+            raise InputError(
+                f"what was saved for the backward came back on {x.device}, and its gradient is on {device}"
+            )
     own_q = own_kv = own_grad = None
     if lengths is not None:
-        tokens = [(scale, x.data.shape[2]) for scale, x in zip(scales, (q, k, v), strict=True)]
-        scales = [scale.expand(-1, -1, length, -1).contiguous() for scale, length in tokens]
-        batch, shared = q.data.shape[0], all(x.granularity in ("tensor", "head") for x in (q, k, v))
-        extent = Extent(batch, q.data.shape[2], k.data.shape[2], sequences_of(lengths, batch), shared)
+        sizes = [x.shape[2] for x in (q_data, k_data, v_data)]
+        scales = [of_every_token(scale, length) for scale, length in zip(scales, sizes, strict=True)]
+        batch, shared = q_data.shape[0], all(x.granularity in ("tensor", "head") for x in (q, k, v))
+        extent = Extent(batch, sizes[0], sizes[1], sequences_of(lengths, batch), shared)
         own_q, own_kv = (_own(extent, lengths, side, device) for side in ("q", "kv"))
         own_grad = _own_gradient(extent, lengths, device)
     outlines = tuple([(x.shape, x.stride()) for x in scales])
@@ -86,9 +95,9 @@ def prepared(
     )
     sums = torch.empty(layout.q, dtype=torch.bfloat16, device=device) if fused else None
     wanted = [
-        Wanted(q.data, not narrow, narrow, by_key, sums, own_q, halved=True),
-        Wanted(k.data, not (narrow or fused), narrow, by_query, own=own_kv, halved=True),
-        Wanted(v.data, own=own_kv),
+        Wanted(q_data, not narrow, narrow, by_key, sums, own_q, halved=True),
+        Wanted(k_data, not (narrow or fused), narrow, by_query, own=own_kv, halved=True),
+        Wanted(v_data, own=own_kv),
     ]
     if narrow:
         wanted.append(Wanted(gradient.laid.data, False, True, by_key))
@@ -157,7 +166,7 @@ def _run_keys_plain(given: Prepared, tile: Tile, narrow: bool, dk_out: Tensor, d
         dv_out,
         given.tiles("kv", tile.block_n),
     )
-    start((*all_of(described, tiled), *memory), addresses(memory))
+    start.on(rows.device, (*tiled, *memory), described)
 
 
 @lru_cache(maxsize=KEPT)
@@ -196,7 +205,7 @@ def run_all(given: Prepared, sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
         return sums, dk_out, dv_out
     dq_out = _for_queries(layout, dtype, device)
     memory = sums, given.turn, dq_out, given.tiles("q", ROWS)
-    _finishing(layout, dtype)(memory, addresses(memory))
+    _finishing(layout, dtype).on(device, memory)
     return dq_out, dk_out, dv_out
 
 
@@ -248,7 +257,7 @@ def run_queries(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -
         dq_out,
         given.tiles("q", tile.block_m),
     )
-    start((*all_of(described, tiled), *memory), addresses(memory))
+    start.on(rows.device, (*tiled, *memory), described)
     return dq_out
 
 

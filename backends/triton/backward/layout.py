@@ -16,8 +16,9 @@ from attnbench.problem.spec import AttentionSpec
 
 from ...common.layout import rounded_up
 from ..arithmetic import to_bf16, to_e4m3
+from ..blocks import Piece
 from ..descales import steps
-from ..launching import KEPT, Launch, Launches, addresses
+from ..launching import KEPT, Launch, Launches
 from ..tile_map import Tiled
 from ..tile_rows import ROW, scale_of_keys
 from .copies import PADDING, Laid, Own, aligned, padded, ready
@@ -167,7 +168,7 @@ _GRADIENTS = Launches(_lay_out_gradient)
 
 
 def lay_out_gradient(
-    spec: AttentionSpec, grad_out: Tensor, out: Tensor, lse: Tensor, descales: Sequence[Tensor], *,
+    spec: AttentionSpec, grad_out: Tensor, out: Tensor, lse: Tensor, descales: Sequence[Tensor | Piece], *,
     narrow: bool, factor: float | None = None, own: Own | None = None, shared: bool = False,
 ) -> Gradient:  # fmt: skip
     """dO (B, H, Sq, Dv) of any strides in e4m3, and delta = rowsum(dO∘O), in one pass.
@@ -190,7 +191,7 @@ def lay_out_gradient(
     descale = torch.empty(blocks, dtype=torch.float32, device=device)
     rows = torch.empty(rows_shape, dtype=torch.float32, device=device)
     memory = *inputs, data, data if narrow else wide, descale, rows, None if own is None else own.table
-    launch(memory, addresses(memory))
+    launch.on(device, memory)
     return Gradient(Laid(data, wide, None, False), descale, rows)
 
 

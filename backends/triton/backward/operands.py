@@ -14,6 +14,7 @@ from attnbench.problem.lengths import Lengths
 from attnbench.problem.spec import AttentionSpec
 
 from ...common.layout import rounded_up
+from ..blocks import Piece
 from ..descales import steps
 from ..tile_map import Tiled, tile_map
 from .copies import PADDING, Laid, halves, padded
@@ -120,8 +121,8 @@ class Prepared(NamedTuple):
     k: Laid
     v: Laid
     gradient: Gradient
-    k_scale: Tensor
-    v_scale: Tensor
+    k_scale: Tensor | Piece
+    v_scale: Tensor | Piece
     turn: Tensor | None
     sums: Tensor | None
     lengths: Lengths | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, lru_cache
 from types import ModuleType
@@ -22,11 +21,13 @@ from attnbench.problem.spec import GRANULARITIES, AttentionSpec
 
 from ..interpreter import alone, misplaced
 from ..quantise.deferred import Deferred
+from ..quantise.stored import pieces
 from .tiles import HEAD_DIMS, WIDE_SCORES, Tile, head_class, one_pass_tile, tile_of
 
 if TYPE_CHECKING:
-    from ..quantise.launch import Quantisation, Request
-    from .launch import Operand
+    from ..quantise.launch import Quantisation
+    from .launch import Native, Operand
+    from .plan import Plan
 
 __all__ = ["RECIPES", "TritonForward", "TritonOnePass", "TritonWideScores", "check_plain"]
 
@@ -90,42 +91,43 @@ class TritonForward(ForwardKernel):
         if given is not None:
             return self._laid_out(*given, spec)
         q, k, v = inputs.unquantised()
-        (forward, quantise), tile, lengths = _modules(), self._tile(spec, q.device), inputs.lengths
-        request, of = quantise.Request, forward.Operand
-        of_q, of_k = (quantise.unequal(lengths, side) for side in ("q", "kv"))
-        v_wanted = self._values(v, spec, tile, lengths)
-        wanted = [request(q.detach(), rotate=True, unequal=of_q), request(k.detach(), rotate=True, unequal=of_k)]
-        with alone(q.device):
-            made = quantise.quantised_together([*wanted, v_wanted], self.recipe)
+        (forward, plans), lengths, device = _modules(), inputs.lengths, q.device
+        plan: Plan = plans.plan(self.recipe, spec, *self._where(spec, q, lengths), *map(_outline, (q, k, v)))
+        with alone(device):
+            of_q, of_k, of_v = plan.quantised((q, k, v), lengths)
         turned = self.recipe.rotation == "hadamard"
-        q_, k_ = (x.operand(self.recipe, rotated=turned) for x in made[:2])
-        v_, values = self._of_values(v_wanted, made[2]), made[2].transposed
-        assert values is not None, "it was asked for"
-        shared = lengths is not None and self.recipe.granularity in ("tensor", "head")
-        sides = of(q_.data, q_.descale, shared), of(k_.data, k_.descale, shared), of(values, v_.descale, shared)
-        native = forward.laid_out(spec, tile, *sides, lengths)
-        return Operands(spec, q_, k_, v_, native, lengths)
+        q_, k_ = of_q.operand(self.recipe, rotated=turned), of_k.operand(self.recipe, rotated=turned)
+        v_ = self._of_values(v, of_v, spec, lengths)
+        if plan.layout is not None:
+            return Operands(spec, q_, k_, v_, plan.native(device, of_q, of_k, of_v, lengths), lengths)
+        of = forward.Operand
+        sides = of(q_.data, q_.descale), of(k_.data, k_.descale), of(of_v.transposed, v_.descale)
+        return Operands(spec, q_, k_, v_, forward.laid_out(spec, self._tile(spec, q.device), *sides, lengths), lengths)
 
-    def _values(self, v: Tensor, spec: AttentionSpec, tile: Tile, lengths: Lengths | None) -> Request:
-        """What of V the kernel reads, and for training a backward."""
-        _, quantise = _modules()
-        made: Request = quantise.Request(
-            v.detach(), rows=spec.training, transposed=True, interleaved=tile.interleaved,
-            unequal=quantise.unequal(lengths, "kv", tile.block_n),
-        )  # fmt: skip
-        return made
+    def _where(
+        self, spec: AttentionSpec, q: Tensor, lengths: Lengths | None
+    ) -> tuple[Tile, torch.device, bool, tuple[int, bool] | None]:
+        """The tile, the device, whether the Hopper kernels run there, and what of lengths a plan depends on."""
+        forward, _ = _modules()
+        device = q.device
+        own = None if lengths is None else (forward.sequences_of(lengths, q.shape[0]), lengths.batch != "packed")
+        return self._tile(spec, device), device, forward.hopper.runs_on(device), own
 
-    def _of_values(self, wanted: Request, made: Quantisation, block: int = BLOCK) -> Quantised:
+    def _of_values(
+        self, v: Tensor, made: Quantisation, spec: AttentionSpec, lengths: Lengths | None, block: int = BLOCK
+    ) -> Quantised:
         """V as an operand; of sequences in slots rows that were not asked for are quantised when they are read."""
-        if wanted.unequal is None or wanted.rows:
+        if lengths is None or spec.training:
             return made.operand(self.recipe, block=block)
-        _, quantise = _modules()
+        x = v.detach()
 
         def rows() -> Tensor:
-            with alone(wanted.x.device):
-                again: Tensor = quantise.quantised_together([wanted._replace(rows=True)], self.recipe, block=block)[
-                    0
-                ].rows
+            from ..quantise.launch import Request, quantised_together, unequal
+
+            request = Request(x, unequal=unequal(lengths, "kv", block))
+            with alone(x.device):
+                again = quantised_together([request], self.recipe, block=block)[0].rows
+            assert again is not None, "they were asked for"
             return again
 
         return Deferred.of(rows, lambda: made.descale, self.recipe.granularity)
@@ -142,11 +144,11 @@ class TritonForward(ForwardKernel):
     def run(self, operands: Operands) -> Result:
         """The kernel on the current stream."""
         forward, _ = _modules()
-        device = operands.native.v.device
-        label = torch.profiler.record_function(self.name) if device.type == "cpu" else nullcontext()
-        with label, alone(device):
-            result: Result = forward.attend(operands.native)
-        return result
+        native: Native = operands.native
+        if native.device.type != "cpu":
+            return forward.attend(native)
+        with torch.profiler.record_function(self.name), alone(native.device):
+            return forward.attend(native)
 
     def _tile(self, spec: AttentionSpec, device: torch.device) -> Tile:
         return self.tile or _committed(spec, device, self._per_key(spec))
@@ -175,11 +177,12 @@ class TritonWideScores(TritonForward):
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """V transposed in e4m3, and in rows as well for training."""
         q, k, v = inputs.unquantised()
-        (forward, quantise), tile, lengths = _modules(), self._tile(spec, q.device), inputs.lengths
-        wanted = self._values(v, spec, tile, lengths)
-        with alone(q.device):
-            made = quantise.quantised_together([wanted], self.recipe)[0]
-        v_, shared = self._of_values(wanted, made), lengths is not None
+        (forward, plans), lengths = _modules(), inputs.lengths
+        tile, device, _, own = self._where(spec, q, lengths)
+        plan: Plan = plans.values_plan(self.recipe, spec, tile, device, own, _outline(v))
+        with alone(device):
+            (made,) = plan.quantised((v,), lengths)
+        v_, shared = self._of_values(v, made, spec, lengths), lengths is not None
         assert made.transposed is not None, "it was asked for"
         # A scale a sequence has each token's place.
         ones = [torch.ones(1, 1, x.shape[2] if shared else 1, 1, device=q.device) for x in (q, k)]
@@ -223,22 +226,22 @@ class TritonOnePass(TritonForward):
     def prepare(self, inputs: Inputs, spec: AttentionSpec) -> Operands:
         """K in rows and V transposed, in one launch; for training V in rows as well."""
         q, k, v = inputs.unquantised()
-        (forward, quantise), tile, lengths = _modules(), self._tile(spec, q.device), inputs.lengths
+        (forward, plans), lengths = _modules(), inputs.lengths
+        tile, device, *where = self._where(spec, q, lengths)
+        plan: Plan = plans.casting_plan(self.recipe, spec, tile, device, *where, *map(_outline, (q, k, v)))
+        with alone(device):
+            of_k, of_v = plan.quantised((k, v), lengths)
         q, of = q.detach(), forward.Operand
-        k_wanted = quantise.Request(k.detach(), unequal=quantise.unequal(lengths, "kv", tile.block_n))
-        v_wanted = self._values(v, spec, tile, lengths)
-        with alone(q.device):
-            made = quantise.quantised_together([k_wanted, v_wanted], self.recipe, block=tile.block_n)
-        k_, v_ = made[0].operand(self.recipe, block=tile.block_n), self._of_values(v_wanted, made[1], tile.block_n)
+        k_, v_ = of_k.operand(self.recipe, block=tile.block_n), self._of_values(v, of_v, spec, lengths, tile.block_n)
         q_ = _by_token(q)
-        values = made[1].transposed
-        assert values is not None, "it was asked for"
-        if forward.casts(spec, tile, q.device):
+        if plan.layout is not None and not q.data_ptr() % forward.VECTOR:
+            native = plan.native(device, q, of_k, of_v, lengths)
+        elif forward.casts(spec, tile, device):
             native = forward.laid_out_by_block(
-                spec, tile, q, of(made[0].data, made[0].descale), of(values, made[1].descale), lengths
+                spec, tile, q, of(of_k.data, of_k.descale), of(of_v.transposed, of_v.descale), lengths
             )
         else:
-            sides = of(q_.data, q_.descale), of(k_.data, k_.descale), of(values, v_.descale)
+            sides = of(q_.data, q_.descale), of(k_.data, k_.descale), of(of_v.transposed, v_.descale)
             native = forward.laid_out(spec, tile, *sides, lengths)
         return Operands(spec, q_, k_, v_, native, lengths)
 
@@ -249,8 +252,9 @@ class TritonOnePass(TritonForward):
 def check_plain(name: str, q: Quantised, k: Quantised, v: Quantised) -> None:
     """Raise InputError unless Q, K and V are e4m3, none smoothed, and Q and K rotated together or not at all."""
     for label, x in {"q": q, "k": k, "v": v}.items():
-        if x.data.dtype != torch.float8_e4m3fn:
-            raise InputError(f"{name} computes in e4m3, {label} is {x.data.dtype}")
+        dtype = pieces(x)[0].dtype
+        if dtype != torch.float8_e4m3fn:
+            raise InputError(f"{name} computes in e4m3, {label} is {dtype}")
         if x.mean is not None:
             raise InputError(f"{name} knows no smoothing, and {label} had its mean taken away")
     if q.rotated != k.rotated or v.rotated:
@@ -270,13 +274,13 @@ def _gluon_is_known() -> bool:
 
 def _by_token(q: Tensor) -> Quantised:
     """Q as the attention kernel casts it."""
-    _, quantise = _modules()
 
     @cache
     def made() -> Quantised:
+        from ..quantise.launch import quantised
+
         with alone(q.device):
-            each: Quantised = quantise.quantised(q, Recipe("token")).operand(Recipe("token"))
-        return each
+            return quantised(q, Recipe("token")).operand(Recipe("token"))
 
     return Deferred.of(lambda: made().data, lambda: made().descale, "token")
 
@@ -291,11 +295,14 @@ def _operands(spec: AttentionSpec, tile: Tile, q: Quantised, k: Quantised, v: Qu
 
 @cache
 def _modules() -> tuple[ModuleType, ModuleType]:
-    """``forward`` and ``quantise``, imported when a kernel runs, once, because importing again takes time."""
-    from ..quantise import launch as quantise
-    from . import launch as forward
+    """``launch`` and ``plan``, imported when a kernel runs, once, because importing again takes time."""
+    from . import launch, plan
 
-    return forward, quantise
+    return launch, plan
+
+
+def _outline(x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    return x.shape, x.stride(), x.dtype
 
 
 @lru_cache(maxsize=1024)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache, partial, reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from attnbench.problem.spec import AttentionSpec
 from ...common.layout import padded, rounded_up
 from ..descales import in_fp32, steps
 from ..descriptors import Described, all_of
-from ..launching import KEPT, Launch, addresses, on
+from ..launching import KEPT, Launch, on
 from ..quantise.interleaving import interleaved
 from ..tile_map import Tiled, sequences_of, tile_map
 from .extent import Extent
@@ -27,18 +28,24 @@ from .kernel import triton_fp8_attention_forward
 from .tiles import DEFAULTS, Tile, chunks_of, head_class, padded_size
 
 __all__ = [
+    "VECTOR",
+    "Given",
+    "Layout",
     "Native",
     "Operand",
     "attend",
     "casts",
     "laid_out",
     "laid_out_by_block",
+    "layout_of",
+    "matrix",
+    "read_size",
     "retiled",
     "transposed",
 ]
 
 PADDING = 128  # keys of a transposed copy come in multiples of this
-_VECTOR = 16  # bytes: TMA wants rows and matrices to start at multiples of it
+VECTOR = 16  # bytes: TMA wants rows and matrices to start at multiples of it
 _LEAST = 2.0**-85  # of V's descales: 2^8 over it, summed over 2^30 keys, stays within FP32
 _Outline = tuple[Sequence[int], Sequence[int]]  # a tensor's shape and strides
 _L2 = 32 * 2**20  # bytes of K and V that programs which run together may share; an H200 has 50 MiB, not all for them
@@ -79,34 +86,65 @@ class Factors(NamedTuple):
 class Layout(NamedTuple):
     """What calls share whose operands lie alike: the tile that serves, how what it loads is described, the launch.
 
-    ``tiled``: the table that the kernel reads where sequences have lengths of their own.
-    """
-
-    tile: Tile
-    described: tuple[Described, ...] | None
-    launch: Launch
-    tiled: Tiled | None
-
-
-class Native(NamedTuple):
-    """All arguments of the kernel but its outputs.
-
-    ``q`` and ``k`` (B, H, S, D) and ``v`` (B, Hkv, Dv, keys) are e4m3, Q and K perhaps of 16 bits.  ``descales`` are
-    Q's, K's and V's in fp32; if tokens have their own, V's are log2 of them, and ``inverses`` one over them.
-    ``pointers`` are Q, K and V as kernel arguments.  ``tiles``: where the queries of each program are,
-    if sequences have lengths of their own; V's keys then lie in slots.  ``padded``: there are rows of no sequence.
+    ``shape``: of the log-sum-exp.  ``tiled``: the table that the kernel reads where sequences have lengths of their
+    own.
     """
 
     spec: AttentionSpec
+    tile: Tile
+    described: tuple[Described, ...] | None
+    launch: Launch
+    shape: tuple[int, int, int]
+    tiled: Tiled | None
+
+
+class Given(NamedTuple):
+    """The tensors that the kernel reads.
+
+    ``q`` and ``k`` (B, H, S, D) and ``v`` (B, Hkv, Dv, keys) are e4m3, Q and K perhaps of 16 bits.  ``descales`` are
+    Q's, K's and V's in fp32; if tokens have their own, V's are log2 of them, and ``inverses`` one over them.
+    """
+
     q: Tensor
     k: Tensor
     v: Tensor
     descales: tuple[Tensor, Tensor, Tensor]
     inverses: Tensor
-    pointers: tuple[Any, ...]
-    layout: Layout
-    tiles: Tensor | None = None
-    padded: bool = False
+
+
+class Native:
+    """All arguments of the kernel but its outputs.
+
+    ``begins``: the addresses of Q, K, V, the three descales and the inverses; ``make`` gives the tensors, asked once.
+    ``tiles``: where the queries of each program are, if sequences have lengths of their own; V's keys then lie in
+    slots.  ``padded``: there are rows of no sequence.
+    """
+
+    def __init__(
+        self, layout: Layout, device: torch.device, begins: tuple[int, ...], make: Callable[[], Given],
+        lengths: Lengths | None = None,
+    ) -> None:  # fmt: skip
+        self.layout, self.device, self.begins, self._make = layout, device, begins, make
+        self.tiles, self.padded = None, False
+        if lengths is not None:
+            self.padded = lengths.batch != "packed"
+            if layout.tiled is not None:
+                self.tiles = tile_map(lengths, layout.shape[0], layout.tiled, device)
+
+    @cached_property
+    def given(self) -> Given:
+        """The tensors."""
+        return self._make()
+
+    @property
+    def q(self) -> Tensor:
+        """(B, H, Sq, D)."""
+        return self.given.q
+
+    @property
+    def k(self) -> Tensor:
+        """(B, Hkv, Skv, D)."""
+        return self.given.k
 
     @property
     def tile(self) -> Tile:
@@ -123,13 +161,13 @@ def laid_out(
     ``lengths`` it has slots of the tile's ``block_n`` keys.  Raises InputError if descales do not fit their tensors.
     """
     per_token = any(each.descale.shape[2] > 1 and not each.by_sequence for each in (q, k, v))
-    tile = _served(spec, tile, per_token, v.data.device)
+    tile = _served(spec, tile, per_token, hopper.runs_on(v.data.device))
     by_query, by_key, by_value = (_in_rows(each.descale) for each in (q, k, v))
     inverses = by_value
     if by_value.shape[2] > 1 and not v.by_sequence:
         descales = by_value.contiguous().clamp_min(_LEAST)
         by_value, inverses = descales.log2(), descales.reciprocal()
-    size = _size(tile, spec.head_dim)
+    size = read_size(tile, spec.head_dim)
     operands = _loadable(q.data, size), _loadable(k.data, size), v.data
     shared = q.by_sequence, k.by_sequence, v.by_sequence
     return _native(spec, tile, operands, (by_query, by_key, by_value), inverses, lengths=lengths, shared=shared)
@@ -147,7 +185,7 @@ def laid_out_by_block(
 
     With ``lengths`` they are (B, Hkv, S, 1), each token having its block's.
     """
-    size = _size(tile, spec.head_dim)
+    size = read_size(tile, spec.head_dim)
     operands = _loadable(q, size), _loadable(k.data, size), v.data
     descales = k.descale, k.descale, v.descale
     return _native(spec, tile, operands, descales, v.descale, casting=True, lengths=lengths)
@@ -155,13 +193,12 @@ def laid_out_by_block(
 
 def retiled(native: Native, tile: Tile) -> Native:
     """The same with another tile; V's keys are reordered if that tile needs another order."""
-    spec, values = native.spec, native.v
+    spec, (q, k, values, descales, inverses) = native.layout.spec, native.given
     if tile.interleaved != native.tile.interleaved:
         values = interleaved(values, back=native.tile.interleaved)
-    tile = _served(spec, tile, any(each.shape[2] > 1 for each in native.descales), values.device)
-    size = _size(tile, spec.head_dim)
-    operands = _loadable(native.q, size), _loadable(native.k, size), values
-    return _native(spec, tile, operands, native.descales, native.inverses)
+    tile = _served(spec, tile, any(each.shape[2] > 1 for each in descales), hopper.runs_on(values.device))
+    size = read_size(tile, spec.head_dim)
+    return _native(spec, tile, (_loadable(q, size), _loadable(k, size), values), descales, inverses)
 
 
 def transposed(x: Tensor) -> Tensor:
@@ -172,16 +209,24 @@ def transposed(x: Tensor) -> Tensor:
 
 def attend(native: Native) -> Result:
     """(out, lse): out (B, H, Sq, Dv) in the gradients' dtype, lse (B, H, Sq) fp32, on the current stream."""
-    spec, q, k, v, descales, inverses, pointers, (tile, _, launch, _), tiles, padded = native
-    (batch, heads, length), device = q.shape[:3], v.device
-    out = torch.empty((batch, heads, length, spec.head_dim_v), dtype=gradient_dtype(spec), device=device)
-    lse = torch.empty((batch, heads, length), dtype=torch.float32, device=device)
-    if padded:  # of which the kernel writes the sequences alone
+    (spec, tile, described, launch, shape, _), device, tiles = native.layout, native.device, native.tiles
+    out = torch.empty((*shape, spec.head_dim_v), dtype=gradient_dtype(spec), device=device)
+    lse = torch.empty(shape, dtype=torch.float32, device=device)
+    if native.padded:  # of which the kernel writes the sequences alone
         out.zero_()
         lse.fill_(-torch.inf)
-    given = (out, lse, *descales, tiles) if tile.hopper else (out, lse, *descales, inverses, tiles)
+    q, k, v, *factors = native.begins
+    if tile.hopper:
+        factors.pop()
+    written = out.data_ptr(), lse.data_ptr()
+    addresses = (q, k, v, *written, *factors, None if tiles is None else tiles.data_ptr())
+    together = reduce(or_, native.begins, written[0] | written[1])
     with on(device):
-        launch((*pointers, *given), addresses((q, k, v, *given)))
+        if not launch.again(device.index, together, addresses):
+            *operands, descales, inverses = native.given
+            pointers = operands if described is None else all_of(described, operands)
+            more = descales if tile.hopper else (*descales, inverses)
+            launch((*pointers, out, lse, *more, tiles), together)
     return Result(out, lse)
 
 
@@ -198,30 +243,30 @@ def _native(
     q, k, v = operands
     outlines = [(x.shape, x.stride()) for x in (q, k, *descales)]
     sequences = None if lengths is None else sequences_of(lengths, q.shape[0])
-    layout = _layout(spec, tile, v.shape, q.dtype, v.device, casting, sequences, shared, *outlines)
-    pointers = operands if layout.described is None else all_of(layout.described, operands)
-    tiles = None
-    if lengths is not None and layout.tiled is not None:
-        tiles = tile_map(lengths, q.shape[0], layout.tiled, v.device)
-    padded = lengths is not None and lengths.batch != "packed"
-    return Native(spec, q, k, v, descales, inverses, pointers, layout, tiles, padded)
+    layout = layout_of(
+        spec, tile, v.shape, q.dtype, v.device, hopper.runs_on(v.device), casting, sequences, shared, *outlines
+    )
+    begins = tuple([x.data_ptr() for x in (*operands, *descales, inverses)])
+    given = Given(*operands, descales, inverses)
+    return Native(layout, v.device, begins, lambda: given, lengths)
 
 
 @lru_cache(maxsize=KEPT)
-def _layout(
+def layout_of(
     spec: AttentionSpec,
     tile: Tile,
     values: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
+    here: bool,
     casting: bool,
     sequences: int | None,
-    shared: tuple[bool, bool, bool],
+    shared: tuple[bool, ...],
     q: _Outline,
     k: _Outline,
     *descales: _Outline,
 ) -> Layout:
-    """The layout of loadable Q and K in ``dtype`` for a tile that serves.
+    """The layout of loadable Q and K in ``dtype``; ``here``: on a GPU that runs the Hopper kernel.
 
     ``casting``: the kernel casts Q, which has no descales, and those of K and V are of blocks.  ``sequences``: how many
     have lengths of their own, None where all are alike; ``shared``: Q's, K's and V's descales are one a sequence.
@@ -236,14 +281,16 @@ def _layout(
         Factors(by_batch, by_head, by_token > 0 and not alike)
         for (by_batch, by_head, by_token), alike in zip(found, shared, strict=True)
     )
-    size = _size(tile, spec.head_dim)
-    by_query, by_key = _matrix(*q, size), _matrix(*k, size)
+    if not casting:
+        tile = _served(spec, tile, any(each.per_token for each in factors), here)
+    size = read_size(tile, spec.head_dim)
+    by_query, by_key = matrix(*q, size), matrix(*k, size)
     assert by_query is not None
     assert by_key is not None
     matrices = by_query, by_key
     rows = values[0] * values[1] * values[2], values[3]
     described = _described(spec, tile, *matrices, rows)
-    extent = Extent(batch, q[0][2], k[0][2], sequences)
+    extent, shape = Extent(batch, q[0][2], k[0][2], sequences), (batch, spec.heads, q[0][2])
     tiled = None
     if sequences is not None:
         block_m = hopper.BLOCK_M if tile.hopper else tile.block_m
@@ -252,9 +299,9 @@ def _layout(
         places = tuple(each[3:] for each in matrices)
         programs = spec.heads if sequences is not None else spec.batch * spec.heads
         launch = hopper.launch(spec, tile, places, factors, _section(spec, programs), extent, device)
-        return Layout(tile, described, launch, tiled)
+        return Layout(spec, tile, described, launch, shape, tiled)
     shapes = tuple((*each[3:], each.stride, each.rows, each.columns) for each in matrices)
-    return Layout(tile, described, _launch(spec, tile, (*shapes, rows), factors, extent), tiled)
+    return Layout(spec, tile, described, _launch(spec, tile, (*shapes, rows), factors, extent), shape, tiled)
 
 
 def _described(
@@ -301,14 +348,14 @@ def _launch(
     return Launch(triton_fp8_attention_forward, grid, constants, options)
 
 
-def _served(spec: AttentionSpec, tile: Tile, per_token: bool, device: torch.device) -> Tile:
+def _served(spec: AttentionSpec, tile: Tile, per_token: bool, here: bool) -> Tile:
     """The tile, or another for keys in the same order where it is the Hopper kernel's and that does not serve."""
-    if not tile.hopper or (hopper.runs_on(device) and hopper.serves(spec, per_token=per_token)):
+    if not tile.hopper or (here and hopper.serves(spec, per_token=per_token)):
         return tile
     return DEFAULTS[head_class(spec)]._replace(interleaved=tile.interleaved)
 
 
-def _size(tile: Tile, head_dim: int) -> int:
+def read_size(tile: Tile, head_dim: int) -> int:
     """Of a row of Q or K as the kernel of a tile reads it."""
     return chunks_of(head_dim).size if tile.hopper else padded_size(head_dim)
 
@@ -333,26 +380,26 @@ def _in_rows(descale: Tensor) -> Tensor:
 
 def _loadable(x: Tensor, size: int) -> Tensor:
     """x (B, H, S, D), or a copy whose rows are a matrix."""
-    if not x.data_ptr() % _VECTOR and _matrix(x.shape, x.stride(), size) is not None:
+    if not x.data_ptr() % VECTOR and matrix(x.shape, x.stride(), size) is not None:
         return x
-    whole = padded(x, rounded_up(x.shape[3], _VECTOR))
+    whole = padded(x, rounded_up(x.shape[3], VECTOR))
     return whole.clone(memory_format=torch.contiguous_format)
 
 
 @lru_cache(maxsize=KEPT)
-def _matrix(shape: Sequence[int], strides: Sequence[int], size: int) -> Matrix | None:
+def matrix(shape: Sequence[int], strides: Sequence[int], size: int) -> Matrix | None:
     """(B, H, S, D) as a matrix of rows: (B · H · S, D), or (B · S, H · D) if heads lie side by side; else None."""
     batch, heads, length, width = shape
     if strides[3] != 1:
         return None
-    stride = strides[2] if length > 1 else rounded_up(width, _VECTOR)
-    if stride % _VECTOR:
+    stride = strides[2] if length > 1 else rounded_up(width, VECTOR)
+    if stride % VECTOR:
         return None
     if _steps(shape, strides, heads * length * stride, length * stride, stride) and stride >= width:
         return Matrix(batch * heads * length, width, stride, heads * length, length, 0)
     aside = strides[1] if heads > 1 else width
     # A tile is as wide as the padded size, so what is beside a narrower head would be read as its own.
-    beside = width == size and aside >= width and not aside % _VECTOR and (heads - 1) * aside + width <= stride
+    beside = width == size and aside >= width and not aside % VECTOR and (heads - 1) * aside + width <= stride
     if beside and _steps(shape, strides, length * stride, aside, stride):
         return Matrix(batch * length, (heads - 1) * aside + width, stride, length, 0, aside)
     return None

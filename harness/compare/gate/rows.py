@@ -65,7 +65,7 @@ def tasks(rows: Sequence[Measurement], registry: Registry, device: torch.device)
     """The rows as tasks of a sweep of NEW."""
     facts = describe(device)
     for row in rows:
-        yield Task.of(Case(row.case, row.spec, tuple(row.error)), row.plan, registry, facts)
+        yield Task.of(Case(row.case, row.spec, tuple(row.error), row.lengths), row.plan, registry, facts)
 
 
 def brief_timer(device: torch.device) -> Timer:
@@ -109,5 +109,5 @@ def gate_rows(
             for cost in names
             if (cost != "backward" or row.spec.training) and (cost != "host" or device.type != "cpu")
         }
-        found.append(GateRow(Question(number, row.key, row.spec, next(iter(row.error))), dict(series)))
+        found.append(GateRow(Question(number, row.key, row.spec, next(iter(row.error)), row.lengths), dict(series)))
     return found

@@ -18,6 +18,7 @@ from attnbench.kernels.plan import Plan, backend_of
 from attnbench.problem.spec import AttentionSpec
 
 from ...measure.setup import INSTALLED
+from ...sequence_lengths import SequenceLengths
 from ...sweep.compile_ahead import usable_cores
 from ...sweep.worker_process import LostError, Worker
 from ..terms import Key
@@ -42,12 +43,13 @@ Visited = Mapping[str, float]  # by cost, the median of a visit's samples in mil
 
 @dataclass(frozen=True)
 class Question:
-    """A row to measure on both sides: its number, case and plan, spec, and the input family for its timing."""
+    """A row to measure on both sides: its number, case and plan, spec, the input family for its timing, and lengths."""
 
     number: int
     key: Key
     spec: AttentionSpec
     family: str
+    lengths: SequenceLengths | None = None
 
     @property
     def plan(self) -> Plan:
@@ -183,5 +185,6 @@ class Sides:
     def _begin(self, side: Side, question: Question) -> None:
         place = side, question.backend
         name, spec = question.key[0], question.spec.to_dict()
-        self._ask(place, "begin", question.number, name, spec, question.family, str(question.plan))
+        lengths = () if question.lengths is None else (question.lengths.model_dump_json(),)
+        self._ask(place, "begin", question.number, name, spec, question.family, str(question.plan), *lengths)
         self._begun[side, question.number] = self._workers[place].generation

@@ -24,6 +24,7 @@ from ...measure.setup import registry_of
 from ...measure.timing import Cost, Timer
 from ...measure.trial import Trial
 from ...measure.worker import main as serve
+from ...sequence_lengths import SequenceLengths
 
 __all__ = ["PROTOCOL", "GateWorker", "main"]
 
@@ -52,10 +53,15 @@ class GateWorker:
         """The versions of attnbench and torch."""
         return {"attnbench": __version__, "commit": own_commit() or "unknown", "torch": str(torch.__version__)}
 
-    def begin(self, row: int, name: str, spec: Mapping[str, Any], family: str, plan: str) -> float:
-        """Prepare a row and run it for the first time; returns the milliseconds."""
+    def begin(self, row: int, name: str, spec: Mapping[str, Any], family: str, plan: str, lengths: str = "") -> float:
+        """Prepare a row and run it for the first time; returns the milliseconds.
+
+        ``lengths`` are those of the case's sequences as JSON, if it has such: an older version knows no argument for
+        them, and fails.
+        """
         if name not in self._cases:
-            case = Case(name, AttentionSpec.from_dict(spec), (family,))
+            own = SequenceLengths.model_validate_json(lengths) if lengths else None
+            case = Case(name, AttentionSpec.from_dict(spec), (family,), own)
             self._cases[name] = OpenCase(case, registry_of(self._source), self._timer.device)
         start = time.perf_counter()
         trial = Trial(Plan.parse(plan), self._cases[name])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from attnbench.choosing.regret import Asked
 from attnbench.kernels.plan import Plan
 
 from ...results.records import Measurement
+from ..alternatives import Key, key_of
 from ..flags import Flag, flags
 from ..sentences import sentences
 from .commands import PLAN, sweep_command
@@ -51,9 +53,12 @@ class CaseView:
     note: str | None
 
 
-def view(case: Case, highest_mhz: float | None) -> CaseView:
-    """``highest_mhz`` is the highest clock that the machine's sweeps saw (attnbench.harness.report.flags)."""
+def view(case: Case, highest_mhz: float | None, beside: Mapping[Key, str]) -> CaseView:
+    """``highest_mhz`` is the highest clock that the machine's sweeps saw (attnbench.harness.report.flags), ``beside``
+    what the other layouts of sequences cost (attnbench.harness.report.alternatives).
+    """
     said = sentences(case.measured) if case.measured else []
+    said += [beside[key] for key in dict.fromkeys(map(key_of, case.measured)) if key in beside]
     if len(case.sources) > 1:
         counts = ", ".join(f"{name} ({count})" for name, count in case.sources.items())
         said.append(f"The measured rows are those of several sweeps, the newest of each plan: {counts}.")

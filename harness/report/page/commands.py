@@ -21,10 +21,11 @@ from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 from attnbench.tables.environment import Environment
 
-from ...cases.case import SWEEP_DTYPES
+from ...cases.case import SWEEP_DTYPES, case_name
 from ...cases.inputs import DEFAULT_FAMILIES, FAMILIES
 from ...cases.presets import PRESETS, preset_cases
 from ...results.records import Measurement
+from ...sequence_lengths import SequenceLengths
 from ...training.config import OWN, TrainConfig
 from ...training.judge.arms import Arm
 
@@ -52,11 +53,15 @@ def sweep_command(rows: Sequence[Measurement]) -> tuple[str, str | None]:
     if row.environment.device_type == "cpu":
         options.append("--device cpu")
     options += _bound(rows, spec)
-    preset = _preset(spec, dtype, row.environment, families)
+    lengths = row.lengths
+    preset = _preset(spec, lengths, dtype, row.environment, families)
     if preset is not None:
-        chosen = f"attnbench sweep --preset {preset} --case {shlex.quote(str(spec))}"
+        chosen = f"attnbench sweep --preset {preset} --case {shlex.quote(case_name(spec, lengths))}"
+    elif lengths is not None and lengths.unequal and (lengths.drawn is None or lengths.drawn.file is not None):
+        return "", "Its sequences have the lengths of a program or a file, which its rows hold."
     else:
-        chosen = f"printf '%s\\n' {shlex.quote(_entry(spec, families))} > {_FILE} && attnbench sweep --preset {_FILE}"
+        entry = shlex.quote(_entry(spec, lengths, families))
+        chosen = f"printf '%s\\n' {entry} > {_FILE} && attnbench sweep --preset {_FILE}"
     return " ".join([chosen, *options, f"--backends '{PLAN}'"]), None
 
 
@@ -67,19 +72,27 @@ def _bound(rows: Sequence[Measurement], spec: AttentionSpec) -> list[str]:
     return [f"--max-error {bound!r}" for bound in sorted(bounds - {usual})][:1]
 
 
-def _preset(spec: AttentionSpec, dtype: str, environment: Environment, families: Sequence[str]) -> str | None:
+def _preset(
+    spec: AttentionSpec,
+    lengths: SequenceLengths | None,
+    dtype: str,
+    environment: Environment,
+    families: Sequence[str],
+) -> str | None:
     for name, preset in PRESETS.items():
-        if set(families) == set(preset.families) and spec in _specs(name, dtype, environment.device_type):
+        cases = _cases(name, dtype, environment.device_type)
+        if set(families) == set(preset.families) and (spec, lengths) in cases:
             return name
     return None
 
 
 @lru_cache(maxsize=64)
-def _specs(preset: str, dtype: str, device_type: str) -> frozenset[AttentionSpec]:
-    return frozenset(case.spec for case in preset_cases(preset, dtype, "cpu" if device_type == "cpu" else "cuda"))
+def _cases(preset: str, dtype: str, device_type: str) -> frozenset[tuple[AttentionSpec, SequenceLengths | None]]:
+    cases = preset_cases(preset, dtype, "cpu" if device_type == "cpu" else "cuda")
+    return frozenset((case.spec, case.lengths) for case in cases)
 
 
-def _entry(spec: AttentionSpec, families: Sequence[str]) -> str:
+def _entry(spec: AttentionSpec, lengths: SequenceLengths | None, families: Sequence[str]) -> str:
     """The case as the one entry of a YAML file, on one line."""
     entry: dict[str, Any] = {"batch": spec.batch, "heads": spec.heads, "seqlen_q": spec.seqlen_q}
     entry["head_dim"] = spec.head_dim
@@ -87,6 +100,11 @@ def _entry(spec: AttentionSpec, families: Sequence[str]) -> str:
     for name in ("kv_heads", "seqlen_kv", "head_dim_v", "scale", "softcap", "direction"):
         if getattr(spec, name) != getattr(usual, name):
             entry[name] = getattr(spec, name)
+    if lengths is not None and lengths.unequal:
+        assert lengths.drawn is not None, "others have no command"
+        drawn = lengths.drawn.model_dump(exclude_defaults=True)
+        entry = {name: value for name, value in entry.items() if name not in ("batch", "seqlen_q", "seqlen_kv")}
+        entry["lengths"] = {**drawn, "layout": lengths.layout}
     if spec.mask == Mask(right=0):
         entry["mask"] = "causal"
     elif spec.mask != Mask():
@@ -108,7 +126,7 @@ def train_command(arm: Arm, baseline: Arm | None) -> str:
         return ""
     said = [f"--model={config.model}", f"--size={config.size}", f"--steps={config.steps}"]
     for name, value in config.to_dict().items():
-        if name in _SAID or value == usual[name] or value is None:
+        if name in _SAID or value == usual.get(name) or value is None:
             continue
         said.append(f"--{name.replace('_', '-')}" if value is True else f"--{name.replace('_', '-')}={value}")
     if config.attention != OWN:

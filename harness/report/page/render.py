@@ -25,6 +25,7 @@ from ...results.records import Measurement
 from ...training.judge.arms import Arm, arms_of, compare_arms, kinds_of, title_of
 from ...training.judge.learning import RULES
 from ...training.rows import TrainingRun
+from ..alternatives import alternatives
 from ..flags import FLAGS, MEANINGS, highest_clock
 from .case_view import CaseView, asked_text, view
 from .colours import OTHERS, THEMES, hues_of, style_variables
@@ -128,7 +129,8 @@ def _title(machines: Sequence[Machine], results: Results) -> str:
 def _machine(machine: Machine, place: int, hues: Mapping[str, int], sheet: Sheet, known: Registry) -> dict[str, Any]:
     rows = [row for rows in machine.sweeps.values() for row in rows]
     highest = highest_clock(rows)
-    views: list[CaseView] = [view(case, highest) for case in machine.cases]
+    beside = alternatives(row for rows in machine.sweeps.values() for row in rows)
+    views: list[CaseView] = [view(case, highest, beside) for case in machine.cases]
     fixed = fixed_of(machine, known)
     used = {backend_of(plan.forward) for plan in machine.winners()}
     scores = [each for each in held_out(machine.table, known) if each.steady] if len(views) <= _MOST_HELD_OUT else []

@@ -59,10 +59,11 @@ def _row_order(spec: AttentionSpec) -> tuple[object, ...]:
 
 
 def _row(spec: AttentionSpec) -> str:
-    """The head size, the heads and the mask; 16/4 are 16 heads that share 4 of K and V."""
+    """The head size, the heads, the mask and the batch; 16/4 are 16 heads that share 4 of K and V."""
     size = f"d{spec.head_dim}" if spec.head_dim == spec.head_dim_v else f"d{spec.head_dim}/{spec.head_dim_v}"
     heads = f"h{spec.heads}" if spec.group == 1 else f"h{spec.heads}/{spec.kv_heads}"
     parts = [size, heads, "" if spec.mask.kind == "none" else str(spec.mask)]
+    parts.append("" if spec.lengths is None else spec.lengths.batch)
     parts += [f"cap {spec.softcap:g}" if spec.softcap else "", "" if spec.dtype == "bf16" else spec.dtype]
     return " ".join(part for part in parts if part)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from attnbench.errors import InputError
 
+from .documents import Documents
 from .seeds import derived
 from .text import BYTE_TOKENS, File, Text, files_under
 
@@ -50,6 +52,11 @@ class Corpus:
                 )
             train, validation = whole.part(0, cut), whole.part(cut, len(whole))
         self.train, self.validation, self._window = train, validation, window
+
+    @cached_property
+    def documents(self) -> Documents:
+        """The text by documents, for packing and padding."""
+        return Documents(self.train, self._window - 1)
 
     @property
     def digest(self) -> str:

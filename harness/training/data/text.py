@@ -46,6 +46,12 @@ class Text:
         """The tokens from ``start`` to ``stop`` of this text as a text."""
         return Text(self.files, self._start + start, self._start + stop)
 
+    def spans(self) -> NDArray[np.int64]:
+        """(files, 2): where each file's part begins in this text, and its tokens with the boundary that follows."""
+        sizes, ends = np.array([each.size + 1 for each in self.files], np.int64), np.array(self._ends, np.int64)
+        first, last = (each.clip(self._start, self._stop) - self._start for each in (ends - sizes, ends))
+        return np.stack([first, last - first], axis=1)
+
     def read(self, start: int, length: int) -> NDArray[np.int64]:
         """``length`` tokens from ``start`` on.  Raises InputError if a file has changed."""
         assert 0 <= start <= len(self) - length, "a window lies inside its text"

@@ -26,8 +26,10 @@ _HOW = (
     "compile",
     "optimiser",
     "parallel",
+    "context_parallel",
+    "packing",
 )
-_SPREAD = ("parallel", "policy")  # what depends on the number of GPUs
+_SPREAD = ("parallel", "policy", "context_parallel")  # what depends on the number of GPUs
 _ATTENTION = ("attention", "max_error", "fp8")
 
 
@@ -106,7 +108,7 @@ def arms_of(runs: Sequence[TrainingRun]) -> list[Arm]:
     firsts = [group[0] for group in groups.values()]
     varying = [
         name
-        for name in firsts[0].settings
+        for name in dict.fromkeys(name for run in firsts for name in run.settings)
         if name not in (*_ATTENTION, "seed") and len({str(run.settings.get(name)) for run in firsts}) > 1
     ] if firsts else []  # fmt: skip
     machines = len({_machine(run) for run in firsts}) > 1
@@ -123,7 +125,7 @@ def kinds_of(runs: Sequence[TrainingRun]) -> list[list[TrainingRun]]:
     """
     kinds: dict[str, list[TrainingRun]] = {}
     for run in runs:
-        kinds.setdefault(json.dumps(_without(run, (*_HOW, "seed")), sort_keys=True), []).append(run)
+        kinds.setdefault(json.dumps(_learnt(run), sort_keys=True), []).append(run)
     return list(kinds.values())
 
 
@@ -151,7 +153,7 @@ def compare_arms(arms: Sequence[Arm]) -> list[tuple[Arm, Arm, Learning]]:
 def scaling_efficiency(arm: Arm, arms: Sequence[Arm]) -> float | None:
     """Throughput of an arm's N ranks over N times that of the same arm on one rank; None if that was not run.
 
-    Each rank has the same batch in both (weak scaling).
+    Each rank has the same batch in both (weak scaling), or some of its tokens (``context_parallel``, strong scaling).
     """
     if arm.first.world == 1 or arm.units_per_second is None:
         return None
@@ -174,10 +176,14 @@ def _without(run: TrainingRun, names: Sequence[str]) -> dict[str, object]:
     return {name: value for name, value in run.settings.items() if name not in names}
 
 
+def _learnt(run: TrainingRun) -> dict[str, object]:
+    """The model, data and schedule.  Packed and padded documents are the same data, windows of the text others."""
+    return {**_without(run, (*_HOW, "seed")), "documents": run.settings.get("packing", "none") != "none"}
+
+
 def _learns_the_same(one: TrainingRun, other: TrainingRun) -> bool:
-    left_out = (*_HOW, "seed")
     same = one.world == other.world and _machine(one) == _machine(other)
-    return same and _without(one, left_out) == _without(other, left_out)
+    return same and _learnt(one) == _learnt(other)
 
 
 def _differences(one: TrainingRun, other: TrainingRun) -> int:
@@ -190,7 +196,7 @@ def _label(run: TrainingRun, varying: Sequence[str], machines: bool, time: int) 
         said += " fp8"
     if run.settings.get("max_error") is not None:
         said += f" max_error={run.settings['max_error']}"
-    said += "".join(f" {name}={run.settings.get(name)}" for name in varying)
+    said += "".join(f" {name}={run.settings[name]}" for name in varying if name in run.settings)
     if machines or run.world > 1:
         said += f" on {f'{run.world} × ' if run.world > 1 else ''}{run.environment.device_name}"
     if time > 1:

@@ -71,7 +71,9 @@ def gpt_size(config: TrainConfig) -> GptSize:
 
 
 class Gpt(nn.Module):
-    """Tokens and targets (B, S) to their loss.  Attention is causal over the whole sample."""
+    """Tokens and targets (B, S) to their loss.  Attention is causal over the whole sample, or over each document of a
+    packed one, (1, T), whose tokens have ``positions`` (1, T) and which ``starts`` (N + 1,) divides.
+    """
 
     def __init__(self, size: GptSize, core: Callable[[], AttentionCore]) -> None:
         super().__init__()
@@ -81,12 +83,15 @@ class Gpt(nn.Module):
         self.norm = nn.RMSNorm(size.width, eps=1e-5)
         self.head = None if size.tied else nn.Linear(size.width, size.vocab, bias=False)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of predicting ``targets``, an fp32 scalar."""
+    def forward(
+        self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None, starts: Tensor | None = None
+    ) -> Tensor:
+        """The mean loss of predicting ``targets``, an fp32 scalar; ``positions`` (1, S) of the tokens, None for all."""
         x = self.embedding(tokens)
-        rotation = _rotation(tokens.shape[1], self.size, tokens.device)
+        places = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions[0]
+        rotation = _rotation(places, self.size)
         for block in self.blocks:
-            x = block(x, *rotation)
+            x = block(x, *rotation, starts)
         head = self.embedding if self.head is None else self.head
         return head_loss(self.norm(x), head.weight, targets)
 
@@ -99,8 +104,8 @@ class _Block(nn.Module):
         self.feed_norm = nn.RMSNorm(size.width, eps=1e-5)
         self.feed = _SwiGlu(size)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, starts)
         return x + self.feed(self.feed_norm(x))  # type: ignore[no-any-return]
 
 
@@ -114,12 +119,13 @@ class _Attention(nn.Module):
         self.output = nn.Linear(size.heads * size.head_dim, size.width, bias=False)
         self.core = core
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, starts: Tensor | None) -> Tensor:
         q, k, v = (
             projection(x).unflatten(-1, (heads, -1)).transpose(1, 2)
             for projection, heads in zip((self.query, self.key, self.value), self._heads, strict=True)
         )
-        out = self.core(_rotated(q, cos, sin), _rotated(k, cos, sin), v, True)
+        options = {} if starts is None else {"starts": starts}
+        out = self.core(_rotated(q, cos, sin), _rotated(k, cos, sin), v, True, **options)
         return self.output(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -134,10 +140,10 @@ class _SwiGlu(nn.Module):
         return self.down(silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
-def _rotation(length: int, size: GptSize, device: torch.device) -> tuple[Tensor, Tensor]:
+def _rotation(places: Tensor, size: GptSize) -> tuple[Tensor, Tensor]:
     """Cosines and sines (S, D/2) of the rotary embedding in fp32 (arXiv 2104.09864, equation 15)."""
-    pair = torch.arange(0, size.head_dim, 2, device=device, dtype=torch.float32) / size.head_dim
-    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), size.theta**-pair)
+    pair = torch.arange(0, size.head_dim, 2, device=places.device, dtype=torch.float32) / size.head_dim
+    angles = torch.outer(places.to(torch.float32), size.theta**-pair)
     return angles.cos(), angles.sin()
 
 

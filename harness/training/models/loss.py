@@ -17,8 +17,8 @@ LARGEST_LOGITS = 2**27  # logits at a time: 512 MiB in fp32
 def head_loss(hidden: Tensor, head: Tensor, targets: Tensor, largest: int = LARGEST_LOGITS) -> Tensor:
     """Mean cross-entropy, an fp32 scalar, of ``hidden`` (..., width) under ``head`` (vocab, width).
 
-    ``targets`` (...) are token numbers.  Beyond ``largest`` logits the tokens are processed in parts, whose logits the
-    backward computes again.
+    ``targets`` (...) are token numbers; -100, padding, does not count.  Beyond ``largest`` logits the tokens are
+    processed in parts, whose logits the backward computes again.
     """
 
     def part(hidden: Tensor, targets: Tensor) -> Tensor:
@@ -37,14 +37,15 @@ def _summed(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _in_parts(part: Callable[[Tensor, Tensor], Tensor], x: Tensor, targets: Tensor, rows: int) -> Tensor:
-    """The mean over all targets; ``part`` computes the sum for at most ``rows`` of them at a time."""
+    """The mean over the targets that count; ``part`` computes the sum for at most ``rows`` of them at a time."""
     x, targets, rows = x.flatten(0, -2), targets.flatten(), max(1, rows)
+    count = (targets >= 0).sum()
     if targets.numel() <= rows:
-        return part(x, targets) / targets.numel()
+        return part(x, targets) / count
     sums = [
         checkpoint(
             part, x[first : first + rows], targets[first : first + rows], use_reentrant=False, preserve_rng_state=False
         )
         for first in range(0, targets.numel(), rows)
     ]
-    return torch.stack(sums).sum() / targets.numel()
+    return torch.stack(sums).sum() / count

@@ -8,7 +8,7 @@ import torch
 
 from attnbench.errors import InputError
 
-from ..config import TrainConfig
+from ..config import SDPA, TrainConfig
 from ..models.attention import Attend
 from ..models.gpt import gpt_size
 from ..models.linears import refusal
@@ -29,11 +29,13 @@ def check_beforehand(config: TrainConfig, device: torch.device) -> None:
     """Raise what building the model or its first attention would, without memory or time.
 
     The attention of a transformers config is only known once it is built, and is not checked here.  Raises InputError
-    on linears or a block that the device or a missing package cannot serve, and what ``attnbench.explain`` raises on an
-    attention that cannot be had.
+    on shared samples, linears or a block that the device or a missing package cannot serve, and what
+    ``attnbench.explain`` raises on an attention that cannot be had.
     """
     if reason := refusal(config.linears, device):
         raise InputError(reason)
+    if config.context_parallel > 1 and config.attention == SDPA and device.type != "cuda":
+        raise InputError("torch's context parallelism runs on GPUs alone; compare with bf16")
     if config.block == "te":
         te_block(device)
         return
@@ -42,11 +44,14 @@ def check_beforehand(config: TrainConfig, device: torch.device) -> None:
         return
     dtype = torch.float32 if config.policy == "fp32" else torch.bfloat16
     one = torch.empty(1, 1, 1, 1, dtype=dtype, device=device, requires_grad=True)
-    q, k, v = (
-        one.expand(config.batch, heads, config.seqlen, shape.head_dim)
-        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
-    )
-    Attend(config).plan(q, k, v, shape.is_causal)
+    heads = shape.heads, shape.kv_heads, shape.kv_heads
+    if config.packing == "packed":
+        q, k, v = (one.expand(1, each, config.batch * config.seqlen, shape.head_dim) for each in heads)
+        starts = torch.arange(0, q.shape[2] + 1, config.seqlen, dtype=torch.int32, device=device)
+        Attend(config).plans(q, k, v, shape.is_causal, starts)
+        return
+    q, k, v = (one.expand(config.batch, each, config.places, shape.head_dim) for each in heads)
+    Attend(config).plans(q, k, v, shape.is_causal)
 
 
 def _shape(config: TrainConfig) -> _Shape | None:

@@ -64,14 +64,15 @@ def train(
     run = _Run(trainable, ranks, options, on_step)
     if resume:
         run.restore()
-    return run.go()
+    with run.sharing:
+        return run.go()
 
 
 class _Run:
     def __init__(
         self, trainable: Trainable, ranks: Ranks, options: LoopOptions, on_step: Callable[[History], None]
     ) -> None:
-        spread(trainable, ranks)
+        self.sharing = spread(trainable, ranks)
         self.trainable, self.ranks, self.options, self.on_step = trainable, ranks, options, on_step
         self.config, self.device = trainable.config, ranks.device
         self.optimiser = make_optimiser(self.config, trainable.module)

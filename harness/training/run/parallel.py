@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from attnbench.errors import MisuseError
+from attnbench.integrations.context_parallel import context_parallel
 from attnbench.kernels.devices import find
 
+from ..config import SDPA, TrainConfig
 from .policy import sharding_policy
 
 if TYPE_CHECKING:
@@ -100,26 +102,45 @@ def _current(device: torch.device) -> torch.device:
     return device
 
 
-def spread(trainable: Trainable, ranks: Ranks) -> None:
+def spread(trainable: Trainable, ranks: Ranks) -> AbstractContextManager[Any]:
     """Spread the model as its configuration says: DDP, or FSDP2 with every block as a shard group.
 
-    Raises MisuseError if the number of ranks and the configuration do not agree.
+    Returns the context of its passes, in which attention is that of samples that consecutive ranks share.  Gradients
+    are the mean over all ranks, which have as many tokens each.  Raises MisuseError if the number of ranks and the
+    configuration do not agree.
     """
-    kind = trainable.config.parallel
+    kind, sharing = trainable.config.parallel, trainable.config.context_parallel
     if kind == "none":
         if ranks.world > 1:
             raise MisuseError(f"{ranks.world} processes were started; say --parallel ddp or fsdp2")
-        return
+        return nullcontext()
     if not dist.is_initialized():
         raise MisuseError(
             f"--parallel {kind} is started by torchrun: torchrun --nproc-per-node N -m attnbench train ..."
         )
+    if ranks.world % sharing:
+        raise MisuseError(f"--context-parallel {sharing} needs a multiple of as many processes, not {ranks.world}")
     if kind == "ddp":
         trainable.module = DistributedDataParallel(
             trainable.module, device_ids=[ranks.device] if ranks.device.type == "cuda" else None
         )
-        return
-    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
-    policy = sharding_policy(trainable.config)
-    for each in (*trainable.blocks, trainable.module):
-        fully_shard(each, mesh=mesh, mp_policy=policy)
+    else:
+        mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+        policy = sharding_policy(trainable.config)
+        for each in (*trainable.blocks, trainable.module):
+            fully_shard(each, mesh=mesh, mp_policy=policy)
+    if sharing == 1:
+        return nullcontext()
+    grid = init_device_mesh(ranks.device.type, (ranks.world // sharing, sharing), mesh_dim_names=("sample", "context"))
+    return _sharing(trainable.config, grid["context"])
+
+
+def _sharing(config: TrainConfig, mesh: DeviceMesh) -> AbstractContextManager[Any]:
+    """The context in which the config's attention is that of samples that the ranks of the mesh share."""
+    if config.attention != SDPA:
+        return context_parallel(mesh)
+    from torch.distributed.tensor.experimental import context_parallel as torchs
+
+    unused = torch.zeros(2 * mesh.size(), device=mesh.device_type)  # it wants something to shard
+    made: AbstractContextManager[Any] = torchs(mesh, buffers=[unused], buffer_seq_dims=[0], no_restore_buffers={unused})
+    return made

@@ -23,8 +23,8 @@ from attnbench.tables.environment import Environment
 from attnbench.text.failure import in_one_line
 
 from ...measure.clocks import Conditions, Watch
-from ...measure.peaks import PEAK_TFLOPS
 from ...measure.worker import is_out_of_memory
+from ...results.peaks import PEAK_TFLOPS
 from ..config import TrainConfig
 from ..rows import LONGEST_REASON, ROWS, TrainingRun, read_runs, write_runs
 from .history import History
@@ -226,7 +226,7 @@ class _Record:
             timed_from=warm_up_steps(config.steps),
             world=ranks.world,
             units="tokens" if config.learns_text else "images",
-            units_per_step=config.batch * (config.seqlen if config.learns_text else 1) * ranks.world,
+            units_per_step=config.batch * (config.places if config.learns_text else 1) * ranks.world,
             flops_per_step=1.0,
             flops_model=_FLOPS_MODEL,
             peak_tflops=PEAK_TFLOPS.get(session.environment.device_name, {}).get("bf16"),

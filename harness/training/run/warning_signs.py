@@ -66,10 +66,11 @@ def underflow(x: Tensor, format: Format) -> float:
 
 
 class _SampledHead(NamedTuple):
-    """The inputs for dS of some rows of one head, except dO."""
+    """The inputs for dS of some rows of one head, except dO.  ``rows`` count from its first query, number ``first``."""
 
     batch: int
     head: int
+    first: int
     rows: Tensor
     q: Tensor
     k: Tensor
@@ -93,7 +94,8 @@ def signs_of(step: int, modules: Sequence[nn.Module], work: Callable[[], None]) 
     """The signs of one forward and backward, which ``work`` runs; None without attention modules.
 
     ``modules`` are called with q (B, H, S, D), k and v (B, Hkv, S, D) and return out in q's shape; ``is_causal`` is the
-    fourth or a named argument, ``scale``, ``window`` and ``softcap`` are named.
+    fourth or a named argument, ``scale``, ``window`` and ``softcap`` are named.  Where ``starts`` (N + 1,) divide the
+    queries into documents, dS is read of the longest.
     """
     if not modules:
         return None
@@ -133,29 +135,40 @@ def _forward(own: _ModuleSigns) -> Callable[..., None]:
         q, k, v = args[:3]
         own.kurtosis_q, own.kurtosis_k = (float(kurtosis(x).amax()) for x in (q, k))
         batch, heads, queries, head_dim = q.shape
+        first, keys = 0, slice(None)
+        if options.get("starts") is not None:
+            first, queries = _longest(options["starts"])
+            keys = slice(first, first + queries)
         causal = options.get("is_causal", args[3] if len(args) > 3 else False)
         spec = AttentionSpec.make(
-            batch=batch, heads=heads, kv_heads=k.shape[1], seqlen_q=queries, seqlen_kv=k.shape[2], head_dim=head_dim,
-            head_dim_v=v.shape[3], dtype="fp32", scale=options.get("scale"), softcap=options.get("softcap") or 0.0,
-            mask=mask_of(causal, options.get("window"), "top-left"),
+            batch=batch, heads=heads, kv_heads=k.shape[1], seqlen_q=queries, seqlen_kv=k[:, :, keys].shape[2],
+            head_dim=head_dim, head_dim_v=v.shape[3], dtype="fp32", scale=options.get("scale"),
+            softcap=options.get("softcap") or 0.0, mask=mask_of(causal, options.get("window"), "top-left"),
         )  # fmt: skip
         rows = torch.linspace(0, queries - 1, min(_ROWS, queries), device=q.device).long()
         for index in torch.linspace(0, batch * heads - 1, min(_HEADS, batch * heads)).long().tolist():
             b, h = divmod(index, heads)
             shared = h // spec.group
             with torch.no_grad():
-                q_rows, own_k, own_v = q[b, h, rows], k[b, shared].clone(), v[b, shared].clone()
-            own.picked.append(_SampledHead(b, h, rows, q_rows, own_k, own_v, spec))
+                q_rows, own_k, own_v = q[b, h, first + rows], k[b, shared, keys].clone(), v[b, shared, keys].clone()
+            own.picked.append(_SampledHead(b, h, first, rows, q_rows, own_k, own_v, spec))
 
     return hook
+
+
+def _longest(starts: Tensor) -> tuple[int, int]:
+    """Where the longest document begins, and its tokens."""
+    lengths = starts.diff()
+    document = int(lengths.argmax())
+    return int(starts[document]), int(lengths[document])
 
 
 def _output_gradient(own: _ModuleSigns) -> Callable[..., None]:
     def hook(module: nn.Module, grads: tuple[Tensor | None, ...]) -> None:
         if not grads or grads[0] is None:
             return
-        for b, h, rows, q, k, v, spec in own.picked:
-            scores = score_gradients(q, k, v, grads[0][b, h, rows], rows, spec)
+        for b, h, first, rows, q, k, v, spec in own.picked:
+            scores = score_gradients(q, k, v, grads[0][b, h, first + rows], rows, spec)
             own.underflow = {name: max(own.underflow[name], underflow(scores, name)) for name in _DTYPES}
 
     return hook

@@ -11,9 +11,11 @@ import torch
 from command_line import SHAPE, attnbench, process
 from typer.main import get_command
 
-from attnbench import __version__, explain
+from attnbench import AttentionSpec, __version__, explain
 from attnbench.cli import app
+from attnbench.cli.explain import _sizes as sizes_of
 from attnbench.cli.usable import obstacle
+from attnbench.errors import InputError
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.registry import registry
 
@@ -79,6 +81,18 @@ def test_explain_agrees_with_the_api() -> None:
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout) == json.loads(json.dumps(expected))
+
+
+def test_explain_asks_for_packed_and_padded_sequences_as_the_api_does() -> None:
+    x, starts = torch.randn(64, 4, 32, dtype=torch.bfloat16), torch.tensor([0, 40, 64], dtype=torch.int32)
+    rows, used = torch.randn(2, 4, 40, 32, dtype=torch.bfloat16), torch.tensor([40, 24], dtype=torch.int32)
+    packed = explain(x, x, x, layout="thd", cu_seqlens_q=starts, is_causal=True).spec
+    padded = explain(rows, rows, rows, q_lengths=used, kv_lengths=used, padding_side="left").spec
+    for expected, sizes in ((packed, sizes_of(2, 40, None, 64, None)), (padded, sizes_of(2, 40, 40, None, "left"))):
+        assert AttentionSpec.make(**sizes, heads=4, head_dim=32, mask=expected.mask) == expected
+    for wrong in ((2, 40, None, 81, None), (2, 40, None, 64, "left"), (2, 40, 41, 64, None)):
+        with pytest.raises(InputError, match="--packed"):
+            sizes_of(*wrong)
 
 
 def test_explain_hears_the_variable_and_the_option_beats_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,14 +88,14 @@ def test_all_reasons_are_given_and_the_old_file_stays(here: Path, tmp_path: Path
 
 def test_a_gpu_whose_peak_is_unknown_is_told_what_to_add(here: Path, tmp_path: Path) -> None:
     run = attnbench("submit", folder(tmp_path / "mine", [changed(row, environment=H900) for row in ROWS]))
-    fails(run, 1, "the peak of NVIDIA H900 is not known", "harness/measure/peaks.py")
+    fails(run, 1, "the peak of NVIDIA H900 is not known", "harness/results/peaks.py")
     assert list(here.iterdir()) == []
 
 
 def test_a_first_table_of_a_gpu_is_offered_as_the_one_that_ships(
     here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attnbench.harness.measure.peaks import PEAK_TFLOPS
+    from attnbench.harness.results.peaks import PEAK_TFLOPS
 
     monkeypatch.setitem(PEAK_TFLOPS, "NVIDIA H900", PEAK_TFLOPS["NVIDIA H200"])
     run = attnbench("submit", folder(tmp_path / "mine", [changed(row, environment=H900) for row in ROWS]))

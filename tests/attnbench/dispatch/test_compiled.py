@@ -277,7 +277,8 @@ def test_twice_is_refused_and_errors_keep_their_words():
 
 def arguments(q, k, v, *, training, lse=False, backend="sdpa-flash", descales=(None, None, None)):
     shape = (True, 3, None, "bottom-right", 0.2, None, True)
-    return (q, k, v, *descales, training, *shape, lse, None, backend, None, "argument", "0")
+    even = (False, "right", False, None, None)
+    return (q, k, v, None, None, *descales, training, *shape, lse, None, backend, None, "argument", "0", *even)
 
 
 @pytest.mark.parametrize(("backend", "grad"), [("sdpa-flash", False), ("emulated:fp8", True)])
@@ -287,8 +288,8 @@ def test_opcheck(backend, grad):
     torch.library.opcheck(torch.ops.attnbench.attention.default, forward)
     if grad:
         out, lse = (x.detach() for x in torch.ops.attnbench.attention(*forward))
-        saved = (torch.randn_like(out), q.detach(), k.detach(), v.detach(), out, lse)
-        torch.library.opcheck(torch.ops.attnbench.attention_backward.default, (*saved, *forward[6:]))
+        saved = (torch.randn_like(out), q.detach(), k.detach(), v.detach(), out, lse, None, None)
+        torch.library.opcheck(torch.ops.attnbench.attention_backward.default, (*saved, *forward[8:]))
 
 
 def test_eight_threads_run_what_was_compiled():

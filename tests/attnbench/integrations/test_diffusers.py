@@ -112,10 +112,10 @@ def test_arguments_mean_what_they_mean_to_the_native_backend(monkeypatch):
 
 def test_what_cannot_be_served_is_refused_and_handed_on_only_where_that_was_asked_for():
     q = tensor(2, 6, 2, 8)
-    padding = torch.arange(6).expand(2, 6) < torch.tensor([[6], [4]])
+    padding = torch.randn(2, 6, 6)[:, None]  # a bias
     calls = register()
     for said, named in {
-        "pads, biases or blocks": {"attn_mask": padding},
+        "biases or blocks": {"attn_mask": padding},
         "dropout": {"dropout_p": 0.1},
         "context parallelism and return_lse are not served": {"attention_kwargs": {"return_lse": True}},
     }.items():
@@ -140,6 +140,75 @@ def test_the_name_is_a_backend_like_diffusers_own():
     assert [each.value for each in dispatch.AttentionBackendName].count("attnbench") == 1
     assert pickle.loads(pickle.dumps(name)) is copy.deepcopy(name) is name
     assert dispatch.AttentionBackendName("native").value == "native"
+
+
+def masks_of_padding():
+    """(B, Skv), (B, 1, 1, Skv), (B, H, Sq, Skv) and with padded queries; in numbers, too."""
+    real = torch.arange(7).expand(2, 7) < torch.tensor([[7], [4]])
+    keys, empty = real[:, None, None], torch.zeros(1, 7, dtype=torch.bool)
+    return {
+        "text": real,
+        "keys": keys,
+        "holes": keys & (torch.arange(7) != 2),
+        "heads": keys.expand(2, 4, 7, 7).contiguous(),
+        "both": real[:, None, None] & real[:, None, :, None],
+        "row without a key": torch.cat([real[:1], empty])[:, None, None],
+        "numbers": torch.zeros(2, 1, 1, 7).masked_fill(~keys, -torch.inf),
+        "least numbers": torch.zeros(2, 1, 1, 7).masked_fill(~keys, torch.finfo(torch.float32).min),
+    }
+
+
+@pytest.mark.parametrize("name", masks_of_padding())
+def test_masks_of_padding_become_packed_calls(name):
+    mask = masks_of_padding()[name]
+    calls = register(backend="reference")
+    x = [tensor(2, 7, heads, 8, seed=heads).requires_grad_() for heads in (4, 2, 2)]
+    found, wanted = [], []
+    for answers, function in ((found, ask), (wanted, native)):
+        out = function(*x, mask, enable_gqa=True)
+        answers += [out, *torch.autograd.grad(out.square().sum(), x)]
+    assert calls.served == 1
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert torch.equal(ask(*x, mask.clone(), enable_gqa=True), found[0])
+
+
+def test_masks_that_hide_more_than_padding_are_refused():
+    register()
+    q, keys = tensor(2, 7, 2, 8), masks_of_padding()["keys"]
+    numbers = masks_of_padding()["numbers"]
+    for mask in (
+        keys & torch.ones(7, 7, dtype=torch.bool).tril(),
+        keys & torch.tensor([True, False]).view(1, 2, 1, 1),
+        numbers.masked_fill(numbers < 0, -100.0),
+        torch.where(masks_of_padding()["both"], 0.0, -1e9),  # where a row of the same number hides nothing
+    ):
+        with pytest.raises(InputError, match="biases or blocks"):
+            ask(q, q, q, mask)
+
+
+def test_a_model_with_padded_text_attends_to_its_tokens():
+    calls = register(backend="reference")
+    torch.manual_seed(0)
+    model = diffusers.QwenImageTransformer2DModel(
+        patch_size=1, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=16, axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+    inputs = {
+        "hidden_states": tensor(2, 16, 4),
+        "encoder_hidden_states": tensor(2, 7, 16, seed=1),
+        "encoder_hidden_states_mask": masks_of_padding()["text"],
+        "timestep": torch.tensor([1.0, 0.5]),
+        "img_shapes": [[(1, 4, 4)]] * 2,
+        "return_dict": False,
+    }
+    ours = copy.deepcopy(model)
+    ours.set_attention_backend("attnbench")
+    model.set_attention_backend("native")
+    wanted, found = step(model, **inputs), step(ours, **inputs)
+    assert calls.served == 2
+    assert error(found[0], wanted[0]) < 1e-5
+    assert worst(found[1], wanted[1]) < 1e-4
 
 
 def test_what_cannot_be_registered(monkeypatch):

@@ -79,6 +79,30 @@ def test_logits_and_gradients_are_those_of_transformers_and_of_each_sequence_alo
     assert error(found[0][real], alone) < 1e-5
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_batches_of_trls_collator(calls, rows):
+    """``padding_free`` and ``packing``: positions start anew, and padding to a multiple is given position 0.
+
+    DataCollatorForLanguageModeling in trl/trainer/sft_trainer.py of TRL 1.10, whose trainer passes ``use_cache=False``.
+    """
+    x, sizes = torch.cat(texts()), list(LENGTHS)
+    positions = torch.cat([torch.arange(size) for size in sizes])
+    labels = x.masked_fill(positions == 0, -100)
+    padding = (0, -len(x) % 64)  # pad_to_multiple_of
+    x, labels, positions = (
+        torch.nn.functional.pad(each, padding, value=filling)[None].repeat(rows, 1)
+        for each, filling in ((x, 0), (labels, -100), (positions, 0))
+    )
+    model, ours = decoders(*MODELS["Qwen3"])
+    found = step(ours, input_ids=x, labels=labels, position_ids=positions, use_cache=False)
+    assert calls.served == 2
+    wanted = step(model, input_ids=x, labels=labels, position_ids=positions, use_cache=False)
+    assert worst(found[1], wanted[1]) < 1e-4
+    with torch.no_grad():
+        alone = torch.cat([model(each[None]).logits[0] for each in texts()])
+    assert all(error(each[: sum(sizes)], alone) < 1e-5 for each in found[0])
+
+
 @pytest.mark.parametrize("batch", ["left", "positions"])
 def test_bf16_is_as_near_to_fp32_as_transformers_own_is(batch):
     """``auto`` serves it on a CPU within its budget of 0.01 a call; the rest of the error is of the layers around."""

@@ -83,12 +83,12 @@ def test_memory_that_is_kept_is_found() -> None:
 
 
 def test_a_flex_mask_is_kept_and_not_of_the_callers_memory() -> None:
-    from attnbench.backends.flex import backend as flex
+    from attnbench.backends.flex.blocks import block_mask
 
     with Allocations() as allocations:
-        made = flex.block_mask(Mask(left=7, right=0), 300, 310, CPU)
+        made = block_mask(Mask(left=7, right=0), 300, 310, CPU)
     assert not allocations.held()
-    assert flex.block_mask(Mask(left=7, right=0), 300, 310, CPU) is made
+    assert block_mask(Mask(left=7, right=0), 300, 310, CPU) is made
 
 
 def test_scales_of_earlier_steps_are_kept_without_those_steps_memory() -> None:

@@ -145,12 +145,12 @@ def test_what_is_of_this_gpu_comes_before_what_is_scaled(folder, shipped):
     assert found.scaled_from is None
 
 
-def test_where_a_table_is_shipped_for_this_gpu_none_is_scaled(folder, shipped):
+def test_the_tables_of_other_gpus_come_after_the_one_shipped_for_this_gpu(folder, shipped):
     far = SPEC.replace(head_dim=128)
     table(1.0, environment=H200, spec=far).save(folder / "a.json")
     table(2.0).save(shipped / "nvidia-h100-80gb-hbm3.json")
     table(3.0, environment=H200, spec=far).save(shipped / "nvidia-h200.json")
-    assert [each.scaled_from for each in known_tables(GPU).tables] == [None]
+    assert [each.scaled_from for each in known_tables(GPU).tables] == [None, "NVIDIA H200"]
     (shipped / "nvidia-h100-80gb-hbm3.json").unlink()
     forget()
     assert [each.scaled_from for each in known_tables(GPU).tables] == ["NVIDIA H200"]

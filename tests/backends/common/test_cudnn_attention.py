@@ -8,7 +8,7 @@ from agreement import both_passes_agree, carried_by_autograd
 from dense import dense_attention, dense_gradients, relative_l2
 from hypothesis import assume, given
 from problems import Problem, problems, tensors_of
-from standins_graph import install_front_end
+from standins_cudnn import install_front_end
 from standins_te import install_transformer_engine
 
 from attnbench.backends.cudnn import backend as cudnn

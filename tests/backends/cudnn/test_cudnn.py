@@ -6,22 +6,29 @@ import gc
 import importlib.metadata
 import threading
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
-from dense import dense_gradients, probabilities
-from hypothesis import given
+from dense import dense_attention, dense_gradients, probabilities, relative_l2
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed import Documents, answers, documents
 from problems import Problem, tensors_of
-from standins_graph import CUDNN, LARGEST, PyGraph, install_front_end
+from standins_cudnn import CUDNN, PyGraph, install_front_end
+from standins_graph import LARGEST
 
 from attnbench.backends.cudnn import backend as cudnn
 from attnbench.backends.cudnn.scales import gradient_bounds
+from attnbench.dispatch.sequences import sizes_of
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
 from attnbench.problem.fp8 import Recipe, quantise
+from attnbench.problem.lengths import packed
+from attnbench.problem.lengths_kind import LengthsKind
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
+from examples import examples
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0))
 FORWARDS = {k.name: k for k in cudnn.BACKEND.kernels if isinstance(k, ForwardKernel)}
@@ -78,6 +85,42 @@ def test_a_graph_is_built_once_for_a_problem_and_again_for_another() -> None:
     forward.run(forward.prepare(Inputs.of(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)), spec))
     assert PyGraph.built == before + 3
     assert cudnn.graph_of.cache_info().maxsize is not None
+
+
+@given(documents(70, st.sampled_from([Mask(), CAUSAL, Mask(9, 0), Mask(5, 3, "bottom-right")]), heads=(4, 2)))
+@settings(max_examples=examples(20, 100))
+def test_packed_sequences_are_what_they_are_alone(batch: Documents) -> None:
+    batch = replace(batch, lengths=tuple((max(pair), max(pair)) for pair in batch.lengths), head_dim_v=40)
+    forward, backward = FORWARDS["cudnn:bf16"], BACKWARDS["cudnn:bf16"]
+    for found, alone in zip(answers(batch, forward, backward), batch.alone(forward, backward), strict=True):
+        for x, y in zip(found, alone, strict=True):
+            torch.testing.assert_close(x.float(), y.float(), rtol=1e-2, atol=1e-3)
+
+
+def test_batches_of_other_lengths_share_a_graph() -> None:
+    """The spec rounds their number, the longest and the total up; sequences without a token fill up the batch."""
+    forward, before = FORWARDS["cudnn:bf16"], PyGraph.built
+    for sizes in ((20, 30, 9), (31, 0, 5, 25), (17, 17, 26)):
+        starts = torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        x = [torch.randn(1, heads, sum(sizes), 64).bfloat16() for heads in (4, 2, 2)]
+        lengths = packed(x[0], x[1], starts, starts, 31, 31)
+        spec = SPEC.replace(**sizes_of(lengths, 1, sum(sizes), sum(sizes)))
+        assert (spec.batch, forward.refusals(spec, H200)) == (4 if len(sizes) == 4 else 3, [])
+        spec = spec.replace(batch=4)
+        out = forward.run(forward.prepare(Inputs(*x, lengths), spec)).out
+        for own in lengths.sequences(spec, x[0], x[1]):
+            exact = dense_attention(own.q(x[0]), own.kv(x[1]), own.kv(x[2]), own.spec)[0]
+            assert relative_l2(own.q(out), exact) < 0.01
+    assert PyGraph.built == before + 1
+
+
+def test_packed_batches_that_are_not_served() -> None:
+    kind = LengthsKind(batch="packed", square=True, total_q=64, total_kv=64)
+    spec = SPEC.replace(lengths=kind, head_dim=264, head_dim_v=264)
+    assert "up to 256 only" in FORWARDS["cudnn:bf16"].refusals(spec, H200)[0]
+    assert "not a packed batch" in FP8.refusals(SPEC.replace(lengths=kind), H200)[0]
+    uneven = SPEC.replace(lengths=LengthsKind(batch="packed", total_q=64, total_kv=64))
+    assert FORWARDS["cudnn:bf16"].refusals(uneven, H200) == ["does not define rows that see no key"]
 
 
 def test_two_threads_share_a_graph_and_no_handle(monkeypatch: pytest.MonkeyPatch) -> None:

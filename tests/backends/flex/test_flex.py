@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,13 @@ from dense import dense_attention, relative_l2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from needs import needs_avx2
+from packed import Documents, documents
 from problems import Problem, masks
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.profiler import ProfilerActivity, profile
 
 from attnbench.backends.flex import backend as flex
+from attnbench.backends.flex.blocks import BLOCK, block_mask, packed_blocks
 from attnbench.backends.flex.compiler import compiler_reason
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel, Inputs, Saved
@@ -127,7 +130,7 @@ def test_inputs_that_need_gradients_are_served_where_none_are_asked_for() -> Non
 @settings(max_examples=examples(30, 200))
 def test_blocks_are_those_of_create_block_mask(mask: Mask, sq: int, skv: int) -> None:
     spec = spec_of(sq, skv, mask)
-    blocks = flex.block_mask(spec.mask, sq, skv, torch.device("cpu"))
+    blocks = block_mask(spec.mask, sq, skv, torch.device("cpu"))
     if blocks is None:
         assert spec.mask.kind == "none"
         return
@@ -148,9 +151,58 @@ def test_blocks_are_those_of_create_block_mask(mask: Mask, sq: int, skv: int) ->
 
 def test_blocks_of_a_long_window_take_no_matrix_of_pairs() -> None:
     length = 2**17  # a matrix of pairs would be 16 GiB
-    blocks = flex.block_mask(Mask(left=1000, right=0), length, length, torch.device("cpu"))
+    blocks = block_mask(Mask(left=1000, right=0), length, length, torch.device("cpu"))
     assert blocks is not None
     assert int(blocks.kv_num_blocks.max()) <= 3
+
+
+@given(documents(400, masks()))
+@settings(max_examples=examples(30, 200))
+def test_blocks_of_a_packed_batch_hide_other_sequences(batch: Documents) -> None:
+    queries, keys = (sum(side) for side in zip(*batch.lengths, strict=True))
+    whole, lengths, spec = batch.together(batch.parts())
+    sees = torch.zeros(queries, keys, dtype=torch.bool)
+    for own in lengths.sequences(spec, whole[0], whole[1]):
+        for row in range(own.spec.seqlen_q):
+            start, stop = spec.mask.span(row, own.spec.seqlen_q, own.spec.seqlen_kv)
+            sees[own.queries.start + row, own.keys.start + start : own.keys.start + stop] = True
+    blocks = packed_blocks(spec.mask, lengths, queries, keys)
+    zero = torch.zeros((), dtype=torch.int64)
+    assert torch.equal(blocks.mask_mod(zero, zero, torch.arange(queries)[:, None], torch.arange(keys)[None, :]), sees)
+    grid = torch.nn.functional.pad(sees, (0, -keys % BLOCK, 0, -queries % BLOCK))
+    grid = grid.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).transpose(1, 2)
+    assert bool((blocks.to_dense()[0, 0].bool() >= grid.any(3).any(2)).all())
+    counts, indices = blocks.full_kv_num_blocks[0, 0], blocks.full_kv_indices[0, 0]
+    full = {(row, int(each)) for row, count in enumerate(counts) for each in indices[row, :count]}
+    assert full == {(int(row), int(column)) for row, column in grid.all(3).all(2).nonzero()}
+
+
+def test_blocks_of_a_batch_are_kept_until_its_lengths_change() -> None:
+    batch = Documents(((100, 100), (30, 30)))
+    _, lengths, spec = batch.together(batch.parts())
+    starts = lengths.starts[0]
+    lengths = replace(lengths, kv=starts)
+    kept = packed_blocks(spec.mask, lengths, 130, 130)
+    assert packed_blocks(spec.mask, lengths, 130, 130) is kept
+    assert packed_blocks(Mask(right=0), lengths, 130, 130) is not kept
+    starts[1] = 50
+    assert packed_blocks(spec.mask, lengths, 130, 130) is not kept
+
+
+@needs_avx2
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mask", [Mask(), CAUSAL_END, Mask(left=20, right=0)], ids=str)
+def test_packed_sequences_are_what_they_are_alone(mask: Mask) -> None:
+    for pairs in (((130, 257), (0, 4), (1, 1)), ((200, 40), (7, 7)), ((3, 0), (64, 300), (128, 128))):
+        batch = Documents(pairs, mask)
+        whole, lengths, spec = batch.together(batch.parts())
+        spec = spec.replace(direction="forward")
+        forward = FORWARDS["flex:bf16"]
+        assert forward.refusals(spec, CPU) == []
+        out = forward.run(forward.prepare(Inputs(*whole[:3], lengths), spec)).out
+        for own in lengths.sequences(spec, whole[0], whole[1]):
+            exact = dense_attention(own.q(whole[0]), own.kv(whole[1]), own.kv(whole[2]), own.spec)[0]
+            assert relative_l2(own.q(out), exact) <= 0.01
 
 
 def test_limits_on_a_cpu() -> None:

@@ -18,6 +18,7 @@ from problems import Problem
 from torch.nn.attention.flex_attention import AuxOutput
 
 from attnbench.backends.flex import backend as flex
+from attnbench.backends.flex.blocks import BLOCK
 from attnbench.backends.flex.tiles import TILES, TileKey, kernel_options
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import ForwardKernel, Inputs
@@ -102,9 +103,7 @@ def faults(tiles: Mapping[TileKey, Mapping[str, object]]) -> list[TileKey]:
         allowed = {*blocks, "num_warps", "num_stages"} | ({"USE_TMA"} if key.direction == "forward" else set())
         fine = (
             set(options) <= allowed
-            and all(
-                isinstance(size, int) and flex.BLOCK % size == 0 for size in sizes
-            )  # the mask's blocks hold whole tiles
+            and all(isinstance(size, int) and BLOCK % size == 0 for size in sizes)  # the mask's blocks hold whole tiles
             and key.precision in ("bf16", "fp8")
             and key.head_dim & (key.head_dim - 1) == 0
             and (

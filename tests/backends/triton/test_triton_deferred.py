@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,7 +19,8 @@ pytest.importorskip("triton")
 if not interpreted():
     pytest.skip("kernels are compiled here, which the tests in tests/gpu run", allow_module_level=True)
 
-from attnbench.backends.triton.quantise import launch as quantise
+from attnbench.backends.triton.forward import plan
+from attnbench.backends.triton.quantise.launch import Quantisation
 
 
 def test_each_tensor_is_made_once_and_its_function_let_go() -> None:
@@ -38,7 +38,7 @@ def test_each_tensor_is_made_once_and_its_function_let_go() -> None:
     assert set(vars(found)) == {"data", "descale", "granularity", "rotated", "mean"}
 
 
-@pytest.mark.parametrize("forward", ["triton:fp8-onepass", "triton:fp8-block"])
+@pytest.mark.parametrize("forward", ["triton:fp8-onepass", "triton:fp8"])
 def test_a_layer_keeps_neither_its_inputs_nor_the_forwards_copies(
     forward: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -46,22 +46,42 @@ def test_a_layer_keeps_neither_its_inputs_nor_the_forwards_copies(
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, 2, 140, 64, generator=generator).to(torch.bfloat16) for _ in range(4)]
     held: list[weakref.ref[Tensor]] = []
-    before = quantise.quantised_together
+    before = plan.written
 
-    def watched(requests: Sequence[quantise.Request], *args: Any, **named: Any) -> list[quantise.Quantisation]:
-        made = before(requests, *args, **named)
-        copies = [each.transposed for each in made if each.transposed is not None]
-        held.extend(weakref.ref(x) for x in (*(request.x for request in requests), *copies))
+    def watched(*args: Any) -> list[Quantisation]:
+        made = before(*args)
+        assert made[0]._scratch is not made[0]._kept
+        held.append(weakref.ref(made[0]._scratch.block))
         return made
 
-    monkeypatch.setattr(quantise, "quantised_together", watched)
+    monkeypatch.setattr(plan, "written", watched)
     leaves = [x.clone().requires_grad_() for x in inputs[:3]]
-    out = attention(*leaves, scale=spec.scale, backend=f"{forward}>triton:fp8")
+    given = [x * 1 for x in leaves]  # of which the graph of the product keeps nothing
+    held += map(weakref.ref, given)
+    out = attention(*given, scale=spec.scale, backend=f"{forward}>triton:fp8")
+    del given
     gc.collect()
-    assert held
+    assert len(held) == 4
     assert [x for x in held if x() is not None] == []
     out.backward(inputs[3])
     exact = dense_gradients(*(x.double() for x in inputs[:3]), inputs[3].double(), spec)
     for leaf, wanted in zip(leaves, exact, strict=True):
         assert leaf.grad is not None
         assert relative_l2(leaf.grad, wanted) < 0.1
+
+
+def test_what_operands_share_is_saved_once_and_may_come_back_from_elsewhere() -> None:
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(1, 1, 16, 16, generator=generator).to(torch.bfloat16).requires_grad_() for _ in range(3)]
+    saved: list[Tensor] = []
+
+    def gradients() -> tuple[Tensor, ...]:
+        out = attention(*leaves, backend="triton:fp8>sdpa-flash:bf16")
+        assert isinstance(out, Tensor)
+        return torch.autograd.grad(out.sum(), leaves)
+
+    wanted = gradients()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x.clone())[1], lambda x: x):
+        found = gradients()
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+    assert len({x.data_ptr() for x in saved}) == len(saved) == 3  # a block, the output and its log-sum-exp

@@ -34,6 +34,7 @@ if not interpreted():
     pytest.skip("kernels are compiled here, which the tests in tests/gpu run", allow_module_level=True)
 
 from attnbench.backends.triton.forward import launch as triton_forward
+from attnbench.backends.triton.forward import plan as triton_plan
 from attnbench.backends.triton.forward import tiles as triton_tiles
 from attnbench.backends.triton.forward.tiles import Tile, TileKey
 
@@ -267,7 +268,8 @@ def test_heads_take_turns_only_where_their_keys_fit() -> None:
 def test_every_program_has_a_block_of_its_own(heads_in_turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the section: one that does not divide those of all batches leaves a shorter last one."""
     monkeypatch.setattr(triton_forward, "_section", lambda *_: heads_in_turn)
-    monkeypatch.setattr(triton_forward, "_layout", triton_forward._layout.__wrapped__)  # no section is kept
+    monkeypatch.setattr(triton_forward, "layout_of", triton_forward.layout_of.__wrapped__)  # no section is kept
+    monkeypatch.setattr(triton_plan, "plan", triton_plan.plan.__wrapped__)
     spec = AttentionSpec.make(batch=2, heads=3, seqlen_q=40, head_dim=64, mask=Mask(right=0))
     kernel = backend.TritonForward("fp8", Tile(16, 32, 4, 2))
     operands = kernel.prepare(Inputs.of(tensors(spec)), spec)

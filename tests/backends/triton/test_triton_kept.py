@@ -28,13 +28,14 @@ from attnbench.backends.triton.backward.copies import Wanted, lay_out, lay_out_t
 from attnbench.backends.triton.backward.hopper import launch as backward_hopper_launch
 from attnbench.backends.triton.backward.tiles import Ring, Tile, Tiles
 from attnbench.backends.triton.forward import launch as forward
+from attnbench.backends.triton.forward import plan as forward_plan
 from attnbench.backends.triton.forward.hopper import launch as forward_hopper_launch
 from attnbench.backends.triton.forward.tiles import Tile as ForwardTile
 from attnbench.backends.triton.interpreter import interpreted
 from attnbench.backends.triton.launching import Launch
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="kernels run here, under the interpreter")
-MODULES = (backward_copies, backward_hopper_launch, backward_launch, backward_layout, forward)
+MODULES = (backward_copies, backward_hopper_launch, backward_launch, backward_layout, forward, forward_plan)
 TILE = Tile(64, 64, 4, 2)
 FORWARD_TILE = ForwardTile(16, 32, 4, 2)
 HEAD = Recipe("head")
@@ -285,6 +286,19 @@ def test_descales_that_fit_nowhere_are_an_error_forward_and_backward(operand: st
             )
         with pytest.raises(InputError, match="descales"):
             TritonForward("fp8", FORWARD_TILE).prepare(Inputs(operands.q, operands.k, operands.v), _e4m3_spec(spec))
+
+
+def test_what_comes_back_on_another_device_is_an_error_and_not_an_address() -> None:
+    spec, (q, k, v, grad) = make(16, 16, head_dim=16)
+    plain = saved(spec, q, k, v, (HEAD,) * 3)
+    away = [replace(plain, out=plain.out.to("meta"))]
+    for name in "qkv":
+        operand = getattr(plain.operands, name)
+        moved_ = replace(plain.operands, **{name: replace(operand, data=operand.data.to("meta"))})
+        away.append(replace(plain, operands=moved_))
+    for each in away:
+        with pytest.raises(InputError, match="came back on meta"):
+            TritonBackward("triton:fp8", narrow=False, declared_error=0.1).run(each, grad)
 
 
 def _e4m3_spec(spec: AttentionSpec) -> AttentionSpec:

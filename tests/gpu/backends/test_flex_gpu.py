@@ -129,7 +129,7 @@ def test_the_refused_float8_backward_fails() -> None:
 
     def gradients() -> tuple[torch.Tensor, ...]:
         with torch.enable_grad():
-            out, _ = flex._call(lifted, spec.scale, torch.bfloat16)
+            out, _ = flex._call(lifted, spec, torch.bfloat16)
         return torch.autograd.grad(out, leaves, grad)
 
     with pytest.raises(Exception, match=r"(?i)float8|fp8|not implemented|dtype|compile|subprocess"):

@@ -81,11 +81,13 @@ def test_nothing_waits_for_the_device_and_a_graph_replays_other_lengths() -> Non
         assert isinstance(out, Tensor)
         return out
 
-    call()
+    compiled = torch.compile(call, fullgraph=True)
+    assert torch.equal(compiled(), call())
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         call()
+        compiled()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()

@@ -19,7 +19,6 @@ from attnbench.harness.autotune.observed_specs import ObservedSpec, ObservedSpec
 from attnbench.harness.autotune.tuning import chosen, tuning_task
 from attnbench.harness.results.condense import condense
 from attnbench.kernels.plan import Plan
-from attnbench.problem.lengths_kind import LengthsKind
 from attnbench.tables.table import Table
 from attnbench.tables.user_table import Known
 
@@ -175,10 +174,7 @@ def test_named_backends_are_measured_beside_what_is_asked_now_and_nothing_else()
     assert to_be_measured(dtype="fp8", backends=BREAKS)[0] == [[FP8, BREAKS]]
 
 
-def test_packed_batches_are_not_measured_and_sinks_are_without_them():
-    asked = ObservedSpec(spec().replace(lengths=LengthsKind(batch="padded")), CPU)
-    said = tuning_task(asked, setup(), False, (), Table(setup().environment, {}), False)
-    assert "unequal length are not measured" in said
+def test_sinks_are_measured_as_none():
     observed = ObservedSpecs()
     assert observed.of(spec().replace(sinks=True, return_lse=True), CPU) is observed.of(spec(), CPU)
 

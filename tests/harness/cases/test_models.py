@@ -124,3 +124,19 @@ def test_lengths_span_what_models_are_used_at_and_directions_and_batches_vary():
 def test_no_shapes_is_misuse():
     with pytest.raises(InputError, match="positive number of shapes"):
         drawn_cases(0, 1, "cuda")
+
+
+def test_a_fifth_of_the_causal_draws_is_packed_where_that_is_asked_for():
+    """The others are the same as without, and the first ones whatever the count."""
+    plain, some = (drawn_cases(150, 5, "cuda", packed=packed) for packed in (False, True))
+    both = list(zip(plain, some, strict=True))
+    changed = [(one, other) for one, other in both if other.lengths is not None]
+    assert all(one == other for one, other in both if other.lengths is None)
+    causal = sum(case.spec.mask.right == 0 for case in plain)
+    assert 0.1 * causal < len(changed) < 0.3 * causal
+    for one, other in changed:
+        assert one.spec.mask.right == 0
+        assert sum(other.lengths.q) == one.spec.batch * one.spec.seqlen_q
+        assert max(other.lengths.q) <= one.spec.seqlen_q
+        assert other.flops <= one.flops
+    assert some[:40] == drawn_cases(40, 5, "cuda", packed=True)

@@ -14,7 +14,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from attnbench.errors import AttnbenchError
 from attnbench.harness.cases.inputs import draw
-from attnbench.harness.measure.accuracy import Detail, Truth, judge_tensor, relative_l2
+from attnbench.harness.measure.accuracy import Detail, judge_tensor, relative_l2
+from attnbench.harness.measure.truth import Truth
 from attnbench.kernels.contract import Saved
 from attnbench.kernels.registry import registry
 from attnbench.problem.mask import Mask

@@ -17,8 +17,9 @@ from torch import Tensor
 from attnbench.choosing.budget import class_bound
 from attnbench.harness.cases.inputs import FAMILIES, Drawn, draw
 from attnbench.harness.measure import verdict
-from attnbench.harness.measure.accuracy import Detail, Judgement, Truth
+from attnbench.harness.measure.accuracy import Detail, Judgement
 from attnbench.harness.measure.probes import negate, undo_negation
+from attnbench.harness.measure.truth import Truth
 from attnbench.harness.measure.verdict import CHECKS, Evidence, Verdict, judge
 from attnbench.kernels.capabilities import Device
 from attnbench.kernels.contract import Operands, Saved

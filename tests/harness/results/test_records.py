@@ -17,6 +17,7 @@ from attnbench.harness.measure.accuracy import Detail
 from attnbench.harness.results import records
 from attnbench.harness.results.records import SCHEMA, STATUSES, Measurement, read_measurements
 from attnbench.harness.results.store import measurements_file
+from attnbench.harness.sequence_lengths import Draw, SequenceLengths
 from attnbench.kernels.plan import Plan
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
@@ -239,3 +240,20 @@ def test_a_malformed_row_of_the_first_schema_is_said_with_its_number(tmp_path, c
     with pytest.raises(MalformedFileError, match=re.escape(said)) as caught:
         list(read_measurements(file))
     assert caught.value.line == 2
+
+
+def test_a_row_holds_the_lengths_of_a_packed_case_and_none_of_another(tmp_path):
+    drawn = Draw(distribution="zipf", total=24, longest=9)
+    own = SequenceLengths(layout="packed", q=(9, 1, 9, 5), drawn=drawn)
+    row = measurement(**FACTS, **NUMBERS)
+    assert "lengths" not in json.loads(row.to_line())
+    packed = AttentionSpec.make(heads=2, head_dim=16, mask=Mask(right=0), **own.sizes())
+    found = row.model_copy(update={"spec": packed, "lengths": own})
+    path = tmp_path / "measurements.jsonl"
+    path.write_text(f"{found.to_line()}\n{row.to_line()}\n")
+    assert list(read_measurements(path)) == [found, row]
+    assert found.flops == (45 + 1 + 45 + 15) * 2 * 4 * 16
+    for wrong in (found.model_copy(update={"lengths": None}), row.model_copy(update={"lengths": own})):
+        path.write_text(f"{wrong.to_line()}\n")
+        with pytest.raises(MalformedFileError, match="lengths"):
+            list(read_measurements(path))

@@ -16,8 +16,8 @@ from places import ROOT
 from reported import lost
 from submitted import H200, SPECS, honest, visited
 
-from attnbench.harness.measure.peaks import least_ms
 from attnbench.harness.results.condense import join_sweeps
+from attnbench.harness.results.peaks import least_ms
 from attnbench.harness.results.records import Measurement
 from attnbench.harness.results.submission import (
     LEAST_SHAPES,

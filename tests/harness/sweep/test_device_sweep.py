@@ -11,8 +11,8 @@ from stations import Shop, Station, wait_until
 
 from attnbench.harness.cases.case import Case
 from attnbench.harness.measure.bench import Bench
-from attnbench.harness.measure.peaks import PEAK_TFLOPS
 from attnbench.harness.measure.setup import DeviceSetup
+from attnbench.harness.results.peaks import PEAK_TFLOPS
 from attnbench.harness.sweep.device_sweep import DeviceSweep, PhaseStarted, StoppedError
 from attnbench.harness.sweep.worker_process import LostError
 from attnbench.kernels.plan import Plan

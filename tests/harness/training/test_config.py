@@ -21,10 +21,15 @@ CONFIGS = st.builds(
     lr=st.none() | st.floats(0, 1),
 )
 
+SHARED = {"context_parallel": 2, "parallel": "fsdp2", "attention": "auto"}
+
 
 @given(CONFIGS)
 def test_a_config_survives_json(config: TrainConfig) -> None:
     assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert "context_parallel" not in config.to_dict()  # so that what older releases began is resumed
+    shared = TrainConfig.make(**SHARED)
+    assert TrainConfig.from_dict(shared.to_dict()) == shared
 
 
 def test_vit_huge_is_trained_as_its_article_does() -> None:
@@ -61,6 +66,10 @@ def test_vit_huge_is_trained_as_its_article_does() -> None:
         ({"fp8": True}, "leaves it none"),
         ({"max_error": 0.1}, "leaves it none"),
         ({"policy": "fsdp-mixed"}, "parallel=fsdp2"),
+        (SHARED | {"context_parallel": 0}, "context_parallel must be a whole number from 1"),
+        (SHARED | {"model": "hf:folder"}, "shares the samples of gpt"),
+        (SHARED | {"parallel": "none"}, "say ddp or fsdp2"),
+        (SHARED | {"seqlen": 130}, "a multiple of 4 tokens, not 130"),
     ],
 )
 def test_what_is_no_run_is_said(wrong: dict[str, object], said: str) -> None:

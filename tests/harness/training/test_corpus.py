@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from attnbench.errors import InputError
 from attnbench.harness.training.data import text
 from attnbench.harness.training.data.corpus import Corpus, load, samples_of
+from attnbench.harness.training.data.documents import IGNORED, Documents, packed, padded
 from attnbench.harness.training.data.text import BOUNDARY, File, Text, files_under
 
 TEXTS = st.lists(st.binary(min_size=0, max_size=40), min_size=1, max_size=12)
@@ -159,3 +160,44 @@ def test_the_digest_tells_texts_apart(tmp_path: Path) -> None:
 
     assert digest(a=500, b=500) == digest(a=500, b=500)
     assert len({digest(a=500, b=500), digest(a=500, b=501), digest(a=500, c=500), digest(a=500)}) == 4
+
+
+@given(TEXTS, st.integers(1, 20), st.integers(1, 60), st.data())
+def test_documents_are_the_pieces_of_files(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[bytes], longest: int, tokens: int, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("text")
+    files, whole = [], []
+    for number, each in enumerate(texts):
+        path = folder / str(number)
+        path.write_bytes(each)
+        files.append(File(path.name, path, len(each)))
+        whole.append([*each, BOUNDARY])
+    first = data.draw(st.integers(0, len(whole[0]) - 1))
+    text_ = Text(files).part(first, sum(map(len, whole)))
+    whole[0] = whole[0][first:]
+    pieces = [
+        each[start : start + longest + 1]
+        for each in whole
+        for start in range(0, len(each) - 1, longest)
+    ]  # fmt: skip
+    documents = Documents(text_, longest)
+    assert len(documents) == len(pieces)
+    if not pieces:
+        with pytest.raises(InputError, match="no document"):
+            documents.draw(0, 0, tokens)
+        return
+    sizes = [len(each) - 1 for each in pieces]
+    assert documents.mean(lambda n: n * n) == pytest.approx(sum(n * n for n in sizes) / sum(sizes))
+    drawn = [each.tolist() for each in documents.draw(0, 0, tokens)]
+    assert sum(len(each) - 1 for each in drawn) == tokens
+    assert all(each in pieces for each in drawn[:-1])
+    assert any(piece[: len(drawn[-1])] == drawn[-1] for piece in pieces)
+    assert drawn == [each.tolist() for each in documents.draw(0, 0, tokens)]
+    rows, targets = padded(documents.draw(0, 0, tokens), longest)
+    flat, next_, positions, starts = packed(documents.draw(0, 0, tokens))
+    assert torch.equal(rows[targets != IGNORED], flat[0])
+    assert torch.equal(targets[targets != IGNORED], next_[0])
+    assert rows.shape[1] <= longest
+    assert positions[0].tolist() == [place for each in drawn for place in range(len(each) - 1)]
+    assert starts.diff().tolist() == [len(each) - 1 for each in drawn]

@@ -64,18 +64,27 @@ def leave() -> None:
 
 
 class Layer(nn.Module):
-    def __init__(self, width: int = 32, heads: int = 2) -> None:
+    """Attention of rows (B, S, width), or, packed, of the sequences that start at these tokens of all rows."""
+
+    def __init__(self, plan: str, starts: Sequence[int] = (), width: int = 32, heads: int = 2) -> None:
         super().__init__()
+        self.plan = plan
         self.qkv, self.out, self.heads = nn.Linear(width, 3 * width), nn.Linear(width, width), heads
+        self.register_buffer("starts", torch.tensor(starts, dtype=torch.int32), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (each.unflatten(-1, (self.heads, -1)) for each in self.qkv(x).chunk(3, dim=-1))
-        return x + self.out(attention(q, k, v, is_causal=True, layout="bshd", backend=PLAN).flatten(2))
+        if not len(self.starts):
+            return x + self.out(attention(q, k, v, is_causal=True, layout="bshd", backend=self.plan).flatten(2))
+        q, k, v = (each.flatten(0, 1) for each in (q, k, v))
+        lengths = {"cu_seqlens_q": self.starts, "max_seqlen_q": len(q)}
+        out = attention(q, k, v, is_causal=True, layout="thd", backend=self.plan, **lengths)
+        return x + self.out(out.flatten(1)).view_as(x)
 
 
-def model() -> nn.Module:
+def model(plan: str = PLAN) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(Layer(), Layer())
+    return nn.Sequential(Layer(plan), Layer(plan, () if plan != PLAN else (0, 5, 5, 16)))
 
 
 def batches() -> Tensor:

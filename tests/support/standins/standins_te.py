@@ -7,6 +7,7 @@ the real kernels round, and the largest magnitudes are reported as they report t
 
 from __future__ import annotations
 
+import itertools
 import math
 from enum import IntEnum
 
@@ -121,6 +122,24 @@ def _check(b: int, sq: int, skv: int, seqlens: tuple[Tensor, Tensor], tensors: l
         assert not x.requires_grad
 
 
+def _places(longest_q: int, longest_kv: int, starts_q: Tensor, starts_kv: Tensor, offsets_q: Tensor | None,
+            offsets_kv: Tensor | None) -> list[tuple[Tensor, slice]]:  # fmt: skip
+    """Each sequence's starts alone and where its tokens are; as many keys as queries, and nothing between sequences."""
+    assert torch.equal(starts_q, starts_kv)
+    assert offsets_q is not None, "the kernel reads it"
+    assert offsets_kv is not None, "the kernel reads it"
+    assert torch.equal(offsets_q, starts_q)
+    assert torch.equal(offsets_kv, starts_kv)
+    assert starts_q.dtype == torch.int32
+    assert longest_q == longest_kv >= starts_q.diff().max()
+    pairs = itertools.pairwise(starts_q.tolist())
+    return [(torch.tensor([0, b - a], dtype=torch.int32), slice(a, b)) for a, b in pairs if a < b]
+
+
+def _unpadded(mask: str) -> str:
+    return {"padding": "no_mask", "padding_causal": "causal"}[mask]
+
+
 def _supported(fp8: bool, training: bool, sq: int, skv: int, d: int, dv: int, mask: str, window: tuple[int, int]
                ) -> None:  # fmt: skip
     """``nvte_get_fused_attn_backend`` on sm90 with cuDNN 9.19."""
@@ -146,8 +165,25 @@ def fused_attn_fwd(
     s_quantizer: Delayed | None = None, o_quantizer: Delayed | None = None, attn_scale: float | None = None,
     dropout: float = 0.0, qkv_layout: str = "sbh3d", o_format: str = "sbhd", attn_bias_type: str = "no_bias",
     attn_mask_type: str = "padding", window_size: tuple[int, int] = (-1, -1), bottom_right_diagonal: bool | None = None,
-    rng_gen: torch.Generator | None = None, cuda_graph: bool = False,
+    rng_gen: torch.Generator | None = None, cuda_graph: bool = False, cu_seqlens_q_padded: Tensor | None = None,
+    cu_seqlens_kv_padded: Tensor | None = None,
 ) -> tuple[object, list[Tensor]]:  # fmt: skip
+    if qkv_layout == "thd_thd_thd":
+        places = _places(max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded,
+                         cu_seqlens_kv_padded)  # fmt: skip
+        assert (o_format, dropout, s_quantizer, o_quantizer) == ("thd", 0.0, None, None)
+        assert fused_attention_backend is FusedAttnBackend.F16_arbitrary_seqlen
+        lse = torch.full((*q.shape[:2], 1), math.nan)
+        whole = torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype)
+        for starts, tokens in places:
+            out, aux = fused_attn_fwd(
+                is_training, *[len(q[tokens])] * 2, starts, starts, *(x[None, tokens].contiguous() for x in (q, k, v)),
+                fake_dtype, fused_attention_backend, attn_scale=attn_scale, qkv_layout="bshd_bshd_bshd",
+                o_format="bshd", attn_mask_type=_unpadded(attn_mask_type), window_size=window_size,
+                bottom_right_diagonal=bottom_right_diagonal, rng_gen=rng_gen,
+            )  # fmt: skip
+            whole[tokens], lse[tokens] = out[0], aux[0][0].transpose(0, 1)
+        return whole, [lse, torch.zeros(2, dtype=torch.int64)]
     assert (qkv_layout, o_format, dropout) == ("bshd_bshd_bshd", "bshd", 0.0)
     assert rng_gen is not None
     fp8 = isinstance(q, Storage)
@@ -180,8 +216,28 @@ def fused_attn_bwd(
     dqkv_quantizer: Delayed | None = None, attn_scale: float | None = None, dropout: float = 0.0,
     qkv_layout: str = "sbh3d", o_format: str = "sbhd", do_format: str = "sbhd", dqkv_layout: str = "sbh3d",
     attn_bias_type: str = "no_bias", attn_mask_type: str = "padding", window_size: tuple[int, int] = (-1, -1),
-    bottom_right_diagonal: bool | None = None, cuda_graph: bool = False,
+    bottom_right_diagonal: bool | None = None, cuda_graph: bool = False, cu_seqlens_q_padded: Tensor | None = None,
+    cu_seqlens_kv_padded: Tensor | None = None,
 ) -> tuple[object, ...]:  # fmt: skip
+    if qkv_layout == "thd_thd_thd":
+        places = _places(max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded,
+                         cu_seqlens_kv_padded)  # fmt: skip
+        assert (o_format, do_format, dqkv_layout, dropout) == ("thd", "thd", "thd_thd_thd", 0.0)
+        lse = aux_ctx_tensors[0]
+        assert lse.shape == (*q.shape[:2], 1)
+        assert lse.is_contiguous()
+        found = [torch.zeros_like(x) for x in (q, k, v)]
+        for starts, tokens in places:
+            own = fused_attn_bwd(
+                *[len(q[tokens])] * 2, starts, starts, *(x[None, tokens].contiguous() for x in (q, k, v, o, d_o)),
+                fake_dtype, [lse[tokens].transpose(0, 1).contiguous()[None], aux_ctx_tensors[1]],
+                fused_attention_backend, attn_scale=attn_scale, qkv_layout="bshd_bshd_bshd", o_format="bshd",
+                do_format="bshd", dqkv_layout="bshd_bshd_bshd", attn_mask_type=_unpadded(attn_mask_type),
+                window_size=window_size, bottom_right_diagonal=bottom_right_diagonal,
+            )  # fmt: skip
+            for x, each in zip(found, own, strict=False):
+                x[tokens] = each[0]
+        return (*found, None, None)
     assert (qkv_layout, dqkv_layout) == ("bshd_bshd_bshd",) * 2
     assert (o_format, do_format, dropout) == ("bshd", "bshd", 0.0)
     fp8 = isinstance(q, Storage)

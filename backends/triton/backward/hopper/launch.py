@@ -10,11 +10,12 @@ from torch import Tensor
 
 from attnbench.problem.spec import AttentionSpec
 
-from ...descriptors import Described, Shape, all_of, flipped, rows_of
+from ...blocks import Piece
+from ...descriptors import Described, Shape, flipped, rows_of
 from ...forward.hopper import launch as forward
 from ...forward.hopper.launch import described, registers
 from ...launching import KEPT as MOST
-from ...launching import Launch, Launches, addresses
+from ...launching import Launch, Launches
 from ..copies import padded
 from ..layout import BLOCK, PEAK, VECTORS
 from ..operands import Layout, Prepared
@@ -59,7 +60,7 @@ def run_keys(given: Prepared, ring: Ring, narrow: bool, dk_out: Tensor, dv_out: 
         given.q.further(narrow, interleaved=True), do.further(narrow, interleaved=True), rows, _turn(given),
     )  # fmt: skip
     memory = rows, *_descales(given, narrow), given.k_scale, given.v_scale, dk_out, dv_out
-    start((*all_of(tiles, tiled), *memory), addresses(memory))
+    start.on(rows.device, (*tiled, *memory), tiles)
 
 
 @lru_cache(maxsize=MOST)
@@ -92,7 +93,7 @@ def run_all(given: Prepared, dq_sums: Tensor, dk_out: Tensor, dv_out: Tensor) ->
         given.q.further(False, interleaved=False), do.further(False, interleaved=False), rows, _turn(given), dq_sums,
     )  # fmt: skip
     memory = rows, given.gradient.descale, given.k_scale, dk_out, dv_out, given.tiles("kv", KEPT)
-    start((*all_of(tiles, tiled), *memory), addresses(memory))
+    start.on(rows.device, (*tiled, *memory), tiles)
 
 
 @lru_cache(maxsize=MOST)
@@ -126,7 +127,7 @@ def run_queries(given: Prepared, ring: Ring, narrow: bool, dq_out: Tensor) -> No
         given.k.further(narrow, interleaved=True), _turn(given),
     )  # fmt: skip
     memory = rows, *_descales(given, narrow), given.k_scale, given.v_scale, dq_out
-    start((*all_of(tiles, tiled), *memory), addresses(memory))
+    start.on(rows.device, (*tiled, *memory), tiles)
 
 
 @lru_cache(maxsize=MOST)
@@ -192,7 +193,7 @@ def _further(shape: Shape, tokens: int, narrow: bool) -> Described:
     return described(rows_of(flipped(shape)), (shape[3], tokens)) if narrow else _tiles(shape, tokens)
 
 
-def _turn(given: Prepared) -> Tensor:
+def _turn(given: Prepared) -> Tensor | Piece:
     """The rotation's matrix, or anything where nothing was rotated."""
     return given.q.data if given.turn is None else given.turn
 

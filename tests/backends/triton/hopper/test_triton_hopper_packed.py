@@ -52,11 +52,12 @@ def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             with emulated(late, *MODULES):
                 return function(*args, **named)
 
+        run.__dict__.update(vars(function), cache_clear=getattr(function, "cache_clear", None))
         return run
 
     monkeypatch.setattr(hopper, "runs_on", lambda device: True)
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 3)
-    for name in ("_native", "attend"):
+    for name in ("layout_of", "attend"):
         monkeypatch.setattr(triton_forward, name, emulating(getattr(triton_forward, name)))
     with on_cpu(late):
         yield

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from quantising import bits, bound, laid_out
 
 from attnbench.backends.triton.launching import Launch
-from attnbench.backends.triton.quantise import launch as triton_quantise
+from attnbench.backends.triton.quantise import layout as quantise_layout
 from attnbench.backends.triton.quantise import numbers as quantise_numbers
 from attnbench.backends.triton.quantise.launch import Request, Tiles, quantised, quantised_together
 from attnbench.errors import InputError
@@ -278,8 +278,8 @@ def test_no_token_depends_on_a_later_one(length, rotation, data):
 def test_many_partial_magnitudes_are_one(monkeypatch, granularity, sizes):
     """More of them than are read at once, and programs that have several tiles each."""
     heads, length, most = sizes
-    monkeypatch.setattr(triton_quantise, "_MOST_PARTIAL", most)
-    triton_quantise._layout.cache_clear()
+    monkeypatch.setattr(quantise_layout, "_MOST_PARTIAL", most)
+    quantise_layout.layout_of.cache_clear()
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(4, heads, length, 16, generator=generator)
     x[3, heads - 1, length - 1, 5] = -50.0
@@ -288,7 +288,7 @@ def test_many_partial_magnitudes_are_one(monkeypatch, granularity, sizes):
     wanted = quantise(x, recipe)
     assert torch.equal(found.descale, wanted.descale)
     assert torch.equal(bits(found.data), bits(wanted.data))
-    triton_quantise._layout.cache_clear()
+    quantise_layout.layout_of.cache_clear()
 
 
 @pytest.mark.parametrize("axis", [2, 3])
@@ -327,7 +327,7 @@ def test_the_second_call_copies_nothing_from_the_host(monkeypatch):
     x = laid_out((1, 1, 9, 52), "bhsd", torch.float32)
     with torch.inference_mode():
         first = quantised(x, recipe, rotate=True, smooth=True)
-    monkeypatch.setattr(triton_quantise, "hadamard", lambda *_: pytest.fail("the rotation was asked for again"))
+    monkeypatch.setattr(quantise_layout, "hadamard", lambda *_: pytest.fail("the rotation was asked for again"))
     again = quantised(x.requires_grad_(), recipe, rotate=True, smooth=True)
     assert torch.equal(bits(first.data.contiguous()), bits(again.data.contiguous()))
     assert torch.equal(first.mean, again.mean)

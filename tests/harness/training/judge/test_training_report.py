@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from small_training import HERE, run_of
 
 from attnbench.harness.report.training import PAGE, PICTURE, write_training_report
-from attnbench.harness.training.judge.arms import arms_of, compare_arms, scaling_efficiency
+from attnbench.harness.training.judge.arms import arms_of, compare_arms, kinds_of, scaling_efficiency
 from attnbench.harness.training.report.price import Offer, side_by_side
 from attnbench.harness.training.report.summary import offers_of, report
 from attnbench.harness.training.rows import Share
@@ -25,6 +25,16 @@ def arm_runs(role: str, named: str, seeds: int = 3, loss: float = 1.0, **more):
     return [
         run_of([loss * each for each in CURVE], role, settings=settings | {"seed": seed}, **more)
         for seed in range(seeds)
+    ]
+
+
+def test_padded_documents_are_compared_with_packed_ones_and_windows_are_not() -> None:
+    runs = arm_runs("baseline", "auto", settings={"packing": "padded"})
+    runs += arm_runs("candidate", "auto", settings={"packing": "packed"}) + arm_runs("candidate", "auto")
+    arms = arms_of(runs)
+    assert len(kinds_of(runs)) == 2
+    assert [(ours.label, theirs.label) for ours, theirs, _ in compare_arms(arms)] == [
+        ("auto packing=packed", "auto packing=padded")
     ]
 
 

@@ -197,3 +197,23 @@ def test_an_attention_that_cannot_serve_is_refused_with_its_reasons() -> None:
     trainable = build(TrainConfig.make(attention="fa3:fp8", policy="bf16", **SHORT), "cpu")
     with pytest.raises(RefusedError, match=r"fa3:fp8 .* cannot serve this: .* Plans that can: reference"):
         trainable.loss(trainable.batch(0))
+
+
+def test_ranks_share_samples_and_know_their_places() -> None:
+    alone = build(TrainConfig.make(seqlen=16, batch=2, attention="auto"), "cpu")
+    shared = build(TrainConfig.make(seqlen=16, batch=2, attention="auto", parallel="ddp", context_parallel=2), "cpu")
+    assert (shared.units_per_step, shared.flops_per_step) == (16, alone.flops_per_step / 2)
+    for first in (0, 2):  # of four ranks each two share the samples that one of two has
+        parts = [shared.batch(3, rank, 4) for rank in (first, first + 1)]
+        places = torch.cat([part[2] for part in parts], 1)[0]
+        assert parts[0][2].tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
+        for whole, *own in zip(alone.batch(3, first // 2, 2), *parts, strict=False):
+            assert torch.equal(torch.cat(own, 1)[:, places.argsort()], whole)
+
+
+def test_positions_are_those_of_the_sample() -> None:
+    trainable = build(TrainConfig.make(seqlen=16, batch=1, attention="sdpa", policy="fp32"), "cpu")
+    tokens, targets = trainable.batch(0)
+    places = torch.arange(16)[None]
+    assert trainable.module(tokens, targets, places) == trainable.module(tokens, targets)
+    assert trainable.module(tokens, targets, places.flip(1)) != trainable.module(tokens, targets)

@@ -17,9 +17,10 @@ from patience import PATIENCE
 from places import SUPPORT
 from small_training import build_small, run_of, small
 
-from attnbench.errors import MisuseError
+from attnbench.errors import InputError, MisuseError
 from attnbench.harness.training.config import TrainConfig
 from attnbench.harness.training.rows import ROWS, write_runs
+from attnbench.harness.training.run.foreseen import check_beforehand
 from attnbench.harness.training.run.history import History
 from attnbench.harness.training.run.loop import LoopOptions, train
 from attnbench.harness.training.run.parallel import Ranks, join_ranks, spread
@@ -78,6 +79,13 @@ def test_ranks_and_configuration_must_agree() -> None:
         spread(build_small(small(), cpu), Ranks(cpu, 0, 2))
 
 
+def test_torchs_ring_is_refused_on_a_cpu_beforehand() -> None:
+    config = TrainConfig.make(attention="sdpa", parallel="ddp", context_parallel=2)
+    check_beforehand(config.replace(attention="auto"), torch.device("cpu"))
+    with pytest.raises(InputError, match="GPUs alone"):
+        check_beforehand(config, torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     ("device", "environ", "said"),
     [("cpu", {"WORLD_SIZE": "two"}, "numbers"), ("cuda:0", {}, "its own GPU"), ("cpu", {}, "MASTER_ADDR")],
@@ -106,7 +114,7 @@ def test_fsdps_mixed_precision_rounds_weights_and_not_the_angles_of_rotary_embed
         spread(made, ranks)
         first = made.blocks[0]
         first.attention.register_forward_pre_hook(
-            lambda module, args: seen.append((*(each.dtype for each in args), module.query.weight.dtype))
+            lambda module, args: seen.append((*(each.dtype for each in args[:3]), module.query.weight.dtype))
         )
         made.loss(made.batch(0)).backward()
     assert seen == [(torch.bfloat16, torch.float32, torch.float32, torch.bfloat16)]

@@ -10,7 +10,7 @@ from attnbench.kernels.plan import Plan, precision_of
 from attnbench.problem.spec import AttentionSpec
 from attnbench.tables.gpu_models import GPU_MODELS
 
-from .timing import Cost
+from ..measure.timing import Cost
 
 __all__ = ["PEAK_TFLOPS", "least_ms", "peak_share"]
 
@@ -18,30 +18,35 @@ __all__ = ["PEAK_TFLOPS", "least_ms", "peak_share"]
 PEAK_TFLOPS: dict[str, dict[str, float]] = {name: dict(model.tflops) for name, model in GPU_MODELS.items()}
 
 
-def least_ms(plan: Plan, spec: AttentionSpec, device_name: str) -> float | None:
+def least_ms(plan: Plan, spec: AttentionSpec, device_name: str, flops: float | None = None) -> float | None:
     """Milliseconds that the plan's kernels would take at the device's peak; None if the device or precision is not
     listed.
 
-    Operations are those of ``AttentionSpec.flops``, each pass at the peak of its kernel's precision.
+    Operations are ``flops``, by default the fewest that a call of the spec may have (``AttentionSpec.least_flops``),
+    each pass at the peak of its kernel's precision.
     """
     peaks = PEAK_TFLOPS.get(device_name, {})
-    forward = spec.replace(direction="forward").flops
+    whole = spec.least_flops if flops is None else flops
+    forward = whole * spec.replace(direction="forward").flops / max(spec.flops, 1.0)
     least = 0.0
-    for kernel, flops in zip(plan.kernels, (forward, spec.flops - forward), strict=False):
+    for kernel, part in zip(plan.kernels, (forward, whole - forward), strict=False):
         peak = peaks.get(precision_of(kernel).partition("-")[0])
         if peak is None:
             return None
-        least += flops / peak / 1e9
+        least += part / peak / 1e9
     return least
 
 
-def peak_share(plan: Plan, spec: AttentionSpec, time_ms: Mapping[Cost, list[float]], device_name: str) -> float | None:
-    """The time that the plan's kernels would take at the device's peak, divided by the median time that they took.
+def peak_share(
+    plan: Plan, spec: AttentionSpec, time_ms: Mapping[Cost, list[float]], device_name: str, flops: float | None = None
+) -> float | None:
+    """The time that the plan's kernels would take at the device's peak (``least_ms``), divided by the median time that
+    they took.
 
     Preparing is not counted.  Above 1 the time or the count of operations is wrong.  None without ``least_ms`` or
     without samples of each pass.
     """
-    least = least_ms(plan, spec, device_name)
+    least = least_ms(plan, spec, device_name, flops)
     costs: tuple[Cost, ...] = ("kernel",) if plan.backward is None else ("kernel", "backward")
     if least is None or not all(time_ms.get(cost) for cost in costs):
         return None

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnbench import AttentionSpec, Mask, Plan
-from attnbench.harness.measure.peaks import PEAK_TFLOPS, least_ms, peak_share
+from attnbench.harness.results.peaks import PEAK_TFLOPS, least_ms, peak_share
 
 SPEC = AttentionSpec.make(batch=4, heads=16, seqlen_q=4096, head_dim=128)
 FLOPS = 4 * 4 * 16 * 4096**2 * 128

@@ -1,0 +1,210 @@
+"""attention over sequences that several ranks share, against exact attention of the whole; gloo on the CPU."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import ring_ranks
+import torch
+from patience import PATIENCE
+from places import RESULTS, ROOT, SUPPORT
+
+from attnbench import AttentionSpec
+from attnbench.dispatch.ring_exchange import Message
+from attnbench.dispatch.ring_parts import part_at, parts_of, places
+from attnbench.errors import InputError, RefusedError
+from attnbench.integrations.context_parallel import explain
+from attnbench.problem.fp8 import Recipe, quantise
+
+PARTS = ("own keys", "an earlier rank's keys", "a later rank's keys")
+# Of out and gradients; the log-sum-exp's is smaller.
+LARGEST = {"fp32": 1e-6, "bf16": 5e-3, "e4m3": 0.08, "mixed": 0.07, "rows first": 1e-6}
+
+
+def found_by(size, folder, *thorough):
+    command = [sys.executable, ring_ranks.__file__, str(size), str(folder), *thorough]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": SUPPORT, "XDG_CACHE_HOME": str(folder), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        (2,),
+        pytest.param((2, "thorough"), marks=pytest.mark.exhaustive),
+        pytest.param((4, "thorough"), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def found(request, tmp_path_factory):
+    """What each rank found, by name."""
+    return found_by(request.param[0], tmp_path_factory.mktemp("ring"), *request.param[1:])
+
+
+def test_ranks_find_what_exact_attention_of_the_whole_is(found):
+    for own in found:
+        for name, largest in LARGEST.items():
+            for each in (own[name], own.get(f"{name} whole", own[name])):
+                assert max(each[tensor] for tensor in ring_ranks.TENSORS) < largest, (name, each)
+    assert [found[0][name]["sent"] for name in LARGEST] == ["fp32", "bf16", "e4m3", "e4m3", "fp32"]
+
+
+@pytest.mark.parametrize("fault", ring_ranks.FAULTS)
+def test_planted_faults_are_found(found, fault):
+    assert all(max(own[fault][tensor] for tensor in ring_ranks.TENSORS) > 0.05 for own in found[-1:])
+
+
+def test_ranks_that_ask_for_something_else_are_told(found):
+    for own in found:
+        assert "s8 d16" in own["unequal lengths"]
+        assert "s10 d16" in own["unequal lengths"]
+        assert own["unequal lengths"].startswith("PeerError: ranks that share sequences must ask the same")
+        assert "sdpa-flash:fp32" in own["another plan"]
+        assert "reference:fp32" in own["another plan"]
+    assert found[-1]["one refuses"].startswith("RefusedError: fa3")
+    assert "rank 1: cannot: fa3" in found[0]["one refuses"]
+
+
+def test_a_rank_that_crashed_is_an_error_not_a_hang(found):
+    assert found[0]["crashed"].startswith(f"PeerError: rank 0 of {len(found)} had no answer from another rank")
+
+
+def test_what_no_ring_serves_is_refused(found):
+    for own in found:
+        assert own["window"].startswith("InputError: windows, sinks and descales are not served")
+        assert own["odd"].startswith("InputError: a rank holds two pieces")
+        assert own["explain"].startswith("InputError: over several ranks each step has a plan")
+        assert own["choices"] == dict.fromkeys(PARTS, "sdpa-flash:fp32")
+    assert found[0]["outside"].startswith("InputError: this process is no rank")
+    assert found[-1]["alone"] == 0.0
+
+
+def test_buffers_are_sharded_as_torch_shards_them(found):
+    seen = [own["buffers"] for own in found]
+    assert sorted(token for each in seen for token in each["inside"]) == list(range(16))
+    assert seen[0]["inside"] == [*range(16 // (2 * len(seen))), *range(16 - 16 // (2 * len(seen)), 16)]
+    for each in seen:
+        assert each["after"] == list(range(16))
+        assert each["lost"] == each["inside"]
+        for what, said in each["wrong"].items():
+            assert said.startswith("InputError"), (what, said)
+
+
+def test_fsdp_and_checkpointing_train_on_the_ring(found):
+    for own in found:
+        assert own["composed"] < 1e-5
+        assert own.get("composed, compiled", 0.0) < 1e-5
+
+
+def test_plans_are_explained_without_ranks():
+    q = torch.randn(1, 4, 8, 16, dtype=torch.bfloat16, requires_grad=True)
+    found = explain(q, q[:, :2], q[:, :2], ranks=2, is_causal=True, backend="emulated:fp8")
+    assert tuple(found) == PARTS
+    specs = [each.spec for each in found.values()]
+    assert [(spec.seqlen_q, spec.seqlen_kv, spec.mask.kind) for spec in specs] == [
+        (8, 8, "causal"), (8, 4, "none"), (4, 8, "none"),
+    ]  # fmt: skip
+    assert all(spec.partial and spec.training and str(spec).endswith("partial training") for spec in specs)
+    assert AttentionSpec.from_dict(specs[1].to_dict()) == specs[1]
+    with pytest.raises(RefusedError, match="computes no gradients from a given log-sum-exp, as those of a part"):
+        explain(q, q, q, ranks=2, backend="sdpa-math")
+    with pytest.raises(InputError, match="no context_parallel is open"):
+        explain(q, q, q)
+
+
+def test_calls_of_torchs_sdpa_attend_over_the_ranks(found):
+    for own in found:
+        assert own["through sdpa"]["served"] == 1
+        assert own["through sdpa"]["error"] < 1e-6
+
+
+def test_a_training_of_shared_samples_has_the_losses_of_one_rank(found):
+    for losses in (own["losses"] for own in found if "losses" in own):
+        assert losses["shared"] == pytest.approx(losses["alone"], rel=1e-5)
+    for said in (own["torch's ring"] for own in found if "torch's ring" in own):
+        assert "_scaled_dot_product_flash_attention_for_cpu" in said
+
+
+def test_models_of_transformers_share_tokens_and_positions(found):
+    for each in (own["llama"] for own in found if "llama" in own):
+        assert each["error"] < 1e-5
+    said = found[0].get("llama", {"split": "InputError: sequences of unequal length"})["split"]
+    assert said.startswith("InputError: sequences of unequal length")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("causal", [True, False])
+def test_parts_are_every_visible_pair_once(size, causal):
+    length = 4 * size
+    seen = torch.zeros(length, length, dtype=torch.int)
+    for rank in range(size):
+        for step in range(size):
+            part = part_at(step, rank, causal)
+            assert part in parts_of(causal, size)
+            queries, keys = (places(length, size, each % size, "cpu") for each in (rank, rank - step))
+            queries = queries[len(queries) // 2 :] if part.half_q else queries
+            keys = keys[: len(keys) // 2] if part.half_kv else keys
+            pairs = torch.ones(len(queries), len(keys), dtype=torch.int)
+            seen[queries[:, None], keys] += pairs.tril() if part.causal else pairs
+    whole = torch.ones(length, length, dtype=torch.int)
+    assert torch.equal(seen, whole.tril() if causal else whole)
+    with pytest.raises(InputError, match=f"a multiple of {2 * size} tokens"):
+        places(2 * size + 1, size, 0, "cpu")
+
+
+@pytest.mark.parametrize("granularity", [None, "tensor", "head", "block", "token"])
+def test_messages_hold_what_they_were_given(granularity):
+    x = torch.randn(2, 3, 8, 20).to(torch.bfloat16)
+    k, v = x, x[..., :5]
+    if granularity is not None:
+        k, v = (quantise(each, Recipe(granularity)) for each in (k, v))
+    message = Message(k, v)
+    again = message.unpack(message.pack(k, v).clone())
+    for one, other in zip((k, v), again, strict=True):
+        parts = ((one, other),) if granularity is None else ((one.data, other.data), (one.descale, other.descale))
+        for given, got in parts:
+            assert given.dtype == got.dtype
+            assert torch.equal(given.float(), got.float())
+    assert granularity is None or message.size < k.data.numel() + v.data.numel() + 4 * 2 * 2 * 3 * 8 + 4 * 256
+
+
+def launched(*command, folder):
+    """What two ranks of torchrun print."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *map(str, command)],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}, cwd=folder, capture_output=True,
+        text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.exhaustive
+def test_the_example_of_the_page_runs(tmp_path):
+    page = (ROOT / "docs" / "context-parallel.md").read_text(encoding="utf-8")
+    (tmp_path / "shared.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
+    said = launched("shared.py", folder=tmp_path)
+    assert said.count("torch.Size([1, 8, 128, 64]) Counter({'bf16': 1})") == 2
+    errors = [float(each) for each in re.findall(r"tensor\((\d\.\d+)", said)]
+    assert len(errors) == 2
+    assert max(errors) < 0.01
+
+
+@pytest.mark.exhaustive
+def test_the_script_for_two_gpus_measures_and_says_what_torch_cannot(tmp_path):
+    small = "--lengths 64 --heads 4 --kv-heads 2 --head-dim 32 --fp8 emulated:fp8 --repeat 1 --out ring.json"
+    said = launched(RESULTS / "ring.py", *small.split(), folder=tmp_path)
+    found = json.loads((tmp_path / "ring.json").read_text())
+    rows = {row["what"]: row for row in found["rows"]}
+    assert [rows[name]["sent"] for name in ("bf16, ring", "fp8, ring")] == [["bf16"], ["e4m3"]]
+    assert max(rows["bf16, ring"]["error"].values()) < 0.01 < min(rows["fp8, ring"]["error"].values()) < 0.08
+    assert rows["torch flash, ring"]["status"] == "error"
+    assert found["ratios"][0]["scaling fp8"] > 0
+    assert "emulated:fp8>emulated:fp8" in said

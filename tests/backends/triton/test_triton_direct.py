@@ -1,0 +1,207 @@
+"""Launches by Triton's C function itself: the arguments that Triton's own launcher gives it, or none at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", minversion="3.6")
+
+import triton
+from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
+from triton.compiler.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from attnbench.backends.triton import direct, launching
+from attnbench.backends.triton.descriptors import Described
+from attnbench.backends.triton.launching import Launch
+
+pytestmark = pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the stand-ins are Triton 3.6's")
+GRID = 3, 2, 1
+CONSTANTS = 7, 0.5, (3, (True, None)), "head"
+META = {"swizzle": 3, "elem_size": 2, "elem_type": 5, "block_size": [64, 32], "fp4_padded": False}
+DESCRIBED = Described(TensorDescriptor.from_tensor, (384, 32), (64, 32))
+
+
+def memory(count: int = 1) -> list[torch.Tensor]:
+    return [torch.zeros(384, 32, dtype=torch.bfloat16) for _ in range(count)]
+
+
+def addresses(x: Any) -> Any:
+    """What stands for tensors and descriptors in ``again``."""
+    if isinstance(x, tuple):
+        return tuple(map(addresses, x))
+    return x.data_ptr() if hasattr(x, "data_ptr") else x.base.data_ptr() if hasattr(x, "base") else x
+
+
+class Compiled(CompiledKernel):
+    """Of Triton's own, the part that launches; ``started`` has the arguments of its C function."""
+
+    def __init__(self, kinds: tuple[str, ...], started: list[Any], meta: Any = META, **others: Any) -> None:
+        descriptors = sum(kind.startswith("tensordesc") for kind in kinds)
+        signature = dict(enumerate(kinds))
+
+        def launch(*given: Any) -> None:
+            started.append(addresses(given))
+
+        launcher: Any = CudaLauncher.__new__(CudaLauncher)
+        vars(launcher).update(
+            {
+                "launch": wrap_handle_tensordesc(launch, signature, [meta] * descriptors), "num_ctas": 1,
+                "global_scratch_size": 0, "global_scratch_align": 1, "profile_scratch_size": 0,
+                "profile_scratch_align": 1, "launch_cooperative_grid": False, "launch_pdl": True,
+            } | others
+        )  # fmt: skip
+        self.module, self.function, self.packed_metadata, self._run = 1, 4711, (4, 1, 1024), launcher
+        self.name, self.src = "kernel", None
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A driver that encodes descriptors as what it was given; the addresses encoded."""
+    encoded: list[int] = []
+
+    def encode(address: int, *how: Any) -> Any:
+        encoded.append(address)
+        return ("map", address, *(tuple(x) if isinstance(x, list) else x for x in how))
+
+    active = SimpleNamespace(
+        get_current_device=lambda: 1, get_current_stream=lambda device: 100 + device,
+        utils=SimpleNamespace(fill_tma_descriptor=encode),
+    )  # fmt: skip
+    monkeypatch.setattr(driver, "_active", active)
+    return encoded
+
+
+PLAIN = "*bf16", "*bf16", "i32", "fp32", "constexpr", "constexpr"
+WITH_MAPS = "tensordesc<bf16[64, 32]>", "tensordesc<bf16[64, 32]>", *PLAIN[1:]
+
+
+@pytest.mark.parametrize("kinds", [PLAIN, WITH_MAPS, (("*bf16", ("*bf16", "i32")), *PLAIN[2:])])
+def test_the_c_function_is_given_what_triton_gives_it(kinds: tuple[Any, ...]) -> None:
+    started: list[Any] = []
+    compiled = Compiled(tuple(map(str, kinds)), started)
+
+    def first() -> tuple[Any, ...]:
+        x, y, z = memory(3)
+        if kinds is WITH_MAPS:
+            return DESCRIBED(x), DESCRIBED(y), z
+        return (x, y) if kinds is PLAIN else ((x, (y, 9)),)
+
+    start = direct.starter(compiled, GRID, first(), CONSTANTS)
+    assert start is not None
+    for given in (first(), first()):
+        compiled[GRID](*given, *CONSTANTS)
+        assert start(addresses(given))
+    theirs, ours = started[::2], started[1::2]
+    # Triton's own hands over a chain of hooks without any hook, and metadata for them.
+    hooks = slice(10, 13)
+    assert [each[: hooks.start] + each[hooks.stop :] for each in theirs] == [
+        each[: hooks.start] + each[hooks.stop :] for each in ours
+    ]
+    assert all(each[hooks] == (None, None, None) for each in ours)
+    assert theirs[0] != theirs[1], "the addresses differ"
+
+
+def test_a_map_is_encoded_once_for_an_address_and_few_are_kept(gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    x, y = memory(2)
+    start = direct.starter(Compiled(WITH_MAPS, started), GRID, (DESCRIBED(x), DESCRIBED(y), y), CONSTANTS)
+    assert start is not None
+    for first in ((16, 32, 48), (16, 32, 64), (32, 16, 48)):
+        start(first)
+    assert gpu == [16, 32, 32, 16]
+    monkeypatch.setattr(direct, "_MAPS", 2)
+    for first in ((64, 32, 48), (16, 32, 64)):
+        start(first)
+    assert gpu == [16, 32, 32, 16, 64, 32, 16, 32]
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_profiler_s_hooks_see_every_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    start = direct.starter(Compiled(PLAIN, started), GRID, tuple(memory(2)), CONSTANTS)
+    assert start is not None
+    chain = getattr(triton.knobs.runtime, name)
+    assert start((16, 32))
+    chain.add(print)
+    try:
+        assert not start((16, 32))
+    finally:
+        chain.remove(print)
+    assert start((16, 32))
+    monkeypatch.setattr(triton.knobs.runtime, name, print)
+    assert not start((16, 32))
+    assert len(started) == 2
+
+
+def _strange(compiled: Compiled) -> None:
+    compiled._run = lambda *given: None
+
+
+def _bare(compiled: Compiled) -> None:
+    vars(compiled.run)["launch"] = len  # no function of Python around the C function
+
+
+CHANGES: dict[str, Callable[[Compiled], None]] = {
+    "another launcher": _strange,
+    "no wrapper": _bare,
+    "memory of its own": lambda compiled: vars(compiled.run).update(global_scratch_size=8),
+    "memory for a profiler": lambda compiled: vars(compiled.run).update(profile_scratch_size=8),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_launches_otherwise_is_left_to_triton(change: Callable[[Compiled], None]) -> None:
+    compiled = Compiled(WITH_MAPS, [])
+    x, y, z = memory(3)
+    first = DESCRIBED(x), DESCRIBED(y), z
+    assert direct.starter(compiled, GRID, first, CONSTANTS) is not None
+    change(compiled)
+    assert direct.starter(compiled, GRID, first, CONSTANTS) is None
+
+
+def test_descriptors_that_a_kernel_takes_apart_are_left_to_triton() -> None:
+    x, y, z = memory(3)
+    for meta in (None, {**META, "fp4_padded": True}):
+        compiled = Compiled(WITH_MAPS, [], meta)
+        assert direct.starter(compiled, GRID, (DESCRIBED(x), DESCRIBED(y), z), CONSTANTS) is None
+
+
+@pytest.mark.parametrize("release", ["3.6.0", "9.9.0"])
+def test_an_unknown_release_starts_the_same(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that is known only what lies on 16 bytes, on the GPU that it was compiled for, after Triton has."""
+    monkeypatch.setattr(triton, "__version__", release)
+    monkeypatch.setattr(launching, "_current_device", lambda: 1)
+    started: list[Any] = []
+    compiled, by_triton = Compiled(PLAIN, started), []
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Callable[..., Compiled]:
+            def launch(*given: Any, **_: Any) -> Compiled:
+                by_triton.append(addresses(given))
+                return compiled
+
+            return launch
+
+    launch, known = Launch(Kernel(), GRID, CONSTANTS, {}), release == "3.6.0"
+    x, y = memory(2)
+    off = torch.zeros(9, dtype=torch.bfloat16)[1:]
+    gpu = torch.device("cuda", 1)
+    assert not launch.again(1, 0, (16, 32))
+    launch.on(gpu, (x, off))
+    assert not launch.again(1, 0, (16, 32)), "what was compiled for odd addresses is no other's"
+    launch.on(gpu, (x, y))
+    assert by_triton == [addresses((x, each, *CONSTANTS)) for each in (off, y)]
+    assert launch.again(1, 0, (16, 32)) is known
+    assert not launch.again(0, 0, (16, 32))
+    assert not launch.again(1, 8, (16, 40))
+    launch.on(gpu, (y, x))
+    launch.on(gpu, (y, off))
+    assert by_triton[2:] == [addresses((y, off, *CONSTANTS))]
+    assert started[-1][13:] == addresses((y, x, *CONSTANTS))

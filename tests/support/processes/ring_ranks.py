@@ -1,0 +1,282 @@
+"""What ranks that share sequences find; forked from one process, which has loaded torch for all.
+
+Each writes by name the relative errors of out, its log-sum-exp and the gradients of its places, or what was raised.
+"""
+
+import faulthandler
+import json
+import os
+import sys
+import traceback
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import ranks
+import torch
+import torch._dynamo  # once for all ranks
+import torch.distributed as dist
+from dense import dense_attention, dense_gradients, relative_l2
+from patience import PATIENCE
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from attnbench import AttentionSpec, attention, explain
+from attnbench.dispatch import ring
+from attnbench.dispatch.ring_exchange import Group
+from attnbench.errors import AttnbenchError
+from attnbench.integrations.context_parallel import context_parallel, shard
+from attnbench.integrations.context_parallel import explain as explain_parts
+from attnbench.integrations.sdpa import replaced
+from attnbench.problem.mask import Mask
+
+S, D = 64, 32
+CPU = torch.device("cpu")
+TENSORS = ("out", "lse", "dq", "dk", "dv")
+PLANS = {
+    "fp32": "sdpa-flash:fp32", "bf16": "sdpa-flash:bf16", "e4m3": "emulated:fp8",
+    "mixed": "emulated:fp8>sdpa-flash:bf16",
+}  # fmt: skip
+
+
+def draw(dtype):
+    """q, k, v and dO of the whole sequences: two of them, heads in groups of two."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, heads, S, D, generator=generator).to(dtype) for heads in (4, 2, 2, 4)]
+
+
+def errors(mesh, plan, causal=True, layout="bhsd"):
+    """Of this rank's places, against exact attention of the whole; and the type of what was sent."""
+    whole = draw(torch.float32 if plan.endswith("fp32") else torch.bfloat16)
+    q, k, v, grad_out = (shard(mesh, x, 2) for x in whole)
+    q, k, v, grad_out = (x.transpose(1, 2) if layout == "bshd" else x for x in (q, k, v, grad_out))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    asked = {"is_causal": causal, "backend": plan, "layout": layout}
+    with context_parallel(mesh) as shared:
+        out, lse = attention(*leaves, **asked, return_lse=True)
+        found = [out, lse, *torch.autograd.grad(out, leaves, grad_out)]
+        quiet = attention(*(x.detach() for x in leaves), **asked)
+    assert torch.equal(quiet, out), "without gradients it is the same"
+    (sent,) = shared.sent
+    if layout == "bshd":
+        found = [x.transpose(1, 2) if x.ndim == 4 else x for x in found]
+    spec = AttentionSpec.make(
+        batch=2, heads=4, kv_heads=2, seqlen_q=S, head_dim=D, dtype="fp32", mask=Mask(right=0 if causal else None)
+    )
+    truth = [*dense_attention(*whole[:3], spec), *dense_gradients(*whole, spec)]
+    pairs = zip(TENSORS, found, (shard(mesh, x, 2) for x in truth), strict=True)
+    return {name: relative_l2(one, other) for name, one, other in pairs} | {"sent": sent}
+
+
+_add, _seen = ring._Merged.add, ring._seen
+
+
+def add_base_2(self, result, first):
+    _add(self, result._replace(lse=result.lse * 1.4427), first)
+
+
+def see_the_head(part, q, k, v):
+    q = q[:, :, : q.shape[2] // 2] if part.half_q else q
+    return _seen(part._replace(half_q=False), q, k, v)
+
+
+FAULTS = {
+    "a step skipped": (ring._Merged, "add", lambda *_: None),
+    "merged by logarithms to base 2": (ring._Merged, "add", add_base_2),
+    "gradients lost on their way home": (ring._Home, "send", lambda *_: None),
+    "the queries of the head for those of the tail": (ring, "_seen", see_the_head),
+}
+
+
+def planted(mesh, fault):
+    with mock.patch.object(*fault):
+        return errors(mesh, PLANS["fp32"])
+
+
+def raised(act):
+    """What ``act`` raises of ours, in words."""
+    try:
+        act()
+    except AttnbenchError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def attend(mesh, length=8, **asked):
+    x = torch.randn(1, 2, length, 16)
+    with context_parallel(mesh):
+        return attention(x, x, x, **asked)
+
+
+def buffers(mesh):
+    """Tokens that are sharded within the block and whole after it."""
+    tokens, lost = torch.arange(16)[None].clone(), torch.arange(16).clone()
+    given = {"buffers": [tokens, lost], "buffer_seq_dims": [1, 0], "no_restore_buffers": {lost}}
+    with context_parallel(mesh, **given):
+        inside = tokens[0].tolist()
+    wrong = {
+        "a view": {"buffers": [torch.zeros(16, 2)[:, 0]], "buffer_seq_dims": [0]},
+        "a parameter": {"buffers": [torch.zeros(16, requires_grad=True)], "buffer_seq_dims": [0]},
+        "no dimension": {"buffers": [torch.zeros(16)], "buffer_seq_dims": [1]},
+        "no length": {"buffers": [torch.zeros(15)], "buffer_seq_dims": [0]},
+        "no name": {"buffers": [torch.zeros(16)]},
+        "a stranger": {"no_restore_buffers": {torch.zeros(16)}},
+    }
+    said = {what: raised(lambda each=each: context_parallel(mesh, **each).__enter__()) for what, each in wrong.items()}
+    return {"inside": inside, "after": tokens[0].tolist(), "lost": lost.tolist(), "wrong": said}
+
+
+def composed(mesh, compiled):
+    """The gradients of a model in FSDP2 whose layers are computed again, worst over its parameters."""
+    x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1))
+    truth = ranks.gradients(ranks.model("sdpa-flash:fp32"), x)
+    net = ranks.model("sdpa-flash:fp32")
+    for layer in net:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    if compiled:
+        net.compile(backend="aot_eager")
+    with context_parallel(mesh):
+        found = ranks.gradients(net, shard(mesh, x, 1))
+    return max(relative_l2(each.full_tensor(), truth[name]) for name, each in found.items())
+
+
+def through_sdpa(mesh):
+    """The relative error of calls of torch's SDPA."""
+    whole = draw(torch.float32)[:3]
+    with torch.no_grad(), context_parallel(mesh), replaced(backend="sdpa-flash") as calls:
+        q, k, v = (shard(mesh, x, 2) for x in whole)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    truth = torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+    return {"error": relative_l2(out, shard(mesh, truth, 2)), "served": calls.served}
+
+
+def llama(mesh):
+    """The relative error of a model of transformers, whose tokens and positions the ranks share."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from attnbench.integrations.transformers import register
+
+    register(backend="sdpa-flash:fp32")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, attn_implementation="attnbench")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(16).expand(2, 16)
+    truth = model(tokens, position_ids=positions).logits
+    with context_parallel(mesh):
+        own = [shard(mesh, x, 1) for x in (tokens, positions)]
+        found = model(own[0], position_ids=own[1], attention_mask=torch.ones_like(own[0])).logits
+        # Without a mask positions that leap begin a sequence; the last rank's do not leap.
+        split = raised(lambda: model(own[0], position_ids=own[1], use_cache=False)) if mesh.get_rank() == 0 else None
+    return {"error": relative_l2(found, shard(mesh, truth, 1)), "split": split}
+
+
+def losses(rank, size, folder):
+    """Of a training whose samples the ranks share, and of the same by one rank."""
+    from attnbench.harness.training.config import TrainConfig
+    from attnbench.harness.training.run.loop import LoopOptions, train
+    from attnbench.harness.training.run.parallel import Ranks
+    from attnbench.harness.training.run.trainable import build
+
+    spread = {"parallel": "fsdp2", "checkpointing": True, "context_parallel": size}
+    found = {}
+    for name, settings, place in (("alone", {}, Ranks(CPU)), ("shared", spread, Ranks(CPU, rank, size))):
+        config = TrainConfig.make(seqlen=16, batch=2, steps=2, attention="auto", policy="fp32", **settings)
+        kept = []
+        train(build(config, CPU), place, LoopOptions(folder, 0), kept.append)
+        found[name] = kept[-1].loss
+    return found
+
+
+def torchs_ring(mesh):
+    """What torch's ring, which a training with sdpa is in, says on a CPU."""
+    from attnbench.harness.training.config import TrainConfig
+    from attnbench.harness.training.run.parallel import _sharing
+
+    config = TrainConfig.make(seqlen=16, attention="sdpa", parallel="ddp", context_parallel=mesh.size())
+    q, k, v = (torch.zeros(1, 2, 4, 16) for _ in "qkv")
+    try:
+        with _sharing(config, mesh):
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    except NotImplementedError as error:
+        return str(error)
+    return "nothing"
+
+
+def check(mesh, rank, size, folder, thorough):
+    """Yield (name, what was found)."""
+    for name, plan in PLANS.items():
+        yield name, errors(mesh, plan)
+        if thorough or name == "e4m3":
+            yield f"{name} whole", errors(mesh, plan, causal=False)
+    yield "rows first", errors(mesh, PLANS["fp32"], causal=False, layout="bshd")
+    for name, fault in FAULTS.items():
+        yield name, planted(mesh, fault)
+    yield "unequal lengths", raised(lambda: attend(mesh, length=10 if rank else 8))
+    yield "another plan", raised(lambda: attend(mesh, backend="reference" if rank else "sdpa-flash"))
+    yield "one refuses", raised(lambda: attend(mesh, backend="fa3" if rank else "sdpa-flash"))
+    yield "window", raised(lambda: attend(mesh, window=(2, 0)))
+    yield "odd", raised(lambda: attend(mesh, length=9, is_causal=True))
+    with context_parallel(mesh):
+        x = torch.randn(1, 2, 8, 16)
+        yield "explain", raised(lambda: explain(x, x, x))
+        yield "choices", {part: str(each.plan) for part, each in explain_parts(x, x, x, is_causal=True).items()}
+    yield "buffers", buffers(mesh)
+    yield "through sdpa", through_sdpa(mesh)
+    yield "composed", composed(mesh, False)
+    if thorough:
+        yield "losses", losses(rank, size, folder)
+        yield "llama", llama(mesh)
+        yield "torch's ring", torchs_ring(mesh)
+        yield "composed, compiled", composed(mesh, True)
+    alone = dist.new_group([size - 1])
+    if rank == size - 1:
+        yield "alone", errors_alone(alone)
+    else:
+        yield "outside", raised(lambda: Group(alone))
+    dist.barrier()
+    if rank == size - 1:
+        os._exit(0)  # as a crash would
+    if rank == 0:
+        yield "crashed", raised(lambda: attend(mesh, length=12))
+
+
+def errors_alone(group):
+    x = torch.randn(1, 2, 8, 16, requires_grad=True)
+    with context_parallel(group):
+        shared = attention(x, x, x, is_causal=True)
+        mine = torch.autograd.grad(shared.sum(), x)[0]
+    out = attention(x, x, x, is_causal=True)
+    return max(relative_l2(shared, out), relative_l2(mine, torch.autograd.grad(out.sum(), x)[0]))
+
+
+def main(rank, size, folder, thorough):
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE / 2))
+    mesh, found = init_device_mesh("cpu", (size,)), {}
+    for name, each in check(mesh, rank, size, folder, thorough):
+        found[name] = each
+        (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    size, folder = int(sys.argv[1]), Path(sys.argv[2])
+    children = []
+    for rank in range(size):
+        if not (pid := os.fork()):
+            try:
+                main(rank, size, folder, len(sys.argv) > 3)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        children.append(pid)
+    ended = [os.waitpid(pid, 0)[1] for pid in children]
+    sys.exit(any(ended))
