@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, lru_cache
 from types import ModuleType
@@ -145,10 +146,11 @@ class TritonForward(ForwardKernel):
         """The kernel on the current stream."""
         forward, _ = _modules()
         native: Native = operands.native
+        attend: Callable[[Native], Result] = forward.attend
         if native.device.type != "cpu":
-            return forward.attend(native)
+            return attend(native)
         with torch.profiler.record_function(self.name), alone(native.device):
-            return forward.attend(native)
+            return attend(native)
 
     def _tile(self, spec: AttentionSpec, device: torch.device) -> Tile:
         return self.tile or _committed(spec, device, self._per_key(spec))

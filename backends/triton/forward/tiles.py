@@ -32,15 +32,15 @@ _CHUNK = 32  # of the head dimension: what an FP8 tensor core sums over at once
 
 
 class Chunks(NamedTuple):
-    """A head dimension as the Hopper kernel has it: ``count`` chunks of ``width``, a power of two."""
+    """A head dimension as the Hopper kernel has it: ``number`` chunks of ``width``, a power of two."""
 
     width: int
-    count: int
+    number: int
 
     @property
     def size(self) -> int:
         """Of the head dimension with the zeros behind it."""
-        return self.width * self.count
+        return self.width * self.number
 
 
 class Tile(NamedTuple):

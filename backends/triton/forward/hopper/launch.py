@@ -70,7 +70,7 @@ def launch(
         spec.scale, *places[0], *places[1], *(step for each in steps for step in each[:2]),
         extent.seqlen_q, extent.seqlen_kv, spec.head_dim_v, spec.heads, spec.group, programs, section,
         0 if mask.left is None else offset - mask.left, 0 if mask.right is None else offset + mask.right,
-        tile.stages, chunks.count, chunks_v.count, part_of(tile, spec.head_dim_v), tile.turns,
+        tile.stages, chunks.number, chunks_v.number, part_of(tile, spec.head_dim_v), tile.turns,
         mask.left is not None, mask.right is not None, spec.head_dim_v == chunks_v.size, tile.registers or most,
         unequal and mask.alignment == "bottom-right",
     )  # fmt: skip

@@ -123,7 +123,7 @@ def _kernel(head_dim: int, tile: Tile, bits: int = 8, head_dim_v: int | None = N
     size_v = head_dim if head_dim_v is None else head_dim_v
     chunks, chunks_v = chunks_of(head_dim), chunks_of(size_v)
     constants = {
-        "stages": tile.stages, "chunks": chunks.count, "chunks_v": chunks_v.count,
+        "stages": tile.stages, "chunks": chunks.number, "chunks_v": chunks_v.number,
         "part": hopper.part_of(tile, size_v), "turns": tile.turns,
         "left": False, "right": False, "full_width": True, "registers": most, "aligned": False, "tiles": None,
     }  # fmt: skip
