@@ -10,12 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["bound", "probabilities", "product", "steps", "to_bf16", "to_e4m3", "turned", "visible"]
+__all__ = ["bound", "probabilities", "product", "steps", "store_turned", "to_bf16", "to_e4m3", "visible"]
 
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _EXPONENT = tl.constexpr(0x7F800000)  # the exponent's bits of an fp32 number
 _STEP = tl.constexpr(1.0 / 448.0)  # 448 is the largest e4m3 number
 _LEAST = tl.constexpr(1e-30)
+_PART = tl.constexpr(128)  # columns of a rotation's product
 _WHOLE = tl.constexpr(12582912.0)  # 1.5·2^23: adding it rounds to a whole number, to nearest even
 
 
@@ -87,8 +88,24 @@ def visible(query, key, before, after, has_left: tl.constexpr, has_right: tl.con
 
 
 @triton.jit
-def turned(x, turn, rows: tl.constexpr, head_dim: tl.constexpr):
-    """x (rows, head_dim) · turn, in fp32 from bf16; a rotation's signs are exact there, its factor is left out."""
-    down, across = tl.arange(0, head_dim)[:, None], tl.arange(0, head_dim)[None, :]
-    matrix = tl.load(turn + down * head_dim + across)
-    return product(to_bf16(x), matrix, tl.zeros([rows, head_dim], tl.float32))
+def store_turned(
+    out, x, factor, turn, row, inside, size,
+    rows: tl.constexpr, head_dim: tl.constexpr, begin: tl.constexpr, pitch: tl.constexpr, rotated: tl.constexpr,
+):  # fmt: skip
+    """x (rows, head_dim) · factor as rows ``row`` of ``out`` (-, size), from the column ``begin`` on.
+
+    Where ``rotated``, x · ``turn`` before, a matrix of that ``pitch`` whose blocks lie on its diagonal, so that no
+    other columns count.  Such products are in fp32 from bf16; a rotation's signs are exact there, its factor is left
+    out.  They come in parts of the columns, so that no program needs the registers of a whole matrix of 256 by 256.
+    """
+    part: tl.constexpr = min(head_dim, _PART) if rotated else head_dim
+    if rotated:
+        down, x16 = begin + tl.arange(0, head_dim)[:, None], to_bf16(x)
+    for first in tl.static_range(begin, begin + head_dim, part):
+        column = first + tl.arange(0, part)[None, :]
+        made = x
+        if rotated:
+            matrix = tl.load(turn + down * pitch + column)
+            made = product(x16, matrix, tl.zeros([rows, part], tl.float32))
+        place = out + row[:, None] * size + column
+        tl.store(place, (made * factor).to(out.dtype.element_ty), mask=inside[:, None] & (column < size))

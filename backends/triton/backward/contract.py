@@ -30,11 +30,11 @@ __all__ = ["KERNELS", "TritonBackward"]
 
 _DTYPES = ("bf16", "fp16", "fp32")
 _MOST_HEADS = 65535  # of all batches: the second axis of a CUDA grid
-_LARGEST_HEAD = 128  # dK and dV of a block of 128 keys fill the registers of 8 warps
+_LARGEST_HEAD = 256  # dK of a block of 128 keys fills the registers of 8 warps
 
 
 class TritonBackward(BackwardKernel):
-    """Two kernels over FP8 operands, after a pass that quantises dO and copies what tensor cores cannot transpose."""
+    """Kernels over FP8 operands, after a pass that quantises dO and copies what tensor cores cannot transpose."""
 
     from_lse = True
     follows = ("e4m3",)

@@ -25,11 +25,24 @@ from ..launching import KEPT, Launch, Launches
 from ..tile_map import Tiled
 from ..tile_rows import ROW
 
-__all__ = ["PADDING", "TOKENS", "Laid", "Own", "Wanted", "aligned", "lay_out", "lay_out_together", "padded", "ready"]
+__all__ = [
+    "PADDING",
+    "TOKENS",
+    "Laid",
+    "Own",
+    "Wanted",
+    "aligned",
+    "halves",
+    "lay_out",
+    "lay_out_together",
+    "padded",
+    "ready",
+]
 
 PADDING = 128  # tokens; the largest tile
 TOKENS = 64  # that one program copies
 _VECTOR = 16  # bytes: what TMA reads begins at multiples of it
+_WIDE = 128  # of a head dimension, from which on one power of two pads too much
 _SMALLEST = 32  # what an FP8 tensor core sums over at once
 
 
@@ -67,7 +80,8 @@ class Own(NamedTuple):
 class Wanted(NamedTuple):
     """An e4m3 tensor x (B, H, S, D), the copies of ``Laid`` to make, and ``zeros``, bf16 memory to fill with zeros.
 
-    Where sequences have their ``own`` lengths all copies consist of slots, ``zeros`` too.
+    Where sequences have their ``own`` lengths all copies consist of slots, ``zeros`` too.  ``halved``: the head
+    dimension is padded as ``halves`` has it, else to a power of two.
     """
 
     x: Tensor | Piece
@@ -76,6 +90,7 @@ class Wanted(NamedTuple):
     interleaved: bool = False
     zeros: Tensor | None = None
     own: Own | None = None
+    halved: bool = False
 
 
 class _Shapes(NamedTuple):
@@ -99,14 +114,20 @@ def padded(size: int) -> int:
     return max(_SMALLEST, 1 << (size - 1).bit_length())
 
 
+def halves(size: int) -> tuple[int, int]:
+    """A head dimension as two powers of two where those are less than one, 192 as 128 and 64; the second may be 0."""
+    rest = padded(size - _WIDE) if size > _WIDE else 0
+    return (_WIDE, rest) if 0 < rest < _WIDE else (padded(size), 0)
+
+
 def aligned(x: Tensor | Piece) -> bool:
     """Whether x begins where TMA may begin to read."""
     return not x.data_ptr() % _VECTOR
 
 
-def ready(shape: Sequence[int], strides: Sequence[int]) -> bool:
+def ready(shape: Sequence[int], strides: Sequence[int], pitch: int) -> bool:
     """Whether a tensor (B, H, S, D), if ``aligned``, lies as the kernels read it: padded, and in one piece."""
-    whole = (rounded_up(shape[2], PADDING), padded(shape[3])) == tuple(shape[2:])
+    whole = (rounded_up(shape[2], PADDING), pitch) == tuple(shape[2:])
     return whole and _contiguous(shape, strides)
 
 
@@ -150,6 +171,7 @@ def _copy_block(
     number,
     size: tl.constexpr,
     padded_size: tl.constexpr,
+    pitch: tl.constexpr,
     tokens: tl.constexpr,
     interleaved: tl.constexpr,
 ):
@@ -172,16 +194,17 @@ def _copy_block(
     if job.tiles is not None:
         row += tl.load(tiles + 6)
         token += tl.load(tiles + 6)
-    flat = head * padded_length * padded_size + token.to(tl.int64)[:, None] * padded_size + column[None, :]
+    flat = head * padded_length * pitch + token.to(tl.int64)[:, None] * pitch + column[None, :]
+    inside = (column < pitch)[None, :] if pitch < padded_size else None
     if job.data is not None:
-        tl.store(job.data + flat, tile)
+        tl.store(job.data + flat, tile, inside)
     if job.wide is not None:
-        tl.store(job.wide + flat, tile.to(tl.bfloat16))
+        tl.store(job.wide + flat, tile.to(tl.bfloat16), inside)
     if job.transposed is not None:
-        across = (head * padded_size + column.to(tl.int64)[:, None]) * padded_length + row[None, :]
-        tl.store(job.transposed + across, tl.trans(tile))
+        across = (head * pitch + column.to(tl.int64)[:, None]) * padded_length + row[None, :]
+        tl.store(job.transposed + across, tl.trans(tile), (column < pitch)[:, None] if pitch < padded_size else None)
     if job.zeros is not None:
-        tl.store(job.zeros + flat, tl.zeros([tokens, padded_size], job.zeros.dtype.element_ty))
+        tl.store(job.zeros + flat, tl.zeros([tokens, padded_size], job.zeros.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -191,6 +214,7 @@ def _lay_out(
     steps,
     sizes: tl.constexpr,
     padded_sizes: tl.constexpr,
+    pitches: tl.constexpr,
     tokens: tl.constexpr,
     interleaved: tl.constexpr,
 ):
@@ -202,7 +226,9 @@ def _lay_out(
         if jobs[i].tiles is not None:
             there = there & (number % ((extents[i].blocks - 3) >> 1) < tl.load(jobs[i].tiles))
         if there:
-            _copy_block(jobs[i], extents[i], steps[i], number, sizes[i], padded_sizes[i], tokens, interleaved[i])
+            _copy_block(
+                jobs[i], extents[i], steps[i], number, sizes[i], padded_sizes[i], pitches[i], tokens, interleaved[i]
+            )
 
 
 _COPIES = Launches(_lay_out)
@@ -225,13 +251,14 @@ def lay_out_together(wanted: Sequence[Wanted]) -> list[Laid]:
                 *asked,
                 None if zeros is None else zeros.dtype,
                 None if own is None else own[:2],
+                halved,
             )
-            for x, *asked, zeros, own in wanted
+            for x, *asked, zeros, own, halved in wanted
         ]
     )
     shapes, launch = _layout(outlines)
     found, jobs = [], []
-    for (x, wide, transposed, interleaved, zeros, own), (whole, across, there, busy) in zip(
+    for (x, wide, transposed, interleaved, zeros, own, _), (whole, across, there, busy) in zip(
         wanted, shapes, strict=True
     ):
         data = None if there else torch.empty(whole, dtype=x.dtype, device=x.device)
@@ -253,14 +280,14 @@ def _layout(outlines: tuple[tuple[Any, ...], ...]) -> _Layout:
     """``outlines``: shape, strides, dtype, whether it is aligned, and what is wanted, by tensor."""
     shapes: list[_Shapes] = []
     extents: list[_Extent] = []
-    steps, sizes, padded_sizes, orders, programs = [], [], [], [], 0
-    for shape, strides, _, readable, wide, transposed, interleaved, zeroed, own in outlines:
+    steps, sizes, padded_sizes, pitches, orders, programs = [], [], [], [], [], 0
+    for shape, strides, _, readable, wide, transposed, interleaved, zeroed, own, halved in outlines:
         batch, heads, length, size = shape
-        whole, long = padded(size), rounded_up(length, PADDING)
+        whole, long = sum(halves(size)) if halved else padded(size), rounded_up(length, PADDING)
         if own is not None:
             sequences, tiled = own
             long, batch = tiled.capacity(sequences, batch) * TOKENS, 1
-        there = own is None and readable and ready(shape, strides)
+        there = own is None and readable and ready(shape, strides, whole)
         busy = not there or wide or transposed or zeroed is not None
         shapes.append(_Shapes((batch, heads, long, whole), (batch, heads, whole, long), there, busy))
         if busy:
@@ -270,12 +297,15 @@ def _layout(outlines: tuple[tuple[Any, ...], ...]) -> _Layout:
             programs += numbers[1]
             steps.append(strides)
             sizes.append(size)
-            padded_sizes.append(whole)
+            padded_sizes.append(padded(size))
+            pitches.append(whole)
             orders.append(transposed and interleaved)
     if not sizes:
         return _Layout(tuple(shapes), None)
     memory = tuple(each[2:] for each, shape in zip(outlines, shapes, strict=True) if shape.busy)
-    constants = tuple(extents), tuple(steps), tuple(sizes), tuple(padded_sizes), TOKENS, tuple(orders)
+    constants = (
+        tuple(extents), tuple(steps), tuple(sizes), tuple(padded_sizes), tuple(pitches), TOKENS, tuple(orders)
+    )  # fmt: skip
     return _Layout(tuple(shapes), _COPIES((programs, 1, 1), constants, memory))
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..arithmetic import bound, probabilities, product, steps, to_bf16, to_e4m3, turned, visible
+from ..arithmetic import bound, probabilities, product, steps, store_turned, to_bf16, to_e4m3, visible
 from ..tile_rows import ROW, scale_of_keys
 
 __all__ = ["key_gradients"]
@@ -32,14 +32,18 @@ __all__ = ["key_gradients"]
 @triton.jit
 def _over_queries(
     dk,
+    dk_rest,
     dv,
     k,
+    k_rest,
     v,
     k_descale,
     v_descale,
     q_desc,
+    q_rest,
     do_desc,
     q_more,
+    q_more_rest,
     do_more,
     rows,
     plane,
@@ -58,7 +62,10 @@ def _over_queries(
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     head_dim: tl.constexpr,
+    rest: tl.constexpr,
     head_dim_v: tl.constexpr,
+    of_k: tl.constexpr,
+    of_v: tl.constexpr,
     has_left: tl.constexpr,
     has_right: tl.constexpr,
     q_varies: tl.constexpr,
@@ -70,11 +77,13 @@ def _over_queries(
     shared: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Adds to dK and dV what the queries from ``start`` to ``stop`` of one head give."""
+    """Adds to dK (``of_k``) and dV (``of_v``) what the queries from ``start`` to ``stop`` of one head give."""
     for m in tl.range(bound(start), bound(stop), block_m, num_stages=stages):
         row = rows + (first + m).to(tl.int64) + tl.arange(0, block_m)
         q = q_desc.load([first + m, 0])
         raw = tl.dot(k, tl.trans(q))
+        if rest:
+            raw = tl.dot(k_rest, tl.trans(q_rest.load([first + m, head_dim])), raw)
         if k_varies:
             raw *= k_descale[:, None]
         if q_varies:
@@ -87,35 +96,53 @@ def _over_queries(
             query = (m + tl.arange(0, block_m))[None, :]
             key = (key_start + tl.arange(0, block_n))[:, None]
             p = tl.where(visible(query, key, before, after, has_left, has_right), p, 0.0)
-        dp = tl.dot(v, tl.trans(do_desc.load([first + m, 0])))
-        if v_varies:
-            dp *= v_descale[:, None]
-        ds = p * (dp - tl.load(row + plane)[None, :])
-        if capped:
-            ds *= slope
-        if q_varies:
-            ds *= own[None, :]
+        if of_k:
+            dp = tl.dot(v, tl.trans(do_desc.load([first + m, 0])))
+            if v_varies:
+                dp *= v_descale[:, None]
+            ds = p * (dp - tl.load(row + plane)[None, :])
+            if capped:
+                ds *= slope
+            if q_varies:
+                ds *= own[None, :]
         # Both are rounded before either is summed up: fewer registers are alive beside a fresh accumulator.
         if narrow:
             share = tl.load(descales + (first + m) // shared) * (1.0 / peak)
-            step = steps(ds)
-            p8, ds8 = to_e4m3(p), to_e4m3(ds * (1.0 / step)[:, None])
-            dv += tl.dot(p8, tl.trans(do_more.load([head * head_dim_v, slot + m]))) * share
-            dk += tl.dot(ds8, tl.trans(q_more.load([head * head_dim, slot + m]))) * (step * share)[:, None]
+            p8 = to_e4m3(p)
+            if of_k:
+                step = steps(ds)
+                ds8 = to_e4m3(ds * (1.0 / step)[:, None])
+            if of_v:
+                dv += tl.dot(p8, tl.trans(do_more.load([head * head_dim_v, slot + m]))) * share
+            if of_k:
+                column = head * (head_dim + rest)
+                dk += tl.dot(ds8, tl.trans(q_more.load([column, slot + m]))) * (step * share)[:, None]
+                if rest:
+                    other = tl.trans(q_more_rest.load([column + head_dim, slot + m]))
+                    dk_rest += tl.dot(ds8, other) * (step * share)[:, None]
         else:
-            p16, ds16 = to_bf16(p), to_bf16(ds)
-            dv = product(p16, do_more.load([first + m, 0]), dv)
-            dk = product(ds16, q_more.load([first + m, 0]), dk)
-    return dk, dv
+            p16 = to_bf16(p)
+            if of_k:
+                ds16 = to_bf16(ds)
+            if of_v:
+                dv = product(p16, do_more.load([first + m, 0]), dv)
+            if of_k:
+                dk = product(ds16, q_more.load([first + m, 0]), dk)
+                if rest:
+                    dk_rest = product(ds16, q_more_rest.load([first + m, head_dim]), dk_rest)
+    return dk, dk_rest, dv
 
 
 @triton.jit
 def key_gradients(
     q_desc,
+    q_rest,
     do_desc,
     k_desc,
+    k_rest_desc,
     v_desc,
     q_more,
+    q_more_rest,
     do_more,
     rows,
     descales,
@@ -148,7 +175,10 @@ def key_gradients(
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     head_dim: tl.constexpr,
+    rest: tl.constexpr,
     head_dim_v: tl.constexpr,
+    of_k: tl.constexpr,
+    of_v: tl.constexpr,
     has_left: tl.constexpr,
     has_right: tl.constexpr,
     q_varies: tl.constexpr,
@@ -164,6 +194,9 @@ def key_gradients(
 ):
     """dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv), contiguous, of one block of keys of one key head.
 
+    ``of_k`` and ``of_v``: which of the two.  Wide heads take one kernel for each, because the sums of both fill the
+    registers; S is then computed twice, and each kernel keeps twice as many keys.  ``rest``: columns of Q and K behind
+    ``head_dim``, if the two are not one power of two; for those are descriptors of their own.
     ``q_more`` and ``do_more`` are the widened copies, or the transposed ones where ``narrow``.  ``turn`` (D, D) takes
     the gradient of a rotated K back, without the factor that ``scale`` has then.  ``tiles``: the table of sequences
     that have lengths of their own, or None.  With it all that is laid out has slots, and ``aligned`` says that a
@@ -201,9 +234,12 @@ def key_gradients(
     else:
         v_own = scale_of_keys(v_place, seqlen_kv, tiles)
     k = k_desc.load([k_first + n, 0])
-    v = v_desc.load([k_first + n, 0])
-    dk = tl.zeros([block_n, head_dim], tl.float32)
-    dv = tl.zeros([block_n, head_dim_v], tl.float32)
+    k_rest = k_rest_desc.load([k_first + n, head_dim]) if rest else k
+    v = v_desc.load([k_first + n, 0]) if of_k else k
+    # What is not asked for is one column that nothing is added to.
+    dk = tl.zeros([block_n, head_dim if of_k else 1], tl.float32)
+    dk_rest = tl.zeros([block_n, rest if of_k and rest else 1], tl.float32)
+    dv = tl.zeros([block_n, head_dim_v if of_v else 1], tl.float32)
 
     last = tl.minimum(n + block_n, seqlen_kv) - 1
     begin, end = 0, tl.cdiv(seqlen_q, block_m) * block_m
@@ -227,36 +263,39 @@ def key_gradients(
             # dK so far is in units of the last head's descale.
             following = tl.load(rows + 2 * plane + head.to(tl.int64) * padded_q + q_slot)
             dk *= q_own / following
+            dk_rest *= q_own / following
             q_own = following
         own_factor = factor if q_varies else factor * q_own
         q_first = head * padded_q + q_slot
         if has_right:
-            dk, dv = _over_queries(
-                dk, dv, k, v, k_own, v_own, q_desc, do_desc, q_more, do_more, rows, plane, descales, own_factor,
-                head, q_first, q_slot, n, begin, whole_begin, before, after, cap, True, block_m, block_n, head_dim,
-                head_dim_v, has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
+            dk, dk_rest, dv = _over_queries(
+                dk, dk_rest, dv, k, k_rest, v, k_own, v_own, q_desc, q_rest, do_desc, q_more, q_more_rest, do_more,
+                rows, plane, descales, own_factor, head, q_first, q_slot, n, begin, whole_begin, before, after, cap,
+                True, block_m, block_n, head_dim, rest, head_dim_v, of_k, of_v, has_left, has_right, q_varies, k_varies,
+                v_varies, capped, narrow, peak, shared, stages,
             )  # fmt: skip
-        dk, dv = _over_queries(
-            dk, dv, k, v, k_own, v_own, q_desc, do_desc, q_more, do_more, rows, plane, descales, own_factor,
-            head, q_first, q_slot, n, whole_begin, whole_end, before, after, cap, False, block_m, block_n, head_dim,
-            head_dim_v, has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
+        dk, dk_rest, dv = _over_queries(
+            dk, dk_rest, dv, k, k_rest, v, k_own, v_own, q_desc, q_rest, do_desc, q_more, q_more_rest, do_more, rows,
+            plane, descales, own_factor, head, q_first, q_slot, n, whole_begin, whole_end, before, after, cap, False,
+            block_m, block_n, head_dim, rest, head_dim_v, of_k, of_v, has_left, has_right, q_varies, k_varies, v_varies,
+            capped, narrow, peak, shared, stages,
         )  # fmt: skip
         if has_left:
-            dk, dv = _over_queries(
-                dk, dv, k, v, k_own, v_own, q_desc, do_desc, q_more, do_more, rows, plane, descales, own_factor,
-                head, q_first, q_slot, n, whole_end, end, before, after, cap, True, block_m, block_n, head_dim,
-                head_dim_v, has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
+            dk, dk_rest, dv = _over_queries(
+                dk, dk_rest, dv, k, k_rest, v, k_own, v_own, q_desc, q_rest, do_desc, q_more, q_more_rest, do_more,
+                rows, plane, descales, own_factor, head, q_first, q_slot, n, whole_end, end, before, after, cap, True,
+                block_m, block_n, head_dim, rest, head_dim_v, of_k, of_v, has_left, has_right, q_varies, k_varies,
+                v_varies, capped, narrow, peak, shared, stages,
             )  # fmt: skip
 
     unscaled = scale * q_own
     if not v_varies:
         unscaled *= v_own
-    if rotated:
-        dk = turned(dk, turn, block_n, head_dim)
-    place = (kv_head.to(tl.int64) * seqlen_kv + key if tiles is None else first_row + key)[:, None]
-    column = tl.arange(0, head_dim)[None, :]
-    tl.store(dk_out + place * size + column, (dk * unscaled).to(dk_out.dtype.element_ty),
-             mask=real[:, None] & (column < size))  # fmt: skip
-    column = tl.arange(0, head_dim_v)[None, :]
-    tl.store(dv_out + place * size_v + column, dv.to(dv_out.dtype.element_ty),
-             mask=real[:, None] & (column < size_v))  # fmt: skip
+    row = kv_head.to(tl.int64) * seqlen_kv + key if tiles is None else first_row + key
+    if of_k:
+        pitch: tl.constexpr = head_dim + rest
+        store_turned(dk_out, dk, unscaled, turn, row, real, size, block_n, head_dim, 0, pitch, rotated)
+        if rest:
+            store_turned(dk_out, dk_rest, unscaled, turn, row, real, size, block_n, rest, head_dim, pitch, rotated)
+    if of_v:
+        store_turned(dv_out, dv, 1.0, turn, row, real, size_v, block_n, head_dim_v, 0, head_dim_v, False)

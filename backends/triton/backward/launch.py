@@ -37,6 +37,7 @@ from .tiles import Tile, Tiles
 __all__ = ["launch", "prepared", "run_all", "run_keys", "run_queries"]
 
 
+_Of = Literal["k", "v", "kv"]
 _KEYS, _QUERIES, _FINISH = Launches(key_gradients), Launches(query_gradients), Launches(finish_query_gradients)
 
 
@@ -94,15 +95,16 @@ def prepared(
     )
     sums = torch.empty(layout.q, dtype=torch.bfloat16, device=device) if fused else None
     wanted = [
-        Wanted(q_data, not narrow, narrow, by_key, sums, own_q),
-        Wanted(k_data, not (narrow or fused), narrow, by_query, own=own_kv), Wanted(v_data, own=own_kv),
-    ]  # fmt: skip
+        Wanted(q_data, not narrow, narrow, by_key, sums, own_q, halved=True),
+        Wanted(k_data, not (narrow or fused), narrow, by_query, own=own_kv, halved=True),
+        Wanted(v_data, own=own_kv),
+    ]
     if narrow:
         wanted.append(Wanted(gradient.laid.data, False, True, by_key))
     laid_q, laid_k, laid_v, *laid_do = lay_out_together(wanted)
     if narrow:
         gradient = gradient._replace(laid=laid_do[0])
-    turn = _turn(spec.head_dim, layout.head_dim, device) if q.rotated else None
+    turn = _turn(spec.head_dim, layout.pitch, device) if q.rotated else None
     return Prepared(layout, laid_q, laid_k, laid_v, gradient, scales[1], scales[2], turn, sums, lengths)
 
 
@@ -133,18 +135,27 @@ def _layout(
     return Layout(spec, rotated, served, scales, extent)
 
 
-def run_keys(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv)."""
-    layout, do, rows = given.layout, given.gradient.laid, given.gradient.rows
-    dk_out, dv_out = _for_keys(layout, dtype, rows.device)
+def run_keys(
+    given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype, values: Tile | None = None
+) -> tuple[Tensor, Tensor]:
+    """dK (B, Hkv, Skv, D) and dV (B, Hkv, Skv, Dv); with ``values`` by a kernel each, dV's with that tile."""
+    layout = given.layout
+    dk_out, dv_out = _for_keys(layout, dtype, given.gradient.rows.device)
     if tile.hopper is not None and layout.served:
         hopper.run_keys(given, tile.hopper, narrow, dk_out, dv_out)
         return dk_out, dv_out
-    described, start = _for_keys_plain(layout, tile, narrow, dtype)
-    tiled = (
-        given.q.data, do.data, given.k.data, given.v.data,
-        given.q.further(narrow, interleaved=False), do.further(narrow, interleaved=False),
-    )  # fmt: skip
+    if values is not None:
+        _run_keys_plain(given, values, narrow, dk_out, dv_out, "v")
+    _run_keys_plain(given, tile, narrow, dk_out, dv_out, "kv" if values is None else "k")
+    return dk_out, dv_out
+
+
+def _run_keys_plain(given: Prepared, tile: Tile, narrow: bool, dk_out: Tensor, dv_out: Tensor, of: _Of) -> None:
+    do, rows = given.gradient.laid, given.gradient.rows
+    described, start = _for_keys_plain(given.layout, tile, narrow, dk_out.dtype, of)
+    q_more, do_more = given.q.further(narrow, interleaved=False), do.further(narrow, interleaved=False)
+    q, k = given.q.data, given.k.data
+    tiled = q, q, do.data, k, k, given.v.data, q_more, q_more, do_more
     memory = (
         rows,
         given.gradient.descale,
@@ -156,27 +167,26 @@ def run_keys(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -> t
         given.tiles("kv", tile.block_n),
     )
     start.on(rows.device, (*tiled, *memory), described)
-    return dk_out, dv_out
 
 
 @lru_cache(maxsize=KEPT)
 def _for_keys_plain(
-    layout: Layout, tile: Tile, narrow: bool, dtype: torch.dtype
+    layout: Layout, tile: Tile, narrow: bool, dtype: torch.dtype, of: _Of
 ) -> tuple[tuple[Described, ...], Launch]:
-    """The part of the plain kernel's launch that does not depend on memory."""
+    """The part of the plain kernel's launch that does not depend on memory; ``of``: which gradients it makes."""
     spec, extent = layout.spec, layout.extent
-    m, n, d, dv = tile.block_m, tile.block_n, layout.head_dim, layout.head_dim_v
+    m, n, dv = tile.block_m, tile.block_n, layout.head_dim_v
     described = (
-        _tiled(layout.q, m), _tiled(layout.do, m), _tiled(layout.k, n), _tiled(layout.v, n),
-        _across(layout.q, m) if narrow else _tiled(layout.q, m),
-        _across(layout.do, m) if narrow else _tiled(layout.do, m),
+        *_both(layout, layout.q, m), _tiled(layout.do, m), *_both(layout, layout.k, n), _tiled(layout.v, n),
+        *_both(layout, layout.q, m, narrow), _across(layout.do, m) if narrow else _tiled(layout.do, m),
     )  # fmt: skip
     constants = (
         layout.plane, *layout.k_steps, *layout.v_steps,
         spec.kv_heads, extent.seqlen_q, extent.seqlen_kv, layout.padded_q, layout.padded_kv,
         spec.head_dim, spec.head_dim_v, layout.scale, layout.exponent, layout.before, layout.after,
         spec.softcap * LOG2E,
-        spec.group, m, n, d, dv, *layout.kinds, narrow, PEAK, BLOCK, tile.stages, layout.aligned,
+        spec.group, m, n, layout.head_dim, layout.rest, dv, "k" in of, "v" in of, *layout.kinds, narrow, PEAK, BLOCK,
+        tile.stages, layout.aligned,
     )  # fmt: skip
     grid = extent.tiles("kv", n), extent.entries * spec.kv_heads, 1
     return described, _KEYS(grid, constants, (dtype, extent.sequences is None), num_warps=tile.warps)
@@ -236,7 +246,8 @@ def run_queries(given: Prepared, tile: Tile, narrow: bool, dtype: torch.dtype) -
         hopper.run_queries(given, tile.hopper, narrow, dq_out)
         return dq_out
     described, start = _for_queries_plain(layout, tile, narrow, dtype)
-    tiled = given.q.data, do.data, given.k.data, given.v.data, given.k.further(narrow, interleaved=False)
+    q, k, k_more = given.q.data, given.k.data, given.k.further(narrow, interleaved=False)
+    tiled = q, q, do.data, k, k, given.v.data, k_more, k_more
     memory = (
         rows,
         given.gradient.descale,
@@ -256,17 +267,17 @@ def _for_queries_plain(
 ) -> tuple[tuple[Described, ...], Launch]:
     """The part of the plain kernel's launch that does not depend on memory."""
     spec, extent = layout.spec, layout.extent
-    m, n, d = tile.block_m, tile.block_n, layout.head_dim
+    m, n = tile.block_m, tile.block_n
     described = (
-        _tiled(layout.q, m), _tiled(layout.do, m), _tiled(layout.k, n), _tiled(layout.v, n),
-        _across(layout.k, n) if narrow else _tiled(layout.k, n),
+        *_both(layout, layout.q, m), _tiled(layout.do, m), *_both(layout, layout.k, n), _tiled(layout.v, n),
+        *_both(layout, layout.k, n, narrow),
     )  # fmt: skip
     constants = (
         layout.plane, *layout.k_steps, *layout.v_steps,
         spec.heads, spec.group, extent.seqlen_q, extent.seqlen_kv, layout.padded_q, layout.padded_kv,
         spec.head_dim, layout.scale, layout.exponent, layout.before, layout.after, spec.softcap * LOG2E,
-        m, n, d, extent.sequences is not None or spec.seqlen_kv % n != 0, *layout.kinds, narrow, PEAK, BLOCK,
-        tile.stages, layout.aligned,
+        m, n, layout.head_dim, layout.rest, extent.sequences is not None or spec.seqlen_kv % n != 0, *layout.kinds,
+        narrow, PEAK, BLOCK, tile.stages, layout.aligned,
     )  # fmt: skip
     grid = extent.tiles("q", m), extent.entries * spec.heads, 1
     return described, _QUERIES(grid, constants, (dtype, extent.sequences is None), num_warps=tile.warps)
@@ -301,15 +312,21 @@ def launch(
         given = prepared(spec, q, k, v, out, lse, grad_out, narrow, tiles, fused=fused, lengths=lengths)
         if given.sums is not None:
             return run_all(given, given.sums, dtype)
-        dk, dv = run_keys(given, tiles.keys, narrow, dtype)
+        dk, dv = run_keys(given, tiles.keys, narrow, dtype, tiles.values)
         return run_queries(given, tiles.queries, narrow, dtype), dk, dv
 
 
-def _tiled(shape: Shape, tokens: int) -> Described:
-    """x (B, H, S, D) by so many tokens."""
-    return Described(TensorDescriptor.from_tensor, rows_of(shape), (tokens, shape[3]))
+def _both(layout: Layout, shape: Shape, tokens: int, across: bool = False) -> tuple[Described, Described]:
+    """Q's or K's first columns and the rest of them (the first again where there is none) by so many tokens."""
+    kind = _across if across else _tiled
+    return kind(shape, tokens, layout.head_dim), kind(shape, tokens, layout.rest or layout.head_dim)
 
 
-def _across(shape: Shape, tokens: int) -> Described:
-    """The transposed copy (B, H, D, S) of x (B, H, S, D) by so many tokens."""
-    return Described(TensorDescriptor.from_tensor, rows_of(flipped(shape)), (shape[3], tokens))
+def _tiled(shape: Shape, tokens: int, columns: int | None = None) -> Described:
+    """x (B, H, S, D) by so many tokens and columns."""
+    return Described(TensorDescriptor.from_tensor, rows_of(shape), (tokens, columns or shape[3]))
+
+
+def _across(shape: Shape, tokens: int, columns: int | None = None) -> Described:
+    """The transposed copy (B, H, D, S) of x (B, H, S, D) by so many tokens and columns of x."""
+    return Described(TensorDescriptor.from_tensor, rows_of(flipped(shape)), (columns or shape[3], tokens))

@@ -218,7 +218,7 @@ def _gradient(
         and readable
         and own is None
         and grad[0] == torch.bfloat16
-        and ready((batch, heads, length, size), grad[1])
+        and ready((batch, heads, length, size), grad[1], whole)
     )
     larger = 0.0 if fused else math.log2(PEAK) if narrow else None
     constants = (
@@ -228,5 +228,6 @@ def _gradient(
         LOG2E, larger, whole, BLOCK, v[1][2] > 1 and not shared, not (narrow or there), fused,
     )  # fmt: skip
     dtypes = tuple(each[0] for each in (grad, out, lse, q, k, v))
-    launch = _GRADIENTS((blocks, entries * heads, 1), constants, (*dtypes, own is None), num_warps=8)
+    warps = 8 if whole <= 128 else 16
+    launch = _GRADIENTS((blocks, entries * heads, 1), constants, (*dtypes, own is None), num_warps=warps)
     return (entries, heads, long, whole), (entries, heads, blocks), (VECTORS, entries, heads, long), there, launch

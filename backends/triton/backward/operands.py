@@ -17,7 +17,7 @@ from ...common.layout import rounded_up
 from ..blocks import Piece
 from ..descales import steps
 from ..tile_map import Tiled, tile_map
-from .copies import PADDING, Laid, padded
+from .copies import PADDING, Laid, halves, padded
 from .layout import LOG2E, Gradient
 
 __all__ = ["Extent", "Layout", "Prepared", "turn_factor"]
@@ -84,12 +84,14 @@ class Layout:
         self.k_steps, self.v_steps = (steps(*each, *by_key) for each in scales[1:])
         varies = tuple(shape[2] > 1 and not extent.shared for shape, _ in scales)
         self.served = served
-        # Padded, and so the shapes of Q, dO, K and V as they are laid out.
-        self.head_dim, self.head_dim_v = padded(spec.head_dim), padded(spec.head_dim_v)
+        # Padded, and so the shapes of Q, dO, K and V as they are laid out; ``rest``: columns of Q and K behind
+        # ``head_dim``.
+        (self.head_dim, self.rest), self.head_dim_v = halves(spec.head_dim), padded(spec.head_dim_v)
+        self.pitch = self.head_dim + self.rest
         self.padded_q, self.padded_kv = extent.long("q"), extent.long("kv")
         queries, keys = (extent.entries, spec.heads, self.padded_q), (extent.entries, spec.kv_heads, self.padded_kv)
-        self.q, self.do = (*queries, self.head_dim), (*queries, self.head_dim_v)
-        self.k, self.v = (*keys, self.head_dim), (*keys, self.head_dim_v)
+        self.q, self.do = (*queries, self.pitch), (*queries, self.head_dim_v)
+        self.k, self.v = (*keys, self.pitch), (*keys, self.head_dim_v)
         self.plane = math.prod(queries)
         mask, offset = spec.mask, 0 if unequal else spec.mask.offset(spec.seqlen_q, spec.seqlen_kv)
         # Whether every sequence adds an offset of its own to both.

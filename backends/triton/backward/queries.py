@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..arithmetic import bound, probabilities, product, steps, to_bf16, to_e4m3, turned, visible
+from ..arithmetic import bound, probabilities, product, steps, store_turned, to_bf16, to_e4m3, visible
 from ..tile_rows import ROW, scale_of_keys
 
 __all__ = ["query_gradients"]
@@ -14,7 +14,9 @@ __all__ = ["query_gradients"]
 @triton.jit
 def _over_keys(
     dq,
+    dq_rest,
     q,
+    q_rest,
     do,
     base,
     delta,
@@ -24,8 +26,10 @@ def _over_keys(
     v_place,
     v_token,
     k_desc,
+    k_rest,
     v_desc,
     k_more,
+    k_more_rest,
     kv_head,
     first,
     slot,
@@ -40,6 +44,7 @@ def _over_keys(
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     head_dim: tl.constexpr,
+    rest: tl.constexpr,
     has_left: tl.constexpr,
     has_right: tl.constexpr,
     q_varies: tl.constexpr,
@@ -56,6 +61,8 @@ def _over_keys(
         key = n + tl.arange(0, block_n)
         k = k_desc.load([first + n, 0])
         raw = tl.dot(q, tl.trans(k))
+        if rest:
+            raw = tl.dot(q_rest, tl.trans(k_rest.load([first + n, head_dim])), raw)
         if k_varies:
             k_own = tl.load(k_place + key.to(tl.int64) * k_token, mask=key < seqlen_kv, other=0.0)
             raw *= k_own[None, :]
@@ -78,21 +85,29 @@ def _over_keys(
         if k_varies:
             ds *= k_own[None, :]
         if narrow:
-            step = steps(ds)
-            k_across = k_more.load([kv_head * head_dim, slot + n])
-            dq += tl.dot(to_e4m3(ds * (1.0 / step)[:, None]), tl.trans(k_across)) * step[:, None]
+            step, column = steps(ds), kv_head * (head_dim + rest)
+            ds8 = to_e4m3(ds * (1.0 / step)[:, None])
+            dq += tl.dot(ds8, tl.trans(k_more.load([column, slot + n]))) * step[:, None]
+            if rest:
+                dq_rest += tl.dot(ds8, tl.trans(k_more_rest.load([column + head_dim, slot + n]))) * step[:, None]
         else:
-            dq = product(to_bf16(ds), k_more.load([first + n, 0]), dq)
-    return dq
+            ds16 = to_bf16(ds)
+            dq = product(ds16, k_more.load([first + n, 0]), dq)
+            if rest:
+                dq_rest = product(ds16, k_more_rest.load([first + n, head_dim]), dq_rest)
+    return dq, dq_rest
 
 
 @triton.jit
 def query_gradients(
     q_desc,
+    q_rest_desc,
     do_desc,
     k_desc,
+    k_rest,
     v_desc,
     k_more,
+    k_more_rest,
     rows,
     descales,
     k_descale,
@@ -122,6 +137,7 @@ def query_gradients(
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     head_dim: tl.constexpr,
+    rest: tl.constexpr,
     ragged: tl.constexpr,
     has_left: tl.constexpr,
     has_right: tl.constexpr,
@@ -139,7 +155,7 @@ def query_gradients(
     """dQ (B, H, Sq, D), contiguous, of one block of queries of one head.
 
     ``k_more`` is the widened copy, or the transposed one where ``narrow``; ``ragged`` says that the last block of
-    keys is not full.  ``tiles`` and ``aligned``: see ``key_gradients``.
+    keys is not full.  ``tiles``, ``aligned`` and ``rest``: see ``key_gradients``.
     """
     head = tl.program_id(1)
     kv_head = head // group
@@ -166,6 +182,7 @@ def query_gradients(
     k_place = k_descale + batch * k_batch + own * k_head
     v_place = v_descale + batch * v_batch + own * v_head
     q = q_desc.load([q_first + m, 0])
+    q_rest = q_rest_desc.load([q_first + m, head_dim]) if rest else q
     do = do_desc.load([q_first + m, 0])
     row = rows + (q_first + m).to(tl.int64) + tl.arange(0, block_m)
     base, delta = tl.load(row), tl.load(row + plane)
@@ -181,6 +198,7 @@ def query_gradients(
     if narrow:
         unscaled *= tl.load(descales + (q_first + m) // shared) * (1.0 / peak)
     dq = tl.zeros([block_m, head_dim], tl.float32)
+    dq_rest = tl.zeros([block_m, rest if rest else 1], tl.float32)
 
     last = tl.minimum(m + block_m, seqlen_q) - 1
     begin, end = 0, seqlen_kv
@@ -199,27 +217,29 @@ def query_gradients(
     whole_end = tl.maximum(whole_end, whole_begin)
 
     if has_left:
-        dq = _over_keys(
-            dq, q, do, base, delta, factor, k_place, k_token, v_place, v_token, k_desc, v_desc, k_more, kv_head,
-            k_first, k_slot, seqlen_kv, m, begin, whole_begin, before, after, cap, True, block_m, block_n, head_dim,
-            has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
+        dq, dq_rest = _over_keys(
+            dq, dq_rest, q, q_rest, do, base, delta, factor, k_place, k_token, v_place, v_token, k_desc, k_rest, v_desc,
+            k_more, k_more_rest, kv_head, k_first, k_slot, seqlen_kv, m, begin, whole_begin, before, after, cap, True,
+            block_m, block_n, head_dim, rest, has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak,
+            shared, stages,
         )  # fmt: skip
-    dq = _over_keys(
-        dq, q, do, base, delta, factor, k_place, k_token, v_place, v_token, k_desc, v_desc, k_more, kv_head,
-        k_first, k_slot, seqlen_kv, m, whole_begin, whole_end, before, after, cap, False, block_m, block_n, head_dim,
-        has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
+    dq, dq_rest = _over_keys(
+        dq, dq_rest, q, q_rest, do, base, delta, factor, k_place, k_token, v_place, v_token, k_desc, k_rest, v_desc,
+        k_more, k_more_rest, kv_head, k_first, k_slot, seqlen_kv, m, whole_begin, whole_end, before, after, cap, False,
+        block_m, block_n, head_dim, rest, has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak,
+        shared, stages,
     )  # fmt: skip
     if has_right or ragged:
-        dq = _over_keys(
-            dq, q, do, base, delta, factor, k_place, k_token, v_place, v_token, k_desc, v_desc, k_more, kv_head,
-            k_first, k_slot, seqlen_kv, m, whole_end, end, before, after, cap, True, block_m, block_n, head_dim,
-            has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak, shared, stages,
+        dq, dq_rest = _over_keys(
+            dq, dq_rest, q, q_rest, do, base, delta, factor, k_place, k_token, v_place, v_token, k_desc, k_rest, v_desc,
+            k_more, k_more_rest, kv_head, k_first, k_slot, seqlen_kv, m, whole_end, end, before, after, cap, True,
+            block_m, block_n, head_dim, rest, has_left, has_right, q_varies, k_varies, v_varies, capped, narrow, peak,
+            shared, stages,
         )  # fmt: skip
 
-    if rotated:
-        dq = turned(dq, turn, block_m, head_dim)
-    column = tl.arange(0, head_dim)[None, :]
     query = m + tl.arange(0, block_m)
-    place = (head.to(tl.int64) * seqlen_q + query if tiles is None else first_row + query)[:, None] * size + column
-    tl.store(dq_out + place, (dq * unscaled).to(dq_out.dtype.element_ty),
-             mask=(query < seqlen_q)[:, None] & (column < size))  # fmt: skip
+    row = head.to(tl.int64) * seqlen_q + query if tiles is None else first_row + query
+    inside, pitch = query < seqlen_q, head_dim + rest
+    store_turned(dq_out, dq, unscaled, turn, row, inside, size, block_m, head_dim, 0, pitch, rotated)
+    if rest:
+        store_turned(dq_out, dq_rest, unscaled, turn, row, inside, size, block_m, rest, head_dim, pitch, rotated)

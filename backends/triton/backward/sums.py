@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..arithmetic import turned
+from ..arithmetic import store_turned
 from ..tile_rows import ROW
 
 __all__ = ["ROWS", "finish_query_gradients"]
@@ -47,8 +47,4 @@ def finish_query_gradients(
         first = (tl.load(tiles).to(tl.int64) * heads + head) * seqlen_q + tl.load(tiles + 2)
         seqlen_q = tl.load(tiles + 3)
     dq = tl.load(sums + row[:, None] * head_dim + column).to(tl.float32)
-    if rotated:
-        dq = turned(dq, turn, block_m, head_dim)
-    place = (first + query)[:, None] * size + column
-    tl.store(dq_out + place, dq.to(dq_out.dtype.element_ty),
-             mask=(query < seqlen_q)[:, None] & (column < size))  # fmt: skip
+    store_turned(dq_out, dq, 1.0, turn, first + query, query < seqlen_q, size, block_m, head_dim, 0, head_dim, rotated)

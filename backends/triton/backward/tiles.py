@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from attnbench.problem.spec import AttentionSpec
 
-__all__ = ["DEFAULT", "TILES", "Ring", "Tile", "TileKey", "Tiles", "tiles_of"]
+__all__ = ["DEFAULT", "MLA", "TILES", "WIDE", "WIDE_NARROW", "Ring", "Tile", "TileKey", "Tiles", "tiles_of"]
 
 
 class Ring(NamedTuple):
@@ -40,6 +40,7 @@ class Tile(NamedTuple):
 class Tiles(NamedTuple):
     """Tiles of the kernel over blocks of keys (dK, dV) and of the one over blocks of queries (dQ).
 
+    ``values``: dV has a kernel of its own with this tile, and the other over blocks of keys makes dK alone.
     ``fused``: one Hopper kernel computes all three if it serves, sums may be in any order, and the keys are few enough
     for sums in bf16 (``hopper.launch.MOST_SUMMED``).
     """
@@ -47,6 +48,7 @@ class Tiles(NamedTuple):
     keys: Tile
     queries: Tile
     fused: bool = False
+    values: Tile | None = None
 
 
 class TileKey(NamedTuple):
@@ -65,6 +67,14 @@ class TileKey(NamedTuple):
 # Compiled for Hopper without spilled registers, one program a multiprocessor.  128 keys (or queries) stay while 64
 # queries (or keys) pass: with 64 and 64, what is read again from the L2 would take longer than the products.
 DEFAULT = Tiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3))
+# Heads wider than 128 (padded), for which the sums of dK and dV of 128 keys are more than all registers.  At D = 256, 8
+# heads and 16k tokens on an H100 dV, dK and dQ take 2.55, 3.78 and 3.37 ms, causal 1.28, 1.69 and 1.67; with 64 keys or
+# queries in 4 warps 2.72, 5.40 and 4.85.
+WIDE = Tiles(Tile(64, 128, 8, 2), Tile(128, 64, 8, 2), values=Tile(64, 128, 8, 3))
+# The 192 and 128 of MLA and the like leave shared memory for a block more.
+MLA = Tiles(Tile(64, 128, 8, 3), Tile(128, 64, 8, 3), values=Tile(64, 128, 8, 3))
+# Sums in e4m3, each added from a fresh product, take twice the registers.
+WIDE_NARROW = Tiles(Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), values=Tile(64, 64, 8, 3))
 # On an H200 (Triton 3.6, cold L2, 16,384 tokens of width 2048), milliseconds of dK with dV and of dQ at 4k and 16k.
 # All at once: the ``fused`` kernel, and the two Hopper kernels together in its run.
 TILES: dict[TileKey, Tiles] = {
@@ -91,4 +101,8 @@ def tiles_of(spec: AttentionSpec, head_dim: int, capability: tuple[int, int], na
     """The tiles of a spec whose padded head dimension is ``head_dim``: measured ones, or what fits Hopper."""
     mask: Literal["none", "causal"] = "none" if spec.mask.kind == "none" else "causal"
     found = TILES.get(TileKey(capability, narrow, head_dim, mask))
-    return found or DEFAULT
+    if found is not None or head_dim <= 128:
+        return found or DEFAULT
+    if narrow:
+        return WIDE_NARROW
+    return MLA if spec.head_dim <= 192 and spec.head_dim_v <= 128 else WIDE

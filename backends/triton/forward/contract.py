@@ -23,7 +23,7 @@ from attnbench.problem.spec import GRANULARITIES, AttentionSpec
 from ..interpreter import alone, misplaced
 from ..quantise.deferred import Deferred
 from ..quantise.stored import pieces
-from .tiles import HEAD_DIMS, ONE_PASS, WIDE_SCORES, Tile, padded_size, tile_of
+from .tiles import HEAD_DIMS, WIDE_SCORES, Tile, head_class, one_pass_tile, tile_of
 
 if TYPE_CHECKING:
     from ..quantise.launch import Quantisation
@@ -196,7 +196,7 @@ class TritonWideScores(TritonForward):
         return Operands(spec, q, k, v_, native, lengths)
 
     def _tile(self, spec: AttentionSpec, device: torch.device) -> Tile:
-        return self.tile or WIDE_SCORES[padded_size(max(spec.head_dim, spec.head_dim_v))]
+        return self.tile or WIDE_SCORES[head_class(spec)]
 
 
 class TritonOnePass(TritonForward):
@@ -248,9 +248,7 @@ class TritonOnePass(TritonForward):
         return Operands(spec, q_, k_, v_, native, lengths)
 
     def _tile(self, spec: AttentionSpec, device: torch.device) -> Tile:
-        if self.tile is not None:
-            return self.tile
-        return ONE_PASS[padded_size(max(spec.head_dim, spec.head_dim_v, 128)), spec.mask.kind == "none"]
+        return self.tile or one_pass_tile(spec)
 
 
 def check_plain(name: str, q: Quantised, k: Quantised, v: Quantised) -> None:

@@ -25,7 +25,7 @@ from ..tile_map import Tiled, sequences_of, tile_map
 from .extent import Extent
 from .hopper import launch as hopper
 from .kernel import triton_fp8_attention_forward
-from .tiles import DEFAULTS, Tile, padded_size
+from .tiles import DEFAULTS, Tile, chunks_of, head_class, padded_size
 
 __all__ = [
     "VECTOR",
@@ -39,6 +39,7 @@ __all__ = [
     "laid_out_by_block",
     "layout_of",
     "matrix",
+    "read_size",
     "retiled",
     "transposed",
 ]
@@ -159,12 +160,14 @@ def laid_out(
     ``v.data`` is contiguous, its keys a multiple of 128 with zeros as padding, in the order of the tile.  With
     ``lengths`` it has slots of the tile's ``block_n`` keys.  Raises InputError if descales do not fit their tensors.
     """
-    size = padded_size(spec.head_dim)
+    per_token = any(each.descale.shape[2] > 1 and not each.by_sequence for each in (q, k, v))
+    tile = _served(spec, tile, per_token, hopper.runs_on(v.data.device))
     by_query, by_key, by_value = (_in_rows(each.descale) for each in (q, k, v))
     inverses = by_value
     if by_value.shape[2] > 1 and not v.by_sequence:
         descales = by_value.contiguous().clamp_min(_LEAST)
         by_value, inverses = descales.log2(), descales.reciprocal()
+    size = read_size(tile, spec.head_dim)
     operands = _loadable(q.data, size), _loadable(k.data, size), v.data
     shared = q.by_sequence, k.by_sequence, v.by_sequence
     return _native(spec, tile, operands, (by_query, by_key, by_value), inverses, lengths=lengths, shared=shared)
@@ -182,7 +185,7 @@ def laid_out_by_block(
 
     With ``lengths`` they are (B, Hkv, S, 1), each token having its block's.
     """
-    size = padded_size(spec.head_dim)
+    size = read_size(tile, spec.head_dim)
     operands = _loadable(q, size), _loadable(k.data, size), v.data
     descales = k.descale, k.descale, v.descale
     return _native(spec, tile, operands, descales, v.descale, casting=True, lengths=lengths)
@@ -190,10 +193,12 @@ def laid_out_by_block(
 
 def retiled(native: Native, tile: Tile) -> Native:
     """The same with another tile; V's keys are reordered if that tile needs another order."""
-    q, k, values, descales, inverses = native.given
+    spec, (q, k, values, descales, inverses) = native.layout.spec, native.given
     if tile.interleaved != native.tile.interleaved:
         values = interleaved(values, back=native.tile.interleaved)
-    return _native(native.layout.spec, tile, (q, k, values), descales, inverses)
+    tile = _served(spec, tile, any(each.shape[2] > 1 for each in descales), hopper.runs_on(values.device))
+    size = read_size(tile, spec.head_dim)
+    return _native(spec, tile, (_loadable(q, size), _loadable(k, size), values), descales, inverses)
 
 
 def transposed(x: Tensor) -> Tensor:
@@ -278,13 +283,13 @@ def layout_of(
     )
     if not casting:
         tile = _served(spec, tile, any(each.per_token for each in factors), here)
-    size, size_v = padded_size(spec.head_dim), padded_size(spec.head_dim_v)
+    size = read_size(tile, spec.head_dim)
     by_query, by_key = matrix(*q, size), matrix(*k, size)
     assert by_query is not None
     assert by_key is not None
     matrices = by_query, by_key
     rows = values[0] * values[1] * values[2], values[3]
-    described = _described(tile, *matrices, rows, size, size_v)
+    described = _described(spec, tile, *matrices, rows)
     extent, shape = Extent(batch, q[0][2], k[0][2], sequences), (batch, spec.heads, q[0][2])
     tiled = None
     if sequences is not None:
@@ -300,17 +305,21 @@ def layout_of(
 
 
 def _described(
-    tile: Tile, q: Matrix, k: Matrix, v: tuple[int, int], size: int, size_v: int
+    spec: AttentionSpec, tile: Tile, q: Matrix, k: Matrix, v: tuple[int, int]
 ) -> tuple[Described, ...] | None:
     """How Q, K and V are loaded, by blocks of a warpgroup's or a program's queries, and of keys; None by pointers."""
     if not tile.tma:
         return None
-    kind = hopper.described if tile.hopper else partial(Described, TensorDescriptor.from_tensor)
-    by_query = hopper.ROWS if tile.hopper else tile.block_m
+    if tile.hopper:
+        kind, by_query = hopper.described, hopper.ROWS
+        width, width_v = chunks_of(spec.head_dim).width, chunks_of(spec.head_dim_v).width
+    else:
+        kind, by_query = partial(Described, TensorDescriptor.from_tensor), tile.block_m
+        width, width_v = padded_size(spec.head_dim), padded_size(spec.head_dim_v) // tile.parts
     return (
-        kind(q[:2], (by_query, size), (q.stride, 1)),
-        kind(k[:2], (tile.block_n, size), (k.stride, 1)),
-        kind(v, (size_v if tile.hopper else size_v // tile.parts, tile.block_n)),
+        kind(q[:2], (by_query, width), (q.stride, 1)),
+        kind(k[:2], (tile.block_n, width), (k.stride, 1)),
+        kind(v, (width_v, tile.block_n)),
     )
 
 
@@ -343,8 +352,12 @@ def _served(spec: AttentionSpec, tile: Tile, per_token: bool, here: bool) -> Til
     """The tile, or another for keys in the same order where it is the Hopper kernel's and that does not serve."""
     if not tile.hopper or (here and hopper.serves(spec, per_token=per_token)):
         return tile
-    size = padded_size(max(spec.head_dim, spec.head_dim_v))
-    return DEFAULTS[size]._replace(interleaved=tile.interleaved)
+    return DEFAULTS[head_class(spec)]._replace(interleaved=tile.interleaved)
+
+
+def read_size(tile: Tile, head_dim: int) -> int:
+    """Of a row of Q or K as the kernel of a tile reads it."""
+    return chunks_of(head_dim).size if tile.hopper else padded_size(head_dim)
 
 
 def _section(spec: AttentionSpec, programs: int) -> int:

@@ -20,8 +20,8 @@ from ..quantise.launch import Quantisation, Unequal, written
 from ..quantise.layout import Layout as Quantising
 from ..quantise.layout import Outline, Places, layout_of
 from . import launch
-from .launch import Given, Layout, Native, casts, matrix
-from .tiles import Tile, padded_size
+from .launch import Given, Layout, Native, casts, matrix, read_size
+from .tiles import Tile
 
 __all__ = ["Plan", "casting_plan", "plan", "values_plan"]
 
@@ -92,7 +92,7 @@ def casting_plan(
     quantising = layout_of((_wanted(k, own, slots[1]), _values(spec, tile, own, v)), recipe, device, None, tile.block_n)
     of_k, of_v = quantising.places
     layout = None
-    if here and casts(spec, tile, device) and matrix(*q[:2], padded_size(spec.head_dim)) is not None:
+    if here and casts(spec, tile, device) and matrix(*q[:2], read_size(tile, spec.head_dim)) is not None:
         layout = _layout(spec, tile, device, here, True, own, (False,) * 3, q, of_k, of_v, of_k)
     return Plan(quantising, (("kv", slots[1]), slots), layout)
 

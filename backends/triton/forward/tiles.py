@@ -10,9 +10,37 @@ from typing import Literal, NamedTuple
 
 from attnbench.problem.spec import AttentionSpec
 
-__all__ = ["DEFAULTS", "HEAD_DIMS", "ONE_PASS", "TILES", "WIDE_SCORES", "Tile", "TileKey", "padded_size", "tile_of"]
+__all__ = [
+    "DEFAULTS",
+    "HEAD_DIMS",
+    "ONE_PASS",
+    "TILES",
+    "WIDE_SCORES",
+    "Chunks",
+    "Tile",
+    "TileKey",
+    "chunks_of",
+    "head_class",
+    "one_pass_tile",
+    "padded_size",
+    "tile_of",
+]
 
 HEAD_DIMS = (64, 128, 256)  # that a block of keys has in shared memory, zeros behind what the tensors have
+_MLA = 192  # DeepSeek's head dimension of Q and K, beside 128 of V
+_CHUNK = 32  # of the head dimension: what an FP8 tensor core sums over at once
+
+
+class Chunks(NamedTuple):
+    """A head dimension as the Hopper kernel has it: ``number`` chunks of ``width``, a power of two."""
+
+    width: int
+    number: int
+
+    @property
+    def size(self) -> int:
+        """Of the head dimension with the zeros behind it."""
+        return self.width * self.number
 
 
 class Tile(NamedTuple):
@@ -47,8 +75,8 @@ class Tile(NamedTuple):
 class TileKey(NamedTuple):
     """The case that a tile was measured for.
 
-    ``capability`` is CUDA's; ``head_dim`` the larger of Q's and V's, padded; ``mask`` is none or causal (also for
-    windows).  ``per_key``: keys have their own scales, which take registers and two more products a score.
+    ``capability`` is CUDA's; ``head_dim`` is ``head_class``; ``mask`` is none or causal (also for windows).
+    ``per_key``: keys have their own scales, which take registers and two more products a score.
     """
 
     capability: tuple[int, int]
@@ -62,12 +90,14 @@ class TileKey(NamedTuple):
 DEFAULTS: Mapping[int, Tile] = {
     64: Tile(64, 128, 4, 3),
     128: Tile(64, 128, 4, 2),
+    192: Tile(64, 128, 4, 2),
     256: Tile(128, 128, 8, 3, parts=4),
 }
 # Where Q and K have 16 bits, which take twice the shared memory; not yet tuned.
 WIDE_SCORES: Mapping[int, Tile] = {
     64: Tile(64, 128, 4, 3, interleaved=True),
     128: Tile(64, 128, 4, 2, interleaved=True),
+    192: Tile(64, 64, 4, 2, parts=2, interleaved=True),
     256: Tile(64, 64, 4, 2, parts=4, interleaved=True),
 }
 # Where the kernel casts Q, and K and V have a scale for each of its blocks of keys: by head dimension, from 128 on, and
@@ -75,6 +105,8 @@ WIDE_SCORES: Mapping[int, Tile] = {
 ONE_PASS: Mapping[tuple[int, bool], Tile] = {
     (128, True): Tile(128, 256, 4, 2, interleaved=True, hopper=True, turns=True),
     (128, False): Tile(128, 256, 4, 2, interleaved=True, hopper=True, turns=True, alone_from=8192),
+    (192, True): Tile(128, 256, 4, 2, interleaved=True, hopper=True, turns=True),
+    (192, False): Tile(128, 256, 4, 2, interleaved=True, hopper=True, turns=True, alone_from=8192),
     (256, True): Tile(128, 128, 4, 2, parts=8, interleaved=True, hopper=True, turns=True),
     (256, False): Tile(128, 128, 4, 2, parts=8, interleaved=True, hopper=True, alone_from=0),
 }
@@ -89,6 +121,12 @@ TILES: dict[TileKey, Tile] = {
     TileKey((9, 0), 128, "none", False): Tile(128, 256, 4, 2, interleaved=True, hopper=True, turns=True),
     # 934 793 509 beside 945 825 509; 880 where programs go on at 16k, 763 and 397 where they do not below
     TileKey((9, 0), 128, "causal", False): Tile(
+        128, 256, 4, 2, interleaved=True, hopper=True, turns=True, alone_from=8192
+    ),
+    # On an H100, 192 and 128, 16 heads, at 8k: 1143; 1103 where programs do not go on
+    TileKey((9, 0), 192, "none", False): Tile(128, 256, 4, 2, interleaved=True, hopper=True, turns=True),
+    # The same: 1000; 851 where programs go on
+    TileKey((9, 0), 192, "causal", False): Tile(
         128, 256, 4, 2, interleaved=True, hopper=True, turns=True, alone_from=8192
     ),
     # 1221 1133 858 beside 1297 1237 1005
@@ -115,10 +153,29 @@ def padded_size(size: int) -> int:
     return next(each for each in HEAD_DIMS if size <= each)
 
 
+def chunks_of(size: int) -> Chunks:
+    """A head dimension as chunks that pad it least: one where a power of two does, else as wide ones as do."""
+    whole = max(HEAD_DIMS[0], -(-size // _CHUNK) * _CHUNK)
+    width = whole & -whole
+    return Chunks(width, whole // width)
+
+
+def head_class(spec: AttentionSpec) -> int:
+    """What tiles are chosen by: 192 for the 192 and 128 of MLA and the like, else the larger dimension, padded."""
+    if HEAD_DIMS[1] < spec.head_dim <= _MLA and spec.head_dim_v <= HEAD_DIMS[1]:
+        return _MLA
+    return padded_size(max(spec.head_dim, spec.head_dim_v))
+
+
+def one_pass_tile(spec: AttentionSpec) -> Tile:
+    """The tile where the kernel casts Q."""
+    return ONE_PASS[max(head_class(spec), HEAD_DIMS[1]), spec.mask.kind == "none"]
+
+
 def tile_of(
     spec: AttentionSpec, capability: tuple[int, int], *, per_key: bool, tiles: Mapping[TileKey, Tile] = TILES
 ) -> Tile:
     """The tile of a spec: the measured one, or what fits Hopper."""
-    size = padded_size(max(spec.head_dim, spec.head_dim_v))
+    size = head_class(spec)
     mask: Literal["none", "causal"] = "none" if spec.mask.kind == "none" else "causal"
     return tiles.get(TileKey(capability, size, mask, per_key), DEFAULTS[size])

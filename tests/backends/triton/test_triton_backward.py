@@ -17,7 +17,8 @@ from attnbench.backends.emulated import BACKEND as EMULATED
 from attnbench.backends.sdpa.flash import BACKEND as SDPA
 from attnbench.backends.triton import BACKEND, TritonForward
 from attnbench.backends.triton.backward.contract import KERNELS, TritonBackward
-from attnbench.backends.triton.backward.tiles import DEFAULT, TILES, Tile, TileKey, Tiles, tiles_of
+from attnbench.backends.triton.backward.tiles import DEFAULT, MLA, TILES, WIDE_NARROW, Tile, TileKey, Tiles, tiles_of
+from attnbench.backends.triton.backward.tiles import WIDE as WIDE_HEADS
 from attnbench.backends.triton.forward.contract import RECIPES
 from attnbench.errors import InputError
 from attnbench.kernels.capabilities import Device
@@ -69,6 +70,24 @@ def test_every_tile_gives_the_same_gradients(tile: tuple[int, int]) -> None:
     each = Tile(*tile, 4, 2)
     kernel = TritonBackward("triton:fp8", narrow=False, declared_error=0.1, tiles=Tiles(each, each))
     check(kernel, saved(spec, q, k, v, (Recipe("token"), Recipe("head"), Recipe("head"))), grad_out, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "sizes", "recipe"),
+    [
+        (WIDE, (256, 256), Recipe("token")),
+        (WIDE, (192, 128), Recipe("head", rotation="hadamard")),
+        (NARROW, (160, 64), Recipe("head", rotation="hadamard")),
+    ],
+    ids=["256", "192 and 128", "160 and 64, e4m3 sums"],
+)
+def test_wide_heads_take_a_kernel_for_each_gradient(
+    kernel: TritonBackward, sizes: tuple[int, int], recipe: Recipe
+) -> None:
+    head_dim, head_dim_v = sizes
+    spec, (q, k, v, grad_out) = make(40, 70, mask=Mask(right=0), head_dim=head_dim, head_dim_v=head_dim_v)
+    assert tiles_of(spec, 256, (9, 0), kernel.narrow).values is not None
+    check(kernel, saved(spec, q, k, v, (recipe,) * 3), grad_out, ALLOWED[kernel.name])
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
@@ -240,7 +259,8 @@ def test_what_is_no_plain_e4m3_is_an_error_with_a_reason() -> None:
 def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, _ = make(20, 30)
     assert WIDE.refusals(spec, CPU) == []
-    assert "129 is outside" in WIDE.refusals(make(2, 2, head_dim=129)[0], CPU)[0]
+    assert WIDE.refusals(make(2, 2, head_dim=192, head_dim_v=128)[0], CPU) == []
+    assert "257 is outside" in WIDE.refusals(make(2, 2, head_dim=257)[0], CPU)[0]
     many = spec.replace(batch=40000)
     assert "65535 heads" in WIDE.refusals(many, CPU)[0]
     old = Device("cuda", "an older GPU", (8, 9))
@@ -253,7 +273,7 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_copies_hold_the_same_numbers_and_what_lies_right_is_not_copied() -> None:
-    from attnbench.backends.triton.backward.copies import lay_out
+    from attnbench.backends.triton.backward.copies import halves, lay_out
 
     x = quantise(torch.randn(2, 3, 150, 24), Recipe("token")).data
     laid = lay_out(x.transpose(1, 2).contiguous().transpose(1, 2), wide=True, transposed=True)
@@ -264,13 +284,16 @@ def test_copies_hold_the_same_numbers_and_what_lies_right_is_not_copied() -> Non
     wanted[:, :, :150, :24] = x.float()
     for each in (laid.data, laid.wide, laid.transposed.view(torch.uint8).mT.contiguous().view(x.dtype)):
         assert torch.equal(each.float(), wanted)
+    assert [halves(size) for size in (40, 128, 129, 192, 200, 256)] == [
+        (64, 0), (128, 0), (128, 32), (128, 64), (256, 0), (256, 0)
+    ]  # fmt: skip
     ready = torch.zeros(2, 3, 256, 64, dtype=torch.float8_e4m3fn)
     assert lay_out(ready).data.data_ptr() == ready.data_ptr()
 
 
 def test_tiles_are_the_committed_ones_else_what_fits() -> None:
-    for tiles in [*TILES.values(), DEFAULT]:
-        for tile in (tiles.keys, tiles.queries):
+    for tiles in [*TILES.values(), DEFAULT, MLA, WIDE_HEADS, WIDE_NARROW]:
+        for tile in (tiles.keys, tiles.queries, *filter(None, [tiles.values])):
             assert {tile.block_m, tile.block_n} <= {32, 64, 128}
             assert tile.warps in (4, 8)
     causal, window = make(9, 9, mask=Mask(right=0))[0], make(9, 9, mask=Mask(left=2))[0]

@@ -67,6 +67,19 @@ def test_each_sequence_is_answered_as_if_it_were_alone(batch: Documents, forward
         assert alike(found, alone, allowed(forward))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sizes", [(192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("backward", KERNELS, ids=lambda backward: backward.name)
+def test_each_sequence_of_wide_heads_has_the_gradients_that_it_has_alone(
+    sizes: tuple[int, int], backward: TritonBackward
+) -> None:
+    lengths = ((130, 130), (0, 0), (1, 1), (64, 200), (0, 70), (90, 0))
+    batch = Documents(lengths, Mask(right=0, alignment=END), head_dim=sizes[0], head_dim_v=sizes[1])
+    forward = TritonForward("fp8", TILE)
+    for found, alone in zip(answers(batch, forward, backward), batch.alone(forward, backward), strict=True):
+        assert alike(found, alone, 0.0)
+
+
 @settings(max_examples=examples(4, 60), deadline=None, phases=PHASES)
 @given(
     documents(

@@ -32,7 +32,7 @@ _LN_2 = gl.constexpr(0.6931471805599453)
 @gluon.jit
 def _load(
     brought, tiles, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
-    casting: gl.constexpr, aligned: gl.constexpr,
+    chunks: gl.constexpr, chunks_v: gl.constexpr, casting: gl.constexpr, aligned: gl.constexpr,
 ):  # fmt: skip
     """Brings the operands of every tile of this program."""
     (
@@ -44,6 +44,8 @@ def _load(
     q_filled, k_filled, v_filled = filled
     q_emptied, k_emptied, v_emptied = emptied
     block_m: gl.constexpr = CONSUMERS * ROWS
+    width: gl.constexpr = k.block_type.shape[1]
+    height: gl.constexpr = v.block_type.shape[0]
     slot, phase, q_phase = 0, 1, 1
     rows_of_tiles = blocks_of(seqlen_q, tiles, block_m)
     for place in range(gl.program_id(0), programs * rows_of_tiles, gl.num_programs(0)):
@@ -64,8 +66,11 @@ def _load(
             q_row += sequence[2]
         for i in gl.static_range(CONSUMERS):
             mbarrier.wait(q_emptied.index(i), q_phase)
-            mbarrier.expect(q_filled.index(i), q.block_type.nbytes)
-            tma.async_copy_global_to_shared(q, [q_row + i * ROWS, head * q_aside], q_filled.index(i), queries.index(i))
+            mbarrier.expect(q_filled.index(i), chunks * q.block_type.nbytes)
+            for chunk in gl.static_range(chunks):
+                place = queries.index(i * chunks + chunk)
+                at = [q_row + i * ROWS, head * q_aside + chunk * width]
+                tma.async_copy_global_to_shared(q, at, q_filled.index(i), place)
         q_phase ^= 1
         k_row, k_column = batch * k_by_batch + kv_head * k_by_head + first, kv_head * k_aside
         v_row = (batch * (heads // group) + kv_head) * head_dim_v
@@ -94,31 +99,40 @@ def _load(
                 set_number(numbers[1].index(slot), following)
                 set_number(numbers[2].index(slot), unit / following)
                 unit = following
-            mbarrier.expect(k_filled.index(slot), k.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                k, [k_row + step * block_n, k_column], k_filled.index(slot), keys.index(slot)
-            )
+            mbarrier.expect(k_filled.index(slot), chunks * k.block_type.nbytes)
+            for chunk in gl.static_range(chunks):
+                at = [k_row + step * block_n, k_column + chunk * width]
+                tma.async_copy_global_to_shared(k, at, k_filled.index(slot), keys.index(slot * chunks + chunk))
             mbarrier.wait(v_emptied.index(slot), phase)
-            mbarrier.expect(v_filled.index(slot), v.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                v, [v_row, v_column + step * block_n], v_filled.index(slot), values.index(slot)
-            )
+            mbarrier.expect(v_filled.index(slot), chunks_v * v.block_type.nbytes)
+            for chunk in gl.static_range(chunks_v):
+                at = [v_row + chunk * height, v_column + step * block_n]
+                tma.async_copy_global_to_shared(v, at, v_filled.index(slot), values.index(slot * chunks_v + chunk))
             slot, phase = after(slot, phase, stages)
 
 
 @gluon.jit
-def _scores(tile, keys, full, slot, phase, block_n: gl.constexpr, layout: gl.constexpr):
-    """Starts Q·Kᵀ of the block in ``slot``."""
+def _scores(
+    tile, keys, full, slot, phase, block_n: gl.constexpr, chunks: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """Starts Q·Kᵀ of the block in ``slot``, chunk by chunk of the head dimension."""
     mbarrier.wait(full.index(slot), phase)
-    zeros = gl.zeros([ROWS, block_n], gl.float32, layout)
-    return warpgroup_mma(tile, keys.index(slot).permute([1, 0]), zeros, use_acc=False, is_async=True)
+    scores = gl.zeros([ROWS, block_n], gl.float32, layout)
+    for chunk in gl.static_range(chunks):
+        of_keys = keys.index(slot * chunks + chunk).permute([1, 0])
+        scores = warpgroup_mma(tile[chunk], of_keys, scores, use_acc=chunk > 0, is_async=True)
+    return scores
 
 
 @gluon.jit
-def _products(p, value, part: gl.constexpr, index: gl.constexpr, layout: gl.constexpr):
-    """Starts P·V for a part of V's columns."""
+def _products(
+    p, values, slot, part: gl.constexpr, index: gl.constexpr, chunks: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """Starts P·V of the block in ``slot`` for a part of V's columns, which lie in chunks as well."""
     zeros = gl.zeros([ROWS, part], gl.float32, layout)
-    columns = value.slice(index * part, part, 0).permute([1, 0])
+    height: gl.constexpr = values.shape[1]
+    chunk: gl.constexpr = index * part // height
+    columns = values.index(slot * chunks + chunk).slice(index * part % height, part, 0).permute([1, 0])
     return warpgroup_mma(p, columns, zeros, use_acc=False, is_async=True)
 
 
@@ -129,12 +143,14 @@ def _added(summed, product, decay):
 
 
 @gluon.jit
-def _summed(sums, p, decay, value, part: gl.constexpr, parts: gl.constexpr, layout: gl.constexpr):
+def _summed(
+    sums, p, decay, values, slot, part: gl.constexpr, parts: gl.constexpr, chunks: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
     """The sums with P·V of a block, two parts of V's columns under way at a time."""
     added = ()
-    product = _products(p, value, part, 0, layout)
+    product = _products(p, values, slot, part, 0, chunks, layout)
     for i in gl.static_range(1, parts):
-        following = _products(p, value, part, i, layout)
+        following = _products(p, values, slot, part, i, chunks, layout)
         product = warpgroup_mma_wait(1, [product])
         added = added + (_added(sums[i - 1], product, decay),)  # noqa: RUF005
         product = following
@@ -146,7 +162,7 @@ def _summed(sums, p, decay, value, part: gl.constexpr, parts: gl.constexpr, layo
 def _attend(
     which: gl.constexpr, given, tiles, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr,
     right: gl.constexpr, part: gl.constexpr, parts: gl.constexpr, turns: gl.constexpr, full_width: gl.constexpr,
-    casting: gl.constexpr, aligned: gl.constexpr,
+    chunks: gl.constexpr, chunks_v: gl.constexpr, casting: gl.constexpr, aligned: gl.constexpr,
 ):  # fmt: skip
     """64 queries of every tile of this program."""
     (
@@ -162,12 +178,16 @@ def _attend(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, part, 32])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 4)
     row = which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    apart: gl.constexpr = casting and queries.shape[2] <= _APART
-    tile = queries.index(which)
-    if apart:
-        tile = narrow.index(which)
-    elif casting:
-        tile = tile._reinterpret(keys.dtype, [ROWS, keys.shape[2]], keys.layout)
+    apart: gl.constexpr = casting and chunks * queries.shape[2] <= _APART
+    tile, brought = (), ()
+    for chunk in gl.static_range(chunks):
+        place = queries.index(which * chunks + chunk)
+        brought = brought + (place,)  # noqa: RUF005
+        if apart:
+            place = narrow.index(which * chunks + chunk)
+        elif casting:
+            place = place._reinterpret(keys.dtype, [ROWS, keys.shape[2]], keys.layout)
+        tile = tile + (place,)  # noqa: RUF005
     slot, phase, q_phase, turn_phase = 0, 0, 0, 1 if which == 0 else 0
     rows_of_tiles = blocks_of(seqlen_q, tiles, block_m)
     for place in range(gl.program_id(0), programs * rows_of_tiles, gl.num_programs(0)):
@@ -209,11 +229,11 @@ def _attend(
 
         mbarrier.wait(q_filled.index(which), q_phase)
         if casting:
-            own = cast_rows(queries.index(which), tile, s_layout) * (scale * _LOG2_E)
+            own = cast_rows(brought, tile, s_layout) * (scale * _LOG2_E)
             if apart:  # the next tile's may come
                 mbarrier.arrive(q_emptied.index(which), count=1)
         turn_phase = _await_turn(turn, turn_phase, which, turns)
-        scores = _scores(tile, keys, k_filled, slot, phase, block_n, s_layout)
+        scores = _scores(tile, keys, k_filled, slot, phase, block_n, chunks, s_layout)
         _pass_turn(turn, which, turns)
         scores = warpgroup_mma_wait(0, [scores])
         if casting:
@@ -230,8 +250,8 @@ def _attend(
                 decay *= less
             turn_phase = _await_turn(turn, turn_phase, which, turns)
             mbarrier.wait(v_filled.index(slot), phase)
-            sums = _summed(sums, p, decay, values.index(slot), part, parts, o_layout)
-            coming = _scores(tile, keys, k_filled, next_slot, next_phase, block_n, s_layout)
+            sums = _summed(sums, p, decay, values, slot, part, parts, chunks_v, o_layout)
+            coming = _scores(tile, keys, k_filled, next_slot, next_phase, block_n, chunks, s_layout)
             if casting:  # read beneath the product
                 of_keys = number(numbers[0].index(next_slot))
                 unit, less = number(numbers[1].index(next_slot)), number(numbers[2].index(next_slot))
@@ -253,7 +273,7 @@ def _attend(
             decay *= less
         turn_phase = _await_turn(turn, turn_phase, which, turns)
         mbarrier.wait(v_filled.index(slot), phase)
-        sums = _summed(sums, p, decay, values.index(slot), part, parts, o_layout)
+        sums = _summed(sums, p, decay, values, slot, part, parts, chunks_v, o_layout)
         _pass_turn(turn, which, turns)
         mbarrier.arrive(v_emptied.index(slot), count=1)
         slot, phase = after(slot, phase, stages)
@@ -308,8 +328,8 @@ def triton_fp8_attention_forward_hopper(
     q_by_batch, q_by_head, q_aside, k_by_batch, k_by_head, k_aside,
     q_factor_batch, q_factor_head, k_factor_batch, k_factor_head, v_factor_batch, v_factor_head,
     seqlen_q, seqlen_kv, head_dim_v, heads, group, programs, section, low, high,
-    stages: gl.constexpr, parts: gl.constexpr, turns: gl.constexpr, left: gl.constexpr, right: gl.constexpr,
-    full_width: gl.constexpr, registers: gl.constexpr, aligned: gl.constexpr,
+    stages: gl.constexpr, chunks: gl.constexpr, chunks_v: gl.constexpr, part: gl.constexpr, turns: gl.constexpr,
+    left: gl.constexpr, right: gl.constexpr, full_width: gl.constexpr, registers: gl.constexpr, aligned: gl.constexpr,
 ):  # fmt: skip
     """Tiles of 128 queries of a head; each program takes every so many-th, as there are programs.
 
@@ -317,17 +337,20 @@ def triton_fp8_attention_forward_hopper(
     computing thread's.  Where Q has 16 bits the kernel casts it, nobody reads ``q_factors``, and ``k_factors`` and
     ``v_factors`` have a number for each block of keys, in order, or with ``tiles`` for each token.  A tile of ``tiles``
     takes longer to begin with: its row of the table is read first.
+
+    Shapes in shared memory are powers of two, heads are not: the head dimension of Q and K comes in ``chunks`` of the
+    width that their descriptors have, V's in ``chunks_v``, and P·V in parts of ``part`` columns.
     """
     casting: gl.constexpr = q.dtype != k.dtype
     block_n: gl.constexpr = k.block_type.shape[0]
     block_d: gl.constexpr = k.block_type.shape[1]
-    block_dv: gl.constexpr = v.block_type.shape[0]
-    queries = gl.allocate_shared_memory(q.dtype, [CONSUMERS, ROWS, block_d], q.layout)
+    height: gl.constexpr = v.block_type.shape[0]
+    queries = gl.allocate_shared_memory(q.dtype, [CONSUMERS * chunks, ROWS, block_d], q.layout)
     narrow = queries
-    if casting and block_d <= _APART:
-        narrow = gl.allocate_shared_memory(k.dtype, [CONSUMERS, ROWS, block_d], k.layout)
-    keys = gl.allocate_shared_memory(k.dtype, [stages, block_n, block_d], k.layout)
-    values = gl.allocate_shared_memory(v.dtype, [stages, block_dv, block_n], v.layout)
+    if casting and chunks * block_d <= _APART:
+        narrow = gl.allocate_shared_memory(k.dtype, [CONSUMERS * chunks, ROWS, block_d], k.layout)
+    keys = gl.allocate_shared_memory(k.dtype, [stages * chunks, block_n, block_d], k.layout)
+    values = gl.allocate_shared_memory(v.dtype, [stages * chunks_v, height, block_n], v.layout)
     # By block of keys: K's descale, the unit of the sums, and what makes those before it sums in that unit.
     one: gl.constexpr = gl.SwizzledSharedLayout(vec=1, per_phase=1, max_phase=1, order=[0])
     numbers = (
@@ -359,7 +382,7 @@ def triton_fp8_attention_forward_hopper(
     filled, emptied = (q_filled, k_filled, v_filled), (q_emptied, k_emptied, v_emptied)
     steps = (q_by_batch, q_by_head, q_aside, k_by_batch, k_by_head, k_aside)
     factor_steps = (q_factor_batch, q_factor_head, k_factor_batch, k_factor_head, v_factor_batch, v_factor_head)
-    part: gl.constexpr = block_dv // parts
+    parts: gl.constexpr = chunks_v * height // part
     given = (
         out, lse, q_factors, k_factors, v_factors, scale,
         queries, narrow, keys, values, numbers, filled, emptied, turn, factor_steps,
@@ -374,13 +397,45 @@ def triton_fp8_attention_forward_hopper(
         [
             (
                 _attend,
-                (0, given, tiles, block_n, stages, left, right, part, parts, turns, full_width, casting, aligned),
+                (
+                    0,
+                    given,
+                    tiles,
+                    block_n,
+                    stages,
+                    left,
+                    right,
+                    part,
+                    parts,
+                    turns,
+                    full_width,
+                    chunks,
+                    chunks_v,
+                    casting,
+                    aligned,
+                ),
             ),
             (
                 _attend,
-                (1, given, tiles, block_n, stages, left, right, part, parts, turns, full_width, casting, aligned),
+                (
+                    1,
+                    given,
+                    tiles,
+                    block_n,
+                    stages,
+                    left,
+                    right,
+                    part,
+                    parts,
+                    turns,
+                    full_width,
+                    chunks,
+                    chunks_v,
+                    casting,
+                    aligned,
+                ),
             ),
-            (_load, (brought, tiles, block_n, stages, left, right, casting, aligned)),
+            (_load, (brought, tiles, block_n, stages, left, right, chunks, chunks_v, casting, aligned)),
         ],
         [4, 1],
         [registers, 24],

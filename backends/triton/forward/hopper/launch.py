@@ -16,9 +16,20 @@ from attnbench.problem.spec import AttentionSpec
 from ...descriptors import Described
 from ...launching import Launch
 from ..extent import Extent
-from ..tiles import Tile, padded_size
+from ..tiles import Tile, chunks_of, padded_size
 
-__all__ = ["BLOCK_M", "ROWS", "described", "launch", "programs_of", "recent", "registers", "runs_on", "serves"]
+__all__ = [
+    "BLOCK_M",
+    "ROWS",
+    "described",
+    "launch",
+    "part_of",
+    "programs_of",
+    "recent",
+    "registers",
+    "runs_on",
+    "serves",
+]
 
 ROWS = 64  # queries of a warpgroup
 _CONSUMERS = 2  # warpgroups that compute
@@ -54,17 +65,23 @@ def launch(
     offset = 0 if unequal else mask.offset(spec.seqlen_q, spec.seqlen_kv)
     programs = spec.heads if unequal else spec.batch * spec.heads
     even, most = registers()
+    chunks, chunks_v = chunks_of(spec.head_dim), chunks_of(spec.head_dim_v)
     constants = (
         spec.scale, *places[0], *places[1], *(step for each in steps for step in each[:2]),
         extent.seqlen_q, extent.seqlen_kv, spec.head_dim_v, spec.heads, spec.group, programs, section,
         0 if mask.left is None else offset - mask.left, 0 if mask.right is None else offset + mask.right,
-        tile.stages, tile.parts, tile.turns, mask.left is not None, mask.right is not None,
-        spec.head_dim_v == padded_size(spec.head_dim_v), tile.registers or most,
+        tile.stages, chunks.number, chunks_v.number, part_of(tile, spec.head_dim_v), tile.turns,
+        mask.left is not None, mask.right is not None, spec.head_dim_v == chunks_v.size, tile.registers or most,
         unequal and mask.alignment == "bottom-right",
     )  # fmt: skip
     tiles = spec.heads * extent.tiles(BLOCK_M)
     grid = programs_of(tile, tiles, spec.seqlen_kv, _multiprocessors(device)), 1, 1
     return Launch(triton_fp8_attention_forward_hopper, grid, constants, {"num_warps": 4, "maxnreg": even})
+
+
+def part_of(tile: Tile, size_v: int) -> int:
+    """How many of V's columns P·V is computed for at a time: no more than a chunk has."""
+    return min(chunks_of(size_v).width, padded_size(size_v) // tile.parts)
 
 
 def programs_of(tile: Tile, tiles: int, seqlen_kv: int, multiprocessors: int) -> int:

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from .softmax import to_e4m3
+from .softmax import ROWS, to_e4m3
 
 __all__ = ["at_least", "cast_rows", "number", "set_number", "unit_of"]
 
@@ -33,17 +33,23 @@ def _divided(x, divisor, inverse):
 def cast_rows(wide, narrow, layout: gl.constexpr):
     """Writes the rows of ``wide`` to ``narrow`` in e4m3, and returns what each is to be multiplied by.
 
-    Both are in shared memory, perhaps at the same place.  ``layout`` is that of a matrix with the same rows.
-    A row that holds something not finite is NaN, or is multiplied by NaN or infinity.
+    Both are chunks of the rows in shared memory, perhaps at the same place.  ``layout`` is that of a matrix with the
+    same rows.  A row that holds something not finite is NaN, or is multiplied by NaN or infinity.
     """
-    across: gl.constexpr = wide.shape[1] // 8
+    across: gl.constexpr = wide[0].shape[1] // 8
     blocked: gl.constexpr = gl.BlockedLayout([1, 8], [32 // across, across], [4, 1], [1, 0])
-    x = wide.load(blocked).to(gl.float32)
-    bits = gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    parts = ()
+    bits = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, blocked))
+    for chunk in gl.static_range(len(wide)):
+        x = wide[chunk].load(blocked).to(gl.float32)
+        parts = parts + (x,)  # noqa: RUF005
+        bits = gl.maximum(bits, gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1))
     largest = bits.to(gl.float32, bitcast=True)
     descale = gl.maximum(_divided(largest, 448.0, 1.0 / 448.0), _TINY)
     descale = gl.where(bits == 0, 1.0, gl.where(bits < _INFINITY, descale, largest))
-    narrow.store(to_e4m3(_divided(x, descale[:, None], (1.0 / descale)[:, None])))
+    inverse = (1.0 / descale)[:, None]
+    for chunk in gl.static_range(len(wide)):
+        narrow[chunk].store(to_e4m3(_divided(parts[chunk], descale[:, None], inverse)))
     fence_async_shared()
     return gl.convert_layout(descale, gl.SliceLayout(1, layout))
 

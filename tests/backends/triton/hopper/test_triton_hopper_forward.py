@@ -46,6 +46,7 @@ def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             with emulated(lambda: _LATE[0], *MODULES):
                 return function(*args, **named)
 
+        run.__dict__.update(vars(function), cache_clear=getattr(function, "cache_clear", None))
         return run
 
     monkeypatch.setattr(hopper, "runs_on", lambda device: True)
@@ -127,6 +128,27 @@ def test_committed_tiles_of_one_pass(head_dim: int, late: bool, mask: Mask) -> N
     kernel = TritonOnePass()
     operands = kernel.prepare(Inputs.of(tensors(spec)), spec)
     assert operands.native.tile == ONE_PASS[max(head_dim, 128), mask.kind == "none"]
+    agrees(operands, kernel.run(operands))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "head_dim", "head_dim_v", "mask"),
+    [
+        (TritonForward("fp8-head", SMALL), 192, 128, Mask(right=0)),
+        pytest.param(TritonOnePass(), 192, 80, Mask(), marks=pytest.mark.exhaustive),
+        (TritonOnePass(), 80, 96, Mask(right=0)),
+    ],
+    ids=str,
+)
+def test_heads_that_are_no_power_of_two_come_in_chunks(
+    kernel: TritonForward, head_dim: int, head_dim_v: int, mask: Mask
+) -> None:
+    """Whose keys lie beside another head's, so that what is behind a head is not zero."""
+    spec = AttentionSpec.make(
+        batch=1, heads=2, seqlen_q=40, seqlen_kv=150, head_dim=head_dim, head_dim_v=head_dim_v, mask=mask
+    )
+    beside = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors(spec))
+    operands = kernel.prepare(Inputs(*beside), spec)
     agrees(operands, kernel.run(operands))
 
 

@@ -52,6 +52,7 @@ def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             with emulated(late, *MODULES):
                 return function(*args, **named)
 
+        run.__dict__.update(vars(function), cache_clear=getattr(function, "cache_clear", None))
         return run
 
     monkeypatch.setattr(hopper, "runs_on", lambda device: True)
