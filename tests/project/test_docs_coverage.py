@@ -28,9 +28,10 @@ def save(path: Path, environment: Environment = H200, factor: float = 1.0) -> No
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """Folders with a table of one GPU and nothing beside it."""
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folders with a table of one GPU, the only one that ships, and nothing beside it."""
     save(tmp_path / "tables" / "nvidia-h200.json")
+    monkeypatch.setattr("attnbench.tables.shipped._FOLDER", tmp_path / "tables")
     return tmp_path
 
 

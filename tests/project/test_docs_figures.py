@@ -165,6 +165,22 @@ def speed(seqlen: int, attention: str, linears: str = "bf16") -> float:
     return float(arm.units_per_second)
 
 
+RINGS = ("fp8, ring", "bf16, ring", "torch cudnn, ring", "torch flash, ring")
+
+
+@cache
+def ring() -> dict[tuple[str, int], dict[str, float]]:
+    """Of each arm and length of the two H100s, ``ms`` and the errors."""
+    path = ROOT / "results" / "nvidia-h100-80gb-hbm3" / "ring" / "ring.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return {(row["what"], row["length"]): {"ms": row["median_ms"], **row.get("error", {})} for row in rows}
+
+
+def over_ring(slower: str, faster: str) -> list[float]:
+    """How many times as fast one arm is as another, at 64k and 128k tokens."""
+    return [ring()[slower, length]["ms"] / ring()[faster, length]["ms"] for length in (65536, 131072)]
+
+
 def vit(linears: str) -> Arm:
     """ViT-Huge without TransformerEngine's block."""
     asked = {"block": "plain", "linears": linears}
@@ -259,6 +275,42 @@ HELD: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
         "ci.md",
         r"two cores, (\d+) rows, limit 5 %, (\d+) runs of (\d+) to (\d+) s[ |]+not asked" + 3 * r"[ |]+(\d+) of (\d+)",
         lambda: planted("amd-epyc"),
+    ),
+    *(
+        (
+            "context-parallel.md",
+            rf"\| {length:,} " + r"\| ([\d.]+) \| ([\d.]+) \| ([\d.]+); ([\d.]+) \| ([\d.]+); ([\d.]+) \|",
+            lambda length=length: [
+                ring()[arm, length]["ms"]
+                for arm in (
+                    "fp8, ring",
+                    "bf16, ring",
+                    "torch cudnn, ring",
+                    "torch flash, ring",
+                    "fp8, one",
+                    "bf16, one",
+                )
+            ],
+        )
+        for length in (65536, 131072)
+    ),
+    (
+        "context-parallel.md",
+        r"is ([\d.]+) and ([\d.]+) times as fast as the 16-bit ring \(`sdpa-cudnn`\), and ([\d.]+) and ([\d.]+)"
+        r" times as fast as torch's with cuDNN\. Two GPUs are ([\d.]+) and ([\d.]+) times as fast as one in FP8,"
+        r" and ([\d.]+) and ([\d.]+) times in 16 bits",
+        lambda: [
+            *(over_ring("bf16, ring", "fp8, ring") + over_ring("torch cudnn, ring", "fp8, ring")),
+            *(over_ring("fp8, one", "fp8, ring") + over_ring("bf16, one", "bf16, ring")),
+        ],
+    ),
+    (
+        "context-parallel.md",
+        r"output is off by ([\d.]+), dQ and dK by ([\d.]+) and dV by ([\d.]+); the 16-bit ring's by at most ([\d.]+)",
+        lambda: [
+            *(ring()["fp8, ring", 131072][name] for name in ("out", "dq", "dv")),
+            max(ring()["bf16, ring", length][name] for length in (65536, 131072) for name in ("out", "dq", "dk", "dv")),
+        ],
     ),
     (
         "end-to-end.md",
