@@ -151,7 +151,6 @@ def test_a_segmentation_fault_says_where(worker):
     assert "string_at" in found.reason
 
 
-@pytest.mark.exhaustive
 def test_binary_garbage_in_the_last_words_is_text_of_one_line(worker):
     found = lost(worker, "chats-and-dies")
     assert (found.status, found.died) == ("crashed", True)
