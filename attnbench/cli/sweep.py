@@ -40,7 +40,7 @@ def sweep(
     preset: Annotated[
         str,
         typer.Option(
-            help="quick, inference, training, long, packed, padded, table, FILE.yaml, or captured tensors: "
+            help="quick, inference, training, long, packed, padded, models, table, FILE.yaml, or captured tensors: "
             "FILE.safetensors."
         ),
     ] = "quick",

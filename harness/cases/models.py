@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from itertools import product
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
 from attnbench.errors import InputError
 from attnbench.problem.mask import Mask
-from attnbench.problem.spec import AttentionSpec
+from attnbench.problem.spec import AttentionSpec, Direction
 
 from ..sequence_lengths import Draw, SequenceLengths
 from .case import Case
 from .drawn_lengths import draw_lengths
 
-__all__ = ["ModelAttention", "drawn_cases", "published_models"]
+__all__ = ["ModelAttention", "drawn_cases", "model_specs", "published_models"]
 
 _LENGTHS = (128, 131072)
 _MOST_TOKENS = 131072  # batch x queries; more only repeats what a GPU does
@@ -30,6 +31,7 @@ _TENSOR_PARALLEL = (1, 2, 4, 8)
 _PACKED = 0.2  # of the causal layers: documents to train on, prompts to prefill
 _DOCUMENTS = 4  # documents whose mean is this part of the length, which the longest of them have
 _TRIES = 1000
+_TOKENS, _LONGEST = {"cuda": 16384, "cpu": 256}, {"cuda": 8192, "cpu": 256}  # of a case of the preset
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,32 @@ class ModelAttention:
             softcap=self.softcap,
             direction=random.choice(("forward", "training")),
         )
+
+
+def model_specs(device_type: str) -> Iterator[AttentionSpec]:
+    """Every distinct layer of the published models, forward and in training, in bf16.
+
+    On a GPU (cuda) of 16,384 tokens, in sequences of 8,192 or the longest that the model is used with; on a CPU (cpu)
+    of 256 tokens, with the query heads of one key head.
+    """
+    found: dict[AttentionSpec, None] = {}
+    for model, direction in product(published_models(), get_args(Direction)):
+        length = min(model.lengths[1], _LONGEST[device_type])
+        share = 1 if device_type == "cuda" else model.kv_heads
+        for mask in model.masks:
+            spec = AttentionSpec.make(
+                batch=max(1, _TOKENS[device_type] // length),
+                heads=model.heads // share,
+                kv_heads=model.kv_heads // share,
+                seqlen_q=length,
+                head_dim=model.head_dim,
+                head_dim_v=model.head_dim_v,
+                mask=mask,
+                softcap=model.softcap,
+                direction=direction,
+            )
+            found[spec] = None
+    yield from found
 
 
 @cache

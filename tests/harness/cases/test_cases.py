@@ -57,7 +57,7 @@ def test_long_reaches_from_32k_to_128k_keys_and_looks_at_v_with_a_mean():
 
 
 def test_no_such_preset_or_dtype():
-    with pytest.raises(InputError, match="quick, inference, training, long, packed, padded, table"):
+    with pytest.raises(InputError, match="quick, inference, training, long, packed, padded, models, table"):
         preset_cases("fast", "fp8", "cpu")
     with pytest.raises(InputError, match="fp8, bf16, fp16, fp32"):
         tensor_dtype("int4")

@@ -2,6 +2,7 @@
 
 import re
 from importlib.resources import files
+from itertools import product
 
 import pytest
 import yaml
@@ -9,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnbench.errors import InputError
-from attnbench.harness.cases.models import ModelAttention, drawn_cases, published_models
+from attnbench.harness.cases.models import ModelAttention, drawn_cases, model_specs, published_models
 from attnbench.problem.mask import Mask
+from attnbench.problem.spec import AttentionSpec
 
 ENTRIES = yaml.safe_load(files("attnbench.harness.cases").joinpath("models.yaml").read_text(encoding="utf-8"))
 MODELS = {model.name: model for model in published_models()}
@@ -140,3 +142,17 @@ def test_a_fifth_of_the_causal_draws_is_packed_where_that_is_asked_for():
         assert max(other.lengths.q) <= one.spec.seqlen_q
         assert other.flops <= one.flops
     assert some[:40] == drawn_cases(40, 5, "cuda", packed=True)
+
+
+def test_every_layer_of_every_model_is_in_the_preset_both_ways():
+    specs = list(model_specs("cuda"))
+    for model in MODELS.values():
+        length = min(8192, model.lengths[1])
+        asked = {
+            "heads": model.heads, "kv_heads": model.kv_heads, "head_dim": model.head_dim,
+            "head_dim_v": model.head_dim_v, "softcap": model.softcap, "seqlen_q": length, "batch": 16384 // length,
+        }  # fmt: skip
+        for mask, direction in product(model.masks, ("forward", "training")):
+            assert AttentionSpec.make(**asked, mask=mask, direction=direction) in specs
+    assert len(set(specs)) == len(specs) >= 120
+    assert {(spec.kv_heads, spec.seqlen_q) for spec in model_specs("cpu")} == {(1, 256)}
