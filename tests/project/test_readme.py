@@ -73,7 +73,7 @@ def test_drift_over_keys_comes_from_committed_results(rows: dict[tuple[str, str]
                     truth = rows[case, plan].error["biased-v"]["out"]
                     assert agrees(figure, truth), (case, plan, figure, truth)
                     seen += 1
-    assert seen >= 21
+    assert seen >= 12
 
 
 def test_sentences_say_what_the_rows_of_their_tables_say(rows: dict[tuple[str, str], Measurement]) -> None:
