@@ -236,7 +236,7 @@ class TritonOnePass(TritonForward):
         q, of = q.detach(), forward.Operand
         k_, v_ = of_k.operand(self.recipe, block=tile.block_n), self._of_values(v, of_v, spec, lengths, tile.block_n)
         q_ = _by_token(q)
-        if plan.layout is not None and not q.data_ptr() % forward.VECTOR:
+        if plan.reads(q):
             native = plan.native(device, q, of_k, of_v, lengths)
         elif forward.casts(spec, tile, device):
             native = forward.laid_out_by_block(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property, lru_cache, partial, reduce
 from operator import or_
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from attnbench.kernels.contract import Result, gradient_dtype
 from attnbench.problem.lengths import Lengths
 from attnbench.problem.spec import AttentionSpec
 
-from ...common.layout import padded, rounded_up
+from ...common.layout import rounded_up
 from ..descales import in_fp32, steps
 from ..descriptors import Described, all_of
 from ..launching import KEPT, Launch, on
@@ -25,10 +25,10 @@ from ..tile_map import Tiled, sequences_of, tile_map
 from .extent import Extent
 from .hopper import launch as hopper
 from .kernel import triton_fp8_attention_forward
+from .matrices import Matrix, Outline, loadable, matrix, read_size
 from .tiles import DEFAULTS, Tile, chunks_of, head_class, padded_size
 
 __all__ = [
-    "VECTOR",
     "Given",
     "Layout",
     "Native",
@@ -38,16 +38,12 @@ __all__ = [
     "laid_out",
     "laid_out_by_block",
     "layout_of",
-    "matrix",
-    "read_size",
     "retiled",
     "transposed",
 ]
 
 PADDING = 128  # keys of a transposed copy come in multiples of this
-VECTOR = 16  # bytes: TMA wants rows and matrices to start at multiples of it
 _LEAST = 2.0**-85  # of V's descales: 2^8 over it, summed over 2^30 keys, stays within FP32
-_Outline = tuple[Sequence[int], Sequence[int]]  # a tensor's shape and strides
 _L2 = 32 * 2**20  # bytes of K and V that programs which run together may share; an H200 has 50 MiB, not all for them
 
 
@@ -62,17 +58,6 @@ class Operand(NamedTuple):
     data: Tensor
     descale: Tensor
     by_sequence: bool = False
-
-
-class Matrix(NamedTuple):
-    """An operand's memory as the kernel reads it: head h of batch b starts at (b·by_batch + h·by_head, h·aside)."""
-
-    rows: int
-    columns: int
-    stride: int
-    by_batch: int
-    by_head: int
-    aside: int
 
 
 class Factors(NamedTuple):
@@ -168,7 +153,7 @@ def laid_out(
         descales = by_value.contiguous().clamp_min(_LEAST)
         by_value, inverses = descales.log2(), descales.reciprocal()
     size = read_size(tile, spec.head_dim)
-    operands = _loadable(q.data, size), _loadable(k.data, size), v.data
+    operands = loadable(q.data, size), loadable(k.data, size), v.data
     shared = q.by_sequence, k.by_sequence, v.by_sequence
     return _native(spec, tile, operands, (by_query, by_key, by_value), inverses, lengths=lengths, shared=shared)
 
@@ -186,7 +171,7 @@ def laid_out_by_block(
     With ``lengths`` they are (B, Hkv, S, 1), each token having its block's.
     """
     size = read_size(tile, spec.head_dim)
-    operands = _loadable(q, size), _loadable(k.data, size), v.data
+    operands = loadable(q, size), loadable(k.data, size), v.data
     descales = k.descale, k.descale, v.descale
     return _native(spec, tile, operands, descales, v.descale, casting=True, lengths=lengths)
 
@@ -198,7 +183,7 @@ def retiled(native: Native, tile: Tile) -> Native:
         values = interleaved(values, back=native.tile.interleaved)
     tile = _served(spec, tile, any(each.shape[2] > 1 for each in descales), hopper.runs_on(values.device))
     size = read_size(tile, spec.head_dim)
-    return _native(spec, tile, (_loadable(q, size), _loadable(k, size), values), descales, inverses)
+    return _native(spec, tile, (loadable(q, size), loadable(k, size), values), descales, inverses)
 
 
 def transposed(x: Tensor) -> Tensor:
@@ -262,9 +247,9 @@ def layout_of(
     casting: bool,
     sequences: int | None,
     shared: tuple[bool, ...],
-    q: _Outline,
-    k: _Outline,
-    *descales: _Outline,
+    q: Outline,
+    k: Outline,
+    *descales: Outline,
 ) -> Layout:
     """The layout of loadable Q and K in ``dtype``; ``here``: on a GPU that runs the Hopper kernel.
 
@@ -355,11 +340,6 @@ def _served(spec: AttentionSpec, tile: Tile, per_token: bool, here: bool) -> Til
     return DEFAULTS[head_class(spec)]._replace(interleaved=tile.interleaved)
 
 
-def read_size(tile: Tile, head_dim: int) -> int:
-    """Of a row of Q or K as the kernel of a tile reads it."""
-    return chunks_of(head_dim).size if tile.hopper else padded_size(head_dim)
-
-
 def _section(spec: AttentionSpec, programs: int) -> int:
     """How many of these heads take turns.
 
@@ -376,36 +356,3 @@ def _in_rows(descale: Tensor) -> Tensor:
     """In fp32, and contiguous along the tokens where these have their own."""
     data = in_fp32(descale)
     return data if data.shape[2] == 1 or data.stride(2) == 1 else data.contiguous()
-
-
-def _loadable(x: Tensor, size: int) -> Tensor:
-    """x (B, H, S, D), or a copy whose rows are a matrix."""
-    if not x.data_ptr() % VECTOR and matrix(x.shape, x.stride(), size) is not None:
-        return x
-    whole = padded(x, rounded_up(x.shape[3], VECTOR))
-    return whole.clone(memory_format=torch.contiguous_format)
-
-
-@lru_cache(maxsize=KEPT)
-def matrix(shape: Sequence[int], strides: Sequence[int], size: int) -> Matrix | None:
-    """(B, H, S, D) as a matrix of rows: (B · H · S, D), or (B · S, H · D) if heads lie side by side; else None."""
-    batch, heads, length, width = shape
-    if strides[3] != 1:
-        return None
-    stride = strides[2] if length > 1 else rounded_up(width, VECTOR)
-    if stride % VECTOR:
-        return None
-    if _steps(shape, strides, heads * length * stride, length * stride, stride) and stride >= width:
-        return Matrix(batch * heads * length, width, stride, heads * length, length, 0)
-    aside = strides[1] if heads > 1 else width
-    # A tile is as wide as the padded size, so what is beside a narrower head would be read as its own.
-    beside = width == size and aside >= width and not aside % VECTOR and (heads - 1) * aside + width <= stride
-    if beside and _steps(shape, strides, length * stride, aside, stride):
-        return Matrix(batch * length, (heads - 1) * aside + width, stride, length, 0, aside)
-    return None
-
-
-def _steps(shape: Sequence[int], strides: Sequence[int], *expected: int) -> bool:
-    """Whether the strides of batch, head and token are these, wherever there is more than one."""
-    sizes = zip(shape, strides, expected, strict=False)
-    return all(size == 1 or stride == step for size, stride, step in sizes)

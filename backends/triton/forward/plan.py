@@ -20,7 +20,8 @@ from ..quantise.launch import Quantisation, Unequal, written
 from ..quantise.layout import Layout as Quantising
 from ..quantise.layout import Outline, Places, layout_of
 from . import launch
-from .launch import Given, Layout, Native, casts, matrix, read_size
+from .launch import Given, Layout, Native, casts
+from .matrices import aligned, matrix, read_size
 from .tiles import Tile
 
 __all__ = ["Plan", "casting_plan", "plan", "values_plan"]
@@ -45,6 +46,10 @@ class Plan(NamedTuple):
         """The tensors quantised."""
         own = () if lengths is None else [Unequal(lengths, side, slot) for side, slot in self.slots]
         return written(self.quantising, tensors, own)
+
+    def reads(self, q: Tensor) -> bool:
+        """Whether the kernel has a layout, and reads Q, which it casts, where it lies."""
+        return self.layout is not None and aligned(q)
 
     def native(
         self, device: torch.device, q: Quantisation | Tensor, k: Quantisation, v: Quantisation, lengths: Lengths | None

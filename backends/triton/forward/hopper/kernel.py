@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from .order import after, blocks_of, sequence_at, span_of_keys, tile_at
+from .products import add_products, start_scores
 from .scales import at_least, cast_rows, number, set_number, unit_of
 from .softmax import HEADROOM, MINUS_INFINITY, ROWS, masked, spread, totals, weights
 
@@ -112,53 +113,6 @@ def _load(
 
 
 @gluon.jit
-def _scores(
-    tile, keys, full, slot, phase, block_n: gl.constexpr, chunks: gl.constexpr, layout: gl.constexpr
-):  # fmt: skip
-    """Starts Q·Kᵀ of the block in ``slot``, chunk by chunk of the head dimension."""
-    mbarrier.wait(full.index(slot), phase)
-    scores = gl.zeros([ROWS, block_n], gl.float32, layout)
-    for chunk in gl.static_range(chunks):
-        of_keys = keys.index(slot * chunks + chunk).permute([1, 0])
-        scores = warpgroup_mma(tile[chunk], of_keys, scores, use_acc=chunk > 0, is_async=True)
-    return scores
-
-
-@gluon.jit
-def _products(
-    p, values, slot, part: gl.constexpr, index: gl.constexpr, chunks: gl.constexpr, layout: gl.constexpr
-):  # fmt: skip
-    """Starts P·V of the block in ``slot`` for a part of V's columns, which lie in chunks as well."""
-    zeros = gl.zeros([ROWS, part], gl.float32, layout)
-    height: gl.constexpr = values.shape[1]
-    chunk: gl.constexpr = index * part // height
-    columns = values.index(slot * chunks + chunk).slice(index * part % height, part, 0).permute([1, 0])
-    return warpgroup_mma(p, columns, zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _added(summed, product, decay):
-    """What was summed so far, decayed, and a block's product."""
-    return summed * spread(decay, summed) + product
-
-
-@gluon.jit
-def _summed(
-    sums, p, decay, values, slot, part: gl.constexpr, parts: gl.constexpr, chunks: gl.constexpr, layout: gl.constexpr
-):  # fmt: skip
-    """The sums with P·V of a block, two parts of V's columns under way at a time."""
-    added = ()
-    product = _products(p, values, slot, part, 0, chunks, layout)
-    for i in gl.static_range(1, parts):
-        following = _products(p, values, slot, part, i, chunks, layout)
-        product = warpgroup_mma_wait(1, [product])
-        added = added + (_added(sums[i - 1], product, decay),)  # noqa: RUF005
-        product = following
-    product = warpgroup_mma_wait(0, [product])
-    return added + (_added(sums[parts - 1], product, decay),)  # noqa: RUF005
-
-
-@gluon.jit
 def _attend(
     which: gl.constexpr, given, tiles, block_n: gl.constexpr, stages: gl.constexpr, left: gl.constexpr,
     right: gl.constexpr, part: gl.constexpr, parts: gl.constexpr, turns: gl.constexpr, full_width: gl.constexpr,
@@ -233,7 +187,7 @@ def _attend(
             if apart:  # the next tile's may come
                 mbarrier.arrive(q_emptied.index(which), count=1)
         turn_phase = _await_turn(turn, turn_phase, which, turns)
-        scores = _scores(tile, keys, k_filled, slot, phase, block_n, chunks, s_layout)
+        scores = start_scores(tile, keys, k_filled, slot, phase, block_n, chunks, s_layout)
         _pass_turn(turn, which, turns)
         scores = warpgroup_mma_wait(0, [scores])
         if casting:
@@ -250,8 +204,8 @@ def _attend(
                 decay *= less
             turn_phase = _await_turn(turn, turn_phase, which, turns)
             mbarrier.wait(v_filled.index(slot), phase)
-            sums = _summed(sums, p, decay, values, slot, part, parts, chunks_v, o_layout)
-            coming = _scores(tile, keys, k_filled, next_slot, next_phase, block_n, chunks, s_layout)
+            sums = add_products(sums, p, decay, values, slot, part, parts, chunks_v, o_layout)
+            coming = start_scores(tile, keys, k_filled, next_slot, next_phase, block_n, chunks, s_layout)
             if casting:  # read beneath the product
                 of_keys = number(numbers[0].index(next_slot))
                 unit, less = number(numbers[1].index(next_slot)), number(numbers[2].index(next_slot))
@@ -273,7 +227,7 @@ def _attend(
             decay *= less
         turn_phase = _await_turn(turn, turn_phase, which, turns)
         mbarrier.wait(v_filled.index(slot), phase)
-        sums = _summed(sums, p, decay, values, slot, part, parts, chunks_v, o_layout)
+        sums = add_products(sums, p, decay, values, slot, part, parts, chunks_v, o_layout)
         _pass_turn(turn, which, turns)
         mbarrier.arrive(v_emptied.index(slot), count=1)
         slot, phase = after(slot, phase, stages)
@@ -395,48 +349,12 @@ def triton_fp8_attention_forward_hopper(
     # Written out, because a tuple that has a name keeps no constants.
     gl.warp_specialize(
         [
-            (
-                _attend,
-                (
-                    0,
-                    given,
-                    tiles,
-                    block_n,
-                    stages,
-                    left,
-                    right,
-                    part,
-                    parts,
-                    turns,
-                    full_width,
-                    chunks,
-                    chunks_v,
-                    casting,
-                    aligned,
-                ),
-            ),
-            (
-                _attend,
-                (
-                    1,
-                    given,
-                    tiles,
-                    block_n,
-                    stages,
-                    left,
-                    right,
-                    part,
-                    parts,
-                    turns,
-                    full_width,
-                    chunks,
-                    chunks_v,
-                    casting,
-                    aligned,
-                ),
-            ),
+            (_attend, (0, given, tiles, block_n, stages, left, right, part, parts, turns, full_width, chunks, chunks_v,
+                       casting, aligned)),
+            (_attend, (1, given, tiles, block_n, stages, left, right, part, parts, turns, full_width, chunks, chunks_v,
+                       casting, aligned)),
             (_load, (brought, tiles, block_n, stages, left, right, chunks, chunks_v, casting, aligned)),
         ],
         [4, 1],
         [registers, 24],
-    )
+    )  # fmt: skip

@@ -31,7 +31,9 @@ from attnbench.backends.triton.forward import launch as triton_forward
 from attnbench.backends.triton.forward.hopper import launch as hopper
 from attnbench.backends.triton.quantise import launch as triton_quantise
 
-MODULES = [f"attnbench.backends.triton.forward.hopper.{name}" for name in ("kernel", "order", "scales", "softmax")]
+MODULES = [
+    f"attnbench.backends.triton.forward.hopper.{name}" for name in ("kernel", "order", "products", "scales", "softmax")
+]
 SMALL = Tile(128, 64, 4, 2, parts=2, interleaved=True, hopper=True, turns=True)
 LONE = Tile(128, 128, 4, 3, interleaved=True, hopper=True, alone_from=0)
 _LATE: list[bool] = [True]

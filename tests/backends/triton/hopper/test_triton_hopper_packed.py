@@ -29,7 +29,9 @@ from attnbench.backends.triton.forward.hopper import launch as hopper
 from attnbench.backends.triton.forward.tiles import Tile
 
 END = "bottom-right"
-MODULES = [f"attnbench.backends.triton.forward.hopper.{name}" for name in ("kernel", "order", "scales", "softmax")]
+MODULES = [
+    f"attnbench.backends.triton.forward.hopper.{name}" for name in ("kernel", "order", "products", "scales", "softmax")
+]
 PERSISTENT = Tile(128, 128, 4, 2, parts=2, interleaved=True, hopper=True, turns=True)
 LONE = Tile(128, 64, 4, 3, interleaved=True, hopper=True, alone_from=0)
 _FUSED = BackwardTile(64, 64, 4, 2, Ring(64, 2))

@@ -1,0 +1,58 @@
+"""The matrix products of the Hopper kernel: Q·Kᵀ in chunks of the head dimension, P·V in parts of V's columns."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from .softmax import ROWS, spread
+
+__all__ = ["add_products", "start_scores"]
+
+
+@gluon.jit
+def start_scores(
+    tile, keys, full, slot, phase, block_n: gl.constexpr, chunks: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """Starts Q·Kᵀ of the block in ``slot``, chunk by chunk of the head dimension."""
+    mbarrier.wait(full.index(slot), phase)
+    scores = gl.zeros([ROWS, block_n], gl.float32, layout)
+    for chunk in gl.static_range(chunks):
+        of_keys = keys.index(slot * chunks + chunk).permute([1, 0])
+        scores = warpgroup_mma(tile[chunk], of_keys, scores, use_acc=chunk > 0, is_async=True)
+    return scores
+
+
+@gluon.jit
+def _products(
+    p, values, slot, part: gl.constexpr, index: gl.constexpr, chunks: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """Starts P·V of the block in ``slot`` for a part of V's columns, which lie in chunks as well."""
+    zeros = gl.zeros([ROWS, part], gl.float32, layout)
+    height: gl.constexpr = values.shape[1]
+    chunk: gl.constexpr = index * part // height
+    columns = values.index(slot * chunks + chunk).slice(index * part % height, part, 0).permute([1, 0])
+    return warpgroup_mma(p, columns, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _added(summed, product, decay):
+    """What was summed so far, decayed, and a block's product."""
+    return summed * spread(decay, summed) + product
+
+
+@gluon.jit
+def add_products(
+    sums, p, decay, values, slot, part: gl.constexpr, parts: gl.constexpr, chunks: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """The sums with P·V of a block, two parts of V's columns under way at a time."""
+    added = ()
+    product = _products(p, values, slot, part, 0, chunks, layout)
+    for i in gl.static_range(1, parts):
+        following = _products(p, values, slot, part, i, chunks, layout)
+        product = warpgroup_mma_wait(1, [product])
+        added = added + (_added(sums[i - 1], product, decay),)  # noqa: RUF005
+        product = following
+    product = warpgroup_mma_wait(0, [product])
+    return added + (_added(sums[parts - 1], product, decay),)  # noqa: RUF005
