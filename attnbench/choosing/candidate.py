@@ -34,8 +34,8 @@ class Candidate:
     ``frozen``: named by a file, without tables.
 
     ``spread_ms`` is the interquartile range of a measured time, ``time_error`` the standard error of the logarithm of a
-    predicted or scaled one (0.05 is about 5 %).  ``needs`` is the smallest
-    budget that admits the plan with FP8 allowed; None if no budget does.
+    predicted or scaled one (0.05 is about 5 %).  ``needs`` is the smallest budget that admits the plan with FP8
+    allowed; None if no budget does.
     """
 
     plan: Plan

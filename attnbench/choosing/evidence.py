@@ -36,8 +36,8 @@ class Evidence:
         # Returning the LSE changes neither time nor error; sinks and merging change no error, and add as much to each
         # plan.
         self._spec = spec.replace(return_lse=False, sinks=False, partial=False)
-        table = next((each for each in known.tables if each.at(self._spec)), None)
-        self._here = {} if table is None else table.at(self._spec)
+        table = known.table_of(self._spec)
+        self._here = known.at(self._spec)
         self._source, self._scaling_error = (None, 0.0) if table is None else (table.scaled_from, table.time_error)
         # Where the spec was measured, that table speaks of its neighbours too: times of two machines must not meet.
         index = _index(_Same(known.tables if table is None else (table,)))
@@ -159,6 +159,6 @@ class _Same:
         return hash(tuple(map(id, self.tables)))
 
 
-@lru_cache(maxsize=512)  # more than the tables of a device
+@lru_cache(maxsize=512)  # more than a device has tables: each of them alone, and all together
 def _index(same: _Same) -> _Index:
     return _Index(same.tables)

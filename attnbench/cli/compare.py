@@ -91,7 +91,7 @@ def compare(
 
 
 def print_comparison(regression: Regression, comparison: dict[str, Any], format: CompareFormat, *, every: bool) -> None:
-    """Print a comparison and its JSON, ``comparison``.  JSON and JUnit have the conclusion on standard error"""
+    """Print a comparison; ``comparison`` is its JSON.  With JSON and JUnit the conclusion goes to standard error."""
     from ..harness.compare.export import regression_junit
     from ..harness.compare.text import conclusion, regression_text
 

@@ -87,12 +87,14 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, ranks: int | None = None, **argu
     stands for those of the open ``context_parallel``.  Raises what ``attention`` would raise, InputError if none is
     open.
     """
-    shared = ring.sharing.active
-    if ranks is None and shared is None:
-        raise InputError("no context_parallel is open: pass ranks, the number of ranks that share the sequences")
+    if ranks is None:
+        shared = ring.sharing.active
+        if shared is None:
+            raise InputError("no context_parallel is open: pass ranks, the number of ranks that share the sequences")
+        ranks = shared.ranks
     given = _SIGNATURE.bind(q, k, v, **arguments)
     given.apply_defaults()
-    return ring.explain(ranks or shared.ranks, Question(*given.arguments.values()))  # type: ignore[union-attr]
+    return ring.explain(ranks, Question(*given.arguments.values()))
 
 
 def shard(mesh: DeviceMesh | dist.ProcessGroup, x: Tensor, dim: int) -> Tensor:

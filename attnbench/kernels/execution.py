@@ -54,7 +54,7 @@ class Execution:
 
     @cached_property
     def without_sinks(self) -> Execution:
-        """The spec that the kernels serve."""
+        """What the kernels run: the same plan for the spec without sinks."""
         return Execution(self.spec.replace(sinks=False), self.forward, self.backward, self.budget)
 
     def answer(self, inputs: Inputs) -> tuple[Operands, Result]:

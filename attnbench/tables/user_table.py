@@ -48,9 +48,14 @@ class Known:
         """One table, used as it is."""
         return cls((table,))
 
+    def table_of(self, spec: AttentionSpec) -> Table | None:
+        """The table in which this very spec was measured, None if it was in none."""
+        return next((table for table in self.tables if table.at(spec)), None)
+
     def at(self, spec: AttentionSpec) -> dict[Plan, Entry]:
         """The entries measured at this very spec, by plan; none where it was not measured."""
-        return next((found for table in self.tables if (found := table.at(spec))), {})
+        table = self.table_of(spec)
+        return {} if table is None else table.at(spec)
 
 
 _SHIPPED = "the table that attnbench ships"

@@ -32,7 +32,7 @@ _LEAST, _MOST = 1e-9, 1e3  # errors are counted as if between them: neither 0 no
 
 
 class ErrorModel:
-    """The error of each plan as a function of the spec, fitted to the entries of one table.
+    """The error of each plan as a function of the spec, fitted to entries of one or more tables.
 
     The logarithm of the error is linear in the logarithms of head dimension and keys (of the longest sequence), and
     another with a mask than without, and with sequences of unequal length; batch, heads and grouping do not matter.  A

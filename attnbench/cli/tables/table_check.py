@@ -57,8 +57,8 @@ def check(
 ) -> None:
     """Measure the regret of choices on shapes that the table does not know.
 
-    With --fresh N, N attention layers of published models are drawn with batch, length and direction, a fifth of the
-    causal ones with packed sequences, the plans race on them, and what the tables choose without knowing these shapes
+    With --fresh N, N attention layers of published models are drawn with batch, length and direction; a fifth of the
+    causal ones have packed sequences.  The plans race on them, and what the tables choose without knowing these shapes
     is compared with the fastest accurate plan.  --on FOLDER repeats the comparison on the results of an earlier
     --fresh, or of any sweep, without measuring.
     A named TABLE of another GPU of the same generation is scaled to the GPU of the results, as auto does.
