@@ -67,18 +67,20 @@ class Bench:
         trial.restore()
         return Prepared(first_ms, trial.ran)
 
-    def sample(self, plan: Plan, replay: bool = True) -> Visit:
+    def sample(self, plan: Plan, replay: bool = True, launch_ms: float | None = None) -> Visit:
         """Samples of every cost of a prepared plan; ``replay`` lets short ones be recorded as CUDA graphs."""
-        return self._sampled(plan, self.timer, replay, COSTS)
+        return self._sampled(plan, self.timer, replay, COSTS, launch_ms)
 
-    def look(self, plan: Plan, costs: Collection[Cost]) -> Visit:
+    def look(self, plan: Plan, costs: Collection[Cost], launch_ms: float | None = None) -> Visit:
         """A few samples of these costs of a prepared plan, none replayed."""
-        return self._sampled(plan, self.timer.brief, False, costs)
+        return self._sampled(plan, self.timer.brief, False, costs, launch_ms)
 
-    def _sampled(self, plan: Plan, timer: Timer, replay: bool, costs: Collection[Cost]) -> Visit:
+    def _sampled(
+        self, plan: Plan, timer: Timer, replay: bool, costs: Collection[Cost], launch_ms: float | None
+    ) -> Visit:
         trial = self._trials[plan]
         trial.case.load_first()
-        return trial.sample(timer, replay, costs)
+        return trial.sample(timer, replay, costs, launch_ms)
 
     def conclude(self, plan: Plan) -> Findings:
         """The plan's errors, in the state that the samples left, and its other findings."""

@@ -40,6 +40,9 @@ class Visit:
     ``span`` is the start and the end in seconds of ``time.perf_counter``, which all processes share.  ``replayed`` are
     the costs whose samples are replays of a CUDA graph.  ``late_ms`` is how long the device worked on after the last
     call had ended on its stream.  ``worn``: a graph could not be recorded, so torch may misbehave in this process.
+
+    ``launch_ms`` is what the host needed during the samples of the call to start a small kernel, None on a CPU.  Its
+    part of the call was multiplied by ``host_scale``.
     """
 
     time_ms: Mapping[Cost, list[float]]
@@ -48,6 +51,8 @@ class Visit:
     replayed: tuple[Cost, ...]
     late_ms: float
     worn: bool = False
+    launch_ms: float | None = None
+    host_scale: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import Literal, NamedTuple
 
 import torch
@@ -32,19 +33,22 @@ _MOST_A_VISIT = 50  # the device's queue takes about a thousand launches before 
 _FIRST_LEAD_MS = 2.0  # most calls need less of the host; for the others it is known afterwards
 _MARGIN = 1.5  # the host's speed varies
 _CYCLES = 2_000_000  # of a GPU in a millisecond at its highest clock
+_PROBES = 4  # small kernels started before each sample, some 8 us each
 
 
 class Taken(NamedTuple):
     """Samples of one visit in order: device and host milliseconds of each call.
 
     ``late_ms`` is how long the device worked on after the last call had ended on its own stream.  ``host_bound``: the
-    device waited for the host in most calls, so the device times contain the host's gaps.
+    device waited for the host in most calls, so the device times contain the host's gaps.  ``launch_ms`` is what the
+    host needed meanwhile to start a small kernel; None on a CPU.
     """
 
     device_ms: list[float]
     host_ms: list[float]
     late_ms: float = 0.0
     host_bound: bool = False
+    launch_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -52,14 +56,20 @@ class Timer:
     """How samples are taken on one device, and when there are enough.
 
     A visit takes ``visit`` seconds of samples of a call, at least one.  A plan is visited at least ``fewest`` times,
-    then until the 95 % interval of its median is narrower than ``narrow`` on either side, relative to the median, or
-    its visits took ``limit`` seconds.  A call longer than ``patience`` seconds is its own warm-up.
+    then until the 95 % interval of its median is narrower than ``narrow`` on either side, relative to the median, and
+    its visits agree about as well, or until they took ``limit`` seconds.  A call longer than ``patience`` seconds is
+    its own warm-up.
 
     On a GPU a sample is device time between two events on the current stream; the L2 cache is overwritten before each.
     The device is held until the host is ahead of it, as in a stream of calls: otherwise the sample would contain the
     host's time.  All threads of the process run on the ``core`` meanwhile: otherwise autograd's thread wakes on another
-    one in every call, where a model wakes it once a step (1.0 ms of host instead of 0.65 in training on an H200).  On a
-    CPU a sample is wall time, with the caches as the call before left them.
+    one in every call, where a model wakes it once a step (1.0 ms of host instead of 0.65 in training on an H200).
+
+    Before each sample the host starts a few small kernels, because a shared host's speed changes within 50 ms: over
+    7,376 rounds on an H100's machine the host's time of an SDPA call scattered by 28 %, and by 13 % relative to that of
+    such a start.
+
+    On a CPU a sample is wall time, with the caches as the call before left them.
     """
 
     device: torch.device
@@ -135,8 +145,8 @@ def _longer(taken: Taken) -> float:
 
 def _lead(taken: Taken, count: int) -> float:
     """Milliseconds to hold the device so that the host stays ahead for ``count`` calls like the one taken."""
-    (device,), (host,) = taken.device_ms, taken.host_ms
-    return _MARGIN * (host + (count - 1) * max(0.0, host - device))
+    (device,), (host,), probes = taken.device_ms, taken.host_ms, _PROBES * (taken.launch_ms or 0.0)
+    return _MARGIN * (host + (count - 1) * max(0.0, host + probes - device))
 
 
 class _Queue:
@@ -145,6 +155,7 @@ class _Queue:
     def __init__(self, device: torch.device, call: Callable[[], object], renew: Callable[[], object]) -> None:
         self._device, self._call, self._renew = device, call, renew
         self._scratch = torch.empty(_l2_bytes(device) * _EVICTING, dtype=torch.uint8, device=device)
+        self._small = torch.zeros(1, device=device)
         self._event: Callable[[], torch.cuda.Event] = partial(torch.cuda.Event, enable_timing=True)
 
     def ahead(self, count: int, lead_ms: float, *, waits: bool) -> Taken:
@@ -162,8 +173,9 @@ class _Queue:
         """``count`` samples, after holding the device for ``lead_ms``."""
         if lead_ms:
             torch.cuda._sleep(int(lead_ms * _CYCLES))  # type: ignore[no-untyped-call]
-        queued, host, waited = [], [], 0
+        queued, host, launches, waited = [], [], [], 0
         for _ in range(count):
+            launches.append(self._launch_ms())
             start, stop = self._event(), self._event()
             self._renew()
             self._scratch.zero_()
@@ -179,7 +191,14 @@ class _Queue:
         ended = time.perf_counter()
         torch.cuda.synchronize(self._device)
         late = (time.perf_counter() - ended) * 1e3
-        return Taken([start.elapsed_time(stop) for start, stop in queued], host, late, 2 * waited > count)
+        device = [start.elapsed_time(stop) for start, stop in queued]
+        return Taken(device, host, late, 2 * waited > count, median(launches))
+
+    def _launch_ms(self) -> float:
+        begin = time.perf_counter()
+        for _ in range(_PROBES):
+            self._small.add_(1)
+        return (time.perf_counter() - begin) * 1e3 / _PROBES
 
 
 def _l2_bytes(device: torch.device) -> int:

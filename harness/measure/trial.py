@@ -102,13 +102,18 @@ class Trial:
             raise AttnbenchError(reason)
         return result
 
-    def sample(self, timer: Timer, replay: bool, costs: Collection[Cost] = COSTS) -> Visit:
-        """Samples of these costs; with ``replay`` a cost that the host slows down is recorded as a CUDA graph."""
+    def sample(
+        self, timer: Timer, replay: bool, costs: Collection[Cost] = COSTS, launch_ms: float | None = None
+    ) -> Visit:
+        """Samples of these costs; with ``replay`` a cost that the host slows down is recorded as a CUDA graph.
+
+        The host's part of a call is given as on a host that needs ``launch_ms`` to start a small kernel.
+        """
         if not self._steps:
             self._steps = self._make_steps()
         times: dict[Cost, list[float]] = {}
         host: list[float] = []
-        late = 0.0
+        late, scale, launched = 0.0, 1.0, None
         start = time.perf_counter()
         for cost in [each for each in self._steps if each in costs]:
             # The inputs of the other costs are never written: autograd would reject a changed one.
@@ -117,15 +122,19 @@ class Trial:
             if replay and taken.host_bound and cost != "call" and self._replay(cost):
                 taken = timer.take(self._steps[cost], renew)
             if cost == "call":
-                host, late = taken.host_ms, taken.late_ms
+                late, launched = taken.late_ms, taken.launch_ms
+                # The host of a call that waits for the device may be waiting all the time.
+                if launched and launch_ms and not taken.host_bound:
+                    scale = launch_ms / launched
+                host = [each * scale for each in taken.host_ms]
                 # In a stream of calls the slower of the two sets the pace.
-                times[cost] = [max(pair) for pair in zip(taken.device_ms, taken.host_ms, strict=True)]
+                times[cost] = [max(pair) for pair in zip(taken.device_ms, host, strict=True)]
             else:
                 times[cost] = taken.device_ms
         stop = time.perf_counter()
         self.restore()
         replayed = tuple(cost for cost in COSTS if self._replayed.get(cost))
-        return Visit(times, host, (start, stop), replayed, late, self._worn)
+        return Visit(times, host, (start, stop), replayed, late, self._worn, launched, scale)
 
     def _replay(self, cost: Cost) -> bool:
         """Replace a step by its recorded graph; True if that worked.  Each cost is tried once."""

@@ -49,6 +49,7 @@ _Milliseconds = Annotated[float, Field(ge=0, le=LONGEST_MS)]
 _Sample = Annotated[float, Field(ge=SHORTEST_MS, le=LONGEST_MS)]
 _Samples = Annotated[list[_Sample], Field(min_length=1, max_length=10_000)]
 _Visits = Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1, max_length=10_000)]
+_Scales = Annotated[list[Annotated[float, Field(gt=0, le=1e6)]], Field(max_length=10_000)]
 _Bound = Annotated[float, Field(gt=0, le=LARGEST_ERROR)]
 _Bytes = Annotated[int, Field(ge=0, le=2**60)]
 _Family = Annotated[str, Field(min_length=1, max_length=100)]
@@ -103,7 +104,8 @@ class Performance(BaseModel):
 
     ``visits`` counts the samples of each visit of each cost, in the order of ``time_ms``: plans are visited in turns,
     and samples of one visit are more alike than those of two.  ``host_ms`` is the host's part of each sample of the
-    call, ``first_ms`` the first run, compiling and tuning included.  ``replayed`` names the costs whose samples are
+    call, multiplied by its visit's ``host_scale`` (empty: by 1), because the host was faster or slower than usual then.
+    ``first_ms`` is the first run, compiling and tuning included.  ``replayed`` names the costs whose samples are
     replays of a CUDA graph.  ``gpu`` is the GPU's state while the samples were taken.
     """
 
@@ -112,6 +114,7 @@ class Performance(BaseModel):
     time_ms: dict[Cost, _Samples]
     visits: dict[Cost, _Visits] = {}
     host_ms: _Samples | None = None
+    host_scale: _Scales = []
     first_ms: _Milliseconds | None = None
     replayed: list[Cost] = []
     timer: _Note
@@ -229,9 +232,12 @@ class Measurement(BaseModel):
         return self.model_dump(mode="json", by_alias=True, exclude=self._absent)
 
     @property
-    def _absent(self) -> set[str]:
-        """Without lengths a row is written as it was before there were any."""
-        return {"lengths"} if self.lengths is None else set()
+    def _absent(self) -> dict[str, Any]:
+        """A row without lengths, or without a scale of its host, is written as it was before there were any."""
+        absent: dict[str, Any] = {"lengths": True} if self.lengths is None else {}
+        if self.performance_ is not None and not self.performance_.host_scale:
+            absent["performance_"] = {"host_scale"}
+        return absent
 
 
 def _nest(flat: dict[str, Any]) -> dict[str, Any]:

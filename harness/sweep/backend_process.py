@@ -80,25 +80,27 @@ class BackendProcess:
         proved: Prepared = self.worker.ask("prove", plan, first_ms, seconds=self.seconds)
         return proved
 
-    def look(self, plan: Plan) -> Visit:
-        """A first look at the plan: samples of the costs that a race needs, none replayed.  Raises LostError."""
+    def look(self, plan: Plan, launch_ms: float | None = None) -> Visit:
+        """A first look at the plan: samples of the costs that a race needs, none replayed.  Raises LostError.
+
+        ``launch_ms``: of the host for which times are given (attnbench.harness.measure.trial), here and below.
+        """
         self._revive(plan)
-        visit: Visit = self.worker.ask("look", plan, LOOKED_AT, seconds=self.seconds)
+        visit: Visit = self.worker.ask("look", plan, LOOKED_AT, launch_ms, seconds=self.seconds)
         return visit
 
-    def sample(self, plan: Plan) -> Visit:
+    def sample(self, plan: Plan, launch_ms: float | None = None) -> Visit:
         """Samples of every cost of the plan.  Raises LostError."""
         self._revive(plan)
-        visit = self._sampled(plan)
+        visit = self._sampled(plan, launch_ms)
         if visit.worn:
             self._unrecordable.add(plan)
             self._revivals.clear()  # it is not dying of its plans
             self.worker.close()
         return visit
 
-    def _sampled(self, plan: Plan) -> Visit:
-        how = (False,) if plan in self._unrecordable else ()
-        visit: Visit = self.worker.ask("sample", plan, *how, seconds=self.seconds)
+    def _sampled(self, plan: Plan, launch_ms: float | None = None) -> Visit:
+        visit: Visit = self.worker.ask("sample", plan, plan not in self._unrecordable, launch_ms, seconds=self.seconds)
         return visit
 
     def conclude(self, plan: Plan) -> Findings:

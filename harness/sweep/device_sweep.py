@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
+from statistics import median
 from typing import Literal, TypeVar
 
 import torch
@@ -64,6 +65,7 @@ class DeviceSweep:
         self.spent: dict[Phase, float] = defaultdict(float)
         self.notes: list[str] = []
         self._processes: dict[str, BackendProcess] = {}
+        self._launches: list[float] = []  # milliseconds, one of each visit so far
         self._stopped = threading.Event()
         self._watch = Watch(setup.uuid)
         self._pool = ThreadPoolExecutor(_backends_at_a_time(setup.device), thread_name_prefix=f"{setup.device}")
@@ -265,21 +267,26 @@ class DeviceSweep:
         return interleave(plans, visit, self.setup.timer, case.name, steady, brief, **how)
 
     def _visitor(
-        self, take: Callable[[BackendProcess, Plan], Visit], lost: dict[Plan, LostError]
+        self, take: Callable[[BackendProcess, Plan, float | None], Visit], lost: dict[Plan, LostError]
     ) -> Callable[[Plan], Visit | None]:
-        """A function that takes a plan's samples, or adds the plan to ``lost`` and returns None."""
+        """A function that takes a plan's samples, or adds the plan to ``lost`` and returns None.
+
+        Times are given for the host as fast as it has been in the median since the sweep began.
+        """
 
         def visit(plan: Plan) -> Visit | None:
             process = self._process_of(plan)
             self._check()
             try:
-                visited = _credible(take(process, plan))
+                visited = _credible(take(process, plan, median(self._launches) if self._launches else None))
             except LostError as error:
                 self._check()
                 lost[plan] = error
                 process.drop(plan)
                 return None
             self.spent["timing"] += visited.span[1] - visited.span[0]
+            if visited.launch_ms:
+                self._launches.append(visited.launch_ms)
             return visited
 
         return visit

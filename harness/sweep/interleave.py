@@ -8,17 +8,20 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 
+import numpy as np
+
 from attnbench.kernels.plan import Plan
 
 from ..measure.findings import Visit
 from ..measure.timing import Cost, Timer
-from ..statistics import median_interval
+from ..statistics import MEDIAN_ERROR, median_interval, spread
 
 __all__ = ["Samples", "interleave", "warm"]
 
 _MOST_SAMPLES = 9_000  # of one cost; a record holds 10,000
 _TELLING = 3  # with this many visits, one visit cannot move the median far
 _SEVERAL = 5  # with this many samples of a call, one delayed sample does not move the median
+_AGREEING = 4.0  # times the interval's half: a visit's samples are alike, those of two may not be
 _BEATEN = 1.25  # times the fastest: a plan that is certainly slower is not measured more closely
 _WARM_SECONDS = 0.5  # a clock that is not steady by then never will be
 
@@ -28,7 +31,8 @@ class Samples:
     """All visits of a plan: milliseconds by cost, the host's milliseconds for each call, and when they were taken.
 
     ``visits`` counts each cost's samples in each visit, in order.  ``late_ms`` is the least of all visits: a delayed
-    host is late in some visits, work left running after the call is late in every visit.
+    host is late in some visits, work left running after the call is late in every visit.  ``host_scale`` has the
+    factor of each visit's host (attnbench.harness.measure.findings).
     """
 
     time_ms: dict[Cost, list[float]] = field(default_factory=dict)
@@ -37,6 +41,7 @@ class Samples:
     spans: list[tuple[float, float]] = field(default_factory=list)
     replayed: tuple[Cost, ...] = ()
     late_ms: float = math.inf
+    host_scale: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
     def add(self, visit: Visit) -> None:
@@ -48,6 +53,7 @@ class Samples:
             self.time_ms.setdefault(cost, []).extend(taken)
             self.visits.setdefault(cost, []).append(len(taken))
         self.host_ms += visit.host_ms
+        self.host_scale.append(visit.host_scale)
         self.spans.append(visit.span)
         self.seconds += visit.span[1] - visit.span[0]
         self.replayed = visit.replayed
@@ -65,7 +71,11 @@ class Samples:
 
     def _narrow(self, cost: Cost, timer: Timer) -> bool:
         low, middle, high = median_interval(self.time_ms[cost])
-        return high - low <= 2 * timer.narrow * middle
+        if high - low > 2 * timer.narrow * middle:
+            return False
+        ends = np.cumsum(self.visits[cost])[:-1]
+        apart = spread([float(np.median(taken)) for taken in np.split(np.asarray(self.time_ms[cost]), ends)])
+        return apart is None or MEDIAN_ERROR * apart <= _AGREEING * timer.narrow * math.sqrt(len(ends) + 1)
 
 
 def interleave(

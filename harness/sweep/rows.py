@@ -129,6 +129,7 @@ def _performance(timer: str, samples: Samples, gpu: Conditions | None, **found: 
         time_ms={cost: _rounded(taken) for cost, taken in samples.time_ms.items()},
         visits=samples.visits,
         host_ms=_rounded(samples.host_ms) or None,
+        host_scale=[] if set(samples.host_scale) <= {1.0} else _rounded(samples.host_scale),
         replayed=list(samples.replayed),
         timer=timer,
         gpu=gpu,

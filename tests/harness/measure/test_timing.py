@@ -113,6 +113,15 @@ def test_a_device_is_timed_without_the_host_that_starts_it(host, device, before)
     assert taken.host_ms == pytest.approx([host * 1e3] * len(taken.host_ms), abs=0.02)
 
 
+@given(st.floats(0.3, 3))
+def test_the_start_of_a_small_kernel_says_how_fast_the_host_is(slow):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        gpu = simulated(monkeypatch, slow)
+        taken = Timer(GPU, visit=0.01, limit=0.3, patience=0.015).take(lambda: gpu.host(1e-4))
+        assert taken.launch_ms == pytest.approx(slow * 0.005)
+    assert timer().take(lambda: None).launch_ms is None
+
+
 @given(host=st.floats(1e-5, 8e-3), device=st.floats(1e-5, 0.05))
 def test_what_holds_the_device_is_not_in_the_time_of_a_call_that_waits_for_it(host, device):
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -15,7 +15,7 @@ from attnbench.harness.cases.inputs import draw
 from attnbench.harness.measure import trial
 from attnbench.harness.measure.bench import Bench
 from attnbench.harness.measure.open_case import OpenCase
-from attnbench.harness.measure.timing import Timer
+from attnbench.harness.measure.timing import Taken, Timer
 from attnbench.kernels.contract import ForwardKernel, Result
 from attnbench.kernels.plan import Plan
 from attnbench.kernels.registry import Registry
@@ -285,6 +285,22 @@ class Remembered(FakeForward):
             self.prepared += 1
             seen[key] = super().prepare(inputs, spec)
         return seen[key]
+
+
+@pytest.mark.parametrize(("bound", "scale"), [(False, 0.5), (True, 1.0)])
+def test_a_call_on_a_slow_host_is_timed_as_on_the_usual_one(monkeypatch, bound, scale):
+    """A host that started its small kernels in twice the usual time; one that waited for the device says nothing."""
+    taken = Taken([0.1, 0.4], [0.3, 0.6], host_bound=bound, launch_ms=0.02)
+    monkeypatch.setattr(Timer, "take", lambda *_: taken)
+    opened = OpenCase(Case("one", AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=16)), healthy(), CPU)
+    one = trial.Trial(HONEST, opened)
+    one.run()
+    visit = one.sample(TIMER, replay=False, launch_ms=0.01)
+    assert (visit.host_scale, visit.launch_ms) == (scale, 0.02)
+    assert visit.host_ms == pytest.approx([0.3 * scale, 0.6 * scale])
+    assert visit.time_ms["call"] == pytest.approx([max(0.1, 0.3 * scale), max(0.4, 0.6 * scale)])
+    assert visit.time_ms["kernel"] == taken.device_ms
+    assert one.sample(TIMER, replay=False).host_ms == taken.host_ms
 
 
 def test_every_sample_of_a_call_prepares_its_inputs_as_a_user_s_would():

@@ -69,7 +69,7 @@ def test_a_case_is_opened_once_and_every_answer_handed_on(process, station):
     assert process.prepare(B) is ANSWERS["prepare"]
     assert process.sample(A) is ANSWERS["sample"]
     assert process.conclude(A) is ANSWERS["conclude"]
-    assert told(station) == [["open", CASE], ["prepare", A], ["prepare", B], ["sample", A], ["conclude", A]]
+    assert told(station) == [["open", CASE], ["prepare", A], ["prepare", B], ["sample", A, True, None], ["conclude", A]]
 
 
 def test_another_case_is_opened_anew_and_knows_no_plan(process, station):
@@ -77,14 +77,14 @@ def test_another_case_is_opened_anew_and_knows_no_plan(process, station):
     process.prepare(A)
     process.open(OTHER)
     process.sample(A)
-    assert told(station) == [["open", CASE], ["prepare", A], ["open", OTHER], ["prepare", A], ["sample", A]]
+    assert told(station) == [["open", CASE], ["prepare", A], ["open", OTHER], ["prepare", A], ["sample", A, True, None]]
 
 
 def test_after_a_death_the_next_process_is_told_what_it_must_know_and_no_more(process, station, bench):
     process.open(CASE)
     for plan in (A, B, C):
         process.prepare(plan)
-    bench.will(DIED, "sample", A)
+    bench.will(DIED, "sample", A, True, None)
     with pytest.raises(LostError) as raised:
         process.sample(A)
     assert raised.value is DIED
@@ -94,8 +94,9 @@ def test_after_a_death_the_next_process_is_told_what_it_must_know_and_no_more(pr
     process.sample(B)
     process.sample(C)
     assert told(station, since) == [
-        ["open", CASE], ["prepare", B], ["sample", B], ["sample", B], ["prepare", C], ["sample", C],
-    ]  # fmt: skip
+        *(["open", CASE], ["prepare", B], ["sample", B, True, None], ["sample", B, True, None]),
+        *(["prepare", C], ["sample", C, True, None]),
+    ]
     assert {generation for generation, *_ in station.asked[since:]} == {2}
 
 
@@ -109,7 +110,7 @@ def test_a_plan_is_judged_in_the_state_in_which_it_is_timed(process, station, be
         process.conclude(A)
     since = len(station.asked)
     assert process.conclude(B) is ANSWERS["conclude"]
-    assert told(station, since) == [["open", CASE], ["prepare", B], ["sample", B], ["conclude", B]]
+    assert told(station, since) == [["open", CASE], ["prepare", B], ["sample", B, True, None], ["conclude", B]]
 
 
 def test_revivals_end_where_others_go_on_killing_the_worker(process, station):
@@ -185,7 +186,7 @@ def test_a_process_worn_by_a_recording_that_failed_is_replaced_and_the_plan_not_
         process.prepare(plan)
     wearing = set(plans)
 
-    def answer(method, plan=None, replay=True):
+    def answer(method, plan=None, replay=True, _=None):
         assert replay or plan not in wearing
         if method == "sample" and plan in wearing:
             wearing.discard(plan)
@@ -198,11 +199,11 @@ def test_a_process_worn_by_a_recording_that_failed_is_replaced_and_the_plan_not_
     generation = station.generation
     for plan in plans:
         assert not process.sample(plan).worn
-        assert ["sample", plan, False] in told(station)
+        assert ["sample", plan, False, None] in told(station)
     assert station.generation == generation + 1
     process.open(replace(CASE, name="the next"))
     for plan in plans:
         process.prepare(plan)
         process.sample(plan)
-        assert told(station)[-1] == ["sample", plan, False]
+        assert told(station)[-1] == ["sample", plan, False, None]
     assert station.generation == generation + 1

@@ -13,6 +13,7 @@ from attnbench.harness.cases.case import Case
 from attnbench.harness.measure.bench import Bench
 from attnbench.harness.measure.setup import DeviceSetup
 from attnbench.harness.results.peaks import PEAK_TFLOPS
+from attnbench.harness.results.records import Measurement
 from attnbench.harness.sweep.device_sweep import DeviceSweep, PhaseStarted, StoppedError
 from attnbench.harness.sweep.worker_process import LostError
 from attnbench.kernels.plan import Plan
@@ -133,6 +134,26 @@ def test_a_sample_that_is_no_time_costs_its_own_row(shop, monkeypatch, sample):
     rows, _ = measured()
     assert statuses(rows) == {**dict.fromkeys(PLANS, "ok"), WIDE: "error"}
     assert rows[WIDE].reason == f"a sample of the cost kernel took {sample:g} ms"
+
+
+def test_times_are_given_for_the_host_as_fast_as_it_usually_was(shop, monkeypatch):
+    taken, launches, usual = Bench.sample, iter([0.02, 0.01, 0.04] + [0.01] * 999), []
+
+    def on_gpu(self, plan, replay, launch_ms):
+        usual.append(launch_ms)
+        return replace(taken(self, plan, replay, launch_ms), launch_ms=next(launches), host_scale=0.5)
+
+    monkeypatch.setattr(Bench, "sample", on_gpu)
+    with DeviceSweep(setup()) as line:
+        row = measured(plans=[WIDE], line=line)[0][WIDE]
+        measured(NEXT, [WIDE], line)
+    assert usual[:4] == [None, 0.02, 0.015, 0.02]
+    assert usual[-1] == 0.01
+    assert row.performance.host_scale == [0.5] * len(row.performance.visits["call"])
+    again = Measurement.model_validate_json(row.to_line())
+    assert again == row
+    exact = row.model_copy(update={"performance_": row.performance.model_copy(update={"host_scale": []})})
+    assert "host_scale" not in exact.to_line()
 
 
 def test_a_time_that_cannot_be_is_an_error_and_a_possible_one_a_share(shop, monkeypatch):

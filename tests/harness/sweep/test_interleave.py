@@ -12,6 +12,7 @@ from planted import CPU
 
 from attnbench.harness.measure.findings import Visit
 from attnbench.harness.measure.timing import Timer
+from attnbench.harness.statistics import median_interval
 from attnbench.harness.sweep.interleave import Samples, interleave
 from attnbench.kernels.plan import Plan
 from examples import examples
@@ -115,6 +116,15 @@ def test_narrow_is_half_the_width_of_the_interval_relative_to_the_median(half, e
     taken = [4 * (1 + half * sign) for sign in (-1, 1)] * 20 + [4.0]
     samples.add(Visit({"call": taken}, taken, (0.0, 1.0), (), 0.0))
     assert samples.enough(timer) == enough
+
+
+def test_visits_that_do_not_agree_are_not_enough_however_alike_their_samples_are():
+    for medians, enough in ([1.0] * 9, True), ([1.0] * 5 + [0.8, 0.8, 1.2, 1.2], False):
+        samples = Samples()
+        for number, ms in enumerate(medians):
+            samples.add(Visit({"call": [ms] * A_VISIT}, [], (number, number + 0.001), (), 0.0))
+        assert median_interval(samples.time_ms["call"])[::2] == (1.0, 1.0)
+        assert samples.enough(TIMER) == enough
 
 
 def test_every_cost_has_to_be_narrow():

@@ -16,8 +16,9 @@ _CYCLES = 2e9  # a second
 class Gpu:
     """The host's clock, and when the device has run all that was queued; seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, slow: float = 1.0) -> None:
         self.now = self.free = 0.0
+        self._launch = slow * _LAUNCH
 
     def host(self, seconds: float) -> None:
         """The host works by itself."""
@@ -25,7 +26,7 @@ class Gpu:
 
     def launch(self, seconds: float) -> None:
         """The host queues what takes the device so long."""
-        self.now += _LAUNCH
+        self.now += self._launch
         self.free = max(self.free, self.now) + seconds
 
     def wait(self, *_: object) -> None:
@@ -51,10 +52,14 @@ class _Event:
         return (other.at - self.at) * 1e3
 
 
-def simulated(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    """A device that stands in for what torch.cuda and the clock answer until the fixture ends."""
-    gpu = Gpu()
+def simulated(monkeypatch: pytest.MonkeyPatch, slow: float = 1.0) -> Gpu:
+    """A device that stands in for what torch.cuda and the clock answer until the fixture ends.
+
+    Its host takes ``slow`` times as long as usual to launch.
+    """
+    gpu = Gpu(slow)
     scratch = SimpleNamespace(zero_=lambda: gpu.launch(4e-5))
+    small = SimpleNamespace(add_=lambda _: gpu.launch(2e-6))
     replaced = {
         (torch.cuda, "Event"): lambda **_: _Event(gpu),
         (torch.cuda, "_sleep"): lambda cycles: gpu.launch(cycles / _CYCLES),
@@ -62,6 +67,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         (torch.cuda, "device"): lambda _: nullcontext(),
         (torch.cuda, "get_device_properties"): lambda _: SimpleNamespace(L2_cache_size=2**25),
         (torch, "empty"): lambda *_, **__: scratch,
+        (torch, "zeros"): lambda *_, **__: small,
         (time, "perf_counter"): lambda: gpu.now,
     }
     for (place, name), value in replaced.items():
