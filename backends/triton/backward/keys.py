@@ -25,6 +25,7 @@ import triton.language as tl
 
 from ..arithmetic import bound, probabilities, product, steps, store_turned, to_bf16, to_e4m3, visible
 from ..tile_rows import ROW, scale_of_keys
+from .place import block_and_head
 
 __all__ = ["key_gradients"]
 
@@ -202,15 +203,15 @@ def key_gradients(
     that have lengths of their own, or None.  With it all that is laid out has slots, and ``aligned`` says that a
     sequence's ``after`` is larger, and ``before`` smaller, by its keys less its queries.
     """
-    kv_head = tl.program_id(1)
+    block, kv_head = block_and_head()
     if tiles is None:
-        n = tl.program_id(0) * block_n
+        n = block * block_n
         batch, own = (kv_head // kv_heads).to(tl.int64), (kv_head % kv_heads).to(tl.int64)
         q_slot, k_first = 0, kv_head * padded_kv
     else:
-        if tl.program_id(0) >= tl.load(tiles):
+        if block >= tl.load(tiles):
             return
-        tiles += (1 + tl.program_id(0)) * ROW
+        tiles += (1 + block) * ROW
         batch, own = tl.load(tiles).to(tl.int64), kv_head.to(tl.int64)
         n, k_start, q_slot = tl.load(tiles + 1), tl.load(tiles + 4), tl.load(tiles + 6)
         k_first = kv_head * padded_kv + tl.load(tiles + 7)

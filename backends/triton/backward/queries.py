@@ -7,6 +7,7 @@ import triton.language as tl
 
 from ..arithmetic import bound, probabilities, product, steps, store_turned, to_bf16, to_e4m3, visible
 from ..tile_rows import ROW, scale_of_keys
+from .place import block_and_head
 
 __all__ = ["query_gradients"]
 
@@ -157,17 +158,17 @@ def query_gradients(
     ``k_more`` is the widened copy, or the transposed one where ``narrow``; ``ragged`` says that the last block of
     keys is not full.  ``tiles``, ``aligned`` and ``rest``: see ``key_gradients``.
     """
-    head = tl.program_id(1)
+    block, head = block_and_head()
     kv_head = head // group
     if tiles is None:
         # With a causal mask the last queries have the most to do: they go first.
-        m = (tl.num_programs(0) - 1 - tl.program_id(0)) * block_m
+        m = (tl.num_programs(0) - 1 - block) * block_m
         batch, own = (head // heads).to(tl.int64), (head % heads // group).to(tl.int64)
         q_first, k_slot = head * padded_q, 0
     else:
-        if tl.program_id(0) >= tl.load(tiles):
+        if block >= tl.load(tiles):
             return
-        tiles += (1 + tl.program_id(0)) * ROW
+        tiles += (1 + block) * ROW
         batch, own = tl.load(tiles).to(tl.int64), kv_head.to(tl.int64)
         m, q_start, k_start, k_slot = tl.load(tiles + 1), tl.load(tiles + 2), tl.load(tiles + 4), tl.load(tiles + 7)
         q_first = head * padded_q + tl.load(tiles + 6)

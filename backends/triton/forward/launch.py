@@ -146,13 +146,12 @@ def laid_out(
     ``lengths`` it has slots of the tile's ``block_n`` keys.  Raises InputError if descales do not fit their tensors.
     """
     per_token = any(each.descale.shape[2] > 1 and not each.by_sequence for each in (q, k, v))
-    tile = _served(spec, tile, per_token, hopper.runs_on(v.data.device))
     by_query, by_key, by_value = (_in_rows(each.descale) for each in (q, k, v))
     inverses = by_value
     if by_value.shape[2] > 1 and not v.by_sequence:
         descales = by_value.contiguous().clamp_min(_LEAST)
         by_value, inverses = descales.log2(), descales.reciprocal()
-    size = read_size(tile, spec.head_dim)
+    size = read_size(_served(spec, tile, per_token, hopper.runs_on(v.data.device)), spec.head_dim)
     operands = loadable(q.data, size), loadable(k.data, size), v.data
     shared = q.by_sequence, k.by_sequence, v.by_sequence
     return _native(spec, tile, operands, (by_query, by_key, by_value), inverses, lengths=lengths, shared=shared)
@@ -266,6 +265,7 @@ def layout_of(
         Factors(by_batch, by_head, by_token > 0 and not alike)
         for (by_batch, by_head, by_token), alike in zip(found, shared, strict=True)
     )
+    slot = max(tile.block_n, PADDING)  # of the tile that V was laid out for, whichever serves
     if not casting:
         tile = _served(spec, tile, any(each.per_token for each in factors), here)
     size = read_size(tile, spec.head_dim)
@@ -279,7 +279,7 @@ def layout_of(
     tiled = None
     if sequences is not None:
         block_m = hopper.BLOCK_M if tile.hopper else tile.block_m
-        tiled = Tiled("q", block_m, (PADDING, max(tile.block_n, PADDING)), (extent.seqlen_q, extent.seqlen_kv))
+        tiled = Tiled("q", block_m, (PADDING, slot), (extent.seqlen_q, extent.seqlen_kv))
     if tile.hopper:
         places = tuple(each[3:] for each in matrices)
         programs = spec.heads if sequences is not None else spec.batch * spec.heads

@@ -28,6 +28,11 @@ from attnbench.problem.fp8 import Quantised, Recipe, quantise
 from examples import every_pair, examples
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
+from attnbench.backends.triton.backward.place import block_and_head
+
 WIDE, NARROW = KERNELS
 CPU = Device("cpu", "CPU")
 END = "bottom-right"
@@ -303,3 +308,25 @@ def test_tiles_are_the_committed_ones_else_what_fits() -> None:
             assert tiles_of(window, key.head_dim, key.capability, key.narrow) == tiles
     assert TileKey((1, 0), True, 64, "none") not in TILES
     assert tiles_of(causal, 32, (1, 0), True) == DEFAULT
+
+
+@triton.jit
+def _places(out):
+    number = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    block, head = block_and_head()
+    tl.store(out + 2 * number, block)
+    tl.store(out + 2 * number + 1, head)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "heads", "first"), [(32, 10, [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)]), (130, 2, [(0, 0), (1, 0)])]
+)
+def test_programs_have_the_first_blocks_of_a_section_first(
+    blocks: int, heads: int, first: list[tuple[int, int]]
+) -> None:
+    """As many heads as run at once: four of 32 blocks, and two are left at last."""
+    out = torch.full((heads * blocks, 2), -1)
+    _places[(blocks, heads, 1)](out)
+    found = [tuple(each) for each in out.tolist()]
+    assert found[: len(first)] == first
+    assert sorted(found) == [(block, head) for block in range(blocks) for head in range(heads)]

@@ -67,6 +67,16 @@ def test_each_sequence_is_answered_as_if_it_were_alone(batch: Documents, forward
         assert alike(found, alone, allowed(forward))
 
 
+@pytest.mark.parametrize("kind", [TritonForward, TritonOnePass])
+def test_sequences_stay_apart_where_a_hopper_kernels_tile_serves_the_plain_one(kind: type[TritonForward]) -> None:
+    """V has slots of 256 keys then, and the plain kernel reads 128 at a time."""
+    tile = Tile(128, 256, 4, 2, interleaved=True, hopper=True)
+    forward = kind("fp8-head", tile) if kind is TritonForward else TritonOnePass(tile)
+    batch = Documents(((20, 20), (130, 130), (9, 9)), Mask(right=0), softcap=2.0, heads=(1, 1))
+    for found, alone in zip(answers(batch, forward), batch.alone(forward), strict=True):
+        assert alike(found, alone, allowed(forward))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("sizes", [(192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("backward", KERNELS, ids=lambda backward: backward.name)

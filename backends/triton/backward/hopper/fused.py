@@ -33,6 +33,7 @@ from .shared import (
     CONSUMERS,
     ROWS,
     barrier_where,
+    block_and_head,
     operand,
     span_of_queries,
     store,
@@ -54,7 +55,7 @@ def _sequence(tiles, before, after, aligned: gl.constexpr):
     """The program's row of the table: (batch entry, first key, where the sequence's keys start, their number, its
     queries, the slots of queries and keys, the sequence's own ``before`` and ``after``).
     """
-    row = tiles + (1 + gl.program_id(0)) * _ROW
+    row = tiles + (1 + block_and_head()[0]) * _ROW
     queries, keys = gl.load(row + 3), gl.load(row + 5)
     if aligned:
         before, after = before - (keys - queries), after + (keys - queries)
@@ -78,7 +79,8 @@ def _load(
         held, narrow, wide, narrow_free, wide_free, turn_filled,
         seqlen_q, seqlen_kv, padded_q, padded_kv, plane, before, after,
     ) = brought  # fmt: skip
-    first_key, kv_head = gl.program_id(0) * (CONSUMERS * ROWS), gl.program_id(1)
+    block, kv_head = block_and_head()
+    first_key = block * (CONSUMERS * ROWS)
     key_row, q_slot = kv_head * padded_kv, 0
     if tiles is not None:
         _, first_key, _, seqlen_kv, seqlen_q, q_slot, k_slot, before, after = _sequence(tiles, before, after, aligned)
@@ -175,7 +177,8 @@ def _sum_up(
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, part, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, head_dim, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, head_dim_v, 16])
-    first_key, kv_head = gl.program_id(0) * (CONSUMERS * ROWS), gl.program_id(1)
+    block, kv_head = block_and_head()
+    first_key = block * (CONSUMERS * ROWS)
     q_slot = 0
     if tiles is None:
         at = kv_head.to(gl.int64) * seqlen_kv
@@ -301,7 +304,7 @@ def all_gradients_hopper(
     queries.
     """
     if tiles is not None:  # noqa: SIM102 (where all lengths are alike there is no branch)
-        if gl.program_id(0) >= gl.load(tiles):
+        if block_and_head()[0] >= gl.load(tiles):
             return
     block_m: gl.constexpr = q.block_type.shape[0]
     head_dim: gl.constexpr = k.block_type.shape[1]

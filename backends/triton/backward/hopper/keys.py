@@ -21,6 +21,7 @@ from .shared import (
     ROWS,
     advanced,
     barrier_where,
+    block_and_head,
     operand,
     span_of_queries,
     store,
@@ -44,7 +45,8 @@ def _load(
         held, narrow, wide, emptied, turn_filled,
         seqlen_q, seqlen_kv, padded_q, padded_kv, plane, before, after,
     ) = brought  # fmt: skip
-    first_key, kv_head = gl.program_id(0) * (CONSUMERS * ROWS), gl.program_id(1)
+    block, kv_head = block_and_head()
+    first_key = block * (CONSUMERS * ROWS)
     key_row = kv_head * padded_kv + first_key
     mbarrier.expect(held, CONSUMERS * (k.block_type.nbytes + v.block_type.nbytes))
     for i in gl.static_range(CONSUMERS):
@@ -95,7 +97,8 @@ def _sum_up(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_m, 32])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, head_dim, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, head_dim_v, 16])
-    first_key, kv_head = gl.program_id(0) * (CONSUMERS * ROWS), gl.program_id(1)
+    block, kv_head = block_and_head()
+    first_key = block * (CONSUMERS * ROWS)
     first, whole, parted, blocks = span_of_queries(first_key, seqlen_q, seqlen_kv, before, after, block_m, left, right)
     batch, own = (kv_head // kv_heads).to(gl.int64), kv_head % kv_heads
     key = first_key + which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))

@@ -15,7 +15,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from .narrow import PART, added, narrow_operand, part_product, scaled, steps, store_parts, turned_parts, zero_parts
-from .shared import CONSUMERS, ROWS, advanced, barrier_where, span_of_queries, transposed_product, visible_part
+from .shared import (
+    CONSUMERS,
+    ROWS,
+    advanced,
+    barrier_where,
+    block_and_head,
+    span_of_queries,
+    transposed_product,
+    visible_part,
+)
 
 __all__ = ["narrow_key_gradients_hopper"]
 
@@ -32,7 +41,8 @@ def _load(
         held, upright, across, emptied, turn_filled,
         seqlen_q, seqlen_kv, padded_q, padded_kv, plane, before, after,
     ) = brought  # fmt: skip
-    first_key, kv_head = gl.program_id(0) * (CONSUMERS * ROWS), gl.program_id(1)
+    block, kv_head = block_and_head()
+    first_key = block * (CONSUMERS * ROWS)
     key_row = kv_head * padded_kv + first_key
     mbarrier.expect(held, CONSUMERS * (k.block_type.nbytes + v.block_type.nbytes))
     for i in gl.static_range(CONSUMERS):
@@ -112,7 +122,8 @@ def _sum_up(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_m, 32])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
     left_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
-    first_key, kv_head = gl.program_id(0) * (CONSUMERS * ROWS), gl.program_id(1)
+    block, kv_head = block_and_head()
+    first_key = block * (CONSUMERS * ROWS)
     first, whole, parted, blocks = span_of_queries(first_key, seqlen_q, seqlen_kv, before, after, block_m, left, right)
     batch, own = (kv_head // kv_heads).to(gl.int64), kv_head % kv_heads
     key = gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))

@@ -12,7 +12,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from .narrow import PART, added, narrow_operand, part_product, scaled, steps, store_parts, turned_parts, zero_parts
-from .shared import CONSUMERS, ROWS, advanced, barrier_where, span_of_keys, top_query, transposed_product, visible_part
+from .shared import (
+    CONSUMERS,
+    ROWS,
+    advanced,
+    barrier_where,
+    span_of_keys,
+    top_query_and_head,
+    transposed_product,
+    visible_part,
+)
 
 __all__ = ["narrow_query_gradients_hopper"]
 
@@ -28,7 +37,7 @@ def _load(
         held, upright, across, emptied, turn_filled,
         group, seqlen_q, seqlen_kv, padded_q, padded_kv, before, after,
     ) = brought  # fmt: skip
-    top, head = top_query(), gl.program_id(1)
+    top, head = top_query_and_head()
     row = head * padded_q + top
     mbarrier.expect(held, CONSUMERS * (q.block_type.nbytes + do.block_type.nbytes))
     for i in gl.static_range(CONSUMERS):
@@ -77,7 +86,7 @@ def _sum_up(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n, 32])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 32])
     left_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
-    top, head = top_query(), gl.program_id(1)
+    top, head = top_query_and_head()
     first, whole, parted, blocks = span_of_keys(top, seqlen_q, seqlen_kv, before, after, block_n, left, right)
     batch, own = (head // heads).to(gl.int64), head % heads // group
     query = top + which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))

@@ -19,7 +19,7 @@ from .shared import (
     operand,
     span_of_keys,
     store,
-    top_query,
+    top_query_and_head,
     transposed_product,
     turned,
     visible_part,
@@ -39,7 +39,7 @@ def _load(
         held, narrow, wide, emptied, turn_filled,
         group, seqlen_q, seqlen_kv, padded_q, padded_kv, before, after,
     ) = brought  # fmt: skip
-    top, head = top_query(), gl.program_id(1)
+    top, head = top_query_and_head()
     row = head * padded_q + top
     mbarrier.expect(held, CONSUMERS * (q.block_type.nbytes + do.block_type.nbytes))
     for i in gl.static_range(CONSUMERS):
@@ -82,7 +82,7 @@ def _sum_up(
     head_dim: gl.constexpr = queries.shape[2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_n, 32])
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, head_dim, 16])
-    top, head = top_query(), gl.program_id(1)
+    top, head = top_query_and_head()
     first, whole, parted, blocks = span_of_keys(top, seqlen_q, seqlen_kv, before, after, block_n, left, right)
     batch, own = (head // heads).to(gl.int64), head % heads // group
     query = top + which * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))

@@ -10,21 +10,25 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from ..place import AT_ONCE
+
 __all__ = [
     "CONSUMERS",
     "ROWS",
     "advanced",
     "barrier_where",
+    "block_and_head",
     "operand",
     "span_of_keys",
     "span_of_queries",
     "store",
-    "top_query",
+    "top_query_and_head",
     "transposed_product",
     "turned",
     "visible_part",
 ]
 
+_AT_ONCE = gl.constexpr(AT_ONCE.value)
 CONSUMERS = gl.constexpr(2)  # warpgroups that compute
 ROWS = gl.constexpr(64)  # of a warpgroup: the height of its matrix instruction
 
@@ -76,9 +80,22 @@ def span_of_queries(
 
 
 @gluon.jit
-def top_query():
+def block_and_head():
+    """As ``place.block_and_head``, which is in Triton."""
+    blocks, heads = gl.num_programs(0), gl.num_programs(1)
+    number = gl.program_id(1) * blocks + gl.program_id(0)
+    section = gl.maximum(_AT_ONCE // blocks, 1)
+    before = number // (section * blocks) * section
+    width = gl.minimum(section, heads - before)
+    number -= before * blocks
+    return number // width, before + number % width
+
+
+@gluon.jit
+def top_query_and_head():
     """The program's first query.  With a causal mask the last ones have the most to do: they go first."""
-    return (gl.num_programs(0) - 1 - gl.program_id(0)) * (CONSUMERS * ROWS)
+    block, head = block_and_head()
+    return (gl.num_programs(0) - 1 - block) * (CONSUMERS * ROWS), head
 
 
 @gluon.jit

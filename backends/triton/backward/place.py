@@ -1,0 +1,27 @@
+"""Which block of tokens and which head a program of the backward has."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["AT_ONCE", "block_and_head"]
+
+AT_ONCE = tl.constexpr(128)  # programs, each with a Hopper multiprocessor to itself: an H100 and an H200 have 132
+
+
+@triton.jit
+def block_and_head():
+    """Of a grid (blocks, heads), whose programs start in the order of the first axis.
+
+    Under a causal mask the first blocks take the longest.  If heads took turns, each would begin with those, and the
+    GPU would wait for the last head's; of all heads together the L2 holds too little.  So of as many heads as run at
+    once anyway, a section, the first blocks start first.
+    """
+    blocks, heads = tl.num_programs(0), tl.num_programs(1)
+    number = tl.program_id(1) * blocks + tl.program_id(0)
+    section = tl.maximum(AT_ONCE // blocks, 1)
+    before = number // (section * blocks) * section
+    width = tl.minimum(section, heads - before)
+    number -= before * blocks
+    return number // width, before + number % width
