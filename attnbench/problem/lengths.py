@@ -1,9 +1,9 @@
 """The lengths of the sequences of one call: the tensors that kernels read, checked, and each sequence on its own.
 
-What is known of a tensor of lengths (its largest difference, that it is in order) is read once and kept as long as the
-tensor lives and is not changed in place; then a call reads nothing from the device.  Memory that is changed behind
-torch's back (by a kernel of one's own, a replayed CUDA graph) is not noticed: pass ``max_seqlen_q`` and
-``max_seqlen_kv`` there.
+What is known of a tensor of lengths on a GPU (its largest difference, that it is in order) is read once and kept as
+long as the tensor lives and is not changed in place; then a call reads nothing from the device.  Memory that is changed
+behind torch's back (by a kernel of one's own, a replayed CUDA graph) is noticed with ATTNBENCH_CHECK=1 alone: pass
+``max_seqlen_q`` and ``max_seqlen_kv`` there.  On a CPU every call reads and checks them.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _longest(side: str, starts: Tensor, total: int, given: int | None) -> int:
 def _read(name: str, starts: Tensor, total: int) -> int:
     """The longest sequence, at least 1: known already, or read from the device once."""
     version = -1 if starts.is_inference() else starts._version
-    known = _known.get(starts)
+    known = None if _readable(starts) else _known.get(starts)  # what is to be checked is read at every call
     if known is not None and known.version == version != -1 and known.total == total:
         return known.longest
     if starts.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -51,7 +51,15 @@ def test_transformers_in_bf16(kind, settings):
     assert worst(found[1], wanted[1], least=1e-2) < BF16
 
 
-@pytest.mark.parametrize(("kind", "settings"), [("LlamaConfig", LARGER), ("MistralConfig", WINDOWED)])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("LlamaConfig", LARGER),
+        ("Qwen3Config", LARGER),
+        ("Gemma3TextConfig", {**WINDOWED, "layer_types": ["sliding_attention", "full_attention"]}),
+        ("MistralConfig", WINDOWED),
+    ],
+)
 @pytest.mark.parametrize("batch", ["left", "right", "positions"])
 def test_transformers_attends_to_sequences_of_unequal_length(kind, settings, batch):
     pytest.importorskip("transformers")
