@@ -52,6 +52,7 @@ _OPTIONS: dict[str, tuple[str, Any]] = {
     "smooth": ("smoothing", True),
 }
 _ACCUMULATOR = re.compile(r"acc([0-9]{1,9})(?:p([0-9]{1,9}))?")
+_STEADY, _LINEAR = 1.0, 2.0  # by what errors may grow when the keys double
 _NARROWEST, _WIDEST = 3, 17  # above 17 bits a step's 33 aligned terms no longer add up exactly in fp32
 
 
@@ -70,6 +71,9 @@ class _Emulated(Kernel):
         self.rows = _rows(recipe)
         forward, backward = _ERRORS[recipe.format]
         self.declared_error = backward if isinstance(self, BackwardKernel) else forward
+        # The backward adds each tile up in fp32; a narrow accumulator of a forward loses in proportion to its additions.
+        long = accumulator.bits is not None and accumulator.promote is None and isinstance(self, ForwardKernel)
+        self.error_growth = _LINEAR if long else _STEADY
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         largest = _LARGEST["exact" if self.accumulator.bits is None else "narrow"]

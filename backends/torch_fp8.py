@@ -20,7 +20,7 @@ from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Inp
 from attnbench.problem.spec import AttentionSpec
 
 from .common.installed import without_cuda
-from .flash_attention.fa3 import HOPPER, PROFILED, needs
+from .flash_attention.fa3 import HOPPER, PROFILED, SHORT_ACCUMULATOR, needs
 from .flash_attention.fa3_operands import Native, prepared, refuse_spec
 from .flash_attention.fa3_origins import INSTALL, interface
 
@@ -77,6 +77,7 @@ class TorchFp8Forward(ForwardKernel):
     leaves = "e4m3"
     preference = 15
     declared_error = _ERROR
+    error_growth = SHORT_ACCUMULATOR
     rows: Mapping[str, Capabilities] = {
         "cuda": Capabilities(dtypes=("bf16", "fp16", "e4m3"), descales=("tensor", "head"), softcap=False, **HOPPER)
     }

@@ -35,7 +35,7 @@ from ..common.windows import window_of
 from .fa3_operands import Native, dimensions, prepared, readable, refuse_spec
 from .fa3_origins import availability, chosen, library
 
-__all__ = ["BACKEND", "HOPPER", "PROFILED", "Fa3Backward", "Fa3Forward", "fp8_row", "needs"]
+__all__ = ["BACKEND", "HOPPER", "PROFILED", "SHORT_ACCUMULATOR", "Fa3Backward", "Fa3Forward", "fp8_row", "needs"]
 
 HOPPER: Mapping[str, Any] = {"capability": (9, 0), "capability_below": (10, 0), "head_dims": (1, 256, 1)}
 # The device kernels as the profiler writes them.  The first type is the operands'; bf16 is other things' type, too.
@@ -43,6 +43,8 @@ _TYPES = {"fp8": "float_e4m3_t", "bf16": "bfloat16_t", "fp16": "half_t"}
 PROFILED = {
     precision: rf"FlashAttnFwdSm90(?:(?!{'|'.join(_TYPES.values())}).)*{name}" for precision, name in _TYPES.items()
 }
+# P·V stays in Hopper's FP8 accumulator of 13 mantissa bits, which loses in proportion to the number of additions.
+SHORT_ACCUMULATOR = 2.0
 _FP8_ERROR = 0.08  # 0.052 to 0.054 was measured on normal inputs, D 64 to 256; few keys and small D need more
 _OMITTED = {
     "BACKWARD": "the build from {origin} has no backward",
@@ -80,6 +82,7 @@ class Fa3Forward(ForwardKernel):
     backend = "fa3"
     preference: int | None = 8
     batches: tuple[Batch, ...] = ("packed",)
+    fp8_growth: float | None = SHORT_ACCUMULATOR
 
     def __init__(self, precision: str) -> None:
         self.name = f"{self.backend}:{precision}"
@@ -89,6 +92,7 @@ class Fa3Forward(ForwardKernel):
         # The last tile of a sequence reads the next one's V and multiplies it by 0, which leaves NaN (H200).
         self.rows = {"cuda": replace(row, lengths=self.batches, isolates=not self.batches)}
         self.declared_error = _FP8_ERROR if precision == "fp8" else DECLARED_ERROR[precision]
+        self.error_growth = self.fp8_growth if precision == "fp8" else None
         self.evidence = {"cuda": PROFILED[precision]}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
