@@ -71,7 +71,7 @@ class _Emulated(Kernel):
         self.rows = _rows(recipe)
         forward, backward = _ERRORS[recipe.format]
         self.declared_error = backward if isinstance(self, BackwardKernel) else forward
-        # The backward adds each tile up in fp32; a narrow accumulator of a forward loses in proportion to its additions.
+        # The backward adds each tile up in fp32; a forward's narrow accumulator loses in proportion to its additions.
         long = accumulator.bits is not None and accumulator.promote is None and isinstance(self, ForwardKernel)
         self.error_growth = _LINEAR if long else _STEADY
 

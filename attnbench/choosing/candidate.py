@@ -35,8 +35,8 @@ class Candidate:
 
     ``spread_ms`` is the interquartile range of a measured time, ``time_error`` the standard error of the logarithm of a
     predicted or scaled one (0.05 is about 5 %).  ``needs`` is the smallest budget that admits the plan with FP8
-    allowed; None if no budget does.  ``declared_beyond`` is the most keys that the plan was measured with where the spec
-    has more: from there on the error grows as the kernels declare.
+    allowed; None if no budget does.  ``declared_beyond`` is the most keys that an FP8 plan was measured with where the
+    spec has more: from there on the error grows as the kernels declare.
     """
 
     plan: Plan

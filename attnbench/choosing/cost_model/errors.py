@@ -38,8 +38,10 @@ class ErrorModel:
     another with a mask than without, and with sequences of unequal length; batch, heads and grouping do not matter.  A
     plan of one direction and type has one such Bayesian regression for each input family, over all classes (Gelman et
     al., Bayesian Data Analysis, chapter 14).  What it leaves over is how inputs and shapes differ: the fewer the
-    measurements and the more they differ, the wider the distribution of the next error.  Beyond the fewest and most
-    measured keys the error is that at the last.
+    measurements and the more they differ, the wider the distribution of the next error.  Below the fewest measured
+    keys the error is that at the fewest.  Beyond the most it goes on to grow, as on outliers, of which more tokens have
+    larger ones (H200: 1.03 to 1.25 a doubling), but not to fall.  Of 166 FP8 errors of more than 8,192 tokens 11 were
+    above what those of fewer predict so, and 39 above the error at the most.
     """
 
     def __init__(self, entries: Iterable[Entry]) -> None:
@@ -106,7 +108,8 @@ class _Fit:
         *place, keys = _place(spec)
         at = np.array([*place, min(max(keys, self._least), self._most)])
         deviation = math.sqrt(self._variance * (1 + float(at @ self._covariance @ at)))
-        return float(2 ** min(float(at @ self._weights) + _DEVIATIONS * deviation, 1000.0))
+        grown = max(keys - self._most, 0.0) * max(self._weights[-1], 0.0)
+        return float(2 ** min(float(at @ self._weights) + _DEVIATIONS * deviation + grown, 1000.0))
 
 
 def _place(spec: AttentionSpec) -> tuple[float, ...]:
