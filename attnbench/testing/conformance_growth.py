@@ -21,8 +21,8 @@ from .sampled_truth import sampled, sampled_truth
 
 __all__ = ["check_growth", "long_specs", "why_not_long"]
 
-# Keys, or queries, after a sixteenth and a quarter of them; the first number that is served.  Plans that declare nothing,
-# having no 8-bit kernel, go to the next, because theirs costs a sixteenth.
+# Keys, or queries, after a sixteenth and a quarter of them; the first number that is served.  Plans without an
+# 8-bit kernel, which declare nothing, start at the next, whose truth costs a sixteenth.
 _MOST = {"cpu": (8192,), "cuda": (131072, 32768, 8192)}
 _STEPS = (16, 4, 1)
 _FEW = {"cpu": 64, "cuda": 128}  # queries, or keys, whose truth is computed
