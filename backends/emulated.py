@@ -32,6 +32,7 @@ from attnbench.problem.fp8 import BLOCK, Quantised, Recipe, quantise
 from attnbench.problem.lengths_kind import BATCHES
 from attnbench.problem.spec import GRANULARITIES, AttentionSpec
 
+from .common.declared_errors import SHORT_ACCUMULATOR, STEADY
 from .common.each_sequence import answer_each, derive_each, prepare_each
 from .common.installed import torch_availability
 from .emulated_arithmetic import Accumulator, attend, gradients
@@ -52,7 +53,6 @@ _OPTIONS: dict[str, tuple[str, Any]] = {
     "smooth": ("smoothing", True),
 }
 _ACCUMULATOR = re.compile(r"acc([0-9]{1,9})(?:p([0-9]{1,9}))?")
-_STEADY, _LINEAR = 1.0, 2.0  # by what errors may grow when the keys double
 _NARROWEST, _WIDEST = 3, 17  # above 17 bits a step's 33 aligned terms no longer add up exactly in fp32
 
 
@@ -73,7 +73,7 @@ class _Emulated(Kernel):
         self.declared_error = backward if isinstance(self, BackwardKernel) else forward
         # The backward adds each tile up in fp32; a forward's narrow accumulator loses in proportion to its additions.
         long = accumulator.bits is not None and accumulator.promote is None and isinstance(self, ForwardKernel)
-        self.error_growth = _LINEAR if long else _STEADY
+        self.error_growth = SHORT_ACCUMULATOR if long else STEADY
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         largest = _LARGEST["exact" if self.accumulator.bits is None else "narrow"]

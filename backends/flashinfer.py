@@ -30,7 +30,7 @@ from attnbench.problem.spec import AttentionSpec
 from .common.installed import has_file, installed, release, without_cuda
 from .common.layout import padded
 from .common.windows import bottom_right
-from .flash_attention.fa3 import HOPPER, SHORT_ACCUMULATOR
+from .flash_attention.fa3 import HOPPER
 from .flash_attention.fa3_operands import check_plain
 
 __all__ = ["BACKEND", "FlashInferForward"]
@@ -103,7 +103,6 @@ class FlashInferForward(ForwardKernel):
     leaves = "e4m3"
     preference = 32
     declared_error = 0.08  # that of fa3: the same products, sums and roundings
-    error_growth = SHORT_ACCUMULATOR
     rows: Mapping[str, Capabilities] = {
         "cuda": Capabilities(
             dtypes=("bf16", "fp16", "e4m3"),

@@ -19,8 +19,9 @@ from attnbench.kernels.capabilities import Capabilities, Device
 from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Inputs, Operands, Result, gradient_dtype
 from attnbench.problem.spec import AttentionSpec
 
+from .common.declared_errors import SHORT_ACCUMULATOR
 from .common.installed import without_cuda
-from .flash_attention.fa3 import HOPPER, PROFILED, SHORT_ACCUMULATOR, needs
+from .flash_attention.fa3 import HOPPER, PROFILED, needs
 from .flash_attention.fa3_operands import Native, prepared, refuse_spec
 from .flash_attention.fa3_origins import INSTALL, interface
 

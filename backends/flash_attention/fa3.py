@@ -29,13 +29,13 @@ from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.lengths_kind import Batch
 from attnbench.problem.spec import AttentionSpec
 
-from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
+from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, SHORT_ACCUMULATOR
 from ..common.layout import padded, whole_gradients
 from ..common.windows import window_of
 from .fa3_operands import Native, dimensions, prepared, readable, refuse_spec
 from .fa3_origins import availability, chosen, library
 
-__all__ = ["BACKEND", "HOPPER", "PROFILED", "SHORT_ACCUMULATOR", "Fa3Backward", "Fa3Forward", "fp8_row", "needs"]
+__all__ = ["BACKEND", "HOPPER", "PROFILED", "Fa3Backward", "Fa3Forward", "fp8_row", "needs"]
 
 HOPPER: Mapping[str, Any] = {"capability": (9, 0), "capability_below": (10, 0), "head_dims": (1, 256, 1)}
 # The device kernels as the profiler writes them.  The first type is the operands'; bf16 is other things' type, too.
@@ -43,8 +43,6 @@ _TYPES = {"fp8": "float_e4m3_t", "bf16": "bfloat16_t", "fp16": "half_t"}
 PROFILED = {
     precision: rf"FlashAttnFwdSm90(?:(?!{'|'.join(_TYPES.values())}).)*{name}" for precision, name in _TYPES.items()
 }
-# P·V stays in Hopper's FP8 accumulator of 13 mantissa bits, which loses in proportion to the number of additions.
-SHORT_ACCUMULATOR = 2.0
 _FP8_ERROR = 0.08  # 0.052 to 0.054 was measured on normal inputs, D 64 to 256; few keys and small D need more
 _OMITTED = {
     "BACKWARD": "the build from {origin} has no backward",

@@ -20,6 +20,7 @@ from attnbench.problem.lengths import Lengths
 from attnbench.problem.lengths_kind import BATCHES
 from attnbench.problem.spec import GRANULARITIES, AttentionSpec
 
+from ...common.declared_errors import STEADY
 from ..interpreter import alone, misplaced
 from ..quantise.deferred import Deferred
 from ..quantise.stored import pieces
@@ -41,9 +42,6 @@ RECIPES = {
     **{f"fp8-{each}": Recipe(each) for each in GRANULARITIES if each != "head"},
     **{f"fp8-{each}-hadamard": Recipe(each, rotation="hadamard") for each in GRANULARITIES if each != "head"},
 }
-# Every block's product starts at zero and is added in FP32, and a floating-point format rounds alike whatever the scale
-# that the largest of all tokens asks for.
-_STEADY = 1.0
 _MIXING = ("fp8", "fp8-token")  # with other backends' backwards: the most accurate, and the one without leaks
 
 
@@ -52,7 +50,7 @@ class TritonForward(ForwardKernel):
 
     preference = 9
     declared_error = _ERROR
-    error_growth = _STEADY
+    error_growth = STEADY  # every block's product starts at zero and is added in FP32
     leaves: str | None = "e4m3"
 
     def __init__(self, precision: str, tile: Tile | None = None) -> None:

@@ -5,7 +5,7 @@ import random
 from collections import defaultdict
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import ROOT
 
@@ -95,6 +95,7 @@ def test_the_errors_of_the_table_that_ships_stay_below_what_the_other_classes_pr
     assert sorted(ratios)[len(ratios) // 2] > 1 / 1.4  # and the bound is not useless: a factor of 1.2 in the median
 
 
+@settings(max_examples=15)
 @given(st.dictionaries(st.sampled_from([256, 1024, 2048, 8192]), st.floats(0.01, 0.5), min_size=1), st.floats(0, 8))
 def test_beyond_the_most_keys_an_error_goes_on_to_grow_or_stays(errors, doublings):
     model = ErrorModel(entry(spec(keys=keys), error) for keys, error in errors.items())
@@ -109,7 +110,7 @@ def test_beyond_the_most_keys_an_error_goes_on_to_grow_or_stays(errors, doubling
     assert not falls or beyond == pytest.approx(last, rel=1e-3)
 
 
-@pytest.mark.parametrize("most", [8192, 16384])
+@pytest.mark.parametrize("most", [8192, pytest.param(16384, marks=pytest.mark.exhaustive)])
 def test_the_longest_of_the_table_that_ships_stay_below_what_the_shorter_predict_and_kernels_declare(most):
     table, known = Table.load(ROOT / "attnbench" / "tables" / "nvidia-h200.json"), registry()
     entries = [each for each in table.entries.values() if each.usable and each.plan.fp8]
@@ -121,4 +122,4 @@ def test_the_longest_of_the_table_that_ships_stay_below_what_the_shorter_predict
             doublings = math.log2(summed(each.spec) / model.most_summed(each.plan, each.spec))
             above.append(each.worst[0] > found[0] * growth**doublings)
     assert len(above) > 50
-    assert sum(above) <= 0.08 * len(above)
+    assert sum(above) <= 0.05 * len(above)
