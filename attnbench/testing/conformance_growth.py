@@ -29,8 +29,9 @@ _FEW = {"cpu": 64, "cuda": 128}  # queries, or keys, whose truth is computed
 _SIZES = {"cpu": (32, 16, 64, 128), "cuda": (128, 64, 256, 16)}
 _DRAWS = 2
 # By how much the mean error of so many draws may differ from that of others, by family.  A mean in V, so that sums grow
-# with the keys, shows a short accumulator that other inputs hide.
-_MARGINS = {"normal": 1.15, "biased-v": 1.15, "outlier": 1.5}
+# with the keys, shows a short accumulator that other inputs hide; rounding O to bf16 then costs dQ up to 1.17 from 8k to
+# 128k keys (H200), where FP8 sums in FP32 stay within 1.05 on normal inputs, and 1.11 from 512 to 8k (CPU).
+_MARGINS = {"normal": 1.15, "biased-v": 1.25, "outlier": 1.5}
 _HARDER = ("outlier",)  # for exact attention on quantised tensors too: of more tokens the largest are larger
 # Errors of so much of what the other checks allow cost no choice, however they grow.
 _NO_MATTER, _NO_MATTER_WIDE = 0.25, 1.0
