@@ -23,14 +23,14 @@ __all__ = ["check_growth", "long_specs", "why_not_long"]
 
 # Keys, or queries, after a sixteenth and a quarter of them; the first number that is served.  Plans without an
 # 8-bit kernel, which declare nothing, start at the next, whose truth costs a sixteenth.
-_MOST = {"cpu": (8192,), "cuda": (131072, 32768, 8192)}
+_MOST = {"cpu": (8192, 2048), "cuda": (131072, 32768, 8192)}
 _STEPS = (16, 4, 1)
 _FEW = {"cpu": 64, "cuda": 128}  # queries, or keys, whose truth is computed
 _SIZES = {"cpu": (32, 16, 64, 128), "cuda": (128, 64, 256, 16)}
 _DRAWS = 2
 # By how much the mean error of so many draws may differ from that of others, by family.  A mean in V, so that sums grow
-# with the keys, shows a short accumulator that other inputs hide; rounding O to bf16 then costs dQ up to 1.17 from 8k to
-# 128k keys (H200), where FP8 sums in FP32 stay within 1.05 on normal inputs, and 1.11 from 512 to 8k (CPU).
+# with the keys, shows a short accumulator that other inputs hide; rounding O to bf16 then costs dQ up to 1.17 from 8k
+# to 128k keys (H200), where FP8 sums in FP32 stay within 1.05 on normal inputs, and 1.11 from 512 to 8k (CPU).
 _MARGINS = {"normal": 1.15, "biased-v": 1.25, "outlier": 1.5}
 _HARDER = ("outlier",)  # for exact attention on quantised tensors too: of more tokens the largest are larger
 # Errors of so much of what the other checks allow cost no choice, however they grow.
@@ -57,7 +57,7 @@ def long_specs(subject: Subject) -> list[AttentionSpec]:
     if why_not_long(subject):
         return []
     few, plain = _FEW[device], subject.typical(_SIZES[device])[:1]
-    for most in _MOST[device][device == "cuda" and not subject.plan.fp8 :]:
+    for most in _MOST[device][not subject.plan.fp8 :]:
         if device == "cuda":
             shapes = [(most, most, Mask()), (most, most, Mask(right=0))]
         else:

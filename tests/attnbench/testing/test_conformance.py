@@ -128,7 +128,7 @@ def test_hopper_s_accumulator_grows_unless_it_is_promoted(
 def test_sums_over_queries_grow_with_their_number() -> None:
     (failure,) = check(Forward(), ShortSums()).failures
     assert failure.plan == "mine:fp64>mine:fp64"
-    assert failure.said.startswith("dv of 8192 tokens is off by 0.03")
+    assert failure.said.startswith("dv of 2048 tokens is off by 0.03")
 
 
 @pytest.mark.usefixtures("growth_alone")

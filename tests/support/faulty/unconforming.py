@@ -304,7 +304,7 @@ def only(feature: Callable[[AttentionSpec], bool]) -> Callable[[Operands, Result
 
 def short_accumulator(operands: Operands, result: Result) -> Result:
     """A sum of so few bits that each addition of 32 keys loses a part of it."""
-    return result._replace(out=result.out * (1 - operands.spec.seqlen_kv / 32 * 2.0**-13))
+    return result._replace(out=result.out * (1 - operands.spec.seqlen_kv / 32 * 2.0**-11))
 
 
 # The kernel, the check that must name it, and what the check must say.
@@ -343,7 +343,7 @@ FORWARDS: dict[str, tuple[Callable[[], ForwardKernel], str, str]] = {
     "FP8 strides": (DenseFp8, "descales", "with FP8 views"),
     "strides": (Dense, "strides", "with every second column"),
     "threads": (Shared, "threads", "two threads"),
-    "short accumulator": (lambda: Changed(short_accumulator), "growth", "out of 8192 tokens is off by 0.03"),
+    "short accumulator": (lambda: Changed(short_accumulator), "growth", "out of 2048 tokens is off by 0.03"),
     "memory": (Hoarding, "memory", "alive"),
     "sequences joined": (lambda: Unbatched("packed", end_to_end), "packed batch", "the sequence of"),
     "a scale for all sequences": (lambda: Unbatched("packed", one_scale), "packed batch", "is off by"),
@@ -364,7 +364,7 @@ class ShortSums(Backward):
 
     def run(self, saved: Saved, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = super().run(saved, grad_out)
-        return dq, dk, dv * (1 - saved.spec.seqlen_q / 32 * 2.0**-13)
+        return dq, dk, dv * (1 - saved.spec.seqlen_q / 32 * 2.0**-11)
 
 
 class Spoiling(Backward):
