@@ -32,6 +32,7 @@ from attnbench.problem.fp8 import BLOCK, Quantised, Recipe, quantise
 from attnbench.problem.lengths_kind import BATCHES
 from attnbench.problem.spec import GRANULARITIES, AttentionSpec
 
+from .common.declared_errors import SHORT_ACCUMULATOR, STEADY
 from .common.each_sequence import answer_each, derive_each, prepare_each
 from .common.installed import torch_availability
 from .emulated_arithmetic import Accumulator, attend, gradients
@@ -70,6 +71,9 @@ class _Emulated(Kernel):
         self.rows = _rows(recipe)
         forward, backward = _ERRORS[recipe.format]
         self.declared_error = backward if isinstance(self, BackwardKernel) else forward
+        # The backward adds each tile up in fp32; a forward's narrow accumulator loses in proportion to its additions.
+        long = accumulator.bits is not None and accumulator.promote is None and isinstance(self, ForwardKernel)
+        self.error_growth = SHORT_ACCUMULATOR if long else STEADY
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         largest = _LARGEST["exact" if self.accumulator.bits is None else "narrow"]

@@ -27,6 +27,7 @@ from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Inp
 from attnbench.problem.fp8 import Quantised, Recipe, quantise
 from attnbench.problem.spec import AttentionSpec
 
+from .common.declared_errors import SHORT_ACCUMULATOR
 from .common.installed import has_file, installed, release, without_cuda
 from .common.layout import padded
 from .common.windows import bottom_right
@@ -103,6 +104,7 @@ class FlashInferForward(ForwardKernel):
     leaves = "e4m3"
     preference = 32
     declared_error = 0.08  # that of fa3: the same products, sums and roundings
+    error_growth = SHORT_ACCUMULATOR
     rows: Mapping[str, Capabilities] = {
         "cuda": Capabilities(
             dtypes=("bf16", "fp16", "e4m3"),

@@ -19,6 +19,7 @@ from attnbench.kernels.capabilities import Capabilities, Device
 from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Inputs, Operands, Result, gradient_dtype
 from attnbench.problem.spec import AttentionSpec
 
+from .common.declared_errors import SHORT_ACCUMULATOR
 from .common.installed import without_cuda
 from .flash_attention.fa3 import HOPPER, PROFILED, needs
 from .flash_attention.fa3_operands import Native, prepared, refuse_spec
@@ -77,6 +78,7 @@ class TorchFp8Forward(ForwardKernel):
     leaves = "e4m3"
     preference = 15
     declared_error = _ERROR
+    error_growth = SHORT_ACCUMULATOR
     rows: Mapping[str, Capabilities] = {
         "cuda": Capabilities(dtypes=("bf16", "fp16", "e4m3"), descales=("tensor", "head"), softcap=False, **HOPPER)
     }

@@ -35,7 +35,8 @@ class Candidate:
 
     ``spread_ms`` is the interquartile range of a measured time, ``time_error`` the standard error of the logarithm of a
     predicted or scaled one (0.05 is about 5 %).  ``needs`` is the smallest budget that admits the plan with FP8
-    allowed; None if no budget does.
+    allowed; None if no budget does.  ``declared_beyond`` is the most keys that an FP8 plan was measured with where the
+    spec has more: from there on the error grows as the kernels declare.
     """
 
     plan: Plan
@@ -49,6 +50,7 @@ class Candidate:
     time_error: float | None = None
     needs: float | None = None
     scaled_from: str | None = None
+    declared_beyond: int | None = None
 
     def scaled(self, source: str | None, error: float) -> Candidate:
         """The same for a measured time that was scaled from the GPU ``source``, with the standard ``error`` of the
@@ -71,6 +73,7 @@ class Candidate:
             "family": self.family,
             "basis": self.basis,
             "scaled_from": self.scaled_from,
+            "declared_beyond": self.declared_beyond,
             "needs": _finite(self.needs),
         }
 

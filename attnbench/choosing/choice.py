@@ -164,7 +164,8 @@ def _row(each: Candidate) -> tuple[str, ...]:
 def _error(each: Candidate) -> str:
     """The worst error seen and the input family, or what the kernels declare."""
     if each.error is not None:
-        return f"{each.error:.2g} ({each.family})"
+        declared = "" if each.declared_beyond is None else f", declared beyond {each.declared_beyond} keys"
+        return f"{each.error:.2g} ({each.family}{declared})"
     return "" if each.needs is None else f"{each.needs:.2g} (declared)"
 
 

@@ -12,7 +12,7 @@ from ..problem.spec import AttentionSpec
 from ..tables.table import Entry, Table
 from ..tables.user_table import Known
 from .candidate import Candidate, Verdict
-from .cost_model.errors import ErrorModel
+from .cost_model.errors import ErrorModel, summed
 from .cost_model.pool import PooledModel
 from .similarity import SpecClass, class_of, distance
 
@@ -24,8 +24,9 @@ class Evidence:
 
     A plan measured at the spec is judged by that entry alone.  Elsewhere all tables speak, scaled ones too: the error
     that a new measurement stays below with 95 % confidence (``ErrorModel``), and that of the nearest spec in the class
-    (``similarity``), must be within the budget.  If none was measured with as many keys, the error is extrapolated by
-    its growth; a plan whose growth is unknown is not chosen there, nor one that failed in the class at the nearest spec
+    (``similarity``), must be within the budget.  If none was measured with as many keys (in
+    training: and queries, over which dK and dV are sums), the error is extrapolated by the growth that its kernels
+    declare; a plan whose growth is unknown is not chosen there, nor one that failed in the class at the nearest spec
     or at one that is nowhere larger.  The cost models of the tables predict its time (``PooledModel``).
 
     Where a spec has sequences of unequal length, plans of which the class holds such are judged by these, and others by
@@ -67,8 +68,9 @@ class Evidence:
             return None
         if time is None:
             return Candidate(plan, "unmeasured", ("nothing like this was measured of it",))
-        keys, most = self._spec.seqlen_kv, self._errors.most_keys(plan, self._spec)
-        grown = 1.0 if keys <= most else None if growth is None else growth ** math.log2(keys / most)
+        tokens, most = summed(self._spec), self._errors.most_summed(plan, self._spec)
+        beyond = tokens > most
+        grown = 1.0 if not beyond else None if growth is None else growth ** math.log2(tokens / most)
         # A fault of a kernel at such shapes alone shows in the nearest one, hardly in a fit over all.
         error, family = predicted if nearest is None else max(predicted, nearest.worst)
         needs = error * (grown or 1.0)
@@ -82,13 +84,15 @@ class Evidence:
             time_error=time.error,
             needs=None if grown is None else needs,
             scaled_from=time.scaled_from,
+            declared_beyond=most if beyond and plan.fp8 and grown is not None else None,
         )
         if not needs <= budget:
             reason = f"its predicted error of {needs:.3g} on {family} inputs exceeds the budget of {budget:g}"
             return _lost(found, "inaccurate", reason)
         if grown is None:
+            what = "keys and queries" if self._spec.training else "keys"
             return _lost(
-                found, "unmeasured", f"measured only up to {most} keys, and FP8 errors may grow with their number"
+                found, "unmeasured", f"measured only up to {most} {what}, and FP8 errors may grow with their number"
             )
         return found
 

@@ -21,6 +21,7 @@ from ..problem.spec import FP8_DTYPES, AttentionSpec
 from ..tables.environment import Environment
 from .conformance_batches import serves_batch
 from .conformance_checks import CHECKS, Check
+from .conformance_growth import why_not_long
 from .conformance_report import Finding, Report
 from .conformance_sinks import serves_sinks
 from .conformance_subject import Subject, shrunk
@@ -158,7 +159,7 @@ def _run_check(subject: Subject, check: Check, known: set[str], alone: set[str],
         if said.startswith(_RAISED) and "runs" in failed:
             return skipped(_BECAUSE + "runs")
 
-        small, said = (spec, said) if check.typical else _smallest(check, subject, spec, said)
+        small, said = (spec, said) if check.specs else _smallest(check, subject, spec, said)
         return Finding(plan, check.name, "failed", said, small, check.look)
     notes = "; ".join(subject.notes.get(check.name, []))
     return Finding(plan, check.name, "passed", f"{len(specs)} specs" + (f"; {notes}" if notes else ""))
@@ -189,8 +190,8 @@ def _specs_for(subject: Subject, check: Check, count: int) -> list[AttentionSpec
         row = subject.row
         dtypes = tuple(each for each in row.dtypes if each in FP8_DTYPES) if row is not None and row.descales else ()
         return subject.specs(check.name, count, dtypes=dtypes) if dtypes else []
-    if check.typical:
-        return subject.typical()[:count]
+    if check.specs:
+        return check.specs(subject)[:count]
     if check.batch is not None:
         specs = subject.mixed(check.name, _TRIES * count)
         return [spec for spec in specs if spec.descale is None and serves_batch(subject, spec, check.batch)][:count]
@@ -208,6 +209,8 @@ def _why_no_spec(subject: Subject, check: Check) -> str:
         return _BECAUSE + ", ".join(broken)
     if check.name == "descales":
         return "the row names no descales"
+    if check.name == "growth" and (why := why_not_long(subject)):
+        return why
     if check.batch is not None and (subject.row is None or check.batch not in subject.row.lengths):
         return f"the row names no {check.batch} batches"
     random = Random(0)

@@ -25,6 +25,7 @@ from .conformance_conduct import (
     check_threads,
     check_torch_state,
 )
+from .conformance_growth import check_growth, long_specs
 from .conformance_numbers import (
     check_alignment,
     check_declared_error,
@@ -49,8 +50,8 @@ class Check:
 
     ``wrong`` says what is wrong on a spec; ``look`` tells the author where to look.  Specs have ``features`` beyond the
     plain one, or ``mixed`` ones at random.  ``after`` names checks that must not have failed; ``only`` limits it to
-    plans of one direction, ``on`` to a device type.  ``typical`` takes large plain specs, one for each dtype, which are
-    not shrunk; ``batch`` and ``sinks`` specs that are served so.
+    plans of one direction, ``on`` to a device type.  ``specs`` draws specs of its own, which are not shrunk; ``batch``
+    and ``sinks`` take specs that are served so.
     """
 
     name: str
@@ -61,7 +62,7 @@ class Check:
     after: tuple[str, ...] = ()
     only: Literal["forward", "training"] | None = None
     on: str | None = None
-    typical: bool = False
+    specs: Callable[[Subject], list[AttentionSpec]] | None = None
     batch: Batch | None = None
     sinks: bool = False
     count: int = 4
@@ -89,7 +90,7 @@ def _of_feature(name: str, look: str) -> Check:
     return Check(name=name, wrong=check_numbers, look=look, features=(name,), after=_PLAIN)
 
 
-CHECKS: tuple[Check, ...] = (
+_OF_FEW_TOKENS = (
     Check(
         name="refusals",
         wrong=check_refusals,
@@ -141,7 +142,7 @@ CHECKS: tuple[Check, ...] = (
         wrong=check_declared_error,
         look="declared_error, or error_on where it depends on more than the type: a little above what is found here",
         after=("returned", "inputs", *_PLAIN),
-        typical=True,
+        specs=Subject.typical,
     ),
     Check(
         name="LSE",
@@ -285,5 +286,16 @@ CHECKS: tuple[Check, ...] = (
         after=(*_SAME, "stream"),
         on="cuda",
         count=1,
+    ),
+)
+# Last, and only of kernels without another fault: it takes longest.
+CHECKS: tuple[Check, ...] = (
+    *_OF_FEW_TOKENS,
+    Check(
+        name="growth",
+        wrong=check_growth,
+        look="sums over many tokens: promote FP8 products to fp32, or declare in error_growth how they lose",
+        specs=long_specs,
+        after=tuple(each.name for each in _OF_FEW_TOKENS if each.on is None),
     ),
 )

@@ -209,10 +209,13 @@ class Subject:
         )
         return list(found)[:count]
 
-    def typical(self) -> list[AttentionSpec]:
-        """For each dtype that is served a plain spec large enough for errors to vary little."""
+    def typical(self, preferred: tuple[int, ...] = (64, 128)) -> list[AttentionSpec]:
+        """For each dtype that is served a plain spec large enough for errors to vary little.
+
+        It has the first head dimension that is served, of the ``preferred`` ones and then of others.
+        """
         row = self.row or Capabilities(dtypes=())
-        sizes = (64, 128, *_HEAD_DIMS, row.head_dims[0])
+        sizes = (*preferred, *_HEAD_DIMS, row.head_dims[0])
         length = _TYPICAL.get(self.device.type, 64)
         direction = "forward" if self.backward is None else "training"
         drawn = [

@@ -12,7 +12,7 @@ from attnbench.kernels.capabilities import Capabilities, Device
 from attnbench.kernels.contract import BackwardKernel, ForwardKernel
 from attnbench.problem.spec import AttentionSpec
 
-from .declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
+from .declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, FIXED_SCALE, SHORT_ACCUMULATOR
 
 __all__ = [
     "BACKWARD_EVIDENCE",
@@ -121,6 +121,7 @@ class CudnnFp8Forward(ForwardKernel):
     leaves = "e4m3"
     # Relative L2 on normal inputs; 0.060 and, causal, 0.055 were measured on an H200.  Few keys need more.
     declared_error = 0.08
+    error_growth = SHORT_ACCUMULATOR
     evidence: Mapping[str, str] = {"cuda": FORWARD_EVIDENCE}
 
     def __init__(self) -> None:
@@ -142,6 +143,7 @@ class CudnnFp8Backward(BackwardKernel):
 
     backend: str
     masks: tuple[str, ...] = ("none", "causal", "window")
+    error_growth = FIXED_SCALE
     evidence: Mapping[str, str] = {"cuda": BACKWARD_EVIDENCE}
 
     def __init__(self) -> None:

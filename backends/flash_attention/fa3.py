@@ -29,7 +29,7 @@ from attnbench.problem.dtypes import TO_TORCH
 from attnbench.problem.lengths_kind import Batch
 from attnbench.problem.spec import AttentionSpec
 
-from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
+from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, SHORT_ACCUMULATOR
 from ..common.layout import padded, whole_gradients
 from ..common.windows import window_of
 from .fa3_operands import Native, dimensions, prepared, readable, refuse_spec
@@ -80,6 +80,7 @@ class Fa3Forward(ForwardKernel):
     backend = "fa3"
     preference: int | None = 8
     batches: tuple[Batch, ...] = ("packed",)
+    fp8_growth: float | None = SHORT_ACCUMULATOR
 
     def __init__(self, precision: str) -> None:
         self.name = f"{self.backend}:{precision}"
@@ -89,6 +90,7 @@ class Fa3Forward(ForwardKernel):
         # The last tile of a sequence reads the next one's V and multiplies it by 0, which leaves NaN (H200).
         self.rows = {"cuda": replace(row, lengths=self.batches, isolates=not self.batches)}
         self.declared_error = _FP8_ERROR if precision == "fp8" else DECLARED_ERROR[precision]
+        self.error_growth = self.fp8_growth if precision == "fp8" else None
         self.evidence = {"cuda": PROFILED[precision]}
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:

@@ -63,6 +63,7 @@ class VllmForward(Fa3Forward):
     backend = "fa3-vllm"
     preference = 30
     batches = ()
+    fp8_growth = None  # two levels should not grow; not measured at 128k keys
 
     def further_refusals(self, spec: AttentionSpec, device: Device) -> list[str]:
         """Windows that cannot be moved bottom-right, and more tokens than its 32-bit offsets count."""

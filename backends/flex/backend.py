@@ -31,7 +31,7 @@ from attnbench.kernels.plan import precision_of
 from attnbench.problem.fp8 import Quantised, Recipe, quantise, quantise_with
 from attnbench.problem.spec import AttentionSpec
 
-from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR
+from ..common.declared_errors import DECLARED_ERROR, DECLARED_GRADIENT_ERROR, SHORT_ACCUMULATOR
 from ..common.installed import torch_availability
 from ..common.layout import aligned
 from .blocks import block_mask, packed_blocks
@@ -212,6 +212,7 @@ class FlexFp8Forward(_Flex, ForwardKernel):
     """
 
     declared_error = 0.08
+    error_growth = SHORT_ACCUMULATOR
     leaves = "e4m3"
     preference = None
     evidence: Mapping[str, str] = {"cuda": r"triton_tem_(?!\w*backward)"}

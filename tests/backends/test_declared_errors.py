@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import math
 import re
 from collections import defaultdict
 from functools import cache
+from statistics import fmean
 from types import MappingProxyType
 
 import pytest
@@ -75,6 +79,43 @@ def test_no_committed_report_has_an_error_beyond_what_is_declared_today():
         except UnknownBackendError:
             continue  # a report of a kernel that is no more
         assert error <= declared, (report, name)
+
+
+@cache
+def grown() -> MappingProxyType[str, dict[tuple[str, ...], dict[int, float]]]:
+    """Of each plan the committed errors of each tensor over the number of tokens, where FP8 alone is no harder then."""
+    found: dict[str, dict[tuple[str, ...], dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    with gzip.open(RESULTS / "nvidia-h200/growth/errors.jsonl.gz", "rt", encoding="utf-8") as lines:
+        next(lines)  # the conditions
+        for row in map(json.loads, lines):
+            for name, errors in row["errors"].items():
+                if row["family"] in ("normal", "biased-v"):
+                    what = (row["mask"], str(row["heads"]), row["family"], name)
+                    found[row["plan"]][what][row["tokens"]] = fmean(errors)
+    return MappingProxyType(found)
+
+
+@pytest.mark.parametrize("name", grown())
+def test_a_plan_declares_by_how_much_its_committed_errors_grow_with_the_tokens(name):
+    plan = Plan.parse(name)
+    spec = AttentionSpec.make(
+        batch=1, heads=2, seqlen_q=8192, head_dim=128, direction="forward" if plan.backward is None else "training"
+    )
+    growth, declared = registry().error_growth(plan), registry().declared_error(plan, spec, GPU)
+
+    def beyond(growth: float) -> list[tuple[str, ...]]:
+        """Errors larger than this growth from the fewest tokens allows, and than half of the declared error."""
+        found = []
+        for what, errors in grown()[name].items():
+            fewest = min(errors)
+            before = max(errors[fewest], declared / 2)
+            found += [what for tokens, error in errors.items()
+                      if error > 1.25 * before * growth ** math.log2(tokens / fewest)]  # fmt: skip
+        return found
+
+    assert growth is not None
+    assert not beyond(growth)
+    assert growth < 1.5 or beyond(1.0), "it could declare less"
 
 
 class Declaring(FakeForward):

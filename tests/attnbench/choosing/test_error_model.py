@@ -1,14 +1,18 @@
 """The distribution of errors: what it promises of new draws, on draws made here and on the committed table."""
 
+import math
 import random
 from collections import defaultdict
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from places import ROOT
 
 from attnbench import AttentionSpec, Mask, Plan
-from attnbench.choosing.cost_model.errors import ErrorModel
+from attnbench.choosing.cost_model.errors import ErrorModel, summed
 from attnbench.choosing.similarity import class_of
+from attnbench.kernels.registry import registry
 from attnbench.tables.table import Entry, Table
 
 PLAN = Plan("fa3:fp8")
@@ -89,3 +93,33 @@ def test_the_errors_of_the_table_that_ships_stay_below_what_the_other_classes_pr
     assert len(ratios) > 1000
     assert sum(ratio > 1 for ratio in ratios) <= 0.05 * len(ratios)
     assert sorted(ratios)[len(ratios) // 2] > 1 / 1.4  # and the bound is not useless: a factor of 1.2 in the median
+
+
+@settings(max_examples=15)
+@given(st.dictionaries(st.sampled_from([256, 1024, 2048, 8192]), st.floats(0.01, 0.5), min_size=1), st.floats(0, 8))
+def test_beyond_the_most_keys_an_error_goes_on_to_grow_or_stays(errors, doublings):
+    model = ErrorModel(entry(spec(keys=keys), error) for keys, error in errors.items())
+
+    def bound(keys: float) -> float:
+        return model.predict(PLAN, spec(keys=round(keys)))[0]
+
+    most = max(errors)
+    last, beyond = bound(most), bound(most * 2**doublings)
+    assert last <= beyond <= bound(most * 2 ** (doublings + 1))
+    falls = len(errors) == 1 or all(errors[most] <= error for error in errors.values())
+    assert not falls or beyond == pytest.approx(last, rel=1e-3)
+
+
+@pytest.mark.parametrize("most", [8192, pytest.param(16384, marks=pytest.mark.exhaustive)])
+def test_the_longest_of_the_table_that_ships_stay_below_what_the_shorter_predict_and_kernels_declare(most):
+    table, known = Table.load(ROOT / "attnbench" / "tables" / "nvidia-h200.json"), registry()
+    entries = [each for each in table.entries.values() if each.usable and each.plan.fp8]
+    model = ErrorModel(each for each in entries if summed(each.spec) <= most)
+    above = []
+    for each in entries:
+        growth, found = known.error_growth(each.plan), model.predict(each.plan, each.spec)
+        if summed(each.spec) > most and growth is not None and found is not None:
+            doublings = math.log2(summed(each.spec) / model.most_summed(each.plan, each.spec))
+            above.append(each.worst[0] > found[0] * growth**doublings)
+    assert len(above) > 50
+    assert sum(above) <= 0.05 * len(above)

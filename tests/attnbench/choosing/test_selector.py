@@ -345,6 +345,32 @@ def test_an_fp8_error_grows_with_the_keys_as_its_kernel_declares(growth, longest
         assert verdicts(found)["fast:fp8"] == ("chosen" if found.plan.fp8 else "inaccurate")
 
 
+@pytest.mark.parametrize(("growth", "verdict"), [(None, "unmeasured"), (1.0, "chosen"), (1.3, "inaccurate")])
+def test_in_training_more_queries_are_as_much_unmeasured_as_more_keys(growth, verdict):
+    """dK and dV are sums over queries.  What is said of the plan names the most that were measured."""
+    forward, backward = FakeForward("fast:fp8", error_growth=1.0), FakeBackward("fast:fp8")
+    backward.error_growth = growth
+    known = fake_registry(
+        fake_backend("slow", FakeForward("slow:bf16"), FakeBackward("slow:bf16")),
+        fake_backend("fast", forward, backward),
+    )
+    asked = {"direction": "training", "seqlen_kv": 1024}
+    measured = table(
+        entry("fast:fp8>fast:fp8", 1.0, spec(**asked), normal=0.05, outlier=0.09),
+        entry("slow:bf16>slow:bf16", 2.0, spec(**asked)),
+    )
+
+    def found(queries: int):
+        choice = pick(spec(**asked, seqlen_q=queries), table=measured, known=known, fp8=True, max_error=0.16)
+        return choice, next(each for each in choice.candidates if str(each.plan) == "fast:fp8>fast:fp8")
+
+    assert found(1024)[1].verdict == "chosen"
+    choice, fp8 = found(4096)
+    assert fp8.verdict == verdict
+    assert fp8.declared_beyond == (None if growth is None else 1024)
+    assert ("declared beyond 1024 keys" in str(choice)) is (growth is not None)
+
+
 def test_an_error_is_never_interpolated_into():
     """Within the budget here, beyond it there: what lies between, and what lies below, is not vouched for."""
 

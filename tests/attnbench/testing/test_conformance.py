@@ -9,9 +9,12 @@ from functools import cache
 
 import pytest
 import torch
-from unconforming import BACKWARDS, FORWARDS, ROW, Backward, Forward
+from unconforming import BACKWARDS, FORWARDS, ROW, Backward, Forward, ShortSums
 
 from attnbench import AttentionSpec
+from attnbench.backends.emulated import BACKEND as EMULATED
+from attnbench.backends.emulated import emulate
+from attnbench.backends.emulated_arithmetic import Accumulator
 from attnbench.backends.reference import BACKEND as REFERENCE
 from attnbench.choosing import selector
 from attnbench.errors import AttnbenchError, UnknownBackendError
@@ -100,6 +103,41 @@ def test_the_harness_s_own_faults_are_found(kernel: str) -> None:
     report = check_backend(kernel, "cpu", known=known, quiet=True)
     names = {each.check for each in report.failures}
     assert names == {"inputs" if kernel.endswith("spoils") else "out"}, str(report)
+
+
+@pytest.fixture
+def growth_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conformance, "CHECKS", tuple(each for each in CHECKS if each.name == "growth"))
+
+
+@pytest.mark.usefixtures("growth_alone")
+@pytest.mark.parametrize(
+    ("promote", "growth", "ok"),
+    [(None, 1.0, False), pytest.param(None, 2.0, True, marks=pytest.mark.exhaustive), (128, 1.0, True)],
+)
+def test_hopper_s_accumulator_grows_unless_it_is_promoted(
+    promote: int | None, growth: float, ok: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, _ = emulate(accumulator=Accumulator(13, promote))
+    monkeypatch.setattr(forward, "error_growth", growth)
+    known = Registry([REFERENCE, replace(EMULATED, kernels=(forward,), resolve=None)])
+    assert check_backend("emulated", "cpu", known=known, quiet=True).ok is ok
+
+
+@pytest.mark.usefixtures("growth_alone")
+def test_sums_over_queries_grow_with_their_number() -> None:
+    (failure,) = check(Forward(), ShortSums()).failures
+    assert failure.plan == "mine:fp64>mine:fp64"
+    assert failure.said.startswith("dv of 2048 tokens is off by 0.03")
+
+
+@pytest.mark.usefixtures("growth_alone")
+def test_a_kernel_that_declares_no_growth_is_not_tried_with_many_keys() -> None:
+    class Silent(Forward):
+        name = "mine:fp8"
+
+    (found,) = check(Silent()).findings
+    assert (found.outcome, found.said) == ("skipped", "the plan declares no error_growth")
 
 
 def test_a_backward_that_serves_less_than_its_forward_keeps_the_contract() -> None:

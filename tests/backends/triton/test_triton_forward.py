@@ -395,7 +395,7 @@ def test_for_training_v_alone_is_quantised_and_q_and_k_are_the_callers() -> None
 )
 def test_it_keeps_the_contract(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On at most so many specs a check; on one, without what is compared with FP64 above and in test_triton_packed."""
-    chosen = [each for each in CHECKS if most > 1 or not (each.typical or each.features or "batch" in each.name)]
+    chosen = [each for each in CHECKS if most > 1 or not (each.specs or each.features or "batch" in each.name)]
     few = tuple(replace(each, count=min(each.count, most)) for each in chosen)
     monkeypatch.setattr(conformance, "CHECKS", few)
     alone = replace(backend.BACKEND, kernels=(forward(name),))

@@ -14,7 +14,8 @@ from attnbench.kernels.capabilities import Capabilities
 from attnbench.kernels.contract import Availability, Backend, ForwardKernel, Inputs, Operands, Result
 from attnbench.kernels.registry import Registry, registry
 from attnbench.problem.spec import AttentionSpec
-from attnbench.testing import Report, check_backend
+from attnbench.testing import Report, check_backend, conformance
+from attnbench.testing.conformance_checks import CHECKS
 from attnbench.testing.faults import Late
 
 
@@ -109,3 +110,17 @@ def test_what_a_process_beside_it_breaks_is_found() -> None:
 
 def test_a_graph_that_does_not_see_new_values_is_found() -> None:
     assert {each.check for each in check(Frozen()).failures} == {"CUDA graph"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "found"), [("triton:fp8>triton:fp8-all", "dv of 131072"), ("fa3:fp8", "out of 32768")]
+)
+def test_a_growth_that_is_declared_away_is_found(plan: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = registry()
+    kernels = [known.forward(plan.partition(">")[0]), *([known.backward("triton:fp8-all")] if ">" in plan else [])]
+    if reason := known.availability(plan.partition(":")[0]).reason:
+        pytest.skip(reason)
+    monkeypatch.setattr(conformance, "CHECKS", tuple(each for each in CHECKS if each.name == "growth"))
+    for kernel in kernels:
+        monkeypatch.setattr(kernel, "error_growth", 1.0)
+    assert check_backend(plan, "cuda").failures[0].said.startswith(found)
