@@ -23,20 +23,24 @@ _SUMMARY = ("pass", "layers", "16 bits", '`dtype="fp8"`', "FP8 is faster", "16 b
 _MARKUP = re.compile(r"[\\`*_{}\[\]<>|#~&]")
 _LONGEST_REASON = 120
 Rows = Mapping[Plan, Measurement]
+Layers = Mapping[AttentionSpec, Sequence[str]]
 
 
-def model_tables(results: Path, known: Registry) -> str:
+def model_tables(results: Path, known: Registry, device_type: str = "cuda") -> str:
     """A summary and a table for each GPU; a sentence with the command where there are no rows.
 
     Rows of layers that the preset does not have are left out; of a plan that was measured twice the newest row counts.
     Raises MalformedFileError for a file that holds anything but measurements.
     """
-    found = [_of_gpu(gpu / "zoo", known) for gpu in sorted(results.iterdir()) if (gpu / "zoo").is_dir()]
+    found = [
+        _of_device(gpu / "zoo", known, model_layers(device_type))
+        for gpu in sorted(results.iterdir())
+        if (gpu / "zoo").is_dir()
+    ]
     return "\n\n".join(text for text in found if text) or NOT_MEASURED
 
 
-def _of_gpu(folder: Path, known: Registry) -> str:
-    layers = model_layers("cuda")
+def _of_device(folder: Path, known: Registry, layers: Layers) -> str:
     rows = [
         row
         for file in sorted(folder.rglob("measurements*.jsonl*"))
@@ -55,7 +59,8 @@ def _of_gpu(folder: Path, known: Registry) -> str:
             lines.append([*_layer(spec, names), *(cell for each in pair for cell in _cells(each, known))])
     here = max(rows, key=lambda row: row.started).environment
     device = f"### {_plain(here.device_name)}"
-    versions = f"Driver {_plain(str(here.driver))}, CUDA {_plain(str(here.cuda))}, torch {_plain(here.torch)}."
+    facts = {"driver": here.driver, "CUDA": here.cuda, "torch": here.torch}
+    versions = "With " + ", ".join(f"{name} {_plain(version)}" for name, version in facts.items() if version) + "."
     summary = [_summed(direction, measured, layers, known) for direction in ("forward", "training")]
     return "\n\n".join([device, versions, _table(_SUMMARY, summary), _table(_HEADERS, lines)])
 
@@ -120,17 +125,17 @@ def _default(rows: Rows, known: Registry) -> Measurement | None:
 
 
 def _why_not(rows: Rows, fp8: bool) -> str:
-    """Why no such plan has a time, shortest first; of several plans with one reason it stands once."""
+    """The shortest of the reasons why no such plan has a time: the first sentence, of a measured one if there is one."""
     own = [row for row in rows.values() if row.plan.fp8 == fp8 and row.status != "ok"]
     wrong = [row for row in own if row.status == "inaccurate"] or [row for row in own if row.status != "unavailable"]
     told = dict.fromkeys(f"{row.status}: {row.reason}" for row in wrong or own)
-    return _plain(min(told, key=len)[:_LONGEST_REASON]) if told else "not measured"
+    return _plain(min(told, key=len).partition("; ")[0][:_LONGEST_REASON]) if told else "not measured"
 
 
 def _summed(
     direction: str,
     measured: Mapping[AttentionSpec, Rows],
-    layers: Mapping[AttentionSpec, Sequence[str]],
+    layers: Layers,
     known: Registry,
 ) -> list[str]:
     """A line of the summary: gains over torch's default, geometric mean, least and most, and which pays where."""

@@ -123,7 +123,9 @@ def sweep(
     if dry_run:
         _print_tasks(tasks, format)
         return
-    setups = _setups(devices, known, device, max_error, timeout, preset in ("table", "models") if race is None else race)
+    setups = _setups(
+        devices, known, device, max_error, timeout, preset in ("table", "models") if race is None else race
+    )
     folder = fresh_folder("sweeps") if out is None else shard.folder(out)
     with Store(folder, setups[0].environment, resume=resume) as store:
         for note in store.notes:
