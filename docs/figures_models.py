@@ -125,7 +125,7 @@ def _default(rows: Rows, known: Registry) -> Measurement | None:
 
 
 def _why_not(rows: Rows, fp8: bool) -> str:
-    """The shortest of the reasons why no such plan has a time: the first sentence, of a measured one if there is one."""
+    """The shortest reason why no such plan has a time, its first sentence; of a plan that was measured if one was."""
     own = [row for row in rows.values() if row.plan.fp8 == fp8 and row.status != "ok"]
     wrong = [row for row in own if row.status == "inaccurate"] or [row for row in own if row.status != "unavailable"]
     told = dict.fromkeys(f"{row.status}: {row.reason}" for row in wrong or own)
