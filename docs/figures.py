@@ -16,6 +16,7 @@ from pathlib import Path
 from random import Random
 
 from figures_coverage import HEADERS, coverage_rows
+from figures_models import model_tables
 
 from attnbench.choosing.budget import default_budget
 from attnbench.choosing.evidence import Evidence
@@ -336,6 +337,11 @@ def coverage() -> str:
     return _table(HEADERS, coverage_rows(SHIPPED.parent, ROOT / "results"))
 
 
+def models() -> str:
+    """What published models' attention layers take, on each GPU that has rows of them."""
+    return model_tables(ROOT / "results", kernels())
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "accumulator": accumulator,
     "backends": backends,
@@ -346,6 +352,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "ladder": ladder,
     "learning": learning,
     "learning-rules": learning_rules,
+    "models": models,
     "presets": presets,
     "ranks": ranks,
     "throughput": throughput,

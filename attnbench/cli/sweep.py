@@ -72,7 +72,7 @@ def sweep(
         typer.Option(
             "--race/--no-race",
             help="Measure in full only the plans that may be the fastest after a first look at all; the others get a "
-            "row with the status slower [default: with --preset table]",
+            "row with the status slower [default: with --preset table and --preset models]",
         ),
     ] = None,
     timeout: Annotated[
@@ -123,7 +123,9 @@ def sweep(
     if dry_run:
         _print_tasks(tasks, format)
         return
-    setups = _setups(devices, known, device, max_error, timeout, preset == "table" if race is None else race)
+    setups = _setups(
+        devices, known, device, max_error, timeout, preset in ("table", "models") if race is None else race
+    )
     folder = fresh_folder("sweeps") if out is None else shard.folder(out)
     with Store(folder, setups[0].environment, resume=resume) as store:
         for note in store.notes:

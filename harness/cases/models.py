@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -21,7 +21,7 @@ from ..sequence_lengths import Draw, SequenceLengths
 from .case import Case
 from .drawn_lengths import draw_lengths
 
-__all__ = ["ModelAttention", "drawn_cases", "model_specs", "published_models"]
+__all__ = ["ModelAttention", "drawn_cases", "model_layers", "published_models"]
 
 _LENGTHS = (128, 131072)
 _MOST_TOKENS = 131072  # batch x queries; more only repeats what a GPU does
@@ -82,13 +82,13 @@ class ModelAttention:
         )
 
 
-def model_specs(device_type: str) -> Iterator[AttentionSpec]:
-    """Every distinct layer of the published models, forward and in training, in bf16.
+def model_layers(device_type: str) -> dict[AttentionSpec, list[str]]:
+    """Every distinct layer of the published models, forward and in training, in bf16, with the models that have it.
 
     On a GPU (cuda) of 16,384 tokens, in sequences of 8,192 or the longest that the model is used with; on a CPU (cpu)
     of 256 tokens, with the query heads of one key head.
     """
-    found: dict[AttentionSpec, None] = {}
+    found: dict[AttentionSpec, list[str]] = {}
     for model, direction in product(published_models(), get_args(Direction)):
         length = min(model.lengths[1], _LONGEST[device_type])
         share = 1 if device_type == "cuda" else model.kv_heads
@@ -104,8 +104,8 @@ def model_specs(device_type: str) -> Iterator[AttentionSpec]:
                 softcap=model.softcap,
                 direction=direction,
             )
-            found[spec] = None
-    yield from found
+            found.setdefault(spec, []).append(model.name)
+    return found
 
 
 @cache

@@ -11,7 +11,7 @@ from attnbench.problem.spec import AttentionSpec, Direction
 
 from .case import Case, case_name, tensor_dtype
 from .inputs import DEFAULT_FAMILIES
-from .models import model_specs
+from .models import model_layers
 from .spread import spread_specs
 from .unequal_presets import Shape, packed_on_cpu, packed_on_gpu, padded_on_cpu, padded_on_gpu
 
@@ -177,6 +177,6 @@ PRESETS = {
     "long": Preset(_long_gpu, _long_cpu, (*DEFAULT_FAMILIES, "biased-v")),
     "packed": Preset(packed_on_gpu, packed_on_cpu),
     "padded": Preset(padded_on_gpu, padded_on_cpu),
-    "models": Preset(lambda: model_specs("cuda"), lambda: model_specs("cpu")),
+    "models": Preset(lambda: model_layers("cuda"), lambda: model_layers("cpu")),
     "table": Preset(lambda: spread_specs(80, "cuda"), lambda: spread_specs(16, "cpu")),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -88,18 +88,23 @@ def _first_runs(work: Sequence[tuple[Case, Sequence[Plan]]], setup: DeviceSetup)
     """For each case the plans that together compile everything, with the one input family that is needed.
 
     A backward is compiled anew for each forward of its own backend, whose operands it reads as they are.  A plan that
-    adds nothing to earlier ones is left out.
+    adds nothing to earlier ones is left out.  Runs that are likely to compile the same code are far apart: the later
+    one finds it on the disk, where two at once would both compile it.
     """
     compiling = {name for name, backend in setup.registry.backends.items() if backend.compiles}
-    runs = []
+    alike = Counter[tuple[object, ...]]()
+    runs: list[tuple[int, tuple[Case, Plan]]] = []
     for case, plans in work:
+        spec = case.spec
         covered: set[tuple[str, ...]] = set()
         for plan in plans:
             kernels = _compiled(plan, compiling)
             if kernels - covered:
                 covered |= kernels
-                runs.append((replace(case, families=case.families[:1]), plan))
-    return runs
+                same = plan, spec.head_dim, spec.head_dim_v, spec.mask.kind, spec.softcap > 0
+                runs.append((alike[same], (replace(case, families=case.families[:1]), plan)))
+                alike[same] += 1
+    return [run for _, run in sorted(runs, key=lambda each: each[0])]
 
 
 def _compiled(plan: Plan, compiling: Collection[str]) -> set[tuple[str, ...]]:

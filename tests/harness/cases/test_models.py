@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnbench.errors import InputError
-from attnbench.harness.cases.models import ModelAttention, drawn_cases, model_specs, published_models
+from attnbench.harness.cases.models import ModelAttention, drawn_cases, model_layers, published_models
+from attnbench.kernels.capabilities import Device
+from attnbench.kernels.registry import registry
 from attnbench.problem.mask import Mask
 from attnbench.problem.spec import AttentionSpec
 
@@ -145,7 +147,7 @@ def test_a_fifth_of_the_causal_draws_is_packed_where_that_is_asked_for():
 
 
 def test_every_layer_of_every_model_is_in_the_preset_both_ways():
-    specs = list(model_specs("cuda"))
+    specs = list(model_layers("cuda"))
     for model in MODELS.values():
         length = min(8192, model.lengths[1])
         asked = {
@@ -155,4 +157,18 @@ def test_every_layer_of_every_model_is_in_the_preset_both_ways():
         for mask, direction in product(model.masks, ("forward", "training")):
             assert AttentionSpec.make(**asked, mask=mask, direction=direction) in specs
     assert len(set(specs)) == len(specs) >= 120
-    assert {(spec.kv_heads, spec.seqlen_q) for spec in model_specs("cpu")} == {(1, 256)}
+    assert {(spec.kv_heads, spec.seqlen_q) for spec in model_layers("cpu")} == {(1, 256)}
+
+
+@pytest.mark.parametrize("direction", ["forward", "training"])
+def test_a_kernel_of_our_own_serves_every_layer_in_fp8_on_hopper(direction, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # with it a kernel refuses every GPU
+    known, hopper = registry(), Device("cuda", "NVIDIA H100 80GB HBM3", (9, 0))
+    forward, backward = known.forward("triton:fp8"), known.backward("triton:fp8")
+    layers = [spec for spec in model_layers("cuda") if spec.direction == direction]
+    refused = {str(spec): reasons for spec in layers if (reasons := forward.refusals(spec, hopper))}
+    if direction == "training":
+        assert backward.cannot_follow(forward, hopper) is None
+        refused |= {str(spec): reasons for spec in layers if (reasons := backward.refusals(spec, hopper))}
+    assert len(layers) > 60
+    assert refused == {}

@@ -1,0 +1,172 @@
+"""The tables of docs/models.md, from the rows of ``attnbench sweep --preset models`` in ``results/GPU/zoo``.
+
+A layer of published models has one line: in each direction the fastest 16-bit plan, and the fastest plan with FP8.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from attnbench.choosing.regret import geometric_mean
+from attnbench.harness.cases.models import model_layers
+from attnbench.harness.results.records import Measurement, read_measurements
+from attnbench.kernels.plan import Plan, backend_of
+from attnbench.kernels.registry import Registry
+from attnbench.problem.spec import AttentionSpec
+from attnbench.text.printable import printable
+
+NOT_MEASURED = "No GPU's rows are here yet; `attnbench sweep --preset models --out results/GPU/zoo` makes them."
+_HEADERS = ("models", "heads", "D", "mask", "length", "forward, 16 bits", "FP8", "training, 16 bits", "FP8")
+_SUMMARY = ("pass", "layers", "16 bits", '`dtype="fp8"`', "FP8 is faster", "16 bits are faster")
+_MARKUP = re.compile(r"[\\`*_{}\[\]<>|#~&]")
+_LONGEST_REASON = 120
+Rows = Mapping[Plan, Measurement]
+Layers = Mapping[AttentionSpec, Sequence[str]]
+
+
+def model_tables(results: Path, known: Registry, device_type: str = "cuda") -> str:
+    """A summary and a table for each GPU; a sentence with the command where there are no rows.
+
+    Rows of layers that the preset does not have are left out; of a plan that was measured twice the newest row counts.
+    Raises MalformedFileError for a file that holds anything but measurements.
+    """
+    found = [
+        _of_device(gpu / "zoo", known, model_layers(device_type))
+        for gpu in sorted(results.iterdir())
+        if (gpu / "zoo").is_dir()
+    ]
+    return "\n\n".join(text for text in found if text) or NOT_MEASURED
+
+
+def _of_device(folder: Path, known: Registry, layers: Layers) -> str:
+    rows = [
+        row
+        for file in sorted(folder.rglob("measurements*.jsonl*"))
+        for row in read_measurements(file)
+        if row.spec in layers and row.lengths is None
+    ]
+    if not rows:
+        return ""
+    measured: dict[AttentionSpec, dict[Plan, Measurement]] = {spec: {} for spec in layers}
+    for row in sorted(rows, key=lambda row: row.started):
+        measured[row.spec][row.plan] = row
+    lines = []
+    for spec, names in layers.items():
+        pair = [measured[spec.replace(direction=direction)] for direction in ("forward", "training")]
+        if not spec.training and any(pair):
+            lines.append([*_layer(spec, names), *(cell for each in pair for cell in _cells(each, known))])
+    here = max(rows, key=lambda row: row.started).environment
+    device = f"### {_plain(here.device_name)}"
+    facts = {"driver": here.driver, "CUDA": here.cuda, "torch": here.torch}
+    versions = "With " + ", ".join(f"{name} {_plain(version)}" for name, version in facts.items() if version) + "."
+    summary = [_summed(direction, measured, layers, known) for direction in ("forward", "training")]
+    return "\n\n".join([device, versions, _table(_SUMMARY, summary), _table(_HEADERS, lines)])
+
+
+def _layer(spec: AttentionSpec, names: Sequence[str]) -> list[str]:
+    heads = str(spec.heads) if spec.kv_heads == spec.heads else f"{spec.heads}/{spec.kv_heads}"
+    width = str(spec.head_dim) if spec.head_dim_v == spec.head_dim else f"{spec.head_dim} ({spec.head_dim_v})"
+    kind = spec.mask.kind
+    if spec.mask.left is not None:
+        kind = f"window {spec.mask.left + 1}" if spec.mask.right == 0 else f"{spec.mask.left} around"
+    if spec.softcap:
+        kind += f", cap {spec.softcap:g}"
+    return [", ".join(map(_plain, names)), heads, width, kind, f"{spec.seqlen_q:,}"]
+
+
+def _cells(rows: Rows, known: Registry) -> tuple[str, str]:
+    """The fastest 16-bit plan, and the fastest FP8 plan or why none serves."""
+    default, exact, low = _default(rows, known), _fastest(rows, fp8=False), _fastest(rows, fp8=True)
+    first = _why_not(rows, fp8=False) if exact is None else _said(exact, default)
+    if low is None:
+        looked = [row for row in rows.values() if row.plan.fp8 and row.status == "slower" and "call" in row.time_ms]
+        if not looked or exact is None:
+            return first, _why_not(rows, fp8=True)
+        near = min(looked, key=Measurement.median_ms)
+        return first, f"slower: `{near.plan}` {near.median_ms():.3g} ms at a first look"
+    behind = exact is not None and exact.median_ms() <= low.median_ms()
+    return first, f"slower: {_said(low, default)}" if behind else _said(low, default)
+
+
+def _said(row: Measurement, default: Measurement | None) -> str:
+    gain = "" if default is None else f", {default.median_ms() / row.median_ms():.2f}×"
+    other = "" if default is None or _by_sdpa(default) else " FlexAttention"
+    return f"`{row.plan}` {row.median_ms():.3g} ms{gain}{other}, {_error(row):.2g}"
+
+
+def _by_sdpa(row: Measurement) -> bool:
+    """Whether scaled_dot_product_attention runs the row's plan; otherwise FlexAttention does."""
+    return backend_of(row.plan.forward) != "flex"
+
+
+def _error(row: Measurement) -> float:
+    return max(error for each in row.error.values() for name, error in each.items() if name != "lse")
+
+
+def _fastest(rows: Rows, fp8: bool) -> Measurement | None:
+    timed = [row for row in rows.values() if row.status == "ok" and row.plan.fp8 == fp8 and not row.emulated]
+    return min(timed, key=Measurement.median_ms, default=None)
+
+
+def _default(rows: Rows, known: Registry) -> Measurement | None:
+    """The first of torch's kernels, in its own order, that was timed; FlexAttention where none of them serves."""
+    places: dict[float, Measurement] = {}
+    for plan, row in rows.items():
+        names = {backend_of(kernel) for kernel in plan.kernels}
+        if plan.fp8 or len(names) > 1 or "call" not in row.time_ms or row.status == "inaccurate":
+            continue
+        (name,) = names
+        order = float("inf") if name == "flex" else known.backend(name).sdpa_order
+        if order is not None:
+            places[order] = row
+    return places[min(places)] if places else None
+
+
+def _why_not(rows: Rows, fp8: bool) -> str:
+    """The shortest reason why no such plan has a time, its first sentence; of a plan that was measured if one was."""
+    own = [row for row in rows.values() if row.plan.fp8 == fp8 and row.status != "ok"]
+    wrong = [row for row in own if row.status == "inaccurate"] or [row for row in own if row.status != "unavailable"]
+    told = dict.fromkeys(f"{row.status}: {row.reason}" for row in wrong or own)
+    return _plain(min(told, key=len).partition("; ")[0][:_LONGEST_REASON]) if told else "not measured"
+
+
+def _summed(
+    direction: str,
+    measured: Mapping[AttentionSpec, Rows],
+    layers: Layers,
+    known: Registry,
+) -> list[str]:
+    """A line of the summary: gains over torch's default, geometric mean, least and most, and which pays where."""
+    exact_gains, best_gains, losses = list[float](), list[float](), list[str]()
+    count = wins = 0
+    for spec, rows in measured.items():
+        default, exact, low = _default(rows, known), _fastest(rows, fp8=False), _fastest(rows, fp8=True)
+        if spec.direction != direction or exact is None:
+            continue
+        count += 1
+        faster = low is not None and low.median_ms() < exact.median_ms()
+        if faster:
+            wins += 1
+        else:
+            losses.append(layers[spec][0] + ("" if spec.mask.left is None else " (window)"))
+        if default is not None:
+            exact_gains.append(default.median_ms() / exact.median_ms())
+            best_gains.append(default.median_ms() / (low if faster and low else exact).median_ms())
+    said = ", ".join(map(_plain, losses)) or "nowhere"
+    return [direction, str(count), _gains(exact_gains), _gains(best_gains), f"{wins} of {count}", said]
+
+
+def _gains(gains: Sequence[float]) -> str:
+    return f"{geometric_mean(gains):.2f}×, {min(gains):.2f}× to {max(gains):.2f}×" if gains else "not measured"
+
+
+def _plain(text: str) -> str:
+    """Text for a cell: no line ends, and markup as character references, which every reader of Markdown knows."""
+    return _MARKUP.sub(lambda char: f"&#{ord(char[0])};", printable(text))
+
+
+def _table(headers: Iterable[str], lines: Sequence[Sequence[str]]) -> str:
+    heads = list(headers)
+    return "\n".join("| " + " | ".join(line) + " |" for line in (heads, ["---"] * len(heads), *lines))
