@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnbench import AttentionSpec, Mask, Plan
+from attnbench.choosing.candidate import Candidate
 from attnbench.choosing.evidence import Evidence
+from attnbench.choosing.ranking import Ranking
 from attnbench.choosing.selector import choose
 from attnbench.choosing.similarity import of_one_length
 from attnbench.errors import BudgetError, NoPlanError, RefusedError
@@ -198,6 +200,16 @@ def test_the_fastest_prediction_wins_where_nothing_was_measured_however_small_it
         assert each.basis == "predicted"
         assert each.chosen.time_ms == min(one.time_ms for one in each.candidates if one.time_ms)
     assert any(each.margin.inside_noise for each in choices)
+
+
+def test_of_two_predictions_a_hair_apart_the_better_known_wins():
+    def winner(wide: float) -> str:
+        guesses = {"fast:bf16": (wide, 0.3), "slow:bf16": (1.0, 0.05)}
+        candidates = [Candidate(Plan(name), "eligible", time_ms=time, basis="predicted", time_error=error)
+                      for name, (time, error) in guesses.items()]  # fmt: skip
+        return str(Ranking(spec(), lambda plan: 0.0, None).winner(candidates).plan)
+
+    assert (winner(0.98), winner(0.8)) == ("slow:bf16", "fast:bf16")
 
 
 def packed(sequences: int, longest: int, total: int) -> AttentionSpec:
