@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
+import figures_lengths
 from figures_coverage import HEADERS, coverage_rows
 
 from attnbench.choosing.budget import default_budget
@@ -336,6 +337,11 @@ def coverage() -> str:
     return _table(HEADERS, coverage_rows(SHIPPED.parent, ROOT / "results"))
 
 
+def lengths() -> str:
+    """The backends that serve sequences of unequal length."""
+    return _table(figures_lengths.HEADERS, figures_lengths.lengths_rows())
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "accumulator": accumulator,
     "backends": backends,
@@ -346,6 +352,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "ladder": ladder,
     "learning": learning,
     "learning-rules": learning_rules,
+    "lengths": lengths,
     "presets": presets,
     "ranks": ranks,
     "throughput": throughput,
