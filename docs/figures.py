@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from random import Random
 
+import figures_lengths
 from figures_coverage import HEADERS, coverage_rows
 from figures_models import model_tables
 
@@ -342,6 +343,11 @@ def models() -> str:
     return model_tables(ROOT / "results", kernels())
 
 
+def lengths() -> str:
+    """The backends that serve sequences of unequal length."""
+    return _table(figures_lengths.HEADERS, figures_lengths.lengths_rows())
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "accumulator": accumulator,
     "backends": backends,
@@ -353,6 +359,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "learning": learning,
     "learning-rules": learning_rules,
     "models": models,
+    "lengths": lengths,
     "presets": presets,
     "ranks": ranks,
     "throughput": throughput,

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from attnbench.errors import MalformedFileError
-from attnbench.files.untrusted import open_regular
+from attnbench.files.untrusted import read_regular
 from attnbench.text.printable import brief
 
 __all__ = ["describe_node", "entries", "fault", "items", "read_yaml", "scalar"]
@@ -27,13 +27,7 @@ def read_yaml(path: Path, what: str) -> yaml.Node | None:
 
     Raises MalformedFileError with the line and what was expected there.
     """
-    try:
-        with open_regular(path) as file:
-            content = file.read(_LARGEST_FILE + 1)
-    except OSError as error:
-        raise MalformedFileError(path, f"cannot be read: {error.strerror}") from error
-    if len(content) > _LARGEST_FILE:
-        raise MalformedFileError(path, f"expected at most {_LARGEST_FILE} bytes of {what}")
+    content = read_regular(path, _LARGEST_FILE, what)
     try:
         text = content.decode("utf-8-sig")
         return yaml.compose(text, Loader=yaml.SafeLoader)

@@ -12,7 +12,7 @@ from .. import __version__
 from ..errors import MalformedFileError, NewerFileError
 from ..text.printable import brief
 
-__all__ = ["check_schema", "is_newer", "open_regular"]
+__all__ = ["check_schema", "is_newer", "open_regular", "read_regular"]
 
 _SCHEMA = re.compile(r"(attnbench\.[a-z]{1,20})/([0-9]{1,9})", re.ASCII)
 _RELEASE = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9}){1,3}", re.ASCII)
@@ -31,6 +31,21 @@ def open_regular(path: Path) -> BinaryIO:
         os.close(handle)
         raise MalformedFileError(path, f"expected a file, not {_KINDS.get(found, 'a socket')}")
     return os.fdopen(handle, "rb")
+
+
+def read_regular(path: Path, largest: int, what: str) -> bytes:
+    """The bytes of a regular file of ``what``.
+
+    Raises MalformedFileError if it cannot be read or has more than ``largest``.
+    """
+    try:
+        with open_regular(path) as file:
+            content = file.read(largest + 1)
+    except OSError as error:
+        raise MalformedFileError(path, f"cannot be read: {error.strerror}") from error
+    if len(content) > largest:
+        raise MalformedFileError(path, f"expected at most {largest} bytes of {what}")
+    return content
 
 
 def check_schema(path: Path, found: object, expected: str, line: int | None = None) -> None:

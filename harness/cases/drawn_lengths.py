@@ -14,7 +14,7 @@ from statistics import NormalDist
 import numpy as np
 
 from attnbench.errors import InputError, MalformedFileError
-from attnbench.files.untrusted import open_regular
+from attnbench.files.untrusted import read_regular
 from attnbench.problem.spec import AttentionSpec
 from attnbench.text.printable import brief
 
@@ -54,13 +54,7 @@ def draw_of_file(path: Path, total: int, longest: int | None) -> tuple[Draw, lis
     ``longest`` is by default that of the file.  Raises MalformedFileError with the line and what was expected there,
     InputError for a draw that is none.
     """
-    try:
-        with open_regular(path) as file:
-            content = file.read(_LARGEST_FILE + 1)
-    except OSError as error:
-        raise MalformedFileError(path, f"cannot be read: {error.strerror}") from error
-    if len(content) > _LARGEST_FILE:
-        raise MalformedFileError(path, f"expected at most {_LARGEST_FILE} bytes of lengths")
+    content = read_regular(path, _LARGEST_FILE, "lengths")
     lengths = []
     for number, line in enumerate(content.splitlines(), start=1):
         text = line.strip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import numpy as np
 
@@ -17,7 +18,8 @@ _DRAWN, _SEED = 1000, 0
 _HEAD_DIM, _LESS, _OTHER_MASK, _OTHER_DIRECTION = 2.0, 0.5, 3.0, 8.0
 
 
-def spread_specs(count: int, device_type: str) -> list[AttentionSpec]:
+@cache
+def spread_specs(count: int, device_type: str) -> tuple[AttentionSpec, ...]:
     """``count`` specs that represent the layers of published models on a type of device (cuda, cpu), best ones first.
 
     Of many random draws each next spec is the one that shortens the mean distance from a draw to the nearest chosen
@@ -32,7 +34,7 @@ def spread_specs(count: int, device_type: str) -> list[AttentionSpec]:
         mean[chosen] = np.inf
         chosen.append(int(mean.argmin()))
         nearest = np.minimum(nearest, apart[chosen[-1]])
-    return [drawn[each] for each in chosen]
+    return tuple(drawn[each] for each in chosen)
 
 
 def _place(spec: AttentionSpec) -> tuple[float, ...]:

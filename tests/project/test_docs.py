@@ -4,16 +4,15 @@ import ast
 import importlib
 import logging
 import re
-import sys
 import textwrap
 from collections.abc import Iterator
 from importlib.metadata import entry_points
-from importlib.util import module_from_spec, spec_from_file_location
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import get_args
 
+import hooks
 import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -178,45 +177,29 @@ def test_the_pages_name_every_status_family_and_basis() -> None:
     assert set(get_args(Basis)) <= set(spans(ROOT / "docs/concepts.md"))
 
 
-@pytest.fixture(scope="module")
-def hooks() -> ModuleType:
-    spec = spec_from_file_location("docs_hooks", ROOT / "docs/hooks.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def moved(hooks: ModuleType, markdown: str, page: str = "a.md", repository: str = "") -> str:
+def moved(markdown: str, page: str = "a.md", repository: str = "") -> str:
     config = SimpleNamespace(extra={"repository": repository, "branch": "main"})
     place = SimpleNamespace(file=SimpleNamespace(src_uri=page))
     return str(hooks.on_page_markdown(markdown, page=place, config=config, files=None))
 
 
-def test_the_site_names_files_of_a_repository_that_nobody_can_open(hooks: ModuleType) -> None:
-    assert (
-        moved(hooks, "See [the rows](../results/nvidia-h200/facts).") == "See the rows (`results/nvidia-h200/facts`)."
-    )
-    assert (
-        moved(hooks, "[tiles.py](../../backends/triton/forward/tiles.py)", "b/a.md")
-        == "`backends/triton/forward/tiles.py`"
-    )
-    assert moved(hooks, "[README](../README.md#use-it)") == "`README.md`"
+def test_the_site_names_files_of_a_repository_that_nobody_can_open() -> None:
+    assert moved("See [the rows](../results/nvidia-h200/facts).") == "See the rows (`results/nvidia-h200/facts`)."
+    assert moved("[tiles.py](../../backends/triton/forward/tiles.py)", "b/a.md") == "`backends/triton/forward/tiles.py`"
+    assert moved("[README](../README.md#use-it)") == "`README.md`"
 
 
-def test_the_site_leads_to_the_repository_where_it_is_known(hooks: ModuleType) -> None:
+def test_the_site_leads_to_the_repository_where_it_is_known() -> None:
     for place, there in (
         ("../README.md#use-it", "blob/main/README.md#use-it"),
         ("../results/nvidia-h200/facts", "tree/main/results/nvidia-h200/facts"),
     ):
         expected = f"[x](https://host/us/it/{there})"
-        assert moved(hooks, f"[x]({place})", repository="https://host/us/it/") == expected
+        assert moved(f"[x]({place})", repository="https://host/us/it/") == expected
 
 
-def test_the_site_complains_of_files_that_are_not_there(hooks: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_site_complains_of_files_that_are_not_there(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        moved(hooks, "[a](../nowhere.py)")
-        moved(hooks, "[a](../../outside.md)")
+        moved("[a](../nowhere.py)")
+        moved("[a](../../outside.md)")
     assert len(caplog.records) == 2

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from attnbench import AttentionSpec, Mask, Plan
 from attnbench.choosing.cost_model import predict as cost_model
 from attnbench.choosing.cost_model.predict import CostModel
+from attnbench.choosing.similarity import of_one_length
+from attnbench.problem.lengths_kind import LengthsKind
 from attnbench.tables.table import Entry
 
 PLAN, OTHER = Plan("fast:bf16"), Plan("slow:bf16")
@@ -83,6 +85,24 @@ def test_the_error_is_honest_and_grows_with_the_distance():
     errors = [model.predict(PLAN, spec(*at)).error for at in ((2048,), (3000,), (65536,), (2048, 512))]
     assert errors[0] < errors[1] < errors[2]
     assert errors[0] < errors[3]
+
+
+@pytest.mark.parametrize("apart", [{"kv_heads": 4}, {"softcap": 20.0}, {"mask": CAUSAL}, {"head_dim": 96}], ids=str)
+def test_another_kind_of_spec_is_predicted_with_a_wider_error(apart):
+    model = CostModel(entry(spec(length), law(spec(length))) for length in LENGTHS)
+    near, far = (model.predict(PLAN, spec(**more)) for more in ({}, apart))
+    assert far.error > 1.05 * near.error
+
+
+def test_bytes_of_a_packed_batch_are_those_of_its_tokens():
+    """Not of as many sequences as the longest."""
+    at = [spec(length, batch) for length in LENGTHS for batch in (4, 16)]
+    model = CostModel(entry(each, 1e-5 * each.batch * each.seqlen_q) for each in at)
+    lengths = LengthsKind(batch="packed", square=True, total_q=16384, total_kv=16384)
+    packed = spec(8192, 16, lengths=lengths)
+    assert model.predict(PLAN, packed).time_ms == pytest.approx(
+        model.predict(PLAN, of_one_length(packed)).time_ms, rel=0.05
+    )
 
 
 def test_a_ratio_is_known_better_than_its_parts_where_both_are_slow_at_the_same_specs():

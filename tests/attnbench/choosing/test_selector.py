@@ -1,57 +1,19 @@
 """The selector: fastest within the budget, nothing quietly, and reasons for everyone who lost."""
 
 import math
-import random
 
 import pytest
-import torch
-from fakes import FakeBackward, FakeForward, an_environment, fake_backend, fake_registry
+from choices import entry, pick, spec, table, verdicts
+from fakes import FakeForward, fake_backend, fake_registry
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnbench import AttentionSpec, Mask, Plan
-from attnbench.choosing.evidence import Evidence
-from attnbench.choosing.selector import choose
-from attnbench.choosing.similarity import of_one_length
+from attnbench import Mask, Plan
+from attnbench.choosing.candidate import Candidate
+from attnbench.choosing.ranking import Ranking
 from attnbench.errors import BudgetError, NoPlanError, RefusedError
-from attnbench.problem.lengths_kind import LengthsKind
 from attnbench.tables.table import Entry, Table
 from attnbench.tables.user_table import Known
-
-CPU = torch.device("cpu")
-KNOWN = fake_registry(
-    fake_backend("slow", FakeForward("slow:bf16", preference=10), FakeBackward("slow:bf16")),
-    fake_backend("fast", FakeForward("fast:bf16", preference=20), FakeBackward("fast:bf16"), FakeForward("fast:fp8")),
-    fake_backend("study", FakeForward("study:bf16", preference=None)),
-    fake_backend("gone", FakeForward("gone:bf16", preference=1), reason="not installed"),
-)
-
-
-def spec(**more) -> AttentionSpec:
-    return AttentionSpec.make(**{"batch": 1, "heads": 4, "seqlen_q": 1024, "head_dim": 64, **more})
-
-
-def table(*entries: Entry) -> Table:
-    return Table.from_entries(an_environment(), entries)
-
-
-def entry(plan: str, time: float, at: AttentionSpec | None = None, status: str = "ok", **errors: float) -> Entry:
-    return Entry(at or spec(), Plan.parse(plan), status, time, 0.0, errors or {"normal": 0.002})
-
-
-MEASURED = table(
-    entry("slow:bf16", 3.0),
-    entry("fast:bf16", 2.0),
-    entry("fast:fp8", 1.0, normal=0.05, outlier=0.09),
-)
-
-
-def pick(asked: AttentionSpec | None = None, **more):
-    return choose(asked or spec(), CPU, **{"known": KNOWN, "table": MEASURED, **more})
-
-
-def verdicts(choice) -> dict[str, str]:
-    return {str(each.plan): each.verdict for each in choice.candidates}
 
 
 def test_measured_times_decide_and_fp8_waits_to_be_asked():
@@ -200,60 +162,14 @@ def test_the_fastest_prediction_wins_where_nothing_was_measured_however_small_it
     assert any(each.margin.inside_noise for each in choices)
 
 
-def packed(sequences: int, longest: int, total: int) -> AttentionSpec:
-    kind = LengthsKind(batch="packed", square=True, total_q=total, total_kv=total)
-    return spec(batch=sequences, seqlen_q=longest, lengths=kind)
+def test_of_two_predictions_a_hair_apart_the_better_known_wins():
+    def winner(wide: float) -> str:
+        guesses = {"fast:bf16": (wide, 0.3), "slow:bf16": (1.0, 0.05)}
+        candidates = [Candidate(Plan(name), "eligible", time_ms=time, basis="predicted", time_error=error)
+                      for name, (time, error) in guesses.items()]  # fmt: skip
+        return str(Ranking(spec(), lambda plan: 0.0, None).winner(candidates).plan)
 
-
-def test_sequences_of_one_length_speak_for_packed_ones():
-    """Times are those of as much work, errors those of the longest sequence; both with a wider doubt."""
-    fast, narrow = Plan.parse("fast:bf16"), Plan.parse("fast:fp8")
-    at = [spec(batch=2, seqlen_q=n) for n in (1024, 2048, 4096)]
-    measured = [entry(name, n.flops / 1e9, n) for n in at for name in ("fast:bf16", "fast:fp8")]
-    asked = packed(16, 8192, 16384)
-    equal = of_one_length(asked)
-    assert equal.lengths is None
-    assert 1024 < equal.seqlen_q < 4096
-    assert equal.flops == pytest.approx(asked.flops, rel=0.1)
-    known = Known.of(table(*measured))
-    found, alone = (Evidence(each, known).candidate(fast, 0.1, 1.0) for each in (asked, equal))
-    assert (found.verdict, found.basis) == ("eligible", "predicted")
-    assert found.time_ms == pytest.approx(alone.time_ms, rel=0.03)
-    assert found.time_error > alone.time_error
-    assert 1 < found.error / alone.error < 1.1
-    assert Evidence(asked, known).candidate(narrow, 0.1, None).verdict == "unmeasured"  # with 8,192 keys
-
-
-def test_measured_packed_batches_beat_what_sequences_of_one_length_say():
-    """In times and in errors, at their spec and near it; a plan that has none is still predicted from the others."""
-    fast, slow = Plan.parse("fast:bf16"), Plan.parse("slow:bf16")
-    at = [spec(batch=16, seqlen_q=n) for n in (512, 1024, 2048, 4096)]  # enough to keep a GPU busy
-    measured = [entry(name, n.flops / 1e9, n, normal=0.004) for n in at for name in ("fast:bf16", "slow:bf16")]
-    own = [packed(n, 4096, 16384) for n in (6, 8, 12, 16)]
-    measured += [entry("fast:bf16", 2 * n.flops / 1e9, n, normal=0.008) for n in own]
-    asked = packed(8, 2896, 11586)
-    known = Known.of(table(*measured))
-    found, borrowed = (Evidence(asked, known).candidate(plan, 0.1, 1.0) for plan in (fast, slow))
-    assert found.time_ms == pytest.approx(2 * asked.flops / 1e9, rel=0.15)
-    assert borrowed.time_ms == pytest.approx(asked.flops / 1e9, rel=0.15)
-    assert 0.008 <= found.error < 0.0095
-    assert 0.004 <= borrowed.error < 0.005
-    here = Evidence(own[0], known).candidate(fast, 0.1, 1.0)
-    assert (here.basis, here.time_ms, here.error) == ("measured", 2 * own[0].flops / 1e9, 0.008)
-    dense = spec(batch=16, seqlen_q=1448)  # of which packed ones say nothing: most of their tokens see fewer keys
-    alone = Known.of(table(*(each for each in measured if each.spec.lengths is None)))
-    assert Evidence(dense, known).candidate(fast, 0.1, 1.0) == Evidence(dense, alone).candidate(fast, 0.1, 1.0)
-    assert Evidence(spec(batch=16, seqlen_q=8192), known).candidate(fast, 0.1, None).verdict == "unmeasured"
-
-
-def test_one_packed_shape_of_the_users_own_does_not_hide_a_sweep():
-    sweep = table(*(entry(name, n.flops / 1e9, n) for n in (spec(batch=2, seqlen_q=2**i) for i in range(8, 14))
-                    for name in ("fast:bf16", "slow:bf16")))  # fmt: skip
-    own = table(entry("slow:bf16", 1e3, packed(16, 4096, 16384)))
-    asked = packed(16, 8192, 16384)
-    assert Evidence(asked, Known((own, sweep), None, {})).candidate(Plan.parse("fast:bf16"), 0.1, 1.0) is not None
-    at = Evidence(packed(16, 4096, 16384), Known((own, sweep), None, {}))
-    assert at.candidate(Plan.parse("slow:bf16"), 0.1, 1.0).time_ms == 1e3
+    assert (winner(0.98), winner(0.8)) == ("slow:bf16", "fast:bf16")
 
 
 def test_a_plan_that_was_measured_elsewhere_competes_where_others_were_measured():
@@ -430,84 +346,3 @@ def test_a_name_goes_before_measurement_and_errors_are_errors():
     with pytest.raises(NoPlanError, match=r"the best, fast:bf16, reaches 0.002 \(measured on normal inputs\)") as none:
         pick(max_error=1e-9)
     assert none.value.reasons["gone:bf16"] == ("gone: not installed",)
-
-
-LENGTHS = (256, 1024, 4096)
-plans = st.sampled_from(["slow:bf16", "fast:bf16", "fast:fp8"])
-errors = st.dictionaries(st.sampled_from(["normal", "outlier"]), st.floats(1e-3, 1.0), min_size=1)
-measured = st.builds(
-    lambda plan, time, spread, at, found: Entry(spec(seqlen_q=at), Plan.parse(plan), "ok", time, spread * time, found),
-    plans, st.floats(0.01, 100) | st.sampled_from([1.0, 1.01, 1.02]), st.floats(0, 2), st.sampled_from(LENGTHS), errors,
-)  # fmt: skip
-entries = st.lists(measured, max_size=12)
-lengths = st.sampled_from([256, 700, 1024, 5000])
-budgets = st.floats(1e-3, 1.0)
-
-
-def tried(*rows: Entry, length: int, **more):
-    """The choice, None where nothing may run."""
-    try:
-        return pick(spec(seqlen_q=length), table=table(*rows), **more)
-    except NoPlanError:
-        return None
-
-
-@given(entries, lengths, budgets, st.booleans())
-def test_no_choice_is_over_budget_or_in_fp8_unasked(rows, length, budget, fp8):
-    choice = tried(*rows, length=length, max_error=budget, fp8=fp8)
-    if choice is None:
-        return
-    assert sum(each.verdict == "chosen" for each in choice.candidates) == 1
-    assert fp8 or not choice.plan.fp8
-    own = {at.seqlen_kv: found for (at, plan), found in table(*rows).entries.items() if plan == choice.plan}
-    if length in own:
-        assert all(error <= budget for error in own[length].errors.values())
-    elif own:
-        up = min((keys for keys in own if keys >= length), default=None)
-        assert up is not None or not choice.plan.fp8
-        apart = {keys: abs(math.log2(keys / length)) for keys in own}
-        nearest = [found for keys, found in own.items() if apart[keys] == min(apart.values())]
-        assert any(max(found.errors.values()) <= budget for found in nearest)
-        assert choice.chosen.needs <= budget
-
-
-@given(entries, st.sampled_from(LENGTHS), budgets, st.booleans())
-def test_no_choice_at_a_measured_spec_is_slower_than_another_beyond_noise(rows, length, budget, fp8):
-    """The default plan, the first in the declared order, is one of those others."""
-    choice = tried(*rows, length=length, max_error=budget, fp8=fp8)
-    here = table(*rows).at(spec(seqlen_q=length))
-    able = [each for each in here.values() if each.usable]
-    rivals = [each for each in able if each.worst[0] <= budget and (fp8 or not each.plan.fp8)]
-    if rivals:
-        fastest = min(each.time_ms for each in rivals)
-        assert choice.chosen.time_ms <= 1.03 * fastest
-        if choice.plan in here and choice.plan.fp8:
-            assert not any(
-                each.time_ms <= fastest and each.worst[0] * 1.25 < here[choice.plan].worst[0] for each in rivals
-            )
-
-
-@given(entries, lengths, budgets, st.booleans(), st.randoms(use_true_random=False))
-def test_the_order_of_entries_does_not_matter(rows, length, budget, fp8, chance: random.Random):
-    last = list(table(*rows).entries.values())
-    once = tried(*last, length=length, max_error=budget, fp8=fp8)
-    chance.shuffle(last)
-    assert tried(*last, length=length, max_error=budget, fp8=fp8) == once
-
-
-@given(entries, lengths, budgets, st.booleans(), st.sampled_from(["slower", "inaccurate", "broken"]))
-def test_a_plan_that_cannot_win_changes_nothing(rows, length, budget, fp8, why):
-    before = tried(*rows, length=length, max_error=budget, fp8=fp8)
-    slowest = max((each.time_ms for each in rows), default=1.0)
-    newcomer = [
-        Entry(spec(seqlen_q=at), Plan("study:bf16"), "crashed", reason="it broke")
-        if why == "broken"
-        else entry("study:bf16", *((slowest * 50, spec(seqlen_q=at)) if why == "slower" else (1e-3, spec(seqlen_q=at))),
-                   normal=0.0001 if why == "slower" else 2.0)
-        for at in LENGTHS
-    ]  # fmt: skip
-    after = tried(*rows, *newcomer, length=length, max_error=budget, fp8=fp8)
-    if before is None or before.basis == "rule":
-        assert after is None or before is not None or after.plan == Plan("study:bf16")
-    else:
-        assert (after.plan, after.basis) == (before.plan, before.basis)

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 from command_line import expect
-from compared import QUICK, passed_over, row, slowed, times, written
+from compared import QUICK, row, slowed, times, written
 from flat import changed
 
 from attnbench.harness.results.records import read_measurements
@@ -48,27 +48,19 @@ def doctored(tmp_path_factory):
     }
 
 
-def test_each_of_them_alone_has_its_code(tmp_path):
-    rows = [row("a"), row("b", seed=1), row("c", seed=2)]
+def test_unlike_machines_have_their_code_and_a_baseline_compares_them(tmp_path):
+    rows = [row("a"), row("a", "sdpa-flash:bf16", seed=1)]
     base = written(tmp_path / "base", rows)
-    far = replace(rows[0].environment, device_name="another GPU")
-    cases = {
-        "same": (rows, 0),
-        "slow": ([slowed(rows[0], 1.2), *rows[1:]], 1),
-        "crash": ([passed_over("crashed"), *rows[1:]], 1),
-        "missing": (rows[1:], 1),
-        "unlike": ([each.model_copy(update={"environment": far}) for each in rows], 3),
-    }
-    for name, (new, code) in cases.items():
-        done = compare(base, written(tmp_path / name, new), "--fail-on", "5%", code=code)
-        assert {0: "clean", 1: "regressed", 3: "not comparable"}[code] in done.stdout.splitlines()[-1]
-    allowed = compare(base, tmp_path / "missing", "--fail-on", "5%", "--allow-missing", "a")
-    assert "missing, allowed" in allowed.stdout
-    relative = compare(base, tmp_path / "unlike", "--relative-to", "fa3:fp8", code=3)
-    assert "there is no row with numbers on both sides" in relative.stdout  # the baseline is all that there is
-    plans = written(tmp_path / "plans", [row("a"), row("a", "sdpa-flash:bf16", seed=1)])
-    rows = [row("a", environment=far), row("a", "sdpa-flash:bf16", seed=1, environment=far)]
-    compare(plans, written(tmp_path / "far", rows), "--fail-on", "5%", "--relative-to", "sdpa-flash:bf16")
+    away = replace(rows[0].environment, device_name="another GPU")
+    far = written(tmp_path / "far", [each.model_copy(update={"environment": away}) for each in rows])
+    done = compare(base, far, "--fail-on", "5%", code=3)
+    assert "not comparable" in done.stdout.splitlines()[-1]
+    compare(base, far, "--fail-on", "5%", "--relative-to", "sdpa-flash:bf16")
+    alone = written(tmp_path / "alone", rows[:1])
+    only = compare(alone, far, "--relative-to", "fa3:fp8", "--allow-missing", "*", code=3)
+    assert "there is no row with numbers on both sides" in only.stdout  # the baseline is all that there is
+    missing = compare(base, alone, "--fail-on", "5%", "--allow-missing", "a")
+    assert "missing, allowed" in missing.stdout
 
 
 def test_what_could_not_be_seen_is_not_clean_and_the_limit_that_is_offered_is_certain(tmp_path):

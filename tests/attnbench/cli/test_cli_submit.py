@@ -52,15 +52,6 @@ def test_honest_results_make_a_file_named_after_the_device(here: Path, tmp_path:
     assert "36 plans at 12 shapes" in checked.stdout
 
 
-def test_the_file_is_what_table_build_writes_wherever_the_rows_lie(here: Path, tmp_path: Path) -> None:
-    one, two = folder(tmp_path / "one", ROWS[:20]), folder(tmp_path / "two", ROWS[20:])
-    assert attnbench("table", "build", one, two, "-o", here / "built.json").returncode == 0
-    assert attnbench("submit", one, two, "-o", here / "a.json").returncode == 0
-    assert attnbench("submit", two / "measurements.jsonl", one, one, "-o", here / "b.json").returncode == 0
-    built, a, b = ((here / name).read_bytes() for name in ("built.json", "a.json", "b.json"))
-    assert built == a == b
-
-
 def test_rows_without_two_visits_that_agree_are_left_out_and_counted(here: Path, tmp_path: Path) -> None:
     rows = [visited(row, row.median_ms(), 3 * row.median_ms()) for row in ROWS[:4]] + ROWS[4:]
     run = attnbench("submit", folder(tmp_path / "mine", rows))

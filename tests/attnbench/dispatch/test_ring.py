@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import ring_ranks
@@ -13,6 +15,7 @@ from patience import PATIENCE
 from places import RESULTS, ROOT, SUPPORT
 
 from attnbench import AttentionSpec
+from attnbench.dispatch import ring
 from attnbench.dispatch.ring_exchange import Message
 from attnbench.dispatch.ring_parts import part_at, parts_of, places
 from attnbench.errors import InputError, RefusedError
@@ -164,6 +167,21 @@ def test_parts_are_every_visible_pair_once(size, causal):
     assert torch.equal(seen, whole.tril() if causal else whole)
     with pytest.raises(InputError, match=f"a multiple of {2 * size} tokens"):
         places(2 * size + 1, size, 0, "cpu")
+
+
+def test_as_many_gradients_come_home_as_were_sent():
+    """Of four ranks, whose earlier and later ones differ by the direction around the ring."""
+    size, sent, awaited = 4, {}, {}
+    for rank, step in product(range(size), range(1, size)):
+        keys = torch.zeros(1, 1, 4 if part_at(step, rank, True).half_kv else 8, 2)
+
+        def send_home(step, gradients, numbers, rank=rank):
+            sent[step, (rank - step) % size], awaited[step, rank] = gradients.numel(), numbers
+
+        whole = torch.zeros(1, 1, 8, 2)
+        group = SimpleNamespace(rank=rank, size=size, send_home=send_home)
+        ring._Home(group, whole, whole).send(step, True, keys, keys)
+    assert awaited == sent
 
 
 @pytest.mark.parametrize("granularity", [None, "tensor", "head", "block", "token"])

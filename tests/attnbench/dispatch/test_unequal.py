@@ -175,6 +175,9 @@ def test_a_new_batch_of_like_lengths_asks_for_no_new_choice() -> None:
     assert len(executions.entries) == 1
     attention(x, x, x, layout="thd", cu_seqlens_q=starts([1] * total), max_seqlen_q=1)
     assert len(executions.entries) == 2
+    for count, kv_lengths in ((3, ONE), (3, ONE), (4, ONE.clone())):  # the last may differ from the queries'
+        attention(ROWS, ROWS, ROWS, q_lengths=ONE, kv_lengths=kv_lengths)
+        assert len(executions.entries) == count
 
 
 def test_a_choice_tells_of_the_lengths_and_a_kernel_without_them_is_refused() -> None:

@@ -4,7 +4,6 @@ Every file goes the way that a user's own goes: from the cache folder through th
 """
 
 import json
-import os
 import random
 import warnings
 from collections import Counter
@@ -132,47 +131,6 @@ def test_hostile_files_crash_nothing(here):
     assert outcomes.keys() == {"missed", "used"}
 
 
-def lying(**change) -> None:
-    """The table with one FP8 entry changed."""
-    path = user_table_path(HERE)
-    data = json.loads(path.read_bytes())
-    (plans,) = [each["plans"] for each in data["specs"] if each["spec"] == {**short(spec())}]
-    plans["fast:fp8"].update(change)
-    path.write_text(json.dumps(data))
-    forget()
-
-
-def short(asked: AttentionSpec) -> dict:
-    return {"batch": asked.batch, "heads": 4, "seqlen_q": 1024, "head_dim": 64, "dtype": "bf16", "direction": "forward"}
-
-
-def test_the_honest_table_is_chosen_by():
-    assert str(choose(spec(), CPU, fp8=True, known=KNOWN).plan) == "fast:fp8"
-    assert str(choose(spec(), CPU, known=KNOWN).plan) == "fast:bf16"
-
-
-@pytest.mark.parametrize(
-    ("change", "plan"),
-    [
-        ({"time_ms": -1.0}, "slow:bf16"),  # the whole file is not believed, and the rules hold
-        ({"time_ms": 0.0}, "slow:bf16"),
-        ({"errors": {"normal": 0.0}}, "fast:bf16"),
-        ({"errors": {}}, "fast:bf16"),
-        ({"errors": {"normal": 1e-9, "outlier": 9e-5}}, "fast:bf16"),
-        ({"errors": {"normal": 0.05, "outlier": "inf"}}, "fast:bf16"),
-        ({"errors": {"normal": 0.05, "a new one": 0.3}}, "fast:bf16"),
-        ({"status": "crashed", "time_ms": None}, "fast:bf16"),
-        ({"status": "inaccurate", "check": "stale"}, "fast:bf16"),
-    ],
-)
-def test_a_claim_that_cannot_be_is_not_chosen_by(change, plan):
-    lying(**change)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AttnbenchWarning)
-        assert str(choose(spec(), CPU, fp8=True, known=KNOWN).plan) == plan
-    assert not choose(spec(), CPU, known=KNOWN).plan.fp8
-
-
 def test_plans_that_nobody_knows_and_specs_beyond_all_bounds_change_nothing():
     largest = 2**31 - 1
     sizes = {"batch": largest, "heads": largest, "kv_heads": 1, "seqlen_q": largest, "seqlen_kv": largest}
@@ -189,11 +147,3 @@ def test_plans_that_nobody_knows_and_specs_beyond_all_bounds_change_nothing():
         assert choice.plan in KNOWN.plans(asked)
         assert not choice.plan.fp8
     assert str(choose(spec(), CPU, fp8=True, known=KNOWN).plan) == "fast:fp8"
-
-
-def test_a_folder_a_pipe_and_a_device_are_misses(here):
-    for make in (os.mkdir, os.mkfifo, lambda path: os.symlink("/dev/zero", path), lambda path: os.symlink(path, path)):
-        here.unlink(missing_ok=True)
-        make(here)
-        assert outcome(here) == "missed"
-        here.rmdir() if here.is_dir() else here.unlink()

@@ -147,6 +147,12 @@ def test_a_damaged_table_is_a_miss_with_one_warning_and_is_replaced():
     with pytest.warns(AttnbenchWarning, match="your table cannot be used: .*expected JSON") as caught:
         assert known_tables(CPU) == known_tables(CPU) == Known()
     assert len(caught) == 1
+    path.unlink()
+    path.symlink_to(path)
+    forget()
+    with pytest.warns(AttnbenchWarning, match="your table cannot be used: .*symbolic links"):
+        known_tables(CPU)
+    path.unlink()
     update_user_table(table(one()))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -2,10 +2,10 @@
 
 import math
 import random
-from collections import Counter
 
 import pytest
 from compared import results, row
+from scripted_sides import Sides
 
 from attnbench.harness.compare.gate.gate import Gate
 from attnbench.harness.compare.gate.outcome import minutes_needed, outcomes
@@ -19,30 +19,6 @@ from attnbench.problem.spec import AttentionSpec
 SPEC = AttentionSpec.make(batch=1, heads=1, seqlen_q=16, head_dim=16)
 PLAN = Plan("sdpa-flash:bf16")
 TERMS = Terms(limits=Limits(time=0.05, host=0.5))
-
-
-class Sides:
-    """Visits of 1 ms, with noise of 0.1 %; ``slower(side, row, cost, generation)`` is what they take longer by."""
-
-    def __init__(self, slower=lambda side, number, cost, generation: 0.0, lost=None, base=1.0):
-        self.rng, self.slower, self.base = random.Random(1), slower, base
-        self.lost = lost or {}  # what begin says of rows the first time
-        self.generation, self.visits, self.costs, self.ended = 0, Counter(), Counter(), []
-
-    def begin(self, questions):
-        return {each.number: self.lost.pop(each.number) for each in questions if each.number in self.lost}
-
-    def visit(self, side, question, costs):
-        self.visits[question.number] += 1
-        self.costs.update(costs)
-        more = {cost: self.slower(side, question.number, cost, self.generation) for cost in costs}
-        return {cost: self.base * (1 + more[cost]) * math.exp(self.rng.gauss(0, 0.001)) for cost in costs}
-
-    def end(self, question):
-        self.ended.append(question.number)
-
-    def close(self):
-        self.generation += 1
 
 
 def rows(count=1, costs=("call",), device_type="cpu"):

@@ -10,11 +10,16 @@ import torch
 from command_line import attnbench, fails, named
 from compared import row, times, written
 from places import SUPPORT
+from scripted_sides import Sides
+from stations import Shop
 
 from attnbench.errors import OutputError
+from attnbench.harness.compare.gate import run as gating
 from attnbench.harness.compare.gate.rounds import ROUNDS
 from attnbench.harness.compare.gate.run import run_gate
 from attnbench.harness.compare.terms import Limits, Terms
+from attnbench.harness.results.records import read_measurements
+from attnbench.harness.results.store import MEASUREMENTS
 from attnbench.kernels.registry import Registry
 from attnbench.problem.spec import AttentionSpec
 from attnbench.tables.environment import Environment
@@ -45,6 +50,21 @@ def base(tmp_path_factory):
     return written(tmp_path_factory.mktemp("gated") / "base", map(measured, SPECS))
 
 
+def test_a_gate_looks_at_a_row_visits_both_sides_and_keeps_the_rounds(base, tmp_path, monkeypatch):
+    Shop(monkeypatch)
+    monkeypatch.setattr(gating, "Sides", lambda *_: Sides(lambda side, *_: float(side == "NEW")))
+    folder, said = tmp_path / "new", []
+    asked = folder, Terms(limits=Limits(time=0.5)), torch.device("cpu"), Path(sys.executable), 5.0
+    found = run_gate(base, *asked, cases=["shorter"], say=said.append)
+    assert [(each.key[0], each.verdict) for each in found.regression.outcomes] == [("shorter", "slower")]
+    assert found.regression.exit_code == 1
+    assert [row.status for row in found.new.values()] == ["ok"]
+    assert list(read_measurements(folder / MEASUREMENTS)) == list(found.new.values())
+    assert {(each.case, each.against) for each in found.rounds} == {("shorter", "BASE")}
+    assert said[:2] == ["BASE and NEW", "a first look at 1 rows"]
+
+
+@pytest.mark.exhaustive
 def test_what_takes_much_longer_is_slower_and_the_other_row_is_not(base, tmp_path, monkeypatch):
     """NEW takes longer by the share that a file gives of a spec; BASE does not start where it sees NEW's PYTHONPATH."""
     monkeypatch.setenv("PYTHONPATH", SUPPORT)

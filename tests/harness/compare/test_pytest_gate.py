@@ -90,6 +90,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Path:
         FAST,
         "--benchmark-json=out.json",
         "--junitxml=out.xml",
+        "--override-ini=junit_logging=system-out",
     )
     done = pytest_in(folder, *options, NEW="1")
     assert "2 failed, 2 passed" in done.stdout, done.stdout + done.stderr
@@ -125,6 +126,7 @@ def test_one_that_is_not_passes_and_says_what_could_have_been_seen(session: Path
     assert (found["verdict"], found["certain"]) == ("same", True)
     assert 0 < found["visible"] <= found["limits"]["time"] == 1
     assert found["base_python"] == str(session / "old-python")
+    assert "is the old one really the old one?" in (session / "out.xml").read_text()
 
 
 def test_one_that_the_old_environment_lacks_is_not_certain(gates: dict[str, Any], failures: dict[str, str]) -> None:

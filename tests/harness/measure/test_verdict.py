@@ -171,18 +171,6 @@ def test_every_check_has_a_planted_fault():
     assert list(dict.fromkeys(name for name, *_ in FAULTS)) == list(CHECKS)
 
 
-def test_the_sentence_names_the_tensor_the_family_and_the_numbers():
-    reasons = {what: judge(make()).reason for _, what, make in FAULTS}
-    assert "out on" in reasons["1.3 % of noise in 16 bits"]
-    assert "beyond 0.01" in reasons["1.3 % of noise in 16 bits"]
-    assert "one head of out on normal inputs is off by 0.3" in reasons["one head 1.35 times too large"]
-    assert "one row of out on normal inputs is off by 1, beyond 0.48" in reasons["one row of zeros"]
-    assert "out is 0.97" in reasons["out 0.97 times"]
-    assert "dq is 1.05 times" in reasons["a gradient 1.05 times"]
-    assert "lse on normal inputs is -0.02 nats off" in reasons["2 % of every sum of exponentials"]
-    assert all("\n" not in reason and reason[0].islower() for reason in reasons.values())
-
-
 def judgement(error: float = 0.03, rows: int = 1000, **changes: object) -> Judgement:
     detail = Detail(sqnr_db=30.0, worst_head=error, worst_row=error, bias=0.0, nonfinite=0)
     return Judgement(error, replace(detail, **changes), rows)

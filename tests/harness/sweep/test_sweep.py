@@ -3,7 +3,7 @@
 import pytest
 import torch
 from flat import changed
-from planted import BACKWARD_FAULTS, FAULTS, FakeBackward, FakeForward, backend, healthy, setup
+from planted import FakeBackward, FakeForward, backend, healthy, setup
 from stations import Shop
 
 from attnbench.errors import MisuseError, UnknownBackendError
@@ -47,15 +47,6 @@ def shop(monkeypatch):
 @pytest.fixture(scope="module")
 def rows(whole):
     return whole[0]
-
-
-@pytest.fixture(scope="module")
-def faulty_rows(tmp_path_factory):
-    lab = setup("planted:faulty")
-    names = [*FAULTS, "bad:bf16-good", *(f"reference:fp32>{name}" for name in BACKWARD_FAULTS)]
-    with pytest.MonkeyPatch.context() as patch:
-        Shop(patch)
-        return swept(tmp_path_factory.mktemp("faulty"), lab, [FORWARD, TRAINING], names)[0]
 
 
 def test_a_forward_is_swept_with_the_first_two_of_the_others_backwards_that_can_serve():
@@ -135,25 +126,6 @@ def test_a_row_holds_times_errors_floors_and_conditions(rows):
     assert found.bound == 0.2
     assert set(training.ran) == {"forward", "backward"}
     assert rows["forward", "wide:bf16"].correctness.floor == {}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_gets_its_status_and_costs_its_own_row_alone(faulty_rows, name):
-    _, status, reason = FAULTS[name]
-    row = faulty_rows["forward", name]
-    assert row.status == status
-    assert reason in row.reason
-    assert "\n" not in row.reason
-    assert bool(row.time_ms) == bool(row.error) == (status == "inaccurate")
-    assert faulty_rows["forward", "bad:bf16-good"].status == "ok"
-
-
-@pytest.mark.parametrize("name", BACKWARD_FAULTS)
-def test_faults_of_a_backward(faulty_rows, name):
-    _, status, reason = BACKWARD_FAULTS[name]
-    row = faulty_rows["training", f"reference:fp32>{name}"]
-    assert row.status == status
-    assert row.reason is None if reason is None else reason in row.reason
 
 
 def test_a_case_too_large_for_the_machine_costs_its_own_rows(rows):

@@ -16,17 +16,22 @@ from attnbench.harness.training.data.text import BOUNDARY, File, Text, files_und
 TEXTS = st.lists(st.binary(min_size=0, max_size=40), min_size=1, max_size=12)
 
 
-@given(TEXTS, st.data())
-def test_a_window_is_what_the_files_hold(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[bytes], data: st.DataObject
-) -> None:
-    folder = tmp_path_factory.mktemp("text")
-    files, whole = [], []
+def written(folder: Path, texts: list[bytes]) -> tuple[list[File], list[list[int]]]:
+    """Files of these texts, and the tokens of each."""
+    files = []
     for number, each in enumerate(texts):
         path = folder / str(number)
         path.write_bytes(each)
         files.append(File(path.name, path, len(each)))
-        whole += [*each, BOUNDARY]
+    return files, [[*each, BOUNDARY] for each in texts]
+
+
+@given(TEXTS, st.data())
+def test_a_window_is_what_the_files_hold(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[bytes], data: st.DataObject
+) -> None:
+    files, pieces = written(tmp_path_factory.mktemp("text"), texts)
+    whole = [token for each in pieces for token in each]
     first = data.draw(st.integers(0, len(whole)))
     last = data.draw(st.integers(first, len(whole)))
     part = Text(files).part(first, last)
@@ -166,13 +171,7 @@ def test_the_digest_tells_texts_apart(tmp_path: Path) -> None:
 def test_documents_are_the_pieces_of_files(
     tmp_path_factory: pytest.TempPathFactory, texts: list[bytes], longest: int, tokens: int, data: st.DataObject
 ) -> None:
-    folder = tmp_path_factory.mktemp("text")
-    files, whole = [], []
-    for number, each in enumerate(texts):
-        path = folder / str(number)
-        path.write_bytes(each)
-        files.append(File(path.name, path, len(each)))
-        whole.append([*each, BOUNDARY])
+    files, whole = written(tmp_path_factory.mktemp("text"), texts)
     first = data.draw(st.integers(0, len(whole[0]) - 1))
     text_ = Text(files).part(first, sum(map(len, whole)))
     whole[0] = whole[0][first:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -113,52 +112,17 @@ def healthy(delay: float = 0.0) -> Registry:
     )
 
 
-# What the kernel of that precision does, the status of its row, and what the reason says.
-FAULTS: dict[str, tuple[ForwardKernel, str, str]] = {
-    kernel.name: (kernel, status, said)
-    for kernel, status, said in (
-        (
-            FakeForward("bad:bf16-raises", fail(RuntimeError("no such tile\nand a long traceback"))),
-            "error",
-            "no such tile",
-        ),
-        (FakeForward("bad:bf16-memory", fail(torch.OutOfMemoryError("tried to allocate 1 TiB"))), "oom", "1 TiB"),
-        (FakeForward("bad:bf16-quits", fail(SystemExit(0))), "error", "SystemExit"),
-        (FakeForward("bad:bf16-base", change_lse=lambda lse: lse / 0.6931), "inaccurate", "lse on"),
-        (FakeForward("bad:bf16-shape", lambda out: out[:, :, 1:]), "error", "shape"),
-        (FakeForward("bad:fp8-scaled", lambda out: out * 2), "inaccurate", "out on"),
-        (FakeForward("bad:bf16-other", evidence={"cpu": "flash_attention"}), "error", "did not run"),
-        (FakeForward("bad:bf16-nothing", lambda out: None), "error", "Attribute"),
-    )
-}
-# The same for backwards, which follow any forward.
-BACKWARD_FAULTS: dict[str, tuple[BackwardKernel, str, str | None]] = {
-    kernel.name: (kernel, status, said)
-    for kernel, status, said in (
-        (FakeBackward("bad:bf16-scaled", lambda dq: dq * 1.05), "inaccurate", "dq on"),
-        (FakeBackward("bad:bf16-nan", lambda dq: dq * math.nan), "inaccurate", "infinite"),
-        (FakeBackward("bad:bf16-refuses", fail(RuntimeError("no"))), "error", "RuntimeError: no"),
-        (FakeBackward("bad:bf16-right"), "ok", None),
-    )
-}
-
-
-def faulty() -> Registry:
-    """Faulty kernels beside a good one, all in one process."""
-    bad = (*(kernel for kernel, *_ in FAULTS.values()), *(kernel for kernel, *_ in BACKWARD_FAULTS.values()))
-    return Registry([REFERENCE, backend(*bad, FakeForward("bad:bf16-good"))])
-
-
 REPORTED = "emulated-at-length:fp8-long"
 
 
 def reported() -> Registry:
     """Everything that a report has to fit in."""
     narrow = Capabilities(dtypes=("fp32",))
+    raises = fail(RuntimeError("no such tile\nand a long traceback"))
     return Registry(
         [
             REFERENCE,
-            backend(FAULTS["bad:fp8-scaled"][0], FAULTS["bad:bf16-raises"][0]),
+            backend(FakeForward("bad:fp8-scaled", lambda out: out * 2), FakeForward("bad:bf16-raises", raises)),
             backend(FakeForward(REPORTED), FakeBackward(REPORTED)),
             *(backend(FakeForward(f"picky{number}:fp8", row=narrow)) for number in range(20)),
             backend(FakeForward("absent:fp8"), reason="its package | `is` not\x1b[31m installed"),

@@ -1,0 +1,356 @@
+"""The sentences of docs/ that have figures, and what committed rows or the code now say of each."""
+
+import gzip
+import inspect
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+
+import figures
+from places import ROOT
+
+from attnbench.choosing import fresh_regret
+from attnbench.choosing.fresh_regret import fresh_scores, summary_of
+from attnbench.harness.cases.models import published_models
+from attnbench.harness.compare.regression import compare_results
+from attnbench.harness.compare.terms import Terms
+from attnbench.harness.measure.clocks import Watch
+from attnbench.harness.measure.timing import Cost
+from attnbench.harness.results.condense import join_sweeps
+from attnbench.harness.results.records import Measurement, read_measurements
+from attnbench.harness.sweep import device_sweep, race
+from attnbench.harness.training.judge.arms import Arm
+from attnbench.harness.training.judge.curves import ending
+from attnbench.harness.training.judge.learning import END
+from attnbench.kernels.registry import registry
+from attnbench.tables import entry as table_entry
+from attnbench.tables import scaling
+from attnbench.tables.entry import Entry
+from attnbench.tables.scaling import scaled
+from attnbench.tables.table import Table
+from attnbench.tables.user_table import Known
+
+
+def row(sweep: str, spec: str, plan: str) -> Measurement:
+    found: list[Measurement] = [
+        each for each in figures.rows(sweep) if (str(each.spec), str(each.plan)) == (spec, plan)
+    ]
+    return max(found, key=lambda each: each.started)
+
+
+def took(sweep: str, spec: str, plan: str, cost: Cost) -> float:
+    return statistics.median(row(sweep, spec, plan).time_ms[cost])
+
+
+LONG = "b1 h16 s16384 d128 bf16 forward"
+FACT = "b4 h16 s4096 d128 bf16 forward"
+FEW = "b1 h8 q128-k{} d128 bf16 causal/bottom-right forward"
+MANY = "b1 h8 q2048-k{} d128 bf16 causal/bottom-right forward"
+
+
+def tflops(plan: str) -> float:
+    spec = row("facts", LONG, plan).spec
+    products = 4 * spec.batch * spec.heads * spec.seqlen_q * spec.seqlen_kv * spec.head_dim
+    return products / took("facts", LONG, plan, "kernel") / 1e9
+
+
+def drift(spec: str, keys: int, plan: str, family: str = "biased-v") -> float:
+    return row("keys", spec.format(keys), plan).error[family]["out"]
+
+
+def normal(kernel: str) -> tuple[float, float]:
+    entries: Sequence[Entry] = [
+        entry
+        for entry in figures.shipped().entries.values()
+        if str(entry.plan) == kernel and entry.spec.direction == "forward" and "normal" in entry.errors
+    ]
+    errors = [entry.errors["normal"] for entry in entries]
+    return min(errors), max(errors)
+
+
+def from_facts_to_inference() -> list[float]:
+    """How much longer medians of a kernel on a spec are in the second sweep: twentieths of all there are."""
+    before, after = (
+        {
+            (each.spec, each.plan): statistics.median(each.time_ms["kernel"])
+            for each in figures.rows(sweep)
+            if each.time_ms
+        }
+        for sweep in ("facts", "inference")
+    )
+    changes = [after[key] / before[key] - 1 for key in before.keys() & after.keys()]
+    return statistics.quantiles(changes, n=20, method="inclusive")
+
+
+def farthest_errors() -> float:
+    """How far errors of a kernel on a spec, family and tensor lie apart between sweeps, at most, as a share."""
+    seen: dict[tuple[object, ...], dict[str, float]] = {}
+    for sweep in ("quick", "facts", "inference", "training", "step"):
+        for each in figures.rows(sweep):
+            for family, errors in each.error.items():
+                for tensor, error in errors.items():
+                    if 1e-6 < error < math.inf:  # the rounding of FP32
+                        seen.setdefault((each.spec, each.plan, family, tensor), {})[sweep] = error
+    return max(max(found.values()) / min(found.values()) - 1 for found in seen.values())
+
+
+@cache
+def visible_in(sweep: str) -> list[float]:
+    """What each row of a sweep could have shown, had another been like it."""
+    rows = {each.key: each for each in figures.rows(sweep)}
+    outcomes = compare_results(rows, rows, Terms()).outcomes
+    return [each.visible for each in outcomes if each.visible is not None]
+
+
+@cache
+def memories() -> list[float]:
+    """How far the memory of a call of one plan on one case lies apart in two sweeps."""
+    one, other = (
+        {
+            each.key: each.performance.memory_bytes
+            for each in figures.rows(sweep)
+            if each.measured and each.performance.memory_bytes
+        }
+        for sweep in ("inference", "inference-plans")
+    )
+    return [max(one[key] / other[key], other[key] / one[key]) for key in one.keys() & other.keys()]
+
+
+def planted(device: str) -> list[float]:
+    """Of slow-downs made on purpose: rows and runs, the shortest and longest run, then by size those found of all."""
+    with gzip.open(ROOT / "results" / device / "gate" / "power.jsonl.gz", "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    seconds = {each["run"]: round(each["run_seconds"]) for each in rows}
+    told = [len(rows) / len(seconds), len(seconds), min(seconds.values()), max(seconds.values())]
+    for size in sorted({each["planted"] for each in rows if each["planted"]}):
+        found = [each["verdict"] for each in rows if each["planted"] == size]
+        assert set(found) <= {"slower", "open"}
+        told += [found.count("slower"), len(found)]
+    others = [each["verdict"] for each in rows if not each["planted"]]
+    return [*told, others.count("slower"), len(others)]
+
+
+def declared(kernel: str) -> float:
+    return registry().forward(kernel).declared_error
+
+
+def speed(seqlen: int, attention: str, linears: str = "bf16") -> float:
+    """Tokens a second of GPT."""
+    asked = {"seqlen": seqlen, "attention": attention, "linears": linears, "fp8": False}
+    (arm,) = (arm for arm in figures.arms("throughput") if asked.items() <= arm.first.settings.items())
+    return float(arm.units_per_second)
+
+
+def fresh_on_an_h100(table: str) -> list[float]:
+    """Regret of choices by one shipped table alone, in per cent: the geometric means without and with FP8."""
+    files = sorted((ROOT / "results/nvidia-h100-80gb-hbm3/fresh").rglob("measurements.jsonl*"))
+    truth = join_sweeps({str(file): list(read_measurements(file)) for file in files})
+    found = Table.load(ROOT / f"attnbench/tables/{table}.json")
+    scores = fresh_scores(truth, Known.of(scaled(found, truth.environment) or found), registry())
+    return [100 * each.geometric_mean for each in summary_of(scores)]
+
+
+@cache
+def ring() -> dict[tuple[str, int], dict[str, float]]:
+    """Of each arm and length of the two H100s, ``ms`` and the errors."""
+    path = ROOT / "results" / "nvidia-h100-80gb-hbm3" / "ring" / "ring.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return {(row["what"], row["length"]): {"ms": row["median_ms"], **row.get("error", {})} for row in rows}
+
+
+def over_ring(slower: str, faster: str) -> list[float]:
+    """How many times as fast one arm is as another, at 64k and 128k tokens."""
+    return [ring()[slower, length]["ms"] / ring()[faster, length]["ms"] for length in (65536, 131072)]
+
+
+def vit(linears: str) -> Arm:
+    """ViT-Huge without TransformerEngine's block."""
+    asked = {"block": "plain", "linears": linears}
+    (arm,) = (arm for arm in figures.arms("vit") if asked.items() <= arm.first.settings.items())
+    return arm
+
+
+def in_step(arm: Arm) -> float:
+    """Milliseconds of a step that the device spends on attention."""
+    return arm.attention.forward_ms + arm.attention.backward_ms
+
+
+def scaling_errors(*names: str) -> list[float]:
+    """The percentages that scaling adds to times: between equal GPUs, and from the H200's to each of these."""
+    table = Table.load(ROOT / "attnbench/tables/nvidia-h200.json")
+    moved = [scaled(table, replace(table.environment, device_name=name, power_cap_w=None)) for name in names]
+    return [100 * scaling._EQUAL, *(100 * each.time_error for each in moved if each is not None)]
+
+
+# Page, the sentence with its figures as groups, and what they are now.
+HELD: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
+    (
+        "backends/sdpa-flash.md",
+        r"(\d+) TFLOPS forward at 16k keys \(D = 128, bf16, no mask, H200\), where cuDNN reaches (\d+)\.",
+        lambda: (tflops("sdpa-flash:bf16"), tflops("sdpa-cudnn:bf16")),
+    ),
+    (
+        "backends/fa3.md",
+        r"Declared error on normal inputs: ([\d.]+) \(([\d.]+) to ([\d.]+) was measured",
+        lambda: (declared("fa3:fp8"), *normal("fa3:fp8")),
+    ),
+    (
+        "backends/fa3.md",
+        r"when V has a mean: ([\d.]+) at 64k keys and ([\d.]+) at 128k with a mean of 0.5, against ([\d.]+) on normal",
+        lambda: (
+            drift(MANY, 65536, "fa3:fp8"),
+            drift(MANY, 131072, "fa3:fp8"),
+            drift(MANY, 65536, "fa3:fp8", "normal"),
+        ),
+    ),
+    (
+        "backends/fa3.md",
+        r"on 64k keys take ([\d.]+) ms, where .* does not split, takes ([\d.]+)\. .* of 0.5 in V is ([\d.]+) and not "
+        r"([\d.]+) \(",
+        lambda: (
+            took("keys", FEW.format(65536), "fa3:fp8", "kernel"),
+            took("keys", FEW.format(65536), "flashinfer:fp8", "kernel"),
+            drift(FEW, 65536, "fa3:fp8"),
+            drift(FEW, 65536, "flashinfer:fp8"),
+        ),
+    ),
+    (
+        "backends/flex.md",
+        r"Declared error on normal inputs: ([\d.]+) \(([\d.]+) to ([\d.]+) was measured",
+        lambda: (declared("flex:fp8"), *normal("flex:fp8")),
+    ),
+    (
+        "backends/flex.md",
+        r"([\d.]+) ms for the kernel and ([\d.]+) ms for the whole call",
+        lambda: (took("facts", FACT, "flex:fp8", "kernel"), took("facts", FACT, "flex:fp8", "call")),
+    ),
+    (
+        "backends/emulated.md",
+        r"Declared error on normal inputs: ([\d.]+) for O and ([\d.]+) for gradients in e4m3, ([\d.]+) and ([\d.]+) in",
+        lambda: [
+            kernel.declared_error
+            for name in ("emulated:fp8", "emulated:fp8-e5m2")
+            for kernel in (registry().forward(name), registry().backward(name))
+        ],
+    ),
+    (
+        "compare.md",
+        r"of one kernel on one spec differ by −(\d+) % to \+(\d+) % \(the middle 90 %\)",
+        lambda: (-100 * from_facts_to_inference()[0], 100 * from_facts_to_inference()[-1]),
+    ),
+    ("compare.md", r"at most (\d+) % apart", lambda: (100 * farthest_errors(),)),
+    (
+        "compare.md",
+        r"a slow-down of ([\d.]+) % would have been found in the best row and of ([\d.]+) % in the median one",
+        lambda: [100 * each(visible_in("quick")) for each in (min, statistics.median)],
+    ),
+    (
+        "compare.md",
+        r"of (\d+) rows that two committed sets share none differs by more than ([\d.]+) %",
+        lambda: (len(memories()), 100 * (max(memories()) - 1)),
+    ),
+    (
+        "ci.md",
+        r"an H200, (\d+) rows, limit 3 %, (\d+) runs of (\d+) to (\d+) s" + 4 * r"[ |]+(\d+) of (\d+)",
+        lambda: planted("nvidia-h200"),
+    ),
+    (
+        "ci.md",
+        r"two cores, (\d+) rows, limit 5 %, (\d+) runs of (\d+) to (\d+) s[ |]+not asked" + 3 * r"[ |]+(\d+) of (\d+)",
+        lambda: planted("amd-epyc"),
+    ),
+    (
+        "tables.md",
+        r"by the H200's table alone, scaled, cost ([\d.]+) % in 16 bits and ([\d.]+) % with FP8 in the geometric mean,"
+        r" and those by the H100's own table alone ([\d.]+) % and ([\d.]+) %",
+        lambda: fresh_on_an_h100("nvidia-h200") + fresh_on_an_h100("nvidia-h100-80gb-hbm3"),
+    ),
+    *(
+        (
+            "context-parallel.md",
+            rf"\| {length:,} " + r"\| ([\d.]+) \| ([\d.]+) \| ([\d.]+); ([\d.]+) \| ([\d.]+); ([\d.]+) \|",
+            lambda length=length: [
+                ring()[arm, length]["ms"]
+                for arm in (
+                    "fp8, ring",
+                    "bf16, ring",
+                    "torch cudnn, ring",
+                    "torch flash, ring",
+                    "fp8, one",
+                    "bf16, one",
+                )
+            ],
+        )
+        for length in (65536, 131072)
+    ),
+    (
+        "context-parallel.md",
+        r"is ([\d.]+) and ([\d.]+) times as fast as the 16-bit ring \(.*?\), and ([\d.]+) and ([\d.]+)"
+        r" times as fast as torch's with cuDNN\. Two GPUs are ([\d.]+) and ([\d.]+) times as fast as one in FP8,"
+        r" and ([\d.]+) and ([\d.]+) times in 16 bits",
+        lambda: [
+            *(over_ring("bf16, ring", "fp8, ring") + over_ring("torch cudnn, ring", "fp8, ring")),
+            *(over_ring("fp8, one", "fp8, ring") + over_ring("bf16, one", "bf16, ring")),
+        ],
+    ),
+    (
+        "context-parallel.md",
+        r"output is off by ([\d.]+), dQ and dK by ([\d.]+) and dV by ([\d.]+); the 16-bit ring's by at most ([\d.]+\d)",
+        lambda: [
+            *(ring()["fp8, ring", 131072][name] for name in ("out", "dq", "dv")),
+            max(ring()["bf16, ring", length][name] for length in (65536, 131072) for name in ("out", "dq", "dk", "dv")),
+        ],
+    ),
+    (
+        "end-to-end.md",
+        r"(\d+) % of a step at 8k and (\d+) % at 32k beside",
+        lambda: [100 * (speed(seqlen, "auto") / speed(seqlen, "sdpa") - 1) for seqlen in (8192, 32768)],
+    ),
+    (
+        "end-to-end.md",
+        r"bring (\d+) to (\d+) % at 32k",
+        lambda: [100 * (speed(32768, name, "te-fp8") / speed(32768, name) - 1) for name in ("auto", "sdpa")],
+    ),
+    (
+        "end-to-end.md",
+        r"the device works (\d+) of (\d+) ms, less than the plain model's (\d+),",
+        lambda: (vit("te-fp8").attention.busy_ms, vit("te-fp8").median_ms, vit("bf16").attention.busy_ms),
+    ),
+    (
+        "end-to-end.md",
+        r"took ([\d.]+) times as long .* \(([\d.]+) for ([\d.]+) ms a step\)",
+        lambda: (in_step(vit("te-fp8")) / in_step(vit("bf16")), in_step(vit("te-fp8")), in_step(vit("bf16"))),
+    ),
+    (
+        "end-to-end.md",
+        r"ended at ([\d.]+) and ([\d.]+), the two kernels' at ([\d.]+) and ([\d.]+)\.",
+        lambda: [
+            ending(run.loss, END)
+            for folder in ("learning-fused", "learning/triton")
+            for run in figures.arms(folder)[0].runs[:2]
+        ],
+    ),
+    (
+        "tables.md",
+        r"one of (\d+) published[^|]* exceeds ([\d.]+) % in[^|]*\(([\d.]+) % with FP8\),\s+([\d.]+) % at"
+        r"[^|]* or ([\d.]+) % at worst, if a rule decides more than ([\d.]+) %",
+        lambda: (len(published_models()), *(100 * each for each in fresh_regret.BOUNDS)),
+    ),
+    ("tables.md", r"an error below ([\d.]+), which 8 bits", lambda: (table_entry._LEAST_FP8_ERROR,)),
+    (
+        "measuring.md",
+        r"at most (\d+) % slower \(an FP8 plan: at most (\d+) %[^)]*\), until one is surely (\d+) %",
+        lambda: [100 * (each - 1) for each in (race._MAY_WIN, race._FP8_MAY_WIN, device_sweep._BEATEN)],
+    ),
+    ("measuring.md", r"what is within (\d+) % of them", lambda: (100 * (race._ABOUT_AS_FAST - 1),)),
+    (
+        "tables.md",
+        r"an error of (\d+) % for GPUs with equal rates, (\d+) % from an H200 to an H100, (\d+) % to an H100 PCIe\s+and"
+        r"\s+(\d+) % to an H20",
+        lambda: scaling_errors("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H20"),
+    ),
+    ("ci.md", r"every (\d+) ms into the row", lambda: (1000 * inspect.signature(Watch).parameters["every"].default,)),
+]
