@@ -68,6 +68,9 @@ BatchOption = Annotated[int, typer.Option("--batch", min=1, help="Samples per st
 VocabOption = Annotated[
     int, typer.Option("--vocab", min=0, help="Rows of gpt's embedding; 0 for the number that bytes need.")
 ]
+LayersOption = Annotated[
+    int, typer.Option("--layers", min=0, help="Blocks of gpt, fewer to make a step short; 0 for the size's own.")
+]
 LinearsOption = Annotated[LinearsName, typer.Option("--linears", help="Precision of the linear layers.")]
 CompareLinearsOption = Annotated[
     LinearsName | None,
@@ -151,6 +154,7 @@ def train(
     seqlen: SeqlenOption = None,
     batch: BatchOption = 8,
     vocab: VocabOption = 0,
+    layers: LayersOption = 0,
     linears: LinearsOption = "bf16",
     compare_linears: CompareLinearsOption = None,
     block: BlockOption = "plain",
@@ -199,6 +203,7 @@ def train(
         data=data,
         seed=seed,
         vocab=vocab,
+        layers=layers,
         attention=attention if attention is not None else "own" if block == "te" else "auto",
         max_error=max_error,
         fp8=fp8,

@@ -41,6 +41,7 @@ _IMAGE_TOKENS = {"huge": 197, "tiny": 17}
 # AdamW's learning rates by size, after the GPT-3 paper (arXiv 2005.14165, table 2.1); tiny is for 30 steps.
 _RATES = {"tiny": 3e-3, "small": 6e-4, "medium": 3e-4, "1b": 2e-4, "3b": 1.6e-4, "8b": 1.2e-4}
 _HF = "hf:"
+_LATER = {"context_parallel": 1, "layers": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class TrainConfig:
 
     ``model``          ``gpt``, ``vit-huge``, or ``hf:`` and a transformers config (folder, file or name)
     ``size``           gpt: tiny, small, medium, 1b, 3b, 8b; vit-huge: huge, tiny; hf: ``config``
-    ``vocab``          rows of gpt's embedding and head; 0 for the size's own
+    ``vocab``, ``layers``  rows of gpt's embedding and head, and its blocks; 0 for the size's own
     ``seqlen``         tokens per sample; for vit-huge the tokens of its images (197, tiny 17)
     ``batch``          samples per step and rank
     ``attention``      ``sdpa`` (torch's default), ``auto``, a backend, kernel or plan as in ``attention(backend=...)``;
@@ -78,6 +79,7 @@ class TrainConfig:
     data: str
     seed: int = 0
     vocab: int = 0
+    layers: int = 0
     attention: str = SDPA
     max_error: float | None = None
     fp8: bool = False
@@ -180,8 +182,10 @@ class TrainConfig:
             raise InputError(f"{ranks} ranks share samples of a multiple of {2 * ranks} tokens, not {self.seqlen}")
 
     def _check_numbers(self) -> None:
-        for name, least in (("seqlen", 1), ("batch", 1), ("warmup", 0), ("vocab", 0), ("context_parallel", 1)):
-            _whole(name, getattr(self, name), least, _LARGEST)
+        for name in ("seqlen", "batch", "context_parallel"):
+            _whole(name, getattr(self, name), 1, _LARGEST)
+        for name in ("warmup", "vocab", "layers"):
+            _whole(name, getattr(self, name), 0, _LARGEST)
         _whole("steps", self.steps, 1, MOST_STEPS)
         _whole("seed", self.seed, 0, LARGEST_SEED)
         for name in ("lr", "weight_decay", "grad_clip"):
@@ -214,8 +218,8 @@ class TrainConfig:
                 raise InputError(f"packing={self.packing} is of texts, and vit-huge learns images of one size")
         elif self.data == "images":
             raise InputError(f"{self.model} learns text: data must be stdlib, a text file or a folder")
-        if self.vocab and self.model != "gpt":
-            raise InputError(f"the vocabulary of {self.model} is its own; vocab is gpt's")
+        if (self.vocab or self.layers) and self.model != "gpt":
+            raise InputError(f"vocabulary and layers of {self.model} are its own; vocab and layers are gpt's")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TrainConfig:
@@ -230,11 +234,9 @@ class TrainConfig:
             raise InputError(f"not a training config: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, in plain JSON types; without ``context_parallel`` where nothing is shared."""
+        """Every field, in plain JSON types; without the default of fields that older rows lack."""
         found = asdict(self)
-        if self.context_parallel == 1:
-            del found["context_parallel"]
-        return found
+        return {name: value for name, value in found.items() if _LATER.get(name) != value or name not in _LATER}
 
     def replace(self, **changes: Any) -> TrainConfig:
         """The config with some fields changed."""

@@ -26,7 +26,7 @@ from .policy import sharding_policy
 if TYPE_CHECKING:
     from .trainable import Trainable
 
-__all__ = ["Ranks", "join_ranks", "spread"]
+__all__ = ["Ranks", "join_ranks", "shared_attention", "spread"]
 
 _PATIENCE = timedelta(minutes=30)  # for compiling and the first step of a large model on one rank while the others wait
 
@@ -102,18 +102,18 @@ def _current(device: torch.device) -> torch.device:
     return device
 
 
-def spread(trainable: Trainable, ranks: Ranks) -> AbstractContextManager[Any]:
+def spread(trainable: Trainable, ranks: Ranks) -> DeviceMesh | None:
     """Spread the model as its configuration says: DDP, or FSDP2 with every block as a shard group.
 
-    Returns the context of its passes, in which attention is that of samples that consecutive ranks share.  Gradients
-    are the mean over all ranks, which have as many tokens each.  Raises MisuseError if the number of ranks and the
-    configuration do not agree.
+    Returns the consecutive ranks that share samples with this one, None if it has its own.  Gradients are the mean over
+    all ranks, which have as many tokens each.  Raises MisuseError if the number of ranks and the configuration do not
+    agree.
     """
     kind, sharing = trainable.config.parallel, trainable.config.context_parallel
     if kind == "none":
         if ranks.world > 1:
             raise MisuseError(f"{ranks.world} processes were started; say --parallel ddp or fsdp2")
-        return nullcontext()
+        return None
     if not dist.is_initialized():
         raise MisuseError(
             f"--parallel {kind} is started by torchrun: torchrun --nproc-per-node N -m attnbench train ..."
@@ -130,13 +130,15 @@ def spread(trainable: Trainable, ranks: Ranks) -> AbstractContextManager[Any]:
         for each in (*trainable.blocks, trainable.module):
             fully_shard(each, mesh=mesh, mp_policy=policy)
     if sharing == 1:
-        return nullcontext()
+        return None
     grid = init_device_mesh(ranks.device.type, (ranks.world // sharing, sharing), mesh_dim_names=("sample", "context"))
-    return _sharing(trainable.config, grid["context"])
+    return grid["context"]
 
 
-def _sharing(config: TrainConfig, mesh: DeviceMesh) -> AbstractContextManager[Any]:
-    """The context in which the config's attention is that of samples that the ranks of the mesh share."""
+def shared_attention(config: TrainConfig, mesh: DeviceMesh | None) -> AbstractContextManager[Any]:
+    """The context of passes in which the config's attention is that of samples that the ranks of the mesh share."""
+    if mesh is None:
+        return nullcontext()
     if config.attention != SDPA:
         return context_parallel(mesh)
     from torch.distributed.tensor.experimental import context_parallel as torchs
