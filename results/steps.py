@@ -7,7 +7,7 @@
 Each choice is sdpa (torch's default), auto, auto-fp8, or a backend, kernel or plan.  One model and optimiser serve all
 of them, so losses say nothing about learning.  A choice that would run the plans of an earlier one is not timed again.
 Rows are those of ``attnbench train`` (``attnbench train --show FOLDER``), written after every round; what is already
-there is not measured again.  slices=4 takes a quarter of the layers and of the vocabulary: each part's share of a step
+there is not measured again.  slices=4 takes a quarter of the layers and of the vocabulary, so that each part's share of a step
 stays that of the whole model, which takes about four times as long.
 """
 
@@ -41,6 +41,7 @@ from attnbench.harness.training.run.step_clock import StepClock
 from attnbench.harness.training.run.trainable import build
 
 CELL = {"size": "3b", "seqlen": 32768, "batch": 1, "slices": 1, "linears": "bf16"}
+_ROWS = 16  # of the head, which matrix products want a multiple of
 _WARM = 2  # rounds that are not timed: the first compiles
 
 
@@ -98,9 +99,9 @@ def _config(asked: argparse.Namespace, cell: dict[str, Any], choice: str) -> Tra
     size = gpt_size(config)
     if slices == 1:
         return config
-    if slices < 1 or size.layers % slices or size.vocab % slices:
-        raise InputError(f"slices={slices}: {size.layers} layers and {size.vocab} rows cannot be cut so")
-    return config.replace(layers=size.layers // slices, vocab=size.vocab // slices)
+    if slices < 1 or size.layers % slices:
+        raise InputError(f"slices={slices}: {size.layers} layers cannot be cut so")
+    return config.replace(layers=size.layers // slices, vocab=_ROWS * math.ceil(size.vocab / slices / _ROWS))
 
 
 class Turns:
