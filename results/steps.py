@@ -7,9 +7,8 @@
 Each choice is sdpa (torch's default), auto, auto-fp8, or a backend, kernel or plan.  One model and optimiser serve all
 of them, so losses say nothing about learning.  A choice that would run the plans of an earlier one is not timed again.
 Rows are those of ``attnbench train`` (``attnbench train --show FOLDER``), written after every round; what is already
-there is not measured again.  slices=4 takes a quarter of the layers and of the vocabulary, so that the share of each part
-in a step
-is that of the whole model, which takes about four times as long.
+there is not measured again.  slices=4 takes a quarter of the layers and of the vocabulary, so that each part has the
+share of a step that it has in the whole model, which takes about four times as long.
 """
 
 from __future__ import annotations

@@ -81,11 +81,15 @@ PolicyOption = Annotated[PolicyName, typer.Option("--policy", help="Types in whi
 OptimiserOption = Annotated[
     OptimiserName | None, typer.Option("--optimiser", help="Optimiser [default: adamw; for vit-huge sgd]")
 ]
-LrOption = Annotated[float | None, typer.Option("--lr", help="Highest learning rate [default: depends on size]")]
+LrOption = Annotated[
+    float | None, typer.Option("--lr", help="Highest learning rate [default: depends on size and tokens of a step]")
+]
 WarmupOption = Annotated[
     int | None,
     typer.Option(
-        "--warmup", min=0, help="Steps until the highest learning rate [default: a tenth of --steps, at most 100]"
+        "--warmup",
+        min=0,
+        help="Steps until the highest learning rate [default: a tenth of --steps, 40 to 100; for sgd 0]",
     ),
 ]
 WeightDecayOption = Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args, get_type_hints
@@ -38,8 +39,21 @@ LARGEST_SEED = 2**63 - 1
 _LARGEST = 2**31 - 1
 _SIZES = {"gpt": ("tiny", "small", "medium", "1b", "3b", "8b"), "vit-huge": ("huge", "tiny")}
 _IMAGE_TOKENS = {"huge": 197, "tiny": 17}
-# AdamW's learning rates by size, after the GPT-3 paper (arXiv 2005.14165, table 2.1); tiny is for 30 steps.
-_RATES = {"tiny": 3e-3, "small": 6e-4, "medium": 3e-4, "1b": 2e-4, "3b": 1.6e-4, "8b": 1.2e-4}
+# AdamW's learning rates and the tokens of a step that they are for, by size, after the GPT-3 paper (arXiv 2005.14165,
+# table 2.1).  Steps of fewer tokens take the rate times the root of their ratio (arXiv 2205.10287, the scaling rule of
+# adaptive gradients).  tiny is for 30 steps of any.
+_RATES = {
+    "tiny": (3e-3, 1),
+    "small": (6e-4, 500_000),
+    "medium": (3e-4, 500_000),
+    "1b": (2e-4, 1_000_000),
+    "3b": (1.6e-4, 1_000_000),
+    "8b": (1.2e-4, 2_000_000),
+}
+_OTHER_RATE = (3e-4, 500_000)
+# Steps until the highest rate.  Adam's first updates move every entry of a matrix by the whole rate, most of them alike
+# this raises the loss of wide and deep models.  The least are 2 / (1 - beta2) steps (arXiv 1910.04209).
+_LEAST_WARM_UP, _MOST_WARM_UP = 40, 100
 _HF = "hf:"
 _LATER = {"context_parallel": 1, "layers": 0}
 
@@ -113,7 +127,8 @@ class TrainConfig:
     ) -> TrainConfig:
         """A config with the model's usual size, length, data and optimiser.
 
-        For vit-huge they are its article's: SGD at a constant rate, without decay and clipping.
+        For vit-huge they are its article's: SGD at a constant rate, without decay and clipping.  AdamW's rate is that
+        of the size, for as few tokens as a step has on a rank, and is reached after a tenth of the steps, 40 to 100.
         """
         images = model == "vit-huge"
         size = size or {"gpt": "tiny", "vit-huge": "huge"}.get(model, "config")
@@ -122,9 +137,10 @@ class TrainConfig:
         optimiser = optimiser or ("sgd" if images else "adamw")
         plain = optimiser == "sgd"
         if lr is None:
-            lr = 1e-3 if plain else _RATES.get(size, 3e-4)
+            lr = 1e-3 if plain else _rate(size, batch, seqlen)
         if warmup is None:
-            warmup = min(100, steps // 10) if isinstance(steps, int) and not plain else 0
+            often = isinstance(steps, int) and not plain
+            warmup = min(max(steps // 10, _LEAST_WARM_UP), _MOST_WARM_UP) if often else 0
         return cls(
             model=model,
             size=size,
@@ -251,6 +267,14 @@ class TrainConfig:
     def learns_text(self) -> bool:
         """Whether samples are tokens, not images."""
         return self.model != "vit-huge"
+
+
+def _rate(size: str, batch: int, seqlen: int) -> float:
+    """AdamW's rate for the size and steps of so many tokens; what is no number is refused later."""
+    rate, tokens = _RATES.get(size, _OTHER_RATE)
+    if not all(isinstance(each, int) and each > 0 for each in (batch, seqlen)):
+        return rate
+    return rate * min(1.0, math.sqrt(batch * seqlen / tokens))
 
 
 def _whole(name: str, value: object, least: int, most: int) -> None:
