@@ -41,7 +41,7 @@ _SIZES = {"gpt": ("tiny", "small", "medium", "1b", "3b", "8b"), "vit-huge": ("hu
 _IMAGE_TOKENS = {"huge": 197, "tiny": 17}
 # AdamW's learning rates and the tokens of a step that they are for, by size, after the GPT-3 paper (arXiv 2005.14165,
 # table 2.1).  Steps of fewer tokens take the rate times the root of their ratio (arXiv 2205.10287, the scaling rule of
-# adaptive gradients).  tiny is for 30 steps of any.
+# adaptive gradients).  tiny is for 30 steps of any, without a long warm-up.
 _RATES = {
     "tiny": (3e-3, 1),
     "small": (6e-4, 500_000),
@@ -128,7 +128,8 @@ class TrainConfig:
         """A config with the model's usual size, length, data and optimiser.
 
         For vit-huge they are its article's: SGD at a constant rate, without decay and clipping.  AdamW's rate is that
-        of the size, for as few tokens as a step has on a rank, and is reached after a tenth of the steps, 40 to 100.
+        of the size, for as few tokens as a step has on a rank, and is reached after a tenth of the steps, at most 100
+        and, for all but the tiny models, at least 40.
         """
         images = model == "vit-huge"
         size = size or {"gpt": "tiny", "vit-huge": "huge"}.get(model, "config")
@@ -139,8 +140,8 @@ class TrainConfig:
         if lr is None:
             lr = 1e-3 if plain else _rate(size, batch, seqlen)
         if warmup is None:
-            often = isinstance(steps, int) and not plain
-            warmup = min(max(steps // 10, _LEAST_WARM_UP), _MOST_WARM_UP) if often else 0
+            least = 0 if size == "tiny" else _LEAST_WARM_UP
+            warmup = min(max(steps // 10, least), _MOST_WARM_UP) if isinstance(steps, int) and not plain else 0
         return cls(
             model=model,
             size=size,

@@ -46,7 +46,7 @@ def test_vit_huge_is_trained_as_its_article_does() -> None:
         ("3b", 10_000, 1, 5, 1.6e-5, 40),  # a hundredth of the published tokens: a tenth of the rate
         ("3b", 10_000, 400, 300, 1.6e-4, 40),
         ("8b", 20_000, 1, 5000, 1.2e-5, 100),
-        ("tiny", 16, 1, 30, 3e-3, 40),
+        ("tiny", 16, 1, 30, 3e-3, 3),
     ],
 )
 def test_the_default_rate_suits_the_size_and_the_tokens_of_a_step(
