@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 from attnbench.errors import MisuseError
@@ -141,8 +142,18 @@ def shared_attention(config: TrainConfig, mesh: DeviceMesh | None) -> AbstractCo
         return nullcontext()
     if config.attention != SDPA:
         return context_parallel(mesh)
+    return _torchs_ring(mesh)
+
+
+@contextmanager
+def _torchs_ring(mesh: DeviceMesh) -> Iterator[None]:
+    """Torch's own context parallelism, with the kernels that it rotates in the order in which torchtitan asks for them."""
     from torch.distributed.tensor.experimental import context_parallel as torchs
 
     unused = torch.zeros(2 * mesh.size(), device=mesh.device_type)  # it wants something to shard
-    made: AbstractContextManager[Any] = torchs(mesh, buffers=[unused], buffer_seq_dims=[0], no_restore_buffers={unused})
-    return made
+    kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+    with (
+        sdpa_kernel(kernels, set_priority=True),
+        torchs(mesh, buffers=[unused], buffer_seq_dims=[0], no_restore_buffers={unused}),
+    ):
+        yield
