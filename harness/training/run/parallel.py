@@ -147,7 +147,7 @@ def shared_attention(config: TrainConfig, mesh: DeviceMesh | None) -> AbstractCo
 
 @contextmanager
 def _torchs_ring(mesh: DeviceMesh) -> Iterator[None]:
-    """Torch's own context parallelism, with the kernels that it rotates in the order in which torchtitan asks for them."""
+    """torch's own context parallelism, with kernels in the order in which torchtitan asks for them."""
     from torch.distributed.tensor.experimental import context_parallel as torchs
 
     unused = torch.zeros(2 * mesh.size(), device=mesh.device_type)  # it wants something to shard
