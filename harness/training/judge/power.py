@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import numpy as np
@@ -10,9 +11,9 @@ from scipy import stats
 
 from attnbench.errors import InputError
 
-from .learning import CONFIDENCE, LEAST_SEEDS, TOLERANCE
+from .learning import CONFIDENCE, LEAST_SEEDS, LEAST_STEPS, TOLERANCE, Learning
 
-__all__ = ["MOST_SEEDS", "Chances", "chances", "seeds_needed"]
+__all__ = ["MOST_SEEDS", "Chances", "chances", "decided", "seeds_lacking", "seeds_needed"]
 
 MOST_SEEDS = 100  # of one command
 _DRAWS = 5_000  # the standard error of a chance is then at most 0.7 %
@@ -61,3 +62,18 @@ def seeds_needed(deviation: float, gap: float = 0.0, chance: float = 0.9) -> int
         else:
             low = middle + 1
     return high
+
+
+def seeds_lacking(learning: Learning) -> int | None:
+    """The seeds that would show with 90 % that nothing is lost, if nothing is and pairs scatter as these do.
+
+    None if the verdict is none of too few seeds, or more than ``MOST_SEEDS`` are needed.
+    """
+    if learning.verdict != "inconclusive" or learning.steps < LEAST_STEPS or learning.pairs < LEAST_SEEDS:
+        return None
+    if learning.gap is None or learning.high is None:
+        return None
+    half = learning.high - learning.gap
+    deviation = half * math.sqrt(learning.pairs) / float(stats.t.ppf(CONFIDENCE, learning.pairs - 1))
+    needed = seeds_needed(deviation)
+    return needed if needed is not None and needed > learning.pairs else None

@@ -6,7 +6,8 @@ from places import RESULTS
 
 from attnbench.errors import InputError
 from attnbench.harness.training.judge.learning import judge_pairs, pairs_of
-from attnbench.harness.training.judge.power import chances, decided, seeds_needed
+from attnbench.harness.training.judge.power import chances, decided, seeds_lacking, seeds_needed
+from attnbench.harness.training.report.summary import report
 from attnbench.harness.training.rows import TrainingRun, read_runs
 
 ROW = next(read_runs(RESULTS / "nvidia-h200" / "learning" / "te"))
@@ -41,6 +42,19 @@ def test_more_scatter_takes_more_seeds() -> None:
     assert seeds_needed(0.006, 0.01) < needed[2]  # a large loss shows sooner
     assert seeds_needed(0.1) is None
     assert sum(chances(8, 0.004, 0.002).values()) == pytest.approx(1)
+
+
+def test_an_inconclusive_verdict_says_how_many_seeds_it_lacks() -> None:
+    random = np.random.default_rng(3)
+    gaps = random.standard_normal(4)
+    gaps = 0.006 * (gaps - gaps.mean()) / gaps.std(ddof=1)
+    runs = [_run("baseline", seed, 2 + seed / 10) for seed in range(4)]
+    runs += [_run("candidate", seed, (2 + seed / 10) * (1 + gap)) for seed, gap in enumerate(gaps)]
+    learning = judge_pairs(pairs_of(runs))
+    assert learning.verdict == "inconclusive"
+    assert seeds_lacking(learning) == seeds_needed(0.006)
+    assert seeds_lacking(judge_pairs(pairs_of(runs)[:2])) is None  # which lacks seeds for any verdict
+    assert f"{seeds_needed(0.006)} seeds that scatter like these" in " ".join(report(runs, "text").split())
 
 
 @pytest.mark.parametrize(("seeds", "deviation"), [(2, 0.01), (3, -0.1), (3, float("nan"))])
