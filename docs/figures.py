@@ -278,6 +278,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "training-errors": training_errors,
     "vit": lambda: _table(*training.vit()),
     "what-fp8-saves": what_fp8_saves,
+    "where-it-pays": training.where_it_pays,
 }
 
 

@@ -41,14 +41,16 @@ class Cell:
         return next(iter(self.runs.values()))
 
     @property
-    def fp8(self) -> TrainingRun | None:
-        """The run of ``auto --fp8``, which is that of ``auto`` where both would run the same plans."""
-        return self.runs.get("auto, FP8", self.runs.get("auto"))
+    def narrow(self) -> list[tuple[str, TrainingRun]]:
+        """The runs of FP8 plans, and whether ``auto --fp8`` chose the plan or it was named."""
+        found = [("chosen", run) for name, run in self.runs.items() if name == "auto, FP8"]
+        return found + [("named", run) for name, run in self.runs.items() if ":" in name]
 
     @property
-    def best_fp8(self) -> TrainingRun | None:
-        """The FP8 plan that was named where ``auto --fp8`` runs something else."""
-        return next((run for name, run in self.runs.items() if ":" in name), None)
+    def best(self) -> TrainingRun | None:
+        """The fastest of them."""
+        timed = [run for _, run in self.narrow if run.median_ms is not None]
+        return min(timed, key=lambda run: run.median_ms or 0.0, default=None)
 
     def times_as_fast(self, name: str, run: TrainingRun | None) -> tuple[float, float, float] | None:
         """(low, median, high) of how many times as fast a run is as the named one, step by step of the same rounds."""
@@ -74,49 +76,65 @@ def _named(run: TrainingRun) -> str:
 
 
 def steps(results: Path = RESULTS) -> Table:
-    """Milliseconds of a step by choice, attention's share of it, and how many times as fast FP8 is."""
-    heads = ["model", "tokens", "GPU", "linears", "torch", "`auto`", "`auto --fp8`", "plan with `--fp8`"]
+    """Milliseconds of a step by choice, attention's share of it, and how many times as fast each FP8 plan is."""
+    heads = [
+        "model",
+        "tokens",
+        "GPU",
+        "linears",
+        "torch",
+        "`auto`",
+        "FP8 plan",
+        "its step",
+        "over `auto`",
+        "over torch",
+    ]
     lines = []
     for cell in sorted(cells(results), key=_order):
-        run, fp8 = cell.first, cell.fp8
-        lines.append(
-            [
-                _part(run), f"{run.settings['seqlen']:,}", _gpus(run), str(run.settings["linears"]),
-                *(_step(each) for each in (cell.runs.get("sdpa"), cell.runs.get("auto"))),
-                "as `auto`" if "auto, FP8" not in cell.runs else _step(fp8), _plans(fp8),
-                _ratio(cell.times_as_fast("auto", fp8)), _ratio(cell.times_as_fast("sdpa", fp8)),
-            ]
-        )  # fmt: skip
-    return [*heads, "over `auto`", "over torch"], lines
-
-
-def named(results: Path = RESULTS) -> Table:
-    """The same of an FP8 plan that was named where ``auto --fp8`` did not choose it."""
-    lines = []
-    for cell in sorted(cells(results), key=_order):
-        run = cell.best_fp8
-        if run is not None:
-            place = [_part(run), f"{run.settings['seqlen']:,}", _gpus(run), str(run.settings["linears"])]
+        said = cell.first.settings
+        place = [_part(cell.first), f"{said['seqlen']:,}", _gpus(cell.first), str(said["linears"])]
+        place += [_step(cell.runs.get(name)) for name in ("sdpa", "auto")]
+        for how, run in cell.narrow:
             ratios = [_ratio(cell.times_as_fast(name, run)) for name in ("auto", "sdpa")]
-            lines.append([*place, f"`{run.settings['attention']}`", _step(run), *ratios])
-    return ["model", "tokens", "GPU", "linears", "plan", "step", "over `auto`", "over torch"], lines
+            lines.append([*place, f"{_plans(run)}, {how}", _step(run), *ratios])
+    return heads, lines
 
 
 def where_it_pays(results: Path = RESULTS) -> str:
-    """A sentence for each cell: whether FP8 attention is surely faster than the best 16-bit choice."""
-    said = []
+    """For each length, what the fastest FP8 plan gained over ``auto`` in 16 bits and over torch, and how surely."""
+    found: dict[tuple[int, str], list[Cell]] = {}
     for cell in sorted(cells(results), key=_order):
-        run = cell.fp8 if "auto, FP8" in cell.runs and cell.fp8 is not None and cell.fp8.samples_ms else cell.best_fp8
-        found = cell.times_as_fast("auto", run)
-        where = (
-            f"{_part(cell.first)} at {cell.first.settings['seqlen']:,} tokens, {cell.first.settings['linears']} linears"
-        )
-        if run is None or found is None:
-            said.append(f"- {where}: nothing was gained; `auto --fp8` runs the 16-bit plan.")
+        found.setdefault((int(cell.first.settings["seqlen"]), _gpus(cell.first)), []).append(cell)  # type: ignore[arg-type]
+    said = []
+    for (seqlen, gpus), group in found.items():
+        over = {name: [cell.times_as_fast(name, cell.best) for cell in group] for name in ("auto", "sdpa")}
+        known = {name: [each for each in ratios if each is not None] for name, ratios in over.items()}
+        if not known["auto"]:
             continue
-        verdict = "pays" if found[0] > 1 else "costs" if found[2] < 1 else "makes no sure difference"
-        said.append(f"- {where}, {_gpus(cell.first)}: FP8 attention **{verdict}**, {_ratio(found)} times as fast.")
+        surely = sum(low > 1 for low, _, _ in known["auto"])
+        shares = [cell.runs["auto"].attention.share for cell in group if cell.runs["auto"].attention is not None]
+        own = [_attention_ms(cell.runs["auto"]) / _attention_ms(cell.best) for cell in group if cell.best is not None]
+        said.append(
+            f"- **{seqlen:,} tokens, {gpus}**: {_times(known['auto'])} as fast as `auto` in 16 bits, "
+            f"{_times(known['sdpa'])} as fast as torch; surely faster than `auto` in {surely} of {len(known['auto'])} "
+            f"models.  Attention was {_span(shares, '.0%')} of the 16-bit step, and became {_span(own, '.2f')} times "
+            "as fast itself."
+        )
     return "\n".join(said)
+
+
+def _times(found: Sequence[tuple[float, float, float]]) -> str:
+    return f"{_span([middle for _, middle, _ in found], '.3f')} times"
+
+
+def _attention_ms(run: TrainingRun) -> float:
+    assert run.attention is not None, "its step was profiled"
+    return run.attention.forward_ms + run.attention.backward_ms
+
+
+def _span(values: Sequence[float], form: str) -> str:
+    ends = list(dict.fromkeys(format(each, form) for each in (min(values), max(values))))
+    return " to ".join(ends)
 
 
 def _order(cell: Cell) -> tuple[object, ...]:
